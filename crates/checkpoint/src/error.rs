@@ -1,0 +1,117 @@
+//! What can go wrong, each with the file, the cause and one hint.
+
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use crate::manifest::FORMAT;
+
+/// Why a checkpoint could not be saved, found or read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The operating system refused: disk full, permission, a file in place of a folder.
+    #[error("cannot {action} {}: {cause}\nhint: {}", path.display(), io_hint(cause))]
+    Io {
+        /// What was being done, as a verb: `write`, `read`, `create`.
+        action: &'static str,
+        /// The file or folder it was done to.
+        path: PathBuf,
+        /// What the system said.
+        cause: io::Error,
+    },
+
+    /// The checkpoint is not what its writer wrote.
+    #[error(
+        "checkpoint {} is damaged ({file}: {cause})\n\
+         hint: move this folder away to fall back on the checkpoint before it, or restore it from a copy",
+        path.display()
+    )]
+    Damaged {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// The name of the file in it that is wrong.
+        file: String,
+        /// What is wrong with it.
+        cause: String,
+    },
+
+    /// The checkpoint is of another version of the format.
+    #[error(
+        "checkpoint {} has format {found}, this build reads format {FORMAT} (manifest.json)\n\
+         hint: use the version of lockstep that wrote it",
+        path.display()
+    )]
+    UnknownFormat {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// The version that its manifest names.
+        found: u64,
+    },
+
+    /// There are checkpoints and every one of them is damaged.
+    #[error(
+        "no checkpoint in {} is whole: {}\n\
+         hint: nothing was removed; restore one from a copy, or start over in another run directory",
+        dir.display(), causes.join("; ")
+    )]
+    NoneWhole {
+        /// The folder of checkpoints.
+        dir: PathBuf,
+        /// One line for each checkpoint, newest first.
+        causes: Vec<String>,
+    },
+
+    /// A sound checkpoint does not hold what was asked of it.
+    #[error("checkpoint {} holds no {what}\nhint: {hint}", path.display())]
+    Absent {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// The group or tensor that was asked for.
+        what: String,
+        /// What it holds instead.
+        hint: String,
+    },
+
+    /// [`save`](crate::save) was asked for something that could not be read back; nothing was written.
+    #[error(
+        "cannot save step {step} in {}: {cause}\n\
+         hint: this is a mistake in the caller, not in the run; earlier checkpoints are untouched",
+        dir.display()
+    )]
+    Refused {
+        /// The folder of checkpoints.
+        dir: PathBuf,
+        /// The step that was to be saved.
+        step: u64,
+        /// What is wrong with the request.
+        cause: String,
+    },
+}
+
+/// Gives an I/O result the path and the verb that its error lacks.
+pub(crate) trait AtPath<T> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T, CheckpointError>;
+}
+
+impl<T> AtPath<T> for io::Result<T> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T, CheckpointError> {
+        self.map_err(|cause| CheckpointError::Io { action, path: path.to_owned(), cause })
+    }
+}
+
+fn io_hint(cause: &io::Error) -> &'static str {
+    match cause.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            "free some space, or keep fewer checkpoints; earlier checkpoints are untouched"
+        }
+        ErrorKind::FileTooLarge => {
+            "raise the file size limit (`ulimit -f`) or use another file system; earlier checkpoints are untouched"
+        }
+        ErrorKind::NotADirectory | ErrorKind::AlreadyExists => {
+            "a file stands where a folder is needed: move it, or choose another run directory"
+        }
+        ErrorKind::NotFound => "check the path; `checkpoints/step-…` of a run directory is a checkpoint",
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => "check the owner and the mode of this path",
+        _ => "check the disk and its mount; earlier checkpoints are untouched",
+    }
+}

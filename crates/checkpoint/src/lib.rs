@@ -1,0 +1,35 @@
+//! Checkpoints on disk: their format, their atomicity and their integrity.
+//!
+//! A checkpoint is a folder of named tensors, in groups, and a small JSON state. This crate knows nothing of models,
+//! optimizers or training: what the names and the state mean is the caller's business.
+//!
+//! ```text
+//! checkpoints/                    DIR: one run's checkpoints, one writer at a time
+//!   step-00000100/                complete by construction: it came here by a rename
+//!     manifest.json               step, state, length and checksum of every file, and of itself
+//!     model.safetensors           one standard safetensors file per group
+//!     optimizer.safetensors
+//!   .tmp-step-00000200-<pid>/     being written, or left by a killed writer
+//!   .trash-step-00000050-<pid>-0/ being removed, or left by a killed writer
+//! ```
+//!
+//! Nothing under a `step-` name is ever written to: [`save`] fills a temporary folder, syncs it and renames it, and a
+//! removal renames first and deletes after. So a kill at any moment leaves whole checkpoints only. Disks fail in other
+//! ways, so [`open`] believes nothing: it checks every length, every checksum and every header before it returns.
+
+#![deny(missing_docs)]
+#![deny(unsafe_code)]
+
+mod error;
+mod find;
+mod folder;
+mod load;
+mod manifest;
+mod save;
+mod tensor_file;
+
+pub use error::CheckpointError;
+pub use find::{Found, latest};
+pub use folder::list;
+pub use load::{Loaded, TensorView, open};
+pub use save::{Group, TensorRef, save};

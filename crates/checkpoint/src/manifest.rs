@@ -1,0 +1,217 @@
+//! `manifest.json`: what a checkpoint consists of.
+//!
+//! ```text
+//! {
+//! "xxh3_128": "<of the body's bytes, exactly as they stand>",
+//! "body": {
+//!   "format": 1,
+//!   "step": 100,
+//!   "files": [{ "name": "model.safetensors", "bytes": 1234, "xxh3_128": "…" }],
+//!   "state": { … }
+//! }
+//! }
+//! ```
+//!
+//! The frame around the body is fixed to the byte, so no change anywhere in the file goes unseen. It stays the same in
+//! every version of the format, so that a build can name a version it does not know.
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::error::{AtPath, CheckpointError};
+use crate::tensor_file;
+
+/// The version of the format that this build writes and reads.
+pub(crate) const FORMAT: u64 = 1;
+/// The manifest's file name.
+pub(crate) const NAME: &str = "manifest.json";
+
+const MAX_BYTES: u64 = 64 << 20;
+const BEFORE_CHECKSUM: &str = "{\n\"xxh3_128\": \"";
+const BEFORE_BODY: &str = "\",\n\"body\": ";
+const AFTER_BODY: &str = "\n}\n";
+
+/// The body of a manifest.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Manifest {
+    pub(crate) format: u64,
+    pub(crate) step: u64,
+    /// By ascending name.
+    pub(crate) files: Vec<FileEntry>,
+    pub(crate) state: serde_json::Value,
+}
+
+/// One file of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FileEntry {
+    pub(crate) name: String,
+    pub(crate) bytes: u64,
+    pub(crate) xxh3_128: String,
+}
+
+/// Why the bytes of a manifest were not accepted.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Unreadable {
+    Damaged(String),
+    UnknownFormat(u64),
+}
+
+impl Manifest {
+    /// The bytes of the file, or the reason why they could not be read back.
+    pub(crate) fn seal(&self) -> Result<Vec<u8>, String> {
+        let body = serde_json::to_string_pretty(self).map_err(|error| error.to_string())?;
+        let checksum = checksum(xxh3_128(body.as_bytes()));
+        let bytes = [BEFORE_CHECKSUM, &checksum, BEFORE_BODY, &body, AFTER_BODY].concat().into_bytes();
+        match Manifest::unseal(&bytes) {
+            Ok(_) => Ok(bytes),
+            Err(Unreadable::Damaged(cause)) => Err(format!("its state cannot be stored: {cause}")),
+            Err(Unreadable::UnknownFormat(found)) => Err(format!("format {found} is unknown")),
+        }
+    }
+
+    /// The inverse of [`seal`](Manifest::seal), for bytes from anywhere.
+    pub(crate) fn unseal(bytes: &[u8]) -> Result<Manifest, Unreadable> {
+        let damaged = |cause: &str| Unreadable::Damaged(cause.to_owned());
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(Unreadable::Damaged(format!("{} bytes, more than {MAX_BYTES}", bytes.len())));
+        }
+        let (expected, body) = unframe(bytes).ok_or_else(|| damaged("cut off or overwritten"))?;
+        if checksum(xxh3_128(body)).as_bytes() != expected {
+            return Err(damaged("checksum differs"));
+        }
+
+        #[derive(Deserialize)]
+        struct Version {
+            format: u64,
+        }
+        let wrong_json = |error: serde_json::Error| Unreadable::Damaged(error.to_string());
+        let version: Version = serde_json::from_slice(body).map_err(wrong_json)?;
+        if version.format != FORMAT {
+            return Err(Unreadable::UnknownFormat(version.format));
+        }
+        let manifest: Manifest = serde_json::from_slice(body).map_err(wrong_json)?;
+        if !manifest.files.is_sorted_by(|a, b| a.name < b.name) {
+            return Err(damaged("files are not in order"));
+        }
+        match manifest.files.iter().find(|file| tensor_file::group_of(&file.name).is_none()) {
+            Some(file) => Err(Unreadable::Damaged(format!("refused the file name {:?}", file.name))),
+            None => Ok(manifest),
+        }
+    }
+
+    /// Reads the manifest of the checkpoint at `folder`.
+    pub(crate) fn read(folder: &Path) -> Result<Manifest, CheckpointError> {
+        let (file, _) = open_regular(folder, NAME)?;
+        let mut bytes = Vec::new();
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).at("read", &folder.join(NAME))?;
+        Manifest::unseal(&bytes).map_err(|reason| match reason {
+            Unreadable::Damaged(cause) => damaged(folder, NAME, cause),
+            Unreadable::UnknownFormat(found) => CheckpointError::UnknownFormat { path: folder.to_owned(), found },
+        })
+    }
+}
+
+/// Opens a plain file of the checkpoint at `folder`, and tells its length.
+pub(crate) fn open_regular(folder: &Path, name: &str) -> Result<(File, u64), CheckpointError> {
+    let path = folder.join(name);
+    let metadata = match fs::metadata(&path) {
+        Err(cause) if cause.kind() == ErrorKind::NotFound => return Err(damaged(folder, name, "missing")),
+        metadata => metadata.at("read", &path)?,
+    };
+    if !metadata.is_file() {
+        return Err(damaged(folder, name, "not a plain file"));
+    }
+    Ok((File::open(&path).at("open", &path)?, metadata.len()))
+}
+
+/// The error for a wrong file of the checkpoint at `folder`.
+pub(crate) fn damaged(folder: &Path, file: &str, cause: impl Into<String>) -> CheckpointError {
+    CheckpointError::Damaged { path: folder.to_owned(), file: file.to_owned(), cause: cause.into() }
+}
+
+/// A checksum as manifests spell it.
+pub(crate) fn checksum(digest: u128) -> String {
+    format!("{digest:032x}")
+}
+
+fn unframe(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let rest = bytes.strip_prefix(BEFORE_CHECKSUM.as_bytes())?;
+    let (checksum, rest) = rest.split_at_checked(32)?;
+    let body = rest.strip_prefix(BEFORE_BODY.as_bytes())?.strip_suffix(AFTER_BODY.as_bytes())?;
+    Some((checksum, body))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn example() -> Manifest {
+        let file = FileEntry { name: "model.safetensors".into(), bytes: 16, xxh3_128: checksum(7) };
+        Manifest { format: FORMAT, step: 100, files: vec![file], state: json!({"position": 5}) }
+    }
+
+    fn check_refused(manifest: &Manifest, expected: &str) {
+        let refusal = manifest.seal().expect_err("this manifest must not be sealed");
+        assert!(refusal.contains(expected), "{refusal}");
+    }
+
+    #[test]
+    fn the_file_is_json_and_reads_back() {
+        let bytes = example().seal().unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(json["body"]["state"]["position"], 5);
+        assert_eq!(Manifest::unseal(&bytes), Ok(example()));
+    }
+
+    #[test]
+    fn numbers_of_the_state_come_back_to_the_bit() {
+        let spread = (1..500u64).map(|i| f64::from_bits(i.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+        let edges = [-0.0, 0.1 + 0.2, f64::MIN_POSITIVE, f64::MAX, 5e-324];
+        let numbers: Vec<f64> = spread.filter(|x| x.is_finite()).chain(edges).collect();
+        let bytes = Manifest { state: json!(numbers), ..example() }.seal().unwrap();
+        let read = Manifest::unseal(&bytes).unwrap().state;
+        for (i, x) in numbers.iter().enumerate() {
+            assert_eq!(read[i].as_f64().map(f64::to_bits), Some(x.to_bits()), "{x}");
+        }
+        let state = json!({"seed": u64::MAX, "offset": i64::MIN});
+        let bytes = Manifest { state: state.clone(), ..example() }.seal().unwrap();
+        assert_eq!(Manifest::unseal(&bytes).unwrap().state, state);
+    }
+
+    #[test]
+    fn another_version_is_named() {
+        let body = r#"{"format": 2, "shards": []}"#;
+        let checksum = checksum(xxh3_128(body.as_bytes()));
+        let bytes = [BEFORE_CHECKSUM, &checksum, BEFORE_BODY, body, AFTER_BODY].concat();
+        assert_eq!(Manifest::unseal(bytes.as_bytes()), Err(Unreadable::UnknownFormat(2)));
+    }
+
+    #[test]
+    fn file_names_cannot_leave_the_folder() {
+        for name in ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ".safetensors", "model.bin", ""] {
+            let mut manifest = example();
+            manifest.files[0].name = name.into();
+            check_refused(&manifest, "refused the file name");
+        }
+    }
+
+    #[test]
+    fn a_file_is_named_once() {
+        let mut manifest = example();
+        manifest.files.push(manifest.files[0].clone());
+        check_refused(&manifest, "not in order");
+    }
+
+    #[test]
+    fn a_state_too_deep_to_read_back_is_refused() {
+        let deep = (0..200).fold(json!(1), |inner, _| json!([inner]));
+        check_refused(&Manifest { state: deep, ..example() }, "recursion limit");
+    }
+}

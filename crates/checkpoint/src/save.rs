@@ -1,0 +1,165 @@
+//! Writing a checkpoint so that it is either there in full or not there.
+
+use std::borrow::Cow;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use lockstep_ir::DType;
+
+use crate::error::{AtPath, CheckpointError};
+use crate::folder;
+use crate::manifest::{self, FORMAT, FileEntry, Manifest};
+use crate::tensor_file::{self, TensorFile};
+
+/// A tensor to be saved: row-major, little-endian bytes.
+#[derive(Debug, Clone)]
+pub struct TensorRef<'a> {
+    /// Its name, once in a group.
+    pub name: String,
+    /// The type of its elements. [`DType::Fixed64`] is stored as safetensors' `I64`, the others under their own name.
+    pub dtype: DType,
+    /// Its dims, outermost first; a scalar has none.
+    pub shape: Vec<usize>,
+    /// Its elements.
+    pub data: Cow<'a, [u8]>,
+}
+
+/// Tensors that share a file, `<name>.safetensors`.
+#[derive(Debug, Clone)]
+pub struct Group<'a> {
+    /// Letters, digits, `-` and `_`.
+    pub name: &'a str,
+    /// In any order.
+    pub tensors: Vec<TensorRef<'a>>,
+}
+
+/// Writes the checkpoint of `step` into `dir`, removes the oldest beyond `keep`, and returns the new one's path.
+///
+/// The checkpoint appears under its name only when every byte of it is on the disk; one of the same step is replaced.
+/// Tensors stream from their slices in chunks of at most 1 MiB, and `progress` hears the bytes written so far and the
+/// bytes in all after each. After an error `dir` holds the checkpoints it held before.
+///
+/// The checkpoint just written always stays, so a `keep` of 0 acts as 1. Only checkpoints with a sound manifest and
+/// files of the right length count towards `keep` and are ever removed; their contents are not read again for it.
+///
+/// One writer at a time: temporary folders in `dir` are taken for those of killed writers and removed. A kill in the
+/// instant between the two renames of a *replacement* leaves neither of that step's checkpoints, and others untouched.
+pub fn save(
+    dir: &Path,
+    step: u64,
+    groups: &[Group<'_>],
+    state: &serde_json::Value,
+    keep: usize,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<PathBuf, CheckpointError> {
+    let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
+    let mut manifest = Manifest { format: FORMAT, step, files: Vec::new(), state: state.clone() };
+    manifest.seal().map_err(refused)?;
+    let files = lay_out(groups).map_err(refused)?;
+
+    folder::create(dir)?;
+    folder::sweep(dir)?;
+    let temporary = TemporaryFolder::create(dir, step)?;
+
+    let total = files.iter().map(|(_, file)| file.bytes()).sum();
+    let mut done = 0;
+    for (name, file) in &files {
+        let path = temporary.path.join(name);
+        let mut wrote = |bytes| {
+            done += bytes;
+            progress(done, total);
+        };
+        let xxh3_128 = write_synced(&path, |to| file.write(to, &mut wrote))?;
+        manifest.files.push(FileEntry { name: name.clone(), bytes: file.bytes(), xxh3_128 });
+    }
+    let sealed = manifest.seal().map_err(refused)?;
+    write_synced(&temporary.path.join(manifest::NAME), |to| to.write_all(&sealed))?;
+    folder::sync(&temporary.path)?;
+
+    let path = temporary.publish(dir, step)?;
+    prune(dir, step, keep)?;
+    Ok(path)
+}
+
+/// Every group's file by ascending name.
+fn lay_out<'a>(groups: &'a [Group<'a>]) -> Result<Vec<(String, TensorFile<'a>)>, String> {
+    let mut files = Vec::with_capacity(groups.len());
+    for group in groups {
+        let name = tensor_file::file_name(group.name)
+            .ok_or_else(|| format!("group name {:?} is not made of letters, digits, `-` and `_`", group.name))?;
+        let file = TensorFile::new(&group.tensors).map_err(|cause| format!("group `{}`: {cause}", group.name))?;
+        files.push((name, file));
+    }
+    files.sort_by(|a, b| a.0.cmp(&b.0));
+    match files.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        Some(pair) => Err(format!("two groups would be written to {}", pair[0].0)),
+        None => Ok(files),
+    }
+}
+
+fn write_synced<T>(path: &Path, write: impl FnOnce(&mut File) -> io::Result<T>) -> Result<T, CheckpointError> {
+    let mut file = File::create_new(path).at("create", path)?;
+    let result = write(&mut file).at("write", path)?;
+    file.sync_all().at("sync", path)?;
+    Ok(result)
+}
+
+/// Removes the oldest checkpoints beyond `keep`, never the one of `written`.
+fn prune(dir: &Path, written: u64, keep: usize) -> Result<(), CheckpointError> {
+    let mut others = folder::list(dir)?;
+    others.retain(|(step, path)| *step != written && looks_whole(path));
+    let excess = others.len().saturating_sub(keep.saturating_sub(1));
+    for (step, _) in &others[..excess] {
+        if let Some(trash) = folder::set_aside(dir, *step)? {
+            folder::sync(dir)?;
+            folder::discard(&trash);
+        }
+    }
+    Ok(())
+}
+
+fn looks_whole(path: &Path) -> bool {
+    let right_length = |file: &FileEntry| fs::metadata(path.join(&file.name)).is_ok_and(|m| m.len() == file.bytes);
+    Manifest::read(path).is_ok_and(|manifest| manifest.files.iter().all(right_length))
+}
+
+/// A folder that is gone when this value is, unless it was published.
+struct TemporaryFolder {
+    path: PathBuf,
+    published: bool,
+}
+
+impl TemporaryFolder {
+    fn create(dir: &Path, step: u64) -> Result<TemporaryFolder, CheckpointError> {
+        let path = folder::temporary_path(dir, step);
+        fs::create_dir(&path).at("create", &path)?;
+        Ok(TemporaryFolder { path, published: false })
+    }
+
+    /// Gives the folder the name of `step`'s checkpoint, in the place of an older one.
+    fn publish(mut self, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
+        let path = dir.join(folder::step_name(step));
+        let replaced = folder::set_aside(dir, step)?;
+        if let Err(cause) = fs::rename(&self.path, &path) {
+            if let Some(replaced) = replaced {
+                fs::rename(&replaced, &path).at("restore", &path)?;
+            }
+            return Err(cause).at("rename", &self.path);
+        }
+        self.published = true;
+        folder::sync(dir)?;
+        if let Some(replaced) = replaced {
+            folder::discard(&replaced);
+        }
+        Ok(path)
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        if !self.published {
+            folder::discard(&self.path);
+        }
+    }
+}

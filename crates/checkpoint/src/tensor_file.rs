@@ -1,0 +1,243 @@
+//! One group's file, in the standard safetensors format.
+//!
+//! Eight bytes of header length, little endian; a JSON header, padded with spaces to a multiple of eight; the tensors'
+//! bytes, without gaps. Here tensors stand in name order, so wide elements may lie at odd addresses: readers copy bytes.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::ops::Range;
+
+use lockstep_ir::DType;
+use safetensors::Dtype as FileDType;
+use safetensors::tensor::{Metadata, TensorInfo};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::manifest::checksum;
+use crate::save::TensorRef;
+
+const EXTENSION: &str = ".safetensors";
+const LENGTH_BYTES: usize = 8;
+/// The largest header that readers of the format accept.
+const MAX_HEADER_BYTES: usize = 100_000_000;
+/// The most that is written and hashed at a time.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// The file name of a group, where the group's name is fit for one: letters, digits, `-` and `_`.
+pub(crate) fn file_name(group: &str) -> Option<String> {
+    let fit = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    (!group.is_empty() && group.len() <= 200 && group.chars().all(fit)).then(|| format!("{group}{EXTENSION}"))
+}
+
+/// The group of a name that [`file_name`] could have made.
+pub(crate) fn group_of(file: &str) -> Option<&str> {
+    file.strip_suffix(EXTENSION).filter(|group| file_name(group).is_some())
+}
+
+/// A file that is laid out and not yet written.
+#[derive(Debug)]
+pub(crate) struct TensorFile<'a> {
+    /// Length and header.
+    front: Vec<u8>,
+    /// By ascending name.
+    tensors: Vec<&'a TensorRef<'a>>,
+}
+
+impl<'a> TensorFile<'a> {
+    /// Orders the tensors and builds the header, or says which tensor is at fault.
+    pub(crate) fn new(tensors: &'a [TensorRef<'a>]) -> Result<TensorFile<'a>, String> {
+        let mut tensors: Vec<_> = tensors.iter().collect();
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name == pair[1].name) {
+            return Err(format!("tensor `{}` is given twice", pair[0].name));
+        }
+        let mut end = 0usize;
+        let mut infos = Vec::with_capacity(tensors.len());
+        for tensor in &tensors {
+            check_tensor(tensor)?;
+            let start = end;
+            end = start.checked_add(tensor.data.len()).ok_or("the tensors are too large together")?;
+            let dtype = file_dtype(tensor.dtype);
+            infos.push((
+                tensor.name.clone(),
+                TensorInfo { dtype, shape: tensor.shape.clone(), data_offsets: (start, end) },
+            ));
+        }
+        let metadata = Metadata::new(None, infos).map_err(|error| error.to_string())?;
+        let mut header = serde_json::to_vec(&metadata).map_err(|error| error.to_string())?;
+        header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
+        if header.len() > MAX_HEADER_BYTES {
+            return Err(format!("the names and shapes take {} bytes, more than {MAX_HEADER_BYTES}", header.len()));
+        }
+        let front = [(header.len() as u64).to_le_bytes().as_slice(), &header].concat();
+        Ok(TensorFile { front, tensors })
+    }
+
+    /// The length of the whole file.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.tensors.iter().fold(self.front.len() as u64, |sum, tensor| sum + tensor.data.len() as u64)
+    }
+
+    /// Streams the file out, tells `wrote` the length of every chunk, and returns the checksum.
+    pub(crate) fn write(&self, to: &mut dyn Write, wrote: &mut dyn FnMut(u64)) -> io::Result<String> {
+        let mut hasher = Xxh3::new();
+        let parts = std::iter::once(self.front.as_slice()).chain(self.tensors.iter().map(|tensor| &*tensor.data));
+        for chunk in parts.flat_map(|part| part.chunks(CHUNK_BYTES)) {
+            to.write_all(chunk)?;
+            hasher.update(chunk);
+            wrote(chunk.len() as u64);
+        }
+        Ok(checksum(hasher.digest128()))
+    }
+}
+
+/// Where a tensor lies in its file.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Place {
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    /// In bytes from the start of the file, inside the file.
+    pub(crate) range: Range<usize>,
+}
+
+/// Reads the header of a whole file of any origin. Every place it returns lies inside `file`.
+pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, Place>, String> {
+    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or("too short for a header")?;
+    let length = u64::from_le_bytes(*length);
+    let length = usize::try_from(length).ok().filter(|&length| length <= rest.len() && length <= MAX_HEADER_BYTES);
+    let (header, payload) = rest.split_at(length.ok_or("the header's length is out of range")?);
+    if !header.starts_with(b"{") {
+        return Err("the header is not JSON".to_owned());
+    }
+    // `Metadata` refuses gaps, overlaps and shapes that disagree with their bytes. What it leaves to its reader is that
+    // the tensors end where the file does; `SafeTensors::read_metadata` checks that by a sum that can overflow.
+    let metadata: Metadata = serde_json::from_slice(header).map_err(|error| format!("wrong header: {error}"))?;
+    if metadata.data_len() != payload.len() {
+        return Err(format!("the header describes {} bytes, {} follow", metadata.data_len(), payload.len()));
+    }
+    let base = file.len() - payload.len();
+    let mut places = BTreeMap::new();
+    for (name, info) in metadata.tensors() {
+        let dtype = known_dtype(info.dtype)
+            .ok_or_else(|| format!("tensor `{name}` has elements of type {}, which are not supported", info.dtype))?;
+        let (start, end) = info.data_offsets;
+        places.insert(name, Place { dtype, shape: info.shape.clone(), range: base + start..base + end });
+    }
+    Ok(places)
+}
+
+fn check_tensor(tensor: &TensorRef<'_>) -> Result<(), String> {
+    let TensorRef { name, dtype, shape, data } = tensor;
+    if name == "__metadata__" {
+        return Err(format!("`{name}` is reserved by the format and cannot name a tensor"));
+    }
+    let expected = shape.iter().try_fold(dtype.bytes(), |product, &dim| product.checked_mul(dim));
+    match expected {
+        Some(bytes) if bytes == data.len() => Ok(()),
+        _ => Err(format!("tensor `{name}` has {} bytes, which is not {dtype} {shape:?}", data.len())),
+    }
+}
+
+fn file_dtype(dtype: DType) -> FileDType {
+    match dtype {
+        DType::F32 => FileDType::F32,
+        DType::F64 => FileDType::F64,
+        DType::U32 => FileDType::U32,
+        DType::Fixed64 => FileDType::I64,
+    }
+}
+
+fn known_dtype(dtype: FileDType) -> Option<DType> {
+    [DType::F32, DType::F64, DType::U32, DType::Fixed64].into_iter().find(|&known| file_dtype(known) == dtype)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(length: u64, header: &str, payload: usize) -> Vec<u8> {
+        [length.to_le_bytes().as_slice(), header.as_bytes(), &vec![0; payload]].concat()
+    }
+
+    /// Refusing `header`, followed by `payload` bytes, must name the cause.
+    fn check_refused(header: &str, payload: usize, expected: &str) {
+        let refusal = read_header(&file(header.len() as u64, header, payload)).expect_err(header);
+        assert!(refusal.contains(expected), "{refusal}");
+    }
+
+    fn entry(dtype: &str, shape: &str, offsets: &str) -> String {
+        format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}"#)
+    }
+
+    #[test]
+    fn a_sound_header_gives_places_in_the_file() {
+        let header = format!(r#"{{"w":{}}}"#, entry("F32", "[2,1]", "[0,8]"));
+        let places = read_header(&file(header.len() as u64, &header, 8)).unwrap();
+        let base = 8 + header.len();
+        assert_eq!(places["w"], Place { dtype: DType::F32, shape: vec![2, 1], range: base..base + 8 });
+    }
+
+    #[test]
+    fn hostile_header_lengths_are_refused() {
+        for length in [3, 1 << 20, 1 << 40, i64::MAX as u64, u64::MAX - 7, u64::MAX] {
+            assert_eq!(read_header(&file(length, "{}", 0)), Err("the header's length is out of range".to_owned()));
+        }
+        for short in 0..8 {
+            assert_eq!(read_header(&vec![0; short]), Err("too short for a header".to_owned()));
+        }
+        check_refused("", 0, "not JSON");
+    }
+
+    #[test]
+    fn wrong_offsets_are_refused() {
+        let two = |a: &str, b: &str| format!(r#"{{"a":{},"b":{}}}"#, entry("F32", "[2]", a), entry("F32", "[2]", b));
+        check_refused(&two("[0,8]", "[4,12]"), 12, "invalid offset");
+        check_refused(&two("[0,8]", "[0,8]"), 8, "invalid offset");
+        check_refused(&two("[0,8]", "[12,20]"), 20, "invalid offset");
+        check_refused(&two("[0,8]", "[8,0]"), 8, "invalid offset");
+        check_refused(&two("[0,8]", "[8,16]"), 15, "describes 16 bytes, 15 follow");
+        check_refused(&two("[0,8]", "[8,16]"), 17, "describes 16 bytes, 17 follow");
+        check_refused(&two("[-8,0]", "[0,8]"), 8, "wrong header");
+    }
+
+    #[test]
+    fn absurd_shapes_are_refused() {
+        let one = |shape: &str, end: &str| format!(r#"{{"a":{}}}"#, entry("F64", shape, &format!("[0,{end}]")));
+        check_refused(&one("[4294967296,4294967296]", "0"), 0, "overflow");
+        check_refused(&one("[18446744073709551615]", "8"), 8, "overflow");
+        check_refused(&one("[99999999999999999999999]", "8"), 8, "wrong header");
+        check_refused(&one("[2]", "8"), 8, "invalid shape");
+        check_refused(&one("[1000000000000]", "8000000000000"), 8, "describes 8000000000000 bytes, 8 follow");
+    }
+
+    /// Eight tensors that end just below 2⁶⁴: adding the header's length to that sum would overflow.
+    #[test]
+    fn offsets_near_the_largest_number_are_refused() {
+        let size = (1u64 << 61) - 1;
+        let tensor = |i: u64| {
+            let offsets = format!("[{},{}]", i * size, (i + 1) * size);
+            format!(r#""t{i}":{}"#, entry("U8", &format!("[{size}]"), &offsets))
+        };
+        let entries: Vec<_> = (0..8).map(tensor).collect();
+        check_refused(&format!("{{{}}}", entries.join(",")), 0, "describes 18446744073709551608 bytes, 0 follow");
+    }
+
+    #[test]
+    fn elements_we_cannot_hold_are_refused() {
+        check_refused(&format!(r#"{{"a":{}}}"#, entry("BF16", "[2]", "[0,4]")), 4, "BF16");
+        check_refused(&format!(r#"{{"a":{}}}"#, entry("Q99", "[2]", "[0,4]")), 4, "wrong header");
+    }
+
+    /// Damage that the checksums would catch first must not get past the header's own checks as a panic.
+    #[test]
+    fn no_flipped_bit_makes_the_reader_panic() {
+        let header = format!(r#"{{"a":{},"b":{}}}"#, entry("F32", "[2]", "[0,8]"), entry("I64", "[]", "[8,16]"));
+        let sound = file(header.len() as u64, &header, 16);
+        for bit in 0..sound.len() * 8 {
+            let mut flipped = sound.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            for place in read_header(&flipped).into_iter().flatten() {
+                assert!(place.1.range.end <= flipped.len());
+            }
+        }
+    }
+}

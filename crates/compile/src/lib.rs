@@ -1,0 +1,90 @@
+//! From a forward graph to a placed step program, by pure passes in one visible list.
+//!
+//! The compiler asks no device anything and does no I/O: what it must know comes as a [`DeviceProfile`], what was chosen
+//! as a [`Layout`]. The same inputs give the byte-identical program.
+#![forbid(unsafe_code)]
+
+mod lower;
+mod memory;
+mod passes;
+
+pub use passes::{AdamW, Effect, Pass, TRAINING_PASSES, autodiff, fuse};
+
+use lockstep_ir::verify::{self, Unsound};
+use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
+
+/// What passes may look at besides the graph.
+#[derive(Clone, Debug)]
+pub struct Context {
+    /// The device that will run the program.
+    pub device: DeviceProfile,
+    /// What was chosen for the run.
+    pub layout: Layout,
+    /// The optimizer's constants.
+    pub optimizer: AdamW,
+    /// Sum weight gradients per sequence and in fixed point.
+    pub reproducible: bool,
+}
+
+/// Why a graph cannot be compiled.
+#[derive(Debug, thiserror::Error)]
+pub enum CompileError {
+    /// A pass built a node that the op table refuses.
+    #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
+    Type(#[from] TypeError),
+    /// A pass broke an invariant.
+    #[error(
+        "internal error after {after}: {cause}\nhint: this is a bug in Lockstep, please report it with your config"
+    )]
+    Unsound {
+        /// The pass.
+        after: &'static str,
+        /// What is wrong.
+        cause: Unsound,
+    },
+}
+
+/// A graph as one pass left it.
+#[derive(Clone, Debug)]
+pub struct Stage {
+    /// The pass.
+    pub pass: Pass,
+    /// Whether it changed anything.
+    pub changed: bool,
+    /// The graph after it.
+    pub graph: Graph,
+}
+
+/// A program and the way to it.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// The graph after every pass, in order.
+    pub stages: Vec<Stage>,
+    /// The placed program.
+    pub program: StepProgram,
+}
+
+/// Compiles a model's forward graph to its training and evaluation program.
+pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileError> {
+    let mut stages: Vec<Stage> = Vec::new();
+    let mut graph = forward.clone();
+    // Evaluation shares the fused forward pass, before gradients are added to it.
+    let mut evaluate = graph.clone();
+    for pass in TRAINING_PASSES {
+        let after = (pass.run)(&graph, context)?;
+        check(pass.name, verify::graph(&after))?;
+        stages.push(Stage { pass, changed: after != graph, graph: after.clone() });
+        graph = after;
+        if pass.name == "fuse" {
+            evaluate = graph.clone().without_dead_code();
+        }
+    }
+    let unplaced = lower::lower(&graph, &evaluate, context)?;
+    let program = memory::place(unplaced, context);
+    check("memory", verify::program(&program, context.device.alignment))?;
+    Ok(Compiled { stages, program })
+}
+
+fn check(after: &'static str, result: Result<(), Unsound>) -> Result<(), CompileError> {
+    result.map_err(|cause| CompileError::Unsound { after, cause })
+}

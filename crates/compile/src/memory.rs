@@ -1,0 +1,94 @@
+//! Memory: gives every buffer its offset. The last pass: what it says is what the executor allocates.
+//!
+//! Persistent, host and saved buffers stand side by side. Temporary buffers of a segment share the frame: largest
+//! first, each at the lowest offset where no buffer that is live at the same time stands. All segments share one frame.
+
+use crate::Context;
+use crate::lower::Unplaced;
+use lockstep_ir::StepProgram;
+use lockstep_ir::program::{Buffer, Lifetime, Region, Segment};
+
+pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
+    let Unplaced { buffers, values, tensors, segments, entries, micro_batches, saved_slots } = unplaced;
+    let align = |bytes: u64| context.device.align(bytes);
+    const REGIONS: [Lifetime; 4] = [Lifetime::Run, Lifetime::MicroBatch, Lifetime::Saved, Lifetime::Frame];
+    let sizes: Vec<u64> = buffers.iter().map(|b| align(b.bytes)).collect();
+    let mut offsets = vec![0; buffers.len()];
+    let mut regions = Vec::new();
+    let mut end = 0;
+    for lifetime in REGIONS {
+        let slots = match lifetime {
+            Lifetime::Run | Lifetime::Frame => 1,
+            Lifetime::MicroBatch => micro_batches,
+            Lifetime::Saved => saved_slots,
+        };
+        let members = (0..buffers.len()).filter(|&i| buffers[i].lifetime == lifetime);
+        let slot_bytes = match lifetime {
+            Lifetime::Frame => {
+                let framed: Vec<bool> = buffers.iter().map(|b| b.lifetime == Lifetime::Frame).collect();
+                segments.iter().map(|s| pack(s, &framed, &sizes, &mut offsets)).max().unwrap_or(0)
+            }
+            _ => members.fold(0, |offset, i| {
+                offsets[i] = offset;
+                offset + sizes[i]
+            }),
+        };
+        regions.push(Region { lifetime, offset: end, slot_bytes, slots });
+        end += slot_bytes * slots as u64;
+    }
+    let buffers = buffers
+        .into_iter()
+        .zip(offsets)
+        .map(|(b, offset)| Buffer {
+            region: REGIONS.iter().position(|l| *l == b.lifetime).unwrap_or(0),
+            name: b.name,
+            class: b.class,
+            layer: b.layer,
+            offset,
+            bytes: b.bytes,
+        })
+        .collect();
+    StepProgram { arena_bytes: end, regions, buffers, values, tensors, segments, entries }
+}
+
+/// Packs the frame buffers of one segment and returns the bytes they need.
+fn pack(segment: &Segment, framed: &[bool], sizes: &[u64], offsets: &mut [u64]) -> u64 {
+    struct Life {
+        buffer: usize,
+        first: usize,
+        last: usize,
+    }
+    let mut lives: Vec<Life> = Vec::new();
+    let mut index = vec![usize::MAX; sizes.len()];
+    for (t, instr) in segment.instrs.iter().enumerate() {
+        let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
+        for buffer in args.chain(instr.workspace.map(|w| w.0)).filter(|&b| framed[b]) {
+            if index[buffer] == usize::MAX {
+                index[buffer] = lives.len();
+                lives.push(Life { buffer, first: t, last: t });
+            }
+            lives[index[buffer]].last = t;
+        }
+    }
+    lives.sort_by_key(|l| (std::cmp::Reverse(sizes[l.buffer]), l.first, l.buffer));
+    let mut frame = 0;
+    for k in 0..lives.len() {
+        let life = &lives[k];
+        let mut blocks: Vec<(u64, u64)> = lives[..k]
+            .iter()
+            .filter(|o| o.first <= life.last && life.first <= o.last)
+            .map(|o| (offsets[o.buffer], offsets[o.buffer] + sizes[o.buffer]))
+            .collect();
+        blocks.sort_unstable();
+        let mut at = 0;
+        for (start, stop) in blocks {
+            if start >= at + sizes[life.buffer] {
+                break;
+            }
+            at = at.max(stop);
+        }
+        offsets[life.buffer] = at;
+        frame = frame.max(at + sizes[life.buffer]);
+    }
+    frame
+}

@@ -1,0 +1,196 @@
+//! Autodiff: appends the backward pass, derived from one rule per op.
+//!
+//! Gradients are those of the *sum* of token losses; the optimizer divides by the counted targets of the global batch,
+//! so no micro-batch needs to know of the others. Nodes that the layer below waits for are tagged B, weight gradients W;
+//! each W stands right behind the B that feeds it. Every use of a parameter gets an accumulator of its own (two uses of a
+//! tied table are added once, by the optimizer pass), named `grad.<parameter>` and `grad.<parameter>.2`.
+
+use crate::Context;
+use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::op::Saved;
+use lockstep_ir::{DType, Graph, Op, TensorType, TypeError, ValueId};
+
+/// Runs the pass.
+pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
+    let mut g = graph.clone();
+    let accumulator = if context.reproducible { DType::Fixed64 } else { DType::F32 };
+    let mut backward = Backward { grads: vec![None; g.values.len()], accumulator };
+    for n in (0..graph.nodes.len()).rev() {
+        backward.node(&mut g, &graph.nodes[n])?;
+    }
+    Ok(g.without_dead_code())
+}
+
+struct Backward {
+    /// The gradient of each forward value, as far as it has been summed up.
+    grads: Vec<Option<ValueId>>,
+    accumulator: DType,
+}
+
+impl Backward {
+    fn node(&mut self, g: &mut Graph, node: &Node) -> Result<(), TypeError> {
+        let Some(reads) = node.op.spec().gradient_reads else { return Ok(()) };
+        let input = |i: usize| {
+            debug_assert!(reads.contains(&Saved::Input(i)), "{} saves no input {i}", node.op.name());
+            node.inputs[i]
+        };
+        let output = |i: usize| {
+            debug_assert!(reads.contains(&Saved::Output(i)), "{} saves no output {i}", node.op.name());
+            node.outputs[i].unwrap_or_else(|| panic!("{}: a gradient needs output {i}", node.op.name()))
+        };
+        let dy = |b: &Backward, i: usize| node.outputs[i].and_then(|v| b.grads[v.0]);
+        let layer = node.layer;
+        let name = |g: &Graph, i: usize| format!("d.{}", g.get(node.inputs[i]).name);
+        match node.op {
+            Op::Embedding => {
+                let Some(dx) = dy(self, 0) else { return Ok(()) };
+                let vocab = g.ty(node.inputs[1]).dims[0].size();
+                self.weight(g, Op::EmbeddingGrad { vocab }, &[dx, input(0)], node.inputs[1], layer)
+            }
+            Op::Linear => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let dx = self.input(g, Op::LinearGradInput, &[dy, input(1)], &name(g, 0), layer)?;
+                self.weight(g, Op::LinearGradWeight, &[dy, input(0)], node.inputs[1], layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::RmsNorm { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                self.weight(g, Op::RmsNormGradWeight, &[dy, input(0), output(1)], node.inputs[1], layer)?;
+                // What has reached `x` on the residual path is added by the same kernel.
+                let before = self.grads[node.inputs[0].0].take();
+                let reads = [dy, input(0), input(1), output(1)];
+                let dx = self.norm_input(g, reads, before, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::AddRmsNorm { .. } => {
+                let (dsum, dy) = (dy(self, 0), dy(self, 1));
+                let dx = match dy {
+                    None => dsum,
+                    Some(dy) => {
+                        self.weight(g, Op::RmsNormGradWeight, &[dy, output(0), output(2)], node.inputs[2], layer)?;
+                        let reads = [dy, output(0), input(2), output(2)];
+                        Some(self.norm_input(g, reads, dsum, &name(g, 0), layer)?)
+                    }
+                };
+                let Some(dx) = dx else { return Ok(()) };
+                self.add(g, node.inputs[0], dx, layer)?;
+                self.add(g, node.inputs[1], dx, layer)
+            }
+            Op::Rope { inverse } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let dx = self.input(g, Op::Rope { inverse: !inverse }, &[dy, input(1)], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::Attention => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let reads = [dy, input(0), output(0), output(1)];
+                let dx = self.input(g, Op::AttentionGrad, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::SwiGlu => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let dx = self.input(g, Op::SwiGluGrad, &[dy, input(0)], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::Add => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                self.add(g, node.inputs[0], dy, layer)?;
+                self.add(g, node.inputs[1], dy, layer)
+            }
+            // A loss is where gradients start: its own gradient is one.
+            Op::CrossEntropy => {
+                let reads = [input(0), input(1), output(1)];
+                let dx = self.input(g, Op::CrossEntropyGrad, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::LinearCrossEntropy { .. } => {
+                let (dx, dw) = (output(1), output(2));
+                self.into_state(g, dw, node.inputs[1]);
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::EmbeddingGrad { .. }
+            | Op::LinearGradInput
+            | Op::LinearGradWeight
+            | Op::RmsNormGrad
+            | Op::AddRmsNormGrad
+            | Op::RmsNormGradWeight
+            | Op::AttentionGrad
+            | Op::SwiGluGrad
+            | Op::CrossEntropyGrad
+            | Op::AddState
+            | Op::GlobalNorm
+            | Op::AdamW { .. } => Ok(()),
+        }
+    }
+
+    /// Appends a B node and returns its first output.
+    fn input(
+        &self,
+        g: &mut Graph,
+        op: Op,
+        reads: &[ValueId],
+        name: &str,
+        layer: Option<usize>,
+    ) -> Result<ValueId, TypeError> {
+        Ok(g.node(op, reads, name, Phase::InputGrad, layer)?[0])
+    }
+
+    /// The input gradient of a norm, plus `dsum` where another path has reached the same value.
+    fn norm_input(
+        &self,
+        g: &mut Graph,
+        reads: [ValueId; 4],
+        dsum: Option<ValueId>,
+        name: &str,
+        layer: Option<usize>,
+    ) -> Result<ValueId, TypeError> {
+        let op = if dsum.is_some() { Op::AddRmsNormGrad } else { Op::RmsNormGrad };
+        let reads: Vec<ValueId> = reads.into_iter().chain(dsum).collect();
+        self.input(g, op, &reads, name, layer)
+    }
+
+    /// Appends a W node that sums into an accumulator of the parameter.
+    fn weight(
+        &self,
+        g: &mut Graph,
+        op: Op,
+        reads: &[ValueId],
+        parameter: ValueId,
+        layer: Option<usize>,
+    ) -> Result<(), TypeError> {
+        if !matches!(g.get(parameter).source, Source::State(State::Parameter(_))) {
+            return Ok(());
+        }
+        let name = format!("dw.{}", g.get(parameter).name);
+        let dw = g.node(op, reads, &name, Phase::WeightGrad, layer)?[0];
+        self.into_state(g, dw, parameter);
+        Ok(())
+    }
+
+    fn into_state(&self, g: &mut Graph, dw: ValueId, parameter: ValueId) {
+        let ty = TensorType::new(self.accumulator, g.ty(parameter).dims.clone());
+        let base = gradient_name(&g.get(parameter).name);
+        let taken = |name: &str| g.values.iter().any(|v| v.name == name);
+        let name = if taken(&base) { format!("{base}.2") } else { base };
+        let state = g.state(name, ty, State::Gradient);
+        g.values[dw.0].source = Source::Node { into: Some(state) };
+    }
+
+    /// Adds `grad` to what has reached `value` so far.
+    fn add(&mut self, g: &mut Graph, value: ValueId, grad: ValueId, layer: Option<usize>) -> Result<(), TypeError> {
+        let sum = match self.grads[value.0] {
+            None => grad,
+            Some(before) => {
+                let name = format!("d.{}", g.get(value).name);
+                g.node(Op::Add, &[before, grad], &name, Phase::InputGrad, layer)?[0]
+            }
+        };
+        self.grads[value.0] = Some(sum);
+        Ok(())
+    }
+}
+
+/// Name of the first accumulator of a parameter's gradient.
+pub(super) fn gradient_name(parameter: &str) -> String {
+    format!("grad.{parameter}")
+}

@@ -1,0 +1,213 @@
+//! Rules between keys: derived defaults, what must divide what, and sizes that later arithmetic can hold.
+
+use crate::declare::Key;
+use crate::error::Problem;
+use crate::resolve::Values;
+use crate::value::Value;
+
+/// Keys that do not go together.
+pub(crate) struct Conflict {
+    /// The keys at fault, the likeliest first.
+    pub keys: Vec<&'static str>,
+    pub problem: Problem,
+}
+
+impl Conflict {
+    fn new(keys: &[&'static str], text: String, hint: impl Into<String>) -> Self {
+        Self { keys: keys.to_vec(), problem: Problem::new(text, hint) }
+    }
+}
+
+/// A default made from other keys: `None` where one of those is in conflict itself.
+type Derived = Result<Option<Value>, Conflict>;
+
+/// As many key and value heads as query heads.
+pub(crate) fn default_kv_heads(values: &Values) -> Derived {
+    Ok(values.count("model.heads").map(Value::Count))
+}
+
+/// The width divided among the heads.
+pub(crate) fn default_head_dim(values: &Values) -> Derived {
+    let (Some(dim), Some(heads)) = (values.count("model.dim"), values.count("model.heads")) else {
+        return Ok(None);
+    };
+    if dim % heads == 0 {
+        return Ok(Some(Value::Count(dim / heads)));
+    }
+    Err(Conflict::new(
+        &["model.heads", "model.dim"],
+        format!("model.heads = {heads} does not divide model.dim = {dim}"),
+        format!("{} heads divide it; or set model.head_dim", near_divisors(dim, heads)),
+    ))
+}
+
+/// No accumulation.
+pub(crate) fn default_micro_batch(values: &Values) -> Derived {
+    Ok(values.count("train.global_batch").map(Value::Count))
+}
+
+/// 100 steps, or the whole of a shorter run.
+pub(crate) fn default_warmup(values: &Values) -> Derived {
+    const USUAL: u64 = 100;
+    Ok(values.count("train.steps").map(|steps| Value::Count(if steps > 0 { steps.min(USUAL) } else { USUAL })))
+}
+
+/// A batch given in tokens, as sequences.
+pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<Value, Conflict> {
+    let seq = values.count("train.seq").unwrap_or(1);
+    let conflict = |text: String, hint: String| Conflict::new(&[key.path, "train.seq"], text, hint);
+    let below = tokens / seq;
+    if !tokens.is_multiple_of(seq) {
+        let near = [below, below.saturating_add(1)].into_iter().filter(|&n| n > 0);
+        let near: Vec<_> =
+            near.filter_map(|n| Some(format!("\"{} tokens\" ({n} × {seq})", n.checked_mul(seq)?))).collect();
+        return Err(conflict(
+            format!("{} = {tokens} tokens is not a whole number of sequences of train.seq = {seq}", key.path),
+            format!("use {}", near.join(" or ")),
+        ));
+    }
+    if below > MAX_BATCH {
+        return Err(conflict(
+            format!("{} = {tokens} tokens is {below} sequences, which is out of range", key.path),
+            format!("give at most {MAX_BATCH} sequences"),
+        ));
+    }
+    Ok(Value::Count(below))
+}
+
+/// The largest batch, in sequences.
+pub(crate) const MAX_BATCH: u64 = 1 << 32;
+
+/// Every rule that complete values must keep. A rule is silent where a key it needs has no value yet.
+pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
+    kv_heads_divide_heads,
+    head_dim_is_even,
+    micro_batch_divides_global_batch,
+    warmup_ends_with_the_run,
+    parameters_can_be_counted,
+    activations_can_be_counted,
+    tokens_can_be_counted,
+];
+
+fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
+    let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
+    (heads % kv_heads != 0).then(|| {
+        Conflict::new(
+            &["model.kv_heads", "model.heads"],
+            format!("model.kv_heads = {kv_heads} does not divide model.heads = {heads}"),
+            format!("{} kv heads divide it", near_divisors(heads, kv_heads)),
+        )
+    })
+}
+
+fn head_dim_is_even(values: &Values) -> Option<Conflict> {
+    let head_dim = values.count("model.head_dim")?;
+    (head_dim % 2 != 0).then(|| {
+        Conflict::new(
+            &["model.head_dim", "model.heads", "model.dim"],
+            format!("model.head_dim = {head_dim} is odd, and rotary embeddings turn pairs"),
+            "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
+        )
+    })
+}
+
+fn micro_batch_divides_global_batch(values: &Values) -> Option<Conflict> {
+    let (global, micro) = (values.count("train.global_batch")?, values.count("train.micro_batch")?);
+    (global % micro != 0).then(|| {
+        Conflict::new(
+            &["train.micro_batch", "train.global_batch"],
+            format!("train.micro_batch = {micro} does not divide train.global_batch = {global}"),
+            format!("micro-batches of {} divide it", near_divisors(global, micro)),
+        )
+    })
+}
+
+fn warmup_ends_with_the_run(values: &Values) -> Option<Conflict> {
+    let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
+    (steps > 0 && warmup > steps).then(|| {
+        Conflict::new(
+            &["optimizer.warmup_steps", "train.steps"],
+            format!("optimizer.warmup_steps = {warmup} is more than train.steps = {steps}"),
+            format!("choose at most {steps} warmup steps"),
+        )
+    })
+}
+
+/// Past this many parameters, byte counts of parameters and optimizer state leave 64 bits.
+const MAX_PARAMETERS: u128 = 1 << 48;
+
+fn parameters_can_be_counted(values: &Values) -> Option<Conflict> {
+    let [vocab, layers, dim, heads, kv_heads, head_dim, ffn] =
+        ["vocab_size", "layers", "dim", "heads", "kv_heads", "head_dim", "ffn"].map(|name| model(values, name));
+    let attention = 2 * dim? * head_dim? * (heads? + kv_heads?);
+    let parameters = 2 * vocab? * dim? + layers? * (attention + 3 * dim? * ffn?);
+    (parameters > MAX_PARAMETERS).then(|| {
+        Conflict::new(
+            &MODEL_SIZES,
+            format!("the model would have {parameters} parameters"),
+            "at most 2^48 are accepted; check model.vocab_size, layers, dim, heads, head_dim and ffn",
+        )
+    })
+}
+
+/// Past this many elements, byte counts of activations leave 64 bits.
+const MAX_ACTIVATIONS: u128 = 1 << 56;
+
+fn activations_can_be_counted(values: &Values) -> Option<Conflict> {
+    let [vocab, layers, dim, heads, head_dim, ffn] =
+        ["vocab_size", "layers", "dim", "heads", "head_dim", "ffn"].map(|name| model(values, name));
+    let (seq, micro) = (values.count("train.seq")?, values.count("train.micro_batch")?);
+    let width = vocab? + layers? * (dim? + heads? * head_dim? + ffn?);
+    let elements = u128::from(seq) * u128::from(micro) * width;
+    (elements > MAX_ACTIVATIONS).then(|| {
+        Conflict::new(
+            &[&["train.micro_batch", "train.global_batch", "train.seq"], &MODEL_SIZES[..]].concat(),
+            format!("one micro-batch of {micro} sequences of {seq} tokens would have {elements} activations"),
+            "at most 2^56 are accepted; lower train.micro_batch or train.seq",
+        )
+    })
+}
+
+/// The most tokens a run may read.
+const MAX_TOKENS: u128 = 1 << 60;
+
+fn tokens_can_be_counted(values: &Values) -> Option<Conflict> {
+    let keys = ["train.global_batch", "train.steps", "train.seq"];
+    let [batch, steps, seq] = keys.map(|path| values.count(path).map(u128::from));
+    let tokens = steps?.max(1) * seq? * batch?;
+    (tokens > MAX_TOKENS).then(|| {
+        let text = format!("the run would read {tokens} tokens");
+        Conflict::new(&keys, text, "at most 2^60 are accepted; lower train.steps, train.seq or train.global_batch")
+    })
+}
+
+const MODEL_SIZES: [&str; 7] =
+    ["model.vocab_size", "model.layers", "model.dim", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn"];
+
+fn model(values: &Values, name: &str) -> Option<u128> {
+    values.count(&format!("model.{name}")).map(u128::from)
+}
+
+/// The divisors of `n` on either side of `wanted`, as text: `4 or 6`.
+fn near_divisors(n: u64, wanted: u64) -> String {
+    let small = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d));
+    let mut divisors: Vec<u64> = small.flat_map(|d| [d, n / d]).collect();
+    divisors.sort_unstable();
+    divisors.dedup();
+    let above = divisors.partition_point(|&d| d < wanted);
+    let near = divisors[above.saturating_sub(1)..(above + 1).min(divisors.len())].iter();
+    near.map(u64::to_string).collect::<Vec<_>>().join(" or ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_name_the_divisors_on_either_side() {
+        assert_eq!(near_divisors(12, 5), "4 or 6");
+        assert_eq!(near_divisors(8, 9), "8");
+        assert_eq!(near_divisors(1, 3), "1");
+        assert_eq!(near_divisors(1 << 32, 3), "2 or 4");
+    }
+}

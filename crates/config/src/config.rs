@@ -1,0 +1,110 @@
+//! Loading a [`Config`] and asking it things.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use crate::error::{ConfigError, Location, Problem};
+use crate::resolve;
+use crate::schema::{self, Config};
+use crate::source::{self, MAX_BYTES, Source, printable};
+
+/// Where the values of a config came from.
+#[derive(Clone, Debug)]
+pub(crate) struct Provenance {
+    /// The config file as the user named it.
+    pub file_name: String,
+    /// The folder that `data.paths` start from.
+    pub base_dir: PathBuf,
+    /// Of every key.
+    pub origins: BTreeMap<&'static str, Origin>,
+}
+
+/// Where one value came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    Default,
+    Preset(String),
+    File { line: usize },
+    Set,
+}
+
+impl Config {
+    /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.
+    pub fn load(path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
+        let name = path.display().to_string();
+        let bytes = read_bounded(path).map_err(|error| {
+            let problem = Problem::new(
+                format!("cannot read {}: {error}", printable(&name)),
+                "give the path of a config file that exists and can be read",
+            );
+            ConfigError::new(problem, Location::File { name: printable(&name) })
+        })?;
+        if bytes.len() > MAX_BYTES {
+            return Err(source::too_large(&name));
+        }
+        let text = std::str::from_utf8(&bytes).map_err(|error| {
+            let line = 1 + bytes[..error.valid_up_to()].iter().filter(|&&b| b == b'\n').count();
+            let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
+            ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
+        })?;
+        Config::read(text, &name, path, overrides)
+    }
+
+    /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
+    pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Config, ConfigError> {
+        Config::read(text, file_name, Path::new(file_name), overrides)
+    }
+
+    fn read(text: &str, name: &str, path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
+        let source = Source::new(name, text)?;
+        let resolved = resolve::resolve(&source, overrides)?;
+        let provenance =
+            Provenance { file_name: source.name.clone(), base_dir: folder_of(path), origins: resolved.origins };
+        Ok(schema::build(&resolved.values, provenance))
+    }
+
+    /// The folder of the config file.
+    pub fn base_dir(&self) -> &Path {
+        &self.provenance.base_dir
+    }
+
+    /// `data.paths`, resolved against the folder of the config file.
+    pub fn data_paths(&self) -> Vec<PathBuf> {
+        self.data.paths.iter().map(|path| self.base_dir().join(path)).collect()
+    }
+
+    /// Refuses a config without data; only training needs any.
+    pub fn require_data(&self) -> Result<(), ConfigError> {
+        if !self.data.paths.is_empty() {
+            return Ok(());
+        }
+        let problem = Problem::new(
+            "data.paths is empty, so there is nothing to train on",
+            "list files or folders, relative to the config file's folder: [data] paths = [\"docs\"]",
+        );
+        Err(ConfigError::new(problem, Location::File { name: self.provenance.file_name.clone() }))
+    }
+
+    /// Micro-batches per optimizer step: the global batch divided by the micro-batch.
+    pub fn accumulation_steps(&self) -> usize {
+        self.train.global_batch / self.train.micro_batch
+    }
+}
+
+/// The bytes of a file, cut one past [`MAX_BYTES`].
+fn read_bounded(path: &Path) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The folder of a file, absolute wherever the current folder is known.
+fn folder_of(path: &Path) -> PathBuf {
+    let folder = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned())
+}

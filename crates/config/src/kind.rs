@@ -1,0 +1,274 @@
+//! The kinds of value a key can take: what each accepts, and what it says when refusing.
+
+use std::ops::Range;
+
+use toml::Spanned;
+use toml::de::{DeFloat, DeInteger, DeTable, DeValue};
+
+use crate::error::Problem;
+use crate::quantity::{self, Quantity};
+use crate::source::quoted;
+use crate::suggest;
+use crate::value::{RopeScaling, Value};
+
+/// What a key accepts.
+#[derive(Clone, Copy)]
+pub(crate) enum Kind {
+    /// One of a few words.
+    Choice(&'static [&'static str]),
+    Bool,
+    /// A plain integer, both ends included.
+    Integer(u64, u64),
+    /// An integer or a string with a decimal suffix, both ends included.
+    Count(u64, u64),
+    /// A number of sequences from 1, or a string that gives it in tokens.
+    Sequences(u64),
+    Float(Bounds),
+    Texts(Item),
+    RopeScaling,
+}
+
+/// Which finite numbers a float key accepts.
+#[derive(Clone, Copy)]
+pub(crate) struct Bounds {
+    text: &'static str,
+    hold: fn(f64) -> bool,
+}
+
+pub(crate) const POSITIVE: Bounds = Bounds { text: "greater than 0", hold: |x| x > 0.0 };
+pub(crate) const NOT_NEGATIVE: Bounds = Bounds { text: "0 or greater", hold: |x| x >= 0.0 };
+pub(crate) const AT_LEAST_ONE: Bounds = Bounds { text: "1 or greater", hold: |x| x >= 1.0 };
+pub(crate) const UP_TO_ONE: Bounds = Bounds { text: "from 0 to 1", hold: |x| (0.0..=1.0).contains(&x) };
+pub(crate) const BELOW_ONE: Bounds = Bounds { text: "from 0 up to, but not, 1", hold: |x| (0.0..1.0).contains(&x) };
+pub(crate) const UP_TO_HALF: Bounds = Bounds { text: "from 0 to 0.5", hold: |x| (0.0..=0.5).contains(&x) };
+
+/// What the strings of a list stand for.
+#[derive(Clone, Copy)]
+pub(crate) struct Item {
+    plural: &'static str,
+    rule: &'static str,
+    hold: fn(&str) -> bool,
+}
+
+pub(crate) const PATHS: Item = Item {
+    plural: "paths",
+    rule: "name files or folders, relative to the config file's folder, such as [\"docs\", \"src/main.rs\"]",
+    hold: |text| !text.is_empty(),
+};
+pub(crate) const EXTENSIONS: Item = Item {
+    plural: "extensions",
+    rule: "write file extensions without the dot, such as [\"txt\", \"md\"]",
+    hold: |text| !text.is_empty() && !text.starts_with('.') && !text.contains(['/', '\\']),
+};
+
+/// The keys of `model.rope_scaling`, in the order of [`RopeScaling`].
+const ROPE_SCALING_KEYS: [(&str, Kind); 4] = [
+    ("factor", Kind::Float(AT_LEAST_ONE)),
+    ("low_freq_factor", Kind::Float(POSITIVE)),
+    ("high_freq_factor", Kind::Float(POSITIVE)),
+    ("original_context", Kind::Count(1, 1 << 24)),
+];
+
+/// A value being read: where its key stands and the text it came from.
+#[derive(Clone, Copy)]
+pub(crate) struct Reading<'a> {
+    pub path: &'a str,
+    pub text: &'a str,
+}
+
+impl Reading<'_> {
+    /// `train.steps = "12 parsecs"`, or `train.steps` alone where the text has several lines.
+    fn assignment(&self, span: &Range<usize>) -> String {
+        match self.text.get(span.clone()).map(str::trim) {
+            Some(text) if !text.is_empty() && !text.contains('\n') => format!("{} = {}", self.path, quoted(text)),
+            _ => self.path.to_owned(),
+        }
+    }
+}
+
+impl Kind {
+    /// The type as the listing of `lockstep config` shows it.
+    pub(crate) fn type_text(&self) -> String {
+        match self {
+            Kind::Choice([only]) => format!("\"{only}\""),
+            Kind::Choice(_) => "string".into(),
+            Kind::Bool => "true or false".into(),
+            Kind::Integer(..) => "integer".into(),
+            Kind::Count(..) => "count".into(),
+            Kind::Sequences(_) => "sequences, or \"N tokens\"".into(),
+            Kind::Float(bounds) => format!("number, {}", bounds.text),
+            Kind::Texts(item) => format!("list of {}", item.plural),
+            Kind::RopeScaling => rope_scaling_form(),
+        }
+    }
+
+    /// Reads one value, or says why it is refused.
+    pub(crate) fn read(&self, reading: Reading<'_>, given: &Spanned<DeValue<'_>>) -> Result<Value, Problem> {
+        let span = given.span();
+        let assignment = reading.assignment(&span);
+        let refuse = |why: String| Problem::new(format!("{assignment} {why}"), self.accepted());
+        let wrong_type = || match given.get_ref() {
+            DeValue::Table(_) => {
+                Problem::new(format!("{} is a table, not {}", reading.path, self.noun()), self.accepted())
+            }
+            _ => refuse(format!("is not {}", self.noun())),
+        };
+        let bounded = |number: Option<u64>, min: u64, max: u64| {
+            let number = number.filter(|n| (min..=max).contains(n));
+            number.map(Value::Count).ok_or_else(|| refuse("is out of range".into()))
+        };
+        match (self, given.get_ref()) {
+            (Kind::Choice(words), DeValue::String(word)) => {
+                if words.contains(&word.as_ref()) {
+                    return Ok(Value::Text(word.to_string()));
+                }
+                let known = self.accepted();
+                Err(Problem::new(
+                    format!("{assignment} is not known"),
+                    match suggest::nearest(word, words.iter().copied()) {
+                        Some(near) if words.len() > 1 => format!("did you mean \"{near}\"? {known}"),
+                        _ => known,
+                    },
+                ))
+            }
+            (Kind::Bool, DeValue::Boolean(b)) => Ok(Value::Bool(*b)),
+            (Kind::Integer(min, max) | Kind::Count(min, max), DeValue::Integer(integer)) => {
+                bounded(integer_value(integer), *min, *max)
+            }
+            (Kind::Sequences(max), DeValue::Integer(integer)) => bounded(integer_value(integer), 1, *max),
+            (Kind::Count(min, max), DeValue::String(text)) => match quantity::parse(text) {
+                Some(Quantity { number, unit: None }) => bounded(Some(number), *min, *max),
+                _ => Err(wrong_type()),
+            },
+            (Kind::Sequences(max), DeValue::String(text)) => match quantity::parse(text) {
+                Some(Quantity { number: number @ 1.., unit: Some("tokens") }) => Ok(Value::Tokens(number)),
+                Some(Quantity { number, unit: None | Some("sequences") }) => bounded(Some(number), 1, *max),
+                _ => Err(wrong_type()),
+            },
+            (Kind::Float(bounds), DeValue::Integer(_) | DeValue::Float(_)) => match float_value(given.get_ref()) {
+                Some(x) if x.is_finite() && (bounds.hold)(x) => Ok(Value::Float(x)),
+                Some(x) if x.is_finite() => Err(refuse("is out of range".into())),
+                _ => Err(refuse("is not a finite number".into())),
+            },
+            (Kind::Texts(item), DeValue::Array(array)) => array
+                .iter()
+                .map(|element| match element.get_ref() {
+                    DeValue::String(text) if (item.hold)(text) => Ok(text.to_string()),
+                    _ => Err(refuse_element(reading, item, element)),
+                })
+                .collect::<Result<_, _>>()
+                .map(Value::Texts),
+            (Kind::RopeScaling, DeValue::Table(table)) => read_rope_scaling(reading, table, &span),
+            _ => Err(wrong_type()),
+        }
+        .map_err(|problem| problem.within(span))
+    }
+
+    /// The kind as a noun with its article.
+    fn noun(&self) -> &'static str {
+        match self {
+            Kind::Choice(_) => "a string",
+            Kind::Bool => "true or false",
+            Kind::Integer(..) => "an integer",
+            Kind::Count(..) => "a count",
+            Kind::Sequences(_) => "a number of sequences or tokens",
+            Kind::Float(_) => "a number",
+            Kind::Texts(_) => "a list of strings",
+            Kind::RopeScaling => "an inline table",
+        }
+    }
+
+    /// The hint: what would be accepted.
+    fn accepted(&self) -> String {
+        match self {
+            Kind::Choice([only]) => format!("only \"{only}\" is supported"),
+            Kind::Choice(words) => format!("choose one of {}", quote_list(words)),
+            Kind::Bool => "write true or false, without quotes".into(),
+            Kind::Integer(min, max) => format!("give an integer from {min} to {max}"),
+            Kind::Count(min, max) => format!(
+                "give an integer from {min} to {max}, or a string with a decimal suffix (K, M, B or T) such as \"2K\""
+            ),
+            Kind::Sequences(max) => format!(
+                "give a number of sequences from 1 to {max}, or a string in tokens with a decimal suffix (K, M, B or T) \
+                 such as \"4M tokens\""
+            ),
+            Kind::Float(bounds) => format!("give a number {}", bounds.text),
+            Kind::Texts(item) => item.rule.into(),
+            Kind::RopeScaling => format!("give all of {}", rope_scaling_form()),
+        }
+    }
+}
+
+/// `"a", "b", "c"`.
+pub(crate) fn quote_list(words: &[&str]) -> String {
+    words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ")
+}
+
+fn integer_value(integer: &DeInteger<'_>) -> Option<u64> {
+    u64::from_str_radix(integer.as_str(), integer.radix()).ok()
+}
+
+fn float_value(value: &DeValue<'_>) -> Option<f64> {
+    match value {
+        DeValue::Float(float) => DeFloat::as_str(float).parse().ok(),
+        DeValue::Integer(integer) => {
+            i64::from_str_radix(integer.as_str(), integer.radix()).ok().map(|integer| integer as f64)
+        }
+        _ => None,
+    }
+}
+
+fn refuse_element(reading: Reading<'_>, item: &Item, element: &Spanned<DeValue<'_>>) -> Problem {
+    let text = reading.text.get(element.span()).unwrap_or_default();
+    let problem = format!("{}: {} is not one of the {} it lists", reading.path, quoted(text), item.plural);
+    Problem::new(problem, item.rule).within(element.span())
+}
+
+fn rope_scaling_form() -> String {
+    let names: Vec<_> = ROPE_SCALING_KEYS.iter().map(|(name, _)| *name).collect();
+    format!("{{ {} }}", names.join(", "))
+}
+
+fn read_rope_scaling(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usize>) -> Result<Value, Problem> {
+    let mut entries: Vec<_> = table.iter().collect();
+    entries.sort_by_key(|(key, _)| key.span().start);
+    let names = ROPE_SCALING_KEYS.map(|(name, _)| name);
+    let mut values = [const { None }; ROPE_SCALING_KEYS.len()];
+    for (key, given) in entries {
+        let name = key.get_ref().as_ref();
+        let Some(index) = names.iter().position(|known| *known == name) else {
+            let problem = format!("{}.{} is not a key of {}", reading.path, quoted(name), reading.path);
+            let hint = match suggest::nearest(name, names) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => Kind::RopeScaling.accepted(),
+            };
+            return Err(Problem::new(problem, hint).within(key.span()));
+        };
+        let path = format!("{}.{name}", reading.path);
+        values[index] = Some(ROPE_SCALING_KEYS[index].1.read(Reading { path: &path, ..reading }, given)?);
+    }
+    if let Some(index) = values.iter().position(Option::is_none) {
+        let problem = format!("{}.{} is not set", reading.path, names[index]);
+        return Err(Problem::new(problem, Kind::RopeScaling.accepted()).within(span.clone()));
+    }
+    let [
+        Some(Value::Float(factor)),
+        Some(Value::Float(low_freq_factor)),
+        Some(Value::Float(high_freq_factor)),
+        Some(Value::Count(original_context)),
+    ] = values
+    else {
+        unreachable!("each key was read by its own kind")
+    };
+    if high_freq_factor <= low_freq_factor {
+        let problem = format!(
+            "{}.high_freq_factor = {high_freq_factor:?} is not above low_freq_factor = {low_freq_factor:?}",
+            reading.path
+        );
+        return Err(
+            Problem::new(problem, "Llama 3 uses low_freq_factor = 1, high_freq_factor = 4").within(span.clone())
+        );
+    }
+    let original_context = original_context as usize;
+    Ok(Value::RopeScaling(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }))
+}

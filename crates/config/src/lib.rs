@@ -1,0 +1,40 @@
+//! The schema of `run.toml`: keys, presets, `--set` overrides, origins and diagnostics.
+//!
+//! Every key is declared once, in `schema.rs`. The typed structs, the parser, the error messages, the listing of
+//! `lockstep config` and the writer of the resolved file all read that declaration. The way of a file through the
+//! crate:
+//!
+//! ```text
+//! text ── document ──┐
+//! --set ─ overrides ─┼─► layers ── resolve (defaults, derived keys) ── checks (between keys) ──► Config
+//! preset ────────────┘
+//! ```
+//!
+//! This crate reads one file, the config. It knows nothing of graphs, devices or data sets: whether a shape fits a
+//! machine or a path exists is for others to say.
+
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod checks;
+mod config;
+mod declare;
+mod document;
+mod error;
+mod kind;
+mod overrides;
+mod presets;
+mod quantity;
+mod resolve;
+mod schema;
+mod source;
+mod suggest;
+mod value;
+mod written;
+
+pub use declare::{KeyDoc, schema};
+pub use error::ConfigError;
+pub use presets::presets;
+pub use schema::{CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig};
+pub use value::RopeScaling;
+pub use written::Difference;

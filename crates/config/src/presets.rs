@@ -1,0 +1,124 @@
+//! Public model shapes by name. A preset is a `[model]` table, read by the same reader as the user's.
+
+use crate::document::{self, Given};
+use crate::source::Source;
+
+/// The names that `model.preset` accepts.
+pub fn presets() -> impl Iterator<Item = &'static str> {
+    NAMES.iter().copied()
+}
+
+struct Preset {
+    name: &'static str,
+    table: &'static str,
+}
+
+const PRESETS: [Preset; 5] = [
+    Preset {
+        name: "llama-15m",
+        table: "
+            [model]
+            vocab_size = 32000
+            layers = 6
+            dim = 288
+            heads = 6
+            kv_heads = 6
+            ffn = 768
+            tied_embeddings = true
+        ",
+    },
+    Preset {
+        name: "llama-29m",
+        table: "
+            [model]
+            vocab_size = 8192
+            layers = 8
+            dim = 512
+            heads = 8
+            kv_heads = 4
+            ffn = 1536
+            tied_embeddings = true
+        ",
+    },
+    Preset {
+        name: "llama-124m",
+        table: "
+            [model]
+            vocab_size = 50304
+            layers = 12
+            dim = 768
+            heads = 12
+            kv_heads = 12
+            ffn = 2048
+            tied_embeddings = true
+        ",
+    },
+    Preset {
+        name: "llama-3.2-1b",
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 16
+            dim = 2048
+            heads = 32
+            kv_heads = 8
+            head_dim = 64
+            ffn = 8192
+            tied_embeddings = true
+            rope_theta = 500000.0
+
+            [model.rope_scaling]
+            factor = 32.0
+            low_freq_factor = 1.0
+            high_freq_factor = 4.0
+            original_context = 8192
+        ",
+    },
+    Preset {
+        name: "llama-3-8b",
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 32
+            dim = 4096
+            heads = 32
+            kv_heads = 8
+            ffn = 14336
+            tied_embeddings = false
+            rope_theta = 500000.0
+        ",
+    },
+];
+
+/// The names of [`PRESETS`], in its order.
+pub(crate) const NAMES: [&str; PRESETS.len()] = {
+    let mut names = [""; PRESETS.len()];
+    let mut i = 0;
+    while i < names.len() {
+        names[i] = PRESETS[i].name;
+        i += 1;
+    }
+    names
+};
+
+/// The values of a preset; none for a name that is not one.
+pub(crate) fn values(name: &str) -> Vec<Given> {
+    let Some(preset) = PRESETS.iter().find(|preset| preset.name == name) else {
+        return Vec::new();
+    };
+    let read = Source::new(preset.name, preset.table).and_then(|source| document::read(&source));
+    read.expect("presets are valid tables").given
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_preset_reads() {
+        for name in presets() {
+            assert!(values(name).len() >= 7, "{name}");
+        }
+        assert!(values("llama-9000b").is_empty());
+    }
+}

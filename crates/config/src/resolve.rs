@@ -1,0 +1,173 @@
+//! Layers, lowest first: default, preset, file, `--set`. From them, one value for every key.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use toml::de::DeValue;
+
+use crate::checks::{self, Conflict};
+use crate::config::Origin;
+use crate::declare::{Default, Key};
+use crate::document::Document;
+use crate::error::{ConfigError, Location, Problem};
+use crate::kind::{Reading, quote_list};
+use crate::presets;
+use crate::schema::KEYS;
+use crate::source::Source;
+use crate::value::{Field, Value};
+use crate::{document, overrides};
+
+/// The values of the keys, by path.
+#[derive(Default)]
+pub(crate) struct Values(BTreeMap<&'static str, Value>);
+
+impl Values {
+    pub(crate) fn get(&self, path: &str) -> Option<&Value> {
+        debug_assert!(KEYS.iter().any(|key| key.path == path), "{path} is not a key");
+        self.0.get(path)
+    }
+
+    /// The value of a count, once it has one.
+    pub(crate) fn count(&self, path: &str) -> Option<u64> {
+        match self.get(path) {
+            Some(Value::Count(n)) => Some(*n),
+            _ => None,
+        }
+    }
+
+    /// The value as its typed field.
+    pub(crate) fn take<T: Field>(&self, path: &str) -> T {
+        T::from_value(self.get(path).cloned()).unwrap_or_else(|| panic!("{path}: its kind and its type disagree"))
+    }
+}
+
+/// Where a value stands, in the order in which problems are reported.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Place {
+    Preset(String),
+    File { start: usize, end: usize },
+    Override(usize),
+}
+
+impl Place {
+    /// A higher layer wins over a lower one.
+    fn layer(&self) -> usize {
+        match self {
+            Place::Preset(_) => 1,
+            Place::File { .. } => 2,
+            Place::Override(_) => 3,
+        }
+    }
+}
+
+/// The values of all keys, and where each came from.
+pub(crate) struct Resolved {
+    pub values: Values,
+    pub origins: BTreeMap<&'static str, Origin>,
+}
+
+/// Layers the file over its preset and the overrides over the file, fills the defaults and checks the whole.
+pub(crate) fn resolve(source: &Source<'_>, overrides: &[String]) -> Result<Resolved, ConfigError> {
+    let document = document::read(source)?;
+    let mut layers = Layers { source, overrides, values: Values::default(), places: BTreeMap::new() };
+    for given in &document.given {
+        layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
+    }
+    for (index, text) in overrides.iter().enumerate() {
+        let (key, value) = overrides::read(text)?;
+        layers.set(key, value, Place::Override(index));
+    }
+    if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
+        for given in presets::values(&name) {
+            if !layers.places.contains_key(given.key.path) {
+                layers.set(given.key, given.value, Place::Preset(name.clone()));
+            }
+        }
+    }
+    layers.check_required(&document)?;
+    layers.fill_and_check()?;
+    let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
+    Ok(Resolved { values: layers.values, origins })
+}
+
+struct Layers<'a> {
+    source: &'a Source<'a>,
+    overrides: &'a [String],
+    values: Values,
+    places: BTreeMap<&'static str, Place>,
+}
+
+impl Layers<'_> {
+    fn set(&mut self, key: &'static Key, value: Value, place: Place) {
+        self.values.0.insert(key.path, value);
+        self.places.insert(key.path, place);
+    }
+
+    fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
+        let missing = |key: &&Key| matches!(key.default, Default::Required) && self.values.get(key.path).is_none();
+        let Some(key) = KEYS.iter().find(missing) else { return Ok(()) };
+        let names = quote_list(&presets::NAMES);
+        let problem =
+            Problem::new(format!("{} is not set", key.path), format!("set it, or choose a model.preset: {names}"));
+        let header = document.tables.iter().find(|(name, _)| name == key.table);
+        let location = header.map_or(self.source.whole(), |(_, span)| self.source.locate(span));
+        Err(ConfigError::new(problem, location))
+    }
+
+    /// Fills what nobody gave, in the order of the schema, then checks the keys against each other. Of several
+    /// conflicts, the first in file order is the error.
+    fn fill_and_check(&mut self) -> Result<(), ConfigError> {
+        let mut conflicts = Vec::new();
+        for key in KEYS {
+            let filled = match (self.values.get(key.path), &key.default) {
+                (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
+                (Some(_), _) | (None, Default::Unset | Default::Required) => continue,
+                (None, Default::Fixed(text)) => Ok(Some(fixed_default(key, text))),
+                (None, Default::Derived(_, derive)) => derive(&self.values),
+            };
+            match filled {
+                Ok(Some(value)) => drop(self.values.0.insert(key.path, value)),
+                Ok(None) => {}
+                Err(conflict) => conflicts.push(conflict),
+            }
+        }
+        conflicts.extend(checks::CHECKS.iter().filter_map(|check| check(&self.values)));
+        let located = conflicts.into_iter().map(|conflict| (self.blame(&conflict), conflict));
+        match located.min_by_key(|(place, _)| place.clone()) {
+            None => Ok(()),
+            Some((place, conflict)) => Err(ConfigError::new(conflict.problem, self.locate(place))),
+        }
+    }
+
+    /// The likeliest of the keys in conflict that stands in the highest layer; for a value out of a
+    /// preset, the key that chose the preset.
+    fn blame(&self, conflict: &Conflict) -> Option<Place> {
+        let places = conflict.keys.iter().filter_map(|path| self.places.get(path));
+        match places.min_by_key(|place| Reverse(place.layer())) {
+            Some(Place::Preset(_)) => self.places.get("model.preset").cloned(),
+            place => place.cloned(),
+        }
+    }
+
+    fn locate(&self, place: Option<Place>) -> Location {
+        match place {
+            Some(Place::File { start, end }) => self.source.locate(&(start..end)),
+            Some(Place::Override(index)) => overrides::location(&self.overrides[index]),
+            Some(Place::Preset(_)) | None => self.source.whole(),
+        }
+    }
+
+    fn origin(&self, key: &Key) -> Origin {
+        match self.places.get(key.path) {
+            None => Origin::Default,
+            Some(Place::Preset(name)) => Origin::Preset(name.clone()),
+            Some(Place::File { start, .. }) => Origin::File { line: self.source.line_number(*start) },
+            Some(Place::Override(_)) => Origin::Set,
+        }
+    }
+}
+
+fn fixed_default(key: &Key, text: &str) -> Value {
+    let value = DeValue::parse(text).expect("defaults are valid TOML");
+    key.kind.read(Reading { path: key.path, text }, &value).expect("defaults are of their kind")
+}

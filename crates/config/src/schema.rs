@@ -1,0 +1,122 @@
+//! The declaration of every key of `run.toml`: `field: type = kind, default, effect`, and its meaning above it.
+//!
+//! A default may be derived from keys that stand above it.
+
+use crate::checks;
+use crate::config::Provenance;
+use crate::declare::Default::{Derived, Fixed, Required, Unset};
+use crate::declare::Effect::{Conduct, Trajectory};
+use crate::declare::{Key, tables};
+use crate::kind::Kind::{Bool, Choice, Count, Float, Integer, RopeScaling as Scaling, Sequences, Texts};
+use crate::kind::{BELOW_ONE, EXTENSIONS, NOT_NEGATIVE, PATHS, POSITIVE, UP_TO_HALF, UP_TO_ONE};
+use crate::presets;
+use crate::resolve::Values;
+use crate::value::{Field, RopeScaling};
+
+/// The largest extent of one tensor dimension.
+const EXTENT: u64 = 1 << 24;
+/// The largest batch, in sequences.
+const BATCH: u64 = checks::MAX_BATCH;
+/// The largest number of steps.
+const STEPS: u64 = 1 << 40;
+
+tables! {
+    /// The shape of the model.
+    model: ModelConfig {
+        /// A public shape that fills the other model keys; keys given explicitly win over it.
+        preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct;
+        /// The family of models the shape belongs to.
+        architecture: String = Choice(&["llama"]), Fixed("\"llama\""), Trajectory;
+        /// How many different tokens there are.
+        vocab_size: usize = Count(1, EXTENT), Required, Trajectory;
+        /// How many transformer layers.
+        layers: usize = Count(1, EXTENT), Required, Trajectory;
+        /// Width of the residual stream.
+        dim: usize = Count(1, EXTENT), Required, Trajectory;
+        /// How many query heads attention has.
+        heads: usize = Count(1, EXTENT), Required, Trajectory;
+        /// How many key and value heads; it divides the query heads.
+        kv_heads: usize = Count(1, EXTENT), Derived("model.heads", checks::default_kv_heads), Trajectory;
+        /// Width of one head; even, since rotary embeddings turn pairs.
+        head_dim: usize = Count(1, EXTENT), Derived("model.dim / model.heads", checks::default_head_dim), Trajectory;
+        /// Inner width of the feed-forward block.
+        ffn: usize = Count(1, EXTENT), Required, Trajectory;
+        /// Base of the rotary wavelengths.
+        rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory;
+        /// Llama-3 style stretching of the rotary wavelengths for a longer context.
+        rope_scaling: Option<RopeScaling> = Scaling, Unset, Trajectory;
+        /// What RMS norms add to the mean square before the root.
+        norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory;
+        /// Whether the output head uses the embedding's weights.
+        tied_embeddings: bool = Bool, Fixed("false"), Trajectory;
+        /// Standard deviation of the initial weights.
+        init_std: f64 = Float(POSITIVE), Fixed("0.02"), Trajectory;
+    }
+
+    /// What is read.
+    data: DataConfig {
+        /// Files, or folders to search for files, relative to the config file's folder.
+        paths: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct;
+        /// Which files of a folder are read, by extension; files named in `data.paths` are always read.
+        extensions: Vec<String> = Texts(EXTENSIONS), Fixed(TEXT_EXTENSIONS), Conduct;
+        /// How text becomes tokens.
+        tokenizer: String = Choice(&["bytes"]), Fixed("\"bytes\""), Trajectory;
+        /// The share of the data held out for validation.
+        validation_fraction: f64 = Float(UP_TO_HALF), Fixed("0.05"), Trajectory;
+    }
+
+    /// The training loop.
+    train: TrainConfig {
+        /// How many optimizer steps the run has.
+        steps: u64 = Count(0, STEPS), Fixed("1000"), Trajectory;
+        /// Tokens per sequence.
+        seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory;
+        /// Sequences per optimizer step.
+        global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory;
+        /// Sequences computed at once; it divides the global batch.
+        micro_batch: usize = Sequences(BATCH), Derived("train.global_batch", checks::default_micro_batch), Trajectory;
+        /// Seed of the initial weights and the data order.
+        seed: u64 = Integer(0, i64::MAX as u64), Fixed("0"), Trajectory;
+        /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
+        /// 4 extra bytes per parameter.
+        reproducible: bool = Bool, Fixed("false"), Trajectory;
+        /// Steps from one validation to the next; 0 validates only at the start and the end.
+        validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct;
+        /// The most held-out sequences that one validation reads.
+        validation_sequences: usize = Count(1, BATCH), Fixed("64"), Conduct;
+        /// CPU threads to compute with; 0 uses all cores.
+        threads: usize = Count(0, 1 << 16), Fixed("0"), Conduct;
+    }
+
+    /// How gradients become updates.
+    optimizer: OptimizerConfig {
+        /// The update rule.
+        name: String = Choice(&["adamw"]), Fixed("\"adamw\""), Trajectory;
+        /// The highest learning rate, reached after warmup.
+        lr: f64 = Float(POSITIVE), Fixed("3e-4"), Trajectory;
+        /// The cosine schedule ends at this share of the learning rate.
+        min_lr_ratio: f64 = Float(UP_TO_ONE), Fixed("0.1"), Trajectory;
+        /// Steps over which the learning rate rises from 0.
+        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", checks::default_warmup), Trajectory;
+        /// Decay of the first moment.
+        beta1: f64 = Float(BELOW_ONE), Fixed("0.9"), Trajectory;
+        /// Decay of the second moment.
+        beta2: f64 = Float(BELOW_ONE), Fixed("0.95"), Trajectory;
+        /// What is added to the root of the second moment.
+        eps: f64 = Float(POSITIVE), Fixed("1e-8"), Trajectory;
+        /// Decoupled weight decay, per step and unit of learning rate.
+        weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Trajectory;
+        /// The largest norm of the whole gradient; 0 turns clipping off.
+        grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Trajectory;
+    }
+
+    /// What is saved.
+    checkpoint: CheckpointConfig {
+        /// Steps from one checkpoint to the next; 0 saves only at the end and on interrupt.
+        every: u64 = Count(0, STEPS), Fixed("100"), Conduct;
+        /// How many of the latest checkpoints stay on disk.
+        keep: usize = Count(1, EXTENT), Fixed("3"), Conduct;
+    }
+}
+
+const TEXT_EXTENSIONS: &str = r#"["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]"#;

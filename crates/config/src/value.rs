@@ -1,0 +1,137 @@
+//! Values between their TOML text and their typed fields.
+
+use std::fmt;
+
+/// Llama-3 style stretching of the rotary frequencies for a longer context.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeScaling {
+    /// How many times longer the context becomes.
+    pub factor: f64,
+    /// Wavelengths longer than `original_context / low_freq_factor` are stretched in full.
+    pub low_freq_factor: f64,
+    /// Wavelengths shorter than `original_context / high_freq_factor` are left alone.
+    pub high_freq_factor: f64,
+    /// The context length, in tokens, before stretching.
+    pub original_context: usize,
+}
+
+/// The value of a key.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Value {
+    Count(u64),
+    /// A batch given in tokens. `resolve` turns it into a count of sequences.
+    Tokens(u64),
+    Float(f64),
+    Bool(bool),
+    Text(String),
+    Texts(Vec<String>),
+    RopeScaling(RopeScaling),
+}
+
+/// Writes the value as TOML that reads back as the same value.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Value::Count(n) => write!(f, "{n}"),
+            Value::Tokens(n) => write!(f, "\"{n} tokens\""),
+            Value::Float(x) => write!(f, "{x:?}"),
+            Value::Bool(b) => write!(f, "{b}"),
+            Value::Text(text) => write_string(f, text),
+            Value::Texts(texts) => {
+                f.write_str("[")?;
+                for (i, text) in texts.iter().enumerate() {
+                    f.write_str(if i > 0 { ", " } else { "" })?;
+                    write_string(f, text)?;
+                }
+                f.write_str("]")
+            }
+            Value::RopeScaling(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }) => write!(
+                f,
+                "{{ factor = {factor:?}, low_freq_factor = {low_freq_factor:?}, \
+                 high_freq_factor = {high_freq_factor:?}, original_context = {original_context} }}"
+            ),
+        }
+    }
+}
+
+/// A TOML basic string, always on one line.
+fn write_string(f: &mut fmt::Formatter<'_>, text: &str) -> fmt::Result {
+    f.write_str("\"")?;
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => write!(f, "\\{c}")?,
+            c if c.is_control() => write!(f, "\\u{:04X}", u32::from(c))?,
+            c => write!(f, "{c}")?,
+        }
+    }
+    f.write_str("\"")
+}
+
+/// A Rust type that a key can have.
+pub(crate) trait Field: Sized {
+    /// `None` when the value is of another type or a value that must be there is not.
+    fn from_value(value: Option<Value>) -> Option<Self>;
+    /// `None` for a key that is not set.
+    fn to_value(&self) -> Option<Value>;
+}
+
+macro_rules! field {
+    ($($ty:ty: $from:pat => $taken:expr, $self:ident => $to:expr;)+) => {$(
+        impl Field for $ty {
+            fn from_value(value: Option<Value>) -> Option<Self> {
+                match value {
+                    $from => $taken,
+                    _ => None,
+                }
+            }
+
+            fn to_value(&self) -> Option<Value> {
+                let $self = self;
+                $to
+            }
+        }
+    )+};
+}
+
+field! {
+    u64: Some(Value::Count(n)) => Some(n), this => Some(Value::Count(*this));
+    usize: Some(Value::Count(n)) => usize::try_from(n).ok(), this => Some(Value::Count(*this as u64));
+    f64: Some(Value::Float(x)) => Some(x), this => Some(Value::Float(*this));
+    bool: Some(Value::Bool(b)) => Some(b), this => Some(Value::Bool(*this));
+    String: Some(Value::Text(text)) => Some(text), this => Some(Value::Text(this.clone()));
+    Vec<String>: Some(Value::Texts(texts)) => Some(texts), this => Some(Value::Texts(this.clone()));
+    RopeScaling: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
+}
+
+impl<T: Field> Field for Option<T> {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        match value {
+            None => Some(None),
+            some => T::from_value(some).map(Some),
+        }
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        self.as_ref().and_then(T::to_value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_written_as_toml() {
+        assert_eq!(Value::Float(1e-5).to_string(), "1e-5");
+        assert_eq!(Value::Float(500000.0).to_string(), "500000.0");
+        assert_eq!(Value::Text("a \"b\" \\ \n".into()).to_string(), r#""a \"b\" \\ \u000A""#);
+        assert_eq!(Value::Texts(vec!["a".into(), "b".into()]).to_string(), r#"["a", "b"]"#);
+    }
+
+    #[test]
+    fn an_optional_field_may_be_missing_and_a_plain_one_may_not() {
+        assert_eq!(Option::<String>::from_value(None), Some(None));
+        assert_eq!(String::from_value(None), None);
+        assert_eq!(usize::from_value(Some(Value::Bool(true))), None);
+    }
+}

@@ -1,0 +1,80 @@
+//! A config as text again: the resolved file, equality, and what changed between two.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::config::Origin;
+use crate::declare::{Effect, Key};
+use crate::schema::{Config, KEYS};
+use crate::source::printable;
+use crate::value::Value;
+
+/// A key with different values in two configs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Difference {
+    /// `table.key`.
+    pub path: &'static str,
+    /// The value of the config that was asked, as TOML; `not set` where it has none.
+    pub ours: String,
+    /// The value of the other config.
+    pub theirs: String,
+}
+
+impl Config {
+    /// Every key with its value and, as a comment, its origin. Reads back as an equal config from any folder:
+    /// `data.paths` are written absolute (a folder whose name is not UTF-8 is written with replacement characters).
+    pub fn resolved_toml(&self) -> String {
+        let mut text = String::new();
+        let mut table = "";
+        for key in KEYS {
+            if key.table != table {
+                let gap = if table.is_empty() { "" } else { "\n" };
+                let _ = writeln!(text, "{gap}[{}]", key.table);
+                table = key.table;
+            }
+            let _ = match self.written(key) {
+                Some(value) => writeln!(text, "{} = {value}  # {}", key.name, self.origin_text(key)),
+                None => writeln!(text, "# {} is not set", key.name),
+            };
+        }
+        text
+    }
+
+    /// The keys that change the trajectory of a run and differ between the two configs.
+    pub fn differences(&self, other: &Config) -> Vec<Difference> {
+        let text = |value: Option<Value>| value.map_or("not set".into(), |value| value.to_string());
+        KEYS.iter()
+            .filter(|key| key.effect == Effect::Trajectory && self.written(key) != other.written(key))
+            .map(|key| Difference { path: key.path, ours: text(self.written(key)), theirs: text(other.written(key)) })
+            .collect()
+    }
+
+    /// The value of a key, with paths resolved so that it means the same from any folder.
+    fn written(&self, key: &Key) -> Option<Value> {
+        if key.path == "data.paths" {
+            let paths = self.data_paths();
+            return Some(Value::Texts(paths.iter().map(|path| path.to_string_lossy().into_owned()).collect()));
+        }
+        (key.get)(self)
+    }
+
+    fn origin_text(&self, key: &Key) -> String {
+        let file = Path::new(&self.provenance.file_name);
+        let file = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy();
+        match self.provenance.origins.get(key.path) {
+            Some(Origin::Preset(name)) => format!("preset {name}"),
+            Some(Origin::File { line }) => format!("{}:{line}", printable(&file)),
+            Some(Origin::Set) => "--set".into(),
+            Some(Origin::Default) | None => "default".into(),
+        }
+    }
+}
+
+/// Compares values, not origins; `data.paths` as resolved.
+impl PartialEq for Config {
+    fn eq(&self, other: &Self) -> bool {
+        KEYS.iter().all(|key| self.written(key) == other.written(key))
+    }
+}

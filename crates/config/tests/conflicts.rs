@@ -1,0 +1,173 @@
+//! Refusals of keys that are missing or do not go together, with the whole text that the user sees.
+
+mod common;
+
+use common::{TINY, check, check_set};
+
+#[test]
+fn a_missing_shape_names_the_key_and_the_presets() {
+    check(
+        "[train]\nsteps = 3\n",
+        r#"
+model.vocab_size is not set
+  --> run.toml
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-3.2-1b", "llama-3-8b"
+"#,
+    );
+    check(
+        "# tiny\n[model]\nvocab_size = 256\nlayers = 2\n",
+        r#"
+model.dim is not set
+  --> run.toml:2
+  |
+2 | [model]
+  |  ^^^^^
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-3.2-1b", "llama-3-8b"
+"#,
+    );
+}
+
+#[test]
+fn heads_must_divide_the_width() {
+    check(
+        "[model]\npreset = \"llama-15m\"\nheads = 7\n",
+        "
+model.heads = 7 does not divide model.dim = 288
+  --> run.toml:3
+  |
+3 | heads = 7
+  |         ^
+hint: 6 or 8 heads divide it; or set model.head_dim
+",
+    );
+}
+
+#[test]
+fn kv_heads_must_divide_heads() {
+    check(
+        "[model]\nkv_heads = 5\npreset = \"llama-29m\"\n",
+        "
+model.kv_heads = 5 does not divide model.heads = 8
+  --> run.toml:2
+  |
+2 | kv_heads = 5
+  |            ^
+hint: 4 or 8 kv heads divide it
+",
+    );
+}
+
+#[test]
+fn an_odd_head_is_refused() {
+    check(
+        "[model]\npreset = \"llama-29m\"\nhead_dim = 33\n",
+        "
+model.head_dim = 33 is odd, and rotary embeddings turn pairs
+  --> run.toml:3
+  |
+3 | head_dim = 33
+  |            ^^
+hint: choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)
+",
+    );
+}
+
+#[test]
+fn micro_batches_must_divide_the_batch() {
+    check(
+        &format!("{TINY}[train]\nmicro_batch = 5\nglobal_batch = 12\n"),
+        "
+train.micro_batch = 5 does not divide train.global_batch = 12
+  --> run.toml:4
+  |
+4 | micro_batch = 5
+  |               ^
+hint: micro-batches of 4 or 6 divide it
+",
+    );
+}
+
+#[test]
+fn tokens_must_be_whole_sequences() {
+    check(
+        &format!("{TINY}[train]\nglobal_batch = \"4M tokens\"\n"),
+        r#"
+train.global_batch = 4000000 tokens is not a whole number of sequences of train.seq = 1024
+  --> run.toml:4
+  |
+4 | global_batch = "4M tokens"
+  |                ^^^^^^^^^^^
+hint: use "3999744 tokens" (3906 × 1024) or "4000768 tokens" (3907 × 1024)
+"#,
+    );
+    check_set(
+        TINY,
+        &["train.micro_batch=1K tokens"],
+        r#"
+train.micro_batch = 1000 tokens is not a whole number of sequences of train.seq = 1024
+  --> --set train.micro_batch=1K tokens
+hint: use "1024 tokens" (1 × 1024)
+"#,
+    );
+    check(
+        &format!("{TINY}[train]\nglobal_batch = \"15T tokens\"\nseq = 1000\n"),
+        r#"
+train.global_batch = 15000000000000 tokens is 15000000000 sequences, which is out of range
+  --> run.toml:4
+  |
+4 | global_batch = "15T tokens"
+  |                ^^^^^^^^^^^^
+hint: give at most 4294967296 sequences
+"#,
+    );
+}
+
+#[test]
+fn warmup_must_end_with_the_run() {
+    check_set(
+        &format!("{TINY}[optimizer]\nwarmup_steps = 100\n"),
+        &["train.steps=50"],
+        "
+optimizer.warmup_steps = 100 is more than train.steps = 50
+  --> --set train.steps=50
+hint: choose at most 50 warmup steps
+",
+    );
+}
+
+#[test]
+fn sizes_past_any_machine_are_refused() {
+    check(
+        &format!("{TINY}layers = 16777216\nffn = 16777216\n"),
+        "
+the model would have 243199946174054400 parameters
+  --> run.toml:3
+  |
+3 | layers = 16777216
+  |          ^^^^^^^^
+hint: at most 2^48 are accepted; check model.vocab_size, layers, dim, heads, head_dim and ffn
+",
+    );
+    check(
+        &format!("{TINY}[train]\nseq = 16777216\nglobal_batch = \"4B\"\n"),
+        r#"
+one micro-batch of 4000000000 sequences of 16777216 tokens would have 2688649527296000000000 activations
+  --> run.toml:5
+  |
+5 | global_batch = "4B"
+  |                ^^^^
+hint: at most 2^56 are accepted; lower train.micro_batch or train.seq
+"#,
+    );
+    check(
+        &format!("{TINY}[train]\nsteps = \"1T\"\nglobal_batch = \"4M\"\nmicro_batch = 1\n"),
+        r#"
+the run would read 4096000000000000000000 tokens
+  --> run.toml:5
+  |
+5 | global_batch = "4M"
+  |                ^^^^
+hint: at most 2^60 are accepted; lower train.steps, train.seq or train.global_batch
+"#,
+    );
+}

@@ -1,0 +1,140 @@
+//! The resolved file: origins, round trips, and what changed between two configs.
+
+use lockstep_config::{Config, presets};
+
+fn parse(text: &str, overrides: &[&str]) -> Config {
+    let overrides: Vec<_> = overrides.iter().map(|s| s.to_string()).collect();
+    Config::parse(text, "/home/ada/run.toml", &overrides).unwrap_or_else(|error| panic!("{error}"))
+}
+
+const EXAMPLE: &str = r#"
+[model]
+preset = "llama-29m"
+layers = 4
+
+[data]
+paths = ["docs", "it's \"quoted\" \\ here\n"]
+
+[train]
+steps = 300
+global_batch = "16K tokens"
+seq = 500
+"#;
+
+#[test]
+fn every_value_shows_its_origin() {
+    let config = parse(EXAMPLE, &["optimizer.lr=1e-3", "train.micro_batch=4"]);
+    let expected = r#"[model]
+preset = "llama-29m"  # run.toml:3
+architecture = "llama"  # default
+vocab_size = 8192  # preset llama-29m
+layers = 4  # run.toml:4
+dim = 512  # preset llama-29m
+heads = 8  # preset llama-29m
+kv_heads = 4  # preset llama-29m
+head_dim = 64  # default
+ffn = 1536  # preset llama-29m
+rope_theta = 500000.0  # default
+# rope_scaling is not set
+norm_eps = 1e-5  # default
+tied_embeddings = true  # preset llama-29m
+init_std = 0.02  # default
+
+[data]
+paths = ["/home/ada/docs", "/home/ada/it's \"quoted\" \\ here\u000A"]  # run.toml:7
+extensions = ["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]  # default
+tokenizer = "bytes"  # default
+validation_fraction = 0.05  # default
+
+[train]
+steps = 300  # run.toml:10
+seq = 500  # run.toml:12
+global_batch = 32  # run.toml:11
+micro_batch = 4  # --set
+seed = 0  # default
+reproducible = false  # default
+validate_every = 50  # default
+validation_sequences = 64  # default
+threads = 0  # default
+
+[optimizer]
+name = "adamw"  # default
+lr = 0.001  # --set
+min_lr_ratio = 0.1  # default
+warmup_steps = 100  # default
+beta1 = 0.9  # default
+beta2 = 0.95  # default
+eps = 1e-8  # default
+weight_decay = 0.1  # default
+grad_clip = 1.0  # default
+
+[checkpoint]
+every = 100  # default
+keep = 3  # default
+"#;
+    assert_eq!(config.resolved_toml(), expected);
+}
+
+#[test]
+fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
+    let round_trip = |config: Config| {
+        let text = config.resolved_toml();
+        let again = Config::parse(&text, "/scratch/run-7/run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(again, config);
+        assert_eq!(again.differences(&config), []);
+        assert_eq!(again.data_paths(), config.data_paths());
+    };
+    for name in presets() {
+        round_trip(parse(&format!("[model]\npreset = \"{name}\"\n"), &[]));
+    }
+    round_trip(parse(EXAMPLE, &[]));
+    round_trip(parse(EXAMPLE, &["train.seed=9223372036854775807", "optimizer.lr=1.2345678901234567e-300"]));
+    round_trip(parse(EXAMPLE, &["optimizer.eps=123456789e100", "data.extensions=[]", "train.steps=0"]));
+    round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
+}
+
+#[test]
+fn equality_ignores_origins() {
+    let given = "[model]\npreset = \"llama-15m\"\n[train]\nsteps = 1000\n";
+    let set = parse("[model]\npreset = \"llama-15m\"\n", &["train.steps=1000"]);
+    assert_eq!(parse(given, &[]), set);
+    assert_ne!(parse(given, &["train.steps=1001"]), set);
+}
+
+#[test]
+fn differences_list_what_changes_the_trajectory() {
+    let before = parse(EXAMPLE, &[]);
+    let after = parse(EXAMPLE, &["train.steps=600", "optimizer.beta2=0.99", "model.preset=llama-3.2-1b"]);
+    let found = after.differences(&before);
+    let found: Vec<_> = found.iter().map(|d| (d.path, d.ours.as_str(), d.theirs.as_str())).collect();
+    assert!(found.contains(&("train.steps", "600", "300")));
+    assert!(found.contains(&("optimizer.beta2", "0.99", "0.95")));
+    assert!(found.contains(&("model.dim", "2048", "512")));
+    let scaling = found.iter().find(|(path, ..)| *path == "model.rope_scaling").expect("one of them scales");
+    assert_eq!(scaling.2, "not set");
+    assert!(scaling.1.starts_with("{ factor = 32.0"));
+}
+
+#[test]
+fn differences_leave_out_how_a_run_is_carried_out() {
+    let before = parse(EXAMPLE, &[]);
+    let conduct = [
+        "checkpoint.every=7",
+        "checkpoint.keep=9",
+        "train.threads=2",
+        "train.validate_every=3",
+        "train.validation_sequences=4",
+        "data.paths=['elsewhere']",
+        "data.extensions=['txt']",
+    ];
+    let after = parse(EXAMPLE, &conduct);
+    assert_eq!(after.differences(&before), []);
+    assert_ne!(after, before);
+}
+
+#[test]
+fn a_shape_written_out_is_no_different_from_its_preset() {
+    let preset = parse("[model]\npreset = \"llama-15m\"\n", &[]);
+    let text = preset.resolved_toml().replace("preset = \"llama-15m\"", "");
+    assert_eq!(parse(&text, &[]).differences(&preset), []);
+}

@@ -1,0 +1,136 @@
+//! What an accepted config holds: defaults, presets, overrides, units, paths.
+
+use std::path::Path;
+
+use lockstep_config::{Config, RopeScaling, presets, schema};
+
+fn parse(text: &str) -> Config {
+    parse_set(text, &[])
+}
+
+fn parse_set(text: &str, overrides: &[&str]) -> Config {
+    let overrides: Vec<_> = overrides.iter().map(|s| s.to_string()).collect();
+    Config::parse(text, "/home/ada/run.toml", &overrides).unwrap_or_else(|error| panic!("{error}"))
+}
+
+const TINY: &str = "[model]\npreset = \"llama-15m\"\n";
+
+#[test]
+fn a_preset_alone_is_a_config() {
+    let config = parse("[model]\npreset = \"llama-3.2-1b\"\n");
+    let model = &config.model;
+    assert_eq!((model.vocab_size, model.layers, model.dim), (128_256, 16, 2048));
+    assert_eq!((model.heads, model.kv_heads, model.head_dim, model.ffn), (32, 8, 64, 8192));
+    assert_eq!((model.rope_theta, model.tied_embeddings), (500_000.0, true));
+    let llama3 = RopeScaling { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192 };
+    assert_eq!(model.rope_scaling, Some(llama3));
+
+    assert_eq!((config.train.steps, config.train.seq, config.train.global_batch), (1000, 1024, 8));
+    assert_eq!((config.train.micro_batch, config.accumulation_steps()), (8, 1));
+    assert_eq!((config.optimizer.lr, config.optimizer.warmup_steps), (3e-4, 100));
+    assert_eq!((config.checkpoint.every, config.checkpoint.keep), (100, 3));
+    assert_eq!((config.data.tokenizer.as_str(), config.data.paths.len()), ("bytes", 0));
+}
+
+#[test]
+fn every_preset_is_accepted() {
+    for name in presets() {
+        let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
+        assert_eq!(config.model.preset.as_deref(), Some(name));
+        assert_eq!(config.model.dim, config.model.heads * config.model.head_dim, "{name}");
+    }
+}
+
+#[test]
+fn explicit_keys_win_over_the_preset_wherever_each_is_given() {
+    let config = parse("[model]\nlayers = 2\npreset = \"llama-29m\"\n");
+    assert_eq!((config.model.layers, config.model.dim), (2, 512));
+    let config = parse_set("[model]\nlayers = 2\n", &["model.preset=llama-29m"]);
+    assert_eq!((config.model.layers, config.model.dim), (2, 512));
+}
+
+#[test]
+fn an_explicit_shape_derives_its_heads() {
+    let config = parse("[model]\nvocab_size = 256\nlayers = 2\ndim = 64\nheads = 4\nffn = 128\n");
+    assert_eq!((config.model.kv_heads, config.model.head_dim), (4, 16));
+    assert_eq!(config.model.rope_scaling, None);
+    let config = parse("[model]\nvocab_size = 256\nlayers = 2\ndim = 64\nheads = 3\nhead_dim = 20\nffn = 128\n");
+    assert_eq!((config.model.kv_heads, config.model.head_dim), (3, 20));
+}
+
+#[test]
+fn counts_take_decimal_suffixes_and_floats_take_integers() {
+    let config = parse(&format!(
+        "{TINY}[train]\nsteps = \"2K\"\nseq = 0x200\nvalidate_every = 1_000\n[optimizer]\ngrad_clip = 1\n"
+    ));
+    assert_eq!((config.train.steps, config.train.seq, config.train.validate_every), (2000, 512, 1000));
+    assert_eq!(config.optimizer.grad_clip, 1.0);
+}
+
+#[test]
+fn a_batch_in_tokens_becomes_sequences_wherever_seq_is_given() {
+    let config =
+        parse(&format!("{TINY}[train]\nglobal_batch = \"4M tokens\"\nmicro_batch = \"8K tokens\"\nseq = 2000\n"));
+    assert_eq!((config.train.global_batch, config.train.micro_batch), (2000, 4));
+    assert_eq!(config.accumulation_steps(), 500);
+    let config = parse(&format!("{TINY}[train]\nglobal_batch = \"64 sequences\"\n"));
+    assert_eq!(config.train.global_batch, 64);
+}
+
+#[test]
+fn overrides_win_over_the_file_and_the_last_wins() {
+    let text = format!("{TINY}[train]\nsteps = 10\n");
+    let config = parse_set(&text, &["train.steps=20", "train.steps = 30", "optimizer.lr=1e-3"]);
+    assert_eq!((config.train.steps, config.optimizer.lr), (30, 1e-3));
+    let config = parse_set(&text, &["train.global_batch=8192 tokens", "data.paths=[\"a=b\", 'c']"]);
+    assert_eq!(config.train.global_batch, 8);
+    assert_eq!(config.data.paths, ["a=b", "c"]);
+    let config = parse_set(&text, &["model.preset=llama-124m", "train.reproducible=true"]);
+    assert_eq!((config.model.dim, config.train.reproducible), (768, true));
+}
+
+#[test]
+fn a_short_run_warms_up_within_its_steps() {
+    assert_eq!(parse_set(TINY, &["train.steps=20"]).optimizer.warmup_steps, 20);
+    assert_eq!(parse_set(TINY, &["train.steps=0"]).optimizer.warmup_steps, 100);
+}
+
+#[test]
+fn data_paths_start_from_the_folder_of_the_config() {
+    let config = parse(&format!("{TINY}[data]\npaths = [\"docs\", \"/srv/books\"]\n"));
+    assert_eq!(config.data.paths, ["docs", "/srv/books"]);
+    assert_eq!(config.data_paths(), [Path::new("/home/ada/docs"), Path::new("/srv/books")]);
+    assert!(config.require_data().is_ok());
+}
+
+#[test]
+fn the_schema_lists_every_key_once() {
+    let keys = schema();
+    let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
+    assert_eq!(paths.len(), 38);
+    paths.sort_unstable();
+    paths.dedup();
+    assert_eq!(paths.len(), keys.len());
+
+    let resolved = parse(TINY).resolved_toml();
+    for key in &keys {
+        let name = key.path.split('.').next_back().expect("a path has a name");
+        assert!(resolved.contains(&format!("{name} = ")) || resolved.contains(&format!("# {name} is not set")));
+        assert!(key.meaning.ends_with('.') && !key.meaning.contains("  "), "{}", key.meaning);
+    }
+}
+
+#[test]
+fn the_schema_reads_as_a_listing() {
+    let rows = schema();
+    let row = |path: &str| {
+        let key = rows.iter().find(|key| key.path == path).expect("listed");
+        (key.type_text.as_str(), key.default.as_str(), key.meaning.as_str())
+    };
+    assert_eq!(row("train.seq"), ("count", "1024", "Tokens per sequence."));
+    assert_eq!(row("optimizer.lr").0, "number, greater than 0");
+    assert_eq!(row("model.dim").1, "required, or from model.preset");
+    assert_eq!(row("model.head_dim").1, "model.dim / model.heads");
+    assert_eq!(row("model.preset").1, "not set");
+    assert_eq!(row("data.tokenizer").0, "\"bytes\"");
+}

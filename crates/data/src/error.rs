@@ -1,0 +1,247 @@
+//! What can go wrong with data, each with its file, its cause and one hint.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+/// Why data could not be prepared, opened or sampled.
+#[derive(Debug, Error)]
+pub enum DataError {
+    /// The spec names no path at all.
+    #[error("no path to read text from\nhint: name at least one file or folder")]
+    NoPaths,
+
+    /// A path of the spec does not exist.
+    #[error("{path}: no such file or folder\nhint: check the spelling; a relative path starts at the current folder")]
+    MissingPath {
+        /// The path as given.
+        path: PathBuf,
+    },
+
+    /// A path of the spec is a device, a pipe or a socket.
+    #[error("{path}: neither a file nor a folder\nhint: write the text to a file first")]
+    NotAFile {
+        /// The path as given.
+        path: PathBuf,
+    },
+
+    /// A path of the spec cannot be written into `data.json`.
+    #[error("{path}: the path is not valid UTF-8\nhint: rename it, or name a folder above it")]
+    PathNotUtf8 {
+        /// The path as given.
+        path: PathBuf,
+    },
+
+    /// The folders hold no file with a wanted extension.
+    #[error(
+        "{}: found 0 files{}\nhint: name other extensions, or name the files themselves",
+        list_paths(.paths),
+        with_extensions(.extensions)
+    )]
+    NoFiles {
+        /// The paths as given.
+        paths: Vec<PathBuf>,
+        /// The wanted extensions.
+        extensions: Vec<String>,
+    },
+
+    /// Every file that was found has no bytes.
+    #[error(
+        "{}: found {files} file{}, all empty\nhint: name files that hold text",
+        list_paths(.paths),
+        if *.files == 1 { "" } else { "s" }
+    )]
+    AllEmpty {
+        /// The paths as given.
+        paths: Vec<PathBuf>,
+        /// How many empty files were found.
+        files: u64,
+    },
+
+    /// The share of text to hold out is not a share.
+    #[error("validation fraction {value} is not in 0 ≤ fraction < 1\nhint: hold out 0.05, or 0 for no validation")]
+    Fraction {
+        /// The fraction as given.
+        value: f64,
+    },
+
+    /// One byte of text cannot be divided between training and validation.
+    #[error("{path}: 1 byte is too little to hold some out\nhint: add text, or set the validation fraction to 0")]
+    TooSmallToHoldOut {
+        /// The only document.
+        path: PathBuf,
+    },
+
+    /// A file or folder cannot be read.
+    #[error("{path}: cannot be read: {cause}\nhint: check that it still exists and that you may read it")]
+    Unreadable {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        cause: io::Error,
+    },
+
+    /// A file changed its length between the listing and the reading.
+    #[error("{path}: changed while being read; it had {bytes} bytes before\nhint: prepare again once it is at rest")]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// Its length when it was listed.
+        bytes: u64,
+    },
+
+    /// A file or folder cannot be written. Temporary files have been removed.
+    #[error("{path}: cannot be written: {cause}\nhint: {}", write_hint(.cause))]
+    Unwritable {
+        /// The file or folder that was to be written.
+        path: PathBuf,
+        /// What the system said.
+        cause: io::Error,
+    },
+
+    /// A shard is not what it should be.
+    #[error("{path}: {fault}\nhint: delete the folder {} to prepare it again", folder(.path))]
+    Shard {
+        /// The shard.
+        path: PathBuf,
+        /// What is wrong with it.
+        fault: ShardFault,
+    },
+
+    /// A `data.json` is not what it should be.
+    #[error("{path}: {cause}\nhint: delete the folder {} to prepare it again", folder(.path))]
+    Description {
+        /// The `data.json`.
+        path: PathBuf,
+        /// What is wrong with it.
+        cause: String,
+    },
+
+    /// A sequence of no tokens was asked for.
+    #[error("{path}: cannot be cut into sequences of 0 tokens\nhint: use a sequence length of at least 1")]
+    SequenceZero {
+        /// The shard.
+        path: PathBuf,
+    },
+
+    /// The shard does not hold one whole sequence and its last target.
+    #[error(
+        "{path}: {tokens} tokens are too few for a sequence of {seq} and its last target\nhint: {}",
+        sequence_hint(*.tokens)
+    )]
+    SequenceTooLong {
+        /// The shard.
+        path: PathBuf,
+        /// The sequence length asked for.
+        seq: u64,
+        /// The tokens the shard holds.
+        tokens: u64,
+    },
+}
+
+/// What is wrong with a shard.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum ShardFault {
+    /// The file is not there.
+    #[error("the shard is missing")]
+    Missing,
+    /// The file cannot even hold a header.
+    #[error("{bytes} bytes are too few for the header of a shard (64 bytes)")]
+    NoHeader {
+        /// The file's length.
+        bytes: u64,
+    },
+    /// The file does not begin as a shard does.
+    #[error("not a shard: it does not begin with `LKSHARD1`")]
+    Magic,
+    /// The format is newer than this code.
+    #[error("shard version {version} is not supported (this build reads version 1)")]
+    Version {
+        /// The version in the header.
+        version: u32,
+    },
+    /// A token takes a number of bytes that no token type has.
+    #[error("tokens of {width} bytes are not supported (1, 2 or 4)")]
+    Width {
+        /// The width in the header.
+        width: u32,
+    },
+    /// The header claims more bytes than a file can have.
+    #[error("the header claims {tokens} tokens, more than a file can hold")]
+    Count {
+        /// The token count in the header.
+        tokens: u64,
+    },
+    /// The file is longer or shorter than its header says.
+    #[error("{found} bytes long where the header says {expected}")]
+    Length {
+        /// Header and payload as the header has it.
+        expected: u64,
+        /// The file's length.
+        found: u64,
+    },
+    /// The payload is not the one that was written.
+    #[error("the tokens hash to {found:016x} where the header says {expected:016x}")]
+    Hash {
+        /// The hash in the header.
+        expected: u64,
+        /// The hash of the payload.
+        found: u64,
+    },
+    /// A sound shard, but of another data set.
+    #[error("not the shard that data.json describes ({what})")]
+    NotDescribed {
+        /// The property that differs.
+        what: &'static str,
+    },
+}
+
+impl DataError {
+    pub(crate) fn unreadable(path: &Path, cause: io::Error) -> Self {
+        DataError::Unreadable { path: path.to_owned(), cause }
+    }
+
+    pub(crate) fn unwritable(path: &Path, cause: io::Error) -> Self {
+        DataError::Unwritable { path: path.to_owned(), cause }
+    }
+
+    pub(crate) fn shard(path: &Path, fault: ShardFault) -> Self {
+        DataError::Shard { path: path.to_owned(), fault }
+    }
+}
+
+fn write_hint(cause: &io::Error) -> &'static str {
+    match cause.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free some disk space, or choose a folder elsewhere"
+        }
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "choose a folder that you may write to",
+        _ => "choose another folder",
+    }
+}
+
+fn sequence_hint(tokens: u64) -> String {
+    match tokens {
+        0 | 1 => "add text".to_owned(),
+        _ => format!("use a sequence length of at most {}, or add text", tokens - 1),
+    }
+}
+
+fn list_paths(paths: &[PathBuf]) -> String {
+    paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+fn with_extensions(extensions: &[String]) -> String {
+    match extensions {
+        [] => String::new(),
+        _ => format!(" with extensions {}", extensions.join(", ")),
+    }
+}
+
+fn folder(path: &Path) -> String {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder.display().to_string(),
+        _ => ".".to_owned(),
+    }
+}

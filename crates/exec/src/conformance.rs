@@ -1,0 +1,401 @@
+//! The conformance suite: every op of the table on fresh random inputs against the f64 reference, for any executor.
+//!
+//! Three things are checked: values (outputs are poisoned with NaN first), sums over micro-batches in float and fixed
+//! point, and that a sequence's bits do not depend on the sequences beside it.
+
+use crate::reference;
+use crate::{ExecError, Executor};
+use lockstep_ir::graph::{Phase, State};
+use lockstep_ir::program::{
+    Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Tensor,
+};
+use lockstep_ir::{
+    Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, counter, fixed, verify,
+};
+
+/// Loads a program on the executor under test.
+pub type Load<'a> = &'a mut dyn FnMut(StepProgram) -> Result<Box<dyn Executor>, ExecError>;
+
+/// What came out for one op and shape.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Op and shape.
+    pub case: String,
+    /// Largest difference of an output element, divided by the output's largest element.
+    pub error: f64,
+    /// What went wrong, if anything.
+    pub failure: Option<String>,
+}
+
+/// Largest accepted `error`, for f32 kernels.
+pub const TOLERANCE: f64 = 2e-5;
+
+/// Runs every op of the table; `profile` is the device's, for reproducible sums.
+pub fn run(profile: &DeviceProfile, load: Load) -> Result<Vec<Outcome>, ExecError> {
+    let mut outcomes = Vec::new();
+    for op in ops() {
+        for batch in [1, 3] {
+            let (op, inputs) = case(op, batch);
+            for accumulator in [None, Some(DType::F32), Some(DType::Fixed64)] {
+                if accumulator.is_none() || is_weight_gradient(&op) {
+                    outcomes.push(check(profile, load, &op, &inputs, accumulator)?);
+                }
+            }
+        }
+        outcomes.extend(check_batch_invariance(profile, load, op)?);
+    }
+    Ok(outcomes)
+}
+
+/// One of every op.
+pub fn ops() -> [Op; 23] {
+    let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
+    [
+        Op::Embedding,
+        Op::EmbeddingGrad { vocab: 50 },
+        Op::Linear,
+        Op::LinearGradInput,
+        Op::LinearGradWeight,
+        Op::RmsNorm { eps: 1e-5 },
+        Op::AddRmsNorm { eps: 1e-5 },
+        Op::RmsNormGrad,
+        Op::AddRmsNormGrad,
+        Op::RmsNormGradWeight,
+        Op::Rope { inverse: false },
+        Op::Rope { inverse: true },
+        Op::Attention,
+        Op::AttentionGrad,
+        Op::SwiGlu,
+        Op::SwiGluGrad,
+        Op::Add,
+        Op::CrossEntropy,
+        Op::CrossEntropyGrad,
+        Op::LinearCrossEntropy { rows: 20 },
+        Op::AddState,
+        Op::GlobalNorm,
+        adamw,
+    ]
+}
+
+/// How an input is drawn.
+#[derive(Clone, Copy)]
+enum Draw {
+    /// Normal.
+    Normal,
+    /// Normal, made positive: second moments, reciprocal deviations.
+    Positive,
+    /// Token ids below this bound.
+    Below(u32),
+    /// Scalars of a step.
+    Scalars,
+    /// Statistics of a step.
+    Stats,
+    /// Filled in from another op's outputs, which this op's gradient needs to be consistent: output `.1` of op `.0` on
+    /// inputs `.2`.
+    Of(Op, usize, &'static [usize]),
+}
+
+type Input = (TensorType, Draw);
+
+/// Inputs for an op at awkward sizes.
+fn case(op: Op, batch: usize) -> (Op, Vec<Input>) {
+    const SEQ: usize = 60;
+    let t = |dims: &[Dim]| TensorType::new(DType::F32, dims.to_vec());
+    let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, SEQ));
+    let act = |d: Dim| t(&[b.clone(), s.clone(), d]);
+    let row = || t(&[b.clone(), s.clone()]);
+    let ids = || TensorType::new(DType::U32, [b.clone(), s.clone()]);
+    let (d, n, v) = (Dim::new(Axis::Embed, 71), Dim::new(Axis::Ffn, 37), Dim::new(Axis::Vocab, 50));
+    let head = |axis, count| Section { axis, count, unit: 20 };
+    let (q, kv) = (head(Axis::Heads, 6), head(Axis::KvHeads, 2));
+    let qkv = || act(Dim::packed([q, kv, kv]));
+    let heads = || act(Dim::packed([q]));
+    let table = || t(&[s.clone(), Dim::new(Axis::HeadDim, 20)]);
+    let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
+    let gate_up = || act(Dim::packed([ffn, ffn]));
+    let state = || t(&[n.clone(), d.clone()]);
+    use Draw::{Below, Normal, Of, Positive, Scalars, Stats};
+    let inputs = match op {
+        Op::Embedding => vec![(ids(), Below(50)), (t(&[v, d]), Normal)],
+        Op::EmbeddingGrad { .. } => vec![(act(d), Normal), (ids(), Below(50))],
+        Op::Linear => vec![(act(d.clone()), Normal), (t(&[n, d]), Normal)],
+        Op::LinearGradInput => vec![(act(n.clone()), Normal), (t(&[n, d]), Normal)],
+        Op::LinearGradWeight => vec![(act(n), Normal), (act(d), Normal)],
+        Op::RmsNorm { .. } => vec![(act(d.clone()), Normal), (t(&[d]), Normal)],
+        Op::AddRmsNorm { .. } => vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (t(&[d]), Normal)],
+        Op::RmsNormGrad => {
+            vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (t(&[d]), Normal), (row(), Positive)]
+        }
+        Op::AddRmsNormGrad => vec![
+            (act(d.clone()), Normal),
+            (act(d.clone()), Normal),
+            (t(std::slice::from_ref(&d)), Normal),
+            (row(), Positive),
+            (act(d), Normal),
+        ],
+        Op::RmsNormGradWeight => vec![(act(d.clone()), Normal), (act(d), Normal), (row(), Positive)],
+        Op::Rope { .. } => vec![(qkv(), Normal), (table(), Normal)],
+        Op::Attention => vec![(qkv(), Normal)],
+        Op::AttentionGrad => vec![
+            (heads(), Normal),
+            (qkv(), Normal),
+            (heads(), Of(Op::Attention, 0, &[1])),
+            (t(&[b, Dim::new(Axis::Heads, 6), s]), Of(Op::Attention, 1, &[1])),
+        ],
+        Op::SwiGlu => vec![(gate_up(), Normal)],
+        Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
+        Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
+        Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
+        Op::CrossEntropyGrad => {
+            vec![(act(v), Normal), (ids(), Below(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
+        }
+        Op::LinearCrossEntropy { .. } => {
+            vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))]
+        }
+        Op::AddState => vec![(state(), Normal), (state(), Normal)],
+        Op::GlobalNorm => vec![(state(), Normal), (act(d), Normal), (StepScalars::ty(), Scalars)],
+        Op::AdamW { .. } => vec![
+            (state(), Normal),
+            (state(), Normal),
+            (state(), Normal),
+            (state(), Positive),
+            (StepScalars::ty(), Scalars),
+            (t(&[Dim::new(Axis::Scalar, 2)]), Stats),
+        ],
+    };
+    (op, inputs)
+}
+
+fn is_weight_gradient(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::EmbeddingGrad { .. } | Op::LinearGradWeight | Op::RmsNormGradWeight | Op::LinearCrossEntropy { .. }
+    )
+}
+
+/// Which output of a weight-gradient op is the weight's.
+fn weight_output(op: &Op) -> usize {
+    op.spec().outputs.len() - 1
+}
+
+fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
+    let mut drawn: Vec<Vec<f64>> = Vec::new();
+    for (i, (ty, how)) in inputs.iter().enumerate() {
+        let key = counter::key(7, &format!("{}/{i}", op.name()));
+        let normal = |j: usize| f64::from(counter::normal(key, j as u64));
+        let data = match how {
+            Draw::Normal => (0..ty.elements()).map(normal).collect(),
+            Draw::Positive => (0..ty.elements()).map(|j| f64::from((normal(j).abs() + 0.1) as f32)).collect(),
+            Draw::Below(bound) => {
+                (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % u64::from(*bound)) as f64).collect()
+            }
+            Draw::Scalars => {
+                let s = StepScalars { lr: 0.01, inverse_count: 0.125, clip: 0.5, bias1: 0.19, bias2: 0.0975 };
+                s.to_array().map(f64::from).to_vec()
+            }
+            Draw::Stats => vec![2.0, 0.03125],
+            Draw::Of(source, output, from) => {
+                let types = from.iter().map(|&f| inputs[f].0.clone()).collect::<Vec<_>>();
+                let feeds = from.iter().map(|&f| drawn[f].clone()).collect::<Vec<_>>();
+                let data = evaluate(*source, &types, &feeds).swap_remove(*output);
+                data.into_iter().map(|x| f64::from(x as f32)).collect()
+            }
+        };
+        drawn.push(data);
+    }
+    drawn
+}
+
+fn evaluate(op: Op, types: &[TensorType], inputs: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let mut g = Graph::new();
+    let ids: Vec<_> =
+        types.iter().enumerate().map(|(i, ty)| g.state(format!("in{i}"), ty.clone(), State::Moment)).collect();
+    let outputs = g.node(op, &ids, "out", Phase::Forward, None).unwrap_or_else(|e| panic!("{e}"));
+    let values = reference::evaluate(&g, |v| inputs.get(v.0).cloned());
+    outputs.iter().map(|v| values[v.0].clone().unwrap_or_default()).collect()
+}
+
+fn check(
+    profile: &DeviceProfile,
+    load: Load,
+    op: &Op,
+    inputs: &[Input],
+    accumulator: Option<DType>,
+) -> Result<Outcome, ExecError> {
+    let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
+    let drawn = draw(op, inputs);
+    let mut expected = evaluate(*op, &types, &drawn);
+    if accumulator.is_some() {
+        // Two micro-batches with the same inputs.
+        expected[weight_output(op)].iter_mut().for_each(|x| *x *= 2.0);
+    }
+    let shapes: Vec<String> = types.iter().map(ToString::to_string).collect();
+    let sums = accumulator.map_or(String::new(), |a| format!(", summed in {a}"));
+    let case = format!("{}({}{sums})", op.name(), shapes.join(", "));
+    let found = execute(profile, load, op, &types, &drawn, accumulator)?;
+    let mut error = 0.0f64;
+    let mut failure = None;
+    for (o, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let largest = expected.iter().fold(1e-30, |m: f64, x| m.max(x.abs()));
+        let difference = found
+            .iter()
+            .zip(expected)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m });
+        let relative = difference / largest;
+        if relative.is_nan() || relative > TOLERANCE {
+            failure = Some(format!("output {o} differs by {relative:.2e} of its largest element"));
+        }
+        error = if relative > error || relative.is_nan() { relative } else { error };
+    }
+    Ok(Outcome { case, error, failure })
+}
+
+/// Ops whose outputs belong to sequences: each sequence alone must give the same bits.
+fn check_batch_invariance(profile: &DeviceProfile, load: Load, op: Op) -> Result<Option<Outcome>, ExecError> {
+    const BATCH: usize = 3;
+    let spec = op.spec();
+    let per_sequence = |dims: &str| dims.starts_with('b');
+    if !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
+        return Ok(None);
+    }
+    let (op, inputs) = case(op, BATCH);
+    let drawn = draw(&op, &inputs);
+    let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
+    let together = execute(profile, load, &op, &types, &drawn, None)?;
+    let (op, single) = case(op, 1);
+    let types: Vec<TensorType> = single.iter().map(|(ty, _)| ty.clone()).collect();
+    let mut failure = None;
+    for b in 0..BATCH {
+        let share = |data: &[f64], dims: &str| match per_sequence(dims) {
+            true => data[b * data.len() / BATCH..(b + 1) * data.len() / BATCH].to_vec(),
+            false => data.to_vec(),
+        };
+        let alone: Vec<Vec<f64>> =
+            drawn.iter().enumerate().map(|(i, x)| share(x, op.input(i, drawn.len()).dims)).collect();
+        let found = execute(profile, load, &op, &types, &alone, None)?;
+        for (o, output) in spec.outputs.iter().enumerate().filter(|(_, o)| per_sequence(o.dims)) {
+            if found[o] != share(&together[o], output.dims) {
+                failure = Some(format!("sequence {b} of output {o} depends on its neighbours"));
+            }
+        }
+    }
+    Ok(Some(Outcome { case: format!("{} one sequence at a time", op.name()), error: 0.0, failure }))
+}
+
+fn execute(
+    profile: &DeviceProfile,
+    load: Load,
+    op: &Op,
+    types: &[TensorType],
+    inputs: &[Vec<f64>],
+    accumulator: Option<DType>,
+) -> Result<Vec<Vec<f64>>, ExecError> {
+    let internal = |e: String| ExecError::Internal(e);
+    let program = single_op(profile, op, types, accumulator).map_err(internal)?;
+    verify::program(&program, profile.alignment).map_err(|e| internal(e.to_string()))?;
+    let mut executor = load(program.clone())?;
+    for (i, (ty, data)) in types.iter().zip(inputs).enumerate() {
+        executor.write(&format!("in{i}"), 0, &encode(ty.dtype, data))?;
+    }
+    let outputs: Vec<&Tensor> = program.tensors.iter().filter(|t| t.name.starts_with("out")).collect();
+    for t in outputs.iter().filter(|t| t.role != Role::StepOutput) {
+        executor.write(&t.name, 0, &encode(t.ty.dtype, &vec![f64::NAN; t.ty.elements()]))?;
+    }
+    executor.run(StepProgram::TRAIN)?;
+    outputs.iter().map(|t| Ok(decode(t.ty.dtype, &executor.read(&t.name, 0)?))).collect()
+}
+
+/// A program of one instruction, run for two micro-batches where it sums. Every operand has memory of its own, except the
+/// states that the op updates in place.
+fn single_op(
+    profile: &DeviceProfile,
+    op: &Op,
+    types: &[TensorType],
+    accumulator: Option<DType>,
+) -> Result<StepProgram, String> {
+    let refs: Vec<&TensorType> = types.iter().collect();
+    let mut outputs = op.infer(&refs).map_err(|e| e.to_string())?;
+    if let Some(dtype) = accumulator {
+        outputs[weight_output(op)].dtype = dtype;
+    }
+    let scratch = profile.workspace(op, &refs).map_err(|e| e.to_string())?;
+    let mut end = 0;
+    let mut buffers = Vec::new();
+    let mut tensors = Vec::new();
+    let mut values = Vec::new();
+    let mut args = Vec::new();
+    let named = types.iter().map(|t| ("in", t)).chain(outputs.iter().map(|t| ("out", t)));
+    for (i, (kind, ty)) in named.enumerate() {
+        let name = format!("{kind}{i}");
+        let buffer = BufferId(buffers.len());
+        let bytes = ty.bytes();
+        buffers.push(Buffer {
+            name: name.clone(),
+            class: Class::Optimizer,
+            layer: None,
+            region: 0,
+            offset: end,
+            bytes,
+        });
+        end += profile.align(bytes);
+        let role = Role::State(State::Moment);
+        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), buffer, role });
+        values.push(name);
+        args.push(Arg { buffer, value: i, ty: ty.clone(), accumulate: false });
+    }
+    let mut regions = vec![Region { lifetime: Lifetime::Run, offset: 0, slot_bytes: end, slots: 1 }];
+    let workspace = (scratch > 0).then(|| {
+        let slot_bytes = profile.align(scratch);
+        regions.push(Region { lifetime: Lifetime::Frame, offset: end, slot_bytes, slots: 1 });
+        let name = "scratch".to_owned();
+        buffers.push(Buffer { name, class: Class::Workspace, layer: None, region: 1, offset: 0, bytes: scratch });
+        end += slot_bytes;
+        BufferId(buffers.len() - 1)
+    });
+    let mut outputs = args.split_off(types.len());
+    if accumulator.is_some() {
+        outputs[weight_output(op)].accumulate = true;
+    }
+    if let Op::AdamW { .. } = op {
+        // An update is defined in place: its outputs are its inputs' memory.
+        for &(input, output) in op.spec().in_place {
+            outputs[output].buffer = args[input].buffer;
+            let tensor = &mut tensors[types.len() + output];
+            (tensor.buffer, tensor.role) = (args[input].buffer, Role::StepOutput);
+        }
+    }
+    let outputs = outputs.into_iter().map(Some).collect();
+    let instr = Instr { op: *op, inputs: args, outputs, workspace, phase: Phase::Forward, layer: None };
+    let micro_batches = if accumulator.is_some() { 2 } else { 1 };
+    let slot = |micro_batch| Slot { segment: 0, micro_batch, saved_slot: 0 };
+    Ok(StepProgram {
+        arena_bytes: end,
+        regions,
+        buffers,
+        values,
+        tensors,
+        segments: vec![Segment { name: "op", instrs: vec![instr] }],
+        entries: vec![Entry { name: StepProgram::TRAIN, schedule: (0..micro_batches).map(slot).collect() }],
+    })
+}
+
+fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
+    match dtype {
+        DType::F32 => data.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+        DType::F64 => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DType::U32 => data.iter().flat_map(|x| (*x as u32).to_le_bytes()).collect(),
+        DType::Fixed64 => data.iter().flat_map(|x| fixed::add(0, *x as f32).to_le_bytes()).collect(),
+    }
+}
+
+fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    match dtype {
+        DType::F32 => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
+        DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
+        DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
+        DType::Fixed64 => {
+            bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! One kernel call: operands as addresses, dimensions as sizes.
+
+use super::pool::Pool;
+use super::simd::Simd;
+use lockstep_ir::program::{Arg, BufferId, Lifetime, Slot, StepProgram};
+use lockstep_ir::{DType, Op, TypeError};
+
+/// An operand as the executor sees it.
+#[derive(Clone, Copy)]
+pub struct At {
+    lifetime: Lifetime,
+    offset: u64,
+    slot_bytes: u64,
+    pub elements: usize,
+    pub dtype: DType,
+    pub accumulate: bool,
+}
+
+impl At {
+    fn buffer(program: &StepProgram, buffer: BufferId) -> Self {
+        let b = &program.buffers[buffer.0];
+        let region = &program.regions[b.region];
+        Self {
+            lifetime: region.lifetime,
+            offset: region.offset + b.offset,
+            slot_bytes: region.slot_bytes,
+            elements: b.bytes as usize,
+            dtype: DType::F32,
+            accumulate: false,
+        }
+    }
+
+    fn arg(program: &StepProgram, arg: &Arg) -> Self {
+        let at = Self::buffer(program, arg.buffer);
+        Self { elements: arg.ty.elements(), dtype: arg.ty.dtype, accumulate: arg.accumulate, ..at }
+    }
+
+    fn address(&self, base: *mut u8, slot: Slot) -> *mut u8 {
+        let copy = match self.lifetime {
+            Lifetime::Run | Lifetime::Frame => 0,
+            Lifetime::MicroBatch => slot.micro_batch,
+            Lifetime::Saved => slot.saved_slot,
+        };
+        // SAFETY: the verifier has checked that every copy of every buffer lies in the arena.
+        unsafe { base.add((self.offset + copy as u64 * self.slot_bytes) as usize) }
+    }
+}
+
+/// An instruction, ready to run.
+pub struct Bound {
+    pub op: Op,
+    pub inputs: Vec<At>,
+    pub outputs: Vec<Option<At>>,
+    pub workspace: Option<At>,
+    /// Sizes by letter of the op table.
+    sizes: [usize; 26],
+}
+
+impl Bound {
+    /// Resolves an instruction of a program.
+    pub fn new(program: &StepProgram, instr: &lockstep_ir::program::Instr) -> Result<Self, TypeError> {
+        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+        let dims = instr.op.bind(&types)?;
+        let sizes = std::array::from_fn(|i| dims.size((b'a' + i as u8) as char));
+        Ok(Self {
+            op: instr.op,
+            inputs: instr.inputs.iter().map(|a| At::arg(program, a)).collect(),
+            outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a))).collect(),
+            workspace: instr.workspace.map(|w| At::buffer(program, w)),
+            sizes,
+        })
+    }
+}
+
+/// A bound instruction at one slot of a schedule.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    pub bound: &'a Bound,
+    pub pool: &'a Pool,
+    pub simd: Simd,
+    pub base: *mut u8,
+    pub slot: Slot,
+}
+
+impl Call<'_> {
+    /// Size behind a letter of the op table.
+    pub fn size(&self, letter: char) -> usize {
+        self.bound.sizes[letter as usize - 'a' as usize]
+    }
+
+    /// Address of an input.
+    pub fn input<T>(&self, i: usize) -> *const T {
+        self.bound.inputs[i].address(self.base, self.slot).cast()
+    }
+
+    /// Address of an output, if somebody wants it.
+    pub fn output<T>(&self, i: usize) -> Option<*mut T> {
+        self.bound.outputs[i].map(|at| at.address(self.base, self.slot).cast())
+    }
+
+    /// Address of the scratch.
+    pub fn scratch<T>(&self) -> *mut T {
+        match &self.bound.workspace {
+            Some(at) => at.address(self.base, self.slot).cast(),
+            None => panic!("{} was compiled without scratch", self.bound.op.name()),
+        }
+    }
+
+    /// Where a weight gradient goes.
+    pub fn accumulator(&self, i: usize) -> Option<Accumulator> {
+        let at = self.bound.outputs[i].as_ref()?;
+        let address = at.address(self.base, self.slot);
+        let add = at.accumulate && self.slot.micro_batch > 0;
+        Some(match at.dtype {
+            DType::Fixed64 => Accumulator::Fixed { sum: address.cast(), add },
+            _ => Accumulator::Float { sum: address.cast(), add },
+        })
+    }
+
+    /// Calls `f(first, last + 1)` for ranges that cover `0..n`, on all threads; compiled for the vector units.
+    #[inline(always)]
+    pub fn ranges(&self, n: usize, grain: usize, f: impl Fn(usize, usize) + Sync) {
+        let simd = self.simd;
+        self.pool.run(n.div_ceil(grain), |task, _| simd.run(|| f(task * grain, n.min((task + 1) * grain))));
+    }
+
+    /// As `ranges`, with a grain that gives every thread a few tasks.
+    #[inline(always)]
+    pub fn rows(&self, n: usize, f: impl Fn(usize, usize) + Sync) {
+        self.ranges(n, n.div_ceil(4 * self.pool.threads()).max(1), f);
+    }
+}
+
+/// A gradient accumulator: a float sum, or a fixed-point sum whose order does not matter. The first micro-batch of a step
+/// overwrites what the last step left.
+#[derive(Clone, Copy)]
+pub enum Accumulator {
+    Float { sum: *mut f32, add: bool },
+    Fixed { sum: *mut i64, add: bool },
+}
+
+/// An address that may travel to the pool's threads. Kernels write disjoint ranges.
+#[derive(Clone, Copy)]
+pub struct Ptr<T>(pub T);
+// SAFETY: kernels split their outputs between tasks without overlap.
+unsafe impl<T> Send for Ptr<T> {}
+unsafe impl<T> Sync for Ptr<T> {}
+
+impl<T: Copy> Ptr<T> {
+    /// What was wrapped.
+    #[inline(always)]
+    pub fn get(self) -> T {
+        self.0
+    }
+}
+
+impl<T: Copy> Ptr<*const T> {
+    /// One element.
+    ///
+    /// # Safety
+    /// It lies in the operand.
+    #[inline(always)]
+    pub unsafe fn at(self, i: usize) -> *const T {
+        // SAFETY: the caller vouches.
+        unsafe { self.0.add(i) }
+    }
+
+    /// Elements `start .. start + n`.
+    ///
+    /// # Safety
+    /// They lie in the operand, and nobody writes them meanwhile.
+    #[inline(always)]
+    pub unsafe fn slice<'a>(self, start: usize, n: usize) -> &'a [T] {
+        // SAFETY: the caller vouches.
+        unsafe { std::slice::from_raw_parts(self.0.add(start), n) }
+    }
+}
+
+impl<T: Copy> Ptr<*mut T> {
+    /// Elements `start .. start + n`.
+    ///
+    /// # Safety
+    /// They lie in the operand, and nobody else touches them meanwhile.
+    #[inline(always)]
+    pub unsafe fn slice<'a>(self, start: usize, n: usize) -> &'a mut [T] {
+        // SAFETY: the caller vouches.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(start), n) }
+    }
+
+    /// One element.
+    ///
+    /// # Safety
+    /// It lies in the operand.
+    #[inline(always)]
+    pub unsafe fn at(self, i: usize) -> *mut T {
+        // SAFETY: the caller vouches.
+        unsafe { self.0.add(i) }
+    }
+}

@@ -1,0 +1,39 @@
+//! Executors: they run step programs and decide nothing.
+//!
+//! This crate owns the [`Executor`] trait, the CPU executor with its kernels, and the f64 reference that every kernel
+//! is held against. It knows nothing of models, passes or training. `unsafe` is confined to this crate's kernels,
+//! arena and thread pool.
+
+pub mod conformance;
+pub mod cpu;
+pub mod reference;
+
+use std::borrow::Cow;
+
+/// Why a program cannot be loaded or run.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecError {
+    /// The arena does not fit.
+    #[error(
+        "cannot allocate the arena of {0}\nhint: lower train.micro_batch or train.seq, or use a machine with more memory"
+    )]
+    OutOfMemory(String),
+    /// The program asks for something that this executor was not told of.
+    #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
+    Internal(String),
+}
+
+/// A loaded program with its memory.
+pub trait Executor: Send {
+    /// Bytes allocated for the arena.
+    fn arena_bytes(&self) -> u64;
+
+    /// Writes a tensor that the program knows by name; `micro_batch` counts for inputs only.
+    fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError>;
+
+    /// The bytes of a tensor that the program knows by name; `micro_batch` counts for outputs and inputs only.
+    fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError>;
+
+    /// Runs one of the program's entries to its end.
+    fn run(&mut self, entry: &str) -> Result<(), ExecError>;
+}

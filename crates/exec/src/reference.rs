@@ -1,0 +1,284 @@
+//! The slow and right evaluator: every op in f64, written as its definition, over graphs with global shapes.
+//!
+//! Kernels are held against it, and it is held against finite differences.
+
+use lockstep_ir::graph::{Node, Source};
+use lockstep_ir::op::Dims;
+use lockstep_ir::{Graph, Op, StepScalars, ValueId};
+
+/// Evaluates a graph. `feed` gives inputs and states (token ids as whole numbers); gradient states start at zero. Returns every
+/// value that was computed; a sum into a state is also found under the state.
+pub fn evaluate(graph: &Graph, feed: impl Fn(ValueId) -> Option<Vec<f64>>) -> Vec<Option<Vec<f64>>> {
+    let mut values: Vec<Option<Vec<f64>>> = (0..graph.values.len()).map(|i| feed(ValueId(i))).collect();
+    for node in &graph.nodes {
+        let inputs: Vec<&[f64]> = node
+            .inputs
+            .iter()
+            .map(|v| values[v.0].as_deref().unwrap_or_else(|| panic!("`{}` has no value", graph.get(*v).name)))
+            .collect();
+        let outputs = apply(graph, node, &inputs);
+        for (output, data) in node.outputs.iter().zip(outputs) {
+            let Some(v) = output else { continue };
+            if let Source::Node { into: Some(state) } = graph.get(*v).source {
+                let sum = values[state.0].get_or_insert_with(|| vec![0.0; data.len()]);
+                sum.iter_mut().zip(&data).for_each(|(s, x)| *s += x);
+            }
+            values[v.0] = Some(data);
+        }
+    }
+    values
+}
+
+fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
+    let types = graph.input_types(node);
+    let dims = node.op.bind(&types).unwrap_or_else(|e| panic!("{e}"));
+    let rows = dims.size('b') * dims.size('s');
+    match node.op {
+        Op::Embedding => vec![embedding(&dims, x[0], x[1])],
+        Op::EmbeddingGrad { vocab } => {
+            let d = dims.size('d');
+            let mut table = vec![0.0; vocab * d];
+            for (row, token) in x[1].iter().enumerate() {
+                for i in 0..d {
+                    table[*token as usize * d + i] += x[0][row * d + i];
+                }
+            }
+            vec![table]
+        }
+        Op::Linear => vec![product((rows, dims.size('n'), dims.size('k')), x[0], false, x[1], true)],
+        Op::LinearGradInput => vec![product((rows, dims.size('k'), dims.size('n')), x[0], false, x[1], false)],
+        Op::LinearGradWeight => vec![product((dims.size('n'), dims.size('k'), rows), x[0], true, x[1], false)],
+        Op::RmsNorm { eps } => norm(x[0], x[1], f64::from(eps)).into(),
+        Op::AddRmsNorm { eps } => {
+            let sum = add(x[0], x[1]);
+            let [y, rstd] = norm(&sum, x[2], f64::from(eps));
+            vec![sum, y, rstd]
+        }
+        Op::RmsNormGrad => vec![norm_grad(x[0], x[1], x[2], x[3])],
+        Op::AddRmsNormGrad => vec![add(&norm_grad(x[0], x[1], x[2], x[3]), x[4])],
+        Op::RmsNormGradWeight => {
+            let d = dims.size('d');
+            let term = |row: usize, i: usize| x[0][row * d + i] * x[1][row * d + i] * x[2][row];
+            vec![(0..d).map(|i| (0..rows).map(|row| term(row, i)).sum()).collect()]
+        }
+        Op::Rope { inverse } => vec![rope(&dims, x[0], x[1], if inverse { -1.0 } else { 1.0 })],
+        Op::Attention => attention(&dims, x[0]).into(),
+        Op::AttentionGrad => vec![attention_grad(&dims, x[0], x[1])],
+        Op::SwiGlu => {
+            let f = dims.size('f');
+            vec![gate_up(x[0], f, |g, u| g * sigmoid(g) * u)]
+        }
+        Op::SwiGluGrad => {
+            let f = dims.size('f');
+            let gate = gate_up(x[1], f, |g, u| u * sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g))));
+            let up = gate_up(x[1], f, |g, _| g * sigmoid(g));
+            let at = |i: usize| (i / (2 * f), i % (2 * f));
+            let pick = |i: usize| match at(i) {
+                (row, c) if c < f => x[0][row * f + c] * gate[row * f + c],
+                (row, c) => x[0][row * f + c - f] * up[row * f + c - f],
+            };
+            vec![(0..x[1].len()).map(pick).collect()]
+        }
+        Op::Add => vec![add(x[0], x[1])],
+        Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
+        Op::CrossEntropyGrad => vec![cross_entropy_grad(x[0], x[1])],
+        Op::LinearCrossEntropy { .. } => {
+            let (k, v) = (dims.size('k'), dims.size('v'));
+            let logits = product((rows, v, k), x[0], false, x[1], true);
+            let [loss, _] = cross_entropy(&dims, &logits, x[2]);
+            let dlogits = cross_entropy_grad(&logits, x[2]);
+            let dx = product((rows, k, v), &dlogits, false, x[1], false);
+            let dw = product((v, k, rows), &dlogits, true, x[0], false);
+            vec![loss, dx, dw]
+        }
+        Op::AddState => vec![add(x[0], x[1])],
+        Op::GlobalNorm => {
+            let (scalars, grads) = (scalars(x[x.len() - 1]), &x[..x.len() - 1]);
+            let inverse = f64::from(scalars.inverse_count);
+            let norm = grads.iter().flat_map(|g| g.iter()).map(|g| g * g).sum::<f64>().sqrt() * inverse;
+            vec![vec![norm, inverse * (f64::from(scalars.clip) / norm).min(1.0)]]
+        }
+        Op::AdamW { beta1, beta2, eps, decay } => {
+            let s = scalars(x[4]);
+            let [beta1, beta2, eps, decay] = [beta1, beta2, eps, decay].map(f64::from);
+            let [lr, bias1, bias2] = [s.lr, s.bias1, s.bias2].map(f64::from);
+            let n = x[0].len();
+            let g: Vec<f64> = x[1].iter().map(|g| g * x[5][1]).collect();
+            let m: Vec<f64> = (0..n).map(|i| beta1 * x[2][i] + (1.0 - beta1) * g[i]).collect();
+            let v: Vec<f64> = (0..n).map(|i| beta2 * x[3][i] + (1.0 - beta2) * g[i] * g[i]).collect();
+            let step = |i: usize| m[i] / bias1 / ((v[i] / bias2).sqrt() + eps);
+            let w = (0..n).map(|i| x[0][i] * (1.0 - lr * decay) - lr * step(i)).collect();
+            vec![w, m, v]
+        }
+    }
+}
+
+fn scalars(x: &[f64]) -> StepScalars {
+    let x: Vec<f32> = x.iter().map(|x| *x as f32).collect();
+    StepScalars::from_slice(&x)
+}
+
+fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// a (m × k, or its transpose in memory) · b (k × n, or its transpose in memory).
+fn product((m, n, k): (usize, usize, usize), a: &[f64], a_turned: bool, b: &[f64], b_turned: bool) -> Vec<f64> {
+    let a_at = |i: usize, l: usize| if a_turned { a[l * m + i] } else { a[i * k + l] };
+    let b_at = |l: usize, j: usize| if b_turned { b[j * k + l] } else { b[l * n + j] };
+    let element = |at: usize| (0..k).map(|l| a_at(at / n, l) * b_at(l, at % n)).sum();
+    (0..m * n).map(element).collect()
+}
+
+fn embedding(dims: &Dims, tokens: &[f64], table: &[f64]) -> Vec<f64> {
+    let d = dims.size('d');
+    tokens.iter().flat_map(|t| &table[*t as usize * d..(*t as usize + 1) * d]).copied().collect()
+}
+
+fn norm(x: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
+    let d = w.len();
+    let rstd: Vec<f64> =
+        x.chunks(d).map(|r| 1.0 / (r.iter().map(|x| x * x).sum::<f64>() / d as f64 + eps).sqrt()).collect();
+    let y = x.iter().enumerate().map(|(i, x)| x * rstd[i / d] * w[i % d]).collect();
+    [y, rstd]
+}
+
+fn norm_grad(dy: &[f64], x: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
+    let d = w.len();
+    let dot = |row: usize| (0..d).map(|i| w[i] * dy[row * d + i] * x[row * d + i]).sum::<f64>();
+    let dots: Vec<f64> = (0..rstd.len()).map(dot).collect();
+    let element = |i: usize| {
+        let r = rstd[i / d];
+        r * w[i % d] * dy[i] - x[i] * r.powi(3) * dots[i / d] / d as f64
+    };
+    (0..x.len()).map(element).collect()
+}
+
+fn rope(dims: &Dims, qkv: &[f64], table: &[f64], sign: f64) -> Vec<f64> {
+    let (seq, e, width) = (dims.size('s'), dims.size('e'), dims.size('p'));
+    let rotated = (dims.size('q') + dims.size('u')) * e;
+    let half = e / 2;
+    let element = |at: usize| {
+        let (row, column) = (at / width, at % width);
+        if column >= rotated {
+            return qkv[at];
+        }
+        let i = column % e % half;
+        let (cos, sin) = (table[row % seq * e + i], table[row % seq * e + half + i] * sign);
+        if column % e < half { qkv[at] * cos - qkv[at + half] * sin } else { qkv[at] * cos + qkv[at - half] * sin }
+    };
+    (0..qkv.len()).map(element).collect()
+}
+
+fn gate_up(x: &[f64], f: usize, y: impl Fn(f64, f64) -> f64) -> Vec<f64> {
+    x.chunks(2 * f).flat_map(|row| (0..f).map(|i| y(row[i], row[f + i])).collect::<Vec<_>>()).collect()
+}
+
+struct Heads {
+    seq: usize,
+    heads: usize,
+    kv_heads: usize,
+    e: usize,
+}
+
+impl Heads {
+    fn of(dims: &Dims) -> Self {
+        Self { seq: dims.size('s'), heads: dims.size('q'), kv_heads: dims.size('u'), e: dims.size('e') }
+    }
+
+    /// Index in qkv of element `i` at position `s` for head `h`: query heads first, then keys, then values.
+    fn at(&self, b: usize, s: usize, h: usize, i: usize) -> usize {
+        ((b * self.seq + s) * (self.heads + 2 * self.kv_heads) + h) * self.e + i
+    }
+
+    fn key(&self, h: usize) -> usize {
+        self.heads + h / (self.heads / self.kv_heads)
+    }
+
+    fn value(&self, h: usize) -> usize {
+        self.key(h) + self.kv_heads
+    }
+
+    fn out(&self, b: usize, s: usize, h: usize, i: usize) -> usize {
+        ((b * self.seq + s) * self.heads + h) * self.e + i
+    }
+
+    /// Weights of the keys 0 ..= s, and the log-sum-exp of their scores.
+    fn weights(&self, qkv: &[f64], b: usize, s: usize, h: usize) -> (Vec<f64>, f64) {
+        let dot =
+            |t: usize| (0..self.e).map(|i| qkv[self.at(b, s, h, i)] * qkv[self.at(b, t, self.key(h), i)]).sum::<f64>();
+        let scores: Vec<f64> = (0..=s).map(|t| dot(t) / (self.e as f64).sqrt()).collect();
+        let lse = log_sum_exp(&scores);
+        (scores.iter().map(|x| (x - lse).exp()).collect(), lse)
+    }
+}
+
+fn attention(dims: &Dims, qkv: &[f64]) -> [Vec<f64>; 2] {
+    let g = Heads::of(dims);
+    let batch = dims.size('b');
+    let mut o = vec![0.0; batch * g.seq * g.heads * g.e];
+    let mut lse = vec![0.0; batch * g.heads * g.seq];
+    for b in 0..batch {
+        for h in 0..g.heads {
+            for s in 0..g.seq {
+                let (p, row_lse) = g.weights(qkv, b, s, h);
+                lse[(b * g.heads + h) * g.seq + s] = row_lse;
+                for i in 0..g.e {
+                    o[g.out(b, s, h, i)] = (0..=s).map(|t| p[t] * qkv[g.at(b, t, g.value(h), i)]).sum();
+                }
+            }
+        }
+    }
+    [o, lse]
+}
+
+fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64]) -> Vec<f64> {
+    let g = Heads::of(dims);
+    let scale = 1.0 / (g.e as f64).sqrt();
+    let mut dqkv = vec![0.0; qkv.len()];
+    for b in 0..dims.size('b') {
+        for h in 0..g.heads {
+            for s in 0..g.seq {
+                let (p, _) = g.weights(qkv, b, s, h);
+                let dp =
+                    |t: usize| (0..g.e).map(|i| dout[g.out(b, s, h, i)] * qkv[g.at(b, t, g.value(h), i)]).sum::<f64>();
+                let dp: Vec<f64> = (0..=s).map(dp).collect();
+                let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
+                for t in 0..=s {
+                    let ds = p[t] * (dp[t] - mean) * scale;
+                    for i in 0..g.e {
+                        dqkv[g.at(b, t, g.value(h), i)] += p[t] * dout[g.out(b, s, h, i)];
+                        dqkv[g.at(b, s, h, i)] += ds * qkv[g.at(b, t, g.key(h), i)];
+                        dqkv[g.at(b, t, g.key(h), i)] += ds * qkv[g.at(b, s, h, i)];
+                    }
+                }
+            }
+        }
+    }
+    dqkv
+}
+
+fn log_sum_exp(x: &[f64]) -> f64 {
+    let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    max + x.iter().map(|x| (x - max).exp()).sum::<f64>().ln()
+}
+
+fn cross_entropy(dims: &Dims, logits: &[f64], targets: &[f64]) -> [Vec<f64>; 2] {
+    let v = logits.len() / targets.len();
+    let lse: Vec<f64> = logits.chunks(v).map(log_sum_exp).collect();
+    let token = |row: usize| lse[row] - logits[row * v + targets[row] as usize];
+    let seq = dims.size('s');
+    let loss = (0..dims.size('b')).map(|b| (b * seq..(b + 1) * seq).map(token).sum()).collect();
+    [loss, lse]
+}
+
+fn cross_entropy_grad(logits: &[f64], targets: &[f64]) -> Vec<f64> {
+    let v = logits.len() / targets.len();
+    let lse: Vec<f64> = logits.chunks(v).map(log_sum_exp).collect();
+    let hit = |i: usize| if targets[i / v] as usize == i % v { 1.0 } else { 0.0 };
+    logits.iter().enumerate().map(|(i, x)| (x - lse[i / v]).exp() - hit(i)).collect()
+}

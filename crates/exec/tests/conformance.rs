@@ -1,0 +1,18 @@
+//! Every op on the CPU executor against the f64 reference.
+
+use lockstep_exec::conformance;
+use lockstep_exec::cpu::{CpuExecutor, profile};
+
+#[test]
+fn the_cpu_executor_conforms() {
+    for threads in [1, 2] {
+        // Reproducible sums need the most scratch; the other cases have some to spare.
+        let profile = profile(threads, true);
+        let load = &mut |program| Ok(Box::new(CpuExecutor::load(program, threads)?) as _);
+        let outcomes = conformance::run(&profile, load).unwrap();
+        let failed: Vec<_> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
+        assert!(failed.is_empty(), "{failed:#?}");
+        let named = |op: &lockstep_ir::Op| outcomes.iter().any(|o| o.case.starts_with(op.name()));
+        assert!(conformance::ops().iter().all(named));
+    }
+}

@@ -1,0 +1,163 @@
+//! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
+
+use crate::op::{Flops, TypeError};
+use crate::program::{Buffer, Class, Entry, Lifetime, StepProgram};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The memory bill of a program.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct MemoryBill {
+    /// Size of the arena; the classes sum to it.
+    pub total_bytes: u64,
+    /// Bytes by class name.
+    pub classes: BTreeMap<&'static str, u64>,
+    /// Bytes of persistent and saved buffers by layer (`None`: embedding, head and what belongs to no layer).
+    pub layers: Vec<LayerBill>,
+    /// When most bytes are in use.
+    pub peak: Moment,
+}
+
+/// One layer's part of the bill.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LayerBill {
+    /// Layer index; `None` for what belongs to no layer.
+    pub layer: Option<usize>,
+    /// Bytes by class name.
+    pub classes: BTreeMap<&'static str, u64>,
+}
+
+/// A point in a schedule.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Moment {
+    /// Segment that runs.
+    pub segment: &'static str,
+    /// Micro-batch that it works on.
+    pub micro_batch: usize,
+    /// Index of the instruction.
+    pub instr: usize,
+    /// Its op.
+    pub op: &'static str,
+    /// Its layer.
+    pub layer: Option<usize>,
+    /// Bytes that hold a value which is still needed.
+    pub live_bytes: u64,
+}
+
+/// The bill of the training step, or of evaluation where there is no training step.
+pub fn memory(program: &StepProgram) -> MemoryBill {
+    let mut classes: BTreeMap<&'static str, u64> = Class::ALL.iter().map(|c| (c.name(), 0)).collect();
+    let mut layers: BTreeMap<Option<usize>, BTreeMap<&'static str, u64>> = BTreeMap::new();
+    for (r, region) in program.regions.iter().enumerate() {
+        if region.lifetime == Lifetime::Frame {
+            let workspace = frame_workspace_at_peak(program, r);
+            *classes.entry(Class::Workspace.name()).or_default() += workspace;
+            *classes.entry(Class::Activations.name()).or_default() += region.bytes() - workspace;
+            continue;
+        }
+        let mut buffers: Vec<&Buffer> = program.buffers.iter().filter(|b| b.region == r).collect();
+        buffers.sort_by_key(|b| b.offset);
+        for (i, b) in buffers.iter().enumerate() {
+            // A buffer owns the padding behind it, so that the classes sum to the total.
+            let end = buffers.get(i + 1).map_or(region.slot_bytes, |next| next.offset);
+            let bytes = (end - b.offset) * region.slots as u64;
+            *classes.entry(b.class.name()).or_default() += bytes;
+            *layers.entry(b.layer).or_default().entry(b.class.name()).or_default() += bytes;
+        }
+    }
+    let entry = program.entry(StepProgram::TRAIN).or(program.entries.first());
+    MemoryBill {
+        total_bytes: program.arena_bytes,
+        classes,
+        layers: layers.into_iter().map(|(layer, classes)| LayerBill { layer, classes }).collect(),
+        peak: entry.map(|e| peak(program, e)).unwrap_or_default(),
+    }
+}
+
+/// The moment of an entry's schedule when most bytes are live, unrolled over all micro-batches.
+///
+/// Persistent tensors and host buffers count throughout; a saved or temporary buffer from the call that writes it to the
+/// last call that reads it. No placement can use fewer bytes than this.
+pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
+    let always: u64 = program
+        .regions
+        .iter()
+        .enumerate()
+        .filter(|(_, r)| matches!(r.lifetime, Lifetime::Run | Lifetime::MicroBatch))
+        .map(|(i, r)| program.buffers.iter().filter(|b| b.region == i).map(|b| b.bytes).sum::<u64>() * r.slots as u64)
+        .sum();
+
+    // Time runs over every instruction of every slot; a buffer's (first write, last use) is keyed by its copy.
+    let mut spans: BTreeMap<(usize, usize), (usize, usize)> = BTreeMap::new();
+    let mut moments = Vec::new();
+    for (s, slot) in entry.schedule.iter().enumerate() {
+        let segment = &program.segments[slot.segment];
+        for (i, instr) in segment.instrs.iter().enumerate() {
+            let now = moments.len();
+            let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer);
+            for b in args.chain(instr.workspace) {
+                let copy = match program.regions[program.buffers[b.0].region].lifetime {
+                    Lifetime::Run | Lifetime::MicroBatch => continue,
+                    Lifetime::Saved => slot.micro_batch,
+                    // Frames of different slots are different lives of the same bytes.
+                    Lifetime::Frame => s,
+                };
+                spans.entry((b.0, copy)).and_modify(|span| span.1 = now).or_insert((now, now));
+            }
+            moments.push((slot, i, instr));
+        }
+    }
+    let mut change = vec![0i64; moments.len() + 1];
+    for ((buffer, _), (first, last)) in spans {
+        change[first] += program.buffers[buffer].bytes as i64;
+        change[last + 1] -= program.buffers[buffer].bytes as i64;
+    }
+    let mut live = 0i64;
+    let mut best = Moment { live_bytes: always, ..Moment::default() };
+    for ((slot, i, instr), delta) in moments.into_iter().zip(change) {
+        live += delta;
+        if always + live as u64 > best.live_bytes {
+            best = Moment {
+                segment: program.segments[slot.segment].name,
+                micro_batch: slot.micro_batch,
+                instr: i,
+                op: instr.op.name(),
+                layer: instr.layer,
+                live_bytes: always + live as u64,
+            };
+        }
+    }
+    best
+}
+
+/// Total FLOPs of an entry.
+pub fn flops(program: &StepProgram, entry: &Entry) -> Result<Flops, TypeError> {
+    let mut per_segment = Vec::new();
+    for segment in &program.segments {
+        let mut sum = Flops::default();
+        for instr in &segment.instrs {
+            let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+            let wanted: Vec<bool> = instr.outputs.iter().map(Option::is_some).collect();
+            sum = sum + instr.op.flops(&types, &wanted)?;
+        }
+        per_segment.push(sum);
+    }
+    Ok(entry.schedule.iter().fold(Flops::default(), |sum, slot| sum + per_segment[slot.segment]))
+}
+
+fn frame_workspace_at_peak(program: &StepProgram, frame: usize) -> u64 {
+    let mut highest = (0, 0);
+    for instr in program.segments.iter().flat_map(|s| &s.instrs) {
+        let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer);
+        let top = args
+            .chain(instr.workspace)
+            .map(|b| &program.buffers[b.0])
+            .filter(|b| b.region == frame)
+            .map(|b| b.offset + b.bytes)
+            .max()
+            .unwrap_or(0);
+        let workspace = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
+        highest = highest.max((top, workspace));
+    }
+    highest.1
+}

@@ -1,0 +1,41 @@
+use serde::{Deserialize, Serialize};
+
+/// Element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary64, for losses and squared norms.
+    F64,
+    /// Unsigned 32-bit integers: token ids.
+    U32,
+    /// A 64-bit integer that holds a fixed-point real: the sum of such numbers does not depend on their order.
+    Fixed64,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            DType::F32 | DType::U32 => 4,
+            DType::F64 | DType::Fixed64 => 8,
+        }
+    }
+
+    /// The name that printed programs and checkpoints use.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F64 => "f64",
+            DType::U32 => "u32",
+            DType::Fixed64 => "fixed64",
+        }
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,272 @@
+//! The graph: what is computed, in global shapes, before anything is placed.
+
+use crate::{Init, Op, TensorType, TypeError};
+use std::fmt::Write;
+
+/// Index of a value in its graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ValueId(pub usize);
+
+/// Which part of a training step a node belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// Forward.
+    Forward,
+    /// Backward, input gradients: what the layer below waits for (B).
+    InputGrad,
+    /// Backward, weight gradients: nobody waits for them before the optimizer (W).
+    WeightGrad,
+    /// Once per step, after the last micro-batch.
+    Update,
+}
+
+impl Phase {
+    /// One letter, as schedules write it.
+    pub const fn letter(self) -> char {
+        match self {
+            Phase::Forward => 'F',
+            Phase::InputGrad => 'B',
+            Phase::WeightGrad => 'W',
+            Phase::Update => 'U',
+        }
+    }
+}
+
+/// A tensor that outlives a step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum State {
+    /// A trained tensor.
+    Parameter(Parameter),
+    /// The accumulator of a parameter's gradient.
+    Gradient,
+    /// A moment of the optimizer.
+    Moment,
+    /// Filled once before the first step.
+    Constant(Init),
+    /// Written by the host before every step: learning rate, counts.
+    Scalars,
+}
+
+/// How a parameter is stored, named, started and treated by the optimizer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Parameter {
+    /// Initial values, drawn per part.
+    pub init: Init,
+    /// The unpacked tensors' names, one per section of the outermost dimension; checkpoints use these.
+    pub parts: Vec<String>,
+    /// Whether weight decay applies.
+    pub decay: bool,
+}
+
+/// Where a value comes from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Source {
+    /// Written by the host for every micro-batch.
+    Input,
+    /// A tensor that outlives the step.
+    State(State),
+    /// An output of a node; with `into`, its sum over micro-batches goes into that state.
+    Node {
+        /// The state that this value is accumulated into.
+        into: Option<ValueId>,
+    },
+}
+
+/// One tensor of the graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Value {
+    /// Name, for people and for checkpoints.
+    pub name: String,
+    /// Element type and global shape.
+    pub ty: TensorType,
+    /// Where it comes from.
+    pub source: Source,
+}
+
+/// One operation of the graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Node {
+    /// What is computed.
+    pub op: Op,
+    /// Inputs, in the op table's order.
+    pub inputs: Vec<ValueId>,
+    /// Outputs, in the op table's order; `None` where nobody wants one.
+    pub outputs: Vec<Option<ValueId>>,
+    /// Which part of the step it belongs to.
+    pub phase: Phase,
+    /// The layer that it belongs to, for reports and cuts.
+    pub layer: Option<usize>,
+}
+
+/// A pure, ordered program over named values.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Graph {
+    /// All values; a node's inputs stand before its outputs.
+    pub values: Vec<Value>,
+    /// All nodes, in execution order.
+    pub nodes: Vec<Node>,
+    /// Values that the host reads.
+    pub outputs: Vec<ValueId>,
+    /// (state, value): after the step the state holds the value.
+    pub updates: Vec<(ValueId, ValueId)>,
+    /// Layer that nodes are added to now.
+    layer: Option<usize>,
+}
+
+impl Graph {
+    /// An empty graph.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Nodes added from here on belong to this layer.
+    pub fn enter_layer(&mut self, layer: Option<usize>) {
+        self.layer = layer;
+    }
+
+    /// A value that the host writes for every micro-batch.
+    pub fn input(&mut self, name: impl Into<String>, ty: TensorType) -> ValueId {
+        self.value(name, ty, Source::Input)
+    }
+
+    /// A tensor that outlives the step.
+    pub fn state(&mut self, name: impl Into<String>, ty: TensorType, state: State) -> ValueId {
+        self.value(name, ty, Source::State(state))
+    }
+
+    /// Adds a forward node; output `i` is called `name` or `name.operand` where there are several.
+    pub fn op(&mut self, op: Op, inputs: &[ValueId], name: &str) -> Result<Vec<ValueId>, TypeError> {
+        self.node(op, inputs, name, Phase::Forward, self.layer)
+    }
+
+    /// Adds a node of any phase.
+    pub fn node(
+        &mut self,
+        op: Op,
+        inputs: &[ValueId],
+        name: &str,
+        phase: Phase,
+        layer: Option<usize>,
+    ) -> Result<Vec<ValueId>, TypeError> {
+        let types: Vec<&TensorType> = inputs.iter().map(|v| &self.values[v.0].ty).collect();
+        let outputs = op.infer(&types)?;
+        let ids: Vec<ValueId> = op
+            .spec()
+            .outputs
+            .iter()
+            .zip(outputs)
+            .enumerate()
+            .map(|(i, (operand, ty))| {
+                let name = if i == 0 { name.to_owned() } else { format!("{name}.{}", operand.name) };
+                self.value(name, ty, Source::Node { into: None })
+            })
+            .collect();
+        let outputs = ids.iter().copied().map(Some).collect();
+        self.nodes.push(Node { op, inputs: inputs.to_vec(), outputs, phase, layer });
+        Ok(ids)
+    }
+
+    /// The value behind an id.
+    pub fn get(&self, id: ValueId) -> &Value {
+        &self.values[id.0]
+    }
+
+    /// The type of a value.
+    pub fn ty(&self, id: ValueId) -> &TensorType {
+        &self.values[id.0].ty
+    }
+
+    /// Input types of a node.
+    pub fn input_types(&self, node: &Node) -> Vec<&TensorType> {
+        node.inputs.iter().map(|&v| self.ty(v)).collect()
+    }
+
+    /// The parameters, in the order in which the model declared them.
+    pub fn parameters(&self) -> impl Iterator<Item = (ValueId, &Value, &Parameter)> {
+        self.values.iter().enumerate().filter_map(|(i, v)| match &v.source {
+            Source::State(State::Parameter(p)) => Some((ValueId(i), v, p)),
+            _ => None,
+        })
+    }
+
+    /// For every value, the nodes that read it, in order.
+    pub fn readers(&self) -> Vec<Vec<usize>> {
+        let mut readers = vec![Vec::new(); self.values.len()];
+        for (n, node) in self.nodes.iter().enumerate() {
+            for v in &node.inputs {
+                if readers[v.0].last() != Some(&n) {
+                    readers[v.0].push(n);
+                }
+            }
+        }
+        readers
+    }
+
+    /// Drops outputs that nobody reads, and nodes left without any.
+    pub fn without_dead_code(mut self) -> Self {
+        let mut wanted = vec![false; self.values.len()];
+        for v in self.outputs.iter().chain(self.updates.iter().map(|(_, v)| v)) {
+            wanted[v.0] = true;
+        }
+        let keeps = |value: &Value| matches!(value.source, Source::Node { into: Some(_) });
+        for node in self.nodes.iter_mut().rev() {
+            for output in &mut node.outputs {
+                *output = output.filter(|v| wanted[v.0] || keeps(&self.values[v.0]));
+            }
+            if node.outputs.iter().any(Option::is_some) {
+                node.inputs.iter().for_each(|v| wanted[v.0] = true);
+            }
+        }
+        self.nodes.retain(|n| n.outputs.iter().any(Option::is_some));
+        self
+    }
+
+    fn value(&mut self, name: impl Into<String>, ty: TensorType, source: Source) -> ValueId {
+        self.values.push(Value { name: name.into(), ty, source });
+        ValueId(self.values.len() - 1)
+    }
+}
+
+impl std::fmt::Display for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut line = String::new();
+        let used = self.readers();
+        for (i, v) in self.values.iter().enumerate() {
+            let kind = match &v.source {
+                Source::Input => "input",
+                Source::State(State::Parameter(_)) => "parameter",
+                Source::State(State::Gradient) => "gradient",
+                Source::State(State::Moment) => "moment",
+                Source::State(State::Constant(_)) => "constant",
+                Source::State(State::Scalars) => "scalars",
+                Source::Node { .. } => continue,
+            };
+            if !used[i].is_empty() || kind == "gradient" {
+                writeln!(f, "{kind:<9} {}: {}", v.name, v.ty)?;
+            }
+        }
+        for node in &self.nodes {
+            line.clear();
+            for (i, output) in node.outputs.iter().enumerate() {
+                line.push_str(if i == 0 { "" } else { ", " });
+                match output {
+                    None => line.push('_'),
+                    Some(v) => {
+                        let value = self.get(*v);
+                        write!(line, "{}: {}", value.name, value.ty)?;
+                        if let Source::Node { into: Some(state) } = value.source {
+                            write!(line, " += {}", self.get(state).name)?;
+                        }
+                    }
+                }
+            }
+            let inputs: Vec<&str> = node.inputs.iter().map(|&v| self.get(v).name.as_str()).collect();
+            writeln!(f, "{} {line} = {}({})", node.phase.letter(), node.op.name(), inputs.join(", "))?;
+        }
+        for &(state, value) in &self.updates {
+            writeln!(f, "update    {} <- {}", self.get(state).name, self.get(value).name)?;
+        }
+        let outputs: Vec<&str> = self.outputs.iter().map(|&v| self.get(v).name.as_str()).collect();
+        writeln!(f, "return    {}", outputs.join(", "))
+    }
+}

@@ -1,0 +1,29 @@
+//! What every part of Lockstep speaks: ops, graphs, step programs, and the facts that hold for them.
+//!
+//! This crate owns the op table, the two levels of intermediate representation ([`Graph`] and [`StepProgram`]), their
+//! printed forms, the static verifier and the account of bytes and FLOPs. It does no I/O, reads no clock and no
+//! environment, and knows nothing of how graphs are built, compiled or executed.
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+pub mod account;
+pub mod counter;
+mod dtype;
+pub mod graph;
+mod init;
+pub mod op;
+mod profile;
+pub mod program;
+mod scalars;
+mod shape;
+pub mod units;
+pub mod verify;
+
+pub use dtype::DType;
+pub use graph::{Graph, ValueId};
+pub use init::{Init, RopeScaling};
+pub use op::{Op, TypeError};
+pub use profile::{DeviceProfile, Layout, Workspace};
+pub use program::StepProgram;
+pub use scalars::{StepScalars, fixed};
+pub use shape::{Axis, Dim, Section, TensorType};

@@ -1,0 +1,582 @@
+//! The op table: every operation, declared once.
+//!
+//! A row says what an op is called, what it reads and writes (each operand's dimensions as letters, its element type),
+//! which output may take over which input's memory, what its gradient may look at, and what it costs. Shape inference,
+//! the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows.
+//!
+//! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
+//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` table rows, `r` table columns, `c` rows of a chunk,
+//! `z` step scalars, `m` statistics. A letter that stands in two
+//! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
+
+use crate::{Axis, DType, Dim, Section, TensorType};
+
+/// An operation with its attributes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Op {
+    /// Rows of a table, chosen by token id.
+    Embedding,
+    /// Adds each position's gradient to its token's row.
+    EmbeddingGrad {
+        /// Rows of the table.
+        vocab: usize,
+    },
+    /// `y = x · wᵀ`.
+    Linear,
+    /// `dx = dy · w`.
+    LinearGradInput,
+    /// `dw = dyᵀ · x`, summed over all positions.
+    LinearGradWeight,
+    /// `y = x / rms(x) · w`.
+    RmsNorm {
+        /// Added to the mean square.
+        eps: f32,
+    },
+    /// `sum = x + delta`, `y = sum / rms(sum) · w`.
+    AddRmsNorm {
+        /// Added to the mean square.
+        eps: f32,
+    },
+    /// Input gradient of either norm.
+    RmsNormGrad,
+    /// Input gradient of `AddRmsNorm` plus the gradient that reaches `sum` on the residual path.
+    AddRmsNormGrad,
+    /// Weight gradient of either norm.
+    RmsNormGradWeight,
+    /// Rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
+    Rope {
+        /// Rotate backwards: the gradient.
+        inverse: bool,
+    },
+    /// Causal scaled-dot-product attention over packed Q·K·V, with the log-sum-exp of each row of scores.
+    Attention,
+    /// Gradient of `Attention`; recomputes the scores tile by tile.
+    AttentionGrad,
+    /// `y = silu(gate) · up` over packed gate·up.
+    SwiGlu,
+    /// Gradient of `SwiGlu`.
+    SwiGluGrad,
+    /// Elementwise sum.
+    Add,
+    /// Sum of token losses per sequence, with the log-sum-exp of each row of logits.
+    CrossEntropy,
+    /// Gradient of the sum of token losses.
+    CrossEntropyGrad,
+    /// `CrossEntropy(Linear(x, w))` and its gradients, `rows` positions at a time, so that the logits never exist whole.
+    LinearCrossEntropy {
+        /// Positions per chunk.
+        rows: usize,
+    },
+    /// Adds one gradient accumulator to another: the second use of a tied parameter.
+    AddState,
+    /// Norm of all gradients, and the factor that scales and clips them (NaN where a gradient is not finite).
+    GlobalNorm,
+    /// One AdamW update with decoupled decay; does nothing where the factor is NaN.
+    AdamW {
+        /// Decay of the first moment.
+        beta1: f32,
+        /// Decay of the second moment.
+        beta2: f32,
+        /// Added to the root of the second moment.
+        eps: f32,
+        /// Decoupled weight decay, multiplied by the learning rate.
+        decay: f32,
+    },
+}
+
+/// Element types an operand accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Elem {
+    /// Exactly this type.
+    Is(DType),
+    /// A gradient accumulator: `f32` or `fixed64`.
+    Accumulator,
+}
+
+/// One operand's row in the table.
+#[derive(Clone, Copy, Debug)]
+pub struct Operand {
+    /// Name, for messages.
+    pub name: &'static str,
+    /// One letter per dimension; `*` for any shape.
+    pub dims: &'static str,
+    /// Element type.
+    pub elem: Elem,
+}
+
+/// What a gradient rule may look at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Saved {
+    /// The op's input at this index.
+    Input(usize),
+    /// The op's output at this index.
+    Output(usize),
+}
+
+/// One op's row in the table.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Name in printed graphs.
+    pub name: &'static str,
+    /// Inputs, in order. With `variadic`, the first repeats.
+    pub inputs: &'static [Operand],
+    /// Outputs, in order.
+    pub outputs: &'static [Operand],
+    /// Whether the first input may be given any number of times.
+    pub variadic: bool,
+    /// (input, output) pairs that may share memory, if the input is not read afterwards.
+    pub in_place: &'static [(usize, usize)],
+    /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
+    pub gradient_reads: Option<&'static [Saved]>,
+}
+
+/// Floating-point operations of one call, multiply and add counted as two; matrix products only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Flops {
+    /// What the model needs, attention counted in full.
+    pub model: u64,
+    /// The same with the masked half of causal attention left out.
+    pub causal: u64,
+    /// What this op really asks of the hardware, recomputed scores included, attention in full.
+    pub hardware: u64,
+}
+
+impl std::ops::Add for Flops {
+    type Output = Flops;
+
+    fn add(self, other: Flops) -> Flops {
+        Flops {
+            model: self.model + other.model,
+            causal: self.causal + other.causal,
+            hardware: self.hardware + other.hardware,
+        }
+    }
+}
+
+const fn f32(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::F32) }
+}
+
+const fn f64(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::F64) }
+}
+
+const fn u32(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::U32) }
+}
+
+const fn accumulator(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Accumulator }
+}
+
+const fn row(
+    name: &'static str,
+    inputs: &'static [Operand],
+    outputs: &'static [Operand],
+    in_place: &'static [(usize, usize)],
+    gradient_reads: Option<&'static [Saved]>,
+) -> Spec {
+    Spec { name, inputs, outputs, variadic: false, in_place, gradient_reads }
+}
+
+use Saved::{Input, Output};
+
+static EMBEDDING: Spec =
+    row("embedding", &[u32("tokens", "bs"), f32("table", "vd")], &[f32("x", "bsd")], &[], Some(&[Input(0)]));
+static EMBEDDING_GRAD: Spec =
+    row("embedding_grad", &[f32("dx", "bsd"), u32("tokens", "bs")], &[f32("dtable", "vd")], &[], None);
+static LINEAR: Spec =
+    row("linear", &[f32("x", "bsk"), f32("w", "nk")], &[f32("y", "bsn")], &[], Some(&[Input(0), Input(1)]));
+static LINEAR_GRAD_INPUT: Spec =
+    row("linear_grad_input", &[f32("dy", "bsn"), f32("w", "nk")], &[f32("dx", "bsk")], &[], None);
+static LINEAR_GRAD_WEIGHT: Spec =
+    row("linear_grad_weight", &[f32("dy", "bsn"), f32("x", "bsk")], &[f32("dw", "nk")], &[], None);
+static RMS_NORM: Spec = row(
+    "rms_norm",
+    &[f32("x", "bsd"), f32("w", "d")],
+    &[f32("y", "bsd"), f32("rstd", "bs")],
+    &[],
+    Some(&[Input(0), Input(1), Output(1)]),
+);
+static ADD_RMS_NORM: Spec = row(
+    "add_rms_norm",
+    &[f32("x", "bsd"), f32("delta", "bsd"), f32("w", "d")],
+    &[f32("sum", "bsd"), f32("y", "bsd"), f32("rstd", "bs")],
+    &[(1, 0), (0, 0)],
+    Some(&[Output(0), Input(2), Output(2)]),
+);
+static RMS_NORM_GRAD: Spec = row(
+    "rms_norm_grad",
+    &[f32("dy", "bsd"), f32("x", "bsd"), f32("w", "d"), f32("rstd", "bs")],
+    &[f32("dx", "bsd")],
+    &[(0, 0)],
+    None,
+);
+static ADD_RMS_NORM_GRAD: Spec = row(
+    "add_rms_norm_grad",
+    &[f32("dy", "bsd"), f32("sum", "bsd"), f32("w", "d"), f32("rstd", "bs"), f32("dsum", "bsd")],
+    &[f32("dx", "bsd")],
+    &[(4, 0), (0, 0)],
+    None,
+);
+static RMS_NORM_GRAD_WEIGHT: Spec =
+    row("rms_norm_grad_weight", &[f32("dy", "bsd"), f32("x", "bsd"), f32("rstd", "bs")], &[f32("dw", "d")], &[], None);
+static ROPE: Spec =
+    row("rope", &[f32("qkv", "bsp"), f32("table", "tr")], &[f32("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]));
+static ROPE_INVERSE: Spec =
+    row("rope_inverse", &[f32("qkv", "bsp"), f32("table", "tr")], &[f32("rotated", "bsp")], &[(0, 0)], None);
+static ATTENTION: Spec = row(
+    "attention",
+    &[f32("qkv", "bsp")],
+    &[f32("o", "bsh"), f32("lse", "bqs")],
+    &[],
+    Some(&[Input(0), Output(0), Output(1)]),
+);
+static ATTENTION_GRAD: Spec = row(
+    "attention_grad",
+    &[f32("do", "bsh"), f32("qkv", "bsp"), f32("o", "bsh"), f32("lse", "bqs")],
+    &[f32("dqkv", "bsp")],
+    &[],
+    None,
+);
+static SWIGLU: Spec = row("swiglu", &[f32("gate_up", "bsg")], &[f32("y", "bsf")], &[], Some(&[Input(0)]));
+static SWIGLU_GRAD: Spec =
+    row("swiglu_grad", &[f32("dy", "bsf"), f32("gate_up", "bsg")], &[f32("dgate_up", "bsg")], &[(1, 0)], None);
+static ADD: Spec = row("add", &[f32("a", "bsd"), f32("b", "bsd")], &[f32("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]));
+static CROSS_ENTROPY: Spec = row(
+    "cross_entropy",
+    &[f32("logits", "bsv"), u32("targets", "bs")],
+    &[f64("loss", "b"), f32("lse", "bs")],
+    &[],
+    Some(&[Input(0), Input(1), Output(1)]),
+);
+static CROSS_ENTROPY_GRAD: Spec = row(
+    "cross_entropy_grad",
+    &[f32("logits", "bsv"), u32("targets", "bs"), f32("lse", "bs")],
+    &[f32("dlogits", "bsv")],
+    &[(0, 0)],
+    None,
+);
+static LINEAR_CROSS_ENTROPY: Spec = row(
+    "linear_cross_entropy",
+    &[f32("x", "bsk"), f32("w", "vk"), u32("targets", "bs")],
+    &[f64("loss", "b"), f32("dx", "bsk"), f32("dw", "vk")],
+    &[],
+    Some(&[Output(1), Output(2)]),
+);
+static ADD_STATE: Spec =
+    row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], &[(0, 0)], None);
+static GLOBAL_NORM: Spec = Spec {
+    variadic: true,
+    ..row("global_norm", &[accumulator("grad", "*"), f32("scalars", "z")], &[f32("stats", "m")], &[], None)
+};
+static ADAMW: Spec = row(
+    "adamw",
+    &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("v", "*"), f32("scalars", "z"), f32("stats", "m")],
+    &[f32("w", "*"), f32("m", "*"), f32("v", "*")],
+    &[(0, 0), (2, 1), (3, 2)],
+    None,
+);
+
+/// Why an op refuses its inputs.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{op}: {reason}")]
+pub struct TypeError {
+    /// The op's name.
+    pub op: &'static str,
+    /// What does not fit.
+    pub reason: String,
+}
+
+impl Op {
+    /// The op's row in the table.
+    pub fn spec(&self) -> &'static Spec {
+        match self {
+            Op::Embedding => &EMBEDDING,
+            Op::EmbeddingGrad { .. } => &EMBEDDING_GRAD,
+            Op::Linear => &LINEAR,
+            Op::LinearGradInput => &LINEAR_GRAD_INPUT,
+            Op::LinearGradWeight => &LINEAR_GRAD_WEIGHT,
+            Op::RmsNorm { .. } => &RMS_NORM,
+            Op::AddRmsNorm { .. } => &ADD_RMS_NORM,
+            Op::RmsNormGrad => &RMS_NORM_GRAD,
+            Op::AddRmsNormGrad => &ADD_RMS_NORM_GRAD,
+            Op::RmsNormGradWeight => &RMS_NORM_GRAD_WEIGHT,
+            Op::Rope { inverse: false } => &ROPE,
+            Op::Rope { inverse: true } => &ROPE_INVERSE,
+            Op::Attention => &ATTENTION,
+            Op::AttentionGrad => &ATTENTION_GRAD,
+            Op::SwiGlu => &SWIGLU,
+            Op::SwiGluGrad => &SWIGLU_GRAD,
+            Op::Add => &ADD,
+            Op::CrossEntropy => &CROSS_ENTROPY,
+            Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,
+            Op::LinearCrossEntropy { .. } => &LINEAR_CROSS_ENTROPY,
+            Op::AddState => &ADD_STATE,
+            Op::GlobalNorm => &GLOBAL_NORM,
+            Op::AdamW { .. } => &ADAMW,
+        }
+    }
+
+    /// The op's name.
+    pub fn name(&self) -> &'static str {
+        self.spec().name
+    }
+
+    /// The table row of input `index` when the op is called with `count` inputs.
+    pub fn input(&self, index: usize, count: usize) -> &'static Operand {
+        let spec = self.spec();
+        if !spec.variadic {
+            return &spec.inputs[index];
+        }
+        let repeated = count + 1 - spec.inputs.len();
+        &spec.inputs[if index < repeated { 0 } else { index + 1 - repeated }]
+    }
+
+    /// Output types for these input types, or why they do not fit.
+    pub fn infer(&self, inputs: &[&TensorType]) -> Result<Vec<TensorType>, TypeError> {
+        let spec = self.spec();
+        let dims = self.bind(inputs)?;
+        let output = |o: &Operand| {
+            let elem = match o.elem {
+                Elem::Is(dtype) => dtype,
+                Elem::Accumulator => inputs[0].dtype,
+            };
+            let shape = match o.dims {
+                "*" => Ok(inputs[0].dims.clone()),
+                letters => letters.chars().map(|c| dims.get(c).cloned().ok_or(c)).collect(),
+            };
+            match shape {
+                Ok(dims) => Ok(TensorType::new(elem, dims)),
+                Err(c) => Err(self.refuse(format!("dimension `{c}` of output `{}` is unknown", o.name))),
+            }
+        };
+        spec.outputs.iter().map(output).collect()
+    }
+
+    /// Matrix-product FLOPs of one call with these input types; `wanted` says which outputs are asked for.
+    pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
+        let dims = self.bind(inputs)?;
+        let same = |n| Flops { model: n, causal: n, hardware: n };
+        let attention = |model: u64, hardware: u64| {
+            let square = dims.product("bssh");
+            Flops { model: model * square, causal: model * square / 2, hardware: hardware * square }
+        };
+        Ok(match self {
+            Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
+            // One product for the logits, one for each gradient that somebody wants.
+            Op::LinearCrossEntropy { .. } => {
+                let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u64;
+                same(2 * products * dims.product("bskv"))
+            }
+            Op::Attention => attention(4, 4),
+            Op::AttentionGrad => attention(8, 10),
+            Op::Embedding
+            | Op::EmbeddingGrad { .. }
+            | Op::RmsNorm { .. }
+            | Op::AddRmsNorm { .. }
+            | Op::RmsNormGrad
+            | Op::AddRmsNormGrad
+            | Op::RmsNormGradWeight
+            | Op::Rope { .. }
+            | Op::SwiGlu
+            | Op::SwiGluGrad
+            | Op::Add
+            | Op::CrossEntropy
+            | Op::CrossEntropyGrad
+            | Op::AddState
+            | Op::GlobalNorm
+            | Op::AdamW { .. } => Flops::default(),
+        })
+    }
+
+    /// The dimension behind every letter for these inputs.
+    pub fn bind(&self, inputs: &[&TensorType]) -> Result<Dims, TypeError> {
+        let spec = self.spec();
+        let fits = if spec.variadic { inputs.len() >= spec.inputs.len() } else { inputs.len() == spec.inputs.len() };
+        if !fits {
+            return Err(self.refuse(format!("takes {} inputs, got {}", spec.inputs.len(), inputs.len())));
+        }
+        let mut dims = Dims::default();
+        for (i, ty) in inputs.iter().enumerate() {
+            let operand = self.input(i, inputs.len());
+            let ok = match operand.elem {
+                Elem::Is(dtype) => ty.dtype == dtype,
+                Elem::Accumulator => matches!(ty.dtype, DType::F32 | DType::Fixed64),
+            };
+            if !ok {
+                return Err(self.refuse(format!("input `{}` has type {}", operand.name, ty.dtype)));
+            }
+            if operand.dims == "*" {
+                continue;
+            }
+            if operand.dims.len() != ty.dims.len() {
+                return Err(self.refuse(format!("input `{}` must be [{}], is {ty}", operand.name, operand.dims)));
+            }
+            for (letter, dim) in operand.dims.chars().zip(&ty.dims) {
+                if let Some(known) = dims.set(letter, dim)
+                    && known != dim
+                {
+                    return Err(self.refuse(format!("input `{}` has {dim} where `{letter}` is {known}", operand.name)));
+                }
+            }
+        }
+        self.derive(&mut dims)?;
+        Ok(dims)
+    }
+
+    /// Fills in the letters that follow from attributes or from the sections of a packed dimension.
+    fn derive(&self, dims: &mut Dims) -> Result<(), TypeError> {
+        match self {
+            Op::EmbeddingGrad { vocab } => {
+                dims.set('v', &Dim::new(Axis::Vocab, *vocab));
+            }
+            Op::Rope { .. } => {
+                let q = self.packed_heads(dims)?;
+                let columns = dims.size('r');
+                if columns != q.unit {
+                    return Err(self.refuse(format!("table has {columns} columns for heads of {}", q.unit)));
+                }
+                if dims.size('t') < dims.size('s') {
+                    return Err(self.refuse(format!("table has {} rows for {}", dims.size('t'), dims.size('s'))));
+                }
+            }
+            Op::Attention | Op::AttentionGrad => {
+                let q = self.packed_heads(dims)?;
+                let out = Dim::packed([q]);
+                if let Some(known) = dims.set('h', &out)
+                    && *known != out
+                {
+                    return Err(self.refuse(format!("`do` has {known} where the heads are {out}")));
+                }
+            }
+            Op::SwiGlu | Op::SwiGluGrad => match dims.get('g').map(|g| g.sections.as_slice()) {
+                Some(&[gate, up]) if gate == up => {
+                    dims.set('f', &Dim::packed([gate]));
+                }
+                _ => return Err(self.refuse("the packed dimension must be two equal sections".into())),
+            },
+            Op::LinearCrossEntropy { rows } => {
+                dims.set('c', &Dim::new(Axis::Seq, *rows));
+            }
+            Op::GlobalNorm => {
+                dims.set('m', &Dim::new(Axis::Scalar, 2));
+            }
+            Op::Embedding
+            | Op::Linear
+            | Op::LinearGradInput
+            | Op::LinearGradWeight
+            | Op::RmsNorm { .. }
+            | Op::AddRmsNorm { .. }
+            | Op::RmsNormGrad
+            | Op::AddRmsNormGrad
+            | Op::RmsNormGradWeight
+            | Op::Add
+            | Op::CrossEntropy
+            | Op::CrossEntropyGrad
+            | Op::AddState
+            | Op::AdamW { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// The Q section of packed Q·K·V, having bound the numbers of heads and their size.
+    fn packed_heads(&self, dims: &mut Dims) -> Result<Section, TypeError> {
+        let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
+        match sections[..] {
+            [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
+                dims.set('q', &Dim::new(Axis::Heads, q.count));
+                dims.set('u', &Dim::new(Axis::KvHeads, k.count));
+                dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
+                Ok(q)
+            }
+            _ => Err(self.refuse("the packed dimension must be Q, K and V, with K's heads dividing Q's".into())),
+        }
+    }
+
+    fn refuse(&self, reason: String) -> TypeError {
+        TypeError { op: self.name(), reason }
+    }
+}
+
+/// The dimensions behind an op's letters.
+#[derive(Clone, Debug, Default)]
+pub struct Dims {
+    known: Vec<(char, Dim)>,
+}
+
+impl Dims {
+    /// The dimension behind a letter.
+    pub fn get(&self, letter: char) -> Option<&Dim> {
+        self.known.iter().find(|(c, _)| *c == letter).map(|(_, d)| d)
+    }
+
+    /// Its size; 1 where the op has no such letter.
+    pub fn size(&self, letter: char) -> usize {
+        self.get(letter).map_or(1, Dim::size)
+    }
+
+    /// The product of the sizes of these letters.
+    pub fn product(&self, letters: &str) -> u64 {
+        letters.chars().map(|c| self.size(c) as u64).product()
+    }
+
+    /// Binds a letter, or returns the dimension that it is bound to already.
+    fn set(&mut self, letter: char, dim: &Dim) -> Option<&Dim> {
+        match self.known.iter().position(|(c, _)| *c == letter) {
+            Some(i) => Some(&self.known[i].1),
+            None => {
+                self.known.push((letter, dim.clone()));
+                None
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ty(dims: &[(Axis, usize)]) -> TensorType {
+        TensorType::new(DType::F32, dims.iter().map(|&(a, n)| Dim::new(a, n)).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn linear_infers_its_output_and_counts_two_flops_per_product() {
+        let x = ty(&[(Axis::Batch, 2), (Axis::Seq, 3), (Axis::Embed, 5)]);
+        let w = ty(&[(Axis::Ffn, 7), (Axis::Embed, 5)]);
+        let y = Op::Linear.infer(&[&x, &w]).unwrap();
+        assert_eq!(y[0].to_string(), "f32[batch:2, seq:3, ffn:7]");
+        assert_eq!(Op::Linear.flops(&[&x, &w], &[true]).unwrap().model, 2 * 2 * 3 * 5 * 7);
+    }
+
+    #[test]
+    fn a_dimension_with_another_meaning_is_refused_even_at_the_same_size() {
+        let x = ty(&[(Axis::Batch, 2), (Axis::Seq, 3), (Axis::Ffn, 5)]);
+        let w = ty(&[(Axis::Ffn, 7), (Axis::Embed, 5)]);
+        let error = Op::Linear.infer(&[&x, &w]).unwrap_err();
+        assert_eq!(error.to_string(), "linear: input `w` has embed:5 where `k` is ffn:5");
+    }
+
+    #[test]
+    fn attention_reads_heads_from_the_packed_dimension() {
+        let head = |axis, count| Section { axis, count, unit: 4 };
+        let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
+        let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
+        let out = Op::Attention.infer(&[&qkv]).unwrap();
+        assert_eq!(out[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
+        assert_eq!(out[1].to_string(), "f32[batch:1, heads:6, seq:8]");
+        let flops = Op::Attention.flops(&[&qkv], &[true, true]).unwrap();
+        assert_eq!((flops.model, flops.causal), (4 * 8 * 8 * 24, 2 * 8 * 8 * 24));
+    }
+
+    #[test]
+    fn every_in_place_pair_names_operands_of_equal_shape() {
+        let ops = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::Rope { inverse: false }, Op::SwiGluGrad, Op::AddState];
+        for spec in ops.iter().map(Op::spec) {
+            for &(input, output) in spec.in_place {
+                assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);
+            }
+        }
+    }
+}

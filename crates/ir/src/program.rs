@@ -1,0 +1,290 @@
+//! The step program: what one rank runs, with every buffer placed.
+
+use crate::graph::{Phase, State};
+use crate::{Op, TensorType, counter};
+use serde::Serialize;
+
+/// Index of a buffer in its program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BufferId(pub usize);
+
+/// What memory is for. Every byte of the arena belongs to exactly one class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// Weights, and constants beside them.
+    Parameters,
+    /// Gradient accumulators.
+    Gradients,
+    /// Optimizer moments and step scalars.
+    Optimizer,
+    /// Inputs, saved and temporary tensors of the forward and backward pass.
+    Activations,
+    /// Kernel scratch.
+    Workspace,
+    /// Collective buffers.
+    Communication,
+}
+
+impl Class {
+    /// All classes, in the order in which bills list them.
+    pub const ALL: [Class; 6] = [
+        Class::Parameters,
+        Class::Gradients,
+        Class::Optimizer,
+        Class::Activations,
+        Class::Workspace,
+        Class::Communication,
+    ];
+
+    /// The name in bills.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Class::Parameters => "parameters",
+            Class::Gradients => "gradients",
+            Class::Optimizer => "optimizer",
+            Class::Activations => "activations",
+            Class::Workspace => "workspace",
+            Class::Communication => "communication",
+        }
+    }
+}
+
+/// How long the buffers of a region live, and how often the region stands in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lifetime {
+    /// From load to the end of the run: one copy.
+    Run,
+    /// Written or read by the host: one copy per micro-batch of a step.
+    MicroBatch,
+    /// From a forward segment to its backward segment: one copy per micro-batch in flight.
+    Saved,
+    /// Inside one segment: one copy, shared by all segments.
+    Frame,
+}
+
+impl Lifetime {
+    /// The name in printed programs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Lifetime::Run => "run",
+            Lifetime::MicroBatch => "micro-batch",
+            Lifetime::Saved => "saved",
+            Lifetime::Frame => "frame",
+        }
+    }
+}
+
+/// A contiguous part of the arena.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Region {
+    /// Lifetime of its buffers.
+    pub lifetime: Lifetime,
+    /// Where it starts in the arena, in bytes.
+    pub offset: u64,
+    /// Bytes of one copy.
+    pub slot_bytes: u64,
+    /// Number of copies.
+    pub slots: usize,
+}
+
+impl Region {
+    /// Bytes of all copies.
+    pub fn bytes(&self) -> u64 {
+        self.slot_bytes * self.slots as u64
+    }
+}
+
+/// A placed piece of memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Buffer {
+    /// The value that it is named after.
+    pub name: String,
+    /// What it is for.
+    pub class: Class,
+    /// The layer that it belongs to.
+    pub layer: Option<usize>,
+    /// Index of its region.
+    pub region: usize,
+    /// Where it starts in one copy of the region, in bytes.
+    pub offset: u64,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
+/// An operand of an instruction.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Arg {
+    /// Where it is.
+    pub buffer: BufferId,
+    /// Which value of the program is meant: an index into [`StepProgram::values`]. Several values may use one buffer in turn.
+    pub value: usize,
+    /// Element type and shape on this rank.
+    pub ty: TensorType,
+    /// For outputs: the first micro-batch of a step writes, later ones add.
+    pub accumulate: bool,
+}
+
+/// One kernel call.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Instr {
+    /// What is computed.
+    pub op: Op,
+    /// Inputs, in the op table's order.
+    pub inputs: Vec<Arg>,
+    /// Outputs, in the op table's order; `None` where nobody wants one.
+    pub outputs: Vec<Option<Arg>>,
+    /// Scratch, live during this call only.
+    pub workspace: Option<BufferId>,
+    /// Which part of the step it belongs to.
+    pub phase: Phase,
+    /// The layer that it belongs to.
+    pub layer: Option<usize>,
+}
+
+/// A linear list of kernel calls, compiled once and run for any micro-batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Segment {
+    /// Name, for people.
+    pub name: &'static str,
+    /// The calls, in order.
+    pub instrs: Vec<Instr>,
+}
+
+/// One run of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// Index of the segment.
+    pub segment: usize,
+    /// Which micro-batch of the step it works on.
+    pub micro_batch: usize,
+    /// Which copy of the saved region it uses.
+    pub saved_slot: usize,
+}
+
+/// A schedule with a name: what the host can ask the executor to run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// Name: [`StepProgram::TRAIN`] or [`StepProgram::EVALUATE`].
+    pub name: &'static str,
+    /// Segments in order.
+    pub schedule: Vec<Slot>,
+}
+
+/// What the host may do with a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Role {
+    /// Written before an entry runs, for every micro-batch.
+    Input,
+    /// Read after an entry has run, for every micro-batch.
+    Output,
+    /// Read after a step, once.
+    StepOutput,
+    /// Outlives the step.
+    State(State),
+}
+
+/// A tensor that the host knows by name.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// Element type and shape on this rank.
+    pub ty: TensorType,
+    /// Where it is.
+    pub buffer: BufferId,
+    /// What the host may do with it.
+    pub role: Role,
+}
+
+/// Everything that one rank runs in a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepProgram {
+    /// Size of the one allocation.
+    pub arena_bytes: u64,
+    /// Parts of the arena, in order, without gaps.
+    pub regions: Vec<Region>,
+    /// All buffers.
+    pub buffers: Vec<Buffer>,
+    /// Names of the values that instructions speak of.
+    pub values: Vec<String>,
+    /// Tensors that the host knows by name.
+    pub tensors: Vec<Tensor>,
+    /// Code.
+    pub segments: Vec<Segment>,
+    /// Schedules.
+    pub entries: Vec<Entry>,
+}
+
+impl StepProgram {
+    /// The entry that runs one training step.
+    pub const TRAIN: &'static str = "train";
+    /// The entry that runs the forward pass of one micro-batch and yields its losses.
+    pub const EVALUATE: &'static str = "evaluate";
+
+    /// The tensor called `name`.
+    pub fn tensor(&self, name: &str) -> Option<&Tensor> {
+        self.tensors.iter().find(|t| t.name == name)
+    }
+
+    /// The entry called `name`.
+    pub fn entry(&self, name: &str) -> Option<&Entry> {
+        self.entries.iter().find(|e| e.name == name)
+    }
+
+    /// Where a buffer starts in the arena, for a micro-batch and a copy of the saved region.
+    pub fn address(&self, buffer: BufferId, micro_batch: usize, saved_slot: usize) -> u64 {
+        let buffer = &self.buffers[buffer.0];
+        let region = &self.regions[buffer.region];
+        let slot = match region.lifetime {
+            Lifetime::Run | Lifetime::Frame => 0,
+            Lifetime::MicroBatch => micro_batch,
+            Lifetime::Saved => saved_slot,
+        };
+        region.offset + slot as u64 * region.slot_bytes + buffer.offset
+    }
+
+    /// A number that is equal for equal programs.
+    pub fn fingerprint(&self) -> u64 {
+        counter::key(0, &self.to_string())
+    }
+}
+
+impl std::fmt::Display for StepProgram {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "arena {} bytes", self.arena_bytes)?;
+        for r in &self.regions {
+            let (name, slots) = (r.lifetime.name(), r.slots);
+            writeln!(f, "region {name:<11} at {:>12}: {} bytes × {slots}", r.offset, r.slot_bytes)?;
+        }
+        for t in &self.tensors {
+            let b = &self.buffers[t.buffer.0];
+            let lifetime = self.regions[b.region].lifetime.name();
+            writeln!(f, "tensor {}: {} at {lifetime}+{}", t.name, t.ty, b.offset)?;
+        }
+        let arg = |a: &Arg| {
+            let b = &self.buffers[a.buffer.0];
+            let plus = if a.accumulate { "+=" } else { "" };
+            format!("{}{plus}@{}+{}", self.values[a.value], self.regions[b.region].lifetime.name(), b.offset)
+        };
+        for s in &self.segments {
+            writeln!(f, "segment {}", s.name)?;
+            for i in &s.instrs {
+                let outputs: Vec<String> = i.outputs.iter().map(|o| o.as_ref().map_or("_".to_owned(), arg)).collect();
+                let inputs: Vec<String> = i.inputs.iter().map(arg).collect();
+                write!(f, "  {} {} = {}({})", i.phase.letter(), outputs.join(", "), i.op.name(), inputs.join(", "))?;
+                if let Some(w) = i.workspace {
+                    let b = &self.buffers[w.0];
+                    write!(f, " scratch {} bytes at frame+{}", b.bytes, b.offset)?;
+                }
+                writeln!(f)?;
+            }
+        }
+        for e in &self.entries {
+            let slots: Vec<String> =
+                e.schedule.iter().map(|s| format!("{}({})", self.segments[s.segment].name, s.micro_batch)).collect();
+            writeln!(f, "entry {}: {}", e.name, slots.join(" "))?;
+        }
+        Ok(())
+    }
+}

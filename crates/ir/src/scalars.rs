@@ -1,0 +1,94 @@
+use crate::{Axis, DType, Dim, TensorType};
+
+/// The numbers that change from step to step, written to the device before each.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepScalars {
+    /// Learning rate.
+    pub lr: f32,
+    /// 1 ÷ counted targets of the global batch: turns sums over tokens into means.
+    pub inverse_count: f32,
+    /// Largest norm of the mean gradient; infinite where clipping is off.
+    pub clip: f32,
+    /// 1 − β₁ᵗ.
+    pub bias1: f32,
+    /// 1 − β₂ᵗ.
+    pub bias2: f32,
+}
+
+impl StepScalars {
+    /// Name of the state that holds them.
+    pub const NAME: &'static str = "step_scalars";
+
+    /// As the vector that ops read.
+    pub fn to_array(self) -> [f32; 5] {
+        [self.lr, self.inverse_count, self.clip, self.bias1, self.bias2]
+    }
+
+    /// From the vector that ops read.
+    pub fn from_slice(x: &[f32]) -> Self {
+        Self { lr: x[0], inverse_count: x[1], clip: x[2], bias1: x[3], bias2: x[4] }
+    }
+
+    /// Type of that vector.
+    pub fn ty() -> TensorType {
+        TensorType::new(DType::F32, [Dim::new(Axis::Scalar, 5)])
+    }
+}
+
+/// Fixed-point reals for order-independent sums (`DType::Fixed64`).
+///
+/// A real `x` is stored as the integer `x · 2³⁶`, so sums keep 1.5e-11 everywhere and reach ±6.7e7. What does not fit,
+/// and what is not finite, becomes [`fixed::POISON`], which stays and reads back as NaN.
+pub mod fixed {
+    /// The mark of a sum that has left the range.
+    pub const POISON: i64 = i64::MIN;
+    const SCALE: f32 = (1u64 << 36) as f32;
+    const LIMIT: i64 = 1 << 62;
+
+    /// `sum + x`.
+    #[inline(always)]
+    pub fn add(sum: i64, x: f32) -> i64 {
+        let scaled = x * SCALE;
+        // Comparisons with NaN are false, so NaN takes the first branch too.
+        let fits = scaled.abs() < LIMIT as f32;
+        // Rounding to the nearest integer: exact in f64, which holds every f32.
+        let next = sum.wrapping_add((f64::from(scaled)).round_ties_even() as i64);
+        if !fits || sum == POISON || next.unsigned_abs() > LIMIT as u64 { POISON } else { next }
+    }
+
+    /// The sum of two sums.
+    #[inline(always)]
+    pub fn merge(a: i64, b: i64) -> i64 {
+        let next = a.wrapping_add(b);
+        if a == POISON || b == POISON || next.unsigned_abs() > LIMIT as u64 { POISON } else { next }
+    }
+
+    /// The real behind a sum.
+    #[inline(always)]
+    pub fn to_f32(sum: i64) -> f32 {
+        if sum == POISON { f32::NAN } else { sum as f32 * (1.0 / SCALE) }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn sums_do_not_depend_on_their_order() {
+            let xs = [1.0e-3f32, -7.25, 3.0e4, 1.0e-9, -2.5e4];
+            let forward = xs.iter().fold(0, |s, &x| add(s, x));
+            let backward = xs.iter().rev().fold(0, |s, &x| add(s, x));
+            assert_eq!(forward, backward);
+            let exact: f64 = xs.iter().map(|&x| f64::from(x)).sum();
+            assert!((f64::from(to_f32(forward)) - exact).abs() < 1e-3);
+        }
+
+        #[test]
+        fn what_does_not_fit_reads_back_as_nan() {
+            for x in [f32::NAN, f32::INFINITY, -1e9] {
+                assert!(to_f32(add(add(0, x), 1.0)).is_nan());
+                assert!(to_f32(merge(add(0, x), 5)).is_nan());
+            }
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Numbers with units, as a person reads them.
+
+/// Bytes with a binary unit: `1.50 GiB`, `12.0 KiB`, `17 B`.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    scaled(n as f64, 1024.0, &UNITS, n < 1024)
+}
+
+/// A count with a decimal suffix: `1.24B`, `29.4M`, `512`.
+pub fn count(n: u64) -> String {
+    const UNITS: [&str; 6] = ["", "K", "M", "B", "T", "Q"];
+    scaled(n as f64, 1000.0, &UNITS, n < 1000).replace(' ', "")
+}
+
+/// Floating-point operations with a decimal prefix: `3.20 TFLOP`.
+pub fn flops(n: f64) -> String {
+    const UNITS: [&str; 7] = ["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"];
+    scaled(n, 1000.0, &UNITS, false)
+}
+
+/// Seconds as `850 ms`, `12.3 s`, `4m 05s` or `2h 03m`.
+pub fn seconds(s: f64) -> String {
+    let whole = s.round() as u64;
+    match s {
+        s if s < 1.0 => format!("{:.0} ms", s * 1e3),
+        s if s < 60.0 => format!("{s:.1} s"),
+        s if s < 3600.0 => format!("{}m {:02}s", whole / 60, whole % 60),
+        _ => format!("{}h {:02}m", whole / 3600, whole % 3600 / 60),
+    }
+}
+
+fn scaled(mut x: f64, base: f64, units: &[&str], whole: bool) -> String {
+    let mut unit = 0;
+    while x >= base && unit + 1 < units.len() {
+        x /= base;
+        unit += 1;
+    }
+    let digits = match x {
+        _ if whole => 0,
+        x if x < 10.0 => 2,
+        x if x < 100.0 => 1,
+        _ => 0,
+    };
+    format!("{x:.digits$} {}", units[unit]).trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_read_well() {
+        assert_eq!(bytes(17), "17 B");
+        assert_eq!(bytes(1536), "1.50 KiB");
+        assert_eq!(bytes(80 << 30), "80.0 GiB");
+        assert_eq!(count(8_030_261_248), "8.03B");
+        assert_eq!(count(512), "512");
+        assert_eq!(flops(3.2e12), "3.20 TFLOP");
+        assert_eq!(seconds(0.0421), "42 ms");
+        assert_eq!(seconds(125.0), "2m 05s");
+    }
+}
