@@ -1,1 +1,69 @@
-fn main() {}
+//! The `lockstep` command: parses what the user asks, calls the crates that do it, and shows what they report.
+#![forbid(unsafe_code)]
+
+mod config_command;
+mod explain;
+mod failure;
+mod progress;
+mod table;
+mod train;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Trains large language models.
+#[derive(Parser)]
+#[command(name = "lockstep", version, disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
+    Train(train::Args),
+    /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
+    Explain(explain::Args),
+    /// List every config key with its type, default and meaning.
+    Config(config_command::Args),
+}
+
+/// The config file and what is laid over it.
+#[derive(clap::Args)]
+struct ConfigArgs {
+    /// Config file.
+    #[arg(value_name = "RUN.TOML")]
+    config: PathBuf,
+    /// Override a key: --set train.steps=100.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+}
+
+impl ConfigArgs {
+    fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
+        lockstep_config::Config::load(&self.config, &self.set)
+    }
+}
+
+/// How a result is printed.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// For people.
+    Text,
+    /// For programs: stable field names.
+    Json,
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Train(args) => train::run(args),
+        Command::Explain(args) => explain::run(args),
+        Command::Config(args) => config_command::run(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}

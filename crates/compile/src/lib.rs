@@ -8,7 +8,7 @@ mod lower;
 mod memory;
 mod passes;
 
-pub use passes::{AdamW, Effect, Pass, TRAINING_PASSES, autodiff, fuse};
+pub use passes::{AdamW, Effect, Pass, STATS, TRAINING_PASSES, autodiff, fuse};
 
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};

@@ -42,9 +42,9 @@ pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context) -> Resul
         ("backward", of(&[Phase::InputGrad, Phase::WeightGrad])),
         ("update", of(&[Phase::Update])),
     ];
-    let mut segments = lowering.segments(train, &persistent, &parts)?;
+    let mut segments = lowering.segments(train, &persistent, &parts, Lifetime::Frame)?;
     let evaluation = [("evaluate", evaluate.nodes.iter().collect::<Vec<_>>())];
-    segments.extend(lowering.segments(evaluate, &persistent, &evaluation)?);
+    segments.extend(lowering.segments(evaluate, &persistent, &evaluation, Lifetime::Overlay)?);
 
     let micro_batches = context.layout.micro_batches;
     let slot = |segment, micro_batch| Slot { segment, micro_batch, saved_slot: 0 };
@@ -118,10 +118,11 @@ impl Lowering<'_> {
         g: &Graph,
         persistent: &Persistent,
         parts: &[(&'static str, Vec<&Node>)],
+        temporary: Lifetime,
     ) -> Result<Vec<Segment>, TypeError> {
         let order: Vec<(usize, &Node)> =
             parts.iter().enumerate().flat_map(|(s, (_, nodes))| nodes.iter().map(move |n| (s, *n))).collect();
-        let place = self.share(g, persistent, &order);
+        let place = self.share(g, persistent, &order, temporary);
         let mut segments: Vec<Segment> = parts.iter().map(|(name, _)| Segment { name, instrs: Vec::new() }).collect();
         for (s, node) in order {
             let types = g.input_types(node);
@@ -137,8 +138,7 @@ impl Lowering<'_> {
             let inputs = node.inputs.iter().map(|&v| arg(v)).collect();
             let outputs = node.outputs.iter().map(|o| o.map(arg)).collect();
             let name = format!("scratch of {}", node.op.name());
-            let workspace =
-                (scratch > 0).then(|| self.buffer(&name, Class::Workspace, node.layer, Lifetime::Frame, scratch));
+            let workspace = (scratch > 0).then(|| self.buffer(&name, Class::Workspace, node.layer, temporary, scratch));
             let Node { op, phase, layer, .. } = *node;
             segments[s].instrs.push(Instr { op, inputs, outputs, workspace, phase, layer });
         }
@@ -146,7 +146,13 @@ impl Lowering<'_> {
     }
 
     /// A buffer for every value: its own, or that of an input which dies in the call that makes it.
-    fn share(&mut self, g: &Graph, persistent: &Persistent, order: &[(usize, &Node)]) -> Persistent {
+    fn share(
+        &mut self,
+        g: &Graph,
+        persistent: &Persistent,
+        order: &[(usize, &Node)],
+        temporary: Lifetime,
+    ) -> Persistent {
         let mut first = vec![None; g.values.len()];
         let mut last = vec![0; g.values.len()];
         for (t, (_, node)) in order.iter().enumerate() {
@@ -182,7 +188,7 @@ impl Lowering<'_> {
                         buffer
                     }
                     None => {
-                        let lifetime = if saved { Lifetime::Saved } else { Lifetime::Frame };
+                        let lifetime = if saved { Lifetime::Saved } else { temporary };
                         let name = &g.get(v).name;
                         self.buffer(name, Class::Activations, node.layer, lifetime, g.ty(v).bytes())
                     }
@@ -218,7 +224,7 @@ fn class_of(state: &State) -> Class {
     match state {
         State::Parameter(_) | State::Constant(_) => Class::Parameters,
         State::Gradient => Class::Gradients,
-        State::Moment | State::Scalars => Class::Optimizer,
+        State::Moment { .. } | State::Scalars => Class::Optimizer,
     }
 }
 

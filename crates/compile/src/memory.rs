@@ -1,7 +1,8 @@
 //! Memory: gives every buffer its offset. The last pass: what it says is what the executor allocates.
 //!
 //! Persistent, host and saved buffers stand side by side. Temporary buffers of a segment share the frame: largest
-//! first, each at the lowest offset where no buffer that is live at the same time stands. All segments share one frame.
+//! first, each at the lowest offset where no buffer that is live at the same time stands. All segments share one frame;
+//! evaluation, which saves nothing, uses the saved region and the frame together.
 
 use crate::Context;
 use crate::lower::Unplaced;
@@ -11,31 +12,34 @@ use lockstep_ir::program::{Buffer, Lifetime, Region, Segment};
 pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
     let Unplaced { buffers, values, tensors, segments, entries, micro_batches, saved_slots } = unplaced;
     let align = |bytes: u64| context.device.align(bytes);
-    const REGIONS: [Lifetime; 4] = [Lifetime::Run, Lifetime::MicroBatch, Lifetime::Saved, Lifetime::Frame];
+    const REGIONS: [Lifetime; 5] =
+        [Lifetime::Run, Lifetime::MicroBatch, Lifetime::Saved, Lifetime::Frame, Lifetime::Overlay];
     let sizes: Vec<u64> = buffers.iter().map(|b| align(b.bytes)).collect();
     let mut offsets = vec![0; buffers.len()];
+    let mut packed = |lifetime: Lifetime| {
+        let members: Vec<bool> = buffers.iter().map(|b| b.lifetime == lifetime).collect();
+        segments.iter().map(|s| pack(s, &members, &sizes, &mut offsets)).max().unwrap_or(0)
+    };
+    let (frame, overlay) = (packed(Lifetime::Frame), packed(Lifetime::Overlay));
+    let mut side_by_side = |lifetime: Lifetime| {
+        let members = (0..buffers.len()).filter(|&i| buffers[i].lifetime == lifetime);
+        members.fold(0, |offset, i| {
+            offsets[i] = offset;
+            offset + sizes[i]
+        })
+    };
+    let [run, host, saved] = [Lifetime::Run, Lifetime::MicroBatch, Lifetime::Saved].map(&mut side_by_side);
+    let saved_bytes = saved * saved_slots as u64;
+    let frame = frame.max(overlay.saturating_sub(saved_bytes));
     let mut regions = Vec::new();
     let mut end = 0;
-    for lifetime in REGIONS {
-        let slots = match lifetime {
-            Lifetime::Run | Lifetime::Frame => 1,
-            Lifetime::MicroBatch => micro_batches,
-            Lifetime::Saved => saved_slots,
-        };
-        let members = (0..buffers.len()).filter(|&i| buffers[i].lifetime == lifetime);
-        let slot_bytes = match lifetime {
-            Lifetime::Frame => {
-                let framed: Vec<bool> = buffers.iter().map(|b| b.lifetime == Lifetime::Frame).collect();
-                segments.iter().map(|s| pack(s, &framed, &sizes, &mut offsets)).max().unwrap_or(0)
-            }
-            _ => members.fold(0, |offset, i| {
-                offsets[i] = offset;
-                offset + sizes[i]
-            }),
-        };
+    let sizes = [(run, 1), (host, micro_batches), (saved, saved_slots), (frame, 1)];
+    for (lifetime, (slot_bytes, slots)) in REGIONS.into_iter().zip(sizes) {
         regions.push(Region { lifetime, offset: end, slot_bytes, slots });
         end += slot_bytes * slots as u64;
     }
+    let under = end - frame - saved_bytes;
+    regions.push(Region { lifetime: Lifetime::Overlay, offset: under, slot_bytes: overlay, slots: 1 });
     let buffers = buffers
         .into_iter()
         .zip(offsets)
@@ -51,8 +55,8 @@ pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
     StepProgram { arena_bytes: end, regions, buffers, values, tensors, segments, entries }
 }
 
-/// Packs the frame buffers of one segment and returns the bytes they need.
-fn pack(segment: &Segment, framed: &[bool], sizes: &[u64], offsets: &mut [u64]) -> u64 {
+/// Packs the `members` that one segment uses and returns the bytes they need.
+fn pack(segment: &Segment, members: &[bool], sizes: &[u64], offsets: &mut [u64]) -> u64 {
     struct Life {
         buffer: usize,
         first: usize,
@@ -62,7 +66,7 @@ fn pack(segment: &Segment, framed: &[bool], sizes: &[u64], offsets: &mut [u64]) 
     let mut index = vec![usize::MAX; sizes.len()];
     for (t, instr) in segment.instrs.iter().enumerate() {
         let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
-        for buffer in args.chain(instr.workspace.map(|w| w.0)).filter(|&b| framed[b]) {
+        for buffer in args.chain(instr.workspace.map(|w| w.0)).filter(|&b| members[b]) {
             if index[buffer] == usize::MAX {
                 index[buffer] = lives.len();
                 lives.push(Life { buffer, first: t, last: t });

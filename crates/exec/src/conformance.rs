@@ -209,7 +209,7 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
 fn evaluate(op: Op, types: &[TensorType], inputs: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let mut g = Graph::new();
     let ids: Vec<_> =
-        types.iter().enumerate().map(|(i, ty)| g.state(format!("in{i}"), ty.clone(), State::Moment)).collect();
+        types.iter().enumerate().map(|(i, ty)| g.state(format!("in{i}"), ty.clone(), State::Gradient)).collect();
     let outputs = g.node(op, &ids, "out", Phase::Forward, None).unwrap_or_else(|e| panic!("{e}"));
     let values = reference::evaluate(&g, |v| inputs.get(v.0).cloned());
     outputs.iter().map(|v| values[v.0].clone().unwrap_or_default()).collect()
@@ -339,7 +339,7 @@ fn single_op(
             bytes,
         });
         end += profile.align(bytes);
-        let role = Role::State(State::Moment);
+        let role = Role::State(State::Gradient);
         tensors.push(Tensor { name: name.clone(), ty: ty.clone(), buffer, role });
         values.push(name);
         args.push(Arg { buffer, value: i, ty: ty.clone(), accumulate: false });

@@ -1,7 +1,7 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
 use crate::op::{Flops, TypeError};
-use crate::program::{Buffer, Class, Entry, Lifetime, StepProgram};
+use crate::program::{Buffer, Class, Entry, Instr, Lifetime, StepProgram};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -49,6 +49,9 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
     let mut classes: BTreeMap<&'static str, u64> = Class::ALL.iter().map(|c| (c.name(), 0)).collect();
     let mut layers: BTreeMap<Option<usize>, BTreeMap<&'static str, u64>> = BTreeMap::new();
     for (r, region) in program.regions.iter().enumerate() {
+        if region.lifetime == Lifetime::Overlay {
+            continue;
+        }
         if region.lifetime == Lifetime::Frame {
             let workspace = frame_workspace_at_peak(program, r);
             *classes.entry(Class::Workspace.name()).or_default() += workspace;
@@ -100,7 +103,7 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
                     Lifetime::Run | Lifetime::MicroBatch => continue,
                     Lifetime::Saved => slot.micro_batch,
                     // Frames of different slots are different lives of the same bytes.
-                    Lifetime::Frame => s,
+                    Lifetime::Frame | Lifetime::Overlay => s,
                 };
                 spans.entry((b.0, copy)).and_modify(|span| span.1 = now).or_insert((now, now));
             }
@@ -130,19 +133,59 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
     best
 }
 
+/// What all calls of one op cost in an entry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct OpCost {
+    /// Segment that calls it.
+    pub segment: &'static str,
+    /// The op.
+    pub op: &'static str,
+    /// Number of calls.
+    pub calls: u64,
+    /// Matrix-product FLOPs that the hardware is asked for.
+    pub flops: u64,
+    /// Bytes of all operands: read once, written once, sums read and written.
+    pub bytes: u64,
+}
+
+/// The cost of an entry by segment and op, in order of first use.
+pub fn ops(program: &StepProgram, entry: &Entry) -> Result<Vec<OpCost>, TypeError> {
+    let mut lines: Vec<OpCost> = Vec::new();
+    for (s, segment) in program.segments.iter().enumerate() {
+        let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
+        for instr in segment.instrs.iter().filter(|_| runs > 0) {
+            let op = instr.op.name();
+            let at = lines.iter().position(|l| l.segment == segment.name && l.op == op).unwrap_or_else(|| {
+                lines.push(OpCost { segment: segment.name, op, calls: 0, flops: 0, bytes: 0 });
+                lines.len() - 1
+            });
+            let read = instr.inputs.iter().map(|a| a.ty.bytes());
+            let written = instr.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.accumulate { 2 } else { 1 });
+            lines[at].calls += runs;
+            lines[at].flops += runs * instr_flops(instr)?.hardware;
+            lines[at].bytes += runs * read.chain(written).sum::<u64>();
+        }
+    }
+    Ok(lines)
+}
+
 /// Total FLOPs of an entry.
 pub fn flops(program: &StepProgram, entry: &Entry) -> Result<Flops, TypeError> {
     let mut per_segment = Vec::new();
     for segment in &program.segments {
         let mut sum = Flops::default();
         for instr in &segment.instrs {
-            let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-            let wanted: Vec<bool> = instr.outputs.iter().map(Option::is_some).collect();
-            sum = sum + instr.op.flops(&types, &wanted)?;
+            sum = sum + instr_flops(instr)?;
         }
         per_segment.push(sum);
     }
     Ok(entry.schedule.iter().fold(Flops::default(), |sum, slot| sum + per_segment[slot.segment]))
+}
+
+fn instr_flops(instr: &Instr) -> Result<Flops, TypeError> {
+    let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+    let wanted: Vec<bool> = instr.outputs.iter().map(Option::is_some).collect();
+    instr.op.flops(&types, &wanted)
 }
 
 fn frame_workspace_at_peak(program: &StepProgram, frame: usize) -> u64 {

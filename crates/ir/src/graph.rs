@@ -40,7 +40,12 @@ pub enum State {
     /// The accumulator of a parameter's gradient.
     Gradient,
     /// A moment of the optimizer.
-    Moment,
+    Moment {
+        /// Name of the parameter's value.
+        of: String,
+        /// Which moment; checkpoints use this.
+        which: &'static str,
+    },
     /// Filled once before the first step.
     Constant(Init),
     /// Written by the host before every step: learning rate, counts.
@@ -236,7 +241,7 @@ impl std::fmt::Display for Graph {
                 Source::Input => "input",
                 Source::State(State::Parameter(_)) => "parameter",
                 Source::State(State::Gradient) => "gradient",
-                Source::State(State::Moment) => "moment",
+                Source::State(State::Moment { .. }) => "moment",
                 Source::State(State::Constant(_)) => "constant",
                 Source::State(State::Scalars) => "scalars",
                 Source::Node { .. } => continue,

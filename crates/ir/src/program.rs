@@ -61,6 +61,8 @@ pub enum Lifetime {
     Saved,
     /// Inside one segment: one copy, shared by all segments.
     Frame,
+    /// As `Frame`, for entries that save nothing: lies over the saved region and the frame.
+    Overlay,
 }
 
 impl Lifetime {
@@ -71,6 +73,7 @@ impl Lifetime {
             Lifetime::MicroBatch => "micro-batch",
             Lifetime::Saved => "saved",
             Lifetime::Frame => "frame",
+            Lifetime::Overlay => "overlay",
         }
     }
 }
@@ -202,7 +205,7 @@ pub struct Tensor {
 pub struct StepProgram {
     /// Size of the one allocation.
     pub arena_bytes: u64,
-    /// Parts of the arena, in order, without gaps.
+    /// Parts of the arena, in order and without gaps; an overlay stands last, over the parts before it.
     pub regions: Vec<Region>,
     /// All buffers.
     pub buffers: Vec<Buffer>,
@@ -237,7 +240,7 @@ impl StepProgram {
         let buffer = &self.buffers[buffer.0];
         let region = &self.regions[buffer.region];
         let slot = match region.lifetime {
-            Lifetime::Run | Lifetime::Frame => 0,
+            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
             Lifetime::MicroBatch => micro_batch,
             Lifetime::Saved => saved_slot,
         };
@@ -275,7 +278,8 @@ impl std::fmt::Display for StepProgram {
                 write!(f, "  {} {} = {}({})", i.phase.letter(), outputs.join(", "), i.op.name(), inputs.join(", "))?;
                 if let Some(w) = i.workspace {
                     let b = &self.buffers[w.0];
-                    write!(f, " scratch {} bytes at frame+{}", b.bytes, b.offset)?;
+                    let lifetime = self.regions[b.region].lifetime.name();
+                    write!(f, " scratch {} bytes at {lifetime}+{}", b.bytes, b.offset)?;
                 }
                 writeln!(f)?;
             }

@@ -71,6 +71,13 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
 pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
     let mut end = 0;
     for region in &program.regions {
+        if region.lifetime == Lifetime::Overlay {
+            let saved = program.regions.iter().find(|r| r.lifetime == Lifetime::Saved).map_or(end, |r| r.offset);
+            if region.offset != saved || region.offset + region.bytes() > end {
+                return Err(unsound("region overlay", "does not lie over the saved region and the frame"));
+            }
+            continue;
+        }
         if region.offset != end || !region.slot_bytes.is_multiple_of(alignment) {
             return Err(unsound(format!("region {}", region.lifetime.name()), "is not packed or not aligned"));
         }
@@ -150,6 +157,13 @@ fn run_memory(program: &StepProgram, entry: &str, overlaps: &[Vec<usize>]) -> Re
     const MICRO_BATCHES: usize = 3;
     let Some(entry) = program.entry(entry) else { return Err(unsound("entries", format!("no `{entry}`"))) };
     let mut holds: Holds = HashMap::new();
+    let instrs = entry.schedule.iter().flat_map(|s| &program.segments[s.segment].instrs);
+    let buffers =
+        instrs.flat_map(|i| i.inputs.iter().chain(i.outputs.iter().flatten()).map(|a| a.buffer).chain(i.workspace));
+    let used: Vec<Lifetime> = buffers.map(|b| program.regions[program.buffers[b.0].region].lifetime).collect();
+    if used.contains(&Lifetime::Overlay) && (used.contains(&Lifetime::Saved) || used.contains(&Lifetime::Frame)) {
+        return Err(unsound(format!("entry {}", entry.name), "uses the overlay and what lies under it"));
+    }
     let lifetime = |b: usize| program.regions[program.buffers[b].region].lifetime;
     let id = |name: &str| program.values.iter().position(|v| v == name);
     for tensor in &program.tensors {
@@ -167,12 +181,12 @@ fn run_memory(program: &StepProgram, entry: &str, overlaps: &[Vec<usize>]) -> Re
     for slot in entry.schedule.iter().filter(|s| s.micro_batch < MICRO_BATCHES) {
         let segment = &program.segments[slot.segment];
         let copy_of = |b: usize| match lifetime(b) {
-            Lifetime::Run | Lifetime::Frame => 0,
+            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
             Lifetime::MicroBatch => slot.micro_batch,
             Lifetime::Saved => slot.saved_slot,
         };
         // A new slot finds nothing in the frame.
-        holds.retain(|(b, _), _| lifetime(*b) != Lifetime::Frame);
+        holds.retain(|(b, _), _| !matches!(lifetime(*b), Lifetime::Frame | Lifetime::Overlay));
         for (i, instr) in segment.instrs.iter().enumerate() {
             let at = || format!("{} micro-batch {} instruction {i}", segment.name, slot.micro_batch);
             let owner = |arg: &Arg| match lifetime(arg.buffer.0) {

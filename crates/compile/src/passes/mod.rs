@@ -6,7 +6,7 @@ mod optimizer;
 
 pub use autodiff::autodiff;
 pub use fuse::fuse;
-pub use optimizer::AdamW;
+pub use optimizer::{AdamW, STATS};
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};

@@ -45,8 +45,10 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     for (w, decays, grad) in grads {
         let name = g.get(w).name.clone();
         let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
-        let m = g.state(format!("adam.m.{name}"), ty.clone(), State::Moment);
-        let v = g.state(format!("adam.v.{name}"), ty, State::Moment);
+        let moment = |which| (format!("{which}.{name}"), State::Moment { of: name.clone(), which });
+        let [(m, m_state), (v, v_state)] = ["m", "v"].map(moment);
+        let m = g.state(m, ty.clone(), m_state);
+        let v = g.state(v, ty, v_state);
         let op = Op::AdamW { beta1, beta2, eps, decay: if decays { decay } else { 0.0 } };
         let new = g.node(op, &[w, grad, m, v, scalars, stats], &format!("{name}.next"), Phase::Update, None)?;
         g.updates.extend([(w, new[0]), (m, new[1]), (v, new[2])]);
@@ -55,4 +57,4 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
 }
 
 /// Output of the training step: gradient norm, and the factor that was applied to gradients.
-const STATS: &str = "gradient_stats";
+pub const STATS: &str = "gradient_stats";

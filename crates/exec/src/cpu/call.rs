@@ -37,7 +37,7 @@ impl At {
 
     fn address(&self, base: *mut u8, slot: Slot) -> *mut u8 {
         let copy = match self.lifetime {
-            Lifetime::Run | Lifetime::Frame => 0,
+            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
             Lifetime::MicroBatch => slot.micro_batch,
             Lifetime::Saved => slot.saved_slot,
         };

@@ -1,0 +1,198 @@
+//! `lockstep explain`: the program's memory bill, FLOPs and ops, without running it.
+
+use crate::failure::Failure;
+use crate::table::{table, thousands};
+use crate::{ConfigArgs, Format};
+use lockstep_compile::Effect;
+use lockstep_config::Config;
+use lockstep_ir::account::{self, MemoryBill, OpCost};
+use lockstep_ir::program::Class;
+use lockstep_ir::{StepProgram, units};
+use lockstep_train::{Plan, TrainError, plan};
+use serde_json::json;
+use std::io::Write;
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Also print the graph after every pass, and the placed program.
+    #[arg(long)]
+    verbose: bool,
+    /// How to print it.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    let config = args.config.load()?;
+    let plan = plan(&config)?;
+    let program = plan.program();
+    let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
+    let ops = match program.entry(StepProgram::TRAIN) {
+        Some(entry) => account::ops(program, entry).map_err(internal)?,
+        None => Vec::new(),
+    };
+    let mut out = std::io::stdout().lock();
+    match args.format {
+        Format::Json => writeln!(out, "{:#}", as_json(&config, &plan, &ops, args.verbose))?,
+        Format::Text => {
+            write!(out, "{}", as_text(&config, &plan, &ops))?;
+            if args.verbose {
+                write!(out, "{}", passes(&plan))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde_json::Value {
+    let per_token = |flops: u64| flops as f64 / plan.tokens_per_step as f64;
+    let passes: Vec<_> = plan
+        .compiled
+        .stages
+        .iter()
+        .map(|s| {
+            let bit_preserving = s.pass.effect == Effect::BitPreserving;
+            let graph = verbose.then(|| s.graph.to_string());
+            json!({ "name": s.pass.name, "changed": s.changed, "bit_preserving": bit_preserving, "graph": graph })
+        })
+        .collect();
+    json!({
+        "model": { "architecture": config.model.architecture, "parameters": plan.parameters },
+        "step": {
+            "tokens": plan.tokens_per_step,
+            "seq": config.train.seq,
+            "global_batch": config.train.global_batch,
+            "micro_batch": config.train.micro_batch,
+            "accumulation_steps": config.accumulation_steps(),
+        },
+        "device": plan.device,
+        "flops": {
+            "model_per_token": per_token(plan.step_flops.model),
+            "model_causal_per_token": per_token(plan.step_flops.causal),
+            "hardware_per_token": per_token(plan.step_flops.hardware),
+        },
+        "memory": plan.memory,
+        "ops": ops,
+        "passes": passes,
+        "program": verbose.then(|| plan.program().to_string()),
+    })
+}
+
+fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
+    let (model, train) = (&config.model, &config.train);
+    let per_token = |flops: u64| units::flops(flops as f64 / plan.tokens_per_step as f64);
+    let flops = plan.step_flops;
+    [
+        format!(
+            "{}: {} parameters ({}), {} layers, dim {}, {} heads, {} kv heads\n",
+            model.architecture,
+            thousands(plan.parameters),
+            units::count(plan.parameters),
+            model.layers,
+            model.dim,
+            model.heads,
+            model.kv_heads
+        ),
+        format!(
+            "step: {} sequences × {} tokens = {} tokens, in {} micro-batches of {} sequences; {}\n\n",
+            train.global_batch,
+            train.seq,
+            thousands(plan.tokens_per_step),
+            config.accumulation_steps(),
+            train.micro_batch,
+            plan.device
+        ),
+        memory(&plan.memory),
+        format!(
+            "\nFLOPs per token (matrix products)\n  {:<10} {}  6 × matmul parameters + 12 × layers × seq × heads × head_dim\n  \
+             {:<10} {}  the same, masked half of attention left out\n  {:<10} {}  with recomputation\n",
+            "model",
+            per_token(flops.model),
+            "causal",
+            per_token(flops.causal),
+            "hardware",
+            per_token(flops.hardware)
+        ),
+        format!("\nops of one step\n{}", op_table(ops)),
+    ]
+    .concat()
+}
+
+fn memory(bill: &MemoryBill) -> String {
+    let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / bill.total_bytes.max(1) as f64);
+    let class_row = |c: &Class| {
+        let bytes = bill.classes[c.name()];
+        vec![c.name().to_owned(), units::bytes(bytes), share(bytes), thousands(bytes)]
+    };
+    let mut classes: Vec<Vec<String>> = Class::ALL.iter().map(class_row).collect();
+    classes.push(vec![
+        "total".into(),
+        units::bytes(bill.total_bytes),
+        share(bill.total_bytes),
+        thousands(bill.total_bytes),
+    ]);
+    let names: Vec<&str> = Class::ALL.iter().map(|c| c.name()).filter(|n| *n != "communication").collect();
+    let rows: Vec<Vec<String>> = grouped_layers(bill)
+        .into_iter()
+        .map(|(label, classes)| {
+            let cells = names.iter().map(|n| units::bytes(classes.get(n).copied().unwrap_or(0)));
+            [label].into_iter().chain(cells).collect()
+        })
+        .collect();
+    let header: Vec<&str> = ["layer"].into_iter().chain(names.iter().copied()).collect();
+    let p = &bill.peak;
+    let layer = p.layer.map_or(String::new(), |l| format!(" of layer {l}"));
+    format!(
+        "memory: one arena\n{}\n  peak: {} live in {}, micro-batch {}, at {}{layer}\n\nmemory by layer (temporary buffers are shared by all)\n{}",
+        table(&["class", "size", "share", "bytes"], &classes),
+        units::bytes(p.live_bytes),
+        p.segment,
+        p.micro_batch,
+        p.op,
+        table(&header, &rows)
+    )
+}
+
+/// Layers with equal bills as one row: `0 to 15 (each)`.
+fn grouped_layers(bill: &MemoryBill) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
+    let mut rows: Vec<(Option<(usize, usize)>, _)> = Vec::new();
+    for line in &bill.layers {
+        match (rows.last_mut(), line.layer) {
+            (Some((Some((_, last)), classes)), Some(layer)) if *classes == line.classes => *last = layer,
+            _ => rows.push((line.layer.map(|l| (l, l)), line.classes.clone())),
+        }
+    }
+    let label = |range: Option<(usize, usize)>| match range {
+        None => "embedding, head, other".to_owned(),
+        Some((a, b)) if a == b => a.to_string(),
+        Some((a, b)) => format!("{a} to {b}, each"),
+    };
+    rows.into_iter().map(|(range, classes)| (label(range), classes)).collect()
+}
+
+fn op_table(ops: &[OpCost]) -> String {
+    let row = |o: &OpCost| {
+        let flops = if o.flops == 0 { "-".to_owned() } else { units::flops(o.flops as f64) };
+        vec![format!("{} {}", o.segment, o.op), o.calls.to_string(), flops, units::bytes(o.bytes)]
+    };
+    table(&["segment and op", "calls", "products", "operands"], &ops.iter().map(row).collect::<Vec<_>>())
+}
+
+fn passes(plan: &Plan) -> String {
+    let mut text = format!("\n== forward graph ==\n{}", plan.forward);
+    for stage in &plan.compiled.stages {
+        let effect = match stage.pass.effect {
+            Effect::BitPreserving => "bit-preserving",
+            Effect::NumericsChanging => "numerics-changing",
+        };
+        text.push_str(&format!("\n== after {} ({effect}) ==\n", stage.pass.name));
+        match stage.changed {
+            true => text.push_str(&stage.graph.to_string()),
+            false => text.push_str("changed nothing\n"),
+        }
+    }
+    text.push_str(&format!("\n== program ==\n{}", plan.program()));
+    text
+}

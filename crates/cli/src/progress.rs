@@ -1,0 +1,140 @@
+//! What a run shows while it goes: a bar on a terminal, a plain line every ten seconds elsewhere.
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_ir::units;
+use lockstep_train::{Event, StepMetrics};
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+/// Shows a run's events on stderr.
+pub struct Progress {
+    bar: Option<ProgressBar>,
+    steps: u64,
+    /// When the first step of this call began, and which it was.
+    begun: Option<(Instant, u64)>,
+    last_line: Option<Instant>,
+    val_loss: Option<f64>,
+}
+
+const LINE_EVERY: Duration = Duration::from_secs(10);
+
+impl Progress {
+    /// For a run of this many steps.
+    pub fn new(steps: u64) -> Self {
+        Self { bar: None, steps, begun: None, last_line: None, val_loss: None }
+    }
+
+    /// Shows one event.
+    pub fn show(&mut self, event: Event) {
+        match event {
+            Event::Preparing(p) => self.work("preparing data", p.bytes_done, p.bytes_total),
+            Event::Saving { done, total } if done < total => self.saving(done, total),
+            Event::Saving { .. } => {}
+            Event::Warning(text) => self.say(&format!("warning: {text}")),
+            Event::Started { plan, ceiling, train_tokens, from_step, dir } => {
+                self.clear();
+                self.say(&format!(
+                    "{} parameters, {} training tokens, arena {} ({} bytes), {}",
+                    units::count(plan.parameters),
+                    units::count(train_tokens),
+                    units::bytes(plan.memory.total_bytes),
+                    plan.memory.total_bytes,
+                    plan.device
+                ));
+                self.say(&format!(
+                    "MFU is measured against this machine's matmul ceiling, {}/s",
+                    units::flops(ceiling)
+                ));
+                let resumed =
+                    if from_step == 0 { "starting".to_owned() } else { format!("resuming at step {from_step}") };
+                self.say(&format!("{resumed}, files in {}", dir.display()));
+                self.begun = Some((Instant::now(), from_step));
+                if std::io::stderr().is_terminal() {
+                    let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {wide_msg}");
+                    let bar = ProgressBar::with_draw_target(Some(self.steps), ProgressDrawTarget::stderr());
+                    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+                    bar.set_position(from_step);
+                    self.bar = Some(bar);
+                }
+            }
+            Event::Validated { step, loss } => {
+                self.val_loss = Some(loss);
+                self.say(&format!("step {step}: held-out loss {loss:.4} nats per token"));
+            }
+            Event::Skipped { step } => {
+                self.say(&format!("warning: step {step}: the gradient is not finite, update left out"));
+            }
+            Event::Saved { step, path } => self.say(&format!("step {step}: saved {}", path.display())),
+            Event::Stepped(metrics) => self.step(metrics),
+        }
+    }
+
+    /// Takes the bar away.
+    pub fn clear(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn step(&mut self, m: &StepMetrics) {
+        let left = self.begun.map_or(0.0, |(start, from)| {
+            start.elapsed().as_secs_f64() / (m.step - from).max(1) as f64 * (self.steps - m.step) as f64
+        });
+        let held_out = self.val_loss.map_or(String::new(), |l| format!(", held-out {l:.3}"));
+        let text = format!(
+            "loss {:.3}{held_out}, {} tokens/s, MFU {:.0}%, {} left",
+            m.loss,
+            units::count(m.tokens_per_s as u64),
+            100.0 * m.mfu,
+            units::seconds(left)
+        );
+        if let Some(bar) = &self.bar {
+            bar.set_position(m.step);
+            bar.set_message(text);
+        } else if m.step == self.steps || self.due() {
+            self.say(&format!("step {}/{}: {text}", m.step, self.steps));
+        }
+    }
+
+    fn saving(&mut self, done: u64, total: u64) {
+        match &self.bar {
+            Some(bar) => {
+                bar.set_message(format!("saving a checkpoint: {} of {}", units::bytes(done), units::bytes(total)))
+            }
+            None => self.work("saving a checkpoint", done, total),
+        }
+    }
+
+    /// A long operation outside of the steps.
+    fn work(&mut self, what: &str, done: u64, total: u64) {
+        if std::io::stderr().is_terminal() {
+            let bar = self.bar.get_or_insert_with(|| {
+                let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+                let style = ProgressStyle::with_template("{bar:24} {msg}");
+                bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+                bar
+            });
+            bar.set_position(done);
+            bar.set_message(format!("{what}: {} of {}", units::bytes(done), units::bytes(total)));
+        } else if self.due() {
+            self.say(&format!("{what}: {} of {}", units::bytes(done), units::bytes(total)));
+        }
+    }
+
+    /// Whether ten seconds have passed since the last plain line.
+    fn due(&mut self) -> bool {
+        let now = Instant::now();
+        let due = self.last_line.is_none_or(|last| now - last >= LINE_EVERY);
+        if due {
+            self.last_line = Some(now);
+        }
+        due
+    }
+
+    fn say(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            None => eprintln!("{text}"),
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! What a checkpoint holds of a program: every parameter and its moments, unpacked and under their own names.
+
+use crate::TrainError;
+use lockstep_checkpoint::{CheckpointError, Group, Loaded, TensorRef};
+use lockstep_exec::Executor;
+use lockstep_ir::graph::{Parameter, State};
+use lockstep_ir::program::{Role, Tensor};
+use lockstep_ir::{DType, StepProgram, TensorType};
+
+/// One unpacked tensor: a range of rows of a program's tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its own name.
+    pub name: String,
+    /// Sizes of its dimensions.
+    pub shape: Vec<usize>,
+    /// Where it starts in the packed tensor, in elements.
+    pub start: usize,
+    /// How many elements it has.
+    pub elements: usize,
+}
+
+/// The unpacked tensors of a parameter, in storage order.
+pub fn parts(parameter: &Parameter, ty: &TensorType) -> Vec<Part> {
+    let sections = &ty.dims[0].sections;
+    let inner: Vec<usize> = ty.dims[1..].iter().map(|d| d.size()).collect();
+    let columns: usize = inner.iter().product();
+    // One name covers the whole tensor, however many sections it has.
+    let rows: Vec<usize> = match parameter.parts.len() {
+        1 => vec![ty.dims[0].size()],
+        _ => sections.iter().map(|s| s.size()).collect(),
+    };
+    let mut start = 0;
+    let part = |(name, rows): (&String, usize)| {
+        let shape = [&[rows], &inner[..]].concat();
+        let part = Part { name: name.clone(), shape, start, elements: rows * columns };
+        start += part.elements;
+        part
+    };
+    parameter.parts.iter().zip(rows).map(part).collect()
+}
+
+/// Groups of a checkpoint.
+const MODEL: &str = "model";
+const OPTIMIZER: &str = "optimizer";
+
+/// (group, name in the group, tensor of the program, part of it) for everything that a checkpoint holds.
+fn stored(program: &StepProgram) -> Vec<(&'static str, String, &Tensor, Part)> {
+    let mut result = Vec::new();
+    for tensor in &program.tensors {
+        let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
+        let parts = parts(parameter, &tensor.ty);
+        result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), tensor, p.clone())));
+        for moment in &program.tensors {
+            let Role::State(State::Moment { of, which }) = &moment.role else { continue };
+            if *of == tensor.name {
+                let named = |p: &Part| (OPTIMIZER, format!("{which}.{}", p.name), moment, p.clone());
+                result.extend(parts.iter().map(named));
+            }
+        }
+    }
+    result
+}
+
+/// Writes the initial value of every parameter and constant. Moments and gradients start as the arena's zeros.
+pub(crate) fn initialise(program: &StepProgram, executor: &mut dyn Executor, seed: u64) -> Result<(), TrainError> {
+    for tensor in &program.tensors {
+        let mut data = vec![0.0f32; tensor.ty.elements()];
+        let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
+        match &tensor.role {
+            Role::State(State::Parameter(parameter)) => {
+                for part in parts(parameter, &tensor.ty) {
+                    let range = &mut data[part.start..part.start + part.elements];
+                    parameter.init.fill(seed, &part.name, columns(&part.shape), range);
+                }
+            }
+            Role::State(State::Constant(init)) => {
+                init.fill(seed, &tensor.name, columns(&tensor.ty.sizes()), &mut data);
+            }
+            _ => continue,
+        }
+        let bytes: Vec<u8> = data.iter().flat_map(|x| x.to_le_bytes()).collect();
+        executor.write(&tensor.name, 0, &bytes)?;
+    }
+    Ok(())
+}
+
+/// Writes a checkpoint's tensors into the executor, having checked every name, type and shape.
+pub(crate) fn restore(
+    program: &StepProgram,
+    executor: &mut dyn Executor,
+    checkpoint: &Loaded,
+) -> Result<(), TrainError> {
+    let mut data: Vec<u8> = Vec::new();
+    let mut filling: Option<&Tensor> = None;
+    for (group, name, tensor, part) in stored(program) {
+        if filling.is_none_or(|t| t.name != tensor.name) {
+            data.clear();
+            data.resize(tensor.ty.bytes() as usize, 0);
+            filling = Some(tensor);
+        }
+        let view = checkpoint.tensor(group, &name)?;
+        if view.dtype != DType::F32 || view.shape != part.shape {
+            return Err(CheckpointError::Damaged {
+                path: checkpoint.path.clone(),
+                file: format!("{group}.safetensors"),
+                cause: format!("{name} is {} {:?}, the model wants f32 {:?}", view.dtype, view.shape, part.shape),
+            }
+            .into());
+        }
+        data[part.start * 4..(part.start + part.elements) * 4].copy_from_slice(view.data);
+        if (part.start + part.elements) as u64 * 4 == tensor.ty.bytes() {
+            executor.write(&tensor.name, 0, &data)?;
+        }
+    }
+    Ok(())
+}
+
+/// The tensors of a checkpoint, borrowed from the executor where it can lend them.
+pub(crate) fn groups<'a>(program: &StepProgram, executor: &'a dyn Executor) -> Result<Vec<Group<'a>>, TrainError> {
+    let mut groups = vec![Group { name: MODEL, tensors: Vec::new() }, Group { name: OPTIMIZER, tensors: Vec::new() }];
+    for (group, name, tensor, part) in stored(program) {
+        let range = part.start * 4..(part.start + part.elements) * 4;
+        let data = match executor.read(&tensor.name, 0)? {
+            std::borrow::Cow::Borrowed(bytes) => std::borrow::Cow::Borrowed(&bytes[range]),
+            std::borrow::Cow::Owned(bytes) => std::borrow::Cow::Owned(bytes[range].to_vec()),
+        };
+        let to = groups.iter_mut().find(|g| g.name == group);
+        if let Some(to) = to {
+            to.tensors.push(TensorRef { name, dtype: DType::F32, shape: part.shape, data });
+        }
+    }
+    Ok(groups)
+}

@@ -1,0 +1,171 @@
+//! Whole models against `transformers`: logits, loss and every gradient. `golden/llama.py` made the files.
+
+use lockstep_compile::{AdamW, Context, compile};
+use lockstep_config::Config;
+use lockstep_exec::Executor;
+use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_ir::graph::State;
+use lockstep_ir::program::{Role, Tensor};
+use lockstep_ir::{Layout, StepProgram, StepScalars, fixed};
+use lockstep_model::names;
+use lockstep_train::{Part, parts};
+use safetensors::SafeTensors;
+use std::collections::HashMap;
+
+const TOLERANCE: f64 = 1e-4;
+
+struct Golden {
+    bytes: Vec<u8>,
+    metadata: HashMap<String, String>,
+}
+
+impl Golden {
+    fn open(case: &str) -> Self {
+        let path = format!("{}/tests/golden/{case}.safetensors", env!("CARGO_MANIFEST_DIR"));
+        let bytes = std::fs::read(path).unwrap();
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        let metadata = header.metadata().clone().unwrap();
+        Self { bytes, metadata }
+    }
+
+    fn f32(&self, name: &str) -> Vec<f32> {
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        let data = tensors.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}")).data().to_vec();
+        data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+    }
+
+    fn raw(&self, name: &str) -> Vec<u8> {
+        SafeTensors::deserialize(&self.bytes).unwrap().tensor(name).unwrap().data().to_vec()
+    }
+
+    fn config(&self) -> Config {
+        let m = &self.metadata;
+        let scaling = m.get("rope_factor").map_or(String::new(), |factor| {
+            let (low, high, original) = (&m["rope_low"], &m["rope_high"], &m["rope_original"]);
+            format!(
+                "rope_scaling = {{ factor = {factor}, low_freq_factor = {low}, high_freq_factor = {high}, \
+                 original_context = {original} }}"
+            )
+        });
+        let keys = ["vocab_size", "layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "norm_eps"];
+        let lines: Vec<String> = keys.iter().map(|k| format!("{k} = {}", m[*k])).collect();
+        let tied = &m["tied"];
+        let text = format!(
+            "[model]\n{}\ntied_embeddings = {tied}\n{scaling}\n[train]\nseq = 12\nglobal_batch = 2\n",
+            lines.join("\n")
+        );
+        Config::parse(&text, "golden.toml", &[]).unwrap()
+    }
+}
+
+/// max|a − b| ÷ max|b|.
+fn error(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let largest = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+    let difference = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0f32, |m, d| {
+        assert!(!d.is_nan());
+        m.max(d)
+    });
+    f64::from(difference) / f64::from(largest)
+}
+
+fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
+    let golden = Golden::open(case);
+    let config = golden.config();
+    let (threads, batch) = (2, 2 / micro_batches);
+    let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
+    let context =
+        Context { device: profile(threads, reproducible), layout: Layout { micro_batches }, optimizer, reproducible };
+    let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
+    if !fused {
+        // Logits that somebody wants are not fused away.
+        let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
+        forward.outputs.push(lockstep_ir::ValueId(logits));
+    }
+    let program = compile(&forward, &context).unwrap().program;
+    let mut executor = CpuExecutor::load(program.clone(), threads).unwrap();
+    for tensor in &program.tensors {
+        match &tensor.role {
+            Role::State(State::Parameter(p)) => {
+                let data: Vec<u8> =
+                    parts(p, &tensor.ty).iter().flat_map(|part| golden.raw(&format!("param.{}", part.name))).collect();
+                executor.write(&tensor.name, 0, &data).unwrap();
+            }
+            Role::State(State::Constant(init)) => {
+                let mut table = vec![0.0f32; tensor.ty.elements()];
+                init.fill(0, &tensor.name, tensor.ty.dims[1].size(), &mut table);
+                let data: Vec<u8> = table.iter().flat_map(|x| x.to_le_bytes()).collect();
+                executor.write(&tensor.name, 0, &data).unwrap();
+            }
+            _ => {}
+        }
+    }
+    for name in [names::TOKENS, names::TARGETS] {
+        let ids = golden.raw(name);
+        for (m, share) in ids.chunks(ids.len() / micro_batches).enumerate() {
+            executor.write(name, m, share).unwrap();
+        }
+    }
+    // A learning rate of zero: parameters stay, gradients can be read.
+    let scalars = StepScalars { lr: 0.0, inverse_count: 1.0 / 24.0, clip: 1.0, bias1: 1.0, bias2: 1.0 };
+    let scalars: Vec<u8> = scalars.to_array().iter().flat_map(|x| x.to_le_bytes()).collect();
+    executor.write(StepScalars::NAME, 0, &scalars).unwrap();
+    executor.run(StepProgram::TRAIN).unwrap();
+
+    let mut loss = 0.0;
+    for m in 0..micro_batches {
+        let bytes = executor.read(names::LOSS, m).unwrap();
+        loss += bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).sum::<f64>();
+    }
+    let found = (loss / 24.0) as f32;
+    assert!(error(&[found], &golden.f32("loss")) < TOLERANCE, "{case}: loss {found}");
+    if !fused {
+        let bytes = executor.read(names::LOGITS, 0).unwrap();
+        let logits: Vec<f32> = bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        let e = error(&logits, &golden.f32("logits"));
+        assert!(e < TOLERANCE, "{case}: logits differ by {e:.1e}");
+    }
+    let gradient = |tensor: &Tensor, part: &Part| -> Vec<f32> {
+        let name = format!("grad.{}", tensor.name);
+        let bytes = executor.read(&name, 0).unwrap();
+        let all: Vec<f32> = match reproducible {
+            true => bytes.as_chunks().0.iter().map(|b| fixed::to_f32(i64::from_le_bytes(*b))).collect(),
+            false => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+        };
+        // The program sums over tokens; the golden values are of the mean.
+        all[part.start..part.start + part.elements].iter().map(|x| x / 24.0).collect()
+    };
+    let mut checked = 0;
+    for tensor in &program.tensors {
+        let Role::State(State::Parameter(p)) = &tensor.role else { continue };
+        for part in parts(p, &tensor.ty) {
+            let e = error(&gradient(tensor, &part), &golden.f32(&format!("grad.{}", part.name)));
+            assert!(e < TOLERANCE, "{case}: gradient of {} differs by {e:.1e}", part.name);
+            checked += 1;
+        }
+    }
+    let expected =
+        SafeTensors::deserialize(&golden.bytes).unwrap().names().iter().filter(|n| n.starts_with("grad.")).count();
+    assert_eq!(checked, expected);
+}
+
+const CASES: [&str; 3] = ["llama_mha", "llama_gqa_tied", "llama3_rope"];
+
+#[test]
+fn fused_models_agree_with_transformers() {
+    CASES.iter().for_each(|case| check(case, 1, true, false));
+}
+
+#[test]
+fn unfused_models_agree_with_transformers_logits_included() {
+    CASES.iter().for_each(|case| check(case, 1, false, false));
+}
+
+#[test]
+fn accumulated_and_reproducible_gradients_agree_with_transformers() {
+    for case in CASES {
+        check(case, 2, true, false);
+        check(case, 1, true, true);
+        check(case, 2, true, true);
+    }
+}

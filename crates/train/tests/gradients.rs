@@ -1,0 +1,185 @@
+//! Every op's gradient against finite differences, in f64: the gradient comes from autodiff, both sides are evaluated by
+//! the reference.
+
+use lockstep_compile::{AdamW, Context, autodiff};
+use lockstep_exec::{conformance, cpu, reference};
+use lockstep_ir::graph::{Parameter, Source, State};
+use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
+
+const BATCH: usize = 2;
+const SEQ: usize = 5;
+const VOCAB: usize = 7;
+
+fn context() -> Context {
+    let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
+    Context { device: cpu::profile(1, false), layout: Layout { micro_batches: 1 }, optimizer, reproducible: false }
+}
+
+struct Build {
+    g: Graph,
+}
+
+impl Build {
+    fn ids(&mut self, name: &str) -> ValueId {
+        self.g.input(name, TensorType::new(DType::U32, [Dim::new(Axis::Batch, BATCH), Dim::new(Axis::Seq, SEQ)]))
+    }
+
+    fn parameter(&mut self, name: &str, dims: &[Dim]) -> ValueId {
+        let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: false };
+        self.g.state(name, TensorType::new(DType::F32, dims.to_vec()), State::Parameter(parameter))
+    }
+
+    fn op(&mut self, op: Op, inputs: &[ValueId], name: &str) -> Vec<ValueId> {
+        self.g.op(op, inputs, name).unwrap()
+    }
+
+    /// A fresh activation that depends on parameters, with features `dim`.
+    fn activation(&mut self, name: &str, dim: Dim) -> ValueId {
+        let tokens = self.ids(&format!("{name}.tokens"));
+        let table = self.parameter(&format!("{name}.table"), &[Dim::new(Axis::Vocab, VOCAB), dim]);
+        self.op(Op::Embedding, &[tokens, table], name)[0]
+    }
+
+    fn loss(mut self, x: ValueId) -> Graph {
+        let targets = self.ids("targets");
+        let loss = self.op(Op::CrossEntropy, &[x, targets], "loss")[0];
+        self.g.outputs.push(loss);
+        self.g
+    }
+}
+
+/// A graph whose loss depends on every differentiable input and output of `op`; `None` for ops without a gradient.
+fn graph_through(op: Op) -> Option<Graph> {
+    let mut b = Build { g: Graph::new() };
+    let embed = || Dim::new(Axis::Embed, 6);
+    let head = |axis, count| Section { axis, count, unit: 4 };
+    let qkv = || Dim::packed([head(Axis::Heads, 4), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
+    let graph = match op {
+        Op::Embedding => {
+            let x = b.activation("x", embed());
+            b.loss(x)
+        }
+        Op::Linear => {
+            let x = b.activation("x", embed());
+            let w = b.parameter("w", &[Dim::new(Axis::Ffn, 9), embed()]);
+            let y = b.op(op, &[x, w], "y")[0];
+            b.loss(y)
+        }
+        Op::RmsNorm { .. } => {
+            let x = b.activation("x", embed());
+            let w = b.parameter("w", &[embed()]);
+            let y = b.op(op, &[x, w], "y")[0];
+            // A second use of x, as the residual stream has.
+            let sum = b.op(Op::Add, &[x, y], "sum")[0];
+            b.loss(sum)
+        }
+        Op::AddRmsNorm { .. } => {
+            let (x, delta) = (b.activation("x", embed()), b.activation("delta", embed()));
+            let w = b.parameter("w", &[embed()]);
+            let out = b.op(op, &[x, delta, w], "sum");
+            let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
+            b.loss(both)
+        }
+        Op::Rope { inverse: false } => {
+            let x = b.activation("x", qkv());
+            let table = TensorType::new(DType::F32, [Dim::new(Axis::Seq, SEQ), Dim::new(Axis::HeadDim, 4)]);
+            let init = Init::RopeTable { theta: 100.0, scaling: None };
+            let table = b.g.state("table", table, State::Constant(init));
+            let y = b.op(op, &[x, table], "y")[0];
+            b.loss(y)
+        }
+        Op::Attention => {
+            let x = b.activation("x", qkv());
+            let o = b.op(op, &[x], "o")[0];
+            b.loss(o)
+        }
+        Op::SwiGlu => {
+            let ffn = Section { axis: Axis::Ffn, count: 6, unit: 1 };
+            let x = b.activation("x", Dim::packed([ffn, ffn]));
+            let y = b.op(op, &[x], "y")[0];
+            b.loss(y)
+        }
+        Op::Add => {
+            let (x, y) = (b.activation("x", embed()), b.activation("y", embed()));
+            let sum = b.op(op, &[x, y], "sum")[0];
+            b.loss(sum)
+        }
+        Op::CrossEntropy => {
+            let x = b.activation("x", embed());
+            b.loss(x)
+        }
+        Op::LinearCrossEntropy { .. } => {
+            let x = b.activation("x", embed());
+            let w = b.parameter("w", &[Dim::new(Axis::Vocab, VOCAB), embed()]);
+            let targets = b.ids("targets");
+            let loss = b.op(Op::LinearCrossEntropy { rows: SEQ }, &[x, w, targets], "loss")[0];
+            b.g.outputs.push(loss);
+            b.g
+        }
+        Op::EmbeddingGrad { .. }
+        | Op::LinearGradInput
+        | Op::LinearGradWeight
+        | Op::RmsNormGrad
+        | Op::AddRmsNormGrad
+        | Op::RmsNormGradWeight
+        | Op::Rope { inverse: true }
+        | Op::AttentionGrad
+        | Op::SwiGluGrad
+        | Op::CrossEntropyGrad
+        | Op::AddState
+        | Op::GlobalNorm
+        | Op::AdamW { .. } => return None,
+    };
+    Some(graph)
+}
+
+fn feed(graph: &Graph, v: ValueId, nudge: Option<(ValueId, usize, f64)>) -> Option<Vec<f64>> {
+    let value = graph.get(v);
+    let n = value.ty.elements();
+    let key = counter::key(3, &value.name);
+    let mut data: Vec<f64> = match &value.source {
+        Source::Input => (0..n).map(|i| (counter::bits(key, i as u64) % 6) as f64).collect(),
+        Source::State(State::Parameter(_)) => (0..n).map(|i| f64::from(counter::normal(key, i as u64))).collect(),
+        Source::State(State::Constant(init)) => {
+            let mut table = vec![0.0f32; n];
+            init.fill(0, &value.name, value.ty.dims.last()?.size(), &mut table);
+            table.into_iter().map(f64::from).collect()
+        }
+        _ => return None,
+    };
+    if let Some((_, i, by)) = nudge.filter(|(at, _, _)| *at == v) {
+        data[i] += by;
+    }
+    Some(data)
+}
+
+#[test]
+fn gradients_agree_with_finite_differences() {
+    for op in conformance::ops() {
+        let Some(forward) = graph_through(op) else {
+            assert!(op.spec().gradient_reads.is_none() || matches!(op, Op::Rope { inverse: true }), "{}", op.name());
+            continue;
+        };
+        let graph = autodiff(&forward, &context()).unwrap();
+        verify::graph(&graph).unwrap();
+        let values = reference::evaluate(&graph, |v| feed(&graph, v, None));
+        let loss = |nudge| -> f64 {
+            let values = reference::evaluate(&forward, |v| feed(&forward, v, Some(nudge)));
+            values[forward.outputs[0].0].as_ref().unwrap().iter().sum()
+        };
+        let mut checked = 0;
+        for (w, value, _) in forward.parameters() {
+            let state = graph.values.iter().position(|v| v.name == format!("grad.{}", value.name)).unwrap();
+            let grad = values[state].as_ref().unwrap();
+            let largest = grad.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+            for (i, analytic) in grad.iter().enumerate() {
+                let step = 1e-5;
+                let numeric = (loss((w, i, step)) - loss((w, i, -step))) / (2.0 * step);
+                let error = (analytic - numeric).abs() / largest.max(1e-3);
+                assert!(error < 1e-7, "{}: {}[{i}] is {analytic}, numerically {numeric}", op.name(), value.name);
+                checked += 1;
+            }
+        }
+        assert!(checked > 0, "{}", op.name());
+    }
+}
