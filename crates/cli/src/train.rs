@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 pub struct Args {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Where the run's files go [default: runs/<name of the config>].
+    /// Where the run's files go; `runs/` and the name of the config if not given.
     #[arg(long, value_name = "DIR")]
     run_dir: Option<PathBuf>,
     /// Start over: what the run directory holds is moved to a folder inside it.

@@ -13,7 +13,7 @@ pub enum DataError {
     NoPaths,
 
     /// A path of the spec does not exist.
-    #[error("{path}: no such file or folder\nhint: check the spelling; a relative path starts at the current folder")]
+    #[error("{path}: no such file or folder\nhint: check the spelling; paths in a config start at the config's folder")]
     MissingPath {
         /// The path as given.
         path: PathBuf,

@@ -338,7 +338,7 @@ fn paths_that_name_no_text_are_refused() {
     assert_eq!(
         case.error(&spec(&["text", "missing"], &["txt"])),
         "ROOT/missing: no such file or folder\n\
-         hint: check the spelling; a relative path starts at the current folder"
+         hint: check the spelling; paths in a config start at the config's folder"
     );
     assert_eq!(
         case.error(&spec(&["text", "text/empty.md/.."], &["rs", "toml"])).lines().next().unwrap(),

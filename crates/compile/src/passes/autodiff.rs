@@ -105,7 +105,7 @@ impl Backward {
             }
             Op::LinearCrossEntropy { .. } => {
                 let (dx, dw) = (output(1), output(2));
-                self.into_state(g, dw, node.inputs[1]);
+                self.sum_into_state(g, dw, node.inputs[1]);
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::EmbeddingGrad { .. }
@@ -163,11 +163,11 @@ impl Backward {
         }
         let name = format!("dw.{}", g.get(parameter).name);
         let dw = g.node(op, reads, &name, Phase::WeightGrad, layer)?[0];
-        self.into_state(g, dw, parameter);
+        self.sum_into_state(g, dw, parameter);
         Ok(())
     }
 
-    fn into_state(&self, g: &mut Graph, dw: ValueId, parameter: ValueId) {
+    fn sum_into_state(&self, g: &mut Graph, dw: ValueId, parameter: ValueId) {
         let ty = TensorType::new(self.accumulator, g.ty(parameter).dims.clone());
         let base = gradient_name(&g.get(parameter).name);
         let taken = |name: &str| g.values.iter().any(|v| v.name == name);

@@ -208,14 +208,14 @@ pub fn grad(call: Call) {
                         product(query, key.transposed(), p, TILE_K, (rows, columns, e), false);
                         product(dout_tile, value.transposed(), ds, TILE_K, (rows, columns, e), false);
                         unit.run(|| {
-                            for r in 0..rows {
+                            for (r, dot) in dots.iter().enumerate() {
                                 let seen = (q0 + r + 1).saturating_sub(k0).min(columns);
                                 let lse = *lse.at((b * heads + h) * seq + q0 + r);
                                 let p = std::slice::from_raw_parts_mut(p.add(r * TILE_K), columns);
                                 let ds = std::slice::from_raw_parts_mut(ds.add(r * TILE_K), columns);
                                 for (p, ds) in p[..seen].iter_mut().zip(&mut ds[..seen]) {
                                     *p = simd::exp(*p * scale - lse);
-                                    *ds = *p * (*ds - dots[r]) * scale;
+                                    *ds = *p * (*ds - dot) * scale;
                                 }
                                 p[seen..].fill(0.0);
                                 ds[seen..].fill(0.0);

@@ -1,0 +1,110 @@
+//! Runs the `lockstep` binary in a folder of its own.
+#![allow(dead_code)]
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// A folder with a small corpus and a small config.
+pub struct Place {
+    dir: tempfile::TempDir,
+}
+
+/// The config that tests start from.
+pub const CONFIG: &str = "\
+[model]
+vocab_size = 256
+layers = 2
+dim = 48
+heads = 4
+kv_heads = 2
+ffn = 96
+tied_embeddings = true
+
+[data]
+paths = [\"corpus\"]
+
+[train]
+steps = 20
+seq = 32
+global_batch = 8
+validate_every = 5
+
+[optimizer]
+lr = 3e-3
+warmup_steps = 4
+
+[checkpoint]
+every = 5
+";
+
+impl Place {
+    /// With the usual corpus and config.
+    pub fn new() -> Self {
+        let place = Self { dir: tempfile::tempdir().unwrap() };
+        std::fs::create_dir(place.path("corpus")).unwrap();
+        for file in 0..8u64 {
+            let line = |i: u64| format!("line {i}: the square of {} is {}.\n", i % 97, (i % 97) * (i % 97));
+            let text: String = (0..180).map(|i| line(i * 7 + file * 31)).collect();
+            std::fs::write(place.path(&format!("corpus/{file}.txt")), text).unwrap();
+        }
+        place.config(CONFIG);
+        place
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Replaces the config.
+    pub fn config(&self, text: &str) {
+        std::fs::write(self.path("run.toml"), text).unwrap();
+    }
+
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
+        command
+    }
+
+    pub fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    /// Runs a command that must succeed and gives what it printed.
+    pub fn ok(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs a command that must fail with this exit code and gives its error, this folder's name left out.
+    pub fn fails(&self, code: i32, args: &[&str]) -> String {
+        let output = self.run(args);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        assert!(!text.contains("panicked"), "{text}");
+        let start = text.find("error: ").unwrap_or_else(|| panic!("{text}"));
+        let real = self.dir.path().canonicalize().unwrap();
+        let text = text[start..].replace(&format!("{}/", real.display()), "");
+        text.replace(&format!("{}/", self.dir.path().display()), "")
+    }
+
+    /// The lines of a run's metrics without the timings: step, loss, gradient norm, learning rate, held-out loss.
+    pub fn trajectory(&self, run_dir: &str) -> Vec<String> {
+        let text = std::fs::read_to_string(self.path(run_dir).join("metrics.jsonl")).unwrap();
+        let line = |line: &str| {
+            let v: Value = serde_json::from_str(line).unwrap();
+            format!("{} {} {} {} {}", v["step"], v["loss"], v["grad_norm"], v["lr"], v["val_loss"])
+        };
+        text.lines().map(line).collect()
+    }
+}
+
+/// Flips one byte in the middle of a file.
+pub fn damage(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}

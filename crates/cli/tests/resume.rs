@@ -1,0 +1,134 @@
+//! A run that is stopped in any way continues as if it had not been.
+
+mod common;
+
+use common::{Place, damage};
+use std::time::Duration;
+
+#[test]
+fn killed_at_any_moment_a_run_resumes_bit_identically() {
+    let place = Place::new();
+    // A checkpoint after every step: most kills hit one being written.
+    let args =
+        |dir| vec!["train", "run.toml", "--run-dir", dir, "--set", "checkpoint.every=1", "--set", "train.steps=40"];
+    place.ok(&args("whole"));
+    let mut kills = 0;
+    for attempt in 0u64.. {
+        let mut child = place.command(&args("killed")).stderr(std::process::Stdio::null()).spawn().unwrap();
+        let wait = 40 + lockstep_ir::counter::bits(5, attempt) % 500;
+        std::thread::sleep(Duration::from_millis(wait));
+        if let Some(status) = child.try_wait().unwrap() {
+            assert!(status.success());
+            break;
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        kills += 1;
+        assert!(kills < 200, "the run makes no progress");
+    }
+    assert!(kills > 2, "the run ended before it could be killed");
+    assert_eq!(place.trajectory("killed"), place.trajectory("whole"));
+    assert_eq!(place.trajectory("whole").len(), 40);
+}
+
+#[test]
+fn an_interrupt_saves_and_the_same_command_resumes() {
+    let place = Place::new();
+    let args =
+        |dir| vec!["train", "run.toml", "--run-dir", dir, "--set", "train.steps=200", "--set", "checkpoint.every=0"];
+    place.ok(&args("whole"));
+    let child = place
+        .command(&args("stopped"))
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    while !place.path("stopped/metrics.jsonl").exists() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    // SAFETY: sends a signal to our own child.
+    unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with("interrupted after step ") && text.contains("the same command again resumes"), "{text}");
+    let text = place.ok(&args("stopped"));
+    assert!(text.contains("finished 200 steps"), "{text}");
+    assert_eq!(place.trajectory("stopped"), place.trajectory("whole"));
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_one_before_it_used() {
+    let place = Place::new();
+    let args = ["train", "run.toml", "--run-dir", "run"];
+    place.ok(&args);
+    let whole = place.trajectory("run");
+    damage(&place.path("run/checkpoints/step-00000020/model.safetensors"));
+    let output = place.run(&args);
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("warning: checkpoint step 20 is damaged"), "{text}");
+    assert!(text.contains("resuming at step 15"), "{text}");
+    assert_eq!(place.trajectory("run"), whole);
+}
+
+#[test]
+fn with_every_checkpoint_damaged_nothing_is_removed() {
+    let place = Place::new();
+    let args = ["train", "run.toml", "--run-dir", "run"];
+    place.ok(&args);
+    for step in [10, 15, 20] {
+        damage(&place.path(&format!("run/checkpoints/step-{step:08}/model.safetensors")));
+    }
+    let text = place.fails(1, &args);
+    assert!(text.starts_with("error: no checkpoint in run/checkpoints is whole"), "{text}");
+    assert!(place.path("run/checkpoints/step-00000020/model.safetensors").exists());
+}
+
+#[test]
+fn a_changed_config_is_refused_with_the_differences_and_fresh_keeps_the_old_run() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let changed = ["train", "run.toml", "--run-dir", "run", "--set", "optimizer.lr=1e-3", "--set", "train.seq=16"];
+    let text = place.fails(2, &changed);
+    assert_eq!(
+        text,
+        "error: run holds a run with another config:\n  \
+         train.seq: 32 before, 16 now\n  \
+         optimizer.lr: 0.003 before, 0.001 now\n\
+         hint: undo these changes to resume it, choose another --run-dir, or give --fresh to start over (the old run is \
+         kept in a folder beside)\n"
+    );
+    place.ok(&[&changed[..], &["--fresh"]].concat());
+    assert!(place.path("run/old-1/checkpoints/step-00000020").exists());
+    assert_eq!(place.trajectory("run").len(), 20);
+}
+
+#[test]
+fn accumulation_may_change_under_a_reproducible_run() {
+    let place = Place::new();
+    let args =
+        |dir, steps| vec!["train", "run.toml", "--run-dir", dir, "--set", "train.reproducible=true", "--set", steps];
+    place.ok(&args("whole", "train.micro_batch=8"));
+    place.ok(&[&args("split", "train.micro_batch=2")[..], &["--set", "checkpoint.keep=9"]].concat());
+    for step in [15, 20] {
+        std::fs::remove_dir_all(place.path(&format!("split/checkpoints/step-{step:08}"))).unwrap();
+    }
+    place.ok(&args("split", "train.micro_batch=4"));
+    assert_eq!(place.trajectory("split"), place.trajectory("whole"));
+}
+
+#[test]
+fn two_runs_in_one_directory_are_refused() {
+    let place = Place::new();
+    let long = ["train", "run.toml", "--run-dir", "run", "--set", "train.steps=100000"];
+    let mut child = place.command(&long).stderr(std::process::Stdio::null()).spawn().unwrap();
+    while !place.path("run/metrics.jsonl").exists() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let text = place.fails(2, &long);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(text, "error: run is in use by another process\nhint: wait for it, or choose another --run-dir\n");
+}

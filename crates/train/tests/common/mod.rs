@@ -1,0 +1,45 @@
+//! Small runs for tests.
+
+use lockstep_config::Config;
+use lockstep_train::{Event, Outcome, RunOptions, TrainError, run};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// Text with some structure, about 60 kB.
+pub fn write_corpus(dir: &Path) {
+    let line = |i: u64| format!("line {i}: the square of {} is {}, and so on.\n", i % 97, (i % 97) * (i % 97));
+    for file in 0..8u64 {
+        let text: String = (0..180).map(|i| line(i * 7 + file * 31)).collect();
+        std::fs::write(dir.join(format!("{file}.txt")), text).unwrap();
+    }
+}
+
+/// A tiny model over the corpus in `dir`, with extra lines of config.
+pub fn tiny(dir: &Path, train: &str) -> Config {
+    let text = format!(
+        "[model]\nvocab_size = 256\nlayers = 2\ndim = 48\nheads = 4\nkv_heads = 2\nffn = 96\ntied_embeddings = true\n\
+         [data]\npaths = [\".\"]\nextensions = [\"txt\"]\n[optimizer]\nlr = 3e-3\nwarmup_steps = 4\n\
+         [train]\nseq = 32\nglobal_batch = 8\n{train}\n"
+    );
+    std::fs::write(dir.join("run.toml"), text).unwrap();
+    Config::load(&dir.join("run.toml"), &[]).unwrap()
+}
+
+/// Runs a config to its end and gives (loss, gradient norm, held-out loss) of every step.
+#[allow(dead_code)]
+pub fn losses(config: &Config, run_dir: &Path) -> Vec<(f64, f32, Option<f64>)> {
+    let mut losses = Vec::new();
+    run_with(config, run_dir, &mut |event| {
+        if let Event::Stepped(m) = event {
+            losses.push((m.loss, m.grad_norm, m.val_loss));
+        }
+    })
+    .unwrap();
+    losses
+}
+
+/// Runs a config with an observer.
+pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
+    let options = RunOptions { dir: run_dir.to_owned(), fresh: false };
+    run(config, &options, &AtomicBool::new(false), show)
+}

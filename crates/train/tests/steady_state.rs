@@ -1,0 +1,62 @@
+//! A step allocates nothing, and the process grows by what the plan says. One test alone in its process: it counts the
+//! whole process's allocations.
+
+use lockstep_config::Config;
+use lockstep_ir::{StepProgram, StepScalars};
+use lockstep_train::{Session, plan};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes every call on to the system allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the caller keeps the contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the caller keeps the contract.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the contract.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn resident_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
+
+#[test]
+fn a_step_allocates_nothing_and_the_process_grows_by_the_arena() {
+    let text = "[model]\nvocab_size = 2048\nlayers = 6\ndim = 320\nheads = 5\nffn = 896\n[train]\nseq = 128\nglobal_batch = 2\nmicro_batch = 1";
+    let config = Config::parse(text, "run.toml", &[]).unwrap();
+    let plan = plan(&config).unwrap();
+    assert!(plan.memory.total_bytes > 100_000_000, "{}", plan.memory.total_bytes);
+    let before = resident_bytes();
+    let mut session = Session::new(&config, &plan).unwrap();
+    let scalars = StepScalars { lr: 1e-3, inverse_count: 1.0 / 256.0, clip: 1.0, bias1: 0.1, bias2: 0.05 };
+    session.run_step(scalars).unwrap();
+    let grown = resident_bytes() - before;
+    let ratio = grown as f64 / plan.memory.total_bytes as f64;
+    assert!((ratio - 1.0).abs() < 0.05, "grew by {grown} bytes, the plan says {}", plan.memory.total_bytes);
+
+    let count = ALLOCATIONS.load(Ordering::SeqCst);
+    for _ in 0..3 {
+        session.executor().run(StepProgram::TRAIN).unwrap();
+        session.executor().run(StepProgram::EVALUATE).unwrap();
+    }
+    assert_eq!(ALLOCATIONS.load(Ordering::SeqCst), count);
+}
