@@ -70,7 +70,7 @@ pub fn ops() -> [Op; 23] {
         Op::Add,
         Op::CrossEntropy,
         Op::CrossEntropyGrad,
-        Op::LinearCrossEntropy { rows: 20 },
+        Op::LinearCrossEntropy { rows: 23 },
         Op::AddState,
         Op::GlobalNorm,
         adamw,

@@ -62,9 +62,10 @@ pub enum Op {
     CrossEntropy,
     /// Gradient of the sum of token losses.
     CrossEntropyGrad,
-    /// `CrossEntropy(Linear(x, w))` and its gradients, `rows` positions at a time, so that the logits never exist whole.
+    /// `CrossEntropy(Linear(x, w))` and its gradients, chunk by chunk, so that the logits never exist whole. A chunk never
+    /// crosses two sequences: the sums of a sequence do not depend on its neighbours.
     LinearCrossEntropy {
-        /// Positions per chunk.
+        /// Most positions of a chunk.
         rows: usize,
     },
     /// Adds one gradient accumulator to another: the second use of a tied parameter.

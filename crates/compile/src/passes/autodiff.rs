@@ -194,3 +194,43 @@ impl Backward {
 pub(super) fn gradient_name(parameter: &str) -> String {
     format!("grad.{parameter}")
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::passes::tests::{check, small_model};
+
+    #[test]
+    fn each_weight_gradient_stands_behind_what_feeds_it_and_tied_uses_sum_apart() {
+        let (before, context) = small_model();
+        let fused = crate::fuse(&before, &context).unwrap();
+        let after = super::autodiff(&fused, &context).unwrap();
+        let backward: String = after
+            .to_string()
+            .lines()
+            .filter(|l| l.starts_with(['B', 'W']))
+            .fold(String::new(), |text, line| text + line + "\n");
+        assert_eq!(
+            backward,
+            "\
+W dw.w2: f32[embed:2] += grad.w2 = rms_norm_grad_weight(loss.dx, mid, n2.rstd)
+B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(loss.dx, mid, w2, n2.rstd, loss.dx)
+W dw.w1: f32[embed:2] += grad.w1 = rms_norm_grad_weight(d.x, x, n1.rstd)
+B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(d.x, x, w1, n1.rstd, d.x)
+W dw.table: f32[vocab:8, embed:2] += grad.table.2 = embedding_grad(d.x, tokens)
+"
+        );
+        assert!(after.to_string().contains("loss.dw: f32[vocab:8, embed:2] += grad.table = "));
+    }
+
+    #[test]
+    fn a_graph_without_a_loss_gets_no_backward_pass() {
+        let (mut before, context) = small_model();
+        before.nodes.pop();
+        before.outputs.clear();
+        let x = before.values.iter().position(|v| v.name == "logits").unwrap();
+        before.outputs.push(lockstep_ir::ValueId(x));
+        let after = super::autodiff(&before, &context).unwrap();
+        assert_eq!(after.nodes.len(), before.nodes.len());
+        check(&after, &before.without_dead_code().to_string());
+    }
+}

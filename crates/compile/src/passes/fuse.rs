@@ -53,7 +53,7 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     }
     let (x, w, targets) = (g.nodes[l].inputs[0], g.nodes[l].inputs[1], g.nodes[n].inputs[1]);
     let seq = g.ty(targets).dims[1].size();
-    let rows = chunk_rows(context.device.cross_entropy_rows, seq);
+    let rows = context.device.cross_entropy_rows.min(seq);
     let loss = g.nodes[n].outputs[0];
     let layer = g.nodes[n].layer;
     g.nodes.remove(n);
@@ -66,13 +66,43 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     Ok(())
 }
 
-/// The largest chunk up to `most` that divides the sequence, so that a chunk never crosses two sequences and the sums
-/// of a sequence do not depend on its neighbours.
-fn chunk_rows(most: usize, seq: usize) -> usize {
-    (1..=most.min(seq)).rev().find(|&r| seq.is_multiple_of(r)).unwrap_or(1)
-}
-
 fn producer(g: &Graph, v: ValueId) -> Option<usize> {
     matches!(g.get(v).source, Source::Node { .. }).then_some(())?;
     g.nodes.iter().position(|n| n.outputs.contains(&Some(v)))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::passes::tests::{check, small_model};
+
+    #[test]
+    fn additions_join_norms_of_their_layer_and_the_head_joins_the_loss() {
+        let (before, context) = small_model();
+        let after = super::fuse(&before, &context).unwrap();
+        check(
+            &after,
+            "\
+input     tokens: u32[batch:1, seq:4]
+input     targets: u32[batch:1, seq:4]
+parameter table: f32[vocab:8, embed:2]
+parameter w1: f32[embed:2]
+parameter w2: f32[embed:2]
+F x: f32[batch:1, seq:4, embed:2], = embedding(tokens, table)
+F n1: f32[batch:1, seq:4, embed:2], n1.rstd: f32[batch:1, seq:4] = rms_norm(x, w1)
+F mid: f32[batch:1, seq:4, embed:2], n2: f32[batch:1, seq:4, embed:2], n2.rstd: f32[batch:1, seq:4] = add_rms_norm(x, n1, w2)
+F y: f32[batch:1, seq:4, embed:2] = add(mid, n2)
+F loss: f64[batch:1], loss.dx: f32[batch:1, seq:4, embed:2], loss.dw: f32[vocab:8, embed:2] = linear_cross_entropy(y, table, targets)
+return    loss
+",
+        );
+    }
+
+    #[test]
+    fn logits_that_somebody_reads_stay() {
+        let (mut before, context) = small_model();
+        let logits = before.values.iter().position(|v| v.name == "logits").unwrap();
+        before.outputs.push(lockstep_ir::ValueId(logits));
+        let after = super::fuse(&before, &context).unwrap();
+        assert!(after.nodes.iter().any(|n| n.op == lockstep_ir::Op::CrossEntropy));
+    }
 }

@@ -37,3 +37,78 @@ pub const TRAINING_PASSES: [Pass; 3] = [
     Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff },
     Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_ir::graph::{Parameter, State};
+    use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
+    use std::collections::BTreeMap;
+
+    /// Embedding, two norms with residual additions in one layer, a tied head.
+    pub fn small_model() -> (Graph, Context) {
+        let mut g = Graph::new();
+        let (vocab, embed) = (Dim::new(Axis::Vocab, 8), Dim::new(Axis::Embed, 2));
+        let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4)]);
+        let tokens = g.input("tokens", ids.clone());
+        let targets = g.input("targets", ids);
+        let mut parameter = |name: &str, dims: Vec<Dim>| {
+            let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true };
+            g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
+        };
+        let table = parameter("table", vec![vocab, embed.clone()]);
+        let [w1, w2] = ["w1", "w2"].map(|name| parameter(name, vec![embed.clone()]));
+        let mut op = |op, inputs: &[_], name| g.op(op, inputs, name).unwrap()[0];
+        let x = op(Op::Embedding, &[tokens, table], "x");
+        let n1 = op(Op::RmsNorm { eps: 1e-5 }, &[x, w1], "n1");
+        let mid = op(Op::Add, &[x, n1], "mid");
+        let n2 = op(Op::RmsNorm { eps: 1e-5 }, &[mid, w2], "n2");
+        let y = op(Op::Add, &[mid, n2], "y");
+        let logits = op(Op::Linear, &[y, table], "logits");
+        let loss = op(Op::CrossEntropy, &[logits, targets], "loss");
+        g.outputs.push(loss);
+        let device =
+            DeviceProfile { name: "test".into(), alignment: 64, cross_entropy_rows: 4, workspaces: BTreeMap::new() };
+        let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
+        (g, Context { device, layout: Layout { micro_batches: 2 }, optimizer, reproducible: false })
+    }
+
+    /// A sound graph that prints as expected (ends of lines do not count).
+    pub fn check(graph: &Graph, expected: &str) {
+        verify::graph(graph).unwrap();
+        let trim = |text: &str| text.lines().map(|l| l.replace(", =", " =") + "\n").collect::<String>();
+        assert_eq!(trim(&graph.to_string()), trim(expected));
+    }
+
+    #[test]
+    fn the_optimizer_adds_tied_gradients_once_and_updates_in_place() {
+        let (g, context) = small_model();
+        let g = TRAINING_PASSES.iter().fold(g, |g, pass| (pass.run)(&g, &context).unwrap());
+        let update: String = g
+            .to_string()
+            .lines()
+            .filter(|l| l.starts_with(['U', 'u']))
+            .map(|l| l.split(": ").next().unwrap().to_owned() + " = " + l.rsplit(" = ").next().unwrap() + "\n")
+            .collect();
+        assert_eq!(
+            update,
+            "\
+U grad.table.sum = add_state(grad.table, grad.table.2)
+U gradient_stats = global_norm(grad.table.sum, grad.w1, grad.w2, step_scalars)
+U table.next = adamw(table, grad.table.sum, m.table, v.table, step_scalars, gradient_stats)
+U w1.next = adamw(w1, grad.w1, m.w1, v.w1, step_scalars, gradient_stats)
+U w2.next = adamw(w2, grad.w2, m.w2, v.w2, step_scalars, gradient_stats)
+update    grad.table <- grad.table.sum = update    grad.table <- grad.table.sum
+update    table <- table.next = update    table <- table.next
+update    m.table <- table.next.m = update    m.table <- table.next.m
+update    v.table <- table.next.v = update    v.table <- table.next.v
+update    w1 <- w1.next = update    w1 <- w1.next
+update    m.w1 <- w1.next.m = update    m.w1 <- w1.next.m
+update    v.w1 <- w1.next.v = update    v.w1 <- w1.next.v
+update    w2 <- w2.next = update    w2 <- w2.next
+update    m.w2 <- w2.next.m = update    m.w2 <- w2.next.m
+update    v.w2 <- w2.next.v = update    v.w2 <- w2.next.v
+"
+        );
+    }
+}

@@ -54,7 +54,7 @@ pub fn cross_entropy_grad(call: Call) {
 }
 
 /// x `[b, s, k]`, w `[v, k]`, targets `[b, s]` → loss `[b]`, and where asked for dx `[b, s, k]` and dw `[v, k]`.
-pub fn linear_cross_entropy(call: Call, chunk: usize) {
+pub fn linear_cross_entropy(call: Call, most_rows: usize) {
     let (batch, seq, k, v) = (call.size('b'), call.size('s'), call.size('k'), call.size('v'));
     let (x, w, targets) = (call.input::<f32>(0), call.input::<f32>(1), Ptr(call.input::<u32>(2)));
     let loss = call.output::<f64>(0);
@@ -67,10 +67,12 @@ pub fn linear_cross_entropy(call: Call, chunk: usize) {
     // SAFETY: the device profile asks for this much.
     let (logits, losses) = unsafe {
         let logits = scratch.add(scratch_bytes(threads) / 4 + share);
-        (logits, logits.add(chunk * v))
+        (logits, logits.add(most_rows * v))
     };
-    for first in (0..batch * seq).step_by(chunk) {
-        // SAFETY: the chunk lies in the operands; it divides a sequence.
+    let chunks = (0..batch).flat_map(|b| (0..seq).step_by(most_rows).map(move |s| (b, s)));
+    for (b, s) in chunks {
+        let (first, chunk) = (b * seq + s, most_rows.min(seq - s));
+        // SAFETY: the chunk lies in the operands, inside one sequence.
         unsafe {
             let x = x.add(first * k);
             let weights = Matrix::rows(w, k);
@@ -89,8 +91,8 @@ pub fn linear_cross_entropy(call: Call, chunk: usize) {
                 }
             });
             if let Some(loss) = loss {
-                let at = loss.add(first / seq);
-                let before = if first.is_multiple_of(seq) { 0.0 } else { *at };
+                let at = loss.add(b);
+                let before = if s == 0 { 0.0 } else { *at };
                 *at = (0..chunk).fold(before, |sum, row| sum + f64::from(*losses.add(row)));
             }
             let dlogits = logits.cast_const();

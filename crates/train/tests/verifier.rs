@@ -1,0 +1,140 @@
+//! The static verifier accepts every program that the compiler makes, and refuses planted faults.
+
+use lockstep_config::Config;
+use lockstep_ir::program::{BufferId, Lifetime};
+use lockstep_ir::{StepProgram, counter, verify};
+use lockstep_train::plan;
+
+const ALIGNMENT: u64 = 64;
+
+fn program(text: &str) -> StepProgram {
+    plan(&Config::parse(text, "run.toml", &[]).unwrap()).unwrap().program().clone()
+}
+
+fn small() -> StepProgram {
+    program(
+        "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nkv_heads = 2\nffn = 64\ntied_embeddings = true\n\
+         [train]\nseq = 16\nglobal_batch = 4\nmicro_batch = 2",
+    )
+}
+
+/// Plants a fault and gives the verifier's words for it.
+fn refusal(plant: impl FnOnce(&mut StepProgram)) -> String {
+    let mut program = small();
+    verify::program(&program, ALIGNMENT).unwrap();
+    plant(&mut program);
+    verify::program(&program, ALIGNMENT).unwrap_err().to_string()
+}
+
+fn segment<'a>(program: &'a mut StepProgram, name: &str) -> &'a mut lockstep_ir::program::Segment {
+    program.segments.iter_mut().find(|s| s.name == name).unwrap()
+}
+
+#[test]
+fn random_shapes_give_sound_programs() {
+    for case in 0..60u64 {
+        let pick = |what: u64, of: &[usize]| of[(counter::bits(case, what) % of.len() as u64) as usize];
+        let kv_heads = pick(0, &[1, 2, 3]);
+        let heads = kv_heads * pick(1, &[1, 2, 4]);
+        let micro_batch = pick(2, &[1, 2, 3]);
+        let text = format!(
+            "[model]\nvocab_size = {}\nlayers = {}\ndim = {}\nheads = {heads}\nkv_heads = {kv_heads}\nhead_dim = {}\nffn = {}\n\
+             tied_embeddings = {}\n[train]\nseq = {}\nmicro_batch = {micro_batch}\nglobal_batch = {}\nreproducible = {}",
+            pick(3, &[5, 256, 1000]),
+            pick(4, &[1, 2, 5]),
+            pick(5, &[8, 30, 64]),
+            pick(6, &[2, 8, 20]),
+            pick(7, &[1, 24, 100]),
+            pick(8, &[0, 1]) == 1,
+            pick(9, &[1, 7, 48]),
+            micro_batch * pick(10, &[1, 2, 5]),
+            pick(11, &[0, 1]) == 1,
+        );
+        verify::program(&program(&text), ALIGNMENT).unwrap();
+    }
+}
+
+#[test]
+fn buffers_that_overlap_while_both_are_live_are_refused() {
+    let text = refusal(|p| {
+        let frame = p.regions.iter().position(|r| r.lifetime == Lifetime::Frame).unwrap();
+        p.buffers.iter_mut().filter(|b| b.region == frame).for_each(|b| b.offset = 0);
+    });
+    assert!(text.contains("overlaps") || text.contains("the buffer holds nothing"), "{text}");
+}
+
+#[test]
+fn saved_tensors_that_share_memory_are_refused() {
+    let text = refusal(|p| {
+        let saved = p.regions.iter().position(|r| r.lifetime == Lifetime::Saved).unwrap();
+        p.buffers.iter_mut().filter(|b| b.region == saved).for_each(|b| b.offset = 0);
+    });
+    assert!(text.contains("holds") || text.contains("overlaps"), "{text}");
+}
+
+#[test]
+fn a_read_before_the_write_is_refused() {
+    let text = refusal(|p| segment(p, "forward").instrs.swap(1, 2));
+    assert!(text.contains("reads `layers.0.n1`, the buffer holds nothing"), "{text}");
+}
+
+#[test]
+fn a_missing_instruction_is_refused() {
+    let text = refusal(|p| {
+        segment(p, "forward").instrs.remove(4);
+    });
+    assert!(text.contains("the buffer holds nothing"), "{text}");
+}
+
+#[test]
+fn a_wrong_in_place_write_is_refused() {
+    let text = refusal(|p| {
+        let linear = segment(p, "forward").instrs.iter_mut().find(|i| i.op.name() == "linear").unwrap();
+        let input = linear.inputs[0].buffer;
+        linear.outputs[0].as_mut().unwrap().buffer = input;
+    });
+    assert!(text.contains("linear: "), "{text}");
+}
+
+#[test]
+fn a_backward_pass_before_its_forward_pass_is_refused() {
+    let text = refusal(|p| p.entries[0].schedule.swap(0, 1));
+    assert!(text.contains("the buffer holds nothing"), "{text}");
+}
+
+#[test]
+fn a_micro_batch_that_finds_another_ones_activations_is_refused() {
+    let text = refusal(|p| {
+        let schedule = &mut p.entries[0].schedule;
+        // forward 0, forward 1, backward 0: one saved slot cannot hold both.
+        schedule.swap(1, 2);
+    });
+    assert!(text.contains("backward micro-batch 0"), "{text}");
+}
+
+#[test]
+fn wrong_types_are_refused() {
+    let text = refusal(|p| {
+        let instr = &mut segment(p, "forward").instrs[0];
+        instr.outputs[0].as_mut().unwrap().ty.dims.pop();
+    });
+    assert!(text.contains("embedding: output 0 is"), "{text}");
+}
+
+#[test]
+fn a_buffer_outside_its_region_and_a_wrong_arena_are_refused() {
+    let text = refusal(|p| p.buffers[0].offset = 1 << 40);
+    assert!(text.contains("leaves its region"), "{text}");
+    let text = refusal(|p| p.arena_bytes += 64);
+    assert!(text.starts_with("arena: "), "{text}");
+}
+
+#[test]
+fn an_evaluation_that_touches_what_training_saved_is_refused() {
+    let text = refusal(|p| {
+        let saved = p.regions.iter().position(|r| r.lifetime == Lifetime::Saved).unwrap();
+        let buffer = BufferId(p.buffers.iter().position(|b| b.region == saved).unwrap());
+        segment(p, "evaluate").instrs[0].outputs[0].as_mut().unwrap().buffer = buffer;
+    });
+    assert!(text.contains("does not fit") || text.contains("overlay"), "{text}");
+}
