@@ -1,6 +1,7 @@
 //! The `lockstep` command: parses what the user asks, calls the crates that do it, and shows what they report.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod config_command;
 mod explain;
 mod failure;
@@ -26,6 +27,8 @@ enum Command {
     Train(train::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
+    /// Measure this machine's ceilings, or the speed of a training step.
+    Bench(bench::Args),
     /// List every config key with its type, default and meaning.
     Config(config_command::Args),
 }
@@ -60,6 +63,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
         Command::Explain(args) => explain::run(args),
+        Command::Bench(args) => bench::run(args),
         Command::Config(args) => config_command::run(args),
     };
     match result {

@@ -8,6 +8,7 @@ pub mod conformance;
 pub mod cpu;
 pub mod reference;
 
+use lockstep_ir::program::Slot;
 use std::borrow::Cow;
 
 /// Why a program cannot be loaded or run.
@@ -36,4 +37,20 @@ pub trait Executor: Send {
 
     /// Runs one of the program's entries to its end.
     fn run(&mut self, entry: &str) -> Result<(), ExecError>;
+
+    /// As `run`, and tells when each instruction ran.
+    fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError>;
+}
+
+/// When one instruction ran.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Timing {
+    /// The run of a segment that it belongs to.
+    pub slot: Slot,
+    /// Its index in the segment.
+    pub instr: usize,
+    /// Seconds from the start of the entry.
+    pub start_s: f64,
+    /// Seconds that it took.
+    pub seconds: f64,
 }

@@ -159,11 +159,10 @@ pub fn ops(program: &StepProgram, entry: &Entry) -> Result<Vec<OpCost>, TypeErro
                 lines.push(OpCost { segment: segment.name, op, calls: 0, flops: 0, bytes: 0 });
                 lines.len() - 1
             });
-            let read = instr.inputs.iter().map(|a| a.ty.bytes());
-            let written = instr.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.accumulate { 2 } else { 1 });
+            let cost = instr.cost()?;
             lines[at].calls += runs;
-            lines[at].flops += runs * instr_flops(instr)?.hardware;
-            lines[at].bytes += runs * read.chain(written).sum::<u64>();
+            lines[at].flops += runs * cost.flops.hardware;
+            lines[at].bytes += runs * cost.bytes;
         }
     }
     Ok(lines)
@@ -175,17 +174,31 @@ pub fn flops(program: &StepProgram, entry: &Entry) -> Result<Flops, TypeError> {
     for segment in &program.segments {
         let mut sum = Flops::default();
         for instr in &segment.instrs {
-            sum = sum + instr_flops(instr)?;
+            sum = sum + instr.cost()?.flops;
         }
         per_segment.push(sum);
     }
     Ok(entry.schedule.iter().fold(Flops::default(), |sum, slot| sum + per_segment[slot.segment]))
 }
 
-fn instr_flops(instr: &Instr) -> Result<Flops, TypeError> {
-    let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-    let wanted: Vec<bool> = instr.outputs.iter().map(Option::is_some).collect();
-    instr.op.flops(&types, &wanted)
+/// What one call costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cost {
+    /// Matrix-product FLOPs.
+    pub flops: Flops,
+    /// Bytes of all operands: read once, written once, sums read and written.
+    pub bytes: u64,
+}
+
+impl Instr {
+    /// What one call of this instruction costs.
+    pub fn cost(&self) -> Result<Cost, TypeError> {
+        let types: Vec<_> = self.inputs.iter().map(|a| &a.ty).collect();
+        let wanted: Vec<bool> = self.outputs.iter().map(Option::is_some).collect();
+        let read = self.inputs.iter().map(|a| a.ty.bytes());
+        let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.accumulate { 2 } else { 1 });
+        Ok(Cost { flops: self.op.flops(&types, &wanted)?, bytes: read.chain(written).sum() })
+    }
 }
 
 fn frame_workspace_at_peak(program: &StepProgram, frame: usize) -> u64 {

@@ -4,6 +4,7 @@
 //! directory holds. It computes nothing itself (executors do) and prints nothing (it reports [`Event`]s).
 #![forbid(unsafe_code)]
 
+pub mod bench;
 mod error;
 mod event;
 mod plan;

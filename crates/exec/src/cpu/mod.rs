@@ -3,6 +3,7 @@
 mod arena;
 mod attention;
 mod call;
+pub mod ceilings;
 mod gemm;
 mod linear;
 mod loss;
@@ -12,7 +13,7 @@ mod pointwise;
 mod pool;
 mod simd;
 
-use crate::{ExecError, Executor};
+use crate::{ExecError, Executor, Timing};
 use arena::Arena;
 use call::{Bound, Call};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
@@ -52,24 +53,6 @@ pub fn profile(threads: usize, reproducible: bool) -> DeviceProfile {
 /// Number of cores that this process may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
-}
-
-/// The speed of large f32 matrix products on `threads` threads, in FLOP per second: the best of a few short runs.
-pub fn matmul_ceiling(threads: usize) -> f64 {
-    const N: usize = 768;
-    let (pool, simd) = (Pool::new(threads), Simd::detect());
-    let (a, b) = (vec![1.0f32; N * N], vec![1.0f32; N * N]);
-    let mut c = vec![0.0f32; N * N];
-    let mut scratch = vec![0.0f32; gemm::scratch_bytes(threads) / 4];
-    let mut best = f64::INFINITY;
-    for _ in 0..12 {
-        let start = Instant::now();
-        let (a, b) = (gemm::Matrix::rows(a.as_ptr(), N), gemm::Matrix::rows(b.as_ptr(), N));
-        // SAFETY: the vectors have these sizes.
-        unsafe { gemm::gemm(&pool, simd, (N, N, N), a, b, c.as_mut_ptr(), N, false, scratch.as_mut_ptr()) };
-        best = best.min(start.elapsed().as_secs_f64());
-    }
-    2.0 * (N as f64).powi(3) / best
 }
 
 /// A loaded program on the CPU.
@@ -173,6 +156,22 @@ impl Executor for CpuExecutor {
         let (_, address, bytes) = self.tensor(tensor, micro_batch)?;
         // SAFETY: the address and size are the tensor's; running needs `&mut self`, so nothing writes meanwhile.
         Ok(Cow::Borrowed(unsafe { std::slice::from_raw_parts(address, bytes) }))
+    }
+
+    fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
+        let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
+        let entry = self.program.entry(entry).ok_or_else(unknown)?;
+        let begin = Instant::now();
+        let mut timings = Vec::new();
+        for &slot in &entry.schedule {
+            for (instr, bound) in self.segments[slot.segment].iter().enumerate() {
+                let start = Instant::now();
+                self.call(bound, slot);
+                let (start_s, seconds) = ((start - begin).as_secs_f64(), start.elapsed().as_secs_f64());
+                timings.push(Timing { slot, instr, start_s, seconds });
+            }
+        }
+        Ok(timings)
     }
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {

@@ -1,0 +1,204 @@
+//! `lockstep bench`: this machine's ceilings; `lockstep bench train`: the speed of a training step.
+
+use crate::Format;
+use crate::failure::Failure;
+use crate::table::table;
+use lockstep_exec::cpu;
+use lockstep_ir::units;
+use lockstep_train::bench::{BenchResult, BenchSpec, bench_train};
+use serde_json::{Value, json};
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+#[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct Args {
+    #[command(subcommand)]
+    what: Option<What>,
+    #[command(flatten)]
+    ceilings: Ceilings,
+}
+
+#[derive(clap::Subcommand)]
+enum What {
+    /// Time a training step of a public shape on random tokens: forward, backward, clipping, AdamW.
+    Train(Train),
+}
+
+#[derive(clap::Args)]
+struct Ceilings {
+    /// Threads; 0 for all cores.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Folder whose disk is measured.
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    disk: PathBuf,
+    /// How to print it.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+#[derive(clap::Args)]
+struct Train {
+    /// 15m, 29m or 124m.
+    #[arg(long, value_name = "NAME")]
+    shape: Shape,
+    /// Sequences of a step [default: the shape's].
+    #[arg(long)]
+    batch: Option<usize>,
+    /// Tokens of a sequence [default: the shape's].
+    #[arg(long)]
+    seq: Option<usize>,
+    /// Timed steps; the median counts.
+    #[arg(long, default_value_t = 8)]
+    steps: usize,
+    /// Threads; 0 for all cores.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Say where the time of a step goes, and write it to this file as a Chrome trace.
+    #[arg(long, value_name = "TRACE.JSON")]
+    profile: Option<PathBuf>,
+    /// How to print it.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Shape {
+    #[value(name = "15m")]
+    M15,
+    #[value(name = "29m")]
+    M29,
+    #[value(name = "124m")]
+    M124,
+}
+
+impl Shape {
+    /// Name, preset, sequence, batch.
+    fn row(self) -> (&'static str, &'static str, usize, usize) {
+        match self {
+            Shape::M15 => ("15m", "llama-15m", 256, 16),
+            Shape::M29 => ("29m", "llama-29m", 512, 8),
+            Shape::M124 => ("124m", "llama-124m", 1024, 64),
+        }
+    }
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    match args.what {
+        Some(What::Train(train)) => run_train(train),
+        None => run_ceilings(args.ceilings),
+    }
+}
+
+fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
+    let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
+    let matmul = cpu::ceilings::matmul(threads);
+    let bandwidth = cpu::ceilings::bandwidth(threads);
+    let disk = disk(&args.disk)?;
+    let mut out = std::io::stdout().lock();
+    if args.format == Format::Json {
+        let value = json!({
+            "threads": threads, "matmul_fp32_flops": matmul, "memory_bytes_per_s": bandwidth, "disk_write_bytes_per_s": disk,
+        });
+        writeln!(out, "{value:#}")?;
+        return Ok(());
+    }
+    let rate = |bytes: f64| format!("{:.1} GB/s", bytes / 1e9);
+    let rows = [
+        vec!["matmul fp32".to_owned(), format!("{}/s", units::flops(matmul))],
+        vec!["memory (copy, read + write)".to_owned(), rate(bandwidth)],
+        vec![format!("disk write and sync ({})", args.disk.display()), rate(disk)],
+    ];
+    write!(out, "{}", table(&[&format!("ceiling, {threads} threads"), "best"], &rows))?;
+    Ok(())
+}
+
+/// Bytes per second of writing a file of 256 MiB and syncing it.
+fn disk(folder: &Path) -> Result<f64, std::io::Error> {
+    let path = folder.join(format!(".lockstep-bench-{}", std::process::id()));
+    let block = vec![0x5au8; 1 << 20];
+    let write = || {
+        let mut file = std::fs::File::create(&path)?;
+        let start = Instant::now();
+        for _ in 0..256 {
+            file.write_all(&block)?;
+        }
+        file.sync_all()?;
+        Ok((256u64 << 20) as f64 / start.elapsed().as_secs_f64())
+    };
+    let result = write();
+    // The file is ours alone; one that cannot be removed does no harm.
+    let _ = std::fs::remove_file(&path);
+    result
+}
+
+fn run_train(args: Train) -> Result<(), Failure> {
+    let (shape, preset, seq, batch) = args.shape.row();
+    let spec = BenchSpec {
+        preset: preset.to_owned(),
+        batch: args.batch.unwrap_or(batch),
+        seq: args.seq.unwrap_or(seq),
+        steps: args.steps,
+        threads: args.threads,
+        profile: args.profile.is_some(),
+    };
+    let terminal = std::io::stderr().is_terminal();
+    let mut last = Instant::now();
+    let result = bench_train(&spec, &mut |text| {
+        if terminal || last.elapsed().as_secs() >= 10 {
+            eprintln!("{text}");
+            last = Instant::now();
+        }
+    })?;
+    if let (Some(path), Some(profile)) = (&args.profile, &result.profile) {
+        std::fs::write(path, profile.trace.to_string())?;
+    }
+    let mut out = std::io::stdout().lock();
+    match args.format {
+        Format::Json => writeln!(out, "{}", as_json(shape, &result))?,
+        Format::Text => write!(out, "{}", as_text(shape, &result))?,
+    }
+    Ok(())
+}
+
+fn as_json(shape: &str, result: &BenchResult) -> Value {
+    let mut value = json!(result);
+    for (key, field) in
+        [("peer", json!("lockstep")), ("shape", json!(shape)), ("device", json!("cpu")), ("precision", json!("fp32"))]
+    {
+        value[key] = field;
+    }
+    value
+}
+
+fn as_text(shape: &str, r: &BenchResult) -> String {
+    let mut text = format!(
+        "{shape}, batch {}, seq {}, fp32: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the matmul ceiling \
+         ({:.3} TFLOP/s)\narena {:.2} GiB, peak resident {:.2} GiB, first three steps {:.1} s, loss {:.4} nats\n",
+        r.batch,
+        r.seq,
+        r.tokens_per_s,
+        r.step_s * 1e3,
+        r.tflops,
+        100.0 * r.mfu,
+        r.peak_tflops,
+        r.arena_gib,
+        r.peak_gib,
+        r.warm_up_s,
+        r.loss
+    );
+    if let Some(profile) = &r.profile {
+        let rows: Vec<Vec<String>> = profile
+            .ops
+            .iter()
+            .map(|o| {
+                let [ms, floor] = [o.seconds, o.floor_s].map(|s| format!("{:.2} ms", s * 1e3));
+                vec![o.op.to_owned(), o.calls.to_string(), ms, floor, format!("{:.1}×", o.seconds / o.floor_s)]
+            })
+            .collect();
+        text.push_str(&table(&["op", "calls", "time", "floor", "of floor"], &rows));
+    }
+    text
+}

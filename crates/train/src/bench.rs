@@ -1,0 +1,192 @@
+//! The speed of a training step on random tokens, and where its time goes.
+
+use crate::{Plan, Session, TrainError, plan};
+use lockstep_config::Config;
+use lockstep_exec::Timing;
+use lockstep_exec::cpu::ceilings;
+use lockstep_ir::program::Instr;
+use lockstep_ir::{StepProgram, StepScalars, counter};
+use lockstep_model::names;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::time::Instant;
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct BenchSpec {
+    /// Model preset.
+    pub preset: String,
+    /// Sequences of a step.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// Timed steps.
+    pub steps: usize,
+    /// Threads; 0 for all cores.
+    pub threads: usize,
+    /// Take one more step and say where its time went.
+    pub profile: bool,
+}
+
+/// The speed of a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct BenchResult {
+    /// Sequences of a step.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// Median seconds of a step.
+    pub step_s: f64,
+    /// Tokens per second.
+    pub tokens_per_s: f64,
+    /// Model FLOPs per second, in 10¹².
+    pub tflops: f64,
+    /// Share of the matmul ceiling.
+    pub mfu: f64,
+    /// The matmul ceiling that `mfu` is of, in 10¹² FLOP per second.
+    pub peak_tflops: f64,
+    /// Seconds of the first three steps, compilation included.
+    pub warm_up_s: f64,
+    /// Arena in GiB.
+    pub arena_gib: f64,
+    /// Largest resident memory of the process in GiB.
+    pub peak_gib: f64,
+    /// Loss of the last step.
+    pub loss: f64,
+    /// Where the time of one step went, if asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub profile: Option<Profile>,
+}
+
+/// Where the time of one step went.
+#[derive(Clone, Debug, Serialize)]
+pub struct Profile {
+    /// By op, longest first.
+    pub ops: Vec<OpTime>,
+    /// Every instruction, as a Chrome trace (an array of events).
+    #[serde(skip)]
+    pub trace: Value,
+}
+
+/// Time of all calls of one op in a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct OpTime {
+    /// The op.
+    pub op: &'static str,
+    /// Calls.
+    pub calls: u64,
+    /// Seconds.
+    pub seconds: f64,
+    /// The least it could take: FLOPs ÷ matmul ceiling, or bytes ÷ bandwidth if that is more.
+    pub floor_s: f64,
+}
+
+/// Measures a step.
+pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
+    let text = format!(
+        "[model]\npreset = \"{}\"\n[train]\nseq = {}\nglobal_batch = {}\nthreads = {}\n[optimizer]\nlr = 1e-4\n\
+         weight_decay = 0.01\nbeta2 = 0.999\n",
+        spec.preset, spec.seq, spec.batch, spec.threads
+    );
+    let config = Config::parse(&text, "bench.toml", &[])?;
+    let start = Instant::now();
+    let plan = plan(&config)?;
+    let mut session = Session::new(&config, &plan)?;
+    fill(&mut session, &config)?;
+    let mut steps = 0;
+    let mut step = |session: &mut Session| {
+        steps += 1;
+        let bias = |beta: f64| (1.0 - beta.powi(steps)) as f32;
+        let inverse_count = 1.0 / plan.tokens_per_step as f32;
+        session.run_step(StepScalars { lr: 1e-4, inverse_count, clip: 1.0, bias1: bias(0.9), bias2: bias(0.999) })
+    };
+    let mut loss = 0.0;
+    for i in 0..3 {
+        show(&format!("warm-up step {} of 3", i + 1));
+        loss = step(&mut session)?.loss;
+    }
+    let warm_up_s = start.elapsed().as_secs_f64();
+    let mut times = Vec::new();
+    for i in 0..spec.steps.max(1) {
+        show(&format!("step {} of {}", i + 1, spec.steps.max(1)));
+        let start = Instant::now();
+        loss = step(&mut session)?.loss;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    let step_s = times[times.len() / 2];
+    let timings = match spec.profile {
+        true => Some(session.executor().profile(StepProgram::TRAIN)?),
+        false => None,
+    };
+    let peak_gib = peak_resident_bytes() as f64 / (1u64 << 30) as f64;
+    drop(session);
+    show("measuring the matmul ceiling");
+    let ceiling = ceilings::matmul(plan.threads);
+    let tokens_per_s = plan.tokens_per_step as f64 / step_s;
+    let flops = plan.model_flops_per_token() * tokens_per_s;
+    Ok(BenchResult {
+        batch: spec.batch,
+        seq: spec.seq,
+        step_s,
+        tokens_per_s,
+        tflops: flops / 1e12,
+        mfu: flops / ceiling,
+        peak_tflops: ceiling / 1e12,
+        warm_up_s,
+        arena_gib: plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
+        peak_gib,
+        loss,
+        profile: timings.map(|t| profile(&plan, &t, ceiling)).transpose()?,
+    })
+}
+
+fn fill(session: &mut Session, config: &Config) -> Result<(), TrainError> {
+    for name in [names::TOKENS, names::TARGETS] {
+        let key = counter::key(0, name);
+        let id = |i: usize| (counter::bits(key, i as u64) % config.model.vocab_size as u64) as u32;
+        let positions = config.train.micro_batch * config.train.seq;
+        let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
+        session.executor().write(name, 0, &bytes)?;
+    }
+    Ok(())
+}
+
+fn profile(plan: &Plan, timings: &[Timing], ceiling: f64) -> Result<Profile, TrainError> {
+    let program = plan.program();
+    let bandwidth = ceilings::bandwidth(plan.threads);
+    let mut ops: Vec<OpTime> = Vec::new();
+    let mut trace = Vec::new();
+    for t in timings {
+        let instr = &program.segments[t.slot.segment].instrs[t.instr];
+        let op = instr.op.name();
+        let at = ops.iter().position(|o| o.op == op).unwrap_or_else(|| {
+            ops.push(OpTime { op, calls: 0, seconds: 0.0, floor_s: 0.0 });
+            ops.len() - 1
+        });
+        ops[at].calls += 1;
+        ops[at].seconds += t.seconds;
+        ops[at].floor_s += floor(instr, ceiling, bandwidth)?;
+        let layer = instr.layer.map_or(Value::Null, |l| json!(l));
+        trace.push(json!({
+            "name": op, "cat": program.segments[t.slot.segment].name, "ph": "X", "pid": 0, "tid": 0,
+            "ts": t.start_s * 1e6, "dur": t.seconds * 1e6,
+            "args": { "layer": layer, "micro_batch": t.slot.micro_batch },
+        }));
+    }
+    ops.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    Ok(Profile { ops, trace: Value::Array(trace) })
+}
+
+fn floor(instr: &Instr, ceiling: f64, bandwidth: f64) -> Result<f64, TrainError> {
+    let cost = instr.cost().map_err(|e| TrainError::Compile(lockstep_compile::CompileError::Type(e)))?;
+    Ok((cost.flops.causal as f64 / ceiling).max(cost.bytes as f64 / bandwidth))
+}
+
+/// The largest resident memory so far, as the system counts it.
+fn peak_resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
