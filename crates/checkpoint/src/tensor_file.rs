@@ -140,6 +140,7 @@ fn check_tensor(tensor: &TensorRef<'_>) -> Result<(), String> {
 fn file_dtype(dtype: DType) -> FileDType {
     match dtype {
         DType::F32 => FileDType::F32,
+        DType::BF16 => FileDType::BF16,
         DType::F64 => FileDType::F64,
         DType::U32 => FileDType::U32,
         DType::Fixed64 => FileDType::I64,
@@ -147,7 +148,9 @@ fn file_dtype(dtype: DType) -> FileDType {
 }
 
 fn known_dtype(dtype: FileDType) -> Option<DType> {
-    [DType::F32, DType::F64, DType::U32, DType::Fixed64].into_iter().find(|&known| file_dtype(known) == dtype)
+    [DType::F32, DType::BF16, DType::F64, DType::U32, DType::Fixed64]
+        .into_iter()
+        .find(|&known| file_dtype(known) == dtype)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use crate::Format;
 use crate::failure::Failure;
 use crate::table::table;
 use lockstep_exec::cpu;
-use lockstep_ir::units;
+use lockstep_ir::{DType, units};
 use lockstep_train::bench::{BenchResult, BenchSpec, bench_train};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
@@ -50,6 +50,9 @@ struct Train {
     /// Tokens of a sequence [default: the shape's].
     #[arg(long)]
     seq: Option<usize>,
+    /// Types: fp32, or bf16 with fp32 originals and sums.
+    #[arg(long, value_enum, default_value = "fp32")]
+    precision: Precision,
     /// Timed steps; the median counts.
     #[arg(long, default_value_t = 8)]
     steps: usize,
@@ -62,6 +65,21 @@ struct Train {
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Precision {
+    Fp32,
+    Bf16,
+}
+
+impl Precision {
+    fn name(self) -> &'static str {
+        match self {
+            Precision::Fp32 => "fp32",
+            Precision::Bf16 => "bf16",
+        }
+    }
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -94,13 +112,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
 
 fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
-    let matmul = cpu::ceilings::matmul(threads);
+    let [matmul, matmul_bf16] = [DType::F32, DType::BF16].map(|t| cpu::ceilings::matmul(threads, t));
     let bandwidth = cpu::ceilings::bandwidth(threads);
     let disk = disk(&args.disk)?;
     let mut out = std::io::stdout().lock();
     if args.format == Format::Json {
         let value = json!({
-            "threads": threads, "matmul_fp32_flops": matmul, "memory_bytes_per_s": bandwidth, "disk_write_bytes_per_s": disk,
+            "threads": threads, "matmul_fp32_flops": matmul, "matmul_bf16_flops": matmul_bf16,
+            "memory_bytes_per_s": bandwidth, "disk_write_bytes_per_s": disk,
         });
         writeln!(out, "{value:#}")?;
         return Ok(());
@@ -108,6 +127,7 @@ fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
     let rate = |bytes: f64| format!("{:.1} GB/s", bytes / 1e9);
     let rows = [
         vec!["matmul fp32".to_owned(), format!("{}/s", units::flops(matmul))],
+        vec!["matmul bf16".to_owned(), format!("{}/s", units::flops(matmul_bf16))],
         vec!["memory (copy, read + write)".to_owned(), rate(bandwidth)],
         vec![format!("disk write and sync ({})", args.disk.display()), rate(disk)],
     ];
@@ -142,6 +162,7 @@ fn run_train(args: Train) -> Result<(), Failure> {
         seq: args.seq.unwrap_or(seq),
         steps: args.steps,
         threads: args.threads,
+        precision: args.precision.name().to_owned(),
         profile: args.profile.is_some(),
     };
     let terminal = std::io::stderr().is_terminal();
@@ -157,28 +178,32 @@ fn run_train(args: Train) -> Result<(), Failure> {
     }
     let mut out = std::io::stdout().lock();
     match args.format {
-        Format::Json => writeln!(out, "{}", as_json(shape, &result))?,
-        Format::Text => write!(out, "{}", as_text(shape, &result))?,
+        Format::Json => writeln!(out, "{}", as_json(shape, args.precision, &result))?,
+        Format::Text => write!(out, "{}", as_text(shape, args.precision, &result))?,
     }
     Ok(())
 }
 
-fn as_json(shape: &str, result: &BenchResult) -> Value {
+fn as_json(shape: &str, precision: Precision, result: &BenchResult) -> Value {
     let mut value = json!(result);
-    for (key, field) in
-        [("peer", json!("lockstep")), ("shape", json!(shape)), ("device", json!("cpu")), ("precision", json!("fp32"))]
-    {
+    for (key, field) in [
+        ("peer", json!("lockstep")),
+        ("shape", json!(shape)),
+        ("device", json!("cpu")),
+        ("precision", json!(precision.name())),
+    ] {
         value[key] = field;
     }
     value
 }
 
-fn as_text(shape: &str, r: &BenchResult) -> String {
+fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
     let mut text = format!(
-        "{shape}, batch {}, seq {}, fp32: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the matmul ceiling \
+        "{shape}, batch {}, seq {}, {}: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the matmul ceiling \
          ({:.3} TFLOP/s)\narena {:.2} GiB, peak resident {:.2} GiB, first three steps {:.1} s, loss {:.4} nats\n",
         r.batch,
         r.seq,
+        precision.name(),
         r.tokens_per_s,
         r.step_s * 1e3,
         r.tflops,

@@ -8,7 +8,7 @@ mod lower;
 mod memory;
 mod passes;
 
-pub use passes::{AdamW, Effect, Pass, STATS, TRAINING_PASSES, autodiff, fuse};
+pub use passes::{AdamW, Effect, Pass, Precision, STATS, TRAINING_PASSES, autodiff, fuse};
 
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
@@ -22,8 +22,8 @@ pub struct Context {
     pub layout: Layout,
     /// The optimizer's constants.
     pub optimizer: AdamW,
-    /// Sum weight gradients per sequence and in fixed point.
-    pub reproducible: bool,
+    /// Types of parameters, activations and gradient sums.
+    pub precision: Precision,
 }
 
 /// Why a graph cannot be compiled.
@@ -68,14 +68,14 @@ pub struct Compiled {
 pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileError> {
     let mut stages: Vec<Stage> = Vec::new();
     let mut graph = forward.clone();
-    // Evaluation shares the fused forward pass, before gradients are added to it.
+    // Evaluation shares the forward pass as it is stored and fused, before gradients are added to it.
     let mut evaluate = graph.clone();
     for pass in TRAINING_PASSES {
         let after = (pass.run)(&graph, context)?;
         check(pass.name, verify::graph(&after))?;
         stages.push(Stage { pass, changed: after != graph, graph: after.clone() });
         graph = after;
-        if pass.name == "fuse" {
+        if pass.name == "precision" {
             evaluate = graph.clone().without_dead_code();
         }
     }

@@ -6,6 +6,7 @@ use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::program::{Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Tensor};
 use lockstep_ir::{Graph, TypeError, ValueId};
+use std::collections::BTreeMap;
 
 /// A program whose buffers have no offsets yet.
 pub(crate) struct Unplaced {
@@ -224,7 +225,7 @@ fn class_of(state: &State) -> Class {
     match state {
         State::Parameter(_) | State::Constant(_) => Class::Parameters,
         State::Gradient => Class::Gradients,
-        State::Moment { .. } | State::Scalars => Class::Optimizer,
+        State::Moment { .. } | State::Master { .. } | State::Scalars => Class::Optimizer,
     }
 }
 
@@ -237,15 +238,20 @@ fn layers_of(g: &Graph) -> Vec<Option<usize>> {
             Source::Node { into } => into,
             _ => None,
         });
-        let layer = match node.phase {
-            Phase::Update => node.inputs.first().and_then(|w| layers[w.0]),
-            _ => node.layer,
-        };
+        let layer = node.layer;
         for v in node.inputs.iter().copied().chain(sums) {
             if !std::mem::replace(&mut seen[v.0], true) {
                 layers[v.0] = layer;
             }
         }
     }
+    let by_name: BTreeMap<&str, Option<usize>> =
+        g.values.iter().zip(&layers).map(|(v, layer)| (v.name.as_str(), *layer)).collect();
+    let follow = g.values.iter().enumerate().filter_map(|(i, value)| match &value.source {
+        Source::State(State::Moment { of, .. } | State::Master { of }) => Some((i, by_name.get(of.as_str())?)),
+        _ => None,
+    });
+    let follow: Vec<(usize, Option<usize>)> = follow.map(|(i, layer)| (i, *layer)).collect();
+    follow.into_iter().for_each(|(i, layer)| layers[i] = layer);
     layers
 }

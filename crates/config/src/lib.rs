@@ -35,6 +35,6 @@ mod written;
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
 pub use presets::presets;
-pub use schema::{CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig};
+pub use schema::{CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig};
 pub use value::RopeScaling;
 pub use written::Difference;

@@ -88,6 +88,15 @@ tables! {
         threads: usize = Count(0, 1 << 16), Fixed("0"), Conduct;
     }
 
+    /// What numbers are stored in.
+    precision: PrecisionConfig {
+        /// fp32: everything in fp32. bf16: parameters and activations in bf16, with fp32 originals, moments, norms, softmax,
+        /// sums and losses.
+        policy: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+        /// What gradients are summed in; train.reproducible sums in fixed point instead.
+        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+    }
+
     /// How gradients become updates.
     optimizer: OptimizerConfig {
         /// The update rule.

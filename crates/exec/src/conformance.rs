@@ -6,11 +6,12 @@
 use crate::reference;
 use crate::{ExecError, Executor};
 use lockstep_ir::graph::{Phase, State};
+use lockstep_ir::op::Elem;
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Tensor,
 };
 use lockstep_ir::{
-    Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, counter, fixed, verify,
+    Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, bf16, counter, fixed, verify,
 };
 
 /// Loads a program on the executor under test.
@@ -27,22 +28,29 @@ pub struct Outcome {
     pub failure: Option<String>,
 }
 
-/// Largest accepted `error`, for f32 kernels.
-pub const TOLERANCE: f64 = 2e-5;
+/// Largest accepted `error` of kernels that compute in this type.
+pub fn tolerance(compute: DType) -> f64 {
+    match compute {
+        // Half a unit in the last place of the result, and of what is rounded on the way.
+        DType::BF16 => 1.2e-2,
+        _ => 2e-5,
+    }
+}
 
-/// Runs every op of the table; `profile` is the device's, for reproducible sums.
-pub fn run(profile: &DeviceProfile, load: Load) -> Result<Vec<Outcome>, ExecError> {
+/// Runs every op of the table with parameters and activations in `compute`; `profile` is the device's, for sums that are
+/// not in f32.
+pub fn run(profile: &DeviceProfile, compute: DType, load: Load) -> Result<Vec<Outcome>, ExecError> {
     let mut outcomes = Vec::new();
     for op in ops() {
         for batch in [1, 3] {
-            let (op, inputs) = case(op, batch);
-            for accumulator in [None, Some(DType::F32), Some(DType::Fixed64)] {
+            let (op, inputs) = case(op, batch, compute);
+            for accumulator in [None, Some(DType::F32), Some(DType::BF16), Some(DType::Fixed64)] {
                 if accumulator.is_none() || is_weight_gradient(&op) {
-                    outcomes.push(check(profile, load, &op, &inputs, accumulator)?);
+                    outcomes.push(check(profile, compute, load, &op, &inputs, accumulator)?);
                 }
             }
         }
-        outcomes.extend(check_batch_invariance(profile, load, op)?);
+        outcomes.extend(check_batch_invariance(profile, compute, load, op)?);
     }
     Ok(outcomes)
 }
@@ -98,7 +106,18 @@ enum Draw {
 type Input = (TensorType, Draw);
 
 /// Inputs for an op at awkward sizes.
-fn case(op: Op, batch: usize) -> (Op, Vec<Input>) {
+fn case(op: Op, batch: usize, compute: DType) -> (Op, Vec<Input>) {
+    let (op, mut inputs) = case_f32(op, batch);
+    let count = inputs.len();
+    for (i, (ty, _)) in inputs.iter_mut().enumerate() {
+        if op.input(i, count).elem == Elem::Float {
+            ty.dtype = compute;
+        }
+    }
+    (op, inputs)
+}
+
+fn case_f32(op: Op, batch: usize) -> (Op, Vec<Input>) {
     const SEQ: usize = 60;
     let t = |dims: &[Dim]| TensorType::new(DType::F32, dims.to_vec());
     let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, SEQ));
@@ -197,11 +216,11 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
             Draw::Of(source, output, from) => {
                 let types = from.iter().map(|&f| inputs[f].0.clone()).collect::<Vec<_>>();
                 let feeds = from.iter().map(|&f| drawn[f].clone()).collect::<Vec<_>>();
-                let data = evaluate(*source, &types, &feeds).swap_remove(*output);
-                data.into_iter().map(|x| f64::from(x as f32)).collect()
+                evaluate(*source, &types, &feeds).swap_remove(*output)
             }
         };
-        drawn.push(data);
+        // What the device will hold, so that both sides start from the same numbers.
+        drawn.push(decode(ty.dtype, &encode(ty.dtype, &data)));
     }
     drawn
 }
@@ -217,6 +236,7 @@ fn evaluate(op: Op, types: &[TensorType], inputs: &[Vec<f64>]) -> Vec<Vec<f64>> 
 
 fn check(
     profile: &DeviceProfile,
+    compute: DType,
     load: Load,
     op: &Op,
     inputs: &[Input],
@@ -233,6 +253,8 @@ fn check(
     let sums = accumulator.map_or(String::new(), |a| format!(", summed in {a}"));
     let case = format!("{}({}{sums})", op.name(), shapes.join(", "));
     let found = execute(profile, load, op, &types, &drawn, accumulator)?;
+    let rounds = compute == DType::BF16 || accumulator == Some(DType::BF16);
+    let tolerance = tolerance(if rounds { DType::BF16 } else { DType::F32 });
     let mut error = 0.0f64;
     let mut failure = None;
     for (o, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -243,7 +265,7 @@ fn check(
             .map(|(a, b)| (a - b).abs())
             .fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m });
         let relative = difference / largest;
-        if relative.is_nan() || relative > TOLERANCE {
+        if relative.is_nan() || relative > tolerance {
             failure = Some(format!("output {o} differs by {relative:.2e} of its largest element"));
         }
         error = if relative > error || relative.is_nan() { relative } else { error };
@@ -252,18 +274,23 @@ fn check(
 }
 
 /// Ops whose outputs belong to sequences: each sequence alone must give the same bits.
-fn check_batch_invariance(profile: &DeviceProfile, load: Load, op: Op) -> Result<Option<Outcome>, ExecError> {
+fn check_batch_invariance(
+    profile: &DeviceProfile,
+    compute: DType,
+    load: Load,
+    op: Op,
+) -> Result<Option<Outcome>, ExecError> {
     const BATCH: usize = 3;
     let spec = op.spec();
     let per_sequence = |dims: &str| dims.starts_with('b');
     if !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
         return Ok(None);
     }
-    let (op, inputs) = case(op, BATCH);
+    let (op, inputs) = case(op, BATCH, compute);
     let drawn = draw(&op, &inputs);
     let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
     let together = execute(profile, load, &op, &types, &drawn, None)?;
-    let (op, single) = case(op, 1);
+    let (op, single) = case(op, 1, compute);
     let types: Vec<TensorType> = single.iter().map(|(ty, _)| ty.clone()).collect();
     let mut failure = None;
     for b in 0..BATCH {
@@ -383,6 +410,7 @@ fn single_op(
 fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
     match dtype {
         DType::F32 => data.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+        DType::BF16 => data.iter().flat_map(|x| bf16::from_f32(*x as f32).to_le_bytes()).collect(),
         DType::F64 => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
         DType::U32 => data.iter().flat_map(|x| (*x as u32).to_le_bytes()).collect(),
         DType::Fixed64 => data.iter().flat_map(|x| fixed::add(0, *x as f32).to_le_bytes()).collect(),
@@ -392,6 +420,7 @@ fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
 fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     match dtype {
         DType::F32 => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
+        DType::BF16 => bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect(),
         DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
         DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
         DType::Fixed64 => {

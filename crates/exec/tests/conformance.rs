@@ -2,17 +2,27 @@
 
 use lockstep_exec::conformance;
 use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_ir::DType;
 
-#[test]
-fn the_cpu_executor_conforms() {
+fn conforms(compute: DType) {
     for threads in [1, 2] {
-        // Reproducible sums need the most scratch; the other cases have some to spare.
-        let profile = profile(threads, true);
+        // Fixed-point sums need the most scratch; the other cases have some to spare.
+        let profile = profile(threads, compute, DType::Fixed64);
         let load = &mut |program| Ok(Box::new(CpuExecutor::load(program, threads)?) as _);
-        let outcomes = conformance::run(&profile, load).unwrap();
+        let outcomes = conformance::run(&profile, compute, load).unwrap();
         let failed: Vec<_> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
         assert!(failed.is_empty(), "{failed:#?}");
         let named = |op: &lockstep_ir::Op| outcomes.iter().any(|o| o.case.starts_with(op.name()));
         assert!(conformance::ops().iter().all(named));
     }
+}
+
+#[test]
+fn the_cpu_executor_conforms_in_f32() {
+    conforms(DType::F32);
+}
+
+#[test]
+fn the_cpu_executor_conforms_in_bf16() {
+    conforms(DType::BF16);
 }

@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 pub enum DType {
     /// IEEE binary32.
     F32,
+    /// The upper half of an IEEE binary32.
+    BF16,
     /// IEEE binary64, for losses and squared norms.
     F64,
     /// Unsigned 32-bit integers: token ids.
@@ -18,15 +20,22 @@ impl DType {
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
+            DType::BF16 => 2,
             DType::F32 | DType::U32 => 4,
             DType::F64 | DType::Fixed64 => 8,
         }
+    }
+
+    /// Whether gradients may be summed in this type.
+    pub const fn accumulates(self) -> bool {
+        matches!(self, DType::F32 | DType::BF16 | DType::Fixed64)
     }
 
     /// The name that printed programs and checkpoints use.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
+            DType::BF16 => "bf16",
             DType::F64 => "f64",
             DType::U32 => "u32",
             DType::Fixed64 => "fixed64",

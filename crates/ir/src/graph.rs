@@ -46,6 +46,11 @@ pub enum State {
         /// Which moment; checkpoints use this.
         which: &'static str,
     },
+    /// The f32 original of a parameter that is kept in bf16.
+    Master {
+        /// Name of the parameter's value.
+        of: String,
+    },
     /// Filled once before the first step.
     Constant(Init),
     /// Written by the host before every step: learning rate, counts.
@@ -215,8 +220,14 @@ impl Graph {
         }
         let keeps = |value: &Value| matches!(value.source, Source::Node { into: Some(_) });
         for node in self.nodes.iter_mut().rev() {
-            for output in &mut node.outputs {
-                *output = output.filter(|v| wanted[v.0] || keeps(&self.values[v.0]));
+            let always = node.op.spec().always_made;
+            let wants = |v: &ValueId| wanted[v.0] || keeps(&self.values[v.0]);
+            if !node.outputs.iter().flatten().any(wants) {
+                node.outputs.fill(None);
+                continue;
+            }
+            for (o, output) in node.outputs.iter_mut().enumerate() {
+                *output = output.filter(|v| always.contains(&o) || wants(v));
             }
             if node.outputs.iter().any(Option::is_some) {
                 node.inputs.iter().for_each(|v| wanted[v.0] = true);
@@ -242,6 +253,7 @@ impl std::fmt::Display for Graph {
                 Source::State(State::Parameter(_)) => "parameter",
                 Source::State(State::Gradient) => "gradient",
                 Source::State(State::Moment { .. }) => "moment",
+                Source::State(State::Master { .. }) => "master",
                 Source::State(State::Constant(_)) => "constant",
                 Source::State(State::Scalars) => "scalars",
                 Source::Node { .. } => continue,

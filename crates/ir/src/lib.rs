@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod account;
+pub mod bf16;
 pub mod counter;
 mod dtype;
 pub mod graph;

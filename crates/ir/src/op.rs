@@ -62,8 +62,8 @@ pub enum Op {
     CrossEntropy,
     /// Gradient of the sum of token losses.
     CrossEntropyGrad,
-    /// `CrossEntropy(Linear(x, w))` and its gradients, chunk by chunk, so that the logits never exist whole. A chunk never
-    /// crosses two sequences: the sums of a sequence do not depend on its neighbours.
+    /// `CrossEntropy(Linear(x, w))` and its gradients, chunk by chunk, so that the logits never exist whole. Where gradients
+    /// are summed in fixed point, a chunk never crosses two sequences: a sequence's share does not depend on its neighbours.
     LinearCrossEntropy {
         /// Most positions of a chunk.
         rows: usize,
@@ -72,7 +72,8 @@ pub enum Op {
     AddState,
     /// Norm of all gradients, and the factor that scales and clips them (NaN where a gradient is not finite).
     GlobalNorm,
-    /// One AdamW update with decoupled decay; does nothing where the factor is NaN.
+    /// One AdamW update with decoupled decay, and the new weights in bf16 where asked for; does nothing where the factor is
+    /// NaN.
     AdamW {
         /// Decay of the first moment.
         beta1: f32,
@@ -90,7 +91,9 @@ pub enum Op {
 pub enum Elem {
     /// Exactly this type.
     Is(DType),
-    /// A gradient accumulator: `f32` or `fixed64`.
+    /// `f32` or `bf16`: the same for all such operands of a call.
+    Float,
+    /// A gradient accumulator: `f32`, `bf16` or `fixed64`.
     Accumulator,
 }
 
@@ -127,6 +130,8 @@ pub struct Spec {
     pub variadic: bool,
     /// (input, output) pairs that may share memory, if the input is not read afterwards.
     pub in_place: &'static [(usize, usize)],
+    /// Outputs that the op makes even where nobody reads them: it works on them itself.
+    pub always_made: &'static [usize],
     /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
     pub gradient_reads: Option<&'static [Saved]>,
 }
@@ -158,6 +163,14 @@ const fn f32(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Is(DType::F32) }
 }
 
+const fn bf16(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::BF16) }
+}
+
+const fn float(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Float }
+}
+
 const fn f64(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Is(DType::F64) }
 }
@@ -177,91 +190,100 @@ const fn row(
     in_place: &'static [(usize, usize)],
     gradient_reads: Option<&'static [Saved]>,
 ) -> Spec {
-    Spec { name, inputs, outputs, variadic: false, in_place, gradient_reads }
+    Spec { name, inputs, outputs, variadic: false, in_place, always_made: &[], gradient_reads }
 }
 
 use Saved::{Input, Output};
 
 static EMBEDDING: Spec =
-    row("embedding", &[u32("tokens", "bs"), f32("table", "vd")], &[f32("x", "bsd")], &[], Some(&[Input(0)]));
+    row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], &[], Some(&[Input(0)]));
 static EMBEDDING_GRAD: Spec =
-    row("embedding_grad", &[f32("dx", "bsd"), u32("tokens", "bs")], &[f32("dtable", "vd")], &[], None);
+    row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[float("dtable", "vd")], &[], None);
 static LINEAR: Spec =
-    row("linear", &[f32("x", "bsk"), f32("w", "nk")], &[f32("y", "bsn")], &[], Some(&[Input(0), Input(1)]));
+    row("linear", &[float("x", "bsk"), float("w", "nk")], &[float("y", "bsn")], &[], Some(&[Input(0), Input(1)]));
 static LINEAR_GRAD_INPUT: Spec =
-    row("linear_grad_input", &[f32("dy", "bsn"), f32("w", "nk")], &[f32("dx", "bsk")], &[], None);
+    row("linear_grad_input", &[float("dy", "bsn"), float("w", "nk")], &[float("dx", "bsk")], &[], None);
 static LINEAR_GRAD_WEIGHT: Spec =
-    row("linear_grad_weight", &[f32("dy", "bsn"), f32("x", "bsk")], &[f32("dw", "nk")], &[], None);
+    row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[float("dw", "nk")], &[], None);
 static RMS_NORM: Spec = row(
     "rms_norm",
-    &[f32("x", "bsd"), f32("w", "d")],
-    &[f32("y", "bsd"), f32("rstd", "bs")],
+    &[float("x", "bsd"), float("w", "d")],
+    &[float("y", "bsd"), f32("rstd", "bs")],
     &[],
     Some(&[Input(0), Input(1), Output(1)]),
 );
-static ADD_RMS_NORM: Spec = row(
-    "add_rms_norm",
-    &[f32("x", "bsd"), f32("delta", "bsd"), f32("w", "d")],
-    &[f32("sum", "bsd"), f32("y", "bsd"), f32("rstd", "bs")],
-    &[(1, 0), (0, 0)],
-    Some(&[Output(0), Input(2), Output(2)]),
-);
+static ADD_RMS_NORM: Spec = Spec {
+    always_made: &[0],
+    ..row(
+        "add_rms_norm",
+        &[float("x", "bsd"), float("delta", "bsd"), float("w", "d")],
+        &[float("sum", "bsd"), float("y", "bsd"), f32("rstd", "bs")],
+        &[(1, 0), (0, 0)],
+        Some(&[Output(0), Input(2), Output(2)]),
+    )
+};
 static RMS_NORM_GRAD: Spec = row(
     "rms_norm_grad",
-    &[f32("dy", "bsd"), f32("x", "bsd"), f32("w", "d"), f32("rstd", "bs")],
-    &[f32("dx", "bsd")],
+    &[float("dy", "bsd"), float("x", "bsd"), float("w", "d"), f32("rstd", "bs")],
+    &[float("dx", "bsd")],
     &[(0, 0)],
     None,
 );
 static ADD_RMS_NORM_GRAD: Spec = row(
     "add_rms_norm_grad",
-    &[f32("dy", "bsd"), f32("sum", "bsd"), f32("w", "d"), f32("rstd", "bs"), f32("dsum", "bsd")],
-    &[f32("dx", "bsd")],
+    &[float("dy", "bsd"), float("sum", "bsd"), float("w", "d"), f32("rstd", "bs"), float("dsum", "bsd")],
+    &[float("dx", "bsd")],
     &[(4, 0), (0, 0)],
     None,
 );
-static RMS_NORM_GRAD_WEIGHT: Spec =
-    row("rms_norm_grad_weight", &[f32("dy", "bsd"), f32("x", "bsd"), f32("rstd", "bs")], &[f32("dw", "d")], &[], None);
+static RMS_NORM_GRAD_WEIGHT: Spec = row(
+    "rms_norm_grad_weight",
+    &[float("dy", "bsd"), float("x", "bsd"), f32("rstd", "bs")],
+    &[float("dw", "d")],
+    &[],
+    None,
+);
 static ROPE: Spec =
-    row("rope", &[f32("qkv", "bsp"), f32("table", "tr")], &[f32("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]));
+    row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]));
 static ROPE_INVERSE: Spec =
-    row("rope_inverse", &[f32("qkv", "bsp"), f32("table", "tr")], &[f32("rotated", "bsp")], &[(0, 0)], None);
+    row("rope_inverse", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], None);
 static ATTENTION: Spec = row(
     "attention",
-    &[f32("qkv", "bsp")],
-    &[f32("o", "bsh"), f32("lse", "bqs")],
+    &[float("qkv", "bsp")],
+    &[float("o", "bsh"), f32("lse", "bqs")],
     &[],
     Some(&[Input(0), Output(0), Output(1)]),
 );
 static ATTENTION_GRAD: Spec = row(
     "attention_grad",
-    &[f32("do", "bsh"), f32("qkv", "bsp"), f32("o", "bsh"), f32("lse", "bqs")],
-    &[f32("dqkv", "bsp")],
+    &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs")],
+    &[float("dqkv", "bsp")],
     &[],
     None,
 );
-static SWIGLU: Spec = row("swiglu", &[f32("gate_up", "bsg")], &[f32("y", "bsf")], &[], Some(&[Input(0)]));
+static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], &[], Some(&[Input(0)]));
 static SWIGLU_GRAD: Spec =
-    row("swiglu_grad", &[f32("dy", "bsf"), f32("gate_up", "bsg")], &[f32("dgate_up", "bsg")], &[(1, 0)], None);
-static ADD: Spec = row("add", &[f32("a", "bsd"), f32("b", "bsd")], &[f32("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]));
+    row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None);
+static ADD: Spec =
+    row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]));
 static CROSS_ENTROPY: Spec = row(
     "cross_entropy",
-    &[f32("logits", "bsv"), u32("targets", "bs")],
+    &[float("logits", "bsv"), u32("targets", "bs")],
     &[f64("loss", "b"), f32("lse", "bs")],
     &[],
     Some(&[Input(0), Input(1), Output(1)]),
 );
 static CROSS_ENTROPY_GRAD: Spec = row(
     "cross_entropy_grad",
-    &[f32("logits", "bsv"), u32("targets", "bs"), f32("lse", "bs")],
-    &[f32("dlogits", "bsv")],
+    &[float("logits", "bsv"), u32("targets", "bs"), f32("lse", "bs")],
+    &[float("dlogits", "bsv")],
     &[(0, 0)],
     None,
 );
 static LINEAR_CROSS_ENTROPY: Spec = row(
     "linear_cross_entropy",
-    &[f32("x", "bsk"), f32("w", "vk"), u32("targets", "bs")],
-    &[f64("loss", "b"), f32("dx", "bsk"), f32("dw", "vk")],
+    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
+    &[f64("loss", "b"), float("dx", "bsk"), float("dw", "vk")],
     &[],
     Some(&[Output(1), Output(2)]),
 );
@@ -274,7 +296,7 @@ static GLOBAL_NORM: Spec = Spec {
 static ADAMW: Spec = row(
     "adamw",
     &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("v", "*"), f32("scalars", "z"), f32("stats", "m")],
-    &[f32("w", "*"), f32("m", "*"), f32("v", "*")],
+    &[f32("w", "*"), f32("m", "*"), f32("v", "*"), bf16("copy", "*")],
     &[(0, 0), (2, 1), (3, 2)],
     None,
 );
@@ -341,6 +363,7 @@ impl Op {
         let output = |o: &Operand| {
             let elem = match o.elem {
                 Elem::Is(dtype) => dtype,
+                Elem::Float => dims.float(),
                 Elem::Accumulator => inputs[0].dtype,
             };
             let shape = match o.dims {
@@ -403,7 +426,10 @@ impl Op {
             let operand = self.input(i, inputs.len());
             let ok = match operand.elem {
                 Elem::Is(dtype) => ty.dtype == dtype,
-                Elem::Accumulator => matches!(ty.dtype, DType::F32 | DType::Fixed64),
+                Elem::Float => {
+                    matches!(ty.dtype, DType::F32 | DType::BF16) && *dims.float.get_or_insert(ty.dtype) == ty.dtype
+                }
+                Elem::Accumulator => ty.dtype.accumulates(),
             };
             if !ok {
                 return Err(self.refuse(format!("input `{}` has type {}", operand.name, ty.dtype)));
@@ -504,6 +530,8 @@ impl Op {
 #[derive(Clone, Debug, Default)]
 pub struct Dims {
     known: Vec<(char, Dim)>,
+    /// Type of the floating-point operands.
+    float: Option<DType>,
 }
 
 impl Dims {
@@ -515,6 +543,11 @@ impl Dims {
     /// Its size; 1 where the op has no such letter.
     pub fn size(&self, letter: char) -> usize {
         self.get(letter).map_or(1, Dim::size)
+    }
+
+    /// The type of the floating-point operands.
+    pub fn float(&self) -> DType {
+        self.float.unwrap_or(DType::F32)
     }
 
     /// The product of the sizes of these letters.

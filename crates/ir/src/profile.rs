@@ -12,8 +12,8 @@ pub struct DeviceProfile {
     pub name: String,
     /// Every buffer starts at a multiple of this many bytes.
     pub alignment: u64,
-    /// Logit rows that the chunked cross-entropy holds at a time.
-    pub cross_entropy_rows: usize,
+    /// Logits that the chunked cross-entropy may hold at a time.
+    pub cross_entropy_logits: usize,
     /// Kernel scratch, by op name; ops not listed need none.
     pub workspaces: BTreeMap<&'static str, Workspace>,
 }

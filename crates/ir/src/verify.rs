@@ -1,9 +1,9 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
+use crate::TensorType;
 use crate::graph::{Graph, Phase, Source, State};
 use crate::op::Elem;
 use crate::program::{Arg, Instr, Lifetime, Role, StepProgram};
-use crate::{DType, TensorType};
 use std::collections::HashMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -109,11 +109,11 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     let inferred = instr.op.infer(&types).map_err(|e| e.to_string())?;
     for (o, (ty, output)) in inferred.iter().zip(&instr.outputs).enumerate() {
         let Some(arg) = output else { continue };
-        let dtype_fits = arg.ty.dtype == ty.dtype || (arg.accumulate && arg.ty.dtype == DType::Fixed64);
+        let dtype_fits = arg.ty.dtype == ty.dtype || (arg.accumulate && arg.ty.dtype.accumulates());
         if arg.ty.dims != ty.dims || !dtype_fits {
             return Err(format!("{name}: output {o} is {} where the op gives {ty}", arg.ty));
         }
-        if arg.accumulate && !matches!(instr.op.spec().outputs[o].elem, Elem::Is(DType::F32)) {
+        if arg.accumulate && instr.op.spec().outputs[o].elem != Elem::Float {
             return Err(format!("{name}: output {o} cannot be accumulated"));
         }
         for (i, input) in instr.inputs.iter().enumerate() {

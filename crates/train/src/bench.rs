@@ -24,6 +24,8 @@ pub struct BenchSpec {
     pub steps: usize,
     /// Threads; 0 for all cores.
     pub threads: usize,
+    /// `fp32` or `bf16`.
+    pub precision: String,
     /// Take one more step and say where its time went.
     pub profile: bool,
 }
@@ -85,8 +87,8 @@ pub struct OpTime {
 pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
     let text = format!(
         "[model]\npreset = \"{}\"\n[train]\nseq = {}\nglobal_batch = {}\nthreads = {}\n[optimizer]\nlr = 1e-4\n\
-         weight_decay = 0.01\nbeta2 = 0.999\n",
-        spec.preset, spec.seq, spec.batch, spec.threads
+         weight_decay = 0.01\nbeta2 = 0.999\n[precision]\npolicy = \"{}\"\n",
+        spec.preset, spec.seq, spec.batch, spec.threads, spec.precision
     );
     let config = Config::parse(&text, "bench.toml", &[])?;
     let start = Instant::now();
@@ -122,7 +124,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     let peak_gib = peak_resident_bytes() as f64 / (1u64 << 30) as f64;
     drop(session);
     show("measuring the matmul ceiling");
-    let ceiling = ceilings::matmul(plan.threads);
+    let ceiling = ceilings::matmul(plan.threads, plan.precision.compute);
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
     Ok(BenchResult {

@@ -1,10 +1,10 @@
 use crate::TrainError;
-use lockstep_compile::{AdamW, Compiled, Context, compile};
+use lockstep_compile::{AdamW, Compiled, Context, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Graph, Layout, StepProgram};
+use lockstep_ir::{DType, Graph, Layout, StepProgram};
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
 #[derive(Debug)]
@@ -15,6 +15,8 @@ pub struct Plan {
     pub compiled: Compiled,
     /// The device it was compiled for.
     pub device: String,
+    /// Types of parameters, activations and gradient sums.
+    pub precision: Precision,
     /// Threads of the CPU executor.
     pub threads: usize,
     /// Elements of all parameters.
@@ -43,8 +45,9 @@ impl Plan {
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let o = &config.optimizer;
+    let precision = precision(config);
     let context = Context {
-        device: cpu::profile(threads, config.train.reproducible),
+        device: cpu::profile(threads, precision.compute, precision.gradients),
         layout: Layout { micro_batches: config.accumulation_steps() },
         optimizer: AdamW {
             beta1: o.beta1 as f32,
@@ -52,7 +55,7 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
             eps: o.eps as f32,
             decay: o.weight_decay as f32,
         },
-        reproducible: config.train.reproducible,
+        precision,
     };
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let forward = lockstep_model::build(&config.model, config.train.micro_batch, config.train.seq).map_err(internal)?;
@@ -64,6 +67,7 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     };
     Ok(Plan {
         device: context.device.name,
+        precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
         tokens_per_step: (config.train.global_batch * config.train.seq) as u64,
@@ -72,4 +76,14 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
         forward,
         compiled,
     })
+}
+
+/// The types that a config asks for.
+fn precision(config: &Config) -> Precision {
+    let dtype = |name: &str| if name == "bf16" { DType::BF16 } else { DType::F32 };
+    let gradients = match config.train.reproducible {
+        true => DType::Fixed64,
+        false => dtype(&config.precision.gradients),
+    };
+    Precision { compute: dtype(&config.precision.policy), gradients }
 }

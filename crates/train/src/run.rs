@@ -74,7 +74,7 @@ pub fn run(
         checkpoint = Some(loaded.path);
     }
     dir.begin(&config.resolved_toml(), &plan, step)?;
-    let ceiling = cpu::ceilings::matmul(plan.threads);
+    let ceiling = cpu::ceilings::matmul(plan.threads, plan.precision.compute);
     let train_tokens = data.train_summary().tokens;
     show(Event::Started { plan: &plan, ceiling, train_tokens, from_step: step, dir: dir.path() });
     dir.event("start", json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling }))?;

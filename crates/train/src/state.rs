@@ -5,7 +5,7 @@ use lockstep_checkpoint::{CheckpointError, Group, Loaded, TensorRef};
 use lockstep_exec::Executor;
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{DType, StepProgram, TensorType};
+use lockstep_ir::{DType, StepProgram, TensorType, bf16};
 
 /// One unpacked tensor: a range of rows of a program's tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +50,9 @@ fn stored(program: &StepProgram) -> Vec<(&'static str, String, &Tensor, Part)> {
     for tensor in &program.tensors {
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
         let parts = parts(parameter, &tensor.ty);
-        result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), tensor, p.clone())));
+        // Where the parameter itself is rounded, its f32 original is what counts.
+        let original = master(program, &tensor.name).unwrap_or(tensor);
+        result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), original, p.clone())));
         for moment in &program.tensors {
             let Role::State(State::Moment { of, which }) = &moment.role else { continue };
             if *of == tensor.name {
@@ -62,25 +64,44 @@ fn stored(program: &StepProgram) -> Vec<(&'static str, String, &Tensor, Part)> {
     result
 }
 
+/// The f32 original of a parameter that is kept in bf16.
+fn master<'a>(program: &'a StepProgram, parameter: &str) -> Option<&'a Tensor> {
+    let is_master = |t: &&Tensor| matches!(&t.role, Role::State(State::Master { of }) if of == parameter);
+    program.tensors.iter().find(is_master)
+}
+
+/// Writes f32 values to a tensor of any floating-point type.
+fn write(executor: &mut dyn Executor, tensor: &Tensor, data: &[f32]) -> Result<(), TrainError> {
+    let bytes: Vec<u8> = match tensor.ty.dtype {
+        DType::BF16 => data.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+        _ => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    };
+    Ok(executor.write(&tensor.name, 0, &bytes)?)
+}
+
 /// Writes the initial value of every parameter and constant. Moments and gradients start as the arena's zeros.
 pub(crate) fn initialise(program: &StepProgram, executor: &mut dyn Executor, seed: u64) -> Result<(), TrainError> {
+    let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
     for tensor in &program.tensors {
-        let mut data = vec![0.0f32; tensor.ty.elements()];
-        let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
         match &tensor.role {
             Role::State(State::Parameter(parameter)) => {
+                let mut data = vec![0.0f32; tensor.ty.elements()];
                 for part in parts(parameter, &tensor.ty) {
                     let range = &mut data[part.start..part.start + part.elements];
                     parameter.init.fill(seed, &part.name, columns(&part.shape), range);
                 }
+                write(executor, tensor, &data)?;
+                if let Some(original) = master(program, &tensor.name) {
+                    write(executor, original, &data)?;
+                }
             }
             Role::State(State::Constant(init)) => {
+                let mut data = vec![0.0f32; tensor.ty.elements()];
                 init.fill(seed, &tensor.name, columns(&tensor.ty.sizes()), &mut data);
+                write(executor, tensor, &data)?;
             }
-            _ => continue,
+            _ => {}
         }
-        let bytes: Vec<u8> = data.iter().flat_map(|x| x.to_le_bytes()).collect();
-        executor.write(&tensor.name, 0, &bytes)?;
     }
     Ok(())
 }
@@ -111,6 +132,12 @@ pub(crate) fn restore(
         data[part.start * 4..(part.start + part.elements) * 4].copy_from_slice(view.data);
         if (part.start + part.elements) as u64 * 4 == tensor.ty.bytes() {
             executor.write(&tensor.name, 0, &data)?;
+            if let Role::State(State::Master { of }) = &tensor.role
+                && let Some(parameter) = program.tensor(of)
+            {
+                let values: Vec<f32> = data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+                write(executor, parameter, &values)?;
+            }
         }
     }
     Ok(())

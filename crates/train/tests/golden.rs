@@ -1,12 +1,12 @@
 //! Whole models against `transformers`: logits, loss and every gradient. `golden/llama.py` made the files.
 
-use lockstep_compile::{AdamW, Context, compile};
+use lockstep_compile::{AdamW, Context, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Layout, StepProgram, StepScalars, fixed};
+use lockstep_ir::{DType, Layout, StepProgram, StepScalars, fixed};
 use lockstep_model::names;
 use lockstep_train::{Part, parts};
 use safetensors::SafeTensors;
@@ -74,8 +74,10 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     let config = golden.config();
     let (threads, batch) = (2, 2 / micro_batches);
     let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
-    let context =
-        Context { device: profile(threads, reproducible), layout: Layout { micro_batches }, optimizer, reproducible };
+    let gradients = if reproducible { DType::Fixed64 } else { DType::F32 };
+    let precision = Precision { compute: DType::F32, gradients };
+    let device = profile(threads, precision.compute, precision.gradients);
+    let context = Context { device, layout: Layout { micro_batches }, optimizer, precision };
     let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
     if !fused {
         // Logits that somebody wants are not fused away.

@@ -1,7 +1,7 @@
 //! Every op's gradient against finite differences, in f64: the gradient comes from autodiff, both sides are evaluated by
 //! the reference.
 
-use lockstep_compile::{AdamW, Context, autodiff};
+use lockstep_compile::{AdamW, Context, Precision, autodiff};
 use lockstep_exec::{conformance, cpu, reference};
 use lockstep_ir::graph::{Parameter, Source, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
@@ -12,7 +12,12 @@ const VOCAB: usize = 7;
 
 fn context() -> Context {
     let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
-    Context { device: cpu::profile(1, false), layout: Layout { micro_batches: 1 }, optimizer, reproducible: false }
+    Context {
+        device: cpu::profile(1, DType::F32, DType::F32),
+        layout: Layout { micro_batches: 1 },
+        optimizer,
+        precision: Precision::FP32,
+    }
 }
 
 struct Build {

@@ -13,8 +13,7 @@ use lockstep_ir::{DType, Graph, Op, TensorType, TypeError, ValueId};
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    let accumulator = if context.reproducible { DType::Fixed64 } else { DType::F32 };
-    let mut backward = Backward { grads: vec![None; g.values.len()], accumulator };
+    let mut backward = Backward { grads: vec![None; g.values.len()], accumulator: context.precision.gradients };
     for n in (0..graph.nodes.len()).rev() {
         backward.node(&mut g, &graph.nodes[n])?;
     }

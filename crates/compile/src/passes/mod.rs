@@ -3,10 +3,12 @@
 mod autodiff;
 mod fuse;
 mod optimizer;
+mod precision;
 
 pub use autodiff::autodiff;
 pub use fuse::fuse;
 pub use optimizer::{AdamW, STATS};
+pub use precision::Precision;
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};
@@ -32,8 +34,9 @@ pub struct Pass {
 }
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 3] = [
+pub const TRAINING_PASSES: [Pass; 4] = [
     Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse },
+    Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision },
     Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff },
     Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
 ];
@@ -67,10 +70,14 @@ mod tests {
         let logits = op(Op::Linear, &[y, table], "logits");
         let loss = op(Op::CrossEntropy, &[logits, targets], "loss");
         g.outputs.push(loss);
-        let device =
-            DeviceProfile { name: "test".into(), alignment: 64, cross_entropy_rows: 4, workspaces: BTreeMap::new() };
+        let device = DeviceProfile {
+            name: "test".into(),
+            alignment: 64,
+            cross_entropy_logits: 1 << 20,
+            workspaces: BTreeMap::new(),
+        };
         let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
-        (g, Context { device, layout: Layout { micro_batches: 2 }, optimizer, reproducible: false })
+        (g, Context { device, layout: Layout { micro_batches: 2 }, optimizer, precision: Precision::FP32 })
     }
 
     /// A sound graph that prints as expected (ends of lines do not count).

@@ -50,8 +50,20 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
         let m = g.state(m, ty.clone(), m_state);
         let v = g.state(v, ty, v_state);
         let op = Op::AdamW { beta1, beta2, eps, decay: if decays { decay } else { 0.0 } };
-        let new = g.node(op, &[w, grad, m, v, scalars, stats], &format!("{name}.next"), Phase::Update, None)?;
-        g.updates.extend([(w, new[0]), (m, new[1]), (v, new[2])]);
+        // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
+        let rounded = g.ty(w).dtype == DType::BF16;
+        let original = match rounded {
+            true => g.state(format!("master.{name}"), g.ty(m).clone(), State::Master { of: name.clone() }),
+            false => w,
+        };
+        let reads = [original, grad, m, v, scalars, stats];
+        let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
+        g.updates.extend([(original, new[0]), (m, new[1]), (v, new[2])]);
+        match (rounded, g.nodes.last_mut()) {
+            (true, _) => g.updates.push((w, new[3])),
+            (false, Some(node)) => node.outputs[3] = None,
+            (false, None) => {}
+        }
     }
     Ok(g)
 }

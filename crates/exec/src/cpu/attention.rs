@@ -1,29 +1,32 @@
 //! Causal attention over packed Q·K·V, tile by tile: the score matrix never exists whole.
 //!
 //! Shapes: qkv `[b, s, (q + 2u)·e]`, o `[b, s, q·e]`, lse `[b, q, s]`. Query head `h` reads key and value head
-//! `h / (q / u)`. A task owns whole heads, so sums are always in the same order.
+//! `h / (q / u)`. A task owns whole rows or whole heads, so sums are always in the same order. Scores, weights' sums and
+//! gradient sums are in f32; weights and score gradients are stored in the compute type for the next product.
 
 use super::call::{Call, Ptr};
-use super::gemm::{Matrix, gemm_small, small_scratch};
-use super::simd;
+use super::float::Float;
+use super::gemm::{Matrix, Target, gemm_small, small_scratch};
+use super::simd::{self, vectorised};
 
 /// Queries and keys of a tile.
-const TILE_Q: usize = 48;
-const TILE_K: usize = 128;
+const TILE: usize = 128;
 
-/// Floats of scratch of one thread, for heads of `e` elements: packed sides, two score tiles, an output tile, row statistics.
-const fn thread_scratch(e: usize) -> usize {
-    let wide = if e > TILE_K { e } else { TILE_K };
-    let packed = small_scratch(TILE_K, wide.next_multiple_of(32), wide);
-    (packed + 2 * TILE_Q * TILE_K + TILE_Q * e + 4 * TILE_Q).next_multiple_of(16)
+/// Bytes of one thread's tiles for heads of `e` elements: two score tiles in f32 and in the compute type, an output tile,
+/// row statistics, packed operands.
+const fn tile_bytes(e: usize) -> usize {
+    let wide = if e > TILE { e } else { TILE };
+    let tiles = 2 * TILE * TILE * (4 + 4) + TILE * e * 4 + 4 * TILE * 4;
+    (tiles + small_scratch(TILE, wide, wide)).next_multiple_of(64)
 }
 
-/// Scratch as (fixed bytes, bytes per element of a head), an upper bound of what `threads` threads use.
-pub fn scratch_bytes(threads: usize) -> (u64, u64) {
-    // `thread_scratch` is convex in e with slope below this; one probe at the tile width bounds the constant.
-    let slope = (TILE_K.next_multiple_of(12) + TILE_Q + 3 * 256) as u64;
-    let fixed = thread_scratch(TILE_K) as u64;
-    (threads as u64 * fixed * 4, threads as u64 * slope * 4)
+/// Scratch as bytes, bytes per element of a head, and bytes per position and element of a head: an upper bound of what
+/// `threads` threads use.
+pub fn scratch_bytes(threads: usize) -> (u64, u64, u64) {
+    let threads = threads as u64;
+    // A chord of `tile_bytes` from 0 to a head of 4096, above it everywhere since it bends upwards only below 1024.
+    let slope = (tile_bytes(1024) - tile_bytes(TILE)).div_ceil(1024 - TILE) as u64 + 64;
+    (threads * (tile_bytes(TILE) as u64 + 64), threads * slope, threads * 2 * 4)
 }
 
 #[derive(Clone, Copy)]
@@ -71,168 +74,235 @@ impl Shape {
 }
 
 /// Tiles of one thread.
-struct Tiles {
-    packed: *mut f32,
+struct Tiles<T> {
+    /// f32 tiles of TILE × TILE.
     scores: *mut f32,
     other: *mut f32,
+    /// The same in the compute type.
+    weights: *mut T,
+    gradients: *mut T,
+    /// TILE × e.
     out: *mut f32,
+    /// Four numbers per row.
     rows: *mut f32,
+    packed: *mut u8,
 }
 
-impl Tiles {
+impl<T> Tiles<T> {
     /// # Safety
-    /// `scratch` holds `thread_scratch(e)` floats for every worker.
-    unsafe fn of(scratch: *mut f32, worker: usize, e: usize) -> Self {
+    /// `scratch` holds `tile_bytes(e)` bytes for every worker.
+    unsafe fn of(scratch: *mut u8, worker: usize, e: usize) -> Self {
         // SAFETY: the caller vouches.
         unsafe {
-            let scores = scratch.add(worker * thread_scratch(e));
-            let other = scores.add(TILE_Q * TILE_K);
-            let out = other.add(TILE_Q * TILE_K);
-            let rows = out.add(TILE_Q * e);
-            Self { packed: rows.add(4 * TILE_Q), scores, other, out, rows }
+            let scores: *mut f32 = scratch.add(worker * tile_bytes(e)).cast();
+            let other = scores.add(TILE * TILE);
+            let weights = other.add(TILE * TILE);
+            let gradients = weights.add(TILE * TILE);
+            let out = gradients.add(TILE * TILE);
+            let rows = out.add(TILE * e);
+            let packed = rows.add(4 * TILE).cast();
+            Self { scores, other, weights: weights.cast(), gradients: gradients.cast(), out, rows, packed }
         }
     }
 }
 
+/// A product into f32 rows.
+fn into(ptr: *mut f32, stride: usize, add: bool) -> Target {
+    Target::F32 { ptr, stride, add }
+}
+
 /// o and lse.
-pub fn forward(call: Call) {
+pub fn forward<T: Float>(call: Call) {
     let shape = Shape::of(&call);
     let Shape { seq, e, heads, group, width, scale, .. } = shape;
-    let simd_unit = call.simd;
-    let qkv = Ptr(call.input::<f32>(0));
-    let Some(o) = call.output::<f32>(0).map(Ptr) else { return };
-    let lse = call.output::<f32>(1).map(Ptr);
-    let scratch = Ptr(call.scratch::<f32>());
-    let q_tiles = seq.div_ceil(TILE_Q);
+    let unit = call.simd;
+    let qkv = Ptr(call.input::<T>(0));
+    let Some(o) = call.output::<T>(0).map(Ptr) else { return };
+    let lse = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
+    let scratch = Ptr(call.scratch::<u8>());
+    let q_tiles = seq.div_ceil(TILE);
     call.pool.run(call.size('b') * heads * q_tiles, |task, worker| {
         let (b, h, tile) = (task / (heads * q_tiles), task / q_tiles % heads, task % q_tiles);
         // SAFETY: the task owns these rows of o and lse; each worker has tiles of its own.
         unsafe {
-            let tiles = Tiles::of(scratch.get(), worker, e);
-            let q0 = tile * TILE_Q;
-            let rows = TILE_Q.min(seq - q0);
-            let maxima = std::slice::from_raw_parts_mut(tiles.rows, rows);
-            let sums = std::slice::from_raw_parts_mut(tiles.rows.add(TILE_Q), rows);
-            maxima.fill(f32::NEG_INFINITY);
-            sums.fill(0.0);
-            std::slice::from_raw_parts_mut(tiles.out, rows * e).fill(0.0);
-            let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
-            for k0 in (0..q0 + rows).step_by(TILE_K) {
-                let columns = TILE_K.min(q0 + rows - k0);
-                let key = Matrix::rows(qkv.at(shape.k(b, k0, h / group)), width).transposed();
-                let shape3 = (rows, columns, e);
-                gemm_small(simd_unit, shape3, query, key, tiles.scores, TILE_K, false, tiles.packed);
-                simd_unit.run(|| {
-                    let out = std::slice::from_raw_parts_mut(tiles.out, rows * e);
-                    for r in 0..rows {
-                        // Keys after the query are masked: they get no weight.
-                        let seen = (q0 + r + 1).saturating_sub(k0).min(columns);
-                        let row = std::slice::from_raw_parts_mut(tiles.scores.add(r * TILE_K), columns);
-                        row[..seen].iter_mut().for_each(|x| *x *= scale);
-                        row[seen..].fill(0.0);
-                        if seen == 0 {
-                            continue;
-                        }
-                        let seen_row = &mut row[..seen];
-                        let top = simd::max(seen_row);
-                        let top = if maxima[r] > top || maxima[r].is_nan() { maxima[r] } else { top };
-                        seen_row.iter_mut().for_each(|x| *x = simd::exp(*x - top));
-                        let fade = simd::exp(maxima[r] - top);
-                        sums[r] = sums[r] * fade + simd::sum(seen, |i| seen_row[i]);
-                        out[r * e..(r + 1) * e].iter_mut().for_each(|x| *x *= fade);
-                        maxima[r] = top;
-                    }
-                });
-                let value = Matrix::rows(qkv.at(shape.v(b, k0, h / group)), width);
-                let weights = Matrix::rows(tiles.scores.cast_const(), TILE_K);
-                gemm_small(simd_unit, (rows, e, columns), weights, value, tiles.out, e, true, tiles.packed);
+            let t = Tiles::<T>::of(scratch.get(), worker, e);
+            let q0 = tile * TILE;
+            let rows = TILE.min(seq - q0);
+            let (maxima, sums) = (t.rows, t.rows.add(TILE));
+            for r in 0..rows {
+                *maxima.add(r) = f32::NEG_INFINITY;
+                *sums.add(r) = 0.0;
             }
-            simd_unit.run(|| {
-                let out = std::slice::from_raw_parts(tiles.out, rows * e);
-                for r in 0..rows {
-                    let inverse = 1.0 / sums[r];
-                    let to = o.slice(shape.o(b, q0 + r, h), e);
-                    for (to, x) in to.iter_mut().zip(&out[r * e..(r + 1) * e]) {
-                        *to = x * inverse;
-                    }
-                    if let Some(lse) = lse {
-                        *lse.at((b * heads + h) * seq + q0 + r) = maxima[r] + sums[r].ln();
-                    }
-                }
-            });
+            t.out.write_bytes(0, rows * e);
+            let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
+            for k0 in (0..q0 + rows).step_by(TILE) {
+                let columns = TILE.min(q0 + rows - k0);
+                let key = Matrix::rows(qkv.at(shape.k(b, k0, h / group)), width).transposed();
+                gemm_small(unit, (rows, columns, e), query, key, into(t.scores, TILE, false), t.packed);
+                // Keys after the query are masked.
+                let seen = q0 as isize - k0 as isize + 1;
+                softmax_tile(unit, t.scores, t.weights, t.out, maxima, sums, rows, columns, seen, e, scale);
+                let value = Matrix::rows(qkv.at(shape.v(b, k0, h / group)), width);
+                let weights = Matrix::rows(t.weights.cast_const(), TILE);
+                gemm_small(unit, (rows, e, columns), weights, value, into(t.out, e, true), t.packed);
+            }
+            let lse = match lse.get() {
+                null if null.is_null() => null,
+                lse => lse.add((b * heads + h) * seq + q0),
+            };
+            finish_tile(unit, t.out, maxima, sums, o.at(shape.o(b, q0, h)), heads * e, lse, rows, e);
         }
     });
 }
 
-/// dqkv from do, qkv, o and lse. A task owns a key-value head and the query heads that read it.
-pub fn grad(call: Call) {
-    let shape = Shape::of(&call);
-    let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
-    let unit = call.simd;
-    let (dout, qkv) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
-    let (o, lse) = (Ptr(call.input::<f32>(2)), Ptr(call.input::<f32>(3)));
-    let Some(dqkv) = call.output::<f32>(0).map(Ptr) else { return };
-    let scratch = Ptr(call.scratch::<f32>());
-    call.pool.run(call.size('b') * kv_heads, |task, worker| {
-        let (b, kv) = (task / kv_heads, task % kv_heads);
-        // SAFETY: the task owns the columns of its heads in dqkv; each worker has tiles of its own.
-        unsafe {
-            let tiles = Tiles::of(scratch.get(), worker, e);
-            for s in 0..seq {
-                dqkv.slice(shape.q(b, s, kv * group), group * e).fill(0.0);
-                dqkv.slice(shape.k(b, s, kv), e).fill(0.0);
-                dqkv.slice(shape.v(b, s, kv), e).fill(0.0);
+vectorised! {
+    /// Scores become weights: row `r` sees its first `seen + r` columns. Fades what `out` and `sums` hold to the new maximum.
+    unsafe fn softmax_tile<T>(
+        scores: *mut f32, weights: *mut T, out: *mut f32, maxima: *mut f32, sums: *mut f32,
+        rows: usize, columns: usize, seen: isize, e: usize, scale: f32,
+    ) -> () {
+        for r in 0..rows {
+            let seen = (seen + r as isize).clamp(0, columns as isize) as usize;
+            let (row, to) = (scores.add(r * TILE), weights.add(r * TILE));
+            for i in seen..columns {
+                *to.add(i) = T::of(0.0);
             }
-            for h in kv * group..(kv + 1) * group {
-                for q0 in (0..seq).step_by(TILE_Q) {
-                    let rows = TILE_Q.min(seq - q0);
-                    // Σ over a head of do · o: what softmax's gradient takes away.
-                    let dots = std::slice::from_raw_parts_mut(tiles.rows, rows);
-                    unit.run(|| {
-                        for (r, dot) in dots.iter_mut().enumerate() {
-                            let at = shape.o(b, q0 + r, h);
-                            let (x, y) = (dout.slice(at, e), o.slice(at, e));
-                            *dot = simd::sum(e, |i| x[i] * y[i]);
-                        }
-                    });
-                    let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
-                    let dout_tile = Matrix::rows(dout.at(shape.o(b, q0, h)), heads * e);
-                    for k0 in (0..q0 + rows).step_by(TILE_K) {
-                        let columns = TILE_K.min(q0 + rows - k0);
-                        let key = Matrix::rows(qkv.at(shape.k(b, k0, kv)), width);
-                        let value = Matrix::rows(qkv.at(shape.v(b, k0, kv)), width);
-                        let (p, ds) = (tiles.scores, tiles.other);
-                        let product = |a, b, c, stride, shape3, add| {
-                            gemm_small(unit, shape3, a, b, c, stride, add, tiles.packed);
-                        };
-                        product(query, key.transposed(), p, TILE_K, (rows, columns, e), false);
-                        product(dout_tile, value.transposed(), ds, TILE_K, (rows, columns, e), false);
-                        unit.run(|| {
-                            for (r, dot) in dots.iter().enumerate() {
-                                let seen = (q0 + r + 1).saturating_sub(k0).min(columns);
-                                let lse = *lse.at((b * heads + h) * seq + q0 + r);
-                                let p = std::slice::from_raw_parts_mut(p.add(r * TILE_K), columns);
-                                let ds = std::slice::from_raw_parts_mut(ds.add(r * TILE_K), columns);
-                                for (p, ds) in p[..seen].iter_mut().zip(&mut ds[..seen]) {
-                                    *p = simd::exp(*p * scale - lse);
-                                    *ds = *p * (*ds - dot) * scale;
-                                }
-                                p[seen..].fill(0.0);
-                                ds[seen..].fill(0.0);
-                            }
-                        });
-                        let p = Matrix::rows(p.cast_const(), TILE_K);
-                        let ds = Matrix::rows(ds.cast_const(), TILE_K);
-                        let (dq, dk, dv) =
-                            (dqkv.at(shape.q(b, q0, h)), dqkv.at(shape.k(b, k0, kv)), dqkv.at(shape.v(b, k0, kv)));
-                        product(p.transposed(), dout_tile, dv, width, (columns, e, rows), true);
-                        product(ds, key, dq, width, (rows, e, columns), true);
-                        product(ds.transposed(), query, dk, width, (columns, e, rows), true);
-                    }
+            if seen == 0 {
+                continue;
+            }
+            let here = simd::max(std::slice::from_raw_parts(row, seen)) * scale;
+            let before = *maxima.add(r);
+            let top = if before > here { before } else { here };
+            for i in 0..seen {
+                *row.add(i) = simd::exp(*row.add(i) * scale - top);
+            }
+            for i in 0..seen {
+                *to.add(i) = T::of(*row.add(i));
+            }
+            let fade = simd::exp(before - top);
+            *sums.add(r) = *sums.add(r) * fade + simd::sum(seen, |i| *row.add(i));
+            *maxima.add(r) = top;
+            if before != top {
+                for i in 0..e {
+                    *out.add(r * e + i) *= fade;
                 }
             }
         }
+    }
+}
+
+vectorised! {
+    unsafe fn finish_tile<T>(
+        out: *const f32, maxima: *const f32, sums: *const f32, o: *mut T, stride: usize, lse: *mut f32,
+        rows: usize, e: usize,
+    ) -> () {
+        for r in 0..rows {
+            let inverse = 1.0 / *sums.add(r);
+            for i in 0..e {
+                *o.add(r * stride + i) = T::of(*out.add(r * e + i) * inverse);
+            }
+            if !lse.is_null() {
+                *lse.add(r) = *maxima.add(r) + (*sums.add(r)).ln();
+            }
+        }
+    }
+}
+
+/// dqkv from do, qkv, o and lse. A task owns a key-value head and the query heads that read it.
+pub fn grad<T: Float>(call: Call) {
+    let shape = Shape::of(&call);
+    let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
+    let unit = call.simd;
+    let (dout, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let (o, lse) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
+    let Some(dqkv) = call.output::<T>(0).map(Ptr) else { return };
+    let scratch = Ptr(call.scratch::<u8>());
+    let threads = call.pool.threads();
+    call.pool.run(call.size('b') * kv_heads, |task, worker| {
+        let (b, kv) = (task / kv_heads, task % kv_heads);
+        // SAFETY: the task owns the columns of its heads in dqkv; each worker has tiles and sums of its own.
+        unsafe {
+            let t = Tiles::<T>::of(scratch.get(), worker, e);
+            // Sums of dK and dV over all queries of the group.
+            let sums: *mut f32 = scratch.get().add(threads * tile_bytes(e)).cast();
+            let dk = sums.add(worker * 2 * seq * e);
+            let dv = dk.add(seq * e);
+            dk.write_bytes(0, 2 * seq * e);
+            for h in kv * group..(kv + 1) * group {
+                for q0 in (0..seq).step_by(TILE) {
+                    let rows = TILE.min(seq - q0);
+                    let (dots, row_lse) = (t.rows, lse.at((b * heads + h) * seq + q0));
+                    let at = shape.o(b, q0, h);
+                    row_dots(unit, dout.at(at), o.at(at), heads * e, dots, rows, e);
+                    t.out.write_bytes(0, rows * e);
+                    let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
+                    let dout_tile = Matrix::rows(dout.at(at), heads * e);
+                    for k0 in (0..q0 + rows).step_by(TILE) {
+                        let columns = TILE.min(q0 + rows - k0);
+                        let key = Matrix::rows(qkv.at(shape.k(b, k0, kv)), width);
+                        let value = Matrix::rows(qkv.at(shape.v(b, k0, kv)), width);
+                        let product = |shape3, a, b, c| gemm_small(unit, shape3, a, b, c, t.packed);
+                        product((rows, columns, e), query, key.transposed(), into(t.scores, TILE, false));
+                        product((rows, columns, e), dout_tile, value.transposed(), into(t.other, TILE, false));
+                        let seen = q0 as isize - k0 as isize + 1;
+                        let (p, ds) = (t.weights, t.gradients);
+                        grad_tile(unit, t.scores, t.other, p, ds, row_lse, dots, rows, columns, seen, scale);
+                        let p = Matrix::rows(p.cast_const(), TILE);
+                        let ds = Matrix::rows(ds.cast_const(), TILE);
+                        product((columns, e, rows), p.transposed(), dout_tile, into(dv.add(k0 * e), e, true));
+                        product((columns, e, rows), ds.transposed(), query, into(dk.add(k0 * e), e, true));
+                        product((rows, e, columns), ds, key, into(t.out, e, true));
+                    }
+                    copy_rows(unit, t.out, dqkv.at(shape.q(b, q0, h)), width, rows, e);
+                }
+            }
+            copy_rows(unit, dk, dqkv.at(shape.k(b, 0, kv)), width, seq, e);
+            copy_rows(unit, dv, dqkv.at(shape.v(b, 0, kv)), width, seq, e);
+        }
     });
+}
+
+vectorised! {
+    /// Σ over a head of do · o: what softmax's gradient takes away.
+    unsafe fn row_dots<T>(dout: *const T, o: *const T, stride: usize, dots: *mut f32, rows: usize, e: usize) -> () {
+        for r in 0..rows {
+            let (x, y) = (dout.add(r * stride), o.add(r * stride));
+            *dots.add(r) = simd::sum(e, |i| (*x.add(i)).to() * (*y.add(i)).to());
+        }
+    }
+}
+
+vectorised! {
+    /// From scores and do·vᵀ to weights and the gradient of scores.
+    unsafe fn grad_tile<T>(
+        scores: *const f32, dp: *const f32, p: *mut T, ds: *mut T, lse: *const f32, dots: *const f32,
+        rows: usize, columns: usize, seen: isize, scale: f32,
+    ) -> () {
+        for r in 0..rows {
+            let seen = (seen + r as isize).clamp(0, columns as isize) as usize;
+            let at = r * TILE;
+            let (lse, dot) = (*lse.add(r), *dots.add(r));
+            for i in at..at + seen {
+                let weight = simd::exp(*scores.add(i) * scale - lse);
+                *p.add(i) = T::of(weight);
+                *ds.add(i) = T::of(weight * (*dp.add(i) - dot) * scale);
+            }
+            for i in at + seen..at + columns {
+                *p.add(i) = T::of(0.0);
+                *ds.add(i) = T::of(0.0);
+            }
+        }
+    }
+}
+
+vectorised! {
+    unsafe fn copy_rows<T>(from: *const f32, to: *mut T, stride: usize, rows: usize, e: usize) -> () {
+        for r in 0..rows {
+            for i in 0..e {
+                *to.add(r * stride + i) = T::of(*from.add(r * e + i));
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -241,9 +311,12 @@ mod tests {
 
     #[test]
     fn the_profile_asks_for_enough_scratch_at_every_head_size() {
-        for e in 1..=1024 {
-            let (fixed, per_element) = scratch_bytes(2);
-            assert!(fixed + per_element * e as u64 >= 2 * thread_scratch(e) as u64 * 4, "head_dim {e}");
+        for threads in [1, 2, 7] {
+            let (fixed, per_element, _) = scratch_bytes(threads);
+            for e in 1..=4096 {
+                let asked = fixed + per_element * e as u64;
+                assert!(asked >= (threads * tile_bytes(e)) as u64, "{threads} threads, head_dim {e}");
+            }
         }
     }
 }

@@ -1,5 +1,6 @@
 //! One kernel call: operands as addresses, dimensions as sizes.
 
+use super::float::Bf16;
 use super::pool::Pool;
 use super::simd::Simd;
 use lockstep_ir::program::{Arg, BufferId, Lifetime, Slot, StepProgram};
@@ -24,7 +25,7 @@ impl At {
             lifetime: region.lifetime,
             offset: region.offset + b.offset,
             slot_bytes: region.slot_bytes,
-            elements: b.bytes as usize,
+            elements: 0,
             dtype: DType::F32,
             accumulate: false,
         }
@@ -52,6 +53,8 @@ pub struct Bound {
     pub inputs: Vec<At>,
     pub outputs: Vec<Option<At>>,
     pub workspace: Option<At>,
+    /// Type of the floating-point operands.
+    pub float: DType,
     /// Sizes by letter of the op table.
     sizes: [usize; 26],
 }
@@ -67,6 +70,7 @@ impl Bound {
             inputs: instr.inputs.iter().map(|a| At::arg(program, a)).collect(),
             outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a))).collect(),
             workspace: instr.workspace.map(|w| At::buffer(program, w)),
+            float: dims.float(),
             sizes,
         })
     }
@@ -81,6 +85,9 @@ pub struct Call<'a> {
     pub base: *mut u8,
     pub slot: Slot,
 }
+
+// SAFETY: `base` is the arena; kernels split their outputs between tasks without overlap.
+unsafe impl Sync for Call<'_> {}
 
 impl Call<'_> {
     /// Size behind a letter of the op table.
@@ -106,6 +113,11 @@ impl Call<'_> {
         }
     }
 
+    /// Bytes at the start of a matrix product's scratch that the product itself uses; its results are in f32.
+    pub fn gemm_scratch(&self) -> usize {
+        super::gemm::scratch_bytes(self.pool.threads()).0.next_multiple_of(64)
+    }
+
     /// Where a weight gradient goes.
     pub fn accumulator(&self, i: usize) -> Option<Accumulator> {
         let at = self.bound.outputs[i].as_ref()?;
@@ -113,19 +125,17 @@ impl Call<'_> {
         let add = at.accumulate && self.slot.micro_batch > 0;
         Some(match at.dtype {
             DType::Fixed64 => Accumulator::Fixed { sum: address.cast(), add },
+            DType::BF16 => Accumulator::Bf16 { sum: address.cast(), add },
             _ => Accumulator::Float { sum: address.cast(), add },
         })
     }
 
-    /// Calls `f(first, last + 1)` for ranges that cover `0..n`, on all threads; compiled for the vector units.
-    #[inline(always)]
+    /// Calls `f(first, last + 1)` for ranges that cover `0..n`, on all threads.
     pub fn ranges(&self, n: usize, grain: usize, f: impl Fn(usize, usize) + Sync) {
-        let simd = self.simd;
-        self.pool.run(n.div_ceil(grain), |task, _| simd.run(|| f(task * grain, n.min((task + 1) * grain))));
+        self.pool.run(n.div_ceil(grain), |task, _| f(task * grain, n.min((task + 1) * grain)));
     }
 
     /// As `ranges`, with a grain that gives every thread a few tasks.
-    #[inline(always)]
     pub fn rows(&self, n: usize, f: impl Fn(usize, usize) + Sync) {
         self.ranges(n, n.div_ceil(4 * self.pool.threads()).max(1), f);
     }
@@ -136,7 +146,19 @@ impl Call<'_> {
 #[derive(Clone, Copy)]
 pub enum Accumulator {
     Float { sum: *mut f32, add: bool },
+    Bf16 { sum: *mut Bf16, add: bool },
     Fixed { sum: *mut i64, add: bool },
+}
+
+impl Accumulator {
+    /// The same, adding to what is there in any case where `add` says so.
+    pub fn adding(self, add: bool) -> Self {
+        match self {
+            Accumulator::Float { sum, add: before } => Accumulator::Float { sum, add: before || add },
+            Accumulator::Bf16 { sum, add: before } => Accumulator::Bf16 { sum, add: before || add },
+            Accumulator::Fixed { sum, add: before } => Accumulator::Fixed { sum, add: before || add },
+        }
+    }
 }
 
 /// An address that may travel to the pool's threads. Kernels write disjoint ranges.

@@ -1,9 +1,11 @@
 //! What this machine can do at best: the floors that kernels are measured against.
 
 use super::call::Ptr;
-use super::gemm::{self, Matrix};
+use super::float::{Bf16, Float};
+use super::gemm::{self, Matrix, Target};
 use super::pool::Pool;
-use super::simd::Simd;
+use super::simd::{Simd, vectorised};
+use lockstep_ir::DType;
 use std::time::Instant;
 
 /// The best of a few short runs of `f`, in seconds.
@@ -15,17 +17,25 @@ fn best_of(runs: usize, mut f: impl FnMut()) -> f64 {
     })
 }
 
-/// The speed of large f32 matrix products on `threads` threads, in FLOP per second.
-pub fn matmul(threads: usize) -> f64 {
-    const N: usize = 768;
+/// The speed of large matrix products on `threads` threads, operands in f32 or bf16, in FLOP per second.
+pub fn matmul(threads: usize, operands: DType) -> f64 {
+    match operands {
+        DType::BF16 => product::<Bf16>(threads),
+        _ => product::<f32>(threads),
+    }
+}
+
+fn product<T: Float>(threads: usize) -> f64 {
+    const N: usize = 1024;
     let (pool, simd) = (Pool::new(threads), Simd::detect());
-    let (a, b) = (vec![1.0f32; N * N], vec![1.0f32; N * N]);
+    let (a, b) = (vec![T::of(1.0); N * N], vec![T::of(1.0); N * N]);
     let mut c = vec![0.0f32; N * N];
-    let mut scratch = vec![0.0f32; gemm::scratch_bytes(threads) / 4];
+    let mut scratch = vec![0.0f32; gemm::scratch_bytes(threads).0 / 4];
     let seconds = best_of(12, || {
         let (a, b) = (Matrix::rows(a.as_ptr(), N), Matrix::rows(b.as_ptr(), N));
+        let c = Target::F32 { ptr: c.as_mut_ptr(), stride: N, add: false };
         // SAFETY: the vectors have these sizes.
-        unsafe { gemm::gemm(&pool, simd, (N, N, N), a, b, c.as_mut_ptr(), N, false, scratch.as_mut_ptr()) };
+        unsafe { gemm::gemm(&pool, simd, (N, N, N), a, b, c, scratch.as_mut_ptr()) };
     });
     2.0 * (N as f64).powi(3) / seconds
 }
@@ -41,8 +51,16 @@ pub fn bandwidth(threads: usize) -> f64 {
     let seconds = best_of(6, || {
         pool.run(64, |task, _| {
             // SAFETY: tasks copy disjoint ranges.
-            simd.run(|| unsafe { b.slice(task * grain, grain).copy_from_slice(a.slice(task * grain, grain)) });
+            unsafe { copy(simd, a.at(task * grain), b.at(task * grain), grain) };
         });
     });
     (2 * N * 4) as f64 / seconds
+}
+
+vectorised! {
+    unsafe fn copy<T>(from: *const T, to: *mut T, n: usize) -> () {
+        for i in 0..n {
+            *to.add(i) = *from.add(i);
+        }
+    }
 }

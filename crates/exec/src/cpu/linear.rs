@@ -1,71 +1,101 @@
 //! Linear layers. Shapes: x `[rows, k]`, w `[n, k]`, y `[rows, n]`.
 
 use super::call::{Accumulator, Call, Ptr};
-use super::gemm::{Matrix, gemm, scratch_bytes};
+use super::float::{Bf16, Float};
+use super::gemm::{Matrix, Target, gemm};
+use super::simd::vectorised;
 use lockstep_ir::fixed;
 
 /// y = x · wᵀ.
-pub fn forward(call: Call) {
+pub fn forward<T: Float>(call: Call) {
     let (rows, n, k) = (call.size('b') * call.size('s'), call.size('n'), call.size('k'));
-    let Some(y) = call.output(0) else { return };
-    let (x, w) = (Matrix::rows(call.input(0), k), Matrix::rows(call.input(1), k).transposed());
+    let Some(y) = call.output::<T>(0) else { return };
+    let (x, w) = (Matrix::rows(call.input::<T>(0), k), Matrix::rows(call.input::<T>(1), k).transposed());
     // SAFETY: sizes come from the operands' types; the verifier keeps outputs and scratch apart from inputs.
-    unsafe { gemm(call.pool, call.simd, (rows, n, k), x, w, y, n, false, call.scratch()) }
+    unsafe { gemm(call.pool, call.simd, (rows, n, k), x, w, Target::new(y, n), call.scratch()) }
 }
 
 /// dx = dy · w.
-pub fn grad_input(call: Call) {
+pub fn grad_input<T: Float>(call: Call) {
     let (rows, n, k) = (call.size('b') * call.size('s'), call.size('n'), call.size('k'));
-    let Some(dx) = call.output(0) else { return };
-    let (dy, w) = (Matrix::rows(call.input(0), n), Matrix::rows(call.input(1), k));
+    let Some(dx) = call.output::<T>(0) else { return };
+    let (dy, w) = (Matrix::rows(call.input::<T>(0), n), Matrix::rows(call.input::<T>(1), k));
     // SAFETY: as in `forward`.
-    unsafe { gemm(call.pool, call.simd, (rows, k, n), dy, w, dx, k, false, call.scratch()) }
+    unsafe { gemm(call.pool, call.simd, (rows, k, n), dy, w, Target::new(dx, k), call.scratch()) }
 }
 
 /// dw = dyᵀ · x.
-pub fn grad_weight(call: Call) {
+pub fn grad_weight<T: Float>(call: Call) {
     let (batch, seq, n, k) = (call.size('b'), call.size('s'), call.size('n'), call.size('k'));
     let Some(dw) = call.accumulator(0) else { return };
-    // SAFETY: as in `forward`.
-    unsafe { weight_product(call, (batch, seq, n, k), call.input(0), call.input(1), dw, call.scratch()) }
+    let scratch: *mut f32 = call.scratch();
+    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the product's.
+    unsafe {
+        let share = scratch.byte_add(call.gemm_scratch());
+        weight_product::<T>(call, (batch, seq, n, k), call.input(0), call.input(1), dw, scratch, share);
+    }
 }
 
 /// dw `[n, k]` += dyᵀ · x over `groups` groups of `rows` rows: at once for float sums, group by group for fixed-point
 /// sums, so that a group's share does not depend on its neighbours.
 ///
 /// # Safety
-/// The operands have these sizes; `scratch` holds a product's scratch, and n · k floats behind it for fixed-point sums.
-pub unsafe fn weight_product(
+/// The operands have these sizes; `scratch` holds a product's scratch, and `share` n · k floats for sums that are not in f32.
+pub unsafe fn weight_product<T: Float>(
     call: Call,
     (groups, rows, n, k): (usize, usize, usize, usize),
-    dy: *const f32,
-    x: *const f32,
+    dy: *const T,
+    x: *const T,
     dw: Accumulator,
     scratch: *mut f32,
+    share: *mut f32,
 ) {
-    match dw {
-        Accumulator::Float { sum, add } => {
-            let (dy, x) = (Matrix::rows(dy, n).transposed(), Matrix::rows(x, k));
-            // SAFETY: the caller vouches.
-            unsafe { gemm(call.pool, call.simd, (n, k, groups * rows), dy, x, sum, k, add, scratch) }
-        }
-        Accumulator::Fixed { sum, add } => {
-            for group in 0..groups {
-                // SAFETY: the caller vouches; tasks convert disjoint ranges.
-                unsafe {
-                    let share = scratch.add(scratch_bytes(call.pool.threads()) / 4);
-                    let dy = Matrix::rows(dy.add(group * rows * n), n).transposed();
-                    let x = Matrix::rows(x.add(group * rows * k), k);
-                    gemm(call.pool, call.simd, (n, k, rows), dy, x, share, k, false, scratch);
-                    let (share, sum) = (Ptr(share.cast_const()), Ptr(sum));
+    // SAFETY: the caller vouches; tasks convert disjoint ranges.
+    unsafe {
+        let product = |first: usize, rows: usize, target: Target| {
+            let dy = Matrix::rows(dy.add(first * n), n).transposed();
+            let x = Matrix::rows(x.add(first * k), k);
+            gemm(call.pool, call.simd, (n, k, rows), dy, x, target, scratch);
+        };
+        let apart = Target::F32 { ptr: share, stride: k, add: false };
+        let share = Ptr(share.cast_const());
+        match dw {
+            Accumulator::Float { sum, add } => {
+                product(0, groups * rows, Target::F32 { ptr: sum, stride: k, add });
+            }
+            Accumulator::Bf16 { sum, add } => {
+                product(0, groups * rows, apart);
+                let sum = Ptr(sum);
+                call.rows(n * k, |from, to| {
+                    add_rounded(call.simd, share.at(from), sum.at(from), to - from, add);
+                });
+            }
+            Accumulator::Fixed { sum, add } => {
+                let sum = Ptr(sum);
+                for group in 0..groups {
+                    product(group * rows, rows, apart);
                     call.rows(n * k, |from, to| {
-                        let shares = share.slice(from, to - from);
-                        for (s, x) in sum.slice(from, to - from).iter_mut().zip(shares) {
-                            *s = fixed::add(if add || group > 0 { *s } else { 0 }, *x);
-                        }
+                        add_fixed(call.simd, share.at(from), sum.at(from), to - from, add || group > 0);
                     });
                 }
             }
+        }
+    }
+}
+
+vectorised! {
+    unsafe fn add_rounded<T>(share: *const T, sum: *mut Bf16, n: usize, add: bool) -> () {
+        for i in 0..n {
+            let before = if add { (*sum.add(i)).to() } else { 0.0 };
+            *sum.add(i) = Bf16::of(before + (*share.add(i)).to());
+        }
+    }
+}
+
+vectorised! {
+    unsafe fn add_fixed<T>(share: *const T, sum: *mut i64, n: usize, add: bool) -> () {
+        for i in 0..n {
+            *sum.add(i) = fixed::add(if add { *sum.add(i) } else { 0 }, (*share.add(i)).to());
         }
     }
 }

@@ -4,6 +4,7 @@ mod arena;
 mod attention;
 mod call;
 pub mod ceilings;
+mod float;
 mod gemm;
 mod linear;
 mod loss;
@@ -16,36 +17,45 @@ mod simd;
 use crate::{ExecError, Executor, Timing};
 use arena::Arena;
 use call::{Bound, Call};
+use float::{Bf16, Float};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{DeviceProfile, Op, StepProgram, Workspace, units};
+use lockstep_ir::{DType, DeviceProfile, Op, StepProgram, Workspace, units};
 use pool::Pool;
 use simd::Simd;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// What the compiler must know of this executor: alignment, and the scratch of every kernel.
-pub fn profile(threads: usize, reproducible: bool) -> DeviceProfile {
-    let product = gemm::scratch_bytes(threads) as u64;
+/// What the compiler must know of this executor: alignment, and the scratch of every kernel, for these types of parameters
+/// and of gradient sums.
+pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfile {
+    let (product, per_k) = gemm::scratch_bytes(threads);
+    let (product, per_k) = (product.next_multiple_of(64) as u64, per_k as u64);
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
-    // A fixed-point sum needs each sequence's product once, on its own.
-    let share = |letters| if reproducible { vec![(4, letters)] } else { Vec::new() };
-    let head = [(4, "cv"), (4, "c")];
-    let (attention, per_element) = attention::scratch_bytes(threads);
-    let attention = Workspace { fixed: attention, terms: vec![(per_element, "e")] };
+    // A result that is rounded to bf16 is summed whole.
+    let rounded = |letter| match compute {
+        DType::BF16 => Workspace { fixed: product, terms: vec![(per_k, letter)] },
+        _ => fixed(product),
+    };
+    // A sum that is not in f32 needs each product once, on its own.
+    let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
+    let head = [(8, "cv"), (4, "ck"), (4, "c")];
+    let (attention, per_element, per_position) = attention::scratch_bytes(threads);
+    let forward = Workspace { fixed: attention, terms: vec![(per_element, "e")] };
+    let backward = Workspace { fixed: attention, terms: vec![(per_element, "e"), (per_position, "se")] };
     let workspaces = BTreeMap::from([
-        ("linear", fixed(product)),
-        ("linear_grad_input", fixed(product)),
+        ("linear", rounded("k")),
+        ("linear_grad_input", rounded("n")),
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
-        ("linear_cross_entropy", Workspace { fixed: product, terms: [&head[..], &share("vk")].concat() }),
-        ("attention", attention.clone()),
-        ("attention_grad", attention),
+        ("linear_cross_entropy", Workspace { fixed: product + 64, terms: [&head[..], &share("vk")].concat() }),
+        ("attention", forward),
+        ("attention_grad", backward),
         ("global_norm", fixed(optimizer::NORM_SCRATCH as u64)),
     ]);
     DeviceProfile {
         name: format!("cpu, {threads} threads"),
         alignment: arena::ALIGNMENT,
-        cross_entropy_rows: 256,
+        cross_entropy_logits: 8 << 20,
         workspaces,
     }
 }
@@ -77,8 +87,9 @@ impl CpuExecutor {
         for (instr, types) in
             program.segments.iter().flat_map(|s| &s.instrs).map(|i| (i, i.inputs.iter().map(|a| &a.ty)))
         {
-            let reproducible = instr.outputs.iter().flatten().any(|a| a.ty.dtype == lockstep_ir::DType::Fixed64);
-            let needed = profile(threads, reproducible)
+            let gradients = instr.outputs.iter().flatten().find(|a| a.accumulate).map_or(DType::F32, |a| a.ty.dtype);
+            let compute = if instr.inputs.iter().any(|a| a.ty.dtype == DType::BF16) { DType::BF16 } else { DType::F32 };
+            let needed = profile(threads, compute, gradients)
                 .workspace(&instr.op, &types.collect::<Vec<_>>())
                 .map_err(|e| ExecError::Internal(e.to_string()))?;
             let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
@@ -110,30 +121,37 @@ impl CpuExecutor {
 
     fn call(&self, bound: &Bound, slot: Slot) {
         let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot };
-        match bound.op {
-            Op::Embedding => pointwise::embedding(call),
-            Op::EmbeddingGrad { .. } => pointwise::embedding_grad(call),
-            Op::Linear => linear::forward(call),
-            Op::LinearGradInput => linear::grad_input(call),
-            Op::LinearGradWeight => linear::grad_weight(call),
-            Op::RmsNorm { eps } => norm::forward(call, eps, false),
-            Op::AddRmsNorm { eps } => norm::forward(call, eps, true),
-            Op::RmsNormGrad => norm::grad(call, false),
-            Op::AddRmsNormGrad => norm::grad(call, true),
-            Op::RmsNormGradWeight => norm::grad_weight(call),
-            Op::Rope { inverse } => pointwise::rope(call, inverse),
-            Op::Attention => attention::forward(call),
-            Op::AttentionGrad => attention::grad(call),
-            Op::SwiGlu => pointwise::swiglu(call),
-            Op::SwiGluGrad => pointwise::swiglu_grad(call),
-            Op::Add => pointwise::add(call),
-            Op::CrossEntropy => loss::cross_entropy(call),
-            Op::CrossEntropyGrad => loss::cross_entropy_grad(call),
-            Op::LinearCrossEntropy { rows } => loss::linear_cross_entropy(call, rows),
-            Op::AddState => optimizer::add_state(call),
-            Op::GlobalNorm => optimizer::global_norm(call),
-            Op::AdamW { beta1, beta2, eps, decay } => optimizer::adamw(call, beta1, beta2, eps, decay),
+        match bound.float {
+            DType::BF16 => run_kernel::<Bf16>(call),
+            _ => run_kernel::<f32>(call),
         }
+    }
+}
+
+fn run_kernel<T: Float>(call: Call) {
+    match call.bound.op {
+        Op::Embedding => pointwise::embedding::<T>(call),
+        Op::EmbeddingGrad { .. } => pointwise::embedding_grad::<T>(call),
+        Op::Linear => linear::forward::<T>(call),
+        Op::LinearGradInput => linear::grad_input::<T>(call),
+        Op::LinearGradWeight => linear::grad_weight::<T>(call),
+        Op::RmsNorm { eps } => norm::forward::<T>(call, eps, false),
+        Op::AddRmsNorm { eps } => norm::forward::<T>(call, eps, true),
+        Op::RmsNormGrad => norm::grad::<T>(call, false),
+        Op::AddRmsNormGrad => norm::grad::<T>(call, true),
+        Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
+        Op::Rope { inverse } => pointwise::rope::<T>(call, inverse),
+        Op::Attention => attention::forward::<T>(call),
+        Op::AttentionGrad => attention::grad::<T>(call),
+        Op::SwiGlu => pointwise::swiglu::<T>(call),
+        Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
+        Op::Add => pointwise::add::<T>(call),
+        Op::CrossEntropy => loss::cross_entropy::<T>(call),
+        Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
+        Op::LinearCrossEntropy { rows } => loss::linear_cross_entropy::<T>(call, rows),
+        Op::AddState => optimizer::add_state(call),
+        Op::GlobalNorm => optimizer::global_norm(call),
+        Op::AdamW { beta1, beta2, eps, decay } => optimizer::adamw(call, beta1, beta2, eps, decay),
     }
 }
 

@@ -1,126 +1,150 @@
 //! RMSNorm, alone and with the residual addition. Shapes: x, delta, sum, y `[rows, d]`; rstd `[rows]`; w `[d]`.
 
 use super::call::{Accumulator, Call, Ptr};
-use super::simd;
+use super::float::{Bf16, Float};
+use super::simd::{self, vectorised};
 use lockstep_ir::fixed;
 
 /// `add` says whether the call is `AddRmsNorm`.
-pub fn forward(call: Call, eps: f32, add: bool) {
+pub fn forward<T: Float>(call: Call, eps: f32, add: bool) {
     let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
-    let x = Ptr(call.input::<f32>(0));
-    let delta = add.then(|| Ptr(call.input::<f32>(1)));
-    let w = Ptr(call.input::<f32>(if add { 2 } else { 1 }));
+    let x = Ptr(call.input::<T>(0));
+    let delta = Ptr(if add { call.input::<T>(1) } else { std::ptr::null() });
+    let w = Ptr(call.input::<T>(if add { 2 } else { 1 }));
     let first = usize::from(add);
-    let sum = if add { call.output::<f32>(0).map(Ptr) } else { None };
-    let y = call.output::<f32>(first).map(Ptr);
-    let rstd = call.output::<f32>(first + 1).map(Ptr);
+    let or_null = |p: Option<*mut T>| Ptr(p.unwrap_or(std::ptr::null_mut()));
+    // The sum is what is normed, so it is made whether anybody else reads it or not (the op table says so).
+    let sum = or_null(if add { Some(call.output(0).expect("add_rms_norm makes its sum")) } else { None });
+    let y = or_null(call.output(first));
+    let rstd = Ptr(call.output::<f32>(first + 1).unwrap_or(std::ptr::null_mut()));
     call.rows(rows, |from, to| {
-        // SAFETY: rows from .. to of every operand belong to this task; `sum` may be the memory of `x` or `delta`,
-        // so those three are touched element by element.
+        // SAFETY: rows from .. to of every operand belong to this task.
         unsafe {
-            let w = w.slice(0, d);
-            for row in from..to {
-                let at = row * d;
-                let normed: &[f32] = match (delta, sum) {
-                    (Some(delta), Some(sum)) => {
-                        for i in at..at + d {
-                            *sum.at(i) = *x.at(i) + *delta.at(i);
-                        }
-                        sum.slice(at, d)
-                    }
-                    _ => x.slice(at, d),
-                };
-                let mean = simd::sum(d, |i| normed[i] * normed[i]) / d as f32;
-                let scale = 1.0 / (mean + eps).sqrt();
-                if let Some(y) = y {
-                    for ((y, x), w) in y.slice(at, d).iter_mut().zip(normed).zip(w) {
-                        *y = x * scale * w;
-                    }
-                }
-                if let Some(rstd) = rstd {
-                    *rstd.at(row) = scale;
-                }
-            }
+            let (x, delta, w, sum) = (x.get(), delta.get(), w.get(), sum.get());
+            norm_rows(call.simd, x, delta, w, sum, y.get(), rstd.get(), from, to, d, eps);
         }
     });
+}
+
+vectorised! {
+    /// `delta` and `sum` are null where there is nothing to add; `sum` may be the memory of `x` or `delta`.
+    unsafe fn norm_rows<T>(
+        x: *const T, delta: *const T, w: *const T, sum: *mut T, y: *mut T, rstd: *mut f32,
+        from: usize, to: usize, d: usize, eps: f32,
+    ) -> () {
+        for row in from..to {
+            let at = row * d;
+            let mut normed = x.add(at);
+            if !sum.is_null() {
+                simd::map([x.add(at), delta.add(at)], [sum.add(at)], d, |[x, delta], _| [x + delta]);
+                normed = sum.add(at).cast_const();
+            }
+            let mean = simd::sum(d, |i| (*normed.add(i)).to() * (*normed.add(i)).to()) / d as f32;
+            let scale = 1.0 / (mean + eps).sqrt();
+            if !y.is_null() {
+                simd::map([normed, w], [y.add(at)], d, |[x, w], _| [x * scale * w]);
+            }
+            if !rstd.is_null() {
+                *rstd.add(row) = scale;
+            }
+        }
+    }
 }
 
 /// dx = rstd · (w·dy − x · rstd² · mean(w·dy·x)), plus `dsum` where `add` says so.
-pub fn grad(call: Call, add: bool) {
+pub fn grad<T: Float>(call: Call, add: bool) {
     let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
-    let (dy, x) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
-    let (w, rstd) = (Ptr(call.input::<f32>(2)), Ptr(call.input::<f32>(3)));
-    let dsum = add.then(|| Ptr(call.input::<f32>(4)));
-    let Some(dx) = call.output::<f32>(0).map(Ptr) else { return };
+    let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let (w, rstd) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
+    let dsum = Ptr(if add { call.input::<T>(4) } else { std::ptr::null() });
+    let Some(dx) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
-        // SAFETY: rows from .. to belong to this task; `dx` may be the memory of `dy` or `dsum`, so those are touched
-        // element by element.
+        // SAFETY: rows from .. to of every operand belong to this task.
         unsafe {
-            let w = w.slice(0, d);
-            for row in from..to {
-                let at = row * d;
-                let x = x.slice(at, d);
-                let scale = *rstd.at(row);
-                let dot = simd::sum(d, |i| w[i] * *dy.at(at + i) * x[i]);
-                let shrink = dot * scale * scale * scale / d as f32;
-                for i in 0..d {
-                    let own = scale * w[i] * *dy.at(at + i) - x[i] * shrink;
-                    *dx.at(at + i) = match dsum {
-                        Some(dsum) => *dsum.at(at + i) + own,
-                        None => own,
-                    };
-                }
-            }
+            let (dy, x, w, rstd) = (dy.get(), x.get(), w.get(), rstd.get());
+            grad_rows(call.simd, dy, x, w, rstd, dsum.get(), dx.get(), from, to, d);
         }
     });
 }
 
+vectorised! {
+    /// `dsum` is null where there is nothing to add; `dx` may be the memory of `dy` or `dsum`.
+    unsafe fn grad_rows<T>(
+        dy: *const T, x: *const T, w: *const T, rstd: *const f32, dsum: *const T, dx: *mut T,
+        from: usize, to: usize, d: usize,
+    ) -> () {
+        for row in from..to {
+            let at = row * d;
+            let (dy, x, dx) = (dy.add(at), x.add(at), dx.add(at));
+            let scale = *rstd.add(row);
+            let dot = simd::sum(d, |i| (*w.add(i)).to() * (*dy.add(i)).to() * (*x.add(i)).to());
+            let shrink = dot * scale * scale * scale / d as f32;
+            let own = |w: f32, dy: f32, x: f32| scale * w * dy - x * shrink;
+            if dsum.is_null() {
+                simd::map([w, dy, x], [dx], d, |[w, dy, x], _| [own(w, dy, x)]);
+            } else {
+                simd::map([w, dy, x, dsum.add(at)], [dx], d, |[w, dy, x, dsum], _| [dsum + own(w, dy, x)]);
+            }
+        }
+    }
+}
+
+/// Columns of one task of a weight gradient.
+const COLUMNS: usize = 64;
+
 /// dw = Σ over rows of dy · x · rstd.
-pub fn grad_weight(call: Call) {
-    const COLUMNS: usize = 64;
+pub fn grad_weight<T: Float>(call: Call) {
     let (batch, seq, d) = (call.size('b'), call.size('s'), call.size('d'));
-    let (dy, x) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
+    let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let rstd = Ptr(call.input::<f32>(2));
     let Some(dw) = call.accumulator(0).map(Ptr) else { return };
     call.ranges(d, COLUMNS, |from, to| {
-        let n = to - from;
-        let column_sums = |first: usize, rows: usize| {
-            let mut sums = [0.0f32; COLUMNS];
-            for row in first..first + rows {
-                // SAFETY: inputs are not written meanwhile.
-                unsafe {
-                    let (dy, x) = (dy.slice(row * d + from, n), x.slice(row * d + from, n));
-                    let scale = *rstd.at(row);
-                    for i in 0..n {
-                        sums[i] += dy[i] * x[i] * scale;
-                    }
-                }
-            }
-            sums
-        };
-        match dw.get() {
-            Accumulator::Float { sum, add } => {
-                let sums = column_sums(0, batch * seq);
-                for (i, s) in sums.iter().enumerate().take(n) {
-                    // SAFETY: columns from .. to belong to this task.
-                    unsafe {
-                        let at = sum.add(from + i);
-                        *at = if add { *at + s } else { *s };
-                    }
-                }
-            }
-            Accumulator::Fixed { sum, add } => {
-                for b in 0..batch {
-                    let sums = column_sums(b * seq, seq);
-                    for (i, s) in sums.iter().enumerate().take(n) {
-                        // SAFETY: columns from .. to belong to this task.
-                        unsafe {
+        let mut sums = [0.0f32; COLUMNS];
+        let (groups, rows) =
+            if matches!(dw.get(), Accumulator::Fixed { .. }) { (batch, seq) } else { (1, batch * seq) };
+        for group in 0..groups {
+            // SAFETY: columns from .. to of dw belong to this task.
+            unsafe {
+                let range = (group * rows, (group + 1) * rows);
+                column_sums(call.simd, dy.get(), x.get(), rstd.get(), range, from, to - from, d, &mut sums);
+                for (i, &s) in sums.iter().enumerate().take(to - from) {
+                    match dw.get() {
+                        Accumulator::Float { sum, add } => {
                             let at = sum.add(from + i);
-                            *at = fixed::add(if add || b > 0 { *at } else { 0 }, *s);
+                            *at = if add { *at + s } else { s };
+                        }
+                        Accumulator::Bf16 { sum, add } => {
+                            let at = sum.add(from + i);
+                            *at = Bf16::of(if add { (*at).to() + s } else { s });
+                        }
+                        Accumulator::Fixed { sum, add } => {
+                            let at = sum.add(from + i);
+                            *at = fixed::add(if add || group > 0 { *at } else { 0 }, s);
                         }
                     }
                 }
             }
         }
     });
+}
+
+vectorised! {
+    unsafe fn column_sums<T>(
+        dy: *const T, x: *const T, rstd: *const f32, rows: (usize, usize), from: usize, n: usize, d: usize,
+        sums: &mut [f32; COLUMNS],
+    ) -> () {
+        sums.fill(0.0);
+        for row in rows.0..rows.1 {
+            let (dy, x, scale) = (dy.add(row * d + from), x.add(row * d + from), *rstd.add(row));
+            if n == COLUMNS {
+                for i in 0..COLUMNS {
+                    sums[i] += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
+                }
+            } else {
+                for (i, sum) in sums.iter_mut().enumerate().take(n) {
+                    *sum += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
+                }
+            }
+        }
+    }
 }

@@ -1,6 +1,8 @@
 //! The update: gradient norm, clipping, AdamW.
 
 use super::call::{At, Call, Ptr};
+use super::float::{Bf16, Float};
+use super::simd::vectorised;
 use lockstep_ir::{DType, StepScalars, fixed};
 
 /// Elements whose squares are summed into one f64: a fixed logical block, so that the norm does not depend on threads.
@@ -17,6 +19,7 @@ fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
     unsafe {
         match dtype {
             DType::Fixed64 => fixed::to_f32(*ptr.get().cast::<i64>().add(i)),
+            DType::BF16 => (*ptr.get().cast::<Bf16>().add(i)).to(),
             _ => *ptr.get().cast::<f32>().add(i),
         }
     }
@@ -38,13 +41,15 @@ pub fn global_norm(call: Call) {
             call.ranges(blocks, 4, |from, to| {
                 for block in from..to {
                     let start = first + block * BLOCK;
-                    let mut sums = [0.0f64; 8];
-                    for i in start..elements.min(start + BLOCK) {
-                        let g = f64::from(read(dtype, grad, i));
-                        sums[i % 8] += g * g;
+                    let n = elements.min(start + BLOCK) - start;
+                    // SAFETY: inside the gradient; each block has a partial of its own.
+                    unsafe {
+                        *partials.at(block) = match dtype {
+                            DType::F32 => squares(call.simd, grad.get().cast::<f32>().add(start), n),
+                            DType::BF16 => squares(call.simd, grad.get().cast::<Bf16>().add(start), n),
+                            _ => (start..start + n).map(|i| f64::from(read(dtype, grad, i)).powi(2)).sum(),
+                        };
                     }
-                    // SAFETY: each block has a partial of its own.
-                    unsafe { *partials.at(block) = sums.iter().sum() };
                 }
             });
             // SAFETY: written above.
@@ -63,7 +68,38 @@ pub fn global_norm(call: Call) {
     }
 }
 
-/// One AdamW step, in place.
+vectorised! {
+    unsafe fn squares<T>(x: *const T, n: usize) -> f64 {
+        let mut sums = [0.0f64; 8];
+        for start in (0..n / 8 * 8).step_by(8) {
+            for (lane, sum) in sums.iter_mut().enumerate() {
+                let g = f64::from((*x.add(start + lane)).to());
+                *sum += g * g;
+            }
+        }
+        for i in n / 8 * 8..n {
+            sums[i % 8] += f64::from((*x.add(i)).to()).powi(2);
+        }
+        sums.iter().sum()
+    }
+}
+
+/// The numbers of one AdamW step.
+#[derive(Clone, Copy)]
+struct Step {
+    factor: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    /// 1 − lr · decay.
+    keep: f32,
+    /// lr ÷ (1 − β₁ᵗ).
+    rate: f32,
+    /// 1 ÷ √(1 − β₂ᵗ).
+    root: f32,
+}
+
+/// One AdamW step, in place; also writes the new weights in bf16 where asked for.
 pub fn adamw(call: Call, beta1: f32, beta2: f32, eps: f32, decay: f32) {
     let At { elements, .. } = call.bound.inputs[0];
     let dtype = call.bound.inputs[1].dtype;
@@ -78,20 +114,60 @@ pub fn adamw(call: Call, beta1: f32, beta2: f32, eps: f32, decay: f32) {
         return;
     };
     let (w, m, v) = (Ptr(w), Ptr(m), Ptr(v));
-    let keep = 1.0 - scalars.lr * decay;
-    let rate = scalars.lr / scalars.bias1;
-    let root = 1.0 / scalars.bias2.sqrt();
-    call.rows(elements, |from, to| {
+    let copy = call.output::<Bf16>(3).map(Ptr);
+    let step = Step {
+        factor,
+        beta1,
+        beta2,
+        eps,
+        keep: 1.0 - scalars.lr * decay,
+        rate: scalars.lr / scalars.bias1,
+        root: 1.0 / scalars.bias2.sqrt(),
+    };
+    call.ranges(elements, 1 << 14, |from, to| {
         let n = to - from;
         // SAFETY: elements from .. to belong to this task.
-        let (w, m, v) = unsafe { (w.slice(from, n), m.slice(from, n), v.slice(from, n)) };
-        for (i, ((w, m), v)) in w.iter_mut().zip(m).zip(v).enumerate() {
-            let g = read(dtype, grad, from + i) * factor;
-            *m = beta1 * *m + (1.0 - beta1) * g;
-            *v = beta2 * *v + (1.0 - beta2) * g * g;
-            *w = *w * keep - rate * *m / (v.sqrt() * root + eps);
+        unsafe {
+            let (w, m, v) = (w.at(from), m.at(from), v.at(from));
+            match dtype {
+                DType::F32 => update(call.simd, grad.get().cast::<f32>().add(from), w, m, v, n, step),
+                DType::BF16 => update(call.simd, grad.get().cast::<Bf16>().add(from), w, m, v, n, step),
+                _ => {
+                    const WIDTH: usize = 256;
+                    let mut block = [0.0f32; WIDTH];
+                    for start in (0..n).step_by(WIDTH) {
+                        let here = WIDTH.min(n - start);
+                        (0..here).for_each(|i| block[i] = read(dtype, grad, from + start + i));
+                        update(call.simd, block.as_ptr(), w.add(start), m.add(start), v.add(start), here, step);
+                    }
+                }
+            }
+            if let Some(copy) = copy {
+                round(call.simd, w.cast_const(), copy.at(from), n);
+            }
         }
     });
+}
+
+vectorised! {
+    unsafe fn update<T>(grad: *const T, w: *mut f32, m: *mut f32, v: *mut f32, n: usize, step: Step) -> () {
+        let Step { factor, beta1, beta2, eps, keep, rate, root } = step;
+        for i in 0..n {
+            let g = (*grad.add(i)).to() * factor;
+            let (w, m, v) = (w.add(i), m.add(i), v.add(i));
+            *m = beta1 * *m + (1.0 - beta1) * g;
+            *v = beta2 * *v + (1.0 - beta2) * g * g;
+            *w = *w * keep - rate * *m / ((*v).sqrt() * root + eps);
+        }
+    }
+}
+
+vectorised! {
+    unsafe fn round<T>(from: *const T, to: *mut Bf16, n: usize) -> () {
+        for i in 0..n {
+            *to.add(i) = Bf16::of((*from.add(i)).to());
+        }
+    }
 }
 
 /// sum = a + b, of two gradient accumulators.

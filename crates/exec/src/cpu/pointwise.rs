@@ -1,14 +1,15 @@
 //! Ops that look at one position at a time: embedding, rope, SwiGLU, addition.
 
 use super::call::{Accumulator, Call, Ptr};
-use super::simd;
+use super::float::{Bf16, Float};
+use super::simd::{self, vectorised};
 use lockstep_ir::fixed;
 
 /// x `[rows, d]` = table `[v, d]` at tokens `[rows]`.
-pub fn embedding(call: Call) {
+pub fn embedding<T: Float>(call: Call) {
     let (rows, d, v) = (call.size('b') * call.size('s'), call.size('d'), call.size('v'));
-    let (tokens, table) = (Ptr(call.input::<u32>(0)), Ptr(call.input::<f32>(1)));
-    let Some(x) = call.output::<f32>(0).map(Ptr) else { return };
+    let (tokens, table) = (Ptr(call.input::<u32>(0)), Ptr(call.input::<T>(1)));
+    let Some(x) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task; the token is checked against the table.
@@ -21,41 +22,39 @@ pub fn embedding(call: Call) {
 }
 
 /// dtable `[v, d]` += dx `[rows, d]` at tokens `[rows]`, in row order.
-pub fn embedding_grad(call: Call) {
+pub fn embedding_grad<T: Float>(call: Call) {
     const COLUMNS: usize = 32;
     let (rows, d, v) = (call.size('b') * call.size('s'), call.size('d'), call.size('v'));
-    let (dx, tokens) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<u32>(1)));
+    let (dx, tokens) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let Some(dtable) = call.accumulator(0).map(Ptr) else { return };
     call.ranges(d, COLUMNS, |from, to| {
         let n = to - from;
         // SAFETY: columns from .. to of every row belong to this task; tokens are checked against the table.
         unsafe {
+            let rows = (0..rows).map(|row| (checked_token(*tokens.at(row), v) * d + from, dx.slice(row * d + from, n)));
             match dtable.get() {
                 Accumulator::Float { sum, add } => {
                     let sum = Ptr(sum);
                     if !add {
                         (0..v).for_each(|row| sum.slice(row * d + from, n).fill(0.0));
                     }
-                    for row in 0..rows {
-                        let token = checked_token(*tokens.at(row), v);
-                        let dx = dx.slice(row * d + from, n);
-                        for (s, x) in sum.slice(token * d + from, n).iter_mut().zip(dx) {
-                            *s += x;
-                        }
+                    rows.for_each(|(at, dx)| sum.slice(at, n).iter_mut().zip(dx).for_each(|(s, x)| *s += x.to()));
+                }
+                Accumulator::Bf16 { sum, add } => {
+                    let sum = Ptr(sum);
+                    if !add {
+                        (0..v).for_each(|row| sum.slice(row * d + from, n).fill(Bf16(0)));
                     }
+                    let add = |s: &mut Bf16, x: &T| *s = Bf16::of(s.to() + x.to());
+                    rows.for_each(|(at, dx)| sum.slice(at, n).iter_mut().zip(dx).for_each(|(s, x)| add(s, x)));
                 }
                 Accumulator::Fixed { sum, add } => {
                     let sum = Ptr(sum);
                     if !add {
                         (0..v).for_each(|row| sum.slice(row * d + from, n).fill(0));
                     }
-                    for row in 0..rows {
-                        let token = checked_token(*tokens.at(row), v);
-                        let dx = dx.slice(row * d + from, n);
-                        for (s, x) in sum.slice(token * d + from, n).iter_mut().zip(dx) {
-                            *s = fixed::add(*s, *x);
-                        }
-                    }
+                    let add = |s: &mut i64, x: &T| *s = fixed::add(*s, x.to());
+                    rows.for_each(|(at, dx)| sum.slice(at, n).iter_mut().zip(dx).for_each(|(s, x)| add(s, x)));
                 }
             }
         }
@@ -70,75 +69,85 @@ pub fn checked_token(token: u32, vocab: usize) -> usize {
 }
 
 /// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position.
-pub fn rope(call: Call, inverse: bool) {
+pub fn rope<T: Float>(call: Call, inverse: bool) {
     let (seq, e) = (call.size('s'), call.size('e'));
     let (rotated, width) = (call.size('q') + call.size('u'), call.size('p'));
-    let (qkv, table) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
-    let Some(out) = call.output::<f32>(0).map(Ptr) else { return };
-    let half = e / 2;
+    let (qkv, table) = (Ptr(call.input::<T>(0)), Ptr(call.input::<f32>(1)));
+    let Some(out) = call.output::<T>(0).map(Ptr) else { return };
     let sign = if inverse { -1.0 } else { 1.0 };
     call.rows(call.size('b') * seq, |from, to| {
         for row in from..to {
-            // SAFETY: rows from .. to belong to this task; `out` may be the memory of `qkv`, so both are touched element
-            // by element.
+            // SAFETY: rows from .. to belong to this task.
             unsafe {
-                let (cos, sin) = table.slice(row % seq * e, e).split_at(half);
-                for head in 0..rotated {
-                    let at = row * width + head * e;
-                    for i in 0..half {
-                        let (x, y) = (*qkv.at(at + i), *qkv.at(at + half + i));
-                        let s = sin[i] * sign;
-                        *out.at(at + i) = x * cos[i] - y * s;
-                        *out.at(at + half + i) = y * cos[i] + x * s;
-                    }
-                }
-                for i in row * width + rotated * e..(row + 1) * width {
-                    *out.at(i) = *qkv.at(i);
-                }
+                let (angles, at) = (table.at(row % seq * e), row * width);
+                rope_row(call.simd, qkv.at(at), angles, out.at(at), rotated, e, width, sign);
             }
         }
     });
+}
+
+vectorised! {
+    /// `out` may be the memory of `qkv`.
+    unsafe fn rope_row<T>(
+        qkv: *const T, angles: *const f32, out: *mut T, rotated: usize, e: usize, width: usize, sign: f32,
+    ) -> () {
+        let half = e / 2;
+        for head in 0..rotated {
+            let at = head * e;
+            let halves = [qkv.add(at), qkv.add(at + half)];
+            simd::map(halves, [out.add(at), out.add(at + half)], half, |[x, y], i| {
+                let (cos, sin) = (*angles.add(i), *angles.add(half + i) * sign);
+                [x * cos - y * sin, y * cos + x * sin]
+            });
+        }
+        if !std::ptr::eq(qkv, out) {
+            for i in rotated * e..width {
+                *out.add(i) = *qkv.add(i);
+            }
+        }
+    }
 }
 
 /// y `[rows, f]` = silu(gate) · up, of gate_up `[rows, 2f]`.
-pub fn swiglu(call: Call) {
+pub fn swiglu<T: Float>(call: Call) {
     let (rows, f) = (call.size('b') * call.size('s'), call.size('f'));
-    let gate_up = Ptr(call.input::<f32>(0));
-    let Some(y) = call.output::<f32>(0).map(Ptr) else { return };
+    let gate_up = Ptr(call.input::<T>(0));
+    let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task.
-            unsafe {
-                let (gate, up) = gate_up.slice(row * 2 * f, 2 * f).split_at(f);
-                for ((y, &g), &u) in y.slice(row * f, f).iter_mut().zip(gate).zip(up) {
-                    *y = g * sigmoid(g) * u;
-                }
-            }
+            unsafe { swiglu_row(call.simd, gate_up.at(row * 2 * f), y.at(row * f), f) };
         }
     });
 }
 
+vectorised! {
+    unsafe fn swiglu_row<T>(gate_up: *const T, y: *mut T, f: usize) -> () {
+        simd::map([gate_up, gate_up.add(f)], [y], f, |[g, u], _| [g * sigmoid(g) * u]);
+    }
+}
+
 /// dgate_up `[rows, 2f]` from dy `[rows, f]` and gate_up.
-pub fn swiglu_grad(call: Call) {
+pub fn swiglu_grad<T: Float>(call: Call) {
     let (rows, f) = (call.size('b') * call.size('s'), call.size('f'));
-    let (dy, gate_up) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
-    let Some(out) = call.output::<f32>(0).map(Ptr) else { return };
+    let (dy, gate_up) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let Some(out) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
         for row in from..to {
-            let at = row * 2 * f;
-            // SAFETY: rows from .. to belong to this task; `out` may be the memory of `gate_up`, so both are touched
-            // element by element.
-            unsafe {
-                let dy = dy.slice(row * f, f);
-                for (i, &dy) in dy.iter().enumerate() {
-                    let (g, u) = (*gate_up.at(at + i), *gate_up.at(at + f + i));
-                    let s = sigmoid(g);
-                    *out.at(at + i) = dy * u * s * (1.0 + g * (1.0 - s));
-                    *out.at(at + f + i) = dy * g * s;
-                }
-            }
+            // SAFETY: rows from .. to belong to this task.
+            unsafe { swiglu_grad_row(call.simd, dy.at(row * f), gate_up.at(row * 2 * f), out.at(row * 2 * f), f) };
         }
     });
+}
+
+vectorised! {
+    /// `out` may be the memory of `gate_up`.
+    unsafe fn swiglu_grad_row<T>(dy: *const T, gate_up: *const T, out: *mut T, f: usize) -> () {
+        simd::map([gate_up, gate_up.add(f), dy], [out, out.add(f)], f, |[g, u, dy], _| {
+            let s = sigmoid(g);
+            [dy * u * s * (1.0 + g * (1.0 - s)), dy * g * s]
+        });
+    }
 }
 
 #[inline(always)]
@@ -147,14 +156,19 @@ fn sigmoid(x: f32) -> f32 {
 }
 
 /// sum = a + b.
-pub fn add(call: Call) {
+pub fn add<T: Float>(call: Call) {
     let n = call.size('b') * call.size('s') * call.size('d');
-    let (a, b) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
-    let Some(sum) = call.output::<f32>(0).map(Ptr) else { return };
+    let (a, b) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let Some(sum) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(n, |from, to| {
-        for i in from..to {
-            // SAFETY: elements from .. to belong to this task; `sum` may be the memory of an input.
-            unsafe { *sum.at(i) = *a.at(i) + *b.at(i) };
-        }
+        // SAFETY: elements from .. to belong to this task.
+        unsafe { add_range(call.simd, a.at(from), b.at(from), sum.at(from), to - from) };
     });
+}
+
+vectorised! {
+    /// `sum` may be the memory of `a` or `b`.
+    unsafe fn add_range<T>(a: *const T, b: *const T, sum: *mut T, n: usize) -> () {
+        simd::map([a, b], [sum], n, |[a, b], _| [a + b]);
+    }
 }

@@ -1,0 +1,77 @@
+//! Turning a block of 16 × 16 words of 32 bits: how rows become columns when operands are packed.
+
+/// `to[j · to_stride + i] = from[i · from_stride + j]` for `i < rows` (at most 16) and `j < 16`.
+///
+/// # Safety
+/// The ranges lie in valid memory; the machine has AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+pub unsafe fn transpose_16(from: *const u32, from_stride: usize, rows: usize, to: *mut u32, to_stride: usize) {
+    use std::arch::x86_64::*;
+    let mut r = [_mm512_setzero_si512(); 16];
+    for (i, row) in r.iter_mut().enumerate().take(rows) {
+        // SAFETY: the caller vouches for 16 words behind each of `rows` rows.
+        *row = unsafe { _mm512_loadu_si512(from.add(i * from_stride).cast()) };
+    }
+    let mut t = [_mm512_setzero_si512(); 16];
+    for i in 0..8 {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for i in 0..4 {
+        let at = 4 * i;
+        r[at] = _mm512_unpacklo_epi64(t[at], t[at + 2]);
+        r[at + 1] = _mm512_unpackhi_epi64(t[at], t[at + 2]);
+        r[at + 2] = _mm512_unpacklo_epi64(t[at + 1], t[at + 3]);
+        r[at + 3] = _mm512_unpackhi_epi64(t[at + 1], t[at + 3]);
+    }
+    // r[4 i + c] holds, in its lane l, column 4 l + c of rows 4 i .. 4 i + 4.
+    for c in 0..4 {
+        t[c] = _mm512_shuffle_i32x4::<0x88>(r[c], r[4 + c]);
+        t[4 + c] = _mm512_shuffle_i32x4::<0xdd>(r[c], r[4 + c]);
+        t[8 + c] = _mm512_shuffle_i32x4::<0x88>(r[8 + c], r[12 + c]);
+        t[12 + c] = _mm512_shuffle_i32x4::<0xdd>(r[8 + c], r[12 + c]);
+    }
+    let mask = ((1u32 << rows) - 1) as __mmask16;
+    let store = |column: usize, value: __m512i| {
+        // SAFETY: the caller vouches for `rows` words behind each of 16 columns.
+        unsafe { _mm512_mask_storeu_epi32(to.add(column * to_stride).cast(), mask, value) }
+    };
+    for c in 0..4 {
+        store(c, _mm512_shuffle_i32x4::<0x88>(t[c], t[8 + c]));
+        store(8 + c, _mm512_shuffle_i32x4::<0xdd>(t[c], t[8 + c]));
+        store(4 + c, _mm512_shuffle_i32x4::<0x88>(t[4 + c], t[12 + c]));
+        store(12 + c, _mm512_shuffle_i32x4::<0xdd>(t[4 + c], t[12 + c]));
+    }
+}
+
+/// Never called: without AVX-512, packing goes element by element.
+#[cfg(not(target_arch = "x86_64"))]
+pub unsafe fn transpose_16(_: *const u32, _: usize, _: usize, _: *mut u32, _: usize) {
+    unreachable!("blocks are turned on AVX-512 machines only");
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::Simd;
+
+    #[test]
+    fn rows_become_columns() {
+        if Simd::detect() != Simd::Avx512 {
+            return;
+        }
+        let from: Vec<u32> = (0..16 * 20).collect();
+        for rows in [1, 5, 12, 16] {
+            let mut to = vec![u32::MAX; 16 * 18];
+            // SAFETY: the vectors hold 16 rows of 20 and 16 columns of 18.
+            unsafe { transpose_16(from.as_ptr(), 20, rows, to.as_mut_ptr(), 18) };
+            for j in 0..16 {
+                for i in 0..18 {
+                    let expected = if i < rows { from[i * 20 + j] } else { u32::MAX };
+                    assert_eq!(to[j * 18 + i], expected, "rows {rows}, column {j}, row {i}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Tiles in vector registers, always in f32; bf16 operands are widened when they are packed.
+
+use super::transpose::transpose_16;
+use super::{Matrix, NR, Target, store_tile};
+use crate::cpu::float::Float;
+use crate::cpu::simd::{Simd, vectorised};
+use lockstep_ir::DType;
+
+/// Rows of a tile.
+pub const MR: usize = 12;
+
+/// Packs up to `W` rows of `source`, `depth` elements of each, side by side: `to[k · W + row]`, rows that are missing as
+/// zeros.
+pub unsafe fn pack<const W: usize, T: Float>(simd: Simd, source: Matrix<T>, lines: usize, depth: usize, to: *mut f32) {
+    // SAFETY: the caller vouches for `lines` × `depth` elements behind the source and W · depth behind `to`.
+    unsafe {
+        if lines < W {
+            to.write_bytes(0, W * depth);
+        }
+        if source.row_stride == 1 {
+            widen_rows(simd, source.ptr, source.column_stride, lines, depth, to, W);
+        } else if source.column_stride == 1 && T::DTYPE == DType::F32 && simd == Simd::Avx512 {
+            let whole = depth / 16 * 16;
+            for first in (0..lines).step_by(16) {
+                let here = 16.min(lines - first);
+                let from = source.ptr.add(first * source.row_stride).cast::<u32>();
+                for k in (0..whole).step_by(16) {
+                    transpose_16(from.add(k), source.row_stride, here, to.add(k * W + first).cast(), W);
+                }
+            }
+            scatter(source, lines, whole, depth, to, W);
+        } else {
+            scatter(source, lines, 0, depth, to, W);
+        }
+    }
+}
+
+vectorised! {
+    unsafe fn widen_rows<T>(from: *const T, stride: usize, lines: usize, depth: usize, to: *mut f32, width: usize) -> () {
+        for k in 0..depth {
+            for line in 0..lines {
+                *to.add(k * width + line) = (*from.add(k * stride + line)).to();
+            }
+        }
+    }
+}
+
+unsafe fn scatter<T: Float>(source: Matrix<T>, lines: usize, from: usize, depth: usize, to: *mut f32, width: usize) {
+    for k in from..depth {
+        for line in 0..lines {
+            // SAFETY: the caller vouches for the ranges.
+            unsafe {
+                let x = *source.ptr.add(line * source.row_stride + k * source.column_stride);
+                *to.add(k * width + line) = x.to();
+            }
+        }
+    }
+}
+
+/// C = packed A · packed B, tile by tile.
+pub unsafe fn multiply(simd: Simd, (m, n, depth): (usize, usize, usize), a: *const f32, b: *const f32, c: Target) {
+    for j in (0..n).step_by(NR) {
+        for i in (0..m).step_by(MR) {
+            let (rows, columns) = (MR.min(m - i), NR.min(n - j));
+            // SAFETY: packed panels hold MR · depth and NR · depth floats; C holds rows × columns here.
+            unsafe {
+                let (a, b, c) = (a.add(i * depth), b.add(j * depth), c.part(i, j, true));
+                match (simd, c) {
+                    #[cfg(target_arch = "x86_64")]
+                    (Simd::Avx512, Target::F32 { ptr, stride, add }) => {
+                        avx512::tile(depth, a, b, ptr, stride, rows, columns, add);
+                    }
+                    #[cfg(target_arch = "x86_64")]
+                    (Simd::Avx512, Target::Bf16 { .. }) => {
+                        let mut tile = [0.0f32; MR * NR];
+                        avx512::tile(depth, a, b, tile.as_mut_ptr(), NR, MR, NR, false);
+                        store_tile(simd, tile.as_ptr(), rows, columns, c);
+                    }
+                    _ => {
+                        let mut tile = [0.0f32; MR * NR];
+                        match simd {
+                            Simd::Portable => plain_tile(simd, depth, a, b, &mut tile),
+                            _ => fused_tile(simd, depth, a, b, &mut tile),
+                        }
+                        store_tile(simd, tile.as_ptr(), rows, columns, c);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A few rows and columns at a time, so that the sums stay in registers of any machine.
+const R: usize = 4;
+const C: usize = 16;
+
+vectorised! {
+    /// A tile without fused multiply-add.
+    unsafe fn plain_tile<T>(depth: usize, a: *const T, b: *const T, tile: &mut [f32; MR * NR]) -> () {
+        for i0 in (0..MR).step_by(R) {
+            for j0 in (0..NR).step_by(C) {
+                let mut sums = [[0.0f32; C]; R];
+                for k in 0..depth {
+                    for (i, row) in sums.iter_mut().enumerate() {
+                        let x = (*a.add(k * MR + i0 + i)).to();
+                        for (j, sum) in row.iter_mut().enumerate() {
+                            *sum += x * (*b.add(k * NR + j0 + j)).to();
+                        }
+                    }
+                }
+                for (i, row) in sums.iter().enumerate() {
+                    tile[(i0 + i) * NR + j0..][..C].copy_from_slice(row);
+                }
+            }
+        }
+    }
+}
+
+vectorised! {
+    /// A tile with fused multiply-add.
+    unsafe fn fused_tile<T>(depth: usize, a: *const T, b: *const T, tile: &mut [f32; MR * NR]) -> () {
+        for i0 in (0..MR).step_by(R) {
+            for j0 in (0..NR).step_by(C) {
+                let mut sums = [[0.0f32; C]; R];
+                for k in 0..depth {
+                    for (i, row) in sums.iter_mut().enumerate() {
+                        let x = (*a.add(k * MR + i0 + i)).to();
+                        for (j, sum) in row.iter_mut().enumerate() {
+                            *sum = x.mul_add((*b.add(k * NR + j0 + j)).to(), *sum);
+                        }
+                    }
+                }
+                for (i, row) in sums.iter().enumerate() {
+                    tile[(i0 + i) * NR + j0..][..C].copy_from_slice(row);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::{MR, NR};
+    use std::arch::x86_64::*;
+
+    /// One MR × NR tile in 24 registers.
+    #[allow(clippy::too_many_arguments)]
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn tile(
+        depth: usize,
+        a: *const f32,
+        b: *const f32,
+        c: *mut f32,
+        c_stride: usize,
+        rows: usize,
+        columns: usize,
+        add: bool,
+    ) {
+        let mut sums = [[_mm512_setzero_ps(); 2]; MR];
+        // SAFETY: the packed panels hold MR · depth and NR · depth floats.
+        unsafe {
+            for k in 0..depth {
+                let b0 = _mm512_loadu_ps(b.add(k * NR));
+                let b1 = _mm512_loadu_ps(b.add(k * NR + 16));
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    let x = _mm512_set1_ps(*a.add(k * MR + i));
+                    sum[0] = _mm512_fmadd_ps(x, b0, sum[0]);
+                    sum[1] = _mm512_fmadd_ps(x, b1, sum[1]);
+                }
+            }
+        }
+        let mask = |from: usize| -> __mmask16 { ((1u32 << columns.saturating_sub(from).min(16)) - 1) as __mmask16 };
+        let masks = [mask(0), mask(16)];
+        for (i, sum) in sums.iter().enumerate().take(rows) {
+            for (half, &s) in sum.iter().enumerate() {
+                // SAFETY: the masks keep loads and stores inside the rows × columns of C.
+                unsafe {
+                    let at = c.add(i * c_stride + half * 16);
+                    let s = if add { _mm512_add_ps(_mm512_maskz_loadu_ps(masks[half], at), s) } else { s };
+                    _mm512_mask_storeu_ps(at, masks[half], s);
+                }
+            }
+        }
+    }
+}
