@@ -112,8 +112,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
 
 fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
-    let [matmul, matmul_bf16] = [DType::F32, DType::BF16].map(|t| cpu::ceilings::matmul(threads, t));
-    let bandwidth = cpu::ceilings::bandwidth(threads);
+    let matmul = cpu::ceilings::matmul(threads, DType::F32)?;
+    let matmul_bf16 = cpu::ceilings::matmul(threads, DType::BF16)?;
+    let bandwidth = cpu::ceilings::bandwidth(threads)?;
     let disk = disk(&args.disk)?;
     let mut out = std::io::stdout().lock();
     if args.format == Format::Json {
@@ -169,7 +170,7 @@ fn run_train(args: Train) -> Result<(), Failure> {
     let mut last = Instant::now();
     let result = bench_train(&spec, &mut |text| {
         if terminal || last.elapsed().as_secs() >= 10 {
-            eprintln!("{text}");
+            let _ = writeln!(std::io::stderr(), "{text}");
             last = Instant::now();
         }
     })?;

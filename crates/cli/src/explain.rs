@@ -47,7 +47,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
 }
 
 fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde_json::Value {
-    let per_token = |flops: u64| flops as f64 / plan.tokens_per_step as f64;
+    let per_token = |flops: u128| flops as f64 / plan.tokens_per_step as f64;
     let passes: Vec<_> = plan
         .compiled
         .stages
@@ -82,7 +82,7 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
 
 fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
     let (model, train) = (&config.model, &config.train);
-    let per_token = |flops: u64| units::flops(flops as f64 / plan.tokens_per_step as f64);
+    let per_token = |flops: u128| units::flops(flops as f64 / plan.tokens_per_step as f64);
     let flops = plan.step_flops;
     [
         format!(
@@ -174,7 +174,7 @@ fn grouped_layers(bill: &MemoryBill) -> Vec<(String, std::collections::BTreeMap<
 
 fn op_table(ops: &[OpCost]) -> String {
     let row = |o: &OpCost| {
-        let flops = if o.flops == 0 { "-".to_owned() } else { units::flops(o.flops as f64) };
+        let flops = if o.flops == 0.0 { "-".to_owned() } else { units::flops(o.flops) };
         vec![format!("{} {}", o.segment, o.op), o.calls.to_string(), flops, units::bytes(o.bytes)]
     };
     table(&["segment and op", "calls", "products", "operands"], &ops.iter().map(row).collect::<Vec<_>>())

@@ -1,5 +1,6 @@
 //! How a command ends when it does not succeed.
 
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
 /// What to print, and whose fault it was.
@@ -7,30 +8,47 @@ use std::process::ExitCode;
 pub struct Failure {
     text: String,
     request: bool,
+    reader_gone: bool,
 }
 
 impl Failure {
-    /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed.
+    /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed, 0 where whoever read
+    /// our output has had enough.
     pub fn report(&self) -> ExitCode {
-        eprintln!("error: {}", self.text);
+        if self.reader_gone {
+            return ExitCode::SUCCESS;
+        }
+        // Where nobody listens any more, the exit code still tells.
+        let _ = writeln!(std::io::stderr(), "error: {}", self.text);
         ExitCode::from(if self.request { 2 } else { 1 })
+    }
+
+    fn new(text: String, request: bool) -> Self {
+        Self { text, request, reader_gone: false }
     }
 }
 
 impl From<lockstep_config::ConfigError> for Failure {
     fn from(error: lockstep_config::ConfigError) -> Self {
-        Self { text: error.to_string(), request: true }
+        Self::new(error.to_string(), true)
     }
 }
 
 impl From<lockstep_train::TrainError> for Failure {
     fn from(error: lockstep_train::TrainError) -> Self {
-        Self { request: error.is_request(), text: error.to_string() }
+        Self::new(error.to_string(), error.is_request())
     }
 }
 
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
-        Self { text: format!("{error}\nhint: check where the output goes"), request: false }
+        let reader_gone = error.kind() == ErrorKind::BrokenPipe;
+        Self { reader_gone, ..Self::new(format!("{error}\nhint: check where the output goes"), false) }
+    }
+}
+
+impl From<lockstep_exec::ExecError> for Failure {
+    fn from(error: lockstep_exec::ExecError) -> Self {
+        Self::new(error.to_string(), false)
     }
 }

@@ -3,7 +3,7 @@
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_ir::units;
 use lockstep_train::{Event, StepMetrics};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 /// Shows a run's events on stderr.
@@ -132,9 +132,13 @@ impl Progress {
     }
 
     fn say(&self, text: &str) {
+        // A run goes on where nobody reads its log any more.
+        let print = || {
+            let _ = writeln!(std::io::stderr(), "{text}");
+        };
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
-            None => eprintln!("{text}"),
+            Some(bar) => bar.suspend(print),
+            None => print(),
         }
     }
 }

@@ -4,7 +4,8 @@ use crate::ConfigArgs;
 use crate::failure::Failure;
 use crate::progress::Progress;
 use lockstep_train::{Outcome, RunOptions};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -26,7 +27,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let name = args.config.config.file_stem().map(PathBuf::from).unwrap_or_else(|| PathBuf::from("run"));
     let dir = args.run_dir.unwrap_or_else(|| PathBuf::from("runs").join(name));
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
         // A second signal ends the process at once; the last checkpoint stays whole.
         signal_hook::flag::register_conditional_default(signal, stop.clone())?;
         signal_hook::flag::register(signal, stop.clone())?;
@@ -36,13 +37,16 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let result = lockstep_train::run(&config, &options, &stop, &mut |event| progress.show(event));
     progress.clear();
     let outcome = result?;
-    println!("{}", summary(&outcome, &config, &dir));
+    writeln!(std::io::stdout(), "{}", summary(&outcome, &config, &dir))?;
     Ok(())
 }
 
 fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &std::path::Path) -> String {
     let steps = config.train.steps;
-    let checkpoint = outcome.checkpoint.as_ref().map_or("none".to_owned(), |p| p.display().to_string());
+    let Some(path) = &outcome.checkpoint else {
+        return format!("interrupted before the first step of {steps}\nthe same command again starts the run");
+    };
+    let checkpoint = path.display();
     if !outcome.finished {
         return format!(
             "interrupted after step {} of {steps}; checkpoint {checkpoint}\nthe same command again resumes",

@@ -92,8 +92,8 @@ fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint() {
     let wild = ["--set", "optimizer.lr=1e30", "--set", "optimizer.warmup_steps=0", "--set", "optimizer.grad_clip=0"];
     let args = [&["train", "run.toml", "--run-dir", "run", "--set", "checkpoint.every=1"][..], &wild].concat();
     let text = place.fails(1, &args);
-    assert!(text.starts_with("error: the loss is not finite for 3 steps in a row (last at step "), "{text}");
-    assert!(text.contains("hint: lower optimizer.lr"), "{text}");
+    assert!(text.contains(" is not finite for 3 steps in a row (last at step "), "{text}");
+    assert!(text.contains("hint: no weight was changed") && text.contains("lower optimizer.lr"), "{text}");
     let kept = std::fs::read_dir(place.path("run/checkpoints")).unwrap().count();
     assert!(kept > 0);
     let events = std::fs::read_to_string(place.path("run/events.jsonl")).unwrap();

@@ -240,7 +240,8 @@ fn layers_of(g: &Graph) -> Vec<Option<usize>> {
         });
         let layer = node.layer;
         for v in node.inputs.iter().copied().chain(sums) {
-            if !std::mem::replace(&mut seen[v.0], true) {
+            let shared = matches!(g.get(v).source, Source::State(State::Constant(_)));
+            if !std::mem::replace(&mut seen[v.0], true) && !shared {
                 layers[v.0] = layer;
             }
         }

@@ -85,7 +85,7 @@ tables! {
         /// The most held-out sequences that one validation reads.
         validation_sequences: usize = Count(1, BATCH), Fixed("64"), Conduct;
         /// CPU threads to compute with; 0 uses all cores.
-        threads: usize = Count(0, 1 << 16), Fixed("0"), Conduct;
+        threads: usize = Count(0, 1024), Fixed("0"), Conduct;
     }
 
     /// What numbers are stored in.

@@ -57,6 +57,10 @@ validate_every = 50  # default
 validation_sequences = 64  # default
 threads = 0  # default
 
+[precision]
+policy = "fp32"  # default
+gradients = "fp32"  # default
+
 [optimizer]
 name = "adamw"  # default
 lr = 0.001  # --set

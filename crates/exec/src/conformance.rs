@@ -42,17 +42,49 @@ pub fn tolerance(compute: DType) -> f64 {
 pub fn run(profile: &DeviceProfile, compute: DType, load: Load) -> Result<Vec<Outcome>, ExecError> {
     let mut outcomes = Vec::new();
     for op in ops() {
-        for batch in [1, 3] {
-            let (op, inputs) = case(op, batch, compute);
-            for accumulator in [None, Some(DType::F32), Some(DType::BF16), Some(DType::Fixed64)] {
-                if accumulator.is_none() || is_weight_gradient(&op) {
-                    outcomes.push(check(profile, compute, load, &op, &inputs, accumulator)?);
-                }
+        for size in sizes(&op) {
+            let (op, inputs) = case(op, size, compute);
+            let mut ways = vec![Way::Apart];
+            if is_weight_gradient(&op) {
+                ways.extend([DType::F32, DType::BF16, DType::Fixed64].map(Way::Summed));
+            }
+            ways.extend(op.spec().in_place.iter().map(|&(input, output)| Way::InPlace(input, output)));
+            for way in ways {
+                outcomes.push(check(profile, compute, load, &op, &inputs, way)?);
             }
         }
         outcomes.extend(check_batch_invariance(profile, compute, load, op)?);
     }
     Ok(outcomes)
+}
+
+/// How the outputs of a case are stored.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    /// Each in memory of its own.
+    Apart,
+    /// The weight gradient summed over two micro-batches in this type.
+    Summed(DType),
+    /// This output in the memory of this input.
+    InPlace(usize, usize),
+}
+
+/// Sizes that differ from case to case.
+#[derive(Clone, Copy)]
+struct Size {
+    batch: usize,
+    seq: usize,
+    head_dim: usize,
+}
+
+/// Sizes to try an op at: tiled kernels get sequences of several tiles and heads wider than a tile.
+fn sizes(op: &Op) -> Vec<Size> {
+    let size = |batch, seq, head_dim| Size { batch, seq, head_dim };
+    let mut sizes = vec![size(1, 60, 20), size(3, 60, 20)];
+    if matches!(op, Op::Attention | Op::AttentionGrad) {
+        sizes.extend([size(1, 300, 20), size(1, 140, 150)]);
+    }
+    sizes
 }
 
 /// One of every op.
@@ -106,8 +138,8 @@ enum Draw {
 type Input = (TensorType, Draw);
 
 /// Inputs for an op at awkward sizes.
-fn case(op: Op, batch: usize, compute: DType) -> (Op, Vec<Input>) {
-    let (op, mut inputs) = case_f32(op, batch);
+fn case(op: Op, size: Size, compute: DType) -> (Op, Vec<Input>) {
+    let (op, mut inputs) = case_f32(op, size);
     let count = inputs.len();
     for (i, (ty, _)) in inputs.iter_mut().enumerate() {
         if op.input(i, count).elem == Elem::Float {
@@ -117,19 +149,19 @@ fn case(op: Op, batch: usize, compute: DType) -> (Op, Vec<Input>) {
     (op, inputs)
 }
 
-fn case_f32(op: Op, batch: usize) -> (Op, Vec<Input>) {
-    const SEQ: usize = 60;
+fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
+    let Size { batch, seq, head_dim } = size;
     let t = |dims: &[Dim]| TensorType::new(DType::F32, dims.to_vec());
-    let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, SEQ));
+    let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq));
     let act = |d: Dim| t(&[b.clone(), s.clone(), d]);
     let row = || t(&[b.clone(), s.clone()]);
     let ids = || TensorType::new(DType::U32, [b.clone(), s.clone()]);
     let (d, n, v) = (Dim::new(Axis::Embed, 71), Dim::new(Axis::Ffn, 37), Dim::new(Axis::Vocab, 50));
-    let head = |axis, count| Section { axis, count, unit: 20 };
+    let head = |axis, count| Section { axis, count, unit: head_dim };
     let (q, kv) = (head(Axis::Heads, 6), head(Axis::KvHeads, 2));
     let qkv = || act(Dim::packed([q, kv, kv]));
     let heads = || act(Dim::packed([q]));
-    let table = || t(&[s.clone(), Dim::new(Axis::HeadDim, 20)]);
+    let table = || t(&[s.clone(), Dim::new(Axis::HeadDim, head_dim)]);
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
@@ -240,20 +272,24 @@ fn check(
     load: Load,
     op: &Op,
     inputs: &[Input],
-    accumulator: Option<DType>,
+    way: Way,
 ) -> Result<Outcome, ExecError> {
     let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
     let drawn = draw(op, inputs);
     let mut expected = evaluate(*op, &types, &drawn);
-    if accumulator.is_some() {
+    if let Way::Summed(_) = way {
         // Two micro-batches with the same inputs.
         expected[weight_output(op)].iter_mut().for_each(|x| *x *= 2.0);
     }
     let shapes: Vec<String> = types.iter().map(ToString::to_string).collect();
-    let sums = accumulator.map_or(String::new(), |a| format!(", summed in {a}"));
-    let case = format!("{}({}{sums})", op.name(), shapes.join(", "));
-    let found = execute(profile, load, op, &types, &drawn, accumulator)?;
-    let rounds = compute == DType::BF16 || accumulator == Some(DType::BF16);
+    let how = match way {
+        Way::Apart => String::new(),
+        Way::Summed(dtype) => format!(", summed in {dtype}"),
+        Way::InPlace(input, output) => format!(", output {output} in place of input {input}"),
+    };
+    let case = format!("{}({}{how})", op.name(), shapes.join(", "));
+    let found = execute(profile, load, op, &types, &drawn, way)?;
+    let rounds = compute == DType::BF16 || way == Way::Summed(DType::BF16);
     let tolerance = tolerance(if rounds { DType::BF16 } else { DType::F32 });
     let mut error = 0.0f64;
     let mut failure = None;
@@ -281,16 +317,17 @@ fn check_batch_invariance(
     op: Op,
 ) -> Result<Option<Outcome>, ExecError> {
     const BATCH: usize = 3;
+    let size = |batch| Size { batch, ..sizes(&op)[0] };
     let spec = op.spec();
     let per_sequence = |dims: &str| dims.starts_with('b');
     if !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
         return Ok(None);
     }
-    let (op, inputs) = case(op, BATCH, compute);
+    let (op, inputs) = case(op, size(BATCH), compute);
     let drawn = draw(&op, &inputs);
     let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
-    let together = execute(profile, load, &op, &types, &drawn, None)?;
-    let (op, single) = case(op, 1, compute);
+    let together = execute(profile, load, &op, &types, &drawn, Way::Apart)?;
+    let (op, single) = case(op, size(1), compute);
     let types: Vec<TensorType> = single.iter().map(|(ty, _)| ty.clone()).collect();
     let mut failure = None;
     for b in 0..BATCH {
@@ -300,7 +337,7 @@ fn check_batch_invariance(
         };
         let alone: Vec<Vec<f64>> =
             drawn.iter().enumerate().map(|(i, x)| share(x, op.input(i, drawn.len()).dims)).collect();
-        let found = execute(profile, load, &op, &types, &alone, None)?;
+        let found = execute(profile, load, &op, &types, &alone, Way::Apart)?;
         for (o, output) in spec.outputs.iter().enumerate().filter(|(_, o)| per_sequence(o.dims)) {
             if found[o] != share(&together[o], output.dims) {
                 failure = Some(format!("sequence {b} of output {o} depends on its neighbours"));
@@ -316,10 +353,10 @@ fn execute(
     op: &Op,
     types: &[TensorType],
     inputs: &[Vec<f64>],
-    accumulator: Option<DType>,
+    way: Way,
 ) -> Result<Vec<Vec<f64>>, ExecError> {
     let internal = |e: String| ExecError::Internal(e);
-    let program = single_op(profile, op, types, accumulator).map_err(internal)?;
+    let program = single_op(profile, op, types, way).map_err(internal)?;
     verify::program(&program, profile.alignment).map_err(|e| internal(e.to_string()))?;
     let mut executor = load(program.clone())?;
     for (i, (ty, data)) in types.iter().zip(inputs).enumerate() {
@@ -333,17 +370,11 @@ fn execute(
     outputs.iter().map(|t| Ok(decode(t.ty.dtype, &executor.read(&t.name, 0)?))).collect()
 }
 
-/// A program of one instruction, run for two micro-batches where it sums. Every operand has memory of its own, except the
-/// states that the op updates in place.
-fn single_op(
-    profile: &DeviceProfile,
-    op: &Op,
-    types: &[TensorType],
-    accumulator: Option<DType>,
-) -> Result<StepProgram, String> {
+/// A program of one instruction, run for two micro-batches where it sums.
+fn single_op(profile: &DeviceProfile, op: &Op, types: &[TensorType], way: Way) -> Result<StepProgram, String> {
     let refs: Vec<&TensorType> = types.iter().collect();
     let mut outputs = op.infer(&refs).map_err(|e| e.to_string())?;
-    if let Some(dtype) = accumulator {
+    if let Way::Summed(dtype) = way {
         outputs[weight_output(op)].dtype = dtype;
     }
     let scratch = profile.workspace(op, &refs).map_err(|e| e.to_string())?;
@@ -381,12 +412,12 @@ fn single_op(
         BufferId(buffers.len() - 1)
     });
     let mut outputs = args.split_off(types.len());
-    if accumulator.is_some() {
+    if let Way::Summed(_) = way {
         outputs[weight_output(op)].accumulate = true;
     }
-    if let Op::AdamW { .. } = op {
-        // An update is defined in place: its outputs are its inputs' memory.
-        for &(input, output) in op.spec().in_place {
+    for &(input, output) in op.spec().in_place {
+        // An update is defined in place: all its outputs are its inputs' memory.
+        if way == Way::InPlace(input, output) || matches!(op, Op::AdamW { .. }) {
             outputs[output].buffer = args[input].buffer;
             let tensor = &mut tensors[types.len() + output];
             (tensor.buffer, tensor.role) = (args[input].buffer, Role::StepOutput);
@@ -394,7 +425,7 @@ fn single_op(
     }
     let outputs = outputs.into_iter().map(Some).collect();
     let instr = Instr { op: *op, inputs: args, outputs, workspace, phase: Phase::Forward, layer: None };
-    let micro_batches = if accumulator.is_some() { 2 } else { 1 };
+    let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
     let slot = |micro_batch| Slot { segment: 0, micro_batch, saved_slot: 0 };
     Ok(StepProgram {
         arena_bytes: end,

@@ -19,6 +19,9 @@ pub enum ExecError {
         "cannot allocate the arena of {0}\nhint: lower train.micro_batch or train.seq, or use a machine with more memory"
     )]
     OutOfMemory(String),
+    /// The system gives no more threads.
+    #[error("cannot start {0} threads: {1}\nhint: lower train.threads; 0 uses one thread per core")]
+    Threads(usize, std::io::Error),
     /// The program asks for something that this executor was not told of.
     #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
     Internal(String),

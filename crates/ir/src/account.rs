@@ -77,7 +77,10 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
     }
 }
 
-/// The moment of an entry's schedule when most bytes are live, unrolled over all micro-batches.
+/// Micro-batches after which a schedule repeats itself: walking more shows nothing new.
+pub const DISTINCT_MICRO_BATCHES: usize = 3;
+
+/// The moment of an entry's schedule when most bytes are live, unrolled over micro-batches until they repeat.
 ///
 /// Persistent tensors and host buffers count throughout; a saved or temporary buffer from the call that writes it to the
 /// last call that reads it. No placement can use fewer bytes than this.
@@ -93,7 +96,8 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
     // Time runs over every instruction of every slot; a buffer's (first write, last use) is keyed by its copy.
     let mut spans: BTreeMap<(usize, usize), (usize, usize)> = BTreeMap::new();
     let mut moments = Vec::new();
-    for (s, slot) in entry.schedule.iter().enumerate() {
+    let distinct = entry.schedule.iter().filter(|slot| slot.micro_batch < DISTINCT_MICRO_BATCHES);
+    for (s, slot) in distinct.enumerate() {
         let segment = &program.segments[slot.segment];
         for (i, instr) in segment.instrs.iter().enumerate() {
             let now = moments.len();
@@ -134,7 +138,7 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
 }
 
 /// What all calls of one op cost in an entry.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OpCost {
     /// Segment that calls it.
     pub segment: &'static str,
@@ -143,7 +147,7 @@ pub struct OpCost {
     /// Number of calls.
     pub calls: u64,
     /// Matrix-product FLOPs that the hardware is asked for.
-    pub flops: u64,
+    pub flops: f64,
     /// Bytes of all operands: read once, written once, sums read and written.
     pub bytes: u64,
 }
@@ -156,12 +160,12 @@ pub fn ops(program: &StepProgram, entry: &Entry) -> Result<Vec<OpCost>, TypeErro
         for instr in segment.instrs.iter().filter(|_| runs > 0) {
             let op = instr.op.name();
             let at = lines.iter().position(|l| l.segment == segment.name && l.op == op).unwrap_or_else(|| {
-                lines.push(OpCost { segment: segment.name, op, calls: 0, flops: 0, bytes: 0 });
+                lines.push(OpCost { segment: segment.name, op, calls: 0, flops: 0.0, bytes: 0 });
                 lines.len() - 1
             });
             let cost = instr.cost()?;
             lines[at].calls += runs;
-            lines[at].flops += runs * cost.flops.hardware;
+            lines[at].flops += runs as f64 * cost.flops.hardware as f64;
             lines[at].bytes += runs * cost.bytes;
         }
     }

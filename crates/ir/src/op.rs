@@ -140,11 +140,11 @@ pub struct Spec {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
     /// What the model needs, attention counted in full.
-    pub model: u64,
+    pub model: u128,
     /// The same with the masked half of causal attention left out.
-    pub causal: u64,
+    pub causal: u128,
     /// What this op really asks of the hardware, recomputed scores included, attention in full.
-    pub hardware: u64,
+    pub hardware: u128,
 }
 
 impl std::ops::Add for Flops {
@@ -382,7 +382,7 @@ impl Op {
     pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
         let dims = self.bind(inputs)?;
         let same = |n| Flops { model: n, causal: n, hardware: n };
-        let attention = |model: u64, hardware: u64| {
+        let attention = |model: u128, hardware: u128| {
             let square = dims.product("bssh");
             Flops { model: model * square, causal: model * square / 2, hardware: hardware * square }
         };
@@ -390,7 +390,7 @@ impl Op {
             Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
             // One product for the logits, one for each gradient that somebody wants.
             Op::LinearCrossEntropy { .. } => {
-                let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u64;
+                let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
                 same(2 * products * dims.product("bskv"))
             }
             Op::Attention => attention(4, 4),
@@ -551,8 +551,8 @@ impl Dims {
     }
 
     /// The product of the sizes of these letters.
-    pub fn product(&self, letters: &str) -> u64 {
-        letters.chars().map(|c| self.size(c) as u64).product()
+    pub fn product(&self, letters: &str) -> u128 {
+        letters.chars().map(|c| self.size(c) as u128).product()
     }
 
     /// Binds a letter, or returns the dimension that it is bound to already.

@@ -29,7 +29,7 @@ pub struct Workspace {
 
 impl Workspace {
     fn bytes(&self, dims: &Dims) -> u64 {
-        self.fixed + self.terms.iter().map(|(bytes, letters)| bytes * dims.product(letters)).sum::<u64>()
+        self.fixed + self.terms.iter().map(|(bytes, letters)| bytes * dims.product(letters) as u64).sum::<u64>()
     }
 }
 

@@ -14,7 +14,7 @@ pub fn count(n: u64) -> String {
 
 /// Floating-point operations with a decimal prefix: `3.20 TFLOP`.
 pub fn flops(n: f64) -> String {
-    const UNITS: [&str; 7] = ["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"];
+    const UNITS: [&str; 9] = ["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP"];
     scaled(n, 1000.0, &UNITS, false)
 }
 

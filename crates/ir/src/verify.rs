@@ -1,10 +1,11 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
 use crate::TensorType;
+use crate::account::DISTINCT_MICRO_BATCHES;
 use crate::graph::{Graph, Phase, Source, State};
 use crate::op::Elem;
-use crate::program::{Arg, Instr, Lifetime, Role, StepProgram};
-use std::collections::HashMap;
+use crate::program::{BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram};
+use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -96,11 +97,7 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}", segment.name), reason))?;
         }
     }
-    let overlaps = overlaps(program);
-    for entry in &program.entries {
-        run_memory(program, entry.name, &overlaps)?;
-    }
-    Ok(())
+    program.entries.iter().try_for_each(|entry| run_memory(program, entry))
 }
 
 fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
@@ -130,106 +127,138 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     Ok(())
 }
 
-/// For every buffer, the others that share bytes with it.
-fn overlaps(program: &StepProgram) -> Vec<Vec<usize>> {
-    let mut order: Vec<usize> = (0..program.buffers.len()).collect();
-    order.sort_by_key(|&i| (program.buffers[i].region, program.buffers[i].offset));
-    let mut result = vec![Vec::new(); program.buffers.len()];
-    for (k, &i) in order.iter().enumerate() {
-        let a = &program.buffers[i];
-        for &j in &order[k + 1..] {
-            let b = &program.buffers[j];
-            if b.region != a.region || b.offset >= a.offset + a.bytes {
-                break;
-            }
-            result[i].push(j);
-            result[j].push(i);
-        }
-    }
-    result
+/// What a range of memory holds.
+struct Held {
+    end: u64,
+    buffer: usize,
+    value: usize,
+    /// The micro-batch it was made for; `None` for what outlives the step.
+    owner: Option<usize>,
 }
 
-/// What a copy of a buffer holds: a value, and the micro-batch it was made for (`None` for what outlives the step).
-type Holds = HashMap<(usize, usize), (usize, Option<usize>)>;
+/// Memory by name: (region, copy, start) of every range that holds a value. Ranges never overlap.
+#[derive(Default)]
+struct Memory {
+    held: BTreeMap<(usize, usize, u64), Held>,
+}
 
-fn run_memory(program: &StepProgram, entry: &str, overlaps: &[Vec<usize>]) -> Result<(), Unsound> {
-    // Three micro-batches show every transition between neighbours; more would repeat them.
-    const MICRO_BATCHES: usize = 3;
-    let Some(entry) = program.entry(entry) else { return Err(unsound("entries", format!("no `{entry}`"))) };
-    let mut holds: Holds = HashMap::new();
+impl Memory {
+    /// Forgets whatever shares bytes with the range.
+    fn clobber(&mut self, region: usize, copy: usize, start: u64, end: u64) {
+        let before = (region, copy, 0)..(region, copy, end);
+        let hit: Vec<_> =
+            self.held.range(before).rev().take_while(|(_, held)| held.end > start).map(|(key, _)| *key).collect();
+        hit.into_iter().for_each(|key| {
+            self.held.remove(&key);
+        });
+    }
+}
+
+fn run_memory(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
     let instrs = entry.schedule.iter().flat_map(|s| &program.segments[s.segment].instrs);
-    let buffers =
-        instrs.flat_map(|i| i.inputs.iter().chain(i.outputs.iter().flatten()).map(|a| a.buffer).chain(i.workspace));
-    let used: Vec<Lifetime> = buffers.map(|b| program.regions[program.buffers[b.0].region].lifetime).collect();
+    let mut used: Vec<Lifetime> = instrs.flat_map(buffers_of).map(|b| lifetime(program, b.0)).collect();
+    used.sort_unstable();
+    used.dedup();
     if used.contains(&Lifetime::Overlay) && (used.contains(&Lifetime::Saved) || used.contains(&Lifetime::Frame)) {
         return Err(unsound(format!("entry {}", entry.name), "uses the overlay and what lies under it"));
     }
-    let lifetime = |b: usize| program.regions[program.buffers[b].region].lifetime;
-    let id = |name: &str| program.values.iter().position(|v| v == name);
+    for slot in &entry.schedule {
+        for region in &program.regions {
+            if copy_in(region.lifetime, *slot) >= region.slots && used.contains(&region.lifetime) {
+                let at = format!("entry {}, micro-batch {}", entry.name, slot.micro_batch);
+                return Err(unsound(at, format!("the {} region has no such copy", region.lifetime.name())));
+            }
+        }
+    }
+    let mut memory = Memory::default();
     for tensor in &program.tensors {
+        let b = &program.buffers[tensor.buffer.0];
         let copies = match tensor.role {
-            Role::Input => 0..MICRO_BATCHES,
+            Role::Input => 0..program.regions[b.region].slots.min(DISTINCT_MICRO_BATCHES),
             Role::State(_) => 0..1,
             Role::Output | Role::StepOutput => continue,
         };
-        let value = id(&tensor.name).ok_or_else(|| unsound("tensors", format!("`{}` is no value", tensor.name)))?;
+        let known = program.values.iter().position(|v| *v == tensor.name);
+        let value = known.ok_or_else(|| unsound("tensors", format!("`{}` is no value", tensor.name)))?;
         for copy in copies {
             let owner = (tensor.role == Role::Input).then_some(copy);
-            holds.insert((tensor.buffer.0, copy), (value, owner));
+            memory.clobber(b.region, copy, b.offset, b.offset + b.bytes);
+            let held = Held { end: b.offset + b.bytes, buffer: tensor.buffer.0, value, owner };
+            memory.held.insert((b.region, copy, b.offset), held);
         }
     }
-    for slot in entry.schedule.iter().filter(|s| s.micro_batch < MICRO_BATCHES) {
-        let segment = &program.segments[slot.segment];
-        let copy_of = |b: usize| match lifetime(b) {
-            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
-            Lifetime::MicroBatch => slot.micro_batch,
-            Lifetime::Saved => slot.saved_slot,
-        };
+    for slot in entry.schedule.iter().filter(|s| s.micro_batch < DISTINCT_MICRO_BATCHES) {
         // A new slot finds nothing in the frame.
-        holds.retain(|(b, _), _| !matches!(lifetime(*b), Lifetime::Frame | Lifetime::Overlay));
-        for (i, instr) in segment.instrs.iter().enumerate() {
-            let at = || format!("{} micro-batch {} instruction {i}", segment.name, slot.micro_batch);
-            let owner = |arg: &Arg| match lifetime(arg.buffer.0) {
-                Lifetime::Run => None,
-                _ => Some(slot.micro_batch),
-            };
-            for arg in &instr.inputs {
-                let b = arg.buffer.0;
-                let found = holds.get(&(b, copy_of(b)));
-                if found != Some(&(arg.value, owner(arg))) {
-                    let what = found.map_or("nothing", |(v, _)| program.values[*v].as_str());
-                    let reason =
-                        format!("{} reads `{}`, the buffer holds {what}", instr.op.name(), program.values[arg.value]);
-                    return Err(unsound(at(), reason));
-                }
-            }
-            let mut clobber = |b: usize| {
-                holds.remove(&(b, copy_of(b)));
-                for &other in &overlaps[b] {
-                    holds.remove(&(other, copy_of(other)));
-                }
-            };
-            if let Some(w) = instr.workspace {
-                clobber(w.0);
-                if instr
-                    .inputs
-                    .iter()
-                    .chain(instr.outputs.iter().flatten())
-                    .any(|a| overlaps[w.0].contains(&a.buffer.0))
-                {
-                    return Err(unsound(at(), format!("{}: scratch overlaps an operand", instr.op.name())));
-                }
-            }
-            for arg in instr.outputs.iter().flatten() {
-                if instr.inputs.iter().any(|x| overlaps[arg.buffer.0].contains(&x.buffer.0)) {
-                    return Err(unsound(at(), format!("{}: an output overlaps an input", instr.op.name())));
-                }
-                clobber(arg.buffer.0);
-            }
-            for arg in instr.outputs.iter().flatten() {
-                holds.insert((arg.buffer.0, copy_of(arg.buffer.0)), (arg.value, owner(arg)));
-            }
+        let stays = |region: usize| !matches!(program.regions[region].lifetime, Lifetime::Frame | Lifetime::Overlay);
+        memory.held.retain(|(region, _, _), _| stays(*region));
+        for (i, instr) in program.segments[slot.segment].instrs.iter().enumerate() {
+            run_instr(program, instr, *slot, &mut memory).map_err(|reason| {
+                let name = program.segments[slot.segment].name;
+                unsound(format!("{name} micro-batch {} instruction {i}", slot.micro_batch), reason)
+            })?;
         }
     }
     Ok(())
+}
+
+fn run_instr(program: &StepProgram, instr: &Instr, slot: Slot, memory: &mut Memory) -> Result<(), String> {
+    let name = instr.op.name();
+    let copy = |b: usize| copy_in(lifetime(program, b), slot);
+    let key = |b: usize| (program.buffers[b].region, copy(b), program.buffers[b].offset);
+    let owner = |b: usize| (lifetime(program, b) != Lifetime::Run).then_some(slot.micro_batch);
+    for arg in &instr.inputs {
+        let b = arg.buffer.0;
+        let found = memory.held.get(&key(b));
+        if !found.is_some_and(|h| h.buffer == b && h.value == arg.value && h.owner == owner(b)) {
+            let what = found.map_or("nothing", |h| program.values[h.value].as_str());
+            return Err(format!("{name} reads `{}`, the buffer holds {what}", program.values[arg.value]));
+        }
+    }
+    let shares = |a: BufferId, b: BufferId| {
+        let (x, y) = (&program.buffers[a.0], &program.buffers[b.0]);
+        x.region == y.region && x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes
+    };
+    let outputs: Vec<BufferId> = instr.outputs.iter().flatten().map(|a| a.buffer).collect();
+    if let Some(w) = instr.workspace
+        && instr.inputs.iter().map(|a| a.buffer).chain(outputs.iter().copied()).any(|b| shares(w, b))
+    {
+        return Err(format!("{name}: scratch overlaps an operand"));
+    }
+    for (o, &output) in outputs.iter().enumerate() {
+        // Sharing one buffer whole is in-place work, which the op table has allowed; sharing a part never is.
+        if instr.inputs.iter().any(|x| x.buffer != output && shares(x.buffer, output)) {
+            return Err(format!("{name}: an output overlaps an input"));
+        }
+        if outputs[..o].iter().any(|&other| shares(other, output)) {
+            return Err(format!("{name}: two outputs overlap"));
+        }
+    }
+    let written = outputs.iter().copied().chain(instr.workspace);
+    for b in written {
+        let (region, copy, start) = key(b.0);
+        memory.clobber(region, copy, start, start + program.buffers[b.0].bytes);
+    }
+    for arg in instr.outputs.iter().flatten() {
+        let b = arg.buffer.0;
+        let (end, value) = (program.buffers[b].offset + program.buffers[b].bytes, arg.value);
+        memory.held.insert(key(b), Held { end, buffer: b, value, owner: owner(b) });
+    }
+    Ok(())
+}
+
+fn lifetime(program: &StepProgram, buffer: usize) -> Lifetime {
+    program.regions[program.buffers[buffer].region].lifetime
+}
+
+fn copy_in(lifetime: Lifetime, slot: Slot) -> usize {
+    match lifetime {
+        Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
+        Lifetime::MicroBatch => slot.micro_batch,
+        Lifetime::Saved => slot.saved_slot,
+    }
+}
+
+fn buffers_of(instr: &Instr) -> impl Iterator<Item = BufferId> {
+    let args = instr.inputs.iter().chain(instr.outputs.iter().flatten());
+    args.map(|a| a.buffer).chain(instr.workspace)
 }

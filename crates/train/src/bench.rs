@@ -124,7 +124,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     let peak_gib = peak_resident_bytes() as f64 / (1u64 << 30) as f64;
     drop(session);
     show("measuring the matmul ceiling");
-    let ceiling = ceilings::matmul(plan.threads, plan.precision.compute);
+    let ceiling = ceilings::matmul(plan.threads, plan.precision.compute)?;
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
     Ok(BenchResult {
@@ -156,7 +156,7 @@ fn fill(session: &mut Session, config: &Config) -> Result<(), TrainError> {
 
 fn profile(plan: &Plan, timings: &[Timing], ceiling: f64) -> Result<Profile, TrainError> {
     let program = plan.program();
-    let bandwidth = ceilings::bandwidth(plan.threads);
+    let bandwidth = ceilings::bandwidth(plan.threads)?;
     let mut ops: Vec<OpTime> = Vec::new();
     let mut trace = Vec::new();
     for t in timings {

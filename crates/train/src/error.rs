@@ -3,6 +3,9 @@ use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
+use lockstep_ir::account::MemoryBill;
+use lockstep_ir::program::Class;
+use lockstep_ir::units;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -34,7 +37,7 @@ pub enum TrainError {
     /// The run directory holds a run with another config.
     #[error(
         "{} holds a run with another config:{}\nhint: undo these changes to resume it, choose another --run-dir, or \
-         give --fresh to start over (the old run is kept in a folder beside)",
+         give --fresh to start over (the old run is kept in a folder inside)",
         dir.display(),
         list(differences)
     )]
@@ -62,9 +65,10 @@ pub enum TrainError {
     },
     /// Losses or gradients are not finite.
     #[error(
-        "the loss is not finite for {steps} steps in a row (last at step {step}: loss {loss}, gradient norm {grad_norm})\n\
-         hint: lower optimizer.lr or raise optimizer.warmup_steps; no weight was changed in these steps, and the last \
-         checkpoint is kept"
+        "{what} not finite for {steps} steps in a row (last at step {step}: loss {loss}, gradient norm {grad_norm})\n\
+         hint: no weight was changed in these steps and the last checkpoint is kept; start over with a lower optimizer.lr \
+         or more optimizer.warmup_steps, in another --run-dir or with --fresh",
+        what = if loss.is_finite() { "the gradient is" } else { "the loss is" }
     )]
     Diverged {
         /// Consecutive bad steps.
@@ -75,6 +79,41 @@ pub enum TrainError {
         loss: f64,
         /// Its gradient norm.
         grad_norm: f32,
+    },
+    /// The arena is larger than the memory that is free.
+    #[error(
+        "the step needs {} of memory, {} are free:{}\nhint: {}",
+        units::bytes(memory.total_bytes),
+        units::bytes(*available),
+        bill(memory),
+        smaller(memory)
+    )]
+    DoesNotFit {
+        /// What it needs.
+        memory: Box<MemoryBill>,
+        /// Bytes that are free.
+        available: u64,
+    },
+    /// A number of the config is not one in the type that the device computes with.
+    #[error("{key} = {value} is {rounded} in fp32\nhint: choose a value that fp32 can hold")]
+    Rounded {
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        value: f64,
+        /// What is left of it.
+        rounded: f32,
+    },
+    /// The schedule of a step would be absurdly long.
+    #[error(
+        "a step of {micro_batches} micro-batches is too long, at most {most} are allowed\nhint: raise train.micro_batch or lower \
+         train.global_batch"
+    )]
+    TooManyMicroBatches {
+        /// Asked for.
+        micro_batches: usize,
+        /// Allowed.
+        most: usize,
     },
     /// A file of the run directory cannot be read or written.
     #[error("cannot {action} {}: {cause}\nhint: {}", path.display(), hint(cause))]
@@ -102,6 +141,10 @@ impl TrainError {
                 | TrainError::Vocabulary { .. }
                 | TrainError::ConfigChanged { .. }
                 | TrainError::Locked { .. }
+                | TrainError::DataChanged { .. }
+                | TrainError::DoesNotFit { .. }
+                | TrainError::Rounded { .. }
+                | TrainError::TooManyMicroBatches { .. }
         )
     }
 }
@@ -110,12 +153,27 @@ fn list(differences: &[Difference]) -> String {
     differences.iter().map(|d| format!("\n  {}: {} before, {} now", d.path, d.theirs, d.ours)).collect()
 }
 
+fn bill(memory: &MemoryBill) -> String {
+    let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
+    Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
+}
+
+fn smaller(memory: &MemoryBill) -> &'static str {
+    let steady: u64 =
+        [Class::Parameters, Class::Gradients, Class::Optimizer].iter().map(|c| memory.classes[c.name()]).sum();
+    match steady * 2 > memory.total_bytes {
+        true => "choose a smaller model, or a machine with more memory",
+        false => "lower train.micro_batch or train.seq",
+    }
+}
+
 fn hint(cause: &std::io::Error) -> &'static str {
     match cause.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::FileTooLarge | std::io::ErrorKind::QuotaExceeded => {
             "free some space and run the same command again: it resumes from the last checkpoint"
         }
         std::io::ErrorKind::PermissionDenied => "choose a --run-dir that you may write to",
+        std::io::ErrorKind::NotADirectory | std::io::ErrorKind::AlreadyExists => "choose a --run-dir that is a folder",
         _ => "check the path; the same command resumes from the last checkpoint",
     }
 }

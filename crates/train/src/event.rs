@@ -1,9 +1,9 @@
 use crate::Plan;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 
 /// What one step gave: a line of `metrics.jsonl`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Steps finished, this one included.
     pub step: u64,
@@ -24,7 +24,7 @@ pub struct StepMetrics {
     /// Bytes of the arena.
     pub arena_bytes: u64,
     /// Mean held-out loss per token, in nats, where it was taken after this step.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
 }
 

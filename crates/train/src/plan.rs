@@ -45,6 +45,7 @@ impl Plan {
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let o = &config.optimizer;
+    check_numbers(config)?;
     let precision = precision(config);
     let context = Context {
         device: cpu::profile(threads, precision.compute, precision.gradients),
@@ -86,4 +87,34 @@ fn precision(config: &Config) -> Precision {
         false => dtype(&config.precision.gradients),
     };
     Precision { compute: dtype(&config.precision.policy), gradients }
+}
+
+/// Most micro-batches of a step.
+const MOST_MICRO_BATCHES: usize = 1 << 16;
+
+/// Refuses numbers that fp32 cannot hold and schedules that no machine can.
+fn check_numbers(config: &Config) -> Result<(), TrainError> {
+    let o = &config.optimizer;
+    let positive = |x: f32| x > 0.0 && x.is_finite();
+    let below_one = |x: f32| x < 1.0;
+    let clips = |x: f32| o.grad_clip == 0.0 || positive(x);
+    let checks: [(&'static str, f64, &dyn Fn(f32) -> bool); 6] = [
+        ("optimizer.lr", o.lr, &positive),
+        ("optimizer.eps", o.eps, &positive),
+        ("optimizer.beta1", o.beta1, &below_one),
+        ("optimizer.beta2", o.beta2, &below_one),
+        ("optimizer.grad_clip", o.grad_clip, &clips),
+        ("model.norm_eps", config.model.norm_eps, &positive),
+    ];
+    for (key, value, fits) in checks {
+        if !fits(value as f32) {
+            return Err(TrainError::Rounded { key, value, rounded: value as f32 });
+        }
+    }
+    match config.accumulation_steps() {
+        micro_batches if micro_batches > MOST_MICRO_BATCHES => {
+            Err(TrainError::TooManyMicroBatches { micro_batches, most: MOST_MICRO_BATCHES })
+        }
+        _ => Ok(()),
+    }
 }

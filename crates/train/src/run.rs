@@ -3,7 +3,7 @@
 use crate::event::{Event, StepMetrics};
 use crate::session::Session;
 use crate::{Plan, RunDir, TrainError, learning_rate, plan};
-use lockstep_checkpoint::{latest, list, save};
+use lockstep_checkpoint::{Loaded, latest, list, save};
 use lockstep_config::Config;
 use lockstep_data::{BYTE_VOCABULARY, PrepareSpec, Prepared, Sampler, prepare};
 use lockstep_exec::cpu;
@@ -51,39 +51,56 @@ pub fn run(
     if config.model.vocab_size < BYTE_VOCABULARY as usize {
         return Err(TrainError::Vocabulary { vocab: config.model.vocab_size });
     }
-    let mut dir = RunDir::open(&options.dir)?;
-    if options.fresh {
-        dir.set_aside()?;
-    }
-    refuse_changes(config, &dir)?;
-    let data = open_data(config, &dir, show)?;
-    let train = Sampler::new(data.train().clone(), config.train.seq, config.train.seed)?;
+    // What can be refused without touching the directory is refused first.
     let plan = plan(config)?;
-    let mut session = Session::new(config, &plan)?;
+    let dir = RunDir::open(&options.dir)?;
+    let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
+    match start(config, &plan, dir, show) {
+        Ok(run) => run.go(stop, show),
+        Err(error) => {
+            if let Some(aside) = aside {
+                aside.undo();
+            }
+            Err(error)
+        }
+    }
+}
 
+/// Everything before the first step.
+fn start<'a>(
+    config: &'a Config,
+    plan: &'a Plan,
+    mut dir: RunDir,
+    show: &mut dyn FnMut(Event),
+) -> Result<Run<'a>, TrainError> {
     let found = latest(&dir.checkpoints())?;
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
-    let mut step = 0;
-    let mut checkpoint = None;
+    if let Some(loaded) = &found.loaded {
+        refuse_changes(config, &dir, loaded)?;
+    }
+    let data = open_data(config, &dir, show)?;
+    let train = Sampler::new(data.train().clone(), config.train.seq, config.train.seed)?;
+    let mut session = Session::new(config, plan)?;
+    let (mut step, mut checkpoint, mut pending) = (0, None, None);
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: dir.data() });
         }
         session.restore(&loaded)?;
         step = loaded.step;
+        pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
         checkpoint = Some(loaded.path);
     }
-    dir.begin(&config.resolved_toml(), &plan, step)?;
-    let ceiling = cpu::ceilings::matmul(plan.threads, plan.precision.compute);
+    let ceiling = cpu::ceilings::matmul(plan.threads, plan.precision.compute)?;
+    dir.begin(&config.resolved_toml(), plan, step)?;
     let train_tokens = data.train_summary().tokens;
-    show(Event::Started { plan: &plan, ceiling, train_tokens, from_step: step, dir: dir.path() });
+    show(Event::Started { plan, ceiling, train_tokens, from_step: step, dir: dir.path() });
     dir.event("start", json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling }))?;
 
     let held_out = held_out(config, &data, show);
-    let outcome =
-        Outcome { step, finished: step >= config.train.steps, first_val_loss: None, last_val_loss: None, checkpoint };
-    Run { config, plan: &plan, session, dir, train, held_out, ceiling, data: data.fingerprint(), outcome }
-        .go(stop, show)
+    let finished = step >= config.train.steps;
+    let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint };
+    Ok(Run { config, plan, session, dir, train, held_out, ceiling, data: data.fingerprint(), pending, outcome })
 }
 
 struct Run<'a> {
@@ -96,14 +113,21 @@ struct Run<'a> {
     held_out: Option<(Sampler, u64)>,
     ceiling: f64,
     data: u64,
+    /// The line of the last step, where its validation was interrupted.
+    pending: Option<StepMetrics>,
     outcome: Outcome,
 }
 
 impl Run<'_> {
     fn go(mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
         let steps = self.config.train.steps;
-        if !self.outcome.finished {
-            self.outcome.first_val_loss = self.validate(show)?;
+        if !self.outcome.finished || self.pending.is_some() {
+            self.outcome.first_val_loss = self.validate(stop, show)?;
+        }
+        if let (Some(mut line), Some(loss)) = (self.pending, self.outcome.first_val_loss) {
+            line.val_loss = Some(loss);
+            self.dir.metric(&line)?;
+            self.pending = None;
         }
         let mut saved = self.outcome.step;
         let mut skipped = 0;
@@ -120,11 +144,17 @@ impl Run<'_> {
             }
             if skipped == MOST_SKIPPED {
                 let StepMetrics { loss, grad_norm, .. } = metrics.line;
+                self.dir.metric(&metrics.line)?;
                 return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
             }
             let due = |every: u64| step == steps || (every > 0 && step.is_multiple_of(every));
-            if due(self.config.train.validate_every) {
-                metrics.line.val_loss = self.validate(show)?;
+            if due(self.config.train.validate_every) && self.held_out.is_some() {
+                metrics.line.val_loss = self.validate(stop, show)?;
+                if metrics.line.val_loss.is_none() {
+                    // Interrupted: the next call takes the validation and then writes the line.
+                    self.pending = Some(metrics.line);
+                    break;
+                }
             }
             self.dir.metric(&metrics.line)?;
             show(Event::Stepped(&metrics.line));
@@ -175,9 +205,9 @@ impl Run<'_> {
         Ok(Step { step: line.step, applied: result.applied, line })
     }
 
-    fn validate(&mut self, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
+    fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
         let Some((sampler, sequences)) = &self.held_out else { return Ok(None) };
-        let loss = self.session.evaluate(sampler, *sequences)?;
+        let Some(loss) = self.session.evaluate(sampler, *sequences, stop)? else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
         show(Event::Validated { step, loss });
@@ -192,6 +222,7 @@ impl Run<'_> {
             "data": format!("{:016x}", self.data),
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
+            "pending_metrics": self.pending,
         });
         let groups = self.session.groups()?;
         let progress = &mut |done, total| show(Event::Saving { done, total });
@@ -210,21 +241,17 @@ struct Step {
     line: StepMetrics,
 }
 
-/// Refuses to continue a run whose config has changed.
-fn refuse_changes(config: &Config, dir: &RunDir) -> Result<(), TrainError> {
-    let Some(path) = dir.config().filter(|_| list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty())) else {
-        return Ok(());
-    };
-    let before = Config::load(&path, &[])?;
+/// Refuses to continue a run whose config has changed. The checkpoint itself says what it was made with.
+fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<(), TrainError> {
+    let before = Config::parse(checkpoint.state["config"].as_str().unwrap_or_default(), "checkpoint", &[])?;
     let mut differences = config.differences(&before);
     if config.train.reproducible && before.train.reproducible {
         // Accumulation does not change a reproducible run.
         differences.retain(|d| d.path != "train.micro_batch");
     }
-    if differences.is_empty() {
-        Ok(())
-    } else {
-        Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences })
+    match differences.is_empty() {
+        true => Ok(()),
+        false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),
     }
 }
 

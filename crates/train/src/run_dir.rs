@@ -16,6 +16,28 @@ pub struct RunDir {
     _lock: File,
 }
 
+/// Files and folders of a run.
+const OURS: [&str; 6] = [CONFIG, PLAN, METRICS, EVENTS, "data", "checkpoints"];
+
+/// A run that was moved out of the way.
+pub struct Aside {
+    from: PathBuf,
+    to: PathBuf,
+}
+
+impl Aside {
+    /// Moves it back over what a failed start has made since. Best effort: whatever cannot be moved stays where it is.
+    pub fn undo(self) {
+        for name in OURS.iter().filter(|name| self.to.join(name).exists()) {
+            let place = self.from.join(name);
+            let _ = if place.is_dir() { fs::remove_dir_all(&place) } else { fs::remove_file(&place) };
+            let _ = fs::rename(self.to.join(name), place);
+        }
+        let _ = fs::remove_dir(&self.to);
+    }
+}
+
+const PLAN: &str = "plan.json";
 const CONFIG: &str = "run.toml";
 const METRICS: &str = "metrics.jsonl";
 const EVENTS: &str = "events.jsonl";
@@ -50,29 +72,21 @@ impl RunDir {
         self.path.join("data")
     }
 
-    /// The config of the run that is here, if there is one.
-    pub fn config(&self) -> Option<PathBuf> {
-        Some(self.path.join(CONFIG)).filter(|p| p.exists())
-    }
-
-    /// Moves everything that is here into a folder `old-1`, `old-2` … of its own.
-    pub fn set_aside(&self) -> Result<(), TrainError> {
-        let is_old = |name: &str| name.starts_with("old-");
-        let entries: Vec<PathBuf> = fs::read_dir(&self.path)
-            .and_then(|entries| entries.map(|e| e.map(|e| e.path())).collect())
-            .map_err(|e| TrainError::io("read", &self.path, e))?;
-        let name = |p: &Path| p.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        let moved: Vec<&PathBuf> = entries.iter().filter(|p| name(p) != LOCK && !is_old(&name(p))).collect();
-        if moved.is_empty() {
-            return Ok(());
-        }
+    /// Moves a run that is here (our own files, nothing else) into a folder `old-1`, `old-2` … inside.
+    pub fn set_aside(&self) -> Result<Aside, TrainError> {
+        let ours = OURS.map(|name| self.path.join(name));
+        let moved: Vec<PathBuf> = ours.into_iter().filter(|p| p.exists()).collect();
         let free = (1..).map(|n| self.path.join(format!("old-{n}"))).find(|p| !p.exists());
-        let to = free.unwrap_or_else(|| self.path.join("old"));
-        fs::create_dir(&to).map_err(|e| TrainError::io("create", &to, e))?;
-        for from in moved {
-            fs::rename(from, to.join(name(from))).map_err(|e| TrainError::io("move", from, e))?;
+        let aside = Aside { from: self.path.clone(), to: free.unwrap_or_else(|| self.path.join("old")) };
+        if moved.is_empty() {
+            return Ok(aside);
         }
-        Ok(())
+        fs::create_dir(&aside.to).map_err(|e| TrainError::io("create", &aside.to, e))?;
+        for from in moved {
+            let name = from.file_name().unwrap_or_default();
+            fs::rename(&from, aside.to.join(name)).map_err(|e| TrainError::io("move", &from, e))?;
+        }
+        Ok(aside)
     }
 
     /// Writes `run.toml` and `plan.json`, cuts `metrics.jsonl` back to `step`, and opens the logs.
@@ -87,11 +101,18 @@ impl RunDir {
             "model_flops_per_token": plan.model_flops_per_token(),
             "memory": plan.memory,
         });
-        self.replace("plan.json", format!("{summary:#}\n").as_bytes())?;
+        self.replace(PLAN, format!("{summary:#}\n").as_bytes())?;
         let metrics = self.path.join(METRICS);
         if metrics.exists() {
             let text = fs::read(&metrics).map_err(|e| TrainError::io("read", &metrics, e))?;
             self.replace(METRICS, &lines_up_to(&text, step))?;
+        }
+        let events = self.path.join(EVENTS);
+        if events.exists() {
+            let mut text = fs::read(&events).map_err(|e| TrainError::io("read", &events, e))?;
+            // A torn last line is dropped.
+            text.truncate(text.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1));
+            self.replace(EVENTS, &text)?;
         }
         let append = |name: &str| {
             let path = self.path.join(name);

@@ -4,10 +4,11 @@ use crate::{Plan, TrainError, state};
 use lockstep_compile::STATS;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
-use lockstep_exec::cpu::CpuExecutor;
+use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_model::names;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A program in memory, ready to step.
 pub struct Session {
@@ -36,6 +37,11 @@ impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
         let program = plan.program().clone();
+        if let Some(available) = cpu::available_bytes()
+            && plan.memory.total_bytes > available
+        {
+            return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), available });
+        }
         let executor = CpuExecutor::load(program.clone(), plan.threads)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), plan.memory.total_bytes, "the arena is not what the plan says");
@@ -85,35 +91,39 @@ impl Session {
 
     /// One training step on the inputs that the executor holds already.
     pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        let data: Vec<u8> = scalars.to_array().iter().flat_map(|x| x.to_le_bytes()).collect();
+        let mut data = [0; 20];
+        data.as_chunks_mut().0.iter_mut().zip(scalars.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
         self.executor.write(StepScalars::NAME, 0, &data)?;
         self.executor.run(StepProgram::TRAIN)?;
         let mut sum = 0.0;
         for m in 0..self.micro_batches {
-            sum = self.losses(m)?.iter().fold(sum, |sum, x| sum + x);
+            sum = self.add_losses(sum, m, self.micro_batch)?;
         }
         let stats = self.executor.read(STATS, 0)?;
-        let stats: Vec<f32> = stats.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-        let [grad_norm, factor] = stats[..] else {
-            return Err(ExecError::Internal(format!("`{STATS}` has {} elements", stats.len())).into());
+        let ([norm, factor], []) = stats.as_chunks() else {
+            return Err(ExecError::Internal(format!("`{STATS}` has {} bytes", stats.len())).into());
         };
+        let [grad_norm, factor] = [norm, factor].map(|b| f32::from_le_bytes(*b));
         let tokens = (self.micro_batches * self.micro_batch * self.seq) as f64;
         Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan() })
     }
 
-    /// Mean loss per token over the first `sequences` samples of `data`.
-    pub fn evaluate(&mut self, data: &Sampler, sequences: u64) -> Result<f64, TrainError> {
+    /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.
+    pub fn evaluate(&mut self, data: &Sampler, sequences: u64, stop: &AtomicBool) -> Result<Option<f64>, TrainError> {
         let mut sum = 0.0;
         let mut first = 0;
         while first < sequences {
+            if stop.load(Ordering::SeqCst) {
+                return Ok(None);
+            }
             // The last micro-batch is filled up with copies of the last sample, whose losses are not counted.
             self.load(data, 0, |b| (first + b as u64).min(sequences - 1))?;
             self.executor.run(StepProgram::EVALUATE)?;
             let counted = (sequences - first).min(self.micro_batch as u64) as usize;
-            sum = self.losses(0)?[..counted].iter().fold(sum, |sum, x| sum + x);
+            sum = self.add_losses(sum, 0, counted)?;
             first += counted as u64;
         }
-        Ok(sum / (sequences * self.seq as u64) as f64)
+        Ok(Some(sum / (sequences * self.seq as u64) as f64))
     }
 
     fn load(&mut self, data: &Sampler, micro_batch: usize, sample: impl Fn(usize) -> u64) -> Result<(), TrainError> {
@@ -129,8 +139,10 @@ impl Session {
         Ok(())
     }
 
-    fn losses(&self, micro_batch: usize) -> Result<Vec<f64>, TrainError> {
+    /// `sum` plus the losses of the first `count` sequences of a micro-batch, in order.
+    fn add_losses(&self, sum: f64, micro_batch: usize, count: usize) -> Result<f64, TrainError> {
         let bytes = self.executor.read(names::LOSS, micro_batch)?;
-        Ok(bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect())
+        let losses = bytes.as_chunks().0.iter().take(count);
+        Ok(losses.fold(sum, |sum, b| sum + f64::from_le_bytes(*b)))
     }
 }

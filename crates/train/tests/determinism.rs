@@ -39,3 +39,20 @@ fn accumulation_is_bit_identical_with_reproducible_and_close_without() {
         }
     }
 }
+
+#[test]
+fn bf16_is_deterministic_learns_as_well_and_keeps_its_promises_about_accumulation() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let run = |policy: &str, keys: &str, name: &str| {
+        let config = tiny(dir.path(), &format!("steps = 40\n{keys}\n[precision]\npolicy = \"{policy}\""));
+        losses(&config, &dir.path().join(name))
+    };
+    let bf16 = run("bf16", "", "a");
+    assert_eq!(bf16, run("bf16", "threads = 1", "b"));
+    let fp32 = run("fp32", "", "c");
+    let (last, reference) = (bf16[39].0, fp32[39].0);
+    assert!((last / reference - 1.0).abs() < 0.02, "bf16 {last}, fp32 {reference}");
+    let whole = run("bf16", "reproducible = true", "d");
+    assert_eq!(whole, run("bf16", "reproducible = true\nmicro_batch = 2", "e"));
+}

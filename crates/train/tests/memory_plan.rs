@@ -52,3 +52,56 @@ fn the_same_config_gives_the_same_program() {
     let text = || plan(&config).unwrap().program().to_string();
     assert_eq!(text(), text());
 }
+
+#[test]
+fn weight_decay_spares_norms_and_nothing_else() {
+    let config = Config::parse("[model]\npreset = \"llama-15m\"", "run.toml", &[]).unwrap();
+    let plan = plan(&config).unwrap();
+    let update = plan.program().segments.iter().find(|s| s.name == "update").unwrap();
+    let mut norms = 0;
+    for instr in &update.instrs {
+        let lockstep_ir::Op::AdamW { decay, .. } = instr.op else { continue };
+        let name = &plan.program().values[instr.inputs[0].value];
+        norms += usize::from(name.contains("norm"));
+        assert_eq!(decay, if name.contains("norm") { 0.0 } else { 0.1 }, "{name}");
+    }
+    assert_eq!(norms, 2 * 6 + 1);
+}
+
+#[test]
+fn bytes_per_parameter_are_those_of_the_literature() {
+    let bytes = |precision: &str| {
+        let text = format!("[model]\npreset = \"llama-3-8b\"\n[precision]\n{precision}\n[train]\nseq = 128");
+        let plan = plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap();
+        let classes = ["parameters", "gradients", "optimizer"].map(|c| plan.memory.classes[c]);
+        classes.iter().sum::<u64>() as f64 / plan.parameters as f64
+    };
+    // The rope table, step scalars and padding are all that comes on top.
+    for (precision, expected) in [
+        ("policy = \"fp32\"", 16.0),
+        ("policy = \"bf16\"\ngradients = \"fp32\"", 18.0),
+        ("policy = \"bf16\"\ngradients = \"bf16\"", 16.0),
+    ] {
+        assert!((bytes(precision) - expected).abs() < 1e-4, "{precision}: {}", bytes(precision));
+    }
+}
+
+#[test]
+fn numbers_that_the_device_cannot_hold_are_refused() {
+    let refusal = |keys: &str| {
+        let text = format!("[model]\npreset = \"llama-15m\"\n{keys}");
+        plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap_err().to_string()
+    };
+    assert!(refusal("[optimizer]\neps = 1e-60").starts_with("optimizer.eps = "));
+    assert!(refusal("[optimizer]\nbeta2 = 0.9999999999").starts_with("optimizer.beta2 = "));
+    assert!(refusal("[train]\nglobal_batch = 4000000000\nmicro_batch = 1\nseq = 2").contains("too long"));
+}
+
+#[test]
+fn flops_of_the_largest_runs_do_not_overflow() {
+    let text = "[model]\nlayers = 126\ndim = 16384\nheads = 128\nkv_heads = 8\nffn = 53248\nvocab_size = 128256\n\
+                [train]\nseq = 8192\nglobal_batch = 2048\nmicro_batch = 16";
+    let plan = plan(&Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
+    let per_token = plan.model_flops_per_token();
+    assert!((per_token / 2.63e12 - 1.0).abs() < 0.01, "{per_token}");
+}

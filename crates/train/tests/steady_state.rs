@@ -55,7 +55,7 @@ fn a_step_allocates_nothing_and_the_process_grows_by_the_arena() {
 
     let count = ALLOCATIONS.load(Ordering::SeqCst);
     for _ in 0..3 {
-        session.executor().run(StepProgram::TRAIN).unwrap();
+        session.run_step(scalars).unwrap();
         session.executor().run(StepProgram::EVALUATE).unwrap();
     }
     assert_eq!(ALLOCATIONS.load(Ordering::SeqCst), count);

@@ -122,6 +122,28 @@ fn wrong_types_are_refused() {
 }
 
 #[test]
+fn outputs_or_scratch_on_the_same_bytes_are_refused() {
+    let attention = |p: &mut StepProgram, plant: fn(&mut lockstep_ir::program::Instr)| {
+        plant(segment(p, "forward").instrs.iter_mut().find(|i| i.op.name() == "attention").unwrap());
+    };
+    let text = refusal(|p| {
+        attention(p, |i| {
+            let first = i.outputs[0].as_ref().unwrap().buffer;
+            i.outputs[1].as_mut().unwrap().buffer = first;
+        });
+    });
+    assert!(text.contains("attention: two outputs overlap"), "{text}");
+    let text = refusal(|p| attention(p, |i| i.workspace = i.outputs[0].as_ref().map(|a| a.buffer)));
+    assert!(text.contains("attention: scratch overlaps an operand"), "{text}");
+}
+
+#[test]
+fn a_micro_batch_without_memory_is_refused() {
+    let text = refusal(|p| p.entries[0].schedule[0].micro_batch = 100);
+    assert!(text.contains("micro-batch 100: the micro-batch region has no such copy"), "{text}");
+}
+
+#[test]
 fn a_buffer_outside_its_region_and_a_wrong_arena_are_refused() {
     let text = refusal(|p| p.buffers[0].offset = 1 << 40);
     assert!(text.contains("leaves its region"), "{text}");

@@ -65,6 +65,16 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
+/// Bytes that this process can still allocate, as far as the system tells.
+pub fn available_bytes() -> Option<u64> {
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    let machine = line.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024;
+    let group = number("/sys/fs/cgroup/memory.max").zip(number("/sys/fs/cgroup/memory.current"));
+    Some(group.map_or(machine, |(most, used)| machine.min(most.saturating_sub(used))))
+}
+
 /// A loaded program on the CPU.
 pub struct CpuExecutor {
     program: StepProgram,
@@ -103,7 +113,8 @@ impl CpuExecutor {
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
         let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(Self { pool: Pool::new(threads), simd: Simd::detect(), arena, segments, tensors, program })
+        let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
+        Ok(Self { pool, simd: Simd::detect(), arena, segments, tensors, program })
     }
 
     fn tensor(&self, name: &str, micro_batch: usize) -> Result<(&Tensor, *mut u8, usize), ExecError> {

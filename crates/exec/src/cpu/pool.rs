@@ -1,32 +1,34 @@
 //! A fixed set of threads that run the tasks of one kernel at a time.
 //!
-//! Written by hand because the steady state must not allocate: general pools allocate queue blocks now and then.
+//! Written by hand because the steady state must not allocate: general pools allocate queue blocks now and then. A job is
+//! done when its tasks are, whether or not every thread has woken for it, so a machine with fewer free cores than threads
+//! is not slowed down by those that sleep.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::{JoinHandle, Thread};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::{Builder, JoinHandle, Thread};
 
 /// `f(task, worker)`, with the lifetime hidden: valid while `Pool::run` waits.
 type Job = *const (dyn Fn(usize, usize) + Sync);
 
+#[derive(Clone, Copy)]
+struct SendJob(Job, usize);
+// SAFETY: the closure behind the pointer is Sync; it is called only for claimed tasks, which `Pool::run` waits for.
+unsafe impl Send for SendJob {}
+
 struct Shared {
+    /// Number of the job in the upper half, next task in the lower. A task is claimed by moving this on, which fails if the
+    /// job has changed meanwhile.
+    ticket: AtomicU64,
+    /// The job of the current ticket and its number of tasks.
     job: Mutex<Option<SendJob>>,
-    /// Counts jobs; workers wait for it to move.
-    generation: AtomicUsize,
-    next_task: AtomicUsize,
-    tasks: AtomicUsize,
-    /// Workers that have not finished the current job.
-    busy: AtomicUsize,
+    /// Tasks of the current job that are finished.
+    done: AtomicUsize,
     stop: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
-
-#[derive(Clone, Copy)]
-struct SendJob(Job);
-// SAFETY: the closure behind the pointer is Sync, and `Pool::run` keeps it alive until every worker is done with it.
-unsafe impl Send for SendJob {}
 
 struct Worker {
     handle: Option<JoinHandle<()>>,
@@ -41,29 +43,28 @@ pub struct Pool {
 }
 
 /// Spins before a waiting thread goes to sleep: about the time between two kernels of a step.
-const SPINS: usize = 20_000;
+const SPINS: usize = 2_000;
+/// A ticket from which no task can be claimed.
+const CLOSED: u64 = u32::MAX as u64;
 
 impl Pool {
     /// A pool of this many threads, at least one.
-    pub fn new(threads: usize) -> Self {
+    pub fn new(threads: usize) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
+            ticket: AtomicU64::new(CLOSED),
             job: Mutex::new(None),
-            generation: AtomicUsize::new(0),
-            next_task: AtomicUsize::new(0),
-            tasks: AtomicUsize::new(0),
-            busy: AtomicUsize::new(0),
+            done: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
-        let workers = (1..threads.max(1))
-            .map(|worker| {
-                let asleep = Arc::new(AtomicBool::new(false));
-                let (theirs, flag) = (shared.clone(), asleep.clone());
-                let handle = std::thread::spawn(move || theirs.work(worker, &flag));
-                Worker { thread: handle.thread().clone(), handle: Some(handle), asleep }
-            })
-            .collect();
-        Self { shared, workers }
+        let mut pool = Self { shared, workers: Vec::new() };
+        for worker in 1..threads.max(1) {
+            let asleep = Arc::new(AtomicBool::new(false));
+            let (theirs, flag) = (pool.shared.clone(), asleep.clone());
+            let handle = Builder::new().name(format!("lockstep-{worker}")).spawn(move || theirs.work(worker, &flag))?;
+            pool.workers.push(Worker { thread: handle.thread().clone(), handle: Some(handle), asleep });
+        }
+        Ok(pool)
     }
 
     /// Number of threads, the caller included.
@@ -77,30 +78,31 @@ impl Pool {
             (0..tasks).for_each(|t| f(t, 0));
             return;
         }
+        assert!((tasks as u64) < CLOSED, "too many tasks");
         let job: &(dyn Fn(usize, usize) + Sync) = &f;
-        // SAFETY: only the lifetime changes; this function returns after every worker has finished with the job.
+        // SAFETY: only the lifetime changes; this function returns after every claimed task is finished, and no task of
+        // this job can be claimed after that.
         let job: Job = unsafe { std::mem::transmute(job) };
         let shared = &*self.shared;
-        *lock(&shared.job) = Some(SendJob(job));
-        shared.tasks.store(tasks, Ordering::Relaxed);
-        shared.next_task.store(0, Ordering::Relaxed);
-        shared.busy.store(self.workers.len(), Ordering::Relaxed);
-        shared.generation.fetch_add(1, Ordering::SeqCst);
-        for w in &self.workers {
-            if w.asleep.swap(false, Ordering::SeqCst) {
-                w.thread.unpark();
-            }
+        let number = (shared.ticket.load(Ordering::SeqCst) >> 32).wrapping_add(1) << 32;
+        shared.ticket.store(number | CLOSED, Ordering::SeqCst);
+        *lock(&shared.job) = Some(SendJob(job, tasks));
+        shared.done.store(0, Ordering::SeqCst);
+        shared.ticket.store(number, Ordering::SeqCst);
+        let asleep = self.workers.iter().filter(|w| w.asleep.load(Ordering::SeqCst));
+        for w in asleep.take(tasks - 1) {
+            w.asleep.store(false, Ordering::SeqCst);
+            w.thread.unpark();
         }
-        let mine = catch_unwind(AssertUnwindSafe(|| shared.drain(&f, 0)));
+        while shared.work_once(0) {}
         let mut spins = 0;
-        while shared.busy.load(Ordering::Acquire) != 0 {
-            pause(&mut spins);
+        while shared.done.load(Ordering::SeqCst) < tasks {
+            spins += 1;
+            if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
-        let theirs = lock(&shared.panic).take();
-        if let Err(panic) = mine {
-            resume_unwind(panic);
-        }
-        if let Some(panic) = theirs {
+        shared.ticket.store(number | CLOSED, Ordering::SeqCst);
+        let panic = lock(&shared.panic).take();
+        if let Some(panic) = panic {
             resume_unwind(panic);
         }
     }
@@ -109,11 +111,10 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.generation.fetch_add(1, Ordering::SeqCst);
         for w in &mut self.workers {
             w.thread.unpark();
             if let Some(handle) = w.handle.take() {
-                // A worker catches the panics of its jobs, so joining cannot fail.
+                // A worker catches the panics of its tasks, so joining cannot fail.
                 let _ = handle.join();
             }
         }
@@ -122,56 +123,59 @@ impl Drop for Pool {
 
 impl Shared {
     fn work(&self, worker: usize, asleep: &AtomicBool) {
-        let mut seen = 0;
-        loop {
-            let mut spins = 0;
-            while self.generation.load(Ordering::SeqCst) == seen {
-                spins += 1;
-                if spins < SPINS {
-                    std::hint::spin_loop();
-                    continue;
-                }
-                asleep.store(true, Ordering::SeqCst);
-                if self.generation.load(Ordering::SeqCst) == seen {
-                    std::thread::park();
-                }
-                asleep.store(false, Ordering::SeqCst);
+        let mut spins = 0;
+        while !self.stop.load(Ordering::SeqCst) {
+            if self.work_once(worker) {
+                spins = 0;
+                continue;
             }
-            seen += 1;
-            if self.stop.load(Ordering::SeqCst) {
-                return;
+            spins += 1;
+            if spins < SPINS {
+                std::hint::spin_loop();
+                continue;
             }
-            let job = *lock(&self.job);
-            if let Some(SendJob(job)) = job {
-                // SAFETY: `Pool::run` waits for `busy` to reach zero before the closure goes away.
-                let f = unsafe { &*job };
-                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.drain(f, worker))) {
-                    *lock(&self.panic) = Some(panic);
-                }
+            asleep.store(true, Ordering::SeqCst);
+            if !self.open() && !self.stop.load(Ordering::SeqCst) {
+                std::thread::park();
             }
-            self.busy.fetch_sub(1, Ordering::Release);
+            asleep.store(false, Ordering::SeqCst);
+            spins = 0;
         }
     }
 
-    fn drain(&self, f: &(dyn Fn(usize, usize) + Sync), worker: usize) {
-        let tasks = self.tasks.load(Ordering::Relaxed);
-        loop {
-            let task = self.next_task.fetch_add(1, Ordering::Relaxed);
-            if task >= tasks {
-                return;
-            }
-            f(task, worker);
+    /// Whether a task may be there to claim.
+    fn open(&self) -> bool {
+        self.ticket.load(Ordering::SeqCst) & CLOSED != CLOSED
+    }
+
+    /// Claims a task and runs it; `false` if there is none.
+    fn work_once(&self, worker: usize) -> bool {
+        let ticket = self.ticket.load(Ordering::SeqCst);
+        let task = ticket & CLOSED;
+        if task == CLOSED {
+            return false;
         }
+        let Some(SendJob(job, tasks)) = *lock(&self.job) else { return false };
+        if task as usize >= tasks {
+            return false;
+        }
+        // If the ticket has not moved, the job that was read is the ticket's: the caller closes the ticket before it
+        // changes the job.
+        if self.ticket.compare_exchange(ticket, ticket + 1, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            return true;
+        }
+        // SAFETY: a claimed task keeps `Pool::run` waiting, so the closure is alive.
+        let f = unsafe { &*job };
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| f(task as usize, worker))) {
+            *lock(&self.panic) = Some(panic);
+        }
+        self.done.fetch_add(1, Ordering::SeqCst);
+        true
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-fn pause(spins: &mut usize) {
-    *spins += 1;
-    if *spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
 }
 
 #[cfg(test)]
@@ -180,20 +184,22 @@ mod tests {
 
     #[test]
     fn every_task_runs_once() {
-        let pool = Pool::new(3);
-        for tasks in [0, 1, 2, 100] {
-            let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
-            pool.run(tasks, |t, worker| {
-                assert!(worker < 3);
-                counts[t].fetch_add(1, Ordering::Relaxed);
-            });
-            assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+        for threads in [1, 3, 17] {
+            let pool = Pool::new(threads).unwrap();
+            for tasks in [0, 1, 2, 100].repeat(200) {
+                let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(tasks, |t, worker| {
+                    assert!(worker < threads);
+                    counts[t].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+            }
         }
     }
 
     #[test]
     fn a_panic_in_any_task_reaches_the_caller_and_the_pool_survives() {
-        let pool = Pool::new(2);
+        let pool = Pool::new(2).unwrap();
         let result = catch_unwind(AssertUnwindSafe(|| pool.run(50, |t, _| assert!(t != 49))));
         assert!(result.is_err());
         let count = AtomicUsize::new(0);

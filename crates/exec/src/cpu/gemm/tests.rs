@@ -32,7 +32,7 @@ fn product<T: Float>(
     a: Matrix<T>,
     b: Matrix<T>,
 ) -> Vec<f32> {
-    let pool = Pool::new(threads);
+    let pool = Pool::new(threads).unwrap();
     let mut c = vec![f32::NAN; m * n];
     let target = Target::F32 { ptr: c.as_mut_ptr(), stride: n, add: false };
     // SAFETY: the vectors have the sizes given.
@@ -104,7 +104,7 @@ fn a_bf16_result_is_the_f32_result_rounded_once() {
     let (a, b) = (random::<Bf16>(m * k, "a"), random::<Bf16>(k * n, "b"));
     let (a, b) = (Matrix::rows(a.as_ptr(), k), Matrix::rows(b.as_ptr(), n));
     for simd in units() {
-        let pool = Pool::new(2);
+        let pool = Pool::new(2).unwrap();
         let mut rounded = vec![Bf16(0); m * n];
         let target = Target::new(rounded.as_mut_ptr(), n);
         // SAFETY: the vectors have the sizes given.
