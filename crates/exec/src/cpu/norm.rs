@@ -137,8 +137,8 @@ vectorised! {
         for row in rows.0..rows.1 {
             let (dy, x, scale) = (dy.add(row * d + from), x.add(row * d + from), *rstd.add(row));
             if n == COLUMNS {
-                for i in 0..COLUMNS {
-                    sums[i] += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    *sum += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
                 }
             } else {
                 for (i, sum) in sums.iter_mut().enumerate().take(n) {

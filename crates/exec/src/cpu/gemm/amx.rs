@@ -13,7 +13,7 @@ use crate::cpu::simd::Simd;
 pub const MR: usize = 32;
 /// Elements of k that one instruction takes.
 pub const K: usize = 32;
-/// Words of 32 bits (pairs of k) in a packed panel of B per step of `K`.
+/// Words of 32 bits (pairs of k) in a packed panel per step of `K`.
 const STEP: usize = NR * K / 2;
 
 /// Whether this machine has AMX for bf16 and the system lets us use it.
@@ -101,32 +101,26 @@ unsafe fn gather(b: Matrix<Bf16>, width: usize, from: usize, depth: usize, to: *
     }
 }
 
-/// `rows` rows of A times packed B. Rows that are whole and contiguous are read in place, others packed first.
+/// `rows` rows of A times packed B.
 pub unsafe fn multiply(
     (rows, columns, depth): (usize, usize, usize),
     a: Matrix<Bf16>,
-    packed_a: *mut Bf16,
+    packed_a: *mut u32,
     packed_b: *const u32,
     c: Target,
 ) {
-    let (steps, padded) = (depth.div_ceil(K), depth.next_multiple_of(K));
-    let in_place = a.column_stride == 1 && depth.is_multiple_of(K);
+    let panel = depth.div_ceil(K) * STEP;
     // SAFETY: the caller vouches for the ranges.
     unsafe {
         for i in (0..rows).step_by(MR) {
-            if !in_place || rows - i < MR {
-                pack_a(a.part(i, 0), MR.min(rows - i), depth, packed_a.add(i * padded));
-            }
+            pack_a(a.part(i, 0), MR.min(rows - i), depth, packed_a.add(i / MR * panel));
         }
         configure();
         let mut tile = [0.0f32; MR * NR];
         for j in (0..columns).step_by(NR) {
             for i in (0..rows).step_by(MR) {
-                let (from, stride) = match in_place && rows - i >= MR {
-                    true => (a.ptr.add(i * a.row_stride), a.row_stride),
-                    false => (packed_a.add(i * padded).cast_const(), padded),
-                };
-                tiles(from, stride * 2, packed_b.add(j / NR * steps * STEP), steps, &mut tile);
+                let (from_a, from_b) = (packed_a.add(i / MR * panel), packed_b.add(j / NR * panel));
+                tiles(from_a, from_b, depth.div_ceil(K), &mut tile);
                 let (rows, columns) = (MR.min(rows - i), NR.min(columns - j));
                 store_tile(Simd::Avx512, tile.as_ptr(), rows, columns, c.part(i, j, true));
             }
@@ -135,27 +129,42 @@ pub unsafe fn multiply(
     }
 }
 
-/// Packs up to `MR` rows of A as rows of `depth` elements, padded with zeros to whole steps.
-unsafe fn pack_a(a: Matrix<Bf16>, rows: usize, depth: usize, to: *mut Bf16) {
-    let padded = depth.next_multiple_of(K);
-    // SAFETY: the caller vouches for `rows` × `depth` elements and MR · padded behind `to`.
+/// Packs up to `MR` rows of A, `depth` deep: for each step of `K` two registers of 16 rows, what is missing as zeros. Rows that
+/// follow each other in memory at a power of two would fight for the same cache lines; packed they do not.
+unsafe fn pack_a(a: Matrix<Bf16>, rows: usize, depth: usize, to: *mut u32) {
+    // SAFETY: the caller vouches for `rows` × `depth` elements and a panel behind `to`.
     unsafe {
-        if rows < MR || padded != depth {
-            to.write_bytes(0, MR * padded);
+        let whole = depth / K;
+        if rows < MR || !depth.is_multiple_of(K) {
+            to.write_bytes(0, depth.div_ceil(K) * STEP);
         }
-        let whole = if a.row_stride == 1 && rows == MR { depth / K * K } else { 0 };
-        for k in (0..whole).step_by(K) {
-            // Pairs of k become words, then words turn: two blocks of 16 rows.
-            let mut words = [0u32; STEP];
-            interleave(a.ptr.add(k * a.column_stride), a.column_stride, words.as_mut_ptr());
-            for half in 0..2 {
-                let to = to.add(half * 16 * padded + k).cast::<u32>();
-                transpose_16(words.as_ptr().add(half * STEP / 2), 16, 16, to, padded / 2);
+        let mut done = 0;
+        if a.column_stride == 1 {
+            for row in 0..rows {
+                let from = a.ptr.add(row * a.row_stride);
+                for step in 0..whole {
+                    let to = to.add(step * STEP + row * (K / 2)).cast::<Bf16>();
+                    std::ptr::copy_nonoverlapping(from.add(step * K), to, K);
+                }
             }
+            done = whole * K;
+        } else if a.row_stride == 1 && rows == MR {
+            for step in 0..whole {
+                // Pairs of k become words, then words turn: two blocks of 16 rows.
+                let mut words = [0u32; STEP];
+                interleave(a.ptr.add(step * K * a.column_stride), a.column_stride, words.as_mut_ptr());
+                for half in 0..2 {
+                    let at = half * STEP / 2;
+                    transpose_16(words.as_ptr().add(at), 16, 16, to.add(step * STEP + at), 16);
+                }
+            }
+            done = whole * K;
         }
+        let to: *mut Bf16 = to.cast();
         for row in 0..rows {
-            for k in whole..depth {
-                *to.add(row * padded + k) = *a.ptr.add(row * a.row_stride + k * a.column_stride);
+            for k in done..depth {
+                let x = *a.ptr.add(row * a.row_stride + k * a.column_stride);
+                *to.add((k / K * STEP + row * (K / 2)) * 2 + k % K) = x;
             }
         }
     }
@@ -192,9 +201,9 @@ fn release() {
     unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
 }
 
-/// One 32 × 32 result of `steps` steps: rows of A `stride` bytes apart, a packed panel of B.
+/// One 32 × 32 result of `steps` steps of two packed panels.
 #[cfg(target_arch = "x86_64")]
-unsafe fn tiles(a: *const Bf16, stride: usize, b: *const u32, steps: usize, tile: &mut [f32; MR * NR]) {
+unsafe fn tiles(a: *const u32, b: *const u32, steps: usize, tile: &mut [f32; MR * NR]) {
     // SAFETY: the caller vouches for the ranges; the tile registers are configured.
     unsafe {
         std::arch::asm!(
@@ -203,16 +212,15 @@ unsafe fn tiles(a: *const Bf16, stride: usize, b: *const u32, steps: usize, tile
             "tilezero tmm2",
             "tilezero tmm3",
             "2:",
-            "tileloadd tmm4, [{a0} + {stride}]",
+            "tileloadd tmm4, [{a} + {line}]",
             "tileloadd tmm6, [{b} + {line}]",
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm7, [{b} + {line} + 1024]",
             "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {stride}]",
+            "tileloadd tmm5, [{a} + {line} + 1024]",
             "tdpbf16ps tmm2, tmm5, tmm6",
             "tdpbf16ps tmm3, tmm5, tmm7",
-            "add {a0}, 64",
-            "add {a1}, 64",
+            "add {a}, 2048",
             "add {b}, 2048",
             "dec {steps}",
             "jnz 2b",
@@ -220,11 +228,9 @@ unsafe fn tiles(a: *const Bf16, stride: usize, b: *const u32, steps: usize, tile
             "tilestored [{c} + {line} * 2 + 64], tmm1",
             "tilestored [{c} + {line} * 2 + 2048], tmm2",
             "tilestored [{c} + {line} * 2 + 2112], tmm3",
-            a0 = inout(reg) a => _,
-            a1 = inout(reg) a.byte_add(16 * stride) => _,
+            a = inout(reg) a => _,
             b = inout(reg) b => _,
             steps = inout(reg) steps => _,
-            stride = in(reg) stride,
             line = in(reg) 64usize,
             c = in(reg) tile.as_mut_ptr(),
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -241,6 +247,6 @@ fn configure() {}
 fn release() {}
 
 #[cfg(not(target_arch = "x86_64"))]
-unsafe fn tiles(_: *const Bf16, _: usize, _: *const u32, _: usize, _: &mut [f32; MR * NR]) {
+unsafe fn tiles(_: *const u32, _: *const u32, _: usize, _: &mut [f32; MR * NR]) {
     unreachable!("this machine has no AMX");
 }

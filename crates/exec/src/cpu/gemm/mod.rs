@@ -99,7 +99,7 @@ impl Unit {
     const fn k_block(self) -> usize {
         match self {
             Unit::Vector => 256,
-            Unit::Amx => 1024,
+            Unit::Amx => 512,
         }
     }
 
@@ -184,7 +184,7 @@ pub unsafe fn gemm<T: Float>(
 
 /// Bytes of scratch that `gemm_small` needs for products up to these sizes.
 pub const fn small_scratch(m: usize, n: usize, k: usize) -> usize {
-    let kc = if k < 1024 { k } else { 1024 }.next_multiple_of(amx::K);
+    let kc = if k < 512 { k } else { 512 }.next_multiple_of(amx::K);
     (m.next_multiple_of(96) + n.next_multiple_of(NR)) * kc * 4 + 128
 }
 
