@@ -97,17 +97,16 @@ fn check_numbers(config: &Config) -> Result<(), TrainError> {
     let o = &config.optimizer;
     let positive = |x: f32| x > 0.0 && x.is_finite();
     let below_one = |x: f32| x < 1.0;
-    let clips = |x: f32| o.grad_clip == 0.0 || positive(x);
-    let checks: [(&'static str, f64, &dyn Fn(f32) -> bool); 6] = [
-        ("optimizer.lr", o.lr, &positive),
-        ("optimizer.eps", o.eps, &positive),
-        ("optimizer.beta1", o.beta1, &below_one),
-        ("optimizer.beta2", o.beta2, &below_one),
-        ("optimizer.grad_clip", o.grad_clip, &clips),
-        ("model.norm_eps", config.model.norm_eps, &positive),
+    let checks = [
+        ("optimizer.lr", o.lr, positive(o.lr as f32)),
+        ("optimizer.eps", o.eps, positive(o.eps as f32)),
+        ("optimizer.beta1", o.beta1, below_one(o.beta1 as f32)),
+        ("optimizer.beta2", o.beta2, below_one(o.beta2 as f32)),
+        ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
+        ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];
     for (key, value, fits) in checks {
-        if !fits(value as f32) {
+        if !fits {
             return Err(TrainError::Rounded { key, value, rounded: value as f32 });
         }
     }
