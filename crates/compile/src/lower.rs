@@ -225,6 +225,7 @@ fn class_of(state: &State) -> Class {
         State::Parameter(_) | State::Constant(_) => Class::Parameters,
         State::Gradient => Class::Gradients,
         State::Moment { .. } | State::Scalars => Class::Optimizer,
+        State::Cache => Class::Activations,
     }
 }
 

@@ -8,8 +8,8 @@ use super::gemm::{Matrix, gemm_small, small_scratch};
 use super::simd;
 
 /// Queries and keys of a tile.
-const TILE_Q: usize = 48;
-const TILE_K: usize = 128;
+pub(super) const TILE_Q: usize = 48;
+pub(super) const TILE_K: usize = 128;
 
 /// Floats of scratch of one thread, for heads of `e` elements: packed sides, two score tiles, an output tile, row statistics.
 const fn thread_scratch(e: usize) -> usize {
@@ -71,18 +71,18 @@ impl Shape {
 }
 
 /// Tiles of one thread.
-struct Tiles {
-    packed: *mut f32,
-    scores: *mut f32,
+pub(super) struct Tiles {
+    pub(super) packed: *mut f32,
+    pub(super) scores: *mut f32,
     other: *mut f32,
-    out: *mut f32,
-    rows: *mut f32,
+    pub(super) out: *mut f32,
+    pub(super) rows: *mut f32,
 }
 
 impl Tiles {
     /// # Safety
     /// `scratch` holds `thread_scratch(e)` floats for every worker.
-    unsafe fn of(scratch: *mut f32, worker: usize, e: usize) -> Self {
+    pub(super) unsafe fn of(scratch: *mut f32, worker: usize, e: usize) -> Self {
         // SAFETY: the caller vouches.
         unsafe {
             let scores = scratch.add(worker * thread_scratch(e));

@@ -2,6 +2,7 @@
 
 mod arena;
 mod attention;
+mod cached_attention;
 mod call;
 mod gemm;
 mod linear;
@@ -10,6 +11,7 @@ mod norm;
 mod optimizer;
 mod pointwise;
 mod pool;
+mod positions;
 mod simd;
 
 use crate::{ExecError, Executor};
@@ -38,7 +40,8 @@ pub fn profile(threads: usize, reproducible: bool) -> DeviceProfile {
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
         ("linear_cross_entropy", Workspace { fixed: product, terms: [&head[..], &share("vk")].concat() }),
         ("attention", attention.clone()),
-        ("attention_grad", attention),
+        ("attention_grad", attention.clone()),
+        ("cached_attention", attention),
         ("global_norm", fixed(optimizer::NORM_SCRATCH as u64)),
     ]);
     DeviceProfile {
@@ -139,8 +142,11 @@ impl CpuExecutor {
             Op::AddRmsNormGrad => norm::grad(call, true),
             Op::RmsNormGradWeight => norm::grad_weight(call),
             Op::Rope { inverse } => pointwise::rope(call, inverse),
+            Op::RopeAt => positions::rope_at(call),
             Op::Attention => attention::forward(call),
             Op::AttentionGrad => attention::grad(call),
+            Op::CachedAttention => cached_attention::forward(call),
+            Op::LastPosition => positions::last_position(call),
             Op::SwiGlu => pointwise::swiglu(call),
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),

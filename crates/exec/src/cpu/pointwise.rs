@@ -71,18 +71,23 @@ pub fn checked_token(token: u32, vocab: usize) -> usize {
 
 /// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position.
 pub fn rope(call: Call, inverse: bool) {
+    let seq = call.size('s');
+    rotate(call, if inverse { -1.0 } else { 1.0 }, |row| row % seq);
+}
+
+/// The same, with the position of every row (below the table's rows) and the sign of the angles given.
+pub fn rotate(call: Call, sign: f32, position: impl Fn(usize) -> usize + Sync) {
     let (seq, e) = (call.size('s'), call.size('e'));
     let (rotated, width) = (call.size('q') + call.size('u'), call.size('p'));
     let (qkv, table) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
     let Some(out) = call.output::<f32>(0).map(Ptr) else { return };
     let half = e / 2;
-    let sign = if inverse { -1.0 } else { 1.0 };
     call.rows(call.size('b') * seq, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task; `out` may be the memory of `qkv`, so both are touched element
             // by element.
             unsafe {
-                let (cos, sin) = table.slice(row % seq * e, e).split_at(half);
+                let (cos, sin) = table.slice(position(row) * e, e).split_at(half);
                 for head in 0..rotated {
                     let at = row * width + head * e;
                     for i in 0..half {
