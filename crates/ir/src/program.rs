@@ -231,6 +231,11 @@ impl StepProgram {
     /// The entry that reads one token into the cache and yields the logits after it.
     pub const DECODE: &'static str = "decode";
 
+    /// What an entry's own input or output is called in a program of several forward passes.
+    pub fn name_in(entry: &str, name: &str) -> String {
+        format!("{entry}.{name}")
+    }
+
     /// The tensor called `name`.
     pub fn tensor(&self, name: &str) -> Option<&Tensor> {
         self.tensors.iter().find(|t| t.name == name)
