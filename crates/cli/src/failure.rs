@@ -10,6 +10,11 @@ pub struct Failure {
 }
 
 impl Failure {
+    /// A request that cannot be meant; `text` ends with a hint.
+    pub fn request(text: String) -> Self {
+        Self { text, request: true }
+    }
+
     /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed.
     pub fn report(&self) -> ExitCode {
         eprintln!("error: {}", self.text);

@@ -2,10 +2,13 @@
 #![forbid(unsafe_code)]
 
 mod config_command;
+mod eval;
 mod explain;
 mod failure;
+mod generate;
 mod progress;
 mod table;
+mod terminal;
 mod train;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -24,6 +27,10 @@ struct Cli {
 enum Command {
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
     Train(train::Args),
+    /// Continue a text with a trained model, as it comes.
+    Generate(generate::Args),
+    /// Loss, perplexity and bits per byte of a trained model on text.
+    Eval(eval::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
     /// List every config key with its type, default and meaning.
@@ -59,6 +66,8 @@ enum Format {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Config(args) => config_command::run(args),
     };

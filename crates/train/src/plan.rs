@@ -39,8 +39,14 @@ impl Plan {
     }
 }
 
-/// Compiles a config for this machine.
-pub fn plan(config: &Config) -> Result<Plan, TrainError> {
+/// What the passes of a forward program need to know, and the threads it will run on.
+pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
+    let (context, threads) = training_context(config);
+    let device = cpu::profile(threads, false);
+    (Context { device, layout: Layout { micro_batches: 1 }, reproducible: false, ..context }, threads)
+}
+
+fn training_context(config: &Config) -> (Context, usize) {
     let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let o = &config.optimizer;
     let context = Context {
@@ -54,6 +60,12 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
         },
         reproducible: config.train.reproducible,
     };
+    (context, threads)
+}
+
+/// Compiles a config for this machine.
+pub fn plan(config: &Config) -> Result<Plan, TrainError> {
+    let (context, threads) = training_context(config);
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let forward = lockstep_model::build(&config.model, config.train.micro_batch, config.train.seq).map_err(internal)?;
     let compiled = compile(&forward, &context)?;

@@ -1,6 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::event::{Event, StepMetrics};
+use crate::sample::{Sample, sample};
 use crate::session::Session;
 use crate::{Plan, RunDir, TrainError, learning_rate, plan};
 use lockstep_checkpoint::{latest, list, save};
@@ -20,6 +21,8 @@ pub struct RunOptions {
     pub dir: PathBuf,
     /// Set a run that is there aside and start over.
     pub fresh: bool,
+    /// Most tokens of the sample that a finished run gives; 0 for none.
+    pub sample_tokens: usize,
 }
 
 /// How a run ended.
@@ -35,6 +38,8 @@ pub struct Outcome {
     pub last_val_loss: Option<f64>,
     /// The last checkpoint.
     pub checkpoint: Option<PathBuf>,
+    /// A text by the trained model, if the run is finished and one was asked for.
+    pub sample: Option<Sample>,
 }
 
 /// Steps in a row whose gradients may be non-finite before the run gives up.
@@ -80,10 +85,11 @@ pub fn run(
     dir.event("start", json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling }))?;
 
     let held_out = held_out(config, &data, show);
-    let outcome =
-        Outcome { step, finished: step >= config.train.steps, first_val_loss: None, last_val_loss: None, checkpoint };
-    Run { config, plan: &plan, session, dir, train, held_out, ceiling, data: data.fingerprint(), outcome }
-        .go(stop, show)
+    let finished = step >= config.train.steps;
+    let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
+    let data = data.fingerprint();
+    let sample_tokens = options.sample_tokens;
+    Run { config, plan: &plan, session, dir, train, held_out, ceiling, data, sample_tokens, outcome }.go(stop, show)
 }
 
 struct Run<'a> {
@@ -96,6 +102,7 @@ struct Run<'a> {
     held_out: Option<(Sampler, u64)>,
     ceiling: f64,
     data: u64,
+    sample_tokens: usize,
     outcome: Outcome,
 }
 
@@ -140,6 +147,14 @@ impl Run<'_> {
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
+        if self.outcome.finished {
+            let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
+            match sample(self.config, &self.session, self.plan.parameters, text, self.sample_tokens) {
+                Ok(sample) => self.outcome.sample = sample,
+                // The run is done and saved: a sample that fails takes nothing from it.
+                Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
+            }
+        }
         Ok(self.outcome)
     }
 

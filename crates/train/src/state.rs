@@ -62,23 +62,63 @@ fn stored(program: &StepProgram) -> Vec<(&'static str, String, &Tensor, Part)> {
     result
 }
 
-/// Writes the initial value of every parameter and constant. Moments and gradients start as the arena's zeros.
-pub(crate) fn initialise(program: &StepProgram, executor: &mut dyn Executor, seed: u64) -> Result<(), TrainError> {
+/// Where the parameters of a program come from.
+#[derive(Clone, Copy)]
+pub enum Weights<'a> {
+    /// Drawn, as before the first step.
+    Initial,
+    /// A checkpoint; moments too, where the program has any.
+    Checkpoint(&'a Loaded),
+    /// Another program of the same model that runs.
+    Live(&'a dyn Executor),
+}
+
+/// Writes every parameter and constant of a program. Moments, gradients and caches start as the arena's zeros.
+pub(crate) fn load(
+    program: &StepProgram,
+    executor: &mut dyn Executor,
+    weights: Weights,
+    seed: u64,
+) -> Result<(), TrainError> {
+    initialise(program, executor, matches!(weights, Weights::Initial), seed)?;
+    match weights {
+        Weights::Initial => Ok(()),
+        Weights::Checkpoint(checkpoint) => restore(program, executor, checkpoint),
+        Weights::Live(other) => {
+            for tensor in program.tensors.iter().filter(|t| matches!(t.role, Role::State(State::Parameter(_)))) {
+                executor.write(&tensor.name, 0, &other.read(&tensor.name, 0)?)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Writes constants, and where asked for the initial value of every parameter.
+fn initialise(
+    program: &StepProgram,
+    executor: &mut dyn Executor,
+    parameters: bool,
+    seed: u64,
+) -> Result<(), TrainError> {
     for tensor in &program.tensors {
-        let mut data = vec![0.0f32; tensor.ty.elements()];
+        let zeros = || vec![0.0f32; tensor.ty.elements()];
         let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
-        match &tensor.role {
-            Role::State(State::Parameter(parameter)) => {
+        let data = match &tensor.role {
+            Role::State(State::Parameter(parameter)) if parameters => {
+                let mut data = zeros();
                 for part in parts(parameter, &tensor.ty) {
                     let range = &mut data[part.start..part.start + part.elements];
                     parameter.init.fill(seed, &part.name, columns(&part.shape), range);
                 }
+                data
             }
             Role::State(State::Constant(init)) => {
+                let mut data = zeros();
                 init.fill(seed, &tensor.name, columns(&tensor.ty.sizes()), &mut data);
+                data
             }
             _ => continue,
-        }
+        };
         let bytes: Vec<u8> = data.iter().flat_map(|x| x.to_le_bytes()).collect();
         executor.write(&tensor.name, 0, &bytes)?;
     }
