@@ -12,6 +12,11 @@ pub struct Failure {
 }
 
 impl Failure {
+    /// A request that cannot be meant; `text` ends with a hint.
+    pub fn request(text: String) -> Self {
+        Self::new(text, true)
+    }
+
     /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed, 0 where whoever read
     /// our output has had enough.
     pub fn report(&self) -> ExitCode {

@@ -3,10 +3,13 @@
 
 mod bench;
 mod config_command;
+mod eval;
 mod explain;
 mod failure;
+mod generate;
 mod progress;
 mod table;
+mod terminal;
 mod train;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -25,6 +28,10 @@ struct Cli {
 enum Command {
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
     Train(train::Args),
+    /// Continue a text with a trained model, as it comes.
+    Generate(generate::Args),
+    /// Loss, perplexity and bits per byte of a trained model on text.
+    Eval(eval::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
     /// Measure this machine's ceilings, or the speed of a training step.
@@ -62,6 +69,8 @@ enum Format {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Config(args) => config_command::run(args),

@@ -27,7 +27,7 @@ impl Progress {
     /// Shows one event.
     pub fn show(&mut self, event: Event) {
         match event {
-            Event::Preparing(p) => self.work("preparing data", p.bytes_done, p.bytes_total),
+            Event::Preparing(p) => self.work("preparing data", p.bytes_done, p.bytes_total, units::bytes),
             Event::Saving { done, total } if done < total => self.saving(done, total),
             Event::Saving { .. } => {}
             Event::Warning(text) => self.say(&format!("warning: {text}")),
@@ -101,12 +101,13 @@ impl Progress {
             Some(bar) => {
                 bar.set_message(format!("saving a checkpoint: {} of {}", units::bytes(done), units::bytes(total)))
             }
-            None => self.work("saving a checkpoint", done, total),
+            None => self.work("saving a checkpoint", done, total, units::bytes),
         }
     }
 
-    /// A long operation outside of the steps.
-    fn work(&mut self, what: &str, done: u64, total: u64) {
+    /// A long operation outside of the steps, counted in what `amount` writes.
+    pub fn work(&mut self, what: &str, done: u64, total: u64, amount: fn(u64) -> String) {
+        let text = || format!("{what}: {} of {}", amount(done), amount(total));
         if std::io::stderr().is_terminal() {
             let bar = self.bar.get_or_insert_with(|| {
                 let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
@@ -114,10 +115,11 @@ impl Progress {
                 bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
                 bar
             });
+            bar.set_length(total);
             bar.set_position(done);
-            bar.set_message(format!("{what}: {} of {}", units::bytes(done), units::bytes(total)));
+            bar.set_message(text());
         } else if self.due() {
-            self.say(&format!("{what}: {} of {}", units::bytes(done), units::bytes(total)));
+            self.say(&text());
         }
     }
 

@@ -3,10 +3,11 @@
 use crate::ConfigArgs;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::terminal::printable;
 use lockstep_train::{Outcome, RunOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -32,16 +33,48 @@ pub fn run(args: Args) -> Result<(), Failure> {
         signal_hook::flag::register_conditional_default(signal, stop.clone())?;
         signal_hook::flag::register(signal, stop.clone())?;
     }
-    let options = RunOptions { dir: dir.clone(), fresh: args.fresh };
+    let options = RunOptions { dir: dir.clone(), fresh: args.fresh, sample_tokens: SAMPLE_TOKENS };
     let mut progress = Progress::new(config.train.steps);
     let result = lockstep_train::run(&config, &options, &stop, &mut |event| progress.show(event));
     progress.clear();
     let outcome = result?;
     writeln!(std::io::stdout(), "{}", summary(&outcome, &config, &dir))?;
+    if outcome.finished {
+        let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &args.config.config, &dir));
+    }
     Ok(())
 }
 
-fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &std::path::Path) -> String {
+/// Most tokens of the sample at the end of a run.
+const SAMPLE_TOKENS: usize = 200;
+
+/// What the model writes now, and what to try next. On stderr: the result of the command is the summary.
+fn afterwards(outcome: &Outcome, config: &Path, dir: &Path) -> String {
+    let mut text = String::new();
+    let mut prompt = "The".to_owned();
+    if let Some(sample) = &outcome.sample {
+        text = format!(
+            "\na sample: the model continues {:?} from the data\n{}\n",
+            sample.prompt,
+            printable(sample.text.trim_end())
+        );
+        prompt = first_words(&sample.prompt).unwrap_or(prompt);
+    }
+    // As it was called, so that the lines can be copied.
+    let lockstep = std::env::args().next().unwrap_or_else(|| "lockstep".to_owned());
+    let (config, dir) = (config.display(), dir.display());
+    text + &format!(
+        "\ntry next:\n  {lockstep} generate {dir} --prompt '{prompt}'\n  {lockstep} eval {dir} --validation\n  {lockstep} explain {config}\n"
+    )
+}
+
+/// The beginning of a text as far as it can stand between single quotes on a command line.
+fn first_words(text: &str) -> Option<String> {
+    let plain = text.trim_start().split(|c: char| c.is_control() || "'!\\".contains(c)).next()?.trim_end();
+    (!plain.is_empty()).then(|| plain.to_owned())
+}
+
+fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &Path) -> String {
     let steps = config.train.steps;
     let Some(path) = &outcome.checkpoint else {
         return format!("interrupted before the first step of {steps}\nthe same command again starts the run");

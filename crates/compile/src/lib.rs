@@ -4,11 +4,13 @@
 //! as a [`Layout`]. The same inputs give the byte-identical program.
 #![forbid(unsafe_code)]
 
+mod forward;
 mod lower;
 mod memory;
 mod passes;
 
-pub use passes::{AdamW, Effect, Pass, Precision, STATS, TRAINING_PASSES, autodiff, fuse};
+pub use forward::compile_forward;
+pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, STATS, TRAINING_PASSES, autodiff, fuse};
 
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};

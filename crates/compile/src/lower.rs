@@ -65,6 +65,32 @@ pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context) -> Resul
     })
 }
 
+/// Lowers forward passes that stand one behind the other in a graph, each with its number of nodes, to an entry each.
+/// They share states and the frame.
+pub(crate) fn lower_forward(
+    g: &Graph,
+    entries: &[(&'static str, usize)],
+    context: &Context,
+) -> Result<Unplaced, TypeError> {
+    let mut lowering = Lowering { buffers: Vec::new(), context };
+    let persistent = lowering.persistent(g);
+    let mut nodes = g.nodes.iter();
+    let parts: Vec<(&'static str, Vec<&Node>)> =
+        entries.iter().map(|(name, count)| (*name, nodes.by_ref().take(*count).collect())).collect();
+    let segments = lowering.segments(g, &persistent, &parts, Lifetime::Frame)?;
+    let once = |segment| vec![Slot { segment, micro_batch: 0, saved_slot: 0 }];
+    let entries = entries.iter().enumerate().map(|(s, (name, _))| Entry { name, schedule: once(s) }).collect();
+    Ok(Unplaced {
+        buffers: lowering.buffers,
+        values: g.values.iter().map(|v| v.name.clone()).collect(),
+        tensors: tensors(g, &persistent),
+        segments,
+        entries,
+        micro_batches: 1,
+        saved_slots: 1,
+    })
+}
+
 /// Buffers of the values that the host knows by name, by value index.
 type Persistent = Vec<Option<BufferId>>;
 
@@ -226,6 +252,7 @@ fn class_of(state: &State) -> Class {
         State::Parameter(_) | State::Constant(_) => Class::Parameters,
         State::Gradient => Class::Gradients,
         State::Moment { .. } | State::Master { .. } | State::Scalars => Class::Optimizer,
+        State::Cache => Class::Activations,
     }
 }
 

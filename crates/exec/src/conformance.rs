@@ -88,7 +88,7 @@ fn sizes(op: &Op) -> Vec<Size> {
 }
 
 /// One of every op.
-pub fn ops() -> [Op; 23] {
+pub fn ops() -> [Op; 26] {
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
     [
         Op::Embedding,
@@ -103,8 +103,11 @@ pub fn ops() -> [Op; 23] {
         Op::RmsNormGradWeight,
         Op::Rope { inverse: false },
         Op::Rope { inverse: true },
+        Op::RopeAt,
         Op::Attention,
         Op::AttentionGrad,
+        Op::CachedAttention,
+        Op::LastPosition,
         Op::SwiGlu,
         Op::SwiGluGrad,
         Op::Add,
@@ -126,6 +129,8 @@ enum Draw {
     Positive,
     /// Token ids below this bound.
     Below(u32),
+    /// Whole numbers from the first to the second.
+    Between(u32, u32),
     /// Scalars of a step.
     Scalars,
     /// Statistics of a step.
@@ -165,7 +170,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
-    use Draw::{Below, Normal, Of, Positive, Scalars, Stats};
+    let number = || TensorType::new(DType::U32, [b.clone()]);
+    use Draw::{Below, Between, Normal, Of, Positive, Scalars, Stats};
     let inputs = match op {
         Op::Embedding => vec![(ids(), Below(50)), (t(&[v, d]), Normal)],
         Op::EmbeddingGrad { .. } => vec![(act(d), Normal), (ids(), Below(50))],
@@ -186,7 +192,17 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         ],
         Op::RmsNormGradWeight => vec![(act(d.clone()), Normal), (act(d), Normal), (row(), Positive)],
         Op::Rope { .. } => vec![(qkv(), Normal), (table(), Normal)],
+        // Some positions leave the table.
+        Op::RopeAt => vec![(qkv(), Normal), (table(), Normal), (number(), Between(0, 20))],
         Op::Attention => vec![(qkv(), Normal)],
+        // New positions on both sides of a border between tiles, and fewer than there is room for.
+        Op::CachedAttention => vec![
+            (qkv(), Normal),
+            (t(&[b.clone(), Dim::new(Axis::Seq, 170), Dim::packed([kv, kv])]), Normal),
+            (number(), Between(70, 110)),
+            (number(), Between(49, 60)),
+        ],
+        Op::LastPosition => vec![(act(d), Normal), (number(), Between(1, 60))],
         Op::AttentionGrad => vec![
             (heads(), Normal),
             (qkv(), Normal),
@@ -239,6 +255,10 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
             Draw::Positive => (0..ty.elements()).map(|j| f64::from((normal(j).abs() + 0.1) as f32)).collect(),
             Draw::Below(bound) => {
                 (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % u64::from(*bound)) as f64).collect()
+            }
+            Draw::Between(low, high) => {
+                let range = u64::from(high - low + 1);
+                (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % range + u64::from(*low)) as f64).collect()
             }
             Draw::Scalars => {
                 let s = StepScalars { lr: 0.01, inverse_count: 0.125, clip: 0.5, bias1: 0.19, bias2: 0.0975 };
@@ -416,8 +436,8 @@ fn single_op(profile: &DeviceProfile, op: &Op, types: &[TensorType], way: Way) -
         outputs[weight_output(op)].accumulate = true;
     }
     for &(input, output) in op.spec().in_place {
-        // An update is defined in place: all its outputs are its inputs' memory.
-        if way == Way::InPlace(input, output) || matches!(op, Op::AdamW { .. }) {
+        // A change of state: all its outputs are its inputs' memory.
+        if way == Way::InPlace(input, output) || op.spec().always_in_place {
             outputs[output].buffer = args[input].buffer;
             let tensor = &mut tensors[types.len() + output];
             (tensor.buffer, tensor.role) = (args[input].buffer, Role::StepOutput);

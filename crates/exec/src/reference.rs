@@ -2,6 +2,8 @@
 //!
 //! Kernels are held against it, and it is held against finite differences.
 
+mod generation;
+
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::Dims;
 use lockstep_ir::{Graph, Op, StepScalars, ValueId};
@@ -61,9 +63,15 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let term = |row: usize, i: usize| x[0][row * d + i] * x[1][row * d + i] * x[2][row];
             vec![(0..d).map(|i| (0..rows).map(|row| term(row, i)).sum()).collect()]
         }
-        Op::Rope { inverse } => vec![rope(&dims, x[0], x[1], if inverse { -1.0 } else { 1.0 })],
+        Op::Rope { inverse } => {
+            let positions: Vec<usize> = (0..rows).map(|row| row % dims.size('s')).collect();
+            vec![rope(&dims, x[0], x[1], &positions, if inverse { -1.0 } else { 1.0 })]
+        }
+        Op::RopeAt => vec![rope(&dims, x[0], x[1], &generation::rows_from(&dims, x[2]), 1.0)],
         Op::Attention => attention(&dims, x[0]).into(),
         Op::AttentionGrad => vec![attention_grad(&dims, x[0], x[1])],
+        Op::CachedAttention => generation::cached_attention(&dims, x[0], x[1], x[2], x[3]).into(),
+        Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::SwiGlu => {
             let f = dims.size('f');
             vec![gate_up(x[0], f, |g, u| g * sigmoid(g) * u)]
@@ -158,8 +166,8 @@ fn norm_grad(dy: &[f64], x: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
     (0..x.len()).map(element).collect()
 }
 
-fn rope(dims: &Dims, qkv: &[f64], table: &[f64], sign: f64) -> Vec<f64> {
-    let (seq, e, width) = (dims.size('s'), dims.size('e'), dims.size('p'));
+fn rope(dims: &Dims, qkv: &[f64], table: &[f64], positions: &[usize], sign: f64) -> Vec<f64> {
+    let (e, width) = (dims.size('e'), dims.size('p'));
     let rotated = (dims.size('q') + dims.size('u')) * e;
     let half = e / 2;
     let element = |at: usize| {
@@ -168,7 +176,8 @@ fn rope(dims: &Dims, qkv: &[f64], table: &[f64], sign: f64) -> Vec<f64> {
             return qkv[at];
         }
         let i = column % e % half;
-        let (cos, sin) = (table[row % seq * e + i], table[row % seq * e + half + i] * sign);
+        let angles = &table[positions[row] * e..][..e];
+        let (cos, sin) = (angles[i], angles[half + i] * sign);
         if column % e < half { qkv[at] * cos - qkv[at + half] * sin } else { qkv[at] * cos + qkv[at - half] * sin }
     };
     (0..qkv.len()).map(element).collect()

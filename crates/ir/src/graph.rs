@@ -55,6 +55,8 @@ pub enum State {
     Constant(Init),
     /// Written by the host before every step: learning rate, counts.
     Scalars,
+    /// Keys and values of the positions seen so far. What was never written is never read.
+    Cache,
 }
 
 /// How a parameter is stored, named, started and treated by the optimizer.
@@ -256,6 +258,7 @@ impl std::fmt::Display for Graph {
                 Source::State(State::Master { .. }) => "master",
                 Source::State(State::Constant(_)) => "constant",
                 Source::State(State::Scalars) => "scalars",
+                Source::State(State::Cache) => "cache",
                 Source::Node { .. } => continue,
             };
             if !used[i].is_empty() || kind == "gradient" {

@@ -5,8 +5,8 @@
 //! the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows.
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
-//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` table rows, `r` table columns, `c` rows of a chunk,
-//! `z` step scalars, `m` statistics. A letter that stands in two
+//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table or positions of a cache, `r` table columns,
+//! `w` packed K·V of a cache, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
 //! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
 
 use crate::{Axis, DType, Dim, Section, TensorType};
@@ -48,10 +48,18 @@ pub enum Op {
         /// Rotate backwards: the gradient.
         inverse: bool,
     },
+    /// As `Rope`, from position `start` of each sequence on, a number on the device. Positions past the table take its last
+    /// row.
+    RopeAt,
     /// Causal scaled-dot-product attention over packed Q·K·V, with the log-sum-exp of each row of scores.
     Attention,
     /// Gradient of `Attention`; recomputes the scores tile by tile.
     AttentionGrad,
+    /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
+    /// cache from position `start` on, in place. Rows past `count` give zeros and leave the cache as it is.
+    CachedAttention,
+    /// Of each sequence, the last of `count` positions.
+    LastPosition,
     /// `y = silu(gate) · up` over packed gate·up.
     SwiGlu,
     /// Gradient of `SwiGlu`.
@@ -132,6 +140,8 @@ pub struct Spec {
     pub in_place: &'static [(usize, usize)],
     /// Outputs that the op makes even where nobody reads them: it works on them itself.
     pub always_made: &'static [usize],
+    /// Whether those pairs must share memory: the op changes a state, or a part of it, where it is.
+    pub always_in_place: bool,
     /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
     pub gradient_reads: Option<&'static [Saved]>,
 }
@@ -190,7 +200,7 @@ const fn row(
     in_place: &'static [(usize, usize)],
     gradient_reads: Option<&'static [Saved]>,
 ) -> Spec {
-    Spec { name, inputs, outputs, variadic: false, in_place, always_made: &[], gradient_reads }
+    Spec { name, inputs, outputs, variadic: false, in_place, always_made: &[], always_in_place: false, gradient_reads }
 }
 
 use Saved::{Input, Output};
@@ -247,6 +257,13 @@ static ROPE: Spec =
     row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]));
 static ROPE_INVERSE: Spec =
     row("rope_inverse", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], None);
+static ROPE_AT: Spec = row(
+    "rope_at",
+    &[float("qkv", "bsp"), f32("table", "tr"), u32("start", "b")],
+    &[float("rotated", "bsp")],
+    &[(0, 0)],
+    None,
+);
 static ATTENTION: Spec = row(
     "attention",
     &[float("qkv", "bsp")],
@@ -261,6 +278,18 @@ static ATTENTION_GRAD: Spec = row(
     &[],
     None,
 );
+static CACHED_ATTENTION: Spec = Spec {
+    always_in_place: true,
+    ..row(
+        "cached_attention",
+        &[float("qkv", "bsp"), float("cache", "btw"), u32("start", "b"), u32("count", "b")],
+        &[float("o", "bsh"), float("cache", "btw")],
+        &[(1, 1)],
+        None,
+    )
+};
+static LAST_POSITION: Spec =
+    row("last_position", &[float("x", "bsd"), u32("count", "b")], &[float("y", "bld")], &[], None);
 static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], &[], Some(&[Input(0)]));
 static SWIGLU_GRAD: Spec =
     row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None);
@@ -293,13 +322,23 @@ static GLOBAL_NORM: Spec = Spec {
     variadic: true,
     ..row("global_norm", &[accumulator("grad", "*"), f32("scalars", "z")], &[f32("stats", "m")], &[], None)
 };
-static ADAMW: Spec = row(
-    "adamw",
-    &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("v", "*"), f32("scalars", "z"), f32("stats", "m")],
-    &[f32("w", "*"), f32("m", "*"), f32("v", "*"), bf16("copy", "*")],
-    &[(0, 0), (2, 1), (3, 2)],
-    None,
-);
+static ADAMW: Spec = Spec {
+    always_in_place: true,
+    ..row(
+        "adamw",
+        &[
+            f32("w", "*"),
+            accumulator("grad", "*"),
+            f32("m", "*"),
+            f32("v", "*"),
+            f32("scalars", "z"),
+            f32("stats", "m"),
+        ],
+        &[f32("w", "*"), f32("m", "*"), f32("v", "*"), bf16("copy", "*")],
+        &[(0, 0), (2, 1), (3, 2)],
+        None,
+    )
+};
 
 /// Why an op refuses its inputs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -327,8 +366,11 @@ impl Op {
             Op::RmsNormGradWeight => &RMS_NORM_GRAD_WEIGHT,
             Op::Rope { inverse: false } => &ROPE,
             Op::Rope { inverse: true } => &ROPE_INVERSE,
+            Op::RopeAt => &ROPE_AT,
             Op::Attention => &ATTENTION,
             Op::AttentionGrad => &ATTENTION_GRAD,
+            Op::CachedAttention => &CACHED_ATTENTION,
+            Op::LastPosition => &LAST_POSITION,
             Op::SwiGlu => &SWIGLU,
             Op::SwiGluGrad => &SWIGLU_GRAD,
             Op::Add => &ADD,
@@ -395,6 +437,8 @@ impl Op {
             }
             Op::Attention => attention(4, 4),
             Op::AttentionGrad => attention(8, 10),
+            // How full the cache is is known on the device only: every new position counts over all of it.
+            Op::CachedAttention => same(4 * dims.product("bsth")),
             Op::Embedding
             | Op::EmbeddingGrad { .. }
             | Op::RmsNorm { .. }
@@ -403,6 +447,8 @@ impl Op {
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
             | Op::Rope { .. }
+            | Op::RopeAt
+            | Op::LastPosition
             | Op::SwiGlu
             | Op::SwiGluGrad
             | Op::Add
@@ -458,7 +504,7 @@ impl Op {
             Op::EmbeddingGrad { vocab } => {
                 dims.set('v', &Dim::new(Axis::Vocab, *vocab));
             }
-            Op::Rope { .. } => {
+            Op::Rope { .. } | Op::RopeAt => {
                 let q = self.packed_heads(dims)?;
                 let columns = dims.size('r');
                 if columns != q.unit {
@@ -476,6 +522,20 @@ impl Op {
                 {
                     return Err(self.refuse(format!("`do` has {known} where the heads are {out}")));
                 }
+            }
+            Op::CachedAttention => {
+                let q = self.packed_heads(dims)?;
+                dims.set('h', &Dim::packed([q]));
+                let [packed, cached] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
+                if packed[1..] != *cached {
+                    return Err(self.refuse("the cache must hold the K and V sections of the packed dimension".into()));
+                }
+                if dims.size('t') < dims.size('s') {
+                    return Err(self.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
+                }
+            }
+            Op::LastPosition => {
+                dims.set('l', &Dim::new(Axis::Seq, 1));
             }
             Op::SwiGlu | Op::SwiGluGrad => match dims.get('g').map(|g| g.sections.as_slice()) {
                 Some(&[gate, up]) if gate == up => {
@@ -605,8 +665,29 @@ mod tests {
     }
 
     #[test]
+    fn a_cache_must_hold_the_keys_and_values_of_the_packed_dimension() {
+        let head = |axis, count| Section { axis, count, unit: 4 };
+        let kv = head(Axis::KvHeads, 2);
+        let act = |rows, dim| TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, rows), dim]);
+        let qkv = act(3, Dim::packed([head(Axis::Heads, 6), kv, kv]));
+        let cache = act(16, Dim::packed([kv, kv]));
+        let number = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1)]);
+        let out = Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap();
+        assert_eq!(out[0].to_string(), "f32[batch:1, seq:3, heads:6×4]");
+        assert_eq!(out[1], cache);
+        let flops = Op::CachedAttention.flops(&[&qkv, &cache, &number, &number], &[true, true]).unwrap();
+        assert_eq!(flops.hardware, 4 * 3 * 16 * 24);
+        let refusal = |cache: TensorType| Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap_err();
+        let one_head = refusal(act(16, Dim::packed([head(Axis::KvHeads, 1), kv])));
+        assert!(one_head.to_string().contains("the cache must hold"), "{one_head}");
+        let short = refusal(act(2, Dim::packed([kv, kv])));
+        assert_eq!(short.to_string(), "cached_attention: cache has 2 rows for 3");
+    }
+
+    #[test]
     fn every_in_place_pair_names_operands_of_equal_shape() {
-        let ops = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::Rope { inverse: false }, Op::SwiGluGrad, Op::AddState];
+        let pointwise = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::SwiGluGrad, Op::AddState];
+        let ops = [&pointwise[..], &[Op::Rope { inverse: false }, Op::RopeAt, Op::CachedAttention]].concat();
         for spec in ops.iter().map(Op::spec) {
             for &(input, output) in spec.in_place {
                 assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);

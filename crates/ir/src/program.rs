@@ -168,7 +168,7 @@ pub struct Slot {
 /// A schedule with a name: what the host can ask the executor to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
-    /// Name: [`StepProgram::TRAIN`] or [`StepProgram::EVALUATE`].
+    /// Name: [`StepProgram::TRAIN`] or another of its constants.
     pub name: &'static str,
     /// Segments in order.
     pub schedule: Vec<Slot>,
@@ -224,6 +224,17 @@ impl StepProgram {
     pub const TRAIN: &'static str = "train";
     /// The entry that runs the forward pass of one micro-batch and yields its losses.
     pub const EVALUATE: &'static str = "evaluate";
+    /// The entry that evaluates the sequence left over where a text does not divide into sequences.
+    pub const EVALUATE_REST: &'static str = "evaluate_rest";
+    /// The entry that reads a chunk of tokens into the cache and yields the logits after the last.
+    pub const PREFILL: &'static str = "prefill";
+    /// The entry that reads one token into the cache and yields the logits after it.
+    pub const DECODE: &'static str = "decode";
+
+    /// What an entry's own input or output is called in a program of several forward passes.
+    pub fn name_in(entry: &str, name: &str) -> String {
+        format!("{entry}.{name}")
+    }
 
     /// The tensor called `name`.
     pub fn tensor(&self, name: &str) -> Option<&Tensor> {

@@ -118,6 +118,10 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
                 return Err(format!("{name}: output {o} overwrites input {i}"));
             }
         }
+        let state = instr.op.spec().in_place.iter().find(|(_, to)| *to == o).map(|(i, _)| &instr.inputs[*i]);
+        if instr.op.spec().always_in_place && state.is_some_and(|input| input.buffer != arg.buffer) {
+            return Err(format!("{name}: output {o} must be in place"));
+        }
     }
     for arg in instr.inputs.iter().chain(instr.outputs.iter().flatten()) {
         if arg.ty.bytes() > program.buffers[arg.buffer.0].bytes {

@@ -4,7 +4,10 @@
 //! code and no memory management: passes derive those. Parameters carry the names that Hugging Face checkpoints use.
 #![forbid(unsafe_code)]
 
+mod form;
 mod llama;
+
+pub use form::Form;
 
 use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};
@@ -17,11 +20,20 @@ pub mod names {
     pub const TARGETS: &str = "targets";
     /// Output: sum of the token losses of each sequence.
     pub const LOSS: &str = "loss";
-    /// The logits, where a pass has not fused them away.
+    /// Input of generation: how many tokens of each sequence are in the cache.
+    pub const START: &str = "start";
+    /// Input of generation: how many tokens of each sequence are new.
+    pub const COUNT: &str = "count";
+    /// The logits, where a pass has not fused them away. In generation an output: those after the last new token.
     pub const LOGITS: &str = "logits";
 }
 
-/// The forward graph of a model over one micro-batch of `batch` sequences of `seq` tokens.
+/// The forward graph of a model over one micro-batch of `batch` sequences of `seq` tokens: its loss.
 pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, TypeError> {
-    llama::build(model, batch, seq)
+    build_form(model, Form::Loss { batch, seq, context: seq })
+}
+
+/// The forward graph of a model in any form.
+pub fn build_form(model: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
+    llama::build(model, form)
 }

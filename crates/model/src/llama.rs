@@ -1,12 +1,14 @@
 //! Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
+use crate::form::{Form, Side};
 use crate::names;
 use lockstep_config::ModelConfig;
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, TensorType, TypeError, ValueId};
 
-pub(crate) fn build(m: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, TypeError> {
+pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
     let mut g = Graph::new();
+    let (batch, seq, context) = form.extents();
     let embed = || Dim::new(Axis::Embed, m.dim);
     let heads = |axis, count| Section { axis, count, unit: m.head_dim };
     let q = heads(Axis::Heads, m.heads);
@@ -17,9 +19,9 @@ pub(crate) fn build(m: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, 
     let to_residual = Init::Normal { std: (m.init_std / (2.0 * m.layers as f64).sqrt()) as f32 };
     let eps = m.norm_eps as f32;
 
-    let ids = || TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
-    let tokens = g.input(names::TOKENS, ids());
-    let targets = g.input(names::TARGETS, ids());
+    let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
+    let tokens = g.input(names::TOKENS, ids);
+    let side = Side::declare(&mut g, form);
     let scaling = m.rope_scaling.as_ref().map(|s| RopeScaling {
         factor: s.factor,
         low_freq_factor: s.low_freq_factor,
@@ -28,7 +30,7 @@ pub(crate) fn build(m: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, 
     });
     let angles = g.state(
         "rope_table",
-        TensorType::new(DType::F32, [Dim::new(Axis::Seq, seq), Dim::new(Axis::HeadDim, m.head_dim)]),
+        TensorType::new(DType::F32, [Dim::new(Axis::Seq, context), Dim::new(Axis::HeadDim, m.head_dim)]),
         State::Constant(Init::RopeTable { theta: m.rope_theta, scaling }),
     );
 
@@ -45,8 +47,7 @@ pub(crate) fn build(m: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, 
         let parts = [hf("self_attn.q_proj"), hf("self_attn.k_proj"), hf("self_attn.v_proj")];
         let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
         let qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
-        let qkv = g.op(Op::Rope { inverse: false }, &[qkv, angles], &at("rotated"))?[0];
-        let o = g.op(Op::Attention, &[qkv], &at("o"))?[0];
+        let o = side.attend(&mut g, qkv, angles, kv, &at)?;
         let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &to_residual, &[hf("self_attn.o_proj")]);
         let delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
         x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
@@ -62,6 +63,7 @@ pub(crate) fn build(m: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, 
         x = g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1))?[0];
     }
     g.enter_layer(None);
+    let x = side.wanted(&mut g, x)?;
     let w = norm(&mut g, "final_norm", embed(), "model.norm.weight");
     let n = g.op(Op::RmsNorm { eps }, &[x, w], "n")?[0];
     let head = match m.tied_embeddings {
@@ -69,8 +71,7 @@ pub(crate) fn build(m: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, 
         false => matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]),
     };
     let logits = g.op(Op::Linear, &[n, head], names::LOGITS)?[0];
-    let loss = g.op(Op::CrossEntropy, &[logits, targets], names::LOSS)?[0];
-    g.outputs.push(loss);
+    side.finish(&mut g, logits)?;
     Ok(g)
 }
 

@@ -115,6 +115,65 @@ pub enum TrainError {
         /// Allowed.
         most: usize,
     },
+    /// A path is neither a run directory nor a checkpoint.
+    #[error(
+        "{}: {}\nhint: name a run directory (runs/quickstart, say) or a checkpoint in it (checkpoints/step-…)",
+        path.display(),
+        if path.exists() { "neither a run directory nor a checkpoint" } else { "no such run or checkpoint" }
+    )]
+    NotTrained {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A run directory has no checkpoint yet.
+    #[error("{} has no checkpoint yet\nhint: train it first, or wait: one is saved every checkpoint.every steps", dir.display())]
+    NoCheckpoint {
+        /// The run directory.
+        dir: PathBuf,
+    },
+    /// A checkpoint does not say which model it is of.
+    #[error("{} holds no config\nhint: name the run directory instead of the checkpoint", path.display())]
+    NoConfig {
+        /// The manifest.
+        path: PathBuf,
+    },
+    /// A run has no held-out data, or they are gone.
+    #[error("{} holds no held-out text\nhint: name text to evaluate on: --data PATH", dir.display())]
+    NoHeldOut {
+        /// The folder of prepared data.
+        dir: PathBuf,
+    },
+    /// There is nothing to continue.
+    #[error("the prompt is empty\nhint: give some text to continue: --prompt \"Once\"")]
+    EmptyPrompt,
+    /// A text does not fit the context.
+    #[error(
+        "{tokens} tokens leave no room in a context of {context}\nhint: give a shorter prompt, or a larger --context"
+    )]
+    ContextFull {
+        /// Tokens of the text.
+        tokens: usize,
+        /// Positions of the cache.
+        context: usize,
+    },
+    /// A sampling option has a value without a meaning.
+    #[error("--{option} {value} has no meaning\nhint: {hint}")]
+    Sampling {
+        /// The option.
+        option: &'static str,
+        /// Its value.
+        value: String,
+        /// What to give instead.
+        hint: &'static str,
+    },
+    /// A model's logits are not numbers.
+    #[error(
+        "the model's logits at position {position} are not finite\nhint: it has diverged; use an earlier checkpoint"
+    )]
+    Logits {
+        /// Position of the token that was wanted.
+        position: usize,
+    },
     /// A file of the run directory cannot be read or written.
     #[error("cannot {action} {}: {cause}\nhint: {}", path.display(), hint(cause))]
     Io {
@@ -145,6 +204,13 @@ impl TrainError {
                 | TrainError::DoesNotFit { .. }
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
+                | TrainError::NotTrained { .. }
+                | TrainError::NoCheckpoint { .. }
+                | TrainError::NoConfig { .. }
+                | TrainError::NoHeldOut { .. }
+                | TrainError::EmptyPrompt
+                | TrainError::ContextFull { .. }
+                | TrainError::Sampling { .. }
         )
     }
 }

@@ -1,4 +1,4 @@
-//! The training loop: data → program → metrics → checkpoint.
+//! The training loop: data → program → metrics → checkpoint; and what a trained model is for: text and its loss.
 //!
 //! This crate owns the order of a run: what is prepared, planned, loaded, stepped, measured and saved, and what a run
 //! directory holds. It computes nothing itself (executors do) and prints nothing (it reports [`Event`]s).
@@ -6,19 +6,32 @@
 
 pub mod bench;
 mod error;
+mod evaluate;
 mod event;
+mod feed;
+mod generate;
 mod plan;
 mod run;
 mod run_dir;
+mod sample;
+mod sampling;
 mod schedule;
 mod session;
 mod state;
+mod text;
+mod trained;
 
 pub use error::TrainError;
+pub use evaluate::{EvaluateProgress, Evaluation, Text, evaluate};
 pub use event::{Event, StepMetrics};
+pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use plan::{Plan, plan};
 pub use run::{Outcome, RunOptions, run};
 pub use run_dir::RunDir;
+pub use sample::Sample;
+pub use sampling::Sampling;
 pub use schedule::learning_rate;
 pub use session::Session;
-pub use state::{Part, parts};
+pub use state::{Part, Weights, parts};
+pub use text::{TextStream, Tokenizer};
+pub use trained::Trained;

@@ -41,11 +41,17 @@ impl Plan {
     }
 }
 
-/// Compiles a config for this machine.
-pub fn plan(config: &Config) -> Result<Plan, TrainError> {
+/// What the passes of a forward program need to know, and the threads it will run on.
+pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
+    let (context, threads) = training_context(config);
+    let precision = Precision { gradients: DType::F32, ..context.precision };
+    let device = cpu::profile(threads, precision.compute, precision.gradients);
+    (Context { device, layout: Layout { micro_batches: 1 }, precision, ..context }, threads)
+}
+
+fn training_context(config: &Config) -> (Context, usize) {
     let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let o = &config.optimizer;
-    check_numbers(config)?;
     let precision = precision(config);
     let context = Context {
         device: cpu::profile(threads, precision.compute, precision.gradients),
@@ -58,6 +64,13 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
         },
         precision,
     };
+    (context, threads)
+}
+
+/// Compiles a config for this machine.
+pub fn plan(config: &Config) -> Result<Plan, TrainError> {
+    check_numbers(config)?;
+    let (context, threads) = training_context(config);
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let forward = lockstep_model::build(&config.model, config.train.micro_batch, config.train.seq).map_err(internal)?;
     let compiled = compile(&forward, &context)?;
@@ -68,7 +81,7 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     };
     Ok(Plan {
         device: context.device.name,
-        precision,
+        precision: context.precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
         tokens_per_step: (config.train.global_batch * config.train.seq) as u64,

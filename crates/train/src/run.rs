@@ -1,6 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::event::{Event, StepMetrics};
+use crate::sample::{Sample, sample};
 use crate::session::Session;
 use crate::{Plan, RunDir, TrainError, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list, save};
@@ -20,6 +21,8 @@ pub struct RunOptions {
     pub dir: PathBuf,
     /// Set a run that is there aside and start over.
     pub fresh: bool,
+    /// Most tokens of the sample that a finished run gives; 0 for none.
+    pub sample_tokens: usize,
 }
 
 /// How a run ended.
@@ -35,6 +38,8 @@ pub struct Outcome {
     pub last_val_loss: Option<f64>,
     /// The last checkpoint.
     pub checkpoint: Option<PathBuf>,
+    /// A text by the trained model, if the run is finished and one was asked for.
+    pub sample: Option<Sample>,
 }
 
 /// Steps in a row whose gradients may be non-finite before the run gives up.
@@ -55,7 +60,7 @@ pub fn run(
     let plan = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
-    match start(config, &plan, dir, show) {
+    match start(config, &plan, dir, options.sample_tokens, show) {
         Ok(run) => run.go(stop, show),
         Err(error) => {
             if let Some(aside) = aside {
@@ -71,6 +76,7 @@ fn start<'a>(
     config: &'a Config,
     plan: &'a Plan,
     mut dir: RunDir,
+    sample_tokens: usize,
     show: &mut dyn FnMut(Event),
 ) -> Result<Run<'a>, TrainError> {
     let found = latest(&dir.checkpoints())?;
@@ -99,8 +105,9 @@ fn start<'a>(
 
     let held_out = held_out(config, &data, show);
     let finished = step >= config.train.steps;
-    let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint };
-    Ok(Run { config, plan, session, dir, train, held_out, ceiling, data: data.fingerprint(), pending, outcome })
+    let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
+    let data = data.fingerprint();
+    Ok(Run { config, plan, session, dir, train, held_out, ceiling, data, sample_tokens, pending, outcome })
 }
 
 struct Run<'a> {
@@ -115,6 +122,7 @@ struct Run<'a> {
     data: u64,
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
+    sample_tokens: usize,
     outcome: Outcome,
 }
 
@@ -170,6 +178,14 @@ impl Run<'_> {
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
+        if self.outcome.finished {
+            let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
+            match sample(self.config, &self.session, self.plan.parameters, text, self.sample_tokens) {
+                Ok(sample) => self.outcome.sample = sample,
+                // The run is done and saved: a sample that fails takes nothing from it.
+                Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
+            }
+        }
         Ok(self.outcome)
     }
 

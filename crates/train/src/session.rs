@@ -1,25 +1,22 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
-use crate::{Plan, TrainError, state};
+use crate::feed::Feed;
+use crate::state::{self, Weights};
+use crate::{Plan, TrainError};
 use lockstep_compile::STATS;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{StepProgram, StepScalars};
-use lockstep_model::names;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 /// A program in memory, ready to step.
 pub struct Session {
     program: StepProgram,
     executor: Box<dyn Executor>,
-    micro_batch: usize,
     micro_batches: usize,
-    seq: usize,
-    tokens: Vec<u32>,
-    targets: Vec<u32>,
-    bytes: Vec<u8>,
+    feed: Feed,
 }
 
 /// What a step gave.
@@ -45,18 +42,13 @@ impl Session {
         let executor = CpuExecutor::load(program.clone(), plan.threads)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), plan.memory.total_bytes, "the arena is not what the plan says");
-        let positions = config.train.micro_batch * config.train.seq;
         let mut session = Self {
             program,
             executor: Box::new(executor),
-            micro_batch: config.train.micro_batch,
             micro_batches: config.accumulation_steps(),
-            seq: config.train.seq,
-            tokens: vec![0; positions],
-            targets: vec![0; positions],
-            bytes: Vec::with_capacity(positions * 4),
+            feed: Feed::new(None, config.train.micro_batch, config.train.seq),
         };
-        state::initialise(&session.program, session.executor.as_mut(), config.train.seed)?;
+        state::load(&session.program, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
         Ok(session)
     }
 
@@ -68,6 +60,11 @@ impl Session {
     /// The executor, for whoever reads or writes tensors by name.
     pub fn executor(&mut self) -> &mut dyn Executor {
         self.executor.as_mut()
+    }
+
+    /// The parameters as they are now, for another program.
+    pub fn weights(&self) -> Weights<'_> {
+        Weights::Live(self.executor.as_ref())
     }
 
     /// Replaces parameters and moments by a checkpoint's.
@@ -83,8 +80,8 @@ impl Session {
     /// One training step on the samples `first_sample ..` of the global order.
     pub fn step(&mut self, data: &Sampler, first_sample: u64, scalars: StepScalars) -> Result<StepResult, TrainError> {
         for m in 0..self.micro_batches {
-            let first = first_sample + (m * self.micro_batch) as u64;
-            self.load(data, m, |b| first + b as u64)?;
+            let first = first_sample + (m * self.feed.batch()) as u64;
+            self.feed.load(self.executor.as_mut(), m, |b, x, y| data.fill(first + b as u64, x, y))?;
         }
         self.run_step(scalars)
     }
@@ -97,52 +94,22 @@ impl Session {
         self.executor.run(StepProgram::TRAIN)?;
         let mut sum = 0.0;
         for m in 0..self.micro_batches {
-            sum = self.add_losses(sum, m, self.micro_batch)?;
+            sum = self.feed.add_losses(sum, self.executor.as_ref(), m, self.feed.batch())?;
         }
         let stats = self.executor.read(STATS, 0)?;
         let ([norm, factor], []) = stats.as_chunks() else {
             return Err(ExecError::Internal(format!("`{STATS}` has {} bytes", stats.len())).into());
         };
         let [grad_norm, factor] = [norm, factor].map(|b| f32::from_le_bytes(*b));
-        let tokens = (self.micro_batches * self.micro_batch * self.seq) as f64;
+        let tokens = (self.micro_batches * self.feed.batch() * self.feed.seq()) as f64;
         Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan() })
     }
 
     /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.
     pub fn evaluate(&mut self, data: &Sampler, sequences: u64, stop: &AtomicBool) -> Result<Option<f64>, TrainError> {
-        let mut sum = 0.0;
-        let mut first = 0;
-        while first < sequences {
-            if stop.load(Ordering::SeqCst) {
-                return Ok(None);
-            }
-            // The last micro-batch is filled up with copies of the last sample, whose losses are not counted.
-            self.load(data, 0, |b| (first + b as u64).min(sequences - 1))?;
-            self.executor.run(StepProgram::EVALUATE)?;
-            let counted = (sequences - first).min(self.micro_batch as u64) as usize;
-            sum = self.add_losses(sum, 0, counted)?;
-            first += counted as u64;
-        }
-        Ok(Some(sum / (sequences * self.seq as u64) as f64))
-    }
-
-    fn load(&mut self, data: &Sampler, micro_batch: usize, sample: impl Fn(usize) -> u64) -> Result<(), TrainError> {
-        for b in 0..self.micro_batch {
-            let range = b * self.seq..(b + 1) * self.seq;
-            data.fill(sample(b), &mut self.tokens[range.clone()], &mut self.targets[range]);
-        }
-        for (name, ids) in [(names::TOKENS, &self.tokens), (names::TARGETS, &self.targets)] {
-            self.bytes.clear();
-            self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
-            self.executor.write(name, micro_batch, &self.bytes)?;
-        }
-        Ok(())
-    }
-
-    /// `sum` plus the losses of the first `count` sequences of a micro-batch, in order.
-    fn add_losses(&self, sum: f64, micro_batch: usize, count: usize) -> Result<f64, TrainError> {
-        let bytes = self.executor.read(names::LOSS, micro_batch)?;
-        let losses = bytes.as_chunks().0.iter().take(count);
-        Ok(losses.fold(sum, |sum, b| sum + f64::from_le_bytes(*b)))
+        let fill = |n, tokens: &mut [u32], targets: &mut [u32]| data.fill(n, tokens, targets);
+        let executor = self.executor.as_mut();
+        let sum = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, fill, stop, &mut |_| ())?;
+        Ok(sum.map(|sum| sum / (sequences * self.feed.seq() as u64) as f64))
     }
 }

@@ -79,13 +79,50 @@ fn write(executor: &mut dyn Executor, tensor: &Tensor, data: &[f32]) -> Result<(
     Ok(executor.write(&tensor.name, 0, &bytes)?)
 }
 
-/// Writes the initial value of every parameter and constant. Moments and gradients start as the arena's zeros.
-pub(crate) fn initialise(program: &StepProgram, executor: &mut dyn Executor, seed: u64) -> Result<(), TrainError> {
-    let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
+/// Where the parameters of a program come from.
+#[derive(Clone, Copy)]
+pub enum Weights<'a> {
+    /// Drawn, as before the first step.
+    Initial,
+    /// A checkpoint; moments too, where the program has any.
+    Checkpoint(&'a Loaded),
+    /// Another program of the same model that runs.
+    Live(&'a dyn Executor),
+}
+
+/// Writes every parameter and constant of a program. Moments, gradients and caches start as the arena's zeros.
+pub(crate) fn load(
+    program: &StepProgram,
+    executor: &mut dyn Executor,
+    weights: Weights,
+    seed: u64,
+) -> Result<(), TrainError> {
+    initialise(program, executor, matches!(weights, Weights::Initial), seed)?;
+    match weights {
+        Weights::Initial => Ok(()),
+        Weights::Checkpoint(checkpoint) => restore(program, executor, checkpoint),
+        Weights::Live(other) => {
+            for tensor in program.tensors.iter().filter(|t| matches!(t.role, Role::State(State::Parameter(_)))) {
+                executor.write(&tensor.name, 0, &other.read(&tensor.name, 0)?)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Writes constants, and where asked for the initial value of every parameter.
+fn initialise(
+    program: &StepProgram,
+    executor: &mut dyn Executor,
+    parameters: bool,
+    seed: u64,
+) -> Result<(), TrainError> {
     for tensor in &program.tensors {
+        let zeros = || vec![0.0f32; tensor.ty.elements()];
+        let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
         match &tensor.role {
-            Role::State(State::Parameter(parameter)) => {
-                let mut data = vec![0.0f32; tensor.ty.elements()];
+            Role::State(State::Parameter(parameter)) if parameters => {
+                let mut data = zeros();
                 for part in parts(parameter, &tensor.ty) {
                     let range = &mut data[part.start..part.start + part.elements];
                     parameter.init.fill(seed, &part.name, columns(&part.shape), range);
@@ -96,7 +133,7 @@ pub(crate) fn initialise(program: &StepProgram, executor: &mut dyn Executor, see
                 }
             }
             Role::State(State::Constant(init)) => {
-                let mut data = vec![0.0f32; tensor.ty.elements()];
+                let mut data = zeros();
                 init.fill(seed, &tensor.name, columns(&tensor.ty.sizes()), &mut data);
                 write(executor, tensor, &data)?;
             }
@@ -117,7 +154,7 @@ pub(crate) fn restore(
     for (group, name, tensor, part) in stored(program) {
         if filling.is_none_or(|t| t.name != tensor.name) {
             data.clear();
-            data.resize(tensor.ty.bytes() as usize, 0);
+            data.resize(tensor.ty.elements() * 4, 0);
             filling = Some(tensor);
         }
         let view = checkpoint.tensor(group, &name)?;
@@ -130,12 +167,12 @@ pub(crate) fn restore(
             .into());
         }
         data[part.start * 4..(part.start + part.elements) * 4].copy_from_slice(view.data);
-        if (part.start + part.elements) as u64 * 4 == tensor.ty.bytes() {
-            executor.write(&tensor.name, 0, &data)?;
+        if part.start + part.elements == tensor.ty.elements() {
+            let values: Vec<f32> = data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+            write(executor, tensor, &values)?;
             if let Role::State(State::Master { of }) = &tensor.role
                 && let Some(parameter) = program.tensor(of)
             {
-                let values: Vec<f32> = data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
                 write(executor, parameter, &values)?;
             }
         }

@@ -133,7 +133,10 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::CrossEntropyGrad
         | Op::AddState
         | Op::GlobalNorm
-        | Op::AdamW { .. } => return None,
+        | Op::AdamW { .. }
+        | Op::RopeAt
+        | Op::CachedAttention
+        | Op::LastPosition => return None,
     };
     Some(graph)
 }

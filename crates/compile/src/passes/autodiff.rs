@@ -113,7 +113,10 @@ impl Backward {
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
+            | Op::RopeAt
             | Op::AttentionGrad
+            | Op::CachedAttention
+            | Op::LastPosition
             | Op::SwiGluGrad
             | Op::CrossEntropyGrad
             | Op::AddState

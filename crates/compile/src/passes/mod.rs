@@ -41,8 +41,12 @@ pub const TRAINING_PASSES: [Pass; 4] = [
     Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
 ];
 
+/// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
+/// bits.
+pub const FORWARD_PASSES: [Pass; 2] = [TRAINING_PASSES[0], TRAINING_PASSES[1]];
+
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use lockstep_ir::graph::{Parameter, State};
     use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};

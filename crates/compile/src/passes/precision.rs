@@ -24,7 +24,7 @@ impl Precision {
 pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
     for value in &mut g.values {
-        if matches!(value.source, Source::State(State::Parameter(_))) {
+        if matches!(value.source, Source::State(State::Parameter(_) | State::Cache)) {
             value.ty.dtype = context.precision.compute;
         }
     }

@@ -10,7 +10,7 @@ use super::gemm::{Matrix, Target, gemm_small, small_scratch};
 use super::simd::{self, vectorised};
 
 /// Queries and keys of a tile.
-const TILE: usize = 128;
+pub(super) const TILE: usize = 128;
 
 /// Bytes of one thread's tiles for heads of `e` elements: two score tiles in f32 and in the compute type, an output tile,
 /// row statistics, packed operands.
@@ -74,24 +74,24 @@ impl Shape {
 }
 
 /// Tiles of one thread.
-struct Tiles<T> {
+pub(super) struct Tiles<T> {
     /// f32 tiles of TILE × TILE.
-    scores: *mut f32,
+    pub(super) scores: *mut f32,
     other: *mut f32,
     /// The same in the compute type.
-    weights: *mut T,
+    pub(super) weights: *mut T,
     gradients: *mut T,
     /// TILE × e.
-    out: *mut f32,
+    pub(super) out: *mut f32,
     /// Four numbers per row.
-    rows: *mut f32,
-    packed: *mut u8,
+    pub(super) rows: *mut f32,
+    pub(super) packed: *mut u8,
 }
 
 impl<T> Tiles<T> {
     /// # Safety
     /// `scratch` holds `tile_bytes(e)` bytes for every worker.
-    unsafe fn of(scratch: *mut u8, worker: usize, e: usize) -> Self {
+    pub(super) unsafe fn of(scratch: *mut u8, worker: usize, e: usize) -> Self {
         // SAFETY: the caller vouches.
         unsafe {
             let scores: *mut f32 = scratch.add(worker * tile_bytes(e)).cast();
@@ -107,7 +107,7 @@ impl<T> Tiles<T> {
 }
 
 /// A product into f32 rows.
-fn into(ptr: *mut f32, stride: usize, add: bool) -> Target {
+pub(super) fn into(ptr: *mut f32, stride: usize, add: bool) -> Target {
     Target::F32 { ptr, stride, add }
 }
 
@@ -157,7 +157,7 @@ pub fn forward<T: Float>(call: Call) {
 
 vectorised! {
     /// Scores become weights: row `r` sees its first `seen + r` columns. Fades what `out` and `sums` hold to the new maximum.
-    unsafe fn softmax_tile<T>(
+    pub(super) unsafe fn softmax_tile<T>(
         scores: *mut f32, weights: *mut T, out: *mut f32, maxima: *mut f32, sums: *mut f32,
         rows: usize, columns: usize, seen: isize, e: usize, scale: f32,
     ) -> () {
@@ -192,7 +192,7 @@ vectorised! {
 }
 
 vectorised! {
-    unsafe fn finish_tile<T>(
+    pub(super) unsafe fn finish_tile<T>(
         out: *const f32, maxima: *const f32, sums: *const f32, o: *mut T, stride: usize, lse: *mut f32,
         rows: usize, e: usize,
     ) -> () {

@@ -2,6 +2,7 @@
 
 mod arena;
 mod attention;
+mod cached_attention;
 mod call;
 pub mod ceilings;
 mod float;
@@ -12,6 +13,7 @@ mod norm;
 mod optimizer;
 mod pointwise;
 mod pool;
+mod positions;
 mod simd;
 
 use crate::{ExecError, Executor, Timing};
@@ -48,7 +50,8 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("linear_grad_input", rounded("n")),
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
         ("linear_cross_entropy", Workspace { fixed: product + 64, terms: [&head[..], &share("vk")].concat() }),
-        ("attention", forward),
+        ("attention", forward.clone()),
+        ("cached_attention", forward),
         ("attention_grad", backward),
         ("global_norm", fixed(optimizer::NORM_SCRATCH as u64)),
     ]);
@@ -152,6 +155,9 @@ fn run_kernel<T: Float>(call: Call) {
         Op::AddRmsNormGrad => norm::grad::<T>(call, true),
         Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
         Op::Rope { inverse } => pointwise::rope::<T>(call, inverse),
+        Op::RopeAt => positions::rope_at::<T>(call),
+        Op::CachedAttention => cached_attention::forward::<T>(call),
+        Op::LastPosition => positions::last_position::<T>(call),
         Op::Attention => attention::forward::<T>(call),
         Op::AttentionGrad => attention::grad::<T>(call),
         Op::SwiGlu => pointwise::swiglu::<T>(call),

@@ -70,16 +70,21 @@ pub fn checked_token(token: u32, vocab: usize) -> usize {
 
 /// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position.
 pub fn rope<T: Float>(call: Call, inverse: bool) {
+    let seq = call.size('s');
+    rotate::<T>(call, if inverse { -1.0 } else { 1.0 }, |row| row % seq);
+}
+
+/// The same, with the position of every row (below the table's rows) and the sign of the angles given.
+pub fn rotate<T: Float>(call: Call, sign: f32, position: impl Fn(usize) -> usize + Sync) {
     let (seq, e) = (call.size('s'), call.size('e'));
     let (rotated, width) = (call.size('q') + call.size('u'), call.size('p'));
     let (qkv, table) = (Ptr(call.input::<T>(0)), Ptr(call.input::<f32>(1)));
     let Some(out) = call.output::<T>(0).map(Ptr) else { return };
-    let sign = if inverse { -1.0 } else { 1.0 };
     call.rows(call.size('b') * seq, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task.
             unsafe {
-                let (angles, at) = (table.at(row % seq * e), row * width);
+                let (angles, at) = (table.at(position(row) * e), row * width);
                 rope_row(call.simd, qkv.at(at), angles, out.at(at), rotated, e, width, sign);
             }
         }

@@ -40,6 +40,6 @@ pub fn losses(config: &Config, run_dir: &Path) -> Vec<(f64, f32, Option<f64>)> {
 
 /// Runs a config with an observer.
 pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
-    let options = RunOptions { dir: run_dir.to_owned(), fresh: false };
+    let options = RunOptions { dir: run_dir.to_owned(), fresh: false, sample_tokens: 0 };
     run(config, &options, &AtomicBool::new(false), show)
 }

@@ -1,0 +1,73 @@
+//! `lockstep eval`: the loss of a trained model on text.
+
+use crate::Format;
+use crate::failure::Failure;
+use crate::progress::Progress;
+use crate::table::thousands;
+use lockstep_ir::units;
+use lockstep_train::{EvaluateProgress, Evaluation, Text, Trained, evaluate};
+use serde_json::json;
+use std::io::Write;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// A run directory (its latest checkpoint is used), or a checkpoint in one.
+    #[arg(value_name = "RUN|CHECKPOINT")]
+    from: PathBuf,
+    /// Text files, or folders to search for them.
+    #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "validation", conflicts_with = "validation")]
+    data: Vec<PathBuf>,
+    /// The run's own held-out text: the sequences that its validation reads.
+    #[arg(long)]
+    validation: bool,
+    /// Tokens per sequence; train.seq of the run if not given.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    seq: Option<u32>,
+    /// How to print it.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    let trained = Trained::open(&args.from)?;
+    trained.warnings.iter().for_each(|w| {
+        let _ = writeln!(std::io::stderr(), "warning: {w}");
+    });
+    let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
+    let mut progress = Progress::new(0);
+    let result = evaluate(&trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
+        EvaluateProgress::Preparing(p) => progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes),
+        EvaluateProgress::Evaluating { done, total } => {
+            progress.work("evaluating", done, total, |n| format!("{} tokens", units::count(n)));
+        }
+    });
+    progress.clear();
+    let evaluation = result?;
+    let mut out = std::io::stdout().lock();
+    match args.format {
+        Format::Text => write!(out, "{}", as_text(&trained, &evaluation))?,
+        Format::Json => {
+            let mut object = json!(evaluation);
+            object["checkpoint"] = json!(trained.checkpoint.path);
+            object["step"] = json!(trained.checkpoint.step);
+            writeln!(out, "{object:#}")?;
+        }
+    }
+    Ok(())
+}
+
+fn as_text(trained: &Trained, e: &Evaluation) -> String {
+    format!(
+        "loss           {:.4} nats per token\nperplexity     {:.4}\nbits per byte  {:.4}\n\
+         text           {} tokens ({} bytes), in sequences of {}\nmodel          {}, {} in memory\n",
+        e.loss,
+        e.perplexity,
+        e.bits_per_byte,
+        thousands(e.tokens),
+        thousands(e.bytes),
+        e.seq,
+        trained.checkpoint.path.display(),
+        units::bytes(e.arena_bytes)
+    )
+}

@@ -1,0 +1,166 @@
+//! `lockstep generate`: text from a trained model, as it comes.
+
+use crate::Format;
+use crate::failure::Failure;
+use crate::terminal::printable;
+use lockstep_ir::units;
+use lockstep_train::{Generated, Generator, Sampling, Stop, TextStream, Tokenizer, Trained, Weights, generate};
+use serde_json::json;
+use std::io::{ErrorKind, Write};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// A run directory (its latest checkpoint is used), or a checkpoint in one.
+    #[arg(value_name = "RUN|CHECKPOINT")]
+    from: PathBuf,
+    /// Text to continue.
+    #[arg(long, value_name = "TEXT", required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
+    prompt: Option<String>,
+    /// File that holds the text to continue.
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
+    /// Most tokens to write.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    max_tokens: usize,
+    /// 0 takes the likeliest token, 1 draws as trained.
+    #[arg(long, value_name = "T", default_value_t = 0.8, allow_negative_numbers = true)]
+    temperature: f64,
+    /// Draw from the K likeliest tokens only.
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Draw from the likeliest tokens that have this share of the probability only.
+    #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
+    top_p: f64,
+    /// Seed of the draws: the same seed gives the same text.
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    seed: u64,
+    /// Most tokens of prompt and text together; train.seq of the run if not given.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    context: Option<u32>,
+    /// How to print it: text as it comes, or one object at the end.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    let Args { temperature, top_k, top_p, seed, .. } = args;
+    let sampling = Sampling { temperature, top_k, top_p, seed };
+    sampling.check()?;
+    let prompt = prompt(&args)?;
+    let trained = Trained::open(&args.from)?;
+    trained.warnings.iter().for_each(|w| {
+        let _ = writeln!(std::io::stderr(), "warning: {w}");
+    });
+    let tokenizer = Tokenizer::of(&trained.config)?;
+    let tokens = tokenizer.encode(&prompt);
+    let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
+    let mut generator = Generator::new(&trained.config, context, Weights::Checkpoint(&trained.checkpoint))?;
+
+    let mut screen = Screen::new(tokenizer.clone(), args.format == Format::Text);
+    // Shown when the first token is there: an error comes before any text.
+    let mut echo = Some(&prompt);
+    let result = generate(&mut generator, &tokenizer, &tokens, args.max_tokens, &sampling, &mut |token| {
+        if let Some(prompt) = echo.take() {
+            screen.write(prompt);
+        }
+        screen.hear(token)
+    });
+    if let (Ok(_), Some(prompt)) = (&result, echo) {
+        screen.write(prompt);
+    }
+    let text = screen.end()?;
+    let generated = result?;
+    let speed = |n: usize, seconds: f64| if seconds > 0.0 { n as f64 / seconds } else { 0.0 };
+    let tokens_per_s = speed(generated.tokens.len(), generated.generate_s);
+    match args.format {
+        Format::Text => writeln!(std::io::stderr(), "{}", summary(&generated, tokens.len(), tokens_per_s))?,
+        Format::Json => {
+            let object = json!({
+                "checkpoint": trained.checkpoint.path,
+                "step": trained.checkpoint.step,
+                "prompt": prompt,
+                "prompt_tokens": tokens.len(),
+                "text": text,
+                "tokens": generated.tokens.len(),
+                "stop": generated.stop,
+                "seed": seed,
+                "context": context,
+                "prompt_tokens_per_s": speed(tokens.len(), generated.prompt_s),
+                "tokens_per_s": tokens_per_s,
+                "arena_bytes": generator.arena_bytes(),
+            });
+            writeln!(std::io::stdout(), "{object:#}")?;
+        }
+    }
+    Ok(())
+}
+
+fn prompt(args: &Args) -> Result<String, Failure> {
+    let Some(path) = &args.prompt_file else { return Ok(args.prompt.clone().unwrap_or_default()) };
+    let refuse = |cause: String, hint: &str| Failure::request(format!("{}: {cause}\nhint: {hint}", path.display()));
+    let bytes =
+        std::fs::read(path).map_err(|e| refuse(format!("cannot be read: {e}"), "name a file that holds the prompt"))?;
+    String::from_utf8(bytes).map_err(|_| refuse("is not UTF-8 text".to_owned(), "save the prompt as UTF-8"))
+}
+
+/// Where text goes while tokens come.
+struct Screen {
+    stream: TextStream,
+    text: String,
+    /// How writing to stdout goes; `None` where nothing is shown before the end.
+    live: Option<std::io::Result<()>>,
+    line_is_open: bool,
+}
+
+impl Screen {
+    fn new(tokenizer: Tokenizer, live: bool) -> Self {
+        let (stream, text) = (TextStream::new(tokenizer), String::new());
+        Self { stream, text, live: live.then_some(Ok(())), line_is_open: false }
+    }
+
+    fn hear(&mut self, token: u32) -> ControlFlow<()> {
+        let piece = self.stream.push(token);
+        self.write(&piece);
+        self.text.push_str(&piece);
+        if let Some(Err(_)) = &self.live { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    fn write(&mut self, piece: &str) {
+        if let (Some(state @ Ok(())), Some(last)) = (&mut self.live, piece.chars().last()) {
+            let mut out = std::io::stdout().lock();
+            *state = out.write_all(printable(piece).as_bytes()).and_then(|()| out.flush());
+            self.line_is_open = last != '\n';
+        }
+    }
+
+    /// Ends the last line and gives the new text. Whoever closes the pipe has seen enough.
+    fn end(mut self) -> Result<String, Failure> {
+        let rest = self.stream.finish();
+        self.write(&rest);
+        self.text.push_str(&rest);
+        if self.line_is_open {
+            self.write("\n");
+        }
+        match self.live {
+            Some(Err(error)) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+            _ => Ok(self.text),
+        }
+    }
+}
+
+fn summary(generated: &Generated, prompt_tokens: usize, tokens_per_s: f64) -> String {
+    let end = match generated.stop {
+        Stop::Separator => "the document ended",
+        Stop::MaxTokens => "--max-tokens reached",
+        Stop::Context => "the context is full",
+        Stop::Listener => "stopped",
+    };
+    format!(
+        "{} tokens, {} tokens/s; prompt of {prompt_tokens} read in {}; {end}",
+        generated.tokens.len(),
+        units::count(tokens_per_s as u64),
+        units::seconds(generated.prompt_s)
+    )
+}

@@ -1,0 +1,31 @@
+//! Ops that find their rows by numbers on the device: where each sequence goes on, and how many of its positions count.
+
+use super::call::{Call, Ptr};
+use super::float::Float;
+use super::pointwise::rotate;
+
+/// Rope of qkv `[b, s, (q + 2u)·e]` from position `start[b]` on.
+pub fn rope_at<T: Float>(call: Call) {
+    let (seq, table_rows) = (call.size('s'), call.size('t'));
+    let start = Ptr(call.input::<u32>(2));
+    rotate::<T>(call, 1.0, |row| {
+        // SAFETY: there is an element per sequence.
+        let start = unsafe { *start.at(row / seq) } as usize;
+        start.saturating_add(row % seq).min(table_rows - 1)
+    });
+}
+
+/// y `[b, 1, d]` = x `[b, s, d]` at position `count[b] − 1`.
+pub fn last_position<T: Float>(call: Call) {
+    let (seq, d) = (call.size('s'), call.size('d'));
+    let (x, count) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
+    let Some(y) = call.output::<T>(0).map(Ptr) else { return };
+    call.ranges(call.size('b'), 1, |b, _| {
+        // SAFETY: sequence b belongs to this task; the count is checked against the sequence.
+        unsafe {
+            let count = *count.at(b) as usize;
+            assert!((1..=seq).contains(&count), "{count} of {seq} positions");
+            y.slice(b * d, d).copy_from_slice(x.slice((b * seq + count - 1) * d, d));
+        }
+    });
+}

@@ -1,0 +1,46 @@
+//! The ops of generation: positions from a number on, a cache of keys and values, the last position.
+
+use lockstep_ir::op::Dims;
+
+/// Rope's angles for every sequence and position: the row of the table, clamped to its last.
+pub fn rows_from(dims: &Dims, start: &[f64]) -> Vec<usize> {
+    let row = |b: usize, s: usize| (start[b] as usize + s).min(dims.size('t') - 1);
+    (0..dims.size('b')).flat_map(|b| (0..dims.size('s')).map(move |s| row(b, s))).collect()
+}
+
+/// Of each sequence, position `count − 1`.
+pub fn last_position(dims: &Dims, x: &[f64], count: &[f64]) -> Vec<f64> {
+    let (seq, d) = (dims.size('s'), dims.size('d'));
+    let row = |b: usize| (b * seq + count[b] as usize - 1) * d;
+    (0..dims.size('b')).flat_map(|b| &x[row(b)..row(b) + d]).copied().collect()
+}
+
+/// o, and the cache with the new keys and values.
+pub fn cached_attention(dims: &Dims, qkv: &[f64], cache: &[f64], start: &[f64], count: &[f64]) -> [Vec<f64>; 2] {
+    let (batch, seq, context) = (dims.size('b'), dims.size('s'), dims.size('t'));
+    let (heads, kv_heads, e) = (dims.size('q'), dims.size('u'), dims.size('e'));
+    let (width, cached) = (dims.size('p'), dims.size('w'));
+    let mut cache = cache.to_vec();
+    let mut o = vec![0.0; batch * seq * heads * e];
+    for b in 0..batch {
+        let (start, count) = (start[b] as usize, count[b] as usize);
+        for s in 0..count {
+            let (from, to) = ((b * seq + s) * width + heads * e, (b * context + start + s) * cached);
+            cache[to..to + cached].copy_from_slice(&qkv[from..from + cached]);
+        }
+        for (s, h) in (0..count).flat_map(|s| (0..heads).map(move |h| (s, h))) {
+            let kv = h / (heads / kv_heads);
+            let query = &qkv[(b * seq + s) * width + h * e..][..e];
+            let head =
+                |t: usize, section: usize| &cache[(b * context + t) * cached + (section * kv_heads + kv) * e..][..e];
+            let dot = |t: usize| query.iter().zip(head(t, 0)).map(|(q, k)| q * k).sum::<f64>();
+            let scores: Vec<f64> = (0..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();
+            let lse = super::log_sum_exp(&scores);
+            for i in 0..e {
+                o[((b * seq + s) * heads + h) * e + i] =
+                    scores.iter().enumerate().map(|(t, x)| (x - lse).exp() * head(t, 1)[i]).sum();
+            }
+        }
+    }
+    [o, cache]
+}

@@ -1,0 +1,113 @@
+//! What a graph is for, and the few places where that changes how an architecture is written down.
+
+use crate::names;
+use lockstep_ir::graph::State;
+use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId};
+
+/// What a forward graph computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// The loss of every sequence, for training and evaluation.
+    Loss {
+        /// Sequences.
+        batch: usize,
+        /// Tokens of each.
+        seq: usize,
+        /// Positions that the rotary table holds, at least `seq`.
+        context: usize,
+    },
+    /// The logits after some new tokens, where the keys and values of all tokens before them are in a cache.
+    NextToken {
+        /// Sequences.
+        batch: usize,
+        /// Most new tokens of each.
+        positions: usize,
+        /// Positions that the cache and the rotary table hold, at least `positions`.
+        context: usize,
+    },
+}
+
+impl Form {
+    /// Sequences, tokens of each, and positions of the rotary table.
+    pub(crate) fn extents(self) -> (usize, usize, usize) {
+        match self {
+            Form::Loss { batch, seq, context } => (batch, seq, context),
+            Form::NextToken { batch, positions, context } => (batch, positions, context),
+        }
+    }
+}
+
+/// The inputs that a form has besides the tokens.
+pub(crate) enum Side {
+    Loss {
+        targets: ValueId,
+    },
+    NextToken {
+        start: ValueId,
+        count: ValueId,
+        cache: [Dim; 2],
+        /// Whether a call may have several new tokens.
+        several: bool,
+    },
+}
+
+impl Side {
+    /// Declares them.
+    pub(crate) fn declare(g: &mut Graph, form: Form) -> Self {
+        let batch = |n| Dim::new(Axis::Batch, n);
+        let seq = |n| Dim::new(Axis::Seq, n);
+        match form {
+            Form::Loss { batch: b, seq: s, .. } => {
+                Side::Loss { targets: g.input(names::TARGETS, TensorType::new(DType::U32, [batch(b), seq(s)])) }
+            }
+            Form::NextToken { batch: b, positions, context } => {
+                let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
+                let (start, count) = (number(names::START), number(names::COUNT));
+                Side::NextToken { start, count, cache: [batch(b), seq(context)], several: positions > 1 }
+            }
+        }
+    }
+
+    /// Rotary positions and causal attention over packed Q·K·V, whose K and V are `kv` each.
+    pub(crate) fn attend(
+        &self,
+        g: &mut Graph,
+        qkv: ValueId,
+        angles: ValueId,
+        kv: Section,
+        at: &dyn Fn(&str) -> String,
+    ) -> Result<ValueId, TypeError> {
+        match self {
+            Side::Loss { .. } => {
+                let qkv = g.op(Op::Rope { inverse: false }, &[qkv, angles], &at("rotated"))?[0];
+                Ok(g.op(Op::Attention, &[qkv], &at("o"))?[0])
+            }
+            Side::NextToken { start, count, cache: [batch, context], .. } => {
+                let qkv = g.op(Op::RopeAt, &[qkv, angles, *start], &at("rotated"))?[0];
+                let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
+                let cache = g.state(at("kv_cache"), ty, State::Cache);
+                let out = g.op(Op::CachedAttention, &[qkv, cache, *start, *count], &at("o"))?;
+                g.updates.push((cache, out[1]));
+                Ok(out[0])
+            }
+        }
+    }
+
+    /// The positions whose logits somebody wants.
+    pub(crate) fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
+        match self {
+            Side::NextToken { count, several: true, .. } => Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0]),
+            Side::NextToken { several: false, .. } | Side::Loss { .. } => Ok(x),
+        }
+    }
+
+    /// Makes the graph yield what the form asks for.
+    pub(crate) fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
+        let output = match self {
+            Side::Loss { targets } => g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0],
+            Side::NextToken { .. } => logits,
+        };
+        g.outputs.push(output);
+        Ok(())
+    }
+}

@@ -1,0 +1,188 @@
+//! Text from a model: a loaded generation program, and the loop from prompt to last token.
+
+use crate::plan::forward_context;
+use crate::state::{self, Weights};
+use crate::{Sampling, Tokenizer, TrainError};
+use lockstep_compile::{CompileError, compile_forward};
+use lockstep_config::Config;
+use lockstep_exec::Executor;
+use lockstep_exec::cpu::CpuExecutor;
+use lockstep_ir::StepProgram;
+use lockstep_model::{Form, build_form, names};
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+/// Most tokens that one call of `prefill` reads.
+const CHUNK: usize = 128;
+
+/// A model in memory that reads tokens and says what may come next.
+pub struct Generator {
+    executor: Box<dyn Executor>,
+    context: usize,
+    chunk: usize,
+    position: usize,
+    bytes: Vec<u8>,
+    logits: Vec<f32>,
+}
+
+impl Generator {
+    /// Loads the generation program of a config, for texts of up to `context` tokens.
+    pub fn new(config: &Config, context: usize, weights: Weights) -> Result<Self, TrainError> {
+        let (program, threads) = generation_program(config, context)?;
+        let mut executor = CpuExecutor::load(program.clone(), threads)?;
+        state::load(&program, &mut executor, weights, config.train.seed)?;
+        let chunk = CHUNK.min(context);
+        let logits = vec![0.0; config.model.vocab_size];
+        Ok(Self { executor: Box::new(executor), context, chunk, position: 0, bytes: Vec::new(), logits })
+    }
+
+    /// Most tokens of a text.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Tokens read so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Bytes allocated.
+    pub fn arena_bytes(&self) -> u64 {
+        self.executor.arena_bytes()
+    }
+
+    /// Starts a new text.
+    pub fn forget(&mut self) {
+        self.position = 0;
+    }
+
+    /// Reads tokens and gives the logits of the token after them.
+    pub fn read(&mut self, tokens: &[u32]) -> Result<&[f32], TrainError> {
+        let all = self.position + tokens.len();
+        if tokens.is_empty() {
+            return Err(TrainError::EmptyPrompt);
+        }
+        if all > self.context {
+            return Err(TrainError::ContextFull { tokens: all, context: self.context });
+        }
+        for chunk in tokens.chunks(self.chunk) {
+            match chunk {
+                [one] => self.call(StepProgram::DECODE, std::slice::from_ref(one), 1)?,
+                _ => self.call(StepProgram::PREFILL, chunk, self.chunk)?,
+            }
+        }
+        Ok(&self.logits)
+    }
+
+    fn call(&mut self, entry: &'static str, tokens: &[u32], room: usize) -> Result<(), TrainError> {
+        // What stands behind the tokens is not looked at.
+        let padding = std::iter::repeat_n(&0, room - tokens.len());
+        self.bytes.clear();
+        self.bytes.extend(tokens.iter().chain(padding).flat_map(|t| t.to_le_bytes()));
+        let name = |n: &str| StepProgram::name_in(entry, n);
+        self.executor.write(&name(names::TOKENS), 0, &self.bytes)?;
+        self.executor.write(&name(names::START), 0, &(self.position as u32).to_le_bytes())?;
+        self.executor.write(&name(names::COUNT), 0, &(tokens.len() as u32).to_le_bytes())?;
+        self.executor.run(entry)?;
+        self.position += tokens.len();
+        let logits = self.executor.read(&name(names::LOGITS), 0)?;
+        // As wide as the model computes.
+        if logits.len() == 2 * self.logits.len() {
+            for (to, from) in self.logits.iter_mut().zip(logits.as_chunks().0) {
+                *to = lockstep_ir::bf16::to_f32(u16::from_le_bytes(*from));
+            }
+        } else {
+            for (to, from) in self.logits.iter_mut().zip(logits.as_chunks().0) {
+                *to = f32::from_le_bytes(*from);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The program with the entries `prefill` and `decode`, and the threads it was compiled for.
+pub fn generation_program(config: &Config, context: usize) -> Result<(StepProgram, usize), TrainError> {
+    let (compile_context, threads) = forward_context(config);
+    let graph = |positions| {
+        let form = Form::NextToken { batch: 1, positions, context };
+        build_form(&config.model, form).map_err(CompileError::Type)
+    };
+    let entries = [(StepProgram::PREFILL, graph(CHUNK.min(context))?), (StepProgram::DECODE, graph(1)?)];
+    Ok((compile_forward(&entries, &compile_context)?, threads))
+}
+
+/// Why a text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stop {
+    /// The model ended the document.
+    Separator,
+    /// As many tokens as were asked for.
+    MaxTokens,
+    /// The context is full.
+    Context,
+    /// Whoever listens has heard enough.
+    Listener,
+}
+
+/// A generated text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generated {
+    /// The new tokens, without a separator.
+    pub tokens: Vec<u32>,
+    /// Why there are no more.
+    pub stop: Stop,
+    /// Seconds to read the prompt.
+    pub prompt_s: f64,
+    /// Seconds from then to the last token.
+    pub generate_s: f64,
+}
+
+/// Continues a prompt by up to `max_tokens` tokens, each shown to `listen` as it comes. Prompt and continuation together
+/// never leave the context.
+pub fn generate(
+    generator: &mut Generator,
+    tokenizer: &Tokenizer,
+    prompt: &[u32],
+    max_tokens: usize,
+    sampling: &Sampling,
+    listen: &mut dyn FnMut(u32) -> ControlFlow<()>,
+) -> Result<Generated, TrainError> {
+    sampling.check()?;
+    generator.forget();
+    if prompt.is_empty() {
+        return Err(TrainError::EmptyPrompt);
+    }
+    if prompt.len() >= generator.context {
+        return Err(TrainError::ContextFull { tokens: prompt.len(), context: generator.context });
+    }
+    let begun = Instant::now();
+    generator.read(prompt)?;
+    let prompt_s = begun.elapsed().as_secs_f64();
+    let begun = Instant::now();
+    let mut tokens = Vec::new();
+    let stop = loop {
+        if tokens.len() == max_tokens {
+            break Stop::MaxTokens;
+        }
+        let position = prompt.len() + tokens.len();
+        if position == generator.context {
+            break Stop::Context;
+        }
+        if let Some(last) = tokens.last() {
+            generator.read(&[*last])?;
+        }
+        let known = tokenizer.vocabulary().min(generator.logits.len());
+        let Some(token) = sampling.choose(&generator.logits[..known], position as u64) else {
+            return Err(TrainError::Logits { position });
+        };
+        if token == tokenizer.separator() {
+            break Stop::Separator;
+        }
+        tokens.push(token);
+        if listen(token).is_break() {
+            break Stop::Listener;
+        }
+    };
+    Ok(Generated { tokens, stop, prompt_s, generate_s: begun.elapsed().as_secs_f64() })
+}

@@ -1,0 +1,57 @@
+//! A short text at the end of a run, so that a number is not all there is to see.
+
+use crate::session::Session;
+use crate::{Generator, Sampling, TextStream, Tokenizer, TrainError, generate};
+use lockstep_config::Config;
+use lockstep_data::Sampler;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+/// A text that a model has continued.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// The beginning, from the data.
+    pub prompt: String,
+    /// How the model goes on.
+    pub text: String,
+}
+
+/// Most tokens of the prompt.
+const PROMPT: usize = 32;
+/// A sample must not keep anybody waiting: larger models give none, and slow ones a shorter one.
+const LARGEST_MODEL: u64 = 200_000_000;
+const LONGEST: Duration = Duration::from_millis(1500);
+
+/// Continues the beginning of `data` by up to `max_tokens` tokens, with the parameters of a running session.
+pub(crate) fn sample(
+    config: &Config,
+    session: &Session,
+    parameters: u64,
+    data: &Sampler,
+    max_tokens: usize,
+) -> Result<Option<Sample>, TrainError> {
+    let tokenizer = Tokenizer::of(config)?;
+    let seq = config.train.seq;
+    if parameters > LARGEST_MODEL || max_tokens == 0 {
+        return Ok(None);
+    }
+    let (mut tokens, mut targets) = (vec![0; seq], vec![0; seq]);
+    data.fill(0, &mut tokens, &mut targets);
+    let mut stream = TextStream::new(tokenizer.clone());
+    let prompt: String = tokens.iter().take(PROMPT.min(seq / 2)).map(|t| stream.push(*t)).collect();
+    let tokens = tokenizer.encode(&prompt);
+    if tokens.is_empty() || tokens.len() >= seq {
+        return Ok(None);
+    }
+    let begun = Instant::now();
+    let context = seq.min(tokens.len() + max_tokens);
+    let mut generator = Generator::new(config, context, session.weights())?;
+    let sampling = Sampling { temperature: 0.8, top_k: None, top_p: 0.95, seed: config.train.seed };
+    let mut stream = TextStream::new(tokenizer.clone());
+    let mut text = String::new();
+    generate(&mut generator, &tokenizer, &tokens, max_tokens, &sampling, &mut |token| {
+        text.push_str(&stream.push(token));
+        if begun.elapsed() < LONGEST { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    })?;
+    Ok(Some(Sample { prompt, text: text + &stream.finish() }))
+}

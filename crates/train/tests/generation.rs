@@ -1,0 +1,176 @@
+//! Generation computes what training computes: the same logits, bit for bit, however a text is cut into calls.
+
+use lockstep_compile::{AdamW, Context, Precision, compile};
+use lockstep_config::Config;
+use lockstep_exec::Executor;
+use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_ir::graph::State;
+use lockstep_ir::program::{Class, Role};
+use lockstep_ir::{DType, Layout, StepProgram, account, counter};
+use lockstep_model::names;
+use lockstep_train::{
+    Generator, Sampling, Session, Stop, Tokenizer, TrainError, Weights, generate, generation_program, plan,
+};
+use std::ops::ControlFlow;
+
+/// Longer than two tiles of keys, and no multiple of any tile or chunk.
+const SEQ: usize = 300;
+
+const MHA: &str = "heads = 3\ndim = 60\n";
+const GQA_TIED: &str = "heads = 6\nkv_heads = 2\ndim = 48\ntied_embeddings = true\n";
+const LLAMA_3: &str = "heads = 4\nkv_heads = 1\ndim = 64\nhead_dim = 20\n\
+    rope_scaling = { factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_context = 64 }\n";
+
+fn config(model: &str, seq: usize) -> Config {
+    let text = format!(
+        "[model]\nvocab_size = 300\nlayers = 2\nffn = 80\ninit_std = 0.3\n{model}[train]\nseq = {seq}\nglobal_batch = 1\n"
+    );
+    Config::parse(&text, "run.toml", &[]).unwrap()
+}
+
+fn tokens() -> Vec<u32> {
+    (0..SEQ as u64).map(|i| (counter::bits(5, i) % 300) as u32).collect()
+}
+
+/// The logits at every position, by the forward pass of the training program.
+fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
+    let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
+    let context = Context {
+        device: profile(2, DType::F32, DType::F32),
+        layout: Layout { micro_batches: 1 },
+        optimizer,
+        precision: Precision::FP32,
+    };
+    let mut forward = lockstep_model::build(&config.model, 1, SEQ).unwrap();
+    // Logits that somebody wants are not fused away.
+    let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
+    forward.outputs.push(lockstep_ir::ValueId(logits));
+    let program = compile(&forward, &context).unwrap().program;
+    let mut executor = CpuExecutor::load(program.clone(), 2).unwrap();
+    for tensor in &program.tensors {
+        if matches!(tensor.role, Role::State(State::Parameter(_) | State::Constant(_))) {
+            executor.write(&tensor.name, 0, &session.executor().read(&tensor.name, 0).unwrap()).unwrap();
+        }
+    }
+    let ids: Vec<u8> = tokens().iter().flat_map(|t| t.to_le_bytes()).collect();
+    executor.write(names::TOKENS, 0, &ids).unwrap();
+    executor.run(StepProgram::EVALUATE).unwrap();
+    let bytes = executor.read(names::LOGITS, 0).unwrap();
+    let all: Vec<f32> = bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    all.chunks(300).map(<[f32]>::to_vec).collect()
+}
+
+fn check(model: &str) {
+    let config = config(model, SEQ);
+    let mut session = Session::new(&config, &plan(&config).unwrap()).unwrap();
+    let expected = training_logits(&config, &mut session);
+    let tokens = tokens();
+    let mut generator = Generator::new(&config, SEQ, session.weights()).unwrap();
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let mut same = |cut: &[usize], what: &str| {
+        generator.forget();
+        for piece in cut {
+            let end = generator.position() + piece;
+            let logits = bits(generator.read(&tokens[end - piece..end]).unwrap());
+            assert_eq!(logits, bits(&expected[end - 1]), "{model}{what}, position {}", end - 1);
+        }
+    };
+    for length in [1, 2, 47, 48, 49, 127, 128, 129, 130, 255, 256, 257, 299, 300] {
+        same(&[length], "a prompt at once");
+    }
+    same(&[1; SEQ], "one by one");
+    same(&[37, 37, 37, 37, 37, 37, 37, 37, 4], "in pieces");
+    same(&[130, 1, 1, 48, 1, 119], "a prompt, then more");
+}
+
+#[test]
+fn logits_are_those_of_training_with_every_head_its_own_keys() {
+    check(MHA);
+}
+
+#[test]
+fn logits_are_those_of_training_with_grouped_queries_and_a_tied_head() {
+    check(GQA_TIED);
+}
+
+#[test]
+fn logits_are_those_of_training_with_stretched_positions() {
+    check(LLAMA_3);
+}
+
+#[test]
+fn a_longer_context_does_not_change_what_fits_a_shorter_one() {
+    let config = config(GQA_TIED, 32);
+    let read = |context| {
+        let mut generator = Generator::new(&config, context, Weights::Initial).unwrap();
+        generator.read(&tokens()[..20]).unwrap().to_vec()
+    };
+    assert_eq!(read(20), read(32));
+    assert_eq!(read(32), read(500));
+}
+
+#[test]
+fn the_program_holds_parameters_and_caches_and_nothing_of_training() {
+    let config = config(MHA, SEQ);
+    let (program, _) = generation_program(&config, SEQ).unwrap();
+    let bill = account::memory(&program);
+    assert_eq!(bill.classes[Class::Gradients.name()] + bill.classes[Class::Optimizer.name()], 0);
+    let caches: Vec<_> = program.tensors.iter().filter(|t| t.role == Role::State(State::Cache)).collect();
+    assert_eq!(caches.len(), 2);
+    // Keys and values of every position: two times three heads of twenty elements.
+    assert!(caches.iter().all(|t| t.ty.bytes() == (SEQ * 2 * 60 * 4) as u64));
+    assert!(caches.iter().all(|t| program.buffers[t.buffer.0].class == Class::Activations));
+    let generator = Generator::new(&config, SEQ, Weights::Initial).unwrap();
+    assert_eq!(generator.arena_bytes(), bill.total_bytes);
+    let flops = |entry| account::flops(&program, program.entry(entry).unwrap()).unwrap().hardware;
+    assert!(flops(StepProgram::PREFILL) > 50 * flops(StepProgram::DECODE));
+}
+
+#[test]
+fn a_cache_that_is_not_changed_in_place_is_refused() {
+    let (mut program, _) = generation_program(&config(MHA, 16), 16).unwrap();
+    let instrs = &mut program.segments[0].instrs;
+    let other = instrs[0].outputs[0].as_ref().unwrap().buffer;
+    let attention = instrs.iter_mut().find(|i| i.op.name() == "cached_attention").unwrap();
+    attention.outputs[1].as_mut().unwrap().buffer = other;
+    let error = lockstep_ir::verify::program(&program, 64).unwrap_err();
+    assert!(error.to_string().contains("cached_attention: output 1 must be in place"), "{error}");
+}
+
+#[test]
+fn more_tokens_than_the_context_are_refused_and_change_nothing() {
+    let mut generator = Generator::new(&config(MHA, 16), 16, Weights::Initial).unwrap();
+    generator.read(&tokens()[..10]).unwrap();
+    let error = generator.read(&tokens()[10..17]).unwrap_err();
+    assert!(matches!(error, TrainError::ContextFull { tokens: 17, context: 16 }), "{error}");
+    assert_eq!(generator.position(), 10);
+    generator.read(&tokens()[10..16]).unwrap();
+}
+
+#[test]
+fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
+    let config = config(GQA_TIED, 64);
+    let mut generator = Generator::new(&config, 64, Weights::Initial).unwrap();
+    let mut write = |seed, temperature, prompt: &str, max_tokens| {
+        let tokenizer = Tokenizer::of(&config).unwrap();
+        let sampling = Sampling { temperature, top_k: None, top_p: 1.0, seed };
+        let mut heard = Vec::new();
+        let listen = &mut |token| {
+            heard.push(token);
+            ControlFlow::Continue(())
+        };
+        let text =
+            generate(&mut generator, &tokenizer, &tokenizer.encode(prompt), max_tokens, &sampling, listen).unwrap();
+        assert_eq!(text.tokens, heard);
+        // Tokens that stand for no text are never drawn.
+        assert!(heard.iter().all(|t| *t < 256));
+        (text.tokens, text.stop)
+    };
+    let (one, stop) = write(1, 1.0, "some prompt", 20);
+    assert!(matches!(stop, Stop::MaxTokens | Stop::Separator), "{stop:?}");
+    assert_eq!(write(1, 1.0, "some prompt", 20).0, one);
+    assert_ne!(write(2, 1.0, "some prompt", 20).0, one);
+    assert_eq!(write(1, 0.0, "some prompt", 20), write(2, 0.0, "some prompt", 20));
+    let (all, stop) = write(3, 2.0, "some prompt", 1000);
+    assert!(stop == Stop::Context && all.len() == 64 - 11 || stop == Stop::Separator, "{stop:?}");
+}
