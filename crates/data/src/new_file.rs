@@ -78,7 +78,7 @@ pub(crate) fn temporary_path(folder: &Path, name: &str) -> PathBuf {
 }
 
 /// A rename is on the disk only once its folder is.
-fn sync_folder_of(path: &Path) -> Result<(), DataError> {
+pub(crate) fn sync_folder_of(path: &Path) -> Result<(), DataError> {
     let folder = match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),

@@ -25,11 +25,27 @@ pub enum TrainError {
     Exec(#[from] ExecError),
     /// The vocabulary is too small for the tokenizer.
     #[error(
-        "model.vocab_size is {vocab}, the tokenizer \"bytes\" makes tokens up to 255\nhint: set model.vocab_size = 256"
+        "model.vocab_size is {vocab}, the tokenizer \"{tokenizer}\" makes tokens up to {}\nhint: set model.vocab_size = \
+         {needed}",
+        needed - 1
     )]
     Vocabulary {
         /// The model's vocabulary.
         vocab: usize,
+        /// The tokenizer, as the config has it.
+        tokenizer: String,
+        /// The smallest vocabulary that would do.
+        needed: u32,
+    },
+    /// A shared folder holds other data than the config asks for.
+    #[error(
+        "{} holds data that were prepared with other settings\nhint: choose another data.prepared, or delete the folder \
+         if nothing else uses it",
+        dir.display()
+    )]
+    SharedData {
+        /// The folder of prepared data.
+        dir: PathBuf,
     },
     /// The run directory holds a run with another config.
     #[error(
@@ -100,6 +116,7 @@ impl TrainError {
             TrainError::Config(_)
                 | TrainError::Data(_)
                 | TrainError::Vocabulary { .. }
+                | TrainError::SharedData { .. }
                 | TrainError::ConfigChanged { .. }
                 | TrainError::Locked { .. }
         )

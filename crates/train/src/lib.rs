@@ -4,6 +4,7 @@
 //! directory holds. It computes nothing itself (executors do) and prints nothing (it reports [`Event`]s).
 #![forbid(unsafe_code)]
 
+mod data;
 mod error;
 mod event;
 mod plan;
@@ -13,6 +14,7 @@ mod schedule;
 mod session;
 mod state;
 
+pub use data::{Existing, RunCorpus, RunData, data_folder};
 pub use error::TrainError;
 pub use event::{Event, StepMetrics};
 pub use plan::{Plan, plan};

@@ -45,11 +45,6 @@ impl RunDir {
         self.path.join("checkpoints")
     }
 
-    /// Folder of prepared data.
-    pub fn data(&self) -> PathBuf {
-        self.path.join("data")
-    }
-
     /// The config of the run that is here, if there is one.
     pub fn config(&self) -> Option<PathBuf> {
         Some(self.path.join(CONFIG)).filter(|p| p.exists())
