@@ -10,6 +10,11 @@ pub struct Failure {
 }
 
 impl Failure {
+    /// The request was wrong; the text ends with a hint.
+    pub fn request(text: String) -> Self {
+        Self { text, request: true }
+    }
+
     /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed.
     pub fn report(&self) -> ExitCode {
         eprintln!("error: {}", self.text);
@@ -26,6 +31,12 @@ impl From<lockstep_config::ConfigError> for Failure {
 impl From<lockstep_train::TrainError> for Failure {
     fn from(error: lockstep_train::TrainError) -> Self {
         Self { request: error.is_request(), text: error.to_string() }
+    }
+}
+
+impl From<lockstep_data::DataError> for Failure {
+    fn from(error: lockstep_data::DataError) -> Self {
+        Self { text: error.to_string(), request: true }
     }
 }
 

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod config_command;
+mod data;
 mod explain;
 mod failure;
 mod progress;
@@ -26,6 +27,9 @@ enum Command {
     Train(train::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
+    /// Prepare data, and look at prepared data.
+    #[command(subcommand)]
+    Data(data::Command),
     /// List every config key with its type, default and meaning.
     Config(config_command::Args),
 }
@@ -45,6 +49,11 @@ impl ConfigArgs {
     fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
         lockstep_config::Config::load(&self.config, &self.set)
     }
+
+    /// The run directory that was given, or the one that goes with the config's name.
+    fn run_dir(&self, given: Option<PathBuf>) -> PathBuf {
+        given.unwrap_or_else(|| train::default_run_dir(&self.config))
+    }
 }
 
 /// How a result is printed.
@@ -60,6 +69,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
         Command::Explain(args) => explain::run(args),
+        Command::Data(command) => data::run(command),
         Command::Config(args) => config_command::run(args),
     };
     match result {

@@ -106,7 +106,7 @@ impl Progress {
     }
 
     /// A long operation outside of the steps.
-    fn work(&mut self, what: &str, done: u64, total: u64) {
+    pub fn work(&mut self, what: &str, done: u64, total: u64) {
         if std::io::stderr().is_terminal() {
             let bar = self.bar.get_or_insert_with(|| {
                 let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());

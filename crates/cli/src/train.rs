@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::progress::Progress;
 use lockstep_train::{Outcome, RunOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -23,8 +23,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?;
-    let name = args.config.config.file_stem().map(PathBuf::from).unwrap_or_else(|| PathBuf::from("run"));
-    let dir = args.run_dir.unwrap_or_else(|| PathBuf::from("runs").join(name));
+    let dir = args.config.run_dir(args.run_dir);
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         // A second signal ends the process at once; the last checkpoint stays whole.
@@ -40,7 +39,12 @@ pub fn run(args: Args) -> Result<(), Failure> {
     Ok(())
 }
 
-fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &std::path::Path) -> String {
+/// `runs/` and the name of the config.
+pub fn default_run_dir(config: &Path) -> PathBuf {
+    PathBuf::from("runs").join(config.file_stem().unwrap_or("run".as_ref()))
+}
+
+fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &Path) -> String {
     let steps = config.train.steps;
     let checkpoint = outcome.checkpoint.as_ref().map_or("none".to_owned(), |p| p.display().to_string());
     if !outcome.finished {

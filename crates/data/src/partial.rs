@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::holdout::Split;
-use crate::new_file::{NewFile, remove_if_present};
+use crate::new_file::{NewFile, remove_if_present, sync_folder};
 use crate::prepared::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal, is_output};
 use crate::shard::Width;
 use crate::shard_writer::{ShardSummary, ShardWriter};
@@ -109,6 +109,7 @@ impl Partial {
         let finished = Part { key: self.key, train, validation, after, input_bytes: part.input_bytes };
         train_file.publish()?;
         validation_file.map_or(Ok(()), NewFile::publish)?;
+        // Should the machine go down now, a part without its manifest or without a shard is made again.
         let text =
             serde_json::to_vec_pretty(&finished).map_err(|error| DataError::unwritable(&self.folder, error.into()))?;
         self.write(&manifest_name(self.parts.len()), &text)?;
@@ -145,14 +146,15 @@ impl Partial {
         for name in staged.iter().filter(|name| *name != DATA_JSON && !is_part(name)) {
             self.move_out(name)?;
         }
+        sync_folder(&self.out)?;
         self.move_out(DATA_JSON)?;
+        sync_folder(&self.out)?;
         self.discard()
     }
 
     fn move_out(&self, name: &str) -> Result<(), DataError> {
         let target = self.out.join(name);
-        fs::rename(self.folder.join(name), &target).map_err(|cause| DataError::unwritable(&target, cause))?;
-        crate::new_file::sync_folder_of(&target)
+        fs::rename(self.folder.join(name), &target).map_err(|cause| DataError::unwritable(&target, cause))
     }
 
     fn discard(&self) -> Result<(), DataError> {

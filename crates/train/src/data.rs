@@ -1,6 +1,7 @@
 //! The data of a run: from the keys of `[data]` to prepared corpora and their samplers.
 
-use crate::TrainError;
+use crate::{RunDir, TrainError};
+use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
     Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Tokenizer, TokenizerSpec, is_current,
@@ -39,6 +40,26 @@ pub enum Existing {
 /// The folder of a run's prepared data: `data.prepared`, or else one in the run directory.
 pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
     config.prepared_dir().unwrap_or_else(|| run_dir.join("data"))
+}
+
+/// Prepares the data of a run before it starts, in `out` or where the run will look for them. Gives the folder too.
+///
+/// A run directory is locked meanwhile, and a run that has checkpoints keeps its data.
+pub fn prepare_data(
+    config: &Config,
+    run_dir: &Path,
+    out: Option<&Path>,
+    progress: &mut dyn FnMut(&str, Progress),
+) -> Result<(RunData, PathBuf), TrainError> {
+    let folder = out.map_or_else(|| data_folder(config, run_dir), Path::to_owned);
+    if out.is_some() || config.prepared_dir().is_some() {
+        return Ok((RunData::prepare(config, &folder, Existing::Refresh, progress)?, folder));
+    }
+    config.require_data()?;
+    let dir = RunDir::open(run_dir)?;
+    let started = list(&dir.checkpoints()).is_ok_and(|found| !found.is_empty());
+    let existing = if started { Existing::Keep } else { Existing::Refresh };
+    Ok((RunData::prepare(config, &folder, existing, progress)?, folder))
 }
 
 /// What is to be prepared for one corpus, and where.
@@ -100,6 +121,24 @@ impl RunData {
         for Wanted { name, weight, folder, .. } in wanted(config, folder, &TokenizerSpec::Bytes) {
             let Some(data) = Prepared::open(&folder)? else { return Ok(None) };
             corpora.push(RunCorpus { name, weight, data });
+        }
+        Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
+    }
+
+    /// Opens the data in a folder without a config: one corpus, or the corpora in its folders, by name, with equal
+    /// weights. None where there are none.
+    pub fn find(folder: &Path) -> Result<Option<Self>, DataError> {
+        if let Some(data) = Prepared::open(folder)? {
+            return Ok(Some(RunData { corpora: vec![RunCorpus { name: String::new(), weight: 1.0, data }] }));
+        }
+        let entries = folder.read_dir().into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
+        let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        let mut corpora = Vec::new();
+        for name in names {
+            if let Some(data) = Prepared::open(&folder.join(&name))? {
+                corpora.push(RunCorpus { name, weight: 1.0, data });
+            }
         }
         Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
     }

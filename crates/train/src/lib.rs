@@ -14,7 +14,7 @@ mod schedule;
 mod session;
 mod state;
 
-pub use data::{Existing, RunCorpus, RunData, data_folder};
+pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use error::TrainError;
 pub use event::{Event, StepMetrics};
 pub use plan::{Plan, plan};
