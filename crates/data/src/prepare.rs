@@ -2,7 +2,6 @@
 
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
@@ -12,7 +11,7 @@ use crate::partial::{Part, Partial};
 use crate::prepared::{DATA_JSON, Description, FILES_JSONL, TOKENIZER_JSON, files_jsonl};
 use crate::scan::{Found, scan};
 use crate::source::{Cursor, Units};
-use crate::workers::{Work, Workers};
+use crate::workers::{Queue, Work, Workers};
 use crate::{DataError, Prepared, SplitSummary, Tokenizer, TokenizerSpec};
 
 /// Which text to prepare, and how.
@@ -145,7 +144,7 @@ impl Task<'_> {
 
         let work = Work { files: &self.found.files, text_field: &self.spec.text_field, tokenizer: self.tokenizer };
         let mut units = Units::from(start, self.found, self.holdout, &self.spec.text_field, self.tokenizer.is_bytes());
-        let queue = Mutex::new(None);
+        let queue = Queue::new(None);
         std::thread::scope(|scope| {
             let mut workers = Workers::start(scope, self.options.threads.max(1), &queue, work);
             let mut part = None;

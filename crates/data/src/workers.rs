@@ -42,11 +42,18 @@ pub(crate) struct Work<'a> {
     pub(crate) tokenizer: &'a Tokenizer,
 }
 
+/// A batch and its number.
+type Job = (u64, Vec<Unit>);
+
+/// The results of a batch and its number.
 type Done = (u64, Vec<Result<Tokenised, DataError>>);
+
+/// Where the threads get their work from.
+pub(crate) type Queue = Mutex<Option<Receiver<Job>>>;
 
 /// Threads that tokenise batches of units.
 pub(crate) struct Workers {
-    jobs: Option<Sender<(u64, Vec<Unit>)>>,
+    jobs: Sender<Job>,
     done: Receiver<Done>,
     threads: usize,
     batch: Vec<Unit>,
@@ -62,7 +69,7 @@ impl Workers {
     pub(crate) fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         threads: usize,
-        queue: &'scope Mutex<Option<Receiver<(u64, Vec<Unit>)>>>,
+        queue: &'scope Queue,
         work: Work<'scope>,
     ) -> Self {
         let (jobs, waiting) = mpsc::channel();
@@ -81,7 +88,7 @@ impl Workers {
             });
         }
         Workers {
-            jobs: Some(jobs),
+            jobs,
             done,
             threads,
             batch: Vec::new(),
@@ -111,9 +118,9 @@ impl Workers {
     pub(crate) fn flush(&mut self) {
         let batch = std::mem::take(&mut self.batch);
         let bytes = std::mem::take(&mut self.batch_bytes);
-        if let (false, Some(jobs)) = (batch.is_empty(), &self.jobs) {
-            // The threads outlive the sender, so this cannot fail.
-            let _ = jobs.send((self.sent, batch));
+        if !batch.is_empty() {
+            // The queue outlives the sender, so this cannot fail.
+            let _ = self.jobs.send((self.sent, batch));
             self.in_flight.insert(self.sent, bytes);
             self.sent += 1;
         }

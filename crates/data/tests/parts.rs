@@ -109,7 +109,10 @@ fn finished_parts_are_not_made_again() {
     }));
     assert!(interrupted.is_err());
     let mut first = None;
-    prepare_with(&spec, &out, &options(2), &mut |progress| drop(first.get_or_insert(progress.bytes_done))).unwrap();
+    prepare_with(&spec, &out, &options(2), &mut |progress| {
+        first.get_or_insert(progress.bytes_done);
+    })
+    .unwrap();
     assert!(first.unwrap() > 0 && first.unwrap() <= seen, "{first:?} {seen}");
 }
 
