@@ -45,6 +45,12 @@ impl From<lockstep_train::TrainError> for Failure {
     }
 }
 
+impl From<lockstep_data::DataError> for Failure {
+    fn from(error: lockstep_data::DataError) -> Self {
+        Self::new(error.to_string(), true)
+    }
+}
+
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         let reader_gone = error.kind() == ErrorKind::BrokenPipe;

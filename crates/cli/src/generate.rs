@@ -54,7 +54,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let _ = writeln!(std::io::stderr(), "warning: {w}");
     });
     let tokenizer = Tokenizer::of(&trained.config)?;
-    let tokens = tokenizer.encode(&prompt);
+    let tokens = tokenizer.encode(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
     let mut generator = Generator::new(&trained.config, context, Weights::Checkpoint(&trained.checkpoint))?;
 

@@ -3,6 +3,7 @@
 
 mod bench;
 mod config_command;
+mod data;
 mod eval;
 mod explain;
 mod failure;
@@ -36,6 +37,9 @@ enum Command {
     Explain(explain::Args),
     /// Measure this machine's ceilings, or the speed of a training step.
     Bench(bench::Args),
+    /// Prepare data, and look at prepared data.
+    #[command(subcommand)]
+    Data(data::Command),
     /// List every config key with its type, default and meaning.
     Config(config_command::Args),
 }
@@ -55,6 +59,11 @@ impl ConfigArgs {
     fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
         lockstep_config::Config::load(&self.config, &self.set)
     }
+
+    /// The run directory that was given, or the one that goes with the config's name.
+    fn run_dir(&self, given: Option<PathBuf>) -> PathBuf {
+        given.unwrap_or_else(|| train::default_run_dir(&self.config))
+    }
 }
 
 /// How a result is printed.
@@ -73,6 +82,7 @@ fn main() -> ExitCode {
         Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Data(command) => data::run(command),
         Command::Config(args) => config_command::run(args),
     };
     match result {

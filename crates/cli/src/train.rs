@@ -25,8 +25,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?;
-    let name = args.config.config.file_stem().map(PathBuf::from).unwrap_or_else(|| PathBuf::from("run"));
-    let dir = args.run_dir.unwrap_or_else(|| PathBuf::from("runs").join(name));
+    let dir = args.config.run_dir(args.run_dir);
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         // A second signal ends the process at once; the last checkpoint stays whole.
@@ -72,6 +71,11 @@ fn afterwards(outcome: &Outcome, config: &Path, dir: &Path) -> String {
 fn first_words(text: &str) -> Option<String> {
     let plain = text.trim_start().split(|c: char| c.is_control() || "'!\\".contains(c)).next()?.trim_end();
     (!plain.is_empty()).then(|| plain.to_owned())
+}
+
+/// `runs/` and the name of the config.
+pub fn default_run_dir(config: &Path) -> PathBuf {
+    PathBuf::from("runs").join(config.file_stem().unwrap_or("run".as_ref()))
 }
 
 fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &Path) -> String {

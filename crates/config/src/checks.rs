@@ -87,6 +87,8 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,
+    data_have_one_form,
+    end_token_has_a_tokenizer,
 ];
 
 fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
@@ -178,6 +180,33 @@ fn tokens_can_be_counted(values: &Values) -> Option<Conflict> {
     (tokens > MAX_TOKENS).then(|| {
         let text = format!("the run would read {tokens} tokens");
         Conflict::new(&keys, text, "at most 2^60 are accepted; lower train.steps, train.seq or train.global_batch")
+    })
+}
+
+fn data_have_one_form(values: &Values) -> Option<Conflict> {
+    let (Value::Texts(paths), Value::Corpora(corpora)) = (values.get("data.paths")?, values.get("data.corpora")?)
+    else {
+        return None;
+    };
+    (!paths.is_empty() && !corpora.is_empty()).then(|| {
+        Conflict::new(
+            &["data.paths", "data.corpora"],
+            "data.paths and data.corpora are both given".into(),
+            "list the paths as a corpus of their own, with a name and a weight",
+        )
+    })
+}
+
+fn end_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
+    let (token, Value::Text(tokenizer)) = (values.get("data.end_token")?, values.get("data.tokenizer")?) else {
+        return None;
+    };
+    (tokenizer == "bytes").then(|| {
+        Conflict::new(
+            &["data.end_token", "data.tokenizer"],
+            format!("data.end_token = {token} is given, and data.tokenizer = \"bytes\" ends documents with a byte 0"),
+            "remove data.end_token, or name a tokenizer.json",
+        )
     })
 }
 

@@ -9,6 +9,7 @@ use crate::error::{ConfigError, Location, Problem};
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
+use crate::value::CorpusConfig;
 
 /// Where the values of a config came from.
 #[derive(Clone, Debug)]
@@ -75,9 +76,29 @@ impl Config {
         self.data.paths.iter().map(|path| self.base_dir().join(path)).collect()
     }
 
+    /// `data.corpora`, with their paths resolved in the same way.
+    pub fn corpora(&self) -> Vec<CorpusConfig> {
+        let resolved = |path: &String| self.base_dir().join(path).to_string_lossy().into_owned();
+        let corpus = |corpus: &CorpusConfig| {
+            let paths = corpus.paths.iter().map(resolved).collect();
+            CorpusConfig { paths, ..corpus.clone() }
+        };
+        self.data.corpora.iter().map(corpus).collect()
+    }
+
+    /// The path of the tokenizer's file, resolved in the same way; none for "bytes".
+    pub fn tokenizer_path(&self) -> Option<PathBuf> {
+        Some(self.base_dir().join(&self.data.tokenizer)).filter(|_| self.data.tokenizer != "bytes")
+    }
+
+    /// `data.prepared`, resolved in the same way.
+    pub fn prepared_dir(&self) -> Option<PathBuf> {
+        self.data.prepared.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
     /// Refuses a config without data; only training needs any.
     pub fn require_data(&self) -> Result<(), ConfigError> {
-        if !self.data.paths.is_empty() {
+        if !self.data.paths.is_empty() || !self.data.corpora.is_empty() {
             return Ok(());
         }
         let problem = Problem::new(

@@ -9,7 +9,7 @@ use crate::error::Problem;
 use crate::quantity::{self, Quantity};
 use crate::source::quoted;
 use crate::suggest;
-use crate::value::{RopeScaling, Value};
+use crate::value::{CorpusConfig, RopeScaling, Value};
 
 /// What a key accepts.
 #[derive(Clone, Copy)]
@@ -24,8 +24,10 @@ pub(crate) enum Kind {
     /// A number of sequences from 1, or a string that gives it in tokens.
     Sequences(u64),
     Float(Bounds),
+    Text(Word),
     Texts(Item),
     RopeScaling,
+    Corpora,
 }
 
 /// Which finite numbers a float key accepts.
@@ -41,6 +43,23 @@ pub(crate) const AT_LEAST_ONE: Bounds = Bounds { text: "1 or greater", hold: |x|
 pub(crate) const UP_TO_ONE: Bounds = Bounds { text: "from 0 to 1", hold: |x| (0.0..=1.0).contains(&x) };
 pub(crate) const BELOW_ONE: Bounds = Bounds { text: "from 0 up to, but not, 1", hold: |x| (0.0..1.0).contains(&x) };
 pub(crate) const UP_TO_HALF: Bounds = Bounds { text: "from 0 to 0.5", hold: |x| (0.0..=0.5).contains(&x) };
+
+/// What a single string stands for; it is not empty.
+#[derive(Clone, Copy)]
+pub(crate) struct Word {
+    text: &'static str,
+    rule: &'static str,
+}
+
+pub(crate) const TOKENIZER: Word = Word {
+    text: "\"bytes\", or a path",
+    rule: "write \"bytes\", or the path of a tokenizer.json, relative to the config file's folder",
+};
+pub(crate) const TOKEN: Word =
+    Word { text: "token", rule: "write a token of the tokenizer, such as \"<|endoftext|>\"" };
+pub(crate) const FIELD: Word = Word { text: "name", rule: "write the name of a field or column, such as \"text\"" };
+pub(crate) const FOLDER: Word =
+    Word { text: "folder", rule: "write the path of a folder, relative to the config file's folder" };
 
 /// What the strings of a list stand for.
 #[derive(Clone, Copy)]
@@ -60,6 +79,12 @@ pub(crate) const EXTENSIONS: Item = Item {
     rule: "write file extensions without the dot, such as [\"txt\", \"md\"]",
     hold: |text| !text.is_empty() && !text.starts_with('.') && !text.contains(['/', '\\']),
 };
+
+/// The keys of one of `data.corpora`, in the order of [`CorpusConfig`].
+const CORPUS_KEYS: [(&str, Kind); 3] =
+    [("name", Kind::Text(NAME)), ("paths", Kind::Texts(PATHS)), ("weight", Kind::Float(POSITIVE))];
+
+const NAME: Word = Word { text: "name", rule: "name the corpus with letters, digits, - and _" };
 
 /// The keys of `model.rope_scaling`, in the order of [`RopeScaling`].
 const ROPE_SCALING_KEYS: [(&str, Kind); 4] = [
@@ -98,7 +123,9 @@ impl Kind {
             Kind::Sequences(_) => "sequences, or \"N tokens\"".into(),
             Kind::Float(bounds) => format!("number, {}", bounds.text),
             Kind::Texts(item) => format!("list of {}", item.plural),
-            Kind::RopeScaling => rope_scaling_form(),
+            Kind::Text(word) => word.text.into(),
+            Kind::RopeScaling => form(&ROPE_SCALING_KEYS),
+            Kind::Corpora => format!("list of {}", form(&CORPUS_KEYS)),
         }
     }
 
@@ -158,7 +185,10 @@ impl Kind {
                 })
                 .collect::<Result<_, _>>()
                 .map(Value::Texts),
+            (Kind::Text(_), DeValue::String(text)) if text.trim().is_empty() => Err(refuse("is empty".into())),
+            (Kind::Text(_), DeValue::String(text)) => Ok(Value::Text(text.to_string())),
             (Kind::RopeScaling, DeValue::Table(table)) => read_rope_scaling(reading, table, &span),
+            (Kind::Corpora, DeValue::Array(array)) => read_corpora(reading, array),
             _ => Err(wrong_type()),
         }
         .map_err(|problem| problem.within(span))
@@ -174,7 +204,9 @@ impl Kind {
             Kind::Sequences(_) => "a number of sequences or tokens",
             Kind::Float(_) => "a number",
             Kind::Texts(_) => "a list of strings",
+            Kind::Text(_) => "a string",
             Kind::RopeScaling => "an inline table",
+            Kind::Corpora => "a list of corpora",
         }
     }
 
@@ -194,7 +226,9 @@ impl Kind {
             ),
             Kind::Float(bounds) => format!("give a number {}", bounds.text),
             Kind::Texts(item) => item.rule.into(),
-            Kind::RopeScaling => format!("give all of {}", rope_scaling_form()),
+            Kind::Text(word) => word.rule.into(),
+            Kind::RopeScaling => format!("give all of {}", form(&ROPE_SCALING_KEYS)),
+            Kind::Corpora => format!("give a list of {}", form(&CORPUS_KEYS)),
         }
     }
 }
@@ -224,33 +258,77 @@ fn refuse_element(reading: Reading<'_>, item: &Item, element: &Spanned<DeValue<'
     Problem::new(problem, item.rule).within(element.span())
 }
 
-fn rope_scaling_form() -> String {
-    let names: Vec<_> = ROPE_SCALING_KEYS.iter().map(|(name, _)| *name).collect();
+/// `{ a, b, c }`.
+fn form(keys: &[(&str, Kind)]) -> String {
+    let names: Vec<_> = keys.iter().map(|(name, _)| *name).collect();
     format!("{{ {} }}", names.join(", "))
 }
 
-fn read_rope_scaling(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usize>) -> Result<Value, Problem> {
+/// The values of an inline table that must have exactly these keys.
+fn read_table<const N: usize>(
+    reading: Reading<'_>,
+    keys: &[(&str, Kind); N],
+    table: &DeTable<'_>,
+    span: &Range<usize>,
+) -> Result<[Option<Value>; N], Problem> {
+    let accepted = || format!("give all of {}", form(keys));
     let mut entries: Vec<_> = table.iter().collect();
     entries.sort_by_key(|(key, _)| key.span().start);
-    let names = ROPE_SCALING_KEYS.map(|(name, _)| name);
-    let mut values = [const { None }; ROPE_SCALING_KEYS.len()];
+    let names = keys.map(|(name, _)| name);
+    let mut values = [const { None }; N];
     for (key, given) in entries {
         let name = key.get_ref().as_ref();
         let Some(index) = names.iter().position(|known| *known == name) else {
             let problem = format!("{}.{} is not a key of {}", reading.path, quoted(name), reading.path);
             let hint = match suggest::nearest(name, names) {
                 Some(near) => format!("did you mean `{near}`?"),
-                None => Kind::RopeScaling.accepted(),
+                None => accepted(),
             };
             return Err(Problem::new(problem, hint).within(key.span()));
         };
         let path = format!("{}.{name}", reading.path);
-        values[index] = Some(ROPE_SCALING_KEYS[index].1.read(Reading { path: &path, ..reading }, given)?);
+        values[index] = Some(keys[index].1.read(Reading { path: &path, ..reading }, given)?);
     }
     if let Some(index) = values.iter().position(Option::is_none) {
         let problem = format!("{}.{} is not set", reading.path, names[index]);
-        return Err(Problem::new(problem, Kind::RopeScaling.accepted()).within(span.clone()));
+        return Err(Problem::new(problem, accepted()).within(span.clone()));
     }
+    Ok(values)
+}
+
+fn read_corpora(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {
+    let mut corpora: Vec<CorpusConfig> = Vec::new();
+    for element in array {
+        let span = element.span();
+        let DeValue::Table(table) = element.get_ref() else {
+            let text = reading.text.get(span.clone()).unwrap_or_default();
+            let problem = format!("{}: {} is not one of the corpora it lists", reading.path, quoted(text));
+            return Err(Problem::new(problem, Kind::Corpora.accepted()).within(span));
+        };
+        let values = read_table(reading, &CORPUS_KEYS, table, &span)?;
+        let [Some(Value::Text(name)), Some(Value::Texts(paths)), Some(Value::Float(weight))] = values else {
+            unreachable!("each key was read by its own kind")
+        };
+        let refuse = |problem: String, hint: &str| Err(Problem::new(problem, hint).within(span.clone()));
+        let shown = quoted(&name);
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if !name.chars().all(plain) || name.len() > 60 {
+            return refuse(format!("{}.name = \"{shown}\" cannot be the name of a folder", reading.path), NAME.rule);
+        }
+        // Folders of two names that differ by case are one on some disks.
+        if corpora.iter().any(|corpus| corpus.name.eq_ignore_ascii_case(&name)) {
+            return refuse(format!("{}: two corpora are named \"{shown}\"", reading.path), "give each its own name");
+        }
+        if paths.is_empty() {
+            return refuse(format!("{}: the corpus \"{shown}\" has no paths", reading.path), PATHS.rule);
+        }
+        corpora.push(CorpusConfig { name, paths, weight });
+    }
+    Ok(Value::Corpora(corpora))
+}
+
+fn read_rope_scaling(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usize>) -> Result<Value, Problem> {
+    let values = read_table(reading, &ROPE_SCALING_KEYS, table, span)?;
     let [
         Some(Value::Float(factor)),
         Some(Value::Float(low_freq_factor)),

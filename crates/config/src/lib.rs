@@ -36,5 +36,5 @@ pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
 pub use presets::presets;
 pub use schema::{CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig};
-pub use value::RopeScaling;
+pub use value::{CorpusConfig, RopeScaling};
 pub use written::Difference;

@@ -7,11 +7,13 @@ use crate::config::Provenance;
 use crate::declare::Default::{Derived, Fixed, Required, Unset};
 use crate::declare::Effect::{Conduct, Trajectory};
 use crate::declare::{Key, tables};
-use crate::kind::Kind::{Bool, Choice, Count, Float, Integer, RopeScaling as Scaling, Sequences, Texts};
-use crate::kind::{BELOW_ONE, EXTENSIONS, NOT_NEGATIVE, PATHS, POSITIVE, UP_TO_HALF, UP_TO_ONE};
+use crate::kind::Kind::{Bool, Choice, Corpora, Count, Float, Integer, RopeScaling as Scaling, Sequences, Text, Texts};
+use crate::kind::{
+    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_HALF, UP_TO_ONE,
+};
 use crate::presets;
 use crate::resolve::Values;
-use crate::value::{Field, RopeScaling};
+use crate::value::{CorpusConfig, Field, RopeScaling};
 
 /// The largest extent of one tensor dimension.
 const EXTENT: u64 = 1 << 24;
@@ -57,10 +59,20 @@ tables! {
     data: DataConfig {
         /// Files, or folders to search for files, relative to the config file's folder.
         paths: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct;
-        /// Which files of a folder are read, by extension; files named in `data.paths` are always read.
+        /// Several corpora to mix, each with its name, its paths and its weight, instead of `data.paths`.
+        corpora: Vec<CorpusConfig> = Corpora, Fixed("[]"), Trajectory;
+        /// Which files of a folder are read, by extension; files that are named themselves are always read.
         extensions: Vec<String> = Texts(EXTENSIONS), Fixed(TEXT_EXTENSIONS), Conduct;
-        /// How text becomes tokens.
-        tokenizer: String = Choice(&["bytes"]), Fixed("\"bytes\""), Trajectory;
+        /// The field of a JSON line, or the column of a Parquet file, that holds the text.
+        text_field: String = Text(FIELD), Fixed("\"text\""), Conduct;
+        /// How text becomes tokens: "bytes", or the path of a Hugging Face tokenizer.json, relative to the config file's
+        /// folder.
+        tokenizer: String = Text(TOKENIZER), Fixed("\"bytes\""), Trajectory;
+        /// The token after each document, for a tokenizer without one of the usual names for it.
+        end_token: Option<String> = Text(TOKEN), Unset, Trajectory;
+        /// Folder of prepared data to share between runs, relative to the config file's folder; if not set, each run has
+        /// its own.
+        prepared: Option<String> = Text(FOLDER), Unset, Conduct;
         /// The share of the data held out for validation.
         validation_fraction: f64 = Float(UP_TO_HALF), Fixed("0.05"), Trajectory;
     }
@@ -128,4 +140,4 @@ tables! {
     }
 }
 
-const TEXT_EXTENSIONS: &str = r#"["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]"#;
+const TEXT_EXTENSIONS: &str = r#"["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "jsonl.zst", "parquet", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]"#;

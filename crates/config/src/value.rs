@@ -15,6 +15,17 @@ pub struct RopeScaling {
     pub original_context: usize,
 }
 
+/// One corpus of a mixture.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CorpusConfig {
+    /// Its name: letters, digits, `-` and `_`.
+    pub name: String,
+    /// Files, or folders to search for files, relative to the config file's folder.
+    pub paths: Vec<String>,
+    /// Its share of the samples, relative to the others'.
+    pub weight: f64,
+}
+
 /// The value of a key.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {
@@ -26,6 +37,7 @@ pub(crate) enum Value {
     Text(String),
     Texts(Vec<String>),
     RopeScaling(RopeScaling),
+    Corpora(Vec<CorpusConfig>),
 }
 
 /// Writes the value as TOML that reads back as the same value.
@@ -37,14 +49,10 @@ impl fmt::Display for Value {
             Value::Float(x) => write!(f, "{x:?}"),
             Value::Bool(b) => write!(f, "{b}"),
             Value::Text(text) => write_string(f, text),
-            Value::Texts(texts) => {
-                f.write_str("[")?;
-                for (i, text) in texts.iter().enumerate() {
-                    f.write_str(if i > 0 { ", " } else { "" })?;
-                    write_string(f, text)?;
-                }
-                f.write_str("]")
-            }
+            Value::Texts(texts) => write_list(f, texts, |f, text| write_string(f, text)),
+            Value::Corpora(corpora) => write_list(f, corpora, |f, CorpusConfig { name, paths, weight }| {
+                write!(f, "{{ name = \"{name}\", paths = {}, weight = {weight:?} }}", Value::Texts(paths.clone()))
+            }),
             Value::RopeScaling(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }) => write!(
                 f,
                 "{{ factor = {factor:?}, low_freq_factor = {low_freq_factor:?}, \
@@ -52,6 +60,19 @@ impl fmt::Display for Value {
             ),
         }
     }
+}
+
+fn write_list<T>(
+    f: &mut fmt::Formatter<'_>,
+    items: &[T],
+    write: impl Fn(&mut fmt::Formatter<'_>, &T) -> fmt::Result,
+) -> fmt::Result {
+    f.write_str("[")?;
+    for (i, item) in items.iter().enumerate() {
+        f.write_str(if i > 0 { ", " } else { "" })?;
+        write(f, item)?;
+    }
+    f.write_str("]")
 }
 
 /// A TOML basic string, always on one line.
@@ -100,6 +121,7 @@ field! {
     bool: Some(Value::Bool(b)) => Some(b), this => Some(Value::Bool(*this));
     String: Some(Value::Text(text)) => Some(text), this => Some(Value::Text(this.clone()));
     Vec<String>: Some(Value::Texts(texts)) => Some(texts), this => Some(Value::Texts(this.clone()));
+    Vec<CorpusConfig>: Some(Value::Corpora(corpora)) => Some(corpora), this => Some(Value::Corpora(this.clone()));
     RopeScaling: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
 }
 

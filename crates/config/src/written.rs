@@ -1,7 +1,7 @@
 //! A config as text again: the resolved file, equality, and what changed between two.
 
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
@@ -24,7 +24,7 @@ pub struct Difference {
 
 impl Config {
     /// Every key with its value and, as a comment, its origin. Reads back as an equal config from any folder:
-    /// `data.paths` are written absolute (a folder whose name is not UTF-8 is written with replacement characters).
+    /// paths are written absolute (a folder whose name is not UTF-8 is written with replacement characters).
     pub fn resolved_toml(&self) -> String {
         let mut text = String::new();
         let mut table = "";
@@ -46,18 +46,36 @@ impl Config {
     pub fn differences(&self, other: &Config) -> Vec<Difference> {
         let text = |value: Option<Value>| value.map_or("not set".into(), |value| value.to_string());
         KEYS.iter()
-            .filter(|key| key.effect == Effect::Trajectory && self.written(key) != other.written(key))
-            .map(|key| Difference { path: key.path, ours: text(self.written(key)), theirs: text(other.written(key)) })
+            .filter(|key| key.effect == Effect::Trajectory && self.decisive(key) != other.decisive(key))
+            .map(|key| Difference { path: key.path, ours: text(self.decisive(key)), theirs: text(other.decisive(key)) })
             .collect()
+    }
+
+    /// The part of a value that changes a run: where files are does not, what they are called does.
+    fn decisive(&self, key: &Key) -> Option<Value> {
+        match (key.path, (key.get)(self)) {
+            ("data.corpora", Some(Value::Corpora(mut corpora))) => {
+                corpora.iter_mut().for_each(|corpus| corpus.paths.clear());
+                Some(Value::Corpora(corpora))
+            }
+            ("data.tokenizer", Some(Value::Text(path))) => {
+                let name = Path::new(&path).file_name().map(|name| name.to_string_lossy().into_owned());
+                Some(Value::Text(name.unwrap_or(path)))
+            }
+            (_, value) => value,
+        }
     }
 
     /// The value of a key, with paths resolved so that it means the same from any folder.
     fn written(&self, key: &Key) -> Option<Value> {
-        if key.path == "data.paths" {
-            let paths = self.data_paths();
-            return Some(Value::Texts(paths.iter().map(|path| path.to_string_lossy().into_owned()).collect()));
+        let text = |path: PathBuf| path.to_string_lossy().into_owned();
+        match key.path {
+            "data.paths" => Some(Value::Texts(self.data_paths().into_iter().map(text).collect())),
+            "data.corpora" => Some(Value::Corpora(self.corpora())),
+            "data.tokenizer" => self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| (key.get)(self)),
+            "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
+            _ => (key.get)(self),
         }
-        (key.get)(self)
     }
 
     fn origin_text(&self, key: &Key) -> String {
@@ -72,7 +90,7 @@ impl Config {
     }
 }
 
-/// Compares values, not origins; `data.paths` as resolved.
+/// Compares values, not origins; paths as resolved.
 impl PartialEq for Config {
     fn eq(&self, other: &Self) -> bool {
         KEYS.iter().all(|key| self.written(key) == other.written(key))

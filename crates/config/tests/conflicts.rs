@@ -171,3 +171,33 @@ hint: at most 2^60 are accepted; lower train.steps, train.seq or train.global_ba
 "#,
     );
 }
+
+#[test]
+fn data_are_paths_or_corpora() {
+    check(
+        &format!("{TINY}[data]\npaths = [\"a\"]\ncorpora = [{{ name = \"b\", paths = [\"c\"], weight = 1 }}]\n"),
+        "
+data.paths and data.corpora are both given
+  --> run.toml:4
+  |
+4 | paths = [\"a\"]
+  |         ^^^^^
+hint: list the paths as a corpus of their own, with a name and a weight
+",
+    );
+}
+
+#[test]
+fn an_end_token_needs_a_tokenizer() {
+    check(
+        &format!("{TINY}[data]\nend_token = \"</s>\"\n"),
+        "
+data.end_token = \"</s>\" is given, and data.tokenizer = \"bytes\" ends documents with a byte 0
+  --> run.toml:4
+  |
+4 | end_token = \"</s>\"
+  |             ^^^^^^
+hint: remove data.end_token, or name a tokenizer.json
+",
+    );
+}

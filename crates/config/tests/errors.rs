@@ -439,3 +439,39 @@ fn training_needs_data() {
 hint: list files or folders, relative to the config file's folder: [data] paths = [\"docs\"]"
     );
 }
+
+#[test]
+fn corpora_are_complete_and_have_no_other_keys() {
+    let check = |corpora: &str, expected: &str, hint: &str| {
+        let text = format!("[data]\ncorpora = {corpora}\n");
+        let error = Config::parse(&text, "run.toml", &[]).expect_err("the config must be refused");
+        assert_eq!((error.problem(), error.hint()), (expected, hint));
+    };
+    check(
+        "[{ name = \"a\", path = [\"b\"], weight = 1 }]",
+        "data.corpora.path is not a key of data.corpora",
+        "did you mean `paths`?",
+    );
+    check(
+        "[{ name = \"a\", paths = [\"b\"] }]",
+        "data.corpora.weight is not set",
+        "give all of { name, paths, weight }",
+    );
+    check(
+        "[{ name = \"a\", paths = [\"b\"], weight = 0 }]",
+        "data.corpora.weight = 0 is out of range",
+        "give a number greater than 0",
+    );
+    check(
+        "[{ name = \"../a\", paths = [\"b\"], weight = 1 }]",
+        "data.corpora.name = \"../a\" cannot be the name of a folder",
+        "name the corpus with letters, digits, - and _",
+    );
+    check(
+        "[\"a\"]",
+        "data.corpora: \"a\" is not one of the corpora it lists",
+        "give a list of { name, paths, weight }",
+    );
+    let twice = "[{ name = \"a\", paths = [\"b\"], weight = 1 }, { name = \"A\", paths = [\"c\"], weight = 1 }]";
+    check(twice, "data.corpora: two corpora are named \"A\"", "give each its own name");
+}

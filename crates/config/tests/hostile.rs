@@ -3,6 +3,7 @@
 use std::fs;
 
 use lockstep_config::{Config, ConfigError};
+use lockstep_ir::counter;
 
 fn refused(text: &str) -> ConfigError {
     let error = Config::parse(text, "run.toml", &[]).expect_err("the config must be refused");
@@ -138,4 +139,31 @@ fn a_file_name_cannot_break_the_resolved_file() {
     let config = Config::parse(text, "/tmp/a\nseed = 3 #.toml", &[]).expect("a good config");
     let again = Config::parse(&config.resolved_toml(), "run.toml", &[]).expect("still a good config");
     assert_eq!(again, config);
+}
+
+#[test]
+fn mutations_of_a_config_are_read_or_refused() {
+    let good = "[model]\npreset = \"llama-3.2-1b\"\nrope_scaling = { factor = 8, low_freq_factor = 1.0 }\n[train]\n\
+                global_batch = \"4M tokens\" # é\n[data]\ncorpora = [{ name = \"a\", paths = ['b'], weight = 0.3 }]\n\
+                tokenizer = \"t.json\"\n[optimizer]\nlr = 3e-4\n";
+    let pieces = ["=", "[", "]", "{", "}", "\"", "'''", "\n", ".", "-1", "1e999", "nan", "data", "🦀", "\0", "#"];
+    for round in 0..10_000 {
+        let mut draws = (0..).map(|i| counter::bits(counter::key(round, "fuzz"), i));
+        let mut draw = |below: usize| (draws.next().expect("endless") % below.max(1) as u64) as usize;
+        let mut text: Vec<char> = good.chars().collect();
+        for _ in 0..1 + draw(3) {
+            let at = draw(text.len());
+            let end = (at + 1 + draw(12)).min(text.len());
+            match draw(3) {
+                0 => drop(text.drain(at..end)),
+                1 => drop(text.splice(at..end, pieces[draw(pieces.len())].chars())),
+                _ => drop(text.splice(at..at, pieces[draw(pieces.len())].chars())),
+            }
+        }
+        let text: String = text.into_iter().collect();
+        if let Err(error) = Config::parse(&text, "run.toml", &[]) {
+            let shown = error.to_string();
+            assert!(shown.contains("\nhint: ") && !shown.contains('\u{1b}'), "{shown}");
+        }
+    }
 }

@@ -42,8 +42,12 @@ init_std = 0.02  # default
 
 [data]
 paths = ["/home/ada/docs", "/home/ada/it's \"quoted\" \\ here\u000A"]  # run.toml:7
-extensions = ["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]  # default
+corpora = []  # default
+extensions = ["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "jsonl.zst", "parquet", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]  # default
+text_field = "text"  # default
 tokenizer = "bytes"  # default
+# end_token is not set
+# prepared is not set
 validation_fraction = 0.05  # default
 
 [train]
@@ -94,6 +98,10 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     round_trip(parse(EXAMPLE, &[]));
     round_trip(parse(EXAMPLE, &["train.seed=9223372036854775807", "optimizer.lr=1.2345678901234567e-300"]));
     round_trip(parse(EXAMPLE, &["optimizer.eps=123456789e100", "data.extensions=[]", "train.steps=0"]));
+    let corpora =
+        "data.corpora=[{ name = 'a', paths = ['x'], weight = 1 }, { name = 'b', paths = ['/y'], weight = 0.5 }]";
+    let tokens = ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared"];
+    round_trip(parse(EXAMPLE, &[&["data.paths=[]", corpora], &tokens[..]].concat()));
     round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
 }
 
@@ -141,4 +149,16 @@ fn a_shape_written_out_is_no_different_from_its_preset() {
     let preset = parse("[model]\npreset = \"llama-15m\"\n", &[]);
     let text = preset.resolved_toml().replace("preset = \"llama-15m\"", "");
     assert_eq!(parse(&text, &[]).differences(&preset), []);
+}
+
+#[test]
+fn moving_corpora_and_tokenizer_changes_nothing_and_other_weights_do() {
+    let parse = |paths: &str, weight: &str, tokenizer: &str| {
+        let corpora = format!("data.corpora=[{{ name = 'a', paths = ['{paths}'], weight = {weight} }}]");
+        parse("[model]\npreset = \"llama-15m\"\n", &[&corpora, &format!("data.tokenizer={tokenizer}")])
+    };
+    let before = parse("x", "1", "old/tokenizer.json");
+    assert_eq!(parse("y", "1", "new/tokenizer.json").differences(&before), []);
+    let changed: Vec<_> = parse("x", "2", "bytes").differences(&before).iter().map(|d| d.path).collect();
+    assert_eq!(changed, ["data.corpora", "data.tokenizer"]);
 }

@@ -107,7 +107,7 @@ fn data_paths_start_from_the_folder_of_the_config() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 40);
+    assert_eq!(paths.len(), 44);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());
@@ -132,5 +132,27 @@ fn the_schema_reads_as_a_listing() {
     assert_eq!(row("model.dim").1, "required, or from model.preset");
     assert_eq!(row("model.head_dim").1, "model.dim / model.heads");
     assert_eq!(row("model.preset").1, "not set");
-    assert_eq!(row("data.tokenizer").0, "\"bytes\"");
+    assert_eq!(row("data.tokenizer").0, "\"bytes\", or a path");
+    assert_eq!(row("data.corpora").0, "list of { name, paths, weight }");
+}
+
+#[test]
+fn corpora_are_listed_with_their_weights() {
+    let text = format!("{TINY}[[data.corpora]]\nname = \"code\"\npaths = [\"src\", \"/srv\"]\nweight = 0.3\n");
+    let set = "data.corpora=[{ name = 'code', paths = ['src', '/srv'], weight = 0.3 }]";
+    for config in [parse(&text), parse_set(TINY, &[set])] {
+        assert_eq!(config.data.corpora.len(), 1);
+        assert_eq!(config.data.corpora[0].name, "code");
+        assert_eq!(config.data.corpora[0].weight, 0.3);
+        assert_eq!(config.corpora()[0].paths, ["/home/ada/src", "/srv"]);
+        assert!(config.require_data().is_ok());
+    }
+}
+
+#[test]
+fn a_tokenizer_is_bytes_or_a_path_from_the_folder_of_the_config() {
+    assert_eq!(parse(TINY).tokenizer_path(), None);
+    let config = parse_set(TINY, &["data.tokenizer=tokenizer.json", "data.prepared=../data"]);
+    assert_eq!(config.tokenizer_path().as_deref(), Some(Path::new("/home/ada/tokenizer.json")));
+    assert_eq!(config.prepared_dir().as_deref(), Some(Path::new("/home/ada/../data")));
 }

@@ -73,6 +73,55 @@ pub enum DataError {
         path: PathBuf,
     },
 
+    /// A record of a file cannot be used.
+    #[error("{path}:{record}: {problem}\nhint: {hint}")]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// The line or row, from 1.
+        record: u64,
+        /// What is wrong with it.
+        problem: String,
+        /// What to do.
+        hint: &'static str,
+    },
+
+    /// A file of records cannot be used at all.
+    #[error("{path}: {problem}\nhint: {hint}")]
+    Source {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+        /// What to do.
+        hint: &'static str,
+    },
+
+    /// A tokenizer cannot be used.
+    #[error("{path}: {problem}\nhint: {hint}")]
+    Tokenizer {
+        /// The `tokenizer.json`.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+        /// What to do.
+        hint: &'static str,
+    },
+
+    /// Another process prepares the folder.
+    #[error("{path}: another process prepares data in it\nhint: wait for it, or choose another folder")]
+    Busy {
+        /// The folder.
+        path: PathBuf,
+    },
+
+    /// The weight of a corpus is not one.
+    #[error("weight {value} is not greater than 0\nhint: give every corpus a weight above 0, or leave it out")]
+    Weight {
+        /// The weight as given.
+        value: f64,
+    },
+
     /// A file or folder cannot be read.
     #[error("{path}: cannot be read: {cause}\nhint: check that it still exists and that you may read it")]
     Unreadable {
@@ -156,7 +205,7 @@ pub enum ShardFault {
     #[error("not a shard: it does not begin with `LKSHARD1`")]
     Magic,
     /// The format is newer than this code.
-    #[error("shard version {version} is not supported (this build reads version 1)")]
+    #[error("shard version {version} is not supported (this build reads version 2)")]
     Version {
         /// The version in the header.
         version: u32,
@@ -173,6 +222,18 @@ pub enum ShardFault {
         /// The token count in the header.
         tokens: u64,
     },
+    /// The header claims more bytes for documents than a file can have.
+    #[error("the header claims {documents} documents, more than a file can hold")]
+    DocumentCount {
+        /// The document count in the header.
+        documents: u64,
+    },
+    /// A part of the header that no version uses is in use.
+    #[error("the reserved bytes of the header are not zero")]
+    Reserved,
+    /// The document table does not divide the tokens.
+    #[error("the document starts are not in order")]
+    Documents,
     /// The file is longer or shorter than its header says.
     #[error("{found} bytes long where the header says {expected}")]
     Length {
@@ -204,6 +265,18 @@ impl DataError {
 
     pub(crate) fn unwritable(path: &Path, cause: io::Error) -> Self {
         DataError::Unwritable { path: path.to_owned(), cause }
+    }
+
+    pub(crate) fn tokenizer(path: &Path, problem: impl Into<String>, hint: &'static str) -> Self {
+        DataError::Tokenizer { path: path.to_owned(), problem: problem.into(), hint }
+    }
+
+    pub(crate) fn source(path: &Path, problem: impl Into<String>, hint: &'static str) -> Self {
+        DataError::Source { path: path.to_owned(), problem: problem.into(), hint }
+    }
+
+    pub(crate) fn record(path: &Path, record: u64, problem: impl Into<String>, hint: &'static str) -> Self {
+        DataError::Record { path: path.to_owned(), record, problem: problem.into(), hint }
     }
 
     pub(crate) fn shard(path: &Path, fault: ShardFault) -> Self {

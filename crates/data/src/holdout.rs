@@ -5,10 +5,8 @@ use std::path::Path;
 use lockstep_ir::counter;
 
 use crate::DataError;
-use crate::scan::Document;
-
-/// Documents longer than this are held out by pieces of this size, so that a few large files still split evenly.
-pub(crate) const PIECE_BYTES: u64 = 64 * 1024;
+use crate::cut::PIECE_BYTES;
+use crate::scan::{Form, SourceFile};
 
 /// One side of the division of a data set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,9 +15,17 @@ pub(crate) enum Split {
     Validation,
 }
 
-/// The rule that divides a data set.
+/// The rule that divides a data set: files of text by pieces, so that a few large ones still split evenly, and files of
+/// records by record.
 #[derive(Debug)]
-pub(crate) enum HoldOut {
+pub(crate) struct HoldOut {
+    fraction: f64,
+    record_key: u64,
+    text: TextRule,
+}
+
+#[derive(Debug)]
+enum TextRule {
     /// Everything trains.
     Nothing,
     /// The only piece trains up to byte `from` and validates after it.
@@ -29,56 +35,86 @@ pub(crate) enum HoldOut {
 }
 
 impl HoldOut {
-    /// Holds out `fraction` of the pieces, by count, but at least one and never all.
-    pub(crate) fn choose(fraction: f64, seed: u64, documents: &[Document]) -> Result<Self, DataError> {
+    /// Holds out `fraction` of the pieces of text, by count, but at least one and never all; and of the records.
+    pub(crate) fn choose(fraction: f64, seed: u64, files: &[SourceFile]) -> Result<Self, DataError> {
         if !(0.0..1.0).contains(&fraction) {
             return Err(DataError::Fraction { value: fraction });
         }
-        if fraction == 0.0 {
-            return Ok(HoldOut::Nothing);
-        }
-        match (documents, documents.iter().map(pieces).sum()) {
-            ([only], 1) => hold_out_tail(fraction, &only.path, only.bytes),
+        let text = match (files, files.iter().map(pieces).sum()) {
+            _ if fraction == 0.0 => TextRule::Nothing,
+            (_, 0) => TextRule::Nothing,
+            ([only], 1) => hold_out_tail(fraction, &only.path, only.bytes)?,
+            // The only piece of text beside files of records.
+            (_, 1) => TextRule::Nothing,
             (_, pieces) => {
                 let key = counter::key(seed, "validation");
                 let held = share(fraction, pieces);
-                Ok(HoldOut::Pieces { key, threshold: smallest_draw(key, pieces, held) })
+                TextRule::Pieces { key, threshold: smallest_draw(key, pieces, held) }
             }
+        };
+        Ok(HoldOut { fraction, record_key: counter::key(seed, "validation records"), text })
+    }
+
+    /// Whether anything may be held out.
+    pub(crate) fn is_active(&self) -> bool {
+        self.fraction > 0.0
+    }
+
+    /// The split of a record, which is counted from 0 over all files of records.
+    ///
+    /// Of every `1 / fraction` records in a row one is held out, at a random place; so the share holds at every prefix
+    /// without the number of records being known, and records that are added change nothing. The first record trains.
+    pub(crate) fn record(&self, ordinal: u64) -> Split {
+        if self.fraction == 0.0 {
+            return Split::Train;
+        }
+        let first_of = |group: u64| (group as f64 / self.fraction).ceil() as u64;
+        let guess = (ordinal as f64 * self.fraction) as u64;
+        // Rounding may put the guess beside the group.
+        let group = (guess.saturating_sub(1)..=guess + 1).rev().find(|&group| first_of(group) <= ordinal).unwrap_or(0);
+        let (first, next) = (first_of(group), first_of(group + 1));
+        let held = first + counter::bits(self.record_key, group) % (next - first).max(1);
+        match ordinal == held.max(1) {
+            true => Split::Validation,
+            false => Split::Train,
         }
     }
 
-    /// The split of byte `offset` of a document, and the byte where the split next changes or the document ends.
+    /// The split of byte `offset` of a file of text, and the byte where the split next changes or the file ends.
     ///
-    /// `first_piece` counts the pieces of all documents before this one.
-    pub(crate) fn stretch(&self, document: &Document, first_piece: u64, offset: u64) -> (Split, u64) {
-        match *self {
-            HoldOut::Nothing => (Split::Train, document.bytes),
-            HoldOut::Tail { from } if offset < from => (Split::Train, from),
-            HoldOut::Tail { .. } => (Split::Validation, document.bytes),
-            HoldOut::Pieces { key, threshold } => {
+    /// `first_piece` counts the pieces of all files of text before this one.
+    pub(crate) fn stretch(&self, file: &SourceFile, first_piece: u64, offset: u64) -> (Split, u64) {
+        match self.text {
+            TextRule::Nothing => (Split::Train, file.bytes),
+            TextRule::Tail { from } if offset < from => (Split::Train, from),
+            TextRule::Tail { .. } => (Split::Validation, file.bytes),
+            TextRule::Pieces { key, threshold } => {
                 let split_of = |piece| match counter::bits(key, first_piece + piece) <= threshold {
                     true => Split::Validation,
                     false => Split::Train,
                 };
                 let piece = offset / PIECE_BYTES;
                 let split = split_of(piece);
-                let end = (piece + 1..pieces(document)).find(|&next| split_of(next) != split);
-                (split, end.map_or(document.bytes, |piece| piece * PIECE_BYTES))
+                let end = (piece + 1..pieces(file)).find(|&next| split_of(next) != split);
+                (split, end.map_or(file.bytes, |piece| piece * PIECE_BYTES))
             }
         }
     }
 }
 
-/// The number of pieces a document is cut into.
-pub(crate) fn pieces(document: &Document) -> u64 {
-    document.bytes.div_ceil(PIECE_BYTES)
+/// The number of pieces a file of text is cut into; a file of records has none.
+pub(crate) fn pieces(file: &SourceFile) -> u64 {
+    match file.form {
+        Form::Text => file.bytes.div_ceil(PIECE_BYTES),
+        Form::Lines { .. } | Form::Rows => 0,
+    }
 }
 
-fn hold_out_tail(fraction: f64, path: &Path, bytes: u64) -> Result<HoldOut, DataError> {
+fn hold_out_tail(fraction: f64, path: &Path, bytes: u64) -> Result<TextRule, DataError> {
     if bytes < 2 {
         return Err(DataError::TooSmallToHoldOut { path: path.to_owned() });
     }
-    Ok(HoldOut::Tail { from: bytes - share(fraction, bytes) })
+    Ok(TextRule::Tail { from: bytes - share(fraction, bytes) })
 }
 
 /// `fraction` of `n`, but at least 1 and at most `n - 1`.
@@ -102,12 +138,12 @@ fn smallest_draw(key: u64, n: u64, rank: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn document(bytes: u64) -> Document {
-        Document { path: "text".into(), bytes }
+    fn document(bytes: u64) -> SourceFile {
+        SourceFile { path: "text".into(), bytes, form: Form::Text }
     }
 
     /// The stretches of all documents, as (split, bytes).
-    fn stretches(fraction: f64, seed: u64, documents: &[Document]) -> Vec<Vec<(Split, u64)>> {
+    fn stretches(fraction: f64, seed: u64, documents: &[SourceFile]) -> Vec<Vec<(Split, u64)>> {
         let holdout = HoldOut::choose(fraction, seed, documents).unwrap();
         let mut first_piece = 0;
         let mut all = Vec::new();
@@ -204,5 +240,22 @@ mod tests {
             "text: 1 byte is too little to hold some out\n\
              hint: add text, or set the validation fraction to 0"
         );
+    }
+
+    #[test]
+    fn records_are_held_out_in_their_share_at_every_prefix() {
+        let records = SourceFile { path: "a.jsonl".into(), bytes: 10, form: Form::Rows };
+        for fraction in [0.05, 0.1, 0.3, 0.5, 0.99] {
+            let holdout = HoldOut::choose(fraction, 1, std::slice::from_ref(&records)).unwrap();
+            let mut held = 0;
+            for ordinal in 0..10_000u64 {
+                held += u64::from(holdout.record(ordinal) == Split::Validation);
+                let exact = (ordinal + 1) as f64 * fraction;
+                assert!((held as f64 - exact).abs() <= 2.0, "{fraction} {ordinal} {held}");
+            }
+            assert_eq!(holdout.record(0), Split::Train);
+        }
+        let nothing = HoldOut::choose(0.0, 1, &[records]).unwrap();
+        assert!((0..100).all(|ordinal| nothing.record(ordinal) == Split::Train));
     }
 }

@@ -1,7 +1,12 @@
 //! Text to packed tokens, and packed tokens to training samples.
 //!
-//! [`prepare`] reads files and writes a folder of two token shards and a `data.json`; [`Prepared`] opens such a folder;
-//! [`Shard`] is one memory-mapped file of tokens; [`Sampler`] says which tokens the n-th sample of a run holds.
+//! [`prepare`] reads files and writes a folder of token shards and a `data.json`; [`Prepared`] opens such a folder;
+//! [`Shard`] is one memory-mapped file of tokens and [`TokenStream`] several of them end to end; [`Sampler`] says which
+//! tokens the n-th sample of a run holds, over one corpus or a mixture. The way of the text:
+//!
+//! ```text
+//! scan (which files) → source (stretches of text) → workers (tokens, on all cores) → partial (shards) → Prepared
+//! ```
 //!
 //! Every choice here (which text is held out, which sample comes when) is a pure function of a seed and a logical
 //! index, so any layout of ranks sees the same tokens in the same order.
@@ -10,21 +15,31 @@
 
 #![deny(missing_docs)]
 
+mod cut;
 mod error;
 mod holdout;
+mod mix;
 mod new_file;
+mod partial;
 mod prepare;
 mod prepared;
 mod sampler;
 mod scan;
 mod shard;
 mod shard_writer;
+mod source;
+mod stream;
+mod tokenizer;
+mod workers;
 
 pub use error::{DataError, ShardFault};
-pub use prepare::{PrepareSpec, Progress, prepare};
+pub use prepare::{PrepareOptions, PrepareSpec, Progress, is_current, prepare, prepare_with};
 pub use prepared::{Prepared, SplitSummary};
-pub use sampler::Sampler;
-pub use shard::Shard;
+pub use sampler::{Corpus, Place, Sampler};
+pub use shard::{Document, Origin, Shard};
+pub use shard_writer::ShardSummary;
+pub use stream::TokenStream;
+pub use tokenizer::{Tokenizer, TokenizerSpec};
 
 /// Number of distinct tokens of byte-level text.
 pub const BYTE_VOCABULARY: u32 = 256;

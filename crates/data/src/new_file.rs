@@ -36,11 +36,11 @@ impl NewFile {
         self.file.sync_all().map_err(|cause| DataError::unwritable(&self.target, cause))
     }
 
-    /// Gives the synced file its name, replacing what had it before.
+    /// Gives the file its name, replacing what had it before. The name is on the disk once the folder is synced.
     pub(crate) fn publish(mut self) -> Result<(), DataError> {
         fs::rename(&self.temporary, &self.target).map_err(|cause| DataError::unwritable(&self.target, cause))?;
         self.published = true;
-        sync_folder_of(&self.target)
+        Ok(())
     }
 }
 
@@ -83,5 +83,10 @@ fn sync_folder_of(path: &Path) -> Result<(), DataError> {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),
     };
+    sync_folder(folder)
+}
+
+/// Brings the names in a folder to the disk.
+pub(crate) fn sync_folder(folder: &Path) -> Result<(), DataError> {
     File::open(folder).and_then(|opened| opened.sync_all()).map_err(|cause| DataError::unwritable(folder, cause))
 }

@@ -1,19 +1,18 @@
 //! From files of text to a folder of shards.
 
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
 
-use crate::holdout::{self, HoldOut, Split};
-use crate::new_file::remove_if_present;
-use crate::prepared::{DATA_JSON, Description, TRAIN_SHARD, VALIDATION_SHARD};
-use crate::scan::{Document, Found, scan};
-use crate::shard_writer::ShardWriter;
-use crate::{DataError, Prepared};
-
-const BUFFER_BYTES: usize = 1 << 20;
+use crate::holdout::HoldOut;
+use crate::partial::{Part, Partial};
+use crate::prepared::{DATA_JSON, Description, FILES_JSONL, TOKENIZER_JSON, files_jsonl};
+use crate::scan::{Found, scan};
+use crate::source::{Cursor, Units};
+use crate::workers::{Queue, Work, Workers};
+use crate::{DataError, Prepared, SplitSummary, Tokenizer, TokenizerSpec};
 
 /// Which text to prepare, and how.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,18 +25,52 @@ pub struct PrepareSpec {
     /// Extensions of the files to take from folders, in any case; none takes every file. Files that `paths` names are
     /// always read.
     pub extensions: Vec<String>,
+    /// The field of a JSON line, or the column of a Parquet file, that holds the text.
+    pub text_field: String,
+    /// What makes tokens of the text.
+    pub tokenizer: TokenizerSpec,
     /// The share of the text to hold out for validation, at least 0 and below 1.
     pub validation_fraction: f64,
     /// The seed of the choice of what is held out.
     pub seed: u64,
 }
 
+impl Default for PrepareSpec {
+    /// No text: bytes of any files, nothing held out.
+    fn default() -> Self {
+        PrepareSpec {
+            paths: Vec::new(),
+            extensions: Vec::new(),
+            text_field: "text".to_owned(),
+            tokenizer: TokenizerSpec::Bytes,
+            validation_fraction: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+/// How the work is carried out. What comes out does not depend on the threads.
+#[derive(Clone, Debug)]
+pub struct PrepareOptions {
+    /// Threads that tokenise.
+    pub threads: usize,
+    /// The size at which a part is closed and kept: a new shard begins, and a restart need not go further back.
+    pub part_bytes: u64,
+}
+
+impl Default for PrepareOptions {
+    fn default() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        PrepareOptions { threads, part_bytes: 256 << 20 }
+    }
+}
+
 /// How far [`prepare`] has come. Empty files are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes of text read.
+    /// Bytes of input files read.
     pub bytes_done: u64,
-    /// Bytes of text to read in all.
+    /// Bytes to read in all.
     pub bytes_total: u64,
     /// Files read.
     pub files_done: u64,
@@ -45,141 +78,158 @@ pub struct Progress {
     pub files_total: u64,
 }
 
-/// Reads the text of `spec` as bytes and writes `train.shard`, `validation.shard` and `data.json` into `out`.
-///
-/// A token is a byte. A document is a file's bytes and one separator. What is held out are whole documents, or 64 KiB
-/// pieces of longer ones: neighbouring pieces of one split stay together, and where the split changes the part before
-/// it ends with a separator as if it were a document. If the text is a single piece, its end is held out. With a
-/// validation fraction of 0 there is no `validation.shard`.
-///
-/// Files appear whole, `data.json` last; so a folder that has one is complete, and an earlier one stays as it was if
-/// reading or writing fails. Memory does not grow with the size of the files. `progress` is called at least once per
-/// MiB.
+/// Prepares with all cores; see [`prepare_with`].
 pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Prepared, DataError> {
-    let found = scan(spec, out)?;
-    let holdout = HoldOut::choose(spec.validation_fraction, spec.seed, &found.documents)?;
-    fs::create_dir_all(out).map_err(|cause| DataError::unwritable(out, cause))?;
+    prepare_with(spec, out, &PrepareOptions::default(), progress)
+}
 
-    let mut shards = Shards {
-        train: ShardWriter::create(out, TRAIN_SHARD)?,
-        validation: match holdout {
-            HoldOut::Nothing => None,
-            _ => Some(ShardWriter::create(out, VALIDATION_SHARD)?),
-        },
-    };
-    write_documents(&found, &holdout, &mut shards, progress)?;
-    publish(spec, &found, shards, out)?;
+/// Makes tokens of the text of `spec` and writes shards, `data.json`, `files.jsonl` and the tokenizer into `out`.
+///
+/// A document is a file of text, a line of a JSON-lines file or a row of a Parquet file; its tokens end with a
+/// separator. What is held out are whole records, whole files of text, or 64 KiB pieces of longer ones: neighbouring
+/// pieces of one split stay together, and where the split changes the part before it ends with a separator as if it
+/// were a document. If the data set is a single piece of text, its end is held out. With a validation fraction of 0 there
+/// is no validation shard.
+///
+/// Finished parts are kept in a hidden folder in `out`, and the same call takes them over if it is repeated after an
+/// interruption, unless a file has changed since. The data set takes its place whole, `data.json` last; so a folder
+/// that has one is complete, and an earlier one stays as it was if reading or writing fails. Memory does not grow with
+/// the size of the files. `progress` is called at least once per MiB of text.
+pub fn prepare_with(
+    spec: &PrepareSpec,
+    out: &Path,
+    options: &PrepareOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Prepared, DataError> {
+    let found = scan(spec, out)?;
+    let holdout = HoldOut::choose(spec.validation_fraction, spec.seed, &found.files)?;
+    let tokenizer = Tokenizer::open(&spec.tokenizer)?;
+    fs::create_dir_all(out).map_err(|cause| DataError::unwritable(out, cause))?;
+    let _lock = lock(out)?;
+
+    let mut partial = Partial::open(out, key(spec, &found, options)?)?;
+    if !partial.installing() {
+        let task = Task { spec, found: &found, holdout: &holdout, tokenizer: &tokenizer, options };
+        task.write_parts(&mut partial, progress)?;
+        task.describe(&partial)?;
+    }
+    partial.install(tokenizer.source().is_some())?;
     Prepared::load(out)
 }
 
-struct Shards {
-    train: ShardWriter,
-    /// Always there if the [`HoldOut`] holds anything out.
-    validation: Option<ShardWriter>,
+/// Whether `out` holds what preparing `spec` now would give, by the names and lengths of the files.
+pub fn is_current(spec: &PrepareSpec, prepared: &Prepared) -> Result<bool, DataError> {
+    Ok(prepared.spec() == spec && prepared.listing() == scan(spec, prepared.folder())?.listing())
 }
 
-impl Shards {
-    fn of(&mut self, split: Split) -> &mut ShardWriter {
-        match split {
-            Split::Train => &mut self.train,
-            Split::Validation => self.validation.as_mut().expect("held-out text has a shard"),
-        }
-    }
+struct Task<'a> {
+    spec: &'a PrepareSpec,
+    found: &'a Found,
+    holdout: &'a HoldOut,
+    tokenizer: &'a Tokenizer,
+    options: &'a PrepareOptions,
 }
 
-fn write_documents(
-    found: &Found,
-    holdout: &HoldOut,
-    shards: &mut Shards,
-    progress: &mut dyn FnMut(Progress),
-) -> Result<(), DataError> {
-    let mut at = Progress {
-        bytes_total: found.documents.iter().map(|document| document.bytes).sum(),
-        files_total: found.documents.len() as u64,
-        ..Progress::default()
-    };
-    progress(at);
-    let mut buffer = vec![0; BUFFER_BYTES];
-    let mut first_piece = 0;
-    for document in &found.documents {
-        let mut reader = Reader::open(document)?;
-        let mut offset = 0;
-        while offset < document.bytes {
-            let (split, end) = holdout.stretch(document, first_piece, offset);
-            while offset < end {
-                let part = &mut buffer[..(end - offset).min(BUFFER_BYTES as u64) as usize];
-                reader.read(part)?;
-                shards.of(split).text(part)?;
-                offset += part.len() as u64;
-                at.bytes_done += part.len() as u64;
-                progress(at);
+impl Task<'_> {
+    /// Makes the parts that are not there yet.
+    fn write_parts(&self, partial: &mut Partial, progress: &mut dyn FnMut(Progress)) -> Result<(), DataError> {
+        let total = Progress {
+            bytes_total: self.found.files.iter().map(|file| file.bytes).sum(),
+            files_total: self.found.files.len() as u64,
+            ..Progress::default()
+        };
+        let at = |cursor: Cursor, bytes_done| Progress { bytes_done, files_done: cursor.file, ..total };
+        let start = partial.parts.last().map_or(Cursor::default(), |part| part.after);
+        progress(at(start, partial.parts.last().map_or(0, |part| part.input_bytes)));
+
+        let work = Work { files: &self.found.files, text_field: &self.spec.text_field, tokenizer: self.tokenizer };
+        let mut units = Units::from(start, self.found, self.holdout, &self.spec.text_field, self.tokenizer.is_bytes());
+        let queue = Queue::new(None);
+        std::thread::scope(|scope| {
+            let mut workers = Workers::start(scope, self.options.threads.max(1), &queue, work);
+            let mut part = None;
+            // An error of reading waits until what comes before it is tokenised: that may have an earlier one.
+            let mut end: Option<Result<(), DataError>> = None;
+            loop {
+                while end.is_none() && workers.has_room() {
+                    match units.next() {
+                        Ok(Some(unit)) => workers.add(unit),
+                        Ok(None) => end = Some(Ok(())),
+                        Err(error) => end = Some(Err(error)),
+                    }
+                }
+                if end.is_some() {
+                    workers.flush();
+                }
+                let Some(results) = workers.take() else { break };
+                for unit in results {
+                    let unit = unit?;
+                    let open = match &mut part {
+                        Some(open) => open,
+                        none => none.insert(partial.begin(self.tokenizer.width(), self.holdout.is_active())?),
+                    };
+                    open.append(&unit)?;
+                    progress(at(unit.after, unit.input_bytes));
+                    if let Some(full) = part.take_if(|part| part.is_full(self.options.part_bytes)) {
+                        partial.finish(full, unit.after)?;
+                    }
+                }
             }
-            shards.of(split).end_document()?;
+            end.unwrap_or(Ok(()))?;
+            // There is at least one part, though it be empty.
+            if part.is_none() && partial.parts.is_empty() {
+                part = Some(partial.begin(self.tokenizer.width(), self.holdout.is_active())?);
+            }
+            part.map_or(Ok(()), |part| partial.finish(part, start))
+        })?;
+        progress(Progress { bytes_done: total.bytes_total, files_done: total.files_total, ..total });
+        Ok(())
+    }
+
+    /// Writes what stands beside the shards, `data.json` last.
+    fn describe(&self, partial: &Partial) -> Result<(), DataError> {
+        partial.write(FILES_JSONL, &files_jsonl(self.found))?;
+        if let Some(source) = self.tokenizer.source() {
+            partial.write(TOKENIZER_JSON, source)?;
         }
-        reader.finish()?;
-        first_piece += holdout::pieces(document);
-        at.files_done += 1;
-        progress(at);
+        let train = partial.parts.iter().map(|part: &Part| part.train.clone());
+        let validation = partial.parts.iter().filter_map(|part| part.validation.clone());
+        let description = Description {
+            format: Description::FORMAT,
+            files: self.found.files.len() as u64,
+            empty_files: self.found.empty_files,
+            listing: self.found.listing(),
+            vocabulary: self.tokenizer.vocabulary(),
+            separator: self.tokenizer.separator(),
+            train: SplitSummary::of(train.collect()),
+            validation: self.holdout.is_active().then(|| SplitSummary::of(validation.collect())),
+            spec: self.spec.clone(),
+        };
+        let mut text = serde_json::to_vec_pretty(&description)
+            .map_err(|error| DataError::unwritable(Path::new(DATA_JSON), error.into()))?;
+        text.push(b'\n');
+        partial.write(DATA_JSON, &text)
     }
-    Ok(())
 }
 
-/// Replaces what is in `out` by the finished shards.
-///
-/// An old `data.json` goes first and the new one comes last, so that none ever stands beside shards it does not
-/// describe.
-fn publish(spec: &PrepareSpec, found: &Found, shards: Shards, out: &Path) -> Result<(), DataError> {
-    let (train_file, train) = shards.train.finish()?;
-    let (validation_file, validation) = shards.validation.map(ShardWriter::finish).transpose()?.unzip();
-    let description = Description {
-        format: Description::FORMAT,
-        files: found.documents.len() as u64,
-        empty_files: found.empty_files,
-        train,
-        validation,
-        spec: spec.clone(),
-    };
-    let description_file = description.write(out)?;
-
-    remove_if_present(&out.join(DATA_JSON))?;
-    train_file.publish()?;
-    match validation_file {
-        Some(file) => file.publish()?,
-        None => remove_if_present(&out.join(VALIDATION_SHARD))?,
-    }
-    description_file.publish()
+/// A number that differs where other parts would come out.
+fn key(spec: &PrepareSpec, found: &Found, options: &PrepareOptions) -> Result<u64, DataError> {
+    let spec = serde_json::to_vec(spec).map_err(|error| DataError::unwritable(Path::new(DATA_JSON), error.into()))?;
+    let mut hasher = Xxh3::new();
+    hasher.update(&Description::FORMAT.to_le_bytes());
+    hasher.update(&options.part_bytes.to_le_bytes());
+    hasher.update(&found.state().to_le_bytes());
+    hasher.update(&spec);
+    Ok(hasher.digest())
 }
 
-/// Reads a document that must have the length it was listed with.
-struct Reader<'a> {
-    document: &'a Document,
-    file: File,
-}
-
-impl<'a> Reader<'a> {
-    fn open(document: &'a Document) -> Result<Self, DataError> {
-        let file = File::open(&document.path).map_err(|cause| DataError::unreadable(&document.path, cause))?;
-        Ok(Reader { document, file })
-    }
-
-    fn read(&mut self, part: &mut [u8]) -> Result<(), DataError> {
-        self.file.read_exact(part).map_err(|cause| match cause.kind() {
-            io::ErrorKind::UnexpectedEof => self.changed(),
-            _ => DataError::unreadable(&self.document.path, cause),
-        })
-    }
-
-    /// Checks that nothing is left.
-    fn finish(mut self) -> Result<(), DataError> {
-        match self.file.read(&mut [0]) {
-            Ok(0) => Ok(()),
-            Ok(_) => Err(self.changed()),
-            Err(cause) => Err(DataError::unreadable(&self.document.path, cause)),
-        }
-    }
-
-    fn changed(&self) -> DataError {
-        DataError::Changed { path: self.document.path.clone(), bytes: self.document.bytes }
+/// Keeps other processes out of a folder until it is dropped.
+fn lock(folder: &Path) -> Result<File, DataError> {
+    let opened = File::open(folder).map_err(|cause| DataError::unreadable(folder, cause))?;
+    match opened.try_lock() {
+        Ok(()) => Ok(opened),
+        Err(TryLockError::WouldBlock) => Err(DataError::Busy { path: folder.to_owned() }),
+        Err(TryLockError::Error(cause)) => Err(DataError::unwritable(folder, cause)),
     }
 }
 
@@ -188,27 +238,31 @@ mod tests {
     use super::*;
     use crate::new_file::temporary_path;
 
+    const TRAIN_SHARD: &str = "train.shard";
+
     #[test]
     fn a_full_disk_is_reported_and_leaves_the_earlier_data_as_it_was() {
         let folder = tempfile::tempdir().unwrap();
         let text = folder.path().join("a.txt");
         let out = folder.path().join("out");
-        let spec = PrepareSpec { paths: vec![text.clone()], extensions: vec![], validation_fraction: 0.0, seed: 1 };
+        let spec = PrepareSpec { paths: vec![text.clone()], ..PrepareSpec::default() };
         fs::write(&text, "earlier").unwrap();
         let earlier = prepare(&spec, &out, &mut |_| ()).unwrap().fingerprint();
 
         fs::write(&text, "later").unwrap();
-        std::os::unix::fs::symlink("/dev/full", temporary_path(&out, TRAIN_SHARD)).unwrap();
+        let partial = out.join(".partial");
+        fs::create_dir(&partial).unwrap();
+        std::os::unix::fs::symlink("/dev/full", temporary_path(&partial, TRAIN_SHARD)).unwrap();
         let error = prepare(&spec, &out, &mut |_| ()).unwrap_err();
         assert_eq!(
             error.to_string(),
             format!(
                 "{}: cannot be written: No space left on device (os error 28)\n\
                  hint: free some disk space, or choose a folder elsewhere",
-                out.join(TRAIN_SHARD).display()
+                partial.join(TRAIN_SHARD).display()
             )
         );
-        assert_eq!(fs::read_dir(&out).unwrap().count(), 2, "train.shard and data.json");
+        assert_eq!(fs::read_dir(&out).unwrap().count(), 3, "train.shard, files.jsonl and data.json");
         assert_eq!(Prepared::open(&out).unwrap().unwrap().fingerprint(), earlier);
     }
 }

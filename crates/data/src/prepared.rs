@@ -1,30 +1,31 @@
 //! A folder of prepared data.
 
 use std::fs;
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::new_file::NewFile;
-use crate::{DataError, PrepareSpec, Shard, ShardFault};
+use crate::scan::Found;
+use crate::{DataError, PrepareSpec, Shard, ShardFault, ShardSummary, TokenStream, Tokenizer, TokenizerSpec};
 
 pub(crate) const DATA_JSON: &str = "data.json";
-pub(crate) const TRAIN_SHARD: &str = "train.shard";
-pub(crate) const VALIDATION_SHARD: &str = "validation.shard";
+pub(crate) const FILES_JSONL: &str = "files.jsonl";
+pub(crate) const TOKENIZER_JSON: &str = "tokenizer.json";
 
-/// The names of everything that is written into a folder of prepared data.
-pub(crate) const OUTPUT_NAMES: [&str; 3] = [DATA_JSON, TRAIN_SHARD, VALIDATION_SHARD];
+/// Whether a name is that of something that is written into a folder of prepared data.
+pub(crate) fn is_output(name: &str) -> bool {
+    [DATA_JSON, FILES_JSONL, TOKENIZER_JSON].contains(&name) || name.ends_with(".shard")
+}
 
 /// A complete folder of prepared data, its shards open.
 #[derive(Debug)]
 pub struct Prepared {
     folder: PathBuf,
     description: Description,
-    train: Arc<Shard>,
-    validation: Option<Arc<Shard>>,
+    train: Arc<TokenStream>,
+    validation: Option<Arc<TokenStream>>,
 }
 
 impl Prepared {
@@ -43,9 +44,9 @@ impl Prepared {
     /// Opens a folder that has a `data.json`.
     pub(crate) fn load(folder: &Path) -> Result<Self, DataError> {
         let description = Description::read(folder)?;
-        let train = open_described(&folder.join(TRAIN_SHARD), &description.train)?;
+        let train = open_described(folder, &description.train)?;
         let validation = match &description.validation {
-            Some(summary) => Some(open_described(&folder.join(VALIDATION_SHARD), summary)?),
+            Some(summary) => Some(open_described(folder, summary)?),
             None => None,
         };
         Ok(Prepared { folder: folder.to_owned(), description, train, validation })
@@ -62,21 +63,21 @@ impl Prepared {
     }
 
     /// The tokens to train on.
-    pub fn train(&self) -> &Arc<Shard> {
+    pub fn train(&self) -> &Arc<TokenStream> {
         &self.train
     }
 
     /// The tokens held out, unless the spec holds out nothing.
-    pub fn validation(&self) -> Option<&Arc<Shard>> {
+    pub fn validation(&self) -> Option<&Arc<TokenStream>> {
         self.validation.as_ref()
     }
 
-    /// What the training shard was made of.
+    /// What the training tokens were made of.
     pub fn train_summary(&self) -> &SplitSummary {
         &self.description.train
     }
 
-    /// What the validation shard was made of.
+    /// What the held-out tokens were made of.
     pub fn validation_summary(&self) -> Option<&SplitSummary> {
         self.description.validation.as_ref()
     }
@@ -91,29 +92,90 @@ impl Prepared {
         self.description.empty_files
     }
 
-    /// A number that differs where any token differs.
+    /// The smallest vocabulary that holds every token.
+    pub fn vocabulary(&self) -> u32 {
+        self.description.vocabulary
+    }
+
+    /// The token after each document.
+    pub fn separator(&self) -> u32 {
+        self.description.separator
+    }
+
+    /// The tokenizer that made the tokens, from its copy in the folder.
+    pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
+        match &self.spec().tokenizer {
+            TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
+            TokenizerSpec::File { xxh3, end_token, .. } => {
+                let path = self.folder.join(TOKENIZER_JSON);
+                Tokenizer::open(&TokenizerSpec::File { path, xxh3: *xxh3, end_token: end_token.clone() })
+            }
+        }
+    }
+
+    /// The files that were read, in order: what the `file` of an [`Origin`](crate::Origin) counts.
+    pub fn sources(&self) -> Result<Vec<PathBuf>, DataError> {
+        let path = self.folder.join(FILES_JSONL);
+        let text = fs::read(&path).map_err(|cause| DataError::unreadable(&path, cause))?;
+        let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
+        let refuse = |cause: serde_json::Error| DataError::Description { path: path.clone(), cause: cause.to_string() };
+        lines.map(|line| Ok(serde_json::from_slice::<FileLine>(line).map_err(refuse)?.path.into())).collect()
+    }
+
+    /// A number that differs where any token or document differs.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = Xxh3::new();
-        hasher.update(&self.train.hash().to_le_bytes());
-        if let Some(validation) = &self.validation {
-            hasher.update(&validation.hash().to_le_bytes());
+        for stream in [Some(&self.train), self.validation.as_ref()].into_iter().flatten() {
+            for shard in stream.shards() {
+                hasher.update(&shard.hash().to_le_bytes());
+            }
         }
         hasher.digest()
     }
+
+    /// The names and lengths of the files that were read, as a number.
+    pub(crate) fn listing(&self) -> u64 {
+        self.description.listing
+    }
 }
 
-/// What one shard was made of.
+/// A line of `files.jsonl`.
+#[derive(Serialize, Deserialize)]
+struct FileLine {
+    path: String,
+    bytes: u64,
+}
+
+/// The contents of `files.jsonl`.
+pub(crate) fn files_jsonl(found: &Found) -> Vec<u8> {
+    let mut text = Vec::new();
+    for file in &found.files {
+        let line = FileLine { path: file.path.to_string_lossy().into_owned(), bytes: file.bytes };
+        serde_json::to_writer(&mut text, &line).expect("strings and numbers are JSON");
+        text.push(b'\n');
+    }
+    text
+}
+
+/// What the tokens of one split were made of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SplitSummary {
-    /// Stretches of text that end with a separator: files, or parts of files that are divided between the splits.
+    /// Stretches of text that end with a separator: records, files, or parts of files that are divided between the
+    /// splits.
     pub documents: u64,
     /// Bytes of text, without the separators.
     pub bytes: u64,
     /// Tokens, the separators among them.
     pub tokens: u64,
-    /// The hash of the tokens. In `data.json` it is 16 hexadecimal digits, since many JSON readers round large numbers.
-    #[serde(with = "hexadecimal")]
-    pub xxh3: u64,
+    /// The files that hold them, in order.
+    pub shards: Vec<ShardSummary>,
+}
+
+impl SplitSummary {
+    pub(crate) fn of(shards: Vec<ShardSummary>) -> Self {
+        let sum = |of: fn(&ShardSummary) -> u64| shards.iter().map(of).sum();
+        SplitSummary { documents: sum(|s| s.documents), bytes: sum(|s| s.bytes), tokens: sum(|s| s.tokens), shards }
+    }
 }
 
 /// The contents of `data.json`.
@@ -122,25 +184,17 @@ pub(crate) struct Description {
     pub(crate) format: u32,
     pub(crate) files: u64,
     pub(crate) empty_files: u64,
+    #[serde(with = "hexadecimal")]
+    pub(crate) listing: u64,
+    pub(crate) vocabulary: u32,
+    pub(crate) separator: u32,
     pub(crate) train: SplitSummary,
     pub(crate) validation: Option<SplitSummary>,
     pub(crate) spec: PrepareSpec,
 }
 
 impl Description {
-    pub(crate) const FORMAT: u32 = 1;
-
-    /// Writes and syncs `data.json` under its temporary name.
-    pub(crate) fn write(&self, folder: &Path) -> Result<NewFile, DataError> {
-        let path = folder.join(DATA_JSON);
-        let unwritable = |cause: io::Error| DataError::unwritable(&path, cause);
-        let mut text = serde_json::to_vec_pretty(self).map_err(|error| unwritable(error.into()))?;
-        text.push(b'\n');
-        let mut new = NewFile::create(folder, DATA_JSON)?;
-        new.write_all(&text).map_err(unwritable)?;
-        new.sync()?;
-        Ok(new)
-    }
+    pub(crate) const FORMAT: u32 = 2;
 
     fn read(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join(DATA_JSON);
@@ -165,19 +219,32 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, String> {
     serde_json::from_slice(text).map_err(|error| format!("not a description of prepared data: {error}"))
 }
 
-fn open_described(path: &Path, summary: &SplitSummary) -> Result<Arc<Shard>, DataError> {
-    let shard = Shard::open(path)?;
-    let differs = |what| Err(DataError::shard(path, ShardFault::NotDescribed { what }));
-    if shard.len() != summary.tokens {
-        return differs("another number of tokens");
+fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStream>, DataError> {
+    let refuse = |cause: &str| DataError::Description { path: folder.join(DATA_JSON), cause: cause.to_owned() };
+    if summary.shards.is_empty() {
+        return Err(refuse("not a description of prepared data: a split has no shards"));
     }
-    if shard.hash() != summary.xxh3 {
-        return differs("another hash");
+    let mut shards = Vec::new();
+    for described in &summary.shards {
+        // Only names of files in the folder itself.
+        if !matches!(Path::new(&described.file).components().collect::<Vec<_>>()[..], [Component::Normal(_)]) {
+            return Err(refuse("not a description of prepared data: a shard is not in the folder"));
+        }
+        let path = folder.join(&described.file);
+        let shard = Shard::open(&path)?;
+        let differs = |what| Err(DataError::shard(&path, ShardFault::NotDescribed { what }));
+        if shard.len() != described.tokens {
+            return differs("another number of tokens");
+        }
+        if shard.hash() != described.xxh3 {
+            return differs("another hash");
+        }
+        shards.push(Arc::new(shard));
     }
-    Ok(Arc::new(shard))
+    Ok(Arc::new(TokenStream::new(shards)))
 }
 
-mod hexadecimal {
+pub(crate) mod hexadecimal {
     use serde::{Deserialize, Deserializer, Serializer, de};
 
     pub fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {

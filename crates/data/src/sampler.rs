@@ -4,16 +4,47 @@ use std::sync::Arc;
 
 use lockstep_ir::counter;
 
-use crate::{DataError, Shard};
+use crate::mix::Mix;
+use crate::{DataError, Document, TokenStream};
 
-/// Cuts a shard into sequences and puts them in order.
+/// Cuts token streams into sequences and puts them in order.
 ///
-/// Sequence `i` holds the tokens `i·seq .. (i+1)·seq`, and as targets the same range one token later. A *global sample
-/// index* counts the samples of a whole run; every pass over the shard (an epoch) has its own order.
+/// Sequence `i` of a stream holds its tokens `i·seq .. (i+1)·seq`, and as targets the same range one token later. A
+/// *global sample index* counts the samples of a whole run. Over several corpora, the index alone says which corpus a
+/// sample comes from, so that every prefix of the run has the corpora in their weights; each corpus goes through its own
+/// sequences in its own order, which every pass over it (an epoch) changes.
 #[derive(Debug)]
 pub struct Sampler {
-    shard: Arc<Shard>,
     seq: u64,
+    corpora: Vec<Sequences>,
+    mix: Mix,
+}
+
+/// One corpus of a mixture.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    /// Its name, which is part of the key of its order.
+    pub name: String,
+    /// Its share of the samples, relative to the others'; greater than 0.
+    pub weight: f64,
+    /// Its tokens.
+    pub tokens: Arc<TokenStream>,
+}
+
+/// Where a sample's tokens are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The corpus, in the order they were given.
+    pub corpus: usize,
+    /// Which pass over the corpus this is, from 0.
+    pub epoch: u64,
+    /// The offset of the sample's first token in the corpus.
+    pub offset: u64,
+}
+
+#[derive(Debug)]
+struct Sequences {
+    tokens: Arc<TokenStream>,
     sequences: u64,
     order: Order,
 }
@@ -25,50 +56,94 @@ enum Order {
 }
 
 impl Sampler {
-    /// Samples in an order that `seed` and the epoch choose.
-    pub fn new(shard: impl Into<Arc<Shard>>, seq: usize, seed: u64) -> Result<Self, DataError> {
+    /// Samples of one corpus in an order that `seed` and the epoch choose.
+    pub fn new(tokens: impl Into<Arc<TokenStream>>, seq: usize, seed: u64) -> Result<Self, DataError> {
         let order = Order::Shuffled { key: counter::key(seed, "data order") };
-        Sampler::with_order(shard.into(), seq, order)
+        Sampler::build(vec![(1.0, tokens.into(), order)], seq)
     }
 
-    /// Samples as they stand in the shard, the same in every epoch; for validation.
-    pub fn in_order(shard: impl Into<Arc<Shard>>, seq: usize) -> Result<Self, DataError> {
-        Sampler::with_order(shard.into(), seq, Order::AsStored)
+    /// Samples of one corpus as they are stored, the same in every epoch; for validation.
+    pub fn in_order(tokens: impl Into<Arc<TokenStream>>, seq: usize) -> Result<Self, DataError> {
+        Sampler::build(vec![(1.0, tokens.into(), Order::AsStored)], seq)
     }
 
-    fn with_order(shard: Arc<Shard>, seq: usize, order: Order) -> Result<Self, DataError> {
-        let path = shard.path().to_owned();
-        let (seq, tokens) = (seq as u64, shard.len());
-        if seq == 0 {
-            return Err(DataError::SequenceZero { path });
-        }
-        match tokens.saturating_sub(1) / seq {
-            0 => Err(DataError::SequenceTooLong { path, seq, tokens }),
-            sequences => Ok(Sampler { shard, seq, sequences, order }),
-        }
+    /// Samples of several corpora by weight, each in an order that `seed`, its name and its epoch choose.
+    pub fn mixed(corpora: Vec<Corpus>, seq: usize, seed: u64) -> Result<Self, DataError> {
+        let shuffled = |name: &str| Order::Shuffled { key: counter::key(seed, &format!("data order of {name}")) };
+        Sampler::build(corpora.into_iter().map(|c| (c.weight, c.tokens, shuffled(&c.name))).collect(), seq)
     }
 
-    /// Number of sequences in the shard: samples per epoch.
-    pub fn sequences(&self) -> u64 {
-        self.sequences
+    /// Samples of several corpora by weight, each as it is stored.
+    pub fn mixed_in_order(corpora: Vec<Corpus>, seq: usize) -> Result<Self, DataError> {
+        Sampler::build(corpora.into_iter().map(|c| (c.weight, c.tokens, Order::AsStored)).collect(), seq)
     }
 
-    /// The epoch that a sample belongs to, from 0.
-    pub fn epoch_of(&self, global_sample_index: u64) -> u64 {
-        global_sample_index / self.sequences
-    }
-
-    /// The offset in the shard of a sample's first token. A pure function: no call depends on an earlier one.
-    pub fn position(&self, global_sample_index: u64) -> u64 {
-        let index = global_sample_index % self.sequences;
-        let sequence = match self.order {
-            Order::Shuffled { key } => {
-                let epoch_key = counter::bits(key, self.epoch_of(global_sample_index));
-                counter::permute(epoch_key, index, self.sequences)
+    fn build(corpora: Vec<(f64, Arc<TokenStream>, Order)>, seq: usize) -> Result<Self, DataError> {
+        let seq = seq as u64;
+        let mut weights = Vec::new();
+        let mut built = Vec::new();
+        for (weight, tokens, order) in corpora {
+            if !(weight.is_finite() && weight > 0.0) {
+                return Err(DataError::Weight { value: weight });
             }
+            let path = tokens.path().to_owned();
+            if seq == 0 {
+                return Err(DataError::SequenceZero { path });
+            }
+            let sequences = match tokens.len().saturating_sub(1) / seq {
+                0 => return Err(DataError::SequenceTooLong { path, seq, tokens: tokens.len() }),
+                sequences => sequences,
+            };
+            weights.push(weight);
+            built.push(Sequences { tokens, sequences, order });
+        }
+        if built.is_empty() {
+            return Err(DataError::NoPaths);
+        }
+        Ok(Sampler { seq, corpora: built, mix: Mix::new(&weights) })
+    }
+
+    /// Number of sequences of all corpora together; with one corpus, samples per epoch.
+    pub fn sequences(&self) -> u64 {
+        self.corpora.iter().map(|corpus| corpus.sequences).sum()
+    }
+
+    /// How many samples there are before one comes up for the second time.
+    pub fn samples_before_repeat(&self) -> u64 {
+        let fits =
+            |samples| self.corpora.iter().enumerate().all(|(i, corpus)| self.mix.count(i, samples) <= corpus.sequences);
+        // The mixture cannot go on for longer than all of its sequences.
+        let (mut low, mut high) = (0, self.sequences());
+        while low < high {
+            let middle = high - (high - low) / 2;
+            match fits(middle) {
+                true => low = middle,
+                false => high = middle - 1,
+            }
+        }
+        low
+    }
+
+    /// Where a sample is. A pure function: no call depends on an earlier one.
+    pub fn locate(&self, global_sample_index: u64) -> Place {
+        let (corpus, rank) = self.mix.locate(global_sample_index);
+        let Sequences { sequences, ref order, .. } = self.corpora[corpus];
+        let (epoch, index) = (rank / sequences, rank % sequences);
+        let sequence = match order {
+            Order::Shuffled { key } => counter::permute(counter::bits(*key, epoch), index, sequences),
             Order::AsStored => index,
         };
-        sequence * self.seq
+        Place { corpus, epoch, offset: sequence * self.seq }
+    }
+
+    /// The epoch that a sample belongs to in its corpus, from 0.
+    pub fn epoch_of(&self, global_sample_index: u64) -> u64 {
+        self.locate(global_sample_index).epoch
+    }
+
+    /// The offset in its corpus of a sample's first token.
+    pub fn position(&self, global_sample_index: u64) -> u64 {
+        self.locate(global_sample_index).offset
     }
 
     /// Writes a sample's tokens, and as targets the token after each. Does not allocate.
@@ -79,25 +154,70 @@ impl Sampler {
     pub fn fill(&self, global_sample_index: u64, tokens: &mut [u32], targets: &mut [u32]) {
         assert_eq!(tokens.len() as u64, self.seq, "tokens have the sequence length");
         assert_eq!(targets.len() as u64, self.seq, "targets have the sequence length");
-        let position = self.position(global_sample_index);
-        self.shard.copy(position, tokens);
-        self.shard.copy(position + 1, targets);
+        let Place { corpus, offset, .. } = self.locate(global_sample_index);
+        let stream = &self.corpora[corpus].tokens;
+        stream.copy(offset, tokens);
+        stream.copy(offset + 1, targets);
+    }
+
+    /// Writes, for each position of a sample, where in the sequence its document starts: 0 for the document that the
+    /// sequence begins with, wherever that one began. A separator belongs to the document it ends. Does not allocate.
+    ///
+    /// # Panics
+    ///
+    /// If the slice does not have the sequence length.
+    pub fn document_starts(&self, global_sample_index: u64, starts: &mut [u32]) {
+        assert_eq!(starts.len() as u64, self.seq, "starts have the sequence length");
+        let Place { corpus, offset, .. } = self.locate(global_sample_index);
+        starts.fill(0);
+        self.corpora[corpus].tokens.documents_beginning_in(offset + 1, offset + self.seq, |document| {
+            let start = (document.start - offset) as usize;
+            starts[start..].fill(start as u32);
+        });
+    }
+
+    /// The documents that a sample's tokens are from, in order. The first may have begun before the sample.
+    pub fn documents(&self, global_sample_index: u64) -> Vec<Document> {
+        let Place { corpus, offset, .. } = self.locate(global_sample_index);
+        let tokens = &self.corpora[corpus].tokens;
+        let mut documents = vec![tokens.document_at(offset)];
+        tokens.documents_beginning_in(offset + 1, offset + self.seq, |document| documents.push(document));
+        documents
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shard::Width;
     use crate::shard_writer::ShardWriter;
+    use crate::{Origin, Shard};
 
-    /// A shard of the tokens 0, 1, 2 … (at most 256 of them).
-    fn counting_shard(tokens: usize) -> Arc<Shard> {
-        let folder = tempfile::tempdir().unwrap();
-        let mut writer = ShardWriter::create(folder.path(), "counting.shard").unwrap();
-        writer.text(&(0..=255).take(tokens).collect::<Vec<u8>>()).unwrap();
+    /// A shard of these tokens, with documents at these offsets; the first is continued where they do not begin with 0.
+    fn shard(folder: &std::path::Path, tokens: &[u8], documents: &[u64]) -> Arc<Shard> {
+        let mut writer = ShardWriter::create(folder, "a.shard", Width::One).unwrap();
+        let continued = !documents.starts_with(&[0]);
+        let starts = [&[0][..continued as usize], documents, &[tokens.len() as u64]].concat();
+        for (index, range) in starts.windows(2).enumerate().filter(|_| !tokens.is_empty()) {
+            writer.document(Origin { file: 0, record: range[0] }, continued && index == 0);
+            writer.tokens(&tokens[range[0] as usize..range[1] as usize], 0).unwrap();
+        }
         writer.finish().unwrap().0.publish().unwrap();
         // The map outlives the name.
-        Arc::new(Shard::open(&folder.path().join("counting.shard")).unwrap())
+        Arc::new(Shard::open(&folder.join("a.shard")).unwrap())
+    }
+
+    /// The tokens 0, 1, 2 … (at most 256 of them) in shards of these sizes.
+    fn counting(sizes: &[usize]) -> Arc<TokenStream> {
+        let folder = tempfile::tempdir().unwrap();
+        let mut all = 0..=255;
+        let shards =
+            sizes.iter().map(|&size| shard(folder.path(), &all.by_ref().take(size).collect::<Vec<u8>>(), &[0]));
+        Arc::new(TokenStream::new(shards.collect()))
+    }
+
+    fn counting_shard(tokens: usize) -> Arc<TokenStream> {
+        counting(&[tokens])
     }
 
     fn positions(sampler: &Sampler, epoch: u64) -> Vec<u64> {
@@ -206,5 +326,53 @@ mod tests {
             Sampler::new(counting_shard(0), 8, 1).unwrap_err(),
             DataError::SequenceTooLong { seq: 8, tokens: 0, .. }
         ));
+    }
+
+    #[test]
+    fn where_shards_end_cannot_be_told_from_the_samples() {
+        let (whole, cut) = (counting(&[200]), counting(&[1, 7, 0, 150, 42]));
+        let samples = |tokens: &Arc<TokenStream>| -> Vec<_> {
+            let sampler = Sampler::new(tokens.clone(), 9, 3).unwrap();
+            let sample = |index| {
+                let (mut tokens, mut targets) = ([0; 9], [0; 9]);
+                sampler.fill(index, &mut tokens, &mut targets);
+                (tokens, targets)
+            };
+            (0..2 * sampler.sequences()).map(sample).collect()
+        };
+        assert_eq!(samples(&whole), samples(&cut));
+    }
+
+    #[test]
+    fn every_position_knows_where_its_document_starts() {
+        let folder = tempfile::tempdir().unwrap();
+        let shards = [(&[9; 6][..], &[0, 4][..]), (&[9; 5], &[3]), (&[9; 6], &[0, 1, 5])];
+        let shards = shards.map(|(tokens, documents)| shard(folder.path(), tokens, documents));
+        let sampler = Sampler::in_order(TokenStream::new(shards.to_vec()), 8).unwrap();
+        let mut starts = [7; 8];
+        // Documents begin at 0, 4, 9, 11, 12 and 16.
+        sampler.document_starts(0, &mut starts);
+        assert_eq!(starts, [0, 0, 0, 0, 4, 4, 4, 4]);
+        sampler.document_starts(1, &mut starts);
+        assert_eq!(starts, [0, 1, 1, 3, 4, 4, 4, 4]);
+        let began: Vec<_> = sampler.documents(1).iter().map(|d| (d.start, d.continued)).collect();
+        assert_eq!(began, [(6, true), (9, false), (11, false), (12, false)]);
+    }
+
+    #[test]
+    fn corpora_are_mixed_by_weight_and_each_keeps_its_own_epochs() {
+        let corpus = |name: &str, weight, tokens| Corpus { name: name.into(), weight, tokens };
+        let corpora = || vec![corpus("code", 0.25, counting(&[41])), corpus("books", 0.75, counting(&[101]))];
+        let sampler = Sampler::mixed(corpora(), 10, 1).unwrap();
+        let places: Vec<_> = (0..16).map(|index| sampler.locate(index)).collect();
+        let of = |corpus| places.iter().filter(move |place| place.corpus == corpus);
+        assert_eq!((of(0).count(), of(1).count()), (4, 12));
+        let mut code: Vec<_> = of(0).map(|place| place.offset).collect();
+        code.sort_unstable();
+        assert_eq!(code, [0, 10, 20, 30], "an epoch of code has every sequence once");
+        assert_eq!(of(1).map(|place| place.epoch).collect::<Vec<_>>(), [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]);
+        assert_eq!(Sampler::mixed_in_order(corpora(), 10).unwrap().samples_before_repeat(), 14);
+        let error = Sampler::mixed(vec![corpus("a", 0.0, counting(&[41]))], 10, 1).unwrap_err();
+        assert!(matches!(error, DataError::Weight { .. }));
     }
 }

@@ -6,7 +6,9 @@ use std::fs::{self, FileType};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::prepared::OUTPUT_NAMES;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::prepared::is_output;
 use crate::{DataError, PrepareSpec};
 
 /// Folders that hold what tools made, not what people wrote.
@@ -16,16 +18,69 @@ const SKIPPED_FOLDERS: [&str; 3] = ["target", "node_modules", "runs"];
 #[derive(Debug)]
 pub(crate) struct Found {
     /// Files with at least one byte, in reading order.
-    pub(crate) documents: Vec<Document>,
+    pub(crate) files: Vec<SourceFile>,
     /// Files without.
     pub(crate) empty_files: u64,
 }
 
-/// One file of text.
+/// One file to read.
 #[derive(Debug)]
-pub(crate) struct Document {
+pub(crate) struct SourceFile {
     pub(crate) path: PathBuf,
     pub(crate) bytes: u64,
+    pub(crate) form: Form,
+}
+
+/// What a file holds, by its extension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// One document, whatever its bytes.
+    Text,
+    /// A JSON object per line, a document in one field of each.
+    Lines { compressed: bool },
+    /// A Parquet table, a document in one column of each row.
+    Rows,
+}
+
+impl Form {
+    fn of(path: &Path) -> Self {
+        let is = |extension| has_extension(path, extension);
+        if is("jsonl") || is("ndjson") {
+            Form::Lines { compressed: false }
+        } else if is("jsonl.zst") || is("ndjson.zst") {
+            Form::Lines { compressed: true }
+        } else if is("parquet") {
+            Form::Rows
+        } else {
+            Form::Text
+        }
+    }
+}
+
+impl Found {
+    /// A number that differs where another file would be read, or a file of another length.
+    pub(crate) fn listing(&self) -> u64 {
+        let mut hasher = Xxh3::new();
+        for file in &self.files {
+            hasher.update(file.path.as_os_str().as_encoded_bytes());
+            hasher.update(&[0]);
+            hasher.update(&file.bytes.to_le_bytes());
+        }
+        hasher.digest()
+    }
+
+    /// The same, and differs where a file was written since.
+    pub(crate) fn state(&self) -> u64 {
+        let mut hasher = Xxh3::new();
+        hasher.update(&self.listing().to_le_bytes());
+        for file in &self.files {
+            // A file that has gone since is an error as soon as it is read.
+            let modified = fs::metadata(&file.path).and_then(|metadata| metadata.modified()).ok();
+            let since = modified.and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
+            hasher.update(&since.map_or(0, |since| since.as_nanos()).to_le_bytes());
+        }
+        hasher.digest()
+    }
 }
 
 /// Lists the files of `spec` in the order they will be read: paths as given, folders depth first by name.
@@ -41,13 +96,13 @@ pub(crate) fn scan(spec: &PrepareSpec, out: &Path) -> Result<Found, DataError> {
         // Where there is no such folder yet, nothing in it can be met.
         out: out.canonicalize().ok(),
         seen: BTreeSet::new(),
-        found: Found { documents: Vec::new(), empty_files: 0 },
+        found: Found { files: Vec::new(), empty_files: 0 },
     };
     for path in &spec.paths {
         walk.root(path)?;
     }
     let found = walk.found;
-    match (found.documents.is_empty(), found.empty_files) {
+    match (found.files.is_empty(), found.empty_files) {
         (false, _) => Ok(found),
         (true, 0) => Err(DataError::NoFiles { paths: spec.paths.clone(), extensions: spec.extensions.clone() }),
         (true, files) => Err(DataError::AllEmpty { paths: spec.paths.clone(), files }),
@@ -85,7 +140,7 @@ impl Walk<'_> {
         for (name, kind) in entries {
             let path = folder.join(&name);
             let name = name.to_string_lossy();
-            let ours = is_out && OUTPUT_NAMES.contains(&name.as_ref());
+            let ours = is_out && is_output(&name);
             if name.starts_with('.') || ours {
                 continue;
             }
@@ -99,8 +154,7 @@ impl Walk<'_> {
     }
 
     fn has_wanted_extension(&self, path: &Path) -> bool {
-        let extension = path.extension().and_then(OsStr::to_str).unwrap_or_default();
-        self.extensions.is_empty() || self.extensions.iter().any(|e| e.eq_ignore_ascii_case(extension))
+        self.extensions.is_empty() || self.extensions.iter().any(|extension| has_extension(path, extension))
     }
 
     fn file(&mut self, path: &Path) -> Result<(), DataError> {
@@ -110,10 +164,17 @@ impl Walk<'_> {
         }
         match fs::metadata(path).map_err(unreadable)?.len() {
             0 => self.found.empty_files += 1,
-            bytes => self.found.documents.push(Document { path: path.to_owned(), bytes }),
+            bytes => self.found.files.push(SourceFile { path: path.to_owned(), bytes, form: Form::of(path) }),
         }
         Ok(())
     }
+}
+
+/// Whether a name ends with a dot and `extension`, in any case, and has something before it.
+fn has_extension(path: &Path, extension: &str) -> bool {
+    let name = path.file_name().map(OsStr::as_encoded_bytes).unwrap_or_default();
+    let Some(at) = name.len().checked_sub(extension.len() + 1) else { return false };
+    at > 0 && name[at] == b'.' && name[at + 1..].eq_ignore_ascii_case(extension.as_bytes())
 }
 
 /// What is directly in `folder`, by name; the kind of a symbolic link is "symbolic link".

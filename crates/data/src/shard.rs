@@ -11,33 +11,71 @@ use crate::{DataError, ShardFault};
 
 pub(crate) const HEADER_BYTES: usize = 64;
 const MAGIC: [u8; 8] = *b"LKSHARD1";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// Bytes of one entry of the document table: its start and its origin.
+pub(crate) const ENTRY_BYTES: usize = 16;
 
 /// Payloads below this are hashed whenever they are opened; it takes a few milliseconds.
 const VERIFY_ON_OPEN_BYTES: usize = 64 << 20;
 
 /// One open file of tokens, mapped into memory.
 ///
-/// # Format, version 1
+/// # Format, version 2
 ///
-/// A header of 64 bytes, then the tokens. All numbers are little endian.
+/// A header of 64 bytes, then the tokens, then the document table. All numbers are little endian.
 ///
 /// | bytes | what |
 /// |---|---|
 /// | 0..8 | the magic `LKSHARD1` |
-/// | 8..12 | format version, u32: 1 |
+/// | 8..12 | format version, u32: 2 |
 /// | 12..16 | bytes per token, u32: 1, 2 or 4 |
 /// | 16..24 | number of tokens, u64 |
-/// | 24..32 | xxh3-64 of the payload, u64 |
-/// | 32..64 | zero |
-/// | 64.. | the payload: the tokens, nothing after them |
+/// | 24..32 | xxh3-64 of everything after the header, u64 |
+/// | 32..40 | number of documents in the table, u64 |
+/// | 40..44 | 1 if the first document began in the shard before, else 0, u32 |
+/// | 44..64 | zero |
+/// | 64.. | the tokens |
+/// | after them | per document: the offset of its first token, u64, and its [`Origin`], u64; nothing after that |
+///
+/// A document's tokens run up to the next one's first. The first document starts at 0 and no two start together.
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
     map: Mmap,
-    width: Width,
-    tokens: u64,
-    hash: u64,
+    header: Header,
+}
+
+/// The file and record that a document came from, packed into 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// The file's place in the reading order, from 0.
+    pub file: u64,
+    /// The line or row in the file, from 1; 0 where the file is one document.
+    pub record: u64,
+}
+
+impl Origin {
+    const RECORD_BITS: u32 = 38;
+
+    pub(crate) fn pack(self) -> u64 {
+        debug_assert!(self.record >> Self::RECORD_BITS == 0 && self.file >> (64 - Self::RECORD_BITS) == 0);
+        self.file << Self::RECORD_BITS | self.record
+    }
+
+    pub(crate) fn unpack(bits: u64) -> Self {
+        Origin { file: bits >> Self::RECORD_BITS, record: bits & ((1 << Self::RECORD_BITS) - 1) }
+    }
+}
+
+/// A document of a shard or of a [`TokenStream`](crate::TokenStream).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Document {
+    /// The offset of its first token.
+    pub start: u64,
+    /// Where it came from.
+    pub origin: Origin,
+    /// Whether it began in the shard before, so that `start` is only where this shard has it.
+    pub continued: bool,
 }
 
 impl Shard {
@@ -65,30 +103,78 @@ impl Shard {
         // SAFETY: The map is read-only and any byte is a valid u8. Shards are written under another name and renamed,
         // never changed in place, so the bytes under the map stay as they are.
         let map = unsafe { MmapOptions::new().len(expected).map(&file) }.map_err(unreadable)?;
-        let Header { width, tokens, hash } = header;
-        let shard = Shard { path: path.to_owned(), map, width, tokens, hash };
-        if shard.payload().len() < VERIFY_ON_OPEN_BYTES {
+        let shard = Shard { path: path.to_owned(), map, header };
+        if shard.map.len() < VERIFY_ON_OPEN_BYTES {
             shard.verify()?;
         }
         Ok(shard)
     }
 
-    /// Reads the whole payload and compares its hash with the header's.
+    /// Reads everything, compares its hash with the header's and checks the document table.
     pub fn verify(&self) -> Result<(), DataError> {
-        match xxh3_64(self.payload()) {
-            found if found == self.hash => Ok(()),
-            found => Err(DataError::shard(&self.path, ShardFault::Hash { expected: self.hash, found })),
+        let (expected, found) = (self.header.hash, xxh3_64(&self.map[HEADER_BYTES..]));
+        if found != expected {
+            return Err(DataError::shard(&self.path, ShardFault::Hash { expected, found }));
         }
+        let mut starts = (0..self.documents()).map(|index| self.start(index));
+        let first = starts.next();
+        let sound = match first {
+            None => self.is_empty(),
+            Some(first) => first == 0 && starts.try_fold(0, |last, next| (next > last).then_some(next)).is_some(),
+        };
+        if sound && self.documents().checked_sub(1).is_none_or(|last| self.start(last) < self.len()) {
+            return Ok(());
+        }
+        Err(DataError::shard(&self.path, ShardFault::Documents))
     }
 
     /// Number of tokens.
     pub fn len(&self) -> u64 {
-        self.tokens
+        self.header.tokens
     }
 
     /// Whether there is no token.
     pub fn is_empty(&self) -> bool {
-        self.tokens == 0
+        self.len() == 0
+    }
+
+    /// Number of documents in the table.
+    pub fn documents(&self) -> u64 {
+        self.header.documents
+    }
+
+    /// The document at a place in the table.
+    ///
+    /// # Panics
+    ///
+    /// If there is none.
+    pub fn document(&self, index: u64) -> Document {
+        let origin = Origin::unpack(self.entry(index, 8));
+        Document { start: self.start(index), origin, continued: index == 0 && self.header.continued }
+    }
+
+    /// The place in the table of the first document that starts at or after a token.
+    pub fn first_document_from(&self, offset: u64) -> u64 {
+        let (mut low, mut high) = (0, self.documents());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match self.start(middle) < offset {
+                true => low = middle + 1,
+                false => high = middle,
+            }
+        }
+        low
+    }
+
+    fn start(&self, index: u64) -> u64 {
+        self.entry(index, 0)
+    }
+
+    fn entry(&self, index: u64, field: usize) -> u64 {
+        assert!(index < self.documents(), "document {index} is outside a table of {}", self.documents());
+        let table = self.map.len() - self.header.documents as usize * ENTRY_BYTES;
+        let at = table + index as usize * ENTRY_BYTES + field;
+        u64::from_le_bytes(std::array::from_fn(|i| self.map[at + i]))
     }
 
     /// The file.
@@ -96,9 +182,9 @@ impl Shard {
         &self.path
     }
 
-    /// The hash of the payload that the header holds.
+    /// The hash of tokens and documents that the header holds.
     pub fn hash(&self) -> u64 {
-        self.hash
+        self.header.hash
     }
 
     /// Copies the tokens from `offset` on until `tokens` is full. Does not allocate.
@@ -109,15 +195,15 @@ impl Shard {
     pub fn copy(&self, offset: u64, tokens: &mut [u32]) {
         let end = offset.checked_add(tokens.len() as u64);
         assert!(
-            end.is_some_and(|end| end <= self.tokens),
+            end.is_some_and(|end| end <= self.len()),
             "{} tokens from {offset} on are outside a shard of {}",
             tokens.len(),
-            self.tokens
+            self.len()
         );
-        let width = self.width as usize;
+        let width = self.header.width as usize;
         // In range of the map, so of usize.
-        let source = &self.payload()[offset as usize * width..][..tokens.len() * width];
-        match self.width {
+        let source = &self.map[HEADER_BYTES + offset as usize * width..][..tokens.len() * width];
+        match self.header.width {
             Width::One => {
                 for (token, &byte) in tokens.iter_mut().zip(source) {
                     *token = u32::from(byte);
@@ -135,10 +221,6 @@ impl Shard {
             }
         }
     }
-
-    fn payload(&self) -> &[u8] {
-        &self.map[HEADER_BYTES..]
-    }
 }
 
 /// Bytes per token.
@@ -149,12 +231,34 @@ pub(crate) enum Width {
     Four = 4,
 }
 
+impl Width {
+    /// The smallest that holds tokens below `vocabulary`.
+    pub(crate) fn of(vocabulary: u32) -> Self {
+        match vocabulary {
+            0..=0x100 => Width::One,
+            0x101..=0x1_0000 => Width::Two,
+            _ => Width::Four,
+        }
+    }
+
+    /// Appends tokens that fit.
+    pub(crate) fn append(self, tokens: &[u32], bytes: &mut Vec<u8>) {
+        match self {
+            Width::One => bytes.extend(tokens.iter().map(|&token| token as u8)),
+            Width::Two => bytes.extend(tokens.iter().flat_map(|&token| (token as u16).to_le_bytes())),
+            Width::Four => bytes.extend(tokens.iter().flat_map(|&token| token.to_le_bytes())),
+        }
+    }
+}
+
 /// The part of the header that differs between shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) width: Width,
     pub(crate) tokens: u64,
     pub(crate) hash: u64,
+    pub(crate) documents: u64,
+    pub(crate) continued: bool,
 }
 
 impl Header {
@@ -165,6 +269,8 @@ impl Header {
         bytes[12..16].copy_from_slice(&(self.width as u32).to_le_bytes());
         bytes[16..24].copy_from_slice(&self.tokens.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.hash.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.documents.to_le_bytes());
+        bytes[40..44].copy_from_slice(&u32::from(self.continued).to_le_bytes());
         bytes
     }
 
@@ -184,16 +290,26 @@ impl Header {
         };
         let tokens = u64::from_le_bytes(field(bytes, 16));
         let hash = u64::from_le_bytes(field(bytes, 24));
-        Ok(Header { width, tokens, hash })
+        let documents = u64::from_le_bytes(field(bytes, 32));
+        let continued = match u32::from_le_bytes(field(bytes, 40)) {
+            0 => false,
+            1 => true,
+            _ => return Err(ShardFault::Reserved),
+        };
+        if bytes[44..].iter().any(|&byte| byte != 0) {
+            return Err(ShardFault::Reserved);
+        }
+        Ok(Header { width, tokens, hash, documents, continued })
     }
 
     /// The length of a file with this header.
     fn file_bytes(self) -> Result<usize, ShardFault> {
-        usize::try_from(self.tokens)
-            .ok()
-            .and_then(|tokens| tokens.checked_mul(self.width as usize))
-            .and_then(|payload| payload.checked_add(HEADER_BYTES))
-            .ok_or(ShardFault::Count { tokens: self.tokens })
+        let bytes = |count: u64, each: usize| usize::try_from(count).ok()?.checked_mul(each);
+        let tokens = bytes(self.tokens, self.width as usize).and_then(|tokens| tokens.checked_add(HEADER_BYTES));
+        let tokens = tokens.ok_or(ShardFault::Count { tokens: self.tokens })?;
+        bytes(self.documents, ENTRY_BYTES)
+            .and_then(|table| table.checked_add(tokens))
+            .ok_or(ShardFault::DocumentCount { documents: self.documents })
     }
 }
 

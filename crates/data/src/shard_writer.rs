@@ -1,56 +1,116 @@
-//! Writing shards of byte tokens.
+//! Writing shards.
 
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::new_file::NewFile;
-use crate::shard::{HEADER_BYTES, Header, Width};
-use crate::{DataError, SEPARATOR, SplitSummary};
+use crate::prepared::hexadecimal;
+use crate::shard::{ENTRY_BYTES, HEADER_BYTES, Header, Width};
+use crate::{DataError, Origin};
 
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// A shard of byte tokens under way. Dropped before it is published, it leaves nothing behind.
+/// What one shard holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardSummary {
+    /// The shard's name in its folder.
+    pub file: String,
+    /// Documents that begin in it.
+    pub documents: u64,
+    /// Bytes of text, without the separators.
+    pub bytes: u64,
+    /// Tokens, the separators among them.
+    pub tokens: u64,
+    /// The hash of tokens and documents. In JSON it is 16 hexadecimal digits, since many JSON readers round large numbers.
+    #[serde(with = "hexadecimal")]
+    pub xxh3: u64,
+}
+
+/// A shard under way. Dropped before it is published, it leaves nothing behind.
 pub(crate) struct ShardWriter {
     out: BufWriter<NewFile>,
+    name: String,
+    width: Width,
     hasher: Box<Xxh3>,
     bytes: u64,
-    documents: u64,
+    tokens: u64,
+    /// The document table so far, as it will stand in the file.
+    table: Vec<u8>,
+    continued: bool,
 }
 
 impl ShardWriter {
     /// Starts the shard `folder/name`.
-    pub(crate) fn create(folder: &Path, name: &str) -> Result<Self, DataError> {
+    pub(crate) fn create(folder: &Path, name: &str, width: Width) -> Result<Self, DataError> {
         let out = BufWriter::with_capacity(BUFFER_BYTES, NewFile::create(folder, name)?);
-        let mut writer = ShardWriter { out, hasher: Box::default(), bytes: 0, documents: 0 };
+        let mut writer = ShardWriter {
+            out,
+            name: name.to_owned(),
+            width,
+            hasher: Box::default(),
+            bytes: 0,
+            tokens: 0,
+            table: Vec::new(),
+            continued: false,
+        };
         writer.write(&[0; HEADER_BYTES])?;
         Ok(writer)
     }
 
-    /// Appends text to the document under way.
-    pub(crate) fn text(&mut self, text: &[u8]) -> Result<(), DataError> {
-        self.hasher.update(text);
-        self.bytes += text.len() as u64;
-        self.write(text)
+    /// Begins a document; with the first tokens of a shard it may be the rest of one (`continued`).
+    pub(crate) fn document(&mut self, origin: Origin, continued: bool) {
+        debug_assert!(!continued || self.tokens == 0, "only the first document of a shard is continued");
+        self.continued |= continued;
+        self.table.extend(self.tokens.to_le_bytes());
+        self.table.extend(origin.pack().to_le_bytes());
     }
 
-    /// Ends the document under way with a separator.
-    pub(crate) fn end_document(&mut self) -> Result<(), DataError> {
-        self.hasher.update(&[SEPARATOR]);
-        self.documents += 1;
-        self.write(&[SEPARATOR])
+    /// Appends tokens, as bytes of the shard's width, that `text_bytes` bytes of text became.
+    pub(crate) fn tokens(&mut self, tokens: &[u8], text_bytes: u64) -> Result<(), DataError> {
+        self.hasher.update(tokens);
+        self.tokens += (tokens.len() / self.width as usize) as u64;
+        self.bytes += text_bytes;
+        self.write(tokens)
     }
 
-    /// Writes the header and brings everything to the disk, still under the temporary name.
-    pub(crate) fn finish(self) -> Result<(NewFile, SplitSummary), DataError> {
-        let summary = SplitSummary {
-            documents: self.documents,
-            bytes: self.bytes,
-            tokens: self.bytes + self.documents,
-            xxh3: self.hasher.digest(),
+    /// Whether nothing was written yet.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tokens == 0
+    }
+
+    /// Bytes that the shard takes so far.
+    pub(crate) fn file_bytes(&self) -> u64 {
+        self.tokens * self.width as u64 + self.table.len() as u64
+    }
+
+    /// Bytes that wait in memory for the end.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        self.table.len() as u64
+    }
+
+    /// Writes table and header and brings everything to the disk, still under the temporary name.
+    pub(crate) fn finish(mut self) -> Result<(NewFile, ShardSummary), DataError> {
+        let table = std::mem::take(&mut self.table);
+        self.hasher.update(&table);
+        self.write(&table)?;
+        let documents = (table.len() / ENTRY_BYTES) as u64;
+        let header = Header {
+            width: self.width,
+            tokens: self.tokens,
+            hash: self.hasher.digest(),
+            documents,
+            continued: self.continued,
         };
-        let header = Header { width: Width::One, tokens: summary.tokens, hash: summary.xxh3 };
+        let summary = ShardSummary {
+            file: self.name,
+            documents: documents - u64::from(self.continued),
+            bytes: self.bytes,
+            tokens: self.tokens,
+            xxh3: header.hash,
+        };
         let target = self.out.get_ref().target().to_owned();
         let unwritable = |cause| DataError::unwritable(&target, cause);
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use lockstep_data::{DataError, PrepareSpec, Prepared, Progress, Shard, prepare};
+use lockstep_data::{DataError, PrepareSpec, Prepared, Progress, TokenStream, prepare};
 use tempfile::TempDir;
 
 const PIECE: usize = 64 * 1024;
@@ -40,7 +40,13 @@ impl Case {
 
     /// All `.txt` files of the folder.
     fn spec(&self, validation_fraction: f64) -> PrepareSpec {
-        PrepareSpec { paths: vec![self.text()], extensions: vec!["txt".to_owned()], validation_fraction, seed: 1 }
+        PrepareSpec {
+            paths: vec![self.text()],
+            extensions: vec!["txt".to_owned()],
+            validation_fraction,
+            seed: 1,
+            ..PrepareSpec::default()
+        }
     }
 
     fn prepare(&self, spec: &PrepareSpec) -> Result<Prepared, DataError> {
@@ -63,8 +69,8 @@ impl Case {
     }
 }
 
-/// The whole shard as bytes.
-fn bytes(shard: &Shard) -> Vec<u8> {
+/// All tokens as bytes.
+fn bytes(shard: &TokenStream) -> Vec<u8> {
     let mut tokens = vec![0; shard.len() as usize];
     shard.copy(0, &mut tokens);
     tokens.into_iter().map(|token| u8::try_from(token).unwrap()).collect()
@@ -172,7 +178,7 @@ fn whole_documents_are_held_out() {
     let files: Vec<(&str, &[u8])> = names.iter().map(|name| (name.as_str(), name.as_bytes())).collect();
     let case = Case::new(&files);
     let prepared = case.prepare(&case.spec(0.1)).unwrap();
-    let documents = |shard: &Shard| -> Vec<String> {
+    let documents = |shard: &TokenStream| -> Vec<String> {
         let text = String::from_utf8(bytes(shard)).unwrap();
         text.split_terminator('\0').map(str::to_owned).collect()
     };
@@ -193,7 +199,7 @@ fn a_fraction_of_0_writes_no_validation_and_removes_an_earlier_one() {
     assert!(prepared.validation().is_none());
     assert!(prepared.validation_summary().is_none());
     let names: Vec<_> = case.outputs().into_iter().map(|(name, _)| name).collect();
-    assert_eq!(names, ["data.json", "train.shard"]);
+    assert_eq!(names, ["data.json", "files.jsonl", "train.shard"]);
 }
 
 #[test]
@@ -245,20 +251,39 @@ fn data_json_reads_well() {
     case.prepare(&case.spec(0.2)).unwrap();
     let text = fs::read_to_string(case.out().join("data.json")).unwrap();
     let expected = r#"{
-  "format": 1,
+  "format": 2,
   "files": 1,
   "empty_files": 1,
+  "listing": "LISTING",
+  "vocabulary": 256,
+  "separator": 0,
   "train": {
     "documents": 1,
     "bytes": 8,
     "tokens": 9,
-    "xxh3": "457bc5f6e364d656"
+    "shards": [
+      {
+        "file": "train.shard",
+        "documents": 1,
+        "bytes": 8,
+        "tokens": 9,
+        "xxh3": "6c24f0fd4b644a5a"
+      }
+    ]
   },
   "validation": {
     "documents": 1,
     "bytes": 2,
     "tokens": 3,
-    "xxh3": "66fab7afd0a33a68"
+    "shards": [
+      {
+        "file": "validation.shard",
+        "documents": 1,
+        "bytes": 2,
+        "tokens": 3,
+        "xxh3": "7f9ddfb7d574ce11"
+      }
+    ]
   },
   "spec": {
     "paths": [
@@ -267,12 +292,18 @@ fn data_json_reads_well() {
     "extensions": [
       "txt"
     ],
+    "text_field": "text",
+    "tokenizer": {
+      "kind": "bytes"
+    },
     "validation_fraction": 0.2,
     "seed": 1
   }
 }
 "#;
-    assert_eq!(text.replace(case.root.path().to_str().unwrap(), "ROOT"), expected);
+    // The listing hashes the paths, and those have a new root each time.
+    let listing = text.split("\"listing\": \"").nth(1).unwrap().split('"').next().unwrap();
+    assert_eq!(text.replace(listing, "LISTING").replace(case.root.path().to_str().unwrap(), "ROOT"), expected);
 }
 
 #[test]
@@ -285,7 +316,7 @@ fn preparing_twice_gives_identical_files() {
     assert_eq!(case.outputs(), first);
     case.prepare(&case.spec(0.3)).unwrap();
     assert_eq!(case.outputs(), first, "over what was there");
-    assert_eq!(first.len(), 3, "no temporary file is left");
+    assert_eq!(first.len(), 4, "no temporary file is left");
 }
 
 #[test]

@@ -28,11 +28,27 @@ pub enum TrainError {
     Exec(#[from] ExecError),
     /// The vocabulary is too small for the tokenizer.
     #[error(
-        "model.vocab_size is {vocab}, the tokenizer \"bytes\" makes tokens up to 255\nhint: set model.vocab_size = 256"
+        "model.vocab_size is {vocab}, the tokenizer \"{tokenizer}\" makes tokens up to {}\nhint: set model.vocab_size = \
+         {needed}",
+        needed - 1
     )]
     Vocabulary {
         /// The model's vocabulary.
         vocab: usize,
+        /// The tokenizer, as the config has it.
+        tokenizer: String,
+        /// The smallest vocabulary that would do.
+        needed: u32,
+    },
+    /// A shared folder holds other data than the config asks for.
+    #[error(
+        "{} holds data that were prepared with other settings\nhint: choose another data.prepared, or delete the folder \
+         if nothing else uses it",
+        dir.display()
+    )]
+    SharedData {
+        /// The folder of prepared data.
+        dir: PathBuf,
     },
     /// The run directory holds a run with another config.
     #[error(
@@ -62,6 +78,20 @@ pub enum TrainError {
     DataChanged {
         /// The folder of prepared data.
         dir: PathBuf,
+    },
+    /// The config names other text than the run was begun with.
+    #[error(
+        "{} holds text prepared from {before}, the config now says {now}\nhint: undo the change, choose another --run-dir, or \
+         give --fresh to start over",
+        dir.display()
+    )]
+    OtherData {
+        /// The folder of prepared data.
+        dir: PathBuf,
+        /// What was read.
+        before: String,
+        /// What the config says now.
+        now: String,
     },
     /// Losses or gradients are not finite.
     #[error(
@@ -198,9 +228,11 @@ impl TrainError {
             TrainError::Config(_)
                 | TrainError::Data(_)
                 | TrainError::Vocabulary { .. }
+                | TrainError::SharedData { .. }
                 | TrainError::ConfigChanged { .. }
                 | TrainError::Locked { .. }
                 | TrainError::DataChanged { .. }
+                | TrainError::OtherData { .. }
                 | TrainError::DoesNotFit { .. }
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }

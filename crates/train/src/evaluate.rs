@@ -3,10 +3,10 @@
 use crate::feed::Feed;
 use crate::plan::forward_context;
 use crate::state::{self, Weights};
-use crate::{Tokenizer, TrainError, Trained};
+use crate::{Tokenizer, TrainError, Trained, data};
 use lockstep_compile::{CompileError, compile_forward};
 use lockstep_config::Config;
-use lockstep_data::{PrepareSpec, Prepared, Progress, Sampler, Shard, prepare};
+use lockstep_data::{PrepareSpec, Prepared, Progress, Sampler, TokenStream, prepare};
 use lockstep_exec::cpu::CpuExecutor;
 use lockstep_ir::StepProgram;
 use lockstep_model::{Form, build_form};
@@ -78,9 +78,16 @@ pub fn evaluate(
         }
         Text::Paths(paths) => {
             let extensions = config.data.extensions.clone();
-            let spec = PrepareSpec { paths: paths.clone(), extensions, validation_fraction: 0.0, seed: 0 };
-            let data = prepare(&spec, folder.path(), &mut |p| show(EvaluateProgress::Preparing(p)))?;
-            let shard = data.train().clone();
+            let spec = PrepareSpec {
+                paths: paths.clone(),
+                extensions,
+                text_field: config.data.text_field.clone(),
+                tokenizer: data::tokenizer_spec(config)?,
+                validation_fraction: 0.0,
+                seed: 0,
+            };
+            let prepared = prepare(&spec, folder.path(), &mut |p| show(EvaluateProgress::Preparing(p)))?;
+            let shard = prepared.train().clone();
             // A document has a byte and a separator at least, so there is something to predict.
             let targets = shard.len() - 1;
             (shard, Cut { sequences: targets / seq as u64, rest: (targets % seq as u64) as usize })
@@ -90,7 +97,7 @@ pub fn evaluate(
     let (mut done, mut bytes) = (0, 0);
     let mut counted = |targets: &[u32]| {
         done += targets.len() as u64;
-        bytes += targets.iter().map(|t| tokenizer.byte_count(*t)).sum::<u64>();
+        bytes += tokenizer.byte_count(targets);
         show(EvaluateProgress::Evaluating { done, total });
     };
     let mut model = Model::load(trained, seq, cut)?;
@@ -137,7 +144,7 @@ impl Model {
     }
 
     /// The sum of all token losses.
-    fn sum(&mut self, shard: &Shard, cut: Cut, counted: &mut dyn FnMut(&[u32])) -> Result<f64, TrainError> {
+    fn sum(&mut self, shard: &TokenStream, cut: Cut, counted: &mut dyn FnMut(&[u32])) -> Result<f64, TrainError> {
         let copy = |at: u64, tokens: &mut [u32], targets: &mut [u32]| {
             shard.copy(at, tokens);
             shard.copy(at + 1, targets);
@@ -184,7 +191,7 @@ fn evaluation_program(
 }
 
 /// The held-out shard of the run that a checkpoint belongs to.
-fn held_out(trained: &Trained) -> Result<Arc<Shard>, TrainError> {
+fn held_out(trained: &Trained) -> Result<Arc<TokenStream>, TrainError> {
     let missing = || TrainError::NoHeldOut { dir: trained.data.clone() };
     let data = Prepared::open(&trained.data)?.ok_or_else(missing)?;
     if trained.checkpoint.state["data"] != json!(format!("{:016x}", data.fingerprint())) {

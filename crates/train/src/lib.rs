@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+mod data;
 mod error;
 mod evaluate;
 mod event;
@@ -21,6 +22,7 @@ mod state;
 mod text;
 mod trained;
 
+pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use error::TrainError;
 pub use evaluate::{EvaluateProgress, Evaluation, Text, evaluate};
 pub use event::{Event, StepMetrics};

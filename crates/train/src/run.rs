@@ -3,14 +3,14 @@
 use crate::event::{Event, StepMetrics};
 use crate::sample::{Sample, sample};
 use crate::session::Session;
-use crate::{Plan, RunDir, TrainError, learning_rate, plan};
+use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list, save};
 use lockstep_config::Config;
-use lockstep_data::{BYTE_VOCABULARY, PrepareSpec, Prepared, Sampler, prepare};
+use lockstep_data::Sampler;
 use lockstep_exec::cpu;
 use lockstep_ir::StepScalars;
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -53,9 +53,6 @@ pub fn run(
     show: &mut dyn FnMut(Event),
 ) -> Result<Outcome, TrainError> {
     config.require_data()?;
-    if config.model.vocab_size < BYTE_VOCABULARY as usize {
-        return Err(TrainError::Vocabulary { vocab: config.model.vocab_size });
-    }
     // What can be refused without touching the directory is refused first.
     let plan = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
@@ -84,13 +81,18 @@ fn start<'a>(
     if let Some(loaded) = &found.loaded {
         refuse_changes(config, &dir, loaded)?;
     }
-    let data = open_data(config, &dir, show)?;
-    let train = Sampler::new(data.train().clone(), config.train.seq, config.train.seed)?;
+    // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
+    let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
+    let existing = if started { Existing::Keep } else { Existing::Refresh };
+    let folder = data_folder(config, dir.path());
+    let data = RunData::prepare(config, &folder, existing, &mut |_, p| show(Event::Preparing(p)))?;
+    data.refuse_changes(config, &folder)?;
+    let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
     let (mut step, mut checkpoint, mut pending) = (0, None, None);
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
-            return Err(TrainError::DataChanged { dir: dir.data() });
+            return Err(TrainError::DataChanged { dir: folder });
         }
         session.restore(&loaded)?;
         step = loaded.step;
@@ -99,11 +101,11 @@ fn start<'a>(
     }
     let ceiling = cpu::ceilings::matmul(plan.threads, plan.precision.compute)?;
     dir.begin(&config.resolved_toml(), plan, step)?;
-    let train_tokens = data.train_summary().tokens;
+    let train_tokens = data.train_tokens();
     show(Event::Started { plan, ceiling, train_tokens, from_step: step, dir: dir.path() });
     dir.event("start", json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling }))?;
 
-    let held_out = held_out(config, &data, show);
+    let held_out = data.held_out(config, &mut |text| show(Event::Warning(text)));
     let finished = step >= config.train.steps;
     let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
     let data = data.fingerprint();
@@ -268,37 +270,5 @@ fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<
     match differences.is_empty() {
         true => Ok(()),
         false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),
-    }
-}
-
-/// Opens the run's prepared data, or prepares them. A run with checkpoints keeps the data it started with.
-fn open_data(config: &Config, dir: &RunDir, show: &mut dyn FnMut(Event)) -> Result<Prepared, TrainError> {
-    let spec = PrepareSpec {
-        paths: config.data_paths(),
-        extensions: config.data.extensions.clone(),
-        validation_fraction: config.data.validation_fraction,
-        seed: config.train.seed,
-    };
-    let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
-    let folder: &Path = &dir.data();
-    match Prepared::open(folder)? {
-        Some(data) if started || *data.spec() == spec => Ok(data),
-        _ => Ok(prepare(&spec, folder, &mut |p| show(Event::Preparing(p)))?),
-    }
-}
-
-fn held_out(config: &Config, data: &Prepared, show: &mut dyn FnMut(Event)) -> Option<(Sampler, u64)> {
-    let shard = data.validation()?;
-    match Sampler::in_order(shard.clone(), config.train.seq) {
-        Ok(sampler) => {
-            let sequences = sampler.sequences().min(config.train.validation_sequences as u64);
-            Some((sampler, sequences))
-        }
-        Err(_) => {
-            let (tokens, seq) = (shard.len(), config.train.seq);
-            let text = format!("the held-out text has {tokens} tokens, not one sequence of {seq}: no validation");
-            show(Event::Warning(&text));
-            None
-        }
     }
 }

@@ -67,11 +67,6 @@ impl RunDir {
         self.path.join("checkpoints")
     }
 
-    /// Folder of prepared data.
-    pub fn data(&self) -> PathBuf {
-        self.path.join("data")
-    }
-
     /// Moves a run that is here (our own files, nothing else) into a folder `old-1`, `old-2` … inside.
     pub fn set_aside(&self) -> Result<Aside, TrainError> {
         let ours = OURS.map(|name| self.path.join(name));

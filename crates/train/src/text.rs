@@ -1,30 +1,33 @@
 //! Between text and tokens, for whoever talks to a trained model.
 
-use crate::TrainError;
+use crate::data::require_vocabulary;
+use crate::{TrainError, data};
 use lockstep_config::Config;
 use lockstep_data::{BYTE_VOCABULARY, SEPARATOR};
+use std::sync::Arc;
 
 /// How a model's tokens stand for text.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Tokenizer {
     /// A token is a byte of UTF-8.
     Bytes,
+    /// A `tokenizer.json`.
+    File(Arc<lockstep_data::Tokenizer>),
 }
 
 impl Tokenizer {
     /// The tokenizer of a run.
     pub fn of(config: &Config) -> Result<Self, TrainError> {
-        let vocab = config.model.vocab_size;
-        if vocab < BYTE_VOCABULARY as usize {
-            return Err(TrainError::Vocabulary { vocab });
-        }
-        Ok(Tokenizer::Bytes)
+        let tokenizer = lockstep_data::Tokenizer::open(&data::tokenizer_spec(config)?)?;
+        require_vocabulary(config, tokenizer.vocabulary())?;
+        Ok(if tokenizer.is_bytes() { Tokenizer::Bytes } else { Tokenizer::File(Arc::new(tokenizer)) })
     }
 
     /// Tokens that stand for text; a model's vocabulary may be larger.
     pub fn vocabulary(&self) -> usize {
         match self {
             Tokenizer::Bytes => BYTE_VOCABULARY as usize,
+            Tokenizer::File(tokenizer) => tokenizer.vocabulary() as usize,
         }
     }
 
@@ -32,28 +35,26 @@ impl Tokenizer {
     pub fn separator(&self) -> u32 {
         match self {
             Tokenizer::Bytes => u32::from(SEPARATOR),
+            Tokenizer::File(tokenizer) => tokenizer.separator(),
         }
     }
 
     /// Text as tokens.
-    pub fn encode(&self, text: &str) -> Vec<u32> {
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, TrainError> {
         match self {
-            Tokenizer::Bytes => text.bytes().map(u32::from).collect(),
+            Tokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Tokenizer::File(tokenizer) => Ok(tokenizer.tokens(text)?),
         }
     }
 
-    /// The bytes that a token stands for, appended to `out`; none for the separator.
-    pub fn decode(&self, token: u32, out: &mut Vec<u8>) {
+    /// Number of bytes of text that tokens stand for, separators left out.
+    pub fn byte_count(&self, tokens: &[u32]) -> u64 {
         match self {
-            Tokenizer::Bytes if token == self.separator() => {}
-            Tokenizer::Bytes => out.extend(u8::try_from(token)),
-        }
-    }
-
-    /// Number of bytes that a token stands for.
-    pub fn byte_count(&self, token: u32) -> u64 {
-        match self {
-            Tokenizer::Bytes => u64::from(token != self.separator()),
+            Tokenizer::Bytes => tokens.iter().filter(|t| **t != self.separator()).count() as u64,
+            Tokenizer::File(tokenizer) => {
+                let documents = tokens.split(|t| *t == self.separator());
+                documents.map(|tokens| tokenizer.decode(tokens).len() as u64).sum()
+            }
         }
     }
 }
@@ -62,19 +63,56 @@ impl Tokenizer {
 #[derive(Debug)]
 pub struct TextStream {
     tokenizer: Tokenizer,
-    /// The beginning of a character.
+    /// The beginning of a character, of byte tokens.
     pending: Vec<u8>,
+    /// All tokens so far, of a `tokenizer.json`, and the bytes of their text that have been shown.
+    tokens: Vec<u32>,
+    shown: usize,
 }
 
 impl TextStream {
     /// An empty stream.
     pub fn new(tokenizer: Tokenizer) -> Self {
-        Self { tokenizer, pending: Vec::new() }
+        Self { tokenizer, pending: Vec::new(), tokens: Vec::new(), shown: 0 }
     }
 
     /// The text that one more token completes; empty where a character is not whole yet.
     pub fn push(&mut self, token: u32) -> String {
-        self.tokenizer.decode(token, &mut self.pending);
+        if token == self.tokenizer.separator() {
+            return String::new();
+        }
+        match &self.tokenizer {
+            Tokenizer::Bytes => {
+                self.pending.extend(u8::try_from(token));
+                self.whole_characters()
+            }
+            Tokenizer::File(tokenizer) => {
+                self.tokens.push(token);
+                let text = tokenizer.decode(&self.tokens);
+                if text.ends_with(char::REPLACEMENT_CHARACTER) {
+                    return String::new();
+                }
+                let new = text.get(self.shown..).unwrap_or_default().to_owned();
+                self.shown = text.len();
+                new
+            }
+        }
+    }
+
+    /// What is left at the end: a character that was never completed.
+    pub fn finish(&mut self) -> String {
+        match &self.tokenizer {
+            Tokenizer::Bytes => match std::mem::take(&mut self.pending)[..] {
+                [] => String::new(),
+                _ => char::REPLACEMENT_CHARACTER.to_string(),
+            },
+            Tokenizer::File(tokenizer) => {
+                tokenizer.decode(&self.tokens).get(self.shown..).unwrap_or_default().to_owned()
+            }
+        }
+    }
+
+    fn whole_characters(&mut self) -> String {
         let mut text = String::new();
         loop {
             match std::str::from_utf8(&self.pending) {
@@ -94,14 +132,6 @@ impl TextStream {
                     self.pending = rest[wrong..].to_vec();
                 }
             }
-        }
-    }
-
-    /// What is left at the end: a character that was never completed.
-    pub fn finish(&mut self) -> String {
-        match std::mem::take(&mut self.pending)[..] {
-            [] => String::new(),
-            _ => char::REPLACEMENT_CHARACTER.to_string(),
         }
     }
 }

@@ -1,0 +1,205 @@
+//! `lockstep data inspect`.
+
+use super::statistics;
+use crate::failure::Failure;
+use crate::train::default_run_dir;
+use crate::{Format, table::thousands};
+use lockstep_config::Config;
+use lockstep_data::Sampler;
+use lockstep_train::{RunCorpus, RunData, data_folder};
+use serde::Serialize;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// A run directory, a folder of prepared data, or a config file.
+    #[arg(value_name = "RUN_OR_DATA")]
+    path: PathBuf,
+    /// Show a sample of the run as text, counted from 0 in training order.
+    #[arg(long, value_name = "N")]
+    sample: Option<u64>,
+    /// Name the documents of a training step, counted from 1 as in metrics.jsonl.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    step: Option<u64>,
+    /// How to print it.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    let Inspected { config, folder, data } = open(&args.path)?;
+    let statistics = statistics::of(&folder, data.corpora());
+    let order = match (&config, args.sample.is_some() || args.step.is_some()) {
+        (_, false) => None,
+        (Some(config), true) => Some(Order::new(config, &data)?),
+        (None, true) => {
+            return Err(Failure::request(format!(
+                "{}: samples and steps are those of a run, and there is no run.toml here\nhint: give the run directory, or \
+                 the config file",
+                args.path.display()
+            )));
+        }
+    };
+    let sample = order.as_ref().zip(args.sample).map(|(order, index)| order.sample(index, true));
+    let step = match (&order, args.step, &config) {
+        (Some(order), Some(step), Some(config)) => {
+            let batch = config.train.global_batch as u64;
+            let samples = (step - 1).saturating_mul(batch)..step.saturating_mul(batch);
+            Some(StepSamples { step, samples: samples.map(|index| order.sample(index, false)).collect() })
+        }
+        _ => None,
+    };
+    let mut out = std::io::stdout().lock();
+    match args.format {
+        Format::Json => {
+            let mut json = statistics::as_json(&statistics);
+            json["sample"] = serde_json::json!(sample);
+            json["step"] = serde_json::json!(step);
+            writeln!(out, "{json:#}")?;
+        }
+        Format::Text => {
+            write!(out, "{}", statistics::as_text(&statistics))?;
+            if let Some(sample) = sample {
+                write!(out, "\n{}\n{}\n", sample.as_text(), printable(sample.text.as_deref().unwrap_or_default()))?;
+            }
+            if let Some(StepSamples { step, samples }) = step {
+                writeln!(out, "\nstep {step}")?;
+                samples.iter().try_for_each(|sample| write!(out, "{}", sample.as_text()))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Inspected {
+    config: Option<Config>,
+    folder: PathBuf,
+    data: RunData,
+}
+
+/// Finds the data that a path stands for.
+fn open(path: &Path) -> Result<Inspected, Failure> {
+    let missing = |folder: &Path| {
+        Failure::request(format!(
+            "{}: no prepared data here\nhint: give a run directory or a folder that `lockstep data prepare` wrote",
+            folder.display()
+        ))
+    };
+    let (config, run_dir) = match path.is_dir() {
+        false => (Some(path.to_owned()), default_run_dir(path)),
+        true => (Some(path.join("run.toml")).filter(|file| file.exists()), path.to_owned()),
+    };
+    if let Some(config) = config {
+        let config = Config::load(&config, &[])?;
+        let folder = data_folder(&config, &run_dir);
+        let data = RunData::open(&config, &folder)?.ok_or_else(|| missing(&folder))?;
+        return Ok(Inspected { config: Some(config), folder, data });
+    }
+    for folder in [path.to_owned(), path.join("data")] {
+        if let Some(data) = RunData::find(&folder)? {
+            return Ok(Inspected { config: None, folder, data });
+        }
+    }
+    Err(missing(path))
+}
+
+/// The samples of a run, and what their documents are called.
+struct Order<'a> {
+    sampler: Sampler,
+    seq: usize,
+    corpora: &'a [RunCorpus],
+    sources: Vec<Vec<PathBuf>>,
+    tokenizers: Vec<lockstep_data::Tokenizer>,
+}
+
+/// A sample, as `--format json` has it.
+#[derive(Serialize)]
+struct Sample {
+    index: u64,
+    corpus: String,
+    epoch: u64,
+    /// The first token's place in the corpus.
+    offset: u64,
+    documents: Vec<SampleDocument>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
+}
+
+/// A document of a sample.
+#[derive(Serialize)]
+struct SampleDocument {
+    file: String,
+    /// The line or row, from 1; none where the file is one document.
+    record: Option<u64>,
+    /// Where it starts in the sample.
+    start: u64,
+    /// Whether it began before the sample.
+    continued: bool,
+}
+
+#[derive(Serialize)]
+struct StepSamples {
+    step: u64,
+    samples: Vec<Sample>,
+}
+
+impl<'a> Order<'a> {
+    fn new(config: &Config, data: &'a RunData) -> Result<Self, Failure> {
+        let corpora = data.corpora();
+        let sources = corpora.iter().map(|corpus| corpus.data.sources()).collect::<Result<_, _>>()?;
+        let tokenizers = corpora.iter().map(|corpus| corpus.data.tokenizer()).collect::<Result<_, _>>()?;
+        Ok(Order { sampler: data.train(config)?, seq: config.train.seq, corpora, sources, tokenizers })
+    }
+
+    fn sample(&self, index: u64, with_text: bool) -> Sample {
+        let place = self.sampler.locate(index);
+        let document = |document: &lockstep_data::Document| {
+            let path = self.sources[place.corpus].get(document.origin.file as usize);
+            SampleDocument {
+                file: path.map_or_else(|| "unknown".to_owned(), |path| path.display().to_string()),
+                record: Some(document.origin.record).filter(|&record| record > 0),
+                start: document.start.saturating_sub(place.offset),
+                continued: document.continued || document.start < place.offset,
+            }
+        };
+        let text = with_text.then(|| {
+            let (mut tokens, mut targets) = (vec![0; self.seq], vec![0; self.seq]);
+            self.sampler.fill(index, &mut tokens, &mut targets);
+            self.tokenizers[place.corpus].decode(&tokens)
+        });
+        Sample {
+            index,
+            corpus: self.corpora[place.corpus].name.clone(),
+            epoch: place.epoch,
+            offset: place.offset,
+            documents: self.sampler.documents(index).iter().map(document).collect(),
+            text,
+        }
+    }
+}
+
+impl Sample {
+    fn as_text(&self) -> String {
+        let corpus = if self.corpus.is_empty() { String::new() } else { format!(" of {}", self.corpus) };
+        let (epoch, offset) = (self.epoch, thousands(self.offset));
+        let mut text = format!("sample {}{corpus}: epoch {epoch}, tokens from {offset} on\n", self.index);
+        for document in &self.documents {
+            let record = document.record.map_or(String::new(), |record| format!(":{record}"));
+            let begun = if document.continued { " (began earlier)" } else { "" };
+            text.push_str(&format!("  {:>8}  {}{record}{begun}\n", document.start, printable(&document.file)));
+        }
+        text
+    }
+}
+
+/// Text with nothing in it that a terminal would act on.
+fn printable(text: &str) -> String {
+    let shown = |c: char| match c {
+        '\n' | '\t' => c,
+        '\0' => '\u{2400}',
+        c if c.is_control() => char::REPLACEMENT_CHARACTER,
+        c => c,
+    };
+    text.chars().map(shown).collect()
+}

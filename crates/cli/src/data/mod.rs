@@ -1,0 +1,22 @@
+//! `lockstep data`: text to tokens, and a look at what came of it.
+
+mod inspect;
+mod prepare;
+mod statistics;
+
+use crate::failure::Failure;
+
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Tokenise a config's data, as `train` would do by itself; goes on where an earlier call stopped.
+    Prepare(prepare::Args),
+    /// Show what prepared data hold: counts, any sample as text, the documents of a training step.
+    Inspect(inspect::Args),
+}
+
+pub fn run(command: Command) -> Result<(), Failure> {
+    match command {
+        Command::Prepare(args) => prepare::run(args),
+        Command::Inspect(args) => inspect::run(args),
+    }
+}

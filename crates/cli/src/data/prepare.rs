@@ -1,0 +1,43 @@
+//! `lockstep data prepare`.
+
+use super::statistics;
+use crate::failure::Failure;
+use crate::progress::Progress;
+use crate::{ConfigArgs, Format};
+use lockstep_train::prepare_data;
+use std::io::Write;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Where the data go; the folder that `train` will look in if not given.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// The run directory that the data are for, as `train` takes it.
+    #[arg(long, value_name = "DIR", conflicts_with = "out")]
+    run_dir: Option<PathBuf>,
+    /// How to print the result.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    let config = args.config.load()?;
+    let run_dir = args.config.run_dir(args.run_dir);
+    let mut progress = Progress::new(0);
+    let result = prepare_data(&config, &run_dir, args.out.as_deref(), &mut |corpus, at| {
+        let what = if corpus.is_empty() { "preparing data".to_owned() } else { format!("preparing {corpus}") };
+        progress.work(&what, at.bytes_done, at.bytes_total, lockstep_ir::units::bytes);
+    });
+    progress.clear();
+    let (data, folder) = result?;
+    let statistics = statistics::of(&folder, data.corpora());
+    let mut out = std::io::stdout().lock();
+    match args.format {
+        Format::Json => writeln!(out, "{:#}", statistics::as_json(&statistics))?,
+        Format::Text => write!(out, "{}", statistics::as_text(&statistics))?,
+    }
+    Ok(())
+}

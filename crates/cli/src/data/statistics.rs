@@ -1,0 +1,118 @@
+//! What prepared data hold, in numbers.
+
+use crate::table::{table, thousands};
+use lockstep_data::{SplitSummary, TokenizerSpec};
+use lockstep_ir::units;
+use lockstep_train::RunCorpus;
+use serde::Serialize;
+use std::path::Path;
+
+/// The statistics of a folder of prepared data; the fields of `--format json`.
+#[derive(Debug, Serialize)]
+pub struct Statistics {
+    folder: String,
+    tokenizer: String,
+    vocabulary: u32,
+    separator: u32,
+    corpora: Vec<CorpusStatistics>,
+}
+
+#[derive(Debug, Serialize)]
+struct CorpusStatistics {
+    name: String,
+    weight: f64,
+    files: u64,
+    empty_files: u64,
+    train: SplitStatistics,
+    validation: Option<SplitStatistics>,
+}
+
+#[derive(Debug, Serialize)]
+struct SplitStatistics {
+    documents: u64,
+    tokens: u64,
+    bytes: u64,
+    tokens_per_document: f64,
+    bytes_per_token: f64,
+    shards: u64,
+}
+
+/// Counts the corpora of a folder.
+pub fn of(folder: &Path, corpora: &[RunCorpus]) -> Statistics {
+    let tokenizer = corpora.first().map(|corpus| match &corpus.data.spec().tokenizer {
+        TokenizerSpec::Bytes => "bytes".to_owned(),
+        TokenizerSpec::File { path, .. } => path.display().to_string(),
+    });
+    let largest = |of: fn(&RunCorpus) -> u32| corpora.iter().map(of).max().unwrap_or(0);
+    Statistics {
+        folder: folder.display().to_string(),
+        tokenizer: tokenizer.unwrap_or_default(),
+        vocabulary: largest(|corpus| corpus.data.vocabulary()),
+        separator: largest(|corpus| corpus.data.separator()),
+        corpora: corpora.iter().map(of_corpus).collect(),
+    }
+}
+
+fn of_corpus(corpus: &RunCorpus) -> CorpusStatistics {
+    CorpusStatistics {
+        name: corpus.name.clone(),
+        weight: corpus.weight,
+        files: corpus.data.files(),
+        empty_files: corpus.data.empty_files(),
+        train: of_split(corpus.data.train_summary()),
+        validation: corpus.data.validation_summary().map(of_split),
+    }
+}
+
+fn of_split(split: &SplitSummary) -> SplitStatistics {
+    let ratio = |a: u64, b: u64| a as f64 / b.max(1) as f64;
+    SplitStatistics {
+        documents: split.documents,
+        tokens: split.tokens,
+        bytes: split.bytes,
+        tokens_per_document: ratio(split.tokens, split.documents),
+        bytes_per_token: ratio(split.bytes, split.tokens),
+        shards: split.shards.len() as u64,
+    }
+}
+
+/// For programs.
+pub fn as_json(statistics: &Statistics) -> serde_json::Value {
+    serde_json::json!(statistics)
+}
+
+/// For people.
+pub fn as_text(statistics: &Statistics) -> String {
+    let mut rows = Vec::new();
+    for corpus in &statistics.corpora {
+        let splits = [("train", Some(&corpus.train)), ("validation", corpus.validation.as_ref())];
+        for (name, split) in splits.into_iter().filter_map(|(name, split)| Some((name, split?))) {
+            rows.push(vec![
+                [corpus.name.as_str(), name].join(" ").trim().to_owned(),
+                thousands(split.documents),
+                thousands(split.tokens),
+                units::bytes(split.bytes),
+                format!("{:.1}", split.tokens_per_document),
+                format!("{:.2}", split.bytes_per_token),
+                thousands(split.shards),
+            ]);
+        }
+    }
+    let header = ["split", "documents", "tokens", "text", "tokens/document", "bytes/token", "shards"];
+    let total: f64 = statistics.corpora.iter().map(|corpus| corpus.weight).sum();
+    let shares: Vec<String> = statistics
+        .corpora
+        .iter()
+        .filter(|corpus| !corpus.name.is_empty())
+        .map(|corpus| format!("{} {:.1}%", corpus.name, 100.0 * corpus.weight / total))
+        .collect();
+    let shares = if shares.is_empty() { String::new() } else { format!("mixture: {}\n", shares.join(", ")) };
+    format!(
+        "{}\ntokenizer {}, vocabulary {}, separator {}\n{shares}{}",
+        statistics.folder,
+        statistics.tokenizer,
+        thousands(statistics.vocabulary.into()),
+        statistics.separator,
+        table(&header, &rows)
+    )
+}

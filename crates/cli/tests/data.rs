@@ -1,0 +1,175 @@
+//! `lockstep data`: prepare, inspect, and what `train` makes of it.
+
+mod common;
+
+use common::{CONFIG, Place};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures").join(name)
+}
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap()
+}
+
+/// A place with a corpus of text and one of records, mixed 1 : 3, and the test tokenizer.
+fn mixed() -> Place {
+    let place = Place::new();
+    std::fs::copy(fixture("tokenizer.json"), place.path("tokenizer.json")).unwrap();
+    let lines: String = (0..600u64).map(|i| format!("{{\"body\": \"record {i}: {}\"}}\n", i * i)).collect();
+    std::fs::write(place.path("records.jsonl"), lines).unwrap();
+    let data = "text_field = \"body\"\ntokenizer = \"tokenizer.json\"\n\
+                corpora = [{ name = \"text\", paths = [\"corpus\"], weight = 1 }, \
+                { name = \"records\", paths = [\"records.jsonl\"], weight = 3 }]";
+    place.config(&CONFIG.replace("paths = [\"corpus\"]", data).replace("vocab_size = 256", "vocab_size = 1000"));
+    place
+}
+
+#[test]
+fn train_uses_what_prepare_made() {
+    let place = Place::new();
+    let text = place.ok(&["data", "prepare", "run.toml", "--run-dir", "run"]);
+    assert!(text.starts_with("run/data\ntokenizer bytes, vocabulary 256, separator 0\n"), "{text}");
+    let made = std::fs::metadata(place.path("run/data/train.shard")).unwrap().modified().unwrap();
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    assert_eq!(std::fs::metadata(place.path("run/data/train.shard")).unwrap().modified().unwrap(), made);
+    place.ok(&["train", "run.toml", "--run-dir", "alone"]);
+    assert_eq!(place.trajectory("run"), place.trajectory("alone"));
+}
+
+#[test]
+fn prepare_notices_new_files_until_the_run_has_started() {
+    let place = Place::new();
+    let documents = || {
+        let args = ["data", "prepare", "run.toml", "--run-dir", "run", "--format", "json"];
+        let corpus = json(&place.ok(&args))["corpora"][0].clone();
+        corpus["train"]["documents"].as_u64().unwrap() + corpus["validation"]["documents"].as_u64().unwrap()
+    };
+    assert_eq!(documents(), 8);
+    std::fs::write(place.path("corpus/new.txt"), "a new file").unwrap();
+    assert_eq!(documents(), 9);
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    std::fs::write(place.path("corpus/newer.txt"), "a newer file").unwrap();
+    assert_eq!(documents(), 9, "a run keeps the data it began with");
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+}
+
+#[test]
+fn a_shared_folder_serves_several_runs_and_is_not_overwritten() {
+    let place = Place::new();
+    let shared = ["--set", "data.prepared=shared"];
+    place.ok(&[&["data", "prepare", "run.toml"], &shared[..]].concat());
+    assert!(place.path("shared/data.json").exists());
+    for run in ["a", "b"] {
+        place.ok(&[&["train", "run.toml", "--run-dir", run], &shared[..]].concat());
+        assert!(!place.path(run).join("data").exists());
+    }
+    let other = ["train", "run.toml", "--run-dir", "c", "--set", "data.validation_fraction=0.2"];
+    assert_eq!(
+        place.fails(2, &[&other[..], &shared].concat()),
+        "error: shared holds data that were prepared with other settings\n\
+         hint: choose another data.prepared, or delete the folder if nothing else uses it\n"
+    );
+}
+
+#[test]
+fn corpora_are_mixed_and_every_step_knows_its_documents() {
+    let place = mixed();
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let found = json(&place.ok(&["data", "inspect", "run", "--step", "3", "--format", "json"]));
+    assert_eq!(found["vocabulary"], 1000);
+    assert_eq!(found["corpora"][1]["name"], "records");
+    let documents = |split: &str| found["corpora"][1][split]["documents"].as_u64().unwrap();
+    assert_eq!((documents("train"), documents("validation")), (570, 30));
+
+    let samples = found["step"]["samples"].as_array().unwrap();
+    assert_eq!(samples.len(), 8);
+    assert_eq!(samples[0]["index"], 16, "step 3 follows two steps of 8 samples");
+    let from_text = samples.iter().filter(|sample| sample["corpus"] == "text").count();
+    assert_eq!(from_text, 2);
+    let record = samples.iter().find(|sample| sample["corpus"] == "records").unwrap();
+    let document = &record["documents"][1];
+    assert!(document["file"].as_str().unwrap().ends_with("records.jsonl"));
+
+    // The text of a sample holds the record that it names.
+    let index = record["index"].to_string();
+    let sample = &json(&place.ok(&["data", "inspect", "run", "--sample", &index, "--format", "json"]))["sample"];
+    let named = sample["documents"][1]["record"].as_u64().unwrap();
+    let text = sample["text"].as_str().unwrap();
+    assert!(text.contains(&format!("record {}: ", named - 1)), "{named}: {text}");
+
+    let text = place.ok(&["data", "inspect", "run", "--sample", &index]);
+    assert!(text.contains("mixture: text 25.0%, records 75.0%") && text.contains("records.jsonl:"), "{text}");
+    let text = place.ok(&["data", "inspect", "run/data"]);
+    assert!(text.contains("records train"), "{text}");
+}
+
+#[test]
+fn a_mixture_resumes_and_another_mixture_is_refused() {
+    let place = mixed();
+    let args = ["train", "run.toml", "--run-dir", "run"];
+    place.ok(&["train", "run.toml", "--run-dir", "whole"]);
+    place.ok(&args);
+    for step in [15, 20] {
+        std::fs::remove_dir_all(place.path(&format!("run/checkpoints/step-{step:08}"))).unwrap();
+    }
+    // The data have a copy of the tokenizer.
+    std::fs::remove_file(place.path("tokenizer.json")).unwrap();
+    place.ok(&args);
+    assert_eq!(place.trajectory("run"), place.trajectory("whole"));
+    let config = std::fs::read_to_string(place.path("run.toml")).unwrap();
+    place.config(&config.replace("weight = 3", "weight = 4"));
+    let text = place.fails(2, &args);
+    assert!(text.contains("data.corpora: [{ name = \"text\"") && text.contains("weight = 4.0"), "{text}");
+}
+
+#[test]
+fn a_vocabulary_smaller_than_the_tokenizer_is_refused() {
+    let place = mixed();
+    for command in [&["train"][..], &["data", "prepare"]] {
+        let text = place.fails(2, &[command, &["run.toml", "--set", "model.vocab_size=999"]].concat());
+        assert_eq!(
+            text,
+            "error: model.vocab_size is 999, the tokenizer \"tokenizer.json\" makes tokens up to 999\n\
+             hint: set model.vocab_size = 1000\n"
+        );
+    }
+}
+
+#[test]
+fn killed_at_any_moment_prepare_finishes_with_the_same_bytes() {
+    let place = mixed();
+    // Enough text that most kills hit the work.
+    let long: String = (0..60_000).map(|i| format!("line {i} of a longer text\n")).collect();
+    std::fs::write(place.path("corpus/long.txt"), long).unwrap();
+    let args = |out| vec!["data", "prepare", "run.toml", "--out", out];
+    place.ok(&args("whole"));
+    for attempt in 0..6 {
+        let mut child = place.command(&args("killed")).stderr(std::process::Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(20 + lockstep_ir::counter::bits(7, attempt) % 300));
+        // It may have finished.
+        let _ = child.kill();
+        child.wait().unwrap();
+    }
+    place.ok(&args("killed"));
+    for name in ["text/data.json", "text/train.shard", "text/validation.shard", "records/train.shard"] {
+        let read = |out: &str| std::fs::read(place.path(out).join(name)).unwrap();
+        assert!(read("whole") == read("killed"), "{name}");
+    }
+}
+
+#[test]
+fn inspect_says_what_it_needs() {
+    let place = Place::new();
+    let text = place.fails(2, &["data", "inspect", "."]);
+    assert!(text.contains("no prepared data here\nhint: "), "{text}");
+    place.ok(&["data", "prepare", "run.toml", "--out", "out"]);
+    let text = place.fails(2, &["data", "inspect", "out", "--sample", "1"]);
+    assert!(text.contains("there is no run.toml here\nhint: give the run directory"), "{text}");
+    place.ok(&["data", "prepare", "run.toml"]);
+    let text = place.ok(&["data", "inspect", "run.toml", "--sample", "1"]);
+    assert!(text.contains("sample 1: epoch 0, tokens from") && text.contains("corpus/"), "{text}");
+}

@@ -1,0 +1,97 @@
+//! Files that are one document each.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+
+use super::{Content, Cursor, Unit};
+use crate::cut::{LOOK_AHEAD, PIECE_BYTES, first_cut};
+use crate::holdout::{HoldOut, Split};
+use crate::scan::SourceFile;
+use crate::{DataError, Origin};
+
+/// The most text in one unit, before its end moves to a fitting place.
+const UNIT_BYTES: u64 = 16 * PIECE_BYTES;
+
+/// Reads a file of text, which must have the length it was listed with.
+pub(super) struct Text {
+    reader: File,
+    /// Bytes that were read but are after the last unit.
+    ahead: Vec<u8>,
+    /// The stretch of one split that was read last, and the byte it ends at.
+    stretch: Option<(Split, u64)>,
+}
+
+impl Text {
+    pub(super) fn open(file: &SourceFile, at: Cursor) -> Result<Self, DataError> {
+        let unreadable = |cause| DataError::unreadable(&file.path, cause);
+        let mut reader = File::open(&file.path).map_err(unreadable)?;
+        reader.seek(SeekFrom::Start(at.offset)).map_err(unreadable)?;
+        Ok(Text { reader, ahead: Vec::new(), stretch: None })
+    }
+
+    pub(super) fn next(
+        &mut self,
+        file: &SourceFile,
+        holdout: &HoldOut,
+        first_piece: u64,
+        cut_anywhere: bool,
+        at: Cursor,
+    ) -> Result<Option<Unit>, DataError> {
+        if at.offset == file.bytes {
+            return self.finish(file);
+        }
+        // After a restart, the byte before says whether a stretch goes on.
+        let before = || Some(holdout.stretch(file, first_piece, at.nominal.checked_sub(1)?));
+        let (begins, (split, stretch_end)) = match self.stretch.or_else(before) {
+            Some((split, end)) if at.nominal < end => (false, (split, end)),
+            _ => (true, holdout.stretch(file, first_piece, at.nominal)),
+        };
+        self.stretch = Some((split, stretch_end));
+        // Units end at the same places wherever reading began.
+        let unit_end = (at.nominal / UNIT_BYTES + 1) * UNIT_BYTES;
+        let nominal = stretch_end.min(unit_end);
+        let ahead = if cut_anywhere { 0 } else { LOOK_AHEAD as u64 };
+        let have = at.offset + self.ahead.len() as u64;
+        let wanted = (nominal + ahead).min(file.bytes).saturating_sub(have) as usize;
+        let mut text = std::mem::take(&mut self.ahead);
+        let start = text.len();
+        text.resize(start + wanted, 0);
+        self.reader.read_exact(&mut text[start..]).map_err(|cause| match cause.kind() {
+            io::ErrorKind::UnexpectedEof => changed(file),
+            _ => DataError::unreadable(&file.path, cause),
+        })?;
+
+        let planned = (nominal - at.offset) as usize;
+        let cut = match nominal == file.bytes || cut_anywhere {
+            true => planned,
+            false => planned + first_cut(&text[planned..]),
+        };
+        self.ahead = text.split_off(cut);
+        let offset = at.offset + cut as u64;
+        // A split that ends in the middle of the last character has nothing left after it.
+        let ends = nominal == stretch_end || offset == file.bytes;
+        Ok(Some(Unit {
+            content: Content::Text(text),
+            split,
+            origin: Origin { file: at.file, record: 0 },
+            begins,
+            ends,
+            offset: at.offset,
+            after: Cursor { offset, nominal, ..at },
+            input_bytes: offset,
+        }))
+    }
+
+    /// Checks that nothing is left.
+    fn finish(&mut self, file: &SourceFile) -> Result<Option<Unit>, DataError> {
+        match self.reader.read(&mut [0]) {
+            Ok(0) => Ok(None),
+            Ok(_) => Err(changed(file)),
+            Err(cause) => Err(DataError::unreadable(&file.path, cause)),
+        }
+    }
+}
+
+fn changed(file: &SourceFile) -> DataError {
+    DataError::Changed { path: file.path.clone(), bytes: file.bytes }
+}

@@ -1,0 +1,128 @@
+//! Several shards as one run of tokens.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::{DataError, Document, Shard};
+
+/// Shards end to end. Where one ends and the next begins cannot be told from the tokens: a sequence may span both.
+#[derive(Debug)]
+pub struct TokenStream {
+    shards: Vec<Arc<Shard>>,
+    /// Where each shard begins, and after the last the number of all tokens.
+    starts: Vec<u64>,
+}
+
+impl TokenStream {
+    /// Joins shards, of which there is at least one.
+    ///
+    /// # Panics
+    ///
+    /// If there is none, or they hold more than 2⁶⁴ tokens.
+    pub fn new(shards: Vec<Arc<Shard>>) -> Self {
+        assert!(!shards.is_empty(), "a stream has at least one shard");
+        let mut starts = vec![0u64];
+        for shard in &shards {
+            let end = starts[starts.len() - 1].checked_add(shard.len());
+            starts.push(end.expect("mapped files hold fewer than 2⁶⁴ tokens"));
+        }
+        TokenStream { shards, starts }
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> u64 {
+        self.starts[self.shards.len()]
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The shards, in order.
+    pub fn shards(&self) -> &[Arc<Shard>] {
+        &self.shards
+    }
+
+    /// The file of the first shard, to name the stream by.
+    pub fn path(&self) -> &Path {
+        self.shards[0].path()
+    }
+
+    /// Reads every shard and compares its hash with its header's.
+    pub fn verify(&self) -> Result<(), DataError> {
+        self.shards.iter().try_for_each(|shard| shard.verify())
+    }
+
+    /// Copies the tokens from `offset` on until `tokens` is full. Does not allocate.
+    ///
+    /// # Panics
+    ///
+    /// If the range ends after the last token.
+    pub fn copy(&self, mut offset: u64, mut tokens: &mut [u32]) {
+        let end = offset.checked_add(tokens.len() as u64);
+        assert!(
+            end.is_some_and(|end| end <= self.len()),
+            "{} tokens from {offset} on are outside a stream of {}",
+            tokens.len(),
+            self.len()
+        );
+        while !tokens.is_empty() {
+            let shard = self.shard_at(offset);
+            let left = self.starts[shard + 1] - offset;
+            let here = tokens.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+            let (now, rest) = tokens.split_at_mut(here);
+            self.shards[shard].copy(offset - self.starts[shard], now);
+            offset += here as u64;
+            tokens = rest;
+        }
+    }
+
+    /// Calls `visit` with every document that begins in `from..to`, in order. Does not allocate.
+    pub fn documents_beginning_in(&self, from: u64, to: u64, mut visit: impl FnMut(Document)) {
+        let first = self.starts.partition_point(|&start| start <= from).saturating_sub(1);
+        for (shard, &base) in self.shards.iter().zip(&self.starts).skip(first) {
+            if base >= to {
+                break;
+            }
+            let mut index = shard.first_document_from(from.saturating_sub(base));
+            while index < shard.documents() {
+                let document = shard.document(index);
+                let start = base.saturating_add(document.start);
+                if start >= to {
+                    break;
+                }
+                if !document.continued {
+                    visit(Document { start, ..document });
+                }
+                index += 1;
+            }
+        }
+    }
+
+    /// The document that the token at `offset` belongs to; its start is at most `offset`, and where it is `continued`
+    /// it began earlier still.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such token.
+    pub fn document_at(&self, offset: u64) -> Document {
+        assert!(offset < self.len(), "token {offset} is outside a stream of {}", self.len());
+        let shard = self.shard_at(offset);
+        let base = self.starts[shard];
+        let after = self.shards[shard].first_document_from(offset - base + 1);
+        let document = self.shards[shard].document(after.saturating_sub(1));
+        Document { start: base + document.start, ..document }
+    }
+
+    /// The shard that holds the token at `offset`.
+    fn shard_at(&self, offset: u64) -> usize {
+        self.starts.partition_point(|&start| start <= offset) - 1
+    }
+}
+
+impl From<Shard> for TokenStream {
+    fn from(shard: Shard) -> Self {
+        TokenStream::new(vec![Arc::new(shard)])
+    }
+}

@@ -1,0 +1,223 @@
+//! Text to tokens and back.
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::cut;
+use crate::prepared::hexadecimal;
+use crate::shard::Width;
+use crate::{BYTE_VOCABULARY, DataError, SEPARATOR};
+
+/// The largest `tokenizer.json` that is read; the largest in use have about 35 MB.
+const MAX_FILE_BYTES: u64 = 256 << 20;
+
+/// Tokens that end a document, by the names that published tokenizers give them.
+const END_TOKENS: [&str; 4] = ["<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>"];
+
+/// Which tokenizer to use. Two are equal only if they make the same tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum TokenizerSpec {
+    /// A token is a byte.
+    #[default]
+    Bytes,
+    /// A Hugging Face `tokenizer.json`.
+    File {
+        /// Where it is.
+        path: PathBuf,
+        /// The hash of its bytes.
+        #[serde(with = "hexadecimal")]
+        xxh3: u64,
+        /// The token that ends a document; where none is given, the tokenizer must have one of the usual ones.
+        end_token: Option<String>,
+    },
+}
+
+impl TokenizerSpec {
+    /// The tokenizer in a file, as the file is now.
+    pub fn file(path: &Path, end_token: Option<String>) -> Result<Self, DataError> {
+        if path.to_str().is_none() {
+            return Err(DataError::PathNotUtf8 { path: path.to_owned() });
+        }
+        let xxh3 = xxh3_64(&read(path)?);
+        Ok(TokenizerSpec::File { path: path.to_owned(), xxh3, end_token })
+    }
+}
+
+/// Makes tokens of text.
+pub struct Tokenizer {
+    model: Model,
+    separator: u32,
+    vocabulary: u32,
+}
+
+enum Model {
+    Bytes,
+    File { path: PathBuf, tokenizer: Box<tokenizers::Tokenizer>, source: Vec<u8> },
+}
+
+impl Tokenizer {
+    /// Loads the tokenizer that `spec` names, which must not have changed since.
+    pub fn open(spec: &TokenizerSpec) -> Result<Self, DataError> {
+        match spec {
+            TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
+            TokenizerSpec::File { path, xxh3, end_token } => {
+                let source = read(path)?;
+                if xxh3_64(&source) != *xxh3 {
+                    return Err(DataError::tokenizer(path, "it changed while it was in use", "run the command again"));
+                }
+                Tokenizer::parse(path, source, end_token.as_deref())
+            }
+        }
+    }
+
+    /// The tokenizer whose tokens are bytes.
+    pub fn bytes() -> Self {
+        Tokenizer { model: Model::Bytes, separator: SEPARATOR.into(), vocabulary: BYTE_VOCABULARY }
+    }
+
+    fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
+        const HINT: &str = "give a tokenizer.json as Hugging Face's tokenizers library saves it";
+        let refuse = |cause: String| DataError::tokenizer(path, format!("not a tokenizer: {cause}"), HINT);
+        // The library promises errors, but a file made up to hurt may still meet a panic in it.
+        let loaded = catch_unwind(|| tokenizers::Tokenizer::from_bytes(&source));
+        let mut tokenizer = loaded
+            .map_err(|_| refuse("the library that reads it gave up".into()))?
+            .map_err(|error| refuse(short(&error)))?;
+        // Padding and truncation are for batches of sentences, and text is never to stand for a special token.
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(|error| refuse(short(&error)))?;
+        tokenizer.set_encode_special_tokens(true);
+
+        let largest = tokenizer.get_vocab(true).into_values().max();
+        let largest = largest.ok_or_else(|| refuse("it has no tokens".into()))?;
+        if largest > MAX_TOKEN {
+            return Err(refuse(format!("it has a token {largest}, and at most {MAX_TOKEN} is accepted")));
+        }
+        let separator = match end_token {
+            Some(token) => tokenizer.token_to_id(token).ok_or_else(|| {
+                let problem = format!("it has no token {token:?}, which data.end_token names");
+                DataError::tokenizer(path, problem, "name a token of its vocabulary")
+            })?,
+            None => END_TOKENS.iter().find_map(|token| tokenizer.token_to_id(token)).ok_or_else(|| {
+                let problem = format!("it has none of the usual tokens to end a document ({})", END_TOKENS.join(", "));
+                DataError::tokenizer(path, problem, "name the token to use in data.end_token")
+            })?,
+        };
+        let model = Model::File { path: path.to_owned(), tokenizer: Box::new(tokenizer), source };
+        Ok(Tokenizer { model, separator, vocabulary: largest + 1 })
+    }
+
+    /// One more than the largest token it can make: the smallest vocabulary of a model for it.
+    pub fn vocabulary(&self) -> u32 {
+        self.vocabulary
+    }
+
+    /// The token after each document.
+    pub fn separator(&self) -> u32 {
+        self.separator
+    }
+
+    /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.
+    pub fn is_bytes(&self) -> bool {
+        matches!(self.model, Model::Bytes)
+    }
+
+    /// The `tokenizer.json` it was read from.
+    pub(crate) fn source(&self) -> Option<&[u8]> {
+        match &self.model {
+            Model::Bytes => None,
+            Model::File { source, .. } => Some(source),
+        }
+    }
+
+    pub(crate) fn width(&self) -> Width {
+        Width::of(self.vocabulary)
+    }
+
+    /// Appends the tokens of a text, each as the bytes of [`width`](Self::width). Memory grows with the result only.
+    pub(crate) fn encode(&self, text: &str, tokens: &mut Vec<u8>) -> Result<(), DataError> {
+        let (path, tokenizer) = match &self.model {
+            Model::Bytes => {
+                tokens.extend(text.as_bytes());
+                return Ok(());
+            }
+            Model::File { path, tokenizer, .. } => (path, tokenizer),
+        };
+        let refuse = |cause: String| {
+            let problem = format!("it cannot make tokens of a text: {cause}");
+            DataError::tokenizer(path, problem, "check the tokenizer with the library it was made with")
+        };
+        for stretch in cut::stretches(text) {
+            let encoding = catch_unwind(AssertUnwindSafe(|| tokenizer.encode_fast(stretch, false)))
+                .map_err(|_| refuse("the library that reads it gave up".into()))?
+                .map_err(|error| refuse(short(&error)))?;
+            let ids = encoding.get_ids();
+            if let Some(id) = ids.iter().find(|&&id| id >= self.vocabulary) {
+                return Err(refuse(format!("it made a token {id} that is not in its vocabulary")));
+            }
+            self.width().append(ids, tokens);
+        }
+        Ok(())
+    }
+
+    /// The tokens of a text.
+    pub fn tokens(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        let mut bytes = Vec::new();
+        self.encode(text, &mut bytes)?;
+        let token = |b: &[u8]| b.iter().rev().fold(0, |token, byte| token << 8 | u32::from(*byte));
+        Ok(bytes.chunks_exact(self.width() as usize).map(token).collect())
+    }
+
+    /// The text of some tokens, separators shown by name; what is not text shows as replacement characters.
+    pub fn decode(&self, tokens: &[u32]) -> String {
+        match &self.model {
+            Model::Bytes => {
+                let bytes: Vec<u8> = tokens.iter().map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Model::File { tokenizer, .. } => {
+                let decoded = catch_unwind(AssertUnwindSafe(|| tokenizer.decode(tokens, false).ok()));
+                decoded.ok().flatten().unwrap_or_else(|| char::REPLACEMENT_CHARACTER.to_string())
+            }
+        }
+    }
+}
+
+/// The largest token accepted, far above any vocabulary in use: it bounds what a made-up file can ask for.
+const MAX_TOKEN: u32 = (1 << 24) - 1;
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = match &self.model {
+            Model::Bytes => Path::new("bytes"),
+            Model::File { path, .. } => path,
+        };
+        f.debug_struct("Tokenizer").field("path", &path).field("vocabulary", &self.vocabulary).finish()
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, DataError> {
+    let unreadable = |cause| DataError::unreadable(path, cause);
+    let file = File::open(path).map_err(unreadable)?;
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        let problem = format!("longer than {} MiB, so not a tokenizer", MAX_FILE_BYTES >> 20);
+        return Err(DataError::tokenizer(path, problem, "give a tokenizer.json, or \"bytes\""));
+    }
+    Ok(bytes)
+}
+
+/// The first line of what the library says, without what a terminal would act on.
+fn short(error: &dyn fmt::Display) -> String {
+    let text = error.to_string();
+    let line = text.lines().next().unwrap_or_default();
+    line.chars().take(200).map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
+}

@@ -1,0 +1,254 @@
+//! Tokenising on all cores, with the results in the order of the text.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Mutex, PoisonError};
+use std::thread::Scope;
+
+use serde::Deserializer;
+use serde::de::{self, IgnoredAny, MapAccess, Visitor};
+
+use crate::holdout::Split;
+use crate::scan::SourceFile;
+use crate::source::{Content, Cursor, MAX_RECORD_BYTES, Unit};
+use crate::{DataError, Origin, Tokenizer};
+
+/// Units with about this much text are handed to a thread at once.
+const BATCH_BYTES: usize = 256 << 10;
+const BATCH_UNITS: usize = 1024;
+
+/// The most text that is between reading and writing, unless a single unit is longer.
+const IN_FLIGHT_BYTES: usize = 48 << 20;
+
+/// A unit as tokens.
+#[derive(Debug)]
+pub(crate) struct Tokenised {
+    /// As bytes of the tokenizer's width, with the separator if the document ends.
+    pub(crate) tokens: Vec<u8>,
+    pub(crate) text_bytes: u64,
+    pub(crate) split: Split,
+    pub(crate) origin: Origin,
+    pub(crate) begins: bool,
+    pub(crate) after: Cursor,
+    pub(crate) input_bytes: u64,
+}
+
+/// What the threads need to know.
+#[derive(Clone, Copy)]
+pub(crate) struct Work<'a> {
+    pub(crate) files: &'a [SourceFile],
+    pub(crate) text_field: &'a str,
+    pub(crate) tokenizer: &'a Tokenizer,
+}
+
+/// A batch and its number.
+type Job = (u64, Vec<Unit>);
+
+/// The results of a batch and its number.
+type Done = (u64, Vec<Result<Tokenised, DataError>>);
+
+/// Where the threads get their work from.
+pub(crate) type Queue = Mutex<Option<Receiver<Job>>>;
+
+/// Threads that tokenise batches of units.
+pub(crate) struct Workers {
+    jobs: Sender<Job>,
+    done: Receiver<Done>,
+    threads: usize,
+    batch: Vec<Unit>,
+    batch_bytes: usize,
+    /// Text bytes of each batch that was sent and not taken back.
+    in_flight: BTreeMap<u64, usize>,
+    sent: u64,
+    early: BTreeMap<u64, Vec<Result<Tokenised, DataError>>>,
+}
+
+impl Workers {
+    /// Starts the threads, which end with the scope or when this is dropped.
+    pub(crate) fn start<'scope>(
+        scope: &'scope Scope<'scope, '_>,
+        threads: usize,
+        queue: &'scope Queue,
+        work: Work<'scope>,
+    ) -> Self {
+        let (jobs, waiting) = mpsc::channel();
+        let (finished, done) = mpsc::channel();
+        *lock(queue) = Some(waiting);
+        for _ in 0..threads {
+            let finished = finished.clone();
+            scope.spawn(move || {
+                // One thread waits for the next batch with the queue locked, the others for the lock.
+                while let Some((number, units)) = lock(queue).as_ref().and_then(|jobs| jobs.recv().ok()) {
+                    let results = units.into_iter().map(|unit| tokenise(unit, work)).collect();
+                    if finished.send((number, results)).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        Workers {
+            jobs,
+            done,
+            threads,
+            batch: Vec::new(),
+            batch_bytes: 0,
+            in_flight: BTreeMap::new(),
+            sent: 0,
+            early: BTreeMap::new(),
+        }
+    }
+
+    /// Whether more units may be added before results are taken.
+    pub(crate) fn has_room(&self) -> bool {
+        let bytes: usize = self.in_flight.values().sum();
+        bytes + self.batch_bytes < IN_FLIGHT_BYTES && self.in_flight.len() < 4 * self.threads + 2
+    }
+
+    /// Adds the next unit.
+    pub(crate) fn add(&mut self, unit: Unit) {
+        self.batch_bytes += unit.content.bytes().len();
+        self.batch.push(unit);
+        if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_UNITS {
+            self.flush();
+        }
+    }
+
+    /// Sends what was added, though it is little.
+    pub(crate) fn flush(&mut self) {
+        let batch = std::mem::take(&mut self.batch);
+        let bytes = std::mem::take(&mut self.batch_bytes);
+        if !batch.is_empty() {
+            // The queue outlives the sender, so this cannot fail.
+            let _ = self.jobs.send((self.sent, batch));
+            self.in_flight.insert(self.sent, bytes);
+            self.sent += 1;
+        }
+    }
+
+    /// The results of the oldest batch that was sent; none if all have been taken.
+    pub(crate) fn take(&mut self) -> Option<Vec<Result<Tokenised, DataError>>> {
+        let (&oldest, _) = self.in_flight.first_key_value()?;
+        loop {
+            if let Some(results) = self.early.remove(&oldest) {
+                self.in_flight.remove(&oldest);
+                return Some(results);
+            }
+            let (number, results) = self.done.recv().expect("a thread panicked outside of the tokenizer");
+            self.early.insert(number, results);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
+    let Unit { content, split, origin, begins, ends, offset, after, input_bytes } = unit;
+    let path = &work.files[origin.file as usize].path;
+    let tokenizer = work.tokenizer;
+    let mut tokens = Vec::new();
+    let text_bytes = match content {
+        Content::Text(bytes) if tokenizer.is_bytes() => {
+            tokens = bytes;
+            tokens.len()
+        }
+        Content::Text(bytes) => {
+            let text = std::str::from_utf8(&bytes).map_err(|error| not_utf8(path, origin, offset, &error))?;
+            tokenizer.encode(text, &mut tokens)?;
+            text.len()
+        }
+        Content::JsonLine(line) => {
+            let line = std::str::from_utf8(&line).map_err(|error| not_utf8(path, origin, offset, &error))?;
+            let text = text_of(line, work.text_field)
+                .map_err(|(problem, hint)| DataError::record(path, origin.record, problem, hint))?;
+            tokenizer.encode(&text, &mut tokens)?;
+            text.len()
+        }
+    };
+    // A document without text leaves no trace, not even a separator.
+    if ends && !(begins && text_bytes == 0) {
+        tokenizer.width().append(&[tokenizer.separator()], &mut tokens);
+    }
+    let text_bytes = text_bytes as u64;
+    Ok(Tokenised { tokens, text_bytes, split, origin, begins, after, input_bytes })
+}
+
+fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::str::Utf8Error) -> DataError {
+    let at = error.valid_up_to();
+    match origin.record {
+        0 => DataError::source(
+            path,
+            format!("byte {} is not UTF-8 text", offset + at as u64),
+            "save the file as UTF-8, leave it out, or use data.tokenizer = \"bytes\"",
+        ),
+        record => DataError::record(path, record, format!("byte {at} is not UTF-8 text"), "save the file as UTF-8"),
+    }
+}
+
+/// The string in one field of a JSON object; none where the field is null. The problem and a hint where it has none.
+fn text_of<'a>(line: &'a str, field: &str) -> Result<Cow<'a, str>, (String, &'static str)> {
+    const HINT: &str = "every line is a JSON object; data.text_field names the field with the text";
+    let mut json = serde_json::Deserializer::from_str(line);
+    let found = json.deserialize_map(Field(field)).and_then(|found| json.end().map(|()| found));
+    match found {
+        Ok(Some(text)) if text.len() <= MAX_RECORD_BYTES => Ok(text),
+        Ok(Some(_)) => Err((format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20), "divide the document")),
+        Ok(None) => Err((format!("the object has no field {field:?}"), HINT)),
+        Err(error) => {
+            // The library names the line of the text it was given, which is always the first.
+            let text = error.to_string();
+            let what = text.split(" at line ").next().unwrap_or_default();
+            let what: String = what.chars().filter(|c| !c.is_control()).take(200).collect();
+            Err((format!("not a JSON object with text in {field:?}: {what} (column {})", error.column()), HINT))
+        }
+    }
+}
+
+/// Finds one field without keeping the others.
+struct Field<'f>(&'f str);
+
+impl<'de> Visitor<'de> for Field<'_> {
+    type Value = Option<Cow<'de, str>>;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut found = None;
+        while let Some(Text(key)) = map.next_key()? {
+            match key == self.0 {
+                true => found = Some(map.next_value::<Option<Text>>()?.map_or(Cow::Borrowed(""), |text| text.0)),
+                false => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// A string that is borrowed where it has no escapes.
+struct Text<'a>(Cow<'a, str>);
+
+impl<'de> serde::Deserialize<'de> for Text<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Strings;
+        impl<'de> Visitor<'de> for Strings {
+            type Value = Text<'de>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a string")
+            }
+
+            fn visit_borrowed_str<E: de::Error>(self, text: &'de str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_str(Strings)
+    }
+}

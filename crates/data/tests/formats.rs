@@ -1,0 +1,155 @@
+//! Records and tokenizers: what becomes a document, what its tokens are, and where it came from.
+
+mod common;
+
+use std::fs;
+
+use common::{Case, fixture, tokenizer, tokens};
+use lockstep_data::{DataError, PrepareSpec, Prepared, Tokenizer, TokenizerSpec};
+
+/// What trains, with `|` for the separators.
+fn train_text(prepared: &Prepared) -> String {
+    let bytes: Vec<u8> = tokens(prepared.train()).iter().map(|&token| token as u8).collect();
+    String::from_utf8(bytes).unwrap().replace('\0', "|")
+}
+
+#[test]
+fn every_line_of_a_jsonl_file_is_a_document() {
+    let lines =
+        "{\"text\": \"one\", \"id\": 1}\n\n{\"id\": {\"text\": 3}, \"text\": \"tw\\u00f6\"}\r\n{\"text\": \"three\"}";
+    let case = Case::new(&[("a.jsonl", lines.as_bytes())]);
+    let prepared = case.prepare(&case.spec(&["a.jsonl"])).unwrap();
+    assert_eq!(train_text(&prepared), "one|tw\u{f6}|three|");
+    assert_eq!(prepared.train_summary().documents, 3);
+    let origin = prepared.train().document_at(5).origin;
+    assert_eq!((origin.file, origin.record), (0, 3), "lines are counted from 1, blank ones too");
+    assert_eq!(prepared.sources().unwrap(), [case.path("a.jsonl")]);
+}
+
+#[test]
+fn empty_and_null_texts_leave_no_trace() {
+    let case = Case::new(&[("a.jsonl", b"{\"text\": \"\"}\n{\"text\": null}\n{\"text\": \"x\"}\n")]);
+    let prepared = case.prepare(&case.spec(&["a.jsonl"])).unwrap();
+    assert_eq!((train_text(&prepared).as_str(), prepared.train_summary().documents), ("x|", 1));
+}
+
+#[test]
+fn another_field_may_hold_the_text() {
+    let case = Case::new(&[("a.jsonl", b"{\"text\": 1, \"body\": \"b\"}\n")]);
+    let spec = PrepareSpec { text_field: "body".into(), ..case.spec(&["a.jsonl"]) };
+    assert_eq!(train_text(&case.prepare(&spec).unwrap()), "b|");
+}
+
+#[test]
+fn compressed_lines_are_the_lines() {
+    let lines: String = (0..5000).map(|i| format!("{{\"text\": \"line {i}\"}}\n")).collect();
+    let compressed = zstd::encode_all(lines.as_bytes(), 3).unwrap();
+    let twice = [&compressed[..], &compressed].concat();
+    let case = Case::new(&[("a.jsonl", (lines.clone() + &lines).as_bytes()), ("b.jsonl.zst", &twice)]);
+    let plain = train_text(&case.prepare(&case.spec(&["a.jsonl"])).unwrap());
+    let packed = train_text(&case.prepare(&case.spec(&["b.jsonl.zst"])).unwrap());
+    assert_eq!(plain, packed);
+    assert!(plain.ends_with("line 4999|") && plain.len() > 90_000);
+}
+
+#[test]
+fn every_row_of_a_parquet_file_is_a_document() {
+    for codec in ["snappy", "zstd", "gzip"] {
+        let case = Case::new(&[]);
+        let spec = PrepareSpec { paths: vec![fixture(&format!("rows.{codec}.parquet"))], ..PrepareSpec::default() };
+        let prepared = case.prepare(&spec).unwrap();
+        let text = train_text(&prepared);
+        assert!(text.starts_with("row 0: |row 1: the quick brown fox. |row 2: "), "{codec}: {text}");
+        assert_eq!(prepared.train_summary().documents, 298, "one is null and one is empty");
+        let last = prepared.train().document_at(prepared.train().len() - 1);
+        assert_eq!(last.origin.record, 300);
+    }
+}
+
+#[test]
+fn a_column_that_is_not_text_is_refused() {
+    let case = Case::new(&[]);
+    let error = |field: &str| {
+        let paths = vec![fixture("rows.snappy.parquet")];
+        let spec = PrepareSpec { paths, text_field: field.into(), ..PrepareSpec::default() };
+        case.error(&spec).replace(fixture("").to_str().unwrap(), "FIXTURES/")
+    };
+    assert_eq!(
+        error("body"),
+        "FIXTURES/rows.snappy.parquet: it has no column \"body\"; its columns are id, text\n\
+         hint: name the column with the text in data.text_field"
+    );
+    assert!(error("id").contains("its column \"id\" does not hold strings"));
+}
+
+#[test]
+fn records_are_held_out_whole() {
+    let lines: String = (0..100).map(|i| format!("{{\"text\": \"<{i}>\"}}\n")).collect();
+    let case = Case::new(&[("a.jsonl", lines.as_bytes())]);
+    let spec = PrepareSpec { validation_fraction: 0.2, seed: 3, ..case.spec(&["a.jsonl"]) };
+    let prepared = case.prepare(&spec).unwrap();
+    let held = prepared.validation_summary().unwrap();
+    assert_eq!((prepared.train_summary().documents, held.documents), (80, 20));
+}
+
+#[test]
+fn a_tokenizer_makes_the_tokens_and_gives_the_text_back() {
+    let case = Case::new(&[("a.txt", "fn main() {}\nété <|endoftext|>\n".as_bytes()), ("b.txt", b"struct Shard;")]);
+    let spec = PrepareSpec { tokenizer: tokenizer(), ..case.spec(&["a.txt", "b.txt"]) };
+    let prepared = case.prepare(&spec).unwrap();
+    assert_eq!((prepared.vocabulary(), prepared.separator()), (1000, 0));
+    let made = tokens(prepared.train());
+    assert!(made.len() < 30, "{made:?}");
+    assert_eq!(made.iter().filter(|&&token| token == 0).count(), 2, "text does not stand for a special token");
+    fs::remove_file(case.path("a.txt")).unwrap();
+    let text = prepared.tokenizer().unwrap().decode(&made);
+    assert_eq!(text, "fn main() {}\nété <|endoftext|>\n<|endoftext|>struct Shard;<|endoftext|>");
+    let bytes = fs::metadata(case.path("out/train.shard")).unwrap().len();
+    assert_eq!(bytes, 64 + 2 * made.len() as u64 + 2 * 16, "two bytes hold a token below 1000");
+}
+
+#[test]
+fn a_long_text_is_cut_where_the_tokens_stay_the_same() {
+    // The tokens of each line on its own, since this tokenizer joins nothing across lines that begin with a letter.
+    let line = |i: usize| format!("line {i} of a long file, which is cut between lines\n");
+    let text: String = (0..10_000).map(line).collect();
+    let case = Case::new(&[("a.txt", text.as_bytes()), ("one.txt", line(7).as_bytes())]);
+    let of = |name: &str| {
+        let spec = PrepareSpec { tokenizer: tokenizer(), ..case.spec(&[name]) };
+        tokens(case.prepare(&spec).unwrap().train())
+    };
+    let one = of("one.txt");
+    let all = of("a.txt");
+    let tokenizer = Tokenizer::open(&tokenizer()).unwrap();
+    assert_eq!(tokenizer.decode(&all[..all.len() - 1]), text);
+    let lines: Vec<_> = all.split_inclusive(|token| one[one.len() - 2] == *token).collect();
+    assert_eq!(lines.len(), 10_001, "a line ends with the same token everywhere");
+    assert_eq!(lines[7], &one[..one.len() - 1]);
+}
+
+#[test]
+fn an_end_token_can_be_named_and_must_exist() {
+    let json = fs::read_to_string(fixture("tokenizer.json")).unwrap().replace("<|endoftext|>", "<stop>");
+    let case = Case::new(&[("a.txt", b"x"), ("t.json", json.as_bytes())]);
+    let spec = |end: Option<&str>| {
+        let tokenizer = TokenizerSpec::file(&case.path("t.json"), end.map(str::to_owned)).unwrap();
+        PrepareSpec { tokenizer, ..case.spec(&["a.txt"]) }
+    };
+    assert_eq!(
+        case.error(&spec(None)),
+        "ROOT/t.json: it has none of the usual tokens to end a document (<|end_of_text|>, <|endoftext|>, </s>, <eos>)\n\
+         hint: name the token to use in data.end_token"
+    );
+    assert!(case.error(&spec(Some("<halt>"))).contains("it has no token \"<halt>\", which data.end_token names"));
+    assert_eq!(tokens(case.prepare(&spec(Some("<stop>"))).unwrap().train()).last(), Some(&0));
+}
+
+#[test]
+fn a_tokenizer_that_changed_is_refused() {
+    let case = Case::new(&[("a.txt", b"x")]);
+    fs::copy(fixture("tokenizer.json"), case.path("t.json")).unwrap();
+    let tokenizer = TokenizerSpec::file(&case.path("t.json"), None).unwrap();
+    fs::write(case.path("t.json"), "{}").unwrap();
+    let error = case.prepare(&PrepareSpec { tokenizer, ..case.spec(&["a.txt"]) }).unwrap_err();
+    assert!(matches!(error, DataError::Tokenizer { .. }), "{error}");
+}

@@ -1,0 +1,171 @@
+//! Parts, threads and interruptions: the same bytes in every case.
+
+mod common;
+
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use common::{Case, contents, fixture, tokenizer, tokens};
+use lockstep_data::{PrepareOptions, PrepareSpec, TokenizerSpec, prepare_with};
+use lockstep_ir::counter;
+
+/// Files of every form, with a long text that spans parts.
+fn case() -> (Case, PrepareSpec) {
+    let lines: String =
+        (0..1500).map(|i| format!("{{\"text\": \"document {i} {}\"}}\n", "word ".repeat(i % 50))).collect();
+    let long: String = (0..10_000).map(|i| format!("line {i} of the long text\n")).collect();
+    let compressed = zstd::encode_all(lines.as_bytes(), 1).unwrap();
+    let case = Case::new(&[("a.jsonl", lines.as_bytes()), ("b.txt", long.as_bytes()), ("c.jsonl.zst", &compressed)]);
+    fs::copy(fixture("rows.zstd.parquet"), case.path("d.parquet")).unwrap();
+    let spec = PrepareSpec {
+        validation_fraction: 0.1,
+        seed: 1,
+        ..case.spec(&["a.jsonl", "b.txt", "c.jsonl.zst", "d.parquet"])
+    };
+    (case, spec)
+}
+
+fn options(threads: usize) -> PrepareOptions {
+    PrepareOptions { threads, part_bytes: 60_000 }
+}
+
+fn outputs(spec: &PrepareSpec, out: &Path, options: &PrepareOptions) -> Vec<(String, Vec<u8>)> {
+    prepare_with(spec, out, options, &mut |_| ()).unwrap();
+    contents(out)
+}
+
+#[test]
+fn the_bytes_do_not_depend_on_the_threads() {
+    for tokenizer in [TokenizerSpec::Bytes, tokenizer()] {
+        let (case, spec) = case();
+        let spec = PrepareSpec { tokenizer, ..spec };
+        let one = outputs(&spec, &case.path("one"), &options(1));
+        assert!(one.len() > 6, "several parts");
+        for threads in [2, 7] {
+            assert!(outputs(&spec, &case.path("many"), &options(threads)) == one, "{threads} threads");
+        }
+    }
+}
+
+#[test]
+fn the_tokens_do_not_depend_on_the_size_of_parts() {
+    let (case, spec) = case();
+    let prepare =
+        |part_bytes| prepare_with(&spec, &case.path("out"), &PrepareOptions { threads: 2, part_bytes }, &mut |_| ());
+    let (whole, parts) = (prepare(1 << 30).unwrap(), prepare(5_000).unwrap());
+    assert_eq!(whole.train().shards().len(), 1);
+    assert!(parts.train().shards().len() > 50);
+    assert_eq!(tokens(whole.train()), tokens(parts.train()));
+    assert_eq!(tokens(whole.validation().unwrap()), tokens(parts.validation().unwrap()));
+    assert_eq!(whole.train_summary().documents, parts.train_summary().documents);
+    let starts = |prepared: &lockstep_data::Prepared| {
+        let mut starts = Vec::new();
+        prepared.train().documents_beginning_in(0, u64::MAX, |document| starts.push((document.start, document.origin)));
+        starts
+    };
+    assert_eq!(starts(&whole), starts(&parts));
+    parts.train().verify().unwrap();
+}
+
+#[test]
+fn interrupted_anywhere_and_repeated_it_gives_the_same_bytes() {
+    for tokenizer in [TokenizerSpec::Bytes, tokenizer()] {
+        let (case, spec) = case();
+        let spec = PrepareSpec { tokenizer, ..spec };
+        let whole = outputs(&spec, &case.path("whole"), &options(2));
+        let mut calls = 0u64;
+        prepare_with(&spec, &case.path("count"), &options(2), &mut |_| calls += 1).unwrap();
+        let out = case.path("out");
+        for attempt in 0..8 {
+            // The hidden folder keeps what was finished; each attempt gets to another place.
+            let mut left = counter::bits(3, attempt) % calls;
+            let interrupted = catch_unwind(AssertUnwindSafe(|| {
+                prepare_with(&spec, &out, &options(2), &mut |_| {
+                    left = left.checked_sub(1).unwrap_or_else(|| std::panic::resume_unwind(Box::new("interrupt")));
+                })
+            }));
+            assert!(interrupted.is_err() || contents(&out) == whole);
+            if interrupted.is_ok() {
+                fs::remove_dir_all(&out).unwrap();
+            }
+        }
+        assert!(outputs(&spec, &out, &options(3)) == whole);
+    }
+}
+
+#[test]
+fn finished_parts_are_not_made_again() {
+    let (case, spec) = case();
+    let out = case.path("out");
+    let mut seen = 0;
+    let interrupted = catch_unwind(AssertUnwindSafe(|| {
+        prepare_with(&spec, &out, &options(2), &mut |progress| {
+            seen = progress.bytes_done;
+            if seen > progress.bytes_total / 2 {
+                std::panic::resume_unwind(Box::new("interrupt"));
+            }
+        })
+    }));
+    assert!(interrupted.is_err());
+    let mut first = None;
+    prepare_with(&spec, &out, &options(2), &mut |progress| {
+        first.get_or_insert(progress.bytes_done);
+    })
+    .unwrap();
+    assert!(first.unwrap() > 0 && first.unwrap() <= seen, "{first:?} {seen}");
+}
+
+#[test]
+fn parts_of_files_that_changed_are_made_again() {
+    let (case, spec) = case();
+    let out = case.path("out");
+    let interrupted = catch_unwind(AssertUnwindSafe(|| {
+        prepare_with(&spec, &out, &options(2), &mut |progress| {
+            if progress.bytes_done > progress.bytes_total / 2 {
+                std::panic::resume_unwind(Box::new("interrupt"));
+            }
+        })
+    }));
+    assert!(interrupted.is_err());
+    let text = fs::read_to_string(case.path("a.jsonl")).unwrap().replace("document", "DOCUMENT");
+    fs::write(case.path("a.jsonl"), text).unwrap();
+    let expected = outputs(&spec, &case.path("fresh"), &options(2));
+    assert!(outputs(&spec, &out, &options(2)) == expected);
+}
+
+#[test]
+fn damaged_parts_are_made_again() {
+    let (case, spec) = case();
+    let expected = outputs(&spec, &case.path("fresh"), &options(2));
+    for damage in ["part-0.json", "train-1.shard"] {
+        let out = case.path(&format!("out-{damage}"));
+        let interrupted = catch_unwind(AssertUnwindSafe(|| {
+            prepare_with(&spec, &out, &options(2), &mut |progress| {
+                if progress.bytes_done > progress.bytes_total * 3 / 4 {
+                    std::panic::resume_unwind(Box::new("interrupt"));
+                }
+            })
+        }));
+        assert!(interrupted.is_err());
+        let path = out.join(".partial").join(damage);
+        let mut bytes = fs::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] = b'?';
+        fs::write(&path, bytes).unwrap();
+        assert!(outputs(&spec, &out, &options(2)) == expected, "{damage}");
+    }
+}
+
+#[test]
+fn two_processes_do_not_prepare_one_folder() {
+    let (case, spec) = case();
+    let out = case.path("out");
+    let mut inner = None;
+    prepare_with(&spec, &out, &options(1), &mut |_| {
+        inner.get_or_insert_with(|| prepare_with(&spec, &out, &options(1), &mut |_| ()).unwrap_err().to_string());
+    })
+    .unwrap();
+    let error = inner.unwrap();
+    assert!(error.contains("another process prepares data in it\nhint: "), "{error}");
+}

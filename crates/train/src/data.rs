@@ -1,0 +1,276 @@
+//! The data of a run: from the keys of `[data]` to prepared corpora and their samplers.
+
+use crate::{RunDir, TrainError};
+use lockstep_checkpoint::list;
+use lockstep_config::Config;
+use lockstep_data::{
+    Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Tokenizer, TokenizerSpec, is_current,
+    prepare_with,
+};
+use std::path::{Path, PathBuf};
+
+/// The prepared corpora of a run, in the order of the config.
+#[derive(Debug)]
+pub struct RunData {
+    corpora: Vec<RunCorpus>,
+}
+
+/// One corpus of a run.
+#[derive(Debug)]
+pub struct RunCorpus {
+    /// Its name; empty where `data.paths` is the only one.
+    pub name: String,
+    /// Its share of the samples, relative to the others'.
+    pub weight: f64,
+    /// Its tokens.
+    pub data: Prepared,
+}
+
+/// Which data that are there [`RunData::prepare`] takes as they are; others are prepared anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    /// Any, whatever the config says now: a run goes on with the data it began with.
+    Keep,
+    /// Those that were prepared with the same settings.
+    Reuse,
+    /// Of those, the ones whose files have the same names and lengths as then.
+    Refresh,
+}
+
+/// The folder of a run's prepared data: `data.prepared`, or else one in the run directory.
+pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
+    config.prepared_dir().unwrap_or_else(|| run_dir.join("data"))
+}
+
+/// Prepares the data of a run before it starts, in `out` or where the run will look for them. Gives the folder too.
+///
+/// A run directory is locked meanwhile, and a run that has checkpoints keeps its data.
+pub fn prepare_data(
+    config: &Config,
+    run_dir: &Path,
+    out: Option<&Path>,
+    progress: &mut dyn FnMut(&str, Progress),
+) -> Result<(RunData, PathBuf), TrainError> {
+    let folder = out.map_or_else(|| data_folder(config, run_dir), Path::to_owned);
+    if out.is_some() || config.prepared_dir().is_some() {
+        return Ok((RunData::prepare(config, &folder, Existing::Refresh, progress)?, folder));
+    }
+    config.require_data()?;
+    let dir = RunDir::open(run_dir)?;
+    let started = list(&dir.checkpoints()).is_ok_and(|found| !found.is_empty());
+    let existing = if started { Existing::Keep } else { Existing::Refresh };
+    Ok((RunData::prepare(config, &folder, existing, progress)?, folder))
+}
+
+/// What is to be prepared for one corpus, and where.
+struct Wanted {
+    name: String,
+    weight: f64,
+    spec: PrepareSpec,
+    folder: PathBuf,
+}
+
+impl RunData {
+    /// Opens the corpora under `folder`, preparing those that are not there.
+    ///
+    /// `data.paths` are prepared in the folder itself, each of `data.corpora` in a folder of its own inside. Progress
+    /// comes with the name of the corpus.
+    pub fn prepare(
+        config: &Config,
+        folder: &Path,
+        existing: Existing,
+        progress: &mut dyn FnMut(&str, Progress),
+    ) -> Result<Self, TrainError> {
+        config.require_data()?;
+        if existing == Existing::Keep
+            && let Some(data) = RunData::open(config, folder)?
+        {
+            require_vocabulary(config, data.vocabulary())?;
+            return Ok(data);
+        }
+        let tokenizer = tokenizer_spec(config)?;
+        // Before an hour of work, not after it.
+        require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
+        let mut options = PrepareOptions::default();
+        if config.train.threads > 0 {
+            options.threads = config.train.threads;
+        }
+        let shared = config.prepared_dir().is_some_and(|shared| shared == folder);
+        let mut corpora = Vec::new();
+        for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
+            let found = match Prepared::open(&folder)? {
+                Some(data) if shared && *data.spec() != spec => return Err(TrainError::SharedData { dir: folder }),
+                Some(data) if existing == Existing::Refresh => is_current(&spec, &data)?.then_some(data),
+                found => found.filter(|data| *data.spec() == spec),
+            };
+            let data = match found {
+                Some(data) => data,
+                None => prepare_with(&spec, &folder, &options, &mut |at| progress(&name, at))?,
+            };
+            corpora.push(RunCorpus { name, weight, data });
+        }
+        Ok(RunData { corpora })
+    }
+
+    /// Opens the corpora under `folder`; none where one of them is not prepared.
+    pub fn open(config: &Config, folder: &Path) -> Result<Option<Self>, DataError> {
+        let mut corpora = Vec::new();
+        for Wanted { name, weight, folder, .. } in wanted(config, folder, &TokenizerSpec::Bytes) {
+            let Some(data) = Prepared::open(&folder)? else { return Ok(None) };
+            corpora.push(RunCorpus { name, weight, data });
+        }
+        Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
+    }
+
+    /// Opens the data in a folder without a config: one corpus, or the corpora in its folders, by name, with equal
+    /// weights. None where there are none.
+    pub fn find(folder: &Path) -> Result<Option<Self>, DataError> {
+        if let Some(data) = Prepared::open(folder)? {
+            return Ok(Some(RunData { corpora: vec![RunCorpus { name: String::new(), weight: 1.0, data }] }));
+        }
+        let entries = folder.read_dir().into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
+        let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        let mut corpora = Vec::new();
+        for name in names {
+            if let Some(data) = Prepared::open(&folder.join(&name))? {
+                corpora.push(RunCorpus { name, weight: 1.0, data });
+            }
+        }
+        Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
+    }
+
+    /// Refuses data that were prepared from other paths or in another way than the config says now, and data that are not
+    /// what was prepared: every token is read once.
+    pub fn refuse_changes(&self, config: &Config, folder: &Path) -> Result<(), TrainError> {
+        let tokenizer = tokenizer_spec(config)?;
+        for (corpus, wanted) in self.corpora.iter().zip(wanted(config, folder, &tokenizer)) {
+            let (ours, theirs) = (settings(&wanted.spec), settings(corpus.data.spec()));
+            if ours != theirs {
+                return Err(TrainError::OtherData { dir: wanted.folder, before: theirs, now: ours });
+            }
+            corpus.data.train().verify()?;
+            corpus.data.validation().map_or(Ok(()), |tokens| tokens.verify())?;
+        }
+        Ok(())
+    }
+
+    /// The corpora, in the order of the config.
+    pub fn corpora(&self) -> &[RunCorpus] {
+        &self.corpora
+    }
+
+    /// Training tokens of all corpora.
+    pub fn train_tokens(&self) -> u64 {
+        self.corpora.iter().map(|corpus| corpus.data.train_summary().tokens).sum()
+    }
+
+    /// A number that differs where any token or document differs.
+    pub fn fingerprint(&self) -> u64 {
+        match &self.corpora[..] {
+            [only] => only.data.fingerprint(),
+            corpora => corpora.iter().fold(0, |all, corpus| {
+                let key = lockstep_ir::counter::key(corpus.data.fingerprint(), &corpus.name);
+                lockstep_ir::counter::bits(key, all)
+            }),
+        }
+    }
+
+    /// The samples to train on.
+    pub fn train(&self, config: &Config) -> Result<Sampler, DataError> {
+        let (seq, seed) = (config.train.seq, config.train.seed);
+        match &self.corpora[..] {
+            [only] if only.name.is_empty() => Sampler::new(only.data.train().clone(), seq, seed),
+            corpora => {
+                let corpus =
+                    |c: &RunCorpus| Corpus { name: c.name.clone(), weight: c.weight, tokens: c.data.train().clone() };
+                Sampler::mixed(corpora.iter().map(corpus).collect(), seq, seed)
+            }
+        }
+    }
+
+    /// The held-out samples in the mixture of training, and how many there are before one repeats. Corpora whose
+    /// held-out tokens are less than a sequence are left out, with a warning each.
+    pub fn held_out(&self, config: &Config, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, u64)> {
+        let seq = config.train.seq;
+        let mut corpora = Vec::new();
+        for RunCorpus { name, weight, data } in &self.corpora {
+            let Some(tokens) = data.validation() else { continue };
+            if tokens.len() > seq as u64 {
+                corpora.push(Corpus { name: name.clone(), weight: *weight, tokens: tokens.clone() });
+                continue;
+            }
+            let of = if name.is_empty() { String::new() } else { format!(" of {name}") };
+            let tokens = tokens.len();
+            warn(&format!("the held-out text{of} has {tokens} tokens, not one sequence of {seq}: no validation{of}"));
+        }
+        let sampler = Sampler::mixed_in_order(corpora, seq).ok()?;
+        let samples = sampler.samples_before_repeat();
+        (samples > 0).then_some((sampler, samples))
+    }
+
+    fn vocabulary(&self) -> u32 {
+        self.corpora.iter().map(|corpus| corpus.data.vocabulary()).max().unwrap_or(0)
+    }
+}
+
+/// What decides which text is read, for comparison: paths without `.` and `..`, extensions, field.
+fn settings(spec: &PrepareSpec) -> String {
+    let plain = |path: &PathBuf| {
+        let whole = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        let mut plain = PathBuf::new();
+        for part in whole.components() {
+            match part {
+                std::path::Component::ParentDir => {
+                    plain.pop();
+                }
+                std::path::Component::CurDir => {}
+                part => plain.push(part),
+            }
+        }
+        plain.display().to_string()
+    };
+    let paths: Vec<String> = spec.paths.iter().map(plain).collect();
+    format!("{} (extensions {}; field {})", paths.join(", "), spec.extensions.join(" "), spec.text_field)
+}
+
+/// The tokenizer that a config names.
+pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
+    match config.tokenizer_path() {
+        None => Ok(TokenizerSpec::Bytes),
+        Some(path) => TokenizerSpec::file(&path, config.data.end_token.clone()),
+    }
+}
+
+/// Refuses a model that has no embedding for some token.
+pub(crate) fn require_vocabulary(config: &Config, needed: u32) -> Result<(), TrainError> {
+    let vocab = config.model.vocab_size;
+    if vocab >= needed as usize {
+        return Ok(());
+    }
+    let tokenizer = config.tokenizer_path().map_or("bytes".to_owned(), |path| path.display().to_string());
+    Err(TrainError::Vocabulary { vocab, tokenizer, needed })
+}
+
+fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Wanted> {
+    let spec = |paths: Vec<PathBuf>| PrepareSpec {
+        paths,
+        extensions: config.data.extensions.clone(),
+        text_field: config.data.text_field.clone(),
+        tokenizer: tokenizer.clone(),
+        validation_fraction: config.data.validation_fraction,
+        seed: config.train.seed,
+    };
+    if config.data.corpora.is_empty() {
+        let spec = spec(config.data_paths());
+        return vec![Wanted { name: String::new(), weight: 1.0, spec, folder: folder.to_owned() }];
+    }
+    let corpora = config.corpora().into_iter();
+    let wanted = corpora.map(|corpus| Wanted {
+        folder: folder.join(&corpus.name),
+        spec: spec(corpus.paths.into_iter().map(PathBuf::from).collect()),
+        weight: corpus.weight,
+        name: corpus.name,
+    });
+    wanted.collect()
+}
