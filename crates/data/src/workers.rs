@@ -78,8 +78,7 @@ impl Workers {
         for _ in 0..threads {
             let finished = finished.clone();
             scope.spawn(move || {
-                // One thread waits for the next batch with the queue locked, the others for the lock.
-                while let Some((number, units)) = lock(queue).as_ref().and_then(|jobs| jobs.recv().ok()) {
+                while let Some((number, units)) = next_job(queue) {
                     let results = units.into_iter().map(|unit| tokenise(unit, work)).collect();
                     if finished.send((number, results)).is_err() {
                         break;
@@ -138,6 +137,12 @@ impl Workers {
             self.early.insert(number, results);
         }
     }
+}
+
+/// One thread waits for the next batch with the queue locked, the others for the lock. A function of its own, so that the
+/// lock is not held while the batch is worked on.
+fn next_job(queue: &Queue) -> Option<Job> {
+    lock(queue).as_ref()?.recv().ok()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -55,9 +55,8 @@ fn compressed_lines_are_the_lines() {
 #[test]
 fn every_row_of_a_parquet_file_is_a_document() {
     for codec in ["snappy", "zstd", "gzip"] {
-        let case = Case::new(&[]);
-        let spec = PrepareSpec { paths: vec![fixture(&format!("rows.{codec}.parquet"))], ..PrepareSpec::default() };
-        let prepared = case.prepare(&spec).unwrap();
+        let case = Case::new(&[("a.parquet", &fs::read(fixture(&format!("rows.{codec}.bin"))).unwrap())]);
+        let prepared = case.prepare(&case.spec(&["a.parquet"])).unwrap();
         let text = train_text(&prepared);
         assert!(text.starts_with("row 0: |row 1: the quick brown fox. |row 2: "), "{codec}: {text}");
         assert_eq!(prepared.train_summary().documents, 298, "one is null and one is empty");
@@ -68,15 +67,11 @@ fn every_row_of_a_parquet_file_is_a_document() {
 
 #[test]
 fn a_column_that_is_not_text_is_refused() {
-    let case = Case::new(&[]);
-    let error = |field: &str| {
-        let paths = vec![fixture("rows.snappy.parquet")];
-        let spec = PrepareSpec { paths, text_field: field.into(), ..PrepareSpec::default() };
-        case.error(&spec).replace(fixture("").to_str().unwrap(), "FIXTURES/")
-    };
+    let case = Case::new(&[("a.parquet", &fs::read(fixture("rows.snappy.bin")).unwrap())]);
+    let error = |field: &str| case.error(&PrepareSpec { text_field: field.into(), ..case.spec(&["a.parquet"]) });
     assert_eq!(
         error("body"),
-        "FIXTURES/rows.snappy.parquet: it has no column \"body\"; its columns are id, text\n\
+        "ROOT/a.parquet: it has no column \"body\"; its columns are id, text\n\
          hint: name the column with the text in data.text_field"
     );
     assert!(error("id").contains("its column \"id\" does not hold strings"));

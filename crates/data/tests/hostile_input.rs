@@ -85,7 +85,7 @@ fn truncated_or_damaged_compression_is_named() {
 
 #[test]
 fn a_truncated_parquet_file_is_named() {
-    let good = fs::read(fixture("rows.zstd.parquet")).unwrap();
+    let good = fs::read(fixture("rows.zstd.bin")).unwrap();
     for bytes in [&good[..good.len() / 2], b"PAR1", b"nothing of the kind"] {
         let text = error("a.parquet", bytes);
         assert!(text.starts_with("ROOT/a.parquet: not a whole Parquet file: "), "{text}");

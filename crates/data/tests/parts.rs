@@ -17,7 +17,7 @@ fn case() -> (Case, PrepareSpec) {
     let long: String = (0..10_000).map(|i| format!("line {i} of the long text\n")).collect();
     let compressed = zstd::encode_all(lines.as_bytes(), 1).unwrap();
     let case = Case::new(&[("a.jsonl", lines.as_bytes()), ("b.txt", long.as_bytes()), ("c.jsonl.zst", &compressed)]);
-    fs::copy(fixture("rows.zstd.parquet"), case.path("d.parquet")).unwrap();
+    fs::copy(fixture("rows.zstd.bin"), case.path("d.parquet")).unwrap();
     let spec = PrepareSpec {
         validation_fraction: 0.1,
         seed: 1,
