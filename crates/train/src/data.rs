@@ -143,8 +143,8 @@ impl RunData {
     /// Refuses data that were prepared from other paths or in another way than the config says now, and data that are not
     /// what was prepared: every token is read once.
     pub fn refuse_changes(&self, config: &Config, folder: &Path) -> Result<(), TrainError> {
-        let tokenizer = tokenizer_spec(config)?;
-        for (corpus, wanted) in self.corpora.iter().zip(wanted(config, folder, &tokenizer)) {
+        // The data keep their tokenizer; the file that it came from may be gone.
+        for (corpus, wanted) in self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes)) {
             let (ours, theirs) = (settings(&wanted.spec), settings(corpus.data.spec()));
             if ours != theirs {
                 return Err(TrainError::OtherData { dir: wanted.folder, before: theirs, now: ours });

@@ -160,7 +160,8 @@ fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
             ControlFlow::Continue(())
         };
         let text =
-            generate(&mut generator, &tokenizer, &tokenizer.encode(prompt).unwrap(), max_tokens, &sampling, listen).unwrap();
+            generate(&mut generator, &tokenizer, &tokenizer.encode(prompt).unwrap(), max_tokens, &sampling, listen)
+                .unwrap();
         assert_eq!(text.tokens, heard);
         // Tokens that stand for no text are never drawn.
         assert!(heard.iter().all(|t| *t < 256));
