@@ -17,7 +17,12 @@ pub unsafe fn pack<const W: usize, T: Float>(simd: Simd, source: Matrix<T>, line
         if lines < W {
             to.write_bytes(0, W * depth);
         }
-        if source.row_stride == 1 {
+        if source.row_stride == 1 && lines == W && T::DTYPE == DType::F32 {
+            let from: *const f32 = source.ptr.cast();
+            for k in 0..depth {
+                std::ptr::copy_nonoverlapping(from.add(k * source.column_stride), to.add(k * W), W);
+            }
+        } else if source.row_stride == 1 {
             widen_rows(simd, source.ptr, source.column_stride, lines, depth, to, W);
         } else if source.column_stride == 1 && T::DTYPE == DType::F32 && simd == Simd::Avx512 {
             let whole = depth / 16 * 16;
