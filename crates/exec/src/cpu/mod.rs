@@ -56,7 +56,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("global_norm", fixed(optimizer::NORM_SCRATCH as u64)),
     ]);
     DeviceProfile {
-        name: format!("cpu, {threads} threads"),
+        name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
         alignment: arena::ALIGNMENT,
         cross_entropy_logits: 8 << 20,
         workspaces,
