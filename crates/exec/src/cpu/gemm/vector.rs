@@ -82,12 +82,9 @@ pub unsafe fn multiply(simd: Simd, (m, n, depth): (usize, usize, usize), a: *con
                         store_tile(simd, tile.as_ptr(), rows, columns, c);
                     }
                     _ => {
-                        let mut tile = [0.0f32; MR * NR];
-                        match simd {
-                            Simd::Portable => plain_tile(simd, depth, a, b, &mut tile),
-                            _ => fused_tile(simd, depth, a, b, &mut tile),
-                        }
-                        store_tile(simd, tile.as_ptr(), rows, columns, c);
+                        let mut sums = [0.0f32; MR * NR];
+                        tile(simd, depth, a, b, simd != Simd::Portable, &mut sums);
+                        store_tile(simd, sums.as_ptr(), rows, columns, c);
                     }
                 }
             }
@@ -100,8 +97,8 @@ const R: usize = 4;
 const C: usize = 16;
 
 vectorised! {
-    /// A tile without fused multiply-add.
-    unsafe fn plain_tile<T>(depth: usize, a: *const T, b: *const T, tile: &mut [f32; MR * NR]) -> () {
+    /// One tile; `fused` says whether the machine multiplies and adds in one step.
+    unsafe fn tile<T>(depth: usize, a: *const T, b: *const T, fused: bool, tile: &mut [f32; MR * NR]) -> () {
         for i0 in (0..MR).step_by(R) {
             for j0 in (0..NR).step_by(C) {
                 let mut sums = [[0.0f32; C]; R];
@@ -109,29 +106,8 @@ vectorised! {
                     for (i, row) in sums.iter_mut().enumerate() {
                         let x = (*a.add(k * MR + i0 + i)).to();
                         for (j, sum) in row.iter_mut().enumerate() {
-                            *sum += x * (*b.add(k * NR + j0 + j)).to();
-                        }
-                    }
-                }
-                for (i, row) in sums.iter().enumerate() {
-                    tile[(i0 + i) * NR + j0..][..C].copy_from_slice(row);
-                }
-            }
-        }
-    }
-}
-
-vectorised! {
-    /// A tile with fused multiply-add.
-    unsafe fn fused_tile<T>(depth: usize, a: *const T, b: *const T, tile: &mut [f32; MR * NR]) -> () {
-        for i0 in (0..MR).step_by(R) {
-            for j0 in (0..NR).step_by(C) {
-                let mut sums = [[0.0f32; C]; R];
-                for k in 0..depth {
-                    for (i, row) in sums.iter_mut().enumerate() {
-                        let x = (*a.add(k * MR + i0 + i)).to();
-                        for (j, sum) in row.iter_mut().enumerate() {
-                            *sum = x.mul_add((*b.add(k * NR + j0 + j)).to(), *sum);
+                            let y = (*b.add(k * NR + j0 + j)).to();
+                            *sum = if fused { x.mul_add(y, *sum) } else { *sum + x * y };
                         }
                     }
                 }
