@@ -9,6 +9,12 @@
 //! `w` packed K·V of a cache, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
 //! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
 
+mod dims;
+mod table;
+
+pub use dims::Dims;
+pub use table::{Elem, Operand, Saved, Spec};
+
 use crate::{Axis, DType, Dim, Section, TensorType};
 
 /// An operation with its attributes.
@@ -94,58 +100,6 @@ pub enum Op {
     },
 }
 
-/// Element types an operand accepts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Elem {
-    /// Exactly this type.
-    Is(DType),
-    /// `f32` or `bf16`: the same for all such operands of a call.
-    Float,
-    /// A gradient accumulator: `f32`, `bf16` or `fixed64`.
-    Accumulator,
-}
-
-/// One operand's row in the table.
-#[derive(Clone, Copy, Debug)]
-pub struct Operand {
-    /// Name, for messages.
-    pub name: &'static str,
-    /// One letter per dimension; `*` for any shape.
-    pub dims: &'static str,
-    /// Element type.
-    pub elem: Elem,
-}
-
-/// What a gradient rule may look at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Saved {
-    /// The op's input at this index.
-    Input(usize),
-    /// The op's output at this index.
-    Output(usize),
-}
-
-/// One op's row in the table.
-#[derive(Clone, Copy, Debug)]
-pub struct Spec {
-    /// Name in printed graphs.
-    pub name: &'static str,
-    /// Inputs, in order. With `variadic`, the first repeats.
-    pub inputs: &'static [Operand],
-    /// Outputs, in order.
-    pub outputs: &'static [Operand],
-    /// Whether the first input may be given any number of times.
-    pub variadic: bool,
-    /// (input, output) pairs that may share memory, if the input is not read afterwards.
-    pub in_place: &'static [(usize, usize)],
-    /// Outputs that the op makes even where nobody reads them: it works on them itself.
-    pub always_made: &'static [usize],
-    /// Whether those pairs must share memory: the op changes a state, or a part of it, where it is.
-    pub always_in_place: bool,
-    /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
-    pub gradient_reads: Option<&'static [Saved]>,
-}
-
 /// Floating-point operations of one call, multiply and add counted as two; matrix products only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
@@ -169,177 +123,6 @@ impl std::ops::Add for Flops {
     }
 }
 
-const fn f32(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Is(DType::F32) }
-}
-
-const fn bf16(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Is(DType::BF16) }
-}
-
-const fn float(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Float }
-}
-
-const fn f64(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Is(DType::F64) }
-}
-
-const fn u32(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Is(DType::U32) }
-}
-
-const fn accumulator(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Accumulator }
-}
-
-const fn row(
-    name: &'static str,
-    inputs: &'static [Operand],
-    outputs: &'static [Operand],
-    in_place: &'static [(usize, usize)],
-    gradient_reads: Option<&'static [Saved]>,
-) -> Spec {
-    Spec { name, inputs, outputs, variadic: false, in_place, always_made: &[], always_in_place: false, gradient_reads }
-}
-
-use Saved::{Input, Output};
-
-static EMBEDDING: Spec =
-    row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], &[], Some(&[Input(0)]));
-static EMBEDDING_GRAD: Spec =
-    row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[float("dtable", "vd")], &[], None);
-static LINEAR: Spec =
-    row("linear", &[float("x", "bsk"), float("w", "nk")], &[float("y", "bsn")], &[], Some(&[Input(0), Input(1)]));
-static LINEAR_GRAD_INPUT: Spec =
-    row("linear_grad_input", &[float("dy", "bsn"), float("w", "nk")], &[float("dx", "bsk")], &[], None);
-static LINEAR_GRAD_WEIGHT: Spec =
-    row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[float("dw", "nk")], &[], None);
-static RMS_NORM: Spec = row(
-    "rms_norm",
-    &[float("x", "bsd"), float("w", "d")],
-    &[float("y", "bsd"), f32("rstd", "bs")],
-    &[],
-    Some(&[Input(0), Input(1), Output(1)]),
-);
-static ADD_RMS_NORM: Spec = Spec {
-    always_made: &[0],
-    ..row(
-        "add_rms_norm",
-        &[float("x", "bsd"), float("delta", "bsd"), float("w", "d")],
-        &[float("sum", "bsd"), float("y", "bsd"), f32("rstd", "bs")],
-        &[(1, 0), (0, 0)],
-        Some(&[Output(0), Input(2), Output(2)]),
-    )
-};
-static RMS_NORM_GRAD: Spec = row(
-    "rms_norm_grad",
-    &[float("dy", "bsd"), float("x", "bsd"), float("w", "d"), f32("rstd", "bs")],
-    &[float("dx", "bsd")],
-    &[(0, 0)],
-    None,
-);
-static ADD_RMS_NORM_GRAD: Spec = row(
-    "add_rms_norm_grad",
-    &[float("dy", "bsd"), float("sum", "bsd"), float("w", "d"), f32("rstd", "bs"), float("dsum", "bsd")],
-    &[float("dx", "bsd")],
-    &[(4, 0), (0, 0)],
-    None,
-);
-static RMS_NORM_GRAD_WEIGHT: Spec = row(
-    "rms_norm_grad_weight",
-    &[float("dy", "bsd"), float("x", "bsd"), f32("rstd", "bs")],
-    &[float("dw", "d")],
-    &[],
-    None,
-);
-static ROPE: Spec =
-    row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]));
-static ROPE_INVERSE: Spec =
-    row("rope_inverse", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], None);
-static ROPE_AT: Spec = row(
-    "rope_at",
-    &[float("qkv", "bsp"), f32("table", "tr"), u32("start", "b")],
-    &[float("rotated", "bsp")],
-    &[(0, 0)],
-    None,
-);
-static ATTENTION: Spec = row(
-    "attention",
-    &[float("qkv", "bsp")],
-    &[float("o", "bsh"), f32("lse", "bqs")],
-    &[],
-    Some(&[Input(0), Output(0), Output(1)]),
-);
-static ATTENTION_GRAD: Spec = row(
-    "attention_grad",
-    &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs")],
-    &[float("dqkv", "bsp")],
-    &[],
-    None,
-);
-static CACHED_ATTENTION: Spec = Spec {
-    always_in_place: true,
-    ..row(
-        "cached_attention",
-        &[float("qkv", "bsp"), float("cache", "btw"), u32("start", "b"), u32("count", "b")],
-        &[float("o", "bsh"), float("cache", "btw")],
-        &[(1, 1)],
-        None,
-    )
-};
-static LAST_POSITION: Spec =
-    row("last_position", &[float("x", "bsd"), u32("count", "b")], &[float("y", "bld")], &[], None);
-static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], &[], Some(&[Input(0)]));
-static SWIGLU_GRAD: Spec =
-    row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None);
-static ADD: Spec =
-    row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]));
-static CROSS_ENTROPY: Spec = row(
-    "cross_entropy",
-    &[float("logits", "bsv"), u32("targets", "bs")],
-    &[f64("loss", "b"), f32("lse", "bs")],
-    &[],
-    Some(&[Input(0), Input(1), Output(1)]),
-);
-static CROSS_ENTROPY_GRAD: Spec = row(
-    "cross_entropy_grad",
-    &[float("logits", "bsv"), u32("targets", "bs"), f32("lse", "bs")],
-    &[float("dlogits", "bsv")],
-    &[(0, 0)],
-    None,
-);
-static LINEAR_CROSS_ENTROPY: Spec = row(
-    "linear_cross_entropy",
-    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
-    &[f64("loss", "b"), float("dx", "bsk"), float("dw", "vk")],
-    &[],
-    Some(&[Output(1), Output(2)]),
-);
-static ADD_STATE: Spec =
-    row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], &[(0, 0)], None);
-static GLOBAL_NORM: Spec = Spec {
-    variadic: true,
-    ..row("global_norm", &[accumulator("grad", "*"), f32("scalars", "z")], &[f32("stats", "m")], &[], None)
-};
-static ADAMW: Spec = Spec {
-    always_in_place: true,
-    ..row(
-        "adamw",
-        &[
-            f32("w", "*"),
-            accumulator("grad", "*"),
-            f32("m", "*"),
-            f32("v", "*"),
-            f32("scalars", "z"),
-            f32("stats", "m"),
-        ],
-        &[f32("w", "*"), f32("m", "*"), f32("v", "*"), bf16("copy", "*")],
-        &[(0, 0), (2, 1), (3, 2)],
-        None,
-    )
-};
-
 /// Why an op refuses its inputs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: {reason}")]
@@ -351,38 +134,6 @@ pub struct TypeError {
 }
 
 impl Op {
-    /// The op's row in the table.
-    pub fn spec(&self) -> &'static Spec {
-        match self {
-            Op::Embedding => &EMBEDDING,
-            Op::EmbeddingGrad { .. } => &EMBEDDING_GRAD,
-            Op::Linear => &LINEAR,
-            Op::LinearGradInput => &LINEAR_GRAD_INPUT,
-            Op::LinearGradWeight => &LINEAR_GRAD_WEIGHT,
-            Op::RmsNorm { .. } => &RMS_NORM,
-            Op::AddRmsNorm { .. } => &ADD_RMS_NORM,
-            Op::RmsNormGrad => &RMS_NORM_GRAD,
-            Op::AddRmsNormGrad => &ADD_RMS_NORM_GRAD,
-            Op::RmsNormGradWeight => &RMS_NORM_GRAD_WEIGHT,
-            Op::Rope { inverse: false } => &ROPE,
-            Op::Rope { inverse: true } => &ROPE_INVERSE,
-            Op::RopeAt => &ROPE_AT,
-            Op::Attention => &ATTENTION,
-            Op::AttentionGrad => &ATTENTION_GRAD,
-            Op::CachedAttention => &CACHED_ATTENTION,
-            Op::LastPosition => &LAST_POSITION,
-            Op::SwiGlu => &SWIGLU,
-            Op::SwiGluGrad => &SWIGLU_GRAD,
-            Op::Add => &ADD,
-            Op::CrossEntropy => &CROSS_ENTROPY,
-            Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,
-            Op::LinearCrossEntropy { .. } => &LINEAR_CROSS_ENTROPY,
-            Op::AddState => &ADD_STATE,
-            Op::GlobalNorm => &GLOBAL_NORM,
-            Op::AdamW { .. } => &ADAMW,
-        }
-    }
-
     /// The op's name.
     pub fn name(&self) -> &'static str {
         self.spec().name
@@ -583,47 +334,6 @@ impl Op {
 
     fn refuse(&self, reason: String) -> TypeError {
         TypeError { op: self.name(), reason }
-    }
-}
-
-/// The dimensions behind an op's letters.
-#[derive(Clone, Debug, Default)]
-pub struct Dims {
-    known: Vec<(char, Dim)>,
-    /// Type of the floating-point operands.
-    float: Option<DType>,
-}
-
-impl Dims {
-    /// The dimension behind a letter.
-    pub fn get(&self, letter: char) -> Option<&Dim> {
-        self.known.iter().find(|(c, _)| *c == letter).map(|(_, d)| d)
-    }
-
-    /// Its size; 1 where the op has no such letter.
-    pub fn size(&self, letter: char) -> usize {
-        self.get(letter).map_or(1, Dim::size)
-    }
-
-    /// The type of the floating-point operands.
-    pub fn float(&self) -> DType {
-        self.float.unwrap_or(DType::F32)
-    }
-
-    /// The product of the sizes of these letters.
-    pub fn product(&self, letters: &str) -> u128 {
-        letters.chars().map(|c| self.size(c) as u128).product()
-    }
-
-    /// Binds a letter, or returns the dimension that it is bound to already.
-    fn set(&mut self, letter: char, dim: &Dim) -> Option<&Dim> {
-        match self.known.iter().position(|(c, _)| *c == letter) {
-            Some(i) => Some(&self.known[i].1),
-            None => {
-                self.known.push((letter, dim.clone()));
-                None
-            }
-        }
     }
 }
 
