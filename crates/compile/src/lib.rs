@@ -72,12 +72,12 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     let mut graph = forward.clone();
     // Evaluation shares the forward pass as it is stored and fused, before gradients are added to it.
     let mut evaluate = graph.clone();
-    for pass in TRAINING_PASSES {
+    for (p, pass) in TRAINING_PASSES.into_iter().enumerate() {
         let after = (pass.run)(&graph, context)?;
         check(pass.name, verify::graph(&after))?;
         stages.push(Stage { pass, changed: after != graph, graph: after.clone() });
         graph = after;
-        if pass.name == "precision" {
+        if p + 1 == FORWARD_PASSES.len() {
             evaluate = graph.clone().without_dead_code();
         }
     }

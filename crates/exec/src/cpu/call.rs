@@ -166,6 +166,7 @@ impl Accumulator {
 pub struct Ptr<T>(pub T);
 // SAFETY: kernels split their outputs between tasks without overlap.
 unsafe impl<T> Send for Ptr<T> {}
+// SAFETY: as above.
 unsafe impl<T> Sync for Ptr<T> {}
 
 impl<T: Copy> Ptr<T> {

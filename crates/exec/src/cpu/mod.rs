@@ -97,13 +97,14 @@ impl CpuExecutor {
             .iter()
             .map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>())
             .collect::<Result<Vec<_>, _>>()?;
-        for (instr, types) in
-            program.segments.iter().flat_map(|s| &s.instrs).map(|i| (i, i.inputs.iter().map(|a| &a.ty)))
-        {
+        let mut profiles: BTreeMap<(DType, DType), DeviceProfile> = BTreeMap::new();
+        for (instr, bound) in program.segments.iter().flat_map(|s| &s.instrs).zip(segments.iter().flatten()) {
             let gradients = instr.outputs.iter().flatten().find(|a| a.accumulate).map_or(DType::F32, |a| a.ty.dtype);
-            let compute = if instr.inputs.iter().any(|a| a.ty.dtype == DType::BF16) { DType::BF16 } else { DType::F32 };
-            let needed = profile(threads, compute, gradients)
-                .workspace(&instr.op, &types.collect::<Vec<_>>())
+            let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+            let needed = profiles
+                .entry((bound.float, gradients))
+                .or_insert_with(|| profile(threads, bound.float, gradients))
+                .workspace(&instr.op, &types)
                 .map_err(|e| ExecError::Internal(e.to_string()))?;
             let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
             if planned < needed {

@@ -222,11 +222,12 @@ unsafe fn pack_b<T: Float>(unit: Unit, simd: Simd, b: Matrix<T>, width: usize, d
     unsafe {
         match unit {
             Unit::Vector => vector::pack::<NR, T>(simd, b.transposed(), width, depth, to.cast()),
-            Unit::Amx => amx::pack_b(Matrix { ptr: b.ptr.cast(), ..retype(b) }, width, depth, to.cast()),
+            Unit::Amx => amx::pack_b(retype(b), width, depth, to.cast()),
         }
     }
 }
 
+/// The same matrix, seen as another type of the same size.
 fn retype<T, U>(m: Matrix<T>) -> Matrix<U> {
     Matrix { ptr: m.ptr.cast(), row_stride: m.row_stride, column_stride: m.column_stride }
 }
