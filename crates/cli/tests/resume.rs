@@ -171,3 +171,35 @@ fn a_log_that_nobody_reads_does_not_end_a_run() {
     assert!(child.wait().unwrap().success());
     assert_eq!(place.trajectory("run").len(), 20);
 }
+
+#[test]
+fn other_text_than_the_run_began_with_is_refused_and_the_same_text_under_another_name_is_not() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    std::fs::create_dir(place.path("other")).unwrap();
+    std::fs::copy(place.path("corpus/0.txt"), place.path("other/0.txt")).unwrap();
+    let with = |paths| ["train", "run.toml", "--run-dir", "run", "--set", paths];
+    let text = place.fails(2, &with("data.paths=[\"other\"]"));
+    assert!(text.contains("holds text prepared from corpus ") && text.contains("the config now says other "), "{text}");
+    assert!(text.contains("hint: undo the change"), "{text}");
+    place.ok(&with("data.paths=[\"other/../corpus\"]"));
+    // Text that is gone does not matter to a run that has packed it.
+    std::fs::remove_dir_all(place.path("corpus")).unwrap();
+    place.ok(&with("data.paths=[\"corpus\"]"));
+}
+
+#[test]
+fn text_that_changes_before_the_first_checkpoint_is_prepared_anew() {
+    let place = Place::new();
+    let files = || {
+        let text = std::fs::read_to_string(place.path("run/data/data.json")).unwrap();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()["files"].as_u64()
+    };
+    place.ok(&["data", "prepare", "run.toml", "--run-dir", "run"]);
+    assert_eq!(files(), Some(8));
+    for file in 1..8 {
+        std::fs::remove_file(place.path(&format!("corpus/{file}.txt"))).unwrap();
+    }
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    assert_eq!(files(), Some(1));
+}

@@ -1,4 +1,5 @@
 //! Runs the `lockstep` binary in a folder of its own.
+// Each test binary uses a part of this.
 #![allow(dead_code)]
 
 use serde_json::Value;

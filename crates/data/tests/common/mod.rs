@@ -1,4 +1,5 @@
 //! A folder of input files and the data prepared from it.
+// Each test binary uses a part of this.
 #![allow(dead_code)]
 
 use std::fs;

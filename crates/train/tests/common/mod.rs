@@ -26,7 +26,7 @@ pub fn tiny(dir: &Path, train: &str) -> Config {
 }
 
 /// Runs a config to its end and gives (loss, gradient norm, held-out loss) of every step.
-#[allow(dead_code)]
+#[allow(dead_code)] // not every test binary wants losses
 pub fn losses(config: &Config, run_dir: &Path) -> Vec<(f64, f32, Option<f64>)> {
     let mut losses = Vec::new();
     run_with(config, run_dir, &mut |event| {
