@@ -46,7 +46,7 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     let (context, threads) = training_context(config);
     let precision = Precision { gradients: DType::F32, ..context.precision };
     let device = cpu::profile(threads, precision.compute, precision.gradients);
-    (Context { device, layout: Layout { micro_batches: 1 }, precision, ..context }, threads)
+    (Context { device, layout: Layout::single(1), precision, ..context }, threads)
 }
 
 fn training_context(config: &Config) -> (Context, usize) {
@@ -55,7 +55,7 @@ fn training_context(config: &Config) -> (Context, usize) {
     let precision = precision(config);
     let context = Context {
         device: cpu::profile(threads, precision.compute, precision.gradients),
-        layout: Layout { micro_batches: config.accumulation_steps() },
+        layout: Layout::single(config.accumulation_steps()),
         optimizer: AdamW {
             beta1: o.beta1 as f32,
             beta2: o.beta2 as f32,
