@@ -1,4 +1,8 @@
-//! Pipeline schedules: in which order a stage computes its micro-batches.
+//! Pipeline schedules: in which order a stage computes its micro-batches, and when, for given costs.
+
+mod timeline;
+
+pub use timeline::{Costs, Deadlock, Stuck, Timeline, WaitsFor, evaluate};
 
 use serde::Serialize;
 use std::str::FromStr;
