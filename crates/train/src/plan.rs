@@ -55,7 +55,7 @@ fn training_context(config: &Config) -> (Context, usize) {
     let precision = precision(config);
     let context = Context {
         device: cpu::profile(threads, precision.compute, precision.gradients),
-        layout: Layout::single(config.accumulation_steps()),
+        layout: config.layout(),
         optimizer: AdamW {
             beta1: o.beta1 as f32,
             beta2: o.beta2 as f32,
@@ -71,6 +71,9 @@ fn training_context(config: &Config) -> (Context, usize) {
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (context, threads) = training_context(config);
+    if context.layout.mesh.ranks() > 1 {
+        return Err(TrainError::SeveralRanks { layout: context.layout });
+    }
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let forward = lockstep_model::build(&config.model, config.train.micro_batch, config.train.seq).map_err(internal)?;
     let compiled = compile(&forward, &context)?;
