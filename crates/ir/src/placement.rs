@@ -108,6 +108,10 @@ impl Placement {
         };
         let all: usize = ty.dims.iter().enumerate().map(|(d, dim)| extent(d, dim)).product();
         match self.dp {
+            // Padding stands behind all elements, but where it is in an inner dimension.
+            Spread::Flat if matches!(self.tp, Spread::Split(dim) if dim > 0) => {
+                self.runs(ty, mesh, at).iter().map(|r| r.len).sum()
+            }
             Spread::Flat => {
                 let len = self.local(ty, mesh).elements();
                 all.saturating_sub(at.dp * len).min(len)
