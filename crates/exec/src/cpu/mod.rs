@@ -7,6 +7,7 @@ mod call;
 pub mod ceilings;
 mod float;
 mod gemm;
+mod head;
 mod linear;
 mod loss;
 mod norm;
@@ -41,7 +42,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     };
     // A sum that is not in f32 needs each product once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
-    let head = [(8, "cv"), (4, "ck"), (4, "c")];
+    let (head, per_letters) = head::scratch_bytes(compute, threads);
     let (attention, per_element, per_position) = attention::scratch_bytes(threads);
     let forward = Workspace { fixed: attention, terms: vec![(per_element, "e")] };
     let backward = Workspace { fixed: attention, terms: vec![(per_element, "e"), (per_position, "se")] };
@@ -49,7 +50,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
-        ("linear_cross_entropy", Workspace { fixed: product + 64, terms: [&head[..], &share("vk")].concat() }),
+        ("linear_cross_entropy", Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() }),
         ("attention", forward.clone()),
         ("cached_attention", forward),
         ("attention_grad", backward),
@@ -58,7 +59,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
         alignment: arena::ALIGNMENT,
-        cross_entropy_logits: 8 << 20,
+        cross_entropy_logits: 16 << 20,
         workspaces,
     }
 }
@@ -166,7 +167,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
-        Op::LinearCrossEntropy { rows } => loss::linear_cross_entropy::<T>(call, rows),
+        Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),
         Op::AddState => optimizer::add_state(call),
         Op::GlobalNorm => optimizer::global_norm(call),
         Op::AdamW { beta1, beta2, eps, decay } => optimizer::adamw(call, beta1, beta2, eps, decay),

@@ -101,28 +101,31 @@ unsafe fn gather(b: Matrix<Bf16>, width: usize, from: usize, depth: usize, to: *
     }
 }
 
-/// `rows` rows of A times packed B.
+/// C = packed A · packed B, tile by tile; each operand as its first panel and the words from one to the next.
 pub unsafe fn multiply(
     (rows, columns, depth): (usize, usize, usize),
-    a: Matrix<Bf16>,
-    packed_a: *mut u32,
-    packed_b: *const u32,
+    (a, a_panel): (*const u32, usize),
+    (b, b_panel): (*const u32, usize),
     c: Target,
 ) {
-    let panel = depth.div_ceil(K) * STEP;
+    let steps = depth.div_ceil(K);
     // SAFETY: the caller vouches for the ranges.
     unsafe {
-        for i in (0..rows).step_by(MR) {
-            pack_a(a.part(i, 0), MR.min(rows - i), depth, packed_a.add(i / MR * panel));
-        }
         configure();
         let mut tile = [0.0f32; MR * NR];
         for j in (0..columns).step_by(NR) {
             for i in (0..rows).step_by(MR) {
-                let (from_a, from_b) = (packed_a.add(i / MR * panel), packed_b.add(j / NR * panel));
-                tiles(from_a, from_b, depth.div_ceil(K), &mut tile);
+                let (a, b, c) = (a.add(i / MR * a_panel), b.add(j / NR * b_panel), c.part(i, j, true));
                 let (rows, columns) = (MR.min(rows - i), NR.min(columns - j));
-                store_tile(Simd::Avx512, tile.as_ptr(), rows, columns, c.part(i, j, true));
+                match c {
+                    Target::F32 { ptr, stride, add: false } if rows == MR && columns == NR => {
+                        tiles(a, b, steps, ptr, stride);
+                    }
+                    _ => {
+                        tiles(a, b, steps, tile.as_mut_ptr(), NR);
+                        store_tile(Simd::Avx512, tile.as_ptr(), rows, columns, c);
+                    }
+                }
             }
         }
         release();
@@ -131,7 +134,7 @@ pub unsafe fn multiply(
 
 /// Packs up to `MR` rows of A, `depth` deep: for each step of `K` two registers of 16 rows, what is missing as zeros. Rows that
 /// follow each other in memory at a power of two would fight for the same cache lines; packed they do not.
-unsafe fn pack_a(a: Matrix<Bf16>, rows: usize, depth: usize, to: *mut u32) {
+pub unsafe fn pack_a(a: Matrix<Bf16>, rows: usize, depth: usize, to: *mut u32) {
     // SAFETY: the caller vouches for `rows` × `depth` elements and a panel behind `to`.
     unsafe {
         let whole = depth / K;
@@ -201,9 +204,9 @@ fn release() {
     unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
 }
 
-/// One 32 × 32 result of `steps` steps of two packed panels.
+/// One 32 × 32 result of `steps` steps of two packed panels, to rows of `stride` floats.
 #[cfg(target_arch = "x86_64")]
-unsafe fn tiles(a: *const u32, b: *const u32, steps: usize, tile: &mut [f32; MR * NR]) {
+unsafe fn tiles(a: *const u32, b: *const u32, steps: usize, c: *mut f32, stride: usize) {
     // SAFETY: the caller vouches for the ranges; the tile registers are configured.
     unsafe {
         std::arch::asm!(
@@ -224,15 +227,17 @@ unsafe fn tiles(a: *const u32, b: *const u32, steps: usize, tile: &mut [f32; MR 
             "add {b}, 2048",
             "dec {steps}",
             "jnz 2b",
-            "tilestored [{c} + {line} * 2], tmm0",
-            "tilestored [{c} + {line} * 2 + 64], tmm1",
-            "tilestored [{c} + {line} * 2 + 2048], tmm2",
-            "tilestored [{c} + {line} * 2 + 2112], tmm3",
+            "tilestored [{c} + {stride}], tmm0",
+            "tilestored [{c} + {stride} + 64], tmm1",
+            "tilestored [{half} + {stride}], tmm2",
+            "tilestored [{half} + {stride} + 64], tmm3",
             a = inout(reg) a => _,
             b = inout(reg) b => _,
             steps = inout(reg) steps => _,
             line = in(reg) 64usize,
-            c = in(reg) tile.as_mut_ptr(),
+            stride = in(reg) stride * 4,
+            c = in(reg) c,
+            half = in(reg) c.add(16 * stride),
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
@@ -247,6 +252,6 @@ fn configure() {}
 fn release() {}
 
 #[cfg(not(target_arch = "x86_64"))]
-unsafe fn tiles(_: *const u32, _: *const u32, _: usize, _: &mut [f32; MR * NR]) {
+unsafe fn tiles(_: *const u32, _: *const u32, _: usize, _: *mut f32, _: usize) {
     unreachable!("this machine has no AMX");
 }
