@@ -234,7 +234,7 @@ impl Head<'_> {
         self.call.pool.run(row_blocks, |task, _| {
             let ((from, to), first) = (x.get(), task * ROWS);
             // SAFETY: x has these rows; each task has its own panels.
-            unsafe { pack_a(simd, from.from_row(first), ROWS.min(rows - first), k, to.rows_from(unit, first)) };
+            unsafe { pack_a(simd, from.skip_rows(first), ROWS.min(rows - first), k, to.rows_from(unit, first)) };
         });
         self.call.pool.run(self.blocks * row_blocks, |task, worker| {
             let (j, first) = (task / row_blocks, task % row_blocks * ROWS);

@@ -2,7 +2,6 @@
 
 mod arena;
 mod attention;
-mod cached_attention;
 mod call;
 pub mod ceilings;
 mod float;
@@ -43,17 +42,17 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     // A sum that is not in f32 needs each product once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
     let (head, per_letters) = head::scratch_bytes(compute, threads);
-    let (attention, per_element, per_position) = attention::scratch_bytes(threads);
-    let forward = Workspace { fixed: attention, terms: vec![(per_element, "e")] };
-    let backward = Workspace { fixed: attention, terms: vec![(per_element, "e"), (per_position, "se")] };
+    let of = |(fixed, terms)| Workspace { fixed, terms };
+    let attention = attention::scratch(compute, threads);
+    let backward = attention::grad_scratch(compute, threads);
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
         ("linear_cross_entropy", Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() }),
-        ("attention", forward.clone()),
-        ("cached_attention", forward),
-        ("attention_grad", backward),
+        ("attention", of(attention.terms("s", "se"))),
+        ("cached_attention", of(attention.terms("t", "te"))),
+        ("attention_grad", of(backward.terms("s", "se"))),
         ("global_norm", fixed(optimizer::NORM_SCRATCH as u64)),
     ]);
     DeviceProfile {
@@ -158,7 +157,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
         Op::Rope { inverse } => pointwise::rope::<T>(call, inverse),
         Op::RopeAt => positions::rope_at::<T>(call),
-        Op::CachedAttention => cached_attention::forward::<T>(call),
+        Op::CachedAttention => attention::cached::<T>(call),
         Op::LastPosition => positions::last_position::<T>(call),
         Op::Attention => attention::forward::<T>(call),
         Op::AttentionGrad => attention::grad::<T>(call),

@@ -12,7 +12,8 @@ mod packed;
 mod transpose;
 mod vector;
 
-pub use packed::{K_STEP, Packed, Unit, multiply, pack_a, pack_b};
+pub use packed::{K_STEP, Packed, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
+pub use transpose::transpose;
 
 use super::call::Ptr;
 use super::float::{Bf16, Float};
@@ -49,7 +50,7 @@ impl<T> Matrix<T> {
     ///
     /// # Safety
     /// The matrix has that row.
-    pub unsafe fn from_row(self, row: usize) -> Self {
+    pub unsafe fn skip_rows(self, row: usize) -> Self {
         // SAFETY: the caller vouches.
         unsafe { self.part(row, 0) }
     }
@@ -171,39 +172,6 @@ pub unsafe fn gemm<T: Float>(
                     multiply::<T>(simd, (rows, columns, depth), packed_a, packed_b, c.part(m0, n0, k0 == 0));
                 }
             });
-        }
-    }
-}
-
-/// Bytes of scratch that `gemm_small` needs for products up to these sizes.
-pub const fn small_scratch(m: usize, n: usize, k: usize) -> usize {
-    let kc = if k < MOST_DEPTH { k } else { MOST_DEPTH }.next_multiple_of(K_STEP);
-    (m.next_multiple_of(96) + n.next_multiple_of(NR)) * kc * 4 + 128
-}
-
-/// The same product on the calling thread alone, for tiles whose packed sides fit the caches; into f32.
-///
-/// # Safety
-/// As `gemm`, with `small_scratch(m, n, k)` bytes of scratch.
-pub unsafe fn gemm_small<T: Float>(
-    simd: Simd,
-    (m, n, k): (usize, usize, usize),
-    a: Matrix<T>,
-    b: Matrix<T>,
-    c: Target,
-    scratch: *mut u8,
-) {
-    let unit = Unit::of::<T>(simd);
-    let kc = k_block(unit, k).min(k);
-    for k0 in (0..k).step_by(kc) {
-        let depth = kc.min(k - k0);
-        // SAFETY: the caller vouches for the ranges.
-        unsafe {
-            let behind_b = scratch.add(unit.bytes(n.next_multiple_of(NR), depth).next_multiple_of(64));
-            let (packed_a, packed_b) = (Packed::a(unit, behind_b, depth), Packed::b(unit, scratch, depth));
-            pack_b(simd, b.part(k0, 0), n, depth, packed_b);
-            pack_a(simd, a.part(0, k0), m, depth, packed_a);
-            multiply::<T>(simd, (m, n, depth), packed_a, packed_b, c.part(0, 0, k0 == 0));
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Operands packed for tiles, and products of them. A caller that multiplies the same operand more than once packs it once.
 
 use super::{Matrix, NR, Target, amx, vector};
-use crate::cpu::float::Float;
+use crate::cpu::float::{Bf16, Float};
 use crate::cpu::simd::Simd;
 use lockstep_ir::DType;
 
@@ -161,6 +161,54 @@ pub unsafe fn multiply<T: Float>(
                 let (a, b) = ((a.ptr.cast_const().cast(), a.panel / 4), (b.ptr.cast_const().cast(), b.panel / 4));
                 amx::multiply((rows, columns, depth), a, b, c);
             }
+        }
+    }
+}
+
+/// Writes rows `k` (even) and `k + 1` of a right operand of one panel.
+///
+/// # Safety
+/// The panel behind `to` is that deep.
+#[inline(always)]
+pub unsafe fn put_b_pair<T: Float>(unit: Unit, to: *mut u8, k: usize, rows: &[[f32; NR]; 2]) {
+    // SAFETY: the caller vouches.
+    unsafe {
+        // Plain loops: closures over arrays would not be compiled for the caller's vector unit.
+        match unit {
+            Unit::Vector => {
+                for (row, from) in rows.iter().enumerate() {
+                    let to = &mut *to.cast::<[f32; NR]>().add(k + row);
+                    for l in 0..NR {
+                        to[l] = T::of(from[l]).to();
+                    }
+                }
+            }
+            Unit::Amx => {
+                let (low, high) = amx::pair_of_b(k);
+                for (half, at) in [low, high].into_iter().enumerate() {
+                    let to = &mut *to.cast::<u32>().add(at).cast::<[u32; 16]>();
+                    for l in 0..16 {
+                        let (even, odd) = (rows[0][half * 16 + l], rows[1][half * 16 + l]);
+                        to[l] = u32::from(Bf16::of(even).0) | u32::from(Bf16::of(odd).0) << 16;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Writes `K_STEP` elements of row `line` of a left operand, from `k` on (a multiple of `K_STEP`); for tile registers only.
+///
+/// # Safety
+/// The operand has that row and depth.
+#[inline(always)]
+pub unsafe fn put_a_line(to: Packed, line: usize, k: usize, row: &[f32; K_STEP]) {
+    // SAFETY: the caller vouches.
+    unsafe {
+        let panel = to.rows_from(Unit::Amx, line / amx::MR * amx::MR).ptr.cast::<u32>();
+        let to = &mut *panel.add(amx::line_of_a(line % amx::MR, k)).cast::<[u16; K_STEP]>();
+        for l in 0..K_STEP {
+            to[l] = Bf16::of(row[l]).0;
         }
     }
 }

@@ -30,7 +30,7 @@ pub unsafe fn pack<const W: usize, T: Float>(simd: Simd, source: Matrix<T>, line
                 let here = 16.min(lines - first);
                 let from = source.ptr.add(first * source.row_stride).cast::<u32>();
                 for k in (0..whole).step_by(16) {
-                    transpose_16(from.add(k), source.row_stride, here, to.add(k * W + first).cast(), W);
+                    transpose_16(from.add(k), source.row_stride, here, 16, to.add(k * W + first).cast(), W);
                 }
             }
             scatter(source, lines, whole, depth, to, W);
