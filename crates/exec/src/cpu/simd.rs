@@ -91,7 +91,6 @@ pub unsafe fn map<T: Float, const I: usize, const O: usize>(
     // SAFETY: the caller vouches for n elements.
     unsafe {
         let done = map_blocks::<T, I, O, 64>(inputs, outputs, 0, n, &f);
-        let done = map_blocks::<T, I, O, 16>(inputs, outputs, done, n, &f);
         let done = map_blocks::<T, I, O, 8>(inputs, outputs, done, n, &f);
         map_blocks::<T, I, O, 1>(inputs, outputs, done, n, &f);
     }
