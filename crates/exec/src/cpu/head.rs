@@ -369,19 +369,34 @@ impl Head<'_> {
 }
 
 vectorised! {
-    /// `e` of a row of logits in `to`, unless that is null; their maximum and the sum of `e`. The logits are overwritten.
-    unsafe fn exponentials_of_row<T>(logits: *mut f32, to: *mut T, n: usize) -> (f32, f32) {
+    /// `e` of a row of logits in `to`, unless that is null; their maximum and the sum of `e`.
+    unsafe fn exponentials_of_row<T>(logits: *const f32, to: *mut T, n: usize) -> (f32, f32) {
+        const LANES: usize = 64;
         let max = simd::max(std::slice::from_raw_parts(logits, n));
-        for i in 0..n {
-            *logits.add(i) = simd::exp(*logits.add(i) - max);
-        }
-        let sum = simd::sum(n, |i| *logits.add(i));
-        if !to.is_null() {
-            for i in 0..n {
-                *to.add(i) = T::of(*logits.add(i));
+        let mut sums = [0.0f32; LANES];
+        let whole = n / LANES * LANES;
+        for start in (0..whole).step_by(LANES) {
+            let (from, mut e) = (&*logits.add(start).cast::<[f32; LANES]>(), [0.0f32; LANES]);
+            for i in 0..LANES {
+                e[i] = simd::exp(from[i] - max);
+            }
+            for i in 0..LANES {
+                sums[i] += e[i];
+            }
+            if !to.is_null() {
+                for (i, &e) in e.iter().enumerate() {
+                    *to.add(start + i) = T::of(e);
+                }
             }
         }
-        (max, sum)
+        for i in whole..n {
+            let e = simd::exp(*logits.add(i) - max);
+            sums[i - whole] += e;
+            if !to.is_null() {
+                *to.add(i) = T::of(e);
+            }
+        }
+        (max, simd::sum(LANES, |i| sums[i]))
     }
 }
 

@@ -142,6 +142,10 @@ pub unsafe fn gemm<T: Float>(
         Target::F32 { .. } | Target::Scaled { .. } => k_block(unit, k).min(k),
         Target::Bf16 { .. } => k,
     };
+    if m <= unit.rows() && unit.bytes(unit.rows(), k.next_multiple_of(K_STEP)) <= B_BYTES {
+        // SAFETY: as promised to this function.
+        return unsafe { few_rows(pool, simd, (m, n, k), kc, a, b, c, scratch.cast()) };
+    }
     let nc = (B_BYTES / unit.bytes(1, kc).max(1) / NR * NR).max(NR);
     let row_block = m.div_ceil(4 * pool.threads()).clamp(1, MOST_ROWS).next_multiple_of(unit.rows()).min(MOST_ROWS);
     let shared = Ptr((a, b, c, scratch.cast::<u8>()));
@@ -174,6 +178,39 @@ pub unsafe fn gemm<T: Float>(
             });
         }
     }
+}
+
+/// The same product of one panel of rows: every thread packs a panel of B where it needs it and goes on to the next.
+#[allow(clippy::too_many_arguments)]
+unsafe fn few_rows<T: Float>(
+    pool: &Pool,
+    simd: Simd,
+    (m, n, k): (usize, usize, usize),
+    kc: usize,
+    a: Matrix<T>,
+    b: Matrix<T>,
+    c: Target,
+    scratch: *mut u8,
+) {
+    let unit = Unit::of::<T>(simd);
+    let packed_a = Packed::a(unit, scratch, k);
+    // SAFETY: the caller vouches for the ranges; the rows packed take at most B_BYTES of scratch.
+    unsafe { pack_a(simd, a, m, k, packed_a) };
+    let shared = Ptr((packed_a, b, c, scratch.wrapping_add(B_BYTES)));
+    pool.run(n.div_ceil(NR), |panel, worker| {
+        let (packed_a, b, c, own) = shared.get();
+        let (n0, columns) = (panel * NR, NR.min(n - panel * NR));
+        // SAFETY: these columns of C belong to this task; each worker packs B in its own place.
+        unsafe {
+            let packed_b = Packed::b(unit, own.add(worker * unit.bytes(NR, kc).next_multiple_of(64)), kc);
+            for k0 in (0..k).step_by(kc) {
+                let depth = kc.min(k - k0);
+                pack_b(simd, b.part(k0, n0), columns, depth, packed_b);
+                let a = packed_a.rows_deep(unit, k0);
+                multiply::<T>(simd, (m, columns, depth), a, packed_b, c.part(0, n0, k0 == 0));
+            }
+        }
+    });
 }
 
 vectorised! {

@@ -79,13 +79,18 @@ pub unsafe fn multiply(
                 match (simd, c) {
                     #[cfg(target_arch = "x86_64")]
                     (Simd::Avx512, Target::F32 { .. } | Target::Scaled { .. }) => {
-                        avx512::tile(depth, a, b, c, rows, columns);
+                        // Few rows in few registers: the same sums without those of rows that are not there.
+                        match rows {
+                            0..=4 => avx512::tile::<4>(depth, a, b, c, rows, columns),
+                            5..=8 => avx512::tile::<8>(depth, a, b, c, rows, columns),
+                            _ => avx512::tile::<MR>(depth, a, b, c, rows, columns),
+                        }
                     }
                     #[cfg(target_arch = "x86_64")]
                     (Simd::Avx512, Target::Bf16 { .. }) => {
                         let mut tile = [0.0f32; MR * NR];
                         let whole = Target::F32 { ptr: tile.as_mut_ptr(), stride: NR, add: false };
-                        avx512::tile(depth, a, b, whole, MR, NR);
+                        avx512::tile::<MR>(depth, a, b, whole, MR, NR);
                         store_tile(simd, tile.as_ptr(), rows, columns, c);
                     }
                     _ => {
@@ -131,15 +136,22 @@ mod avx512 {
     use super::{MR, NR, Target};
     use std::arch::x86_64::*;
 
-    /// One MR × NR tile in 24 registers, for targets in f32.
+    /// The first `R` rows of an MR × NR tile in 2 R registers, for targets in f32.
     #[target_feature(enable = "avx512f")]
-    pub unsafe fn tile(depth: usize, a: *const f32, b: *const f32, c: Target, rows: usize, columns: usize) {
+    pub unsafe fn tile<const R: usize>(
+        depth: usize,
+        a: *const f32,
+        b: *const f32,
+        c: Target,
+        rows: usize,
+        columns: usize,
+    ) {
         let (c, stride, add, factors) = match c {
             Target::F32 { ptr, stride, add } => (ptr, stride, add, std::ptr::null()),
             Target::Scaled { ptr, stride, factors } => (ptr, stride, true, factors),
             Target::Bf16 { .. } => unreachable!("tiles in vector registers are stored in f32"),
         };
-        let mut sums = [[_mm512_setzero_ps(); 2]; MR];
+        let mut sums = [[_mm512_setzero_ps(); 2]; R];
         // SAFETY: prefetching reads nothing; the packed panels hold MR · depth and NR · depth floats.
         unsafe {
             // What the sums are stored to is on its way while they are made.
