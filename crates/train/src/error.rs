@@ -112,8 +112,9 @@ pub enum TrainError {
     },
     /// The arena is larger than the memory that is free.
     #[error(
-        "the step needs {} of memory, {} are free:{}\nhint: {}",
+        "the step needs {} of memory{}, {} are free:{}\nhint: {}",
         units::bytes(memory.total_bytes),
+        if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
         units::bytes(*available),
         bill(memory),
         smaller(memory)
@@ -121,6 +122,8 @@ pub enum TrainError {
     DoesNotFit {
         /// What it needs.
         memory: Box<MemoryBill>,
+        /// Ranks that share the memory.
+        ranks: usize,
         /// Bytes that are free.
         available: u64,
     },

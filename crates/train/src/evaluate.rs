@@ -134,7 +134,7 @@ impl Model {
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
         let mut executor = CpuExecutor::load(program.clone(), threads)?;
-        state::load(&program, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
+        state::load(&program.tensors, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
         let feed = |entry, batch, seq| Feed::new(Some(entry), batch, seq);
         Ok(Self {
             executor,

@@ -37,7 +37,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
     let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
     let context = Context {
         device: profile(2, DType::F32, DType::F32),
-        layout: Layout { micro_batches: 1 },
+        layout: Layout::single(1),
         optimizer,
         precision: Precision::FP32,
     };
@@ -45,7 +45,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
     // Logits that somebody wants are not fused away.
     let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
     forward.outputs.push(lockstep_ir::ValueId(logits));
-    let program = compile(&forward, &context).unwrap().program;
+    let program = compile(&forward, &context).unwrap().programs.swap_remove(0);
     let mut executor = CpuExecutor::load(program.clone(), 2).unwrap();
     for tensor in &program.tensors {
         if matches!(tensor.role, Role::State(State::Parameter(_) | State::Constant(_))) {

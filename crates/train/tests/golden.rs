@@ -77,14 +77,14 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     let gradients = if reproducible { DType::Fixed64 } else { DType::F32 };
     let precision = Precision { compute: DType::F32, gradients };
     let device = profile(threads, precision.compute, precision.gradients);
-    let context = Context { device, layout: Layout { micro_batches }, optimizer, precision };
+    let context = Context { device, layout: Layout::single(micro_batches), optimizer, precision };
     let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
     if !fused {
         // Logits that somebody wants are not fused away.
         let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
         forward.outputs.push(lockstep_ir::ValueId(logits));
     }
-    let program = compile(&forward, &context).unwrap().program;
+    let program = compile(&forward, &context).unwrap().programs.swap_remove(0);
     let mut executor = CpuExecutor::load(program.clone(), threads).unwrap();
     for tensor in &program.tensors {
         match &tensor.role {

@@ -41,7 +41,7 @@ pub fn grad_weight<T: Float>(call: Call) {
 ///
 /// # Safety
 /// The operands have these sizes; `scratch` holds a product's scratch, and `share` n · k floats for sums that are not in f32.
-unsafe fn weight_product<T: Float>(
+pub unsafe fn weight_product<T: Float>(
     call: Call,
     (groups, rows, n, k): (usize, usize, usize, usize),
     dy: *const T,
