@@ -5,9 +5,11 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, FileType};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::prepare::go_on;
 use crate::prepared::is_output;
 use crate::{DataError, PrepareSpec};
 
@@ -87,7 +89,7 @@ impl Found {
 ///
 /// A file that is reached twice counts once, so that overlapping paths do not put the same text into both splits. What
 /// an earlier `prepare` left in `out` is not text.
-pub(crate) fn scan(spec: &PrepareSpec, out: &Path) -> Result<Found, DataError> {
+pub(crate) fn scan(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Found, DataError> {
     if spec.paths.is_empty() {
         return Err(DataError::NoPaths);
     }
@@ -97,6 +99,7 @@ pub(crate) fn scan(spec: &PrepareSpec, out: &Path) -> Result<Found, DataError> {
         out: out.canonicalize().ok(),
         seen: BTreeSet::new(),
         found: Found { files: Vec::new(), empty_files: 0 },
+        stop,
     };
     for path in &spec.paths {
         walk.root(path)?;
@@ -114,6 +117,7 @@ struct Walk<'a> {
     out: Option<PathBuf>,
     seen: BTreeSet<PathBuf>,
     found: Found,
+    stop: &'a AtomicBool,
 }
 
 impl Walk<'_> {
@@ -158,6 +162,7 @@ impl Walk<'_> {
     }
 
     fn file(&mut self, path: &Path) -> Result<(), DataError> {
+        go_on(self.stop)?;
         let unreadable = |cause| DataError::unreadable(path, cause);
         if !self.seen.insert(path.canonicalize().map_err(unreadable)?) {
             return Ok(());

@@ -5,11 +5,13 @@ use std::fs::File;
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::cut;
+use crate::prepare::{NEVER, go_on};
 use crate::prepared::hexadecimal;
 use crate::shard::Width;
 use crate::{BYTE_VOCABULARY, DataError, SEPARATOR};
@@ -142,7 +144,7 @@ impl Tokenizer {
     }
 
     /// Appends the tokens of a text, each as the bytes of [`width`](Self::width). Memory grows with the result only.
-    pub(crate) fn encode(&self, text: &str, tokens: &mut Vec<u8>) -> Result<(), DataError> {
+    pub(crate) fn encode(&self, text: &str, tokens: &mut Vec<u8>, stop: &AtomicBool) -> Result<(), DataError> {
         let (path, tokenizer) = match &self.model {
             Model::Bytes => {
                 tokens.extend(text.as_bytes());
@@ -155,6 +157,7 @@ impl Tokenizer {
             DataError::tokenizer(path, problem, "check the tokenizer with the library it was made with")
         };
         for stretch in cut::stretches(text) {
+            go_on(stop)?;
             let encoding = catch_unwind(AssertUnwindSafe(|| tokenizer.encode_fast(stretch, false)))
                 .map_err(|_| refuse("the library that reads it gave up".into()))?
                 .map_err(|error| refuse(short(&error)))?;
@@ -170,7 +173,7 @@ impl Tokenizer {
     /// The tokens of a text.
     pub fn tokens(&self, text: &str) -> Result<Vec<u32>, DataError> {
         let mut bytes = Vec::new();
-        self.encode(text, &mut bytes)?;
+        self.encode(text, &mut bytes, &NEVER)?;
         let token = |b: &[u8]| b.iter().rev().fold(0, |token, byte| token << 8 | u32::from(*byte));
         Ok(bytes.chunks_exact(self.width() as usize).map(token).collect())
     }

@@ -8,6 +8,7 @@ use lockstep_data::{
     prepare_with,
 };
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 /// The prepared corpora of a run, in the order of the config.
 #[derive(Debug)]
@@ -44,22 +45,24 @@ pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
 
 /// Prepares the data of a run before it starts, in `out` or where the run will look for them. Gives the folder too.
 ///
-/// A run directory is locked meanwhile, and a run that has checkpoints keeps its data.
+/// A run directory is locked meanwhile, and a run that has checkpoints keeps its data. `stop` ends it with
+/// [`DataError::Interrupted`].
 pub fn prepare_data(
     config: &Config,
     run_dir: &Path,
     out: Option<&Path>,
+    stop: &AtomicBool,
     progress: &mut dyn FnMut(&str, Progress),
 ) -> Result<(RunData, PathBuf), TrainError> {
     let folder = out.map_or_else(|| data_folder(config, run_dir), Path::to_owned);
     if out.is_some() || config.prepared_dir().is_some() {
-        return Ok((RunData::prepare(config, &folder, Existing::Refresh, progress)?, folder));
+        return Ok((RunData::prepare(config, &folder, Existing::Refresh, stop, progress)?, folder));
     }
     config.require_data()?;
     let dir = RunDir::open(run_dir)?;
     let started = list(&dir.checkpoints()).is_ok_and(|found| !found.is_empty());
     let existing = if started { Existing::Keep } else { Existing::Refresh };
-    Ok((RunData::prepare(config, &folder, existing, progress)?, folder))
+    Ok((RunData::prepare(config, &folder, existing, stop, progress)?, folder))
 }
 
 /// What is to be prepared for one corpus, and where.
@@ -74,11 +77,12 @@ impl RunData {
     /// Opens the corpora under `folder`, preparing those that are not there.
     ///
     /// `data.paths` are prepared in the folder itself, each of `data.corpora` in a folder of its own inside. Progress
-    /// comes with the name of the corpus.
+    /// comes with the name of the corpus. `stop` ends it with [`DataError::Interrupted`].
     pub fn prepare(
         config: &Config,
         folder: &Path,
         existing: Existing,
+        stop: &AtomicBool,
         progress: &mut dyn FnMut(&str, Progress),
     ) -> Result<Self, TrainError> {
         config.require_data()?;
@@ -91,7 +95,7 @@ impl RunData {
         let tokenizer = tokenizer_spec(config)?;
         // Before an hour of work, not after it.
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
-        let mut options = PrepareOptions::default();
+        let mut options = PrepareOptions { stop, ..PrepareOptions::default() };
         if config.train.threads > 0 {
             options.threads = config.train.threads;
         }
@@ -100,7 +104,7 @@ impl RunData {
         for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
             let found = match Prepared::open(&folder)? {
                 Some(data) if shared && *data.spec() != spec => return Err(TrainError::SharedData { dir: folder }),
-                Some(data) if existing == Existing::Refresh => is_current(&spec, &data)?.then_some(data),
+                Some(data) if existing == Existing::Refresh => is_current(&spec, &data, stop)?.then_some(data),
                 found => found.filter(|data| *data.spec() == spec),
             };
             let data = match found {

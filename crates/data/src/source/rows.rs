@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicBool;
 
 use parquet::basic::Type as Physical;
 use parquet::column::reader::ColumnReader;
@@ -13,6 +14,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
 use crate::DataError;
 use crate::holdout::HoldOut;
+use crate::prepare::go_on;
 use crate::scan::SourceFile;
 
 /// Rows that are decoded at a time.
@@ -31,12 +33,16 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    pub(super) fn open(file: &SourceFile, field: &str, at: Cursor) -> Result<Self, DataError> {
+    pub(super) fn open(file: &SourceFile, field: &str, at: Cursor, stop: &AtomicBool) -> Result<Self, DataError> {
         let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
         let reader = guarded(|| SerializedFileReader::new(opened)).map_err(|cause| damaged(file, &cause))?;
         let (column, optional, rows) = find_column(file, &reader, field)?;
         let mut this = Rows { reader, column, optional, next_group: 0, open: None, ready: VecDeque::new(), rows };
-        this.skip(at.records).map_err(|cause| damaged(file, &cause))?;
+        let mut left = this.skip_groups(at.records);
+        while left > 0 {
+            go_on(stop)?;
+            left = this.skip_rows(left).map_err(|cause| damaged(file, &cause))?;
+        }
         Ok(this)
     }
 
@@ -90,8 +96,8 @@ impl Rows {
         Ok(true)
     }
 
-    /// Leaves out the first `rows` rows, whole row groups without reading them.
-    fn skip(&mut self, mut rows: u64) -> Result<(), String> {
+    /// Leaves out whole row groups without reading them; gives how many of `rows` rows are still to leave out.
+    fn skip_groups(&mut self, mut rows: u64) -> u64 {
         while self.next_group < self.reader.num_row_groups() {
             let group = self.reader.metadata().row_group(self.next_group).num_rows().max(0) as u64;
             if rows < group {
@@ -100,14 +106,17 @@ impl Rows {
             rows -= group;
             self.next_group += 1;
         }
-        while rows > 0 {
-            match self.ready.pop_front() {
-                Some(_) => rows -= 1,
-                None if self.fill()? => {}
-                None => return Err("it has fewer rows than before".into()),
-            }
+        rows
+    }
+
+    /// Leaves out some of the next `rows` rows; gives how many are left.
+    fn skip_rows(&mut self, rows: u64) -> Result<u64, String> {
+        if self.ready.is_empty() && !self.fill()? {
+            return Err("it has fewer rows than before".into());
         }
-        Ok(())
+        let here = self.ready.len().min(usize::try_from(rows).unwrap_or(usize::MAX));
+        self.ready.drain(..here);
+        Ok(rows - here as u64)
     }
 }
 
