@@ -204,6 +204,30 @@ fn an_interrupt_stops_preparation_at_once_and_the_same_command_finishes_it() {
 }
 
 #[test]
+fn a_run_directory_among_the_text_is_not_read() {
+    let place = Place::new();
+    let files = |out: &str, paths: &str| {
+        let args = ["data", "prepare", "run.toml", "--out", out, "--format", "json", "--set", paths];
+        json(&place.ok(&args))["corpora"][0]["files"].as_u64().unwrap()
+    };
+    let corpus = "data.paths=[\"corpus\"]";
+    assert_eq!(files("before", corpus), 8);
+    place.ok(&["train", "run.toml", "--run-dir", "corpus/my-run"]);
+    place.ok(&["train", "run.toml", "--run-dir", "corpus/my-run", "--fresh"]);
+    place.ok(&["data", "prepare", "run.toml", "--out", "corpus/shared"]);
+    for folder in ["corpus/my-run/old-1/checkpoints", "corpus/my-run/data", "corpus/shared"] {
+        assert!(place.path(folder).is_dir(), "{folder}");
+    }
+    assert_eq!(files("after", corpus), 8);
+    // The run goes on beside the same text.
+    place.ok(&["train", "run.toml", "--run-dir", "corpus/my-run"]);
+
+    // A run directory that is named itself: what somebody put beside the run is text.
+    std::fs::write(place.path("corpus/my-run/notes.md"), "notes").unwrap();
+    assert_eq!(files("named", "data.paths=[\"corpus/my-run\"]"), 1);
+}
+
+#[test]
 fn inspect_says_what_it_needs() {
     let place = Place::new();
     let text = place.fails(2, &["data", "inspect", "."]);

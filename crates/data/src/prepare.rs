@@ -21,7 +21,8 @@ pub struct PrepareSpec {
     /// Files and folders, read in this order.
     ///
     /// Folders are walked by name. Hidden entries, symbolic links, and folders named `target`, `node_modules` or `runs`
-    /// inside them are skipped. A file that is reached twice is read once.
+    /// inside them are skipped, and so are run directories and folders of prepared data. A file that is reached twice is
+    /// read once.
     pub paths: Vec<PathBuf>,
     /// Extensions of the files to take from folders, in any case; none takes every file. Files that `paths` names are
     /// always read.
@@ -255,8 +256,7 @@ fn lock(folder: &Path) -> Result<File, DataError> {
 mod tests {
     use super::*;
     use crate::new_file::temporary_path;
-
-    const TRAIN_SHARD: &str = "train.shard";
+    use crate::prepared::TRAIN_SHARD;
 
     #[test]
     fn a_full_disk_is_reported_and_leaves_the_earlier_data_as_it_was() {
