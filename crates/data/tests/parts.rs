@@ -68,7 +68,11 @@ fn the_tokens_do_not_depend_on_the_size_of_parts() {
         starts
     };
     assert_eq!(starts(&whole), starts(&parts));
-    parts.train().verify().unwrap();
+    let mut read = 0;
+    parts.train().verify_with(&AtomicBool::new(false), &mut |bytes| read += bytes).unwrap();
+    assert_eq!(read, parts.train().payload_bytes());
+    let stopped = parts.train().verify_with(&AtomicBool::new(true), &mut |_| panic!("nothing is read"));
+    assert!(matches!(stopped, Err(DataError::Interrupted)));
 }
 
 #[test]

@@ -145,16 +145,31 @@ impl RunData {
     }
 
     /// Refuses data that were prepared from other paths or in another way than the config says now, and data that are not
-    /// what was prepared: every token is read once.
-    pub fn refuse_changes(&self, config: &Config, folder: &Path) -> Result<(), TrainError> {
+    /// what was prepared: every token is read once. `progress` hears of the bytes done and of all; `stop` ends it with
+    /// [`DataError::Interrupted`].
+    pub fn refuse_changes(
+        &self,
+        config: &Config,
+        folder: &Path,
+        stop: &AtomicBool,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), TrainError> {
         // The data keep their tokenizer; the file that it came from may be gone.
         for (corpus, wanted) in self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes)) {
             let (ours, theirs) = (settings(&wanted.spec), settings(corpus.data.spec()));
             if ours != theirs {
                 return Err(TrainError::OtherData { dir: wanted.folder, before: theirs, now: ours });
             }
-            corpus.data.train().verify()?;
-            corpus.data.validation().map_or(Ok(()), |tokens| tokens.verify())?;
+        }
+        let streams =
+            || self.corpora.iter().flat_map(|c| [Some(c.data.train()), c.data.validation()].into_iter().flatten());
+        let total = streams().map(|tokens| tokens.payload_bytes()).sum();
+        let mut done = 0;
+        for tokens in streams() {
+            tokens.verify_with(stop, &mut |bytes| {
+                done += bytes;
+                progress(done, total);
+            })?;
         }
         Ok(())
     }

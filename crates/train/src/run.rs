@@ -108,7 +108,7 @@ fn start<'a>(
     let existing = if started { Existing::Keep } else { Existing::Refresh };
     let folder = data_folder(config, dir.path());
     let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
-    data.refuse_changes(config, &folder)?;
+    data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
     let (mut step, mut checkpoint, mut pending) = (0, None, None);
