@@ -208,10 +208,9 @@ impl RunData {
         }
     }
 
-    /// The held-out samples in the mixture of training, and how many there are before one repeats. Corpora whose
-    /// held-out tokens are less than a sequence are left out, with a warning each.
-    pub fn held_out(&self, config: &Config, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, u64)> {
-        let seq = config.train.seq;
+    /// The held-out samples of `seq` tokens in the mixture of training, and the names of the corpora that they are from.
+    /// Corpora whose held-out tokens are less than a sequence are left out, with a warning each.
+    pub fn held_out(&self, seq: usize, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, Vec<String>)> {
         let mut corpora = Vec::new();
         for RunCorpus { name, weight, data } in &self.corpora {
             let Some(tokens) = data.validation() else { continue };
@@ -223,9 +222,9 @@ impl RunData {
             let tokens = tokens.len();
             warn(&format!("the held-out text{of} has {tokens} tokens, not one sequence of {seq}: no validation{of}"));
         }
+        let names = corpora.iter().map(|corpus| corpus.name.clone()).collect();
         let sampler = Sampler::mixed_in_order(corpora, seq).ok()?;
-        let samples = sampler.samples_before_repeat();
-        (samples > 0).then_some((sampler, samples))
+        (sampler.samples_before_repeat() > 0).then_some((sampler, names))
     }
 
     fn vocabulary(&self) -> u32 {

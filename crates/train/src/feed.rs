@@ -1,10 +1,48 @@
 //! Sequences into a program's inputs, losses out of it.
 
 use crate::TrainError;
+use lockstep_data::{Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
 use lockstep_model::names;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Where sequences come from, by their index.
+pub(crate) trait Sequences {
+    /// Writes a sequence's tokens, and as targets the token after each.
+    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]);
+}
+
+impl Sequences for Sampler {
+    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]) {
+        Sampler::fill(self, index, tokens, targets);
+    }
+}
+
+/// The sequences of a text one behind the other.
+pub(crate) struct Stretch<'a> {
+    pub(crate) tokens: &'a TokenStream,
+    /// The first token of the first.
+    pub(crate) from: u64,
+}
+
+impl Sequences for Stretch<'_> {
+    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]) {
+        let at = self.from + index * tokens.len() as u64;
+        self.tokens.copy(at, tokens);
+        self.tokens.copy(at + 1, targets);
+    }
+}
+
+/// A sequence that was evaluated.
+pub(crate) struct Scored<'a> {
+    /// Which.
+    pub(crate) index: u64,
+    /// The sum of its token losses.
+    pub(crate) loss: f64,
+    /// What was predicted.
+    pub(crate) targets: &'a [u32],
+}
 
 /// The tokens and targets of a micro-batch on their way to an executor.
 pub(crate) struct Feed {
@@ -41,16 +79,19 @@ impl Feed {
         self.seq
     }
 
-    /// Writes a micro-batch; `fill` gives the tokens and targets of its `b`-th sequence.
+    /// Writes a micro-batch: the sequences from `first` on, and the `last` one again where there are no more.
     pub(crate) fn load(
         &mut self,
         executor: &mut dyn Executor,
         micro_batch: usize,
-        fill: impl Fn(usize, &mut [u32], &mut [u32]),
+        data: &dyn Sequences,
+        first: u64,
+        last: u64,
     ) -> Result<(), TrainError> {
         for b in 0..self.batch {
             let range = b * self.seq..(b + 1) * self.seq;
-            fill(b, &mut self.tokens[range.clone()], &mut self.targets[range]);
+            let index = (first + b as u64).min(last);
+            data.fill(index, &mut self.tokens[range.clone()], &mut self.targets[range]);
         }
         for (name, ids) in self.names.iter().zip([&self.tokens, &self.targets]) {
             self.bytes.clear();
@@ -60,44 +101,45 @@ impl Feed {
         Ok(())
     }
 
-    /// `sum` plus the losses of the first `count` sequences of a micro-batch that has run, in order.
-    pub(crate) fn add_losses(
+    /// Calls `add` with the loss of each sequence of a micro-batch that has run, in order.
+    pub(crate) fn losses(
         &self,
-        sum: f64,
         executor: &dyn Executor,
         micro_batch: usize,
-        count: usize,
-    ) -> Result<f64, TrainError> {
+        mut add: impl FnMut(usize, f64),
+    ) -> Result<(), TrainError> {
         let bytes = executor.read(&self.names[2], micro_batch)?;
-        let losses = bytes.as_chunks().0.iter().take(count);
-        Ok(losses.fold(sum, |sum, b| sum + f64::from_le_bytes(*b)))
+        bytes.as_chunks().0.iter().enumerate().for_each(|(b, loss)| add(b, f64::from_le_bytes(*loss)));
+        Ok(())
     }
 
-    /// The sum of the token losses of `sequences` sequences, added in order; `None` if `stop` came before the last. `fill`
-    /// gives the n-th; `counted` is shown the targets of every micro-batch that has run.
+    /// Calls `scored` with every one of the first `sequences` sequences, in order; false if `stop` came before the last.
     pub(crate) fn evaluate(
         &mut self,
         executor: &mut dyn Executor,
         entry: &str,
         sequences: u64,
-        fill: impl Fn(u64, &mut [u32], &mut [u32]),
+        data: &dyn Sequences,
         stop: &AtomicBool,
-        counted: &mut dyn FnMut(&[u32]),
-    ) -> Result<Option<f64>, TrainError> {
-        let mut sum = 0.0;
+        scored: &mut dyn FnMut(Scored<'_>),
+    ) -> Result<bool, TrainError> {
         let mut first = 0;
         while first < sequences {
             if stop.load(Ordering::SeqCst) {
-                return Ok(None);
+                return Ok(false);
             }
             // The last micro-batch is filled up with copies of the last sequence, whose losses are not counted.
-            self.load(executor, 0, |b, x, y| fill((first + b as u64).min(sequences - 1), x, y))?;
+            self.load(executor, 0, data, first, sequences - 1)?;
             executor.run(entry)?;
-            let count = (sequences - first).min(self.batch as u64) as usize;
-            sum = self.add_losses(sum, executor, 0, count)?;
-            counted(&self.targets[..count * self.seq]);
-            first += count as u64;
+            let count = (sequences - first).min(self.batch as u64);
+            self.losses(executor, 0, |b, loss| {
+                if (b as u64) < count {
+                    let targets = &self.targets[b * self.seq..(b + 1) * self.seq];
+                    scored(Scored { index: first + b as u64, loss, targets });
+                }
+            })?;
+            first += count;
         }
-        Ok(Some(sum))
+        Ok(true)
     }
 }

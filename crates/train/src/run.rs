@@ -128,8 +128,11 @@ fn start<'a>(
     dir.event("start", json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling }))?;
 
     let most = config.train.validation_sequences as u64;
-    let held_out = data.held_out(config, &mut |text| show(Event::Warning(text)));
-    let held_out = held_out.map(|(samples, count)| (samples, count.min(most)));
+    let held_out = data.held_out(config.train.seq, &mut |text| show(Event::Warning(text)));
+    let held_out = held_out.map(|(samples, _)| {
+        let count = samples.samples_before_repeat().min(most);
+        (samples, count)
+    });
     let finished = step >= config.train.steps;
     let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
     let data = data.fingerprint();
