@@ -170,7 +170,8 @@ fn an_interrupt_stops_preparation_at_once_and_the_same_command_finishes_it() {
     std::fs::write(place.path("corpus/long.txt"), long).unwrap();
     let interrupted = |args: &[&str], signal| {
         let child = place.command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let working = || std::fs::read_dir(place.path("prepared/text/.partial")).is_ok_and(|mut dir| dir.next().is_some());
+        let working =
+            || std::fs::read_dir(place.path("prepared/text/.partial")).is_ok_and(|mut dir| dir.next().is_some());
         while !working() {
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -187,7 +188,8 @@ fn an_interrupt_stops_preparation_at_once_and_the_same_command_finishes_it() {
     let output = interrupted(&prepare, libc::SIGINT);
     assert_eq!(output.status.code(), Some(1));
     let text = String::from_utf8(output.stderr).unwrap();
-    let expected = "error: preparing data was interrupted\nhint: the same command again goes on after the last finished part";
+    let expected =
+        "error: preparing data was interrupted\nhint: the same command again goes on after the last finished part";
     assert!(text.contains(expected), "{text}");
     let train = [&["train", "run.toml", "--run-dir", "run"], &set[..]].concat();
     let output = interrupted(&train, libc::SIGTERM);

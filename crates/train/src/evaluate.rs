@@ -229,12 +229,7 @@ impl Model {
     }
 
     /// Scores every sequence.
-    fn score(
-        &mut self,
-        material: &Material,
-        cut: Cut,
-        scored: &mut dyn FnMut(Scored<'_>),
-    ) -> Result<(), TrainError> {
+    fn score(&mut self, material: &Material, cut: Cut, scored: &mut dyn FnMut(Scored<'_>)) -> Result<(), TrainError> {
         // An interrupt ends the process at once: nothing is lost.
         let never = AtomicBool::new(false);
         let executor = &mut self.executor;

@@ -1,6 +1,7 @@
 //! From files to stretches of text, in order, from any place on.
 
 mod lines;
+mod pages;
 mod rows;
 mod text;
 

@@ -2,8 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parquet::basic::Type as Physical;
 use parquet::column::reader::ColumnReader;
@@ -11,8 +10,10 @@ use parquet::data_type::ByteArray;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
+use super::pages::Pages;
 use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
 use crate::DataError;
+use crate::guard::caught;
 use crate::holdout::HoldOut;
 use crate::prepare::go_on;
 use crate::scan::SourceFile;
@@ -22,7 +23,7 @@ const BATCH_ROWS: usize = 64;
 
 /// Reads one column of strings. A row without a value is an empty document.
 pub(super) struct Rows {
-    reader: SerializedFileReader<File>,
+    reader: SerializedFileReader<Pages>,
     column: usize,
     optional: bool,
     /// The row group that is next, and the open one's column.
@@ -35,7 +36,9 @@ pub(super) struct Rows {
 impl Rows {
     pub(super) fn open(file: &SourceFile, field: &str, at: Cursor, stop: &AtomicBool) -> Result<Self, DataError> {
         let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
-        let reader = guarded(|| SerializedFileReader::new(opened)).map_err(|cause| damaged(file, &cause))?;
+        let (pages, begun) = Pages::new(opened);
+        let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
+        begun.store(true, Ordering::Relaxed);
         let (column, optional, rows) = find_column(file, &reader, field)?;
         let mut this = Rows { reader, column, optional, next_group: 0, open: None, ready: VecDeque::new(), rows };
         let mut left = this.skip_groups(at.records);
@@ -123,7 +126,7 @@ impl Rows {
 /// The column's index, whether rows may have none, and the number of rows.
 fn find_column(
     file: &SourceFile,
-    reader: &SerializedFileReader<File>,
+    reader: &SerializedFileReader<Pages>,
     field: &str,
 ) -> Result<(usize, bool, u64), DataError> {
     let refuse =
@@ -144,9 +147,9 @@ fn find_column(
 
 /// What the library says, even where a file made up to hurt makes it panic.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(result) => result.map_err(|error| error.to_string()),
-        Err(_) => Err("the library that reads it gave up".into()),
+    match caught(read) {
+        Some(result) => result.map_err(|error| error.to_string()),
+        None => Err("the library that reads it gave up".into()),
     }
 }
 
