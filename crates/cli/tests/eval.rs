@@ -35,6 +35,26 @@ fn the_held_out_loss_is_the_one_that_the_run_logged() {
 }
 
 #[test]
+fn documents_are_kept_apart_as_in_training() {
+    let place = Place::new();
+    let lines: String = (0..3000u64).map(|i| format!("{{\"text\": \"record {i}: {}\"}}\n", i * i)).collect();
+    std::fs::write(place.path("records.jsonl"), lines).unwrap();
+    let data = "paths = [\"records.jsonl\"]\ndocument_mask = true";
+    place.config(&CONFIG.replace("paths = [\"corpus\"]", data));
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+    assert_eq!(json(&place, &["run", "--validation"])["loss"], last["val_loss"]);
+    // The tokens that are left over behind the last sequence are a program of their own.
+    let all = number(&json(&place, &["run", "--data", "records.jsonl", "--seq", "48"]), "loss");
+    assert!((all - number(&last, "val_loss")).abs() < 0.2, "{all}");
+    let text = place.ok(&["explain", "run.toml"]);
+    assert!(text.contains("document_attention"), "{text}");
+    let text = place.ok(&["generate", "run", "--prompt", "record 7", "--max-tokens", "5"]);
+    assert!(text.starts_with("record 7"), "{text}");
+}
+
+#[test]
 fn a_mixture_is_evaluated_as_a_whole_and_per_corpus() {
     let place = Place::new();
     let lines: String = (0..3000u64).map(|i| format!("{{\"text\": \"record {i}: {}\"}}\n", i * i)).collect();

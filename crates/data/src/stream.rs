@@ -106,6 +106,16 @@ impl TokenStream {
         }
     }
 
+    /// Writes, for each of the tokens from `offset` on, where among them its document starts: 0 for the document that they
+    /// begin with, wherever that one began. Does not allocate.
+    pub fn document_starts(&self, offset: u64, starts: &mut [u32]) {
+        starts.fill(0);
+        self.documents_beginning_in(offset + 1, offset + starts.len() as u64, |document| {
+            let start = (document.start - offset) as usize;
+            starts[start..].fill(start as u32);
+        });
+    }
+
     /// The document that the token at `offset` belongs to; its start is at most `offset`, and where it is `continued`
     /// it began earlier still.
     ///

@@ -220,7 +220,7 @@ impl Model {
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
         let mut executor = CpuExecutor::load(program.clone(), threads)?;
         state::load(&program, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
-        let feed = |entry, batch, seq| Feed::new(Some(entry), batch, seq);
+        let feed = |entry, batch, seq| Feed::new(&program, Some(entry), batch, seq);
         Ok(Self {
             executor,
             whole: (cut.sequences > 0).then(|| feed(StepProgram::EVALUATE, batch, seq)),
@@ -256,7 +256,8 @@ fn evaluation_program(
 ) -> Result<(StepProgram, usize), TrainError> {
     let (context, threads) = forward_context(config);
     let graph = |batch, tokens| {
-        build_form(&config.model, Form::Loss { batch, seq: tokens, context: seq }).map_err(CompileError::Type)
+        let form = Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask };
+        build_form(&config.model, form).map_err(CompileError::Type)
     };
     let mut entries = Vec::new();
     if cut.sequences > 0 {

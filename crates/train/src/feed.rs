@@ -11,11 +11,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) trait Sequences {
     /// Writes a sequence's tokens, and as targets the token after each.
     fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]);
+
+    /// Writes, for each position of a sequence, where in the sequence its document starts.
+    fn document_starts(&self, index: u64, starts: &mut [u32]);
 }
 
 impl Sequences for Sampler {
     fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]) {
         Sampler::fill(self, index, tokens, targets);
+    }
+
+    fn document_starts(&self, index: u64, starts: &mut [u32]) {
+        Sampler::document_starts(self, index, starts);
     }
 }
 
@@ -32,6 +39,10 @@ impl Sequences for Stretch<'_> {
         self.tokens.copy(at, tokens);
         self.tokens.copy(at + 1, targets);
     }
+
+    fn document_starts(&self, index: u64, starts: &mut [u32]) {
+        self.tokens.document_starts(self.from + index * starts.len() as u64, starts);
+    }
 }
 
 /// A sequence that was evaluated.
@@ -44,23 +55,26 @@ pub(crate) struct Scored<'a> {
     pub(crate) targets: &'a [u32],
 }
 
-/// The tokens and targets of a micro-batch on their way to an executor.
+/// The tokens and targets of a micro-batch, and where documents start if the program asks, on their way to an executor.
 pub(crate) struct Feed {
-    names: [String; 3],
+    names: [String; 4],
     batch: usize,
     seq: usize,
     tokens: Vec<u32>,
     targets: Vec<u32>,
+    starts: Option<Vec<u32>>,
     bytes: Vec<u8>,
 }
 
 impl Feed {
     /// For micro-batches of `batch` sequences of `seq` tokens; `entry` where the program has inputs of its own for it.
-    pub(crate) fn new(entry: Option<&str>, batch: usize, seq: usize) -> Self {
+    pub(crate) fn new(program: &StepProgram, entry: Option<&str>, batch: usize, seq: usize) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
         let positions = batch * seq;
+        let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::LOSS].map(name);
         Self {
-            names: [names::TOKENS, names::TARGETS, names::LOSS].map(name),
+            starts: program.tensor(&names[2]).map(|_| vec![0; positions]),
+            names,
             batch,
             seq,
             tokens: vec![0; positions],
@@ -91,9 +105,13 @@ impl Feed {
         for b in 0..self.batch {
             let range = b * self.seq..(b + 1) * self.seq;
             let index = (first + b as u64).min(last);
-            data.fill(index, &mut self.tokens[range.clone()], &mut self.targets[range]);
+            data.fill(index, &mut self.tokens[range.clone()], &mut self.targets[range.clone()]);
+            if let Some(starts) = &mut self.starts {
+                data.document_starts(index, &mut starts[range]);
+            }
         }
-        for (name, ids) in self.names.iter().zip([&self.tokens, &self.targets]) {
+        for (name, ids) in self.names.iter().zip([Some(&self.tokens), Some(&self.targets), self.starts.as_ref()]) {
+            let Some(ids) = ids else { continue };
             self.bytes.clear();
             self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
             executor.write(name, micro_batch, &self.bytes)?;
@@ -108,7 +126,7 @@ impl Feed {
         micro_batch: usize,
         mut add: impl FnMut(usize, f64),
     ) -> Result<(), TrainError> {
-        let bytes = executor.read(&self.names[2], micro_batch)?;
+        let bytes = executor.read(&self.names[3], micro_batch)?;
         bytes.as_chunks().0.iter().enumerate().for_each(|(b, loss)| add(b, f64::from_le_bytes(*loss)));
         Ok(())
     }

@@ -43,10 +43,10 @@ impl Session {
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), plan.memory.total_bytes, "the arena is not what the plan says");
         let mut session = Self {
+            feed: Feed::new(&program, None, config.train.micro_batch, config.train.seq),
             program,
             executor: Box::new(executor),
             micro_batches: config.accumulation_steps(),
-            feed: Feed::new(None, config.train.micro_batch, config.train.seq),
         };
         state::load(&session.program, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
         Ok(session)

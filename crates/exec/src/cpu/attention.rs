@@ -111,12 +111,62 @@ pub(super) fn into(ptr: *mut f32, stride: usize, add: bool) -> Target {
     Target::F32 { ptr, stride, add }
 }
 
-/// o and lse.
-pub fn forward<T: Float>(call: Call) {
+/// Where the documents of a tile's queries start.
+#[derive(Clone, Copy)]
+pub(super) struct Starts {
+    /// Per row of the tile, at most its position; null where there is one document only.
+    rows: *const u32,
+    /// The first of them.
+    first: usize,
+}
+
+impl Starts {
+    /// All in one document.
+    pub(super) const NONE: Starts = Starts { rows: std::ptr::null(), first: 0 };
+
+    /// Of the `rows` queries from `q0` on. A start after its query counts as the query.
+    ///
+    /// # Safety
+    /// `starts` is null or has an element for each query; `to` has room for them.
+    unsafe fn of(starts: *const u32, to: *mut u32, q0: usize, rows: usize) -> Self {
+        if starts.is_null() {
+            return Starts::NONE;
+        }
+        let mut first = q0;
+        for r in 0..rows {
+            // SAFETY: the caller vouches.
+            unsafe {
+                let start = (*starts.add(r) as usize).min(q0 + r);
+                *to.add(r) = start as u32;
+                first = first.min(start);
+            }
+        }
+        Starts { rows: to, first }
+    }
+
+    /// The first tile of keys that a query sees.
+    fn first_tile(self) -> usize {
+        self.first / TILE * TILE
+    }
+
+    /// The first column that row `r` sees in the tile of keys from `k0` on; `seen` where it sees none before that.
+    #[inline(always)]
+    unsafe fn column(self, r: usize, k0: usize, seen: usize) -> usize {
+        match self.rows.is_null() {
+            true => 0,
+            // SAFETY: there is an element per row.
+            false => (unsafe { *self.rows.add(r) } as usize).saturating_sub(k0).min(seen),
+        }
+    }
+}
+
+/// o and lse; `documents` where the second input says where they start.
+pub fn forward<T: Float>(call: Call, documents: bool) {
     let shape = Shape::of(&call);
     let Shape { seq, e, heads, group, width, scale, .. } = shape;
     let unit = call.simd;
     let qkv = Ptr(call.input::<T>(0));
+    let starts = Ptr(if documents { call.input::<u32>(1) } else { std::ptr::null() });
     let Some(o) = call.output::<T>(0).map(Ptr) else { return };
     let lse = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
     let scratch = Ptr(call.scratch::<u8>());
@@ -135,13 +185,14 @@ pub fn forward<T: Float>(call: Call) {
             }
             t.out.write_bytes(0, rows * e);
             let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
-            for k0 in (0..q0 + rows).step_by(TILE) {
+            let starts = Starts::of(at_row(starts.get(), b * seq + q0), t.rows.add(3 * TILE).cast(), q0, rows);
+            for k0 in (starts.first_tile()..q0 + rows).step_by(TILE) {
                 let columns = TILE.min(q0 + rows - k0);
                 let key = Matrix::rows(qkv.at(shape.k(b, k0, h / group)), width).transposed();
                 gemm_small(unit, (rows, columns, e), query, key, into(t.scores, TILE, false), t.packed);
-                // Keys after the query are masked.
+                // Keys after the query, or before its document, are masked.
                 let seen = q0 as isize - k0 as isize + 1;
-                softmax_tile(unit, t.scores, t.weights, t.out, maxima, sums, rows, columns, seen, e, scale);
+                softmax_tile(unit, t.scores, t.weights, t.out, maxima, sums, rows, columns, seen, starts, k0, e, scale);
                 let value = Matrix::rows(qkv.at(shape.v(b, k0, h / group)), width);
                 let weights = Matrix::rows(t.weights.cast_const(), TILE);
                 gemm_small(unit, (rows, e, columns), weights, value, into(t.out, e, true), t.packed);
@@ -155,21 +206,36 @@ pub fn forward<T: Float>(call: Call) {
     });
 }
 
+/// The element of an optional operand for a row.
+///
+/// # Safety
+/// `operand` is null or has the row.
+unsafe fn at_row(operand: *const u32, row: usize) -> *const u32 {
+    match operand.is_null() {
+        true => operand,
+        // SAFETY: the caller vouches.
+        false => unsafe { operand.add(row) },
+    }
+}
+
 vectorised! {
-    /// Scores become weights: row `r` sees its first `seen + r` columns. Fades what `out` and `sums` hold to the new maximum.
+    /// Scores become weights: row `r` sees its first `seen + r` columns, from the start of its document on; the first column
+    /// is key `k0`. Fades what `out` and `sums` hold to the new maximum.
     pub(super) unsafe fn softmax_tile<T>(
         scores: *mut f32, weights: *mut T, out: *mut f32, maxima: *mut f32, sums: *mut f32,
-        rows: usize, columns: usize, seen: isize, e: usize, scale: f32,
+        rows: usize, columns: usize, seen: isize, starts: Starts, k0: usize, e: usize, scale: f32,
     ) -> () {
         for r in 0..rows {
-            let seen = (seen + r as isize).clamp(0, columns as isize) as usize;
-            let (row, to) = (scores.add(r * TILE), weights.add(r * TILE));
-            for i in seen..columns {
-                *to.add(i) = T::of(0.0);
+            let end = (seen + r as isize).clamp(0, columns as isize) as usize;
+            let from = starts.column(r, k0, end);
+            for i in (0..from).chain(end..columns) {
+                *weights.add(r * TILE + i) = T::of(0.0);
             }
+            let seen = end - from;
             if seen == 0 {
                 continue;
             }
+            let (row, to) = (scores.add(r * TILE + from), weights.add(r * TILE + from));
             let here = simd::max(std::slice::from_raw_parts(row, seen)) * scale;
             let before = *maxima.add(r);
             let top = if before > here { before } else { here };
@@ -208,13 +274,15 @@ vectorised! {
     }
 }
 
-/// dqkv from do, qkv, o and lse. A task owns a key-value head and the query heads that read it.
-pub fn grad<T: Float>(call: Call) {
+/// dqkv from do, qkv, o and lse, and from where documents start where `documents` says so. A task owns a key-value head and
+/// the query heads that read it.
+pub fn grad<T: Float>(call: Call, documents: bool) {
     let shape = Shape::of(&call);
     let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let unit = call.simd;
     let (dout, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let (o, lse) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
+    let starts = Ptr(if documents { call.input::<u32>(4) } else { std::ptr::null() });
     let Some(dqkv) = call.output::<T>(0).map(Ptr) else { return };
     let scratch = Ptr(call.scratch::<u8>());
     let threads = call.pool.threads();
@@ -237,7 +305,8 @@ pub fn grad<T: Float>(call: Call) {
                     t.out.write_bytes(0, rows * e);
                     let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
                     let dout_tile = Matrix::rows(dout.at(at), heads * e);
-                    for k0 in (0..q0 + rows).step_by(TILE) {
+                    let starts = Starts::of(at_row(starts.get(), b * seq + q0), t.rows.add(3 * TILE).cast(), q0, rows);
+                    for k0 in (starts.first_tile()..q0 + rows).step_by(TILE) {
                         let columns = TILE.min(q0 + rows - k0);
                         let key = Matrix::rows(qkv.at(shape.k(b, k0, kv)), width);
                         let value = Matrix::rows(qkv.at(shape.v(b, k0, kv)), width);
@@ -246,7 +315,9 @@ pub fn grad<T: Float>(call: Call) {
                         product((rows, columns, e), dout_tile, value.transposed(), into(t.other, TILE, false));
                         let seen = q0 as isize - k0 as isize + 1;
                         let (p, ds) = (t.weights, t.gradients);
-                        grad_tile(unit, t.scores, t.other, p, ds, row_lse, dots, rows, columns, seen, scale);
+                        grad_tile(
+                            unit, t.scores, t.other, p, ds, row_lse, dots, rows, columns, seen, starts, k0, scale,
+                        );
                         let p = Matrix::rows(p.cast_const(), TILE);
                         let ds = Matrix::rows(ds.cast_const(), TILE);
                         product((columns, e, rows), p.transposed(), dout_tile, into(dv.add(k0 * e), e, true));
@@ -276,18 +347,19 @@ vectorised! {
     /// From scores and do·vᵀ to weights and the gradient of scores.
     unsafe fn grad_tile<T>(
         scores: *const f32, dp: *const f32, p: *mut T, ds: *mut T, lse: *const f32, dots: *const f32,
-        rows: usize, columns: usize, seen: isize, scale: f32,
+        rows: usize, columns: usize, seen: isize, starts: Starts, k0: usize, scale: f32,
     ) -> () {
         for r in 0..rows {
             let seen = (seen + r as isize).clamp(0, columns as isize) as usize;
+            let from = starts.column(r, k0, seen);
             let at = r * TILE;
             let (lse, dot) = (*lse.add(r), *dots.add(r));
-            for i in at..at + seen {
+            for i in at + from..at + seen {
                 let weight = simd::exp(*scores.add(i) * scale - lse);
                 *p.add(i) = T::of(weight);
                 *ds.add(i) = T::of(weight * (*dp.add(i) - dot) * scale);
             }
-            for i in at + seen..at + columns {
+            for i in (at..at + from).chain(at + seen..at + columns) {
                 *p.add(i) = T::of(0.0);
                 *ds.add(i) = T::of(0.0);
             }

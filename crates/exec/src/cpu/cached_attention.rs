@@ -4,7 +4,7 @@
 //! the tiles of `attention::forward`, counted from position 0, so a position gets the same bits however the text before
 //! it was cut into calls.
 
-use super::attention::{TILE, Tiles, finish_tile, into, softmax_tile};
+use super::attention::{Starts, TILE, Tiles, finish_tile, into, softmax_tile};
 use super::call::{Call, Ptr};
 use super::float::Float;
 use super::gemm::{Matrix, gemm_small};
@@ -68,7 +68,8 @@ pub fn forward<T: Float>(call: Call) {
                 let key = Matrix::rows(key, cached).transposed();
                 gemm_small(unit, (rows, columns, e), query, key, into(t.scores, TILE, false), t.packed);
                 let seen = first as isize - k0 as isize + 1;
-                softmax_tile(unit, t.scores, t.weights, t.out, maxima, sums, rows, columns, seen, e, scale);
+                let starts = Starts::NONE;
+                softmax_tile(unit, t.scores, t.weights, t.out, maxima, sums, rows, columns, seen, starts, k0, e, scale);
                 let weights = Matrix::rows(t.weights.cast_const(), TILE);
                 gemm_small(unit, (rows, e, columns), weights, value, into(t.out, e, true), t.packed);
             }
