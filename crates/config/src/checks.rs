@@ -4,6 +4,8 @@ use crate::declare::Key;
 use crate::error::Problem;
 use crate::resolve::Values;
 use crate::value::Value;
+use lockstep_ir::legal::{self, Shape};
+use lockstep_ir::{Layout, Mesh};
 
 /// Keys that do not go together.
 pub(crate) struct Conflict {
@@ -41,9 +43,12 @@ pub(crate) fn default_head_dim(values: &Values) -> Derived {
     ))
 }
 
-/// No accumulation.
+/// No accumulation. Where dp does not divide the batch, [`layout_conflicts`] says so.
 pub(crate) fn default_micro_batch(values: &Values) -> Derived {
-    Ok(values.count("train.global_batch").map(Value::Count))
+    let (Some(global), Some(dp)) = (values.count("train.global_batch"), values.count("parallel.dp")) else {
+        return Ok(None);
+    };
+    Ok(Some(Value::Count(if global % dp == 0 { global / dp } else { 1 })))
 }
 
 /// 100 steps, or the whole of a shorter run.
@@ -82,7 +87,6 @@ pub(crate) const MAX_BATCH: u64 = 1 << 32;
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
-    micro_batch_divides_global_batch,
     warmup_ends_with_the_run,
     parameters_can_be_counted,
     activations_can_be_counted,
@@ -113,15 +117,35 @@ fn head_dim_is_even(values: &Values) -> Option<Conflict> {
     })
 }
 
-fn micro_batch_divides_global_batch(values: &Values) -> Option<Conflict> {
-    let (global, micro) = (values.count("train.global_batch")?, values.count("train.micro_batch")?);
-    (global % micro != 0).then(|| {
-        Conflict::new(
-            &["train.micro_batch", "train.global_batch"],
-            format!("train.micro_batch = {micro} does not divide train.global_batch = {global}"),
-            format!("micro-batches of {} divide it", near_divisors(global, micro)),
-        )
-    })
+/// Why the layout does not fit the model and the batch; nothing where a key it needs has no value yet.
+pub(crate) fn layout_conflicts(values: &Values) -> Vec<Conflict> {
+    let Some((layout, shape)) = layout_and_shape(values) else { return Vec::new() };
+    let conflict = |refusal: legal::Refusal| {
+        let keys = [&[refusal.key], refusal.with].concat();
+        Conflict::new(&keys, refusal.reason, format!("use {}", refusal.nearest))
+    };
+    legal::check(&layout, &shape).into_iter().map(conflict).collect()
+}
+
+fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
+    let size = |path: &str| values.count(path).and_then(|n| usize::try_from(n).ok());
+    let layout = Layout {
+        mesh: Mesh { dp: size("parallel.dp")?, tp: size("parallel.tp")?, pp: size("parallel.pp")? },
+        zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
+        sequence_parallel: values.switch("parallel.sequence_parallel")?,
+        ..Layout::single(1)
+    };
+    let shape = Shape {
+        layers: size("model.layers")?,
+        heads: size("model.heads")?,
+        kv_heads: size("model.kv_heads")?,
+        ffn: size("model.ffn")?,
+        vocab: size("model.vocab_size")?,
+        seq: size("train.seq")?,
+        global_batch: size("train.global_batch")?,
+        micro_batch: size("train.micro_batch")?,
+    };
+    Some((layout, shape))
 }
 
 fn warmup_ends_with_the_run(values: &Values) -> Option<Conflict> {

@@ -5,6 +5,9 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use lockstep_ir::legal::Shape;
+use lockstep_ir::{Layout, Mesh};
+
 use crate::error::{ConfigError, Location, Problem};
 use crate::resolve;
 use crate::schema::{self, Config};
@@ -108,9 +111,36 @@ impl Config {
         Err(ConfigError::new(problem, Location::File { name: self.provenance.file_name.clone() }))
     }
 
-    /// Micro-batches per optimizer step: the global batch divided by the micro-batch.
+    /// Micro-batches of a rank per optimizer step: its share of the global batch divided by the micro-batch.
     pub fn accumulation_steps(&self) -> usize {
-        self.train.global_batch / self.train.micro_batch
+        self.train.global_batch / (self.parallel.dp * self.train.micro_batch)
+    }
+
+    /// How the work is split.
+    pub fn layout(&self) -> Layout {
+        let p = &self.parallel;
+        Layout {
+            micro_batches: self.accumulation_steps(),
+            mesh: Mesh { dp: p.dp, tp: p.tp, pp: p.pp },
+            zero: p.zero,
+            sequence_parallel: p.sequence_parallel,
+            schedule: p.schedule.parse().expect("the schema accepts the names of schedules alone"),
+        }
+    }
+
+    /// What a layout must split: for other layouts than [`Config::layout`], which has been checked against it.
+    pub fn shape(&self) -> Shape {
+        let (model, train) = (&self.model, &self.train);
+        Shape {
+            layers: model.layers,
+            heads: model.heads,
+            kv_heads: model.kv_heads,
+            ffn: model.ffn,
+            vocab: model.vocab_size,
+            seq: train.seq,
+            global_batch: train.global_batch,
+            micro_batch: train.micro_batch,
+        }
     }
 }
 

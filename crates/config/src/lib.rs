@@ -11,7 +11,7 @@
 //! ```
 //!
 //! This crate reads one file, the config. It knows nothing of graphs, devices or data sets: whether a shape fits a
-//! machine or a path exists is for others to say.
+//! machine or a path exists is for others to say. Whether a layout fits a shape is asked of `lockstep_ir::legal`.
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
@@ -35,6 +35,8 @@ mod written;
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
 pub use presets::presets;
-pub use schema::{CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig};
+pub use schema::{
+    CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig,
+};
 pub use value::{CorpusConfig, RopeScaling};
 pub use written::Difference;

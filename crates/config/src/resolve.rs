@@ -35,6 +35,14 @@ impl Values {
         }
     }
 
+    /// The value of a switch, once it has one.
+    pub(crate) fn switch(&self, path: &str) -> Option<bool> {
+        match self.get(path) {
+            Some(Value::Bool(b)) => Some(*b),
+            _ => None,
+        }
+    }
+
     /// The value as its typed field.
     pub(crate) fn take<T: Field>(&self, path: &str) -> T {
         T::from_value(self.get(path).cloned()).unwrap_or_else(|| panic!("{path}: its kind and its type disagree"))
@@ -114,16 +122,20 @@ impl Layers<'_> {
         Err(ConfigError::new(problem, location))
     }
 
-    /// Fills what nobody gave, in the order of the schema, then checks the keys against each other. Of several
-    /// conflicts, the first in file order is the error.
+    /// Fills what nobody gave, first the fixed defaults, then the derived ones in the order of the schema; then checks
+    /// the keys against each other. Of several conflicts, the first in file order is the error.
     fn fill_and_check(&mut self) -> Result<(), ConfigError> {
         let mut conflicts = Vec::new();
         for key in KEYS {
+            if let (None, Default::Fixed(text)) = (self.values.get(key.path), &key.default) {
+                self.values.0.insert(key.path, fixed_default(key, text));
+            }
+        }
+        for key in KEYS {
             let filled = match (self.values.get(key.path), &key.default) {
                 (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
-                (Some(_), _) | (None, Default::Unset | Default::Required) => continue,
-                (None, Default::Fixed(text)) => Ok(Some(fixed_default(key, text))),
                 (None, Default::Derived(_, derive)) => derive(&self.values),
+                (Some(_), _) | (None, Default::Unset | Default::Required | Default::Fixed(_)) => continue,
             };
             match filled {
                 Ok(Some(value)) => drop(self.values.0.insert(key.path, value)),
@@ -132,6 +144,7 @@ impl Layers<'_> {
             }
         }
         conflicts.extend(checks::CHECKS.iter().filter_map(|check| check(&self.values)));
+        conflicts.extend(checks::layout_conflicts(&self.values));
         let located = conflicts.into_iter().map(|conflict| (self.blame(&conflict), conflict));
         match located.min_by_key(|(place, _)| place.clone()) {
             None => Ok(()),

@@ -1,6 +1,6 @@
 //! The declaration of every key of `run.toml`: `field: type = kind, default, effect`, and its meaning above it.
 //!
-//! A default may be derived from keys that stand above it.
+//! A default may be derived from keys that have a fixed default, and from others that stand above it.
 
 use crate::checks;
 use crate::config::Provenance;
@@ -9,16 +9,20 @@ use crate::declare::Effect::{Conduct, Trajectory};
 use crate::declare::{Key, tables};
 use crate::kind::Kind::{Bool, Choice, Corpora, Count, Float, Integer, RopeScaling as Scaling, Sequences, Text, Texts};
 use crate::kind::{
-    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_HALF, UP_TO_ONE,
+    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF,
+    UP_TO_ONE,
 };
 use crate::presets;
 use crate::resolve::Values;
 use crate::value::{CorpusConfig, Field, RopeScaling};
+use lockstep_ir::{Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
 const EXTENT: u64 = 1 << 24;
 /// The largest batch, in sequences.
 const BATCH: u64 = checks::MAX_BATCH;
+/// The largest number of ranks along an axis of the mesh.
+const RANKS: u64 = Layout::MOST as u64;
 /// The largest number of steps.
 const STEPS: u64 = 1 << 40;
 
@@ -88,8 +92,9 @@ tables! {
         seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory;
         /// Sequences per optimizer step.
         global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory;
-        /// Sequences computed at once; it divides the global batch.
-        micro_batch: usize = Sequences(BATCH), Derived("train.global_batch", checks::default_micro_batch), Trajectory;
+        /// Sequences that a rank computes at once; times `parallel.dp`, it divides the global batch.
+        micro_batch: usize =
+            Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Trajectory;
         /// Seed of the initial weights and the data order.
         seed: u64 = Integer(0, i64::MAX as u64), Fixed("0"), Trajectory;
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
@@ -110,6 +115,25 @@ tables! {
         policy: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
         /// What gradients are summed in; train.reproducible sums in fixed point instead.
         gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+    }
+
+    /// How the work is split among ranks.
+    parallel: ParallelConfig {
+        /// Groups of ranks that compute on sequences of their own and sum their gradients.
+        dp: usize = Count(1, RANKS), Fixed("1"), Conduct;
+        /// Ranks that split heads, hidden units and vocabulary among themselves.
+        tp: usize = Count(1, RANKS), Fixed("1"), Conduct;
+        /// Stages that split the layers among themselves.
+        pp: usize = Count(1, RANKS), Fixed("1"), Conduct;
+        /// What dp ranks hold only a share of: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+        zero: u8 = Integer(0, 3), Fixed("0"), Conduct;
+        /// Whether tp ranks split the sequence where they do not split the matrices.
+        sequence_parallel: bool = Bool, Fixed("false"), Conduct;
+        /// In which order stages compute micro-batches: as few in flight as keep all stages busy, or all forward passes
+        /// first.
+        schedule: String = Choice(&Schedule::NAMES), Fixed("\"1f1b\""), Conduct;
+        /// Seconds that a rank waits for another one that shows no sign of life.
+        patience: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct;
     }
 
     /// How gradients become updates.

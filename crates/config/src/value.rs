@@ -115,6 +115,7 @@ macro_rules! field {
 }
 
 field! {
+    u8: Some(Value::Count(n)) => u8::try_from(n).ok(), this => Some(Value::Count(u64::from(*this)));
     u64: Some(Value::Count(n)) => Some(n), this => Some(Value::Count(*this));
     usize: Some(Value::Count(n)) => usize::try_from(n).ok(), this => Some(Value::Count(*this as u64));
     f64: Some(Value::Float(x)) => Some(x), this => Some(Value::Float(*this));

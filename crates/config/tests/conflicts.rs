@@ -82,7 +82,7 @@ train.micro_batch = 5 does not divide train.global_batch = 12
   |
 4 | micro_batch = 5
   |               ^
-hint: micro-batches of 4 or 6 divide it
+hint: use micro_batch = 4 or 6
 ",
     );
 }

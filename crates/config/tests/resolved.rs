@@ -66,6 +66,15 @@ threads = 0  # default
 policy = "fp32"  # default
 gradients = "fp32"  # default
 
+[parallel]
+dp = 1  # default
+tp = 1  # default
+pp = 1  # default
+zero = 0  # default
+sequence_parallel = false  # default
+schedule = "1f1b"  # default
+patience = 60.0  # default
+
 [optimizer]
 name = "adamw"  # default
 lr = 0.001  # --set
@@ -139,8 +148,22 @@ fn differences_leave_out_how_a_run_is_carried_out() {
         "train.validation_sequences=4",
         "data.paths=['elsewhere']",
         "data.extensions=['txt']",
+        "parallel.tp=4",
+        "parallel.pp=2",
+        "parallel.sequence_parallel=true",
+        "parallel.schedule=gpipe",
+        "parallel.patience=5",
     ];
     let after = parse(EXAMPLE, &conduct);
+    assert_eq!(after.differences(&before), []);
+    assert_ne!(after, before);
+}
+
+#[test]
+fn a_run_may_go_on_with_any_layout_of_the_same_micro_batch() {
+    let before = parse(EXAMPLE, &["train.micro_batch=2"]);
+    let layout = ["parallel.dp=8", "parallel.zero=1", "parallel.tp=2", "parallel.pp=4", "parallel.schedule=gpipe"];
+    let after = parse(EXAMPLE, &[&["train.micro_batch=2"], &layout[..]].concat());
     assert_eq!(after.differences(&before), []);
     assert_ne!(after, before);
 }

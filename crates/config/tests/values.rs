@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use lockstep_config::{Config, RopeScaling, presets, schema};
+use lockstep_ir::{Layout, legal};
 
 fn parse(text: &str) -> Config {
     parse_set(text, &[])
@@ -78,6 +79,28 @@ fn a_batch_in_tokens_becomes_sequences_wherever_seq_is_given() {
 }
 
 #[test]
+fn a_rank_computes_its_share_of_the_batch_at_once_unless_told_otherwise() {
+    let config = parse_set(TINY, &["train.global_batch=64", "parallel.dp=4"]);
+    assert_eq!((config.train.micro_batch, config.accumulation_steps()), (16, 1));
+    let config = parse(&format!("{TINY}[train]\nglobal_batch = 1024\nmicro_batch = 2\n[parallel]\ndp = 128\n"));
+    assert_eq!(config.accumulation_steps(), 4);
+    let tokens = ["train.global_batch=64K tokens", "train.seq=1000", "parallel.dp=2"];
+    assert_eq!(parse_set(TINY, &tokens).train.micro_batch, 32);
+}
+
+#[test]
+fn the_layout_is_that_of_the_parallel_table() {
+    assert_eq!(parse(TINY).layout(), Layout::single(1));
+    let text =
+        "[parallel]\ndp = 2\ntp = 2\npp = 3\nzero = 1\nsequence_parallel = true\nschedule = \"gpipe\"\npatience = 5\n";
+    let config = parse_set(&format!("{TINY}{text}"), &["train.micro_batch=1"]);
+    let written: Layout = "dp=2,zero=1,tp=2,sp,pp=3,gpipe".parse().unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(config.layout(), Layout { micro_batches: 4, ..written });
+    assert_eq!(config.parallel.patience, 5.0);
+    assert_eq!(legal::check(&config.layout(), &config.shape()), []);
+}
+
+#[test]
 fn overrides_win_over_the_file_and_the_last_wins() {
     let text = format!("{TINY}[train]\nsteps = 10\n");
     let config = parse_set(&text, &["train.steps=20", "train.steps = 30", "optimizer.lr=1e-3"]);
@@ -107,7 +130,7 @@ fn data_paths_start_from_the_folder_of_the_config() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 45);
+    assert_eq!(paths.len(), 52);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());

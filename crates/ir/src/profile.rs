@@ -1,4 +1,4 @@
-//! What the compiler must know of a device, and what was chosen for a run: both plain data.
+//! What the compiler must know of a device: plain data.
 
 use crate::Op;
 use crate::TensorType;
@@ -46,11 +46,4 @@ impl DeviceProfile {
     pub fn align(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(self.alignment)
     }
-}
-
-/// What was chosen for a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
-    /// Micro-batches whose gradients are summed in one step.
-    pub micro_batches: usize,
 }

@@ -5,7 +5,7 @@ use lockstep_data::DataError;
 use lockstep_exec::ExecError;
 use lockstep_ir::account::MemoryBill;
 use lockstep_ir::program::Class;
-use lockstep_ir::units;
+use lockstep_ir::{Layout, units};
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -145,6 +145,14 @@ pub enum TrainError {
         /// Allowed.
         most: usize,
     },
+    /// The layout has more than one rank.
+    #[error(
+        "runs on several ranks are not ready: the config asks for {layout}\nhint: leave [parallel] out of the config"
+    )]
+    SeveralRanks {
+        /// The layout.
+        layout: Layout,
+    },
     /// A path is neither a run directory nor a checkpoint.
     #[error(
         "{}: {}\nhint: name a run directory (runs/quickstart, say) or a checkpoint in it (checkpoints/step-…)",
@@ -239,6 +247,7 @@ impl TrainError {
                 | TrainError::DoesNotFit { .. }
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
+                | TrainError::SeveralRanks { .. }
                 | TrainError::NotTrained { .. }
                 | TrainError::NoCheckpoint { .. }
                 | TrainError::NoConfig { .. }

@@ -47,7 +47,7 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     let (context, threads) = training_context(config);
     let precision = Precision { gradients: DType::F32, ..context.precision };
     let device = cpu::profile(threads, precision.compute, precision.gradients);
-    (Context { device, layout: Layout { micro_batches: 1 }, precision, ..context }, threads)
+    (Context { device, layout: Layout::single(1), precision, ..context }, threads)
 }
 
 fn training_context(config: &Config) -> (Context, usize) {
@@ -56,7 +56,7 @@ fn training_context(config: &Config) -> (Context, usize) {
     let precision = precision(config);
     let context = Context {
         device: cpu::profile(threads, precision.compute, precision.gradients),
-        layout: Layout { micro_batches: config.accumulation_steps() },
+        layout: config.layout(),
         optimizer: AdamW {
             beta1: o.beta1 as f32,
             beta2: o.beta2 as f32,
@@ -72,6 +72,9 @@ fn training_context(config: &Config) -> (Context, usize) {
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (context, threads) = training_context(config);
+    if context.layout.mesh.ranks() > 1 {
+        return Err(TrainError::SeveralRanks { layout: context.layout });
+    }
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let (batch, seq, documents) = (config.train.micro_batch, config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch, seq, context: seq, documents };

@@ -29,7 +29,7 @@ fn token_losses(tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64> {
     let config = config(inputs.len());
     let context = Context {
         device: profile(2, DType::F32, DType::F32),
-        layout: Layout { micro_batches: 1 },
+        layout: Layout::single(1),
         optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 },
         precision: Precision::FP32,
     };

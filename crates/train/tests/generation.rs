@@ -37,7 +37,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
     let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
     let context = Context {
         device: profile(2, DType::F32, DType::F32),
-        layout: Layout { micro_batches: 1 },
+        layout: Layout::single(1),
         optimizer,
         precision: Precision::FP32,
     };

@@ -14,7 +14,7 @@ fn context() -> Context {
     let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
     Context {
         device: cpu::profile(1, DType::F32, DType::F32),
-        layout: Layout { micro_batches: 1 },
+        layout: Layout::single(1),
         optimizer,
         precision: Precision::FP32,
     }

@@ -81,7 +81,7 @@ pub(crate) mod tests {
             workspaces: BTreeMap::new(),
         };
         let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
-        (g, Context { device, layout: Layout { micro_batches: 2 }, optimizer, precision: Precision::FP32 })
+        (g, Context { device, layout: Layout::single(2), optimizer, precision: Precision::FP32 })
     }
 
     /// A sound graph that prints as expected (ends of lines do not count).

@@ -1,0 +1,200 @@
+//! What was chosen for a run: how its work is split among ranks and micro-batches.
+
+use crate::mesh::{Mesh, MeshAxis};
+use crate::schedule::Schedule;
+use serde::Serialize;
+use std::str::FromStr;
+
+/// What was chosen for a run. Prints what differs from one rank: `dp=2 zero=1 tp=2 sp pp=2 1f1b`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Layout {
+    /// Micro-batches whose gradients one rank sums in one step.
+    pub micro_batches: usize,
+    /// The ranks.
+    pub mesh: Mesh,
+    /// What dp ranks hold only a share of: nothing (0), optimizer state (1), gradients too (2), parameters too (3).
+    pub zero: u8,
+    /// Whether tp ranks split the sequence where they do not split the matrices.
+    pub sequence_parallel: bool,
+    /// In which order stages compute micro-batches.
+    pub schedule: Schedule,
+}
+
+impl Layout {
+    /// The largest size along an axis of the mesh.
+    pub const MOST: usize = 1 << 16;
+
+    /// One rank.
+    pub const fn single(micro_batches: usize) -> Self {
+        Self {
+            micro_batches,
+            mesh: Mesh::ONE,
+            zero: 0,
+            sequence_parallel: false,
+            schedule: Schedule::OneForwardOneBackward,
+        }
+    }
+}
+
+impl std::fmt::Display for Layout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let size = |axis: MeshAxis| {
+            let size = self.mesh.size(axis);
+            (size != 1).then(|| format!("{}={size}", axis.name()))
+        };
+        let words = [
+            size(MeshAxis::Dp),
+            (self.zero != 0).then(|| format!("zero={}", self.zero)),
+            size(MeshAxis::Tp),
+            self.sequence_parallel.then(|| "sp".to_owned()),
+            size(MeshAxis::Pp),
+            (self.mesh.pp != 1).then(|| self.schedule.name().to_owned()),
+        ];
+        let words: Vec<_> = words.into_iter().flatten().collect();
+        f.write_str(if words.is_empty() { "one rank" } else { "" })?;
+        f.write_str(&words.join(" "))
+    }
+}
+
+/// Why the text of a layout was refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// No words at all.
+    #[error("the layout is empty\nhint: write what differs from one rank, such as dp=2,tp=2")]
+    Empty,
+    /// A word that means nothing here.
+    #[error("{0:?} is not part of a layout\nhint: a layout is made of dp=N, tp=N, pp=N, zero=N, sp, 1f1b and gpipe")]
+    Unknown(String),
+    /// A size without a number.
+    #[error("{0} has no value\nhint: write {0}=N")]
+    NoValue(&'static str),
+    /// A value that is no number, or one out of range.
+    #[error("{key}={value} is not a number in range\nhint: give {key} a whole number from {least} to {most}")]
+    Value {
+        /// What was being given.
+        key: &'static str,
+        /// What was written.
+        value: String,
+        /// The least that is accepted.
+        least: usize,
+        /// The most that is accepted.
+        most: usize,
+    },
+    /// A value for a word that has none.
+    #[error("{0} takes no value\nhint: write {0} alone, or leave it out")]
+    TakesNoValue(&'static str),
+    /// Something said twice.
+    #[error("{0} is given twice\nhint: give it once")]
+    Twice(&'static str),
+}
+
+/// Reads `dp=2,zero=1,tp=2,sp,pp=2,gpipe`, in any order; blanks separate as commas do. What is not given is as in
+/// [`Layout::single`] of one micro-batch: how many there are follows from the batch.
+impl FromStr for Layout {
+    type Err = LayoutError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut layout = Layout::single(1);
+        let mut given = Vec::new();
+        for word in text.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty()) {
+            let key = layout.read(word)?;
+            if given.contains(&key) {
+                return Err(LayoutError::Twice(key));
+            }
+            given.push(key);
+        }
+        if given.is_empty() { Err(LayoutError::Empty) } else { Ok(layout) }
+    }
+}
+
+impl Layout {
+    /// Lays one word over the layout; returns what it was about.
+    fn read(&mut self, word: &str) -> Result<&'static str, LayoutError> {
+        let (name, value) = match word.split_once('=') {
+            Some((name, value)) => (name, Some(value)),
+            None => (word, None),
+        };
+        let number = |key: &'static str, least: usize, most: usize| {
+            let value = value.ok_or(LayoutError::NoValue(key))?;
+            let number = value.parse().ok().filter(|n| (least..=most).contains(n));
+            number.ok_or_else(|| LayoutError::Value { key, value: value.to_owned(), least, most })
+        };
+        let alone = |key: &'static str| if value.is_none() { Ok(()) } else { Err(LayoutError::TakesNoValue(key)) };
+        if let Some(axis) = MeshAxis::ALL.into_iter().find(|axis| axis.name() == name) {
+            *self.mesh.size_mut(axis) = number(axis.name(), 1, Layout::MOST)?;
+            return Ok(axis.name());
+        }
+        if let Ok(schedule) = name.parse::<Schedule>() {
+            alone(schedule.name())?;
+            self.schedule = schedule;
+            return Ok("the schedule");
+        }
+        match name {
+            "zero" => {
+                self.zero = number("zero", 0, 3)? as u8;
+                Ok("zero")
+            }
+            "sp" => {
+                alone("sp")?;
+                self.sequence_parallel = true;
+                Ok("sp")
+            }
+            _ => Err(LayoutError::Unknown(word.to_owned())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Layout {
+        text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    #[test]
+    fn a_layout_prints_what_differs_from_one_rank() {
+        assert_eq!(Layout::single(4).to_string(), "one rank");
+        let full = Layout {
+            mesh: Mesh { dp: 2, tp: 2, pp: 2 },
+            zero: 1,
+            sequence_parallel: true,
+            schedule: Schedule::OneForwardOneBackward,
+            ..Layout::single(4)
+        };
+        assert_eq!(full.to_string(), "dp=2 zero=1 tp=2 sp pp=2 1f1b");
+        assert_eq!(Layout { schedule: Schedule::GPipe, ..Layout::single(1) }.to_string(), "one rank");
+    }
+
+    #[test]
+    fn a_layout_is_read_in_any_order_and_as_it_prints() {
+        let layout = read("dp=2,zero=1,tp=4,sp,pp=8,gpipe");
+        assert_eq!(layout.mesh, Mesh { dp: 2, tp: 4, pp: 8 });
+        assert_eq!((layout.zero, layout.sequence_parallel, layout.schedule), (1, true, Schedule::GPipe));
+        assert_eq!(read("gpipe, pp=8, sp, tp=4, zero=1, dp=2"), layout);
+        assert_eq!(read(&layout.to_string()), layout);
+        assert_eq!(read("dp=1"), Layout::single(1));
+        assert_eq!(read("pp=2").schedule, Schedule::OneForwardOneBackward);
+    }
+
+    #[test]
+    fn a_refused_layout_says_what_is_wrong() {
+        let refused = |text: &str| text.parse::<Layout>().expect_err(text).to_string();
+        let first = |text: &str| refused(text).lines().next().map(str::to_owned).unwrap_or_default();
+        assert_eq!(first(" , "), "the layout is empty");
+        assert_eq!(first("dp=2,fsdp"), "\"fsdp\" is not part of a layout");
+        assert_eq!(first("one rank"), "\"one\" is not part of a layout");
+        assert_eq!(first("tp"), "tp has no value");
+        assert_eq!(first("tp=two"), "tp=two is not a number in range");
+        assert_eq!(first("pp=0"), "pp=0 is not a number in range");
+        assert_eq!(first("dp=99999999999999999999"), "dp=99999999999999999999 is not a number in range");
+        assert_eq!(first("zero=4"), "zero=4 is not a number in range");
+        assert_eq!(first("sp=1"), "sp takes no value");
+        assert_eq!(first("gpipe=true"), "gpipe takes no value");
+        assert_eq!(first("dp=2,dp=2"), "dp is given twice");
+        assert_eq!(first("gpipe,1f1b"), "the schedule is given twice");
+        for text in ["", "x", "tp", "tp=", "zero=9", "sp=", "sp sp"] {
+            assert_eq!(refused(text).matches("\nhint: ").count(), 1, "{text}");
+        }
+    }
+}

@@ -1,0 +1,367 @@
+//! Which layouts fit a model and a batch, as checks on plain numbers.
+
+use crate::{Layout, MeshAxis};
+use serde::Serialize;
+
+/// The sizes that a layout must split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Shape {
+    /// Transformer layers.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Hidden units of the feed-forward layer.
+    pub ffn: usize,
+    /// Vocabulary entries; padded where they do not divide.
+    pub vocab: usize,
+    /// Positions of a sequence.
+    pub seq: usize,
+    /// Sequences of a step.
+    pub global_batch: usize,
+    /// Sequences that a rank computes at once.
+    pub micro_batch: usize,
+}
+
+impl Shape {
+    /// Micro-batches of one rank in one step, among `dp` that share the batch; none where they do not come out even.
+    pub fn micro_batches(&self, dp: usize) -> Option<usize> {
+        let per_rank = quotient(self.global_batch, dp)?;
+        quotient(per_rank, self.micro_batch)
+    }
+}
+
+/// Why a layout does not fit, and the nearest values that do. Prints with the latter as a hint.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}\nhint: use {nearest}")]
+pub struct Refusal {
+    /// The key of the config that is likeliest at fault: `parallel.tp`, say.
+    pub key: &'static str,
+    /// The other keys that take part.
+    pub with: &'static [&'static str],
+    /// What is wrong, with the values.
+    pub reason: String,
+    /// What would fit: `tp = 4 or 8`.
+    pub nearest: String,
+}
+
+/// Every reason for which a layout does not fit. Its count of micro-batches is not looked at: it follows from the batch,
+/// see [`Shape::micro_batches`].
+pub fn check(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
+    let empty = empty_sizes(layout, shape);
+    if !empty.is_empty() {
+        return empty;
+    }
+    let mut refusals = tensor_parallel(layout, shape);
+    refusals.extend(sequence_parallel(layout, shape));
+    refusals.extend(batch(layout, shape));
+    refusals.extend(pipeline(layout, shape));
+    refusals.extend(zero(layout));
+    refusals
+}
+
+fn empty_sizes(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
+    let sizes = [
+        ("parallel.dp", layout.mesh.dp),
+        ("parallel.tp", layout.mesh.tp),
+        ("parallel.pp", layout.mesh.pp),
+        ("model.layers", shape.layers),
+        ("model.heads", shape.heads),
+        ("model.kv_heads", shape.kv_heads),
+        ("model.ffn", shape.ffn),
+        ("model.vocab_size", shape.vocab),
+        ("train.seq", shape.seq),
+        ("train.global_batch", shape.global_batch),
+        ("train.micro_batch", shape.micro_batch),
+    ];
+    let refuse = |key: &'static str| {
+        let name = key.split('.').next_back().unwrap_or(key);
+        Refusal { key, with: &[], reason: format!("{key} = 0 leaves nothing"), nearest: format!("{name} = 1") }
+    };
+    sizes.into_iter().filter(|(_, size)| *size == 0).map(|(key, _)| refuse(key)).collect()
+}
+
+/// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
+fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [&'static str], String); 4] {
+    let Shape { heads, kv_heads, ffn, seq, .. } = *shape;
+    [
+        (
+            heads.is_multiple_of(tp),
+            &["model.heads"],
+            format!("parallel.tp = {tp} does not divide model.heads = {heads}"),
+        ),
+        (
+            kv_heads.is_multiple_of(tp) || tp.is_multiple_of(kv_heads),
+            &["model.kv_heads", "model.heads"],
+            format!("parallel.tp = {tp} does not divide model.kv_heads = {kv_heads} and is no multiple of it"),
+        ),
+        (ffn.is_multiple_of(tp), &["model.ffn"], format!("parallel.tp = {tp} does not divide model.ffn = {ffn}")),
+        (
+            !layout.sequence_parallel || seq.is_multiple_of(tp),
+            &["parallel.sequence_parallel", "train.seq"],
+            format!("parallel.tp = {tp} does not divide train.seq = {seq}, which sequence_parallel splits"),
+        ),
+    ]
+}
+
+/// Every tp that splits the model, in ascending order; 1 is one of them.
+fn tensor_sizes(layout: &Layout, shape: &Shape) -> Vec<usize> {
+    let fits = |tp: &usize| tensor_rules(*tp, layout, shape).iter().all(|(kept, ..)| *kept);
+    divisors(shape.heads).into_iter().filter(fits).collect()
+}
+
+fn tensor_parallel(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
+    let tp = layout.mesh.tp;
+    let broken = tensor_rules(tp, layout, shape).into_iter().filter(|(kept, ..)| !kept);
+    let nearest = || near(MeshAxis::Tp.name(), &tensor_sizes(layout, shape), tp);
+    broken.map(|(_, with, reason)| Refusal { key: "parallel.tp", with, reason, nearest: nearest() }).collect()
+}
+
+fn sequence_parallel(layout: &Layout, shape: &Shape) -> Option<Refusal> {
+    (layout.sequence_parallel && layout.mesh.tp == 1).then(|| {
+        let other = tensor_sizes(layout, shape).into_iter().find(|&tp| tp > 1);
+        let other = other.map(|tp| format!(", or tp = {tp}")).unwrap_or_default();
+        Refusal {
+            key: "parallel.sequence_parallel",
+            with: &["parallel.tp"],
+            reason: "parallel.sequence_parallel = true splits sequences among tp ranks, and parallel.tp = 1".into(),
+            nearest: format!("sequence_parallel = false{other}"),
+        }
+    })
+}
+
+fn batch(layout: &Layout, shape: &Shape) -> Option<Refusal> {
+    let (dp, global, micro) = (layout.mesh.dp, shape.global_batch, shape.micro_batch);
+    let Some(per_rank) = quotient(global, dp) else {
+        // A dp that leaves the micro-batch as it is, where there is one.
+        let sizes = divisors(quotient(global, micro).unwrap_or(global));
+        return Some(Refusal {
+            key: "parallel.dp",
+            with: &["train.global_batch"],
+            reason: format!("parallel.dp = {dp} does not divide train.global_batch = {global}"),
+            nearest: near(MeshAxis::Dp.name(), &sizes, dp),
+        });
+    };
+    if per_rank.is_multiple_of(micro) {
+        return None;
+    }
+    let what = match dp {
+        1 => format!("train.micro_batch = {micro}"),
+        _ => format!("parallel.dp × train.micro_batch = {dp} × {micro}"),
+    };
+    Some(Refusal {
+        key: "train.micro_batch",
+        with: &["parallel.dp", "train.global_batch"],
+        reason: format!("{what} does not divide train.global_batch = {global}"),
+        nearest: near("micro_batch", &divisors(per_rank), micro),
+    })
+}
+
+fn pipeline(layout: &Layout, shape: &Shape) -> Option<Refusal> {
+    let (pp, layers) = (layout.mesh.pp, shape.layers);
+    (pp > layers).then(|| Refusal {
+        key: "parallel.pp",
+        with: &["model.layers"],
+        reason: format!("parallel.pp = {pp} is more than model.layers = {layers}, and every stage needs a layer"),
+        nearest: format!("pp = {layers}"),
+    })
+}
+
+fn zero(layout: &Layout) -> Option<Refusal> {
+    let (zero, dp, pp) = (layout.zero, layout.mesh.dp, layout.mesh.pp);
+    let refuse = |with, reason, nearest: &str| Refusal { key: "parallel.zero", with, reason, nearest: nearest.into() };
+    match zero {
+        0 => None,
+        4.. => Some(refuse(&[], format!("parallel.zero = {zero} is no stage of ZeRO"), "zero = 3")),
+        _ if dp == 1 => Some(refuse(
+            &["parallel.dp"],
+            format!("parallel.zero = {zero} shares state among dp ranks, and parallel.dp = 1"),
+            "zero = 0, or dp = 2 or more",
+        )),
+        2.. if pp > 1 => Some(refuse(
+            &["parallel.pp"],
+            format!(
+                "parallel.zero = {zero} with parallel.pp = {pp}: gradients would be reduce-scattered for every \
+                 micro-batch and stage"
+            ),
+            "zero = 0 or 1 with pp, or pp = 1",
+        )),
+        _ => None,
+    }
+}
+
+/// `n / d` where it comes out even.
+fn quotient(n: usize, d: usize) -> Option<usize> {
+    (d != 0 && n.is_multiple_of(d)).then(|| n / d)
+}
+
+/// The divisors of `n`, in ascending order.
+fn divisors(n: usize) -> Vec<usize> {
+    let small = (1..).take_while(|d| *d <= n / d).filter(|d| n.is_multiple_of(*d));
+    let mut divisors: Vec<usize> = small.flat_map(|d| [d, n / d]).collect();
+    divisors.sort_unstable();
+    divisors.dedup();
+    divisors
+}
+
+/// The sizes on either side of `wanted`, as text: `tp = 4 or 8`.
+fn near(name: &str, sizes: &[usize], wanted: usize) -> String {
+    let above = sizes.partition_point(|&size| size < wanted);
+    let near = sizes[above.saturating_sub(1)..].iter().take(if above == 0 { 1 } else { 2 });
+    format!("{name} = {}", near.map(usize::to_string).collect::<Vec<_>>().join(" or "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LLAMA: Shape = Shape {
+        layers: 32,
+        heads: 32,
+        kv_heads: 8,
+        ffn: 14336,
+        vocab: 128_256,
+        seq: 8192,
+        global_batch: 1024,
+        micro_batch: 2,
+    };
+
+    fn layout(text: &str) -> Layout {
+        text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    /// The keys at fault, with the nearest values.
+    fn refused(text: &str, shape: Shape) -> Vec<(&'static str, String)> {
+        check(&layout(text), &shape).into_iter().map(|refusal| (refusal.key, refusal.nearest)).collect()
+    }
+
+    fn one(key: &'static str, nearest: &str) -> Vec<(&'static str, String)> {
+        vec![(key, nearest.to_owned())]
+    }
+
+    #[test]
+    fn a_batch_of_1024_in_micro_batches_of_2_on_128_ranks_accumulates_4_times() {
+        assert_eq!(LLAMA.micro_batches(128), Some(4));
+        assert_eq!(check(&layout("dp=128"), &LLAMA), []);
+        assert_eq!(LLAMA.micro_batches(1), Some(512));
+        assert_eq!(LLAMA.micro_batches(512), Some(1));
+        assert_eq!(LLAMA.micro_batches(1024), None);
+        assert_eq!(LLAMA.micro_batches(3), None);
+        assert_eq!(LLAMA.micro_batches(0), None);
+    }
+
+    #[test]
+    fn usual_layouts_fit() {
+        let odd_vocabulary = Shape { vocab: 50_257, ..LLAMA };
+        for text in ["dp=1", "dp=64,zero=3", "tp=8,sp", "dp=8,zero=1,tp=8,sp,pp=4", "pp=32,gpipe", "tp=16", "tp=32"] {
+            assert_eq!(check(&layout(text), &LLAMA), [], "{text}");
+            assert_eq!(check(&layout(text), &odd_vocabulary), [], "{text}");
+        }
+        let single =
+            Shape { layers: 1, heads: 1, kv_heads: 1, ffn: 1, vocab: 1, seq: 1, global_batch: 1, micro_batch: 1 };
+        assert_eq!(check(&Layout::single(1), &single), []);
+    }
+
+    #[test]
+    fn tp_divides_the_heads_and_the_hidden_units() {
+        let ffn = Shape { ffn: 14, ..LLAMA };
+        assert_eq!(refused("tp=5", LLAMA)[0], ("parallel.tp", "tp = 4 or 8".to_owned()));
+        assert_eq!(refused("tp=64", LLAMA)[0], ("parallel.tp", "tp = 32".to_owned()));
+        assert_eq!(refused("tp=4", ffn), one("parallel.tp", "tp = 2"));
+        let [refusal] = &check(&layout("tp=4"), &ffn)[..] else { panic!("one rule is broken") };
+        assert_eq!(refusal.to_string(), "parallel.tp = 4 does not divide model.ffn = 14\nhint: use tp = 2");
+        assert_eq!(refusal.with, ["model.ffn"]);
+    }
+
+    #[test]
+    fn tp_divides_the_key_value_heads_or_is_a_multiple_of_them() {
+        let shape = Shape { heads: 24, kv_heads: 6, ffn: 24, ..LLAMA };
+        for fits in ["tp=2", "tp=3", "tp=6", "tp=12", "tp=24"] {
+            assert_eq!(check(&layout(fits), &shape), [], "{fits}");
+        }
+        assert_eq!(refused("tp=4", shape), one("parallel.tp", "tp = 3 or 6"));
+        assert_eq!(refused("tp=8", shape), one("parallel.tp", "tp = 6 or 12"));
+    }
+
+    #[test]
+    fn sequence_parallelism_needs_tp_and_a_sequence_that_it_divides() {
+        assert_eq!(refused("sp", LLAMA), one("parallel.sequence_parallel", "sequence_parallel = false, or tp = 2"));
+        let odd = Shape { seq: 1021, ..LLAMA };
+        assert_eq!(refused("sp", odd), one("parallel.sequence_parallel", "sequence_parallel = false"));
+        let seq = Shape { seq: 1028, ..LLAMA };
+        assert_eq!(refused("tp=8,sp", seq), one("parallel.tp", "tp = 4"));
+        assert_eq!(check(&layout("tp=8"), &seq), []);
+    }
+
+    #[test]
+    fn dp_and_the_micro_batch_divide_the_batch() {
+        assert_eq!(refused("dp=3", LLAMA), one("parallel.dp", "dp = 2 or 4"));
+        assert_eq!(refused("dp=2000", LLAMA), one("parallel.dp", "dp = 512"));
+        assert_eq!(refused("dp=1024", LLAMA), one("train.micro_batch", "micro_batch = 1"));
+        let thirds = Shape { micro_batch: 3, ..LLAMA };
+        assert_eq!(refused("dp=1", thirds), one("train.micro_batch", "micro_batch = 2 or 4"));
+        let reasons: Vec<_> =
+            ["dp=1", "dp=4"].iter().map(|text| check(&layout(text), &thirds)[0].reason.clone()).collect();
+        assert_eq!(
+            reasons,
+            [
+                "train.micro_batch = 3 does not divide train.global_batch = 1024",
+                "parallel.dp × train.micro_batch = 4 × 3 does not divide train.global_batch = 1024"
+            ]
+        );
+    }
+
+    #[test]
+    fn every_stage_has_a_layer() {
+        assert_eq!(check(&layout("pp=32"), &LLAMA), []);
+        assert_eq!(refused("pp=33", LLAMA), one("parallel.pp", "pp = 32"));
+    }
+
+    #[test]
+    fn zero_needs_dp_and_shards_gradients_only_without_a_pipeline() {
+        assert_eq!(refused("zero=1", LLAMA), one("parallel.zero", "zero = 0, or dp = 2 or more"));
+        assert_eq!(check(&layout("dp=2,zero=1,pp=2"), &LLAMA), []);
+        for text in ["dp=2,zero=2,pp=2", "dp=2,zero=3,pp=2"] {
+            assert_eq!(refused(text, LLAMA), one("parallel.zero", "zero = 0 or 1 with pp, or pp = 1"));
+        }
+        let four = Layout { zero: 4, ..layout("dp=2") };
+        assert_eq!(check(&four, &LLAMA)[0].nearest, "zero = 3");
+    }
+
+    #[test]
+    fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
+        let mesh = crate::Mesh { dp: 0, tp: 0, pp: 0 };
+        let none =
+            Shape { layers: 0, heads: 0, kv_heads: 0, ffn: 0, vocab: 0, seq: 0, global_batch: 0, micro_batch: 0 };
+        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 11);
+        assert_eq!(refused("tp=2", Shape { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
+    }
+
+    #[test]
+    fn several_faults_are_all_named() {
+        let keys: Vec<_> = refused("dp=3,tp=3,pp=64,zero=2", LLAMA).into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, ["parallel.tp", "parallel.tp", "parallel.tp", "parallel.dp", "parallel.pp", "parallel.zero"]);
+    }
+
+    #[test]
+    fn what_a_refusal_calls_nearest_fits() {
+        for tp in 1..=40 {
+            let shape = Shape { heads: 36, kv_heads: 12, ffn: 72, ..LLAMA };
+            let wanted = layout(&format!("tp={tp}"));
+            for refusal in check(&wanted, &shape) {
+                let sizes = refusal.nearest.trim_start_matches("tp = ").split(" or ");
+                for size in sizes.filter_map(|size| size.parse().ok()) {
+                    let fits = Layout { mesh: crate::Mesh { tp: size, ..wanted.mesh }, ..wanted };
+                    assert_eq!(check(&fits, &shape), [], "{refusal}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn batches_of_any_size_are_checked_at_once() {
+        let large = Shape { global_batch: 1 << 32, micro_batch: (1 << 32) - 1, ..LLAMA };
+        assert_eq!(refused("dp=65536", large), one("train.micro_batch", "micro_batch = 65536"));
+    }
+}

@@ -1,0 +1,482 @@
+//! When the slots of a pipeline run, for any order of them.
+
+use super::{PipeSlot, Work};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// How long the work of a pipeline takes, in any unit of time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Costs {
+    /// A forward pass, by stage.
+    pub forward: Vec<f64>,
+    /// A backward pass, by stage.
+    pub backward: Vec<f64>,
+    /// From the end of a slot to the arrival of its message at a neighbour.
+    pub transfer: f64,
+}
+
+impl Costs {
+    /// Stages that all take the same time, and free transfers.
+    pub fn equal(stages: usize, forward: f64, backward: f64) -> Self {
+        Self { forward: vec![forward; stages], backward: vec![backward; stages], transfer: 0.0 }
+    }
+
+    fn of(&self, stage: usize, work: Work) -> f64 {
+        match work {
+            Work::Forward => self.forward[stage],
+            Work::Backward => self.backward[stage],
+        }
+    }
+}
+
+/// When each slot of each stage runs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timeline {
+    /// By stage, in order: the slot, its start and its end.
+    pub slots: Vec<Vec<(PipeSlot, f64, f64)>>,
+    /// The end of the last slot.
+    pub total: f64,
+}
+
+impl Timeline {
+    /// The share of all stages' time in which they compute nothing. Of GPipe and 1F1B with p equal stages, m micro-batches
+    /// and free transfers it is (p - 1) / (m + p - 1).
+    pub fn bubble(&self) -> f64 {
+        let whole = self.total * self.slots.len() as f64;
+        let busy: f64 = self.slots.iter().flatten().map(|(_, start, end)| end - start).sum();
+        if whole > 0.0 { (whole - busy) / whole } else { 0.0 }
+    }
+
+    /// By stage: the most micro-batches whose forward pass has run and whose backward pass has not ended.
+    pub fn in_flight(&self) -> Vec<usize> {
+        let peak = |slots: &Vec<(PipeSlot, f64, f64)>| {
+            let (mut now, mut most) = (0usize, 0);
+            for (slot, _, _) in slots {
+                match slot.work {
+                    Work::Forward => now += 1,
+                    Work::Backward => now = now.saturating_sub(1),
+                }
+                most = most.max(now);
+            }
+            most
+        };
+        self.slots.iter().map(peak).collect()
+    }
+
+    /// One line per stage, its time drawn on `width` columns: `F3` or `B3` and dashes for a slot, `.` for idle time. A
+    /// slot too narrow for its number shows only its letter.
+    pub fn picture(&self, width: usize) -> String {
+        let column = |time: f64| if self.total > 0.0 { (time / self.total * width as f64).round() as usize } else { 0 };
+        let digits = self.slots.len().saturating_sub(1).to_string().len();
+        let mut picture = String::new();
+        for (stage, slots) in self.slots.iter().enumerate() {
+            let mut line = vec!['.'; width];
+            for (slot, start, end) in slots {
+                let columns = &mut line[column(*start).min(width)..column(*end).min(width)];
+                columns.fill('-');
+                let label = slot.to_string();
+                let shown = if label.len() <= columns.len() { label.len() } else { 1 };
+                for (place, letter) in columns.iter_mut().zip(label.chars().take(shown)) {
+                    *place = letter;
+                }
+            }
+            picture += &format!("stage {stage:>digits$}  {}\n", line.into_iter().collect::<String>());
+        }
+        picture
+    }
+}
+
+/// A pipeline that stops before its end: every stage that is not done, and what it waits for.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the pipeline stops before its end: {}\nhint: order the slots of neighbouring stages alike, each backward pass after \
+     its forward pass, or give outboxes more copies",
+    stuck.iter().map(Stuck::to_string).collect::<Vec<_>>().join("; ")
+)]
+pub struct Deadlock {
+    /// The stages that are not done, in order.
+    pub stuck: Vec<Stuck>,
+}
+
+/// A stage that waits forever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stuck {
+    /// The stage.
+    pub stage: usize,
+    /// The slot that cannot start, or whose result cannot be sent.
+    pub slot: PipeSlot,
+    /// Its place among the slots of the stage.
+    pub index: usize,
+    /// What it waits for.
+    pub waits_for: WaitsFor,
+}
+
+/// What a slot waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitsFor {
+    /// A slot of the same stage that has not run: the forward pass before a backward pass.
+    Own(PipeSlot),
+    /// The result of a neighbour's slot.
+    Result {
+        /// The neighbour.
+        stage: usize,
+        /// Its slot.
+        slot: PipeSlot,
+    },
+    /// Room in the outbox: a neighbour has yet to take an earlier result.
+    Room {
+        /// The neighbour.
+        stage: usize,
+        /// Its slot that would take the oldest of these results; none where the outbox holds nothing at all.
+        slot: Option<PipeSlot>,
+    },
+    /// Nothing can help it: it stands twice among the slots of its stage.
+    Repeated,
+}
+
+impl std::fmt::Display for Stuck {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Stuck { stage, slot, .. } = self;
+        match self.waits_for {
+            WaitsFor::Own(own) => write!(f, "stage {stage} at {slot} waits for its own {own}"),
+            WaitsFor::Result { stage: from, slot: sent } => {
+                write!(f, "stage {stage} at {slot} waits for {sent} of stage {from}")
+            }
+            WaitsFor::Room { stage: to, slot: Some(taker) } => {
+                write!(f, "stage {stage} after {slot} waits for stage {to} to start {taker}")
+            }
+            WaitsFor::Room { stage: to, slot: None } => {
+                write!(f, "stage {stage} after {slot} waits for an outbox to stage {to}, which has no copies")
+            }
+            WaitsFor::Repeated => write!(f, "stage {stage} has {slot} twice"),
+        }
+    }
+}
+
+/// When the slots of every stage run. A slot starts when the one before it is done and its inputs are there: a
+/// neighbour's message, and for a backward pass the forward pass of its own stage. A slot is done when its result lies in the
+/// outbox of its stage and direction, which holds `copies`; a copy is free again when the slot that needs it has started.
+///
+/// # Panics
+///
+/// Where `costs` are not of as many stages as `slots`.
+pub fn evaluate(slots: &[Vec<PipeSlot>], costs: &Costs, copies: usize) -> Result<Timeline, Deadlock> {
+    assert_eq!((costs.forward.len(), costs.backward.len()), (slots.len(), slots.len()), "costs of every stage");
+    let mut stages: Vec<Stage> = slots.iter().map(|slots| Stage::new(slots)).collect();
+    // A stage runs as far as it can. What it waits for then is another's doing, so the order of turns changes no time.
+    loop {
+        let mut moved = false;
+        for stage in 0..stages.len() {
+            while step(&mut stages, stage, costs, copies).is_ok_and(|more| more) {
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    let stuck = (0..stages.len()).filter_map(|stage| step(&mut stages, stage, costs, copies).err()).collect::<Vec<_>>();
+    if !stuck.is_empty() {
+        return Err(Deadlock { stuck });
+    }
+    let slots: Vec<_> = stages.into_iter().map(|stage| stage.ran).collect();
+    let total = slots.iter().flatten().fold(0.0, |latest: f64, (_, _, end)| latest.max(*end));
+    Ok(Timeline { slots, total })
+}
+
+/// One direction of a stage's results.
+#[derive(Default)]
+struct Outbox {
+    /// When each result arrives, by micro-batch.
+    arrivals: BTreeMap<usize, f64>,
+    /// Results that were sent and not taken, oldest first.
+    untaken: Vec<usize>,
+    /// When results were taken, in order. The neighbour's slots start in order, so these times never fall.
+    taken: Vec<f64>,
+}
+
+struct Stage<'a> {
+    slots: &'a [PipeSlot],
+    ran: Vec<(PipeSlot, f64, f64)>,
+    done: BTreeSet<PipeSlot>,
+    /// When the last slot's result lay in its outbox.
+    free: f64,
+    /// A slot has ended and its result is not in the outbox yet.
+    sending: bool,
+    outbox: [Outbox; 2],
+}
+
+impl<'a> Stage<'a> {
+    fn new(slots: &'a [PipeSlot]) -> Self {
+        Stage { slots, ran: vec![], done: BTreeSet::new(), free: 0.0, sending: false, outbox: Default::default() }
+    }
+}
+
+/// The stage that needs the results of `work`.
+fn receiver(stage: usize, work: Work, stages: usize) -> Option<usize> {
+    match work {
+        Work::Forward => Some(stage + 1).filter(|&next| next < stages),
+        Work::Backward => stage.checked_sub(1),
+    }
+}
+
+/// The stage whose results `work` needs.
+fn sender(stage: usize, work: Work, stages: usize) -> Option<usize> {
+    match work {
+        Work::Forward => stage.checked_sub(1),
+        Work::Backward => Some(stage + 1).filter(|&next| next < stages),
+    }
+}
+
+/// Moves a stage on by half a slot, the computing or the sending: whether it did, or what it waits for.
+fn step(stages: &mut [Stage<'_>], stage: usize, costs: &Costs, copies: usize) -> Result<bool, Stuck> {
+    let count = stages.len();
+    let this = &stages[stage];
+    if let (true, Some(&(slot, _, end))) = (this.sending, this.ran.last()) {
+        let mut sent = end;
+        if let Some(to) = receiver(stage, slot.work, count) {
+            let outbox = &mut stages[stage].outbox[slot.work as usize];
+            if outbox.untaken.len() >= copies {
+                let slot_there = outbox.untaken.first().map(|&micro_batch| PipeSlot { micro_batch, ..slot });
+                let waits_for = WaitsFor::Room { stage: to, slot: slot_there };
+                return Err(Stuck { stage, slot, index: stages[stage].ran.len() - 1, waits_for });
+            }
+            // Of the results before it, all but `copies - 1` had to be taken first.
+            let before = outbox.untaken.len() + outbox.taken.len();
+            if let Some(&room) = before.checked_sub(copies).and_then(|index| outbox.taken.get(index)) {
+                sent = sent.max(room);
+            }
+            outbox.arrivals.insert(slot.micro_batch, sent + costs.transfer);
+            outbox.untaken.push(slot.micro_batch);
+        }
+        let this = &mut stages[stage];
+        this.free = sent;
+        this.sending = false;
+        return Ok(true);
+    }
+    let index = this.ran.len();
+    let Some(&slot) = this.slots.get(index) else { return Ok(false) };
+    let stuck = |waits_for| Stuck { stage, slot, index, waits_for };
+    if this.done.contains(&slot) {
+        return Err(stuck(WaitsFor::Repeated));
+    }
+    let forward = PipeSlot::forward(slot.micro_batch);
+    if slot.work == Work::Backward && !this.done.contains(&forward) {
+        return Err(stuck(WaitsFor::Own(forward)));
+    }
+    let mut start = this.free;
+    if let Some(from) = sender(stage, slot.work, count) {
+        let outbox = &mut stages[from].outbox[slot.work as usize];
+        let Some(arrival) = outbox.arrivals.get(&slot.micro_batch) else {
+            return Err(stuck(WaitsFor::Result { stage: from, slot }));
+        };
+        start = start.max(*arrival);
+        outbox.untaken.retain(|&untaken| untaken != slot.micro_batch);
+        outbox.taken.push(start);
+    }
+    let this = &mut stages[stage];
+    this.ran.push((slot, start, start + costs.of(stage, slot.work)));
+    this.done.insert(slot);
+    this.sending = true;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::counter;
+    use crate::schedule::Schedule;
+
+    fn all_slots(schedule: Schedule, stages: usize, micro_batches: usize) -> Vec<Vec<PipeSlot>> {
+        (0..stages).map(|stage| schedule.slots(stages, stage, micro_batches)).collect()
+    }
+
+    /// Slots from their printed form, a line per stage.
+    fn written(stages: &[&str]) -> Vec<Vec<PipeSlot>> {
+        let slot = |word: &str| {
+            let micro_batch = word[1..].parse().expect("a number");
+            if word.starts_with('F') { PipeSlot::forward(micro_batch) } else { PipeSlot::backward(micro_batch) }
+        };
+        stages.iter().map(|line| line.split(' ').map(slot).collect()).collect()
+    }
+
+    fn deadlock(stages: &[&str], copies: usize) -> Deadlock {
+        let slots = written(stages);
+        evaluate(&slots, &Costs::equal(slots.len(), 1.0, 2.0), copies).expect_err("these slots cannot all run")
+    }
+
+    /// Every schedule with up to 8 stages and 16 micro-batches.
+    fn each(mut visit: impl FnMut(Schedule, usize, usize)) {
+        for schedule in Schedule::ALL {
+            for stages in 1..=8 {
+                (1..=16).for_each(|micro_batches| visit(schedule, stages, micro_batches));
+            }
+        }
+    }
+
+    #[test]
+    fn with_equal_stages_the_bubble_is_that_of_theory_and_one_copy_is_enough() {
+        each(|schedule, p, m| {
+            for (forward, backward) in [(1.0, 1.0), (2.0, 3.0), (1.0, 2.0), (1.0, 3.0)] {
+                for copies in [1, 2, 16] {
+                    let costs = Costs::equal(p, forward, backward);
+                    let timeline = evaluate(&all_slots(schedule, p, m), &costs, copies).expect("it ends");
+                    let theory = (p - 1) as f64 / (m + p - 1) as f64;
+                    assert_eq!(timeline.bubble(), theory, "{schedule} p={p} m={m} b={backward} copies={copies}");
+                    assert_eq!(timeline.total, (m + p - 1) as f64 * (forward + backward));
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn micro_batches_in_flight_are_those_of_theory() {
+        each(|schedule, p, m| {
+            let timeline = evaluate(&all_slots(schedule, p, m), &Costs::equal(p, 1.0, 2.0), 1).expect("it ends");
+            let theory: Vec<_> = (0..p).map(|stage| schedule.in_flight(p, stage, m)).collect();
+            assert_eq!(timeline.in_flight(), theory, "{schedule} p={p} m={m}");
+        });
+    }
+
+    #[test]
+    fn no_costs_bring_a_schedule_to_a_stop_and_more_copies_make_none_slower() {
+        each(|schedule, p, m| {
+            let at = (p * 100 + m) as u64;
+            let draw = |i: usize, from: u64| 0.25 + (counter::bits(at, from + i as u64) % 16) as f64 / 4.0;
+            let costs = Costs {
+                forward: (0..p).map(|stage| draw(stage, 0)).collect(),
+                backward: (0..p).map(|stage| draw(stage, 8)).collect(),
+                transfer: draw(0, 16),
+            };
+            let slots = all_slots(schedule, p, m);
+            let totals = [1, 2, 3, 16].map(|copies| evaluate(&slots, &costs, copies).expect("it ends").total);
+            assert!(totals.is_sorted_by(|fewer, more| fewer >= more), "{schedule} p={p} m={m}: {totals:?}");
+        });
+    }
+
+    #[test]
+    fn slots_start_after_what_they_need_and_never_overlap() {
+        each(|schedule, p, m| {
+            let costs = Costs { transfer: 0.5, ..Costs::equal(p, 1.0, 2.0) };
+            let timeline = evaluate(&all_slots(schedule, p, m), &costs, 1).expect("it ends");
+            let find = |stage: usize, slot: PipeSlot| {
+                *timeline.slots[stage].iter().find(|ran| ran.0 == slot).expect("every slot has run")
+            };
+            for (stage, slots) in timeline.slots.iter().enumerate() {
+                assert!(slots.is_sorted_by(|before, after| before.2 <= after.1));
+                for &(slot, start, _) in slots {
+                    if let Some(from) = sender(stage, slot.work, p) {
+                        assert!(find(from, slot).2 + costs.transfer <= start);
+                    }
+                    if slot.work == Work::Backward {
+                        assert!(find(stage, PipeSlot::forward(slot.micro_batch)).2 <= start);
+                    }
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_slow_transfer_holds_up_a_stage_with_one_copy_and_not_one_with_two() {
+        let slots = written(&["F0 F1 F2", "F0 F1 F2"]);
+        let costs = Costs { transfer: 2.0, ..Costs::equal(2, 1.0, 1.0) };
+        let starts = |copies| {
+            let timeline = evaluate(&slots, &costs, copies).expect("it ends");
+            timeline.slots[1].iter().map(|(_, start, _)| *start).collect::<Vec<_>>()
+        };
+        assert_eq!(starts(1), [3.0, 5.0, 7.0]);
+        assert_eq!(starts(2), [3.0, 4.0, 5.0]);
+    }
+
+    #[test]
+    fn a_backward_pass_before_its_forward_pass_is_named() {
+        let found = deadlock(&["F0 F1 B0 B1", "F0 B1 F1 B0"], 4);
+        assert_eq!(
+            found.to_string(),
+            "the pipeline stops before its end: stage 0 at B0 waits for B0 of stage 1; stage 1 at B1 waits for its own F1\n\
+             hint: order the slots of neighbouring stages alike, each backward pass after its forward pass, or give outboxes \
+             more copies"
+        );
+        assert_eq!(found.stuck[1].index, 1);
+    }
+
+    #[test]
+    fn two_stages_that_wait_for_each_other_are_named() {
+        let found = deadlock(&["F0 B0 F1 B1", "F0 F1 B0 B1"], 4);
+        let wait = |stage, slot| WaitsFor::Result { stage, slot };
+        assert_eq!(
+            found.stuck,
+            [
+                Stuck { stage: 0, slot: PipeSlot::backward(0), index: 1, waits_for: wait(1, PipeSlot::backward(0)) },
+                Stuck { stage: 1, slot: PipeSlot::forward(1), index: 1, waits_for: wait(0, PipeSlot::forward(1)) },
+            ]
+        );
+    }
+
+    #[test]
+    fn an_outbox_that_is_full_forever_is_named_and_a_larger_one_ends_it() {
+        let crossed = ["F0 F1 B0 B1", "F1 F0 B0 B1"];
+        let lines: Vec<_> = deadlock(&crossed, 1).stuck.iter().map(Stuck::to_string).collect();
+        assert_eq!(lines, ["stage 0 after F1 waits for stage 1 to start F0", "stage 1 at F1 waits for F1 of stage 0"]);
+        assert!(evaluate(&written(&crossed), &Costs::equal(2, 1.0, 2.0), 2).is_ok());
+        let none = deadlock(&["F0", "F0"], 0);
+        assert_eq!(none.stuck[0].to_string(), "stage 0 after F0 waits for an outbox to stage 1, which has no copies");
+        let untaken = deadlock(&["F0 F1", "F0 B0"], 0);
+        assert_eq!(untaken.stuck.len(), 2);
+    }
+
+    #[test]
+    fn slots_that_are_missing_or_there_twice_are_named() {
+        assert_eq!(deadlock(&["F0", "F0 F1"], 2).stuck[0].to_string(), "stage 1 at F1 waits for F1 of stage 0");
+        assert_eq!(deadlock(&["F0 F0 B0"], 2).stuck[0].to_string(), "stage 0 has F0 twice");
+    }
+
+    #[test]
+    fn a_pipeline_of_nothing_takes_no_time() {
+        let timeline = evaluate(&[vec![], vec![]], &Costs::equal(2, 1.0, 1.0), 1).expect("it ends");
+        assert_eq!((timeline.total, timeline.bubble(), timeline.in_flight()), (0.0, 0.0, vec![0, 0]));
+        assert_eq!(timeline.picture(4), "stage 0  ....\nstage 1  ....\n");
+    }
+
+    fn picture(schedule: Schedule, stages: usize, micro_batches: usize, width: usize) -> String {
+        let slots = all_slots(schedule, stages, micro_batches);
+        let timeline = evaluate(&slots, &Costs::equal(stages, 1.0, 2.0), 1).expect("it ends");
+        format!("\n{}", timeline.picture(width))
+    }
+
+    #[test]
+    fn gpipe_looks_like_this() {
+        assert_eq!(
+            picture(Schedule::GPipe, 4, 4, 63),
+            "
+stage 0  F0-F1-F2-F3-...........................B0----B1----B2----B3----
+stage 1  ...F0-F1-F2-F3-..................B0----B1----B2----B3----......
+stage 2  ......F0-F1-F2-F3-.........B0----B1----B2----B3----............
+stage 3  .........F0-F1-F2-F3-B0----B1----B2----B3----..................
+"
+        );
+    }
+
+    #[test]
+    fn one_forward_one_backward_looks_like_this() {
+        assert_eq!(
+            picture(Schedule::OneForwardOneBackward, 4, 6, 81),
+            "
+stage 0  F0-F1-F2-F3-..................B0----F4-B1----F5-B2----...B3----...B4----...B5----
+stage 1  ...F0-F1-F2-............B0----F3-B1----F4-B2----F5-B3----...B4----...B5----......
+stage 2  ......F0-F1-......B0----F2-B1----F3-B2----F4-B3----F5-B4----...B5----............
+stage 3  .........F0-B0----F1-B1----F2-B2----F3-B3----F4-B4----F5-B5----..................
+"
+        );
+    }
+
+    #[test]
+    fn a_narrow_picture_leaves_out_numbers() {
+        assert_eq!(
+            picture(Schedule::OneForwardOneBackward, 2, 12, 39),
+            "
+stage 0  FF..B0FB1FB2FB3FB4FB5FB6FB7FB8FB9FB-.B-
+stage 1  .FB0FB1FB2FB3FB4FB5FB6FB7FB8FB9FB-FB-..
+"
+        );
+    }
+}
