@@ -228,7 +228,10 @@ vectorised! {
         for r in 0..rows {
             let end = (seen + r as isize).clamp(0, columns as isize) as usize;
             let from = starts.column(r, k0, end);
-            for i in (0..from).chain(end..columns) {
+            for i in 0..from {
+                *weights.add(r * TILE + i) = T::of(0.0);
+            }
+            for i in end..columns {
                 *weights.add(r * TILE + i) = T::of(0.0);
             }
             let seen = end - from;
@@ -359,7 +362,11 @@ vectorised! {
                 *p.add(i) = T::of(weight);
                 *ds.add(i) = T::of(weight * (*dp.add(i) - dot) * scale);
             }
-            for i in (at..at + from).chain(at + seen..at + columns) {
+            for i in at..at + from {
+                *p.add(i) = T::of(0.0);
+                *ds.add(i) = T::of(0.0);
+            }
+            for i in at + seen..at + columns {
                 *p.add(i) = T::of(0.0);
                 *ds.add(i) = T::of(0.0);
             }
