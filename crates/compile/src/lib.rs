@@ -5,11 +5,14 @@
 #![forbid(unsafe_code)]
 
 mod forward;
+mod local;
 mod lower;
 mod memory;
 mod passes;
+mod stage;
 
 pub use forward::compile_forward;
+use passes::SPREADING;
 pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, STATS, TRAINING_PASSES, autodiff, fuse};
 
 use lockstep_ir::verify::{self, Unsound};
@@ -62,29 +65,39 @@ pub struct Stage {
 pub struct Compiled {
     /// The graph after every pass, in order.
     pub stages: Vec<Stage>,
-    /// The placed program.
-    pub program: StepProgram,
+    /// The placed programs, one per pipeline stage.
+    pub programs: Vec<StepProgram>,
 }
 
 /// Compiles a model's forward graph to its training and evaluation program.
 pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileError> {
-    let mut stages: Vec<Stage> = Vec::new();
+    let mut passes: Vec<Stage> = Vec::new();
     let mut graph = forward.clone();
     // Evaluation shares the forward pass as it is stored and fused, before gradients are added to it.
     let mut evaluate = graph.clone();
     for (p, pass) in TRAINING_PASSES.into_iter().enumerate() {
         let after = (pass.run)(&graph, context)?;
         check(pass.name, verify::graph(&after))?;
-        stages.push(Stage { pass, changed: after != graph, graph: after.clone() });
+        passes.push(Stage { pass, changed: after != graph, graph: after.clone() });
         graph = after;
         if p + 1 == FORWARD_PASSES.len() {
             evaluate = graph.clone().without_dead_code();
+            for pass in &TRAINING_PASSES[SPREADING] {
+                evaluate = (pass.run)(&evaluate, context)?;
+                check(pass.name, verify::graph(&evaluate))?;
+            }
         }
     }
-    let unplaced = lower::lower(&graph, &evaluate, context)?;
-    let program = memory::place(unplaced, context);
-    check("memory", verify::program(&program, context.device.alignment))?;
-    Ok(Compiled { stages, program })
+    let stages = context.layout.mesh.pp;
+    let cuts = stage::cut(&graph, stages)?;
+    let mut programs = Vec::new();
+    for s in 0..stages {
+        let (train, evaluate) = (stage::extract(&graph, &cuts, s)?, stage::extract(&evaluate, &cuts, s)?);
+        let program = memory::place(lower::lower(&train, &evaluate, context, s)?, context);
+        check("memory", verify::program(&program, context.device.alignment))?;
+        programs.push(program);
+    }
+    Ok(Compiled { stages: passes, programs })
 }
 
 fn check(after: &'static str, result: Result<(), Unsound>) -> Result<(), CompileError> {

@@ -1,15 +1,21 @@
 //! Lower: cuts the graphs into segments, decides what shares memory and how long it lives, and writes the schedule.
 //!
-//! Everything is known after this but the offsets.
+//! Here shapes become those of one rank. Everything is known after this but the offsets.
 
 use crate::Context;
+use crate::local::Local;
+use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Node, Phase, Source, State};
-use lockstep_ir::program::{Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Tensor};
-use lockstep_ir::{Graph, TypeError, ValueId};
+use lockstep_ir::program::{
+    Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
+};
+use lockstep_ir::schedule::Work;
+use lockstep_ir::{Graph, Op, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// A program whose buffers have no offsets yet.
 pub(crate) struct Unplaced {
+    pub stage: usize,
     pub buffers: Vec<UnplacedBuffer>,
     pub values: Vec<String>,
     pub tensors: Vec<Tensor>,
@@ -27,41 +33,68 @@ pub(crate) struct UnplacedBuffer {
     pub bytes: u64,
 }
 
-const FORWARD: usize = 0;
-const BACKWARD: usize = 1;
-const UPDATE: usize = 2;
-const EVALUATE: usize = 3;
+/// Messages that a stage may have on the way to another before it waits.
+pub(crate) const OUTBOX: usize = 2;
 
-/// Lowers a training graph and the evaluation graph that it grew out of (its values are the first of the training
-/// graph's).
-pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context) -> Result<Unplaced, TypeError> {
-    let mut lowering = Lowering { buffers: Vec::new(), context };
-    let persistent = lowering.persistent(train);
+/// Lowers what one stage runs of a training graph, and of the evaluation graph that shares its states.
+pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: usize) -> Result<Unplaced, TypeError> {
+    let mut lowering = Lowering { buffers: Vec::new(), outboxes: BTreeMap::new(), context };
+    let local = Local::new(train, context);
+    let persistent = lowering.persistent(&local);
     let of = |phases: &[Phase]| train.nodes.iter().filter(|n| phases.contains(&n.phase)).collect::<Vec<_>>();
-    let parts: [(&'static str, Vec<&Node>); 3] = [
-        ("forward", of(&[Phase::Forward])),
-        ("backward", of(&[Phase::InputGrad, Phase::WeightGrad])),
-        ("update", of(&[Phase::Update])),
-    ];
-    let mut segments = lowering.segments(train, &persistent, &parts, Lifetime::Frame)?;
-    let evaluation = [("evaluate", evaluate.nodes.iter().collect::<Vec<_>>())];
-    segments.extend(lowering.segments(evaluate, &persistent, &evaluation, Lifetime::Overlay)?);
+    let backward = [Phase::InputGrad, Phase::WeightGrad];
+    let last = [&backward[..], &[Phase::Reduce]].concat();
+    let parts: [(&'static str, Vec<&Node>); 3] =
+        [("forward", of(&[Phase::Forward])), ("backward", of(&last)), ("update", of(&[Phase::Update]))];
+    let mut segments = lowering.segments(&local, &persistent, &parts, Lifetime::Frame, 0)?;
+    // Sums over ranks at the end of a step belong to the last micro-batch only.
+    let reduces = |i: &Instr| i.phase == Phase::Reduce;
+    let (mut backward, mut backward_last) = (1, 1);
+    if segments[1].instrs.iter().any(reduces) {
+        let mut plain = segments[1].clone();
+        plain.instrs.retain(|i| !reduces(i));
+        plain.instrs.iter_mut().for_each(|i| i.waits.clear());
+        wait(&mut plain);
+        segments[1].name = "backward_last";
+        segments.push(plain);
+        (backward, backward_last) = (segments.len() - 1, 1);
+    }
+    let mut values: Vec<String> = train.values.iter().map(|v| v.name.clone()).collect();
+    let first = values.len();
+    let evaluation = Local::new(evaluate, context);
+    let shared = shared_states(train, evaluate, &persistent);
+    let parts = [("evaluate", evaluate.nodes.iter().collect::<Vec<_>>())];
+    let mut evaluated = lowering.segments(&evaluation, &shared.places, &parts, Lifetime::Overlay, first)?;
+    shared.rename(&mut evaluated, first);
+    values.extend(evaluate.values.iter().map(|v| v.name.clone()));
+    segments.append(&mut evaluated);
 
-    let micro_batches = context.layout.micro_batches;
-    let slot = |segment, micro_batch| Slot { segment, micro_batch, saved_slot: 0 };
-    let mut schedule: Vec<Slot> = (0..micro_batches).flat_map(|m| [slot(FORWARD, m), slot(BACKWARD, m)]).collect();
-    schedule.push(slot(UPDATE, 0));
+    let layout = &context.layout;
+    let (stages, micro_batches) = (layout.mesh.pp, layout.micro_batches);
+    let saved_slots = layout.schedule.in_flight(stages, stage, micro_batches).max(1);
+    let slot = |segment, micro_batch: usize| Slot { segment, micro_batch, saved_slot: micro_batch % saved_slots };
+    let mut schedule: Vec<Slot> = Vec::new();
+    for work in layout.schedule.slots(stages, stage, micro_batches) {
+        schedule.push(match work.work {
+            Work::Forward => slot(0, work.micro_batch),
+            Work::Backward if work.micro_batch + 1 == micro_batches => slot(backward_last, work.micro_batch),
+            Work::Backward => slot(backward, work.micro_batch),
+        });
+    }
+    schedule.push(slot(2, 0));
+    let evaluate = slot(segments.len() - 1, 0);
     Ok(Unplaced {
+        stage,
         buffers: lowering.buffers,
-        values: train.values.iter().map(|v| v.name.clone()).collect(),
-        tensors: tensors(train, &persistent),
+        values,
+        tensors: tensors(&local, &persistent),
         segments,
         entries: vec![
             Entry { name: StepProgram::TRAIN, schedule },
-            Entry { name: StepProgram::EVALUATE, schedule: vec![slot(EVALUATE, 0)] },
+            Entry { name: StepProgram::EVALUATE, schedule: vec![evaluate] },
         ],
         micro_batches,
-        saved_slots: 1,
+        saved_slots,
     })
 }
 
@@ -72,18 +105,20 @@ pub(crate) fn lower_forward(
     entries: &[(&'static str, usize)],
     context: &Context,
 ) -> Result<Unplaced, TypeError> {
-    let mut lowering = Lowering { buffers: Vec::new(), context };
-    let persistent = lowering.persistent(g);
+    let mut lowering = Lowering { buffers: Vec::new(), outboxes: BTreeMap::new(), context };
+    let local = Local::new(g, context);
+    let persistent = lowering.persistent(&local);
     let mut nodes = g.nodes.iter();
     let parts: Vec<(&'static str, Vec<&Node>)> =
         entries.iter().map(|(name, count)| (*name, nodes.by_ref().take(*count).collect())).collect();
-    let segments = lowering.segments(g, &persistent, &parts, Lifetime::Frame)?;
+    let segments = lowering.segments(&local, &persistent, &parts, Lifetime::Frame, 0)?;
     let once = |segment| vec![Slot { segment, micro_batch: 0, saved_slot: 0 }];
     let entries = entries.iter().enumerate().map(|(s, (name, _))| Entry { name, schedule: once(s) }).collect();
     Ok(Unplaced {
+        stage: 0,
         buffers: lowering.buffers,
         values: g.values.iter().map(|v| v.name.clone()).collect(),
-        tensors: tensors(g, &persistent),
+        tensors: tensors(&local, &persistent),
         segments,
         entries,
         micro_batches: 1,
@@ -91,11 +126,48 @@ pub(crate) fn lower_forward(
     })
 }
 
-/// Buffers of the values that the host knows by name, by value index.
-type Persistent = Vec<Option<BufferId>>;
+/// Buffers of the values that have one, by value index.
+type Places = Vec<Option<BufferId>>;
+
+/// The states, inputs and outputs of one graph as another knows them.
+struct Shared {
+    places: Places,
+    /// Index in the other graph.
+    known: Vec<Option<usize>>,
+}
+
+/// Finds the values of `evaluate` that the host knows by name among those of `train`.
+fn shared_states(train: &Graph, evaluate: &Graph, persistent: &Places) -> Shared {
+    let host = |g: &Graph, i: usize| !matches!(g.values[i].source, Source::Node { .. } | Source::Sum);
+    let by_name: BTreeMap<&str, usize> = (0..train.values.len())
+        .filter(|i| host(train, *i) || train.outputs.contains(&ValueId(*i)))
+        .map(|i| (train.values[i].name.as_str(), i))
+        .collect();
+    let find = |i: usize| match host(evaluate, i) || evaluate.outputs.contains(&ValueId(i)) {
+        true => by_name.get(evaluate.values[i].name.as_str()).copied(),
+        false => None,
+    };
+    let known: Vec<Option<usize>> = (0..evaluate.values.len()).map(find).collect();
+    Shared { places: known.iter().map(|k| k.and_then(|k| persistent[k])).collect(), known }
+}
+
+impl Shared {
+    /// Lets instructions speak of shared values by their index in the other graph.
+    fn rename(&self, segments: &mut [Segment], first: usize) {
+        for instr in segments.iter_mut().flat_map(|s| &mut s.instrs) {
+            for arg in instr.inputs.iter_mut().chain(instr.outputs.iter_mut().flatten()) {
+                if let Some(known) = self.known[arg.value - first] {
+                    arg.value = known;
+                }
+            }
+        }
+    }
+}
 
 struct Lowering<'a> {
     buffers: Vec<UnplacedBuffer>,
+    /// Where messages wait, by stage, tag and size.
+    outboxes: BTreeMap<(usize, u32), BufferId>,
     context: &'a Context,
 }
 
@@ -106,14 +178,15 @@ impl Lowering<'_> {
     }
 
     /// Gives states, inputs and outputs their buffers, states in class order so that a class is one range.
-    fn persistent(&mut self, g: &Graph) -> Persistent {
+    fn persistent(&mut self, local: &Local) -> Places {
+        let g = local.graph;
         let layers = layers_of(g);
         let mut wanted: Vec<(Class, Lifetime, usize)> = Vec::new();
-        for (i, value) in g.values.iter().enumerate() {
+        for (i, value) in g.values.iter().enumerate().filter(|(i, _)| local.is_here(*i)) {
             match &value.source {
                 Source::Input => wanted.push((Class::Activations, Lifetime::MicroBatch, i)),
                 Source::State(state) => wanted.push((class_of(state), Lifetime::Run, i)),
-                Source::Node { .. } => {}
+                Source::Node { .. } | Source::Sum => {}
             }
         }
         for v in &g.outputs {
@@ -125,11 +198,11 @@ impl Lowering<'_> {
         wanted.sort();
         let mut result = vec![None; g.values.len()];
         for (class, lifetime, i) in wanted {
-            let value = &g.values[i];
-            result[i] = Some(self.buffer(&value.name, class, layers[i], lifetime, value.ty.bytes()));
+            let name = &g.values[i].name;
+            result[i] = Some(self.buffer(name, class, layers[i], lifetime, local.bytes(ValueId(i))));
         }
-        // A state's next value, and a sum over micro-batches, live where the state does.
-        for &(state, next) in &g.updates {
+        // A state's next value, a rank's range of it and a sum over micro-batches live where the state does.
+        for &(state, next) in g.updates.iter().chain(&g.parts) {
             result[next.0] = result[state.0];
         }
         for i in 0..g.values.len() {
@@ -140,72 +213,119 @@ impl Lowering<'_> {
         result
     }
 
+    /// Lowers nodes to segments; values are called by their index plus `first`.
     fn segments(
         &mut self,
-        g: &Graph,
-        persistent: &Persistent,
+        local: &Local,
+        persistent: &Places,
         parts: &[(&'static str, Vec<&Node>)],
         temporary: Lifetime,
+        first: usize,
     ) -> Result<Vec<Segment>, TypeError> {
+        let g = local.graph;
         let order: Vec<(usize, &Node)> =
             parts.iter().enumerate().flat_map(|(s, (_, nodes))| nodes.iter().map(move |n| (s, *n))).collect();
-        let place = self.share(g, persistent, &order, temporary);
+        let place = self.share(local, persistent, &order, temporary);
         let mut segments: Vec<Segment> = parts.iter().map(|(name, _)| Segment { name, instrs: Vec::new() }).collect();
-        for (s, node) in order {
-            let types = g.input_types(node);
-            let arg = |v: ValueId| {
-                let (state, accumulate) = match g.get(v).source {
-                    Source::Node { into: Some(state) } => (state, true),
-                    _ => (v, false),
+        let mut begun = vec![false; g.values.len()];
+        for (s, node) in order.into_iter().filter(|(_, node)| !matches!(node.op, Op::Shard { .. })) {
+            let mut arg = |v: ValueId, output: bool| {
+                let (value, part) = local.meant(v);
+                let sum = match (&g.get(v).source, output) {
+                    (Source::Node { into: Some(state) }, true) => {
+                        match (std::mem::replace(&mut begun[state.0], true), &g.get(*state).source) {
+                            (true, _) => Sum::Always,
+                            (false, Source::Sum) => Sum::No,
+                            (false, _) => Sum::AfterFirst,
+                        }
+                    }
+                    _ => Sum::No,
                 };
-                let buffer = place[v.0].unwrap_or_else(|| panic!("`{}` has no buffer", g.get(v).name));
-                Arg { buffer, value: state.0, ty: g.ty(state).clone(), accumulate }
+                let buffer = place[value.0].unwrap_or_else(|| panic!("`{}` has no buffer", g.get(v).name));
+                Arg { buffer, value: first + value.0, ty: local.ty(v), sum, part }
             };
-            let scratch = self.context.device.workspace(&node.op, &types)?;
-            let inputs = node.inputs.iter().map(|&v| arg(v)).collect();
-            let outputs = node.outputs.iter().map(|o| o.map(arg)).collect();
-            let name = format!("scratch of {}", node.op.name());
-            let workspace = (scratch > 0).then(|| self.buffer(&name, Class::Workspace, node.layer, temporary, scratch));
-            let Node { op, phase, layer, .. } = *node;
-            segments[s].instrs.push(Instr { op, inputs, outputs, workspace, phase, layer });
+            let inputs: Vec<Arg> = node.inputs.iter().map(|&v| arg(v, false)).collect();
+            let outputs = node.outputs.iter().map(|o| o.map(|v| arg(v, true))).collect();
+            let op = local.op(node);
+            let workspace = self.workspace(local, node, op, &inputs, temporary)?;
+            let Node { phase, layer, .. } = *node;
+            let (stream, vocab) = (stream(node), local.vocab(node));
+            segments[s].instrs.push(Instr {
+                op,
+                inputs,
+                outputs,
+                workspace,
+                phase,
+                layer,
+                stream,
+                waits: vec![],
+                vocab,
+            });
         }
+        segments.iter_mut().for_each(wait);
         Ok(segments)
     }
 
-    /// A buffer for every value: its own, or that of an input which dies in the call that makes it.
-    fn share(
+    /// Scratch of a kernel, or where a message waits to be taken.
+    fn workspace(
         &mut self,
-        g: &Graph,
-        persistent: &Persistent,
-        order: &[(usize, &Node)],
+        local: &Local,
+        node: &Node,
+        op: Op,
+        inputs: &[Arg],
         temporary: Lifetime,
-    ) -> Persistent {
+    ) -> Result<Option<BufferId>, TypeError> {
+        if let Op::Send { stage, tag } = op {
+            let bytes = OUTBOX as u64 * node.inputs.iter().map(|v| local.bytes(*v)).sum::<u64>();
+            if let Some(known) = self.outboxes.get(&(stage, tag)) {
+                let buffer = &mut self.buffers[known.0];
+                buffer.bytes = buffer.bytes.max(bytes);
+                return Ok(Some(*known));
+            }
+            let name = format!("outbox to stage {stage}");
+            let outbox = self.buffer(&name, Class::Communication, None, Lifetime::Run, bytes);
+            self.outboxes.insert((stage, tag), outbox);
+            return Ok(Some(outbox));
+        }
+        if op.communicates() {
+            return Ok(None);
+        }
+        let types: Vec<_> = inputs.iter().map(|a| &a.ty).collect();
+        let scratch = self.context.device.workspace(&op, &types)?;
+        let name = format!("scratch of {}", op.name());
+        Ok((scratch > 0).then(|| self.buffer(&name, Class::Workspace, node.layer, temporary, scratch)))
+    }
+
+    /// A buffer for every value: its own, or that of an input which dies in the call that makes it.
+    fn share(&mut self, local: &Local, persistent: &Places, order: &[(usize, &Node)], temporary: Lifetime) -> Places {
+        let g = local.graph;
         let mut first = vec![None; g.values.len()];
         let mut last = vec![0; g.values.len()];
         for (t, (_, node)) in order.iter().enumerate() {
-            node.inputs.iter().for_each(|v| last[v.0] = t);
-            for v in node.outputs.iter().flatten() {
-                first[v.0] = Some(t);
+            node.inputs.iter().for_each(|v| last[local.meant(*v).0.0] = t);
+            for v in node.outputs.iter().flatten().map(|v| local.meant(*v).0) {
+                first[v.0] = first[v.0].or(Some(t));
                 last[v.0] = last[v.0].max(t);
             }
         }
-        let mut place: Persistent = vec![None; g.values.len()];
-        place[..persistent.len().min(g.values.len())]
-            .copy_from_slice(&persistent[..persistent.len().min(g.values.len())]);
+        let mut place: Places = persistent.clone();
         for (t, (segment, node)) in order.iter().enumerate() {
             let mut taken: Vec<ValueId> = Vec::new();
             for (o, output) in node.outputs.iter().enumerate() {
-                let Some(v) = *output else { continue };
+                let Some(v) = output.map(|v| local.meant(v).0) else { continue };
                 if place[v.0].is_some() {
                     continue;
                 }
                 let saved = order[last[v.0]].0 != *segment;
-                let donor =
-                    node.op.spec().in_place.iter().filter(|(_, to)| *to == o).map(|(i, _)| node.inputs[*i]).find(|x| {
-                        let computed = first[x.0].is_some() && persistent.get(x.0).is_none_or(Option::is_none);
-                        let once = node.inputs.iter().filter(|y| *y == x).count() == 1;
-                        computed && once && last[x.0] == t && !taken.contains(x) && g.ty(*x) == g.ty(v)
-                    });
+                let spec = node.op.spec();
+                let pair = |to: usize| if spec.each { o } else { to };
+                let donors = spec.in_place.iter().filter(|(_, to)| pair(*to) == o);
+                let donor = donors.map(|(i, _)| node.inputs[if spec.each { o } else { *i }]).find(|x| {
+                    let computed = first[x.0].is_some() && persistent.get(x.0).is_none_or(Option::is_none);
+                    let once = node.inputs.iter().filter(|y| *y == x).count() == 1;
+                    let same = local.ty(*x) == local.ty(v) && local.bytes(*x) >= local.bytes(v);
+                    computed && once && last[x.0] == t && !taken.contains(x) && same
+                });
                 let buffer = match donor.and_then(|x| place[x.0].map(|b| (x, b))) {
                     Some((x, buffer)) => {
                         taken.push(x);
@@ -217,7 +337,8 @@ impl Lowering<'_> {
                     None => {
                         let lifetime = if saved { Lifetime::Saved } else { temporary };
                         let name = &g.get(v).name;
-                        self.buffer(name, Class::Activations, node.layer, lifetime, g.ty(v).bytes())
+                        let class = if is_gathered(node) { Class::Communication } else { Class::Activations };
+                        self.buffer(name, class, node.layer, lifetime, local.bytes(v))
                     }
                 };
                 place[v.0] = Some(buffer);
@@ -227,7 +348,43 @@ impl Lowering<'_> {
     }
 }
 
-fn tensors(g: &Graph, persistent: &Persistent) -> Vec<Tensor> {
+/// Whether a node's outputs are copies of what other ranks hold.
+fn is_gathered(node: &Node) -> bool {
+    matches!(node.op, Op::AllGather { .. } | Op::Receive { .. })
+}
+
+/// Collectives over data-parallel ranks overlap with the kernels of a pass; others are waited for at once.
+fn stream(node: &Node) -> Stream {
+    let axis = match node.op {
+        Op::AllReduce { axis } | Op::ReduceScatter { axis, .. } | Op::AllGather { axis, .. } => Some(axis),
+        _ => None,
+    };
+    let overlaps = axis == Some(MeshAxis::Dp) && node.phase != Phase::Update;
+    if overlaps { Stream::Communication } else { Stream::Compute }
+}
+
+/// Lets every instruction wait for the collectives of the other stream whose results it touches.
+fn wait(segment: &mut Segment) {
+    let mut made: BTreeMap<usize, usize> = BTreeMap::new();
+    let mut ended: Option<usize> = None;
+    for t in 0..segment.instrs.len() {
+        let instr = &mut segment.instrs[t];
+        let touched = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
+        if instr.stream == Stream::Communication {
+            touched.for_each(|b| {
+                made.insert(b, t);
+            });
+        } else if let Some(last) = touched.filter_map(|b| made.get(&b)).max().copied()
+            && ended.is_none_or(|e| e < last)
+        {
+            instr.waits = vec![last];
+            ended = Some(last);
+        }
+    }
+}
+
+fn tensors(local: &Local, persistent: &Places) -> Vec<Tensor> {
+    let g = local.graph;
     let known = g.values.iter().enumerate().filter_map(|(i, value)| {
         let role = match &value.source {
             Source::Input => Role::Input,
@@ -236,9 +393,21 @@ fn tensors(g: &Graph, persistent: &Persistent) -> Vec<Tensor> {
                 Phase::Update => Role::StepOutput,
                 _ => Role::Output,
             },
-            Source::Node { .. } => return None,
+            Source::Node { .. } | Source::Sum => return None,
         };
-        Some(Tensor { name: value.name.clone(), ty: value.ty.clone(), buffer: persistent[i]?, role })
+        // A gradient is what it has become at the end of a step.
+        let id = ValueId(i);
+        let shown = if role == Role::State(State::Gradient) { g.latest(id) } else { id };
+        let part = g.parts.contains(&(id, shown));
+        Some(Tensor {
+            name: value.name.clone(),
+            ty: local.ty(shown),
+            whole: value.ty.clone(),
+            placement: g.get(shown).placement,
+            buffer: persistent[i]?,
+            part,
+            role,
+        })
     });
     known.collect()
 }

@@ -10,7 +10,7 @@ use lockstep_ir::StepProgram;
 use lockstep_ir::program::{Buffer, Lifetime, Region, Segment};
 
 pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
-    let Unplaced { buffers, values, tensors, segments, entries, micro_batches, saved_slots } = unplaced;
+    let Unplaced { stage, buffers, values, tensors, segments, entries, micro_batches, saved_slots } = unplaced;
     let align = |bytes: u64| context.device.align(bytes);
     const REGIONS: [Lifetime; 5] =
         [Lifetime::Run, Lifetime::MicroBatch, Lifetime::Saved, Lifetime::Frame, Lifetime::Overlay];
@@ -52,7 +52,8 @@ pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
             bytes: b.bytes,
         })
         .collect();
-    StepProgram { arena_bytes: end, regions, buffers, values, tensors, segments, entries }
+    let mesh = context.layout.mesh;
+    StepProgram { mesh, stage, arena_bytes: end, regions, buffers, values, tensors, segments, entries }
 }
 
 /// Packs the `members` that one segment uses and returns the bytes they need.
@@ -71,7 +72,8 @@ fn pack(segment: &Segment, members: &[bool], sizes: &[u64], offsets: &mut [u64])
                 index[buffer] = lives.len();
                 lives.push(Life { buffer, first: t, last: t });
             }
-            lives[index[buffer]].last = t;
+            let life = &mut lives[index[buffer]];
+            life.last = life.last.max(segment.held_until(t));
         }
     }
     lives.sort_by_key(|l| (std::cmp::Reverse(sizes[l.buffer]), l.first, l.buffer));

@@ -116,6 +116,17 @@ impl Config {
         self.train.global_batch / (self.parallel.dp * self.train.micro_batch)
     }
 
+    /// The same run with its work split otherwise. The layout's count of micro-batches is not looked at: it follows from the
+    /// batch.
+    pub fn at(&self, layout: &Layout) -> Config {
+        let mut config = self.clone();
+        let p = &mut config.parallel;
+        (p.dp, p.tp, p.pp) = (layout.mesh.dp, layout.mesh.tp, layout.mesh.pp);
+        (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
+        p.schedule = layout.schedule.name().to_owned();
+        config
+    }
+
     /// How the work is split.
     pub fn layout(&self) -> Layout {
         let p = &self.parallel;

@@ -129,8 +129,8 @@ tables! {
         zero: u8 = Integer(0, 3), Fixed("0"), Conduct;
         /// Whether tp ranks split the sequence where they do not split the matrices.
         sequence_parallel: bool = Bool, Fixed("false"), Conduct;
-        /// In which order stages compute micro-batches: as few in flight as keep all stages busy, or all forward passes
-        /// first.
+        /// In which order stages compute micro-batches. 1f1b: a forward and a backward pass in turn, with few micro-batches
+        /// in flight. gpipe: all forward passes first.
         schedule: String = Choice(&Schedule::NAMES), Fixed("\"1f1b\""), Conduct;
         /// Seconds that a rank waits for another one that shows no sign of life.
         patience: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct;

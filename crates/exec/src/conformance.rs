@@ -6,12 +6,13 @@
 use crate::reference;
 use crate::{ExecError, Executor};
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::Elem;
+use lockstep_ir::op::{Elem, Rows};
 use lockstep_ir::program::{
-    Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Tensor,
+    Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
 use lockstep_ir::{
-    Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, bf16, counter, fixed, verify,
+    Axis, DType, DeviceProfile, Dim, Graph, Mesh, Op, Placement, Section, StepScalars, TensorType, bf16, counter,
+    fixed, verify,
 };
 
 /// Loads a program on the executor under test.
@@ -42,20 +43,41 @@ pub fn tolerance(compute: DType) -> f64 {
 pub fn run(profile: &DeviceProfile, compute: DType, load: Load) -> Result<Vec<Outcome>, ExecError> {
     let mut outcomes = Vec::new();
     for op in ops() {
-        for size in sizes(&op) {
-            let (op, inputs) = case(op, size, compute);
+        for (size, sums) in sizes(&op).into_iter().flat_map(|size| gradient_types(&op).iter().map(move |t| (size, *t)))
+        {
+            let (op, mut inputs) = case(op, size, compute);
+            let count = inputs.len();
+            for (i, (ty, _)) in inputs.iter_mut().enumerate() {
+                if op.input(i, count).elem == Elem::Accumulator {
+                    ty.dtype = sums;
+                }
+            }
             let mut ways = vec![Way::Apart];
-            if is_weight_gradient(&op) {
-                ways.extend([DType::F32, DType::BF16, DType::Fixed64].map(Way::Summed));
+            if op == Op::Accumulate {
+                ways.push(Way::Summed(sums));
+            } else if is_weight_gradient(&op) {
+                ways.extend(SUMS.map(Way::Summed));
             }
             ways.extend(op.spec().in_place.iter().map(|&(input, output)| Way::InPlace(input, output)));
             for way in ways {
-                outcomes.push(check(profile, compute, load, &op, &inputs, way)?);
+                let rounds = if sums == DType::BF16 { sums } else { compute };
+                outcomes.push(check(profile, rounds, load, &op, &inputs, way)?);
             }
         }
         outcomes.extend(check_batch_invariance(profile, compute, load, op)?);
     }
     Ok(outcomes)
+}
+
+/// Types that gradients are summed in.
+const SUMS: [DType; 3] = [DType::F32, DType::BF16, DType::Fixed64];
+
+/// The types of gradient sums to try an op with.
+fn gradient_types(op: &Op) -> &'static [DType] {
+    match op.spec().inputs.iter().any(|i| i.elem == Elem::Accumulator) {
+        true => &SUMS,
+        false => &SUMS[..1],
+    }
 }
 
 /// How the outputs of a case are stored.
@@ -87,8 +109,9 @@ fn sizes(op: &Op) -> Vec<Size> {
     sizes
 }
 
-/// One of every op.
-pub fn ops() -> [Op; 30] {
+/// One of every op that a rank computes alone.
+pub fn ops() -> [Op; 37] {
+    let rows = Rows { first: 7, count: 23, ranks: 1 };
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
     [
         Op::Embedding,
@@ -119,8 +142,15 @@ pub fn ops() -> [Op; 30] {
         Op::CrossEntropyGrad,
         Op::LinearCrossEntropy { rows: 23 },
         Op::AddState,
-        Op::GlobalNorm,
+        Op::Accumulate,
+        Op::SquareSum { sharers: 2, tail: 77 },
+        Op::MergeSums,
+        Op::GradientNorm,
         adamw,
+        Op::VocabLogits { rows, parts: 1 },
+        Op::VocabLoss,
+        Op::VocabGrad { rows },
+        Op::JoinRows,
     ]
 }
 
@@ -178,6 +208,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
     let number = || TensorType::new(DType::U32, [b.clone()]);
+    let sum = || TensorType::new(DType::Fixed64, [Dim::new(Axis::Scalar, 4)]);
+    let statistics = |rows| t(&[Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)]);
     use Draw::{Below, Between, Normal, Of, Positive, Scalars, Starts, Stats};
     let inputs = match op {
         Op::Embedding => vec![(ids(), Below(50)), (t(&[v, d]), Normal)],
@@ -236,7 +268,33 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))]
         }
         Op::AddState => vec![(state(), Normal), (state(), Normal)],
-        Op::GlobalNorm => vec![(state(), Normal), (act(d), Normal), (StepScalars::ty(), Scalars)],
+        Op::Accumulate => vec![(state(), Normal)],
+        Op::SquareSum { .. } => vec![(state(), Normal), (act(d), Normal), (StepScalars::ty(), Scalars)],
+        Op::MergeSums => vec![(sum(), Below(1000)), (sum(), Below(1000)), (sum(), Below(1000))],
+        Op::GradientNorm => vec![(sum(), Below(1000)), (StepScalars::ty(), Scalars)],
+        Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))],
+        Op::VocabLoss => vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Below(50))],
+        Op::VocabGrad { rows } => {
+            let logits = Op::VocabLogits { rows, parts: 1 };
+            vec![
+                (t(&[Dim::new(Axis::Seq, 23), v.clone()]), Of(logits, 0, &[2, 3, 4])),
+                (statistics(23), Of(logits, 1, &[2, 3, 4])),
+                (act(d.clone()), Normal),
+                (t(&[v, d]), Normal),
+                (ids(), Below(50)),
+            ]
+        }
+        Op::JoinRows => {
+            let chunk = |rows| t(&[Dim::new(Axis::Seq, rows), d.clone()]);
+            vec![(chunk(23), Normal), (chunk(batch * seq - 23), Normal), (ids(), Below(50))]
+        }
+        Op::AllReduce { .. }
+        | Op::SumShared { .. }
+        | Op::ReduceScatter { .. }
+        | Op::AllGather { .. }
+        | Op::Shard { .. }
+        | Op::Send { .. }
+        | Op::Receive { .. } => Vec::new(),
         Op::AdamW { .. } => vec![
             (state(), Normal),
             (state(), Normal),
@@ -252,7 +310,12 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
 fn is_weight_gradient(op: &Op) -> bool {
     matches!(
         op,
-        Op::EmbeddingGrad { .. } | Op::LinearGradWeight | Op::RmsNormGradWeight | Op::LinearCrossEntropy { .. }
+        Op::EmbeddingGrad { .. }
+            | Op::LinearGradWeight
+            | Op::RmsNormGradWeight
+            | Op::LinearCrossEntropy { .. }
+            | Op::VocabGrad { .. }
+            | Op::Accumulate
     )
 }
 
@@ -263,10 +326,10 @@ fn weight_output(op: &Op) -> usize {
 
 fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
     let mut drawn: Vec<Vec<f64>> = vec![Vec::new(); inputs.len()];
-    let is_derived = |i: &usize| matches!(inputs[*i].1, Draw::Of(..));
-    let (derived, own): (Vec<usize>, Vec<usize>) = (0..inputs.len()).partition(is_derived);
-    for i in own.into_iter().chain(derived) {
-        let (ty, how) = &inputs[i];
+    // What is made from other inputs comes last.
+    let made = |how: &Draw| matches!(how, Draw::Of(..));
+    let order = inputs.iter().enumerate().filter(|(_, (_, how))| !made(how));
+    for (i, (ty, how)) in order.chain(inputs.iter().enumerate().filter(|(_, (_, how))| made(how))) {
         let key = counter::key(7, &format!("{}/{i}", op.name()));
         let normal = |j: usize| f64::from(counter::normal(key, j as u64));
         let data = match how {
@@ -343,7 +406,13 @@ fn check(
         Way::InPlace(input, output) => format!(", output {output} in place of input {input}"),
     };
     let case = format!("{}({}{how})", op.name(), shapes.join(", "));
-    let found = execute(profile, load, op, &types, &drawn, way)?;
+    let mut found = execute(profile, load, op, &types, &drawn, way)?;
+    if matches!(op, Op::SquareSum { .. } | Op::MergeSums) {
+        // An integer in parts counts as a whole.
+        for parts in [&mut found[0], &mut expected[0]] {
+            *parts = vec![reference::from_limbs(parts)];
+        }
+    }
     let rounds = compute == DType::BF16 || way == Way::Summed(DType::BF16);
     let tolerance = tolerance(if rounds { DType::BF16 } else { DType::F32 });
     let mut error = 0.0f64;
@@ -375,7 +444,9 @@ fn check_batch_invariance(
     let size = |batch| Size { batch, ..sizes(&op)[0] };
     let spec = op.spec();
     let per_sequence = |dims: &str| dims.starts_with('b');
-    if !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
+    // Chunks of positions are of the whole micro-batch.
+    let chunks = spec.inputs.iter().any(|i| i.dims.contains(['?', 'c']));
+    if chunks || !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
         return Ok(None);
     }
     let (op, inputs) = case(op, size(BATCH), compute);
@@ -452,10 +523,11 @@ fn single_op(profile: &DeviceProfile, op: &Op, types: &[TensorType], way: Way) -
             bytes,
         });
         end += profile.align(bytes);
-        let role = Role::State(State::Gradient);
-        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), buffer, role });
+        let (role, placement) = (Role::State(State::Gradient), Placement::REPLICATED);
+        let (ty, whole) = (ty.clone(), ty.clone());
+        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, placement, buffer, part: false, role });
         values.push(name);
-        args.push(Arg { buffer, value: i, ty: ty.clone(), accumulate: false });
+        args.push(Arg { buffer, value: i, ty, sum: Sum::No, part: false });
     }
     let mut regions = vec![Region { lifetime: Lifetime::Run, offset: 0, slot_bytes: end, slots: 1 }];
     let workspace = (scratch > 0).then(|| {
@@ -468,7 +540,7 @@ fn single_op(profile: &DeviceProfile, op: &Op, types: &[TensorType], way: Way) -
     });
     let mut outputs = args.split_off(types.len());
     if let Way::Summed(_) = way {
-        outputs[weight_output(op)].accumulate = true;
+        outputs[weight_output(op)].sum = Sum::AfterFirst;
     }
     for &(input, output) in op.spec().in_place {
         // A change of state: all its outputs are its inputs' memory.
@@ -479,10 +551,14 @@ fn single_op(profile: &DeviceProfile, op: &Op, types: &[TensorType], way: Way) -
         }
     }
     let outputs = outputs.into_iter().map(Some).collect();
-    let instr = Instr { op: *op, inputs: args, outputs, workspace, phase: Phase::Forward, layer: None };
+    let (stream, phase) = (Stream::Compute, Phase::Forward);
+    let (op, waits) = (*op, Vec::new());
+    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, vocab: None };
     let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
     let slot = |micro_batch| Slot { segment: 0, micro_batch, saved_slot: 0 };
     Ok(StepProgram {
+        mesh: Mesh::ONE,
+        stage: 0,
         arena_bytes: end,
         regions,
         buffers,

@@ -4,9 +4,13 @@
 //! is held against. It knows nothing of models, passes or training. `unsafe` is confined to this crate's kernels,
 //! arena and thread pool.
 
+pub mod comm;
 pub mod conformance;
 pub mod cpu;
+mod ranks;
 pub mod reference;
+
+pub use ranks::Ranks;
 
 use lockstep_ir::program::Slot;
 use std::borrow::Cow;
@@ -22,6 +26,9 @@ pub enum ExecError {
     /// The system gives no more threads.
     #[error("cannot start {0} threads: {1}\nhint: lower train.threads; 0 uses one thread per core")]
     Threads(usize, std::io::Error),
+    /// A rank of several has ended the run.
+    #[error("{0}")]
+    Rank(#[from] comm::CommError),
     /// The program asks for something that this executor was not told of.
     #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
     Internal(String),

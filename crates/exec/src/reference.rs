@@ -3,6 +3,7 @@
 //! Kernels are held against it, and it is held against finite differences.
 
 mod generation;
+mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::Dims;
@@ -103,11 +104,20 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![loss, dx, dw]
         }
         Op::AddState => vec![add(x[0], x[1])],
-        Op::GlobalNorm => {
+        Op::Accumulate | Op::Shard { .. } => vec![x[0].to_vec()],
+        Op::SquareSum { sharers, tail } => {
             let (scalars, grads) = (scalars(x[x.len() - 1]), &x[..x.len() - 1]);
             let inverse = f64::from(scalars.inverse_count);
-            let norm = grads.iter().flat_map(|g| g.iter()).map(|g| g * g).sum::<f64>().sqrt() * inverse;
-            vec![vec![norm, inverse * (f64::from(scalars.clip) / norm).min(1.0)]]
+            let share = |i: usize| if i < tail { 1.0 } else { 1.0 / sharers as f64 };
+            let squares =
+                grads.iter().flat_map(|g| g.iter().enumerate().map(|(i, g)| (g * inverse).powi(2) * share(i)));
+            vec![limbs(squares.sum())]
+        }
+        Op::MergeSums => vec![x[1..].iter().fold(x[0].to_vec(), |sum, x| add(&sum, x))],
+        Op::GradientNorm => {
+            let scalars = scalars(x[1]);
+            let norm = from_limbs(x[0]).sqrt();
+            vec![vec![norm, f64::from(scalars.inverse_count) * (f64::from(scalars.clip) / norm).min(1.0)]]
         }
         Op::AdamW { beta1, beta2, eps, decay } => {
             let s = scalars(x[4]);
@@ -121,7 +131,27 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let w = (0..n).map(|i| x[0][i] * (1.0 - lr * decay) - lr * step(i)).collect();
             vec![w, m, v]
         }
+        Op::VocabLogits { rows, parts } => vocab::logits(&dims, x[0], x[1], x[2], rows, parts).into(),
+        Op::VocabLoss => vec![vocab::loss(&dims, &x[..x.len() - 1])],
+        Op::VocabGrad { rows } => vocab::grad(&dims, x, rows).into(),
+        Op::JoinRows => vec![x[..x.len() - 1].concat()],
+        // Whole tensors, as graphs speak of them, are the same before and after.
+        Op::AllReduce { .. } | Op::SumShared { .. } | Op::ReduceScatter { .. } | Op::AllGather { .. } => {
+            x.iter().map(|x| x.to_vec()).collect()
+        }
+        Op::Send { .. } | Op::Receive { .. } => panic!("stages exist in programs only"),
     }
+}
+
+/// A number as the four parts that `Op::SquareSum` gives, each a fixed-point number.
+fn limbs(x: f64) -> Vec<f64> {
+    let integer = (x * (1u128 << 80) as f64) as u128;
+    (0..4).map(|l| f64::from((integer >> (32 * l)) as u32) / (1u64 << 36) as f64).collect()
+}
+
+/// Back from there.
+pub(crate) fn from_limbs(x: &[f64]) -> f64 {
+    x.iter().enumerate().map(|(l, x)| x * (1u64 << 36) as f64 * 2f64.powi(32 * l as i32 - 80)).sum()
 }
 
 fn scalars(x: &[f64]) -> StepScalars {

@@ -1,7 +1,7 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
 use crate::op::{Flops, TypeError};
-use crate::program::{Buffer, Class, Entry, Instr, Lifetime, StepProgram};
+use crate::program::{Buffer, Class, Entry, Instr, Lifetime, StepProgram, Sum};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -77,9 +77,6 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
     }
 }
 
-/// Micro-batches after which a schedule repeats itself: walking more shows nothing new.
-pub const DISTINCT_MICRO_BATCHES: usize = 3;
-
 /// The moment of an entry's schedule when most bytes are live, unrolled over micro-batches until they repeat.
 ///
 /// Persistent tensors and host buffers count throughout; a saved or temporary buffer from the call that writes it to the
@@ -96,11 +93,12 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
     // Time runs over every instruction of every slot; a buffer's (first write, last use) is keyed by its copy.
     let mut spans: BTreeMap<(usize, usize), (usize, usize)> = BTreeMap::new();
     let mut moments = Vec::new();
-    let distinct = entry.schedule.iter().filter(|slot| slot.micro_batch < DISTINCT_MICRO_BATCHES);
+    let distinct = entry.schedule.iter().filter(|slot| entry.distinct(slot.micro_batch));
     for (s, slot) in distinct.enumerate() {
         let segment = &program.segments[slot.segment];
         for (i, instr) in segment.instrs.iter().enumerate() {
             let now = moments.len();
+            let until = now + segment.held_until(i) - i;
             let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer);
             for b in args.chain(instr.workspace) {
                 let copy = match program.regions[program.buffers[b.0].region].lifetime {
@@ -109,7 +107,7 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
                     // Frames of different slots are different lives of the same bytes.
                     Lifetime::Frame | Lifetime::Overlay => s,
                 };
-                spans.entry((b.0, copy)).and_modify(|span| span.1 = now).or_insert((now, now));
+                spans.entry((b.0, copy)).and_modify(|span| span.1 = span.1.max(until)).or_insert((now, until));
             }
             moments.push((slot, i, instr));
         }
@@ -200,7 +198,7 @@ impl Instr {
         let types: Vec<_> = self.inputs.iter().map(|a| &a.ty).collect();
         let wanted: Vec<bool> = self.outputs.iter().map(Option::is_some).collect();
         let read = self.inputs.iter().map(|a| a.ty.bytes());
-        let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.accumulate { 2 } else { 1 });
+        let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 });
         Ok(Cost { flops: self.op.flops(&types, &wanted)?, bytes: read.chain(written).sum() })
     }
 }

@@ -1,6 +1,6 @@
 //! The graph: what is computed, in global shapes, before anything is placed.
 
-use crate::{Init, Op, TensorType, TypeError};
+use crate::{Init, Op, Placement, Spread, TensorType, TypeError};
 use std::fmt::Write;
 
 /// Index of a value in its graph.
@@ -16,6 +16,8 @@ pub enum Phase {
     InputGrad,
     /// Backward, weight gradients: nobody waits for them before the optimizer (W).
     WeightGrad,
+    /// Once per step, as soon as the last micro-batch's weight gradients of a layer are there: sums over ranks.
+    Reduce,
     /// Once per step, after the last micro-batch.
     Update,
 }
@@ -27,6 +29,7 @@ impl Phase {
             Phase::Forward => 'F',
             Phase::InputGrad => 'B',
             Phase::WeightGrad => 'W',
+            Phase::Reduce => 'R',
             Phase::Update => 'U',
         }
     }
@@ -77,11 +80,14 @@ pub enum Source {
     Input,
     /// A tensor that outlives the step.
     State(State),
-    /// An output of a node; with `into`, its sum over micro-batches goes into that state.
+    /// An output of a node; with `into`, it goes into that sum: over micro-batches if it is a state, inside one if it is
+    /// [`Source::Sum`].
     Node {
-        /// The state that this value is accumulated into.
+        /// What this value is added to.
         into: Option<ValueId>,
     },
+    /// The sum of the values that go into it, inside one micro-batch.
+    Sum,
 }
 
 /// One tensor of the graph.
@@ -93,6 +99,8 @@ pub struct Value {
     pub ty: TensorType,
     /// Where it comes from.
     pub source: Source,
+    /// How it lies over the mesh.
+    pub placement: Placement,
 }
 
 /// One operation of the graph.
@@ -121,6 +129,8 @@ pub struct Graph {
     pub outputs: Vec<ValueId>,
     /// (state, value): after the step the state holds the value.
     pub updates: Vec<(ValueId, ValueId)>,
+    /// (state, value): the value is this rank's flat range of the state and lives there.
+    pub parts: Vec<(ValueId, ValueId)>,
     /// Layer that nodes are added to now.
     layer: Option<usize>,
 }
@@ -162,20 +172,40 @@ impl Graph {
     ) -> Result<Vec<ValueId>, TypeError> {
         let types: Vec<&TensorType> = inputs.iter().map(|v| &self.values[v.0].ty).collect();
         let outputs = op.infer(&types)?;
-        let ids: Vec<ValueId> = op
-            .spec()
-            .outputs
-            .iter()
-            .zip(outputs)
+        let ids: Vec<ValueId> = outputs
+            .into_iter()
             .enumerate()
-            .map(|(i, (operand, ty))| {
-                let name = if i == 0 { name.to_owned() } else { format!("{name}.{}", operand.name) };
+            .map(|(i, ty)| {
+                let name = if i == 0 { name.to_owned() } else { format!("{name}.{}", op.output(i).name) };
                 self.value(name, ty, Source::Node { into: None })
             })
             .collect();
         let outputs = ids.iter().copied().map(Some).collect();
         self.nodes.push(Node { op, inputs: inputs.to_vec(), outputs, phase, layer });
         Ok(ids)
+    }
+
+    /// Adds a node that changes how values lie over the mesh; its outputs are called `<input>.<suffix>`.
+    pub fn relay(
+        &mut self,
+        op: Op,
+        inputs: &[ValueId],
+        suffix: &str,
+        phase: Phase,
+        layer: Option<usize>,
+    ) -> Result<Vec<ValueId>, TypeError> {
+        let outputs = self.node(op, inputs, "", phase, layer)?;
+        for (&from, &to) in inputs.iter().zip(&outputs) {
+            let before = self.get(from).placement;
+            self.values[to.0].name = format!("{}.{suffix}", self.get(from).name);
+            self.values[to.0].placement = match op {
+                Op::AllReduce { axis } | Op::AllGather { axis, .. } => before.with(axis, Spread::Replicated),
+                Op::ReduceScatter { axis, dim } => before.with(axis, dim.map_or(Spread::Flat, Spread::Split)),
+                Op::Shard { axis } => before.with(axis, Spread::Flat),
+                _ => before,
+            };
+        }
+        Ok(outputs)
     }
 
     /// The value behind an id.
@@ -191,6 +221,19 @@ impl Graph {
     /// Input types of a node.
     pub fn input_types(&self, node: &Node) -> Vec<&TensorType> {
         node.inputs.iter().map(|&v| self.ty(v)).collect()
+    }
+
+    /// What a state holds at the end of a step: this rank's range of it, if that is all that counts.
+    pub fn latest(&self, state: ValueId) -> ValueId {
+        let after = |pairs: &[(ValueId, ValueId)], v| pairs.iter().rev().find(|(s, _)| *s == v).map(|(_, next)| *next);
+        if let Some(range) = after(&self.parts, state) {
+            return range;
+        }
+        let mut now = state;
+        while let Some(next) = after(&self.updates, now).filter(|next| *next != now) {
+            now = next;
+        }
+        now
     }
 
     /// The parameters, in the order in which the model declared them.
@@ -217,7 +260,8 @@ impl Graph {
     /// Drops outputs that nobody reads, and nodes left without any.
     pub fn without_dead_code(mut self) -> Self {
         let mut wanted = vec![false; self.values.len()];
-        for v in self.outputs.iter().chain(self.updates.iter().map(|(_, v)| v)) {
+        let kept = self.updates.iter().chain(&self.parts).map(|(_, v)| v);
+        for v in self.outputs.iter().chain(kept) {
             wanted[v.0] = true;
         }
         let keeps = |value: &Value| matches!(value.source, Source::Node { into: Some(_) });
@@ -240,8 +284,17 @@ impl Graph {
     }
 
     fn value(&mut self, name: impl Into<String>, ty: TensorType, source: Source) -> ValueId {
-        self.values.push(Value { name: name.into(), ty, source });
+        self.values.push(Value { name: name.into(), ty, source, placement: Placement::REPLICATED });
         ValueId(self.values.len() - 1)
+    }
+}
+
+/// A placement behind a type, where there is something to say.
+struct At(Placement);
+
+impl std::fmt::Display for At {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0 == Placement::REPLICATED { Ok(()) } else { write!(f, " @({})", self.0) }
     }
 }
 
@@ -259,10 +312,10 @@ impl std::fmt::Display for Graph {
                 Source::State(State::Constant(_)) => "constant",
                 Source::State(State::Scalars) => "scalars",
                 Source::State(State::Cache) => "cache",
-                Source::Node { .. } => continue,
+                Source::Node { .. } | Source::Sum => continue,
             };
             if !used[i].is_empty() || kind == "gradient" {
-                writeln!(f, "{kind:<9} {}: {}", v.name, v.ty)?;
+                writeln!(f, "{kind:<9} {}: {}{}", v.name, v.ty, At(v.placement))?;
             }
         }
         for node in &self.nodes {
@@ -273,7 +326,7 @@ impl std::fmt::Display for Graph {
                     None => line.push('_'),
                     Some(v) => {
                         let value = self.get(*v);
-                        write!(line, "{}: {}", value.name, value.ty)?;
+                        write!(line, "{}: {}{}", value.name, value.ty, At(value.placement))?;
                         if let Source::Node { into: Some(state) } = value.source {
                             write!(line, " += {}", self.get(state).name)?;
                         }

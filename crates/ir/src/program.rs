@@ -1,7 +1,8 @@
 //! The step program: what one rank runs, with every buffer placed.
 
 use crate::graph::{Phase, State};
-use crate::{Op, TensorType, counter};
+use crate::mesh::Mesh;
+use crate::{Op, Placement, TensorType, counter};
 use serde::Serialize;
 
 /// Index of a buffer in its program.
@@ -124,8 +125,22 @@ pub struct Arg {
     pub value: usize,
     /// Element type and shape on this rank.
     pub ty: TensorType,
-    /// For outputs: the first micro-batch of a step writes, later ones add.
-    pub accumulate: bool,
+    /// For outputs: whether they add to what is there.
+    pub sum: Sum,
+    /// Whether it is this rank's part of the buffer: as many bytes as the type has, behind those of the data-parallel ranks
+    /// before it.
+    pub part: bool,
+}
+
+/// Whether an output replaces what is there or adds to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sum {
+    /// Replaces.
+    No,
+    /// The first micro-batch of a step replaces, later ones add.
+    AfterFirst,
+    /// Adds: another instruction has begun the sum.
+    Always,
 }
 
 /// One kernel call.
@@ -143,6 +158,21 @@ pub struct Instr {
     pub phase: Phase,
     /// The layer that it belongs to.
     pub layer: Option<usize>,
+    /// Who runs it: the others go on meanwhile.
+    pub stream: Stream,
+    /// Instructions of this segment, on the other stream, that must have ended before it starts.
+    pub waits: Vec<usize>,
+    /// Where the rank holds only a part of the vocabulary: entries of the whole. Its part starts at `tp.index` × its size.
+    pub vocab: Option<usize>,
+}
+
+/// Who runs an instruction. Each stream keeps its order; a segment ends when both have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Kernels, and collectives that the next kernel waits for.
+    Compute,
+    /// Collectives that overlap with kernels. Their operands stay untouched until an instruction waits for them.
+    Communication,
 }
 
 /// A linear list of kernel calls, compiled once and run for any micro-batch.
@@ -152,6 +182,21 @@ pub struct Segment {
     pub name: &'static str,
     /// The calls, in order.
     pub instrs: Vec<Instr>,
+}
+
+impl Segment {
+    /// The instruction up to which the operands of instruction `i` must stay: itself, or where it overlaps with others the
+    /// first that waits for it (or for one issued after it), or the last.
+    pub fn held_until(&self, i: usize) -> usize {
+        match self.instrs[i].stream {
+            Stream::Compute => i,
+            Stream::Communication => {
+                let waited = |instr: &Instr| instr.waits.iter().any(|w| *w >= i);
+                let later = self.instrs.iter().enumerate().skip(i + 1);
+                later.into_iter().find(|(_, instr)| waited(instr)).map_or(self.instrs.len() - 1, |(t, _)| t)
+            }
+        }
+    }
 }
 
 /// One run of a segment.
@@ -174,6 +219,15 @@ pub struct Entry {
     pub schedule: Vec<Slot>,
 }
 
+impl Entry {
+    /// Whether a micro-batch shows something that others do not: a schedule repeats itself after a few, but for the last.
+    pub fn distinct(&self, micro_batch: usize) -> bool {
+        const DISTINCT: usize = 3;
+        let last = self.schedule.iter().map(|s| s.micro_batch).max().unwrap_or(0);
+        micro_batch < DISTINCT || micro_batch == last
+    }
+}
+
 /// What the host may do with a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Role {
@@ -194,15 +248,26 @@ pub struct Tensor {
     pub name: String,
     /// Element type and shape on this rank.
     pub ty: TensorType,
+    /// Element type and shape of the whole.
+    pub whole: TensorType,
+    /// How the whole lies over the mesh.
+    pub placement: Placement,
     /// Where it is.
     pub buffer: BufferId,
+    /// Whether it is this rank's part of the buffer (see [`Arg::part`]).
+    pub part: bool,
     /// What the host may do with it.
     pub role: Role,
 }
 
-/// Everything that one rank runs in a step.
+/// Everything that one rank runs in a step. Ranks of a pipeline stage share it: what differs between them is their place on
+/// the other axes, which the executor knows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepProgram {
+    /// The mesh that it was compiled for.
+    pub mesh: Mesh,
+    /// The pipeline stage that runs it.
+    pub stage: usize,
     /// Size of the one allocation.
     pub arena_bytes: u64,
     /// Parts of the arena, in order and without gaps; an overlay stands last, over the parts before it.
@@ -266,6 +331,10 @@ impl StepProgram {
 
 impl std::fmt::Display for StepProgram {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.mesh != Mesh::ONE {
+            let Mesh { dp, tp, pp } = self.mesh;
+            writeln!(f, "mesh dp={dp} tp={tp} pp={pp}, stage {}", self.stage)?;
+        }
         writeln!(f, "arena {} bytes", self.arena_bytes)?;
         for r in &self.regions {
             let (name, slots) = (r.lifetime.name(), r.slots);
@@ -278,15 +347,21 @@ impl std::fmt::Display for StepProgram {
         }
         let arg = |a: &Arg| {
             let b = &self.buffers[a.buffer.0];
-            let plus = if a.accumulate { "+=" } else { "" };
-            format!("{}{plus}@{}+{}", self.values[a.value], self.regions[b.region].lifetime.name(), b.offset)
+            let plus = if a.sum == Sum::No { "" } else { "+=" };
+            let part = if a.part { "+dp.index" } else { "" };
+            format!("{}{plus}@{}+{}{part}", self.values[a.value], self.regions[b.region].lifetime.name(), b.offset)
         };
         for s in &self.segments {
             writeln!(f, "segment {}", s.name)?;
-            for i in &s.instrs {
+            for (n, i) in s.instrs.iter().enumerate() {
                 let outputs: Vec<String> = i.outputs.iter().map(|o| o.as_ref().map_or("_".to_owned(), arg)).collect();
                 let inputs: Vec<String> = i.inputs.iter().map(arg).collect();
-                write!(f, "  {} {} = {}({})", i.phase.letter(), outputs.join(", "), i.op.name(), inputs.join(", "))?;
+                let stream = if i.stream == Stream::Communication { format!("[{n}] ") } else { String::new() };
+                let (outputs, inputs) = (outputs.join(", "), inputs.join(", "));
+                write!(f, "  {} {stream}{outputs} = {}({inputs})", i.phase.letter(), i.op.name())?;
+                if !i.waits.is_empty() {
+                    write!(f, " after {:?}", i.waits)?;
+                }
                 if let Some(w) = i.workspace {
                     let b = &self.buffers[w.0];
                     let lifetime = self.regions[b.region].lifetime.name();

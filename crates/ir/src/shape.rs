@@ -25,6 +25,10 @@ pub enum Axis {
     Vocab,
     /// A vector of step scalars or statistics.
     Scalar,
+    /// Elements of any tensor, cut into ranges.
+    Flat,
+    /// Parts of a vocabulary.
+    Parts,
 }
 
 impl Axis {
@@ -40,6 +44,8 @@ impl Axis {
             Axis::Ffn => "ffn",
             Axis::Vocab => "vocab",
             Axis::Scalar => "scalar",
+            Axis::Flat => "flat",
+            Axis::Parts => "parts",
         }
     }
 }

@@ -1,10 +1,9 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
-use crate::TensorType;
-use crate::account::DISTINCT_MICRO_BATCHES;
 use crate::graph::{Graph, Phase, Source, State};
-use crate::op::Elem;
-use crate::program::{BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram};
+use crate::op::{Elem, Operand};
+use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
+use crate::{DType, Op, TensorType};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -24,7 +23,8 @@ fn unsound(at: impl Into<String>, reason: impl Into<String>) -> Unsound {
 /// Checks that every value is defined once and before its use, that types follow the op table, and that sums into
 /// states and updates fit their states.
 pub fn graph(graph: &Graph) -> Result<(), Unsound> {
-    let mut defined: Vec<bool> = graph.values.iter().map(|v| !matches!(v.source, Source::Node { .. })).collect();
+    let given = |source: &Source| matches!(source, Source::Input | Source::State(_));
+    let mut defined: Vec<bool> = graph.values.iter().map(|v| given(&v.source)).collect();
     let mut phase = Phase::Forward;
     for (n, node) in graph.nodes.iter().enumerate() {
         let at = format!("node {n} ({})", node.op.name());
@@ -39,24 +39,27 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         if types.len() != node.outputs.len() {
             return Err(unsound(at, format!("has {} outputs of {}", node.outputs.len(), types.len())));
         }
-        for (ty, output) in types.iter().zip(&node.outputs) {
+        for (o, (ty, output)) in types.iter().zip(&node.outputs).enumerate() {
             let Some(v) = output else { continue };
             let value = graph.get(*v);
             if std::mem::replace(&mut defined[v.0], true) {
                 return Err(unsound(at, format!("defines `{}` a second time", value.name)));
             }
-            if value.ty != *ty {
+            let dtype_fits = value.ty.dtype == ty.dtype || sums(node.op.output(o), value.ty.dtype);
+            if value.ty.dims != ty.dims || !dtype_fits {
                 return Err(unsound(at, format!("`{}` is {} where the op gives {ty}", value.name, value.ty)));
             }
-            if let Source::Node { into: Some(state) } = value.source {
-                let state = graph.get(state);
-                if state.source != Source::State(State::Gradient) || state.ty.dims != ty.dims {
+            if let Source::Node { into: Some(id) } = value.source {
+                let state = graph.get(id);
+                let sums = matches!(state.source, Source::State(State::Gradient) | Source::Sum);
+                defined[id.0] = true;
+                if !sums || state.ty != value.ty {
                     return Err(unsound(at, format!("`{}` cannot be summed into `{}`", value.name, state.name)));
                 }
             }
         }
     }
-    for &(state, value) in &graph.updates {
+    for &(state, value) in graph.updates.iter().chain(&graph.parts) {
         if !defined[value.0] || graph.ty(state) != graph.ty(value) {
             return Err(unsound("updates", format!("`{}` does not fit", graph.get(state).name)));
         }
@@ -65,6 +68,11 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         Some(v) => Err(unsound("outputs", format!("`{}` is not defined", graph.get(*v).name))),
         None => Ok(()),
     }
+}
+
+/// Whether an output takes its type from its value: sums of gradients.
+fn sums(operand: &Operand, dtype: DType) -> bool {
+    operand.elem == Elem::Accumulator && dtype.accumulates()
 }
 
 /// Checks placement (inside the region, aligned, regions without gaps), types, and then *runs the memory*: every entry is
@@ -97,38 +105,82 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}", segment.name), reason))?;
         }
     }
-    program.entries.iter().try_for_each(|entry| run_memory(program, entry))
+    // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
+    [0, program.mesh.dp - 1].into_iter().take(program.mesh.dp).try_for_each(|index| {
+        let walk = Walk { program, index };
+        program.entries.iter().try_for_each(|entry| walk.entry(entry))
+    })
 }
 
 fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     let name = instr.op.name();
-    let types: Vec<&TensorType> = instr.inputs.iter().map(|a| &a.ty).collect();
-    let inferred = instr.op.infer(&types).map_err(|e| e.to_string())?;
-    for (o, (ty, output)) in inferred.iter().zip(&instr.outputs).enumerate() {
-        let Some(arg) = output else { continue };
-        let dtype_fits = arg.ty.dtype == ty.dtype || (arg.accumulate && arg.ty.dtype.accumulates());
-        if arg.ty.dims != ty.dims || !dtype_fits {
-            return Err(format!("{name}: output {o} is {} where the op gives {ty}", arg.ty));
-        }
-        if arg.accumulate && instr.op.spec().outputs[o].elem != Elem::Float {
+    if instr.op.communicates() {
+        check_collective(program, instr)?;
+    } else {
+        check_types(instr)?;
+    }
+    let spec = instr.op.spec();
+    for (o, arg) in instr.outputs.iter().enumerate().filter_map(|(o, arg)| Some((o, arg.as_ref()?))) {
+        if arg.sum != Sum::No && instr.op.output(o).elem != Elem::Accumulator {
             return Err(format!("{name}: output {o} cannot be accumulated"));
         }
         for (i, input) in instr.inputs.iter().enumerate() {
-            if input.buffer == arg.buffer && !instr.op.spec().in_place.contains(&(i, o)) {
+            // A part of a whole: how collectives work in place.
+            let part = spec.each && i == o && input.part != arg.part;
+            let pair = if spec.each { i == o && !spec.in_place.is_empty() } else { spec.in_place.contains(&(i, o)) };
+            if input.buffer == arg.buffer && !pair && !part {
                 return Err(format!("{name}: output {o} overwrites input {i}"));
             }
         }
-        let state = instr.op.spec().in_place.iter().find(|(_, to)| *to == o).map(|(i, _)| &instr.inputs[*i]);
-        if instr.op.spec().always_in_place && state.is_some_and(|input| input.buffer != arg.buffer) {
+        let state = spec.in_place.iter().find(|(_, to)| *to == o).map(|(i, _)| &instr.inputs[*i]);
+        let same = |input: &Arg| input.buffer == arg.buffer && input.part == arg.part;
+        if spec.always_in_place && state.is_some_and(|input| !same(input)) {
             return Err(format!("{name}: output {o} must be in place"));
         }
     }
     for arg in instr.inputs.iter().chain(instr.outputs.iter().flatten()) {
-        if arg.ty.bytes() > program.buffers[arg.buffer.0].bytes {
+        let parts = if arg.part { program.mesh.dp as u64 } else { 1 };
+        if arg.ty.bytes() * parts > program.buffers[arg.buffer.0].bytes {
             return Err(format!("{name}: `{}` does not fit its buffer", program.values[arg.value]));
         }
     }
     Ok(())
+}
+
+fn check_types(instr: &Instr) -> Result<(), String> {
+    let types: Vec<&TensorType> = instr.inputs.iter().map(|a| &a.ty).collect();
+    let inferred = instr.op.infer(&types).map_err(|e| e.to_string())?;
+    for (o, (ty, output)) in inferred.iter().zip(&instr.outputs).enumerate() {
+        let Some(arg) = output else { continue };
+        if arg.ty.dims != ty.dims || !(arg.ty.dtype == ty.dtype || sums(instr.op.output(o), arg.ty.dtype)) {
+            return Err(format!("{}: output {o} is {} where the op gives {ty}", instr.op.name(), arg.ty));
+        }
+    }
+    Ok(())
+}
+
+/// The shapes of a collective on one rank: parts times ranks make a whole, flat ranges with padding.
+fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> {
+    let bytes = |arg: &Arg| program.buffers[arg.buffer.0].bytes;
+    if matches!(instr.op, Op::Send { .. } | Op::Receive { .. }) {
+        return Ok(());
+    }
+    for (x, y) in instr.inputs.iter().zip(instr.outputs.iter().flatten()) {
+        let fits = match instr.op {
+            Op::AllGather { axis, dim: Some(_) } => y.ty.elements() == x.ty.elements() * program.mesh.size(axis),
+            Op::AllGather { axis, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(axis) as u64,
+            Op::ReduceScatter { axis, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(axis),
+            Op::ReduceScatter { axis, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(axis) as u64,
+            _ => x.ty == y.ty,
+        };
+        if !fits || x.ty.dtype != y.ty.dtype {
+            return Err(format!("{}: {} does not go with {}", instr.op.name(), x.ty, y.ty));
+        }
+    }
+    match instr.inputs.len() == instr.outputs.len() && instr.outputs.iter().all(Option::is_some) {
+        true => Ok(()),
+        false => Err(format!("{}: an input has no output", instr.op.name())),
+    }
 }
 
 /// What a range of memory holds.
@@ -158,96 +210,183 @@ impl Memory {
     }
 }
 
-fn run_memory(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
-    let instrs = entry.schedule.iter().flat_map(|s| &program.segments[s.segment].instrs);
-    let mut used: Vec<Lifetime> = instrs.flat_map(buffers_of).map(|b| lifetime(program, b.0)).collect();
-    used.sort_unstable();
-    used.dedup();
-    if used.contains(&Lifetime::Overlay) && (used.contains(&Lifetime::Saved) || used.contains(&Lifetime::Frame)) {
-        return Err(unsound(format!("entry {}", entry.name), "uses the overlay and what lies under it"));
+/// A range of bytes of one copy of a region.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Range {
+    region: usize,
+    copy: usize,
+    start: u64,
+    end: u64,
+}
+
+impl Range {
+    fn meets(&self, other: &Range) -> bool {
+        self.region == other.region && self.copy == other.copy && self.start < other.end && other.start < self.end
     }
-    for slot in &entry.schedule {
-        for region in &program.regions {
-            if copy_in(region.lifetime, *slot) >= region.slots && used.contains(&region.lifetime) {
-                let at = format!("entry {}, micro-batch {}", entry.name, slot.micro_batch);
-                return Err(unsound(at, format!("the {} region has no such copy", region.lifetime.name())));
+}
+
+/// A collective that overlaps with what follows it.
+struct Pending {
+    instr: usize,
+    reads: Vec<Range>,
+    writes: Vec<Range>,
+}
+
+/// A program as the data-parallel rank `index` runs it.
+struct Walk<'a> {
+    program: &'a StepProgram,
+    index: usize,
+}
+
+impl Walk<'_> {
+    fn entry(&self, entry: &Entry) -> Result<(), Unsound> {
+        let program = self.program;
+        let instrs = entry.schedule.iter().flat_map(|s| &program.segments[s.segment].instrs);
+        let mut used: Vec<Lifetime> = instrs.flat_map(buffers_of).map(|b| lifetime(program, b.0)).collect();
+        used.sort_unstable();
+        used.dedup();
+        if used.contains(&Lifetime::Overlay) && (used.contains(&Lifetime::Saved) || used.contains(&Lifetime::Frame)) {
+            return Err(unsound(format!("entry {}", entry.name), "uses the overlay and what lies under it"));
+        }
+        for slot in &entry.schedule {
+            for region in &program.regions {
+                if copy_in(region.lifetime, *slot) >= region.slots && used.contains(&region.lifetime) {
+                    let at = format!("entry {}, micro-batch {}", entry.name, slot.micro_batch);
+                    return Err(unsound(at, format!("the {} region has no such copy", region.lifetime.name())));
+                }
+            }
+        }
+        let mut memory = self.at_start(entry)?;
+        for slot in entry.schedule.iter().filter(|s| entry.distinct(s.micro_batch)) {
+            // A new slot finds nothing in the frame.
+            let stays =
+                |region: usize| !matches!(program.regions[region].lifetime, Lifetime::Frame | Lifetime::Overlay);
+            memory.held.retain(|(region, _, _), _| stays(*region));
+            let mut pending: Vec<Pending> = Vec::new();
+            for (i, instr) in program.segments[slot.segment].instrs.iter().enumerate() {
+                let run =
+                    self.overlap(i, instr, *slot, &mut pending).and_then(|()| self.instr(instr, *slot, &mut memory));
+                run.map_err(|reason| {
+                    let name = program.segments[slot.segment].name;
+                    unsound(format!("{name} micro-batch {} instruction {i}", slot.micro_batch), reason)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the host has written.
+    fn at_start(&self, entry: &Entry) -> Result<Memory, Unsound> {
+        let program = self.program;
+        let mut memory = Memory::default();
+        for tensor in &program.tensors {
+            let b = &program.buffers[tensor.buffer.0];
+            let copies = match tensor.role {
+                Role::Input => 0..program.regions[b.region].slots,
+                Role::State(_) => 0..1,
+                Role::Output | Role::StepOutput => continue,
+            };
+            let known = program.values.iter().position(|v| *v == tensor.name);
+            let value = known.ok_or_else(|| unsound("tensors", format!("`{}` is no value", tensor.name)))?;
+            for copy in copies.filter(|c| entry.distinct(*c)) {
+                let owner = (tensor.role == Role::Input).then_some(copy);
+                memory.clobber(b.region, copy, b.offset, b.offset + b.bytes);
+                let held = Held { end: b.offset + b.bytes, buffer: tensor.buffer.0, value, owner };
+                memory.held.insert((b.region, copy, b.offset), held);
+            }
+        }
+        Ok(memory)
+    }
+
+    /// Where an operand lies.
+    fn range(&self, arg: &Arg, slot: Slot) -> Range {
+        let whole = self.buffer(arg.buffer, slot);
+        match arg.part {
+            false => whole,
+            true => {
+                let start = whole.start + self.index as u64 * arg.ty.bytes();
+                Range { start, end: start + arg.ty.bytes(), ..whole }
             }
         }
     }
-    let mut memory = Memory::default();
-    for tensor in &program.tensors {
-        let b = &program.buffers[tensor.buffer.0];
-        let copies = match tensor.role {
-            Role::Input => 0..program.regions[b.region].slots.min(DISTINCT_MICRO_BATCHES),
-            Role::State(_) => 0..1,
-            Role::Output | Role::StepOutput => continue,
-        };
-        let known = program.values.iter().position(|v| *v == tensor.name);
-        let value = known.ok_or_else(|| unsound("tensors", format!("`{}` is no value", tensor.name)))?;
-        for copy in copies {
-            let owner = (tensor.role == Role::Input).then_some(copy);
-            memory.clobber(b.region, copy, b.offset, b.offset + b.bytes);
-            let held = Held { end: b.offset + b.bytes, buffer: tensor.buffer.0, value, owner };
-            memory.held.insert((b.region, copy, b.offset), held);
-        }
-    }
-    for slot in entry.schedule.iter().filter(|s| s.micro_batch < DISTINCT_MICRO_BATCHES) {
-        // A new slot finds nothing in the frame.
-        let stays = |region: usize| !matches!(program.regions[region].lifetime, Lifetime::Frame | Lifetime::Overlay);
-        memory.held.retain(|(region, _, _), _| stays(*region));
-        for (i, instr) in program.segments[slot.segment].instrs.iter().enumerate() {
-            run_instr(program, instr, *slot, &mut memory).map_err(|reason| {
-                let name = program.segments[slot.segment].name;
-                unsound(format!("{name} micro-batch {} instruction {i}", slot.micro_batch), reason)
-            })?;
-        }
-    }
-    Ok(())
-}
 
-fn run_instr(program: &StepProgram, instr: &Instr, slot: Slot, memory: &mut Memory) -> Result<(), String> {
-    let name = instr.op.name();
-    let copy = |b: usize| copy_in(lifetime(program, b), slot);
-    let key = |b: usize| (program.buffers[b].region, copy(b), program.buffers[b].offset);
-    let owner = |b: usize| (lifetime(program, b) != Lifetime::Run).then_some(slot.micro_batch);
-    for arg in &instr.inputs {
-        let b = arg.buffer.0;
-        let found = memory.held.get(&key(b));
-        if !found.is_some_and(|h| h.buffer == b && h.value == arg.value && h.owner == owner(b)) {
-            let what = found.map_or("nothing", |h| program.values[h.value].as_str());
-            return Err(format!("{name} reads `{}`, the buffer holds {what}", program.values[arg.value]));
+    fn buffer(&self, id: BufferId, slot: Slot) -> Range {
+        let b = &self.program.buffers[id.0];
+        let copy = copy_in(self.program.regions[b.region].lifetime, slot);
+        Range { region: b.region, copy, start: b.offset, end: b.offset + b.bytes }
+    }
+
+    /// Keeps what runs at the same time apart.
+    fn overlap(&self, i: usize, instr: &Instr, slot: Slot, pending: &mut Vec<Pending>) -> Result<(), String> {
+        if let Some(&last) = instr.waits.iter().max() {
+            if last >= i || self.program.segments[slot.segment].instrs[last].stream != Stream::Communication {
+                return Err(format!("{} waits for instruction {last}", instr.op.name()));
+            }
+            pending.retain(|p| p.instr > last);
         }
-    }
-    let shares = |a: BufferId, b: BufferId| {
-        let (x, y) = (&program.buffers[a.0], &program.buffers[b.0]);
-        x.region == y.region && x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes
-    };
-    let outputs: Vec<BufferId> = instr.outputs.iter().flatten().map(|a| a.buffer).collect();
-    if let Some(w) = instr.workspace
-        && instr.inputs.iter().map(|a| a.buffer).chain(outputs.iter().copied()).any(|b| shares(w, b))
-    {
-        return Err(format!("{name}: scratch overlaps an operand"));
-    }
-    for (o, &output) in outputs.iter().enumerate() {
-        // Sharing one buffer whole is in-place work, which the op table has allowed; sharing a part never is.
-        if instr.inputs.iter().any(|x| x.buffer != output && shares(x.buffer, output)) {
-            return Err(format!("{name}: an output overlaps an input"));
+        let reads: Vec<Range> = instr.inputs.iter().map(|a| self.range(a, slot)).collect();
+        let mut writes: Vec<Range> = instr.outputs.iter().flatten().map(|a| self.range(a, slot)).collect();
+        writes.extend(instr.workspace.map(|w| self.buffer(w, slot)));
+        if instr.stream == Stream::Communication {
+            // Collectives of one stream follow each other.
+            pending.push(Pending { instr: i, reads, writes });
+            return Ok(());
         }
-        if outputs[..o].iter().any(|&other| shares(other, output)) {
-            return Err(format!("{name}: two outputs overlap"));
+        let meet = |a: &[Range], b: &[Range]| a.iter().any(|x| b.iter().any(|y| x.meets(y)));
+        for p in pending.iter() {
+            if meet(&writes, &p.reads) || meet(&writes, &p.writes) || meet(&reads, &p.writes) {
+                return Err(format!("{} touches what instruction {} still works on", instr.op.name(), p.instr));
+            }
         }
+        Ok(())
     }
-    let written = outputs.iter().copied().chain(instr.workspace);
-    for b in written {
-        let (region, copy, start) = key(b.0);
-        memory.clobber(region, copy, start, start + program.buffers[b.0].bytes);
+
+    fn instr(&self, instr: &Instr, slot: Slot, memory: &mut Memory) -> Result<(), String> {
+        let program = self.program;
+        let name = instr.op.name();
+        let owner = |b: BufferId| (lifetime(program, b.0) != Lifetime::Run).then_some(slot.micro_batch);
+        for arg in &instr.inputs {
+            let range = self.range(arg, slot);
+            let key = (range.region, range.copy, range.start);
+            let found = memory.held.range(..=key).next_back().filter(|((region, copy, start), held)| {
+                (*region, *copy) == (range.region, range.copy)
+                    && (arg.part || *start == range.start)
+                    && held.end >= range.end
+            });
+            let means = |h: &Held| h.buffer == arg.buffer.0 && h.value == arg.value && h.owner == owner(arg.buffer);
+            if !found.is_some_and(|(_, h)| means(h)) {
+                let what = found.map_or("nothing", |(_, h)| program.values[h.value].as_str());
+                return Err(format!("{name} reads `{}`, the buffer holds {what}", program.values[arg.value]));
+            }
+        }
+        let shares = |a: BufferId, b: BufferId| self.buffer(a, slot).meets(&self.buffer(b, slot));
+        let outputs: Vec<&Arg> = instr.outputs.iter().flatten().collect();
+        let operands = instr.inputs.iter().chain(outputs.iter().copied()).map(|a| a.buffer);
+        if let Some(w) = instr.workspace
+            && operands.into_iter().any(|b| shares(w, b))
+        {
+            return Err(format!("{name}: scratch overlaps an operand"));
+        }
+        for (o, output) in outputs.iter().enumerate() {
+            // Sharing one buffer whole is in-place work, which the op table has allowed; sharing a part never is.
+            if instr.inputs.iter().any(|x| x.buffer != output.buffer && shares(x.buffer, output.buffer)) {
+                return Err(format!("{name}: an output overlaps an input"));
+            }
+            if outputs[..o].iter().any(|other| shares(other.buffer, output.buffer)) {
+                return Err(format!("{name}: two outputs overlap"));
+            }
+        }
+        let written = outputs.iter().map(|a| self.range(a, slot)).chain(instr.workspace.map(|w| self.buffer(w, slot)));
+        for range in written {
+            memory.clobber(range.region, range.copy, range.start, range.end);
+        }
+        for arg in outputs {
+            let range = self.range(arg, slot);
+            let held = Held { end: range.end, buffer: arg.buffer.0, value: arg.value, owner: owner(arg.buffer) };
+            memory.held.insert((range.region, range.copy, range.start), held);
+        }
+        Ok(())
     }
-    for arg in instr.outputs.iter().flatten() {
-        let b = arg.buffer.0;
-        let (end, value) = (program.buffers[b].offset + program.buffers[b].bytes, arg.value);
-        memory.held.insert(key(b), Held { end, buffer: b, value, owner: owner(b) });
-    }
-    Ok(())
 }
 
 fn lifetime(program: &StepProgram, buffer: usize) -> Lifetime {

@@ -5,7 +5,7 @@ use lockstep_data::DataError;
 use lockstep_exec::ExecError;
 use lockstep_ir::account::MemoryBill;
 use lockstep_ir::program::Class;
-use lockstep_ir::{Layout, units};
+use lockstep_ir::units;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -112,8 +112,9 @@ pub enum TrainError {
     },
     /// The arena is larger than the memory that is free.
     #[error(
-        "the step needs {} of memory, {} are free:{}\nhint: {}",
+        "the step needs {} of memory{}, {} are free:{}\nhint: {}",
         units::bytes(memory.total_bytes),
+        if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
         units::bytes(*available),
         bill(memory),
         smaller(memory)
@@ -121,6 +122,8 @@ pub enum TrainError {
     DoesNotFit {
         /// What it needs.
         memory: Box<MemoryBill>,
+        /// Ranks that share the memory.
+        ranks: usize,
         /// Bytes that are free.
         available: u64,
     },
@@ -144,14 +147,6 @@ pub enum TrainError {
         micro_batches: usize,
         /// Allowed.
         most: usize,
-    },
-    /// The layout has more than one rank.
-    #[error(
-        "runs on several ranks are not ready: the config asks for {layout}\nhint: leave [parallel] out of the config"
-    )]
-    SeveralRanks {
-        /// The layout.
-        layout: Layout,
     },
     /// A path is neither a run directory nor a checkpoint.
     #[error(
@@ -247,7 +242,6 @@ impl TrainError {
                 | TrainError::DoesNotFit { .. }
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
-                | TrainError::SeveralRanks { .. }
                 | TrainError::NotTrained { .. }
                 | TrainError::NoCheckpoint { .. }
                 | TrainError::NoConfig { .. }

@@ -219,8 +219,8 @@ impl Model {
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
         let mut executor = CpuExecutor::load(program.clone(), threads)?;
-        state::load(&program, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
-        let feed = |entry, batch, seq| Feed::new(&program, Some(entry), batch, seq);
+        state::load(&program.tensors, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
+        let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq);
         Ok(Self {
             executor,
             whole: (cut.sequences > 0).then(|| feed(StepProgram::EVALUATE, batch, seq)),

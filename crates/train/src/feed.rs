@@ -4,6 +4,7 @@ use crate::TrainError;
 use lockstep_data::{Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
+use lockstep_ir::program::Tensor;
 use lockstep_model::names;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -68,12 +69,12 @@ pub(crate) struct Feed {
 
 impl Feed {
     /// For micro-batches of `batch` sequences of `seq` tokens; `entry` where the program has inputs of its own for it.
-    pub(crate) fn new(program: &StepProgram, entry: Option<&str>, batch: usize, seq: usize) -> Self {
+    pub(crate) fn new(tensors: &[Tensor], entry: Option<&str>, batch: usize, seq: usize) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
         let positions = batch * seq;
         let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::LOSS].map(name);
         Self {
-            starts: program.tensor(&names[2]).map(|_| vec![0; positions]),
+            starts: tensors.iter().any(|tensor| tensor.name == names[2]).then(|| vec![0; positions]),
             names,
             batch,
             seq,

@@ -30,7 +30,7 @@ impl Generator {
     pub fn new(config: &Config, context: usize, weights: Weights) -> Result<Self, TrainError> {
         let (program, threads) = generation_program(config, context)?;
         let mut executor = CpuExecutor::load(program.clone(), threads)?;
-        state::load(&program, &mut executor, weights, config.train.seed)?;
+        state::load(&program.tensors, &mut executor, weights, config.train.seed)?;
         let chunk = CHUNK.min(context);
         let logits = vec![0.0; config.model.vocab_size];
         Ok(Self { executor: Box::new(executor), context, chunk, position: 0, bytes: Vec::new(), logits })

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+mod compare;
 mod data;
 mod error;
 mod evaluate;
@@ -22,6 +23,7 @@ mod state;
 mod text;
 mod trained;
 
+pub use compare::{Comparison, Promise, compare};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use error::TrainError;
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};

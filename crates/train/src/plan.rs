@@ -24,16 +24,20 @@ pub struct Plan {
     pub parameters: u64,
     /// Tokens of one step.
     pub tokens_per_step: u64,
-    /// FLOPs of one step.
+    /// How the work is split among ranks and micro-batches.
+    pub layout: Layout,
+    /// FLOPs of one step, on all ranks.
     pub step_flops: Flops,
-    /// Bytes by class, layer and moment.
+    /// Bytes by class, layer and moment of the rank that needs most.
     pub memory: MemoryBill,
+    /// The same for a rank of each pipeline stage.
+    pub stages: Vec<MemoryBill>,
 }
 
 impl Plan {
-    /// The placed program.
+    /// The placed program of the first stage.
     pub fn program(&self) -> &StepProgram {
-        &self.compiled.program
+        &self.compiled.programs[0]
     }
 
     /// Model FLOPs per token.
@@ -44,14 +48,17 @@ impl Plan {
 
 /// What the passes of a forward program need to know, and the threads it will run on.
 pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
-    let (context, threads) = training_context(config);
+    let (context, _) = training_context(config);
+    let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let precision = Precision { gradients: DType::F32, ..context.precision };
     let device = cpu::profile(threads, precision.compute, precision.gradients);
     (Context { device, layout: Layout::single(1), precision, ..context }, threads)
 }
 
 fn training_context(config: &Config) -> (Context, usize) {
-    let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
+    let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
+    // Ranks are threads of this process and share its cores.
+    let threads = (all / config.layout().mesh.ranks()).max(1);
     let o = &config.optimizer;
     let precision = precision(config);
     let context = Context {
@@ -72,27 +79,31 @@ fn training_context(config: &Config) -> (Context, usize) {
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (context, threads) = training_context(config);
-    if context.layout.mesh.ranks() > 1 {
-        return Err(TrainError::SeveralRanks { layout: context.layout });
-    }
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
-    let (batch, seq, documents) = (config.train.micro_batch, config.train.seq, config.data.document_mask);
-    let form = Form::Loss { batch, seq, context: seq, documents };
+    let (seq, documents) = (config.train.seq, config.data.document_mask);
+    let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
     let forward = lockstep_model::build_form(&config.model, form).map_err(internal)?;
     let compiled = compile(&forward, &context)?;
-    let program = &compiled.program;
-    let step_flops = match program.entry(StepProgram::TRAIN) {
-        Some(entry) => account::flops(program, entry).map_err(internal)?,
-        None => Flops::default(),
-    };
+    let mut step_flops = Flops::default();
+    for program in &compiled.programs {
+        if let Some(entry) = program.entry(StepProgram::TRAIN) {
+            let rank = account::flops(program, entry).map_err(internal)?;
+            let ranks = (context.layout.mesh.dp * context.layout.mesh.tp) as u128;
+            step_flops = step_flops
+                + Flops { model: rank.model * ranks, causal: rank.causal * ranks, hardware: rank.hardware * ranks };
+        }
+    }
+    let stages: Vec<MemoryBill> = compiled.programs.iter().map(account::memory).collect();
     Ok(Plan {
+        layout: context.layout,
         device: context.device.name,
         precision: context.precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
         tokens_per_step: (config.train.global_batch * config.train.seq) as u64,
         step_flops,
-        memory: account::memory(program),
+        memory: stages.iter().max_by_key(|m| m.total_bytes).cloned().unwrap_or_else(|| stages[0].clone()),
+        stages,
         forward,
         compiled,
     })

@@ -7,13 +7,14 @@ use lockstep_compile::STATS;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use lockstep_exec::cpu::{self, CpuExecutor};
-use lockstep_exec::{ExecError, Executor};
+use lockstep_exec::{ExecError, Executor, Ranks};
+use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::sync::atomic::AtomicBool;
 
 /// A program in memory, ready to step.
 pub struct Session {
-    program: StepProgram,
+    tensors: Vec<Tensor>,
     executor: Box<dyn Executor>,
     micro_batches: usize,
     feed: Feed,
@@ -33,28 +34,43 @@ pub struct StepResult {
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
-        let program = plan.program().clone();
+        let ranks = plan.layout.mesh.ranks();
+        let total: u64 = plan.stages.iter().map(|m| m.total_bytes * (ranks / plan.stages.len()) as u64).sum();
         if let Some(available) = cpu::available_bytes()
-            && plan.memory.total_bytes > available
+            && total > available
         {
-            return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), available });
+            return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), ranks, available });
         }
-        let executor = CpuExecutor::load(program.clone(), plan.threads)?;
-        // One program, many readers: what was predicted is what was allocated.
-        assert_eq!(executor.arena_bytes(), plan.memory.total_bytes, "the arena is not what the plan says");
-        let mut session = Self {
-            feed: Feed::new(&program, None, config.train.micro_batch, config.train.seq),
-            program,
-            executor: Box::new(executor),
-            micro_batches: config.accumulation_steps(),
+        let programs = plan.compiled.programs.clone();
+        let tensors = state::tensors(&programs);
+        let executor: Box<dyn Executor> = match ranks {
+            1 => Box::new(CpuExecutor::load(plan.program().clone(), plan.threads)?),
+            _ => {
+                let patience = std::time::Duration::from_secs_f64(config.parallel.patience);
+                Box::new(Ranks::load(programs, plan.threads, patience)?)
+            }
         };
-        state::load(&session.program, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
+        // One program, many readers: what was predicted is what was allocated.
+        assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
+        let batch = config.train.micro_batch * plan.layout.mesh.dp;
+        let mut session = Self {
+            feed: Feed::new(&tensors, None, batch, config.train.seq),
+            tensors,
+            executor,
+            micro_batches: plan.layout.micro_batches,
+        };
+        state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
         Ok(session)
     }
 
     /// Bytes allocated.
     pub fn arena_bytes(&self) -> u64 {
         self.executor.arena_bytes()
+    }
+
+    /// The tensors that the program knows by name.
+    pub(crate) fn tensors(&self) -> &[Tensor] {
+        &self.tensors
     }
 
     /// The executor, for whoever reads or writes tensors by name.
@@ -69,12 +85,12 @@ impl Session {
 
     /// Replaces parameters and moments by a checkpoint's.
     pub(crate) fn restore(&mut self, checkpoint: &lockstep_checkpoint::Loaded) -> Result<(), TrainError> {
-        state::restore(&self.program, self.executor.as_mut(), checkpoint)
+        state::restore(&self.tensors, self.executor.as_mut(), checkpoint)
     }
 
     /// Parameters and moments, for a checkpoint.
     pub(crate) fn groups(&self) -> Result<Vec<lockstep_checkpoint::Group<'_>>, TrainError> {
-        state::groups(&self.program, self.executor.as_ref())
+        state::groups(&self.tensors, self.executor.as_ref())
     }
 
     /// One training step on the samples `first_sample ..` of the global order.

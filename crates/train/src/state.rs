@@ -40,20 +40,31 @@ pub fn parts(parameter: &Parameter, ty: &TensorType) -> Vec<Part> {
     parameter.parts.iter().zip(rows).map(part).collect()
 }
 
+/// The tensors of all stages of a run, each once.
+pub(crate) fn tensors(programs: &[StepProgram]) -> Vec<Tensor> {
+    let mut all: Vec<Tensor> = Vec::new();
+    for tensor in programs.iter().flat_map(|p| &p.tensors) {
+        if !all.iter().any(|t| t.name == tensor.name) {
+            all.push(tensor.clone());
+        }
+    }
+    all
+}
+
 /// Groups of a checkpoint.
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
 /// (group, name in the group, tensor of the program, part of it) for everything that a checkpoint holds.
-fn stored(program: &StepProgram) -> Vec<(&'static str, String, &Tensor, Part)> {
+fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> {
     let mut result = Vec::new();
-    for tensor in &program.tensors {
+    for tensor in tensors {
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
-        let parts = parts(parameter, &tensor.ty);
+        let parts = parts(parameter, &tensor.whole);
         // Where the parameter itself is rounded, its f32 original is what counts.
-        let original = master(program, &tensor.name).unwrap_or(tensor);
+        let original = master(tensors, &tensor.name).unwrap_or(tensor);
         result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), original, p.clone())));
-        for moment in &program.tensors {
+        for moment in tensors {
             let Role::State(State::Moment { of, which }) = &moment.role else { continue };
             if *of == tensor.name {
                 let named = |p: &Part| (OPTIMIZER, format!("{which}.{}", p.name), moment, p.clone());
@@ -65,14 +76,14 @@ fn stored(program: &StepProgram) -> Vec<(&'static str, String, &Tensor, Part)> {
 }
 
 /// The f32 original of a parameter that is kept in bf16.
-fn master<'a>(program: &'a StepProgram, parameter: &str) -> Option<&'a Tensor> {
+fn master<'a>(tensors: &'a [Tensor], parameter: &str) -> Option<&'a Tensor> {
     let is_master = |t: &&Tensor| matches!(&t.role, Role::State(State::Master { of }) if of == parameter);
-    program.tensors.iter().find(is_master)
+    tensors.iter().find(is_master)
 }
 
 /// Writes f32 values to a tensor of any floating-point type.
 fn write(executor: &mut dyn Executor, tensor: &Tensor, data: &[f32]) -> Result<(), TrainError> {
-    let bytes: Vec<u8> = match tensor.ty.dtype {
+    let bytes: Vec<u8> = match tensor.whole.dtype {
         DType::BF16 => data.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
         _ => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
     };
@@ -92,17 +103,17 @@ pub enum Weights<'a> {
 
 /// Writes every parameter and constant of a program. Moments, gradients and caches start as the arena's zeros.
 pub(crate) fn load(
-    program: &StepProgram,
+    tensors: &[Tensor],
     executor: &mut dyn Executor,
     weights: Weights,
     seed: u64,
 ) -> Result<(), TrainError> {
-    initialise(program, executor, matches!(weights, Weights::Initial), seed)?;
+    initialise(tensors, executor, matches!(weights, Weights::Initial), seed)?;
     match weights {
         Weights::Initial => Ok(()),
-        Weights::Checkpoint(checkpoint) => restore(program, executor, checkpoint),
+        Weights::Checkpoint(checkpoint) => restore(tensors, executor, checkpoint),
         Weights::Live(other) => {
-            for tensor in program.tensors.iter().filter(|t| matches!(t.role, Role::State(State::Parameter(_)))) {
+            for tensor in tensors.iter().filter(|t| matches!(t.role, Role::State(State::Parameter(_)))) {
                 executor.write(&tensor.name, 0, &other.read(&tensor.name, 0)?)?;
             }
             Ok(())
@@ -111,30 +122,25 @@ pub(crate) fn load(
 }
 
 /// Writes constants, and where asked for the initial value of every parameter.
-fn initialise(
-    program: &StepProgram,
-    executor: &mut dyn Executor,
-    parameters: bool,
-    seed: u64,
-) -> Result<(), TrainError> {
-    for tensor in &program.tensors {
-        let zeros = || vec![0.0f32; tensor.ty.elements()];
+fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool, seed: u64) -> Result<(), TrainError> {
+    for tensor in tensors {
+        let zeros = || vec![0.0f32; tensor.whole.elements()];
         let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
         match &tensor.role {
             Role::State(State::Parameter(parameter)) if parameters => {
                 let mut data = zeros();
-                for part in parts(parameter, &tensor.ty) {
+                for part in parts(parameter, &tensor.whole) {
                     let range = &mut data[part.start..part.start + part.elements];
                     parameter.init.fill(seed, &part.name, columns(&part.shape), range);
                 }
                 write(executor, tensor, &data)?;
-                if let Some(original) = master(program, &tensor.name) {
+                if let Some(original) = master(tensors, &tensor.name) {
                     write(executor, original, &data)?;
                 }
             }
             Role::State(State::Constant(init)) => {
                 let mut data = zeros();
-                init.fill(seed, &tensor.name, columns(&tensor.ty.sizes()), &mut data);
+                init.fill(seed, &tensor.name, columns(&tensor.whole.sizes()), &mut data);
                 write(executor, tensor, &data)?;
             }
             _ => {}
@@ -144,17 +150,13 @@ fn initialise(
 }
 
 /// Writes a checkpoint's tensors into the executor, having checked every name, type and shape.
-pub(crate) fn restore(
-    program: &StepProgram,
-    executor: &mut dyn Executor,
-    checkpoint: &Loaded,
-) -> Result<(), TrainError> {
+pub(crate) fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<(), TrainError> {
     let mut data: Vec<u8> = Vec::new();
     let mut filling: Option<&Tensor> = None;
-    for (group, name, tensor, part) in stored(program) {
+    for (group, name, tensor, part) in stored(tensors) {
         if filling.is_none_or(|t| t.name != tensor.name) {
             data.clear();
-            data.resize(tensor.ty.elements() * 4, 0);
+            data.resize(tensor.whole.elements() * 4, 0);
             filling = Some(tensor);
         }
         let view = checkpoint.tensor(group, &name)?;
@@ -167,11 +169,11 @@ pub(crate) fn restore(
             .into());
         }
         data[part.start * 4..(part.start + part.elements) * 4].copy_from_slice(view.data);
-        if part.start + part.elements == tensor.ty.elements() {
+        if part.start + part.elements == tensor.whole.elements() {
             let values: Vec<f32> = data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
             write(executor, tensor, &values)?;
             if let Role::State(State::Master { of }) = &tensor.role
-                && let Some(parameter) = program.tensor(of)
+                && let Some(parameter) = tensors.iter().find(|t| t.name == *of)
             {
                 write(executor, parameter, &values)?;
             }
@@ -181,9 +183,9 @@ pub(crate) fn restore(
 }
 
 /// The tensors of a checkpoint, borrowed from the executor where it can lend them.
-pub(crate) fn groups<'a>(program: &StepProgram, executor: &'a dyn Executor) -> Result<Vec<Group<'a>>, TrainError> {
+pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> Result<Vec<Group<'a>>, TrainError> {
     let mut groups = vec![Group { name: MODEL, tensors: Vec::new() }, Group { name: OPTIMIZER, tensors: Vec::new() }];
-    for (group, name, tensor, part) in stored(program) {
+    for (group, name, tensor, part) in stored(tensors) {
         let range = part.start * 4..(part.start + part.elements) * 4;
         let data = match executor.read(&tensor.name, 0)? {
             std::borrow::Cow::Borrowed(bytes) => std::borrow::Cow::Borrowed(&bytes[range]),

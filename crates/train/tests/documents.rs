@@ -39,7 +39,7 @@ fn token_losses(tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64> {
     // Logits that somebody wants are not fused away.
     let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
     forward.outputs.push(ValueId(logits));
-    let program = compile(&forward, &context).unwrap().program;
+    let program = compile(&forward, &context).unwrap().programs.remove(0);
     let mut executor = CpuExecutor::load(program.clone(), 2).unwrap();
     let mut session = Session::new(&config, &plan(&config).unwrap()).unwrap();
     for tensor in &program.tensors {

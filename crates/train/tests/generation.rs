@@ -45,7 +45,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
     // Logits that somebody wants are not fused away.
     let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
     forward.outputs.push(lockstep_ir::ValueId(logits));
-    let program = compile(&forward, &context).unwrap().program;
+    let program = compile(&forward, &context).unwrap().programs.swap_remove(0);
     let mut executor = CpuExecutor::load(program.clone(), 2).unwrap();
     for tensor in &program.tensors {
         if matches!(tensor.role, Role::State(State::Parameter(_) | State::Constant(_))) {

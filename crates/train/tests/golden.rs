@@ -84,7 +84,7 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
         let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
         forward.outputs.push(lockstep_ir::ValueId(logits));
     }
-    let program = compile(&forward, &context).unwrap().program;
+    let program = compile(&forward, &context).unwrap().programs.swap_remove(0);
     let mut executor = CpuExecutor::load(program.clone(), threads).unwrap();
     for tensor in &program.tensors {
         match &tensor.role {

@@ -136,8 +136,22 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::SwiGluGrad
         | Op::CrossEntropyGrad
         | Op::AddState
-        | Op::GlobalNorm
+        | Op::Accumulate
+        | Op::SquareSum { .. }
+        | Op::MergeSums
+        | Op::GradientNorm
         | Op::AdamW { .. }
+        | Op::VocabLogits { .. }
+        | Op::VocabLoss
+        | Op::VocabGrad { .. }
+        | Op::JoinRows
+        | Op::AllReduce { .. }
+        | Op::SumShared { .. }
+        | Op::ReduceScatter { .. }
+        | Op::AllGather { .. }
+        | Op::Shard { .. }
+        | Op::Send { .. }
+        | Op::Receive { .. }
         | Op::RopeAt
         | Op::CachedAttention
         | Op::LastPosition => return None,

@@ -123,8 +123,22 @@ impl Backward {
             | Op::SwiGluGrad
             | Op::CrossEntropyGrad
             | Op::AddState
-            | Op::GlobalNorm
-            | Op::AdamW { .. } => Ok(()),
+            | Op::Accumulate
+            | Op::SquareSum { .. }
+            | Op::MergeSums
+            | Op::GradientNorm
+            | Op::AdamW { .. }
+            | Op::VocabLogits { .. }
+            | Op::VocabLoss
+            | Op::VocabGrad { .. }
+            | Op::JoinRows
+            | Op::AllReduce { .. }
+            | Op::SumShared { .. }
+            | Op::ReduceScatter { .. }
+            | Op::AllGather { .. }
+            | Op::Shard { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. } => Ok(()),
         }
     }
 
@@ -178,6 +192,7 @@ impl Backward {
         let taken = |name: &str| g.values.iter().any(|v| v.name == name);
         let name = if taken(&base) { format!("{base}.2") } else { base };
         let state = g.state(name, ty, State::Gradient);
+        g.values[dw.0].ty.dtype = self.accumulator;
         g.values[dw.0].source = Source::Node { into: Some(state) };
     }
 

@@ -4,6 +4,9 @@ mod autodiff;
 mod fuse;
 mod optimizer;
 mod precision;
+mod shard;
+mod vocab;
+mod zero;
 
 pub use autodiff::autodiff;
 pub use fuse::fuse;
@@ -34,12 +37,17 @@ pub struct Pass {
 }
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 4] = [
+pub const TRAINING_PASSES: [Pass; 6] = [
     Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse },
     Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision },
     Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff },
+    Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard },
+    Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero },
     Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
 ];
+
+/// Those of them that spread work over ranks: evaluation takes them without gradients.
+pub(crate) const SPREADING: std::ops::Range<usize> = 3..5;
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.
@@ -105,20 +113,21 @@ pub(crate) mod tests {
             update,
             "\
 U grad.table.sum = add_state(grad.table, grad.table.2)
-U gradient_stats = global_norm(grad.table.sum, grad.w1, grad.w2, step_scalars)
+U squares = square_sum(grad.table.sum, grad.w1, grad.w2, step_scalars)
+U gradient_stats = gradient_norm(squares, step_scalars)
 U table.next = adamw(table, grad.table.sum, m.table, v.table, step_scalars, gradient_stats)
 U w1.next = adamw(w1, grad.w1, m.w1, v.w1, step_scalars, gradient_stats)
 U w2.next = adamw(w2, grad.w2, m.w2, v.w2, step_scalars, gradient_stats)
 update    grad.table <- grad.table.sum = update    grad.table <- grad.table.sum
-update    table <- table.next = update    table <- table.next
 update    m.table <- table.next.m = update    m.table <- table.next.m
 update    v.table <- table.next.v = update    v.table <- table.next.v
-update    w1 <- w1.next = update    w1 <- w1.next
+update    table <- table.next = update    table <- table.next
 update    m.w1 <- w1.next.m = update    m.w1 <- w1.next.m
 update    v.w1 <- w1.next.v = update    v.w1 <- w1.next.v
-update    w2 <- w2.next = update    w2 <- w2.next
+update    w1 <- w1.next = update    w1 <- w1.next
 update    m.w2 <- w2.next.m = update    m.w2 <- w2.next.m
 update    v.w2 <- w2.next.v = update    v.w2 <- w2.next.v
+update    w2 <- w2.next = update    w2 <- w2.next
 "
         );
     }

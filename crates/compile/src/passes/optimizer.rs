@@ -1,9 +1,12 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter moved.
 
 use super::autodiff::gradient_name;
+use super::zero;
 use crate::Context;
+use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::{DType, Graph, Op, StepScalars, TensorType, TypeError, ValueId};
+use lockstep_ir::{DType, Graph, Op, Placement, Spread, StepScalars, TensorType, TypeError, ValueId};
+use std::collections::BTreeMap;
 
 /// AdamW's constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,54 +21,149 @@ pub struct AdamW {
     pub decay: f32,
 }
 
+/// A parameter on its way through the update.
+struct Trained {
+    parameter: ValueId,
+    decays: bool,
+    /// Its gradient, summed over uses and ranks.
+    gradient: ValueId,
+    /// Pipeline stages that hold a copy.
+    copies: usize,
+}
+
 pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    let find = |g: &Graph, name: &str| g.values.iter().position(|v| v.name == name).map(ValueId);
     let scalars = g.state(StepScalars::NAME, StepScalars::ty(), State::Scalars);
-    let parameters: Vec<(ValueId, bool)> = g.parameters().map(|(id, _, p)| (id, p.decay)).collect();
-    let mut grads = Vec::new();
-    for &(w, decay) in &parameters {
-        let name = gradient_name(&g.get(w).name);
-        let Some(first) = find(&g, &name) else { continue };
-        let grad = match find(&g, &format!("{name}.2")) {
-            None => first,
-            Some(second) => {
-                let sum = g.node(Op::AddState, &[first, second], &format!("{name}.sum"), Phase::Update, None)?[0];
-                g.updates.push((first, sum));
-                sum
-            }
-        };
-        grads.push((w, decay, grad));
-    }
-    let mut reads: Vec<ValueId> = grads.iter().map(|(_, _, grad)| *grad).collect();
-    reads.push(scalars);
-    let stats = g.node(Op::GlobalNorm, &reads, STATS, Phase::Update, None)?[0];
+    let trained = gradients(&mut g, context)?;
+    let stats = norm(&mut g, context, &trained, scalars)?;
     g.outputs.push(stats);
-    let AdamW { beta1, beta2, eps, decay } = context.optimizer;
-    for (w, decays, grad) in grads {
-        let name = g.get(w).name.clone();
-        let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
-        let moment = |which| (format!("{which}.{name}"), State::Moment { of: name.clone(), which });
-        let [(m, m_state), (v, v_state)] = ["m", "v"].map(moment);
-        let m = g.state(m, ty.clone(), m_state);
-        let v = g.state(v, ty, v_state);
-        let op = Op::AdamW { beta1, beta2, eps, decay: if decays { decay } else { 0.0 } };
-        // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
-        let rounded = g.ty(w).dtype == DType::BF16;
-        let original = match rounded {
-            true => g.state(format!("master.{name}"), g.ty(m).clone(), State::Master { of: name.clone() }),
-            false => w,
-        };
-        let reads = [original, grad, m, v, scalars, stats];
-        let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
-        g.updates.extend([(original, new[0]), (m, new[1]), (v, new[2])]);
-        match (rounded, g.nodes.last_mut()) {
-            (true, _) => g.updates.push((w, new[3])),
-            (false, Some(node)) => node.outputs[3] = None,
-            (false, None) => {}
+    let layers = layers(&g);
+    let mut next: Vec<(Option<usize>, ValueId, ValueId)> = Vec::new();
+    for t in &trained {
+        if let Some(range) = update(&mut g, context, t, scalars, stats)? {
+            next.push((layers[t.parameter.0], t.parameter, range));
+        }
+    }
+    // Where each rank has moved its range of a parameter, the ranges of a layer's parameters are gathered at once.
+    next.sort_by_key(|(layer, w, _)| (*layer, *w));
+    for layer in next.chunk_by(|a, b| a.0 == b.0) {
+        let ranges: Vec<ValueId> = layer.iter().map(|(_, _, range)| *range).collect();
+        let op = Op::AllGather { axis: MeshAxis::Dp, dim: None };
+        let whole = g.relay(op, &ranges, "whole", Phase::Update, layer[0].0)?;
+        for ((_, w, range), whole) in layer.iter().zip(whole) {
+            g.parts.push((*w, *range));
+            g.updates.push((*w, whole));
         }
     }
     Ok(g)
+}
+
+/// The gradient of every parameter, with the sums of tied uses added and summed over ranks.
+fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError> {
+    let parameters: Vec<(ValueId, bool)> = g.parameters().map(|(id, _, p)| (id, p.decay)).collect();
+    let mut trained = Vec::new();
+    for (parameter, decays) in parameters {
+        let name = gradient_name(&g.get(parameter).name);
+        let find = |g: &Graph, name: &str| g.values.iter().position(|v| v.name == name).map(ValueId);
+        let Some(first) = find(g, &name) else { continue };
+        let Some(second) = find(g, &format!("{name}.2")) else {
+            trained.push(Trained { parameter, decays, gradient: g.latest(first), copies: 1 });
+            continue;
+        };
+        let sum = g.node(Op::AddState, &[first, second], &format!("{name}.sum"), Phase::Update, None)?[0];
+        g.values[sum.0].placement = g.get(first).placement;
+        g.updates.push((first, sum));
+        // Sums that were scattered for every micro-batch need no more.
+        let gradient = match g.get(first).placement.dp {
+            Spread::Flat => sum,
+            _ => {
+                let whole = zero::reduce(g, context, &[sum], Phase::Update, None)?[0];
+                // Its range lives where the first sum does.
+                g.parts.iter_mut().filter(|(state, _)| *state == sum).for_each(|part| part.0 = first);
+                whole
+            }
+        };
+        trained.push(Trained { parameter, decays, gradient, copies: if context.layout.mesh.pp > 1 { 2 } else { 1 } });
+    }
+    Ok(trained)
+}
+
+/// The norm of all gradients over all ranks.
+fn norm(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId) -> Result<ValueId, TypeError> {
+    let mesh = context.layout.mesh;
+    let mut groups: BTreeMap<(usize, usize), Vec<ValueId>> = BTreeMap::new();
+    for t in trained {
+        let (sharers, tail) = zero::sharers(g, context, t.parameter);
+        groups.entry((sharers * t.copies, tail)).or_default().push(t.gradient);
+    }
+    let mut sums = Vec::new();
+    for ((sharers, tail), mut gradients) in groups {
+        gradients.push(scalars);
+        sums.push(g.node(Op::SquareSum { sharers, tail }, &gradients, "squares", Phase::Update, None)?[0]);
+    }
+    let mut total = match sums[..] {
+        [one] if mesh.pp == 1 => one,
+        _ => g.node(Op::MergeSums, &sums, "squares.merged", Phase::Update, None)?[0],
+    };
+    let over = [(MeshAxis::Dp, context.layout.zero >= 1), (MeshAxis::Tp, true), (MeshAxis::Pp, true)];
+    for (axis, wanted) in over {
+        if wanted && mesh.size(axis) > 1 {
+            total = g.relay(Op::AllReduce { axis }, &[total], axis.name(), Phase::Update, None)?[0];
+        }
+    }
+    Ok(g.node(Op::GradientNorm, &[total, scalars], STATS, Phase::Update, None)?[0])
+}
+
+/// Moves a parameter, or this rank's range of it: returns that range where the others must learn of it.
+fn update(
+    g: &mut Graph,
+    context: &Context,
+    t: &Trained,
+    scalars: ValueId,
+    stats: ValueId,
+) -> Result<Option<ValueId>, TypeError> {
+    let AdamW { beta1, beta2, eps, decay } = context.optimizer;
+    let w = t.parameter;
+    let name = g.get(w).name.clone();
+    let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
+    let sharded = context.layout.zero >= 1 && context.layout.mesh.dp > 1;
+    let spread = if sharded { Spread::Flat } else { Spread::Replicated };
+    let placement = Placement { dp: spread, ..g.get(w).placement };
+    let state = |g: &mut Graph, name: String, state: State| {
+        let id = g.state(name, ty.clone(), state);
+        g.values[id.0].placement = placement;
+        id
+    };
+    let [m, v] = ["m", "v"].map(|which| state(g, format!("{which}.{name}"), State::Moment { of: name.clone(), which }));
+    // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
+    let rounded = g.ty(w).dtype == DType::BF16;
+    let whole_here = g.get(w).placement.dp != Spread::Flat;
+    let original = match (rounded, sharded && whole_here) {
+        (true, _) => state(g, format!("master.{name}"), State::Master { of: name.clone() }),
+        (false, true) => g.relay(Op::Shard { axis: MeshAxis::Dp }, &[w], "range", Phase::Update, None)?[0],
+        (false, false) => w,
+    };
+    let op = Op::AdamW { beta1, beta2, eps, decay: if t.decays { decay } else { 0.0 } };
+    let reads = [original, t.gradient, m, v, scalars, stats];
+    let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
+    new.iter().for_each(|v| g.values[v.0].placement = placement);
+    g.updates.extend([(m, new[1]), (v, new[2])]);
+    let moved = if rounded { new[3] } else { new[0] };
+    if rounded {
+        g.updates.push((original, new[0]));
+    } else if let Some(node) = g.nodes.last_mut() {
+        node.outputs[3] = None;
+    }
+    if sharded && whole_here {
+        return Ok(Some(moved));
+    }
+    g.updates.push((w, moved));
+    Ok(None)
+}
+
+/// The layer of the first node that reads each value.
+fn layers(g: &Graph) -> Vec<Option<usize>> {
+    g.readers().iter().map(|readers| readers.first().and_then(|n| g.nodes[*n].layer)).collect()
 }
 
 /// Output of the training step: gradient norm, and the factor that was applied to gradients.

@@ -3,8 +3,8 @@
 use super::float::Bf16;
 use super::pool::Pool;
 use super::simd::Simd;
-use lockstep_ir::program::{Arg, BufferId, Lifetime, Slot, StepProgram};
-use lockstep_ir::{DType, Op, TypeError};
+use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Slot, StepProgram, Sum};
+use lockstep_ir::{Axis, Coordinates, DType, Op, TypeError};
 
 /// An operand as the executor sees it.
 #[derive(Clone, Copy)]
@@ -14,11 +14,14 @@ pub struct At {
     slot_bytes: u64,
     pub elements: usize,
     pub dtype: DType,
-    pub accumulate: bool,
+    pub sum: Sum,
+    /// Whether it is a flat range of a larger tensor.
+    pub flat: bool,
 }
 
 impl At {
-    fn buffer(program: &StepProgram, buffer: BufferId) -> Self {
+    /// A whole buffer.
+    pub fn buffer(program: &StepProgram, buffer: BufferId) -> Self {
         let b = &program.buffers[buffer.0];
         let region = &program.regions[b.region];
         Self {
@@ -27,16 +30,22 @@ impl At {
             slot_bytes: region.slot_bytes,
             elements: 0,
             dtype: DType::F32,
-            accumulate: false,
+            sum: Sum::No,
+            flat: false,
         }
     }
 
-    fn arg(program: &StepProgram, arg: &Arg) -> Self {
+    /// An operand of the rank at `here`.
+    pub fn arg(program: &StepProgram, arg: &Arg, here: Coordinates) -> Self {
         let at = Self::buffer(program, arg.buffer);
-        Self { elements: arg.ty.elements(), dtype: arg.ty.dtype, accumulate: arg.accumulate, ..at }
+        let before = if arg.part { here.dp as u64 * arg.ty.bytes() } else { 0 };
+        let flat = arg.ty.dims.iter().any(|d| d.sections.iter().any(|s| s.axis == Axis::Flat));
+        let (elements, dtype) = (arg.ty.elements(), arg.ty.dtype);
+        Self { offset: at.offset + before, elements, dtype, sum: arg.sum, flat, ..at }
     }
 
-    fn address(&self, base: *mut u8, slot: Slot) -> *mut u8 {
+    /// Its address at a slot of a schedule.
+    pub fn address(&self, base: *mut u8, slot: Slot) -> *mut u8 {
         let copy = match self.lifetime {
             Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
             Lifetime::MicroBatch => slot.micro_batch,
@@ -55,22 +64,51 @@ pub struct Bound {
     pub workspace: Option<At>,
     /// Type of the floating-point operands.
     pub float: DType,
+    /// Where the rank holds a part of the vocabulary: entries of the whole.
+    vocab: Option<usize>,
     /// Sizes by letter of the op table.
     sizes: [usize; 26],
 }
 
+/// A rank's part of the vocabulary.
+#[derive(Clone, Copy)]
+pub struct VocabPart {
+    /// Its first entry.
+    pub first: usize,
+    /// Its entries, without padding.
+    pub entries: usize,
+    /// Entries of the whole.
+    pub whole: usize,
+}
+
+impl VocabPart {
+    /// Where a token stands in this part; `None` if it is in another.
+    #[inline(always)]
+    pub fn find(&self, token: u32) -> Option<usize> {
+        let token = token as usize;
+        assert!(token < self.whole, "token {token} is outside the vocabulary of {}", self.whole);
+        token.checked_sub(self.first).filter(|i| *i < self.entries)
+    }
+}
+
 impl Bound {
-    /// Resolves an instruction of a program.
-    pub fn new(program: &StepProgram, instr: &lockstep_ir::program::Instr) -> Result<Self, TypeError> {
+    /// Resolves an instruction of a program for the rank at `here`.
+    pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Result<Self, TypeError> {
         let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-        let dims = instr.op.bind(&types)?;
-        let sizes = std::array::from_fn(|i| dims.size((b'a' + i as u8) as char));
+        let (sizes, float) = match instr.op.communicates() {
+            true => ([1; 26], DType::F32),
+            false => {
+                let dims = instr.op.bind(&types)?;
+                (std::array::from_fn(|i| dims.size((b'a' + i as u8) as char)), dims.float())
+            }
+        };
         Ok(Self {
             op: instr.op,
-            inputs: instr.inputs.iter().map(|a| At::arg(program, a)).collect(),
-            outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a))).collect(),
+            inputs: instr.inputs.iter().map(|a| At::arg(program, a, here)).collect(),
+            outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a, here))).collect(),
             workspace: instr.workspace.map(|w| At::buffer(program, w)),
-            float: dims.float(),
+            float,
+            vocab: instr.vocab,
             sizes,
         })
     }
@@ -84,6 +122,7 @@ pub struct Call<'a> {
     pub simd: Simd,
     pub base: *mut u8,
     pub slot: Slot,
+    pub coordinates: Coordinates,
 }
 
 // SAFETY: `base` is the arena; kernels split their outputs between tasks without overlap.
@@ -118,11 +157,32 @@ impl Call<'_> {
         super::gemm::scratch_bytes(self.pool.threads()).0.next_multiple_of(64)
     }
 
+    /// Whether an output adds to what is there.
+    pub fn adds(&self, i: usize) -> bool {
+        match self.bound.outputs[i].as_ref().map_or(Sum::No, |at| at.sum) {
+            Sum::No => false,
+            Sum::AfterFirst => self.slot.micro_batch > 0,
+            Sum::Always => true,
+        }
+    }
+
+    /// The part of the vocabulary that this rank has: all of it, if nothing else is said.
+    pub fn vocab_part(&self) -> VocabPart {
+        let here = self.size('v');
+        match self.bound.vocab {
+            None => VocabPart { first: 0, entries: here, whole: here },
+            Some(whole) => {
+                let first = self.coordinates.tp * here;
+                VocabPart { first, entries: here.min(whole.saturating_sub(first)), whole }
+            }
+        }
+    }
+
     /// Where a weight gradient goes.
     pub fn accumulator(&self, i: usize) -> Option<Accumulator> {
         let at = self.bound.outputs[i].as_ref()?;
         let address = at.address(self.base, self.slot);
-        let add = at.accumulate && self.slot.micro_batch > 0;
+        let add = self.adds(i);
         Some(match at.dtype {
             DType::Fixed64 => Accumulator::Fixed { sum: address.cast(), add },
             DType::BF16 => Accumulator::Bf16 { sum: address.cast(), add },

@@ -5,6 +5,7 @@ mod attention;
 mod cached_attention;
 mod call;
 pub mod ceilings;
+mod exchange;
 mod float;
 mod gemm;
 mod linear;
@@ -15,17 +16,23 @@ mod pointwise;
 mod pool;
 mod positions;
 mod simd;
+mod vocab;
 
+use crate::comm::{Piece, Place};
 use crate::{ExecError, Executor, Timing};
 use arena::Arena;
 use call::{Bound, Call};
+pub use exchange::Link;
+use exchange::{Courier, Exchange, Exchanges};
 use float::{Bf16, Float};
-use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{DType, DeviceProfile, Op, StepProgram, Workspace, units};
+use lockstep_ir::op::Elem;
+use lockstep_ir::program::{Arg, Instr, Lifetime, Role, Segment, Slot, Stream, Tensor};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
 use pool::Pool;
 use simd::Simd;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// What the compiler must know of this executor: alignment, and the scratch of every kernel, for these types of parameters
@@ -55,7 +62,9 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("cached_attention", forward),
         ("attention_grad", backward.clone()),
         ("document_attention_grad", backward),
-        ("global_norm", fixed(optimizer::NORM_SCRATCH as u64)),
+        ("vocab_logits", fixed(product)),
+        ("vocab_grad", Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() }),
+        ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
     ]);
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
@@ -83,44 +92,78 @@ pub fn available_bytes() -> Option<u64> {
 /// A loaded program on the CPU.
 pub struct CpuExecutor {
     program: StepProgram,
+    /// Ended before the arena goes.
+    courier: Option<Courier>,
     arena: Arena,
     pool: Pool,
     simd: Simd,
     segments: Vec<Vec<Bound>>,
+    exchanges: Arc<Exchanges>,
+    link: Option<Link>,
+    /// Room for the pieces of a collective, and the courier's numbers of the instructions of a segment.
+    pieces: Vec<Piece>,
+    numbers: Vec<u64>,
     tensors: BTreeMap<String, usize>,
 }
 
+// SAFETY: `pieces` holds addresses in the arena while a collective runs; nobody looks at them afterwards.
+unsafe impl Send for CpuExecutor {}
+
 impl CpuExecutor {
-    /// Allocates the arena of a program that was compiled for [`profile`] with this number of threads.
+    /// Allocates the arena of a program of one rank that was compiled for [`profile`] with this number of threads.
     pub fn load(program: StepProgram, threads: usize) -> Result<Self, ExecError> {
-        let bind = |i: &Instr| Bound::new(&program, i).map_err(|e| ExecError::Internal(e.to_string()));
+        match program.mesh.ranks() {
+            1 => Self::load_rank(program, threads, None),
+            ranks => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
+        }
+    }
+
+    /// The same for one of several ranks.
+    pub fn load_rank(program: StepProgram, threads: usize, link: Option<Link>) -> Result<Self, ExecError> {
+        let here = link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
+        let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
         let segments = program
             .segments
             .iter()
             .map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>())
             .collect::<Result<Vec<_>, _>>()?;
-        let mut profiles: BTreeMap<(DType, DType), DeviceProfile> = BTreeMap::new();
-        for (instr, bound) in program.segments.iter().flat_map(|s| &s.instrs).zip(segments.iter().flatten()) {
-            let gradients = instr.outputs.iter().flatten().find(|a| a.accumulate).map_or(DType::F32, |a| a.ty.dtype);
-            let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-            let needed = profiles
-                .entry((bound.float, gradients))
-                .or_insert_with(|| profile(threads, bound.float, gradients))
-                .workspace(&instr.op, &types)
-                .map_err(|e| ExecError::Internal(e.to_string()))?;
-            let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
-            if planned < needed {
-                let op = instr.op.name();
-                return Err(ExecError::Internal(format!(
-                    "{op} needs {needed} bytes of scratch, {planned} are planned"
-                )));
-            }
-        }
+        check_scratch(&program, &segments, threads)?;
+        let exchange = |i: &Instr| Exchange::new(&program, i, here);
+        let exchanges: Exchanges = program.segments.iter().map(|s| s.instrs.iter().map(exchange).collect()).collect();
+        let exchanges = Arc::new(exchanges);
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
         let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
-        Ok(Self { pool, simd: Simd::detect(), arena, segments, tensors, program })
+        let overlaps = |s: &Segment| s.instrs.iter().any(|i| i.stream == Stream::Communication);
+        let courier = match &link {
+            Some(link) if program.segments.iter().any(overlaps) => {
+                // SAFETY: the courier is dropped before the arena.
+                let courier = unsafe { Courier::start(exchanges.clone(), link.comm.clone(), arena.base()) };
+                Some(courier.map_err(|e| ExecError::Threads(1, e))?)
+            }
+            _ => None,
+        };
+        let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
+        let pieces = exchanges.iter().flatten().flatten().map(Exchange::pieces).max().unwrap_or(0);
+        Ok(Self {
+            pool,
+            simd: Simd::detect(),
+            courier,
+            arena,
+            segments,
+            exchanges,
+            link,
+            pieces: Vec::with_capacity(pieces),
+            numbers: vec![0; longest],
+            tensors,
+            program,
+        })
+    }
+
+    /// The program that was loaded.
+    pub fn program(&self) -> &StepProgram {
+        &self.program
     }
 
     fn tensor(&self, name: &str, micro_batch: usize) -> Result<(&Tensor, *mut u8, usize), ExecError> {
@@ -131,18 +174,81 @@ impl CpuExecutor {
         if region.lifetime == Lifetime::MicroBatch && micro_batch >= region.slots {
             return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
         }
-        let offset = self.program.address(tensor.buffer, micro_batch, 0) as usize;
+        let here = self.link.as_ref().map_or(0, |l| l.coordinates.dp);
+        let before = if tensor.part { here * tensor.ty.bytes() as usize } else { 0 };
+        let offset = self.program.address(tensor.buffer, micro_batch, 0) as usize + before;
         // SAFETY: the verifier has checked that every copy of every buffer lies in the arena.
         Ok((tensor, unsafe { self.arena.base().add(offset) }, tensor.ty.bytes() as usize))
     }
 
-    fn call(&self, bound: &Bound, slot: Slot) {
-        let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot };
+    /// Runs one instruction, or hands it to the courier.
+    fn instr(&mut self, index: usize, slot: Slot) -> Result<(), ExecError> {
+        let instr = &self.program.segments[slot.segment].instrs[index];
+        if let (Some(courier), Some(last)) = (&self.courier, instr.waits.iter().max()) {
+            courier.wait(self.numbers[*last])?;
+        }
+        match (&self.exchanges[slot.segment][index], &self.link) {
+            (None, _) => self.kernel(index, slot),
+            (Some(_), None) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
+            (Some(exchange), Some(link)) => match (&self.courier, instr.stream) {
+                (Some(courier), Stream::Communication) => self.numbers[index] = courier.hand(index, slot),
+                // SAFETY: the arena is this program's; the verifier has checked what runs at the same time.
+                _ => unsafe { exchange.run(link.comm.as_ref(), self.arena.base(), slot, &mut self.pieces)? },
+            },
+        }
+        Ok(())
+    }
+
+    fn kernel(&self, index: usize, slot: Slot) {
+        let bound = &self.segments[slot.segment][index];
+        let coordinates = self.link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
+        if let Some(link) = &self.link {
+            let layer = self.program.segments[slot.segment].instrs[index].layer;
+            link.comm.at(Place { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
+        }
+        let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot, coordinates };
         match bound.float {
             DType::BF16 => run_kernel::<Bf16>(call),
             _ => run_kernel::<f32>(call),
         }
     }
+
+    /// A segment ends when both streams have.
+    fn join(&self) -> Result<(), ExecError> {
+        match &self.courier {
+            Some(courier) => Ok(courier.wait(courier.handed())?),
+            None => Ok(()),
+        }
+    }
+
+    fn schedule(&self, entry: &str) -> Result<Vec<Slot>, ExecError> {
+        let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
+        Ok(self.program.entry(entry).ok_or_else(unknown)?.schedule.clone())
+    }
+}
+
+/// What kernels will use must be what was planned.
+fn check_scratch(program: &StepProgram, segments: &[Vec<Bound>], threads: usize) -> Result<(), ExecError> {
+    let mut profiles: BTreeMap<(DType, DType), DeviceProfile> = BTreeMap::new();
+    let instrs = program.segments.iter().flat_map(|s| &s.instrs).zip(segments.iter().flatten());
+    for (instr, bound) in instrs.filter(|(i, _)| !i.op.communicates()) {
+        let sums = |(o, arg): (usize, &Option<Arg>)| {
+            arg.as_ref().filter(|_| instr.op.output(o).elem == Elem::Accumulator).map(|a| a.ty.dtype)
+        };
+        let gradients = instr.outputs.iter().enumerate().find_map(sums).unwrap_or(DType::F32);
+        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+        let needed = profiles
+            .entry((bound.float, gradients))
+            .or_insert_with(|| profile(threads, bound.float, gradients))
+            .workspace(&instr.op, &types)
+            .map_err(|e| ExecError::Internal(e.to_string()))?;
+        let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
+        if planned < needed {
+            let op = instr.op.name();
+            return Err(ExecError::Internal(format!("{op} needs {needed} bytes of scratch, {planned} are planned")));
+        }
+    }
+    Ok(())
 }
 
 fn run_kernel<T: Float>(call: Call) {
@@ -171,8 +277,22 @@ fn run_kernel<T: Float>(call: Call) {
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
         Op::LinearCrossEntropy { rows } => loss::linear_cross_entropy::<T>(call, rows),
         Op::AddState => optimizer::add_state(call),
-        Op::GlobalNorm => optimizer::global_norm(call),
+        Op::Accumulate => optimizer::accumulate(call),
+        Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
+        Op::MergeSums => optimizer::merge_sums(call),
+        Op::GradientNorm => optimizer::gradient_norm(call),
         Op::AdamW { beta1, beta2, eps, decay } => optimizer::adamw(call, beta1, beta2, eps, decay),
+        Op::VocabLogits { rows, .. } => vocab::logits::<T>(call, rows),
+        Op::VocabLoss => vocab::loss(call),
+        Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
+        Op::JoinRows => vocab::join_rows::<T>(call),
+        Op::AllReduce { .. }
+        | Op::SumShared { .. }
+        | Op::ReduceScatter { .. }
+        | Op::AllGather { .. }
+        | Op::Shard { .. }
+        | Op::Send { .. }
+        | Op::Receive { .. } => unreachable!("{} is no kernel", call.bound.op.name()),
     }
 }
 
@@ -198,28 +318,29 @@ impl Executor for CpuExecutor {
     }
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
-        let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
-        let entry = self.program.entry(entry).ok_or_else(unknown)?;
         let begin = Instant::now();
         let mut timings = Vec::new();
-        for &slot in &entry.schedule {
-            for (instr, bound) in self.segments[slot.segment].iter().enumerate() {
+        for slot in self.schedule(entry)? {
+            for instr in 0..self.segments[slot.segment].len() {
                 let start = Instant::now();
-                self.call(bound, slot);
+                self.instr(instr, slot)?;
                 let (start_s, seconds) = ((start - begin).as_secs_f64(), start.elapsed().as_secs_f64());
                 timings.push(Timing { slot, instr, start_s, seconds });
             }
+            self.join()?;
         }
         Ok(timings)
     }
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
-        let entry = self.program.entry(entry).ok_or_else(unknown)?;
-        for &slot in &entry.schedule {
-            for bound in &self.segments[slot.segment] {
-                self.call(bound, slot);
+        let entry = self.program.entries.iter().position(|e| e.name == entry).ok_or_else(unknown)?;
+        for s in 0..self.program.entries[entry].schedule.len() {
+            let slot = self.program.entries[entry].schedule[s];
+            for instr in 0..self.segments[slot.segment].len() {
+                self.instr(instr, slot)?;
             }
+            self.join()?;
         }
         Ok(())
     }

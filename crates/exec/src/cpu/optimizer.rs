@@ -3,14 +3,14 @@
 use super::call::{At, Call, Ptr};
 use super::float::{Bf16, Float};
 use super::simd::vectorised;
-use lockstep_ir::{DType, StepScalars, fixed};
+use lockstep_ir::{DType, FLAT_BLOCK, StepScalars, fixed};
 
-/// Elements whose squares are summed into one f64: a fixed logical block, so that the norm does not depend on threads.
-const BLOCK: usize = 4096;
-/// Partial sums held at a time.
-const PARTIALS: usize = 4096;
-/// Scratch of `global_norm`.
-pub const NORM_SCRATCH: usize = PARTIALS * 8;
+/// Tasks that the squares of one gradient are cut into.
+const TASKS: usize = 64;
+/// Scratch of `square_sum`: an integer for every task, and whether it is sound.
+pub const NORM_SCRATCH: usize = TASKS * std::mem::size_of::<Option<u128>>();
+/// Parts of an integer of 128 bits.
+const LIMBS: usize = 4;
 
 /// A gradient as a function of the index.
 #[inline(always)]
@@ -25,38 +25,83 @@ fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
     }
 }
 
-/// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite.
-pub fn global_norm(call: Call) {
+/// A non-negative number as an integer in units of 2⁻⁸⁰, at most 2⁴⁶; `None` if it is not finite.
+fn to_integer(x: f64) -> Option<u128> {
+    const UNIT: f64 = (1u128 << 80) as f64;
+    const MOST: f64 = (1u64 << 46) as f64;
+    x.is_finite().then(|| (x.min(MOST) * UNIT) as u128)
+}
+
+/// The sum of squares of mean gradients. Squares are added in f64 over fixed blocks of a tensor and blocks as integers, so the
+/// sum does not depend on how ranks and threads share the blocks.
+pub fn square_sum(call: Call, sharers: usize, tail: usize) {
     let inputs = &call.bound.inputs;
     let count = inputs.len() - 1;
     // SAFETY: the scalars are the last input.
     let scalars = StepScalars::from_slice(unsafe { Ptr(call.input::<f32>(count)).slice(0, 5) });
-    let partials = Ptr(call.scratch::<f64>());
-    let mut total = 0.0f64;
-    for (i, &At { elements, dtype, .. }) in inputs[..count].iter().enumerate() {
+    let inverse = f64::from(scalars.inverse_count);
+    let share = 1.0 / sharers as f64;
+    let totals = Ptr(call.scratch::<Option<u128>>());
+    let mut total = Some(0u128);
+    for (i, &At { elements, dtype, flat, .. }) in inputs[..count].iter().enumerate() {
         let grad = Ptr(call.input::<u8>(i));
-        for first in (0..elements).step_by(BLOCK * PARTIALS) {
-            let here = elements.min(first + BLOCK * PARTIALS) - first;
-            let blocks = here.div_ceil(BLOCK);
-            call.ranges(blocks, 4, |from, to| {
-                for block in from..to {
-                    let start = first + block * BLOCK;
-                    let n = elements.min(start + BLOCK) - start;
-                    // SAFETY: inside the gradient; each block has a partial of its own.
-                    unsafe {
-                        *partials.at(block) = match dtype {
-                            DType::F32 => squares(call.simd, grad.get().cast::<f32>().add(start), n),
-                            DType::BF16 => squares(call.simd, grad.get().cast::<Bf16>().add(start), n),
-                            _ => (start..start + n).map(|i| f64::from(read(dtype, grad, i)).powi(2)).sum(),
-                        };
-                    }
-                }
-            });
+        // Where a flat range starts in the tensor that it was cut from.
+        let start = if flat { call.coordinates.dp * elements } else { 0 };
+        // SAFETY: `from .. to` lies in the gradient.
+        let squares = |from: usize, to: usize| unsafe {
+            let n = to - from;
+            match dtype {
+                DType::F32 => squares(call.simd, grad.get().cast::<f32>().add(from), n, inverse),
+                DType::BF16 => squares(call.simd, grad.get().cast::<Bf16>().add(from), n, inverse),
+                _ => (from..to).map(|i| (f64::from(read(dtype, grad, i)) * inverse).powi(2)).sum(),
+            }
+        };
+        let block = |from: usize, to: usize| {
+            let shared = tail.saturating_sub(start).clamp(from, to);
+            let own = to_integer(if from < shared { squares(from, shared) } else { 0.0 })?;
+            let rest = to_integer(if shared < to { squares(shared, to) * share } else { 0.0 })?;
+            own.checked_add(rest)
+        };
+        let blocks = elements.div_ceil(FLAT_BLOCK);
+        let grain = blocks.div_ceil(TASKS).max(1);
+        call.ranges(blocks, grain, |from, to| {
+            let mut blocks = (from..to).map(|b| block(b * FLAT_BLOCK, elements.min((b + 1) * FLAT_BLOCK)));
+            let sum = blocks.try_fold(0u128, |sum, block| sum.checked_add(block?));
+            // SAFETY: every task has a total of its own.
+            unsafe { *totals.at(from / grain) = sum };
+        });
+        for task in 0..blocks.div_ceil(grain) {
             // SAFETY: written above.
-            total += (0..blocks).map(|b| unsafe { *partials.at(b) }).sum::<f64>();
+            total = total.zip(unsafe { *totals.at(task) }).and_then(|(a, b)| a.checked_add(b));
         }
     }
-    let norm = (total.sqrt() * f64::from(scalars.inverse_count)) as f32;
+    if let Some(sum) = call.output::<i64>(0) {
+        let limb = |l: usize| total.map_or(fixed::POISON, |t| i64::from((t >> (32 * l)) as u32));
+        // SAFETY: the sum has as many parts.
+        (0..LIMBS).for_each(|l| unsafe { *sum.add(l) = limb(l) });
+    }
+}
+
+/// Adds such sums.
+pub fn merge_sums(call: Call) {
+    let Some(total) = call.output::<i64>(0) else { return };
+    for l in 0..LIMBS {
+        let limbs = (0..call.bound.inputs.len()).map(|i| call.input::<i64>(i));
+        // SAFETY: all operands have as many parts.
+        unsafe { *total.add(l) = limbs.fold(0, |sum, x| fixed::merge(sum, *x.add(l))) };
+    }
+}
+
+/// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite.
+pub fn gradient_norm(call: Call) {
+    // SAFETY: the operands' types say so.
+    let (limbs, scalars) = unsafe {
+        let scalars = StepScalars::from_slice(Ptr(call.input::<f32>(1)).slice(0, 5));
+        (Ptr(call.input::<i64>(0)).slice(0, LIMBS), scalars)
+    };
+    let sound = !limbs.contains(&fixed::POISON);
+    let parts = limbs.iter().enumerate().map(|(l, x)| *x as f64 * 2f64.powi(32 * l as i32 - 80));
+    let norm = if sound { parts.sum::<f64>().sqrt() as f32 } else { f32::NAN };
     let clip = if norm > scalars.clip { scalars.clip / norm } else { 1.0 };
     let factor = if norm.is_finite() { scalars.inverse_count * clip } else { f32::NAN };
     if let Some(stats) = call.output::<f32>(0) {
@@ -69,16 +114,16 @@ pub fn global_norm(call: Call) {
 }
 
 vectorised! {
-    unsafe fn squares<T>(x: *const T, n: usize) -> f64 {
+    unsafe fn squares<T>(x: *const T, n: usize, scale: f64) -> f64 {
         let mut sums = [0.0f64; 8];
         for start in (0..n / 8 * 8).step_by(8) {
             for (lane, sum) in sums.iter_mut().enumerate() {
-                let g = f64::from((*x.add(start + lane)).to());
+                let g = f64::from((*x.add(start + lane)).to()) * scale;
                 *sum += g * g;
             }
         }
         for i in n / 8 * 8..n {
-            sums[i % 8] += f64::from((*x.add(i)).to()).powi(2);
+            sums[i % 8] += (f64::from((*x.add(i)).to()) * scale).powi(2);
         }
         sums.iter().sum()
     }
@@ -176,19 +221,49 @@ pub fn add_state(call: Call) {
     let (a, b) = (Ptr(call.input::<u8>(0)), Ptr(call.input::<u8>(1)));
     let Some(sum) = call.output::<u8>(0).map(Ptr) else { return };
     call.rows(elements, |from, to| {
-        for i in from..to {
-            // SAFETY: elements from .. to belong to this task; `sum` may be the memory of `a`.
-            unsafe {
-                match dtype {
-                    DType::Fixed64 => {
-                        let x = fixed::merge(*a.get().cast::<i64>().add(i), *b.get().cast::<i64>().add(i));
-                        *sum.get().cast::<i64>().add(i) = x;
-                    }
-                    _ => {
-                        *sum.get().cast::<f32>().add(i) = *a.get().cast::<f32>().add(i) + *b.get().cast::<f32>().add(i)
-                    }
+        // SAFETY: elements from .. to belong to this task; `sum` may be the memory of `a` or `b`.
+        unsafe { merge(dtype, a, b, sum, from, to) };
+    });
+}
+
+/// sum = x in the first micro-batch, sum + x later.
+pub fn accumulate(call: Call) {
+    let At { elements, dtype, .. } = call.bound.inputs[0];
+    let (x, Some(sum)) = (Ptr(call.input::<u8>(0)), call.output::<u8>(0).map(Ptr)) else { return };
+    let adds = call.adds(0);
+    call.rows(elements, |from, to| {
+        // SAFETY: elements from .. to belong to this task.
+        unsafe {
+            match adds {
+                true => merge(dtype, Ptr(sum.get().cast_const()), x, sum, from, to),
+                false => {
+                    let (at, bytes) = (from * dtype.bytes(), (to - from) * dtype.bytes());
+                    std::ptr::copy_nonoverlapping(x.at(at), sum.at(at), bytes);
                 }
             }
         }
     });
+}
+
+/// `sum[i] = a[i] + b[i]` for `from ≤ i < to`.
+///
+/// # Safety
+/// The operands have these elements; `sum` is `a`, `b` or apart from both.
+unsafe fn merge(dtype: DType, a: Ptr<*const u8>, b: Ptr<*const u8>, sum: Ptr<*mut u8>, from: usize, to: usize) {
+    for i in from..to {
+        // SAFETY: the caller vouches.
+        unsafe {
+            match dtype {
+                DType::Fixed64 => {
+                    let x = fixed::merge(*a.get().cast::<i64>().add(i), *b.get().cast::<i64>().add(i));
+                    *sum.get().cast::<i64>().add(i) = x;
+                }
+                DType::BF16 => {
+                    let x = (*a.get().cast::<Bf16>().add(i)).to() + (*b.get().cast::<Bf16>().add(i)).to();
+                    *sum.get().cast::<Bf16>().add(i) = Bf16::of(x);
+                }
+                _ => *sum.get().cast::<f32>().add(i) = *a.get().cast::<f32>().add(i) + *b.get().cast::<f32>().add(i),
+            }
+        }
+    }
 }

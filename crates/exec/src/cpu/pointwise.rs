@@ -5,17 +5,19 @@ use super::float::{Bf16, Float};
 use super::simd::{self, vectorised};
 use lockstep_ir::fixed;
 
-/// x `[rows, d]` = table `[v, d]` at tokens `[rows]`.
+/// x `[rows, d]` = table `[v, d]` at tokens `[rows]`; zeros for tokens of another rank's part.
 pub fn embedding<T: Float>(call: Call) {
-    let (rows, d, v) = (call.size('b') * call.size('s'), call.size('d'), call.size('v'));
+    let (rows, d, part) = (call.size('b') * call.size('s'), call.size('d'), call.vocab_part());
     let (tokens, table) = (Ptr(call.input::<u32>(0)), Ptr(call.input::<T>(1)));
     let Some(x) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task; the token is checked against the table.
             unsafe {
-                let token = checked_token(*tokens.at(row), v);
-                x.slice(row * d, d).copy_from_slice(table.slice(token * d, d));
+                match part.find(*tokens.at(row)) {
+                    Some(token) => x.slice(row * d, d).copy_from_slice(table.slice(token * d, d)),
+                    None => x.slice(row * d, d).fill(T::of(0.0)),
+                }
             }
         }
     });
@@ -25,13 +27,15 @@ pub fn embedding<T: Float>(call: Call) {
 pub fn embedding_grad<T: Float>(call: Call) {
     const COLUMNS: usize = 32;
     let (rows, d, v) = (call.size('b') * call.size('s'), call.size('d'), call.size('v'));
+    let part = call.vocab_part();
     let (dx, tokens) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let Some(dtable) = call.accumulator(0).map(Ptr) else { return };
     call.ranges(d, COLUMNS, |from, to| {
         let n = to - from;
         // SAFETY: columns from .. to of every row belong to this task; tokens are checked against the table.
         unsafe {
-            let rows = (0..rows).map(|row| (checked_token(*tokens.at(row), v) * d + from, dx.slice(row * d + from, n)));
+            let here = |row: usize| Some((part.find(*tokens.at(row))? * d + from, dx.slice(row * d + from, n)));
+            let rows = (0..rows).filter_map(here);
             match dtable.get() {
                 Accumulator::Float { sum, add } => {
                     let sum = Ptr(sum);

@@ -15,6 +15,7 @@ mod table;
 pub use dims::Dims;
 pub use table::{Elem, Operand, Saved, Spec};
 
+use crate::mesh::MeshAxis;
 use crate::{Axis, DType, Dim, Section, TensorType};
 
 /// An operation with its attributes.
@@ -94,8 +95,21 @@ pub enum Op {
     },
     /// Adds one gradient accumulator to another: the second use of a tied parameter.
     AddState,
-    /// Norm of all gradients, and the factor that scales and clips them (NaN where a gradient is not finite).
-    GlobalNorm,
+    /// Adds a value to its sum over micro-batches.
+    Accumulate,
+    /// The sum of the squares of mean gradients, as an integer of 128 bits in four parts: exact, so that it does not depend on
+    /// who adds what to what. Elements from `tail` on stand on `sharers` ranks and count in shares.
+    SquareSum {
+        /// Ranks that hold the elements from `tail` on.
+        sharers: usize,
+        /// First shared element of each gradient, counted before flat cuts.
+        tail: usize,
+    },
+    /// Adds such sums.
+    MergeSums,
+    /// From the sum of squares to the norm of the mean gradient, and the factor that scales and clips gradients (NaN where one
+    /// is not finite).
+    GradientNorm,
     /// One AdamW update with decoupled decay, and the new weights in bf16 where asked for; does nothing where the factor is
     /// NaN.
     AdamW {
@@ -108,6 +122,78 @@ pub enum Op {
         /// Decoupled weight decay, multiplied by the learning rate.
         decay: f32,
     },
+    /// Logits of some positions over a part of the vocabulary, and of each position what the loss needs to know of this part:
+    /// largest logit, sum of exponentials below it, the target's logit (−∞ where the target is elsewhere).
+    VocabLogits {
+        /// Which positions.
+        rows: Rows,
+        /// Parts of the vocabulary.
+        parts: usize,
+    },
+    /// Sum of token losses per sequence, from the statistics of all parts of the vocabulary, chunk by chunk.
+    VocabLoss,
+    /// Gradients of the sum of token losses of some positions: this part's share of dx, and dw.
+    VocabGrad {
+        /// Which positions.
+        rows: Rows,
+    },
+    /// Chunks of positions, one behind the other.
+    JoinRows,
+    /// Partial sums become whole on every rank.
+    AllReduce {
+        /// Over these ranks.
+        axis: MeshAxis,
+    },
+    /// Adds up, between neighbours over tensor parallelism, the rows that they share: all sections of the outermost dimension
+    /// but the first.
+    SumShared {
+        /// Neighbours that share.
+        sharers: usize,
+    },
+    /// Partial sums become whole parts.
+    ReduceScatter {
+        /// Over these ranks.
+        axis: MeshAxis,
+        /// Parts of this dimension; flat ranges if `None`.
+        dim: Option<usize>,
+    },
+    /// Parts become whole on every rank.
+    AllGather {
+        /// Over these ranks.
+        axis: MeshAxis,
+        /// Parts of this dimension; flat ranges if `None`.
+        dim: Option<usize>,
+    },
+    /// This rank's flat range of a whole: a view, no work.
+    Shard {
+        /// Over these ranks.
+        axis: MeshAxis,
+    },
+    /// To the same rank of another pipeline stage.
+    Send {
+        /// The stage.
+        stage: usize,
+        /// Which stream of messages.
+        tag: u32,
+    },
+    /// From the same rank of another pipeline stage.
+    Receive {
+        /// The stage.
+        stage: usize,
+        /// Which stream of messages.
+        tag: u32,
+    },
+}
+
+/// Consecutive positions of a micro-batch, counted over its sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    /// The first, on each data-parallel rank.
+    pub first: usize,
+    /// How many, on each data-parallel rank.
+    pub count: usize,
+    /// Data-parallel ranks that the shapes speak of.
+    pub ranks: usize,
 }
 
 /// Floating-point operations of one call, multiply and add counted as two; matrix products only.
@@ -149,6 +235,18 @@ impl Op {
         self.spec().name
     }
 
+    /// The table row of output `index`.
+    pub fn output(&self, index: usize) -> &'static Operand {
+        let spec = self.spec();
+        &spec.outputs[if spec.each { 0 } else { index }]
+    }
+
+    /// Whether ranks work together in it.
+    pub fn communicates(&self) -> bool {
+        let spec = self.spec();
+        spec.each || matches!(self, Op::Send { .. } | Op::Receive { .. })
+    }
+
     /// The table row of input `index` when the op is called with `count` inputs.
     pub fn input(&self, index: usize, count: usize) -> &'static Operand {
         let spec = self.spec();
@@ -163,11 +261,17 @@ impl Op {
     pub fn infer(&self, inputs: &[&TensorType]) -> Result<Vec<TensorType>, TypeError> {
         let spec = self.spec();
         let dims = self.bind(inputs)?;
+        if spec.each {
+            return Ok(inputs.iter().map(|ty| (*ty).clone()).collect());
+        }
         let output = |o: &Operand| {
             let elem = match o.elem {
                 Elem::Is(dtype) => dtype,
                 Elem::Float => dims.float(),
-                Elem::Accumulator => inputs[0].dtype,
+                Elem::Accumulator | Elem::Any => match inputs.first() {
+                    Some(input) => input.dtype,
+                    None => return Err(self.refuse("has no input to take its type from".into())),
+                },
             };
             let shape = match o.dims {
                 "*" => Ok(inputs[0].dims.clone()),
@@ -196,6 +300,8 @@ impl Op {
                 let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
                 same(2 * products * dims.product("bskv"))
             }
+            Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
+            Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),
             // Where documents end is known on the device only: what they mask is counted.
             Op::Attention { .. } => attention(4, 4),
             Op::AttentionGrad { .. } => attention(8, 10),
@@ -217,8 +323,20 @@ impl Op {
             | Op::CrossEntropy
             | Op::CrossEntropyGrad
             | Op::AddState
-            | Op::GlobalNorm
-            | Op::AdamW { .. } => Flops::default(),
+            | Op::Accumulate
+            | Op::SquareSum { .. }
+            | Op::MergeSums
+            | Op::GradientNorm
+            | Op::AdamW { .. }
+            | Op::VocabLoss
+            | Op::JoinRows
+            | Op::AllReduce { .. }
+            | Op::SumShared { .. }
+            | Op::ReduceScatter { .. }
+            | Op::AllGather { .. }
+            | Op::Shard { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. } => Flops::default(),
         })
     }
 
@@ -238,6 +356,7 @@ impl Op {
                     matches!(ty.dtype, DType::F32 | DType::BF16) && *dims.float.get_or_insert(ty.dtype) == ty.dtype
                 }
                 Elem::Accumulator => ty.dtype.accumulates(),
+                Elem::Any => true,
             };
             if !ok {
                 return Err(self.refuse(format!("input `{}` has type {}", operand.name, ty.dtype)));
@@ -249,7 +368,8 @@ impl Op {
                 return Err(self.refuse(format!("input `{}` must be [{}], is {ty}", operand.name, operand.dims)));
             }
             for (letter, dim) in operand.dims.chars().zip(&ty.dims) {
-                if let Some(known) = dims.set(letter, dim)
+                if letter != '?'
+                    && let Some(known) = dims.set(letter, dim)
                     && known != dim
                 {
                     return Err(self.refuse(format!("input `{}` has {dim} where `{letter}` is {known}", operand.name)));
@@ -308,8 +428,16 @@ impl Op {
             Op::LinearCrossEntropy { rows } => {
                 dims.set('c', &Dim::new(Axis::Seq, *rows));
             }
-            Op::GlobalNorm => {
-                dims.set('m', &Dim::new(Axis::Scalar, 2));
+            Op::SquareSum { .. } => {
+                dims.set('m', &Dim::new(Axis::Scalar, 4));
+            }
+            Op::GradientNorm => {
+                dims.set('y', &Dim::new(Axis::Scalar, 2));
+            }
+            Op::VocabLogits { rows, parts } => {
+                dims.set('c', &Dim::new(Axis::Seq, rows.count * rows.ranks));
+                dims.set('a', &Dim::new(Axis::Parts, *parts));
+                dims.set('j', &Dim::new(Axis::Scalar, 3));
             }
             Op::Embedding
             | Op::Linear
@@ -324,7 +452,19 @@ impl Op {
             | Op::CrossEntropy
             | Op::CrossEntropyGrad
             | Op::AddState
-            | Op::AdamW { .. } => {}
+            | Op::Accumulate
+            | Op::MergeSums
+            | Op::AdamW { .. }
+            | Op::VocabLoss
+            | Op::VocabGrad { .. }
+            | Op::JoinRows
+            | Op::AllReduce { .. }
+            | Op::SumShared { .. }
+            | Op::ReduceScatter { .. }
+            | Op::AllGather { .. }
+            | Op::Shard { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. } => {}
         }
         Ok(())
     }

@@ -10,8 +10,10 @@ pub enum Elem {
     Is(DType),
     /// `f32` or `bf16`: the same for all such operands of a call.
     Float,
-    /// A gradient accumulator: `f32`, `bf16` or `fixed64`.
+    /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
     Accumulator,
+    /// Any type.
+    Any,
 }
 
 /// One operand's row in the table.
@@ -19,7 +21,7 @@ pub enum Elem {
 pub struct Operand {
     /// Name, for messages.
     pub name: &'static str,
-    /// One letter per dimension; `*` for any shape.
+    /// One letter per dimension, `?` for a dimension of any size; `*` for any shape.
     pub dims: &'static str,
     /// Element type.
     pub elem: Elem,
@@ -53,6 +55,11 @@ pub struct Spec {
     pub always_in_place: bool,
     /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
     pub gradient_reads: Option<&'static [Saved]>,
+    /// Dimensions that ranks may share the op along, as groups of letters that are split together. An operand without a
+    /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
+    pub splits: &'static [&'static str],
+    /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
+    pub each: bool,
 }
 
 const fn f32(name: &'static str, dims: &'static str) -> Operand {
@@ -75,6 +82,14 @@ const fn u32(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Is(DType::U32) }
 }
 
+const fn fixed(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::Fixed64) }
+}
+
+const fn any(name: &'static str) -> Operand {
+    Operand { name, dims: "*", elem: Elem::Any }
+}
+
 const fn accumulator(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Accumulator }
 }
@@ -86,28 +101,57 @@ const fn row(
     in_place: &'static [(usize, usize)],
     gradient_reads: Option<&'static [Saved]>,
 ) -> Spec {
-    Spec { name, inputs, outputs, variadic: false, in_place, always_made: &[], always_in_place: false, gradient_reads }
+    Spec {
+        name,
+        inputs,
+        outputs,
+        variadic: false,
+        in_place,
+        always_made: &[],
+        always_in_place: false,
+        gradient_reads,
+        splits: &[],
+        each: false,
+    }
+}
+
+/// A row of an op that changes how tensors lie over the mesh, several at once.
+const fn collective(name: &'static str, in_place: &'static [(usize, usize)]) -> Spec {
+    const X: &[Operand] = &[any("x")];
+    Spec { variadic: true, each: true, ..row(name, X, X, in_place, None) }
+}
+
+impl Spec {
+    const fn splits(self, splits: &'static [&'static str]) -> Spec {
+        Spec { splits, ..self }
+    }
 }
 
 use Saved::{Input, Output};
 
 static EMBEDDING: Spec =
-    row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], &[], Some(&[Input(0)]));
+    row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], &[], Some(&[Input(0)]))
+        .splits(&["b", "v"]);
 static EMBEDDING_GRAD: Spec =
-    row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[float("dtable", "vd")], &[], None);
+    row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[accumulator("dtable", "vd")], &[], None)
+        .splits(&["b", "s", "v"]);
 static LINEAR: Spec =
-    row("linear", &[float("x", "bsk"), float("w", "nk")], &[float("y", "bsn")], &[], Some(&[Input(0), Input(1)]));
+    row("linear", &[float("x", "bsk"), float("w", "nk")], &[float("y", "bsn")], &[], Some(&[Input(0), Input(1)]))
+        .splits(&["b", "s", "n", "k"]);
 static LINEAR_GRAD_INPUT: Spec =
-    row("linear_grad_input", &[float("dy", "bsn"), float("w", "nk")], &[float("dx", "bsk")], &[], None);
+    row("linear_grad_input", &[float("dy", "bsn"), float("w", "nk")], &[float("dx", "bsk")], &[], None)
+        .splits(&["b", "s", "n", "k"]);
 static LINEAR_GRAD_WEIGHT: Spec =
-    row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[float("dw", "nk")], &[], None);
+    row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[accumulator("dw", "nk")], &[], None)
+        .splits(&["b", "s", "n", "k"]);
 static RMS_NORM: Spec = row(
     "rms_norm",
     &[float("x", "bsd"), float("w", "d")],
     &[float("y", "bsd"), f32("rstd", "bs")],
     &[],
     Some(&[Input(0), Input(1), Output(1)]),
-);
+)
+.splits(&["b", "s"]);
 static ADD_RMS_NORM: Spec = Spec {
     always_made: &[0],
     ..row(
@@ -117,6 +161,7 @@ static ADD_RMS_NORM: Spec = Spec {
         &[(1, 0), (0, 0)],
         Some(&[Output(0), Input(2), Output(2)]),
     )
+    .splits(&["b", "s"])
 };
 static RMS_NORM_GRAD: Spec = row(
     "rms_norm_grad",
@@ -124,39 +169,46 @@ static RMS_NORM_GRAD: Spec = row(
     &[float("dx", "bsd")],
     &[(0, 0)],
     None,
-);
+)
+.splits(&["b", "s"]);
 static ADD_RMS_NORM_GRAD: Spec = row(
     "add_rms_norm_grad",
     &[float("dy", "bsd"), float("sum", "bsd"), float("w", "d"), f32("rstd", "bs"), float("dsum", "bsd")],
     &[float("dx", "bsd")],
     &[(4, 0), (0, 0)],
     None,
-);
+)
+.splits(&["b", "s"]);
 static RMS_NORM_GRAD_WEIGHT: Spec = row(
     "rms_norm_grad_weight",
     &[float("dy", "bsd"), float("x", "bsd"), f32("rstd", "bs")],
-    &[float("dw", "d")],
+    &[accumulator("dw", "d")],
     &[],
     None,
-);
+)
+.splits(&["b", "s"]);
 static ROPE: Spec =
-    row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]));
+    row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]))
+        .splits(&["b", "pqu"]);
 static ROPE_INVERSE: Spec =
-    row("rope_inverse", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], None);
+    row("rope_inverse", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], None)
+        .splits(&["b", "pqu"]);
 static DOCUMENT_ROPE: Spec = row(
     "document_rope",
     &[float("qkv", "bsp"), f32("table", "tr"), u32("starts", "bs")],
     &[float("rotated", "bsp")],
     &[(0, 0)],
     Some(&[Input(1), Input(2)]),
-);
+)
+.splits(&["b", "pqu"]);
 static DOCUMENT_ROPE_INVERSE: Spec = row(
     "document_rope_inverse",
     &[float("qkv", "bsp"), f32("table", "tr"), u32("starts", "bs")],
     &[float("rotated", "bsp")],
     &[(0, 0)],
     None,
-);
+)
+.splits(&["b", "pqu"]);
 static ROPE_AT: Spec = row(
     "rope_at",
     &[float("qkv", "bsp"), f32("table", "tr"), u32("start", "b")],
@@ -170,28 +222,32 @@ static ATTENTION: Spec = row(
     &[float("o", "bsh"), f32("lse", "bqs")],
     &[],
     Some(&[Input(0), Output(0), Output(1)]),
-);
+)
+.splits(&["b", "phqu"]);
 static ATTENTION_GRAD: Spec = row(
     "attention_grad",
     &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs")],
     &[float("dqkv", "bsp")],
     &[],
     None,
-);
+)
+.splits(&["b", "phqu"]);
 static DOCUMENT_ATTENTION: Spec = row(
     "document_attention",
     &[float("qkv", "bsp"), u32("starts", "bs")],
     &[float("o", "bsh"), f32("lse", "bqs")],
     &[],
     Some(&[Input(0), Input(1), Output(0), Output(1)]),
-);
+)
+.splits(&["b", "phqu"]);
 static DOCUMENT_ATTENTION_GRAD: Spec = row(
     "document_attention_grad",
     &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs"), u32("starts", "bs")],
     &[float("dqkv", "bsp")],
     &[],
     None,
-);
+)
+.splits(&["b", "phqu"]);
 static CACHED_ATTENTION: Spec = Spec {
     always_in_place: true,
     ..row(
@@ -204,38 +260,50 @@ static CACHED_ATTENTION: Spec = Spec {
 };
 static LAST_POSITION: Spec =
     row("last_position", &[float("x", "bsd"), u32("count", "b")], &[float("y", "bld")], &[], None);
-static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], &[], Some(&[Input(0)]));
+static SWIGLU: Spec =
+    row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], &[], Some(&[Input(0)])).splits(&["b", "s", "gf"]);
 static SWIGLU_GRAD: Spec =
-    row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None);
+    row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None)
+        .splits(&["b", "s", "gf"]);
 static ADD: Spec =
-    row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]));
+    row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]))
+        .splits(&["b", "s"]);
 static CROSS_ENTROPY: Spec = row(
     "cross_entropy",
     &[float("logits", "bsv"), u32("targets", "bs")],
     &[f64("loss", "b"), f32("lse", "bs")],
     &[],
     Some(&[Input(0), Input(1), Output(1)]),
-);
+)
+.splits(&["b"]);
 static CROSS_ENTROPY_GRAD: Spec = row(
     "cross_entropy_grad",
     &[float("logits", "bsv"), u32("targets", "bs"), f32("lse", "bs")],
     &[float("dlogits", "bsv")],
     &[(0, 0)],
     None,
-);
+)
+.splits(&["b"]);
 static LINEAR_CROSS_ENTROPY: Spec = row(
     "linear_cross_entropy",
     &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
-    &[f64("loss", "b"), float("dx", "bsk"), float("dw", "vk")],
+    &[f64("loss", "b"), float("dx", "bsk"), accumulator("dw", "vk")],
     &[],
     Some(&[Output(1), Output(2)]),
-);
+)
+.splits(&["b"]);
+const ANY_OPERAND: &[(usize, usize)] = &[(0, 0), (1, 0)];
 static ADD_STATE: Spec =
-    row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], &[(0, 0)], None);
-static GLOBAL_NORM: Spec = Spec {
+    row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], ANY_OPERAND, None);
+static ACCUMULATE: Spec = row("accumulate", &[accumulator("x", "*")], &[accumulator("sum", "*")], &[], None);
+static SQUARE_SUM: Spec = Spec {
     variadic: true,
-    ..row("global_norm", &[accumulator("grad", "*"), f32("scalars", "z")], &[f32("stats", "m")], &[], None)
+    ..row("square_sum", &[accumulator("grad", "*"), f32("scalars", "z")], &[fixed("sum", "m")], &[], None)
 };
+static MERGE_SUMS: Spec =
+    Spec { variadic: true, ..row("merge_sums", &[fixed("sum", "m")], &[fixed("total", "m")], &[], None) };
+static GRADIENT_NORM: Spec =
+    row("gradient_norm", &[fixed("sum", "m"), f32("scalars", "z")], &[f32("stats", "y")], &[], None);
 static ADAMW: Spec = Spec {
     always_in_place: true,
     ..row(
@@ -246,13 +314,47 @@ static ADAMW: Spec = Spec {
             f32("m", "*"),
             f32("v", "*"),
             f32("scalars", "z"),
-            f32("stats", "m"),
+            f32("stats", "y"),
         ],
         &[f32("w", "*"), f32("m", "*"), f32("v", "*"), bf16("copy", "*")],
         &[(0, 0), (2, 1), (3, 2)],
         None,
     )
 };
+
+static VOCAB_LOGITS: Spec = row(
+    "vocab_logits",
+    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
+    &[f32("logits", "cv"), f32("statistics", "acj")],
+    &[],
+    None,
+)
+.splits(&["bc", "va"]);
+static VOCAB_LOSS: Spec = Spec {
+    variadic: true,
+    ..row("vocab_loss", &[f32("statistics", "a?j"), u32("targets", "bs")], &[f64("loss", "b")], &[], None)
+        .splits(&["b?"])
+};
+static VOCAB_GRAD: Spec = row(
+    "vocab_grad",
+    &[f32("logits", "cv"), f32("statistics", "acj"), float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
+    &[float("dx", "ck"), accumulator("dw", "vk")],
+    &[],
+    None,
+)
+.splits(&["bc", "v"]);
+static JOIN_ROWS: Spec = Spec {
+    variadic: true,
+    ..row("join_rows", &[float("part", "?k"), u32("targets", "bs")], &[float("joined", "bsk")], &[], None)
+        .splits(&["b?"])
+};
+static ALL_REDUCE: Spec = collective("all_reduce", &[(0, 0)]);
+static SUM_SHARED: Spec = collective("sum_shared", &[(0, 0)]);
+static REDUCE_SCATTER: Spec = collective("reduce_scatter", &[]);
+static ALL_GATHER: Spec = collective("all_gather", &[]);
+static SHARD: Spec = row("shard", &[any("x")], &[any("part")], &[], None);
+static SEND: Spec = row("send", &[any("x")], &[], &[], None);
+static RECEIVE: Spec = row("receive", &[], &[any("x")], &[], None);
 
 impl Op {
     /// The op's row in the table.
@@ -286,8 +388,22 @@ impl Op {
             Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,
             Op::LinearCrossEntropy { .. } => &LINEAR_CROSS_ENTROPY,
             Op::AddState => &ADD_STATE,
-            Op::GlobalNorm => &GLOBAL_NORM,
+            Op::Accumulate => &ACCUMULATE,
+            Op::SquareSum { .. } => &SQUARE_SUM,
+            Op::MergeSums => &MERGE_SUMS,
+            Op::GradientNorm => &GRADIENT_NORM,
             Op::AdamW { .. } => &ADAMW,
+            Op::VocabLogits { .. } => &VOCAB_LOGITS,
+            Op::VocabLoss => &VOCAB_LOSS,
+            Op::VocabGrad { .. } => &VOCAB_GRAD,
+            Op::JoinRows => &JOIN_ROWS,
+            Op::AllReduce { .. } => &ALL_REDUCE,
+            Op::SumShared { .. } => &SUM_SHARED,
+            Op::ReduceScatter { .. } => &REDUCE_SCATTER,
+            Op::AllGather { .. } => &ALL_GATHER,
+            Op::Shard { .. } => &SHARD,
+            Op::Send { .. } => &SEND,
+            Op::Receive { .. } => &RECEIVE,
         }
     }
 }

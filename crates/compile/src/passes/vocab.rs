@@ -1,0 +1,63 @@
+//! The chunked output head over parts of the vocabulary: `linear_cross_entropy` becomes, chunk by chunk, logits and statistics
+//! of this rank's part, the statistics of all parts, and gradients. The logits never exist whole on any rank.
+
+use crate::Context;
+use lockstep_ir::graph::{Node, Phase, Source};
+use lockstep_ir::op::Rows;
+use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
+
+/// Rewrites the head, where the graph has one.
+pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
+    let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
+    let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
+    let rest = g.nodes.split_off(at + 1);
+    let Some(Node { op: Op::LinearCrossEntropy { rows }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
+        return Ok(());
+    };
+    let [x, w, targets] = inputs[..] else { return Ok(()) };
+    let [loss, dx, dw] = outputs[..] else { return Ok(()) };
+    let ranks = context.layout.mesh.dp;
+    let sizes = g.ty(targets).sizes();
+    let (batch, seq) = (sizes[0] / ranks, sizes[1]);
+    // Sums in fixed point take each sequence's share on its own.
+    let apart = context.precision.gradients == DType::Fixed64;
+    let (spans, span) = if apart { (batch, seq) } else { (1, batch * seq) };
+    let parts = context.layout.mesh.tp;
+    let chunks = (0..spans).flat_map(|b| (0..span).step_by(rows).map(move |s| (b * span + s, rows.min(span - s))));
+    let (mut statistics, mut pieces): (Vec<ValueId>, Vec<ValueId>) = Default::default();
+    let node = |g: &mut Graph, op, reads: &[ValueId], name: &str| g.node(op, reads, name, Phase::Forward, layer);
+    for (c, (first, count)) in chunks.enumerate() {
+        let rows = Rows { first, count, ranks };
+        let made = node(g, Op::VocabLogits { rows, parts }, &[x, w, targets], &format!("logits.{c}"))?;
+        statistics.push(made[1]);
+        if dx.is_none() && dw.is_none() {
+            continue;
+        }
+        let reads = [made[0], made[1], x, w, targets];
+        let made = node(g, Op::VocabGrad { rows }, &reads, &format!("d.logits.{c}"))?;
+        pieces.push(made[0]);
+        if let Some(dw) = dw {
+            g.values[made[1].0].ty = g.ty(dw).clone();
+            g.values[made[1].0].source = g.get(dw).source.clone();
+        } else if let Some(last) = g.nodes.last_mut() {
+            last.outputs[1] = None;
+        }
+    }
+    let replace = |g: &mut Graph, op, mut reads: Vec<ValueId>, old: Option<ValueId>| -> Result<(), TypeError> {
+        let Some(old) = old else { return Ok(()) };
+        reads.push(targets);
+        node(g, op, &reads, &g.get(old).name.clone())?;
+        if let Some(last) = g.nodes.last_mut() {
+            last.outputs[0] = Some(old);
+        }
+        Ok(())
+    };
+    replace(g, Op::VocabLoss, statistics, loss)?;
+    replace(g, Op::JoinRows, pieces, dx)?;
+    // The first use of the old dw is gone: what it was summed into is summed into by the chunks.
+    if let Some(dw) = dw {
+        g.values[dw.0].source = Source::Node { into: None };
+    }
+    g.nodes.extend(rest);
+    Ok(())
+}

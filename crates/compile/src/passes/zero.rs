@@ -1,0 +1,275 @@
+//! ZeRO: adds up gradients over ranks, and shards gradients and parameters over data-parallel ranks.
+//!
+//! A unit is what one layer does in one direction: a run of nodes of the same layer. Gradients of a unit travel in one
+//! collective, as soon as the unit has made the last of them:
+//!
+//! - levels 0 and 1: once per step, in the last micro-batch: summed whole (0) or each rank's flat range (1);
+//! - levels 2 and 3: for every micro-batch; only a rank's flat range is kept.
+//!
+//! At level 3 parameters are kept as flat ranges too, and gathered for a unit while the unit before it computes.
+//!
+//! Before that, what tensor-parallel ranks hold as partial sums or share is added up between them.
+
+use crate::Context;
+use lockstep_ir::MeshAxis;
+use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::{Graph, Op, Spread, TypeError, ValueId};
+use std::collections::BTreeMap;
+
+pub(super) fn zero(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
+    let mesh = context.layout.mesh;
+    if mesh.dp == 1 && mesh.tp == 1 {
+        return Ok(graph.clone());
+    }
+    let mut g = graph.clone();
+    reduce_gradients(&mut g, context)?;
+    if context.layout.zero >= 3 && mesh.dp > 1 {
+        gather_parameters(&mut g)?;
+    }
+    Ok(g)
+}
+
+/// Ranges of nodes that belong to the same layer and direction.
+fn units(nodes: &[Node]) -> Vec<std::ops::Range<usize>> {
+    let key = |n: &Node| (n.layer, n.phase == Phase::Forward);
+    let mut units: Vec<std::ops::Range<usize>> = Vec::new();
+    for (n, node) in nodes.iter().enumerate() {
+        match units.last_mut() {
+            Some(unit) if key(&nodes[unit.start]) == key(node) => unit.end = n + 1,
+            _ => units.push(n..n + 1),
+        }
+    }
+    units
+}
+
+/// The gradient sums that each unit makes the last contribution to.
+fn finished(g: &Graph, units: &[std::ops::Range<usize>]) -> Vec<Vec<ValueId>> {
+    let mut last: BTreeMap<ValueId, usize> = BTreeMap::new();
+    for (u, unit) in units.iter().enumerate() {
+        for v in g.nodes[unit.clone()].iter().flat_map(|n| n.outputs.iter().flatten()) {
+            if let Source::Node { into: Some(state) } = g.get(*v).source {
+                last.insert(state, u);
+            }
+        }
+    }
+    let mut result = vec![Vec::new(); units.len()];
+    last.into_iter().for_each(|(state, u)| result[u].push(state));
+    result
+}
+
+/// Whether a gradient sum is one of several of its parameter: those are added before they travel, or after.
+pub(super) fn is_tied(g: &Graph, gradient: ValueId) -> bool {
+    let name = &g.get(gradient).name;
+    let base = name.strip_suffix(".2").unwrap_or(name);
+    g.values.iter().any(|v| v.name == format!("{base}.2"))
+}
+
+fn reduce_gradients(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
+    let every_time = context.layout.zero >= 2 && context.layout.mesh.dp > 1;
+    let units = units(&g.nodes);
+    let finished = finished(g, &units);
+    let starts: Vec<Phase> = g.nodes.iter().map(|n| n.phase).collect();
+    let nodes = std::mem::take(&mut g.nodes);
+    let mut nodes = nodes.into_iter();
+    // What forward units finish travels once backward begins, in the last micro-batch only.
+    let mut late: Vec<ValueId> = Vec::new();
+    // A unit's ranges are added to the gradient once the next unit has computed: they travel meanwhile.
+    let mut travelling: Vec<Node> = Vec::new();
+    for (u, (unit, states)) in units.iter().zip(finished).enumerate() {
+        let mine: Vec<Node> = nodes.by_ref().take(unit.len()).collect();
+        let (layer, forward) = (mine[0].layer, mine[0].phase == Phase::Forward);
+        if every_time {
+            let temporary: Vec<ValueId> = states.iter().map(|s| gather_into_temporary(g, &mine, *s)).collect();
+            g.nodes.extend(mine);
+            g.nodes.append(&mut travelling);
+            let phase = if forward { Phase::Forward } else { Phase::WeightGrad };
+            let whole = sum_over_tensor_parallel(g, context, &temporary, phase, layer)?;
+            travelling = scatter_into(g, &whole, &states, phase, layer)?;
+            let turns = units.get(u + 1).is_none_or(|next| (starts[next.start] == Phase::Forward) != forward);
+            if turns {
+                g.nodes.append(&mut travelling);
+            }
+            continue;
+        }
+        if !forward {
+            let due = std::mem::take(&mut late);
+            reduce_once(g, context, &due, None)?;
+        }
+        g.nodes.extend(mine);
+        let alone: Vec<ValueId> = states.into_iter().filter(|s| !is_tied(g, *s)).collect();
+        match forward {
+            true => late.extend(alone),
+            false => reduce_once(g, context, &alone, layer)?,
+        }
+    }
+    Ok(())
+}
+
+/// Sums over ranks at the end of a step, in place.
+fn reduce_once(g: &mut Graph, context: &Context, states: &[ValueId], layer: Option<usize>) -> Result<(), TypeError> {
+    reduce(g, context, states, Phase::Reduce, layer).map(|_| ())
+}
+
+/// Adds up gradient sums over all ranks that hold summands, and returns what they have become.
+pub(super) fn reduce(
+    g: &mut Graph,
+    context: &Context,
+    states: &[ValueId],
+    phase: Phase,
+    layer: Option<usize>,
+) -> Result<Vec<ValueId>, TypeError> {
+    let whole = sum_over_tensor_parallel(g, context, states, phase, layer)?;
+    let moved = states.iter().zip(&whole).filter(|(state, value)| state != value);
+    g.updates.extend(moved.map(|(state, value)| (*state, *value)));
+    let axis = MeshAxis::Dp;
+    let scatter = context.layout.zero >= 1;
+    let done = match states.is_empty() || context.layout.mesh.dp == 1 {
+        true => whole,
+        false if scatter => g.relay(Op::ReduceScatter { axis, dim: None }, &whole, "scattered", phase, layer)?,
+        false => g.relay(Op::AllReduce { axis }, &whole, "summed", phase, layer)?,
+    };
+    for (&state, &value) in states.iter().zip(&done) {
+        if scatter && context.layout.mesh.dp > 1 {
+            g.parts.push((state, value));
+        } else if context.layout.mesh.dp > 1 {
+            g.updates.push((state, value));
+        }
+    }
+    Ok(done)
+}
+
+/// Adds up what tensor-parallel ranks hold as partial sums, and rows that neighbours share.
+fn sum_over_tensor_parallel(
+    g: &mut Graph,
+    context: &Context,
+    values: &[ValueId],
+    phase: Phase,
+    layer: Option<usize>,
+) -> Result<Vec<ValueId>, TypeError> {
+    let mesh = context.layout.mesh;
+    let mut now = values.to_vec();
+    let mut apply = |g: &mut Graph, op: Op, suffix: &str, wanted: &dyn Fn(&Graph, ValueId) -> bool| {
+        let which: Vec<usize> = (0..now.len()).filter(|i| wanted(g, now[*i])).collect();
+        if which.is_empty() {
+            return Ok(());
+        }
+        let inputs: Vec<ValueId> = which.iter().map(|i| now[*i]).collect();
+        let outputs = g.relay(op, &inputs, suffix, phase, layer)?;
+        which.into_iter().zip(outputs).for_each(|(i, v)| now[i] = v);
+        Ok(())
+    };
+    let partial = |g: &Graph, v: ValueId| g.get(v).placement.tp == Spread::Partial;
+    apply(g, Op::AllReduce { axis: MeshAxis::Tp }, "whole", &partial)?;
+    let mut counts: Vec<usize> = values.iter().map(|v| sharers(g, context, *v).0).filter(|n| *n > 1).collect();
+    counts.sort_unstable();
+    counts.dedup();
+    for n in counts {
+        let shared = |g: &Graph, v: ValueId| sharers(g, context, v).0 == n && g.get(v).placement.tp == Spread::Split(0);
+        apply(g, Op::SumShared { sharers: n }, "whole", &shared)?;
+    }
+    debug_assert!(mesh.tp > 1 || now == values);
+    Ok(now)
+}
+
+/// Tensor-parallel ranks that share a tensor's rows from some element on, and that element.
+pub(super) fn sharers(g: &Graph, context: &Context, v: ValueId) -> (usize, usize) {
+    let (mesh, value) = (context.layout.mesh, g.get(v));
+    match value.placement.tp {
+        _ if mesh.tp == 1 => (1, 0),
+        Spread::Split(0) => {
+            let counts = value.placement.sharers(&value.ty.dims[0], &mesh);
+            let before = Some(counts.iter().take_while(|n| **n == 1).count()).filter(|n| *n < counts.len());
+            let Some(before) = before else { return (1, 0) };
+            let local = lockstep_ir::Placement { dp: Spread::Replicated, ..value.placement }.local(&value.ty, &mesh);
+            let rows: usize = local.dims[0].sections[..before].iter().map(|s| s.size()).sum();
+            (counts[before], rows * local.elements() / local.dims[0].size().max(1))
+        }
+        Spread::Split(_) => (1, 0),
+        Spread::Replicated | Spread::Partial | Spread::Flat => (mesh.tp, 0),
+    }
+}
+
+/// Lets the nodes that sum into `state` sum into a temporary of their micro-batch instead.
+fn gather_into_temporary(g: &mut Graph, nodes: &[Node], state: ValueId) -> ValueId {
+    let mut temporary = g.get(state).clone();
+    temporary.name = format!("{}.here", temporary.name);
+    temporary.source = Source::Sum;
+    g.values.push(temporary);
+    let id = ValueId(g.values.len() - 1);
+    for v in nodes.iter().flat_map(|n| n.outputs.iter().flatten()) {
+        if g.get(*v).source == (Source::Node { into: Some(state) }) {
+            g.values[v.0].source = Source::Node { into: Some(id) };
+        }
+    }
+    id
+}
+
+/// Sends each rank its flat range of the sums over data-parallel ranks, and returns the nodes that add it to the gradient.
+fn scatter_into(
+    g: &mut Graph,
+    whole: &[ValueId],
+    states: &[ValueId],
+    phase: Phase,
+    layer: Option<usize>,
+) -> Result<Vec<Node>, TypeError> {
+    if whole.is_empty() {
+        return Ok(Vec::new());
+    }
+    let op = Op::ReduceScatter { axis: MeshAxis::Dp, dim: None };
+    let ranges = g.relay(op, whole, "scattered", phase, layer)?;
+    let before = g.nodes.len();
+    for (range, &state) in ranges.into_iter().zip(states) {
+        g.values[state.0].placement = g.get(range).placement;
+        let sum = g.relay(Op::Accumulate, &[range], "sum", phase, layer)?[0];
+        g.values[sum.0].source = Source::Node { into: Some(state) };
+    }
+    Ok(g.nodes.split_off(before))
+}
+
+/// Keeps parameters as flat ranges and gathers each unit's before the unit in front of it computes.
+fn gather_parameters(g: &mut Graph) -> Result<(), TypeError> {
+    let axis = MeshAxis::Dp;
+    let parameter = |g: &Graph, v: &ValueId| matches!(g.get(*v).source, Source::State(State::Parameter(_)));
+    let units = units(&g.nodes);
+    let mut nodes: Vec<Vec<Node>> = Vec::new();
+    let all = std::mem::take(&mut g.nodes);
+    let mut all = all.into_iter();
+    units.iter().for_each(|u| nodes.push(all.by_ref().take(u.len()).collect()));
+    let parameters: Vec<ValueId> = g.parameters().map(|(id, _, _)| id).collect();
+    for v in parameters {
+        g.values[v.0].placement.dp = Spread::Flat;
+    }
+    // Forward and backward are segments of their own, so a unit is not gathered in one for the other.
+    let mut gathers: Vec<Option<Node>> = Vec::new();
+    for unit in &mut nodes {
+        let mut needed: Vec<ValueId> =
+            unit.iter().flat_map(|n| &n.inputs).copied().filter(|v| parameter(g, v)).collect();
+        needed.sort_unstable();
+        needed.dedup();
+        if needed.is_empty() {
+            gathers.push(None);
+            continue;
+        }
+        let (layer, phase) =
+            (unit[0].layer, if unit[0].phase == Phase::Forward { Phase::Forward } else { Phase::InputGrad });
+        let whole = g.relay(Op::AllGather { axis, dim: None }, &needed, "whole", phase, layer)?;
+        gathers.push(g.nodes.pop());
+        for v in unit.iter_mut().flat_map(|n| &mut n.inputs) {
+            if let Some(at) = needed.iter().position(|p| p == v) {
+                *v = whole[at];
+            }
+        }
+    }
+    let forward: Vec<bool> = nodes.iter().map(|unit| unit[0].phase == Phase::Forward).collect();
+    for u in 0..nodes.len() {
+        let first = u == 0 || forward[u - 1] != forward[u];
+        if first {
+            g.nodes.extend(gathers[u].take());
+        }
+        if u + 1 < nodes.len() && forward[u + 1] == forward[u] {
+            g.nodes.extend(gathers[u + 1].take());
+        }
+        g.nodes.append(&mut nodes[u]);
+    }
+    Ok(())
+}

@@ -1,0 +1,205 @@
+//! Stages: cuts a graph between layers into what each pipeline stage runs.
+//!
+//! The residual stream and its gradient are what crosses a cut; they are sent and received by the stages on both sides. A
+//! parameter that two stages use (a tied table) is held and updated by both: they exchange its gradient sums and add them in the
+//! same order.
+
+use lockstep_ir::graph::{Node, Phase, Source, State, Value};
+use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use std::collections::BTreeSet;
+
+/// Streams of messages between two stages.
+const ACTIVATIONS: u32 = 0;
+const GRADIENTS: u32 = 1;
+const TIED: u32 = 2;
+
+/// The first layer of each stage after the first: stages as equal as can be in FLOPs, embedding and head included.
+pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
+    let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
+    let mut costs = vec![0.0f64; layers];
+    let mut place = Place::new(layers.saturating_sub(1));
+    for node in &g.nodes {
+        let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
+        let flops = node.op.flops(&g.input_types(node), &wanted)?.hardware as f64;
+        if let Some(cost) = costs.get_mut(place.of(node)) {
+            *cost += flops;
+        }
+    }
+    // best[s][n]: the least that the heaviest of s stages over the first n layers can be, and where the last begins.
+    let sum = |from: usize, to: usize| costs[from..to].iter().sum::<f64>();
+    let mut best = vec![vec![(f64::INFINITY, 0); layers + 1]; stages + 1];
+    best[0][0].0 = 0.0;
+    for s in 1..=stages {
+        for n in s..=layers {
+            for from in s - 1..n {
+                let heaviest = best[s - 1][from].0.max(sum(from, n));
+                if heaviest < best[s][n].0 {
+                    best[s][n] = (heaviest, from);
+                }
+            }
+        }
+    }
+    let mut cuts = vec![0; stages.saturating_sub(1)];
+    let mut n = layers;
+    for s in (2..=stages).rev() {
+        n = best[s][n].1;
+        cuts[s - 2] = n;
+    }
+    Ok(cuts)
+}
+
+/// Says which layer a node goes with: what stands before the layers with the first, what stands behind with the last.
+struct Place {
+    last: usize,
+    /// Whether a layer has been seen in this direction.
+    inside: bool,
+    forward: bool,
+}
+
+impl Place {
+    fn new(last: usize) -> Self {
+        Self { last, inside: false, forward: true }
+    }
+
+    fn of(&mut self, node: &Node) -> usize {
+        let forward = node.phase == Phase::Forward;
+        if forward != self.forward {
+            (self.forward, self.inside) = (forward, false);
+        }
+        self.inside |= node.layer.is_some();
+        match node.layer {
+            Some(layer) => layer,
+            None if self.inside == forward => self.last,
+            None => 0,
+        }
+    }
+}
+
+/// What one stage runs. Values keep their ids.
+pub(crate) fn extract(g: &Graph, cuts: &[usize], stage: usize) -> Result<Graph, TypeError> {
+    if cuts.is_empty() {
+        return Ok(g.clone());
+    }
+    let layers = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
+    let mut place = Place::new(layers);
+    let stage_of = |layer: usize| cuts.iter().filter(|first| **first <= layer).count();
+    let stages: Vec<usize> = g.nodes.iter().map(|n| stage_of(place.of(n))).collect();
+    let mut made_in: Vec<Option<usize>> = vec![None; g.values.len()];
+    for (node, &s) in g.nodes.iter().zip(&stages).filter(|(n, _)| n.phase != Phase::Update) {
+        node.outputs.iter().flatten().for_each(|v| made_in[v.0] = Some(s));
+    }
+    let mut out = g.clone();
+    out.nodes.clear();
+    // What this stage has: values that it makes or receives, and states that its nodes touch.
+    let mut has: BTreeSet<ValueId> = BTreeSet::new();
+    let mut nodes: Vec<Node> = Vec::new();
+    let mut sends: Vec<(ValueId, usize)> = Vec::new();
+    for (node, &s) in g.nodes.iter().zip(&stages).filter(|(n, _)| n.phase != Phase::Update) {
+        let tag = if node.phase == Phase::Forward { ACTIVATIONS } else { GRADIENTS };
+        for &v in &node.inputs {
+            let Some(from) = made_in[v.0].filter(|from| *from != s) else { continue };
+            if s == stage && has.insert(v) {
+                let op = Op::Receive { stage: from, tag };
+                nodes.push(Node { op, inputs: vec![], outputs: vec![Some(v)], phase: node.phase, layer: node.layer });
+            }
+            if from == stage && !sends.contains(&(v, s)) {
+                sends.push((v, s));
+                let op = Op::Send { stage: s, tag };
+                // Sent as soon as it is made, in the phase that made it.
+                let made = nodes.iter().rposition(|n| n.outputs.contains(&Some(v))).unwrap_or(nodes.len() - 1);
+                let (phase, layer) = (nodes[made].phase, nodes[made].layer);
+                nodes.insert(made + 1, Node { op, inputs: vec![v], outputs: vec![], phase, layer });
+            }
+        }
+        if s == stage {
+            has.extend(node.inputs.iter().copied());
+            for v in node.outputs.iter().flatten() {
+                has.insert(*v);
+                if let Source::Node { into: Some(state) } = g.get(*v).source {
+                    has.insert(state);
+                }
+            }
+            nodes.push(node.clone());
+        }
+    }
+    out.nodes = nodes;
+    update(g, &mut out, &mut has, stage, &made_in)?;
+    let owned = |v: &ValueId| has.contains(v);
+    out.outputs.retain(owned);
+    out.updates.retain(|(state, v)| has.contains(state) && has.contains(v));
+    out.parts.retain(|(state, v)| has.contains(state) && has.contains(v));
+    Ok(out)
+}
+
+/// The part of the update that concerns what the stage has.
+fn update(
+    g: &Graph,
+    out: &mut Graph,
+    has: &mut BTreeSet<ValueId>,
+    stage: usize,
+    made_in: &[Option<usize>],
+) -> Result<(), TypeError> {
+    for node in g.nodes.iter().filter(|n| n.phase == Phase::Update) {
+        let mut node = node.clone();
+        let optimizer = |v: &ValueId| {
+            let source = &g.get(*v).source;
+            matches!(source, Source::State(State::Scalars | State::Moment { .. } | State::Master { .. }))
+        };
+        let known = |has: &BTreeSet<ValueId>, v: &ValueId| has.contains(v) || optimizer(v);
+        if node.op == Op::AddState {
+            exchange(g, out, has, &mut node, stage, made_in);
+        }
+        let spec = node.op.spec();
+        if spec.variadic {
+            // Of several tensors, those that the stage has.
+            let keep: Vec<bool> = node.inputs.iter().map(|v| known(has, v)).collect();
+            let kept = |i: usize| keep.get(i).copied().unwrap_or(true);
+            if spec.each {
+                node.outputs = (0..node.outputs.len()).filter(|i| kept(*i)).map(|i| node.outputs[i]).collect();
+            }
+            node.inputs = (0..node.inputs.len()).filter(|i| kept(*i)).map(|i| node.inputs[i]).collect();
+            if node.inputs.iter().all(optimizer) {
+                continue;
+            }
+        } else if !node.inputs.iter().all(|v| known(has, v)) {
+            continue;
+        }
+        has.extend(node.inputs.iter().chain(node.outputs.iter().flatten()).copied());
+        out.nodes.push(node);
+    }
+    Ok(())
+}
+
+/// Where another stage has summed the gradient of the same table: sends ours, receives theirs.
+fn exchange(
+    g: &Graph,
+    out: &mut Graph,
+    has: &mut BTreeSet<ValueId>,
+    node: &mut Node,
+    stage: usize,
+    made_in: &[Option<usize>],
+) {
+    let maker = |state: ValueId| {
+        let sums = |i: usize| g.values[i].source == (Source::Node { into: Some(state) });
+        (0..made_in.len()).find(|i| sums(*i)).and_then(|i| made_in[i])
+    };
+    let ours = node.inputs.iter().position(|v| has.contains(v));
+    let (Some(ours), true) = (ours, node.inputs.iter().any(|v| !has.contains(v))) else { return };
+    let theirs = 1 - ours;
+    let Some(other) = maker(node.inputs[theirs]).filter(|s| *s != stage) else { return };
+    let message = |op, inputs, outputs| Node { op, inputs, outputs, phase: Phase::Update, layer: None };
+    let send = message(Op::Send { stage: other, tag: TIED }, vec![node.inputs[ours]], vec![]);
+    let value = g.get(node.inputs[theirs]);
+    let received =
+        Value { name: format!("{}.received", value.name), source: Source::Node { into: None }, ..value.clone() };
+    out.values.push(received);
+    let id = ValueId(out.values.len() - 1);
+    out.nodes.push(send);
+    out.nodes.push(message(Op::Receive { stage: other, tag: TIED }, vec![], vec![Some(id)]));
+    // The sum lives where its first operand does; a stage that has only the second keeps it there.
+    let (here, there) = (node.inputs[ours], node.inputs[theirs]);
+    node.inputs[theirs] = id;
+    has.insert(id);
+    let moved = out.updates.iter_mut().chain(&mut out.parts).filter(|(state, _)| *state == there);
+    moved.for_each(|pair| pair.0 = here);
+}

@@ -1,0 +1,367 @@
+//! What every communicator must do, as a suite that any of them can run.
+//!
+//! Results are compared bit for bit with sums taken one after the other in the order of the group, on values for which
+//! another order gives other bits. Buffers have a margin that must stay as it was.
+
+mod endings;
+mod messages;
+
+use super::{Collective, CommError, Communicator, Group, Piece, Place, RankGuard};
+use lockstep_ir::{DType, bf16, counter, fixed};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Makes the communicators of so many ranks.
+pub type Make<'a> = &'a dyn Fn(usize) -> Vec<Arc<dyn Communicator>>;
+
+const KINDS: [Collective; 3] = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
+const DTYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F64, DType::Fixed64, DType::U32];
+
+/// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a patience of some
+/// seconds for it.
+pub fn check(make: Make<'_>) -> Result<(), String> {
+    SECTIONS.iter().try_for_each(|section| section(make))
+}
+
+/// The suite in parts: collectives one after the other, collectives at the same time, messages, and how runs end.
+pub(super) const SECTIONS: [fn(Make<'_>) -> Result<(), String>; 4] =
+    [one_by_one, at_once, messages::check, endings::check];
+
+fn one_by_one(make: Make<'_>) -> Result<(), String> {
+    (1..=8).try_for_each(|ranks| collectives(make, ranks))?;
+    large(make)
+}
+
+fn at_once(make: Make<'_>) -> Result<(), String> {
+    mesh(make)?;
+    channels(make)?;
+    [2, 5, 8].into_iter().try_for_each(|ranks| storm(make, ranks))
+}
+
+/// One collective with made-up data: everybody can compute everybody's inputs.
+struct Job {
+    kind: Collective,
+    group: Group,
+    pieces: Vec<(usize, DType)>,
+    in_place: bool,
+    key: u64,
+}
+
+/// Every kind with every type, and with several at once, in place and not, in groups of several orders.
+fn collectives(make: Make<'_>, ranks: usize) -> Result<(), String> {
+    together(make, ranks, "collectives", |comm| {
+        let mut key = 0;
+        for kind in KINDS {
+            let dtypes = || DTYPES.into_iter().filter(|&dtype| adds(kind, dtype));
+            let mut shapes: Vec<Vec<_>> = dtypes().map(|dtype| [0, 1, 7, 1000].map(|n| (n, dtype)).into()).collect();
+            shapes.extend([dtypes().map(|dtype| (17, dtype)).collect(), vec![]]);
+            for pieces in shapes {
+                for in_place in [false, true] {
+                    key += 1;
+                    let group = rotated_group(ranks, key as usize);
+                    Job { kind, group, pieces: pieces.clone(), in_place, key }.run(comm)?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Tensors that take the ranks some time, so that they work at the same time.
+fn large(make: Make<'_>) -> Result<(), String> {
+    together(make, 3, "large tensors", |comm| {
+        for (key, kind) in KINDS.into_iter().enumerate() {
+            for dtype in [DType::F32, DType::BF16, DType::Fixed64] {
+                let pieces = vec![(30_001, dtype), (8_192, dtype)];
+                Job { kind, group: rotated_group(3, key), pieces, in_place: key.is_multiple_of(2), key: key as u64 }
+                    .run(comm)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The axes and planes of a 2 × 2 × 2 mesh, one after the other, each of its groups at its own pace.
+fn mesh(make: Make<'_>) -> Result<(), String> {
+    together(make, 8, "groups of a 2x2x2 mesh", |comm| {
+        let rank = comm.rank();
+        for round in 0..30u64 {
+            for free in 1..8usize {
+                // The group: ranks that differ in the `free` bits only.
+                let ranks: Vec<usize> = (0..8).filter(|other| (other ^ rank) & !free == 0).collect();
+                let key = round << 8 | (free as u64) << 4 | (rank & !free) as u64;
+                delay(key, rank);
+                let job = Job { kind: KINDS[(round as usize + free) % 3], ..Job::random(key, ranks, 0) };
+                job.run(comm)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Two streams of every rank in the same group at once.
+fn channels(make: Make<'_>) -> Result<(), String> {
+    together(make, 4, "two channels of one group", |comm| {
+        let stream = |channel: u32| -> Result<(), String> {
+            let _guard = RankGuard::new(comm);
+            let round = |round: u64| {
+                let key = round << 1 | u64::from(channel);
+                delay(key, comm.rank());
+                Job::random(key, (0..4).collect(), channel).run(comm)
+            };
+            (0..200).try_for_each(round).inspect_err(|error| comm.fail(error))
+        };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| stream(1));
+            stream(0).and(joined(other.join()))
+        })
+    })
+}
+
+/// Many small collectives of changing groups with changing delays.
+fn storm(make: Make<'_>, ranks: usize) -> Result<(), String> {
+    together(make, ranks, "many collectives with delays", |comm| {
+        for round in 0..250 {
+            let key = counter::key(round, "storm");
+            // All, or all but one.
+            let mut group = rotated(ranks, key as usize % 97);
+            if key.is_multiple_of(3) {
+                group.pop();
+            }
+            delay(key, comm.rank());
+            if group.contains(&comm.rank()) {
+                Job::random(key, group, 0).run(comm)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+impl Job {
+    /// A small job, the same wherever the arguments are.
+    fn random(key: u64, ranks: Vec<usize>, channel: u32) -> Self {
+        let draw = |i: u64, n: usize| (counter::bits(key, i) % n as u64) as usize;
+        let kind = KINDS[draw(0, 3)];
+        let pieces = (0..1 + draw(1, 3) as u64).map(|p| (draw(10 + p, 70), DTYPES[draw(20 + p, 4)])).collect();
+        Self { kind, group: Group { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
+    }
+
+    /// Elements of what a member gives for piece `p`.
+    fn given(&self, p: usize) -> usize {
+        let parts = if self.kind == Collective::ReduceScatter { self.group.ranks.len() } else { 1 };
+        self.pieces[p].0 * parts
+    }
+
+    /// Some elements of what a member gives for piece `p`.
+    fn input(&self, member: usize, p: usize, range: Range<usize>) -> Vec<u8> {
+        values(self.pieces[p].1, counter::bits(self.key, (member << 8 | p) as u64), range)
+    }
+
+    /// What the member at `index` must get for piece `p`.
+    fn expected(&self, index: usize, p: usize) -> Vec<u8> {
+        let (elements, dtype) = self.pieces[p];
+        let start = if self.kind == Collective::ReduceScatter { index * elements } else { 0 };
+        let inputs = (0..self.group.ranks.len()).map(|member| self.input(member, p, start..start + elements));
+        if self.kind.sums() { sum(dtype, inputs) } else { inputs.flatten().collect() }
+    }
+
+    /// Does it and looks at the result.
+    fn run(&self, comm: &dyn Communicator) -> Result<(), String> {
+        let n = self.group.ranks.len();
+        let Some(index) = self.group.ranks.iter().position(|&rank| rank == comm.rank()) else { return Ok(()) };
+        let place = Place { op: self.kind.name(), layer: None, micro_batch: 0 };
+        comm.at(place);
+        let mut memory = Vec::new();
+        for (p, &(elements, dtype)) in self.pieces.iter().enumerate() {
+            let part = elements * dtype.bytes();
+            let (given, expected) = (self.input(index, p, 0..self.given(p)), self.expected(index, p));
+            // In place there is one buffer, the larger one.
+            let own = if self.kind == Collective::AllReduce { 0 } else { index * part };
+            let mut output = Buffer::new(if self.in_place { given.len().max(expected.len()) } else { expected.len() });
+            let mut input = Buffer::new(given.len());
+            input.bytes_mut().copy_from_slice(&given);
+            let (mut from, mut to) = (input.pointer().cast_const(), output.pointer());
+            if self.in_place {
+                let start = if self.kind == Collective::AllGather { own } else { 0 };
+                output.bytes_mut()[start..start + given.len()].copy_from_slice(&given);
+                // SAFETY: this rank's part of the buffer.
+                let mine = unsafe { output.pointer().add(own) };
+                (from, to) = match self.kind {
+                    Collective::AllReduce => (to.cast_const(), to),
+                    Collective::ReduceScatter => (to.cast_const(), mine),
+                    Collective::AllGather => (mine.cast_const(), to),
+                };
+            }
+            let piece = Piece { input: from, output: to, elements, dtype };
+            let start = if self.kind == Collective::ReduceScatter && self.in_place { own } else { 0 };
+            memory.push((piece, input, output, given, expected, start));
+        }
+        let pieces: Vec<Piece> = memory.iter().map(|m| m.0).collect();
+        // SAFETY: pieces of buffers that live on and that nobody else uses, overlapping only as allowed.
+        unsafe { comm.collective(self.kind, &self.group, &pieces, place) }.map_err(|e| e.to_string())?;
+        for (piece, input, output, given, expected, start) in &memory {
+            let wrong = if output.bytes()[*start..start + expected.len()] != expected[..] {
+                "gives the wrong result"
+            } else if input.bytes() != &given[..] {
+                "changes its input"
+            } else if !input.intact() || !output.intact() {
+                "writes beyond its buffers"
+            } else {
+                continue;
+            };
+            let (kind, elements, dtype) = (self.kind, piece.elements, piece.dtype);
+            let how = if self.in_place { " in place" } else { "" };
+            return Err(format!("{kind} of {elements} elements {dtype}{how} by {n} ranks {wrong}"));
+        }
+        Ok(())
+    }
+}
+
+/// Memory with a margin that nobody may write to.
+struct Buffer {
+    words: Vec<u64>,
+    bytes: usize,
+}
+
+impl Buffer {
+    const MARGIN: u64 = 0xa5a5_a5a5_a5a5_a5a5;
+
+    fn new(bytes: usize) -> Self {
+        Self { words: vec![Self::MARGIN; bytes.div_ceil(8) + 8], bytes }
+    }
+
+    fn pointer(&mut self) -> *mut u8 {
+        self.words.as_mut_ptr().cast()
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.all()[..self.bytes]
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: inside the vector; every bit pattern is a byte.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.bytes) }
+    }
+
+    fn intact(&self) -> bool {
+        self.all()[self.bytes..].iter().all(|&byte| byte == Self::MARGIN as u8)
+    }
+
+    fn all(&self) -> &[u8] {
+        // SAFETY: the whole vector; every bit pattern is a byte.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.words.len() * 8) }
+    }
+}
+
+/// Runs a program on fresh ranks, one thread each. The first error counts; it ends the other ranks too.
+fn together(
+    make: Make<'_>,
+    ranks: usize,
+    what: &str,
+    program: impl Fn(&dyn Communicator) -> Result<(), String> + Sync,
+) -> Result<(), String> {
+    let comms = make(ranks);
+    if comms.len() != ranks || comms.iter().enumerate().any(|(i, comm)| (comm.rank(), comm.ranks()) != (i, ranks)) {
+        return Err(format!("asked for {ranks} ranks, got others"));
+    }
+    let program = &program;
+    let run = |comm: &dyn Communicator| {
+        let _guard = RankGuard::new(comm);
+        let result = program(comm);
+        match &result {
+            Ok(()) => comm.leave(),
+            Err(error) => comm.fail(error),
+        }
+        result
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = comms.iter().map(|comm| scope.spawn(move || run(&**comm))).collect();
+        let results: Vec<_> = threads.into_iter().map(|thread| joined(thread.join())).collect();
+        results.into_iter().collect::<Result<(), _>>()
+    })
+    .map_err(|error| format!("{what}, {ranks} ranks: {error}"))
+}
+
+fn joined(result: std::thread::Result<Result<(), String>>) -> Result<(), String> {
+    result.unwrap_or_else(|_| Err("a rank panicked".to_owned()))
+}
+
+fn adds(kind: Collective, dtype: DType) -> bool {
+    !kind.sums() || dtype != DType::U32
+}
+
+/// All ranks, in an order that depends on `by`.
+fn rotated(ranks: usize, by: usize) -> Vec<usize> {
+    let order = (0..ranks).map(|i| (i + by) % ranks);
+    if by.is_multiple_of(2) { order.collect() } else { order.rev().collect() }
+}
+
+fn rotated_group(ranks: usize, by: usize) -> Group {
+    Group { ranks: rotated(ranks, by), channel: 0 }
+}
+
+/// Sometimes lets others go first.
+fn delay(key: u64, rank: usize) {
+    match counter::bits(key, 1000 + rank as u64) % 16 {
+        0 => std::thread::sleep(Duration::from_micros(200)),
+        1..4 => std::thread::yield_now(),
+        _ => {}
+    }
+}
+
+/// Values whose sum depends on the order of the terms: many are large powers of two, which swallow the others and cancel.
+fn values(dtype: DType, key: u64, range: Range<usize>) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(range.len() * dtype.bytes());
+    for i in range {
+        let bits = counter::bits(key, i as u64);
+        let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
+        let small = 1.0 + (bits >> 12) as f64 / (1u64 << 52) as f64;
+        let pick = |large: f64| sign * if bits & 2 == 0 { large } else { small };
+        match dtype {
+            DType::F32 => bytes.extend((pick((1u64 << 40) as f64) as f32).to_le_bytes()),
+            DType::BF16 => bytes.extend(bf16::from_f32(pick((1u64 << 40) as f64) as f32).to_le_bytes()),
+            DType::F64 => bytes.extend(pick((1u128 << 80) as f64).to_le_bytes()),
+            // Up to half of what fits: some sums leave the range, depending on the order.
+            DType::Fixed64 => bytes.extend((bits as i64 >> 2).to_le_bytes()),
+            DType::U32 => bytes.extend((bits as u32).to_le_bytes()),
+        }
+    }
+    bytes
+}
+
+/// The sum of the terms, one after the other.
+fn sum(dtype: DType, terms: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
+    fn fold<const N: usize, S: Copy>(
+        terms: impl Iterator<Item = Vec<u8>>,
+        read: impl Fn([u8; N]) -> S,
+        add: impl Fn(S, S) -> S,
+        write: impl Fn(S) -> [u8; N],
+    ) -> Vec<u8> {
+        let mut sums: Vec<S> = Vec::new();
+        for (i, term) in terms.enumerate() {
+            let elements = term.as_chunks::<N>().0.iter().map(|&bytes| read(bytes));
+            if i == 0 {
+                sums = elements.collect();
+            } else {
+                sums.iter_mut().zip(elements).for_each(|(sum, x)| *sum = add(*sum, x));
+            }
+        }
+        sums.into_iter().flat_map(write).collect()
+    }
+    match dtype {
+        DType::F32 => fold(terms, f32::from_le_bytes, |a, b| a + b, f32::to_le_bytes),
+        DType::F64 => fold(terms, f64::from_le_bytes, |a, b| a + b, f64::to_le_bytes),
+        DType::Fixed64 => fold(terms, i64::from_le_bytes, fixed::merge, i64::to_le_bytes),
+        DType::BF16 => {
+            let widen = |bytes| bf16::to_f32(u16::from_le_bytes(bytes));
+            fold(terms, widen, |a, b| a + b, |sum| bf16::from_f32(sum).to_le_bytes())
+        }
+        DType::U32 => Vec::new(),
+    }
+}
+
+/// The text of an error that must be there.
+fn must_fail(result: Result<(), CommError>, what: &str) -> Result<String, String> {
+    result.err().map(|error| error.to_string()).ok_or_else(|| format!("{what} is not refused"))
+}

@@ -1,0 +1,308 @@
+//! Where the ranks of one group meet for collectives.
+
+use super::world::{Gate, World};
+use super::{Collective, CommError, Group, Piece, Place, sum};
+use std::cell::UnsafeCell;
+use std::sync::MutexGuard;
+
+/// What one member wants of a collective.
+#[derive(Clone, Copy)]
+struct Call {
+    kind: Collective,
+    pieces: *const Piece,
+    count: usize,
+    place: Place,
+}
+
+/// State of a meeting; a stage ends when all members have arrived.
+struct Turn {
+    /// Counts the stages that have ended.
+    stage: u64,
+    /// Which members have arrived at the end of this stage, and how many have not.
+    arrived: Vec<bool>,
+    missing: usize,
+    /// Members that may be reading or writing tensors.
+    touching: usize,
+    /// Which members are in a collective.
+    inside: Vec<bool>,
+    /// A member has given up: no stage ends any more.
+    closed: bool,
+}
+
+/// The meeting of one group. Made when the group first acts, used for all its collectives.
+pub struct Meeting {
+    members: Vec<usize>,
+    /// What each member wants. Written by the member under the lock before it arrives; read by others from the end of that
+    /// first stage until they arrive at the end of the last.
+    calls: Vec<UnsafeCell<Option<Call>>>,
+    gate: Gate<Turn>,
+}
+
+// SAFETY: `calls` and what they point to are read and written in the turns that the gate gives, see there.
+unsafe impl Send for Meeting {}
+// SAFETY: as above.
+unsafe impl Sync for Meeting {}
+
+impl Meeting {
+    pub fn new(group: &Group) -> Self {
+        let n = group.ranks.len();
+        let turn =
+            Turn { stage: 0, arrived: vec![false; n], missing: n, touching: 0, inside: vec![false; n], closed: false };
+        Self {
+            members: group.ranks.clone(),
+            calls: (0..n).map(|_| UnsafeCell::new(None)).collect(),
+            gate: Gate::new(turn),
+        }
+    }
+
+    /// The part of member `index` in a collective.
+    ///
+    /// # Safety
+    /// As `Communicator::collective`; sums are of types that can be added.
+    pub unsafe fn act(
+        &self,
+        world: &World,
+        index: usize,
+        kind: Collective,
+        pieces: &[Piece],
+        place: Place,
+    ) -> Result<(), CommError> {
+        let mut turn = self.gate.lock();
+        if turn.inside[index] {
+            let reason = "two collectives of one group at once on one channel".to_owned();
+            return Err(world.end(CommError::Refused { rank: self.members[index], place, reason }));
+        }
+        turn.inside[index] = true;
+        let call = Call { kind, pieces: pieces.as_ptr(), count: pieces.len(), place };
+        // SAFETY: this member is in no collective, so nobody reads what it wanted last.
+        unsafe { *self.calls[index].get() = Some(call) };
+        drop(self.arrive(world, index, turn, Stage::Agree, place)?);
+        // SAFETY: all have agreed; everybody writes only its own outputs, and of those only what nobody reads meanwhile.
+        unsafe {
+            match kind {
+                Collective::AllReduce => {
+                    self.reduce_slice(index, pieces);
+                    drop(self.arrive(world, index, self.done(), Stage::Work, place)?);
+                    self.fetch_slices(index, pieces);
+                }
+                Collective::ReduceScatter => self.reduce_part(index, pieces),
+                Collective::AllGather => self.gather(index, pieces),
+            }
+        }
+        self.arrive(world, index, self.done(), Stage::Leave, place)?.inside[index] = false;
+        Ok(())
+    }
+
+    /// This member touches no tensors for now.
+    fn done(&self) -> MutexGuard<'_, Turn> {
+        let mut turn = self.gate.lock();
+        turn.touching -= 1;
+        turn
+    }
+
+    /// Waits until all members have arrived. An error comes only when nobody touches tensors, and nobody will.
+    fn arrive<'g>(
+        &'g self,
+        world: &World,
+        index: usize,
+        mut turn: MutexGuard<'g, Turn>,
+        stage: Stage,
+        place: Place,
+    ) -> Result<MutexGuard<'g, Turn>, CommError> {
+        let me = self.members[index];
+        let mut result = Ok(());
+        if !turn.closed {
+            turn.arrived[index] = true;
+            turn.missing -= 1;
+            if turn.missing == 0 {
+                match stage {
+                    Stage::Agree => result = self.agree().map_err(|error| world.end(error)),
+                    Stage::Work | Stage::Leave => {}
+                }
+                if result.is_ok() {
+                    turn.stage += 1;
+                    turn.arrived.fill(false);
+                    turn.missing = self.members.len();
+                    // Counted for all here, so that none is missed who has yet to wake.
+                    turn.touching = if stage == Stage::Leave { 0 } else { self.members.len() };
+                    self.gate.announce();
+                    return Ok(turn);
+                }
+            }
+        }
+        if result.is_ok() {
+            let before = turn.stage;
+            let absent = |turn: &Turn, rank: usize| {
+                self.members.iter().zip(&turn.arrived).any(|(&member, &here)| member == rank && !here)
+            };
+            (turn, result) = world.wait((me, place), &self.gate, turn, |turn| turn.stage != before, absent);
+        }
+        if let Err(error) = result {
+            turn.closed = true;
+            self.gate.announce();
+            // Others may still read this member's tensors; they do not wait for anybody while they do.
+            while turn.touching > 0 {
+                turn = self.gate.sleep(turn);
+            }
+            return Err(error);
+        }
+        Ok(turn)
+    }
+
+    /// Whether all members want the same. Called by the last to arrive, under the lock.
+    fn agree(&self) -> Result<(), CommError> {
+        // SAFETY: all members have arrived and wait, so calls and pieces stay as they are.
+        let call = |member: usize| unsafe { *self.calls[member].get() };
+        // SAFETY: as above.
+        let pieces = |call: &Call| unsafe { slice(call.pieces, call.count) };
+        let Some(first) = call(0) else { return Ok(()) };
+        for member in 1..self.members.len() {
+            let Some(other) = call(member) else { continue };
+            let (a, b) = (pieces(&first), pieces(&other));
+            let differs = |(a, b): (&Piece, &Piece)| (a.elements, a.dtype) != (b.elements, b.dtype);
+            let piece = a.iter().zip(b).position(differs);
+            if first.kind == other.kind && a.len() == b.len() && piece.is_none() {
+                continue;
+            }
+            return Err(CommError::Mismatch {
+                ranks: (self.members[0], self.members[member]),
+                first: describe(&first, a, piece),
+                second: describe(&other, b, piece),
+            });
+        }
+        Ok(())
+    }
+
+    /// What member `member` wants done with piece `p`.
+    ///
+    /// # Safety
+    /// Between the first stage and the last, with `p` among the pieces.
+    unsafe fn piece(&self, member: usize, p: usize) -> Piece {
+        // SAFETY: the caller vouches; all members have as many pieces.
+        unsafe {
+            match *self.calls[member].get() {
+                Some(call) => *call.pieces.add(p),
+                None => unreachable!("a member that has arrived has a call"),
+            }
+        }
+    }
+
+    /// Sums this member's slices of all inputs into its outputs.
+    unsafe fn reduce_slice(&self, index: usize, pieces: &[Piece]) {
+        for (p, piece) in pieces.iter().enumerate() {
+            let (start, n) = self.slice_of(index, piece);
+            let at = start * piece.dtype.bytes();
+            // SAFETY: inside the tensors. Nobody else reads this slice of this member's input, which may be its output.
+            unsafe {
+                let input = |member| self.piece(member, p).input.add(at);
+                sum::sum(piece.dtype, self.members.len(), input, piece.output.add(at), n);
+            }
+        }
+    }
+
+    /// Copies the slices of the other members from their outputs.
+    unsafe fn fetch_slices(&self, index: usize, pieces: &[Piece]) {
+        for member in self.others(index) {
+            for (p, piece) in pieces.iter().enumerate() {
+                let (start, n) = self.slice_of(member, piece);
+                let size = piece.dtype.bytes();
+                // SAFETY: inside the tensors; the owner has written its slice, and this copy of it is read by nobody.
+                unsafe {
+                    let from = self.piece(member, p).output.add(start * size);
+                    copy(from, piece.output.add(start * size), n * size);
+                }
+            }
+        }
+    }
+
+    /// Sums this member's part of all inputs into its output.
+    unsafe fn reduce_part(&self, index: usize, pieces: &[Piece]) {
+        for (p, piece) in pieces.iter().enumerate() {
+            // SAFETY: inside the tensors. Nobody else reads this part of this member's input, which may be its output.
+            unsafe {
+                let input = |member| self.piece(member, p).input.add(index * piece.bytes());
+                sum::sum(piece.dtype, self.members.len(), input, piece.output, piece.elements);
+            }
+        }
+    }
+
+    /// Copies all inputs into this member's outputs.
+    unsafe fn gather(&self, index: usize, pieces: &[Piece]) {
+        for member in self.others(index).chain([index]) {
+            for (p, piece) in pieces.iter().enumerate() {
+                let bytes = piece.bytes();
+                // SAFETY: inside the tensors. The part of the output that may be this member's input is not written.
+                unsafe { copy(self.piece(member, p).input, piece.output.add(member * bytes), bytes) };
+            }
+        }
+    }
+
+    /// First element and number of elements of the slice that a member adds: whole cache lines.
+    fn slice_of(&self, member: usize, piece: &Piece) -> (usize, usize) {
+        let line = 64 / piece.dtype.bytes();
+        let size = piece.elements.div_ceil(self.members.len()).next_multiple_of(line);
+        let start = piece.elements.min(member * size);
+        (start, size.min(piece.elements - start))
+    }
+
+    /// The other members, each rank starting at another.
+    fn others(&self, index: usize) -> impl Iterator<Item = usize> {
+        let n = self.members.len();
+        (1..n).map(move |i| (index + i) % n)
+    }
+}
+
+/// What the members wait for each other before.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Touching anything.
+    Agree,
+    /// Reading each other's outputs.
+    Work,
+    /// Returning.
+    Leave,
+}
+
+/// Copies bytes, unless they are there already.
+///
+/// # Safety
+/// Both are good for this many bytes, and apart or the same.
+pub unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+    if bytes > 0 && from != to.cast_const() {
+        // SAFETY: the caller vouches.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+    }
+}
+
+/// # Safety
+/// As `slice::from_raw_parts`.
+unsafe fn slice<'a>(pieces: *const Piece, count: usize) -> &'a [Piece] {
+    // SAFETY: the caller vouches.
+    unsafe { std::slice::from_raw_parts(pieces, count) }
+}
+
+/// A call, for messages; `piece` is the first that differs.
+fn describe(call: &Call, pieces: &[Piece], piece: Option<usize>) -> String {
+    let (kind, place) = (call.kind, call.place);
+    let what = |piece: &Piece| format!("{} bytes {}", thousands(piece.bytes()), piece.dtype);
+    match (pieces, piece) {
+        ([only], _) => format!("{kind} of {} in {place}", what(only)),
+        (_, Some(p)) if p < pieces.len() => {
+            format!("{kind} of {} as tensor {} of {} in {place}", what(&pieces[p]), p + 1, pieces.len())
+        }
+        _ => format!("{kind} of {} tensors in {place}", pieces.len()),
+    }
+}
+
+/// `1234567` as `1,234,567`.
+pub fn thousands(n: usize) -> String {
+    let digits = n.to_string();
+    let mut text = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(c);
+    }
+    text
+}

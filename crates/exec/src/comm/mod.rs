@@ -1,0 +1,286 @@
+//! Collectives and messages between the ranks of a run.
+//!
+//! [`Communicator`] is one rank's end. [`threads`](fn@threads) makes ranks that share a process; other kinds are held to
+//! the same behaviour by [`conformance::check`]. Sums are taken in the order of the group's ranks whatever the timing, so
+//! all ranks get the same bits in every run. What goes wrong anywhere ends the run everywhere, with one error that names
+//! the rank, its op and its layer.
+
+pub mod conformance;
+mod mail;
+mod meeting;
+mod sum;
+#[cfg(test)]
+mod tests;
+pub mod threads;
+mod world;
+
+pub use threads::threads;
+
+use lockstep_ir::{DType, units};
+use std::fmt;
+
+/// What a group of ranks does together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Collective {
+    /// Everybody gets the sum of everybody's tensor.
+    AllReduce,
+    /// The i-th rank of the group gets the i-th part of the sum.
+    ReduceScatter,
+    /// Everybody gets everybody's tensor, in the order of the group.
+    AllGather,
+}
+
+impl Collective {
+    /// The name that messages use.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "all_reduce",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::AllGather => "all_gather",
+        }
+    }
+
+    /// Whether it adds.
+    pub const fn sums(self) -> bool {
+        matches!(self, Collective::AllReduce | Collective::ReduceScatter)
+    }
+}
+
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Ranks that act together, in the order in which sums are taken.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Group {
+    /// The ranks, each once. All of them must name them in the same order.
+    pub ranks: Vec<usize>,
+    /// Keeps collectives of one group that are issued from different streams apart.
+    pub channel: u32,
+}
+
+/// One tensor of a collective; several go together in one call.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// What this rank gives.
+    pub input: *const u8,
+    /// Where this rank's result goes.
+    pub output: *mut u8,
+    /// Elements of one rank's part. `AllReduce`: of the whole tensor. `ReduceScatter`: of the output; the input has
+    /// group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of the input; the output has
+    /// group-size times as many.
+    pub elements: usize,
+    /// Type of the elements.
+    pub dtype: DType,
+}
+
+impl Piece {
+    /// Bytes of one rank's part.
+    pub const fn bytes(&self) -> usize {
+        self.elements * self.dtype.bytes()
+    }
+}
+
+/// Where a rank is in its program: for messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The op's name.
+    pub op: &'static str,
+    /// The layer that the op belongs to, if any.
+    pub layer: Option<usize>,
+    /// The micro-batch that it works on.
+    pub micro_batch: usize,
+}
+
+impl Place {
+    /// Op and layer, without the micro-batch.
+    fn brief(&self) -> String {
+        self.layer.map_or_else(|| self.op.to_owned(), |layer| format!("{}, layer {layer}", self.op))
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, micro-batch {}", self.brief(), self.micro_batch)
+    }
+}
+
+/// What ended the run. All ranks get the same one.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum CommError {
+    /// A rank cannot go on.
+    #[error("rank {rank} failed {}: {reason}", at(.place))]
+    Failed {
+        /// The rank that failed.
+        rank: usize,
+        /// Where it was; `None` before its first op.
+        place: Option<Place>,
+        /// What it said.
+        reason: String,
+    },
+    /// A rank waits for one that shows no sign of life.
+    #[error(
+        "rank {rank} waits in {}, for rank {other}, which has been {}, for {}{}\n\
+         hint: look at the messages of rank {other}; raise parallel.patience if an op legitimately takes that long",
+        .place.brief(), briefly(.other_place), units::seconds(f64::from(*.seconds)), waiting(.other_waits_for)
+    )]
+    Stalled {
+        /// The rank that waits.
+        rank: usize,
+        /// Where it waits.
+        place: Place,
+        /// The rank that it waits for.
+        other: usize,
+        /// Where that one is; `None` before its first op.
+        other_place: Option<Place>,
+        /// How long that one has been there.
+        seconds: f32,
+        /// The rank that the other waits for in turn: they wait in a circle.
+        other_waits_for: Option<usize>,
+    },
+    /// A rank waits for one that will not come.
+    #[error(
+        "rank {rank} waits in {}, for rank {other}, but rank {other} has ended its program\n\
+         hint: the ranks run different programs; start all of them with the same config and the same build",
+        .place.brief()
+    )]
+    Left {
+        /// The rank that waits.
+        rank: usize,
+        /// Where it waits.
+        place: Place,
+        /// The rank that has ended its program.
+        other: usize,
+    },
+    /// Two ranks want different things of each other.
+    #[error(
+        "ranks {} and {} do not agree: {first} against {second}\n\
+         hint: the ranks run different programs; start all of them with the same config and the same build",
+        .ranks.0, .ranks.1
+    )]
+    Mismatch {
+        /// The two ranks.
+        ranks: (usize, usize),
+        /// What the first wants.
+        first: String,
+        /// What the second wants.
+        second: String,
+    },
+    /// A rank asks for something that no communicator can do.
+    #[error(
+        "rank {rank} asks in {place} for what cannot be done: {reason}\n\
+         hint: this is a bug in Lockstep, please report it with your config"
+    )]
+    Refused {
+        /// The rank that asks.
+        rank: usize,
+        /// Where it asks.
+        place: Place,
+        /// Why not.
+        reason: String,
+    },
+}
+
+fn at(place: &Option<Place>) -> String {
+    place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
+}
+
+fn briefly(place: &Option<Place>) -> String {
+    place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {}", p.brief()))
+}
+
+fn waiting(other: &Option<usize>) -> String {
+    other.map_or_else(String::new, |other| format!(", waiting for rank {other}"))
+}
+
+/// One rank's end of the connections between ranks. Its methods may be called from several threads of the rank at once.
+///
+/// Once something has ended the run, every call returns the error at once. When a call has returned an error, or
+/// [`fail`](Self::fail) or [`leave`](Self::leave) has returned, and no other call of this rank is under way, no other rank
+/// touches this rank's memory any more.
+pub trait Communicator: Send + Sync {
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks of the run.
+    fn ranks(&self) -> usize;
+
+    /// Says where this rank is now: a sign of life. Cheap; called before every instruction.
+    fn at(&self, place: Place);
+
+    /// Does `kind` together with the other ranks of the group, which call it with pieces of the same sizes and types.
+    /// Nothing is touched before all have agreed on that. Returns when this rank's outputs are there and nobody reads its
+    /// inputs any more.
+    ///
+    /// # Safety
+    /// The pieces' memory is valid, aligned to the element type and exclusively this rank's until return. Inputs and
+    /// outputs are apart, except that an input may be exactly the output (`AllReduce`), an output may be this rank's
+    /// part of the input (`ReduceScatter`), and an input may be this rank's part of the output (`AllGather`).
+    unsafe fn collective(
+        &self,
+        kind: Collective,
+        group: &Group,
+        pieces: &[Piece],
+        place: Place,
+    ) -> Result<(), CommError>;
+
+    /// Copies `bytes` bytes into the next of `copies` parts of `outbox`, each of `bytes` bytes (waiting until the receiver
+    /// has taken what was there), and offers it to `to`; returns without waiting for the receiver. `tag` separates
+    /// independent streams of messages between the same two ranks; one stream is used by one thread at a time.
+    ///
+    /// A change of outbox, copies or bytes within a stream first waits until everything offered has been taken.
+    ///
+    /// # Safety
+    /// `data` is valid for `bytes` bytes, and `outbox` for `copies` times as many. The outbox is the stream's alone and
+    /// stays valid until all that was sent is taken, or a call has returned an error, or [`leave`](Self::leave) or
+    /// [`fail`](Self::fail) has returned.
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn send(
+        &self,
+        to: usize,
+        tag: u32,
+        data: *const u8,
+        bytes: usize,
+        outbox: *mut u8,
+        copies: usize,
+        place: Place,
+    ) -> Result<(), CommError>;
+
+    /// Waits for the next message of `from` with this tag, which must have `bytes` bytes, and copies it.
+    ///
+    /// # Safety
+    /// `data` is valid for writes of `bytes` bytes and exclusively this call's.
+    unsafe fn receive(&self, from: usize, tag: u32, data: *mut u8, bytes: usize, place: Place)
+    -> Result<(), CommError>;
+
+    /// This rank has ended its program: whoever waits for more of it gets an error. Waits until what it has sent is taken.
+    fn leave(&self);
+
+    /// Ends the run for everybody: this rank cannot go on.
+    fn fail(&self, reason: &str);
+
+    /// What ended the run, if anything did.
+    fn failure(&self) -> Option<CommError>;
+}
+
+/// Ends the run for everybody if this rank's thread panics while the guard lives.
+///
+/// Make it after whatever owns the memory that the communicator was told of, so that it is dropped before.
+pub struct RankGuard<'a>(&'a dyn Communicator);
+
+impl<'a> RankGuard<'a> {
+    /// Guards this thread of the rank.
+    pub fn new(comm: &'a dyn Communicator) -> Self {
+        Self(comm)
+    }
+}
+
+impl Drop for RankGuard<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail("panicked");
+        }
+    }
+}

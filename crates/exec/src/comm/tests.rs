@@ -1,0 +1,322 @@
+use super::*;
+use std::sync::Arc;
+use std::thread::scope;
+use std::time::{Duration, Instant};
+
+#[test]
+fn threads_conform() {
+    conformance::check(&|ranks| threads(ranks, Duration::from_secs(10))).unwrap();
+}
+
+/// What a planted communicator does wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    ReversesSums(DType),
+    SwapsParts(Collective),
+    ForgetsAPiece,
+    WritesBeforeItAgrees,
+    MixesChannels,
+    MixesTags,
+    OverrunsTheOutbox,
+    ForgetsFailures,
+}
+
+struct Wrong(Arc<dyn Communicator>, Fault);
+
+impl Communicator for Wrong {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.0.ranks()
+    }
+
+    fn at(&self, place: Place) {
+        self.0.at(place);
+    }
+
+    unsafe fn collective(
+        &self,
+        kind: Collective,
+        group: &Group,
+        pieces: &[Piece],
+        place: Place,
+    ) -> Result<(), CommError> {
+        let (mut group, mut pieces) = (group.clone(), pieces);
+        match self.1 {
+            Fault::ReversesSums(dtype) if kind == Collective::AllReduce && pieces.iter().all(|p| p.dtype == dtype) => {
+                group.ranks.reverse();
+            }
+            Fault::SwapsParts(other) if kind == other => group.ranks.reverse(),
+            Fault::ForgetsAPiece => pieces = &pieces[..pieces.len().saturating_sub(1)],
+            Fault::MixesChannels => group.channel = 0,
+            Fault::WritesBeforeItAgrees if kind == Collective::AllReduce => {
+                for piece in pieces.iter().filter(|piece| piece.elements > 0 && piece.input != piece.output) {
+                    // SAFETY: the caller vouches for the output.
+                    unsafe { *piece.output = 1 };
+                }
+            }
+            _ => {}
+        }
+        // SAFETY: the caller vouches.
+        unsafe { self.0.collective(kind, &group, pieces, place) }
+    }
+
+    unsafe fn send(
+        &self,
+        to: usize,
+        tag: u32,
+        data: *const u8,
+        bytes: usize,
+        outbox: *mut u8,
+        copies: usize,
+        place: Place,
+    ) -> Result<(), CommError> {
+        let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
+        let copies = if self.1 == Fault::OverrunsTheOutbox { copies + 1 } else { copies };
+        // SAFETY: the caller vouches; one copy more is in the margin of the suite's buffers.
+        unsafe { self.0.send(to, tag, data, bytes, outbox, copies, place) }
+    }
+
+    unsafe fn receive(
+        &self,
+        from: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+        place: Place,
+    ) -> Result<(), CommError> {
+        let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
+        // SAFETY: the caller vouches.
+        unsafe { self.0.receive(from, tag, data, bytes, place) }
+    }
+
+    fn leave(&self) {
+        self.0.leave();
+    }
+
+    fn fail(&self, reason: &str) {
+        if self.1 != Fault::ForgetsFailures {
+            self.0.fail(reason);
+        }
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.0.failure()
+    }
+}
+
+#[test]
+fn the_suite_refuses_wrong_communicators() {
+    const WRONG: &str = "gives the wrong result";
+    let [one_by_one, at_once, messages, endings] = conformance::SECTIONS;
+    for (fault, section, texts) in [
+        (Fault::ReversesSums(DType::F32), one_by_one, ["elements f32", WRONG]),
+        (Fault::ReversesSums(DType::BF16), one_by_one, ["elements bf16", WRONG]),
+        (Fault::ReversesSums(DType::F64), one_by_one, ["elements f64", WRONG]),
+        (Fault::ReversesSums(DType::Fixed64), one_by_one, ["elements fixed64", WRONG]),
+        (Fault::SwapsParts(Collective::ReduceScatter), one_by_one, ["reduce_scatter of", WRONG]),
+        (Fault::SwapsParts(Collective::AllGather), one_by_one, ["all_gather of", WRONG]),
+        (Fault::ForgetsAPiece, one_by_one, ["by", WRONG]),
+        (Fault::MixesChannels, at_once, ["two channels of one group", ""]),
+        (Fault::MixesTags, messages, ["a message from rank 0", "comes out wrong"]),
+        (Fault::OverrunsTheOutbox, messages, ["a message goes", "beyond the outbox"]),
+        (Fault::WritesBeforeItAgrees, endings, ["refused", "touches memory"]),
+        (Fault::ForgetsFailures, endings, ["the error should say", "rank 2 failed"]),
+    ] {
+        let wrong = |comm| Arc::new(Wrong(comm, fault)) as Arc<dyn Communicator>;
+        let make = |ranks| threads(ranks, Duration::from_millis(300)).into_iter().map(wrong).collect();
+        let error = section(&make).expect_err(&format!("{fault:?}"));
+        assert!(texts.iter().all(|text| error.contains(text)), "{fault:?}: {error}");
+    }
+}
+
+const fn place(op: &'static str, layer: usize) -> Place {
+    Place { op, layer: Some(layer), micro_batch: 1 }
+}
+
+/// Sums a few numbers over all ranks.
+fn all_reduce(comm: &dyn Communicator, place: Place) -> Result<(), CommError> {
+    let mut x = [1.0f32; 256];
+    let output = x.as_mut_ptr().cast::<u8>();
+    let piece = Piece { input: output, output, elements: 256, dtype: DType::F32 };
+    let group = Group { ranks: (0..comm.ranks()).collect(), channel: 0 };
+    comm.at(place);
+    // SAFETY: the array is this call's.
+    unsafe { comm.collective(Collective::AllReduce, &group, &[piece], place) }?;
+    assert_eq!(x, [comm.ranks() as f32; 256]);
+    Ok(())
+}
+
+fn receive(comm: &dyn Communicator, from: usize, place: Place) -> Result<(), CommError> {
+    comm.at(place);
+    // SAFETY: no bytes.
+    unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
+}
+
+fn send(comm: &dyn Communicator, to: usize, copies: usize) -> Result<(), CommError> {
+    // SAFETY: no bytes.
+    unsafe { comm.send(to, 0, std::ptr::null(), 0, std::ptr::null_mut(), copies, place("send", 0)) }
+}
+
+/// The error's text, which must come soon.
+fn soon(run: impl FnOnce() -> Result<(), CommError>) -> String {
+    let start = Instant::now();
+    let text = run().unwrap_err().to_string();
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}: {text}", start.elapsed());
+    text
+}
+
+#[test]
+fn a_stalled_rank_is_named() {
+    let comms = threads(2, Duration::from_millis(150));
+    comms[1].at(place("linear", 0));
+    let text = soon(|| all_reduce(&*comms[0], place("all_reduce", 2)));
+    let start = "rank 0 waits in all_reduce, layer 2, for rank 1, which has been in linear, layer 0, for ";
+    assert!(text.starts_with(start) && text.contains(" ms\nhint: ") && text.contains("parallel.patience"), "{text}");
+    assert_eq!(soon(|| all_reduce(&*comms[1], place("all_reduce", 2))), text);
+    assert_eq!(comms[1].failure().unwrap().to_string(), text);
+}
+
+#[test]
+fn a_rank_that_has_not_begun_is_named() {
+    let comms = threads(2, Duration::from_millis(30));
+    let text = soon(|| receive(&*comms[0], 1, place("receive", 0)));
+    assert!(
+        text.starts_with("rank 0 waits in receive, layer 0, for rank 1, which has been before its first op"),
+        "{text}"
+    );
+}
+
+#[test]
+fn slow_ranks_that_go_on_are_waited_for_through_ranks_that_wait() {
+    let comms = threads(3, Duration::from_millis(250));
+    scope(|s| {
+        let last = s.spawn(|| {
+            for layer in 0..12 {
+                comms[2].at(place("linear", layer));
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            send(&*comms[2], 1, 1).and_then(|()| all_reduce(&*comms[2], place("all_reduce", 1)))
+        });
+        let middle = s.spawn(|| {
+            receive(&*comms[1], 2, place("receive", 0)).and_then(|()| all_reduce(&*comms[1], place("all_reduce", 1)))
+        });
+        all_reduce(&*comms[0], place("all_reduce", 1)).unwrap();
+        middle.join().unwrap().unwrap();
+        last.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn the_end_of_a_chain_of_waiting_ranks_is_named() {
+    let comms = threads(3, Duration::from_millis(150));
+    comms[2].at(place("linear", 4));
+    scope(|s| {
+        let middle = s.spawn(|| soon(|| receive(&*comms[1], 2, place("receive", 0))));
+        let text = soon(|| all_reduce(&*comms[0], place("all_reduce", 1)));
+        assert!(text.contains("for rank 2, which has been in linear, layer 4, for"), "{text}");
+        assert_eq!(middle.join().unwrap(), text);
+    });
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_end() {
+    let comms = threads(2, Duration::from_millis(150));
+    scope(|s| {
+        let other = s.spawn(|| soon(|| receive(&*comms[1], 0, place("receive", 5))));
+        let text = soon(|| all_reduce(&*comms[0], place("all_reduce", 1)));
+        assert!(text.contains(", waiting for rank "), "{text}");
+        assert!(text.contains("all_reduce, layer 1") && text.contains("receive, layer 5"), "{text}");
+        assert_eq!(other.join().unwrap(), text);
+    });
+}
+
+#[test]
+fn a_panic_ends_the_run_for_all() {
+    let comms = threads(4, Duration::from_secs(10));
+    scope(|s| {
+        let others: Vec<_> = [0, 1, 3]
+            .map(|rank| {
+                let comm = &*comms[rank];
+                s.spawn(move || soon(|| all_reduce(comm, place("all_reduce", 3))))
+            })
+            .into();
+        let failing = s.spawn(|| {
+            let _guard = RankGuard::new(&*comms[2]);
+            // Another thread of the rank is somewhere else: it does not matter.
+            comms[2].at(place("attention_grad", 3));
+            scope(|s| s.spawn(|| comms[2].at(place("all_gather", 0))).join().unwrap());
+            std::thread::sleep(Duration::from_millis(50));
+            std::panic::resume_unwind(Box::new("planted"));
+        });
+        assert!(failing.join().is_err());
+        for other in others {
+            assert_eq!(other.join().unwrap(), "rank 2 failed in attention_grad, layer 3, micro-batch 1: panicked");
+        }
+    });
+}
+
+#[test]
+fn a_mismatch_names_both_sides() {
+    let comms = threads(2, Duration::from_secs(10));
+    scope(|s| {
+        let other = s.spawn(|| {
+            let mut x = [1u16; 1024];
+            let piece =
+                Piece { input: x.as_ptr().cast(), output: x.as_mut_ptr().cast(), elements: 512, dtype: DType::BF16 };
+            let group = Group { ranks: vec![0, 1], channel: 0 };
+            // SAFETY: the array is this call's, and its first half is this rank's part.
+            soon(|| unsafe { comms[1].collective(Collective::AllGather, &group, &[piece], place("gather", 7)) })
+        });
+        let text = soon(|| all_reduce(&*comms[0], place("sum", 2)));
+        let start = "ranks 0 and 1 do not agree: all_reduce of 1,024 bytes f32 in sum, layer 2, micro-batch 1 \
+                     against all_gather of 1,024 bytes bf16 in gather, layer 7, micro-batch 1\nhint: ";
+        assert!(text.starts_with(start), "{text}");
+        assert_eq!(other.join().unwrap(), text);
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_or_is_dropped_is_missed() {
+    for drop in [false, true] {
+        let mut comms = threads(2, Duration::from_secs(10));
+        let last = comms.pop().unwrap();
+        if !drop {
+            last.leave();
+            let text = soon(|| all_reduce(&*last, place("all_reduce", 0)));
+            assert!(text.contains("this rank has ended its program"), "{text}");
+            continue;
+        }
+        std::mem::drop(last);
+        let text = soon(|| all_reduce(&*comms[0], place("all_reduce", 0)));
+        assert!(text.contains("but rank 1 has ended its program\nhint: "), "{text}");
+    }
+}
+
+#[test]
+fn a_message_that_nobody_takes_is_an_error() {
+    let comms = threads(2, Duration::from_secs(10));
+    send(&*comms[0], 1, 1).unwrap();
+    comms[1].leave();
+    comms[0].leave();
+    let text = comms[0].failure().unwrap().to_string();
+    assert!(text.starts_with("rank 0 waits in leave, for rank 1, but rank 1 has ended its program"), "{text}");
+}
+
+#[test]
+fn what_cannot_be_done_is_refused() {
+    let refused = |run: &dyn Fn(&dyn Communicator) -> Result<(), CommError>| {
+        let error = run(&*threads(2, Duration::from_secs(10))[0]).unwrap_err();
+        assert!(matches!(error, CommError::Refused { rank: 0, .. }), "{error}");
+    };
+    for ranks in [vec![], vec![1], vec![0, 0], vec![0, 2]] {
+        let group = Group { ranks, channel: 0 };
+        // SAFETY: no pieces.
+        refused(&|comm| unsafe { comm.collective(Collective::AllGather, &group, &[], place("gather", 0)) });
+    }
+    refused(&|comm| send(comm, 2, 1));
+    refused(&|comm| send(comm, 1, 0));
+    refused(&|comm| receive(comm, 2, place("receive", 0)));
+}

@@ -1,0 +1,228 @@
+//! Ranks that are threads of one process.
+//!
+//! **Collectives.** A group has a meeting, made when it first acts. A collective goes in stages; a stage ends when all
+//! members have arrived, under the meeting's lock, which orders the memory accesses of one stage before those of the next.
+//! First everybody says what it wants, and the last to arrive compares. Then everybody works on its share straight in the
+//! others' memory, each writing only what nobody else touches: `AllReduce` adds one slice per member, waits, and copies
+//! the other slices. At the end all wait, so that nobody returns while its memory is read.
+//!
+//! **Messages** lie in the sender's outbox; a mailbox counts how many were offered and taken.
+//!
+//! **Failure.** The first error is kept and returned to all. Whoever waits looks for it every few milliseconds. A rank
+//! that gives up first closes the meeting, or its mailboxes, and waits for those who are just copying, so that no memory is
+//! freed under a reader.
+//!
+//! Locks are held for bookkeeping only, never while tensors are touched. In the steady state nothing is allocated.
+
+use super::mail::{Mailbox, Outbox};
+use super::meeting::{Meeting, copy};
+use super::world::World;
+use super::{Collective, CommError, Communicator, Group, Piece, Place, sum};
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+/// As many communicators as ranks, in one process. A rank that waits longer than `patience` without any sign of life from
+/// the rank it waits for gives up. A rank that itself waits is as alive as the one that it waits for.
+pub fn threads(ranks: usize, patience: Duration) -> Vec<Arc<dyn Communicator>> {
+    let shared = Arc::new(Shared {
+        world: World::new(ranks, patience),
+        meetings: RwLock::new(HashMap::new()),
+        mail: RwLock::new(HashMap::new()),
+    });
+    (0..ranks).map(|rank| Arc::new(Threads { shared: shared.clone(), rank }) as Arc<dyn Communicator>).collect()
+}
+
+type Table<K, V> = RwLock<HashMap<K, Arc<V>>>;
+
+struct Shared {
+    world: World,
+    meetings: Table<Group, Meeting>,
+    /// By sender, receiver and tag.
+    mail: Table<(usize, usize, u32), Mailbox>,
+}
+
+/// One rank.
+struct Threads {
+    shared: Arc<Shared>,
+    rank: usize,
+}
+
+/// An entry of a table, made on first use.
+fn entry<K: Hash + Eq + Clone, V>(table: &Table<K, V>, key: &K, make: impl FnOnce() -> V) -> Arc<V> {
+    if let Some(found) = table.read().unwrap_or_else(PoisonError::into_inner).get(key) {
+        return found.clone();
+    }
+    let mut table = table.write().unwrap_or_else(PoisonError::into_inner);
+    table.entry(key.clone()).or_insert_with(|| Arc::new(make())).clone()
+}
+
+impl Threads {
+    fn world(&self) -> &World {
+        &self.shared.world
+    }
+
+    /// Every call starts here.
+    fn begin(&self, place: Place) -> Result<(), CommError> {
+        if let Some(error) = self.world().failure() {
+            return Err(error.clone());
+        }
+        if self.world().has_left(self.rank) {
+            return Err(self.refuse(place, "this rank has ended its program"));
+        }
+        self.world().alive(self.rank);
+        Ok(())
+    }
+
+    /// And ends here.
+    fn end(&self, result: Result<(), CommError>) -> Result<(), CommError> {
+        match result {
+            Ok(()) => self.world().alive(self.rank),
+            Err(_) => self.withdraw(),
+        }
+        result
+    }
+
+    fn refuse(&self, place: Place, reason: impl Into<String>) -> CommError {
+        self.world().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
+    }
+
+    /// What this rank has sent from.
+    fn outgoing(&self) -> Vec<Arc<Mailbox>> {
+        let mail = self.shared.mail.read().unwrap_or_else(PoisonError::into_inner);
+        mail.values().filter(|mailbox| mailbox.from == self.rank).cloned().collect()
+    }
+
+    /// Keeps others away from this rank's outboxes.
+    fn withdraw(&self) {
+        self.outgoing().iter().for_each(|mailbox| mailbox.close());
+    }
+
+    /// This rank's place in the group, after a look at what it asks for.
+    fn index(&self, kind: Collective, group: &Group, pieces: &[Piece], place: Place) -> Result<usize, CommError> {
+        if let Some(piece) = pieces.iter().find(|piece| kind.sums() && !sum::adds(piece.dtype)) {
+            return Err(self.refuse(place, format!("{kind} of {}, which has no sum", piece.dtype)));
+        }
+        let Some(index) = group.ranks.iter().position(|&rank| rank == self.rank) else {
+            return Err(self.refuse(place, format!("{kind} of the ranks {:?}, which it is not among", group.ranks)));
+        };
+        let again = |(i, rank): (usize, &usize)| *rank >= self.ranks() || group.ranks[..i].contains(rank);
+        if group.ranks.iter().enumerate().any(again) {
+            return Err(self.refuse(place, format!("{kind} of the ranks {:?} of {}", group.ranks, self.ranks())));
+        }
+        Ok(index)
+    }
+
+    fn mailbox(&self, from: usize, to: usize, tag: u32, place: Place) -> Result<Arc<Mailbox>, CommError> {
+        if from.max(to) >= self.ranks() {
+            let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
+            return Err(self.refuse(place, reason));
+        }
+        Ok(entry(&self.shared.mail, &(from, to, tag), || Mailbox::new(from, to)))
+    }
+}
+
+impl Communicator for Threads {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.world().ranks()
+    }
+
+    fn at(&self, place: Place) {
+        self.world().at(self.rank, place);
+    }
+
+    unsafe fn collective(
+        &self,
+        kind: Collective,
+        group: &Group,
+        pieces: &[Piece],
+        place: Place,
+    ) -> Result<(), CommError> {
+        let act = || {
+            self.begin(place)?;
+            let index = self.index(kind, group, pieces, place)?;
+            if group.ranks.len() == 1 {
+                for piece in pieces {
+                    // SAFETY: the caller vouches.
+                    unsafe { copy(piece.input, piece.output, piece.bytes()) };
+                }
+                return Ok(());
+            }
+            let meeting = entry(&self.shared.meetings, group, || Meeting::new(group));
+            // SAFETY: the caller vouches.
+            unsafe { meeting.act(self.world(), index, kind, pieces, place) }
+        };
+        self.end(act())
+    }
+
+    unsafe fn send(
+        &self,
+        to: usize,
+        tag: u32,
+        data: *const u8,
+        bytes: usize,
+        outbox: *mut u8,
+        copies: usize,
+        place: Place,
+    ) -> Result<(), CommError> {
+        let act = || {
+            self.begin(place)?;
+            if copies == 0 {
+                return Err(self.refuse(place, "a message without an outbox"));
+            }
+            let mailbox = self.mailbox(self.rank, to, tag, place)?;
+            // SAFETY: the caller vouches.
+            unsafe { mailbox.send(self.world(), data, Outbox { memory: outbox, bytes, copies }, place) }
+        };
+        self.end(act())
+    }
+
+    unsafe fn receive(
+        &self,
+        from: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+        place: Place,
+    ) -> Result<(), CommError> {
+        let act = || {
+            self.begin(place)?;
+            let mailbox = self.mailbox(from, self.rank, tag, place)?;
+            // SAFETY: the caller vouches.
+            unsafe { mailbox.receive(self.world(), data, bytes, place) }
+        };
+        self.end(act())
+    }
+
+    fn leave(&self) {
+        self.world().leave(self.rank);
+        let place = Place { op: "leave", layer: None, micro_batch: 0 };
+        for mailbox in self.outgoing() {
+            if mailbox.flush(self.world(), place).is_err() {
+                break;
+            }
+        }
+        self.withdraw();
+    }
+
+    fn fail(&self, reason: &str) {
+        self.world().fail(self.rank, reason);
+        self.withdraw();
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.world().failure().cloned()
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.world().leave(self.rank);
+        self.withdraw();
+    }
+}

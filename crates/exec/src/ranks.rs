@@ -1,0 +1,239 @@
+//! The ranks of a run as one executor: whole tensors in, whole tensors out.
+//!
+//! Every rank is a thread with its own arena and kernels' threads. A program comes per pipeline stage; ranks of a stage share it.
+
+use crate::comm::{Communicator, threads};
+use crate::cpu::{CpuExecutor, Link};
+use crate::{ExecError, Executor, Timing};
+use lockstep_ir::program::Tensor;
+use lockstep_ir::{Coordinates, Mesh, Spread, StepProgram};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// The ranks of a run, in this process.
+pub struct Ranks {
+    mesh: Mesh,
+    programs: Vec<StepProgram>,
+    workers: Vec<Worker>,
+    board: Arc<Board>,
+    /// Of every tensor: its index in the programs of the stages that have it.
+    tensors: BTreeMap<String, Vec<(usize, usize)>>,
+}
+
+struct Worker {
+    executor: Arc<Mutex<CpuExecutor>>,
+    comm: Arc<dyn Communicator>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the ranks are asked for, and what they answer.
+struct Board {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Counts requests.
+    request: u64,
+    entry: &'static str,
+    profile: bool,
+    ends: bool,
+    /// Ranks that have not answered yet.
+    busy: usize,
+    error: Option<ExecError>,
+    timings: Vec<Timing>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Ranks {
+    /// Loads the programs of all stages, each on its ranks, with `threads` kernel threads per rank. A rank that waits longer than
+    /// `patience` for another that shows no sign of life ends the run.
+    pub fn load(programs: Vec<StepProgram>, threads_per_rank: usize, patience: Duration) -> Result<Self, ExecError> {
+        let Some(mesh) = programs.first().map(|p| p.mesh) else {
+            return Err(ExecError::Internal("a run without programs".into()));
+        };
+        let board = Arc::new(Board { state: Mutex::default(), changed: Condvar::new() });
+        let mut workers = Vec::new();
+        for (rank, comm) in threads(mesh.ranks(), patience).into_iter().enumerate() {
+            let coordinates = mesh.coordinates(rank);
+            let program = programs[coordinates.pp].clone();
+            let link = Link { comm: comm.clone(), coordinates };
+            let executor = Arc::new(Mutex::new(CpuExecutor::load_rank(program, threads_per_rank, Some(link))?));
+            let (theirs, end, shared) = (executor.clone(), comm.clone(), board.clone());
+            let work = move || serve(&theirs, end.as_ref(), &shared);
+            let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}")).spawn(work);
+            let thread = Some(thread.map_err(|e| ExecError::Threads(mesh.ranks(), e))?);
+            workers.push(Worker { executor, comm, thread });
+        }
+        let mut tensors: BTreeMap<String, Vec<(usize, usize)>> = BTreeMap::new();
+        for (stage, program) in programs.iter().enumerate() {
+            for (t, tensor) in program.tensors.iter().enumerate() {
+                tensors.entry(tensor.name.clone()).or_default().push((stage, t));
+            }
+        }
+        Ok(Self { mesh, programs, workers, board, tensors })
+    }
+
+    /// The programs, one per stage.
+    pub fn programs(&self) -> &[StepProgram] {
+        &self.programs
+    }
+
+    /// Bytes of each rank's arena.
+    pub fn rank_arena_bytes(&self) -> Vec<u64> {
+        self.workers.iter().map(|w| lock(&w.executor).arena_bytes()).collect()
+    }
+
+    /// Calls `f` with the tensor as each rank that has it knows it.
+    pub fn on_ranks(
+        &self,
+        name: &str,
+        mut f: impl FnMut(Coordinates, &Tensor, &mut CpuExecutor) -> Result<(), ExecError>,
+    ) -> Result<(), ExecError> {
+        let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
+        for &(stage, t) in self.tensors.get(name).ok_or_else(unknown)? {
+            for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).pp == stage) {
+                let tensor = &self.programs[stage].tensors[t];
+                f(self.mesh.coordinates(rank), tensor, &mut lock(&self.workers[rank].executor))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn ask(&mut self, entry: &str, profile: bool) -> Result<Vec<Timing>, ExecError> {
+        let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
+        let entry = self.programs[0].entry(entry).ok_or_else(unknown)?.name;
+        let mut state = lock(&self.board.state);
+        (state.entry, state.profile, state.busy) = (entry, profile, self.workers.len());
+        (state.error, state.timings) = (None, Vec::new());
+        state.request += 1;
+        self.board.changed.notify_all();
+        while state.busy > 0 {
+            state = self.board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        // What ended the run tells more than what a rank noticed of it.
+        match (self.workers[0].comm.failure(), state.error.take()) {
+            (Some(failure), _) => Err(failure.into()),
+            (None, Some(error)) => Err(error),
+            (None, None) => Ok(std::mem::take(&mut state.timings)),
+        }
+    }
+}
+
+/// A rank's life: runs what it is asked to.
+fn serve(executor: &Mutex<CpuExecutor>, comm: &dyn Communicator, board: &Board) {
+    let mut seen = 0;
+    loop {
+        let mut state = lock(&board.state);
+        while state.request == seen && !state.ends {
+            state = board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.ends {
+            break;
+        }
+        seen = state.request;
+        let (entry, profile) = (state.entry, state.profile);
+        drop(state);
+        let mut executor = lock(executor);
+        let work = AssertUnwindSafe(|| match profile {
+            true => executor.profile(entry),
+            false => executor.run(entry).map(|()| Vec::new()),
+        });
+        let result = catch_unwind(work).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("panicked");
+            Err(ExecError::Internal(text.to_owned()))
+        });
+        drop(executor);
+        if let Err(error) = &result {
+            comm.fail(&error.to_string());
+        }
+        let mut state = lock(&board.state);
+        match result {
+            Ok(timings) if comm.rank() == 0 => state.timings = timings,
+            Ok(_) => {}
+            Err(error) => state.error = state.error.take().or(Some(error)),
+        }
+        state.busy -= 1;
+        drop(state);
+        board.changed.notify_all();
+    }
+    comm.leave();
+}
+
+impl Executor for Ranks {
+    fn arena_bytes(&self) -> u64 {
+        self.rank_arena_bytes().iter().sum()
+    }
+
+    fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
+        let mesh = self.mesh;
+        self.on_ranks(tensor, |at, t, executor| {
+            let width = t.whole.dtype.bytes();
+            if data.len() as u64 != t.whole.bytes() {
+                let (name, bytes) = (&t.name, t.whole.bytes());
+                return Err(ExecError::Internal(format!("`{name}` takes {bytes} bytes, got {}", data.len())));
+            }
+            let mut local = vec![0; t.ty.bytes() as usize];
+            for run in t.placement.runs(&t.whole, &mesh, at) {
+                let (from, to, len) = (run.whole * width, run.local * width, run.len * width);
+                local[to..to + len].copy_from_slice(&data[from..from + len]);
+            }
+            executor.write(tensor, micro_batch, &local)
+        })
+    }
+
+    fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
+        let mesh = self.mesh;
+        let mut whole = Vec::new();
+        self.on_ranks(tensor, |at, t, executor| {
+            if [t.placement.dp, t.placement.tp].contains(&Spread::Partial) {
+                return Err(ExecError::Internal(format!("`{}` is not summed over ranks", t.name)));
+            }
+            // Of ranks that hold the same, the first is enough.
+            let same = |spread, index| spread == Spread::Replicated && index > 0;
+            if same(t.placement.dp, at.dp) || same(t.placement.tp, at.tp) {
+                return Ok(());
+            }
+            let width = t.whole.dtype.bytes();
+            whole.resize(t.whole.bytes() as usize, 0);
+            let local = executor.read(tensor, micro_batch)?;
+            for run in t.placement.runs(&t.whole, &mesh, at) {
+                let (from, to, len) = (run.local * width, run.whole * width, run.len * width);
+                whole[to..to + len].copy_from_slice(&local[from..from + len]);
+            }
+            Ok(())
+        })?;
+        Ok(Cow::Owned(whole))
+    }
+
+    fn run(&mut self, entry: &str) -> Result<(), ExecError> {
+        self.ask(entry, false).map(|_| ())
+    }
+
+    /// When each instruction ran on the first rank.
+    fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
+        self.ask(entry, true)
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        lock(&self.board.state).ends = true;
+        self.board.changed.notify_all();
+        for worker in &mut self.workers {
+            if let Some(thread) = worker.thread.take() {
+                // What went wrong there has been told.
+                let _ = thread.join();
+            }
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! How a tensor lies over the mesh: whole on every rank, split along a dimension, cut flat into ranges, or as partial sums.
+
+use crate::mesh::{Coordinates, Mesh, MeshAxis};
+use crate::{Axis, Dim, Section, TensorType};
+
+/// How a tensor lies over one mesh axis.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Spread {
+    /// Every rank has all of it.
+    #[default]
+    Replicated,
+    /// Every rank has a part of this dimension, of each of its sections. Where a section has fewer entries than there are
+    /// ranks, neighbours share one; where vocabulary entries do not divide, the last part is filled up with padding.
+    Split(usize),
+    /// Every rank has a contiguous range of the elements, all equally long, the last filled up with padding.
+    Flat,
+    /// Every rank has a summand.
+    Partial,
+}
+
+/// How a tensor lies over the mesh. Pipeline stages hold different tensors, so `pp` has no part in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Placement {
+    /// Over data-parallel ranks: `Flat` ranges are of what the other axes leave.
+    pub dp: Spread,
+    /// Over tensor-parallel ranks.
+    pub tp: Spread,
+}
+
+/// Elements of a [`Spread::Flat`] range are a multiple of this, so that sums over blocks of as many elements do not depend on
+/// where ranges end.
+pub const FLAT_BLOCK: usize = 64;
+
+/// Consecutive elements of a tensor that a rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Where they start in the whole tensor.
+    pub whole: usize,
+    /// Where they start on the rank.
+    pub local: usize,
+    /// How many.
+    pub len: usize,
+}
+
+/// Part `index` of `of` of a section's entries: (first entry, entries).
+fn part(section: Section, of: usize, index: usize) -> (usize, usize) {
+    let count = part_count(section, of);
+    (if section.count < of { index * section.count / of } else { index * count }, count)
+}
+
+/// Entries of a section on each of `of` ranks, padding included.
+fn part_count(section: Section, of: usize) -> usize {
+    section.count.div_ceil(of)
+}
+
+impl Placement {
+    /// Whole everywhere.
+    pub const REPLICATED: Placement = Placement { dp: Spread::Replicated, tp: Spread::Replicated };
+
+    /// Over one axis.
+    pub fn over(&self, axis: MeshAxis) -> Spread {
+        match axis {
+            MeshAxis::Dp => self.dp,
+            MeshAxis::Tp => self.tp,
+            MeshAxis::Pp => Spread::Replicated,
+        }
+    }
+
+    /// The same with another spread over one axis.
+    pub fn with(self, axis: MeshAxis, spread: Spread) -> Self {
+        match axis {
+            MeshAxis::Dp => Self { dp: spread, ..self },
+            MeshAxis::Tp => Self { tp: spread, ..self },
+            MeshAxis::Pp => self,
+        }
+    }
+
+    /// The shape that a rank has, padding included.
+    pub fn local(&self, ty: &TensorType, mesh: &Mesh) -> TensorType {
+        let mut ty = ty.clone();
+        for axis in [MeshAxis::Tp, MeshAxis::Dp] {
+            match self.over(axis) {
+                Spread::Split(dim) => {
+                    for section in &mut ty.dims[dim].sections {
+                        section.count = part_count(*section, mesh.size(axis));
+                    }
+                }
+                Spread::Flat => {
+                    let len = ty.elements().div_ceil(mesh.size(axis)).next_multiple_of(FLAT_BLOCK);
+                    ty.dims = vec![Dim::new(Axis::Flat, len)];
+                }
+                Spread::Replicated | Spread::Partial => {}
+            }
+        }
+        ty
+    }
+
+    /// How many neighbours over tensor parallelism share entries of each section of a dimension: 1 where none do.
+    pub fn sharers(&self, dim: &Dim, mesh: &Mesh) -> Vec<usize> {
+        dim.sections.iter().map(|s| (mesh.tp / s.count.max(1)).max(1)).collect()
+    }
+
+    /// The elements that a rank has, in order; padding is in no run.
+    pub fn runs(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> Vec<Run> {
+        let split = |dim: usize| [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Spread::Split(dim));
+        // Ranges of each dimension as (start in the whole, start on the rank, length), and the rank's extent.
+        let mut runs = vec![Run { whole: 0, local: 0, len: 1 }];
+        for (d, dim) in ty.dims.iter().enumerate() {
+            let (ranges, extent) = match split(d) {
+                None => (vec![Run { whole: 0, local: 0, len: dim.size() }], dim.size()),
+                Some(axis) => ranges(dim, mesh.size(axis), at.get(axis)),
+            };
+            runs = nest(&runs, &ranges, dim.size(), extent);
+        }
+        if self.dp == Spread::Flat {
+            let tp_local = Placement { dp: Spread::Replicated, ..*self }.local(ty, mesh).elements();
+            let len = tp_local.div_ceil(mesh.dp).next_multiple_of(FLAT_BLOCK);
+            let (from, to) = (at.dp * len, (at.dp + 1) * len);
+            runs = runs.into_iter().filter_map(|r| clip(r, from, to)).collect();
+        }
+        runs
+    }
+}
+
+/// What a rank has of one dimension, and how long it is there.
+fn ranges(dim: &Dim, of: usize, index: usize) -> (Vec<Run>, usize) {
+    let (mut whole, mut local) = (0, 0);
+    let mut result = Vec::new();
+    for &section in &dim.sections {
+        let (first, count) = part(section, of, index);
+        let held = count.min(section.count.saturating_sub(first));
+        if held > 0 {
+            result.push(Run { whole: whole + first * section.unit, local, len: held * section.unit });
+        }
+        whole += section.size();
+        local += count * section.unit;
+    }
+    (result, local)
+}
+
+/// Runs of rows times ranges of columns; a row has `whole` columns in the tensor and `local` on the rank.
+fn nest(rows: &[Run], columns: &[Run], whole: usize, local: usize) -> Vec<Run> {
+    let complete = columns.len() == 1 && columns[0].len == whole && whole == local;
+    let mut result: Vec<Run> = Vec::new();
+    for row in rows {
+        if complete {
+            result.push(Run { whole: row.whole * whole, local: row.local * local, len: row.len * whole });
+            continue;
+        }
+        for i in 0..row.len {
+            for c in columns {
+                let (w, l) = ((row.whole + i) * whole + c.whole, (row.local + i) * local + c.local);
+                result.push(Run { whole: w, local: l, len: c.len });
+            }
+        }
+    }
+    result
+}
+
+/// The part of a run that lies in a range of the rank's elements, counted from the start of the range.
+fn clip(run: Run, from: usize, to: usize) -> Option<Run> {
+    let (start, end) = (run.local.max(from), (run.local + run.len).min(to));
+    (start < end).then(|| Run { whole: run.whole + (start - run.local), local: start - from, len: end - start })
+}
+
+impl std::fmt::Display for Placement {
+    /// `dp: split batch, tp: partial`, nothing where every rank has all of it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut first = true;
+        for axis in [MeshAxis::Dp, MeshAxis::Tp] {
+            let text = match self.over(axis) {
+                Spread::Replicated => continue,
+                Spread::Split(dim) => format!("split {dim}"),
+                Spread::Flat => "flat".into(),
+                Spread::Partial => "partial".into(),
+            };
+            write!(f, "{}{}: {text}", if first { "" } else { ", " }, axis.name())?;
+            first = false;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, counter};
+
+    /// Writes the index of every element through the runs of all ranks and checks that each rank's elements are where its
+    /// local shape says.
+    fn covers(ty: &TensorType, placement: Placement, mesh: Mesh) {
+        let mut seen = vec![0; ty.elements()];
+        for rank in 0..mesh.ranks() {
+            let local = placement.local(ty, &mesh).elements();
+            let mut taken = vec![false; local];
+            for r in placement.runs(ty, &mesh, mesh.coordinates(rank)) {
+                (0..r.len).for_each(|i| {
+                    seen[r.whole + i] += 1;
+                    assert!(
+                        !std::mem::replace(&mut taken[r.local + i], true),
+                        "an element stands twice on rank {rank}"
+                    );
+                });
+            }
+        }
+        assert!(seen.iter().all(|n| *n > 0), "{placement} of {ty} on {mesh:?} leaves elements out");
+    }
+
+    #[test]
+    fn every_element_is_somewhere_and_no_place_is_used_twice() {
+        for case in 0..200u64 {
+            let draw = |i: u64, n: u64| (counter::bits(counter::key(7, "placement"), case * 16 + i) % n) as usize;
+            let (dp, tp) = (1 + draw(0, 4), 1 << draw(1, 4));
+            let mesh = Mesh { dp, tp, pp: 1 };
+            let heads = |axis, count| Section { axis, count, unit: 1 + draw(2, 3) };
+            let kv = 1 << draw(3, 3);
+            let packed = Dim::packed([heads(Axis::Heads, 8 * (1 + draw(4, 2))), heads(Axis::KvHeads, kv)]);
+            let plain = Dim::new(Axis::Vocab, 1 + draw(5, 40));
+            let batch = Dim::new(Axis::Batch, dp * (1 + draw(6, 3)));
+            for dims in [vec![packed.clone(), plain.clone()], vec![plain.clone(), packed.clone()]] {
+                let ty = TensorType::new(DType::F32, dims);
+                for tp in [Spread::Replicated, Spread::Split(0), Spread::Split(1)] {
+                    for dp in [Spread::Replicated, Spread::Flat] {
+                        covers(&ty, Placement { dp, tp }, mesh);
+                    }
+                }
+            }
+            let ty = TensorType::new(DType::F32, [batch, plain, packed]);
+            for tp in [Spread::Replicated, Spread::Split(1), Spread::Split(2)] {
+                covers(&ty, Placement { dp: Spread::Split(0), tp }, mesh);
+            }
+        }
+    }
+
+    #[test]
+    fn neighbours_share_a_head_where_there_are_more_ranks() {
+        let mesh = Mesh { dp: 1, tp: 4, pp: 1 };
+        let heads = |axis, count| Section { axis, count, unit: 2 };
+        let packed = Dim::packed([heads(Axis::Heads, 4), heads(Axis::KvHeads, 2)]);
+        let ty = TensorType::new(DType::F32, [packed]);
+        let placement = Placement { tp: Spread::Split(0), ..Placement::REPLICATED };
+        assert_eq!(placement.local(&ty, &mesh).to_string(), "f32[heads:1×2+kv_heads:1×2]");
+        assert_eq!(placement.sharers(&ty.dims[0], &mesh), [1, 2]);
+        let of = |tp| placement.runs(&ty, &mesh, Coordinates { dp: 0, tp, pp: 0 });
+        let run = |whole, local| Run { whole, local, len: 2 };
+        assert_eq!(of(1), [run(2, 0), run(8, 2)]);
+        assert_eq!(of(2), [run(4, 0), run(10, 2)]);
+    }
+
+    #[test]
+    fn flat_ranges_are_of_what_tensor_parallelism_leaves() {
+        let mesh = Mesh { dp: 2, tp: 2, pp: 1 };
+        let ty = TensorType::new(DType::F32, [Dim::new(Axis::Ffn, 4), Dim::new(Axis::Embed, 50)]);
+        let placement = Placement { dp: Spread::Flat, tp: Spread::Split(0) };
+        assert_eq!(placement.local(&ty, &mesh).elements(), 64);
+        let runs = placement.runs(&ty, &mesh, Coordinates { dp: 1, tp: 1, pp: 0 });
+        assert_eq!(runs, [Run { whole: 164, local: 0, len: 36 }]);
+    }
+}
