@@ -1,7 +1,8 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
 use crate::op::{Flops, TypeError};
-use crate::program::{Buffer, Class, Entry, Instr, Lifetime, StepProgram, Sum};
+use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
+use crate::{Coordinates, MeshAxis, Op, Placement, Spread};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -168,6 +169,79 @@ pub fn ops(program: &StepProgram, entry: &Entry) -> Result<Vec<OpCost>, TypeErro
         }
     }
     Ok(lines)
+}
+
+/// What the ranks of a stage exchange with others in an entry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Exchange {
+    /// Segment that asks for it.
+    pub segment: &'static str,
+    /// The op.
+    pub op: &'static str,
+    /// The mesh axis that it goes along.
+    pub axis: &'static str,
+    /// Ranks that take part.
+    pub ranks: usize,
+    /// Number of calls.
+    pub calls: u64,
+    /// Bytes of the whole tensors, of all calls.
+    pub bytes: u64,
+    /// Bytes that a rank sends in all calls, in a ring.
+    pub sent_bytes: u64,
+}
+
+/// The collectives and messages of an entry by segment, op and axis, in order of first use.
+pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
+    let mut lines: Vec<Exchange> = Vec::new();
+    for (s, segment) in program.segments.iter().enumerate() {
+        let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
+        for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
+            let (axis, ranks) = match instr.op {
+                Op::AllReduce { axis } | Op::ReduceScatter { axis, .. } | Op::AllGather { axis, .. } => {
+                    (axis, program.mesh.size(axis))
+                }
+                Op::SumShared { sharers } => (MeshAxis::Tp, sharers),
+                _ => (MeshAxis::Pp, 2),
+            };
+            let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
+            let input = total(&mut instr.inputs.iter());
+            let output = total(&mut instr.outputs.iter().flatten());
+            let n = ranks as u64;
+            // A ring passes a part on n − 1 times, twice for a sum that everybody gets.
+            let (whole, sent) = match instr.op {
+                Op::AllGather { .. } => (input * n, input * (n - 1)),
+                Op::ReduceScatter { .. } => (output * n, output * (n - 1)),
+                Op::Send { .. } => (input, input),
+                Op::Receive { .. } => (output, 0),
+                _ => (input, input * 2 * (n - 1) / n),
+            };
+            let (op, axis) = (instr.op.name(), axis.name());
+            let same = |l: &Exchange| (l.segment, l.op, l.axis, l.ranks) == (segment.name, op, axis, ranks);
+            let at = lines.iter().position(same).unwrap_or_else(|| {
+                let segment = segment.name;
+                lines.push(Exchange { segment, op, axis, ranks, calls: 0, bytes: 0, sent_bytes: 0 });
+                lines.len() - 1
+            });
+            lines[at].calls += runs;
+            lines[at].bytes += runs * whole;
+            lines[at].sent_bytes += runs * sent;
+        }
+    }
+    lines
+}
+
+/// Bytes of states, on all ranks of a stage together, that hold no element: they fill up parts of the vocabulary and flat ranges.
+pub fn padding(program: &StepProgram) -> u64 {
+    let mesh = &program.mesh;
+    let ranks = (0..mesh.dp * mesh.tp).map(|r| mesh.coordinates(r));
+    let padding = |t: &Tensor, at: Coordinates| {
+        // Where a range is shown of a whole that stands there too, the whole counts.
+        let dp = if t.part { Spread::Replicated } else { t.placement.dp };
+        let held = Placement { dp, ..t.placement }.held(&t.whole, mesh, at) * t.whole.dtype.bytes();
+        program.buffers[t.buffer.0].bytes - held as u64
+    };
+    let states: Vec<&Tensor> = program.tensors.iter().filter(|t| matches!(t.role, Role::State(_))).collect();
+    ranks.flat_map(|at| states.iter().map(move |t| padding(t, at))).sum()
 }
 
 /// Total FLOPs of an entry.

@@ -100,6 +100,22 @@ impl Placement {
         dim.sections.iter().map(|s| (mesh.tp / s.count.max(1)).max(1)).collect()
     }
 
+    /// How many elements of the whole a rank has: without padding.
+    pub fn held(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> usize {
+        let extent = |d: usize, dim: &Dim| {
+            let axis = [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Spread::Split(d));
+            axis.map_or(dim.size(), |a| ranges(dim, mesh.size(a), at.get(a)).0.iter().map(|r| r.len).sum())
+        };
+        let all: usize = ty.dims.iter().enumerate().map(|(d, dim)| extent(d, dim)).product();
+        match self.dp {
+            Spread::Flat => {
+                let len = self.local(ty, mesh).elements();
+                all.saturating_sub(at.dp * len).min(len)
+            }
+            Spread::Replicated | Spread::Split(_) | Spread::Partial => all,
+        }
+    }
+
     /// The elements that a rank has, in order; padding is in no run.
     pub fn runs(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> Vec<Run> {
         let split = |dim: usize| [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Spread::Split(dim));
@@ -193,6 +209,8 @@ mod tests {
         for rank in 0..mesh.ranks() {
             let local = placement.local(ty, &mesh).elements();
             let mut taken = vec![false; local];
+            let held: usize = placement.runs(ty, &mesh, mesh.coordinates(rank)).iter().map(|r| r.len).sum();
+            assert_eq!(held, placement.held(ty, &mesh, mesh.coordinates(rank)), "{placement} of {ty} on rank {rank}");
             for r in placement.runs(ty, &mesh, mesh.coordinates(rank)) {
                 (0..r.len).for_each(|i| {
                     seen[r.whole + i] += 1;
