@@ -54,9 +54,12 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
             continue;
         }
         if region.lifetime == Lifetime::Frame {
-            let workspace = frame_workspace_at_peak(program, r);
-            *classes.entry(Class::Workspace.name()).or_default() += workspace;
-            *classes.entry(Class::Activations.name()).or_default() += region.bytes() - workspace;
+            let mut rest = region.bytes();
+            for (class, bytes) in frame_at_peak(program, r) {
+                *classes.entry(class.name()).or_default() += bytes;
+                rest -= bytes;
+            }
+            *classes.entry(Class::Activations.name()).or_default() += rest;
             continue;
         }
         let mut buffers: Vec<&Buffer> = program.buffers.iter().filter(|b| b.region == r).collect();
@@ -277,19 +280,34 @@ impl Instr {
     }
 }
 
-fn frame_workspace_at_peak(program: &StepProgram, frame: usize) -> u64 {
-    let mut highest = (0, 0);
-    for instr in program.segments.iter().flat_map(|s| &s.instrs) {
-        let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer);
-        let top = args
-            .chain(instr.workspace)
-            .map(|b| &program.buffers[b.0])
-            .filter(|b| b.region == frame)
-            .map(|b| b.offset + b.bytes)
-            .max()
-            .unwrap_or(0);
-        let workspace = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
-        highest = highest.max((top, workspace));
+/// Bytes of the frame, at the call that reaches highest, that are not activations.
+fn frame_at_peak(program: &StepProgram, frame: usize) -> Vec<(Class, u64)> {
+    let buffers = |i: &Instr| {
+        let args = i.inputs.iter().chain(i.outputs.iter().flatten()).map(|a| a.buffer.0);
+        let all: Vec<usize> = args.chain(i.workspace.map(|w| w.0)).collect();
+        all.into_iter().filter(|b| program.buffers[*b].region == frame)
+    };
+    let top = |i: &Instr| buffers(i).map(|b| program.buffers[b].offset + program.buffers[b].bytes).max().unwrap_or(0);
+    let instrs =
+        program.segments.iter().enumerate().flat_map(|(s, segment)| (0..segment.instrs.len()).map(move |t| (s, t)));
+    let Some((s, peak)) =
+        instrs.max_by_key(|(s, t)| (top(&program.segments[*s].instrs[*t]), std::cmp::Reverse((*s, *t))))
+    else {
+        return Vec::new();
+    };
+    let segment = &program.segments[s];
+    let mut spans: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
+    for (t, instr) in segment.instrs.iter().enumerate() {
+        for b in buffers(instr) {
+            let until = segment.held_until(t);
+            spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((t, until));
+        }
     }
-    highest.1
+    let live = spans.into_iter().filter(|(_, (first, last))| (*first..=*last).contains(&peak)).map(|(b, _)| b);
+    let other = [Class::Workspace, Class::Communication];
+    let bytes = |class: Class, live: &[usize]| {
+        live.iter().map(|b| &program.buffers[*b]).filter(|b| b.class == class).map(|b| b.bytes).sum()
+    };
+    let live: Vec<usize> = live.collect();
+    other.map(|class| (class, bytes(class, &live))).to_vec()
 }

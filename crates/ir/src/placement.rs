@@ -100,6 +100,11 @@ impl Placement {
         dim.sections.iter().map(|s| (mesh.tp / s.count.max(1)).max(1)).collect()
     }
 
+    /// Elements that flat ranges are cut from, padding included.
+    fn tp_local(&self, ty: &TensorType, mesh: &Mesh) -> usize {
+        Placement { dp: Spread::Replicated, ..*self }.local(ty, mesh).elements()
+    }
+
     /// How many elements of the whole a rank has: without padding.
     pub fn held(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> usize {
         let extent = |d: usize, dim: &Dim| {
@@ -108,6 +113,10 @@ impl Placement {
         };
         let all: usize = ty.dims.iter().enumerate().map(|(d, dim)| extent(d, dim)).product();
         match self.dp {
+            // Padding stands behind all elements, but where it is in an inner dimension.
+            Spread::Flat if matches!(self.tp, Spread::Split(dim) if dim > 0) && all < self.tp_local(ty, mesh) => {
+                self.runs(ty, mesh, at).iter().map(|r| r.len).sum()
+            }
             Spread::Flat => {
                 let len = self.local(ty, mesh).elements();
                 all.saturating_sub(at.dp * len).min(len)
@@ -129,8 +138,7 @@ impl Placement {
             runs = nest(&runs, &ranges, dim.size(), extent);
         }
         if self.dp == Spread::Flat {
-            let tp_local = Placement { dp: Spread::Replicated, ..*self }.local(ty, mesh).elements();
-            let len = tp_local.div_ceil(mesh.dp).next_multiple_of(FLAT_BLOCK);
+            let len = self.tp_local(ty, mesh).div_ceil(mesh.dp).next_multiple_of(FLAT_BLOCK);
             let (from, to) = (at.dp * len, (at.dp + 1) * len);
             runs = runs.into_iter().filter_map(|r| clip(r, from, to)).collect();
         }
