@@ -48,6 +48,7 @@ text_field = "text"  # default
 tokenizer = "bytes"  # default
 # end_token is not set
 # prepared is not set
+document_mask = false  # default
 validation_fraction = 0.05  # default
 
 [train]
