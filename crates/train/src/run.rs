@@ -264,11 +264,7 @@ struct Step {
 /// Refuses to continue a run whose config has changed. The checkpoint itself says what it was made with.
 fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<(), TrainError> {
     let before = Config::parse(checkpoint.state["config"].as_str().unwrap_or_default(), "checkpoint", &[])?;
-    let mut differences = config.differences(&before);
-    if config.train.reproducible && before.train.reproducible {
-        // Accumulation does not change a reproducible run.
-        differences.retain(|d| d.path != "train.micro_batch");
-    }
+    let differences = config.differences(&before);
     match differences.is_empty() {
         true => Ok(()),
         false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),
