@@ -4,7 +4,7 @@ use crate::event::{Event, StepMetrics};
 use crate::sample::{Sample, sample};
 use crate::session::Session;
 use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
-use lockstep_checkpoint::{Loaded, latest, list, save};
+use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use lockstep_exec::cpu;
@@ -244,9 +244,8 @@ impl Run<'_> {
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
         });
-        let groups = self.session.groups()?;
         let progress = &mut |done, total| show(Event::Saving { done, total });
-        let path = save(&self.dir.checkpoints(), step, &groups, &state, self.config.checkpoint.keep, progress)?;
+        let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;
         self.dir.event("checkpoint", json!({ "step": step }))?;
         show(Event::Saved { step, path: &path });
         self.outcome.checkpoint = Some(path);
