@@ -1,5 +1,7 @@
 //! `lockstep explain`: the program's memory bill, FLOPs and ops, without running it.
 
+mod layout;
+
 use crate::failure::Failure;
 use crate::table::{table, thousands};
 use crate::{ConfigArgs, Format};
@@ -73,10 +75,11 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
             "model_causal_per_token": per_token(plan.step_flops.causal),
             "hardware_per_token": per_token(plan.step_flops.hardware),
         },
+        "layout": layout::as_json(plan),
         "memory": plan.memory,
         "ops": ops,
         "passes": passes,
-        "program": verbose.then(|| plan.program().to_string()),
+        "program": verbose.then(|| plan.compiled.programs.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")),
     })
 }
 
@@ -84,6 +87,7 @@ fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
     let (model, train) = (&config.model, &config.train);
     let per_token = |flops: u128| units::flops(flops as f64 / plan.tokens_per_step as f64);
     let flops = plan.step_flops;
+    let several = plan.layout.mesh.ranks() > 1;
     [
         format!(
             "{}: {} parameters ({}), {} layers, dim {}, {} heads, {} kv heads\n",
@@ -104,7 +108,10 @@ fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
             train.micro_batch,
             plan.device
         ),
-        memory(&plan.memory),
+        match plan.layout.mesh.ranks() {
+            1 => memory(&plan.memory),
+            _ => layout::as_text(plan),
+        },
         format!(
             "\nFLOPs per token (matrix products)\n  {:<10} {}  6 × matmul parameters + 12 × layers × seq × heads × head_dim\n  \
              {:<10} {}  the same, masked half of attention left out\n  {:<10} {}  with recomputation\n",
@@ -115,12 +122,13 @@ fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
             "hardware",
             per_token(flops.hardware)
         ),
-        format!("\nops of one step\n{}", op_table(ops)),
+        format!("\nops of one step{}\n{}", if several { ", on a rank of the first stage" } else { "" }, op_table(ops)),
     ]
     .concat()
 }
 
-fn memory(bill: &MemoryBill) -> String {
+/// A rank's bill, by class and by layer.
+pub(crate) fn memory(bill: &MemoryBill) -> String {
     let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / bill.total_bytes.max(1) as f64);
     let class_row = |c: &Class| {
         let bytes = bill.classes[c.name()];
@@ -193,6 +201,8 @@ fn passes(plan: &Plan) -> String {
             false => text.push_str("changed nothing\n"),
         }
     }
-    text.push_str(&format!("\n== program ==\n{}", plan.program()));
+    for program in &plan.compiled.programs {
+        text.push_str(&format!("\n== program ==\n{program}"));
+    }
     text
 }

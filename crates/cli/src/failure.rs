@@ -17,6 +17,11 @@ impl Failure {
         Self::new(text, true)
     }
 
+    /// A run that has failed; `text` ends with a hint.
+    pub fn run(text: String) -> Self {
+        Self::new(text, false)
+    }
+
     /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed, 0 where whoever read
     /// our output has had enough.
     pub fn report(&self) -> ExitCode {

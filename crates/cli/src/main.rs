@@ -12,6 +12,7 @@ mod progress;
 mod table;
 mod terminal;
 mod train;
+mod verify;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -35,6 +36,8 @@ enum Command {
     Eval(eval::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
+    /// Show by running that layouts compute what one rank computes.
+    Verify(verify::Args),
     /// Measure this machine's ceilings, or the speed of a training step.
     Bench(bench::Args),
     /// Prepare data, and look at prepared data.
@@ -81,6 +84,7 @@ fn main() -> ExitCode {
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),
+        Command::Verify(args) => verify::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Data(command) => data::run(command),
         Command::Config(args) => config_command::run(args),

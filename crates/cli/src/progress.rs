@@ -34,11 +34,15 @@ impl Progress {
             Event::Started { plan, ceiling, train_tokens, from_step, dir } => {
                 self.clear();
                 self.say(&format!(
-                    "{} parameters, {} training tokens, arena {} ({} bytes), {}",
+                    "{} parameters, {} training tokens, arena {} ({} bytes){}, {}",
                     units::count(plan.parameters),
                     units::count(train_tokens),
                     units::bytes(plan.memory.total_bytes),
                     plan.memory.total_bytes,
+                    match plan.layout.mesh.ranks() {
+                        1 => String::new(),
+                        ranks => format!(" at most on each of {ranks} ranks ({})", plan.layout),
+                    },
                     plan.device
                 ));
                 self.say(&format!(

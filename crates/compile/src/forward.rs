@@ -3,7 +3,8 @@
 //! They hold no gradient and no optimizer state. States of the same name are one state; the inputs and outputs of an
 //! entry are its own, named after it.
 
-use crate::{CompileError, Context, FORWARD_PASSES, check, lower, memory};
+use crate::passes::SPREADING;
+use crate::{CompileError, Context, FORWARD_PASSES, TRAINING_PASSES, check, lower, memory};
 use lockstep_ir::graph::{Source, Value};
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{Graph, StepProgram, ValueId};
@@ -18,7 +19,11 @@ pub fn compile_forward(entries: &[(&'static str, Graph)], context: &Context) -> 
             graph = (pass.run)(&graph, context)?;
             check(pass.name, verify::graph(&graph))?;
         }
-        let graph = graph.without_dead_code();
+        let mut graph = graph.without_dead_code();
+        for pass in &TRAINING_PASSES[SPREADING] {
+            graph = (pass.run)(&graph, context)?;
+            check(pass.name, verify::graph(&graph))?;
+        }
         counts.push((*entry, graph.nodes.len()));
         check("join", join(&mut joined, entry, &graph))?;
     }

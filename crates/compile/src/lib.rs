@@ -15,6 +15,7 @@ pub use forward::compile_forward;
 use passes::SPREADING;
 pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, STATS, TRAINING_PASSES, autodiff, fuse};
 
+use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
 
@@ -47,6 +48,9 @@ pub enum CompileError {
         /// What is wrong.
         cause: Unsound,
     },
+    /// The programs of several stages do not go together.
+    #[error("internal error between stages: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
+    Roles(Mismatch),
 }
 
 /// A graph as one pass left it.
@@ -97,6 +101,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);
     }
+    roles::check(&programs).map_err(CompileError::Roles)?;
     Ok(Compiled { stages: passes, programs })
 }
 

@@ -47,6 +47,11 @@ impl<'a> Local<'a> {
             in_range[value.0] = true;
         }
         // What lives in one buffer is padded alike.
+        for node in graph.nodes.iter().rev().filter(|n| n.op.spec().each && !n.op.spec().in_place.is_empty()) {
+            for (x, y) in node.inputs.iter().zip(&node.outputs) {
+                padded[x.0] |= y.is_some_and(|y| padded[y.0]);
+            }
+        }
         for (state, value) in &graph.updates {
             let any = padded[state.0] || padded[value.0];
             (padded[state.0], padded[value.0]) = (any, any);

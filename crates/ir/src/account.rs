@@ -1,7 +1,8 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
 use crate::op::{Flops, TypeError};
-use crate::program::{Buffer, Class, Entry, Instr, Lifetime, StepProgram, Sum};
+use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
+use crate::{Coordinates, MeshAxis, Op, Placement, Spread};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -53,9 +54,12 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
             continue;
         }
         if region.lifetime == Lifetime::Frame {
-            let workspace = frame_workspace_at_peak(program, r);
-            *classes.entry(Class::Workspace.name()).or_default() += workspace;
-            *classes.entry(Class::Activations.name()).or_default() += region.bytes() - workspace;
+            let mut rest = region.bytes();
+            for (class, bytes) in frame_at_peak(program, r) {
+                *classes.entry(class.name()).or_default() += bytes;
+                rest -= bytes;
+            }
+            *classes.entry(Class::Activations.name()).or_default() += rest;
             continue;
         }
         let mut buffers: Vec<&Buffer> = program.buffers.iter().filter(|b| b.region == r).collect();
@@ -170,6 +174,79 @@ pub fn ops(program: &StepProgram, entry: &Entry) -> Result<Vec<OpCost>, TypeErro
     Ok(lines)
 }
 
+/// What the ranks of a stage exchange with others in an entry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Exchange {
+    /// Segment that asks for it.
+    pub segment: &'static str,
+    /// The op.
+    pub op: &'static str,
+    /// The mesh axis that it goes along.
+    pub axis: &'static str,
+    /// Ranks that take part.
+    pub ranks: usize,
+    /// Number of calls.
+    pub calls: u64,
+    /// Bytes of the whole tensors, of all calls.
+    pub bytes: u64,
+    /// Bytes that a rank sends in all calls, in a ring.
+    pub sent_bytes: u64,
+}
+
+/// The collectives and messages of an entry by segment, op and axis, in order of first use.
+pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
+    let mut lines: Vec<Exchange> = Vec::new();
+    for (s, segment) in program.segments.iter().enumerate() {
+        let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
+        for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
+            let (axis, ranks) = match instr.op {
+                Op::AllReduce { axis } | Op::ReduceScatter { axis, .. } | Op::AllGather { axis, .. } => {
+                    (axis, program.mesh.size(axis))
+                }
+                Op::SumShared { sharers } => (MeshAxis::Tp, sharers),
+                _ => (MeshAxis::Pp, 2),
+            };
+            let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
+            let input = total(&mut instr.inputs.iter());
+            let output = total(&mut instr.outputs.iter().flatten());
+            let n = ranks as u64;
+            // A ring passes a part on n − 1 times, twice for a sum that everybody gets.
+            let (whole, sent) = match instr.op {
+                Op::AllGather { .. } => (input * n, input * (n - 1)),
+                Op::ReduceScatter { .. } => (output * n, output * (n - 1)),
+                Op::Send { .. } => (input, input),
+                Op::Receive { .. } => (output, 0),
+                _ => (input, input * 2 * (n - 1) / n),
+            };
+            let (op, axis) = (instr.op.name(), axis.name());
+            let same = |l: &Exchange| (l.segment, l.op, l.axis, l.ranks) == (segment.name, op, axis, ranks);
+            let at = lines.iter().position(same).unwrap_or_else(|| {
+                let segment = segment.name;
+                lines.push(Exchange { segment, op, axis, ranks, calls: 0, bytes: 0, sent_bytes: 0 });
+                lines.len() - 1
+            });
+            lines[at].calls += runs;
+            lines[at].bytes += runs * whole;
+            lines[at].sent_bytes += runs * sent;
+        }
+    }
+    lines
+}
+
+/// Bytes of states, on all ranks of a stage together, that hold no element: they fill up parts of the vocabulary and flat ranges.
+pub fn padding(program: &StepProgram) -> u64 {
+    let mesh = &program.mesh;
+    let ranks = (0..mesh.dp * mesh.tp).map(|r| mesh.coordinates(r));
+    let padding = |t: &Tensor, at: Coordinates| {
+        // Where a range is shown of a whole that stands there too, the whole counts.
+        let dp = if t.part { Spread::Replicated } else { t.placement.dp };
+        let held = Placement { dp, ..t.placement }.held(&t.whole, mesh, at) * t.whole.dtype.bytes();
+        program.buffers[t.buffer.0].bytes - held as u64
+    };
+    let states: Vec<&Tensor> = program.tensors.iter().filter(|t| matches!(t.role, Role::State(_))).collect();
+    ranks.flat_map(|at| states.iter().map(move |t| padding(t, at))).sum()
+}
+
 /// Total FLOPs of an entry.
 pub fn flops(program: &StepProgram, entry: &Entry) -> Result<Flops, TypeError> {
     let mut per_segment = Vec::new();
@@ -203,19 +280,34 @@ impl Instr {
     }
 }
 
-fn frame_workspace_at_peak(program: &StepProgram, frame: usize) -> u64 {
-    let mut highest = (0, 0);
-    for instr in program.segments.iter().flat_map(|s| &s.instrs) {
-        let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer);
-        let top = args
-            .chain(instr.workspace)
-            .map(|b| &program.buffers[b.0])
-            .filter(|b| b.region == frame)
-            .map(|b| b.offset + b.bytes)
-            .max()
-            .unwrap_or(0);
-        let workspace = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
-        highest = highest.max((top, workspace));
+/// Bytes of the frame, at the call that reaches highest, that are not activations.
+fn frame_at_peak(program: &StepProgram, frame: usize) -> Vec<(Class, u64)> {
+    let buffers = |i: &Instr| {
+        let args = i.inputs.iter().chain(i.outputs.iter().flatten()).map(|a| a.buffer.0);
+        let all: Vec<usize> = args.chain(i.workspace.map(|w| w.0)).collect();
+        all.into_iter().filter(|b| program.buffers[*b].region == frame)
+    };
+    let top = |i: &Instr| buffers(i).map(|b| program.buffers[b].offset + program.buffers[b].bytes).max().unwrap_or(0);
+    let instrs =
+        program.segments.iter().enumerate().flat_map(|(s, segment)| (0..segment.instrs.len()).map(move |t| (s, t)));
+    let Some((s, peak)) =
+        instrs.max_by_key(|(s, t)| (top(&program.segments[*s].instrs[*t]), std::cmp::Reverse((*s, *t))))
+    else {
+        return Vec::new();
+    };
+    let segment = &program.segments[s];
+    let mut spans: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
+    for (t, instr) in segment.instrs.iter().enumerate() {
+        for b in buffers(instr) {
+            let until = segment.held_until(t);
+            spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((t, until));
+        }
     }
-    highest.1
+    let live = spans.into_iter().filter(|(_, (first, last))| (*first..=*last).contains(&peak)).map(|(b, _)| b);
+    let other = [Class::Workspace, Class::Communication];
+    let bytes = |class: Class, live: &[usize]| {
+        live.iter().map(|b| &program.buffers[*b]).filter(|b| b.class == class).map(|b| b.bytes).sum()
+    };
+    let live: Vec<usize> = live.collect();
+    other.map(|class| (class, bytes(class, &live))).to_vec()
 }

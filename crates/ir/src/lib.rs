@@ -19,6 +19,7 @@ pub mod op;
 mod placement;
 mod profile;
 pub mod program;
+pub mod roles;
 mod scalars;
 pub mod schedule;
 mod shape;

@@ -100,6 +100,31 @@ impl Placement {
         dim.sections.iter().map(|s| (mesh.tp / s.count.max(1)).max(1)).collect()
     }
 
+    /// Elements that flat ranges are cut from, padding included.
+    fn tp_local(&self, ty: &TensorType, mesh: &Mesh) -> usize {
+        Placement { dp: Spread::Replicated, ..*self }.local(ty, mesh).elements()
+    }
+
+    /// How many elements of the whole a rank has: without padding.
+    pub fn held(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> usize {
+        let extent = |d: usize, dim: &Dim| {
+            let axis = [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Spread::Split(d));
+            axis.map_or(dim.size(), |a| ranges(dim, mesh.size(a), at.get(a)).0.iter().map(|r| r.len).sum())
+        };
+        let all: usize = ty.dims.iter().enumerate().map(|(d, dim)| extent(d, dim)).product();
+        match self.dp {
+            // Padding stands behind all elements, but where it is in an inner dimension.
+            Spread::Flat if matches!(self.tp, Spread::Split(dim) if dim > 0) && all < self.tp_local(ty, mesh) => {
+                self.runs(ty, mesh, at).iter().map(|r| r.len).sum()
+            }
+            Spread::Flat => {
+                let len = self.local(ty, mesh).elements();
+                all.saturating_sub(at.dp * len).min(len)
+            }
+            Spread::Replicated | Spread::Split(_) | Spread::Partial => all,
+        }
+    }
+
     /// The elements that a rank has, in order; padding is in no run.
     pub fn runs(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> Vec<Run> {
         self.runs_of(ty, mesh, at, ranges)
@@ -127,8 +152,7 @@ impl Placement {
             runs = nest(&runs, &ranges, dim.size(), extent);
         }
         if self.dp == Spread::Flat {
-            let tp_local = Placement { dp: Spread::Replicated, ..*self }.local(ty, mesh).elements();
-            let len = tp_local.div_ceil(mesh.dp).next_multiple_of(FLAT_BLOCK);
+            let len = self.tp_local(ty, mesh).div_ceil(mesh.dp).next_multiple_of(FLAT_BLOCK);
             let (from, to) = (at.dp * len, (at.dp + 1) * len);
             runs = runs.into_iter().filter_map(|r| clip(r, from, to)).collect();
         }
@@ -222,6 +246,8 @@ mod tests {
         for rank in 0..mesh.ranks() {
             let local = placement.local(ty, &mesh).elements();
             let mut taken = vec![false; local];
+            let held: usize = placement.runs(ty, &mesh, mesh.coordinates(rank)).iter().map(|r| r.len).sum();
+            assert_eq!(held, placement.held(ty, &mesh, mesh.coordinates(rank)), "{placement} of {ty} on rank {rank}");
             for r in placement.runs(ty, &mesh, mesh.coordinates(rank)) {
                 (0..r.len).for_each(|i| {
                     seen[r.whole + i] += 1;

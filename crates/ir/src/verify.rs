@@ -132,7 +132,10 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
                 return Err(format!("{name}: output {o} overwrites input {i}"));
             }
         }
-        let state = spec.in_place.iter().find(|(_, to)| *to == o).map(|(i, _)| &instr.inputs[*i]);
+        let state = match spec.each {
+            true => instr.inputs.get(o),
+            false => spec.in_place.iter().find(|(_, to)| *to == o).map(|(i, _)| &instr.inputs[*i]),
+        };
         let same = |input: &Arg| input.buffer == arg.buffer && input.part == arg.part;
         if spec.always_in_place && state.is_some_and(|input| !same(input)) {
             return Err(format!("{name}: output {o} must be in place"));

@@ -61,6 +61,37 @@ pub struct Comparison {
     pub arena_bytes: Vec<u64>,
 }
 
+/// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. Ratios that layouts
+/// look at stay: query heads per key head, accumulation.
+pub fn shrink(config: &Config) -> (Config, Vec<String>) {
+    let mut small = config.clone();
+    let (m, t) = (&mut small.model, &mut small.train);
+    let group = (m.heads / m.kv_heads).min(4);
+    m.kv_heads = m.kv_heads.min(4);
+    m.heads = m.kv_heads * group;
+    let plain = config.model.dim == config.model.heads * config.model.head_dim;
+    m.head_dim = m.head_dim.min(16);
+    m.dim = if plain { m.heads * m.head_dim } else { m.dim.min(128) };
+    (m.layers, m.vocab_size, m.ffn) = (m.layers.min(4), m.vocab_size.min(509), m.ffn.min(192));
+    t.seq = t.seq.min(64);
+    t.global_batch = 8;
+    t.micro_batch = if config.train.global_batch > config.train.micro_batch { 1 } else { 2 };
+    let all = [
+        ("model.layers", config.model.layers, small.model.layers),
+        ("model.dim", config.model.dim, small.model.dim),
+        ("model.heads", config.model.heads, small.model.heads),
+        ("model.kv_heads", config.model.kv_heads, small.model.kv_heads),
+        ("model.head_dim", config.model.head_dim, small.model.head_dim),
+        ("model.ffn", config.model.ffn, small.model.ffn),
+        ("model.vocab_size", config.model.vocab_size, small.model.vocab_size),
+        ("train.seq", config.train.seq, small.train.seq),
+        ("train.global_batch", config.train.global_batch, small.train.global_batch),
+        ("train.micro_batch", config.train.micro_batch, small.train.micro_batch),
+    ];
+    let changed = all.iter().filter(|(_, from, to)| from != to);
+    (small, changed.map(|(key, from, to)| format!("{key} {from} -> {to}")).collect())
+}
+
 /// Losses, gradient norms and first gradients of a run.
 struct Trace {
     losses: Vec<f64>,

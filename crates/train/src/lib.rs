@@ -24,7 +24,7 @@ mod state;
 mod text;
 mod trained;
 
-pub use compare::{Comparison, Promise, compare};
+pub use compare::{Comparison, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use error::TrainError;
 pub use evaluate::{EvaluateProgress, Evaluation, Text, evaluate};

@@ -99,7 +99,8 @@ fn start<'a>(
         pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
         checkpoint = Some(loaded.path);
     }
-    let ceiling = cpu::ceilings::matmul(plan.threads, plan.precision.compute)?;
+    let threads = (plan.threads * plan.layout.mesh.ranks()).min(cpu::cores().max(plan.threads));
+    let ceiling = cpu::ceilings::matmul(threads, plan.precision.compute)?;
     dir.begin(&config.resolved_toml(), plan, step)?;
     let train_tokens = data.train_tokens();
     show(Event::Started { plan, ceiling, train_tokens, from_step: step, dir: dir.path() });

@@ -33,7 +33,16 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
     for node in nodes {
         sweep.node(&mut g, node)?;
     }
-    g.outputs = g.outputs.iter().map(|v| sweep.now[v.0]).collect();
+    for o in 0..g.outputs.len() {
+        let (before, now) = (g.outputs[o], sweep.now[g.outputs[o].0]);
+        if before != now {
+            // The host knows an output by its name.
+            let name = g.get(before).name.clone();
+            g.values[before.0].name = format!("{name}.partial");
+            g.values[now.0].name = name;
+            g.outputs[o] = now;
+        }
+    }
     Ok(g)
 }
 

@@ -317,7 +317,7 @@ static JOIN_ROWS: Spec = Spec {
         .splits(&["b?"])
 };
 static ALL_REDUCE: Spec = collective("all_reduce", &[(0, 0)]);
-static SUM_SHARED: Spec = collective("sum_shared", &[(0, 0)]);
+static SUM_SHARED: Spec = Spec { always_in_place: true, ..collective("sum_shared", &[(0, 0)]) };
 static REDUCE_SCATTER: Spec = collective("reduce_scatter", &[]);
 static ALL_GATHER: Spec = collective("all_gather", &[]);
 static SHARD: Spec = row("shard", &[any("x")], &[any("part")], &[], None);

@@ -1,0 +1,121 @@
+//! What each rank role holds and exchanges, and how a pipeline fills.
+
+use super::memory;
+use crate::table::table;
+use lockstep_ir::account::{self, Exchange};
+use lockstep_ir::schedule::{Costs, Timeline, evaluate};
+use lockstep_ir::{StepProgram, units};
+use lockstep_train::Plan;
+use serde_json::{Value, json};
+
+/// A rank role: the ranks of one pipeline stage.
+struct Role<'a> {
+    program: &'a StepProgram,
+    exchanges: Vec<Exchange>,
+    padding: u64,
+}
+
+fn roles(plan: &Plan) -> Vec<Role<'_>> {
+    let role = |program| {
+        let exchanges = StepProgram::entry(program, StepProgram::TRAIN).map(|e| account::exchanges(program, e));
+        Role { program, exchanges: exchanges.unwrap_or_default(), padding: account::padding(program) }
+    };
+    plan.compiled.programs.iter().map(role).collect()
+}
+
+impl Role<'_> {
+    /// First and last rank.
+    fn ranks(&self) -> (usize, usize) {
+        let size = self.program.mesh.dp * self.program.mesh.tp;
+        (self.program.stage * size, (self.program.stage + 1) * size - 1)
+    }
+
+    /// First and last layer.
+    fn layers(&self) -> Option<(usize, usize)> {
+        let layers = || self.program.segments.iter().flat_map(|s| &s.instrs).filter_map(|i| i.layer);
+        layers().min().zip(layers().max())
+    }
+}
+
+/// How the pipeline fills if transfers were free: stages weighed by their FLOPs.
+fn timeline(plan: &Plan) -> Option<Timeline> {
+    let layout = &plan.layout;
+    if layout.mesh.pp == 1 {
+        return None;
+    }
+    let slots: Vec<_> =
+        (0..layout.mesh.pp).map(|stage| layout.schedule.slots(layout.mesh.pp, stage, layout.micro_batches)).collect();
+    let cost = |program: &StepProgram, segment: usize| {
+        let instrs = &program.segments[segment].instrs;
+        instrs.iter().filter_map(|i| i.cost().ok()).map(|c| c.flops.hardware as f64).sum::<f64>()
+    };
+    let costs = |segment| plan.compiled.programs.iter().map(|p| cost(p, segment)).collect();
+    evaluate(&slots, &Costs { forward: costs(0), backward: costs(1), transfer: 0.0 }, usize::MAX).ok()
+}
+
+pub(super) fn as_json(plan: &Plan) -> Value {
+    let layout = &plan.layout;
+    let roles: Vec<Value> = roles(plan)
+        .iter()
+        .zip(&plan.stages)
+        .map(|(role, memory)| {
+            json!({
+                "stage": role.program.stage,
+                "ranks": role.ranks(),
+                "layers": role.layers(),
+                "memory": memory,
+                "padding_bytes_all_ranks": role.padding,
+                "exchanges": role.exchanges,
+            })
+        })
+        .collect();
+    let timeline = timeline(plan);
+    json!({
+        "layout": layout.to_string(),
+        "ranks": layout.mesh.ranks(),
+        "mesh": layout.mesh,
+        "zero": layout.zero,
+        "sequence_parallel": layout.sequence_parallel,
+        "schedule": layout.schedule.name(),
+        "bubble": timeline.as_ref().map_or(0.0, Timeline::bubble),
+        "in_flight": timeline.as_ref().map(Timeline::in_flight),
+        "roles": roles,
+    })
+}
+
+pub(super) fn as_text(plan: &Plan) -> String {
+    let layout = &plan.layout;
+    let mut text = format!("layout: {layout}, {} ranks\n", layout.mesh.ranks());
+    if let Some(timeline) = timeline(plan) {
+        text.push_str(&format!(
+            "pipeline: bubble {:.1}% with free transfers; one line per stage, F forward, B backward\n{}",
+            100.0 * timeline.bubble(),
+            timeline.picture(100)
+        ));
+    }
+    for (role, bill) in roles(plan).iter().zip(&plan.stages) {
+        let (first, last) = role.ranks();
+        let layers = match role.layers() {
+            Some((a, b)) => format!(", layers {a} to {b}"),
+            None => String::new(),
+        };
+        text.push_str(&format!("\nstage {}: ranks {first} to {last}{layers}\n\n{}", role.program.stage, memory(bill)));
+        if role.padding > 0 {
+            let padding = units::bytes(role.padding);
+            text.push_str(&format!("  padding in states: {padding} on all ranks of the stage\n"));
+        }
+        let row = |e: &Exchange| {
+            vec![
+                format!("{} {}", e.segment, e.op),
+                format!("{} × {}", e.axis, e.ranks),
+                e.calls.to_string(),
+                units::bytes(e.bytes),
+                units::bytes(e.sent_bytes),
+            ]
+        };
+        let rows: Vec<Vec<String>> = role.exchanges.iter().map(row).collect();
+        let header = ["segment and op", "along", "calls", "whole tensors", "sent by a rank"];
+        text.push_str(&format!("\nexchanges of one step (sent: in a ring)\n{}", table(&header, &rows)));
+    }
+    text
+}

@@ -1,0 +1,146 @@
+//! What ranks exchange and hold, against what is known from the literature.
+
+use lockstep_config::Config;
+use lockstep_ir::account::{self, Exchange};
+use lockstep_ir::graph::State;
+use lockstep_ir::program::Role;
+use lockstep_ir::{Layout, StepProgram};
+use lockstep_train::{Plan, plan};
+
+const MICRO_BATCHES: u64 = 4;
+
+fn config(layers: usize, dim: usize, keys: &str) -> Config {
+    let text = format!(
+        "[model]\nvocab_size = 256\nlayers = {layers}\ndim = {dim}\nheads = 8\nkv_heads = 4\nffn = {}\n\
+         [train]\nseq = 16\nglobal_batch = 64\nmicro_batch = 1\nthreads = 1\n{keys}\n",
+        2 * dim
+    );
+    Config::parse(&text, "run.toml", &[]).unwrap()
+}
+
+fn planned(config: &Config, layout: &str) -> Plan {
+    let layout: Layout = layout.parse().unwrap();
+    let mut config = config.at(&layout);
+    config.train.global_batch = layout.mesh.dp * MICRO_BATCHES as usize;
+    plan(&config).unwrap()
+}
+
+/// Calls and bytes of an op in one more layer, in a step: the difference between two depths.
+fn per_layer(layout: &str, dim: usize, segments: &[&str], op: &str, axis: &str) -> (u64, u64) {
+    let total = |layers: usize| {
+        let plan = planned(&config(layers, dim, ""), layout);
+        let program = plan.program();
+        let all = account::exchanges(program, program.entry(StepProgram::TRAIN).unwrap());
+        let mine = |e: &&Exchange| segments.contains(&e.segment) && (e.op, e.axis) == (op, axis);
+        all.iter().filter(mine).fold((0, 0), |(calls, bytes), e| (calls + e.calls, bytes + e.bytes))
+    };
+    let ((calls, bytes), (fewer, less)) = (total(3), total(2));
+    (calls - fewer, bytes - less)
+}
+
+const BACKWARD: [&str; 2] = ["backward", "backward_last"];
+/// Bytes of the residual stream of a micro-batch: 1 sequence of 16 positions of 64 f32.
+const RESIDUAL: u64 = 16 * 64 * 4;
+/// Bytes of a layer's parameters at dim 128: two norms, 16 heads of 16 in Q, K and V, the output projection, ffn 256.
+const LAYER: u64 = (2 * 128 + 16 * 16 * 128 + 128 * 128 + 3 * 256 * 128) * 4;
+
+#[test]
+fn tensor_parallel_layers_sum_twice_in_each_direction() {
+    let m = MICRO_BATCHES;
+    assert_eq!(per_layer("tp=2", 64, &["forward"], "all_reduce", "tp"), (2 * m, 2 * m * RESIDUAL));
+    assert_eq!(per_layer("tp=2", 64, &BACKWARD, "all_reduce", "tp"), (2 * m, 2 * m * RESIDUAL));
+    for op in ["all_gather", "reduce_scatter"] {
+        assert_eq!(per_layer("tp=2", 64, &["forward", "backward"], op, "tp"), (0, 0), "{op}");
+    }
+}
+
+#[test]
+fn sequence_parallel_layers_gather_and_scatter_and_backward_gathers_again() {
+    let m = MICRO_BATCHES;
+    assert_eq!(per_layer("tp=2,sp", 64, &["forward"], "all_gather", "tp"), (2 * m, 2 * m * RESIDUAL));
+    assert_eq!(per_layer("tp=2,sp", 64, &["forward"], "reduce_scatter", "tp"), (2 * m, 2 * m * RESIDUAL));
+    assert_eq!(per_layer("tp=2,sp", 64, &BACKWARD, "all_gather", "tp"), (4 * m, 4 * m * RESIDUAL));
+    assert_eq!(per_layer("tp=2,sp", 64, &BACKWARD, "reduce_scatter", "tp"), (2 * m, 2 * m * RESIDUAL));
+    assert_eq!(per_layer("tp=2,sp", 64, &["forward", "backward"], "all_reduce", "tp"), (0, 0));
+    // Once per step: the gradients of the two norms, which each rank has of its own positions.
+    assert_eq!(per_layer("tp=2,sp", 64, &["backward_last"], "all_reduce", "tp"), (1, 2 * 64 * 4));
+}
+
+#[test]
+fn gradients_travel_once_per_step_at_levels_0_and_1_and_once_per_micro_batch_above() {
+    let m = MICRO_BATCHES;
+    let all = ["forward", "backward", "backward_last", "update"];
+    let of = |layout: &str, op: &str| per_layer(layout, 128, &all, op, "dp");
+    assert_eq!((of("dp=2", "all_reduce"), of("dp=2", "reduce_scatter")), ((1, LAYER), (0, 0)));
+    assert_eq!((of("dp=2,zero=1", "reduce_scatter"), of("dp=2,zero=1", "all_gather")), ((1, LAYER), (1, LAYER)));
+    assert_eq!((of("dp=2,zero=2", "reduce_scatter"), of("dp=2,zero=2", "all_gather")), ((m, m * LAYER), (1, LAYER)));
+    assert_eq!(of("dp=2,zero=3", "reduce_scatter"), (m, m * LAYER));
+    assert_eq!(per_layer("dp=2,zero=3", 128, &["forward"], "all_gather", "dp"), (m, m * LAYER));
+    assert_eq!(per_layer("dp=2,zero=3", 128, &["backward"], "all_gather", "dp"), (m, m * LAYER));
+    assert_eq!(per_layer("dp=2,zero=3", 128, &["update"], "all_gather", "dp"), (0, 0));
+    for layout in ["dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"] {
+        assert_eq!(of(layout, "all_reduce"), (0, 0), "{layout}");
+    }
+}
+
+#[test]
+fn stages_exchange_the_residual_stream_and_its_gradient() {
+    let plan = planned(&config(4, 64, ""), "pp=2");
+    let calls = |stage: usize, op: &str| {
+        let program = &plan.compiled.programs[stage];
+        let all = account::exchanges(program, program.entry(StepProgram::TRAIN).unwrap());
+        all.iter().filter(|e| e.op == op).fold((0, 0), |(c, b), e| (c + e.calls, b + e.bytes))
+    };
+    let m = MICRO_BATCHES;
+    for stage in 0..2 {
+        assert_eq!(calls(stage, "send"), (m, m * RESIDUAL), "stage {stage}");
+        assert_eq!(calls(stage, "receive"), (m, m * RESIDUAL), "stage {stage}");
+    }
+}
+
+/// Bytes of parameters, gradients and optimizer state on a rank.
+fn state_bytes(plan: &Plan) -> u64 {
+    let program = plan.program();
+    let kept = |role: &Role| {
+        matches!(role, Role::State(State::Parameter(_) | State::Gradient | State::Moment { .. } | State::Master { .. }))
+    };
+    program.tensors.iter().filter(|t| kept(&t.role)).map(|t| program.buffers[t.buffer.0].bytes).sum()
+}
+
+#[test]
+fn sharded_state_falls_as_the_zero_paper_says_to_the_byte() {
+    let keys = "[precision]\npolicy = \"bf16\"\ngradients = \"bf16\"";
+    for n in [2u64, 4] {
+        // Every tensor divides into n ranges of whole blocks: no padding.
+        let even = config(2, 64 * n as usize, keys);
+        let at = |zero: u8| {
+            planned(&even, &format!("dp={n}{}", if zero > 0 { format!(",zero={zero}") } else { String::new() }))
+        };
+        let p = at(0).parameters;
+        assert_eq!(state_bytes(&at(0)), 16 * p);
+        assert_eq!(state_bytes(&at(1)), 4 * p + 12 * p / n);
+        assert_eq!(state_bytes(&at(2)), 2 * p + 14 * p / n);
+        assert_eq!(state_bytes(&at(3)), 16 * p / n);
+        assert!((0..4).all(|zero| account::padding(at(zero).program()) == 0));
+    }
+    // Where tensors do not divide, what is more is padding, and it is named.
+    let odd = config(2, 80, keys);
+    let p = planned(&odd, "dp=4").parameters;
+    for (zero, exact) in [(1, 4 * 4 * p + 12 * p), (2, 4 * 2 * p + 14 * p), (3, 16 * p)] {
+        let plan = planned(&odd, &format!("dp=4,zero={zero}"));
+        let padding = account::padding(plan.program());
+        assert!(padding > 0);
+        assert_eq!(4 * state_bytes(&plan), exact + padding, "level {zero}");
+    }
+}
+
+#[test]
+fn fp32_gradients_cost_18_bytes_per_parameter_and_full_fp32_16() {
+    let bytes = |keys: &str| {
+        let plan = planned(&config(2, 64, keys), "dp=1");
+        (state_bytes(&plan), plan.parameters)
+    };
+    let (mixed, p) = bytes("[precision]\npolicy = \"bf16\"");
+    assert_eq!(mixed, 18 * p);
+    assert_eq!(bytes("").0, 16 * p);
+}
