@@ -5,8 +5,9 @@ mod common;
 use common::{Place, damage};
 use serde_json::Value;
 use std::fs;
+use std::path::Path;
 
-/// Arguments that train in a layout, given as `parallel` keys.
+/// Arguments that train with these keys changed.
 fn train<'a>(dir: &'a str, set: &[&'a str]) -> Vec<&'a str> {
     let mut args = vec!["train", "run.toml", "--run-dir", dir];
     set.iter().for_each(|s| args.extend(["--set", s]));
@@ -62,14 +63,15 @@ fn a_damaged_file_of_one_rank_is_named_and_the_checkpoint_before_it_used() {
     let args = train("run", &SQUARE);
     place.ok(&args);
     let whole = place.trajectory("run");
-    let cut = |path: &std::path::Path| {
+    let cut = |path: &Path| {
         let bytes = fs::read(path).unwrap();
         fs::write(path, &bytes[..bytes.len() - 5]).unwrap();
     };
-    let cases: [(&str, &dyn Fn(&std::path::Path), &str); 3] = [
-        ("model-00001.safetensors", &damage, "checksum differs"),
-        ("optimizer-00000.safetensors", &cut, "bytes instead of "),
-        ("model-00000.safetensors", &|path| fs::remove_file(path).unwrap(), "missing"),
+    type Harm = fn(&Path);
+    let cases: [(&str, Harm, &str); 3] = [
+        ("model-00001.safetensors", damage, "checksum differs"),
+        ("optimizer-00000.safetensors", cut, "bytes instead of "),
+        ("model-00000.safetensors", |path| fs::remove_file(path).unwrap(), "missing"),
     ];
     for (file, harm, expected) in cases {
         harm(&place.path("run/checkpoints/step-00000020").join(file));
