@@ -12,8 +12,8 @@ mod passes;
 mod stage;
 
 pub use forward::compile_forward;
-use passes::SPREADING;
-pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, STATS, TRAINING_PASSES, autodiff, fuse};
+pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, Recompute, STATS, TRAINING_PASSES, autodiff, fuse};
+use passes::{DERIVED, SPREADING};
 
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
@@ -30,6 +30,8 @@ pub struct Context {
     pub optimizer: AdamW,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,
+    /// What is computed again in backward.
+    pub recompute: Recompute,
 }
 
 /// Why a graph cannot be compiled.
@@ -93,7 +95,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         }
     }
     let stages = context.layout.mesh.pp;
-    let cuts = stage::cut(&graph, stages)?;
+    let cuts = stage::cut(&passes[DERIVED].graph, stages)?;
     let mut programs = Vec::new();
     for s in 0..stages {
         let (train, evaluate) = (stage::extract(&graph, &cuts, s)?, stage::extract(&evaluate, &cuts, s)?);

@@ -133,6 +133,16 @@ tables! {
         patience: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct;
     }
 
+    /// What is computed again in backward instead of kept.
+    recompute: RecomputeConfig {
+        /// none: everything that backward reads is kept. selective: norms and activation functions are computed again, which
+        /// costs no matrix product. full: all of a layer but what enters it. every-k: all of recompute.every layers but what
+        /// enters the first. sqrt: the same with the square root of the number of layers. Bits stay the same.
+        policy: String = Choice(&["none", "selective", "full", "every-k", "sqrt"]), Fixed("\"none\""), Conduct;
+        /// Layers whose values are given up together under the every-k policy.
+        every: usize = Count(1, EXTENT), Fixed("2"), Conduct;
+    }
+
     /// How gradients become updates.
     optimizer: OptimizerConfig {
         /// The update rule.

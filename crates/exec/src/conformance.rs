@@ -249,7 +249,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             vec![(act(v), Normal), (ids(), Below(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
         }
         Op::LinearCrossEntropy { .. } => {
-            vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))]
+            // Enough columns for several blocks of a kernel that cuts the vocabulary.
+            vec![(act(d.clone()), Normal), (t(&[Dim::new(Axis::Vocab, 400), d]), Normal), (ids(), Below(400))]
         }
         Op::AddState => vec![(state(), Normal), (state(), Normal)],
         Op::Accumulate => vec![(state(), Normal)],

@@ -1,5 +1,6 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
+use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
 use crate::{Coordinates, MeshAxis, Op, Placement, Spread};
@@ -276,7 +277,12 @@ impl Instr {
         let wanted: Vec<bool> = self.outputs.iter().map(Option::is_some).collect();
         let read = self.inputs.iter().map(|a| a.ty.bytes());
         let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 });
-        Ok(Cost { flops: self.op.flops(&types, &wanted)?, bytes: read.chain(written).sum() })
+        let mut flops = self.op.flops(&types, &wanted)?;
+        // An op of the forward pass that runs in backward is computed again: the model does not need it.
+        if self.phase == Phase::InputGrad && self.op.spec().gradient_reads.is_some() {
+            (flops.model, flops.causal) = (0, 0);
+        }
+        Ok(Cost { flops, bytes: read.chain(written).sum() })
     }
 }
 

@@ -1,5 +1,5 @@
 use crate::TrainError;
-use lockstep_compile::{AdamW, Compiled, Context, Precision, compile};
+use lockstep_compile::{AdamW, Compiled, Context, Precision, Recompute, compile};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
@@ -70,6 +70,7 @@ fn training_context(config: &Config) -> (Context, usize) {
             decay: o.weight_decay as f32,
         },
         precision,
+        recompute: recompute(config),
     };
     (context, threads)
 }
@@ -105,6 +106,17 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
         forward,
         compiled,
     })
+}
+
+/// What a config wants to be computed again in backward.
+fn recompute(config: &Config) -> Recompute {
+    match config.recompute.policy.as_str() {
+        "selective" => Recompute::Selective,
+        "full" => Recompute::Full,
+        "every-k" => Recompute::Every(config.recompute.every),
+        "sqrt" => Recompute::Sqrt,
+        _ => Recompute::None,
+    }
 }
 
 /// The types that a config asks for.

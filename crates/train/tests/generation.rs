@@ -1,6 +1,6 @@
 //! Generation computes what training computes: the same logits, bit for bit, however a text is cut into calls.
 
-use lockstep_compile::{AdamW, Context, Precision, compile};
+use lockstep_compile::{AdamW, Context, Precision, Recompute, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
@@ -40,6 +40,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
         layout: Layout::single(1),
         optimizer,
         precision: Precision::FP32,
+        recompute: Recompute::None,
     };
     let mut forward = lockstep_model::build(&config.model, 1, SEQ).unwrap();
     // Logits that somebody wants are not fused away.

@@ -53,7 +53,8 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     }
     let (x, w, targets) = (g.nodes[l].inputs[0], g.nodes[l].inputs[1], g.nodes[n].inputs[1]);
     let (positions, vocab) = (g.ty(targets).elements(), g.ty(w).dims[0].size());
-    let rows = (context.device.cross_entropy_logits / vocab).clamp(32, 1024).min(positions);
+    // Whole tiles of rows.
+    let rows = ((context.device.cross_entropy_logits / vocab).clamp(32, 1024) / 32 * 32).min(positions);
     let loss = g.nodes[n].outputs[0];
     let layer = g.nodes[n].layer;
     g.nodes.remove(n);

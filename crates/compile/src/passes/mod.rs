@@ -4,6 +4,7 @@ mod autodiff;
 mod fuse;
 mod optimizer;
 mod precision;
+mod recompute;
 mod shard;
 mod vocab;
 mod zero;
@@ -12,6 +13,7 @@ pub use autodiff::autodiff;
 pub use fuse::fuse;
 pub use optimizer::{AdamW, STATS};
 pub use precision::Precision;
+pub use recompute::Recompute;
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};
@@ -37,17 +39,21 @@ pub struct Pass {
 }
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 6] = [
+pub const TRAINING_PASSES: [Pass; 7] = [
     Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse },
     Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision },
     Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff },
+    Pass { name: "recompute", effect: Effect::BitPreserving, run: recompute::recompute },
     Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard },
     Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero },
     Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
 ];
 
 /// Those of them that spread work over ranks: evaluation takes them without gradients.
-pub(crate) const SPREADING: std::ops::Range<usize> = 3..5;
+pub(crate) const SPREADING: std::ops::Range<usize> = 4..6;
+
+/// Where gradients have been added, and nothing is recomputed or spread: stages are cut by what this costs.
+pub(crate) const DERIVED: usize = 2;
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.
@@ -89,7 +95,16 @@ pub(crate) mod tests {
             workspaces: BTreeMap::new(),
         };
         let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
-        (g, Context { device, layout: Layout::single(2), optimizer, precision: Precision::FP32 })
+        (
+            g,
+            Context {
+                device,
+                layout: Layout::single(2),
+                optimizer,
+                precision: Precision::FP32,
+                recompute: Recompute::None,
+            },
+        )
     }
 
     /// A sound graph that prints as expected (ends of lines do not count).

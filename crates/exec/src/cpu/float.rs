@@ -41,6 +41,25 @@ impl Float for Bf16 {
 
     #[inline(always)]
     fn of(x: f32) -> Self {
-        Bf16(bf16::from_f32(x))
+        // `bf16::from_f32` without a comparison of floats, which keeps compilers from rounding many at a time.
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+        let nan = bits | 0x40_0000;
+        Bf16((if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded } >> 16) as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_is_that_of_the_ir() {
+        let edges = [0u32, 0x7f80_0000, 0x7f80_0001, 0x7fc0_0000, 0x7f7f_ffff, 0x3f80_8000, 0x3f81_8000, 0x3f80_8001];
+        let spread = (0..=u32::MAX).step_by(65_521);
+        for bits in spread.chain(edges).flat_map(|b| [b, b | 1 << 31]) {
+            let x = f32::from_bits(bits);
+            assert_eq!(Bf16::of(x).0, bf16::from_f32(x), "{bits:#x}");
+        }
     }
 }

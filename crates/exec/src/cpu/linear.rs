@@ -84,7 +84,7 @@ pub unsafe fn weight_product<T: Float>(
 }
 
 vectorised! {
-    unsafe fn add_rounded<T>(share: *const T, sum: *mut Bf16, n: usize, add: bool) -> () {
+    pub(super) unsafe fn add_rounded<T>(share: *const T, sum: *mut Bf16, n: usize, add: bool) -> () {
         for i in 0..n {
             let before = if add { (*sum.add(i)).to() } else { 0.0 };
             *sum.add(i) = Bf16::of(before + (*share.add(i)).to());
@@ -93,7 +93,7 @@ vectorised! {
 }
 
 vectorised! {
-    unsafe fn add_fixed<T>(share: *const T, sum: *mut i64, n: usize, add: bool) -> () {
+    pub(super) unsafe fn add_fixed<T>(share: *const T, sum: *mut i64, n: usize, add: bool) -> () {
         for i in 0..n {
             *sum.add(i) = fixed::add(if add { *sum.add(i) } else { 0 }, (*share.add(i)).to());
         }

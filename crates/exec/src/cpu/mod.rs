@@ -2,12 +2,12 @@
 
 mod arena;
 mod attention;
-mod cached_attention;
 mod call;
 pub mod ceilings;
 mod exchange;
 mod float;
 mod gemm;
+mod head;
 mod linear;
 mod loss;
 mod norm;
@@ -48,18 +48,18 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     };
     // A sum that is not in f32 needs each product once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
-    let head = [(8, "cv"), (4, "ck"), (4, "c")];
-    let (attention, per_element, per_position) = attention::scratch_bytes(threads);
-    let forward = Workspace { fixed: attention, terms: vec![(per_element, "e")] };
-    let backward = Workspace { fixed: attention, terms: vec![(per_element, "e"), (per_position, "se")] };
+    let (head, per_letters) = head::scratch_bytes(compute, threads);
+    let of = |(fixed, terms)| Workspace { fixed, terms };
+    let attention = attention::scratch(compute, threads);
+    let backward = attention::grad_scratch(compute, threads);
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
-        ("linear_cross_entropy", Workspace { fixed: product + 64, terms: [&head[..], &share("vk")].concat() }),
-        ("attention", forward.clone()),
-        ("cached_attention", forward),
-        ("attention_grad", backward),
+        ("linear_cross_entropy", Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() }),
+        ("attention", of(attention.terms("s", "se"))),
+        ("cached_attention", of(attention.terms("t", "te"))),
+        ("attention_grad", of(backward.terms("s", "se"))),
         ("vocab_logits", fixed(product)),
         ("vocab_grad", Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() }),
         ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
@@ -67,7 +67,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
         alignment: arena::ALIGNMENT,
-        cross_entropy_logits: 8 << 20,
+        cross_entropy_logits: 16 << 20,
         workspaces,
     }
 }
@@ -263,7 +263,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
         Op::Rope { inverse } => pointwise::rope::<T>(call, inverse),
         Op::RopeAt => positions::rope_at::<T>(call),
-        Op::CachedAttention => cached_attention::forward::<T>(call),
+        Op::CachedAttention => attention::cached::<T>(call),
         Op::LastPosition => positions::last_position::<T>(call),
         Op::Attention => attention::forward::<T>(call),
         Op::AttentionGrad => attention::grad::<T>(call),
@@ -272,7 +272,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
-        Op::LinearCrossEntropy { rows } => loss::linear_cross_entropy::<T>(call, rows),
+        Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),
         Op::AddState => optimizer::add_state(call),
         Op::Accumulate => optimizer::accumulate(call),
         Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),

@@ -87,18 +87,35 @@ pub unsafe fn map<T: Float, const I: usize, const O: usize>(
     n: usize,
     f: impl Fn([f32; I], usize) -> [f32; O],
 ) {
-    const BLOCK: usize = 64;
-    let mut x = [[0.0f32; BLOCK]; I];
-    let mut y = [[0.0f32; BLOCK]; O];
-    let whole = n / BLOCK * BLOCK;
-    for start in (0..whole).step_by(BLOCK) {
+    // Large blocks, then small ones: rows of a few dozen elements are mostly small blocks.
+    // SAFETY: the caller vouches for n elements.
+    unsafe {
+        let done = map_blocks::<T, I, O, 64>(inputs, outputs, 0, n, &f);
+        let done = map_blocks::<T, I, O, 8>(inputs, outputs, done, n, &f);
+        map_blocks::<T, I, O, 1>(inputs, outputs, done, n, &f);
+    }
+}
+
+/// `map` in whole blocks of `B` elements from `from` on; returns where they end.
+#[inline(always)]
+unsafe fn map_blocks<T: Float, const I: usize, const O: usize, const B: usize>(
+    inputs: [*const T; I],
+    outputs: [*mut T; O],
+    from: usize,
+    n: usize,
+    f: &impl Fn([f32; I], usize) -> [f32; O],
+) -> usize {
+    let mut x = [[0.0f32; B]; I];
+    let mut y = [[0.0f32; B]; O];
+    let end = from + (n - from) / B * B;
+    for start in (from..end).step_by(B) {
         for (x, from) in x.iter_mut().zip(inputs) {
             for (j, x) in x.iter_mut().enumerate() {
                 // SAFETY: the caller vouches.
                 *x = unsafe { *from.add(start + j) }.to();
             }
         }
-        for j in 0..BLOCK {
+        for j in 0..B {
             let out = f(std::array::from_fn(|i| x[i][j]), start + j);
             for (y, out) in y.iter_mut().zip(out) {
                 y[j] = out;
@@ -111,14 +128,7 @@ pub unsafe fn map<T: Float, const I: usize, const O: usize>(
             }
         }
     }
-    for i in whole..n {
-        // SAFETY: the caller vouches.
-        let x = std::array::from_fn(|k| unsafe { *inputs[k].add(i) }.to());
-        for (out, to) in f(x, i).into_iter().zip(outputs) {
-            // SAFETY: the caller vouches.
-            unsafe { *to.add(i) = T::of(out) };
-        }
-    }
+    end
 }
 
 /// Lanes of sums and maxima: fixed, so that results do not depend on the vector units.
@@ -169,18 +179,20 @@ pub fn exp(x: f32) -> f32 {
     // ln 2 in two parts, so that n·ln 2 is exact to twice the precision.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    // Adding and taking away 1.5·2²³ rounds to an integer.
+    // Adding and taking away 1.5·2²³ rounds to an integer, which before it is taken away stands in the lowest bits. (A conversion
+    // to an integer would be done number by number: it has to look for NaN.)
     const ROUND: f32 = 12_582_912.0;
     let clamped = if x > 88.3 { 88.3 } else { x };
     let clamped = if clamped < -87.3 { -87.3 } else { clamped };
-    let n = (clamped * LOG2_E + ROUND) - ROUND;
+    let shifted = clamped * LOG2_E + ROUND;
+    let n = shifted - ROUND;
     let r = clamped - n * LN2_HIGH - n * LN2_LOW;
     let mut p = 1.987_569_1e-4f32;
     for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
         p = p * r + c;
     }
     let p = p * r * r + r + 1.0;
-    let y = p * f32::from_bits(((n as i32 + 127) << 23) as u32);
+    let y = p * f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     if x < -87.3 { 0.0 } else { y }
 }
 

@@ -8,8 +8,12 @@
 //! ([`vector`]), or for bf16 where the machine has them in tile registers ([`amx`]).
 
 mod amx;
+mod packed;
 mod transpose;
 mod vector;
+
+pub use packed::{K_STEP, Packed, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
+pub use transpose::transpose;
 
 use super::call::Ptr;
 use super::float::{Bf16, Float};
@@ -41,6 +45,20 @@ impl<T> Matrix<T> {
         // SAFETY: the caller stays inside the matrix.
         Self { ptr: unsafe { self.ptr.add(row * self.row_stride + column * self.column_stride) }, ..self }
     }
+
+    /// The part that starts at a row.
+    ///
+    /// # Safety
+    /// The matrix has that row.
+    pub unsafe fn skip_rows(self, row: usize) -> Self {
+        // SAFETY: the caller vouches.
+        unsafe { self.part(row, 0) }
+    }
+
+    /// The same matrix, seen as another type of the same size.
+    fn retype<U>(self) -> Matrix<U> {
+        Matrix { ptr: self.ptr.cast(), row_stride: self.row_stride, column_stride: self.column_stride }
+    }
 }
 
 /// Where a product goes: rows of `stride` elements.
@@ -48,6 +66,8 @@ impl<T> Matrix<T> {
 pub enum Target {
     /// In f32, added to what is there where `add` says so.
     F32 { ptr: *mut f32, stride: usize, add: bool },
+    /// Added in f32 to what is there, each row of the product times its own factor.
+    Scaled { ptr: *mut f32, stride: usize, factors: *const f32 },
     /// Rounded to bf16.
     Bf16 { ptr: *mut Bf16, stride: usize },
 }
@@ -69,62 +89,38 @@ impl Target {
                 Target::F32 { ptr, stride, add } => {
                     Target::F32 { ptr: ptr.add(row * stride + column), stride, add: add || !first }
                 }
+                Target::Scaled { ptr, stride, factors } => {
+                    Target::Scaled { ptr: ptr.add(row * stride + column), stride, factors: factors.add(row) }
+                }
                 Target::Bf16 { ptr, stride } => Target::Bf16 { ptr: ptr.add(row * stride + column), stride },
             }
         }
     }
 }
 
-/// What multiplies tiles.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Unit {
-    Vector,
-    Amx,
-}
-
-impl Unit {
-    fn of<T: Float>(simd: Simd) -> Self {
-        if T::DTYPE == DType::BF16 && simd == Simd::Avx512 && amx::available() { Unit::Amx } else { Unit::Vector }
-    }
-
-    /// Rows of a tile.
-    const fn rows(self) -> usize {
-        match self {
-            Unit::Vector => vector::MR,
-            Unit::Amx => amx::MR,
-        }
-    }
-
-    /// The k block for sums that are kept in f32 in memory.
-    const fn k_block(self) -> usize {
-        match self {
-            Unit::Vector => 256,
-            Unit::Amx => 512,
-        }
-    }
-
-    /// Bytes of `lines` packed lines of `kc` elements.
-    const fn packed(self, lines: usize, kc: usize) -> usize {
-        match self {
-            Unit::Vector => lines * kc * 4,
-            Unit::Amx => lines * kc.next_multiple_of(amx::K) * 2,
-        }
-    }
-}
-
 /// Columns of a tile, for both units.
-const NR: usize = 32;
+pub const NR: usize = 32;
 /// Most rows of A that a thread takes at a time.
 const MOST_ROWS: usize = 192;
 /// Bytes of packed B that are aimed at: what a second-level cache holds.
 const B_BYTES: usize = 1 << 20;
 
+/// Blocks of k for sums that are kept in f32 in memory: of about the same size, at most `MOST_DEPTH`.
+const MOST_DEPTH: usize = 512;
+
+fn k_block(unit: Unit, k: usize) -> usize {
+    let most = match unit {
+        Unit::Vector => 384,
+        Unit::Amx => MOST_DEPTH,
+    };
+    k.div_ceil(k.div_ceil(most).max(1)).next_multiple_of(K_STEP)
+}
+
 /// Scratch of a product on `threads` threads as (bytes, bytes per element of k).
 ///
 /// The second part counts for results in bf16 only: they are rounded once, so k is not cut into blocks.
 pub const fn scratch_bytes(threads: usize) -> (usize, usize) {
-    let block = Unit::Amx.k_block() + amx::K;
-    (B_BYTES + (NR + threads * MOST_ROWS) * block * 4, (NR + threads * MOST_ROWS) * 4)
+    (B_BYTES + (NR + threads * MOST_ROWS) * (MOST_DEPTH + K_STEP) * 4, (NR + threads * MOST_ROWS) * 4)
 }
 
 /// C (m × n) = A (m × k) · B (k × n).
@@ -143,27 +139,28 @@ pub unsafe fn gemm<T: Float>(
 ) {
     let unit = Unit::of::<T>(simd);
     let kc = match c {
-        Target::F32 { .. } => unit.k_block().min(k),
+        Target::F32 { .. } | Target::Scaled { .. } => k_block(unit, k).min(k),
         Target::Bf16 { .. } => k,
     };
-    let nc = (B_BYTES / unit.packed(1, kc).max(1) / NR * NR).max(NR);
+    if m <= unit.rows() && unit.bytes(unit.rows(), k.next_multiple_of(K_STEP)) <= B_BYTES {
+        // SAFETY: as promised to this function.
+        return unsafe { few_rows(pool, simd, (m, n, k), kc, a, b, c, scratch.cast()) };
+    }
+    let nc = (B_BYTES / unit.bytes(1, kc).max(1) / NR * NR).max(NR);
     let row_block = m.div_ceil(4 * pool.threads()).clamp(1, MOST_ROWS).next_multiple_of(unit.rows()).min(MOST_ROWS);
     let shared = Ptr((a, b, c, scratch.cast::<u8>()));
     for n0 in (0..n).step_by(nc) {
         let columns = nc.min(n - n0);
         for k0 in (0..k).step_by(kc) {
             let depth = kc.min(k - k0);
-            let panels = columns.div_ceil(NR);
             const PANELS: usize = 2;
-            pool.run(panels.div_ceil(PANELS), |task, _| {
+            pool.run(columns.div_ceil(PANELS * NR), |task, _| {
                 let (_, b, _, scratch) = shared.get();
-                for panel in task * PANELS..panels.min((task + 1) * PANELS) {
-                    let width = NR.min(columns - panel * NR);
-                    // SAFETY: inside B; each panel writes its own part of the scratch.
-                    unsafe {
-                        let to = scratch.add(unit.packed(panel * NR, depth));
-                        pack_b(unit, simd, b.part(k0, n0 + panel * NR), width, depth, to);
-                    }
+                let first = task * PANELS * NR;
+                // SAFETY: inside B; each task writes its own panels of the scratch.
+                unsafe {
+                    let to = Packed::b(unit, scratch, depth).columns_from(first);
+                    pack_b(simd, b.part(k0, n0 + first), (PANELS * NR).min(columns - first), depth, to);
                 }
             });
             pool.run(m.div_ceil(row_block), |task, worker| {
@@ -172,90 +169,48 @@ pub unsafe fn gemm<T: Float>(
                 let rows = row_block.min(m - m0);
                 // SAFETY: these rows of C belong to this task; each worker packs A in its own place.
                 unsafe {
-                    let behind_b = unit.packed(nc.min(n).next_multiple_of(NR), kc).next_multiple_of(64);
-                    let packed_a = scratch.add(behind_b + worker * unit.packed(MOST_ROWS, kc).next_multiple_of(64));
-                    let c = c.part(m0, n0, k0 == 0);
-                    multiply(unit, simd, (rows, columns, depth), a.part(m0, k0), packed_a, scratch, c);
+                    let behind_b = unit.bytes(nc.min(n).next_multiple_of(NR), kc).next_multiple_of(64);
+                    let own = scratch.add(behind_b + worker * unit.bytes(MOST_ROWS, kc).next_multiple_of(64));
+                    let (packed_a, packed_b) = (Packed::a(unit, own, depth), Packed::b(unit, scratch, depth));
+                    pack_a(simd, a.part(m0, k0), rows, depth, packed_a);
+                    multiply::<T>(simd, (rows, columns, depth), packed_a, packed_b, c.part(m0, n0, k0 == 0));
                 }
             });
         }
     }
 }
 
-/// Bytes of scratch that `gemm_small` needs for products up to these sizes.
-pub const fn small_scratch(m: usize, n: usize, k: usize) -> usize {
-    let kc = if k < 512 { k } else { 512 }.next_multiple_of(amx::K);
-    (m.next_multiple_of(96) + n.next_multiple_of(NR)) * kc * 4 + 128
-}
-
-/// The same product on the calling thread alone, for tiles whose packed sides fit the caches; into f32.
-///
-/// # Safety
-/// As `gemm`, with `small_scratch(m, n, k)` bytes of scratch.
-pub unsafe fn gemm_small<T: Float>(
+/// The same product of one panel of rows: every thread packs a panel of B where it needs it and goes on to the next.
+#[allow(clippy::too_many_arguments)]
+unsafe fn few_rows<T: Float>(
+    pool: &Pool,
     simd: Simd,
     (m, n, k): (usize, usize, usize),
+    kc: usize,
     a: Matrix<T>,
     b: Matrix<T>,
     c: Target,
     scratch: *mut u8,
 ) {
     let unit = Unit::of::<T>(simd);
-    let kc = unit.k_block().min(k);
-    for k0 in (0..k).step_by(kc) {
-        let depth = kc.min(k - k0);
-        // SAFETY: the caller vouches for the ranges.
+    let packed_a = Packed::a(unit, scratch, k);
+    // SAFETY: the caller vouches for the ranges; the rows packed take at most B_BYTES of scratch.
+    unsafe { pack_a(simd, a, m, k, packed_a) };
+    let shared = Ptr((packed_a, b, c, scratch.wrapping_add(B_BYTES)));
+    pool.run(n.div_ceil(NR), |panel, worker| {
+        let (packed_a, b, c, own) = shared.get();
+        let (n0, columns) = (panel * NR, NR.min(n - panel * NR));
+        // SAFETY: these columns of C belong to this task; each worker packs B in its own place.
         unsafe {
-            for panel in 0..n.div_ceil(NR) {
-                let to = scratch.add(unit.packed(panel * NR, depth));
-                pack_b(unit, simd, b.part(k0, panel * NR), NR.min(n - panel * NR), depth, to);
+            let packed_b = Packed::b(unit, own.add(worker * unit.bytes(NR, kc).next_multiple_of(64)), kc);
+            for k0 in (0..k).step_by(kc) {
+                let depth = kc.min(k - k0);
+                pack_b(simd, b.part(k0, n0), columns, depth, packed_b);
+                let a = packed_a.rows_deep(unit, k0);
+                multiply::<T>(simd, (m, columns, depth), a, packed_b, c.part(0, n0, k0 == 0));
             }
-            let packed_a = scratch.add(unit.packed(n.next_multiple_of(NR), depth).next_multiple_of(64));
-            multiply(unit, simd, (m, n, depth), a.part(0, k0), packed_a, scratch, c.part(0, 0, k0 == 0));
         }
-    }
-}
-
-/// Packs `width` columns of B, `depth` deep.
-unsafe fn pack_b<T: Float>(unit: Unit, simd: Simd, b: Matrix<T>, width: usize, depth: usize, to: *mut u8) {
-    // SAFETY: the caller vouches for the ranges.
-    unsafe {
-        match unit {
-            Unit::Vector => vector::pack::<NR, T>(simd, b.transposed(), width, depth, to.cast()),
-            Unit::Amx => amx::pack_b(retype(b), width, depth, to.cast()),
-        }
-    }
-}
-
-/// The same matrix, seen as another type of the same size.
-fn retype<T, U>(m: Matrix<T>) -> Matrix<U> {
-    Matrix { ptr: m.ptr.cast(), row_stride: m.row_stride, column_stride: m.column_stride }
-}
-
-/// `rows` rows of A times packed B.
-unsafe fn multiply<T: Float>(
-    unit: Unit,
-    simd: Simd,
-    (rows, columns, depth): (usize, usize, usize),
-    a: Matrix<T>,
-    packed_a: *mut u8,
-    packed_b: *const u8,
-    c: Target,
-) {
-    // SAFETY: the caller vouches for the ranges.
-    unsafe {
-        match unit {
-            Unit::Vector => {
-                let packed_a: *mut f32 = packed_a.cast();
-                for i in (0..rows).step_by(vector::MR) {
-                    let lines = vector::MR.min(rows - i);
-                    vector::pack::<{ vector::MR }, T>(simd, a.part(i, 0), lines, depth, packed_a.add(i * depth));
-                }
-                vector::multiply(simd, (rows, columns, depth), packed_a, packed_b.cast(), c);
-            }
-            Unit::Amx => amx::multiply((rows, columns, depth), retype(a), packed_a.cast(), packed_b.cast(), c),
-        }
-    }
+    });
 }
 
 vectorised! {
@@ -271,6 +226,10 @@ vectorised! {
                 Target::F32 { ptr, stride, add: true } => {
                     let to = ptr.add(i * stride);
                     (0..columns).for_each(|j| *to.add(j) += (*from.add(j)).to());
+                }
+                Target::Scaled { ptr, stride, factors } => {
+                    let (to, factor) = (ptr.add(i * stride), *factors.add(i));
+                    (0..columns).for_each(|j| *to.add(j) += factor * (*from.add(j)).to());
                 }
                 Target::Bf16 { ptr, stride } => {
                     let to = ptr.add(i * stride);

@@ -109,12 +109,7 @@ fn a_bf16_result_is_the_f32_result_rounded_once() {
         let target = Target::new(rounded.as_mut_ptr(), n);
         // SAFETY: the vectors have the sizes given.
         unsafe { gemm(&pool, simd, (m, n, k), a, b, target, scratch(2, k).as_mut_ptr()) };
-        let mut whole = vec![0.0f32; m * n];
-        let target = Target::F32 { ptr: whole.as_mut_ptr(), stride: n, add: false };
-        let mut small = vec![0u8; small_scratch(m, n, k) + 64];
-        let aligned = small.as_mut_ptr().wrapping_add(small.as_ptr().align_offset(64));
-        // SAFETY: the vectors have the sizes given.
-        unsafe { gemm_small(simd, (m, n, k), a, b, target, aligned) };
+        let whole = product(simd, 2, (m, n, k), a, b);
         for (r, w) in rounded.iter().zip(whole) {
             assert!((r.to() - w).abs() <= w.abs() * 0.004 + 1e-6, "{simd:?}: {} and {w}", r.to());
         }

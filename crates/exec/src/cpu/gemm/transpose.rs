@@ -1,17 +1,28 @@
 //! Turning a block of 16 × 16 words of 32 bits: how rows become columns when operands are packed.
 
-/// `to[j · to_stride + i] = from[i · from_stride + j]` for `i < rows` (at most 16) and `j < 16`.
+use crate::cpu::simd::Simd;
+
+/// `to[j · to_stride + i] = from[i · from_stride + j]` for `i < rows` and `j < columns` (both at most 16); zeros for the other
+/// `j < 16`.
 ///
 /// # Safety
 /// The ranges lie in valid memory; the machine has AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-pub unsafe fn transpose_16(from: *const u32, from_stride: usize, rows: usize, to: *mut u32, to_stride: usize) {
+pub unsafe fn transpose_16(
+    from: *const u32,
+    from_stride: usize,
+    rows: usize,
+    columns: usize,
+    to: *mut u32,
+    to_stride: usize,
+) {
     use std::arch::x86_64::*;
     let mut r = [_mm512_setzero_si512(); 16];
+    let present = ((1u32 << columns) - 1) as __mmask16;
     for (i, row) in r.iter_mut().enumerate().take(rows) {
-        // SAFETY: the caller vouches for 16 words behind each of `rows` rows.
-        *row = unsafe { _mm512_loadu_si512(from.add(i * from_stride).cast()) };
+        // SAFETY: the caller vouches for `columns` words behind each of `rows` rows.
+        *row = unsafe { _mm512_maskz_loadu_epi32(present, from.add(i * from_stride).cast()) };
     }
     let mut t = [_mm512_setzero_si512(); 16];
     for i in 0..8 {
@@ -47,14 +58,42 @@ pub unsafe fn transpose_16(from: *const u32, from_stride: usize, rows: usize, to
 
 /// Never called: without AVX-512, packing goes element by element.
 #[cfg(not(target_arch = "x86_64"))]
-pub unsafe fn transpose_16(_: *const u32, _: usize, _: usize, _: *mut u32, _: usize) {
+pub unsafe fn transpose_16(_: *const u32, _: usize, _: usize, _: usize, _: *mut u32, _: usize) {
     unreachable!("blocks are turned on AVX-512 machines only");
+}
+
+/// A matrix of `rows` × `columns` floats turned: `to[j · to_stride + i] = from[i · from_stride + j]`.
+///
+/// # Safety
+/// The ranges lie in valid memory and do not overlap.
+pub unsafe fn transpose(
+    simd: Simd,
+    (rows, columns): (usize, usize),
+    from: *const f32,
+    from_stride: usize,
+    to: *mut f32,
+    to_stride: usize,
+) {
+    let whole = if simd == Simd::Avx512 { columns / 16 * 16 } else { 0 };
+    // SAFETY: the caller vouches.
+    unsafe {
+        for i in (0..rows).step_by(16) {
+            for j in (0..whole).step_by(16) {
+                let (from, to) = (from.add(i * from_stride + j), to.add(j * to_stride + i));
+                transpose_16(from.cast(), from_stride, 16.min(rows - i), 16, to.cast(), to_stride);
+            }
+        }
+        for i in 0..rows {
+            for j in whole..columns {
+                *to.add(j * to_stride + i) = *from.add(i * from_stride + j);
+            }
+        }
+    }
 }
 
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
     use super::*;
-    use crate::cpu::simd::Simd;
 
     #[test]
     fn rows_become_columns() {
@@ -62,13 +101,14 @@ mod tests {
             return;
         }
         let from: Vec<u32> = (0..16 * 20).collect();
-        for rows in [1, 5, 12, 16] {
+        for (rows, columns) in [(1, 16), (5, 3), (12, 16), (16, 8), (16, 16)] {
             let mut to = vec![u32::MAX; 16 * 18];
             // SAFETY: the vectors hold 16 rows of 20 and 16 columns of 18.
-            unsafe { transpose_16(from.as_ptr(), 20, rows, to.as_mut_ptr(), 18) };
+            unsafe { transpose_16(from.as_ptr(), 20, rows, columns, to.as_mut_ptr(), 18) };
             for j in 0..16 {
                 for i in 0..18 {
-                    let expected = if i < rows { from[i * 20 + j] } else { u32::MAX };
+                    let inside = if j < columns { from[i.min(15) * 20 + j] } else { 0 };
+                    let expected = if i < rows { inside } else { u32::MAX };
                     assert_eq!(to[j * 18 + i], expected, "rows {rows}, column {j}, row {i}");
                 }
             }

@@ -30,7 +30,7 @@ pub unsafe fn pack<const W: usize, T: Float>(simd: Simd, source: Matrix<T>, line
                 let here = 16.min(lines - first);
                 let from = source.ptr.add(first * source.row_stride).cast::<u32>();
                 for k in (0..whole).step_by(16) {
-                    transpose_16(from.add(k), source.row_stride, here, to.add(k * W + first).cast(), W);
+                    transpose_16(from.add(k), source.row_stride, here, 16, to.add(k * W + first).cast(), W);
                 }
             }
             scatter(source, lines, whole, depth, to, W);
@@ -62,23 +62,35 @@ unsafe fn scatter<T: Float>(source: Matrix<T>, lines: usize, from: usize, depth:
     }
 }
 
-/// C = packed A · packed B, tile by tile.
-pub unsafe fn multiply(simd: Simd, (m, n, depth): (usize, usize, usize), a: *const f32, b: *const f32, c: Target) {
+/// C = packed A · packed B, tile by tile; each operand as its first panel and the floats from one to the next.
+pub unsafe fn multiply(
+    simd: Simd,
+    (m, n, depth): (usize, usize, usize),
+    (a, a_panel): (*const f32, usize),
+    (b, b_panel): (*const f32, usize),
+    c: Target,
+) {
     for j in (0..n).step_by(NR) {
         for i in (0..m).step_by(MR) {
             let (rows, columns) = (MR.min(m - i), NR.min(n - j));
             // SAFETY: packed panels hold MR · depth and NR · depth floats; C holds rows × columns here.
             unsafe {
-                let (a, b, c) = (a.add(i * depth), b.add(j * depth), c.part(i, j, true));
+                let (a, b, c) = (a.add(i / MR * a_panel), b.add(j / NR * b_panel), c.part(i, j, true));
                 match (simd, c) {
                     #[cfg(target_arch = "x86_64")]
-                    (Simd::Avx512, Target::F32 { ptr, stride, add }) => {
-                        avx512::tile(depth, a, b, ptr, stride, rows, columns, add);
+                    (Simd::Avx512, Target::F32 { .. } | Target::Scaled { .. }) => {
+                        // Few rows in few registers: the same sums without those of rows that are not there.
+                        match rows {
+                            0..=4 => avx512::tile::<4>(depth, a, b, c, rows, columns),
+                            5..=8 => avx512::tile::<8>(depth, a, b, c, rows, columns),
+                            _ => avx512::tile::<MR>(depth, a, b, c, rows, columns),
+                        }
                     }
                     #[cfg(target_arch = "x86_64")]
                     (Simd::Avx512, Target::Bf16 { .. }) => {
                         let mut tile = [0.0f32; MR * NR];
-                        avx512::tile(depth, a, b, tile.as_mut_ptr(), NR, MR, NR, false);
+                        let whole = Target::F32 { ptr: tile.as_mut_ptr(), stride: NR, add: false };
+                        avx512::tile::<MR>(depth, a, b, whole, MR, NR);
                         store_tile(simd, tile.as_ptr(), rows, columns, c);
                     }
                     _ => {
@@ -121,25 +133,33 @@ vectorised! {
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{MR, NR};
+    use super::{MR, NR, Target};
     use std::arch::x86_64::*;
 
-    /// One MR × NR tile in 24 registers.
-    #[allow(clippy::too_many_arguments)]
+    /// The first `R` rows of an MR × NR tile in 2 R registers, for targets in f32.
     #[target_feature(enable = "avx512f")]
-    pub unsafe fn tile(
+    pub unsafe fn tile<const R: usize>(
         depth: usize,
         a: *const f32,
         b: *const f32,
-        c: *mut f32,
-        c_stride: usize,
+        c: Target,
         rows: usize,
         columns: usize,
-        add: bool,
     ) {
-        let mut sums = [[_mm512_setzero_ps(); 2]; MR];
-        // SAFETY: the packed panels hold MR · depth and NR · depth floats.
+        let (c, stride, add, factors) = match c {
+            Target::F32 { ptr, stride, add } => (ptr, stride, add, std::ptr::null()),
+            Target::Scaled { ptr, stride, factors } => (ptr, stride, true, factors),
+            Target::Bf16 { .. } => unreachable!("tiles in vector registers are stored in f32"),
+        };
+        let mut sums = [[_mm512_setzero_ps(); 2]; R];
+        // SAFETY: prefetching reads nothing; the packed panels hold MR · depth and NR · depth floats.
         unsafe {
+            // What the sums are stored to is on its way while they are made. Small products have it at hand.
+            for i in 0..if depth < 128 { 0 } else { rows } {
+                let line = c.wrapping_add(i * stride).cast();
+                _mm_prefetch::<_MM_HINT_T0>(line);
+                _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(64));
+            }
             for k in 0..depth {
                 let b0 = _mm512_loadu_ps(b.add(k * NR));
                 let b1 = _mm512_loadu_ps(b.add(k * NR + 16));
@@ -153,11 +173,18 @@ mod avx512 {
         let mask = |from: usize| -> __mmask16 { ((1u32 << columns.saturating_sub(from).min(16)) - 1) as __mmask16 };
         let masks = [mask(0), mask(16)];
         for (i, sum) in sums.iter().enumerate().take(rows) {
-            for (half, &s) in sum.iter().enumerate() {
-                // SAFETY: the masks keep loads and stores inside the rows × columns of C.
-                unsafe {
-                    let at = c.add(i * c_stride + half * 16);
-                    let s = if add { _mm512_add_ps(_mm512_maskz_loadu_ps(masks[half], at), s) } else { s };
+            // SAFETY: the masks keep loads and stores inside the rows × columns of C; there is a factor for every row.
+            unsafe {
+                let factor = _mm512_set1_ps(if factors.is_null() { 1.0 } else { *factors.add(i) });
+                for (half, &s) in sum.iter().enumerate() {
+                    let at = c.add(i * stride + half * 16);
+                    // A factor of 1 changes no bit.
+                    let s = if add {
+                        let before = _mm512_maskz_loadu_ps(masks[half], at);
+                        _mm512_add_ps(before, _mm512_mul_ps(factor, s))
+                    } else {
+                        s
+                    };
                     _mm512_mask_storeu_ps(at, masks[half], s);
                 }
             }

@@ -1,0 +1,265 @@
+//! dqkv from do, qkv, o and lse.
+
+use super::super::call::{Call, Ptr};
+use super::super::float::Float;
+use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
+use super::super::simd::{self, Simd, vectorised};
+use super::forward::{hide, round_rows, turn_rows};
+use super::{KEYS, Pieces, Shape, whole};
+
+/// Queries of a tile: as many as keys, so that tiles meet the diagonal at their corners.
+const QUERIES: usize = KEYS;
+const PANELS: usize = QUERIES / NR;
+
+/// What one thread works with.
+#[derive(Clone, Copy)]
+pub(super) struct Buffers {
+    unit: Unit,
+    /// Keys and values as the rows of left operands, `e` deep; keys turned, as deep as there are positions.
+    keys: Packed,
+    values: Packed,
+    keys_turned: Packed,
+    /// Sums of dk and dv over all queries that read them: rows of `stride` floats.
+    dk: *mut f32,
+    dv: *mut f32,
+    stride: usize,
+    /// Queries and do as right operands: as columns, `e` deep, and as rows.
+    query: Packed,
+    dout: Packed,
+    query_rows: Packed,
+    dout_rows: Packed,
+    /// Panels of KEYS rows of NR: scores, later weights; do·vᵀ, later gradients of scores.
+    scores: *mut f32,
+    dp: *mut f32,
+    /// Gradients of scores as right operands, a panel each.
+    ds_panels: *mut u8,
+    ds_bytes: usize,
+    /// Weights and gradients of scores as left operands: keys are rows.
+    p_rows: Packed,
+    ds_rows: Packed,
+    /// Sums of dq: panels of `e` rows of NR, and one of them turned.
+    dq: *mut f32,
+    turned: *mut f32,
+    /// Per query: lse, and what softmax's gradient takes away.
+    lse: *mut [f32; QUERIES],
+    dots: *mut [f32; QUERIES],
+}
+
+impl Buffers {
+    fn carve(base: *mut u8, unit: Unit, positions: usize, e: usize) -> (Self, usize) {
+        let mut pieces = Pieces { base, used: 0 };
+        let (lines, rows) = (e.next_multiple_of(96), positions.next_multiple_of(KEYS));
+        let columns = || unit.bytes(QUERIES, e);
+        let deep = || unit.bytes(lines, QUERIES);
+        let ds_bytes = KEYS * NR * 4;
+        let buffers = Self {
+            unit,
+            keys: Packed::a(unit, pieces.take(unit.bytes(rows, e)), e),
+            values: Packed::a(unit, pieces.take(unit.bytes(rows, e)), e),
+            keys_turned: Packed::a(unit, pieces.take(unit.bytes(lines, positions)), positions),
+            dk: pieces.take(rows * lines * 4),
+            dv: pieces.take(rows * lines * 4),
+            stride: lines,
+            query: Packed::b(unit, pieces.take(columns()), e),
+            dout: Packed::b(unit, pieces.take(columns()), e),
+            query_rows: Packed::b(unit, pieces.take(deep()), QUERIES),
+            dout_rows: Packed::b(unit, pieces.take(deep()), QUERIES),
+            scores: pieces.take(PANELS * KEYS * NR * 4),
+            dp: pieces.take(PANELS * KEYS * NR * 4),
+            ds_panels: pieces.take(PANELS * ds_bytes),
+            ds_bytes,
+            p_rows: Packed::a(unit, pieces.take(unit.bytes(KEYS, QUERIES)), QUERIES),
+            ds_rows: Packed::a(unit, pieces.take(unit.bytes(KEYS, QUERIES)), QUERIES),
+            dq: pieces.take(PANELS * lines * NR * 4),
+            turned: pieces.take(lines * NR * 4),
+            lse: pieces.take(QUERIES * 4),
+            dots: pieces.take(QUERIES * 4),
+        };
+        (buffers, pieces.used)
+    }
+
+    /// Bytes of one thread.
+    pub fn bytes(unit: Unit, positions: usize, e: usize) -> usize {
+        Self::carve(std::ptr::null_mut(), unit, positions, e).1
+    }
+
+    /// Weights and gradients of scores of panel `p` of a tile: from scores and do·vᵀ of its first `seen` keys; there are none
+    /// behind them.
+    unsafe fn panel<T: Float>(&self, simd: Simd, p: usize, seen: usize, keys: usize, scale: f32) {
+        let at = p * KEYS * NR;
+        // SAFETY: the panel lies in the tile.
+        unsafe {
+            let (scores, dp, ds) = (self.scores.add(at), self.dp.add(at), self.ds_panels.add(p * self.ds_bytes));
+            let (lse, dots) = (self.lse.cast::<[f32; NR]>().add(p), self.dots.cast::<[f32; NR]>().add(p));
+            let rows = (self.p_rows, self.ds_rows);
+            grad_panel::<T>(
+                simd,
+                self.unit,
+                scores,
+                dp,
+                ds,
+                rows,
+                &*lse,
+                &*dots,
+                p * NR,
+                seen,
+                whole(self.unit, keys),
+                scale,
+            );
+            if self.unit == Unit::Vector {
+                let widened = |from: *mut f32| Matrix::rows(from.cast_const(), NR);
+                pack_a(simd, widened(scores), keys, NR, self.p_rows.rows_deep(self.unit, p * NR));
+                pack_a(simd, widened(dp), keys, NR, self.ds_rows.rows_deep(self.unit, p * NR));
+            }
+        }
+    }
+}
+
+/// dqkv. A task owns a key-value head and the query heads that read it.
+pub fn grad<T: Float>(call: Call) {
+    let shape = Shape::of(&call);
+    let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
+    let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
+    let (dout, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let (o, lse) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
+    let Some(dqkv) = call.output::<T>(0).map(Ptr) else { return };
+    let scratch = Ptr(call.scratch::<u8>());
+    let bytes = Buffers::bytes(unit, seq, e);
+    call.pool.run(call.size('b') * kv_heads, |task, worker| {
+        let (b, kv) = (task / kv_heads, task % kv_heads);
+        // SAFETY: the task owns the columns of its heads in dqkv; each worker has buffers of its own.
+        unsafe {
+            let t = Buffers::carve(scratch.get().add(worker * bytes), unit, seq, e).0;
+            let key = Matrix::rows(qkv.at(shape.k(b, 0, kv)), width);
+            let value = Matrix::rows(qkv.at(shape.v(b, 0, kv)), width);
+            pack_a(simd, key, seq, e, t.keys);
+            pack_a(simd, value, seq, e, t.values);
+            pack_a(simd, key.transposed(), e, seq, t.keys_turned);
+            t.dk.write_bytes(0, seq.next_multiple_of(KEYS) * t.stride);
+            t.dv.write_bytes(0, seq.next_multiple_of(KEYS) * t.stride);
+            for h in kv * group..(kv + 1) * group {
+                for q0 in (0..seq).step_by(QUERIES) {
+                    let rows = QUERIES.min(seq - q0);
+                    let at = shape.o(b, q0, h);
+                    *t.dots = [0.0; QUERIES];
+                    row_dots(simd, dout.at(at), o.at(at), heads * e, t.dots.cast(), rows, e);
+                    // Queries that are not there weigh nothing.
+                    *t.lse = [f32::INFINITY; QUERIES];
+                    std::ptr::copy_nonoverlapping(lse.at((b * heads + h) * seq + q0), t.lse.cast(), rows);
+                    let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
+                    query_tile(simd, &t, query, Matrix::rows(dout.at(at), heads * e), q0, rows, e, scale);
+                    for first in (0..rows).step_by(NR) {
+                        let (dq, to) = (t.dq.add(first * t.stride), dqkv.at(shape.q(b, q0 + first, h)));
+                        turn_rows(simd, dq, t.turned, to, width, NR.min(rows - first), e);
+                    }
+                }
+            }
+            round_rows(simd, t.dk, t.stride, dqkv.at(shape.k(b, 0, kv)), width, seq, e);
+            round_rows(simd, t.dv, t.stride, dqkv.at(shape.v(b, 0, kv)), width, seq, e);
+        }
+    });
+}
+
+/// dq of a tile of queries, and its shares of dk and dv.
+#[allow(clippy::too_many_arguments)]
+unsafe fn query_tile<T: Float>(
+    simd: Simd,
+    t: &Buffers,
+    query: Matrix<T>,
+    dout: Matrix<T>,
+    q0: usize,
+    rows: usize,
+    e: usize,
+    scale: f32,
+) {
+    let unit = t.unit;
+    let lines = whole(unit, e);
+    let into = |ptr: *mut f32, stride: usize, add: bool| Target::F32 { ptr, stride, add };
+    // SAFETY: the caller vouches for `rows` queries; buffers are as large as their sizes say.
+    unsafe {
+        pack_b(simd, query.transposed(), rows, e, t.query);
+        pack_b(simd, dout.transposed(), rows, e, t.dout);
+        pack_b(simd, query, e, rows, t.query_rows);
+        pack_b(simd, dout, e, rows, t.dout_rows);
+        t.dq.write_bytes(0, PANELS * t.stride * NR);
+        for k0 in (0..q0 + rows).step_by(KEYS) {
+            let keys = KEYS.min(q0 + rows - k0);
+            for p in 0..rows.div_ceil(NR) {
+                // On the diagonal a panel sees the keys up to its last query.
+                let (at, seen) = (p * KEYS * NR, keys.min(q0 + (p + 1) * NR - k0));
+                let shape = (whole(unit, seen), NR, e);
+                let columns = p * NR;
+                let (keys_here, values_here) = (t.keys.rows_from(unit, k0), t.values.rows_from(unit, k0));
+                multiply::<T>(simd, shape, keys_here, t.query.columns_from(columns), into(t.scores.add(at), NR, false));
+                multiply::<T>(simd, shape, values_here, t.dout.columns_from(columns), into(t.dp.add(at), NR, false));
+                hide(t.scores.add(at), k0, seen, q0 + columns);
+                t.panel::<T>(simd, p, seen, keys, scale);
+                let ds = Packed::b(unit, t.ds_panels.add(p * t.ds_bytes), KEYS);
+                let dq = into(t.dq.add(columns * t.stride), NR, true);
+                multiply::<T>(simd, (lines, NR, seen), t.keys_turned.rows_deep(unit, k0), ds, dq);
+            }
+            // Rows of keys that on the diagonal are read from the same panel on.
+            let step = NR.next_multiple_of(unit.rows());
+            for r0 in (0..keys).step_by(step) {
+                let from = if k0 == q0 { r0 / NR * NR } else { 0 };
+                let shape = (whole(unit, step.min(keys - r0)), if unit == Unit::Amx { lines } else { e }, rows - from);
+                let at = (k0 + r0) * t.stride;
+                for (a, b, c) in [(t.p_rows, t.dout_rows, t.dv), (t.ds_rows, t.query_rows, t.dk)] {
+                    let a = a.rows_from(unit, r0).rows_deep(unit, from);
+                    multiply::<T>(simd, shape, a, b.columns_deep(unit, from), into(c.add(at), t.stride, true));
+                }
+            }
+        }
+    }
+}
+
+vectorised! {
+    /// Σ over a head of do · o: what softmax's gradient takes away.
+    unsafe fn row_dots<T>(dout: *const T, o: *const T, stride: usize, dots: *mut f32, rows: usize, e: usize) -> () {
+        for r in 0..rows {
+            let (x, y) = (dout.add(r * stride), o.add(r * stride));
+            *dots.add(r) = simd::sum(e, |i| (*x.add(i)).to() * (*y.add(i)).to());
+        }
+    }
+}
+
+vectorised! {
+    /// From scores and do·vᵀ of `seen` keys to weights and gradients of scores: as left operands at depth `k` where they are in
+    /// tile registers, else in place; the gradients also as a right operand. Zeros up to `keys`.
+    unsafe fn grad_panel<T>(
+        unit: Unit, scores: *mut f32, dp: *mut f32, ds_panel: *mut u8, rows: (Packed, Packed),
+        lse: &[f32; NR], dots: &[f32; NR], k: usize, seen: usize, keys: usize, scale: f32,
+    ) -> () {
+        let (scores, dp) = (scores.cast::<[f32; NR]>(), dp.cast::<[f32; NR]>());
+        let (lse, dots) = (*lse, *dots);
+        for key in (0..keys.next_multiple_of(2)).step_by(2) {
+            let mut pair = [[0.0; NR]; 2];
+            for (odd, to) in pair.iter_mut().enumerate().take(keys - key) {
+                let at = key + odd;
+                let (mut p, mut ds) = ([0.0; NR], [0.0; NR]);
+                if at < seen {
+                    let (score, dp) = (*scores.add(at), *dp.add(at));
+                    for l in 0..NR {
+                        p[l] = simd::exp(score[l] * scale - lse[l]);
+                        ds[l] = p[l] * (dp[l] - dots[l]) * scale;
+                    }
+                }
+                match unit {
+                    Unit::Vector => {
+                        let (scores, dp) = (&mut *scores.add(at), &mut *dp.add(at));
+                        for l in 0..NR {
+                            scores[l] = T::of(p[l]).to();
+                            dp[l] = T::of(ds[l]).to();
+                        }
+                    }
+                    Unit::Amx => {
+                        put_a_line(rows.0, at, k, &p);
+                        put_a_line(rows.1, at, k, &ds);
+                    }
+                }
+                *to = ds;
+            }
+            put_b_pair::<T>(unit, ds_panel, key, &pair);
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Attention of new positions over a cache of keys and values.
+//!
+//! Shapes: qkv `[b, s, (q + 2u)·e]`, cache `[b, t, 2u·e]`, start and count `[b]`, o `[b, s, q·e]`. Keys are visited as in
+//! `forward`, so a position gets the same bits however the text before it was cut into calls.
+
+use super::super::call::{Call, Ptr};
+use super::super::float::Float;
+use super::super::gemm::{Matrix, NR, Unit};
+use super::forward::{Buffers, parts};
+
+/// Appends the new keys and values to the cache, then o.
+pub fn forward<T: Float>(call: Call) {
+    let (batch, seq, context) = (call.size('b'), call.size('s'), call.size('t'));
+    let (heads, kv_heads, e) = (call.size('q'), call.size('u'), call.size('e'));
+    let (width, cached, group) = (call.size('p'), call.size('w'), heads / kv_heads);
+    let (qkv, start, count) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(2)), Ptr(call.input::<u32>(3)));
+    let Some(cache) = call.output::<T>(1).map(Ptr) else { return };
+    let span = |b: usize| {
+        // SAFETY: both operands have an element per sequence.
+        let (start, count) = unsafe { (*start.at(b) as usize, *count.at(b) as usize) };
+        let fits = count <= seq && start.checked_add(count).is_some_and(|end| end <= context);
+        assert!(fits, "{count} positions from {start} on leave a cache of {context} or a call of {seq}");
+        (start, count)
+    };
+    call.rows(batch * seq, |from, to| {
+        for (row, (b, i)) in (from..to).map(|row| (row, (row / seq, row % seq))) {
+            let (start, count) = span(b);
+            if i < count {
+                // SAFETY: the position lies in the cache, and no other row has it.
+                unsafe {
+                    let keys_and_values = qkv.slice(row * width + heads * e, cached);
+                    cache.slice((b * context + start + i) * cached, cached).copy_from_slice(keys_and_values);
+                }
+            }
+        }
+    });
+    let Some(o) = call.output::<T>(0).map(Ptr) else { return };
+    let (simd, unit, scale) = (call.simd, Unit::of::<T>(call.simd), 1.0 / (e as f32).sqrt());
+    let scratch = Ptr(call.scratch::<u8>());
+    let panels = seq.div_ceil(NR);
+    let parts = parts(batch * kv_heads, panels, call.pool.threads());
+    call.pool.run(batch * kv_heads * parts, |task, worker| {
+        let (b, kv, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);
+        let (start, count) = span(b);
+        let at = |i: usize, h: usize| ((b * seq + i) * heads + h) * e;
+        // SAFETY: the task owns these rows of o; each worker has buffers of its own; positions up to start + count are in
+        // the cache.
+        unsafe {
+            let buffers = Buffers::of(scratch.get(), worker, unit, context, e);
+            if part * NR < count {
+                let key = cache.at(b * context * cached + kv * e).cast_const();
+                let value = Matrix::rows(key.add(kv_heads * e), cached);
+                buffers.pack(simd, Matrix::rows(key, cached), value, start + count, e);
+            }
+            for h in kv * group..(kv + 1) * group {
+                for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
+                    let queries = count.saturating_sub(first).min(NR);
+                    (first + queries..seq.min(first + NR)).for_each(|i| o.slice(at(i, h), e).fill(T::of(0.0)));
+                    if queries > 0 {
+                        let query = Matrix::rows(qkv.at((b * seq + first) * width + h * e), width);
+                        let (o, null) = (o.at(at(first, h)), std::ptr::null_mut());
+                        buffers.attend(simd, (queries, e, scale), query, start + first, o, heads * e, null);
+                    }
+                }
+            }
+        }
+    });
+}

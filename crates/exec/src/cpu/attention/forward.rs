@@ -1,0 +1,248 @@
+//! o and lse.
+
+use super::super::call::{Call, Ptr};
+use super::super::float::Float;
+use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_b_pair, transpose};
+use super::super::simd::{self, Simd, vectorised};
+use super::{KEYS, Pieces, Shape, whole};
+
+/// What one thread works with.
+#[derive(Clone, Copy)]
+pub(super) struct Buffers {
+    unit: Unit,
+    /// Keys as the rows of a left operand, `e` deep.
+    keys: Packed,
+    /// Values turned: `e` rows of a left operand, as deep as there are positions.
+    values: Packed,
+    /// A panel of queries, `e` deep.
+    query: *mut u8,
+    /// KEYS rows of NR scores, and the weights as a right operand.
+    scores: *mut f32,
+    weights: *mut u8,
+    /// `e` rows of NR sums, and the same turned.
+    out: *mut f32,
+    turned: *mut f32,
+    /// Per query: largest score and sum of weights so far.
+    lanes: *mut Lanes,
+}
+
+#[derive(Clone, Copy)]
+struct Lanes {
+    maxima: [f32; NR],
+    sums: [f32; NR],
+}
+
+impl Buffers {
+    fn carve(base: *mut u8, unit: Unit, positions: usize, e: usize) -> (Self, usize) {
+        let mut pieces = Pieces { base, used: 0 };
+        let rows = e.next_multiple_of(96);
+        let buffers = Self {
+            unit,
+            keys: Packed::a(unit, pieces.take(unit.bytes(positions.next_multiple_of(KEYS), e)), e),
+            values: Packed::a(unit, pieces.take(unit.bytes(rows, positions)), positions),
+            query: pieces.take(unit.bytes(NR, e)),
+            scores: pieces.take(KEYS * NR * 4),
+            weights: pieces.take(KEYS * NR * 4),
+            out: pieces.take(rows * NR * 4),
+            turned: pieces.take(rows * NR * 4),
+            lanes: pieces.take(size_of::<Lanes>()),
+        };
+        (buffers, pieces.used)
+    }
+
+    /// Bytes of one thread.
+    pub fn bytes(unit: Unit, positions: usize, e: usize) -> usize {
+        Self::carve(std::ptr::null_mut(), unit, positions, e).1
+    }
+
+    /// # Safety
+    /// `scratch` holds `bytes` for every worker.
+    pub unsafe fn of(scratch: *mut u8, worker: usize, unit: Unit, positions: usize, e: usize) -> Self {
+        // SAFETY: the caller vouches.
+        let own = unsafe { scratch.add(worker * Self::bytes(unit, positions, e)) };
+        Self::carve(own, unit, positions, e).0
+    }
+
+    /// Packs the first `n` keys and values.
+    pub unsafe fn pack<T: Float>(&self, simd: Simd, key: Matrix<T>, value: Matrix<T>, n: usize, e: usize) {
+        // SAFETY: the caller vouches for n rows of each.
+        unsafe {
+            pack_a(simd, key, n, e, self.keys);
+            pack_a(simd, value.transposed(), e, n, self.values);
+        }
+    }
+
+    /// The outputs of up to NR queries, the first of them at position `first`, to rows of `stride`; lse where it is not null.
+    #[allow(clippy::too_many_arguments)]
+    pub unsafe fn attend<T: Float>(
+        &self,
+        simd: Simd,
+        (queries, e, scale): (usize, usize, f32),
+        query: Matrix<T>,
+        first: usize,
+        o: *mut T,
+        stride: usize,
+        lse: *mut f32,
+    ) {
+        let Self { unit, keys, values, scores, weights, out, lanes, .. } = *self;
+        let rows = whole(unit, e);
+        // SAFETY: the keys and values of all positions up to the last query are packed; the caller vouches for the rest.
+        unsafe {
+            let packed = Packed::b(unit, self.query, e);
+            pack_b(simd, query.transposed(), queries, e, packed);
+            *lanes = Lanes { maxima: [f32::NEG_INFINITY; NR], sums: [0.0; NR] };
+            out.write_bytes(0, rows * NR);
+            let end = first + queries;
+            for k0 in (0..end).step_by(KEYS) {
+                let n = KEYS.min(end - k0);
+                let to = Target::F32 { ptr: scores, stride: NR, add: false };
+                multiply::<T>(simd, (whole(unit, n), NR, e), keys.rows_from(unit, k0), packed, to);
+                hide(scores, k0, n, first);
+                weigh::<T>(simd, unit, scores, weights, n, scale, lanes, out, e);
+                let (value, weight) = (values.rows_deep(unit, k0), Packed::b(unit, weights, KEYS));
+                multiply::<T>(simd, (rows, NR, n), value, weight, Target::F32 { ptr: out, stride: NR, add: true });
+            }
+            for row in 0..e {
+                let row = &mut *out.cast::<[f32; NR]>().add(row);
+                row.iter_mut().zip(&(*lanes).sums).for_each(|(x, sum)| *x /= sum);
+            }
+            turn_rows(simd, out, self.turned, o, stride, queries, e);
+            if !lse.is_null() {
+                (0..queries).for_each(|l| *lse.add(l) = (*lanes).maxima[l] + (*lanes).sums[l].ln());
+            }
+        }
+    }
+}
+
+/// Takes the keys that a query must not see out of a tile of `n` keys from `k0` on: those after its own position. `first` is the
+/// position of column 0.
+pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize) {
+    for row in (first + 1).saturating_sub(k0)..n {
+        let hidden = (k0 + row - first).min(NR);
+        // SAFETY: the caller vouches for n rows of NR scores.
+        unsafe { std::slice::from_raw_parts_mut(scores.add(row * NR), hidden).fill(f32::NEG_INFINITY) };
+    }
+}
+
+/// o and lse.
+pub fn forward<T: Float>(call: Call) {
+    let shape = Shape::of(&call);
+    let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
+    let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
+    let qkv = Ptr(call.input::<T>(0));
+    let Some(o) = call.output::<T>(0).map(Ptr) else { return };
+    let lse = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
+    let scratch = Ptr(call.scratch::<u8>());
+    let panels = seq.div_ceil(NR);
+    let pairs = call.size('b') * kv_heads;
+    let parts = parts(pairs, panels, call.pool.threads());
+    call.pool.run(pairs * parts, |task, worker| {
+        let (b, kv, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);
+        // SAFETY: the task owns these rows of o and lse; each worker has buffers of its own.
+        unsafe {
+            let buffers = Buffers::of(scratch.get(), worker, unit, seq, e);
+            let key = Matrix::rows(qkv.at(shape.k(b, 0, kv)), width);
+            let value = Matrix::rows(qkv.at(shape.v(b, 0, kv)), width);
+            buffers.pack(simd, key, value, seq, e);
+            for h in kv * group..(kv + 1) * group {
+                for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
+                    let queries = NR.min(seq - first);
+                    let query = Matrix::rows(qkv.at(shape.q(b, first, h)), width);
+                    let lse = match lse.get() {
+                        null if null.is_null() => null,
+                        lse => lse.add((b * heads + h) * seq + first),
+                    };
+                    let o = o.at(shape.o(b, first, h));
+                    buffers.attend(simd, (queries, e, scale), query, first, o, heads * e, lse);
+                }
+            }
+        }
+    });
+}
+
+/// Into how many tasks the panels of a key-value head are dealt, so that every thread has a few; each packs its keys again.
+pub(super) fn parts(pairs: usize, panels: usize, threads: usize) -> usize {
+    (3 * threads).div_ceil(pairs).min(panels).max(1)
+}
+
+vectorised! {
+    /// Scores become weights, rounded to `T`, as a right operand; fades what `out` (`e` rows) and the sums hold to the new maxima.
+    unsafe fn weigh<T>(
+        unit: Unit, scores: *const f32, weights: *mut u8, n: usize, scale: f32, lanes: *mut Lanes, out: *mut f32, e: usize,
+    ) -> () {
+        let rows = scores.cast::<[f32; NR]>();
+        let Lanes { maxima: before, mut sums } = *lanes;
+        let mut tops = [f32::NEG_INFINITY; NR];
+        for row in 0..n {
+            let row = *rows.add(row);
+            for l in 0..NR {
+                tops[l] = if row[l] > tops[l] { row[l] } else { tops[l] };
+            }
+        }
+        let mut fades = [0.0; NR];
+        // What exponents are taken of: a query that has seen no key yet has no maximum.
+        let mut bases = [0.0; NR];
+        for l in 0..NR {
+            let top = tops[l] * scale;
+            tops[l] = if before[l] > top { before[l] } else { top };
+            bases[l] = if tops[l] == f32::NEG_INFINITY { 0.0 } else { tops[l] };
+            fades[l] = simd::exp(before[l] - bases[l]);
+            sums[l] *= fades[l];
+        }
+        for k in (0..n.next_multiple_of(2)).step_by(2) {
+            let mut pair = [[0.0; NR]; 2];
+            for (odd, to) in pair.iter_mut().enumerate().take(n - k) {
+                let row = *rows.add(k + odd);
+                for l in 0..NR {
+                    to[l] = simd::exp(row[l] * scale - bases[l]);
+                    sums[l] += to[l];
+                }
+            }
+            put_b_pair::<T>(unit, weights, k, &pair);
+        }
+        if unit == Unit::Amx {
+            for k in (n.next_multiple_of(2)..n.next_multiple_of(32)).step_by(2) {
+                put_b_pair::<T>(unit, weights, k, &[[0.0; NR]; 2]);
+            }
+        }
+        if fades != [1.0; NR] {
+            for row in 0..e {
+                let row = &mut *out.cast::<[f32; NR]>().add(row);
+                for l in 0..NR {
+                    row[l] *= fades[l];
+                }
+            }
+        }
+        *lanes = Lanes { maxima: tops, sums };
+    }
+}
+
+/// `e` rows of `NR` sums become `queries` rows of `e` elements, by way of `turned`.
+pub(super) unsafe fn turn_rows<T: Float>(
+    simd: Simd,
+    sums: *const f32,
+    turned: *mut f32,
+    to: *mut T,
+    stride: usize,
+    queries: usize,
+    e: usize,
+) {
+    // SAFETY: the caller vouches for the ranges.
+    unsafe {
+        transpose(simd, (e, NR), sums, NR, turned, e);
+        round_rows(simd, turned, e, to, stride, queries, e);
+    }
+}
+
+vectorised! {
+    /// Rows of `e` floats, rounded.
+    pub(super) unsafe fn round_rows<T>(
+        from: *const f32, from_stride: usize, to: *mut T, stride: usize, rows: usize, e: usize,
+    ) -> () {
+        for r in 0..rows {
+            for i in 0..e {
+                *to.add(r * stride + i) = T::of(*from.add(r * from_stride + i));
+            }
+        }
+    }
+}
