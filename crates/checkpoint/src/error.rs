@@ -3,7 +3,7 @@
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use crate::manifest::FORMAT;
+use crate::manifest::{IN_PARTS, WHOLE};
 
 /// Why a checkpoint could not be saved, found or read.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +37,7 @@ pub enum CheckpointError {
 
     /// The checkpoint is of another version of the format.
     #[error(
-        "checkpoint {} has format {found}, this build reads format {FORMAT} (manifest.json)\n\
+        "checkpoint {} has format {found}, this build reads formats {WHOLE} and {IN_PARTS} (manifest.json)\n\
          hint: use the version of lockstep that wrote it",
         path.display()
     )]

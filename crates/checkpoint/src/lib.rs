@@ -9,27 +9,38 @@
 //!     manifest.json               step, state, length and checksum of every file, and of itself
 //!     model.safetensors           one standard safetensors file per group
 //!     optimizer.safetensors
+//!   step-00000150/                of a run of several ranks
+//!     manifest.json
+//!     model-00000.safetensors     one file per group and rank that holds something: tensors, or slices of them
+//!     model-00001.safetensors
+//!     optimizer-00000.safetensors
 //!   .tmp-step-00000200-<pid>/     being written, or left by a killed writer
 //!   .trash-step-00000050-<pid>-0/ being removed, or left by a killed writer
 //! ```
 //!
-//! Nothing under a `step-` name is ever written to: [`save`] fills a temporary folder, syncs it and renames it, and a
-//! removal renames first and deletes after. So a kill at any moment leaves whole checkpoints only. Disks fail in other
+//! Readers see whole tensors by name, however they were written. Nothing under a `step-` name is ever written to:
+//! [`save`], or a [`Draft`] that ranks write to at once, fills a temporary folder, syncs it and renames it, and a removal
+//! renames first and deletes after. So a kill at any moment leaves whole checkpoints only. Disks fail in other
 //! ways, so [`open`] believes nothing: it checks every length, every checksum and every header before it returns.
 
 #![deny(missing_docs)]
 #![deny(unsafe_code)]
 
+mod draft;
 mod error;
 mod find;
 mod folder;
 mod load;
 mod manifest;
 mod save;
+mod slice;
+mod stored;
 mod tensor_file;
 
+pub use draft::{Draft, PartRef};
 pub use error::CheckpointError;
 pub use find::{Found, latest};
 pub use folder::list;
 pub use load::{Loaded, TensorView, open};
 pub use save::{Group, TensorRef, save};
+pub use slice::Slice;

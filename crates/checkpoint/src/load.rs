@@ -1,5 +1,6 @@
 //! Reading one checkpoint, verified in full before any of it is believed.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -12,6 +13,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::error::{AtPath, CheckpointError};
 use crate::folder;
 use crate::manifest::{self, FileEntry, Manifest, checksum, damaged, open_regular};
+use crate::stored::{self, Piece, Stored};
 use crate::tensor_file::{self, Place};
 
 /// A verified checkpoint, its tensors mapped from disk. It stays readable if the folder is removed meanwhile.
@@ -23,43 +25,82 @@ pub struct Loaded {
     pub path: PathBuf,
     /// The state that its writer gave.
     pub state: serde_json::Value,
-    groups: BTreeMap<String, MappedFile>,
+    files: Vec<MappedFile>,
+    groups: BTreeMap<String, BTreeMap<String, Stored>>,
 }
 
-/// A tensor of a [`Loaded`] checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// A tensor of a [`Loaded`] checkpoint: whole, in however many files its elements lie.
+#[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
     /// The type of its elements.
     pub dtype: DType,
     /// Its dims, outermost first.
     pub shape: &'a [usize],
-    /// Its elements: row-major, little-endian bytes at any alignment, to be copied out.
-    pub data: &'a [u8],
+    pieces: &'a [Piece],
+    files: &'a [MappedFile],
 }
 
 #[derive(Debug)]
 struct MappedFile {
+    name: String,
     map: Mmap,
-    places: BTreeMap<String, Place>,
+}
+
+impl<'a> TensorView<'a> {
+    /// Its elements: row-major, little-endian bytes at any alignment. Borrowed where one file has them in order.
+    pub fn bytes(&self) -> Cow<'a, [u8]> {
+        match self.pieces {
+            [piece] if piece.slices.len() <= 1 => Cow::Borrowed(self.of(piece)),
+            pieces => {
+                let mut bytes = vec![0; pieces.iter().map(|piece| piece.range.len()).sum()];
+                self.copy_to(&mut bytes);
+                Cow::Owned(bytes)
+            }
+        }
+    }
+
+    /// Copies its elements to `bytes`, which must be as long as they are.
+    pub fn copy_to(&self, bytes: &mut [u8]) {
+        let width = self.dtype.bytes();
+        for piece in self.pieces {
+            let mut from = self.of(piece);
+            for slice in &piece.slices {
+                for start in slice.starts() {
+                    let (run, rest) = from.split_at(slice.len * width);
+                    bytes[start * width..][..run.len()].copy_from_slice(run);
+                    from = rest;
+                }
+            }
+        }
+    }
+
+    /// The name of the file with its first element, for messages.
+    pub fn file(&self) -> &'a str {
+        self.pieces.first().map_or("", |piece| &self.files[piece.file].name)
+    }
+
+    fn of(&self, piece: &Piece) -> &'a [u8] {
+        &self.files[piece.file].map[piece.range.clone()]
+    }
 }
 
 impl Loaded {
     /// The tensor `name` of `group`.
     pub fn tensor(&self, group: &str, name: &str) -> Result<TensorView<'_>, CheckpointError> {
-        let file = self.group(group)?;
-        let Some(Place { dtype, shape, range }) = file.places.get(name) else {
-            let hint = format!("group `{group}` has {} tensors of other names", file.places.len());
+        let tensors = self.group(group)?;
+        let Some(Stored { dtype, shape, pieces }) = tensors.get(name) else {
+            let hint = format!("group `{group}` has {} tensors of other names", tensors.len());
             return Err(self.absent(format!("tensor `{name}` in group `{group}`"), hint));
         };
-        Ok(TensorView { dtype: *dtype, shape, data: &file.map[range.clone()] })
+        Ok(TensorView { dtype: *dtype, shape, pieces, files: &self.files })
     }
 
     /// The names of the tensors of `group`, ascending.
     pub fn names(&self, group: &str) -> Result<Vec<&str>, CheckpointError> {
-        Ok(self.group(group)?.places.keys().map(String::as_str).collect())
+        Ok(self.group(group)?.keys().map(String::as_str).collect())
     }
 
-    fn group(&self, group: &str) -> Result<&MappedFile, CheckpointError> {
+    fn group(&self, group: &str) -> Result<&BTreeMap<String, Stored>, CheckpointError> {
         self.groups.get(group).ok_or_else(|| {
             let present: Vec<_> = self.groups.keys().map(String::as_str).collect();
             self.absent(format!("group `{group}`"), format!("its groups are: {}", present.join(", ")))
@@ -72,7 +113,7 @@ impl Loaded {
 }
 
 /// Opens the checkpoint in the folder `path`, whatever the folder is called, and verifies all of it: every length and
-/// checksum, and every header.
+/// checksum, every header, and that the parts of every tensor make it up.
 pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
     fs::read_dir(path).at("open", path)?;
     let manifest = Manifest::read(path)?;
@@ -80,16 +121,20 @@ pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
     if named.is_some_and(|step| step != manifest.step) {
         return Err(damaged(path, manifest::NAME, format!("it belongs to step {}", manifest.step)));
     }
-    let mut groups = BTreeMap::new();
+    let mut files = Vec::with_capacity(manifest.files.len());
+    let mut contents = Vec::with_capacity(manifest.files.len());
     for entry in &manifest.files {
         // `Manifest::read` lets no other names pass.
-        let Some(group) = tensor_file::group_of(&entry.name) else { continue };
-        groups.insert(group.to_owned(), open_file(path, entry)?);
+        let Some(group) = manifest.group_of(entry) else { continue };
+        let (file, places) = open_file(path, entry)?;
+        files.push(file);
+        contents.push((group, places));
     }
-    Ok(Loaded { step: manifest.step, path: path.to_owned(), state: manifest.state, groups })
+    let groups = stored::join(contents).map_err(|(file, cause)| damaged(path, &files[file].name, cause))?;
+    Ok(Loaded { step: manifest.step, path: path.to_owned(), state: manifest.state, files, groups })
 }
 
-fn open_file(folder: &Path, entry: &FileEntry) -> Result<MappedFile, CheckpointError> {
+fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<String, Place>), CheckpointError> {
     let (mut file, bytes) = open_regular(folder, &entry.name)?;
     let wrong = |cause: String| damaged(folder, &entry.name, cause);
     if bytes != entry.bytes {
@@ -101,7 +146,7 @@ fn open_file(folder: &Path, entry: &FileEntry) -> Result<MappedFile, CheckpointE
     }
     let map = map(&file).at("map", &path)?;
     let places = tensor_file::read_header(&map).map_err(wrong)?;
-    Ok(MappedFile { map, places })
+    Ok((MappedFile { name: entry.name.clone(), map }, places))
 }
 
 /// Reads rather than maps: a disk error is then an error, not a signal.
@@ -128,10 +173,23 @@ fn map(file: &File) -> std::io::Result<Mmap> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::FORMAT;
+    use crate::manifest::{IN_PARTS, WHOLE};
     use xxhash_rust::xxh3::xxh3_128;
 
-    /// A hostile writer knows the checksums: they all fit, and the header must be refused for what it says.
+    /// Opens a checkpoint of these files. A hostile writer knows the checksums: they all fit.
+    fn open_files(format: u64, files: &[(&str, Vec<u8>)]) -> Result<Loaded, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let mut entries = Vec::new();
+        for (name, bytes) in files {
+            fs::write(folder.path().join(name), bytes).unwrap();
+            let xxh3_128 = checksum(xxh3_128(bytes));
+            entries.push(FileEntry { name: (*name).to_owned(), bytes: bytes.len() as u64, xxh3_128 });
+        }
+        let manifest = Manifest { format, step: 1, files: entries, state: ().into() };
+        fs::write(folder.path().join(manifest::NAME), manifest.seal().unwrap()).unwrap();
+        open(folder.path()).map_err(|error| error.to_string())
+    }
+
     #[test]
     fn a_hostile_header_under_fitting_checksums_is_refused() {
         let sound = br#"{"a":{"dtype":"U32","shape":[1],"data_offsets":[0,4]}}"#;
@@ -143,15 +201,58 @@ mod tests {
             ([&length, sound.as_slice(), &[0; 5]].concat(), "describes 4 bytes, 5 follow"),
         ];
         for (bytes, expected) in cases {
-            let folder = tempfile::tempdir().unwrap();
-            let name = "model.safetensors".to_owned();
-            fs::write(folder.path().join(&name), &bytes).unwrap();
-            let entry = FileEntry { name, bytes: bytes.len() as u64, xxh3_128: checksum(xxh3_128(&bytes)) };
-            let manifest = Manifest { format: FORMAT, step: 1, files: vec![entry], state: ().into() };
-            fs::write(folder.path().join(manifest::NAME), manifest.seal().unwrap()).unwrap();
-
-            let error = open(folder.path()).unwrap_err().to_string();
+            let error = open_files(WHOLE, &[("model.safetensors", bytes)]).unwrap_err();
             assert!(error.contains("model.safetensors") && error.contains(expected), "{error}");
         }
+    }
+
+    /// A file whose tensor `a` is, or has these slices of, a tensor of this shape; every element is its own position.
+    fn part(dtype: &str, shape: &[usize], slices: &[[usize; 4]]) -> Vec<u8> {
+        let positions = slices.iter().flat_map(|&[start, len, stride, count]| {
+            (0..count).flat_map(move |n| (0..len).map(move |i| (start + n * stride + i) as u32))
+        });
+        let data: Vec<u8> = positions.flat_map(u32::to_le_bytes).collect();
+        let parts = serde_json::json!({ "a": { "shape": shape, "slices": slices } }).to_string();
+        let header = serde_json::json!({
+            "__metadata__": { "lockstep.parts": parts },
+            "a": { "dtype": dtype, "shape": [data.len() / 4], "data_offsets": [0, data.len()] },
+        })
+        .to_string();
+        [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
+    }
+
+    #[test]
+    fn parts_are_read_as_the_whole_tensor() {
+        let left = part("U32", &[3, 4], &[[0, 2, 4, 3]]);
+        let right = part("U32", &[3, 4], &[[10, 2, 2, 1], [2, 2, 4, 2]]);
+        let files = [("m-00000.safetensors", left), ("m-00007.safetensors", right)];
+        let loaded = open_files(IN_PARTS, &files).unwrap();
+        let view = loaded.tensor("m", "a").unwrap();
+        let expected: Vec<u8> = (0..12u32).flat_map(u32::to_le_bytes).collect();
+        assert_eq!((view.dtype, view.shape, &*view.bytes()), (DType::U32, &[3, 4][..], &*expected));
+        assert_eq!((loaded.names("m").unwrap(), view.file()), (vec!["a"], "m-00000.safetensors"));
+    }
+
+    #[test]
+    fn parts_that_do_not_make_up_a_tensor_are_refused_with_its_name_and_a_file() {
+        let left = || part("U32", &[3, 4], &[[0, 2, 4, 3]]);
+        let check = |right: Vec<u8>, file: &str, expected: &str| {
+            let files = [("m-00000.safetensors", left()), ("m-00001.safetensors", right)];
+            let error = open_files(IN_PARTS, &files).unwrap_err();
+            assert!(error.contains(&format!("({file}: tensor `a`")) && error.contains(expected), "{error}");
+            assert_eq!(error.matches("\nhint: ").count(), 1, "{error}");
+        };
+        let (first, second) = ("m-00000.safetensors", "m-00001.safetensors");
+        check(part("U32", &[3, 4], &[[2, 2, 4, 2]]), first, "its files have 10 of 12 elements");
+        check(part("U32", &[3, 4], &[[1, 2, 4, 3]]), second, "element 1 is there a second time");
+        check(part("U32", &[3, 4], &[[0, 12, 12, 1]]), second, "element 0 is there a second time");
+        check(part("U32", &[3, 4], &[[2, 2, 4, 3], [3, 1, 1, 1]]), second, "element 3 is there a second time");
+        check(part("U32", &[4, 3], &[[2, 2, 4, 3]]), second, "u32 [4, 3] here and u32 [3, 4] in another file");
+        check(part("F32", &[3, 4], &[[2, 2, 4, 3]]), second, "f32 [3, 4] here and u32 [3, 4] in another file");
+        check(part("U32", &[3, 4], &[[2, 2, 4, 4]]), second, "[2, 2, 4, 4] is no slice of 12 elements");
+        // A tensor that would not fit any memory is refused before any is taken.
+        let huge = part("U32", &[1 << 40, 1 << 20], &[[0, 4, 4, 1]]);
+        let error = open_files(IN_PARTS, &[("m-00000.safetensors", huge)]).unwrap_err();
+        assert!(error.contains("its files have 4 of 1152921504606846976 elements"), "{error}");
     }
 }

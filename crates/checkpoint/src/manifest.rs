@@ -12,6 +12,9 @@
 //! }
 //! ```
 //!
+//! Format 1 has a file for each group, `<group>.safetensors`. Format 2 has a file for each group and rank that holds
+//! something of it, `<group>-<rank>.safetensors`; which elements those are, the files themselves say.
+//!
 //! The frame around the body is fixed to the byte, so no change anywhere in the file goes unseen. It stays the same in
 //! every version of the format, so that a build can name a version it does not know.
 
@@ -25,8 +28,10 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::error::{AtPath, CheckpointError};
 use crate::tensor_file;
 
-/// The version of the format that this build writes and reads.
-pub(crate) const FORMAT: u64 = 1;
+/// The version of the format with one file for each group.
+pub(crate) const WHOLE: u64 = 1;
+/// The version with files of ranks.
+pub(crate) const IN_PARTS: u64 = 2;
 /// The manifest's file name.
 pub(crate) const NAME: &str = "manifest.json";
 
@@ -92,16 +97,26 @@ impl Manifest {
         }
         let wrong_json = |error: serde_json::Error| Unreadable::Damaged(error.to_string());
         let version: Version = serde_json::from_slice(body).map_err(wrong_json)?;
-        if version.format != FORMAT {
-            return Err(Unreadable::UnknownFormat(version.format));
-        }
+        let group_of = match version.format {
+            WHOLE => tensor_file::group_of,
+            IN_PARTS => tensor_file::group_of_rank_file,
+            other => return Err(Unreadable::UnknownFormat(other)),
+        };
         let manifest: Manifest = serde_json::from_slice(body).map_err(wrong_json)?;
         if !manifest.files.is_sorted_by(|a, b| a.name < b.name) {
             return Err(damaged("files are not in order"));
         }
-        match manifest.files.iter().find(|file| tensor_file::group_of(&file.name).is_none()) {
+        match manifest.files.iter().find(|file| group_of(&file.name).is_none()) {
             Some(file) => Err(Unreadable::Damaged(format!("refused the file name {:?}", file.name))),
             None => Ok(manifest),
+        }
+    }
+
+    /// The group that a file belongs to.
+    pub(crate) fn group_of<'a>(&self, file: &'a FileEntry) -> Option<&'a str> {
+        match self.format {
+            WHOLE => tensor_file::group_of(&file.name),
+            _ => tensor_file::group_of_rank_file(&file.name),
         }
     }
 
@@ -154,7 +169,7 @@ mod tests {
 
     fn example() -> Manifest {
         let file = FileEntry { name: "model.safetensors".into(), bytes: 16, xxh3_128: checksum(7) };
-        Manifest { format: FORMAT, step: 100, files: vec![file], state: json!({"position": 5}) }
+        Manifest { format: WHOLE, step: 100, files: vec![file], state: json!({"position": 5}) }
     }
 
     fn check_refused(manifest: &Manifest, expected: &str) {
@@ -187,16 +202,21 @@ mod tests {
 
     #[test]
     fn another_version_is_named() {
-        let body = r#"{"format": 2, "shards": []}"#;
+        let body = r#"{"format": 3, "shards": []}"#;
         let checksum = checksum(xxh3_128(body.as_bytes()));
         let bytes = [BEFORE_CHECKSUM, &checksum, BEFORE_BODY, body, AFTER_BODY].concat();
-        assert_eq!(Manifest::unseal(bytes.as_bytes()), Err(Unreadable::UnknownFormat(2)));
+        assert_eq!(Manifest::unseal(bytes.as_bytes()), Err(Unreadable::UnknownFormat(3)));
     }
 
     #[test]
     fn file_names_cannot_leave_the_folder() {
         for name in ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ".safetensors", "model.bin", ""] {
             let mut manifest = example();
+            manifest.files[0].name = name.into();
+            check_refused(&manifest, "refused the file name");
+        }
+        for name in ["../model-00003.safetensors", "model.safetensors", "model-3.safetensors"] {
+            let mut manifest = Manifest { format: IN_PARTS, ..example() };
             manifest.files[0].name = name.into();
             check_refused(&manifest, "refused the file name");
         }

@@ -9,8 +9,9 @@ use lockstep_ir::DType;
 
 use crate::error::{AtPath, CheckpointError};
 use crate::folder;
-use crate::manifest::{self, FORMAT, FileEntry, Manifest};
-use crate::tensor_file::{self, TensorFile};
+use crate::manifest::{self, FileEntry, Manifest, WHOLE};
+use crate::slice::Slice;
+use crate::tensor_file::{self, Item, TensorFile};
 
 /// A tensor to be saved: row-major, little-endian bytes.
 #[derive(Debug, Clone)]
@@ -54,12 +55,10 @@ pub fn save(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<PathBuf, CheckpointError> {
     let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
-    let mut manifest = Manifest { format: FORMAT, step, files: Vec::new(), state: state.clone() };
+    let mut manifest = Manifest { format: WHOLE, step, files: Vec::new(), state: state.clone() };
     manifest.seal().map_err(refused)?;
     let files = lay_out(groups).map_err(refused)?;
 
-    folder::create(dir)?;
-    folder::sweep(dir)?;
     let temporary = TemporaryFolder::create(dir, step)?;
 
     let total = files.iter().map(|(_, file)| file.bytes()).sum();
@@ -73,13 +72,7 @@ pub fn save(
         let xxh3_128 = write_synced(&path, |to| file.write(to, &mut wrote))?;
         manifest.files.push(FileEntry { name: name.clone(), bytes: file.bytes(), xxh3_128 });
     }
-    let sealed = manifest.seal().map_err(refused)?;
-    write_synced(&temporary.path.join(manifest::NAME), |to| to.write_all(&sealed))?;
-    folder::sync(&temporary.path)?;
-
-    let path = temporary.publish(dir, step)?;
-    prune(dir, step, keep)?;
-    Ok(path)
+    temporary.finish(dir, &manifest, keep)
 }
 
 /// Every group's file by ascending name.
@@ -88,7 +81,8 @@ fn lay_out<'a>(groups: &'a [Group<'a>]) -> Result<Vec<(String, TensorFile<'a>)>,
     for group in groups {
         let name = tensor_file::file_name(group.name)
             .ok_or_else(|| format!("group name {:?} is not made of letters, digits, `-` and `_`", group.name))?;
-        let file = TensorFile::new(&group.tensors).map_err(|cause| format!("group `{}`: {cause}", group.name))?;
+        let file = TensorFile::new(group.tensors.iter().map(whole).collect())
+            .map_err(|cause| format!("group `{}`: {cause}", group.name))?;
         files.push((name, file));
     }
     files.sort_by(|a, b| a.0.cmp(&b.0));
@@ -98,7 +92,17 @@ fn lay_out<'a>(groups: &'a [Group<'a>]) -> Result<Vec<(String, TensorFile<'a>)>,
     }
 }
 
-fn write_synced<T>(path: &Path, write: impl FnOnce(&mut File) -> io::Result<T>) -> Result<T, CheckpointError> {
+fn whole<'a>(tensor: &'a TensorRef<'_>) -> Item<'a> {
+    let TensorRef { name, dtype, shape, data } = tensor;
+    // A shape that is too large is refused where the file is laid out.
+    let elements = shape.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim));
+    Item { name, dtype: *dtype, shape, slices: Slice::whole(elements.unwrap_or(0)), data: vec![data] }
+}
+
+pub(crate) fn write_synced<T>(
+    path: &Path,
+    write: impl FnOnce(&mut File) -> io::Result<T>,
+) -> Result<T, CheckpointError> {
     let mut file = File::create_new(path).at("create", path)?;
     let result = write(&mut file).at("write", path)?;
     file.sync_all().at("sync", path)?;
@@ -125,16 +129,32 @@ fn looks_whole(path: &Path) -> bool {
 }
 
 /// A folder that is gone when this value is, unless it was published.
-struct TemporaryFolder {
-    path: PathBuf,
+#[derive(Debug)]
+pub(crate) struct TemporaryFolder {
+    pub(crate) path: PathBuf,
     published: bool,
 }
 
 impl TemporaryFolder {
-    fn create(dir: &Path, step: u64) -> Result<TemporaryFolder, CheckpointError> {
+    /// Makes the folder in `dir`, which is made too where it is missing, and removes what killed writers left there.
+    pub(crate) fn create(dir: &Path, step: u64) -> Result<TemporaryFolder, CheckpointError> {
+        folder::create(dir)?;
+        folder::sweep(dir)?;
         let path = folder::temporary_path(dir, step);
         fs::create_dir(&path).at("create", &path)?;
         Ok(TemporaryFolder { path, published: false })
+    }
+
+    /// Adds the manifest to the files, gives the folder its name and removes the oldest checkpoints beyond `keep`.
+    pub(crate) fn finish(self, dir: &Path, manifest: &Manifest, keep: usize) -> Result<PathBuf, CheckpointError> {
+        let step = manifest.step;
+        let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
+        let sealed = manifest.seal().map_err(refused)?;
+        write_synced(&self.path.join(manifest::NAME), |to| to.write_all(&sealed))?;
+        folder::sync(&self.path)?;
+        let path = self.publish(dir, step)?;
+        prune(dir, step, keep)?;
+        Ok(path)
     }
 
     /// Gives the folder the name of `step`'s checkpoint, in the place of an older one.

@@ -1,19 +1,24 @@
-//! One group's file, in the standard safetensors format.
+//! A file of tensors, in the standard safetensors format.
 //!
 //! Eight bytes of header length, little endian; a JSON header, padded with spaces to a multiple of eight; the tensors'
 //! bytes, without gaps. Here tensors stand in name order, so wide elements may lie at odd addresses: readers copy bytes.
+//!
+//! Where a file has only some elements of a tensor, they stand there as a list, and the header's metadata say which they
+//! are: under the key `lockstep.parts`, as JSON, `{"<tensor>": {"shape": [<of the whole>], "slices": [[start, len, stride,
+//! count], …]}, …}`. A tensor that is not named there is whole.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 use std::ops::Range;
 
 use lockstep_ir::DType;
 use safetensors::Dtype as FileDType;
 use safetensors::tensor::{Metadata, TensorInfo};
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::manifest::checksum;
-use crate::save::TensorRef;
+use crate::slice::{self, Slice};
 
 const EXTENSION: &str = ".safetensors";
 const LENGTH_BYTES: usize = 8;
@@ -21,6 +26,8 @@ const LENGTH_BYTES: usize = 8;
 const MAX_HEADER_BYTES: usize = 100_000_000;
 /// The most that is written and hashed at a time.
 const CHUNK_BYTES: usize = 1 << 20;
+/// The key of the metadata under which parts are described.
+const PARTS: &str = "lockstep.parts";
 
 /// The file name of a group, where the group's name is fit for one: letters, digits, `-` and `_`.
 pub(crate) fn file_name(group: &str) -> Option<String> {
@@ -33,36 +40,86 @@ pub(crate) fn group_of(file: &str) -> Option<&str> {
     file.strip_suffix(EXTENSION).filter(|group| file_name(group).is_some())
 }
 
+/// The name of the file with what one rank has of a group.
+pub(crate) fn rank_file_name(group: &str, rank: usize) -> Option<String> {
+    file_name(group)?;
+    file_name(&format!("{group}-{rank:05}"))
+}
+
+/// The group of a name that [`rank_file_name`] could have made.
+pub(crate) fn group_of_rank_file(file: &str) -> Option<&str> {
+    let (group, rank) = group_of(file)?.rsplit_once('-')?;
+    let rank = rank.parse().ok()?;
+    rank_file_name(group, rank).filter(|name| name == file).map(|_| group)
+}
+
+/// A tensor, or some of its elements, on the way into a file.
+#[derive(Debug)]
+pub(crate) struct Item<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) dtype: DType,
+    /// Of the whole tensor.
+    pub(crate) shape: &'a [usize],
+    /// Which elements these are.
+    pub(crate) slices: Vec<Slice>,
+    /// Their bytes, in the order of the slices, in as many pieces as they lie in.
+    pub(crate) data: Vec<&'a [u8]>,
+}
+
+impl Item<'_> {
+    fn bytes(&self) -> usize {
+        self.data.iter().map(|piece| piece.len()).sum()
+    }
+}
+
+/// How the metadata describe a part of a tensor.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PartOf {
+    shape: Vec<usize>,
+    slices: Vec<Slice>,
+}
+
 /// A file that is laid out and not yet written.
 #[derive(Debug)]
 pub(crate) struct TensorFile<'a> {
     /// Length and header.
     front: Vec<u8>,
     /// By ascending name.
-    tensors: Vec<&'a TensorRef<'a>>,
+    tensors: Vec<Item<'a>>,
 }
 
 impl<'a> TensorFile<'a> {
     /// Orders the tensors and builds the header, or says which tensor is at fault.
-    pub(crate) fn new(tensors: &'a [TensorRef<'a>]) -> Result<TensorFile<'a>, String> {
-        let mut tensors: Vec<_> = tensors.iter().collect();
-        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    pub(crate) fn new(mut tensors: Vec<Item<'a>>) -> Result<TensorFile<'a>, String> {
+        tensors.sort_by(|a, b| a.name.cmp(b.name));
         if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name == pair[1].name) {
             return Err(format!("tensor `{}` is given twice", pair[0].name));
         }
         let mut end = 0usize;
         let mut infos = Vec::with_capacity(tensors.len());
+        let mut parts = BTreeMap::new();
         for tensor in &tensors {
-            check_tensor(tensor)?;
+            let held = check_item(tensor)?;
             let start = end;
-            end = start.checked_add(tensor.data.len()).ok_or("the tensors are too large together")?;
+            end = start.checked_add(tensor.bytes()).ok_or("the tensors are too large together")?;
             let dtype = file_dtype(tensor.dtype);
-            infos.push((
-                tensor.name.clone(),
-                TensorInfo { dtype, shape: tensor.shape.clone(), data_offsets: (start, end) },
-            ));
+            let mut shape = tensor.shape.to_vec();
+            if tensor.slices != Slice::whole(shape.iter().product()) {
+                let whole = std::mem::replace(&mut shape, vec![held]);
+                parts.insert(tensor.name, PartOf { shape: whole, slices: tensor.slices.clone() });
+            }
+            infos.push((tensor.name.to_owned(), TensorInfo { dtype, shape, data_offsets: (start, end) }));
         }
-        let metadata = Metadata::new(None, infos).map_err(|error| error.to_string())?;
+        // One key only: the map has no order.
+        let described = match parts.is_empty() {
+            true => None,
+            false => {
+                let text = serde_json::to_string(&parts).map_err(|error| error.to_string())?;
+                Some(HashMap::from([(PARTS.to_owned(), text)]))
+            }
+        };
+        let metadata = Metadata::new(described, infos).map_err(|error| error.to_string())?;
         let mut header = serde_json::to_vec(&metadata).map_err(|error| error.to_string())?;
         header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
         if header.len() > MAX_HEADER_BYTES {
@@ -72,15 +129,21 @@ impl<'a> TensorFile<'a> {
         Ok(TensorFile { front, tensors })
     }
 
+    /// The bytes before the first tensor's.
+    pub(crate) fn header_bytes(&self) -> u64 {
+        self.front.len() as u64
+    }
+
     /// The length of the whole file.
     pub(crate) fn bytes(&self) -> u64 {
-        self.tensors.iter().fold(self.front.len() as u64, |sum, tensor| sum + tensor.data.len() as u64)
+        self.tensors.iter().fold(self.front.len() as u64, |sum, tensor| sum + tensor.bytes() as u64)
     }
 
     /// Streams the file out, tells `wrote` the length of every chunk, and returns the checksum.
     pub(crate) fn write(&self, to: &mut dyn Write, wrote: &mut dyn FnMut(u64)) -> io::Result<String> {
         let mut hasher = Xxh3::new();
-        let parts = std::iter::once(self.front.as_slice()).chain(self.tensors.iter().map(|tensor| &*tensor.data));
+        let pieces = self.tensors.iter().flat_map(|tensor| tensor.data.iter().copied());
+        let parts = std::iter::once(self.front.as_slice()).chain(pieces);
         for chunk in parts.flat_map(|part| part.chunks(CHUNK_BYTES)) {
             to.write_all(chunk)?;
             hasher.update(chunk);
@@ -90,11 +153,14 @@ impl<'a> TensorFile<'a> {
     }
 }
 
-/// Where a tensor lies in its file.
+/// Where a tensor, or some of its elements, lies in a file.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Place {
     pub(crate) dtype: DType,
+    /// Of the whole tensor.
     pub(crate) shape: Vec<usize>,
+    /// Which elements are there: inside the tensor, as many as the range has.
+    pub(crate) slices: Vec<Slice>,
     /// In bytes from the start of the file, inside the file.
     pub(crate) range: Range<usize>,
 }
@@ -114,26 +180,52 @@ pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, Place>, String
     if metadata.data_len() != payload.len() {
         return Err(format!("the header describes {} bytes, {} follow", metadata.data_len(), payload.len()));
     }
+    let described = metadata.metadata().as_ref().and_then(|map| map.get(PARTS)).map_or("{}", String::as_str);
+    let mut parts: BTreeMap<String, PartOf> =
+        serde_json::from_str(described).map_err(|error| format!("wrong `{PARTS}`: {error}"))?;
     let base = file.len() - payload.len();
     let mut places = BTreeMap::new();
     for (name, info) in metadata.tensors() {
         let dtype = known_dtype(info.dtype)
             .ok_or_else(|| format!("tensor `{name}` has elements of type {}, which are not supported", info.dtype))?;
         let (start, end) = info.data_offsets;
-        places.insert(name, Place { dtype, shape: info.shape.clone(), range: base + start..base + end });
+        // `Metadata` has checked that the shape is of as many elements.
+        let here = (end - start) / dtype.bytes();
+        let (shape, slices) = match parts.remove(&name) {
+            None => (info.shape.clone(), Slice::whole(here)),
+            Some(PartOf { shape, slices }) => {
+                let held = held(&shape, dtype, &slices).map_err(|cause| format!("tensor `{name}`: {cause}"))?;
+                if held != here {
+                    return Err(format!("tensor `{name}`: its slices are of {held} elements, {here} are there"));
+                }
+                (shape, slices)
+            }
+        };
+        places.insert(name, Place { dtype, shape, slices, range: base + start..base + end });
     }
-    Ok(places)
+    match parts.keys().next() {
+        Some(name) => Err(format!("tensor `{name}` is described and not there")),
+        None => Ok(places),
+    }
 }
 
-fn check_tensor(tensor: &TensorRef<'_>) -> Result<(), String> {
-    let TensorRef { name, dtype, shape, data } = tensor;
-    if name == "__metadata__" {
+/// How many elements of a tensor of this shape and type the slices hold.
+fn held(shape: &[usize], dtype: DType, slices: &[Slice]) -> Result<usize, String> {
+    let bytes = shape.iter().try_fold(dtype.bytes(), |product, &dim| product.checked_mul(dim));
+    let bytes = bytes.ok_or_else(|| format!("{dtype} {shape:?} is too large"))?;
+    slice::held(slices, bytes / dtype.bytes())
+}
+
+/// The number of elements of an item that can be written.
+fn check_item(item: &Item<'_>) -> Result<usize, String> {
+    let Item { name, dtype, shape, slices, .. } = item;
+    if *name == "__metadata__" {
         return Err(format!("`{name}` is reserved by the format and cannot name a tensor"));
     }
-    let expected = shape.iter().try_fold(dtype.bytes(), |product, &dim| product.checked_mul(dim));
-    match expected {
-        Some(bytes) if bytes == data.len() => Ok(()),
-        _ => Err(format!("tensor `{name}` has {} bytes, which is not {dtype} {shape:?}", data.len())),
+    let held = held(shape, *dtype, slices).map_err(|cause| format!("tensor `{name}`: {cause}"))?;
+    match held * dtype.bytes() == item.bytes() {
+        true => Ok(held),
+        false => Err(format!("tensor `{name}` has {} bytes, which is not {dtype} {shape:?}", item.bytes())),
     }
 }
 
@@ -176,7 +268,8 @@ mod tests {
         let header = format!(r#"{{"w":{}}}"#, entry("F32", "[2,1]", "[0,8]"));
         let places = read_header(&file(header.len() as u64, &header, 8)).unwrap();
         let base = 8 + header.len();
-        assert_eq!(places["w"], Place { dtype: DType::F32, shape: vec![2, 1], range: base..base + 8 });
+        let (shape, slices) = (vec![2, 1], Slice::whole(2));
+        assert_eq!(places["w"], Place { dtype: DType::F32, shape, slices, range: base..base + 8 });
     }
 
     #[test]
@@ -228,6 +321,38 @@ mod tests {
     fn elements_we_cannot_hold_are_refused() {
         check_refused(&format!(r#"{{"a":{}}}"#, entry("F16", "[2]", "[0,4]")), 4, "F16");
         check_refused(&format!(r#"{{"a":{}}}"#, entry("Q99", "[2]", "[0,4]")), 4, "wrong header");
+    }
+
+    #[test]
+    fn hostile_parts_are_refused() {
+        let refused = |parts: &str, expected: &str| {
+            let metadata = serde_json::json!({ PARTS: parts }).to_string();
+            let header = format!(r#"{{"__metadata__":{metadata},"a":{}}}"#, entry("F32", "[4]", "[0,16]"));
+            check_refused(&header, 16, expected);
+        };
+        refused("[]", "wrong `lockstep.parts`");
+        refused(r#"{"a":{"shape":[8]}}"#, "missing field `slices`");
+        refused(r#"{"a":{"shape":[8],"slices":[[0,4,4]]}}"#, "wrong `lockstep.parts`");
+        refused(r#"{"a":{"shape":[8],"slices":[[0,-4,4,1]]}}"#, "wrong `lockstep.parts`");
+        refused(r#"{"a":{"shape":[8],"slices":[[0,4e9,4,1]]}}"#, "wrong `lockstep.parts`");
+        refused(r#"{"b":{"shape":[8],"slices":[[0,4,4,1]]}}"#, "tensor `b` is described and not there");
+        refused(r#"{"a":{"shape":[8],"slices":[[5,4,4,1]]}}"#, "`a`: [5, 4, 4, 1] is no slice of 8 elements");
+        refused(r#"{"a":{"shape":[8],"slices":[[0,2,1,2]]}}"#, "is no slice of 8 elements");
+        refused(r#"{"a":{"shape":[8],"slices":[[0,3,3,1]]}}"#, "slices are of 3 elements, 4 are there");
+        refused(r#"{"a":{"shape":[8],"slices":[]}}"#, "slices are of 0 elements, 4 are there");
+        refused(r#"{"a":{"shape":[4294967296,4294967296],"slices":[[0,4,4,1]]}}"#, "is too large");
+        refused(r#"{"a":{"shape":[8],"slices":[[0,1,18446744073709551615,18446744073709551615]]}}"#, "is no slice");
+    }
+
+    #[test]
+    fn rank_files_read_back_as_their_group() {
+        for (group, rank) in [("model", 0), ("model", 3), ("a-b", 99_999), ("x", 123_456)] {
+            assert_eq!(group_of_rank_file(&rank_file_name(group, rank).unwrap()), Some(group));
+        }
+        assert_eq!(rank_file_name("model", 3).unwrap(), "model-00003.safetensors");
+        for name in ["model.safetensors", "model-3.safetensors", "model-+0003.safetensors", "-00003.safetensors"] {
+            assert_eq!(group_of_rank_file(name), None, "{name}");
+        }
     }
 
     /// Damage that the checksums would catch first must not get past the header's own checks as a panic.

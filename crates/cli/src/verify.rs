@@ -18,8 +18,8 @@ pub struct Args {
     #[arg(long = "layouts", value_name = "LAYOUT")]
     layouts: Vec<String>,
     /// Steps to compare.
-    #[arg(long, default_value_t = 3)]
-    steps: usize,
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    steps: u64,
     /// Check the model as it is, however large.
     #[arg(long)]
     full_size: bool,
@@ -52,8 +52,9 @@ const KINDS: [&str; 18] = [
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?;
-    let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config) };
-    let layouts = layouts(&args.layouts, &config)?;
+    let mut layouts = layouts(&args.layouts, &config)?;
+    let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
+    layouts.retain(|layout| legal::check(layout, &config.shape()).is_empty());
     let mut out = std::io::stdout().lock();
     let text = args.format == Format::Text;
     if text {
@@ -78,7 +79,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let total = layouts.len();
     let mut done = 0;
-    let results = compare(&config, &layouts, args.steps, &mut |c| {
+    let results = compare(&config, &layouts, args.steps as usize, &mut |c| {
         done += 1;
         eprintln!("{done} of {total}: {}", c.layout);
     })?;

@@ -12,9 +12,11 @@ mod passes;
 mod stage;
 
 pub use forward::compile_forward;
+pub use lower::OUTBOX;
 pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, Recompute, STATS, TRAINING_PASSES, autodiff, fuse};
 use passes::{DERIVED, SPREADING};
 
+use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
@@ -73,6 +75,19 @@ pub struct Compiled {
     pub stages: Vec<Stage>,
     /// The placed programs, one per pipeline stage.
     pub programs: Vec<StepProgram>,
+}
+
+impl Compiled {
+    /// FLOPs that the model needs for one micro-batch of all ranks, forward and backward.
+    pub fn model_flops(&self) -> Result<Flops, TypeError> {
+        let graph = &self.stages[DERIVED].graph;
+        let mut sum = Flops::default();
+        for node in &graph.nodes {
+            let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
+            sum = sum + node.op.flops(&graph.input_types(node), &wanted)?;
+        }
+        Ok(sum)
+    }
 }
 
 /// Compiles a model's forward graph to its training and evaluation program.

@@ -34,7 +34,7 @@ pub(crate) struct UnplacedBuffer {
 }
 
 /// Messages that a stage may have on the way to another before it waits.
-pub(crate) const OUTBOX: usize = 2;
+pub const OUTBOX: usize = 2;
 
 /// Lowers what one stage runs of a training graph, and of the evaluation graph that shares its states.
 pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: usize) -> Result<Unplaced, TypeError> {

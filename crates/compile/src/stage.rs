@@ -15,6 +15,9 @@ const TIED: u32 = 2;
 
 /// The first layer of each stage after the first: stages as equal as can be in FLOPs, embedding and head included.
 pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
+    if stages == 1 {
+        return Ok(Vec::new());
+    }
     let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
     let mut costs = vec![0.0f64; layers];
     let mut place = Place::new(layers.saturating_sub(1));
@@ -26,7 +29,11 @@ pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
         }
     }
     // best[s][n]: the least that the heaviest of s stages over the first n layers can be, and where the last begins.
-    let sum = |from: usize, to: usize| costs[from..to].iter().sum::<f64>();
+    let mut sums = vec![0.0];
+    for cost in &costs {
+        sums.push(sums[sums.len() - 1] + cost);
+    }
+    let sum = |from: usize, to: usize| sums[to] - sums[from];
     let mut best = vec![vec![(f64::INFINITY, 0); layers + 1]; stages + 1];
     best[0][0].0 = 0.0;
     for s in 1..=stages {

@@ -94,7 +94,7 @@ tables! {
         global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory;
         /// Sequences that a rank computes at once; times `parallel.dp`, it divides the global batch.
         micro_batch: usize =
-            Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Trajectory;
+            Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Conduct;
         /// Seed of the initial weights and the data order.
         seed: u64 = Integer(0, i64::MAX as u64), Fixed("0"), Trajectory;
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and

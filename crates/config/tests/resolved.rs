@@ -75,6 +75,10 @@ sequence_parallel = false  # default
 schedule = "1f1b"  # default
 patience = 60.0  # default
 
+[recompute]
+policy = "none"  # default
+every = 2  # default
+
 [optimizer]
 name = "adamw"  # default
 lr = 0.001  # --set
@@ -160,10 +164,11 @@ fn differences_leave_out_how_a_run_is_carried_out() {
 }
 
 #[test]
-fn a_run_may_go_on_with_any_layout_of_the_same_micro_batch() {
+fn a_run_may_go_on_with_any_layout_and_micro_batch() {
     let before = parse(EXAMPLE, &["train.micro_batch=2"]);
     let layout = ["parallel.dp=8", "parallel.zero=1", "parallel.tp=2", "parallel.pp=4", "parallel.schedule=gpipe"];
-    let after = parse(EXAMPLE, &[&["train.micro_batch=2"], &layout[..]].concat());
+    let after = parse(EXAMPLE, &layout);
+    assert_ne!(after.train.micro_batch, before.train.micro_batch);
     assert_eq!(after.differences(&before), []);
     assert_ne!(after, before);
 }

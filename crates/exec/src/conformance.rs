@@ -172,6 +172,8 @@ enum Draw {
     Scalars,
     /// Statistics of a step.
     Stats,
+    /// A sum of squares, in parts.
+    Squares,
     /// Filled in from another op's outputs, which this op's gradient needs to be consistent: output `.1` of op `.0` on
     /// inputs `.2`.
     Of(Op, usize, &'static [usize]),
@@ -272,7 +274,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::Accumulate => vec![(state(), Normal)],
         Op::SquareSum { .. } => vec![(state(), Normal), (act(d), Normal), (StepScalars::ty(), Scalars)],
         Op::MergeSums => vec![(sum(), Below(1000)), (sum(), Below(1000)), (sum(), Below(1000))],
-        Op::GradientNorm => vec![(sum(), Below(1000)), (StepScalars::ty(), Scalars)],
+        Op::GradientNorm => vec![(sum(), Squares), (StepScalars::ty(), Scalars)],
         Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))],
         Op::VocabLoss => vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Below(50))],
         Op::VocabGrad { rows } => {
@@ -349,6 +351,7 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
                 s.to_array().map(f64::from).to_vec()
             }
             Draw::Stats => vec![2.0, 0.03125],
+            Draw::Squares => reference::limbs(12.34),
             Draw::Of(source, output, from) => {
                 let types = from.iter().map(|&f| inputs[f].0.clone()).collect::<Vec<_>>();
                 let feeds = from.iter().map(|&f| drawn[f].clone()).collect::<Vec<_>>();

@@ -50,6 +50,11 @@ pub trait Executor: Send {
 
     /// As `run`, and tells when each instruction ran.
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError>;
+
+    /// The ranks behind it, where it is several, for whoever wants what each of them has.
+    fn ranks(&self) -> Option<&Ranks> {
+        None
+    }
 }
 
 /// When one instruction ran.

@@ -87,6 +87,11 @@ impl Ranks {
         &self.programs
     }
 
+    /// How ranks are numbered.
+    pub fn mesh(&self) -> Mesh {
+        self.mesh
+    }
+
     /// Bytes of each rank's arena.
     pub fn rank_arena_bytes(&self) -> Vec<u64> {
         self.workers.iter().map(|w| lock(&w.executor).arena_bytes()).collect()
@@ -106,6 +111,22 @@ impl Ranks {
             }
         }
         Ok(())
+    }
+
+    /// Calls `f` for all ranks at once, each on a thread of its own with that rank's program and tensors, and gives what came
+    /// of it in the order of ranks.
+    pub fn at_once<T: Send>(&self, f: impl Fn(Coordinates, &CpuExecutor) -> T + Sync) -> Result<Vec<T>, ExecError> {
+        std::thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(self.workers.len());
+            for (rank, worker) in self.workers.iter().enumerate() {
+                let (f, at) = (&f, self.mesh.coordinates(rank));
+                let thread = std::thread::Builder::new().name(format!("lockstep-each-{rank}"));
+                let thread = thread.spawn_scoped(scope, move || f(at, &lock(&worker.executor)));
+                threads.push(thread.map_err(|e| ExecError::Threads(self.workers.len(), e))?);
+            }
+            let panicked = |_| ExecError::Internal("a rank's thread panicked".into());
+            threads.into_iter().map(|thread| thread.join().map_err(panicked)).collect()
+        })
     }
 
     fn ask(&mut self, entry: &str, profile: bool) -> Result<Vec<Timing>, ExecError> {
@@ -152,10 +173,11 @@ fn serve(executor: &Mutex<CpuExecutor>, comm: &dyn Communicator, board: &Board) 
             let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("panicked");
             Err(ExecError::Internal(text.to_owned()))
         });
-        drop(executor);
         if let Err(error) = &result {
             comm.fail(&error.to_string());
+            executor.drain();
         }
+        drop(executor);
         let mut state = lock(&board.state);
         match result {
             Ok(timings) if comm.rank() == 0 => state.timings = timings,
@@ -217,6 +239,10 @@ impl Executor for Ranks {
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.ask(entry, false).map(|_| ())
+    }
+
+    fn ranks(&self) -> Option<&Ranks> {
+        Some(self)
     }
 
     /// When each instruction ran on the first rank.

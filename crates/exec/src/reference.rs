@@ -144,14 +144,14 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
 }
 
 /// A number as the four parts that `Op::SquareSum` gives, each a fixed-point number.
-fn limbs(x: f64) -> Vec<f64> {
-    let integer = (x * (1u128 << 80) as f64) as u128;
+pub(crate) fn limbs(x: f64) -> Vec<f64> {
+    let integer = (x * (1u128 << 64) as f64) as u128;
     (0..4).map(|l| f64::from((integer >> (32 * l)) as u32) / (1u64 << 36) as f64).collect()
 }
 
 /// Back from there.
 pub(crate) fn from_limbs(x: &[f64]) -> f64 {
-    x.iter().enumerate().map(|(l, x)| x * (1u64 << 36) as f64 * 2f64.powi(32 * l as i32 - 80)).sum()
+    x.iter().enumerate().map(|(l, x)| x * (1u64 << 36) as f64 * 2f64.powi(32 * l as i32 - 64)).sum()
 }
 
 fn scalars(x: &[f64]) -> StepScalars {

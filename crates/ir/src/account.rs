@@ -98,7 +98,8 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
     // Time runs over every instruction of every slot; a buffer's (first write, last use) is keyed by its copy.
     let mut spans: BTreeMap<(usize, usize), (usize, usize)> = BTreeMap::new();
     let mut moments = Vec::new();
-    let distinct = entry.schedule.iter().filter(|slot| entry.distinct(slot.micro_batch));
+    let shown = entry.distinct();
+    let distinct = entry.schedule.iter().filter(|slot| shown.contains(slot.micro_batch));
     for (s, slot) in distinct.enumerate() {
         let segment = &program.segments[slot.segment];
         for (i, instr) in segment.instrs.iter().enumerate() {
@@ -217,6 +218,10 @@ pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
                 Op::ReduceScatter { .. } => (output * n, output * (n - 1)),
                 Op::Send { .. } => (input, input),
                 Op::Receive { .. } => (output, 0),
+                Op::SumShared { .. } => {
+                    let shared = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum::<u64>();
+                    (shared, shared * 2 * (n - 1) / n)
+                }
                 _ => (input, input * 2 * (n - 1) / n),
             };
             let (op, axis) = (instr.op.name(), axis.name());
@@ -237,15 +242,15 @@ pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
 /// Bytes of states, on all ranks of a stage together, that hold no element: they fill up parts of the vocabulary and flat ranges.
 pub fn padding(program: &StepProgram) -> u64 {
     let mesh = &program.mesh;
-    let ranks = (0..mesh.dp * mesh.tp).map(|r| mesh.coordinates(r));
-    let padding = |t: &Tensor, at: Coordinates| {
-        // Where a range is shown of a whole that stands there too, the whole counts.
-        let dp = if t.part { Spread::Replicated } else { t.placement.dp };
-        let held = Placement { dp, ..t.placement }.held(&t.whole, mesh, at) * t.whole.dtype.bytes();
-        program.buffers[t.buffer.0].bytes - held as u64
+    let padding = |t: &Tensor, tp: usize| {
+        // Data-parallel ranks hold the same, or together once what tensor parallelism leaves.
+        let at = Coordinates { tp, ..Coordinates::default() };
+        let here = Placement { dp: Spread::Replicated, ..t.placement }.held(&t.whole, mesh, at);
+        let copies = if t.placement.dp == Spread::Flat && !t.part { 1 } else { mesh.dp };
+        program.buffers[t.buffer.0].bytes * mesh.dp as u64 - (here * t.whole.dtype.bytes() * copies) as u64
     };
     let states: Vec<&Tensor> = program.tensors.iter().filter(|t| matches!(t.role, Role::State(_))).collect();
-    ranks.flat_map(|at| states.iter().map(move |t| padding(t, at))).sum()
+    (0..mesh.tp).flat_map(|tp| states.iter().map(move |t| padding(t, tp))).sum()
 }
 
 /// Total FLOPs of an entry.
@@ -286,34 +291,35 @@ impl Instr {
     }
 }
 
-/// Bytes of the frame, at the call that reaches highest, that are not activations.
+/// Bytes of the frame, at the call with most of them in use, that are not activations.
 fn frame_at_peak(program: &StepProgram, frame: usize) -> Vec<(Class, u64)> {
-    let buffers = |i: &Instr| {
-        let args = i.inputs.iter().chain(i.outputs.iter().flatten()).map(|a| a.buffer.0);
-        let all: Vec<usize> = args.chain(i.workspace.map(|w| w.0)).collect();
-        all.into_iter().filter(|b| program.buffers[*b].region == frame)
-    };
-    let top = |i: &Instr| buffers(i).map(|b| program.buffers[b].offset + program.buffers[b].bytes).max().unwrap_or(0);
-    let instrs =
-        program.segments.iter().enumerate().flat_map(|(s, segment)| (0..segment.instrs.len()).map(move |t| (s, t)));
-    let Some((s, peak)) =
-        instrs.max_by_key(|(s, t)| (top(&program.segments[*s].instrs[*t]), std::cmp::Reverse((*s, *t))))
-    else {
-        return Vec::new();
-    };
-    let segment = &program.segments[s];
-    let mut spans: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
-    for (t, instr) in segment.instrs.iter().enumerate() {
-        for b in buffers(instr) {
-            let until = segment.held_until(t);
-            spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((t, until));
+    let mut best: (u64, Vec<(Class, u64)>) = (0, Vec::new());
+    for segment in &program.segments {
+        let mut spans: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
+        for (t, instr) in segment.instrs.iter().enumerate() {
+            let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
+            for b in args.chain(instr.workspace.map(|w| w.0)).filter(|b| program.buffers[*b].region == frame) {
+                let until = segment.held_until(t);
+                spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((t, until));
+            }
+        }
+        let mut changes: BTreeMap<usize, Vec<(usize, bool)>> = BTreeMap::new();
+        for (b, (first, last)) in spans {
+            changes.entry(first).or_default().push((b, true));
+            changes.entry(last + 1).or_default().push((b, false));
+        }
+        let mut live: BTreeMap<Class, u64> = BTreeMap::new();
+        for now in changes.values() {
+            for (b, begins) in now {
+                let bytes = live.entry(program.buffers[*b].class).or_default();
+                *bytes = if *begins { *bytes + program.buffers[*b].bytes } else { *bytes - program.buffers[*b].bytes };
+            }
+            let total = live.values().sum();
+            if total > best.0 {
+                let other = live.iter().filter(|(class, _)| **class != Class::Activations);
+                best = (total, other.map(|(class, bytes)| (*class, *bytes)).collect());
+            }
         }
     }
-    let live = spans.into_iter().filter(|(_, (first, last))| (*first..=*last).contains(&peak)).map(|(b, _)| b);
-    let other = [Class::Workspace, Class::Communication];
-    let bytes = |class: Class, live: &[usize]| {
-        live.iter().map(|b| &program.buffers[*b]).filter(|b| b.class == class).map(|b| b.bytes).sum()
-    };
-    let live: Vec<usize> = live.collect();
-    other.map(|class| (class, bytes(class, &live))).to_vec()
+    best.1
 }

@@ -83,8 +83,8 @@ fn empty_sizes(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
 }
 
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
-fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [&'static str], String); 4] {
-    let Shape { heads, kv_heads, ffn, seq, .. } = *shape;
+fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [&'static str], String); 5] {
+    let Shape { heads, kv_heads, ffn, seq, vocab, .. } = *shape;
     [
         (
             heads.is_multiple_of(tp),
@@ -95,6 +95,12 @@ fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [
             kv_heads.is_multiple_of(tp) || tp.is_multiple_of(kv_heads),
             &["model.kv_heads", "model.heads"],
             format!("parallel.tp = {tp} does not divide model.kv_heads = {kv_heads} and is no multiple of it"),
+        ),
+        // Every rank has a part of the vocabulary, the last with padding.
+        (
+            vocab.div_ceil(tp) * (tp - 1) < vocab,
+            &["model.vocab_size"],
+            format!("parallel.tp = {tp} leaves ranks without a part of model.vocab_size = {vocab}"),
         ),
         (ffn.is_multiple_of(tp), &["model.ffn"], format!("parallel.tp = {tp} does not divide model.ffn = {ffn}")),
         (

@@ -127,6 +127,20 @@ impl Placement {
 
     /// The elements that a rank has, in order; padding is in no run.
     pub fn runs(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> Vec<Run> {
+        self.runs_of(ty, mesh, at, ranges)
+    }
+
+    /// The elements that a rank has and none before it on its stage, in order: over all ranks, every element once.
+    pub fn first_runs(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> Vec<Run> {
+        let repeats = |axis| self.over(axis) == Spread::Replicated && at.get(axis) > 0;
+        match repeats(MeshAxis::Dp) || repeats(MeshAxis::Tp) {
+            true => Vec::new(),
+            false => self.runs_of(ty, mesh, at, first_ranges),
+        }
+    }
+
+    /// The elements that a rank has of the ranges that `ranges` gives of split dimensions.
+    fn runs_of(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates, ranges: Ranges) -> Vec<Run> {
         let split = |dim: usize| [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Spread::Split(dim));
         // Ranges of each dimension as (start in the whole, start on the rank, length), and the rank's extent.
         let mut runs = vec![Run { whole: 0, local: 0, len: 1 }];
@@ -144,6 +158,20 @@ impl Placement {
         }
         runs
     }
+}
+
+/// Which ranges of a dimension part `index` of `of` has, and how long the dimension is there.
+type Ranges = fn(dim: &Dim, of: usize, index: usize) -> (Vec<Run>, usize);
+
+/// What a rank has of one dimension but for what the rank before it has too.
+fn first_ranges(dim: &Dim, of: usize, index: usize) -> (Vec<Run>, usize) {
+    let (mut mine, extent) = ranges(dim, of, index);
+    if index > 0 {
+        // Neighbours share whole entries of a section, so they have them at the same place.
+        let (before, _) = ranges(dim, of, index - 1);
+        mine.retain(|run| !before.contains(run));
+    }
+    (mine, extent)
 }
 
 /// What a rank has of one dimension, and how long it is there.
@@ -214,6 +242,7 @@ mod tests {
     /// local shape says.
     fn covers(ty: &TensorType, placement: Placement, mesh: Mesh) {
         let mut seen = vec![0; ty.elements()];
+        let mut first = vec![0; ty.elements()];
         for rank in 0..mesh.ranks() {
             let local = placement.local(ty, &mesh).elements();
             let mut taken = vec![false; local];
@@ -228,7 +257,15 @@ mod tests {
                     );
                 });
             }
+            for r in placement.first_runs(ty, &mesh, mesh.coordinates(rank)) {
+                (0..r.len).for_each(|i| first[r.whole + i] += 1);
+                assert!(
+                    (0..r.len).all(|i| taken[r.local + i]),
+                    "rank {rank} does not have what it is the first to have"
+                );
+            }
         }
+        assert!(first.iter().all(|n| *n == 1), "{placement} of {ty} on {mesh:?}: an element has not one first holder");
         assert!(seen.iter().all(|n| *n > 0), "{placement} of {ty} on {mesh:?} leaves elements out");
     }
 

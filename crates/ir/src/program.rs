@@ -220,11 +220,42 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Whether a micro-batch shows something that others do not: a schedule repeats itself after a few, but for the last.
-    pub fn distinct(&self, micro_batch: usize) -> bool {
-        const DISTINCT: usize = 3;
-        let last = self.schedule.iter().map(|s| s.micro_batch).max().unwrap_or(0);
-        micro_batch < DISTINCT || micro_batch == last
+    /// The first micro-batches that show all there is to see, and the last: a schedule repeats itself once as many as are ever
+    /// in flight have come and gone.
+    pub fn distinct(&self) -> Distinct {
+        let mut first_seen: Vec<usize> = Vec::new();
+        let (mut flying, mut most) = (0usize, 0usize);
+        let mut last = 0;
+        for (at, slot) in self.schedule.iter().enumerate() {
+            last = last.max(slot.micro_batch);
+            if first_seen.contains(&slot.micro_batch) {
+                flying = flying.saturating_sub(1);
+            } else {
+                first_seen.push(slot.micro_batch);
+                flying += 1;
+                most = most.max(flying);
+            }
+            // A steady state: no more than two rounds of what flies need a look.
+            if at > 4 * (most + 2) {
+                break;
+            }
+        }
+        last = self.schedule.iter().map(|s| s.micro_batch).max().unwrap_or(last);
+        Distinct { first: most + 2, last }
+    }
+}
+
+/// Micro-batches that a reader of a schedule must look at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Distinct {
+    first: usize,
+    last: usize,
+}
+
+impl Distinct {
+    /// Whether this one is among them.
+    pub fn contains(self, micro_batch: usize) -> bool {
+        micro_batch < self.first || micro_batch == self.last
     }
 }
 

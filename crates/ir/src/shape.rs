@@ -135,6 +135,14 @@ impl TensorType {
         self.elements() as u64 * self.dtype.bytes() as u64
     }
 
+    /// Bytes of the rows of the outermost dimension's first section.
+    pub fn first_section_bytes(&self) -> u64 {
+        match self.dims.first().and_then(|d| Some((d.size(), d.sections.first()?.size()))) {
+            Some((rows, first)) if rows > 0 => self.bytes() / rows as u64 * first as u64,
+            _ => 0,
+        }
+    }
+
     /// Sizes of the dimensions.
     pub fn sizes(&self) -> Vec<usize> {
         self.dims.iter().map(Dim::size).collect()

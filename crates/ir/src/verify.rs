@@ -260,7 +260,8 @@ impl Walk<'_> {
             }
         }
         let mut memory = self.at_start(entry)?;
-        for slot in entry.schedule.iter().filter(|s| entry.distinct(s.micro_batch)) {
+        let shown = entry.distinct();
+        for slot in entry.schedule.iter().filter(|s| shown.contains(s.micro_batch)) {
             // A new slot finds nothing in the frame.
             let stays =
                 |region: usize| !matches!(program.regions[region].lifetime, Lifetime::Frame | Lifetime::Overlay);
@@ -281,6 +282,9 @@ impl Walk<'_> {
     /// What the host has written.
     fn at_start(&self, entry: &Entry) -> Result<Memory, Unsound> {
         let program = self.program;
+        let shown = entry.distinct();
+        let by_name: BTreeMap<&str, usize> =
+            program.values.iter().enumerate().rev().map(|(i, name)| (name.as_str(), i)).collect();
         let mut memory = Memory::default();
         for tensor in &program.tensors {
             let b = &program.buffers[tensor.buffer.0];
@@ -289,9 +293,9 @@ impl Walk<'_> {
                 Role::State(_) => 0..1,
                 Role::Output | Role::StepOutput => continue,
             };
-            let known = program.values.iter().position(|v| *v == tensor.name);
+            let known = by_name.get(tensor.name.as_str()).copied();
             let value = known.ok_or_else(|| unsound("tensors", format!("`{}` is no value", tensor.name)))?;
-            for copy in copies.filter(|c| entry.distinct(*c)) {
+            for copy in copies.filter(|c| shown.contains(*c)) {
                 let owner = (tensor.role == Role::Input).then_some(copy);
                 memory.clobber(b.region, copy, b.offset, b.offset + b.bytes);
                 let held = Held { end: b.offset + b.bytes, buffer: tensor.buffer.0, value, owner };
@@ -348,7 +352,9 @@ impl Walk<'_> {
         let program = self.program;
         let name = instr.op.name();
         let owner = |b: BufferId| (lifetime(program, b.0) != Lifetime::Run).then_some(slot.micro_batch);
-        for arg in &instr.inputs {
+        let adds = |sum: Sum| sum == Sum::Always || (sum == Sum::AfterFirst && slot.micro_batch > 0);
+        let added = instr.outputs.iter().flatten().filter(|a| adds(a.sum));
+        for arg in instr.inputs.iter().chain(added) {
             let range = self.range(arg, slot);
             let key = (range.region, range.copy, range.start);
             let found = memory.held.range(..=key).next_back().filter(|((region, copy, start), held)| {

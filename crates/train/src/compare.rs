@@ -4,7 +4,7 @@ use crate::{Session, TrainError, plan};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{DType, Layout, StepScalars, bf16, counter, fixed};
+use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, fixed};
 use lockstep_model::names;
 use serde::Serialize;
 
@@ -18,12 +18,15 @@ pub enum Promise {
     Close {
         /// Of the loss, at every step.
         loss: f64,
-        /// Of a gradient tensor's largest element, after the first step.
+        /// Of a gradient tensor's largest element after the first step, and of norms.
         gradient: f64,
     },
 }
 
 impl Promise {
+    /// How far apart parameters may end where sums are taken in another order, as a share of how far they could have moved.
+    pub const PARAMETERS: f64 = 0.1;
+
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
         let same_sums = layout.mesh.tp == 1 && (layout.mesh.dp == 1 || config.train.reproducible);
@@ -51,7 +54,14 @@ pub struct Comparison {
     pub gradient_difference: f64,
     /// The tensor with that difference.
     pub worst_gradient: String,
-    /// Whether every loss, norm and gradient has the same bits.
+    /// The largest difference of a gradient norm, as a share of one rank's.
+    pub norm_difference: f64,
+    /// The largest difference of a parameter tensor after the last step: root of the mean square, as a share of how far the
+    /// learning rate could have moved it.
+    pub parameter_difference: f64,
+    /// The difference of the loss of an evaluation after the last step, as a share of one rank's.
+    pub evaluation_difference: f64,
+    /// Whether every loss, norm, gradient and parameter has the same bits.
     pub identical: bool,
     /// What the layout promises.
     pub promise: Promise,
@@ -61,21 +71,34 @@ pub struct Comparison {
     pub arena_bytes: Vec<u64>,
 }
 
-/// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. Ratios that layouts
-/// look at stay: query heads per key head, accumulation.
-pub fn shrink(config: &Config) -> (Config, Vec<String>) {
+/// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. What fits these
+/// layouts before fits them after; query heads per key head stay, and so does accumulation up to a bound.
+pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
+    let most = |size: fn(&Layout) -> usize| layouts.iter().map(size).fold(1, |a, b| a / gcd(a, b) * b);
+    let (tp, pp, dp) = (most(|l| l.mesh.tp), layouts.iter().map(|l| l.mesh.pp).max().unwrap_or(1), most(|l| l.mesh.dp));
+    // The least multiple of `step` that is at least `wanted`, where the size was a multiple of it and larger.
+    let fit = |size: usize, wanted: usize, step: usize| match size.is_multiple_of(step) {
+        true => size.min(wanted.next_multiple_of(step)),
+        false => size,
+    };
     let mut small = config.clone();
     let (m, t) = (&mut small.model, &mut small.train);
-    let group = (m.heads / m.kv_heads).min(4);
-    m.kv_heads = m.kv_heads.min(4);
-    m.heads = m.kv_heads * group;
+    let group = m.heads / m.kv_heads;
+    m.kv_heads = if m.kv_heads.is_multiple_of(tp) { fit(m.kv_heads, 4, tp) } else { m.kv_heads };
+    // Fewer heads per key head, if all layouts still divide them.
+    let fewer = (1..=group.min(4)).rev().find(|g| group.is_multiple_of(*g) && (m.kv_heads * g).is_multiple_of(tp));
+    m.heads = m.kv_heads * fewer.unwrap_or(group);
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
     m.dim = if plain { m.heads * m.head_dim } else { m.dim.min(128) };
-    (m.layers, m.vocab_size, m.ffn) = (m.layers.min(4), m.vocab_size.min(509), m.ffn.min(192));
-    t.seq = t.seq.min(64);
-    t.global_batch = 8;
-    t.micro_batch = if config.train.global_batch > config.train.micro_batch { 1 } else { 2 };
+    m.layers = m.layers.min(pp.max(4));
+    m.vocab_size = m.vocab_size.min(509.max(tp * tp));
+    m.ffn = fit(m.ffn, 192, tp);
+    t.seq = fit(t.seq, 64, tp);
+    let rounds = config.train.global_batch / config.train.micro_batch;
+    t.micro_batch = t.micro_batch.min(2);
+    let least = fit(rounds, 8, dp).min(rounds);
+    t.global_batch = t.micro_batch * least;
     let all = [
         ("model.layers", config.model.layers, small.model.layers),
         ("model.dim", config.model.dim, small.model.dim),
@@ -92,11 +115,17 @@ pub fn shrink(config: &Config) -> (Config, Vec<String>) {
     (small, changed.map(|(key, from, to)| format!("{key} {from} -> {to}")).collect())
 }
 
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
 /// Losses, gradient norms and first gradients of a run.
 struct Trace {
     losses: Vec<f64>,
     norms: Vec<f32>,
     gradients: Vec<(String, Vec<f64>)>,
+    parameters: Vec<(String, Vec<f64>)>,
+    evaluated: f64,
     arena_bytes: Vec<u64>,
 }
 
@@ -120,9 +149,17 @@ pub fn compare(
 
 fn judge(layout: &Layout, config: &Config, single: &Trace, parallel: &Trace) -> Comparison {
     let losses: Vec<(f64, f64)> = single.losses.iter().copied().zip(parallel.losses.iter().copied()).collect();
-    // NaN counts as infinitely far.
-    let apart = |a: f64, b: f64, of: f64| if a == b { 0.0 } else { ((a - b).abs() / of).max(f64::MIN_POSITIVE) };
-    let worse = |a: f64, b: f64| if b > a || b.is_nan() { b } else { a };
+    // A number beside none is infinitely far.
+    let apart = |a: f64, b: f64, of: f64| match (a.is_nan(), b.is_nan()) {
+        (true, true) => 0.0,
+        (false, false) if a == b => 0.0,
+        (false, false) => Some((a - b).abs() / of).filter(|x| x.is_finite()).unwrap_or(f64::INFINITY),
+        _ => f64::INFINITY,
+    };
+    let worse = f64::max;
+    let pairs = single.norms.iter().zip(&parallel.norms);
+    let norm_difference = pairs.map(|(a, b)| apart(f64::from(*a), f64::from(*b), f64::from(a.abs()))).fold(0.0, worse);
+    let evaluation_difference = apart(single.evaluated, parallel.evaluated, single.evaluated.abs());
     let loss_difference = losses.iter().map(|(a, b)| apart(*a, *b, a.abs())).fold(0.0, worse);
     let (mut gradient_difference, mut worst_gradient) = (0.0, String::new());
     for (name, ours) in &single.gradients {
@@ -132,15 +169,28 @@ fn judge(layout: &Layout, config: &Config, single: &Trace, parallel: &Trace) -> 
             true => ours.iter().zip(theirs).map(|(a, b)| apart(*a, *b, largest)).fold(0.0, worse),
             false => f64::INFINITY,
         };
-        if difference > gradient_difference || difference.is_nan() {
+        if difference > gradient_difference {
             (gradient_difference, worst_gradient) = (difference, name.clone());
         }
     }
-    let identical = loss_difference == 0.0 && gradient_difference == 0.0 && single.norms == parallel.norms;
+    // Adam moves an element by its gradient's sign first, so single elements may differ by a step: the mean square counts.
+    let far = config.optimizer.lr * single.losses.len() as f64;
+    let mut parameter_difference = 0.0;
+    for ((_, ours), (_, theirs)) in single.parameters.iter().zip(&parallel.parameters) {
+        let squares: f64 = ours.iter().zip(theirs).map(|(a, b)| apart(*a, *b, far).powi(2)).sum();
+        parameter_difference = worse(parameter_difference, (squares / ours.len().max(1) as f64).sqrt());
+    }
+    let differences =
+        [loss_difference, gradient_difference, norm_difference, parameter_difference, evaluation_difference];
+    let identical = differences == [0.0; 5];
     let promise = Promise::of(layout, config);
     let kept = match promise {
         Promise::Identical => identical,
-        Promise::Close { loss, gradient } => loss_difference <= loss && gradient_difference <= gradient,
+        Promise::Close { loss, gradient } => {
+            let losses = loss_difference.max(evaluation_difference);
+            let moved = parameter_difference <= Promise::PARAMETERS;
+            losses <= loss && gradient_difference.max(norm_difference) <= gradient && moved
+        }
     };
     Comparison {
         layout: layout.to_string(),
@@ -149,6 +199,9 @@ fn judge(layout: &Layout, config: &Config, single: &Trace, parallel: &Trace) -> 
         loss_difference,
         gradient_difference,
         worst_gradient,
+        norm_difference,
+        parameter_difference,
+        evaluation_difference,
         identical,
         promise,
         kept,
@@ -164,30 +217,13 @@ fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
         losses: Vec::new(),
         norms: Vec::new(),
         gradients: Vec::new(),
+        parameters: Vec::new(),
+        evaluated: 0.0,
         arena_bytes: plan.stages.iter().map(|m| m.total_bytes).collect(),
     };
     for step in 0..steps {
         for m in 0..plan.layout.micro_batches {
-            for name in [names::TOKENS, names::TARGETS] {
-                // Each step sees other tokens, the same in every layout.
-                let key = counter::key(step as u64, name);
-                let id = |i: usize| {
-                    let position = (m * positions + i) as u64;
-                    (counter::bits(key, position) % config.model.vocab_size as u64) as u32
-                };
-                let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
-                session.executor().write(name, m, &bytes)?;
-            }
-            if config.data.document_mask {
-                let seq = config.train.seq;
-                let start = |i: usize| {
-                    // Documents of another length in every sequence.
-                    let length = 3 + (m * positions + i) / seq % 5;
-                    (i % seq / length * length) as u32
-                };
-                let bytes: Vec<u8> = (0..positions).flat_map(|i| start(i).to_le_bytes()).collect();
-                session.executor().write(names::DOCUMENT_STARTS, m, &bytes)?;
-            }
+            fill(&mut session, config, step as u64, m, m * positions, positions)?;
         }
         let o = &config.optimizer;
         let bias = |beta: f64| (1.0 - beta.powi(step as i32 + 1)) as f32;
@@ -201,17 +237,55 @@ fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
         trace.losses.push(result.loss);
         trace.norms.push(result.grad_norm);
         if step == 0 {
-            trace.gradients = gradients(&mut session)?;
+            trace.gradients =
+                states(&mut session, |t| t.role == Role::State(State::Gradient) && !t.name.ends_with(".2"))?;
         }
+    }
+    trace.parameters = states(&mut session, |t| matches!(t.role, Role::State(State::Parameter(_))))?;
+    // The same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
+    let sequences = config.train.global_batch;
+    let batch = config.train.micro_batch * plan.layout.mesh.dp;
+    for first in (0..sequences).step_by(batch) {
+        fill(&mut session, config, u64::MAX, 0, first * config.train.seq, positions)?;
+        session.executor().run(StepProgram::EVALUATE)?;
+        let losses = session.executor().read(names::LOSS, 0)?;
+        trace.evaluated = losses.as_chunks().0.iter().fold(trace.evaluated, |sum, b| sum + f64::from_le_bytes(*b));
     }
     Ok(trace)
 }
 
-/// Every gradient as it was when the optimizer read it; of tied uses, their sum.
-fn gradients(session: &mut Session) -> Result<Vec<(String, Vec<f64>)>, TrainError> {
-    let wanted = |t: &&Tensor| t.role == Role::State(State::Gradient) && !t.name.ends_with(".2");
+/// Writes random tokens to a micro-batch: those from `first` on of the step with this number, the same in every layout.
+fn fill(
+    session: &mut Session,
+    config: &Config,
+    step: u64,
+    micro_batch: usize,
+    first: usize,
+    positions: usize,
+) -> Result<(), TrainError> {
+    for name in [names::TOKENS, names::TARGETS] {
+        let key = counter::key(step, name);
+        let id = |i: usize| (counter::bits(key, (first + i) as u64) % config.model.vocab_size as u64) as u32;
+        let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
+        session.executor().write(name, micro_batch, &bytes)?;
+    }
+    if config.data.document_mask {
+        let seq = config.train.seq;
+        let start = |i: usize| {
+            // Documents of another length in every sequence.
+            let length = 3 + (first + i) / seq % 5;
+            (i % seq / length * length) as u32
+        };
+        let bytes: Vec<u8> = (0..positions).flat_map(|i| start(i).to_le_bytes()).collect();
+        session.executor().write(names::DOCUMENT_STARTS, micro_batch, &bytes)?;
+    }
+    Ok(())
+}
+
+/// Some of the states, whole. Gradients are as they were when the optimizer read them; of tied uses, their sum.
+fn states(session: &mut Session, wanted: impl Fn(&Tensor) -> bool) -> Result<Vec<(String, Vec<f64>)>, TrainError> {
     let tensors: Vec<(String, DType)> =
-        session.tensors().iter().filter(wanted).map(|t| (t.name.clone(), t.whole.dtype)).collect();
+        session.tensors().iter().filter(|t| wanted(t)).map(|t| (t.name.clone(), t.whole.dtype)).collect();
     let mut result = Vec::new();
     for (name, dtype) in tensors {
         let bytes = session.executor().read(&name, 0)?;

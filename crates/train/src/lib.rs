@@ -13,6 +13,7 @@ mod event;
 mod feed;
 mod generate;
 mod plan;
+mod rank_parts;
 mod run;
 mod run_dir;
 mod sample;

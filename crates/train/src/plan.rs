@@ -90,10 +90,13 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
         if let Some(entry) = program.entry(StepProgram::TRAIN) {
             let rank = account::flops(program, entry).map_err(internal)?;
             let ranks = (context.layout.mesh.dp * context.layout.mesh.tp) as u128;
-            step_flops = step_flops
-                + Flops { model: rank.model * ranks, causal: rank.causal * ranks, hardware: rank.hardware * ranks };
+            step_flops = step_flops + Flops { hardware: rank.hardware * ranks, ..Flops::default() };
         }
     }
+    // The model is what it was before any rank repeated or padded a part of it.
+    let whole = compiled.model_flops().map_err(internal)?;
+    let micro_batches = context.layout.micro_batches as u128;
+    (step_flops.model, step_flops.causal) = (whole.model * micro_batches, whole.causal * micro_batches);
     let stages: Vec<MemoryBill> = compiled.programs.iter().map(account::memory).collect();
     Ok(Plan {
         layout: context.layout,

@@ -4,7 +4,7 @@ use crate::event::{Event, StepMetrics};
 use crate::sample::{Sample, sample};
 use crate::session::Session;
 use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
-use lockstep_checkpoint::{Loaded, latest, list, save};
+use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::Config;
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::cpu;
@@ -270,9 +270,8 @@ impl Run<'_> {
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
         });
-        let groups = self.session.groups()?;
         let progress = &mut |done, total| show(Event::Saving { done, total });
-        let path = save(&self.dir.checkpoints(), step, &groups, &state, self.config.checkpoint.keep, progress)?;
+        let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;
         self.dir.event("checkpoint", json!({ "step": step }))?;
         show(Event::Saved { step, path: &path });
         self.outcome.checkpoint = Some(path);
@@ -290,11 +289,7 @@ struct Step {
 /// Refuses to continue a run whose config has changed. The checkpoint itself says what it was made with.
 fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<(), TrainError> {
     let before = Config::parse(checkpoint.state["config"].as_str().unwrap_or_default(), "checkpoint", &[])?;
-    let mut differences = config.differences(&before);
-    if config.train.reproducible && before.train.reproducible {
-        // Accumulation does not change a reproducible run.
-        differences.retain(|d| d.path != "train.micro_batch");
-    }
+    let differences = config.differences(&before);
     match differences.is_empty() {
         true => Ok(()),
         false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),

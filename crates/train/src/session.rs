@@ -1,8 +1,10 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
 use crate::feed::{Feed, Scored};
+use crate::rank_parts;
 use crate::state::{self, Weights};
 use crate::{Plan, TrainError};
+use lockstep_checkpoint::{Draft, Loaded, save};
 use lockstep_compile::STATS;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
@@ -10,6 +12,7 @@ use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 /// A program in memory, ready to step.
@@ -83,14 +86,32 @@ impl Session {
         Weights::Live(self.executor.as_ref())
     }
 
-    /// Replaces parameters and moments by a checkpoint's.
-    pub(crate) fn restore(&mut self, checkpoint: &lockstep_checkpoint::Loaded) -> Result<(), TrainError> {
+    /// Replaces parameters and moments by a checkpoint's, of whatever layout.
+    pub fn restore(&mut self, checkpoint: &Loaded) -> Result<(), TrainError> {
         state::restore(&self.tensors, self.executor.as_mut(), checkpoint)
     }
 
-    /// Parameters and moments, for a checkpoint.
-    pub(crate) fn groups(&self) -> Result<Vec<lockstep_checkpoint::Group<'_>>, TrainError> {
-        state::groups(&self.tensors, self.executor.as_ref())
+    /// Writes parameters and moments as the checkpoint of `step` in `dir`, and gives its path. Several ranks write their parts
+    /// at once. `progress` hears the bytes written and the bytes in all; `state` and `keep` are as for [`save`].
+    pub fn save(
+        &self,
+        dir: &Path,
+        step: u64,
+        state: &serde_json::Value,
+        keep: usize,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<PathBuf, TrainError> {
+        match self.executor.ranks() {
+            None => {
+                let groups = state::groups(&self.tensors, self.executor.as_ref())?;
+                Ok(save(dir, step, &groups, state, keep, progress)?)
+            }
+            Some(ranks) => {
+                let draft = Draft::begin(dir, step)?;
+                rank_parts::write(ranks, &self.tensors, &draft, progress)?;
+                Ok(draft.publish(state, keep)?)
+            }
+        }
     }
 
     /// One training step on the samples `first_sample ..` of the global order.

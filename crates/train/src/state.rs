@@ -52,11 +52,13 @@ pub(crate) fn tensors(programs: &[StepProgram]) -> Vec<Tensor> {
 }
 
 /// Groups of a checkpoint.
+pub(crate) const GROUPS: [&str; 2] = [MODEL, OPTIMIZER];
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// (group, name in the group, tensor of the program, part of it) for everything that a checkpoint holds.
-fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> {
+/// (group, name in the group, tensor of the program, part of it) for everything that a checkpoint holds. The parts of a tensor
+/// follow each other, in storage order.
+pub(crate) fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> {
     let mut result = Vec::new();
     for tensor in tensors {
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
@@ -149,42 +151,54 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
     Ok(())
 }
 
-/// Writes a checkpoint's tensors into the executor, having checked every name, type and shape.
+/// Writes a checkpoint's tensors into the executor, having checked every name, type and shape. One tensor of the program is in
+/// memory at a time.
 pub(crate) fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<(), TrainError> {
     let mut data: Vec<u8> = Vec::new();
-    let mut filling: Option<&Tensor> = None;
     for (group, name, tensor, part) in stored(tensors) {
-        if filling.is_none_or(|t| t.name != tensor.name) {
-            data.clear();
-            data.resize(tensor.whole.elements() * 4, 0);
-            filling = Some(tensor);
-        }
         let view = checkpoint.tensor(group, &name)?;
         if view.dtype != DType::F32 || view.shape != part.shape {
             return Err(CheckpointError::Damaged {
                 path: checkpoint.path.clone(),
-                file: format!("{group}.safetensors"),
+                file: view.file().to_owned(),
                 cause: format!("{name} is {} {:?}, the model wants f32 {:?}", view.dtype, view.shape, part.shape),
             }
             .into());
         }
-        data[part.start * 4..(part.start + part.elements) * 4].copy_from_slice(view.data);
+        if part.start == 0 {
+            data.clear();
+            data.resize(tensor.whole.elements() * 4, 0);
+        }
+        view.copy_to(&mut data[part.start * 4..(part.start + part.elements) * 4]);
         if part.start + part.elements == tensor.whole.elements() {
-            let values: Vec<f32> = data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-            write(executor, tensor, &values)?;
-            if let Role::State(State::Master { of }) = &tensor.role
-                && let Some(parameter) = tensors.iter().find(|t| t.name == *of)
-            {
-                write(executor, parameter, &values)?;
+            let parameter = match &tensor.role {
+                Role::State(State::Master { of }) => tensors.iter().find(|t| t.name == *of),
+                _ => None,
+            };
+            // Rounding is in place, so the original goes first.
+            for to in [Some(tensor), parameter].into_iter().flatten() {
+                if to.whole.dtype == DType::BF16 {
+                    round(&mut data);
+                }
+                executor.write(&to.name, 0, &data)?;
             }
         }
     }
     Ok(())
 }
 
-/// The tensors of a checkpoint, borrowed from the executor where it can lend them.
-pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> Result<Vec<Group<'a>>, TrainError> {
-    let mut groups = vec![Group { name: MODEL, tensors: Vec::new() }, Group { name: OPTIMIZER, tensors: Vec::new() }];
+/// Turns f32 values into bf16, in place.
+fn round(data: &mut Vec<u8>) {
+    for i in 0..data.len() / 4 {
+        let value = f32::from_le_bytes([data[4 * i], data[4 * i + 1], data[4 * i + 2], data[4 * i + 3]]);
+        data[2 * i..2 * i + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes());
+    }
+    data.truncate(data.len() / 2);
+}
+
+/// The tensors of a checkpoint of one rank, borrowed from its arena.
+pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> Result<[Group<'a>; 2], TrainError> {
+    let mut groups = GROUPS.map(|name| Group { name, tensors: Vec::new() });
     for (group, name, tensor, part) in stored(tensors) {
         let range = part.start * 4..(part.start + part.elements) * 4;
         let data = match executor.read(&tensor.name, 0)? {

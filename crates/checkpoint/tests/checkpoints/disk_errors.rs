@@ -1,7 +1,7 @@
 //! The disk says no.
 
 use super::*;
-use lockstep_checkpoint::{latest, list, open};
+use lockstep_checkpoint::{Draft, PartRef, Slice, latest, list, open};
 use std::process::Command;
 
 #[test]
@@ -50,6 +50,14 @@ fn child_that_saves_under_a_file_size_limit() {
     assert!(done > 1 << 20, "the limit must strike in the middle of the file");
     assert!(message.contains("cannot write") && message.contains("step-00000002"), "{message}");
     assert!(message.contains("model.safetensors: File too large"), "{message}");
+    assert!(message.contains("\nhint: raise the file size limit"), "{message}");
+
+    let data = vec![5; 4 << 20];
+    let slices = vec![Slice { start: 0, len: 1 << 20, stride: 1 << 20, count: 1 }];
+    let part = PartRef { name: "big".into(), dtype: DType::U32, shape: vec![1 << 20], slices, data: vec![&data] };
+    let draft = Draft::begin(Path::new(&dir), 2).unwrap();
+    let message = draft.write(3, "model", &[part], &mut |_| {}).unwrap_err().to_string();
+    assert!(message.contains("model-00003.safetensors: File too large"), "{message}");
     assert!(message.contains("\nhint: raise the file size limit"), "{message}");
 }
 

@@ -3,6 +3,7 @@
 mod damage;
 mod disk_errors;
 mod kills;
+mod parts;
 mod retention;
 mod round_trip;
 

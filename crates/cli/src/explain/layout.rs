@@ -50,7 +50,7 @@ fn timeline(plan: &Plan) -> Option<Timeline> {
         instrs.iter().filter_map(|i| i.cost().ok()).map(|c| c.flops.hardware as f64).sum::<f64>()
     };
     let costs = |segment| plan.compiled.programs.iter().map(|p| cost(p, segment)).collect();
-    evaluate(&slots, &Costs { forward: costs(0), backward: costs(1), transfer: 0.0 }, usize::MAX).ok()
+    evaluate(&slots, &Costs { forward: costs(0), backward: costs(1), transfer: 0.0 }, lockstep_compile::OUTBOX).ok()
 }
 
 pub(super) fn as_json(plan: &Plan) -> Value {

@@ -5,6 +5,7 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 /// A folder with a small corpus and a small config.
 pub struct Place {
@@ -89,6 +90,26 @@ impl Place {
         let real = self.dir.path().canonicalize().unwrap();
         let text = text[start..].replace(&format!("{}/", real.display()), "");
         text.replace(&format!("{}/", self.dir.path().display()), "")
+    }
+
+    /// Starts the command of each attempt, kills it after a while, and again until one ends by itself.
+    pub fn kill_until_done<'a>(&self, args: impl Fn(u64) -> Vec<&'a str>) {
+        let mut kills = 0;
+        for attempt in 0u64.. {
+            let mut child = self.command(&args(attempt)).stderr(Stdio::null()).spawn().unwrap();
+            // Later attempts get more time, so that a busy machine makes progress too.
+            let wait = 40 + lockstep_ir::counter::bits(5, attempt) % (400 + 40 * attempt);
+            std::thread::sleep(Duration::from_millis(wait));
+            if let Some(status) = child.try_wait().unwrap() {
+                assert!(status.success());
+                break;
+            }
+            child.kill().unwrap();
+            child.wait().unwrap();
+            kills += 1;
+            assert!(kills < 200, "the run makes no progress");
+        }
+        assert!(kills > 2, "the run ended before it could be killed");
     }
 
     /// The lines of a run's metrics without the timings: step, loss, gradient norm, learning rate, held-out loss.

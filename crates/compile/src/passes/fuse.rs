@@ -52,7 +52,9 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
         return Ok(());
     }
     let (x, w, targets) = (g.nodes[l].inputs[0], g.nodes[l].inputs[1], g.nodes[n].inputs[1]);
-    let (positions, vocab) = (g.ty(targets).elements(), g.ty(w).dims[0].size());
+    // What one rank sees of both.
+    let mesh = context.layout.mesh;
+    let (positions, vocab) = (g.ty(targets).elements() / mesh.dp, g.ty(w).dims[0].size().div_ceil(mesh.tp));
     // Whole tiles of rows.
     let rows = ((context.device.cross_entropy_logits / vocab).clamp(32, 1024) / 32 * 32).min(positions);
     let loss = g.nodes[n].outputs[0];

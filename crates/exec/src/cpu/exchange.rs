@@ -5,6 +5,7 @@ use crate::comm::{Collective, CommError, Communicator, Group, Piece, Place};
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Coordinates, MeshAxis, Op, TensorType};
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -142,10 +143,7 @@ fn rows(op: &Op, part: &TensorType) -> (usize, usize) {
     let before = |dim: usize| part.dims[..dim].iter().map(|d| d.size()).product();
     match op {
         Op::AllGather { dim: Some(dim), .. } | Op::ReduceScatter { dim: Some(dim), .. } => (before(*dim), 0),
-        Op::SumShared { .. } => {
-            let own = part.dims[0].sections.first().map_or(0, |s| s.size());
-            (1, own * part.elements() / part.dims[0].size().max(1))
-        }
+        Op::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes()),
         _ => (1, 0),
     }
 }
@@ -211,11 +209,15 @@ impl Courier {
                 }
                 let Some((instr, slot)) = state.jobs.pop_front() else { return };
                 drop(state);
-                let result = match &exchanges[slot.segment][instr] {
+                let work = AssertUnwindSafe(|| match &exchanges[slot.segment][instr] {
                     // SAFETY: the caller of `start` vouches for the arena, the verifier for what overlaps.
                     Some(exchange) => unsafe { exchange.run(comm.as_ref(), base.get(), slot, &mut pieces) },
                     None => Ok(()),
-                };
+                });
+                let result = catch_unwind(work).unwrap_or_else(|_| {
+                    comm.fail("panicked");
+                    comm.failure().map_or(Ok(()), Err)
+                });
                 let mut state = lock(&theirs);
                 state.done += 1;
                 state.failed = state.failed.take().or(result.err());
@@ -258,7 +260,7 @@ impl Drop for Courier {
         lock(&self.shared).ends = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A panic there has been reported already.
+            // Panics there end the run like other failures.
             let _ = thread.join();
         }
     }

@@ -221,6 +221,15 @@ impl CpuExecutor {
         }
     }
 
+    /// Waits until the courier has given up what it was handed: nobody writes to the arena afterwards.
+    pub(crate) fn drain(&self) {
+        if let (Some(courier), Some(link)) = (&self.courier, &self.link) {
+            link.comm.fail("ended by another error");
+            // What went wrong is known.
+            let _ = courier.wait(courier.handed());
+        }
+    }
+
     fn schedule(&self, entry: &str) -> Result<Vec<Slot>, ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
         Ok(self.program.entry(entry).ok_or_else(unknown)?.schedule.clone())
@@ -323,7 +332,7 @@ impl Executor for CpuExecutor {
         for slot in self.schedule(entry)? {
             for instr in 0..self.segments[slot.segment].len() {
                 let start = Instant::now();
-                self.instr(instr, slot)?;
+                self.instr(instr, slot).inspect_err(|_| self.drain())?;
                 let (start_s, seconds) = ((start - begin).as_secs_f64(), start.elapsed().as_secs_f64());
                 timings.push(Timing { slot, instr, start_s, seconds });
             }
@@ -338,7 +347,7 @@ impl Executor for CpuExecutor {
         for s in 0..self.program.entries[entry].schedule.len() {
             let slot = self.program.entries[entry].schedule[s];
             for instr in 0..self.segments[slot.segment].len() {
-                self.instr(instr, slot)?;
+                self.instr(instr, slot).inspect_err(|_| self.drain())?;
             }
             self.join()?;
         }

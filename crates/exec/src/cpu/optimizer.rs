@@ -25,11 +25,14 @@ fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
     }
 }
 
-/// A non-negative number as an integer in units of 2⁻⁸⁰, at most 2⁴⁶; `None` if it is not finite.
+/// Units of sums of squares: 2⁻⁶⁴.
+const UNIT: f64 = (1u128 << 64) as f64;
+/// The largest sum of squares that counts: more is no longer a gradient. Sums of many ranks' shares stay far below 2¹²⁸ units.
+const MOST: f64 = (1u64 << 40) as f64;
+
+/// A non-negative number as an integer in units; `None` if it is too large or not finite.
 fn to_integer(x: f64) -> Option<u128> {
-    const UNIT: f64 = (1u128 << 80) as f64;
-    const MOST: f64 = (1u64 << 46) as f64;
-    x.is_finite().then(|| (x.min(MOST) * UNIT) as u128)
+    (x <= MOST).then(|| (x * UNIT) as u128)
 }
 
 /// The sum of squares of mean gradients. Squares are added in f64 over fixed blocks of a tensor and blocks as integers, so the
@@ -100,8 +103,8 @@ pub fn gradient_norm(call: Call) {
         (Ptr(call.input::<i64>(0)).slice(0, LIMBS), scalars)
     };
     let sound = !limbs.contains(&fixed::POISON);
-    let parts = limbs.iter().enumerate().map(|(l, x)| *x as f64 * 2f64.powi(32 * l as i32 - 80));
-    let norm = if sound { parts.sum::<f64>().sqrt() as f32 } else { f32::NAN };
+    let sum = limbs.iter().enumerate().map(|(l, x)| *x as f64 * 2f64.powi(32 * l as i32)).sum::<f64>() / UNIT;
+    let norm = if sound && sum <= MOST { sum.sqrt() as f32 } else { f32::NAN };
     let clip = if norm > scalars.clip { scalars.clip / norm } else { 1.0 };
     let factor = if norm.is_finite() { scalars.inverse_count * clip } else { f32::NAN };
     if let Some(stats) = call.output::<f32>(0) {

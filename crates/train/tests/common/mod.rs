@@ -15,6 +15,7 @@ pub fn write_corpus(dir: &Path) {
 }
 
 /// A tiny model over the corpus in `dir`, with extra lines of config.
+#[allow(dead_code)] // not every test binary wants this model
 pub fn tiny(dir: &Path, train: &str) -> Config {
     let text = format!(
         "[model]\nvocab_size = 256\nlayers = 2\ndim = 48\nheads = 4\nkv_heads = 2\nffn = 96\ntied_embeddings = true\n\

@@ -1,0 +1,118 @@
+//! A checkpoint that several ranks write at once.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use lockstep_ir::DType;
+
+use crate::error::CheckpointError;
+use crate::manifest::{FileEntry, IN_PARTS, Manifest};
+use crate::save::{TemporaryFolder, write_synced};
+use crate::slice::Slice;
+use crate::stored;
+use crate::tensor_file::{Item, Place, TensorFile, rank_file_name};
+
+/// What one rank has of a tensor.
+#[derive(Debug, Clone)]
+pub struct PartRef<'a> {
+    /// The tensor's name, once in a group of a rank.
+    pub name: String,
+    /// The type of its elements.
+    pub dtype: DType,
+    /// Dims of the whole tensor, outermost first.
+    pub shape: Vec<usize>,
+    /// Which elements these are.
+    pub slices: Vec<Slice>,
+    /// Their little-endian bytes in the order of the slices, in as many pieces as they lie in.
+    pub data: Vec<&'a [u8]>,
+}
+
+/// A checkpoint being written. It exists from [`publish`](Draft::publish) on; a draft that is dropped leaves nothing.
+#[derive(Debug)]
+pub struct Draft {
+    dir: PathBuf,
+    step: u64,
+    temporary: TemporaryFolder,
+    written: Mutex<Vec<Written>>,
+}
+
+/// A finished file.
+#[derive(Debug)]
+struct Written {
+    entry: FileEntry,
+    group: String,
+    places: BTreeMap<String, Place>,
+}
+
+impl Draft {
+    /// Begins the checkpoint of `step` in `dir`. One writer at a time, as for [`save`](crate::save).
+    pub fn begin(dir: &Path, step: u64) -> Result<Draft, CheckpointError> {
+        let temporary = TemporaryFolder::create(dir, step)?;
+        Ok(Draft { dir: dir.to_owned(), step, temporary, written: Mutex::default() })
+    }
+
+    /// Writes what `rank` has of a group, and makes it durable; where it has nothing, there is no file. Ranks may write at
+    /// once. Elements stream from their slices in chunks of at most 1 MiB, and `wrote` hears the bytes of each.
+    pub fn write(
+        &self,
+        rank: usize,
+        group: &str,
+        parts: &[PartRef<'_>],
+        wrote: &mut dyn FnMut(u64),
+    ) -> Result<(), CheckpointError> {
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let name = rank_file_name(group, rank)
+            .ok_or_else(|| self.refused(format!("group name {group:?} is not made of letters, digits, `-` and `_`")))?;
+        let item = |part: &PartRef<'_>| (part.name.clone(), place(part));
+        let places = parts.iter().map(item).collect();
+        let file = TensorFile::new(parts.iter().map(Item::from).collect())
+            .map_err(|cause| self.refused(format!("group `{group}` of rank {rank}: {cause}")))?;
+        let mut header = file.header_bytes();
+        let mut beyond_header = |bytes: u64| {
+            let of_header = header.min(bytes);
+            header -= of_header;
+            wrote(bytes - of_header);
+        };
+        let xxh3_128 = write_synced(&self.temporary.path.join(&name), |to| file.write(to, &mut beyond_header))?;
+        let entry = FileEntry { name, bytes: file.bytes(), xxh3_128 };
+        let written = Written { entry, group: group.to_owned(), places };
+        self.written.lock().unwrap_or_else(PoisonError::into_inner).push(written);
+        Ok(())
+    }
+
+    /// Gives the checkpoint its name, if its parts make up every tensor, removes the oldest beyond `keep`, and returns its
+    /// path. `state` and `keep` are as for [`save`](crate::save).
+    pub fn publish(mut self, state: &serde_json::Value, keep: usize) -> Result<PathBuf, CheckpointError> {
+        let written = self.written.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let mut written = std::mem::take(written);
+        written.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));
+        let mut contents = Vec::with_capacity(written.len());
+        let mut files = Vec::with_capacity(written.len());
+        for Written { entry, group, places } in &mut written {
+            contents.push((group.as_str(), std::mem::take(places)));
+            files.push(entry.clone());
+        }
+        stored::join(contents).map_err(|(file, cause)| self.refused(format!("{}: {cause}", files[file].name)))?;
+        let manifest = Manifest { format: IN_PARTS, step: self.step, files, state: state.clone() };
+        self.temporary.finish(&self.dir, &manifest, keep)
+    }
+
+    fn refused(&self, cause: String) -> CheckpointError {
+        CheckpointError::Refused { dir: self.dir.clone(), step: self.step, cause }
+    }
+}
+
+impl<'a> From<&'a PartRef<'_>> for Item<'a> {
+    fn from(part: &'a PartRef<'_>) -> Item<'a> {
+        let PartRef { name, dtype, shape, slices, data } = part;
+        Item { name, dtype: *dtype, shape, slices: slices.clone(), data: data.clone() }
+    }
+}
+
+/// The part as a reader will see it; where it stands in the file does not matter here.
+fn place(part: &PartRef<'_>) -> Place {
+    Place { dtype: part.dtype, shape: part.shape.clone(), slices: part.slices.clone(), range: 0..0 }
+}
