@@ -3,9 +3,9 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::table::thousands;
+use crate::table::{table, thousands};
 use lockstep_ir::units;
-use lockstep_train::{EvaluateProgress, Evaluation, Text, Trained, evaluate};
+use lockstep_train::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -37,6 +37,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
     let mut progress = Progress::new(0);
     let result = evaluate(&trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
+        EvaluateProgress::Warning(text) => {
+            let _ = writeln!(std::io::stderr(), "warning: {text}");
+        }
         EvaluateProgress::Preparing(p) => progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes),
         EvaluateProgress::Evaluating { done, total } => {
             progress.work("evaluating", done, total, |n| format!("{} tokens", units::count(n)));
@@ -58,16 +61,25 @@ pub fn run(args: Args) -> Result<(), Failure> {
 }
 
 fn as_text(trained: &Trained, e: &Evaluation) -> String {
-    format!(
-        "loss           {:.4} nats per token\nperplexity     {:.4}\nbits per byte  {:.4}\n\
+    let Score { tokens, bytes, loss, perplexity, bits_per_byte } = e.score;
+    let text = format!(
+        "loss           {loss:.4} nats per token\nperplexity     {perplexity:.4}\nbits per byte  {bits_per_byte:.4}\n\
          text           {} tokens ({} bytes), in sequences of {}\nmodel          {}, {} in memory\n",
-        e.loss,
-        e.perplexity,
-        e.bits_per_byte,
-        thousands(e.tokens),
-        thousands(e.bytes),
+        thousands(tokens),
+        thousands(bytes),
         e.seq,
         trained.checkpoint.path.display(),
         units::bytes(e.arena_bytes)
-    )
+    );
+    if e.corpora.is_empty() {
+        return text;
+    }
+    let row = |corpus: &CorpusEvaluation| {
+        let Score { tokens, bytes, loss, perplexity, bits_per_byte } = corpus.score;
+        let numbers = [loss, perplexity, bits_per_byte].map(|x| format!("{x:.4}"));
+        let counts = [thousands(tokens), thousands(bytes)];
+        [&[corpus.name.clone()][..], &numbers, &counts].concat()
+    };
+    let rows: Vec<_> = e.corpora.iter().map(row).collect();
+    text + "\n" + &table(&["corpus", "loss", "perplexity", "bits per byte", "tokens", "bytes"], &rows)
 }

@@ -12,22 +12,33 @@ pub struct Progress {
     steps: u64,
     /// When the first step of this call began, and which it was.
     begun: Option<(Instant, u64)>,
+    /// When the check of the data began.
+    checking: Option<Instant>,
     last_line: Option<Instant>,
     val_loss: Option<f64>,
 }
 
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
+/// What takes no longer is not shown.
+const SHORT: Duration = Duration::from_secs(2);
+
 impl Progress {
     /// For a run of this many steps.
     pub fn new(steps: u64) -> Self {
-        Self { bar: None, steps, begun: None, last_line: None, val_loss: None }
+        Self { bar: None, steps, begun: None, checking: None, last_line: None, val_loss: None }
     }
 
     /// Shows one event.
     pub fn show(&mut self, event: Event) {
         match event {
             Event::Preparing(p) => self.work("preparing data", p.bytes_done, p.bytes_total, units::bytes),
+            Event::Checking { done, total } => {
+                // Most data are checked in no time: nobody needs to hear of it.
+                if self.checking.get_or_insert_with(Instant::now).elapsed() >= SHORT {
+                    self.work("checking data", done, total, units::bytes);
+                }
+            }
             Event::Saving { done, total } if done < total => self.saving(done, total),
             Event::Saving { .. } => {}
             Event::Warning(text) => self.say(&format!("warning: {text}")),

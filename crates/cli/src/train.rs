@@ -26,12 +26,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?;
     let dir = args.config.run_dir(args.run_dir);
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
-        // A second signal ends the process at once; the last checkpoint stays whole.
-        signal_hook::flag::register_conditional_default(signal, stop.clone())?;
-        signal_hook::flag::register(signal, stop.clone())?;
-    }
+    let stop = on_interrupt()?;
     let options = RunOptions { dir: dir.clone(), fresh: args.fresh, sample_tokens: SAMPLE_TOKENS };
     let mut progress = Progress::new(config.train.steps);
     let result = lockstep_train::run(&config, &options, &stop, &mut |event| progress.show(event));
@@ -42,6 +37,16 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &args.config.config, &dir));
     }
     Ok(())
+}
+
+/// A flag that an interrupt sets. A second one ends the process at once; what is on the disk stays whole.
+pub fn on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        signal_hook::flag::register_conditional_default(signal, stop.clone())?;
+        signal_hook::flag::register(signal, stop.clone())?;
+    }
+    Ok(stop)
 }
 
 /// Most tokens of the sample at the end of a run.

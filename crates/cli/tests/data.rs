@@ -5,7 +5,8 @@ mod common;
 use common::{CONFIG, Place};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures").join(name)
@@ -159,6 +160,73 @@ fn killed_at_any_moment_prepare_finishes_with_the_same_bytes() {
         let read = |out: &str| std::fs::read(place.path(out).join(name)).unwrap();
         assert!(read("whole") == read("killed"), "{name}");
     }
+}
+
+#[test]
+fn an_interrupt_stops_preparation_at_once_and_the_same_command_finishes_it() {
+    let place = mixed();
+    // Seconds of work, so that the signal hits it.
+    let long: String = (0..300_000).map(|i| format!("line {i} of a longer text\n")).collect();
+    std::fs::write(place.path("corpus/long.txt"), long).unwrap();
+    let interrupted = |args: &[&str], signal| {
+        let child = place.command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let working =
+            || std::fs::read_dir(place.path("prepared/text/.partial")).is_ok_and(|mut dir| dir.next().is_some());
+        while !working() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let asked = Instant::now();
+        // SAFETY: sends a signal to our own child.
+        unsafe { libc::kill(child.id() as i32, signal) };
+        let output = child.wait_with_output().unwrap();
+        assert!(asked.elapsed() < Duration::from_millis(1500), "{:?}", asked.elapsed());
+        assert!(!place.path("prepared/text/data.json").exists());
+        output
+    };
+    let set = ["--set", "data.prepared=prepared"];
+    let prepare = [&["data", "prepare", "run.toml"], &set[..]].concat();
+    let output = interrupted(&prepare, libc::SIGINT);
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stderr).unwrap();
+    let expected =
+        "error: preparing data was interrupted\nhint: the same command again goes on after the last finished part";
+    assert!(text.contains(expected), "{text}");
+    let train = [&["train", "run.toml", "--run-dir", "run"], &set[..]].concat();
+    let output = interrupted(&train, libc::SIGTERM);
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with("interrupted before the first step of 20\nthe same command again starts"), "{text}");
+
+    place.ok(&prepare);
+    place.ok(&["data", "prepare", "run.toml", "--out", "whole"]);
+    for name in ["text/data.json", "text/train.shard", "text/validation.shard", "records/train.shard"] {
+        let read = |out: &str| std::fs::read(place.path(out).join(name)).unwrap();
+        assert!(read("whole") == read("prepared"), "{name}");
+    }
+}
+
+#[test]
+fn a_run_directory_among_the_text_is_not_read() {
+    let place = Place::new();
+    let files = |out: &str, paths: &str| {
+        let args = ["data", "prepare", "run.toml", "--out", out, "--format", "json", "--set", paths];
+        json(&place.ok(&args))["corpora"][0]["files"].as_u64().unwrap()
+    };
+    let corpus = "data.paths=[\"corpus\"]";
+    assert_eq!(files("before", corpus), 8);
+    place.ok(&["train", "run.toml", "--run-dir", "corpus/my-run"]);
+    place.ok(&["train", "run.toml", "--run-dir", "corpus/my-run", "--fresh"]);
+    place.ok(&["data", "prepare", "run.toml", "--out", "corpus/shared"]);
+    for folder in ["corpus/my-run/old-1/checkpoints", "corpus/my-run/data", "corpus/shared"] {
+        assert!(place.path(folder).is_dir(), "{folder}");
+    }
+    assert_eq!(files("after", corpus), 8);
+    // The run goes on beside the same text.
+    place.ok(&["train", "run.toml", "--run-dir", "corpus/my-run"]);
+
+    // A run directory that is named itself: what somebody put beside the run is text.
+    std::fs::write(place.path("corpus/my-run/notes.md"), "notes").unwrap();
+    assert_eq!(files("named", "data.paths=[\"corpus/my-run\"]"), 1);
 }
 
 #[test]

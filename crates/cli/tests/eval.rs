@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::Place;
+use common::{CONFIG, Place};
 use serde_json::Value;
 
 fn trained() -> Place {
@@ -32,6 +32,63 @@ fn the_held_out_loss_is_the_one_that_the_run_logged() {
     assert_eq!(json(&place, &["run/checkpoints/step-00000010", "--validation"])["loss"], logged(10));
     let loss = number(&evaluation, "loss");
     assert!((number(&evaluation, "perplexity") - loss.exp()).abs() < 1e-9);
+}
+
+#[test]
+fn documents_are_kept_apart_as_in_training() {
+    let place = Place::new();
+    let lines: String = (0..3000u64).map(|i| format!("{{\"text\": \"record {i}: {}\"}}\n", i * i)).collect();
+    std::fs::write(place.path("records.jsonl"), lines).unwrap();
+    let data = "paths = [\"records.jsonl\"]\ndocument_mask = true";
+    place.config(&CONFIG.replace("paths = [\"corpus\"]", data));
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+    assert_eq!(json(&place, &["run", "--validation"])["loss"], last["val_loss"]);
+    // The tokens that are left over behind the last sequence are a program of their own.
+    let all = number(&json(&place, &["run", "--data", "records.jsonl", "--seq", "48"]), "loss");
+    assert!((all - number(&last, "val_loss")).abs() < 0.2, "{all}");
+    let text = place.ok(&["explain", "run.toml"]);
+    assert!(text.contains("document_attention"), "{text}");
+    let text = place.ok(&["generate", "run", "--prompt", "record 7", "--max-tokens", "5"]);
+    assert!(text.starts_with("record 7"), "{text}");
+}
+
+#[test]
+fn a_mixture_is_evaluated_as_a_whole_and_per_corpus() {
+    let place = Place::new();
+    let lines: String = (0..3000u64).map(|i| format!("{{\"text\": \"record {i}: {}\"}}\n", i * i)).collect();
+    std::fs::write(place.path("records.jsonl"), lines).unwrap();
+    std::fs::write(place.path("few.jsonl"), "{\"text\": \"a\"}\n{\"text\": \"b\"}\n".repeat(40)).unwrap();
+    let data = "prepared = \"shared\"\ncorpora = [{ name = \"text\", paths = [\"corpus\"], weight = 1 }, \
+                { name = \"few\", paths = [\"few.jsonl\"], weight = 1 }, \
+                { name = \"records\", paths = [\"records.jsonl\"], weight = 3 }]";
+    place.config(&CONFIG.replace("paths = [\"corpus\"]", data));
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+    for from in ["run", "run/checkpoints/step-00000020"] {
+        let all = json(&place, &[from, "--validation"]);
+        assert_eq!(all["loss"], last["val_loss"]);
+        let corpora = all["corpora"].as_array().unwrap();
+        let names: Vec<_> = corpora.iter().map(|corpus| corpus["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["text", "records"], "the held-out text of the other is not one sequence");
+        let total = |field: &str| corpora.iter().map(|corpus| number(corpus, field)).sum::<f64>();
+        assert_eq!((total("tokens"), total("bytes")), (number(&all, "tokens"), number(&all, "bytes")));
+        assert_eq!(number(&corpora[1], "tokens"), 3.0 * number(&corpora[0], "tokens"));
+        let sum: f64 = corpora.iter().map(|corpus| number(corpus, "loss") * number(corpus, "tokens")).sum();
+        assert!((sum / number(&all, "tokens") - number(&all, "loss")).abs() < 1e-9);
+        assert!(number(&corpora[0], "loss") != number(&corpora[1], "loss"));
+    }
+    let output = place.run(&["eval", "run", "--validation", "--seq", "16"]);
+    let (text, warning) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    let columns = ["corpus", "loss", "perplexity", "bits", "per", "byte", "tokens", "bytes"];
+    assert!(text.lines().any(|line| line.split_whitespace().eq(columns)), "{text}");
+    assert!(text.contains("\n  records ") && text.contains("in sequences of 16"), "{text}");
+    assert!(warning.contains("warning: the held-out text of few has"), "{warning}");
+    assert_eq!(json(&place, &["run", "--data", "corpus"])["corpora"], serde_json::json!([]));
+    let text = place.fails(2, &["eval", "run", "--validation", "--seq", "100000"]);
+    assert!(text.contains("tokens are too few for a sequence of 100000"), "{text}");
 }
 
 #[test]

@@ -77,6 +77,9 @@ tables! {
         /// Folder of prepared data to share between runs, relative to the config file's folder; if not set, each run has
         /// its own.
         prepared: Option<String> = Text(FOLDER), Unset, Conduct;
+        /// Whether a token attends to its own document only, with positions counted from its start, where a sequence holds
+        /// several.
+        document_mask: bool = Bool, Fixed("false"), Trajectory;
         /// The share of the data held out for validation.
         validation_fraction: f64 = Float(UP_TO_HALF), Fixed("0.05"), Trajectory;
     }

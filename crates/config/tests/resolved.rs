@@ -48,6 +48,7 @@ text_field = "text"  # default
 tokenizer = "bytes"  # default
 # end_token is not set
 # prepared is not set
+document_mask = false  # default
 validation_fraction = 0.05  # default
 
 [train]
@@ -73,6 +74,10 @@ zero = 0  # default
 sequence_parallel = false  # default
 schedule = "1f1b"  # default
 patience = 60.0  # default
+
+[recompute]
+policy = "none"  # default
+every = 2  # default
 
 [optimizer]
 name = "adamw"  # default

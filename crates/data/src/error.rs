@@ -122,6 +122,10 @@ pub enum DataError {
         value: f64,
     },
 
+    /// The caller asked to stop. Finished parts are kept.
+    #[error("preparing data was interrupted\nhint: the same command again goes on after the last finished part")]
+    Interrupted,
+
     /// A file or folder cannot be read.
     #[error("{path}: cannot be read: {cause}\nhint: check that it still exists and that you may read it")]
     Unreadable {

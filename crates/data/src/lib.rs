@@ -17,6 +17,7 @@
 
 mod cut;
 mod error;
+mod guard;
 mod holdout;
 mod mix;
 mod new_file;

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
@@ -10,7 +11,7 @@ use crate::holdout::HoldOut;
 use crate::partial::{Part, Partial};
 use crate::prepared::{DATA_JSON, Description, FILES_JSONL, TOKENIZER_JSON, files_jsonl};
 use crate::scan::{Found, scan};
-use crate::source::{Cursor, Units};
+use crate::source::{Cursor, Reading, Units};
 use crate::workers::{Queue, Work, Workers};
 use crate::{DataError, Prepared, SplitSummary, Tokenizer, TokenizerSpec};
 
@@ -20,7 +21,8 @@ pub struct PrepareSpec {
     /// Files and folders, read in this order.
     ///
     /// Folders are walked by name. Hidden entries, symbolic links, and folders named `target`, `node_modules` or `runs`
-    /// inside them are skipped. A file that is reached twice is read once.
+    /// inside them are skipped, and so are run directories and folders of prepared data. A file that is reached twice is
+    /// read once.
     pub paths: Vec<PathBuf>,
     /// Extensions of the files to take from folders, in any case; none takes every file. Files that `paths` names are
     /// always read.
@@ -51,17 +53,30 @@ impl Default for PrepareSpec {
 
 /// How the work is carried out. What comes out does not depend on the threads.
 #[derive(Clone, Debug)]
-pub struct PrepareOptions {
+pub struct PrepareOptions<'a> {
     /// Threads that tokenise.
     pub threads: usize,
     /// The size at which a part is closed and kept: a new shard begins, and a restart need not go further back.
     pub part_bytes: u64,
+    /// Set to end the work soon, with [`DataError::Interrupted`].
+    pub stop: &'a AtomicBool,
 }
 
-impl Default for PrepareOptions {
+/// What stops nothing.
+pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
+
+/// An error once the caller asks to stop.
+pub(crate) fn go_on(stop: &AtomicBool) -> Result<(), DataError> {
+    match stop.load(Ordering::Relaxed) {
+        true => Err(DataError::Interrupted),
+        false => Ok(()),
+    }
+}
+
+impl Default for PrepareOptions<'_> {
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        PrepareOptions { threads, part_bytes: 256 << 20 }
+        PrepareOptions { threads, part_bytes: 256 << 20, stop: &NEVER }
     }
 }
 
@@ -92,16 +107,16 @@ pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress
 /// is no validation shard.
 ///
 /// Finished parts are kept in a hidden folder in `out`, and the same call takes them over if it is repeated after an
-/// interruption, unless a file has changed since. The data set takes its place whole, `data.json` last; so a folder
+/// interruption, unless a file has changed since. `options.stop` interrupts within the time of tokenising some 100 KB. The data set takes its place whole, `data.json` last; so a folder
 /// that has one is complete, and an earlier one stays as it was if reading or writing fails. Memory does not grow with
 /// the size of the files. `progress` is called at least once per MiB of text.
 pub fn prepare_with(
     spec: &PrepareSpec,
     out: &Path,
-    options: &PrepareOptions,
+    options: &PrepareOptions<'_>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Prepared, DataError> {
-    let found = scan(spec, out)?;
+    let found = scan(spec, out, options.stop)?;
     let holdout = HoldOut::choose(spec.validation_fraction, spec.seed, &found.files)?;
     let tokenizer = Tokenizer::open(&spec.tokenizer)?;
     fs::create_dir_all(out).map_err(|cause| DataError::unwritable(out, cause))?;
@@ -118,8 +133,8 @@ pub fn prepare_with(
 }
 
 /// Whether `out` holds what preparing `spec` now would give, by the names and lengths of the files.
-pub fn is_current(spec: &PrepareSpec, prepared: &Prepared) -> Result<bool, DataError> {
-    Ok(prepared.spec() == spec && prepared.listing() == scan(spec, prepared.folder())?.listing())
+pub fn is_current(spec: &PrepareSpec, prepared: &Prepared, stop: &AtomicBool) -> Result<bool, DataError> {
+    Ok(prepared.spec() == spec && prepared.listing() == scan(spec, prepared.folder(), stop)?.listing())
 }
 
 struct Task<'a> {
@@ -127,7 +142,7 @@ struct Task<'a> {
     found: &'a Found,
     holdout: &'a HoldOut,
     tokenizer: &'a Tokenizer,
-    options: &'a PrepareOptions,
+    options: &'a PrepareOptions<'a>,
 }
 
 impl Task<'_> {
@@ -142,8 +157,10 @@ impl Task<'_> {
         let start = partial.parts.last().map_or(Cursor::default(), |part| part.after);
         progress(at(start, partial.parts.last().map_or(0, |part| part.input_bytes)));
 
-        let work = Work { files: &self.found.files, text_field: &self.spec.text_field, tokenizer: self.tokenizer };
-        let mut units = Units::from(start, self.found, self.holdout, &self.spec.text_field, self.tokenizer.is_bytes());
+        let (stop, text_field, cut_anywhere) = (self.options.stop, &*self.spec.text_field, self.tokenizer.is_bytes());
+        let work = Work { files: &self.found.files, text_field, tokenizer: self.tokenizer, stop };
+        let reading = Reading { found: self.found, holdout: self.holdout, text_field, cut_anywhere, stop };
+        let mut units = Units::from(start, reading);
         let queue = Queue::new(None);
         std::thread::scope(|scope| {
             let mut workers = Workers::start(scope, self.options.threads.max(1), &queue, work);
@@ -152,6 +169,7 @@ impl Task<'_> {
             let mut end: Option<Result<(), DataError>> = None;
             loop {
                 while end.is_none() && workers.has_room() {
+                    go_on(stop)?;
                     match units.next() {
                         Ok(Some(unit)) => workers.add(unit),
                         Ok(None) => end = Some(Ok(())),
@@ -163,6 +181,7 @@ impl Task<'_> {
                 }
                 let Some(results) = workers.take() else { break };
                 for unit in results {
+                    go_on(stop)?;
                     let unit = unit?;
                     let open = match &mut part {
                         Some(open) => open,
@@ -213,7 +232,7 @@ impl Task<'_> {
 }
 
 /// A number that differs where other parts would come out.
-fn key(spec: &PrepareSpec, found: &Found, options: &PrepareOptions) -> Result<u64, DataError> {
+fn key(spec: &PrepareSpec, found: &Found, options: &PrepareOptions<'_>) -> Result<u64, DataError> {
     let spec = serde_json::to_vec(spec).map_err(|error| DataError::unwritable(Path::new(DATA_JSON), error.into()))?;
     let mut hasher = Xxh3::new();
     hasher.update(&Description::FORMAT.to_le_bytes());
@@ -237,8 +256,7 @@ fn lock(folder: &Path) -> Result<File, DataError> {
 mod tests {
     use super::*;
     use crate::new_file::temporary_path;
-
-    const TRAIN_SHARD: &str = "train.shard";
+    use crate::prepared::TRAIN_SHARD;
 
     #[test]
     fn a_full_disk_is_reported_and_leaves_the_earlier_data_as_it_was() {

@@ -12,6 +12,8 @@ use crate::{DataError, PrepareSpec, Shard, ShardFault, ShardSummary, TokenStream
 
 pub(crate) const DATA_JSON: &str = "data.json";
 pub(crate) const FILES_JSONL: &str = "files.jsonl";
+/// The first shard to train on: every finished folder has one.
+pub(crate) const TRAIN_SHARD: &str = "train.shard";
 pub(crate) const TOKENIZER_JSON: &str = "tokenizer.json";
 
 /// Whether a name is that of something that is written into a folder of prepared data.

@@ -169,11 +169,7 @@ impl Sampler {
     pub fn document_starts(&self, global_sample_index: u64, starts: &mut [u32]) {
         assert_eq!(starts.len() as u64, self.seq, "starts have the sequence length");
         let Place { corpus, offset, .. } = self.locate(global_sample_index);
-        starts.fill(0);
-        self.corpora[corpus].tokens.documents_beginning_in(offset + 1, offset + self.seq, |document| {
-            let start = (document.start - offset) as usize;
-            starts[start..].fill(start as u32);
-        });
+        self.corpora[corpus].tokens.document_starts(offset, starts);
     }
 
     /// The documents that a sample's tokens are from, in order. The first may have begun before the sample.

@@ -5,14 +5,22 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, FileType};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::prepared::is_output;
+use crate::prepare::go_on;
+use crate::prepared::{DATA_JSON, TRAIN_SHARD, is_output};
 use crate::{DataError, PrepareSpec};
 
 /// Folders that hold what tools made, not what people wrote.
 const SKIPPED_FOLDERS: [&str; 3] = ["target", "node_modules", "runs"];
+
+/// Files that stand together only in a folder that Lockstep made: prepared data, a run.
+const MARKERS: [&[&str]; 2] = [&[DATA_JSON, TRAIN_SHARD], &["run.toml", "plan.json", "events.jsonl"]];
+
+/// What a run writes into its folder, beside the prepared data.
+const RUN_ENTRIES: [&str; 5] = ["run.toml", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints"];
 
 /// The text that a spec names.
 #[derive(Debug)]
@@ -86,8 +94,8 @@ impl Found {
 /// Lists the files of `spec` in the order they will be read: paths as given, folders depth first by name.
 ///
 /// A file that is reached twice counts once, so that overlapping paths do not put the same text into both splits. What
-/// an earlier `prepare` left in `out` is not text.
-pub(crate) fn scan(spec: &PrepareSpec, out: &Path) -> Result<Found, DataError> {
+/// an earlier `prepare` left in `out` is not text, nor is what other runs and preparations left in their folders.
+pub(crate) fn scan(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Found, DataError> {
     if spec.paths.is_empty() {
         return Err(DataError::NoPaths);
     }
@@ -97,6 +105,7 @@ pub(crate) fn scan(spec: &PrepareSpec, out: &Path) -> Result<Found, DataError> {
         out: out.canonicalize().ok(),
         seen: BTreeSet::new(),
         found: Found { files: Vec::new(), empty_files: 0 },
+        stop,
     };
     for path in &spec.paths {
         walk.root(path)?;
@@ -114,6 +123,7 @@ struct Walk<'a> {
     out: Option<PathBuf>,
     seen: BTreeSet<PathBuf>,
     found: Found,
+    stop: &'a AtomicBool,
 }
 
 impl Walk<'_> {
@@ -126,7 +136,7 @@ impl Walk<'_> {
             _ => DataError::unreadable(path, cause),
         })?;
         if metadata.is_dir() {
-            self.folder(path)
+            self.folder(path, true)
         } else if metadata.is_file() {
             self.file(path)
         } else {
@@ -134,18 +144,24 @@ impl Walk<'_> {
         }
     }
 
-    fn folder(&mut self, folder: &Path) -> Result<(), DataError> {
+    /// A folder that Lockstep made is left out; of one that the spec itself names, what Lockstep made in it.
+    fn folder(&mut self, folder: &Path, named: bool) -> Result<(), DataError> {
         let entries = sorted_entries(folder).map_err(|cause| DataError::unreadable(folder, cause))?;
+        let has = |name: &&str| entries.iter().any(|(entry, kind)| kind.is_file() && entry == name);
+        let is_made = MARKERS.iter().any(|files| files.iter().all(has));
+        if is_made && !named {
+            return Ok(());
+        }
         let is_out = self.out.is_some() && folder.canonicalize().ok() == self.out;
         for (name, kind) in entries {
             let path = folder.join(&name);
             let name = name.to_string_lossy();
-            let ours = is_out && is_output(&name);
+            let ours = (is_out || is_made) && is_output(&name) || is_made && RUN_ENTRIES.contains(&name.as_ref());
             if name.starts_with('.') || ours {
                 continue;
             }
             if kind.is_dir() && !SKIPPED_FOLDERS.contains(&name.as_ref()) {
-                self.folder(&path)?;
+                self.folder(&path, false)?;
             } else if kind.is_file() && self.has_wanted_extension(&path) {
                 self.file(&path)?;
             }
@@ -158,6 +174,7 @@ impl Walk<'_> {
     }
 
     fn file(&mut self, path: &Path) -> Result<(), DataError> {
+        go_on(self.stop)?;
         let unreadable = |cause| DataError::unreadable(path, cause);
         if !self.seen.insert(path.canonicalize().map_err(unreadable)?) {
             return Ok(());

@@ -3,10 +3,12 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use memmap2::{Mmap, MmapOptions};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::Xxh3;
 
+use crate::prepare::{NEVER, go_on};
 use crate::{DataError, ShardFault};
 
 pub(crate) const HEADER_BYTES: usize = 64;
@@ -17,6 +19,9 @@ pub(crate) const ENTRY_BYTES: usize = 16;
 
 /// Payloads below this are hashed whenever they are opened; it takes a few milliseconds.
 const VERIFY_ON_OPEN_BYTES: usize = 64 << 20;
+
+/// Bytes that are hashed between two looks at whether to go on.
+const VERIFY_PIECE_BYTES: usize = 16 << 20;
 
 /// One open file of tokens, mapped into memory.
 ///
@@ -112,7 +117,19 @@ impl Shard {
 
     /// Reads everything, compares its hash with the header's and checks the document table.
     pub fn verify(&self) -> Result<(), DataError> {
-        let (expected, found) = (self.header.hash, xxh3_64(&self.map[HEADER_BYTES..]));
+        self.verify_with(&NEVER, &mut |_| ())
+    }
+
+    /// The same. `read` hears of the bytes of every piece, some milliseconds apart; `stop` ends it with
+    /// [`DataError::Interrupted`].
+    pub fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+        let mut hasher = Xxh3::new();
+        for piece in self.map[HEADER_BYTES..].chunks(VERIFY_PIECE_BYTES) {
+            go_on(stop)?;
+            hasher.update(piece);
+            read(piece.len() as u64);
+        }
+        let (expected, found) = (self.header.hash, hasher.digest());
         if found != expected {
             return Err(DataError::shard(&self.path, ShardFault::Hash { expected, found }));
         }
@@ -126,6 +143,11 @@ impl Shard {
             return Ok(());
         }
         Err(DataError::shard(&self.path, ShardFault::Documents))
+    }
+
+    /// Bytes that [`verify`](Self::verify) reads.
+    pub fn payload_bytes(&self) -> u64 {
+        (self.map.len() - HEADER_BYTES) as u64
     }
 
     /// Number of tokens.

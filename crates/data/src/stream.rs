@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use crate::{DataError, Document, Shard};
 
@@ -49,9 +50,14 @@ impl TokenStream {
         self.shards[0].path()
     }
 
-    /// Reads every shard and compares its hash with its header's.
-    pub fn verify(&self) -> Result<(), DataError> {
-        self.shards.iter().try_for_each(|shard| shard.verify())
+    /// Reads every shard and compares its hash with its header's, as [`Shard::verify_with`] does.
+    pub fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+        self.shards.iter().try_for_each(|shard| shard.verify_with(stop, read))
+    }
+
+    /// Bytes that [`verify_with`](Self::verify_with) reads.
+    pub fn payload_bytes(&self) -> u64 {
+        self.shards.iter().map(|shard| shard.payload_bytes()).sum()
     }
 
     /// Copies the tokens from `offset` on until `tokens` is full. Does not allocate.
@@ -98,6 +104,16 @@ impl TokenStream {
                 index += 1;
             }
         }
+    }
+
+    /// Writes, for each of the tokens from `offset` on, where among them its document starts: 0 for the document that they
+    /// begin with, wherever that one began. Does not allocate.
+    pub fn document_starts(&self, offset: u64, starts: &mut [u32]) {
+        starts.fill(0);
+        self.documents_beginning_in(offset + 1, offset + starts.len() as u64, |document| {
+            let start = (document.start - offset) as usize;
+            starts[start..].fill(start as u32);
+        });
     }
 
     /// The document that the token at `offset` belongs to; its start is at most `offset`, and where it is `continued`

@@ -3,13 +3,15 @@
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::cut;
+use crate::guard::caught;
+use crate::prepare::{NEVER, go_on};
 use crate::prepared::hexadecimal;
 use crate::shard::Width;
 use crate::{BYTE_VOCABULARY, DataError, SEPARATOR};
@@ -86,9 +88,9 @@ impl Tokenizer {
         const HINT: &str = "give a tokenizer.json as Hugging Face's tokenizers library saves it";
         let refuse = |cause: String| DataError::tokenizer(path, format!("not a tokenizer: {cause}"), HINT);
         // The library promises errors, but a file made up to hurt may still meet a panic in it.
-        let loaded = catch_unwind(|| tokenizers::Tokenizer::from_bytes(&source));
+        let loaded = caught(|| tokenizers::Tokenizer::from_bytes(&source));
         let mut tokenizer = loaded
-            .map_err(|_| refuse("the library that reads it gave up".into()))?
+            .ok_or_else(|| refuse("the library that reads it gave up".into()))?
             .map_err(|error| refuse(short(&error)))?;
         // Padding and truncation are for batches of sentences, and text is never to stand for a special token.
         tokenizer.with_padding(None);
@@ -142,7 +144,7 @@ impl Tokenizer {
     }
 
     /// Appends the tokens of a text, each as the bytes of [`width`](Self::width). Memory grows with the result only.
-    pub(crate) fn encode(&self, text: &str, tokens: &mut Vec<u8>) -> Result<(), DataError> {
+    pub(crate) fn encode(&self, text: &str, tokens: &mut Vec<u8>, stop: &AtomicBool) -> Result<(), DataError> {
         let (path, tokenizer) = match &self.model {
             Model::Bytes => {
                 tokens.extend(text.as_bytes());
@@ -155,8 +157,9 @@ impl Tokenizer {
             DataError::tokenizer(path, problem, "check the tokenizer with the library it was made with")
         };
         for stretch in cut::stretches(text) {
-            let encoding = catch_unwind(AssertUnwindSafe(|| tokenizer.encode_fast(stretch, false)))
-                .map_err(|_| refuse("the library that reads it gave up".into()))?
+            go_on(stop)?;
+            let encoding = caught(|| tokenizer.encode_fast(stretch, false))
+                .ok_or_else(|| refuse("the library that reads it gave up".into()))?
                 .map_err(|error| refuse(short(&error)))?;
             let ids = encoding.get_ids();
             if let Some(id) = ids.iter().find(|&&id| id >= self.vocabulary) {
@@ -170,7 +173,7 @@ impl Tokenizer {
     /// The tokens of a text.
     pub fn tokens(&self, text: &str) -> Result<Vec<u32>, DataError> {
         let mut bytes = Vec::new();
-        self.encode(text, &mut bytes)?;
+        self.encode(text, &mut bytes, &NEVER)?;
         let token = |b: &[u8]| b.iter().rev().fold(0, |token, byte| token << 8 | u32::from(*byte));
         Ok(bytes.chunks_exact(self.width() as usize).map(token).collect())
     }
@@ -183,8 +186,8 @@ impl Tokenizer {
                 String::from_utf8_lossy(&bytes).into_owned()
             }
             Model::File { tokenizer, .. } => {
-                let decoded = catch_unwind(AssertUnwindSafe(|| tokenizer.decode(tokens, false).ok()));
-                decoded.ok().flatten().unwrap_or_else(|| char::REPLACEMENT_CHARACTER.to_string())
+                let decoded = caught(|| tokenizer.decode(tokens, false).ok());
+                decoded.flatten().unwrap_or_else(|| char::REPLACEMENT_CHARACTER.to_string())
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Mutex, PoisonError};
 use std::thread::Scope;
@@ -10,6 +11,7 @@ use serde::Deserializer;
 use serde::de::{self, IgnoredAny, MapAccess, Visitor};
 
 use crate::holdout::Split;
+use crate::prepare::go_on;
 use crate::scan::SourceFile;
 use crate::source::{Content, Cursor, MAX_RECORD_BYTES, Unit};
 use crate::{DataError, Origin, Tokenizer};
@@ -40,6 +42,7 @@ pub(crate) struct Work<'a> {
     pub(crate) files: &'a [SourceFile],
     pub(crate) text_field: &'a str,
     pub(crate) tokenizer: &'a Tokenizer,
+    pub(crate) stop: &'a AtomicBool,
 }
 
 /// A batch and its number.
@@ -150,6 +153,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
+    // What waits when the work is interrupted is not worked on.
+    go_on(work.stop)?;
     let Unit { content, split, origin, begins, ends, offset, after, input_bytes } = unit;
     let path = &work.files[origin.file as usize].path;
     let tokenizer = work.tokenizer;
@@ -161,14 +166,14 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         }
         Content::Text(bytes) => {
             let text = std::str::from_utf8(&bytes).map_err(|error| not_utf8(path, origin, offset, &error))?;
-            tokenizer.encode(text, &mut tokens)?;
+            tokenizer.encode(text, &mut tokens, work.stop)?;
             text.len()
         }
         Content::JsonLine(line) => {
             let line = std::str::from_utf8(&line).map_err(|error| not_utf8(path, origin, offset, &error))?;
             let text = text_of(line, work.text_field)
                 .map_err(|(problem, hint)| DataError::record(path, origin.record, problem, hint))?;
-            tokenizer.encode(&text, &mut tokens)?;
+            tokenizer.encode(&text, &mut tokens, work.stop)?;
             text.len()
         }
     };

@@ -6,39 +6,11 @@ use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use common::{Case, fixture, tokenizer};
+use common::{Case, fixture, mutate, tokenizer};
 use lockstep_data::{PrepareSpec, Prepared, Shard, TokenizerSpec};
-use lockstep_ir::counter;
 
 /// Each target stops after this long, so a slow machine tests less rather than longer.
 const TIME: Duration = Duration::from_millis(1000);
-
-/// `good` with a few bytes flipped, removed, repeated or replaced, the same for the same `round`.
-fn mutate(good: &[u8], round: u64) -> Vec<u8> {
-    let mut bytes = good.to_vec();
-    let mut draws = (0..).map(|i| counter::bits(counter::key(round, "fuzz"), i));
-    let mut draw = |below: usize| (draws.next().unwrap() % below.max(1) as u64) as usize;
-    for _ in 0..1 + draw(4) {
-        let at = draw(bytes.len());
-        let end = (at + 1 + draw(24)).min(bytes.len());
-        match draw(6) {
-            0 if at < bytes.len() => bytes[at] ^= 1 << draw(8),
-            1 if at < bytes.len() => bytes[at] = [0, 0xff, b'"', b'{', b'\n', 0x7f][draw(6)],
-            2 => drop(bytes.drain(at.min(end)..end)),
-            3 => bytes.truncate(at),
-            4 => {
-                let copy = bytes[at.min(end)..end].to_vec();
-                bytes.splice(at..at, copy);
-            }
-            _ => {
-                let value = [u64::MAX, 1 << 63, 1 << 32, 0][draw(4)].to_le_bytes();
-                let end = (at + 8).min(bytes.len());
-                bytes[at..end].copy_from_slice(&value[..end - at]);
-            }
-        }
-    }
-    bytes
-}
 
 /// Tries mutations of `good` until the time is up, at least a hundred.
 fn fuzz(name: &str, good: &[u8], mut target: impl FnMut(&[u8])) {

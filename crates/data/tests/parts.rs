@@ -5,9 +5,10 @@ mod common;
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{Case, contents, fixture, tokenizer, tokens};
-use lockstep_data::{PrepareOptions, PrepareSpec, TokenizerSpec, prepare_with};
+use lockstep_data::{DataError, PrepareOptions, PrepareSpec, TokenizerSpec, prepare_with};
 use lockstep_ir::counter;
 
 /// Files of every form, with a long text that spans parts.
@@ -26,11 +27,11 @@ fn case() -> (Case, PrepareSpec) {
     (case, spec)
 }
 
-fn options(threads: usize) -> PrepareOptions {
-    PrepareOptions { threads, part_bytes: 60_000 }
+fn options(threads: usize) -> PrepareOptions<'static> {
+    PrepareOptions { threads, part_bytes: 60_000, ..PrepareOptions::default() }
 }
 
-fn outputs(spec: &PrepareSpec, out: &Path, options: &PrepareOptions) -> Vec<(String, Vec<u8>)> {
+fn outputs(spec: &PrepareSpec, out: &Path, options: &PrepareOptions<'_>) -> Vec<(String, Vec<u8>)> {
     prepare_with(spec, out, options, &mut |_| ()).unwrap();
     contents(out)
 }
@@ -51,8 +52,10 @@ fn the_bytes_do_not_depend_on_the_threads() {
 #[test]
 fn the_tokens_do_not_depend_on_the_size_of_parts() {
     let (case, spec) = case();
-    let prepare =
-        |part_bytes| prepare_with(&spec, &case.path("out"), &PrepareOptions { threads: 2, part_bytes }, &mut |_| ());
+    let prepare = |part_bytes| {
+        let options = PrepareOptions { threads: 2, part_bytes, ..PrepareOptions::default() };
+        prepare_with(&spec, &case.path("out"), &options, &mut |_| ())
+    };
     let (whole, parts) = (prepare(1 << 30).unwrap(), prepare(5_000).unwrap());
     assert_eq!(whole.train().shards().len(), 1);
     assert!(parts.train().shards().len() > 50);
@@ -65,7 +68,11 @@ fn the_tokens_do_not_depend_on_the_size_of_parts() {
         starts
     };
     assert_eq!(starts(&whole), starts(&parts));
-    parts.train().verify().unwrap();
+    let mut read = 0;
+    parts.train().verify_with(&AtomicBool::new(false), &mut |bytes| read += bytes).unwrap();
+    assert_eq!(read, parts.train().payload_bytes());
+    let stopped = parts.train().verify_with(&AtomicBool::new(true), &mut |_| panic!("nothing is read"));
+    assert!(matches!(stopped, Err(DataError::Interrupted)));
 }
 
 #[test]
@@ -92,6 +99,30 @@ fn interrupted_anywhere_and_repeated_it_gives_the_same_bytes() {
         }
         assert!(outputs(&spec, &out, &options(3)) == whole);
     }
+}
+
+#[test]
+fn asked_to_stop_it_stops_and_repeated_it_gives_the_same_bytes() {
+    let (case, spec) = case();
+    let spec = PrepareSpec { tokenizer: tokenizer(), ..spec };
+    let whole = outputs(&spec, &case.path("whole"), &options(2));
+    let out = case.path("out");
+    let stop = AtomicBool::new(true);
+    let stoppable = PrepareOptions { stop: &stop, ..options(2) };
+    let mut reached = 0;
+    // Each attempt finishes another part or two before it is stopped.
+    for share in [0, 30, 60, 90] {
+        let error = prepare_with(&spec, &out, &stoppable, &mut |at| {
+            assert!(at.bytes_done == 0 || !stop.load(Ordering::SeqCst), "nothing is done after the request");
+            reached = at.bytes_done;
+            stop.store(at.bytes_done * 100 > at.bytes_total * share, Ordering::SeqCst);
+        });
+        assert!(matches!(error, Err(DataError::Interrupted)), "{share}: {error:?}");
+        assert!(!out.join("data.json").exists());
+        stop.store(false, Ordering::SeqCst);
+    }
+    assert!(out.join(".partial/part-0.json").exists() && reached > 0);
+    assert!(outputs(&spec, &out, &stoppable) == whole);
 }
 
 #[test]

@@ -103,14 +103,14 @@ struct Size {
 fn sizes(op: &Op) -> Vec<Size> {
     let size = |batch, seq, head_dim| Size { batch, seq, head_dim };
     let mut sizes = vec![size(1, 60, 20), size(3, 60, 20)];
-    if matches!(op, Op::Attention | Op::AttentionGrad) {
+    if matches!(op, Op::Attention { .. } | Op::AttentionGrad { .. }) {
         sizes.extend([size(1, 300, 20), size(1, 140, 150)]);
     }
     sizes
 }
 
 /// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 33] {
+pub fn ops() -> [Op; 37] {
     let rows = Rows { first: 7, count: 23, ranks: 1 };
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
     [
@@ -124,11 +124,15 @@ pub fn ops() -> [Op; 33] {
         Op::RmsNormGrad,
         Op::AddRmsNormGrad,
         Op::RmsNormGradWeight,
-        Op::Rope { inverse: false },
-        Op::Rope { inverse: true },
+        Op::Rope { inverse: false, documents: false },
+        Op::Rope { inverse: true, documents: false },
+        Op::Rope { inverse: false, documents: true },
+        Op::Rope { inverse: true, documents: true },
         Op::RopeAt,
-        Op::Attention,
-        Op::AttentionGrad,
+        Op::Attention { documents: false },
+        Op::Attention { documents: true },
+        Op::AttentionGrad { documents: false },
+        Op::AttentionGrad { documents: true },
         Op::CachedAttention,
         Op::LastPosition,
         Op::SwiGlu,
@@ -161,6 +165,9 @@ enum Draw {
     Below(u32),
     /// Whole numbers from the first to the second.
     Between(u32, u32),
+    /// Where the document of each position starts: documents of one position up to most of the sequence, one that starts
+    /// at the last position, and here and there a start after its position.
+    Starts,
     /// Scalars of a step.
     Scalars,
     /// Statistics of a step.
@@ -203,7 +210,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let number = || TensorType::new(DType::U32, [b.clone()]);
     let sum = || TensorType::new(DType::Fixed64, [Dim::new(Axis::Scalar, 4)]);
     let statistics = |rows| t(&[Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)]);
-    use Draw::{Below, Between, Normal, Of, Positive, Scalars, Stats};
+    use Draw::{Below, Between, Normal, Of, Positive, Scalars, Starts, Stats};
     let inputs = match op {
         Op::Embedding => vec![(ids(), Below(50)), (t(&[v, d]), Normal)],
         Op::EmbeddingGrad { .. } => vec![(act(d), Normal), (ids(), Below(50))],
@@ -223,10 +230,12 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             (act(d), Normal),
         ],
         Op::RmsNormGradWeight => vec![(act(d.clone()), Normal), (act(d), Normal), (row(), Positive)],
-        Op::Rope { .. } => vec![(qkv(), Normal), (table(), Normal)],
+        Op::Rope { documents: false, .. } => vec![(qkv(), Normal), (table(), Normal)],
+        Op::Rope { documents: true, .. } => vec![(qkv(), Normal), (table(), Normal), (ids(), Starts)],
         // Some positions leave the table.
         Op::RopeAt => vec![(qkv(), Normal), (table(), Normal), (number(), Between(0, 20))],
-        Op::Attention => vec![(qkv(), Normal)],
+        Op::Attention { documents: false } => vec![(qkv(), Normal)],
+        Op::Attention { documents: true } => vec![(qkv(), Normal), (ids(), Starts)],
         // New positions on both sides of a border between tiles, and fewer than there is room for.
         Op::CachedAttention => vec![
             (qkv(), Normal),
@@ -235,11 +244,18 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             (number(), Between(49, 60)),
         ],
         Op::LastPosition => vec![(act(d), Normal), (number(), Between(1, 60))],
-        Op::AttentionGrad => vec![
+        Op::AttentionGrad { documents: false } => vec![
             (heads(), Normal),
             (qkv(), Normal),
-            (heads(), Of(Op::Attention, 0, &[1])),
-            (t(&[b, Dim::new(Axis::Heads, 6), s]), Of(Op::Attention, 1, &[1])),
+            (heads(), Of(Op::Attention { documents: false }, 0, &[1])),
+            (t(&[b, Dim::new(Axis::Heads, 6), s]), Of(Op::Attention { documents: false }, 1, &[1])),
+        ],
+        Op::AttentionGrad { documents: true } => vec![
+            (heads(), Normal),
+            (qkv(), Normal),
+            (heads(), Of(Op::Attention { documents: true }, 0, &[1, 4])),
+            (t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone()]), Of(Op::Attention { documents: true }, 1, &[1, 4])),
+            (ids(), Starts),
         ],
         Op::SwiGlu => vec![(gate_up(), Normal)],
         Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
@@ -327,6 +343,7 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
                 let range = u64::from(high - low + 1);
                 (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % range + u64::from(*low)) as f64).collect()
             }
+            Draw::Starts => starts(ty, key),
             Draw::Scalars => {
                 let s = StepScalars { lr: 0.01, inverse_count: 0.125, clip: 0.5, bias1: 0.19, bias2: 0.0975 };
                 s.to_array().map(f64::from).to_vec()
@@ -342,6 +359,21 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
         drawn[i] = decode(ty.dtype, &encode(ty.dtype, &data));
     }
     drawn
+}
+
+/// Documents of one position, of some, and one over the border between tiles of 128 positions.
+fn starts(ty: &TensorType, key: u64) -> Vec<f64> {
+    let seq = ty.dims[1].size();
+    let mut start = 0;
+    let at = |row: usize| {
+        let (position, bits) = (row % seq, counter::bits(key, row as u64));
+        let long = (100..190).contains(&position);
+        if position == 0 || position + 1 == seq || (!long && bits.is_multiple_of(20)) || position == 18 {
+            start = position;
+        }
+        if bits % 50 == 7 { f64::from(u32::MAX) } else { start as f64 }
+    };
+    (0..ty.elements()).map(at).collect()
 }
 
 fn evaluate(op: Op, types: &[TensorType], inputs: &[Vec<f64>]) -> Vec<Vec<f64>> {

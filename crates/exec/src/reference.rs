@@ -64,13 +64,16 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let term = |row: usize, i: usize| x[0][row * d + i] * x[1][row * d + i] * x[2][row];
             vec![(0..d).map(|i| (0..rows).map(|row| term(row, i)).sum()).collect()]
         }
-        Op::Rope { inverse } => {
-            let positions: Vec<usize> = (0..rows).map(|row| row % dims.size('s')).collect();
+        Op::Rope { inverse, documents } => {
+            let starts = starts(&dims, documents.then(|| x[2]));
+            let positions: Vec<usize> = (0..rows).map(|row| row % dims.size('s') - starts[row]).collect();
             vec![rope(&dims, x[0], x[1], &positions, if inverse { -1.0 } else { 1.0 })]
         }
         Op::RopeAt => vec![rope(&dims, x[0], x[1], &generation::rows_from(&dims, x[2]), 1.0)],
-        Op::Attention => attention(&dims, x[0]).into(),
-        Op::AttentionGrad => vec![attention_grad(&dims, x[0], x[1])],
+        Op::Attention { documents } => attention(&dims, x[0], &starts(&dims, documents.then(|| x[1]))).into(),
+        Op::AttentionGrad { documents } => {
+            vec![attention_grad(&dims, x[0], x[1], &starts(&dims, documents.then(|| x[4])))]
+        }
         Op::CachedAttention => generation::cached_attention(&dims, x[0], x[1], x[2], x[3]).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::SwiGlu => {
@@ -196,6 +199,12 @@ fn norm_grad(dy: &[f64], x: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
     (0..x.len()).map(element).collect()
 }
 
+/// Where the document of every row starts: given, or 0; a start after its row counts as the row.
+fn starts(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
+    let seq = dims.size('s');
+    (0..dims.size('b') * seq).map(|row| given.map_or(0, |starts| (starts[row] as usize).min(row % seq))).collect()
+}
+
 fn rope(dims: &Dims, qkv: &[f64], table: &[f64], positions: &[usize], sign: f64) -> Vec<f64> {
     let (e, width) = (dims.size('e'), dims.size('p'));
     let rotated = (dims.size('q') + dims.size('u')) * e;
@@ -246,17 +255,17 @@ impl Heads {
         ((b * self.seq + s) * self.heads + h) * self.e + i
     }
 
-    /// Weights of the keys 0 ..= s, and the log-sum-exp of their scores.
-    fn weights(&self, qkv: &[f64], b: usize, s: usize, h: usize) -> (Vec<f64>, f64) {
+    /// Weights of the keys from ..= s, and the log-sum-exp of their scores.
+    fn weights(&self, qkv: &[f64], b: usize, from: usize, s: usize, h: usize) -> (Vec<f64>, f64) {
         let dot =
             |t: usize| (0..self.e).map(|i| qkv[self.at(b, s, h, i)] * qkv[self.at(b, t, self.key(h), i)]).sum::<f64>();
-        let scores: Vec<f64> = (0..=s).map(|t| dot(t) / (self.e as f64).sqrt()).collect();
+        let scores: Vec<f64> = (from..=s).map(|t| dot(t) / (self.e as f64).sqrt()).collect();
         let lse = log_sum_exp(&scores);
         (scores.iter().map(|x| (x - lse).exp()).collect(), lse)
     }
 }
 
-fn attention(dims: &Dims, qkv: &[f64]) -> [Vec<f64>; 2] {
+fn attention(dims: &Dims, qkv: &[f64], starts: &[usize]) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let batch = dims.size('b');
     let mut o = vec![0.0; batch * g.seq * g.heads * g.e];
@@ -264,10 +273,11 @@ fn attention(dims: &Dims, qkv: &[f64]) -> [Vec<f64>; 2] {
     for b in 0..batch {
         for h in 0..g.heads {
             for s in 0..g.seq {
-                let (p, row_lse) = g.weights(qkv, b, s, h);
+                let from = starts[b * g.seq + s];
+                let (p, row_lse) = g.weights(qkv, b, from, s, h);
                 lse[(b * g.heads + h) * g.seq + s] = row_lse;
                 for i in 0..g.e {
-                    o[g.out(b, s, h, i)] = (0..=s).map(|t| p[t] * qkv[g.at(b, t, g.value(h), i)]).sum();
+                    o[g.out(b, s, h, i)] = (from..=s).map(|t| p[t - from] * qkv[g.at(b, t, g.value(h), i)]).sum();
                 }
             }
         }
@@ -275,22 +285,24 @@ fn attention(dims: &Dims, qkv: &[f64]) -> [Vec<f64>; 2] {
     [o, lse]
 }
 
-fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64]) -> Vec<f64> {
+fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], starts: &[usize]) -> Vec<f64> {
     let g = Heads::of(dims);
     let scale = 1.0 / (g.e as f64).sqrt();
     let mut dqkv = vec![0.0; qkv.len()];
     for b in 0..dims.size('b') {
         for h in 0..g.heads {
             for s in 0..g.seq {
-                let (p, _) = g.weights(qkv, b, s, h);
+                let from = starts[b * g.seq + s];
+                let (p, _) = g.weights(qkv, b, from, s, h);
                 let dp =
                     |t: usize| (0..g.e).map(|i| dout[g.out(b, s, h, i)] * qkv[g.at(b, t, g.value(h), i)]).sum::<f64>();
-                let dp: Vec<f64> = (0..=s).map(dp).collect();
+                let dp: Vec<f64> = (from..=s).map(dp).collect();
                 let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
-                for t in 0..=s {
-                    let ds = p[t] * (dp[t] - mean) * scale;
+                for t in from..=s {
+                    let p = p[t - from];
+                    let ds = p * (dp[t - from] - mean) * scale;
                     for i in 0..g.e {
-                        dqkv[g.at(b, t, g.value(h), i)] += p[t] * dout[g.out(b, s, h, i)];
+                        dqkv[g.at(b, t, g.value(h), i)] += p * dout[g.out(b, s, h, i)];
                         dqkv[g.at(b, s, h, i)] += ds * qkv[g.at(b, t, g.key(h), i)];
                         dqkv[g.at(b, t, g.key(h), i)] += ds * qkv[g.at(b, s, h, i)];
                     }

@@ -15,6 +15,8 @@ pub enum Form {
         seq: usize,
         /// Positions that the rotary table holds, at least `seq`.
         context: usize,
+        /// Whether attention and positions keep to the document that a token is from; an input says where each starts.
+        documents: bool,
     },
     /// The logits after some new tokens, where the keys and values of all tokens before them are in a cache.
     NextToken {
@@ -31,7 +33,7 @@ impl Form {
     /// Sequences, tokens of each, and positions of the rotary table.
     pub(crate) fn extents(self) -> (usize, usize, usize) {
         match self {
-            Form::Loss { batch, seq, context } => (batch, seq, context),
+            Form::Loss { batch, seq, context, .. } => (batch, seq, context),
             Form::NextToken { batch, positions, context } => (batch, positions, context),
         }
     }
@@ -41,6 +43,8 @@ impl Form {
 pub(crate) enum Side {
     Loss {
         targets: ValueId,
+        /// Where the document of each position starts, if that matters.
+        starts: Option<ValueId>,
     },
     NextToken {
         start: ValueId,
@@ -57,8 +61,10 @@ impl Side {
         let batch = |n| Dim::new(Axis::Batch, n);
         let seq = |n| Dim::new(Axis::Seq, n);
         match form {
-            Form::Loss { batch: b, seq: s, .. } => {
-                Side::Loss { targets: g.input(names::TARGETS, TensorType::new(DType::U32, [batch(b), seq(s)])) }
+            Form::Loss { batch: b, seq: s, documents, .. } => {
+                let mut numbers = |name| g.input(name, TensorType::new(DType::U32, [batch(b), seq(s)]));
+                let targets = numbers(names::TARGETS);
+                Side::Loss { targets, starts: documents.then(|| numbers(names::DOCUMENT_STARTS)) }
             }
             Form::NextToken { batch: b, positions, context } => {
                 let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
@@ -78,9 +84,12 @@ impl Side {
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         match self {
-            Side::Loss { .. } => {
-                let qkv = g.op(Op::Rope { inverse: false }, &[qkv, angles], &at("rotated"))?[0];
-                Ok(g.op(Op::Attention, &[qkv], &at("o"))?[0])
+            Side::Loss { starts, .. } => {
+                let documents = starts.is_some();
+                let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(*starts).collect();
+                let qkv = g.op(Op::Rope { inverse: false, documents }, &inputs, &at("rotated"))?[0];
+                let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
+                Ok(g.op(Op::Attention { documents }, &inputs, &at("o"))?[0])
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
                 let qkv = g.op(Op::RopeAt, &[qkv, angles, *start], &at("rotated"))?[0];
@@ -104,7 +113,7 @@ impl Side {
     /// Makes the graph yield what the form asks for.
     pub(crate) fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
         let output = match self {
-            Side::Loss { targets } => g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0],
+            Side::Loss { targets, .. } => g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0],
             Side::NextToken { .. } => logits,
         };
         g.outputs.push(output);

@@ -18,6 +18,8 @@ pub mod names {
     pub const TOKENS: &str = "tokens";
     /// Input: the token that follows each position.
     pub const TARGETS: &str = "targets";
+    /// Input of models that keep documents apart: where in its sequence the document of each position starts.
+    pub const DOCUMENT_STARTS: &str = "document_starts";
     /// Output: sum of the token losses of each sequence.
     pub const LOSS: &str = "loss";
     /// Input of generation: how many tokens of each sequence are in the cache.
@@ -30,7 +32,7 @@ pub mod names {
 
 /// The forward graph of a model over one micro-batch of `batch` sequences of `seq` tokens: its loss.
 pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, TypeError> {
-    build_form(model, Form::Loss { batch, seq, context: seq })
+    build_form(model, Form::Loss { batch, seq, context: seq, documents: false })
 }
 
 /// The forward graph of a model in any form.

@@ -178,6 +178,16 @@ fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
                 let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
                 session.executor().write(name, m, &bytes)?;
             }
+            if config.data.document_mask {
+                let seq = config.train.seq;
+                let start = |i: usize| {
+                    // Documents of another length in every sequence.
+                    let length = 3 + (m * positions + i) / seq % 5;
+                    (i % seq / length * length) as u32
+                };
+                let bytes: Vec<u8> = (0..positions).flat_map(|i| start(i).to_le_bytes()).collect();
+                session.executor().write(names::DOCUMENT_STARTS, m, &bytes)?;
+            }
         }
         let o = &config.optimizer;
         let bias = |beta: f64| (1.0 - beta.powi(step as i32 + 1)) as f32;

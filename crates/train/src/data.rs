@@ -8,6 +8,7 @@ use lockstep_data::{
     prepare_with,
 };
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 /// The prepared corpora of a run, in the order of the config.
 #[derive(Debug)]
@@ -44,22 +45,24 @@ pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
 
 /// Prepares the data of a run before it starts, in `out` or where the run will look for them. Gives the folder too.
 ///
-/// A run directory is locked meanwhile, and a run that has checkpoints keeps its data.
+/// A run directory is locked meanwhile, and a run that has checkpoints keeps its data. `stop` ends it with
+/// [`DataError::Interrupted`].
 pub fn prepare_data(
     config: &Config,
     run_dir: &Path,
     out: Option<&Path>,
+    stop: &AtomicBool,
     progress: &mut dyn FnMut(&str, Progress),
 ) -> Result<(RunData, PathBuf), TrainError> {
     let folder = out.map_or_else(|| data_folder(config, run_dir), Path::to_owned);
     if out.is_some() || config.prepared_dir().is_some() {
-        return Ok((RunData::prepare(config, &folder, Existing::Refresh, progress)?, folder));
+        return Ok((RunData::prepare(config, &folder, Existing::Refresh, stop, progress)?, folder));
     }
     config.require_data()?;
     let dir = RunDir::open(run_dir)?;
     let started = list(&dir.checkpoints()).is_ok_and(|found| !found.is_empty());
     let existing = if started { Existing::Keep } else { Existing::Refresh };
-    Ok((RunData::prepare(config, &folder, existing, progress)?, folder))
+    Ok((RunData::prepare(config, &folder, existing, stop, progress)?, folder))
 }
 
 /// What is to be prepared for one corpus, and where.
@@ -74,11 +77,12 @@ impl RunData {
     /// Opens the corpora under `folder`, preparing those that are not there.
     ///
     /// `data.paths` are prepared in the folder itself, each of `data.corpora` in a folder of its own inside. Progress
-    /// comes with the name of the corpus.
+    /// comes with the name of the corpus. `stop` ends it with [`DataError::Interrupted`].
     pub fn prepare(
         config: &Config,
         folder: &Path,
         existing: Existing,
+        stop: &AtomicBool,
         progress: &mut dyn FnMut(&str, Progress),
     ) -> Result<Self, TrainError> {
         config.require_data()?;
@@ -91,7 +95,7 @@ impl RunData {
         let tokenizer = tokenizer_spec(config)?;
         // Before an hour of work, not after it.
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
-        let mut options = PrepareOptions::default();
+        let mut options = PrepareOptions { stop, ..PrepareOptions::default() };
         if config.train.threads > 0 {
             options.threads = config.train.threads;
         }
@@ -100,7 +104,7 @@ impl RunData {
         for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
             let found = match Prepared::open(&folder)? {
                 Some(data) if shared && *data.spec() != spec => return Err(TrainError::SharedData { dir: folder }),
-                Some(data) if existing == Existing::Refresh => is_current(&spec, &data)?.then_some(data),
+                Some(data) if existing == Existing::Refresh => is_current(&spec, &data, stop)?.then_some(data),
                 found => found.filter(|data| *data.spec() == spec),
             };
             let data = match found {
@@ -141,16 +145,31 @@ impl RunData {
     }
 
     /// Refuses data that were prepared from other paths or in another way than the config says now, and data that are not
-    /// what was prepared: every token is read once.
-    pub fn refuse_changes(&self, config: &Config, folder: &Path) -> Result<(), TrainError> {
+    /// what was prepared: every token is read once. `progress` hears of the bytes done and of all; `stop` ends it with
+    /// [`DataError::Interrupted`].
+    pub fn refuse_changes(
+        &self,
+        config: &Config,
+        folder: &Path,
+        stop: &AtomicBool,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), TrainError> {
         // The data keep their tokenizer; the file that it came from may be gone.
         for (corpus, wanted) in self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes)) {
             let (ours, theirs) = (settings(&wanted.spec), settings(corpus.data.spec()));
             if ours != theirs {
                 return Err(TrainError::OtherData { dir: wanted.folder, before: theirs, now: ours });
             }
-            corpus.data.train().verify()?;
-            corpus.data.validation().map_or(Ok(()), |tokens| tokens.verify())?;
+        }
+        let streams =
+            || self.corpora.iter().flat_map(|c| [Some(c.data.train()), c.data.validation()].into_iter().flatten());
+        let total = streams().map(|tokens| tokens.payload_bytes()).sum();
+        let mut done = 0;
+        for tokens in streams() {
+            tokens.verify_with(stop, &mut |bytes| {
+                done += bytes;
+                progress(done, total);
+            })?;
         }
         Ok(())
     }
@@ -189,10 +208,9 @@ impl RunData {
         }
     }
 
-    /// The held-out samples in the mixture of training, and how many there are before one repeats. Corpora whose
-    /// held-out tokens are less than a sequence are left out, with a warning each.
-    pub fn held_out(&self, config: &Config, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, u64)> {
-        let seq = config.train.seq;
+    /// The held-out samples of `seq` tokens in the mixture of training, and the names of the corpora that they are from.
+    /// Corpora whose held-out tokens are less than a sequence are left out, with a warning each.
+    pub fn held_out(&self, seq: usize, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, Vec<String>)> {
         let mut corpora = Vec::new();
         for RunCorpus { name, weight, data } in &self.corpora {
             let Some(tokens) = data.validation() else { continue };
@@ -204,9 +222,9 @@ impl RunData {
             let tokens = tokens.len();
             warn(&format!("the held-out text{of} has {tokens} tokens, not one sequence of {seq}: no validation{of}"));
         }
+        let names = corpora.iter().map(|corpus| corpus.name.clone()).collect();
         let sampler = Sampler::mixed_in_order(corpora, seq).ok()?;
-        let samples = sampler.samples_before_repeat();
-        (samples > 0).then_some((sampler, samples))
+        (sampler.samples_before_repeat() > 0).then_some((sampler, names))
     }
 
     fn vocabulary(&self) -> u32 {

@@ -226,6 +226,9 @@ impl TrainError {
 
     /// Whether the request was wrong, rather than the run.
     pub fn is_request(&self) -> bool {
+        if let TrainError::Data(DataError::Interrupted) = self {
+            return false;
+        }
         matches!(
             self,
             TrainError::Config(_)

@@ -1,12 +1,12 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
-use crate::feed::Feed;
+use crate::feed::{Feed, Scored, Sequences, Stretch};
 use crate::plan::forward_context;
 use crate::state::{self, Weights};
-use crate::{Tokenizer, TrainError, Trained, data};
+use crate::{RunData, Tokenizer, TrainError, Trained, data};
 use lockstep_compile::{CompileError, compile_forward};
 use lockstep_config::Config;
-use lockstep_data::{PrepareSpec, Prepared, Progress, Sampler, TokenStream, prepare};
+use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, prepare};
 use lockstep_exec::cpu::CpuExecutor;
 use lockstep_ir::StepProgram;
 use lockstep_model::{Form, build_form};
@@ -26,27 +26,72 @@ pub enum Text {
 }
 
 /// How a model does on a text.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Evaluation {
+    /// On the whole text.
+    #[serde(flatten)]
+    pub score: Score,
+    /// Most tokens that a prediction has seen.
+    pub seq: usize,
+    /// On each of `data.corpora`, where the run has them and its own validation was asked for.
+    pub corpora: Vec<CorpusEvaluation>,
+    /// Bytes allocated.
+    pub arena_bytes: u64,
+}
+
+/// How a model does on one of several corpora.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CorpusEvaluation {
+    /// The corpus.
+    pub name: String,
+    /// On its text.
+    #[serde(flatten)]
+    pub score: Score,
+}
+
+/// Loss in three units.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Score {
     /// Tokens that were predicted.
     pub tokens: u64,
     /// Bytes of text that they stand for.
     pub bytes: u64,
-    /// Most tokens that a prediction has seen.
-    pub seq: usize,
     /// Mean loss per token, in nats.
     pub loss: f64,
     /// Its exponential.
     pub perplexity: f64,
     /// Loss of the whole text in bits, per byte.
     pub bits_per_byte: f64,
-    /// Bytes allocated.
-    pub arena_bytes: u64,
+}
+
+/// A score that grows.
+#[derive(Clone, Copy, Default)]
+struct Sum {
+    tokens: u64,
+    bytes: u64,
+    loss: f64,
+}
+
+impl Sum {
+    fn add(&mut self, tokens: u64, bytes: u64, loss: f64) {
+        self.tokens += tokens;
+        self.bytes += bytes;
+        self.loss += loss;
+    }
+
+    fn score(self) -> Score {
+        let Sum { tokens, bytes, loss: sum } = self;
+        let loss = sum / tokens as f64;
+        let bits_per_byte = sum / std::f64::consts::LN_2 / bytes as f64;
+        Score { tokens, bytes, loss, perplexity: loss.exp(), bits_per_byte }
+    }
 }
 
 /// How far an evaluation has come.
 #[derive(Clone, Copy, Debug)]
-pub enum EvaluateProgress {
+pub enum EvaluateProgress<'a> {
+    /// Something is left out.
+    Warning(&'a str),
     /// Text is being packed.
     Preparing(Progress),
     /// Tokens are being predicted.
@@ -63,19 +108,15 @@ pub fn evaluate(
     trained: &Trained,
     text: &Text,
     seq: Option<usize>,
-    show: &mut dyn FnMut(EvaluateProgress),
+    show: &mut dyn FnMut(EvaluateProgress<'_>),
 ) -> Result<Evaluation, TrainError> {
     let config = &trained.config;
     let tokenizer = Tokenizer::of(config)?;
     let seq = seq.unwrap_or(config.train.seq).max(1);
     // Removed when this function returns; an open shard stays readable.
     let folder = tempfile::tempdir().map_err(|e| TrainError::io("create", &std::env::temp_dir(), e))?;
-    let (shard, cut) = match text {
-        Text::Validation => {
-            let shard = held_out(trained)?;
-            let sequences = Sampler::in_order(shard.clone(), seq)?.sequences();
-            (shard, Cut { sequences: sequences.min(config.train.validation_sequences as u64), rest: 0 })
-        }
+    let material = match text {
+        Text::Validation => Material::held_out(trained, seq, &mut |text| show(EvaluateProgress::Warning(text)))?,
         Text::Paths(paths) => {
             let extensions = config.data.extensions.clone();
             let spec = PrepareSpec {
@@ -87,31 +128,75 @@ pub fn evaluate(
                 seed: 0,
             };
             let prepared = prepare(&spec, folder.path(), &mut |p| show(EvaluateProgress::Preparing(p)))?;
-            let shard = prepared.train().clone();
-            // A document has a byte and a separator at least, so there is something to predict.
-            let targets = shard.len() - 1;
-            (shard, Cut { sequences: targets / seq as u64, rest: (targets % seq as u64) as usize })
+            Material::Text(prepared.train().clone())
         }
     };
+    let cut = material.cut(config, seq);
     let total = cut.sequences * seq as u64 + cut.rest as u64;
-    let (mut done, mut bytes) = (0, 0);
-    let mut counted = |targets: &[u32]| {
-        done += targets.len() as u64;
-        bytes += tokenizer.byte_count(targets);
-        show(EvaluateProgress::Evaluating { done, total });
+    let mut all = Sum::default();
+    let mut corpora = vec![Sum::default(); material.names().len()];
+    let mut scored = |Scored { index, loss, targets }: Scored<'_>| {
+        let (tokens, bytes) = (targets.len() as u64, tokenizer.byte_count(targets));
+        all.add(tokens, bytes, loss);
+        if let Material::HeldOut { samples, .. } = &material {
+            corpora[samples.locate(index).corpus].add(tokens, bytes, loss);
+        }
+        show(EvaluateProgress::Evaluating { done: all.tokens, total });
     };
     let mut model = Model::load(trained, seq, cut)?;
-    let sum = model.sum(&shard, cut, &mut counted)?;
-    let loss = sum / total as f64;
-    Ok(Evaluation {
-        tokens: total,
-        bytes,
-        seq,
-        loss,
-        perplexity: loss.exp(),
-        bits_per_byte: sum / std::f64::consts::LN_2 / bytes as f64,
-        arena_bytes: lockstep_exec::Executor::arena_bytes(&model.executor),
-    })
+    model.score(&material, cut, &mut scored)?;
+    let named = material.names().iter().zip(corpora).filter(|(name, sum)| !name.is_empty() && sum.tokens > 0);
+    let corpora = named.map(|(name, sum)| CorpusEvaluation { name: name.clone(), score: sum.score() }).collect();
+    let arena_bytes = lockstep_exec::Executor::arena_bytes(&model.executor);
+    Ok(Evaluation { score: all.score(), seq, corpora, arena_bytes })
+}
+
+/// What a model is evaluated on.
+enum Material {
+    /// All of a text.
+    Text(Arc<TokenStream>),
+    /// Held-out samples, how many of them there are, and the names of their corpora.
+    HeldOut { samples: Sampler, count: u64, names: Vec<String> },
+}
+
+impl Material {
+    /// The held-out text of the run that a checkpoint belongs to.
+    fn held_out(trained: &Trained, seq: usize, warn: &mut dyn FnMut(&str)) -> Result<Self, TrainError> {
+        let missing = || TrainError::NoHeldOut { dir: trained.data.clone() };
+        let data = RunData::open(&trained.config, &trained.data)?.ok_or_else(missing)?;
+        if trained.checkpoint.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
+            return Err(TrainError::DataChanged { dir: trained.data.clone() });
+        }
+        if let Some((samples, names)) = data.held_out(seq, warn) {
+            let count = samples.samples_before_repeat();
+            return Ok(Material::HeldOut { samples, count, names });
+        }
+        match data.corpora().iter().find_map(|corpus| corpus.data.validation()) {
+            // Too short for one sequence: this says how short.
+            Some(tokens) => Err(Sampler::in_order(tokens.clone(), seq).err().map_or_else(missing, TrainError::Data)),
+            None => Err(missing()),
+        }
+    }
+
+    fn cut(&self, config: &Config, seq: usize) -> Cut {
+        match self {
+            Material::HeldOut { count, .. } => {
+                Cut { sequences: (*count).min(config.train.validation_sequences as u64), rest: 0 }
+            }
+            Material::Text(tokens) => {
+                // A document has a byte and a separator at least, so there is something to predict.
+                let targets = tokens.len() - 1;
+                Cut { sequences: targets / seq as u64, rest: (targets % seq as u64) as usize }
+            }
+        }
+    }
+
+    fn names(&self) -> &[String] {
+        match self {
+            Material::Text(_) => &[],
+            Material::HeldOut { names, .. } => names,
+        }
+    }
 }
 
 /// Whole sequences, and the tokens left over behind them.
@@ -135,7 +220,7 @@ impl Model {
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
         let mut executor = CpuExecutor::load(program.clone(), threads)?;
         state::load(&program.tensors, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
-        let feed = |entry, batch, seq| Feed::new(Some(entry), batch, seq);
+        let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq);
         Ok(Self {
             executor,
             whole: (cut.sequences > 0).then(|| feed(StepProgram::EVALUATE, batch, seq)),
@@ -143,30 +228,23 @@ impl Model {
         })
     }
 
-    /// The sum of all token losses.
-    fn sum(&mut self, shard: &TokenStream, cut: Cut, counted: &mut dyn FnMut(&[u32])) -> Result<f64, TrainError> {
-        let copy = |at: u64, tokens: &mut [u32], targets: &mut [u32]| {
-            shard.copy(at, tokens);
-            shard.copy(at + 1, targets);
-        };
+    /// Scores every sequence.
+    fn score(&mut self, material: &Material, cut: Cut, scored: &mut dyn FnMut(Scored<'_>)) -> Result<(), TrainError> {
         // An interrupt ends the process at once: nothing is lost.
         let never = AtomicBool::new(false);
-        let mut sum = 0.0;
-        let mut end = 0;
+        let executor = &mut self.executor;
         if let Some(feed) = &mut self.whole {
-            let seq = feed.seq() as u64;
-            let fill = |n: u64, x: &mut [u32], y: &mut [u32]| copy(n * seq, x, y);
-            sum = feed
-                .evaluate(&mut self.executor, StepProgram::EVALUATE, cut.sequences, fill, &never, counted)?
-                .unwrap_or(0.0);
-            end = cut.sequences * seq;
+            let whole: &dyn Sequences = match material {
+                Material::HeldOut { samples, .. } => samples,
+                Material::Text(tokens) => &Stretch { tokens, from: 0 },
+            };
+            feed.evaluate(executor, StepProgram::EVALUATE, cut.sequences, whole, &never, scored)?;
         }
-        if let Some(feed) = &mut self.rest {
-            let fill = |_: u64, x: &mut [u32], y: &mut [u32]| copy(end, x, y);
-            sum +=
-                feed.evaluate(&mut self.executor, StepProgram::EVALUATE_REST, 1, fill, &never, counted)?.unwrap_or(0.0);
+        if let (Some(feed), Material::Text(tokens)) = (&mut self.rest, material) {
+            let rest = Stretch { tokens, from: tokens.len() - 1 - cut.rest as u64 };
+            feed.evaluate(executor, StepProgram::EVALUATE_REST, 1, &rest, &never, scored)?;
         }
-        Ok(sum)
+        Ok(())
     }
 }
 
@@ -178,7 +256,8 @@ fn evaluation_program(
 ) -> Result<(StepProgram, usize), TrainError> {
     let (context, threads) = forward_context(config);
     let graph = |batch, tokens| {
-        build_form(&config.model, Form::Loss { batch, seq: tokens, context: seq }).map_err(CompileError::Type)
+        let form = Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask };
+        build_form(&config.model, form).map_err(CompileError::Type)
     };
     let mut entries = Vec::new();
     if cut.sequences > 0 {
@@ -188,14 +267,4 @@ fn evaluation_program(
         entries.push((StepProgram::EVALUATE_REST, graph(1, cut.rest)?));
     }
     Ok((compile_forward(&entries, &context)?, threads))
-}
-
-/// The held-out shard of the run that a checkpoint belongs to.
-fn held_out(trained: &Trained) -> Result<Arc<TokenStream>, TrainError> {
-    let missing = || TrainError::NoHeldOut { dir: trained.data.clone() };
-    let data = Prepared::open(&trained.data)?.ok_or_else(missing)?;
-    if trained.checkpoint.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
-        return Err(TrainError::DataChanged { dir: trained.data.clone() });
-    }
-    data.validation().cloned().ok_or_else(missing)
 }

@@ -33,6 +33,13 @@ pub struct StepMetrics {
 pub enum Event<'a> {
     /// Text is being packed.
     Preparing(lockstep_data::Progress),
+    /// Prepared data are being read to see that they are what was prepared.
+    Checking {
+        /// Bytes read.
+        done: u64,
+        /// Bytes in all.
+        total: u64,
+    },
     /// Something is off but the run goes on.
     Warning(&'a str),
     /// The program is loaded and the first step is next.

@@ -1,28 +1,81 @@
 //! Sequences into a program's inputs, losses out of it.
 
 use crate::TrainError;
+use lockstep_data::{Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
+use lockstep_ir::program::Tensor;
 use lockstep_model::names;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The tokens and targets of a micro-batch on their way to an executor.
+/// Where sequences come from, by their index.
+pub(crate) trait Sequences {
+    /// Writes a sequence's tokens, and as targets the token after each.
+    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]);
+
+    /// Writes, for each position of a sequence, where in the sequence its document starts.
+    fn document_starts(&self, index: u64, starts: &mut [u32]);
+}
+
+impl Sequences for Sampler {
+    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]) {
+        Sampler::fill(self, index, tokens, targets);
+    }
+
+    fn document_starts(&self, index: u64, starts: &mut [u32]) {
+        Sampler::document_starts(self, index, starts);
+    }
+}
+
+/// The sequences of a text one behind the other.
+pub(crate) struct Stretch<'a> {
+    pub(crate) tokens: &'a TokenStream,
+    /// The first token of the first.
+    pub(crate) from: u64,
+}
+
+impl Sequences for Stretch<'_> {
+    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]) {
+        let at = self.from + index * tokens.len() as u64;
+        self.tokens.copy(at, tokens);
+        self.tokens.copy(at + 1, targets);
+    }
+
+    fn document_starts(&self, index: u64, starts: &mut [u32]) {
+        self.tokens.document_starts(self.from + index * starts.len() as u64, starts);
+    }
+}
+
+/// A sequence that was evaluated.
+pub(crate) struct Scored<'a> {
+    /// Which.
+    pub(crate) index: u64,
+    /// The sum of its token losses.
+    pub(crate) loss: f64,
+    /// What was predicted.
+    pub(crate) targets: &'a [u32],
+}
+
+/// The tokens and targets of a micro-batch, and where documents start if the program asks, on their way to an executor.
 pub(crate) struct Feed {
-    names: [String; 3],
+    names: [String; 4],
     batch: usize,
     seq: usize,
     tokens: Vec<u32>,
     targets: Vec<u32>,
+    starts: Option<Vec<u32>>,
     bytes: Vec<u8>,
 }
 
 impl Feed {
     /// For micro-batches of `batch` sequences of `seq` tokens; `entry` where the program has inputs of its own for it.
-    pub(crate) fn new(entry: Option<&str>, batch: usize, seq: usize) -> Self {
+    pub(crate) fn new(tensors: &[Tensor], entry: Option<&str>, batch: usize, seq: usize) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
         let positions = batch * seq;
+        let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::LOSS].map(name);
         Self {
-            names: [names::TOKENS, names::TARGETS, names::LOSS].map(name),
+            starts: tensors.iter().any(|tensor| tensor.name == names[2]).then(|| vec![0; positions]),
+            names,
             batch,
             seq,
             tokens: vec![0; positions],
@@ -41,18 +94,25 @@ impl Feed {
         self.seq
     }
 
-    /// Writes a micro-batch; `fill` gives the tokens and targets of its `b`-th sequence.
+    /// Writes a micro-batch: the sequences from `first` on, and the `last` one again where there are no more.
     pub(crate) fn load(
         &mut self,
         executor: &mut dyn Executor,
         micro_batch: usize,
-        fill: impl Fn(usize, &mut [u32], &mut [u32]),
+        data: &dyn Sequences,
+        first: u64,
+        last: u64,
     ) -> Result<(), TrainError> {
         for b in 0..self.batch {
             let range = b * self.seq..(b + 1) * self.seq;
-            fill(b, &mut self.tokens[range.clone()], &mut self.targets[range]);
+            let index = (first + b as u64).min(last);
+            data.fill(index, &mut self.tokens[range.clone()], &mut self.targets[range.clone()]);
+            if let Some(starts) = &mut self.starts {
+                data.document_starts(index, &mut starts[range]);
+            }
         }
-        for (name, ids) in self.names.iter().zip([&self.tokens, &self.targets]) {
+        for (name, ids) in self.names.iter().zip([Some(&self.tokens), Some(&self.targets), self.starts.as_ref()]) {
+            let Some(ids) = ids else { continue };
             self.bytes.clear();
             self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
             executor.write(name, micro_batch, &self.bytes)?;
@@ -60,44 +120,45 @@ impl Feed {
         Ok(())
     }
 
-    /// `sum` plus the losses of the first `count` sequences of a micro-batch that has run, in order.
-    pub(crate) fn add_losses(
+    /// Calls `add` with the loss of each sequence of a micro-batch that has run, in order.
+    pub(crate) fn losses(
         &self,
-        sum: f64,
         executor: &dyn Executor,
         micro_batch: usize,
-        count: usize,
-    ) -> Result<f64, TrainError> {
-        let bytes = executor.read(&self.names[2], micro_batch)?;
-        let losses = bytes.as_chunks().0.iter().take(count);
-        Ok(losses.fold(sum, |sum, b| sum + f64::from_le_bytes(*b)))
+        mut add: impl FnMut(usize, f64),
+    ) -> Result<(), TrainError> {
+        let bytes = executor.read(&self.names[3], micro_batch)?;
+        bytes.as_chunks().0.iter().enumerate().for_each(|(b, loss)| add(b, f64::from_le_bytes(*loss)));
+        Ok(())
     }
 
-    /// The sum of the token losses of `sequences` sequences, added in order; `None` if `stop` came before the last. `fill`
-    /// gives the n-th; `counted` is shown the targets of every micro-batch that has run.
+    /// Calls `scored` with every one of the first `sequences` sequences, in order; false if `stop` came before the last.
     pub(crate) fn evaluate(
         &mut self,
         executor: &mut dyn Executor,
         entry: &str,
         sequences: u64,
-        fill: impl Fn(u64, &mut [u32], &mut [u32]),
+        data: &dyn Sequences,
         stop: &AtomicBool,
-        counted: &mut dyn FnMut(&[u32]),
-    ) -> Result<Option<f64>, TrainError> {
-        let mut sum = 0.0;
+        scored: &mut dyn FnMut(Scored<'_>),
+    ) -> Result<bool, TrainError> {
         let mut first = 0;
         while first < sequences {
             if stop.load(Ordering::SeqCst) {
-                return Ok(None);
+                return Ok(false);
             }
             // The last micro-batch is filled up with copies of the last sequence, whose losses are not counted.
-            self.load(executor, 0, |b, x, y| fill((first + b as u64).min(sequences - 1), x, y))?;
+            self.load(executor, 0, data, first, sequences - 1)?;
             executor.run(entry)?;
-            let count = (sequences - first).min(self.batch as u64) as usize;
-            sum = self.add_losses(sum, executor, 0, count)?;
-            counted(&self.targets[..count * self.seq]);
-            first += count as u64;
+            let count = (sequences - first).min(self.batch as u64);
+            self.losses(executor, 0, |b, loss| {
+                if (b as u64) < count {
+                    let targets = &self.targets[b * self.seq..(b + 1) * self.seq];
+                    scored(Scored { index: first + b as u64, loss, targets });
+                }
+            })?;
+            first += count;
         }
-        Ok(Some(sum))
+        Ok(true)
     }
 }

@@ -27,7 +27,7 @@ mod trained;
 pub use compare::{Comparison, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use error::TrainError;
-pub use evaluate::{EvaluateProgress, Evaluation, Text, evaluate};
+pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use event::{Event, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use plan::{Plan, plan};

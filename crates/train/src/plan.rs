@@ -5,6 +5,7 @@ use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{DType, Graph, Layout, StepProgram};
+use lockstep_model::Form;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
 #[derive(Debug)]
@@ -80,8 +81,9 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (context, threads) = training_context(config);
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
-    let batch = config.train.micro_batch * context.layout.mesh.dp;
-    let forward = lockstep_model::build(&config.model, batch, config.train.seq).map_err(internal)?;
+    let (seq, documents) = (config.train.seq, config.data.document_mask);
+    let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
+    let forward = lockstep_model::build_form(&config.model, form).map_err(internal)?;
     let compiled = compile(&forward, &context)?;
     let mut step_flops = Flops::default();
     for program in &compiled.programs {

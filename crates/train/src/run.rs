@@ -6,7 +6,7 @@ use crate::session::Session;
 use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::Config;
-use lockstep_data::Sampler;
+use lockstep_data::{DataError, Sampler};
 use lockstep_exec::cpu;
 use lockstep_ir::StepScalars;
 use serde_json::json;
@@ -42,10 +42,29 @@ pub struct Outcome {
     pub sample: Option<Sample>,
 }
 
+impl Outcome {
+    /// Interrupted while data were prepared or checked: the run is where its last checkpoint left it.
+    fn before_the_first_step(options: &RunOptions) -> Self {
+        let last = match options.fresh {
+            true => None,
+            false => list(&options.dir.join("checkpoints")).unwrap_or_default().pop(),
+        };
+        Self {
+            step: last.as_ref().map_or(0, |(step, _)| *step),
+            finished: false,
+            first_val_loss: None,
+            last_val_loss: None,
+            checkpoint: last.map(|(_, path)| path),
+            sample: None,
+        }
+    }
+}
+
 /// Steps in a row whose gradients may be non-finite before the run gives up.
 const MOST_SKIPPED: u64 = 3;
 
-/// Trains, or resumes where the last call stopped. `stop` ends the run after the current step, with a checkpoint.
+/// Trains, or resumes where the last call stopped. `stop` ends the run after the current step, with a checkpoint; before
+/// the first one it ends what is under way, and the next call goes on with it.
 pub fn run(
     config: &Config,
     options: &RunOptions,
@@ -57,14 +76,16 @@ pub fn run(
     let plan = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
-    match start(config, &plan, dir, options.sample_tokens, show) {
-        Ok(run) => run.go(stop, show),
-        Err(error) => {
-            if let Some(aside) = aside {
-                aside.undo();
-            }
-            Err(error)
-        }
+    let error = match start(config, &plan, dir, options.sample_tokens, stop, show) {
+        Ok(run) => return run.go(stop, show),
+        Err(error) => error,
+    };
+    if let Some(aside) = aside {
+        aside.undo();
+    }
+    match error {
+        TrainError::Data(DataError::Interrupted) => Ok(Outcome::before_the_first_step(options)),
+        error => Err(error),
     }
 }
 
@@ -74,6 +95,7 @@ fn start<'a>(
     plan: &'a Plan,
     mut dir: RunDir,
     sample_tokens: usize,
+    stop: &AtomicBool,
     show: &mut dyn FnMut(Event),
 ) -> Result<Run<'a>, TrainError> {
     let found = latest(&dir.checkpoints())?;
@@ -85,8 +107,8 @@ fn start<'a>(
     let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
     let existing = if started { Existing::Keep } else { Existing::Refresh };
     let folder = data_folder(config, dir.path());
-    let data = RunData::prepare(config, &folder, existing, &mut |_, p| show(Event::Preparing(p)))?;
-    data.refuse_changes(config, &folder)?;
+    let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
+    data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
     let (mut step, mut checkpoint, mut pending) = (0, None, None);
@@ -107,8 +129,11 @@ fn start<'a>(
     dir.event("start", json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling }))?;
 
     let most = config.train.validation_sequences as u64;
-    let held_out = data.held_out(config, &mut |text| show(Event::Warning(text)));
-    let held_out = held_out.map(|(samples, count)| (samples, count.min(most)));
+    let held_out = data.held_out(config.train.seq, &mut |text| show(Event::Warning(text)));
+    let held_out = held_out.map(|(samples, _)| {
+        let count = samples.samples_before_repeat().min(most);
+        (samples, count)
+    });
     let finished = step >= config.train.steps;
     let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
     let data = data.fingerprint();

@@ -1,6 +1,6 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
-use crate::feed::Feed;
+use crate::feed::{Feed, Scored};
 use crate::rank_parts;
 use crate::state::{self, Weights};
 use crate::{Plan, TrainError};
@@ -57,10 +57,10 @@ impl Session {
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
         let batch = config.train.micro_batch * plan.layout.mesh.dp;
         let mut session = Self {
+            feed: Feed::new(&tensors, None, batch, config.train.seq),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
-            feed: Feed::new(None, batch, config.train.seq),
         };
         state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
         Ok(session)
@@ -118,7 +118,7 @@ impl Session {
     pub fn step(&mut self, data: &Sampler, first_sample: u64, scalars: StepScalars) -> Result<StepResult, TrainError> {
         for m in 0..self.micro_batches {
             let first = first_sample + (m * self.feed.batch()) as u64;
-            self.feed.load(self.executor.as_mut(), m, |b, x, y| data.fill(first + b as u64, x, y))?;
+            self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
         }
         self.run_step(scalars)
     }
@@ -131,7 +131,7 @@ impl Session {
         self.executor.run(StepProgram::TRAIN)?;
         let mut sum = 0.0;
         for m in 0..self.micro_batches {
-            sum = self.feed.add_losses(sum, self.executor.as_ref(), m, self.feed.batch())?;
+            self.feed.losses(self.executor.as_ref(), m, |_, loss| sum += loss)?;
         }
         let stats = self.executor.read(STATS, 0)?;
         let ([norm, factor], []) = stats.as_chunks() else {
@@ -144,9 +144,10 @@ impl Session {
 
     /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.
     pub fn evaluate(&mut self, data: &Sampler, sequences: u64, stop: &AtomicBool) -> Result<Option<f64>, TrainError> {
-        let fill = |n, tokens: &mut [u32], targets: &mut [u32]| data.fill(n, tokens, targets);
+        let mut sum = 0.0;
         let executor = self.executor.as_mut();
-        let sum = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, fill, stop, &mut |_| ())?;
-        Ok(sum.map(|sum| sum / (sequences * self.feed.seq() as u64) as f64))
+        let add = &mut |scored: Scored<'_>| sum += scored.loss;
+        let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
+        Ok(whole.then(|| sum / (sequences * self.feed.seq() as u64) as f64))
     }
 }

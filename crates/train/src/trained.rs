@@ -1,6 +1,6 @@
 //! A trained model on disk: a run directory or one checkpoint.
 
-use crate::TrainError;
+use crate::{TrainError, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::Config;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ impl Trained {
             let config = config_of(&checkpoint)?;
             // `RUN/checkpoints/step-…`, where nobody has moved it.
             let run = path.canonicalize().ok().and_then(|p| Some(p.parent()?.parent()?.to_owned()));
-            let data = run.unwrap_or_else(|| path.to_owned()).join("data");
+            let data = data_folder(&config, &run.unwrap_or_else(|| path.to_owned()));
             return Ok(Self { config, checkpoint, warnings: Vec::new(), data });
         }
         if !run_config.exists() && !path.join("checkpoints").exists() {
@@ -39,7 +39,8 @@ impl Trained {
             true => Config::load(&run_config, &[])?,
             false => config_of(&checkpoint)?,
         };
-        Ok(Self { config, checkpoint, warnings: found.warnings, data: path.join("data") })
+        let data = data_folder(&config, path);
+        Ok(Self { config, checkpoint, warnings: found.warnings, data })
     }
 }
 

@@ -86,17 +86,21 @@ fn graph_through(op: Op) -> Option<Graph> {
             let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
             b.loss(both)
         }
-        Op::Rope { inverse: false } => {
+        Op::Rope { inverse: false, documents } => {
             let x = b.activation("x", qkv());
             let table = TensorType::new(DType::F32, [Dim::new(Axis::Seq, SEQ), Dim::new(Axis::HeadDim, 4)]);
             let init = Init::RopeTable { theta: 100.0, scaling: None };
             let table = b.g.state("table", table, State::Constant(init));
-            let y = b.op(op, &[x, table], "y")[0];
+            let starts = documents.then(|| b.ids("starts"));
+            let inputs: Vec<ValueId> = [x, table].into_iter().chain(starts).collect();
+            let y = b.op(op, &inputs, "y")[0];
             b.loss(y)
         }
-        Op::Attention => {
+        Op::Attention { documents } => {
             let x = b.activation("x", qkv());
-            let o = b.op(op, &[x], "o")[0];
+            let starts = documents.then(|| b.ids("starts"));
+            let inputs: Vec<ValueId> = [x].into_iter().chain(starts).collect();
+            let o = b.op(op, &inputs, "o")[0];
             b.loss(o)
         }
         Op::SwiGlu => {
@@ -128,8 +132,8 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::RmsNormGrad
         | Op::AddRmsNormGrad
         | Op::RmsNormGradWeight
-        | Op::Rope { inverse: true }
-        | Op::AttentionGrad
+        | Op::Rope { inverse: true, .. }
+        | Op::AttentionGrad { .. }
         | Op::SwiGluGrad
         | Op::CrossEntropyGrad
         | Op::AddState
@@ -161,6 +165,8 @@ fn feed(graph: &Graph, v: ValueId, nudge: Option<(ValueId, usize, f64)>) -> Opti
     let n = value.ty.elements();
     let key = counter::key(3, &value.name);
     let mut data: Vec<f64> = match &value.source {
+        // The first sequence has documents of two, one and two positions, the second is one.
+        Source::Input if value.name == "starts" => [0, 0, 2, 3, 3, 0, 0, 0, 0, 0].map(f64::from).to_vec(),
         Source::Input => (0..n).map(|i| (counter::bits(key, i as u64) % 6) as f64).collect(),
         Source::State(State::Parameter(_)) => (0..n).map(|i| f64::from(counter::normal(key, i as u64))).collect(),
         Source::State(State::Constant(init)) => {
@@ -180,7 +186,11 @@ fn feed(graph: &Graph, v: ValueId, nudge: Option<(ValueId, usize, f64)>) -> Opti
 fn gradients_agree_with_finite_differences() {
     for op in conformance::ops() {
         let Some(forward) = graph_through(op) else {
-            assert!(op.spec().gradient_reads.is_none() || matches!(op, Op::Rope { inverse: true }), "{}", op.name());
+            assert!(
+                op.spec().gradient_reads.is_none() || matches!(op, Op::Rope { inverse: true, .. }),
+                "{}",
+                op.name()
+            );
             continue;
         };
         let graph = autodiff(&forward, &context()).unwrap();

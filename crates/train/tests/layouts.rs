@@ -77,6 +77,11 @@ fn with_tied_embeddings() {
 }
 
 #[test]
+fn with_documents_kept_apart() {
+    check(&config("", "micro_batch = 1\n[data]\ndocument_mask = true"), &LAYOUTS);
+}
+
+#[test]
 fn with_accumulation_in_bf16() {
     check(&config("", &format!("micro_batch = 1\n{BF16}")), &LAYOUTS);
 }

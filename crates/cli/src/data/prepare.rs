@@ -3,6 +3,7 @@
 use super::statistics;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::train::on_interrupt;
 use crate::{ConfigArgs, Format};
 use lockstep_train::prepare_data;
 use std::io::Write;
@@ -26,8 +27,9 @@ pub struct Args {
 pub fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?;
     let run_dir = args.config.run_dir(args.run_dir);
+    let stop = on_interrupt()?;
     let mut progress = Progress::new(0);
-    let result = prepare_data(&config, &run_dir, args.out.as_deref(), &mut |corpus, at| {
+    let result = prepare_data(&config, &run_dir, args.out.as_deref(), &stop, &mut |corpus, at| {
         let what = if corpus.is_empty() { "preparing data".to_owned() } else { format!("preparing {corpus}") };
         progress.work(&what, at.bytes_done, at.bytes_total, lockstep_ir::units::bytes);
     });

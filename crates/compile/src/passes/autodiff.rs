@@ -75,15 +75,18 @@ impl Backward {
                 self.add(g, node.inputs[0], dx, layer)?;
                 self.add(g, node.inputs[1], dx, layer)
             }
-            Op::Rope { inverse } => {
+            Op::Rope { inverse, documents } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
-                let dx = self.input(g, Op::Rope { inverse: !inverse }, &[dy, input(1)], &name(g, 0), layer)?;
+                let starts = documents.then(|| input(2));
+                let reads: Vec<ValueId> = [dy, input(1)].into_iter().chain(starts).collect();
+                let dx = self.input(g, Op::Rope { inverse: !inverse, documents }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::Attention => {
+            Op::Attention { documents } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
-                let reads = [dy, input(0), output(0), output(1)];
-                let dx = self.input(g, Op::AttentionGrad, &reads, &name(g, 0), layer)?;
+                let starts = documents.then(|| input(1));
+                let reads: Vec<ValueId> = [dy, input(0), output(0), output(1)].into_iter().chain(starts).collect();
+                let dx = self.input(g, Op::AttentionGrad { documents }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::SwiGlu => {
@@ -114,7 +117,7 @@ impl Backward {
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
             | Op::RopeAt
-            | Op::AttentionGrad
+            | Op::AttentionGrad { .. }
             | Op::CachedAttention
             | Op::LastPosition
             | Op::SwiGluGrad

@@ -131,8 +131,8 @@ impl Again {
             | Op::RmsNormGradWeight
             | Op::Rope { .. }
             | Op::RopeAt
-            | Op::Attention
-            | Op::AttentionGrad
+            | Op::Attention { .. }
+            | Op::AttentionGrad { .. }
             | Op::CachedAttention
             | Op::LastPosition
             | Op::SwiGluGrad

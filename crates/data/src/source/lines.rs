@@ -3,12 +3,16 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
 use crate::DataError;
 use crate::holdout::HoldOut;
+use crate::prepare::go_on;
 use crate::scan::SourceFile;
+
+/// Bytes that are passed over at a time on the way to where reading goes on.
+const SKIP_BYTES: u64 = 16 << 20;
 
 /// Reads the lines that are not blank.
 pub(super) struct Lines {
@@ -19,7 +23,7 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    pub(super) fn open(file: &SourceFile, compressed: bool, at: Cursor) -> Result<Self, DataError> {
+    pub(super) fn open(file: &SourceFile, compressed: bool, at: Cursor, stop: &AtomicBool) -> Result<Self, DataError> {
         let unreadable = |cause| DataError::unreadable(&file.path, cause);
         let mut opened = File::open(&file.path).map_err(unreadable)?;
         let raw = Arc::new(AtomicU64::new(0));
@@ -27,12 +31,17 @@ impl Lines {
             let counted = Counted { reader: opened, count: raw.clone() };
             let decoder = zstd::stream::read::Decoder::new(counted).map_err(unreadable)?;
             let mut reader = BufReader::with_capacity(1 << 18, decoder);
-            let skipped = io::copy(&mut (&mut reader).take(at.offset), &mut io::sink());
-            match skipped {
-                Ok(bytes) if bytes == at.offset => Box::new(reader),
-                Ok(_) => return Err(changed(file)),
-                Err(cause) => return Err(damaged(file, at.records + 1, &cause)),
+            let mut left = at.offset;
+            while left > 0 {
+                go_on(stop)?;
+                let here = left.min(SKIP_BYTES);
+                match io::copy(&mut (&mut reader).take(here), &mut io::sink()) {
+                    Ok(bytes) if bytes == here => left -= here,
+                    Ok(_) => return Err(changed(file)),
+                    Err(cause) => return Err(damaged(file, at.records + 1, &cause)),
+                }
             }
+            Box::new(reader)
         } else {
             opened.seek(SeekFrom::Start(at.offset)).map_err(unreadable)?;
             raw.store(at.offset, Ordering::Relaxed);

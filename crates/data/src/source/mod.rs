@@ -1,8 +1,11 @@
 //! From files to stretches of text, in order, from any place on.
 
 mod lines;
+mod pages;
 mod rows;
 mod text;
+
+use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 
@@ -72,12 +75,21 @@ impl Cursor {
     }
 }
 
+/// What is read, and how.
+#[derive(Clone, Copy)]
+pub(crate) struct Reading<'a> {
+    pub(crate) found: &'a Found,
+    pub(crate) holdout: &'a HoldOut,
+    pub(crate) text_field: &'a str,
+    /// Where tokens are bytes, long text needs no fitting place to cut.
+    pub(crate) cut_anywhere: bool,
+    /// Ends the work, also while it goes to the place where it left off.
+    pub(crate) stop: &'a AtomicBool,
+}
+
 /// Reads the units of all files.
 pub(crate) struct Units<'a> {
-    found: &'a Found,
-    holdout: &'a HoldOut,
-    text_field: &'a str,
-    cut_anywhere: bool,
+    reading: Reading<'a>,
     open: Option<Open>,
     at: Cursor,
     /// Pieces of the files of text before the open one.
@@ -93,20 +105,12 @@ enum Open {
 }
 
 impl<'a> Units<'a> {
-    /// The units from a place on. `cut_anywhere` where tokens are bytes, so that long text needs no fitting place to cut.
-    pub(crate) fn from(
-        at: Cursor,
-        found: &'a Found,
-        holdout: &'a HoldOut,
-        text_field: &'a str,
-        cut_anywhere: bool,
-    ) -> Self {
-        let before = &found.files[..found.files.len().min(at.file as usize)];
+    /// The units from a place on.
+    pub(crate) fn from(at: Cursor, reading: Reading<'a>) -> Self {
+        let files = &reading.found.files;
+        let before = &files[..files.len().min(at.file as usize)];
         Units {
-            found,
-            holdout,
-            text_field,
-            cut_anywhere,
+            reading,
             open: None,
             at,
             first_piece: before.iter().map(holdout::pieces).sum(),
@@ -116,20 +120,21 @@ impl<'a> Units<'a> {
 
     /// The next unit; none after the last.
     pub(crate) fn next(&mut self) -> Result<Option<Unit>, DataError> {
-        while let Some(file) = self.found.files.get(self.at.file as usize) {
+        let Reading { found, holdout, text_field, cut_anywhere, stop } = self.reading;
+        while let Some(file) = found.files.get(self.at.file as usize) {
             let at = self.at;
             let open = match &mut self.open {
                 Some(open) => open,
                 closed => closed.insert(match file.form {
                     Form::Text => Open::Text(Text::open(file, at)?),
-                    Form::Lines { compressed } => Open::Lines(Lines::open(file, compressed, at)?),
-                    Form::Rows => Open::Rows(Box::new(Rows::open(file, self.text_field, at)?)),
+                    Form::Lines { compressed } => Open::Lines(Lines::open(file, compressed, at, stop)?),
+                    Form::Rows => Open::Rows(Box::new(Rows::open(file, text_field, at, stop)?)),
                 }),
             };
             let read = match open {
-                Open::Text(text) => text.next(file, self.holdout, self.first_piece, self.cut_anywhere, at)?,
-                Open::Lines(lines) => lines.next(file, self.holdout, at)?,
-                Open::Rows(rows) => rows.next(file, self.holdout, at)?,
+                Open::Text(text) => text.next(file, holdout, self.first_piece, cut_anywhere, at)?,
+                Open::Lines(lines) => lines.next(file, holdout, at)?,
+                Open::Rows(rows) => rows.next(file, holdout, at)?,
             };
             match read {
                 Some(mut unit) => {

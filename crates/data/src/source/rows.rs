@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parquet::basic::Type as Physical;
 use parquet::column::reader::ColumnReader;
@@ -10,9 +10,12 @@ use parquet::data_type::ByteArray;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
+use super::pages::Pages;
 use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
 use crate::DataError;
+use crate::guard::caught;
 use crate::holdout::HoldOut;
+use crate::prepare::go_on;
 use crate::scan::SourceFile;
 
 /// Rows that are decoded at a time.
@@ -20,7 +23,7 @@ const BATCH_ROWS: usize = 64;
 
 /// Reads one column of strings. A row without a value is an empty document.
 pub(super) struct Rows {
-    reader: SerializedFileReader<File>,
+    reader: SerializedFileReader<Pages>,
     column: usize,
     optional: bool,
     /// The row group that is next, and the open one's column.
@@ -31,12 +34,18 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    pub(super) fn open(file: &SourceFile, field: &str, at: Cursor) -> Result<Self, DataError> {
+    pub(super) fn open(file: &SourceFile, field: &str, at: Cursor, stop: &AtomicBool) -> Result<Self, DataError> {
         let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
-        let reader = guarded(|| SerializedFileReader::new(opened)).map_err(|cause| damaged(file, &cause))?;
+        let (pages, begun) = Pages::new(opened);
+        let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
+        begun.store(true, Ordering::Relaxed);
         let (column, optional, rows) = find_column(file, &reader, field)?;
         let mut this = Rows { reader, column, optional, next_group: 0, open: None, ready: VecDeque::new(), rows };
-        this.skip(at.records).map_err(|cause| damaged(file, &cause))?;
+        let mut left = this.skip_groups(at.records);
+        while left > 0 {
+            go_on(stop)?;
+            left = this.skip_rows(left).map_err(|cause| damaged(file, &cause))?;
+        }
         Ok(this)
     }
 
@@ -90,8 +99,8 @@ impl Rows {
         Ok(true)
     }
 
-    /// Leaves out the first `rows` rows, whole row groups without reading them.
-    fn skip(&mut self, mut rows: u64) -> Result<(), String> {
+    /// Leaves out whole row groups without reading them; gives how many of `rows` rows are still to leave out.
+    fn skip_groups(&mut self, mut rows: u64) -> u64 {
         while self.next_group < self.reader.num_row_groups() {
             let group = self.reader.metadata().row_group(self.next_group).num_rows().max(0) as u64;
             if rows < group {
@@ -100,21 +109,24 @@ impl Rows {
             rows -= group;
             self.next_group += 1;
         }
-        while rows > 0 {
-            match self.ready.pop_front() {
-                Some(_) => rows -= 1,
-                None if self.fill()? => {}
-                None => return Err("it has fewer rows than before".into()),
-            }
+        rows
+    }
+
+    /// Leaves out some of the next `rows` rows; gives how many are left.
+    fn skip_rows(&mut self, rows: u64) -> Result<u64, String> {
+        if self.ready.is_empty() && !self.fill()? {
+            return Err("it has fewer rows than before".into());
         }
-        Ok(())
+        let here = self.ready.len().min(usize::try_from(rows).unwrap_or(usize::MAX));
+        self.ready.drain(..here);
+        Ok(rows - here as u64)
     }
 }
 
 /// The column's index, whether rows may have none, and the number of rows.
 fn find_column(
     file: &SourceFile,
-    reader: &SerializedFileReader<File>,
+    reader: &SerializedFileReader<Pages>,
     field: &str,
 ) -> Result<(usize, bool, u64), DataError> {
     let refuse =
@@ -135,9 +147,9 @@ fn find_column(
 
 /// What the library says, even where a file made up to hurt makes it panic.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(result) => result.map_err(|error| error.to_string()),
-        Err(_) => Err("the library that reads it gave up".into()),
+    match caught(read) {
+        Some(result) => result.map_err(|error| error.to_string()),
+        None => Err("the library that reads it gave up".into()),
     }
 }
 

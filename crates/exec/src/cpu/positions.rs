@@ -15,6 +15,17 @@ pub fn rope_at<T: Float>(call: Call) {
     });
 }
 
+/// Rope of qkv `[b, s, (q + 2u)·e]` by positions in documents: `starts[b, s]` is where the one of each position starts.
+pub fn document_rope<T: Float>(call: Call, inverse: bool) {
+    let seq = call.size('s');
+    let starts = Ptr(call.input::<u32>(2));
+    rotate::<T>(call, if inverse { -1.0 } else { 1.0 }, |row| {
+        // SAFETY: there is an element per row.
+        let start = unsafe { *starts.at(row) } as usize;
+        (row % seq).saturating_sub(start)
+    });
+}
+
 /// y `[b, 1, d]` = x `[b, s, d]` at position `count[b] − 1`.
 pub fn last_position<T: Float>(call: Call) {
     let (seq, d) = (call.size('s'), call.size('d'));

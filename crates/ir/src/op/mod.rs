@@ -54,14 +54,24 @@ pub enum Op {
     Rope {
         /// Rotate backwards: the gradient.
         inverse: bool,
+        /// Positions count from the start of each document, a number on the device for every position. A start after its
+        /// position counts as that position.
+        documents: bool,
     },
     /// As `Rope`, from position `start` of each sequence on, a number on the device. Positions past the table take its last
     /// row.
     RopeAt,
     /// Causal scaled-dot-product attention over packed Q·K·V, with the log-sum-exp of each row of scores.
-    Attention,
+    Attention {
+        /// A query sees the keys from the start of its document on, a number on the device for every position. A start
+        /// after its position counts as that position.
+        documents: bool,
+    },
     /// Gradient of `Attention`; recomputes the scores tile by tile.
-    AttentionGrad,
+    AttentionGrad {
+        /// As in `Attention`.
+        documents: bool,
+    },
     /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
     /// cache from position `start` on, in place. Rows past `count` give zeros and leave the cache as it is.
     CachedAttention,
@@ -292,8 +302,9 @@ impl Op {
             }
             Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
             Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),
-            Op::Attention => attention(4, 4),
-            Op::AttentionGrad => attention(8, 10),
+            // Where documents end is known on the device only: what they mask is counted.
+            Op::Attention { .. } => attention(4, 4),
+            Op::AttentionGrad { .. } => attention(8, 10),
             // How full the cache is is known on the device only: every new position counts over all of it.
             Op::CachedAttention => same(4 * dims.product("bsth")),
             Op::Embedding
@@ -385,7 +396,7 @@ impl Op {
                     return Err(self.refuse(format!("table has {} rows for {}", dims.size('t'), dims.size('s'))));
                 }
             }
-            Op::Attention | Op::AttentionGrad => {
+            Op::Attention { .. } | Op::AttentionGrad { .. } => {
                 let q = self.packed_heads(dims)?;
                 let out = Dim::packed([q]);
                 if let Some(known) = dims.set('h', &out)
@@ -507,11 +518,15 @@ mod tests {
         let head = |axis, count| Section { axis, count, unit: 4 };
         let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
         let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-        let out = Op::Attention.infer(&[&qkv]).unwrap();
+        let out = Op::Attention { documents: false }.infer(&[&qkv]).unwrap();
         assert_eq!(out[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
         assert_eq!(out[1].to_string(), "f32[batch:1, heads:6, seq:8]");
-        let flops = Op::Attention.flops(&[&qkv], &[true, true]).unwrap();
+        let flops = Op::Attention { documents: false }.flops(&[&qkv], &[true, true]).unwrap();
         assert_eq!((flops.model, flops.causal), (4 * 8 * 8 * 24, 2 * 8 * 8 * 24));
+        let starts = |seq| TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, seq)]);
+        assert_eq!(Op::Attention { documents: true }.infer(&[&qkv, &starts(8)]).unwrap(), out);
+        let error = Op::Attention { documents: true }.infer(&[&qkv, &starts(7)]).unwrap_err();
+        assert_eq!(error.to_string(), "document_attention: input `starts` has seq:7 where `s` is seq:8");
     }
 
     #[test]
@@ -537,7 +552,8 @@ mod tests {
     #[test]
     fn every_in_place_pair_names_operands_of_equal_shape() {
         let pointwise = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::SwiGluGrad, Op::AddState];
-        let ops = [&pointwise[..], &[Op::Rope { inverse: false }, Op::RopeAt, Op::CachedAttention]].concat();
+        let ropes = [false, true].map(|documents| Op::Rope { inverse: false, documents });
+        let ops = [&pointwise[..], &ropes, &[Op::RopeAt, Op::CachedAttention]].concat();
         for spec in ops.iter().map(Op::spec) {
             for &(input, output) in spec.in_place {
                 assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);

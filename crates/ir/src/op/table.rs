@@ -193,6 +193,22 @@ static ROPE: Spec =
 static ROPE_INVERSE: Spec =
     row("rope_inverse", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], None)
         .splits(&["b", "pqu"]);
+static DOCUMENT_ROPE: Spec = row(
+    "document_rope",
+    &[float("qkv", "bsp"), f32("table", "tr"), u32("starts", "bs")],
+    &[float("rotated", "bsp")],
+    &[(0, 0)],
+    Some(&[Input(1), Input(2)]),
+)
+.splits(&["b", "pqu"]);
+static DOCUMENT_ROPE_INVERSE: Spec = row(
+    "document_rope_inverse",
+    &[float("qkv", "bsp"), f32("table", "tr"), u32("starts", "bs")],
+    &[float("rotated", "bsp")],
+    &[(0, 0)],
+    None,
+)
+.splits(&["b", "pqu"]);
 static ROPE_AT: Spec = row(
     "rope_at",
     &[float("qkv", "bsp"), f32("table", "tr"), u32("start", "b")],
@@ -211,6 +227,22 @@ static ATTENTION: Spec = row(
 static ATTENTION_GRAD: Spec = row(
     "attention_grad",
     &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs")],
+    &[float("dqkv", "bsp")],
+    &[],
+    None,
+)
+.splits(&["b", "phqu"]);
+static DOCUMENT_ATTENTION: Spec = row(
+    "document_attention",
+    &[float("qkv", "bsp"), u32("starts", "bs")],
+    &[float("o", "bsh"), f32("lse", "bqs")],
+    &[],
+    Some(&[Input(0), Input(1), Output(0), Output(1)]),
+)
+.splits(&["b", "phqu"]);
+static DOCUMENT_ATTENTION_GRAD: Spec = row(
+    "document_attention_grad",
+    &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs"), u32("starts", "bs")],
     &[float("dqkv", "bsp")],
     &[],
     None,
@@ -338,11 +370,15 @@ impl Op {
             Op::RmsNormGrad => &RMS_NORM_GRAD,
             Op::AddRmsNormGrad => &ADD_RMS_NORM_GRAD,
             Op::RmsNormGradWeight => &RMS_NORM_GRAD_WEIGHT,
-            Op::Rope { inverse: false } => &ROPE,
-            Op::Rope { inverse: true } => &ROPE_INVERSE,
+            Op::Rope { inverse: false, documents: false } => &ROPE,
+            Op::Rope { inverse: true, documents: false } => &ROPE_INVERSE,
+            Op::Rope { inverse: false, documents: true } => &DOCUMENT_ROPE,
+            Op::Rope { inverse: true, documents: true } => &DOCUMENT_ROPE_INVERSE,
             Op::RopeAt => &ROPE_AT,
-            Op::Attention => &ATTENTION,
-            Op::AttentionGrad => &ATTENTION_GRAD,
+            Op::Attention { documents: false } => &ATTENTION,
+            Op::Attention { documents: true } => &DOCUMENT_ATTENTION,
+            Op::AttentionGrad { documents: false } => &ATTENTION_GRAD,
+            Op::AttentionGrad { documents: true } => &DOCUMENT_ATTENTION_GRAD,
             Op::CachedAttention => &CACHED_ATTENTION,
             Op::LastPosition => &LAST_POSITION,
             Op::SwiGlu => &SWIGLU,

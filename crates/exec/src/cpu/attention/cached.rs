@@ -6,6 +6,7 @@
 use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Unit};
+use super::Starts;
 use super::forward::{Buffers, parts};
 
 /// Appends the new keys and values to the cache, then o.
@@ -59,7 +60,16 @@ pub fn forward<T: Float>(call: Call) {
                     if queries > 0 {
                         let query = Matrix::rows(qkv.at((b * seq + first) * width + h * e), width);
                         let (o, null) = (o.at(at(first, h)), std::ptr::null_mut());
-                        buffers.attend(simd, (queries, e, scale), query, start + first, o, heads * e, null);
+                        buffers.attend(
+                            simd,
+                            (queries, e, scale),
+                            query,
+                            start + first,
+                            Starts::NONE,
+                            o,
+                            heads * e,
+                            null,
+                        );
                     }
                 }
             }

@@ -4,7 +4,7 @@ use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_b_pair, transpose};
 use super::super::simd::{self, Simd, vectorised};
-use super::{KEYS, Pieces, Shape, whole};
+use super::{KEYS, Pieces, Shape, Starts, whole};
 
 /// What one thread works with.
 #[derive(Clone, Copy)]
@@ -80,6 +80,7 @@ impl Buffers {
         (queries, e, scale): (usize, usize, f32),
         query: Matrix<T>,
         first: usize,
+        starts: Starts,
         o: *mut T,
         stride: usize,
         lse: *mut f32,
@@ -93,11 +94,11 @@ impl Buffers {
             *lanes = Lanes { maxima: [f32::NEG_INFINITY; NR], sums: [0.0; NR] };
             out.write_bytes(0, rows * NR);
             let end = first + queries;
-            for k0 in (0..end).step_by(KEYS) {
+            for k0 in (starts.first_tile(first, queries)..end).step_by(KEYS) {
                 let n = KEYS.min(end - k0);
                 let to = Target::F32 { ptr: scores, stride: NR, add: false };
                 multiply::<T>(simd, (whole(unit, n), NR, e), keys.rows_from(unit, k0), packed, to);
-                hide(scores, k0, n, first);
+                hide(scores, k0, n, first, queries, starts);
                 weigh::<T>(simd, unit, scores, weights, n, scale, lanes, out, e);
                 let (value, weight) = (values.rows_deep(unit, k0), Packed::b(unit, weights, KEYS));
                 multiply::<T>(simd, (rows, NR, n), value, weight, Target::F32 { ptr: out, stride: NR, add: true });
@@ -114,22 +115,33 @@ impl Buffers {
     }
 }
 
-/// Takes the keys that a query must not see out of a tile of `n` keys from `k0` on: those after its own position. `first` is the
-/// position of column 0.
-pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize) {
+/// Takes the keys that a query must not see out of a tile of `n` keys from `k0` on: those after its own position and those before
+/// its document. `first` is the position of column 0.
+pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, queries: usize, starts: Starts) {
     for row in (first + 1).saturating_sub(k0)..n {
         let hidden = (k0 + row - first).min(NR);
         // SAFETY: the caller vouches for n rows of NR scores.
         unsafe { std::slice::from_raw_parts_mut(scores.add(row * NR), hidden).fill(f32::NEG_INFINITY) };
     }
+    if starts.positions.is_null() {
+        return;
+    }
+    for column in 0..queries {
+        // SAFETY: the caller vouches for n rows of NR scores and for the queries.
+        unsafe {
+            let before = starts.first(first + column).saturating_sub(k0).min(n);
+            (0..before).for_each(|row| *scores.add(row * NR + column) = f32::NEG_INFINITY);
+        }
+    }
 }
 
-/// o and lse.
-pub fn forward<T: Float>(call: Call) {
+/// o and lse; `documents` where the second input says where they start.
+pub fn forward<T: Float>(call: Call, documents: bool) {
     let shape = Shape::of(&call);
     let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let qkv = Ptr(call.input::<T>(0));
+    let starts = Ptr(if documents { call.input::<u32>(1) } else { std::ptr::null() });
     let Some(o) = call.output::<T>(0).map(Ptr) else { return };
     let lse = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
     let scratch = Ptr(call.scratch::<u8>());
@@ -144,6 +156,7 @@ pub fn forward<T: Float>(call: Call) {
             let key = Matrix::rows(qkv.at(shape.k(b, 0, kv)), width);
             let value = Matrix::rows(qkv.at(shape.v(b, 0, kv)), width);
             buffers.pack(simd, key, value, seq, e);
+            let starts = Starts::of(starts.get(), b, seq);
             for h in kv * group..(kv + 1) * group {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
                     let queries = NR.min(seq - first);
@@ -153,7 +166,7 @@ pub fn forward<T: Float>(call: Call) {
                         lse => lse.add((b * heads + h) * seq + first),
                     };
                     let o = o.at(shape.o(b, first, h));
-                    buffers.attend(simd, (queries, e, scale), query, first, o, heads * e, lse);
+                    buffers.attend(simd, (queries, e, scale), query, first, starts, o, heads * e, lse);
                 }
             }
         }

@@ -69,6 +69,45 @@ impl Shape {
     }
 }
 
+/// Where the documents of a sequence start.
+#[derive(Clone, Copy)]
+struct Starts {
+    /// For every position of the sequence; null where all are in one document.
+    positions: *const u32,
+}
+
+impl Starts {
+    /// All in one document.
+    const NONE: Starts = Starts { positions: std::ptr::null() };
+
+    /// Of sequence `b`; `operand` is null or has an element per position.
+    fn of(operand: *const u32, b: usize, seq: usize) -> Self {
+        Self { positions: if operand.is_null() { operand } else { operand.wrapping_add(b * seq) } }
+    }
+
+    /// The first key that the query at a position sees. A start after the query counts as the query.
+    ///
+    /// # Safety
+    /// The sequence has the position.
+    unsafe fn first(self, position: usize) -> usize {
+        match self.positions.is_null() {
+            true => 0,
+            // SAFETY: the caller vouches.
+            false => (unsafe { *self.positions.add(position) } as usize).min(position),
+        }
+    }
+
+    /// The first tile of keys that one of `queries` queries from `first` on sees.
+    ///
+    /// # Safety
+    /// The sequence has these positions.
+    unsafe fn first_tile(self, first: usize, queries: usize) -> usize {
+        // SAFETY: the caller vouches.
+        let seen = (first..first + queries).map(|q| unsafe { self.first(q) }).min().unwrap_or(0);
+        seen / KEYS * KEYS
+    }
+}
+
 /// Rows of a product whose target has room for whole tiles: tile registers write them whole.
 fn whole(unit: Unit, rows: usize) -> usize {
     match unit {
