@@ -134,7 +134,7 @@ fn as_text(results: &[Comparison]) -> String {
     let row = |c: &Comparison| {
         let promise = match c.promise {
             Promise::Identical => "same bits".to_owned(),
-            Promise::Close { loss, gradient } => format!("loss {loss:.0e}, gradients {gradient:.0e}"),
+            Promise::Close { loss, gradient, .. } => format!("loss {loss:.0e}, gradients {gradient:.0e}"),
         };
         let share = |x: f64| if x == 0.0 { "0".to_owned() } else { format!("{x:.1e}") };
         let verdict = if c.kept { "kept" } else { "BROKEN" };

@@ -3,17 +3,15 @@
 //! Three things are checked: values (outputs are poisoned with NaN first), sums over micro-batches in float and fixed
 //! point, and that a sequence's bits do not depend on the sequences beside it.
 
+mod single;
+
 use crate::reference;
 use crate::{ExecError, Executor};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::op::{Elem, Rows};
-use lockstep_ir::program::{
-    Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
-};
-use lockstep_ir::{
-    Axis, DType, DeviceProfile, Dim, Graph, Mesh, Op, Placement, Section, StepScalars, TensorType, bf16, counter,
-    fixed, verify,
-};
+use lockstep_ir::program::{Role, StepProgram, Tensor};
+use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, counter, verify};
+use single::{decode, encode, single_op};
 
 /// Loads a program on the executor under test.
 pub type Load<'a> = &'a mut dyn FnMut(StepProgram) -> Result<Box<dyn Executor>, ExecError>;
@@ -212,7 +210,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let number = || TensorType::new(DType::U32, [b.clone()]);
     let sum = || TensorType::new(DType::Fixed64, [Dim::new(Axis::Scalar, 4)]);
     let statistics = |rows| t(&[Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)]);
-    use Draw::{Below, Between, Normal, Of, Positive, Scalars, Starts, Stats};
+    use Draw::{Below, Between, Normal, Of, Positive, Scalars, Squares, Starts, Stats};
     let inputs = match op {
         Op::Embedding => vec![(ids(), Below(50)), (t(&[v, d]), Normal)],
         Op::EmbeddingGrad { .. } => vec![(act(d), Normal), (ids(), Below(50))],
@@ -498,99 +496,4 @@ fn execute(
     }
     executor.run(StepProgram::TRAIN)?;
     outputs.iter().map(|t| Ok(decode(t.ty.dtype, &executor.read(&t.name, 0)?))).collect()
-}
-
-/// A program of one instruction, run for two micro-batches where it sums.
-fn single_op(profile: &DeviceProfile, op: &Op, types: &[TensorType], way: Way) -> Result<StepProgram, String> {
-    let refs: Vec<&TensorType> = types.iter().collect();
-    let mut outputs = op.infer(&refs).map_err(|e| e.to_string())?;
-    if let Way::Summed(dtype) = way {
-        outputs[weight_output(op)].dtype = dtype;
-    }
-    let scratch = profile.workspace(op, &refs).map_err(|e| e.to_string())?;
-    let mut end = 0;
-    let mut buffers = Vec::new();
-    let mut tensors = Vec::new();
-    let mut values = Vec::new();
-    let mut args = Vec::new();
-    let named = types.iter().map(|t| ("in", t)).chain(outputs.iter().map(|t| ("out", t)));
-    for (i, (kind, ty)) in named.enumerate() {
-        let name = format!("{kind}{i}");
-        let buffer = BufferId(buffers.len());
-        let bytes = ty.bytes();
-        buffers.push(Buffer {
-            name: name.clone(),
-            class: Class::Optimizer,
-            layer: None,
-            region: 0,
-            offset: end,
-            bytes,
-        });
-        end += profile.align(bytes);
-        let (role, placement) = (Role::State(State::Gradient), Placement::REPLICATED);
-        let (ty, whole) = (ty.clone(), ty.clone());
-        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, placement, buffer, part: false, role });
-        values.push(name);
-        args.push(Arg { buffer, value: i, ty, sum: Sum::No, part: false });
-    }
-    let mut regions = vec![Region { lifetime: Lifetime::Run, offset: 0, slot_bytes: end, slots: 1 }];
-    let workspace = (scratch > 0).then(|| {
-        let slot_bytes = profile.align(scratch);
-        regions.push(Region { lifetime: Lifetime::Frame, offset: end, slot_bytes, slots: 1 });
-        let name = "scratch".to_owned();
-        buffers.push(Buffer { name, class: Class::Workspace, layer: None, region: 1, offset: 0, bytes: scratch });
-        end += slot_bytes;
-        BufferId(buffers.len() - 1)
-    });
-    let mut outputs = args.split_off(types.len());
-    if let Way::Summed(_) = way {
-        outputs[weight_output(op)].sum = Sum::AfterFirst;
-    }
-    for &(input, output) in op.spec().in_place {
-        // A change of state: all its outputs are its inputs' memory.
-        if way == Way::InPlace(input, output) || op.spec().always_in_place {
-            outputs[output].buffer = args[input].buffer;
-            let tensor = &mut tensors[types.len() + output];
-            (tensor.buffer, tensor.role) = (args[input].buffer, Role::StepOutput);
-        }
-    }
-    let outputs = outputs.into_iter().map(Some).collect();
-    let (stream, phase) = (Stream::Compute, Phase::Forward);
-    let (op, waits) = (*op, Vec::new());
-    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, vocab: None };
-    let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
-    let slot = |micro_batch| Slot { segment: 0, micro_batch, saved_slot: 0 };
-    Ok(StepProgram {
-        mesh: Mesh::ONE,
-        stage: 0,
-        arena_bytes: end,
-        regions,
-        buffers,
-        values,
-        tensors,
-        segments: vec![Segment { name: "op", instrs: vec![instr] }],
-        entries: vec![Entry { name: StepProgram::TRAIN, schedule: (0..micro_batches).map(slot).collect() }],
-    })
-}
-
-fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
-    match dtype {
-        DType::F32 => data.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
-        DType::BF16 => data.iter().flat_map(|x| bf16::from_f32(*x as f32).to_le_bytes()).collect(),
-        DType::F64 => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DType::U32 => data.iter().flat_map(|x| (*x as u32).to_le_bytes()).collect(),
-        DType::Fixed64 => data.iter().flat_map(|x| fixed::add(0, *x as f32).to_le_bytes()).collect(),
-    }
-}
-
-fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
-    match dtype {
-        DType::F32 => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
-        DType::BF16 => bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect(),
-        DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
-        DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
-        DType::Fixed64 => {
-            bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
-        }
-    }
 }

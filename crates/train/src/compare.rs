@@ -20,21 +20,20 @@ pub enum Promise {
         loss: f64,
         /// Of a gradient tensor's largest element after the first step, and of norms.
         gradient: f64,
+        /// Of how far the learning rate could have moved parameters, as the root of the mean square of a tensor.
+        parameters: f64,
     },
 }
 
 impl Promise {
-    /// How far apart parameters may end where sums are taken in another order, as a share of how far they could have moved.
-    pub const PARAMETERS: f64 = 0.1;
-
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
         let same_sums = layout.mesh.tp == 1 && (layout.mesh.dp == 1 || config.train.reproducible);
         let rounds = config.precision.policy == "bf16" || config.precision.gradients == "bf16";
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,
-            (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4 },
-            (false, true) => Promise::Close { loss: 2e-3, gradient: 5e-2 },
+            (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4, parameters: 0.1 },
+            (false, true) => Promise::Close { loss: 2e-3, gradient: 5e-2, parameters: 0.5 },
         }
     }
 }
@@ -186,9 +185,9 @@ fn judge(layout: &Layout, config: &Config, single: &Trace, parallel: &Trace) -> 
     let promise = Promise::of(layout, config);
     let kept = match promise {
         Promise::Identical => identical,
-        Promise::Close { loss, gradient } => {
+        Promise::Close { loss, gradient, parameters } => {
             let losses = loss_difference.max(evaluation_difference);
-            let moved = parameter_difference <= Promise::PARAMETERS;
+            let moved = parameter_difference <= parameters;
             losses <= loss && gradient_difference.max(norm_difference) <= gradient && moved
         }
     };

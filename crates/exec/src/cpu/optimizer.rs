@@ -32,7 +32,7 @@ const MOST: f64 = (1u64 << 40) as f64;
 
 /// A non-negative number as an integer in units; `None` if it is too large or not finite.
 fn to_integer(x: f64) -> Option<u128> {
-    (x <= MOST).then(|| (x * UNIT) as u128)
+    (x <= MOST).then_some((x * UNIT) as u128)
 }
 
 /// The sum of squares of mean gradients. Squares are added in f64 over fixed blocks of a tensor and blocks as integers, so the
