@@ -61,25 +61,26 @@ impl Ranks {
             return Err(ExecError::Internal("a run without programs".into()));
         };
         let board = Arc::new(Board { state: Mutex::default(), changed: Condvar::new() });
-        let mut workers = Vec::new();
-        for (rank, comm) in threads(mesh.ranks(), patience).into_iter().enumerate() {
-            let coordinates = mesh.coordinates(rank);
-            let program = programs[coordinates.pp].clone();
-            let link = Link { comm: comm.clone(), coordinates };
-            let executor = Arc::new(Mutex::new(CpuExecutor::load_rank(program, threads_per_rank, Some(link))?));
-            let (theirs, end, shared) = (executor.clone(), comm.clone(), board.clone());
-            let work = move || serve(&theirs, end.as_ref(), &shared);
-            let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}")).spawn(work);
-            let thread = Some(thread.map_err(|e| ExecError::Threads(mesh.ranks(), e))?);
-            workers.push(Worker { executor, comm, thread });
-        }
         let mut tensors: BTreeMap<String, Vec<(usize, usize)>> = BTreeMap::new();
         for (stage, program) in programs.iter().enumerate() {
             for (t, tensor) in program.tensors.iter().enumerate() {
                 tensors.entry(tensor.name.clone()).or_default().push((stage, t));
             }
         }
-        Ok(Self { mesh, programs, workers, board, tensors })
+        // Where a rank cannot be loaded, dropping this ends those that were.
+        let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors };
+        for (rank, comm) in threads(mesh.ranks(), patience).into_iter().enumerate() {
+            let coordinates = mesh.coordinates(rank);
+            let program = ranks.programs[coordinates.pp].clone();
+            let link = Link { comm: comm.clone(), coordinates };
+            let executor = Arc::new(Mutex::new(CpuExecutor::load_rank(program, threads_per_rank, Some(link))?));
+            let (theirs, end, shared) = (executor.clone(), comm.clone(), ranks.board.clone());
+            let work = move || serve(&theirs, end.as_ref(), &shared);
+            let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}")).spawn(work);
+            let thread = Some(thread.map_err(|e| ExecError::Threads(mesh.ranks(), e))?);
+            ranks.workers.push(Worker { executor, comm, thread });
+        }
+        Ok(ranks)
     }
 
     /// The programs, one per stage.

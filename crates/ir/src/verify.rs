@@ -3,7 +3,7 @@
 use crate::graph::{Graph, Phase, Source, State};
 use crate::op::{Elem, Operand};
 use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::{DType, Op, TensorType};
+use crate::{DType, Op, Placement, Spread, TensorType, ValueId};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -30,6 +30,15 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         let at = format!("node {n} ({})", node.op.name());
         if let Some(v) = node.inputs.iter().find(|v| !defined[v.0]) {
             return Err(unsound(at, format!("reads `{}` before it is defined", graph.get(*v).name)));
+        }
+        // A summand is no number yet: only sums, and what passes it on as it is, may read one.
+        let passes_on = node.op.communicates() || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate);
+        let summand = |v: &&ValueId| {
+            let Placement { dp, tp } = graph.get(**v).placement;
+            [dp, tp].contains(&Spread::Partial)
+        };
+        if let Some(v) = node.inputs.iter().find(summand).filter(|_| !passes_on) {
+            return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
         }
         if node.phase < phase && (phase == Phase::Update || node.phase == Phase::Forward) {
             return Err(unsound(at, "stands behind a later phase"));

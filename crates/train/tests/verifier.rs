@@ -160,3 +160,45 @@ fn an_evaluation_that_touches_what_training_saved_is_refused() {
     });
     assert!(text.contains("does not fit") || text.contains("overlay"), "{text}");
 }
+
+fn parallel(keys: &str) -> lockstep_train::Plan {
+    let text = format!(
+        "[model]\nvocab_size = 64\nlayers = 4\ndim = 16\nheads = 4\nffn = 32\n[train]\nseq = 8\nglobal_batch = 8\n\
+         micro_batch = 1\nthreads = 1\n[parallel]\n{keys}\n"
+    );
+    plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap()
+}
+
+#[test]
+fn a_summand_that_nobody_adds_up_is_refused() {
+    let plan = parallel("tp = 2");
+    let stage = plan.compiled.stages.iter().find(|s| s.pass.name == "shard").unwrap();
+    let mut graph = stage.graph.clone();
+    let at = graph.nodes.iter().position(|n| n.op.name() == "all_reduce").unwrap();
+    let node = graph.nodes.remove(at);
+    let (summand, sum) = (node.inputs[0], node.outputs[0].unwrap());
+    for v in graph.nodes.iter_mut().flat_map(|n| &mut n.inputs).filter(|v| **v == sum) {
+        *v = summand;
+    }
+    let error = verify::graph(&graph).unwrap_err().to_string();
+    assert!(error.contains("which is not summed over ranks"), "{error}");
+}
+
+#[test]
+fn two_micro_batches_in_flight_in_one_slot_are_refused() {
+    let plan = parallel("pp = 4");
+    let mut program = plan.compiled.programs[0].clone();
+    verify::program(&program, ALIGNMENT).unwrap();
+    // Four are in flight on the first of four stages.
+    program.entries[0].schedule.iter_mut().for_each(|slot| slot.saved_slot %= 3);
+    assert!(verify::program(&program, ALIGNMENT).is_err());
+}
+
+#[test]
+fn a_sum_that_nobody_has_begun_is_refused() {
+    let mut program = parallel("dp = 2\nzero = 2").compiled.programs.swap_remove(0);
+    let mut outputs = program.segments.iter_mut().flat_map(|s| &mut s.instrs).flat_map(|i| &mut i.outputs).flatten();
+    let first = outputs.find(|a| program.values[a.value].ends_with(".here")).unwrap();
+    first.sum = lockstep_ir::program::Sum::Always;
+    assert!(verify::program(&program, ALIGNMENT).is_err());
+}
