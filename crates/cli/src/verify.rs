@@ -51,17 +51,27 @@ const KINDS: [&str; 18] = [
 ];
 
 pub fn run(args: Args) -> Result<(), Failure> {
-    let config = args.config.load()?;
-    let mut layouts = layouts(&args.layouts, &config)?;
+    let config = divided(args.config.load()?, &args.layouts)?;
+    let layouts = layouts(&args.layouts, &config)?;
     let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
-    layouts.retain(|layout| legal::check(layout, &config.shape()).is_empty());
+    // Nothing may be left out of what is said to be checked.
+    for layout in &layouts {
+        fit(*layout, &config).map_err(|_| {
+            let text = format!("{layout} fits the model, but not the smaller one that is run for this check");
+            Failure::request(format!("{text}\nhint: add --full-size"))
+        })?;
+    }
+    if layouts.is_empty() {
+        let text = "no layout of several ranks fits this model and batch\nhint: raise train.global_batch, or name one with --layouts";
+        return Err(Failure::request(text.into()));
+    }
     let mut out = std::io::stdout().lock();
     let text = args.format == Format::Text;
     if text {
         let m = &config.model;
         writeln!(
             out,
-            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {}, {} steps",
+            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps",
             m.layers,
             m.dim,
             m.heads,
@@ -70,6 +80,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             m.vocab_size,
             config.train.global_batch,
             config.train.seq,
+            config.train.micro_batch,
             config.precision.policy,
             args.steps
         )?;
@@ -103,6 +114,25 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
 }
 
+/// The config with micro-batches that all data-parallel layouts can share the batch in: a layout is checked for its sums, and
+/// those take any accumulation.
+fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
+    let kinds = KINDS.iter().map(|kind| kind.to_string());
+    let all: Vec<String> = if given.is_empty() { kinds.collect() } else { given.to_vec() };
+    let parsed = all.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
+    let global = config.train.global_batch;
+    let dps: Vec<usize> = parsed.iter().map(|l| l.mesh.dp).filter(|dp| global.is_multiple_of(*dp)).collect();
+    let fits = |micro: &usize| dps.iter().all(|dp| global.is_multiple_of(dp * micro));
+    if let Some(micro) = (1..=config.train.micro_batch).rev().find(fits) {
+        config.train.micro_batch = micro;
+    }
+    Ok(config)
+}
+
+fn parse(text: &str) -> Result<Layout, Failure> {
+    text.parse().map_err(|e| Failure::request(format!("--layouts {text}: {e}")))
+}
+
 /// The layouts that were asked for, checked; or all kinds that fit.
 fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
     let shape = config.shape();
@@ -114,13 +144,7 @@ fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
         let all = KINDS.iter().filter_map(|kind| kind.parse::<Layout>().ok());
         return Ok(all.filter(|layout| legal::check(layout, &shape).is_empty()).collect());
     }
-    given
-        .iter()
-        .map(|text| {
-            let layout: Layout = text.parse().map_err(|e| Failure::request(format!("--layouts {text}: {e}")))?;
-            fit(layout, config)
-        })
-        .collect()
+    given.iter().map(|text| fit(parse(text)?, config)).collect()
 }
 
 fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {

@@ -281,6 +281,15 @@ mod tests {
     }
 
     #[test]
+    fn every_tp_rank_has_a_part_of_the_vocabulary() {
+        let shape = |vocab| Shape { heads: 8, kv_heads: 8, ffn: 8, vocab, ..LLAMA };
+        assert_eq!(check(&layout("tp=4"), &shape(4)), []);
+        assert_eq!(refused("tp=4", shape(3)), one("parallel.tp", "tp = 2"));
+        // Parts of two leave the fourth rank nothing.
+        assert_eq!(refused("tp=4", shape(5)), one("parallel.tp", "tp = 2"));
+    }
+
+    #[test]
     fn tp_divides_the_key_value_heads_or_is_a_multiple_of_them() {
         let shape = Shape { heads: 24, kv_heads: 6, ffn: 24, ..LLAMA };
         for fits in ["tp=2", "tp=3", "tp=6", "tp=12", "tp=24"] {

@@ -4,6 +4,7 @@ use crate::graph::{Phase, State};
 use crate::mesh::Mesh;
 use crate::{Op, Placement, TensorType, counter};
 use serde::Serialize;
+use std::collections::BTreeSet;
 
 /// Index of a buffer in its program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -223,24 +224,16 @@ impl Entry {
     /// The first micro-batches that show all there is to see, and the last: a schedule repeats itself once as many as are ever
     /// in flight have come and gone.
     pub fn distinct(&self) -> Distinct {
-        let mut first_seen: Vec<usize> = Vec::new();
-        let (mut flying, mut most) = (0usize, 0usize);
-        let mut last = 0;
-        for (at, slot) in self.schedule.iter().enumerate() {
-            last = last.max(slot.micro_batch);
-            if first_seen.contains(&slot.micro_batch) {
-                flying = flying.saturating_sub(1);
-            } else {
-                first_seen.push(slot.micro_batch);
-                flying += 1;
-                most = most.max(flying);
+        // A micro-batch flies from its first slot to its second.
+        let mut flying: BTreeSet<usize> = BTreeSet::new();
+        let mut most = 0;
+        for m in self.schedule.iter().map(|s| s.micro_batch) {
+            if !flying.insert(m) {
+                flying.remove(&m);
             }
-            // A steady state: no more than two rounds of what flies need a look.
-            if at > 4 * (most + 2) {
-                break;
-            }
+            most = most.max(flying.len());
         }
-        last = self.schedule.iter().map(|s| s.micro_batch).max().unwrap_or(last);
+        let last = self.schedule.iter().map(|s| s.micro_batch).max().unwrap_or(0);
         Distinct { first: most + 2, last }
     }
 }

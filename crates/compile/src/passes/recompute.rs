@@ -114,50 +114,10 @@ impl Again {
 
     /// Whether a layer keeps a value that it makes.
     fn keeps(&self, graph: &Graph, node: &Node, v: ValueId) -> bool {
-        if !self.selective {
-            // What leaves the block is what enters the next.
-            return self.leaves(graph, node, v);
-        }
-        match node.op {
-            Op::RmsNorm { .. } | Op::SwiGlu => self.leaves(graph, node, v),
-            Op::AddRmsNorm { .. } => node.outputs[0] == Some(v) || self.leaves(graph, node, v),
-            Op::Embedding
-            | Op::EmbeddingGrad { .. }
-            | Op::Linear
-            | Op::LinearGradInput
-            | Op::LinearGradWeight
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::Rope { .. }
-            | Op::RopeAt
-            | Op::Attention { .. }
-            | Op::AttentionGrad { .. }
-            | Op::CachedAttention
-            | Op::LastPosition
-            | Op::SwiGluGrad
-            | Op::Add
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad
-            | Op::LinearCrossEntropy { .. }
-            | Op::AddState
-            | Op::Accumulate
-            | Op::SquareSum { .. }
-            | Op::MergeSums
-            | Op::GradientNorm
-            | Op::AdamW { .. }
-            | Op::VocabLogits { .. }
-            | Op::VocabLoss
-            | Op::VocabGrad { .. }
-            | Op::JoinRows
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shard { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => true,
-        }
+        let cheap = |o: usize| node.op.spec().cheap.contains(&o);
+        let given_up = !self.selective || node.outputs.iter().position(|o| *o == Some(v)).is_some_and(cheap);
+        // What leaves the block is what enters the next.
+        !given_up || self.leaves(graph, node, v)
     }
 
     /// Whether a forward node of another block reads a value.

@@ -62,7 +62,7 @@ struct Layout {
     own: usize,
     own_bytes: usize,
     /// Bytes of it all.
-    #[cfg_attr(not(test), allow(dead_code))]
+    #[cfg(test)]
     end: usize,
 }
 
@@ -97,6 +97,7 @@ impl Layout {
             losses: take(rows * 4),
             own: take(own_bytes * threads),
             own_bytes,
+            #[cfg(test)]
             end,
         }
     }

@@ -3,7 +3,7 @@
 use super::call::{Call, Ptr};
 use super::float::Float;
 use super::pointwise::checked_token;
-use super::simd::{self, vectorised};
+use super::simd::{self, Simd, vectorised};
 
 /// logits `[b, s, v]`, targets `[b, s]` → loss `[b]` (f64), lse `[b, s]`.
 pub fn cross_entropy<T: Float>(call: Call) {
@@ -48,8 +48,15 @@ pub fn cross_entropy_grad<T: Float>(call: Call) {
     });
 }
 
+unsafe fn log_sum_exp<T: Float>(unit: Simd, x: *const T, n: usize) -> f32 {
+    // SAFETY: the caller vouches for n elements.
+    let (max, sum) = unsafe { maximum_and_sum(unit, x, n) };
+    max + sum.ln()
+}
+
 vectorised! {
-    unsafe fn log_sum_exp<T>(x: *const T, n: usize) -> f32 {
+    /// The largest of `n` numbers, and the sum of their exponentials below it.
+    pub(super) unsafe fn maximum_and_sum<T>(x: *const T, n: usize) -> (f32, f32) {
         const WIDTH: usize = 64;
         let mut max = f32::NEG_INFINITY;
         let mut block = [f32::NEG_INFINITY; WIDTH];
@@ -59,7 +66,7 @@ vectorised! {
             let top = simd::max(&block[..here]);
             max = if top > max { top } else { max };
         }
-        max + simd::sum(n, |i| simd::exp((*x.add(i)).to() - max)).ln()
+        (max, simd::sum(n, |i| simd::exp((*x.add(i)).to() - max)))
     }
 }
 

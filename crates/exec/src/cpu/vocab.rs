@@ -8,6 +8,7 @@ use super::call::{Call, Ptr};
 use super::float::Float;
 use super::gemm::{Matrix, Target, gemm};
 use super::linear::weight_product;
+use super::loss::maximum_and_sum;
 use super::simd::{self, vectorised};
 use lockstep_ir::op::Rows;
 
@@ -36,21 +37,6 @@ pub fn logits<T: Float>(call: Call, rows: Rows) {
                 statistics.slice(row * STATISTICS, STATISTICS).copy_from_slice(&numbers);
             }
         });
-    }
-}
-
-vectorised! {
-    unsafe fn maximum_and_sum<T>(x: *const T, n: usize) -> (f32, f32) {
-        const WIDTH: usize = 64;
-        let mut max = f32::NEG_INFINITY;
-        let mut block = [f32::NEG_INFINITY; WIDTH];
-        for start in (0..n).step_by(WIDTH) {
-            let here = WIDTH.min(n - start);
-            (0..here).for_each(|i| block[i] = (*x.add(start + i)).to());
-            let top = simd::max(&block[..here]);
-            max = if top > max { top } else { max };
-        }
-        (max, simd::sum(n, |i| simd::exp((*x.add(i)).to() - max)))
     }
 }
 

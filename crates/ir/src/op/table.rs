@@ -58,6 +58,8 @@ pub struct Spec {
     /// Dimensions that ranks may share the op along, as groups of letters that are split together. An operand without a
     /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
     pub splits: &'static [&'static str],
+    /// Outputs that cost no matrix product and follow from what backward keeps anyway: worth computing again.
+    pub cheap: &'static [usize],
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
     pub each: bool,
 }
@@ -111,6 +113,7 @@ const fn row(
         always_in_place: false,
         gradient_reads,
         splits: &[],
+        cheap: &[],
         each: false,
     }
 }
@@ -124,6 +127,10 @@ const fn collective(name: &'static str, in_place: &'static [(usize, usize)]) -> 
 impl Spec {
     const fn splits(self, splits: &'static [&'static str]) -> Spec {
         Spec { splits, ..self }
+    }
+
+    const fn cheap(self, cheap: &'static [usize]) -> Spec {
+        Spec { cheap, ..self }
     }
 }
 
@@ -151,7 +158,8 @@ static RMS_NORM: Spec = row(
     &[],
     Some(&[Input(0), Input(1), Output(1)]),
 )
-.splits(&["b", "s"]);
+.splits(&["b", "s"])
+.cheap(&[0, 1]);
 static ADD_RMS_NORM: Spec = Spec {
     always_made: &[0],
     ..row(
@@ -162,6 +170,7 @@ static ADD_RMS_NORM: Spec = Spec {
         Some(&[Output(0), Input(2), Output(2)]),
     )
     .splits(&["b", "s"])
+    .cheap(&[1, 2])
 };
 static RMS_NORM_GRAD: Spec = row(
     "rms_norm_grad",
@@ -260,8 +269,9 @@ static CACHED_ATTENTION: Spec = Spec {
 };
 static LAST_POSITION: Spec =
     row("last_position", &[float("x", "bsd"), u32("count", "b")], &[float("y", "bld")], &[], None);
-static SWIGLU: Spec =
-    row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], &[], Some(&[Input(0)])).splits(&["b", "s", "gf"]);
+static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], &[], Some(&[Input(0)]))
+    .splits(&["b", "s", "gf"])
+    .cheap(&[0]);
 static SWIGLU_GRAD: Spec =
     row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None)
         .splits(&["b", "s", "gf"]);

@@ -1,0 +1,72 @@
+//! `lockstep verify`, and what `explain` says of several ranks.
+
+mod common;
+
+use common::Place;
+use serde_json::Value;
+
+/// A config that only fits as it is: eight layers for eight stages, sixteen sequences for sixteen ranks.
+const WIDE: &str = "[model]\nvocab_size = 64\nlayers = 8\ndim = 32\nheads = 8\nffn = 64\n\
+                    [train]\nseq = 96\nglobal_batch = 16\nmicro_batch = 1\nthreads = 1\n";
+
+fn json(place: &Place, args: &[&str]) -> Value {
+    let args = [args, &["--format", "json"]].concat();
+    serde_json::from_str(&place.ok(&args)).unwrap()
+}
+
+#[test]
+fn verify_compares_every_kind_of_layout_that_fits() {
+    let place = Place::new();
+    let found = json(&place, &["verify", "run.toml", "--steps", "2"]);
+    assert_eq!(found["kept"], true);
+    let layouts = found["layouts"].as_array().unwrap();
+    let of = |name: &str| layouts.iter().find(|l| l["layout"] == name).unwrap_or_else(|| panic!("{name}"));
+    assert_eq!(of("pp=2 1f1b")["identical"], true);
+    let tp = of("tp=2");
+    assert_eq!(tp["identical"], false, "tensor parallelism adds in another order");
+    assert_eq!(tp["losses"].as_array().unwrap().len(), 2);
+    assert!(tp["gradient_difference"].as_f64().unwrap() > 0.0);
+    let text = place.ok(&["verify", "run.toml", "--layouts", "dp=2,zero=1", "--steps", "1"]);
+    assert!(text.contains("dp=2 zero=1") && text.contains("kept"), "{text}");
+}
+
+#[test]
+fn a_layout_that_does_not_fit_the_model_is_refused_and_one_that_does_survives_making_it_smaller() {
+    let place = Place::new();
+    let error = place.fails(2, &["verify", "run.toml", "--layouts", "tp=3"]);
+    assert!(error.contains("tp = 3 does not divide model.heads = 4"), "{error}");
+    assert!(place.fails(2, &["verify", "run.toml", "--layouts", "tp=two"]).contains("hint: "));
+    assert!(place.fails(2, &["verify", "run.toml", "--steps", "0"]).contains("steps"));
+    place.config(WIDE);
+    for layout in ["pp=8", "dp=16", "tp=8", "tp=2,sp"] {
+        let found = json(&place, &["verify", "run.toml", "--layouts", layout, "--steps", "1"]);
+        assert_eq!(found["layouts"].as_array().unwrap().len(), 1, "{layout}");
+    }
+    place.config(
+        &WIDE
+            .replace("layers = 8", "layers = 1")
+            .replace("global_batch = 16", "global_batch = 1")
+            .replace("heads = 8", "heads = 1"),
+    );
+    assert!(place.fails(2, &["verify", "run.toml"]).contains("no layout of several ranks fits"));
+}
+
+#[test]
+fn explain_shows_every_stage_with_its_bytes_and_exchanges() {
+    let place = Place::new();
+    place.config(&format!("{WIDE}[parallel]\ndp = 2\nzero = 1\ntp = 2\npp = 2\n"));
+    let layout = &json(&place, &["explain", "run.toml"])["layout"];
+    assert_eq!((layout["ranks"].as_u64(), layout["layout"].as_str()), (Some(8), Some("dp=2 zero=1 tp=2 pp=2 1f1b")));
+    assert!(layout["bubble"].as_f64().unwrap() > 0.0);
+    for role in layout["roles"].as_array().unwrap() {
+        let classes = role["memory"]["classes"].as_object().unwrap();
+        let sum: u64 = classes.values().map(|v| v.as_u64().unwrap()).sum();
+        assert_eq!(role["memory"]["total_bytes"], sum);
+        let ops: Vec<&str> = role["exchanges"].as_array().unwrap().iter().map(|e| e["op"].as_str().unwrap()).collect();
+        for op in ["all_reduce", "reduce_scatter", "all_gather", "send", "receive"] {
+            assert!(ops.contains(&op), "{op} on stage {}", role["stage"]);
+        }
+    }
+    let text = place.ok(&["explain", "run.toml"]);
+    assert!(text.contains("stage 1: ranks 4 to 7, layers 4 to 7") && text.contains("pipeline: bubble"), "{text}");
+}
