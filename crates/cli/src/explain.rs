@@ -1,5 +1,6 @@
 //! `lockstep explain`: the program's memory bill, FLOPs and ops, without running it.
 
+mod cost;
 mod layout;
 
 use crate::failure::Failure;
@@ -21,6 +22,8 @@ pub struct Args {
     /// Also print the graph after every pass, and the placed program.
     #[arg(long)]
     verbose: bool,
+    #[command(flatten)]
+    cost: cost::CostArgs,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -35,11 +38,17 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Some(entry) => account::ops(program, entry).map_err(internal)?,
         None => Vec::new(),
     };
+    let cost = args.cost.cost(&plan)?;
     let mut out = std::io::stdout().lock();
     match args.format {
-        Format::Json => writeln!(out, "{:#}", as_json(&config, &plan, &ops, args.verbose))?,
+        Format::Json => {
+            let mut value = as_json(&config, &plan, &ops, args.verbose);
+            value["cost"] = json!(cost.map(|c| c.as_json()));
+            writeln!(out, "{value:#}")?;
+        }
         Format::Text => {
             write!(out, "{}", as_text(&config, &plan, &ops))?;
+            write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
             if args.verbose {
                 write!(out, "{}", passes(&plan))?;
             }

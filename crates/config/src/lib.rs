@@ -35,8 +35,11 @@ mod written;
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
 pub use presets::presets;
+pub use quantity::count;
 pub use schema::{
-    CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig,
+    CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
+    RecomputeConfig, TrainConfig,
 };
+pub use suggest::nearest;
 pub use value::{CorpusConfig, RopeScaling};
 pub use written::Difference;

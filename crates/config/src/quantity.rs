@@ -1,4 +1,4 @@
-//! Counts with a decimal suffix: `"2K"`, `"4M"`, `"15T"`, `"4M tokens"`.
+//! Counts with a decimal suffix: `"2K"`, `"4M"`, `"15T"`, `"4M tokens"`. Sizes in bytes: `"4 GiB"`, `"1.5 GB"`.
 
 /// A quantity split into its number and the unit word behind it, if any.
 #[derive(Debug, PartialEq, Eq)]
@@ -25,6 +25,34 @@ pub(crate) fn parse(text: &str) -> Option<Quantity<'_>> {
         (None, _) => return None,
     };
     Some(Quantity { number: scaled(digits, power)?, unit })
+}
+
+/// A whole number with an optional decimal suffix and no unit: `15T` is 15·10¹².
+pub fn count(text: &str) -> Option<u64> {
+    parse(text).filter(|quantity| quantity.unit.is_none()).map(|quantity| quantity.number)
+}
+
+/// A size in bytes: a number, which may have a decimal fraction, and its unit. `None` when the text has another form or
+/// passes 2⁶⁴.
+pub(crate) fn bytes(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (digits, unit) = text.split_at(end);
+    let unit: u128 = match unit.trim_start() {
+        "B" => 1,
+        "KB" => 1_000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        "TB" => 1_000_000_000_000,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        "TiB" => 1 << 40,
+        _ => return None,
+    };
+    // A millionth of a unit is as fine as anybody writes.
+    let millionths = scaled(digits, 6)?;
+    u64::try_from(u128::from(millionths) * unit / 1_000_000).ok()
 }
 
 fn suffix_power(word: &str) -> Option<u32> {
@@ -67,6 +95,25 @@ mod tests {
         check("4M tokens", Some((4_000_000, Some("tokens"))));
         check("8192 tokens", Some((8192, Some("tokens"))));
         check("4 GiB", Some((4, Some("GiB"))));
+    }
+
+    #[test]
+    fn sizes_have_a_unit() {
+        for (text, expected) in [
+            ("4 GiB", Some(4 << 30)),
+            ("1.5GiB", Some(3 << 29)),
+            ("80 GB", Some(80_000_000_000)),
+            ("512 B", Some(512)),
+            ("0.5 KiB", Some(512)),
+            ("4", None),
+            ("4 gib", None),
+            ("GiB", None),
+            ("-4 GiB", None),
+            ("99999999999 TiB", None),
+        ] {
+            assert_eq!(bytes(text), expected, "{text:?}");
+        }
+        assert_eq!((count("15T"), count("4M tokens"), count("x")), (Some(15_000_000_000_000), None, None));
     }
 
     #[test]

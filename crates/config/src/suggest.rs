@@ -1,7 +1,7 @@
 //! "Did you mean": the nearest of a few known names.
 
 /// The candidate closest to `given`, if one is close enough to be a slip of the hand.
-pub(crate) fn nearest<'a>(given: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(given: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     const LONGEST: usize = 40;
     if given.is_empty() || given.len() > LONGEST {
         return None;

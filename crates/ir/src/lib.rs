@@ -11,6 +11,7 @@ pub mod bf16;
 pub mod counter;
 mod dtype;
 pub mod graph;
+pub mod hardware;
 mod init;
 mod layout;
 pub mod legal;

@@ -1,0 +1,117 @@
+//! `--tokens --gpu --mfu`: what a whole run costs.
+
+use crate::failure::Failure;
+use crate::table::thousands;
+use lockstep_config::{count, nearest};
+use lockstep_ir::hardware::{GPUS, Gpu};
+use lockstep_ir::units;
+use lockstep_train::Plan;
+use serde_json::{Value, json};
+
+#[derive(clap::Args)]
+pub struct CostArgs {
+    /// Also price a whole run of so many tokens; K, M, B and T stand for powers of ten: 15T.
+    #[arg(long, value_name = "COUNT")]
+    tokens: Option<String>,
+    /// The accelerator to price it on: a100, h100, … (any wrong name lists them).
+    #[arg(long, value_name = "NAME")]
+    pub(super) gpu: Option<String>,
+    /// The share of the accelerator's peak that model FLOPs reach: 0.4.
+    #[arg(long, value_name = "SHARE", requires = "tokens", requires = "gpu")]
+    mfu: Option<f64>,
+    /// How many of them the run has.
+    #[arg(long, value_name = "COUNT", requires = "gpu")]
+    gpus: Option<u64>,
+}
+
+/// The cost of a run.
+pub(super) struct Cost {
+    tokens: u64,
+    flops: f64,
+    time: Option<Time>,
+}
+
+/// The time it takes.
+struct Time {
+    gpu: &'static Gpu,
+    mfu: f64,
+    gpu_days: f64,
+    /// Accelerators, and days on all of them.
+    shared: Option<(u64, f64)>,
+}
+
+impl CostArgs {
+    /// The catalogue's entry for the accelerator that was named.
+    pub(super) fn find_gpu(&self) -> Result<Option<&'static Gpu>, Failure> {
+        let Some(name) = &self.gpu else { return Ok(None) };
+        let known: Vec<&str> = GPUS.iter().map(|gpu| gpu.name).collect();
+        let unknown = || {
+            let near = nearest(name, known.iter().copied());
+            let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));
+            let list = known.join(", ");
+            Failure::request(format!("--gpu {name} is not in the catalogue\nhint: {guess}it has {list}"))
+        };
+        Gpu::named(name).map(Some).ok_or_else(unknown)
+    }
+
+    /// Prices the run that was asked for.
+    pub(super) fn cost(&self, plan: &Plan) -> Result<Option<Cost>, Failure> {
+        let gpu = self.find_gpu()?;
+        let Some(text) = &self.tokens else { return Ok(None) };
+        let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
+        let tokens = count(text).filter(|n| *n > 0);
+        let not_a_count = || request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
+        let tokens = tokens.ok_or_else(not_a_count)?;
+        let flops = plan.model_flops_per_token() * tokens as f64;
+        let time = match (gpu, self.mfu) {
+            (Some(gpu), Some(mfu)) if mfu > 0.0 && mfu <= 1.0 => {
+                let gpu_days = flops / (gpu.peak_flops_per_s * mfu) / 86_400.0;
+                if self.gpus == Some(0) {
+                    return Err(request("--gpus 0 trains nothing".into(), "give a number from 1"));
+                }
+                Some(Time { gpu, mfu, gpu_days, shared: self.gpus.map(|n| (n, gpu_days / n as f64)) })
+            }
+            (Some(_), Some(mfu)) => {
+                return Err(request(format!("--mfu {mfu} is no share"), "give a number above 0, up to 1, such as 0.4"));
+            }
+            (Some(_), None) => {
+                return Err(request("--gpu prices a run, and --mfu is not given".into(), "give --mfu 0.4, say"));
+            }
+            (None, _) => None,
+        };
+        Ok(Some(Cost { tokens, flops, time }))
+    }
+}
+
+impl Cost {
+    pub(super) fn as_json(&self) -> Value {
+        let mut value = json!({ "tokens": self.tokens, "model_flops": self.flops });
+        if let Some(time) = &self.time {
+            value["gpu"] = json!(time.gpu);
+            value["mfu"] = json!(time.mfu);
+            value["gpu_days"] = json!(time.gpu_days);
+            if let Some((gpus, days)) = time.shared {
+                value["gpus"] = json!(gpus);
+                value["days"] = json!(days);
+            }
+        }
+        value
+    }
+
+    pub(super) fn as_text(&self) -> String {
+        let mut text = format!("\na run of {} tokens: {:.2e} model FLOPs\n", units::count(self.tokens), self.flops);
+        if let Some(Time { gpu, mfu, gpu_days, shared }) = &self.time {
+            text.push_str(&format!(
+                "  {} GPU-days on {} at MFU {mfu} of {}/s",
+                thousands(gpu_days.round() as u64),
+                gpu.name,
+                units::flops(gpu.peak_flops_per_s)
+            ));
+            if let Some((gpus, days)) = shared {
+                text.push_str(&format!(", {days:.1} days on {}", thousands(*gpus)));
+            }
+            text.push('\n');
+        }
+        text
+    }
+}

@@ -1,0 +1,65 @@
+//! Accelerators by name: the figures that cost estimates need, as their makers publish them.
+
+use serde::Serialize;
+
+/// One accelerator. Where a board carries several, one that a program sees as its own device.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Gpu {
+    /// The name that commands take.
+    pub name: &'static str,
+    /// FLOP per second of dense 16-bit matrix products with 32-bit sums: bf16, or fp16 where there is no bf16 (V100).
+    pub peak_flops_per_s: f64,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Memory bandwidth in bytes per second.
+    pub bytes_per_s: f64,
+}
+
+/// TFLOP/s, GB and TB/s: decimal units, as published.
+const fn gpu(name: &'static str, tflops: f64, gigabytes: u64, terabytes_per_s: f64) -> Gpu {
+    Gpu {
+        name,
+        peak_flops_per_s: tflops * 1e12,
+        memory_bytes: gigabytes * 1_000_000_000,
+        bytes_per_s: terabytes_per_s * 1e12,
+    }
+}
+
+/// The catalogue.
+pub const GPUS: [Gpu; 14] = [
+    gpu("v100", 125.0, 32, 0.9),
+    gpu("a100-40gb", 312.0, 40, 1.555),
+    gpu("a100", 312.0, 80, 2.039),
+    gpu("h100", 989.0, 80, 3.35),
+    gpu("h200", 989.0, 141, 4.8),
+    gpu("gh200", 989.0, 96, 4.0),
+    gpu("b200", 2250.0, 180, 8.0),
+    gpu("gb200", 2500.0, 186, 8.0),
+    gpu("b300", 2250.0, 288, 8.0),
+    gpu("mi250x", 383.0, 128, 3.28),
+    gpu("mi250x-gcd", 191.5, 64, 1.64),
+    gpu("mi300x", 1300.0, 192, 5.3),
+    gpu("mi325x", 1300.0, 256, 6.0),
+    gpu("mi355x", 2500.0, 288, 8.0),
+];
+
+impl Gpu {
+    /// The accelerator called `name`, in any letter case.
+    pub fn named(name: &str) -> Option<&'static Gpu> {
+        GPUS.iter().find(|gpu| gpu.name.eq_ignore_ascii_case(name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_once_and_in_any_case() {
+        for (i, gpu) in GPUS.iter().enumerate() {
+            assert_eq!(GPUS.iter().position(|other| other.name == gpu.name), Some(i));
+        }
+        assert_eq!(Gpu::named("A100").map(|g| g.peak_flops_per_s), Some(312e12));
+        assert_eq!(Gpu::named("a1000"), None);
+    }
+}
