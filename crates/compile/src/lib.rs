@@ -4,6 +4,8 @@
 //! as a [`Layout`]. The same inputs give the byte-identical program.
 #![forbid(unsafe_code)]
 
+mod budget;
+mod estimate;
 mod forward;
 mod local;
 mod lower;
@@ -11,9 +13,13 @@ mod memory;
 mod passes;
 mod stage;
 
+pub use budget::{Fit, fit};
+pub use estimate::Estimator;
 pub use forward::compile_forward;
 pub use lower::OUTBOX;
-pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, Recompute, STATS, TRAINING_PASSES, autodiff, fuse};
+pub use passes::{
+    AdamW, Candidate, Effect, FORWARD_PASSES, Pass, Precision, Recompute, STATS, TRAINING_PASSES, autodiff, fuse,
+};
 use passes::{DERIVED, SPREADING};
 
 use lockstep_ir::op::Flops;

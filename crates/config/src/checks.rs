@@ -93,6 +93,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     tokens_can_be_counted,
     data_have_one_form,
     end_token_has_a_tokenizer,
+    recompute_has_its_keys,
 ];
 
 fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
@@ -231,6 +232,29 @@ fn end_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
             format!("data.end_token = {token} is given, and data.tokenizer = \"bytes\" ends documents with a byte 0"),
             "remove data.end_token, or name a tokenizer.json",
         )
+    })
+}
+
+/// `recompute.ops` and `recompute.budget` are given exactly where the policy reads them.
+fn recompute_has_its_keys(values: &Values) -> Option<Conflict> {
+    let Value::Text(policy) = values.get("recompute.policy")? else { return None };
+    let ops = matches!(values.get("recompute.ops")?, Value::Texts(ops) if !ops.is_empty());
+    let keys = [
+        ("list", "recompute.ops", ops, "[\"rms_norm\", \"swiglu\"]"),
+        ("budget", "recompute.budget", values.get("recompute.budget").is_some(), "\"40 GiB\""),
+    ];
+    keys.into_iter().find_map(|(reader, key, given, example)| match (policy == reader, given) {
+        (true, false) => Some(Conflict::new(
+            &["recompute.policy"],
+            format!("recompute.policy = \"{reader}\" needs {key}"),
+            format!("give {key} = {example}, say"),
+        )),
+        (false, true) => Some(Conflict::new(
+            &[key, "recompute.policy"],
+            format!("{key} is given, and recompute.policy = \"{policy}\" does not read it"),
+            format!("set recompute.policy = \"{reader}\", or remove {key}"),
+        )),
+        _ => None,
     })
 }
 

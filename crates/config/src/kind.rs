@@ -23,6 +23,8 @@ pub(crate) enum Kind {
     Count(u64, u64),
     /// A number of sequences from 1, or a string that gives it in tokens.
     Sequences(u64),
+    /// A string of a number and a unit of bytes.
+    Size,
     Float(Bounds),
     Text(Word),
     Texts(Item),
@@ -76,6 +78,11 @@ pub(crate) const PATHS: Item = Item {
     rule: "name files or folders, relative to the config file's folder, such as [\"docs\", \"src/main.rs\"]",
     hold: |text| !text.is_empty(),
 };
+pub(crate) const OPS: Item = Item {
+    plural: "ops",
+    rule: "name ops as explain shows them, such as [\"rms_norm\", \"swiglu\"]",
+    hold: |text| !text.is_empty(),
+};
 pub(crate) const EXTENSIONS: Item = Item {
     plural: "extensions",
     rule: "write file extensions without the dot, such as [\"txt\", \"md\"]",
@@ -123,6 +130,7 @@ impl Kind {
             Kind::Integer(..) => "integer".into(),
             Kind::Count(..) => "count".into(),
             Kind::Sequences(_) => "sequences, or \"N tokens\"".into(),
+            Kind::Size => "bytes, such as \"4 GiB\"".into(),
             Kind::Float(bounds) => format!("number, {}", bounds.text),
             Kind::Texts(item) => format!("list of {}", item.plural),
             Kind::Text(word) => word.text.into(),
@@ -174,6 +182,10 @@ impl Kind {
                 Some(Quantity { number, unit: None | Some("sequences") }) => bounded(Some(number), 1, *max),
                 _ => Err(wrong_type()),
             },
+            (Kind::Size, DeValue::String(text)) => match quantity::bytes(text) {
+                Some(bytes @ 1..) => Ok(Value::Bytes(bytes)),
+                _ => Err(wrong_type()),
+            },
             (Kind::Float(bounds), DeValue::Integer(_) | DeValue::Float(_)) => match float_value(given.get_ref()) {
                 Some(x) if x.is_finite() && (bounds.hold)(x) => Ok(Value::Float(x)),
                 Some(x) if x.is_finite() => Err(refuse("is out of range".into())),
@@ -204,6 +216,7 @@ impl Kind {
             Kind::Integer(..) => "an integer",
             Kind::Count(..) => "a count",
             Kind::Sequences(_) => "a number of sequences or tokens",
+            Kind::Size => "a size",
             Kind::Float(_) => "a number",
             Kind::Texts(_) => "a list of strings",
             Kind::Text(_) => "a string",
@@ -226,6 +239,9 @@ impl Kind {
                 "give a number of sequences from 1 to {max}, or a string in tokens with a decimal suffix (K, M, B or T) \
                  such as \"4M tokens\""
             ),
+            Kind::Size => {
+                "give a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB, GB, TB; B)".into()
+            }
             Kind::Float(bounds) => format!("give a number {}", bounds.text),
             Kind::Texts(item) => item.rule.into(),
             Kind::Text(word) => word.rule.into(),

@@ -41,5 +41,5 @@ pub use schema::{
     RecomputeConfig, TrainConfig,
 };
 pub use suggest::nearest;
-pub use value::{CorpusConfig, RopeScaling};
+pub use value::{Bytes, CorpusConfig, RopeScaling};
 pub use written::Difference;

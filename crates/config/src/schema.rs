@@ -7,14 +7,16 @@ use crate::config::Provenance;
 use crate::declare::Default::{Derived, Fixed, Required, Unset};
 use crate::declare::Effect::{Conduct, Trajectory};
 use crate::declare::{Key, tables};
-use crate::kind::Kind::{Bool, Choice, Corpora, Count, Float, Integer, RopeScaling as Scaling, Sequences, Text, Texts};
+use crate::kind::Kind::{
+    Bool, Choice, Corpora, Count, Float, Integer, RopeScaling as Scaling, Sequences, Size, Text, Texts,
+};
 use crate::kind::{
-    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF,
-    UP_TO_ONE,
+    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, OPS, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_A_DAY,
+    UP_TO_HALF, UP_TO_ONE,
 };
 use crate::presets;
 use crate::resolve::Values;
-use crate::value::{CorpusConfig, Field, RopeScaling};
+use crate::value::{Bytes, CorpusConfig, Field, RopeScaling};
 use lockstep_ir::{Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
@@ -140,10 +142,15 @@ tables! {
     recompute: RecomputeConfig {
         /// none: everything that backward reads is kept. selective: norms and activation functions are computed again, which
         /// costs no matrix product. full: all of a layer but what enters it. every-k: all of recompute.every layers but what
-        /// enters the first. sqrt: the same with the square root of the number of layers. Bits stay the same.
-        policy: String = Choice(&["none", "selective", "full", "every-k", "sqrt"]), Fixed("\"none\""), Conduct;
+        /// enters the first. sqrt: the same with the square root of the number of layers. list: what the ops of recompute.ops
+        /// make. budget: as little as lets the arena fit recompute.budget. Bits stay the same.
+        policy: String = Choice(&["none", "selective", "full", "every-k", "sqrt", "list", "budget"]), Fixed("\"none\""), Conduct;
         /// Layers whose values are given up together under the every-k policy.
         every: usize = Count(1, EXTENT), Fixed("2"), Conduct;
+        /// Ops whose outputs are not kept under the list policy, by the names that explain shows.
+        ops: Vec<String> = Texts(OPS), Fixed("[]"), Conduct;
+        /// The most bytes that the arena of a rank may have under the budget policy.
+        budget: Option<Bytes> = Size, Unset, Conduct;
     }
 
     /// How gradients become updates.

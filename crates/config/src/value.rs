@@ -26,12 +26,17 @@ pub struct CorpusConfig {
     pub weight: f64,
 }
 
+/// A size in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bytes(pub u64);
+
 /// The value of a key.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {
     Count(u64),
     /// A batch given in tokens. `resolve` turns it into a count of sequences.
     Tokens(u64),
+    Bytes(u64),
     Float(f64),
     Bool(bool),
     Text(String),
@@ -46,6 +51,11 @@ impl fmt::Display for Value {
         match self {
             Value::Count(n) => write!(f, "{n}"),
             Value::Tokens(n) => write!(f, "\"{n} tokens\""),
+            Value::Bytes(n) => {
+                let units = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1u64)];
+                let (unit, size) = units.into_iter().find(|(_, size)| n.is_multiple_of(*size)).unwrap_or(("B", 1));
+                write!(f, "\"{} {unit}\"", n / size)
+            }
             Value::Float(x) => write!(f, "{x:?}"),
             Value::Bool(b) => write!(f, "{b}"),
             Value::Text(text) => write_string(f, text),
@@ -118,6 +128,7 @@ field! {
     u8: Some(Value::Count(n)) => u8::try_from(n).ok(), this => Some(Value::Count(u64::from(*this)));
     u64: Some(Value::Count(n)) => Some(n), this => Some(Value::Count(*this));
     usize: Some(Value::Count(n)) => usize::try_from(n).ok(), this => Some(Value::Count(*this as u64));
+    Bytes: Some(Value::Bytes(n)) => Some(Bytes(n)), this => Some(Value::Bytes(this.0));
     f64: Some(Value::Float(x)) => Some(x), this => Some(Value::Float(*this));
     bool: Some(Value::Bool(b)) => Some(b), this => Some(Value::Bool(*this));
     String: Some(Value::Text(text)) => Some(text), this => Some(Value::Text(this.clone()));
@@ -146,6 +157,8 @@ mod tests {
     #[test]
     fn values_are_written_as_toml() {
         assert_eq!(Value::Float(1e-5).to_string(), "1e-5");
+        assert_eq!(Value::Bytes(3 << 29).to_string(), "\"1536 MiB\"");
+        assert_eq!(Value::Bytes(1_000_000_001).to_string(), "\"1000000001 B\"");
         assert_eq!(Value::Float(500000.0).to_string(), "500000.0");
         assert_eq!(Value::Text("a \"b\" \\ \n".into()).to_string(), r#""a \"b\" \\ \u000A""#);
         assert_eq!(Value::Texts(vec!["a".into(), "b".into()]).to_string(), r#"["a", "b"]"#);

@@ -201,3 +201,40 @@ hint: remove data.end_token, or name a tokenizer.json
 ",
     );
 }
+
+#[test]
+fn a_recompute_policy_has_the_keys_that_it_reads_and_no_others() {
+    check(
+        &format!("{TINY}[recompute]\npolicy = \"budget\"\n"),
+        "
+recompute.policy = \"budget\" needs recompute.budget
+  --> run.toml:4
+  |
+4 | policy = \"budget\"
+  |          ^^^^^^^^
+hint: give recompute.budget = \"40 GiB\", say
+",
+    );
+    check(
+        &format!("{TINY}[recompute]\nops = [\"swiglu\"]\n"),
+        "
+recompute.ops is given, and recompute.policy = \"none\" does not read it
+  --> run.toml:4
+  |
+4 | ops = [\"swiglu\"]
+  |       ^^^^^^^^^^
+hint: set recompute.policy = \"list\", or remove recompute.ops
+",
+    );
+    check(
+        &format!("{TINY}[recompute]\npolicy = \"budget\"\nbudget = \"4 gigs\"\n"),
+        "
+recompute.budget = \"4 gigs\" is not a size
+  --> run.toml:5
+  |
+5 | budget = \"4 gigs\"
+  |          ^^^^^^^^
+hint: give a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB, GB, TB; B)
+",
+    );
+}

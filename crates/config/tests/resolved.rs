@@ -78,6 +78,8 @@ patience = 60.0  # default
 [recompute]
 policy = "none"  # default
 every = 2  # default
+ops = []  # default
+# budget is not set
 
 [optimizer]
 name = "adamw"  # default

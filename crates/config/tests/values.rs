@@ -127,10 +127,19 @@ fn data_paths_start_from_the_folder_of_the_config() {
 }
 
 #[test]
+fn a_budget_is_a_number_of_bytes_with_its_unit() {
+    let config = parse(&format!("{TINY}[recompute]\npolicy = \"budget\"\nbudget = \"1.5 GiB\"\n"));
+    assert_eq!(config.recompute.budget.map(|b| b.0), Some(3 << 29));
+    assert!(config.resolved_toml().contains("budget = \"1536 MiB\""));
+    let config = parse_set(TINY, &["recompute.policy=list", "recompute.ops=['swiglu']"]);
+    assert_eq!(config.recompute.ops, ["swiglu"]);
+}
+
+#[test]
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 54);
+    assert_eq!(paths.len(), 56);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());

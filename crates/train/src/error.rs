@@ -127,6 +127,33 @@ pub enum TrainError {
         /// Bytes that are free.
         available: u64,
     },
+    /// An op of `recompute.ops` makes nothing that could be computed again.
+    #[error(
+        "recompute.ops: \"{op}\" makes nothing that a layer of this model keeps for backward\nhint: {}choose of {}",
+        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
+        known.join(", ")
+    )]
+    NotRecomputable {
+        /// The op.
+        op: String,
+        /// What was perhaps meant.
+        guess: Option<String>,
+        /// Ops whose outputs can be computed again.
+        known: Vec<&'static str>,
+    },
+    /// No choice of what is computed again lets the arena fit.
+    #[error(
+        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever a layer computes \
+         again\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
+        units::bytes(*budget),
+        units::bytes(*least)
+    )]
+    OverBudget {
+        /// What was allowed.
+        budget: u64,
+        /// The least that is possible.
+        least: u64,
+    },
     /// A number of the config is not one in the type that the device computes with.
     #[error("{key} = {value} is {rounded} in fp32\nhint: choose a value that fp32 can hold")]
     Rounded {
@@ -240,6 +267,8 @@ impl TrainError {
                 | TrainError::DataChanged { .. }
                 | TrainError::OtherData { .. }
                 | TrainError::DoesNotFit { .. }
+                | TrainError::NotRecomputable { .. }
+                | TrainError::OverBudget { .. }
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
                 | TrainError::NotTrained { .. }

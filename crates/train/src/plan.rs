@@ -1,6 +1,6 @@
 use crate::TrainError;
-use lockstep_compile::{AdamW, Compiled, Context, Precision, Recompute, compile};
-use lockstep_config::Config;
+use lockstep_compile::{AdamW, Compiled, Context, Estimator, Fit, Precision, Recompute, compile, fit};
+use lockstep_config::{Config, nearest};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
@@ -28,6 +28,8 @@ pub struct Plan {
     pub layout: Layout,
     /// FLOPs of one step, on all ranks.
     pub step_flops: Flops,
+    /// What is computed again in backward.
+    pub recompute: Recompute,
     /// Bytes by class, layer and moment of the rank that needs most.
     pub memory: MemoryBill,
     /// The same for a rank of each pipeline stage.
@@ -55,7 +57,7 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     (Context { device, layout: Layout::single(1), precision, ..context }, threads)
 }
 
-fn training_context(config: &Config) -> (Context, usize) {
+pub(crate) fn training_context(config: &Config) -> (Context, usize) {
     let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     // Ranks are threads of this process and share its cores.
     let threads = (all / config.layout().mesh.ranks()).max(1);
@@ -76,15 +78,38 @@ fn training_context(config: &Config) -> (Context, usize) {
     (context, threads)
 }
 
+/// Compiles a forward graph; where the policy must see the layers first, without recomputation and then with what it says.
+fn compile_with_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<Compiled, TrainError> {
+    let compiled = compile(forward, context)?;
+    if !matches!(context.recompute, Recompute::Ops(_)) && config.recompute.budget.is_none() {
+        return Ok(compiled);
+    }
+    let estimator = Estimator::new(&compiled, context)?;
+    if let Recompute::Ops(ops) = &context.recompute {
+        let known = estimator.recomputable();
+        if let Some(op) = ops.iter().find(|op| !known.contains(op.as_str())) {
+            let guess = nearest(op, known.iter().copied()).map(str::to_owned);
+            let known = known.into_iter().collect();
+            return Err(TrainError::NotRecomputable { op: op.clone(), guess, known });
+        }
+    }
+    let Some(budget) = config.recompute.budget else { return Ok(compiled) };
+    context.recompute = match fit(&estimator, budget.0)? {
+        Fit::Keep(recompute) => recompute,
+        Fit::Least(least) => return Err(TrainError::OverBudget { budget: budget.0, least }),
+    };
+    Ok(compile(forward, context)?)
+}
+
 /// Compiles a config for this machine.
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     check_numbers(config)?;
-    let (context, threads) = training_context(config);
+    let (mut context, threads) = training_context(config);
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
     let forward = lockstep_model::build_form(&config.model, form).map_err(internal)?;
-    let compiled = compile(&forward, &context)?;
+    let compiled = compile_with_policy(config, &forward, &mut context)?;
     let mut step_flops = Flops::default();
     for program in &compiled.programs {
         if let Some(entry) = program.entry(StepProgram::TRAIN) {
@@ -100,6 +125,7 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     let stages: Vec<MemoryBill> = compiled.programs.iter().map(account::memory).collect();
     Ok(Plan {
         layout: context.layout,
+        recompute: context.recompute,
         device: context.device.name,
         precision: context.precision,
         threads,
@@ -120,6 +146,8 @@ fn recompute(config: &Config) -> Recompute {
         "full" => Recompute::Full,
         "every-k" => Recompute::Every(config.recompute.every),
         "sqrt" => Recompute::Sqrt,
+        "list" => Recompute::Ops(config.recompute.ops.clone()),
+        // What a budget allows is known when the layers are.
         _ => Recompute::None,
     }
 }

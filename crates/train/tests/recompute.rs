@@ -1,10 +1,21 @@
 //! Values that are given up and computed again: the same bits under every policy and layout, fewer bytes, more FLOPs.
 
+use lockstep_compile::Recompute;
 use lockstep_config::Config;
 use lockstep_ir::Layout;
 use lockstep_train::{Plan, compare, plan};
 
 const POLICIES: [&str; 5] = ["none", "selective", "full", "every-k", "sqrt"];
+
+/// A list of ops, and a budget that all layouts can keep and not all without recomputing.
+fn chosen(layouts: &[Layout], keys: &str) -> [String; 2] {
+    let all: Vec<Layout> = layouts.iter().chain([&"dp=1".parse().unwrap()]).copied().collect();
+    let planned = |policy: &str, layout: &Layout| plan(&config(policy, keys).at(layout)).unwrap();
+    let least = all.iter().map(|layout| planned("full", layout).memory.total_bytes).max().unwrap();
+    let budget = format!("budget\"\nbudget = \"{least} B\"\n#");
+    assert!(all.iter().any(|layout| planned(&budget, layout).recompute != Recompute::None));
+    ["list\"\nops = [\"rms_norm\", \"linear\", \"swiglu\"]\n#".to_owned(), budget]
+}
 
 fn config(policy: &str, keys: &str) -> Config {
     let text = format!(
@@ -23,8 +34,8 @@ fn every_policy_gives_the_same_bits_on_every_layout() {
     for keys in ["", "[precision]\npolicy = \"bf16\""] {
         let run = |policy: &str| compare(&config(policy, keys), &layouts, 3, &mut |_| ()).unwrap();
         let kept = run("none");
-        for policy in &POLICIES[1..] {
-            for (with, without) in run(policy).iter().zip(&kept) {
+        for policy in POLICIES[1..].iter().map(ToString::to_string).chain(chosen(&layouts, keys)) {
+            for (with, without) in run(&policy).iter().zip(&kept) {
                 assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
                 assert!(with.kept, "{policy}: {with:?}");
             }
@@ -52,4 +63,73 @@ fn policies_trade_bytes_for_flops() {
     let added = (full.step_flops.hardware - none.step_flops.hardware) as f64;
     assert!((0.6..1.0).contains(&(added / forward as f64)), "{}", added / forward as f64);
     assert_eq!(full.step_flops.model, none.step_flops.model);
+}
+
+#[test]
+fn a_list_gives_up_what_its_ops_make() {
+    let planned = |policy: &str| plan(&config(policy, "")).unwrap();
+    let listed = |ops: &str| planned(&format!("list\"\nops = [{ops}]\n#"));
+    // The ops that selective recomputation knows as cheap, by name; of the fused norm it keeps the sum.
+    let norms_and_activation = listed("\"rms_norm\", \"swiglu\"");
+    let none = planned("none");
+    assert_eq!(norms_and_activation.step_flops.hardware, none.step_flops.hardware);
+    assert!(norms_and_activation.memory.total_bytes < none.memory.total_bytes);
+    assert!(planned("selective").memory.total_bytes < norms_and_activation.memory.total_bytes);
+    let everything = listed("\"rms_norm\", \"add_rms_norm\", \"linear\", \"rope\", \"attention\", \"swiglu\"");
+    assert_eq!(everything.program().to_string(), planned("full").program().to_string());
+}
+
+#[test]
+fn ops_that_make_nothing_to_give_up_are_refused() {
+    let refusal = |op: &str| plan(&config(&format!("list\"\nops = [\"{op}\"]\n#"), "")).unwrap_err();
+    let text = refusal("rms_nrom").to_string();
+    assert!(text.contains("did you mean \"rms_norm\"?") && text.contains("add_rms_norm, attention, linear"), "{text}");
+    for op in ["add", "embedding", "linear_cross_entropy", "linear_grad_input"] {
+        assert!(refusal(op).to_string().contains("makes nothing that a layer"), "{op}");
+        assert!(refusal(op).is_request());
+    }
+}
+
+#[test]
+fn a_budget_is_kept_and_an_impossible_one_names_the_least() {
+    let planned = |policy: &str| plan(&config(policy, ""));
+    let budget = |bytes: u64| planned(&format!("budget\"\nbudget = \"{bytes} B\"\n#"));
+    let [none, selective, full] = ["none", "selective", "full"].map(|p| planned(p).unwrap());
+    let arena = |p: &Plan| p.memory.total_bytes;
+    assert_eq!(budget(arena(&none)).unwrap().program(), none.program());
+    // What selective recomputation reaches without a matrix product, a budget does too.
+    let same = budget(arena(&selective)).unwrap();
+    assert!(arena(&same) <= arena(&selective));
+    assert_eq!(same.step_flops, none.step_flops);
+    let error = budget(1 << 10).unwrap_err();
+    let least = match error {
+        lockstep_train::TrainError::OverBudget { least, .. } => least,
+        other => panic!("{other}"),
+    };
+    assert!(least <= arena(&full));
+    assert_eq!(arena(&budget(least).unwrap()), least);
+    let text = budget(least - 1).unwrap_err().to_string();
+    assert!(
+        text.contains(&format!("at least {}", lockstep_ir::units::bytes(least))) && text.contains("hint: "),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_budget_for_a_model_of_126_layers_is_found() {
+    let text = |policy: &str| {
+        format!(
+            "[model]\nlayers = 126\ndim = 16384\nheads = 128\nkv_heads = 8\nffn = 53248\nvocab_size = 128256\n\
+             [train]\nseq = 8192\nglobal_batch = 16\nmicro_batch = 1\n[parallel]\ntp = 8\npp = 16\n\
+             sequence_parallel = true\n[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"{policy}\"\n"
+        )
+    };
+    let planned = |policy: &str| plan(&Config::parse(&text(policy), "run.toml", &[]).unwrap()).unwrap();
+    let [none, selective, full] = ["none", "selective", "full"].map(planned);
+    let arena = |p: &Plan| p.memory.total_bytes;
+    let middle = (arena(&selective) + arena(&full)) / 2;
+    let found = planned(&format!("budget\"\nbudget = \"{middle} B\"\n#"));
+    assert!(arena(&found) <= middle && arena(&found) > middle * 9 / 10);
+    let added = |p: &Plan| p.step_flops.hardware - none.step_flops.hardware;
+    assert!(added(&found) > 0 && added(&found) < added(&full), "{} of {}", added(&found), added(&full));
 }

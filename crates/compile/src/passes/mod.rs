@@ -13,7 +13,8 @@ pub use autodiff::autodiff;
 pub use fuse::fuse;
 pub use optimizer::{AdamW, STATS};
 pub use precision::Precision;
-pub use recompute::Recompute;
+pub(crate) use recompute::{Again, again};
+pub use recompute::{Candidate, Layers, Recompute};
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};

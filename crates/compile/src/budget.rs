@@ -1,0 +1,346 @@
+//! The cheapest keep-set whose arena fits a budget.
+//!
+//! A keep-set says for every kind of layer which of the values that backward reads are given up. Its price is the FLOPs that are
+//! computed again, then the bytes that these calls move. Prices follow from one layer of each kind. Arenas do not: what is
+//! computed again needs room as well, so sets are lowered and placed in order of price until one fits. Three things keep that
+//! short: a set is passed over where the states and what it saves are over the budget already; a search by halves along the sets
+//! that save more for more gives a set that fits; and the walk over those that are cheaper yet ends after [`WORK`] nodes. It
+//! comes to its end on small graphs, so that the answer is the best there is; where it does not, the set that was found stands.
+
+#[cfg(test)]
+mod tests;
+
+use crate::passes::{Again, Candidate, Layers, Recompute, again};
+use crate::{CompileError, Estimator};
+use lockstep_ir::graph::Phase;
+use lockstep_ir::program::{Lifetime, StepProgram};
+use lockstep_ir::{Graph, TypeError, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Nodes that a search may place before it is content with what it has.
+const WORK: usize = 1 << 16;
+
+/// Values of one kind of layer that are decided about, the largest first; the others are kept.
+const MOST: usize = 16;
+
+/// Sets that are looked at one by one; where kinds have more together, only the best of each kind are combined.
+const COMBINATIONS: usize = 1 << MOST;
+
+/// What a search found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// The cheapest keep-set that fits.
+    Keep(Recompute),
+    /// None does: the least bytes that an arena can have.
+    Least(u64),
+}
+
+/// Finds the cheapest keep-set under which the arena of every rank has at most `budget` bytes.
+pub fn fit(estimator: &Estimator, budget: u64) -> Result<Fit, CompileError> {
+    let mut search = Search::new(estimator)?;
+    let sets = search.sets()?;
+    // Along the front every set saves more than those before it.
+    let mut least = usize::MAX as u64;
+    let mut front: Vec<usize> = Vec::new();
+    for (s, set) in sets.iter().enumerate() {
+        let bound = search.bound(set);
+        if bound < least {
+            least = bound;
+            front.push(s);
+        }
+    }
+    let (mut from, mut to) = (0, front.len());
+    while from < to {
+        let middle = (from + to) / 2;
+        match search.arena(&sets[front[middle]])? <= budget {
+            true => to = middle,
+            false => from = middle + 1,
+        }
+    }
+    let found = front.get(to).copied();
+    for set in &sets[..found.unwrap_or(sets.len())] {
+        if search.bound(set) <= budget && search.may_go_on() && search.arena(set)? <= budget {
+            return Ok(Fit::Keep(search.policy(set)));
+        }
+    }
+    match found {
+        Some(s) => Ok(Fit::Keep(search.policy(&sets[s]))),
+        None => search.least(sets).map(Fit::Least),
+    }
+}
+
+/// Values that are given up, of every kind: bits in the order of its candidates.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Set {
+    flops: u128,
+    moved: u128,
+    given_up: Vec<u64>,
+}
+
+struct Search<'a> {
+    estimator: &'a Estimator<'a>,
+    kinds: Vec<Kind>,
+    stages: Vec<Stage>,
+    work: usize,
+    /// Arenas that have been placed.
+    known: BTreeMap<Vec<u64>, u64>,
+}
+
+/// One kind of layer.
+struct Kind {
+    candidates: Vec<Candidate>,
+    calls: Vec<Call>,
+    /// Bytes of every value that its layers make, by bit.
+    bytes: Vec<u64>,
+    /// Bits: values that backward reads, values that are kept whatever is decided, and each candidate's.
+    read: u64,
+    stays: u64,
+    bits: Vec<u64>,
+    layers: u64,
+}
+
+/// A forward node of a layer, and what computing it again takes.
+struct Call {
+    outputs: u64,
+    /// Made even where nobody reads them.
+    always: u64,
+    plain: Cost,
+    /// From kept outputs: which, and the price.
+    shorter: Option<(u64, Cost)>,
+}
+
+struct Cost {
+    flops: u128,
+    reads: u64,
+    read_bytes: u64,
+}
+
+/// What a pipeline stage's arena holds whatever is given up, and what it saves by giving up.
+struct Stage {
+    /// States, host buffers, all saved values, and the largest operands that any one call has in the frame.
+    bound: u64,
+    /// By kind: bytes of each candidate in all layers of the stage and all micro-batches in flight.
+    saves: Vec<Vec<u64>>,
+}
+
+impl<'a> Search<'a> {
+    fn new(estimator: &'a Estimator<'a>) -> Result<Self, CompileError> {
+        let layers = estimator.layers();
+        let graph = estimator.derived;
+        let values = layers.candidates(graph);
+        let mut kinds = Vec::new();
+        for (kind, layer) in layers.representatives() {
+            let mut own: Vec<(Candidate, ValueId)> =
+                values.iter().filter(|(c, _)| c.kind == kind).map(|(c, v)| (*c, *v)).collect();
+            own.sort_by_key(|(c, v)| (std::cmp::Reverse(graph.ty(*v).bytes()), *c));
+            own.truncate(MOST);
+            kinds.push(Kind::new(graph, &layers, kind, layer, &own)?);
+        }
+        let none = estimator.programs(Recompute::None)?;
+        let stages = none.iter().map(|program| Stage::new(program, estimator, &layers, &kinds)).collect();
+        let mut search = Self { estimator, kinds, stages, work: 0, known: BTreeMap::new() };
+        search.note(vec![0; search.kinds.len()], &none);
+        Ok(search)
+    }
+
+    /// All keep-sets, cheapest first.
+    fn sets(&self) -> Result<Vec<Set>, CompileError> {
+        let decisions: usize = self.kinds.iter().map(|k| k.bits.len()).sum();
+        let all = 1usize.checked_shl(decisions as u32).is_some_and(|sets| sets <= COMBINATIONS);
+        let mut sets = vec![Set { flops: 0, moved: 0, given_up: Vec::new() }];
+        for (k, kind) in self.kinds.iter().enumerate() {
+            let mut own: Vec<(u128, u128, u64)> = (0..1u64 << kind.bits.len())
+                .map(|chosen| {
+                    let (flops, moved) = kind.price(chosen);
+                    (flops, moved, chosen)
+                })
+                .collect();
+            own.sort_unstable();
+            if !all {
+                let mut most = None;
+                own.retain(|(_, _, chosen)| {
+                    let saves: u64 = self.stages.iter().map(|s| s.saved(k, *chosen)).sum();
+                    let better = most.is_none_or(|most| saves > most);
+                    most = most.max(Some(saves));
+                    better
+                });
+            }
+            let join = |set: &Set, (flops, moved, chosen): &(u128, u128, u64)| Set {
+                flops: set.flops + flops,
+                moved: set.moved + moved,
+                given_up: set.given_up.iter().copied().chain([*chosen]).collect(),
+            };
+            sets = sets.iter().flat_map(|set| own.iter().map(move |chosen| join(set, chosen))).collect();
+            sets.sort_unstable();
+            if !all {
+                // Sets that cost more than another and save no more are of no use, whatever is added to them.
+                let mut most = None;
+                sets.retain(|set| {
+                    let saves: u64 = self.stages.iter().map(|s| s.saves(&set.given_up)).sum();
+                    let better = most.is_none_or(|most| saves > most);
+                    most = most.max(Some(saves));
+                    better
+                });
+            }
+        }
+        Ok(sets)
+    }
+
+    /// Bytes that the arena has at least.
+    fn bound(&self, set: &Set) -> u64 {
+        self.stages.iter().map(|s| s.bound - s.saves(&set.given_up)).max().unwrap_or(0)
+    }
+
+    /// Bytes of the largest arena.
+    fn arena(&mut self, set: &Set) -> Result<u64, CompileError> {
+        if let Some(known) = self.known.get(&set.given_up) {
+            return Ok(*known);
+        }
+        let programs = self.estimator.programs(self.policy(set))?;
+        Ok(self.note(set.given_up.clone(), &programs))
+    }
+
+    fn note(&mut self, given_up: Vec<u64>, programs: &[StepProgram]) -> u64 {
+        let arena = programs.iter().map(|p| p.arena_bytes).max().unwrap_or(0);
+        self.work += self.estimator.derived.nodes.len();
+        self.known.insert(given_up, arena);
+        arena
+    }
+
+    fn may_go_on(&self) -> bool {
+        self.work < WORK
+    }
+
+    fn policy(&self, set: &Set) -> Recompute {
+        let mut values = BTreeSet::new();
+        for (kind, chosen) in self.kinds.iter().zip(&set.given_up) {
+            values.extend(kind.candidates.iter().enumerate().filter(|(c, _)| chosen >> c & 1 == 1).map(|(_, c)| *c));
+        }
+        if values.is_empty() { Recompute::None } else { Recompute::Given(values) }
+    }
+
+    /// The least arena of all sets: those that may have it are placed, the likeliest first.
+    fn least(&mut self, mut sets: Vec<Set>) -> Result<u64, CompileError> {
+        sets.sort_by_key(|set| self.bound(set));
+        let mut least = self.known.values().min().copied().unwrap_or(u64::MAX);
+        for set in sets {
+            if self.bound(&set) >= least || !self.may_go_on() {
+                break;
+            }
+            least = least.min(self.arena(&set)?);
+        }
+        Ok(least)
+    }
+}
+
+impl Kind {
+    fn new(
+        graph: &Graph,
+        layers: &Layers,
+        kind: usize,
+        layer: usize,
+        own: &[(Candidate, ValueId)],
+    ) -> Result<Self, TypeError> {
+        let nodes: Vec<_> = layers.nodes[layer].iter().map(|n| &graph.nodes[*n]).collect();
+        let values: Vec<ValueId> = nodes.iter().flat_map(|n| n.outputs.iter().flatten().copied()).collect();
+        // A layer of more values than a word has bits decides about the first of them.
+        let bit = |v: ValueId| values.iter().position(|x| *x == v).filter(|b| *b < 64).map_or(0, |b| 1u64 << b);
+        let all = |vs: &mut dyn Iterator<Item = ValueId>| vs.fold(0, |bits, v| bits | bit(v));
+        let cost = |Again { op, inputs, outputs }: Again| -> Result<Cost, TypeError> {
+            let types: Vec<_> = inputs.iter().map(|v| graph.ty(*v)).collect();
+            let wanted: Vec<bool> = outputs.iter().map(Option::is_some).collect();
+            Ok(Cost {
+                flops: op.flops(&types, &wanted)?.hardware,
+                reads: all(&mut inputs.iter().copied()),
+                read_bytes: types.iter().map(|ty| ty.bytes()).sum(),
+            })
+        };
+        let mut calls = Vec::new();
+        for node in &nodes {
+            let (plain, from_kept) = (again(node, &|_| false), again(node, &|_| true));
+            let from = all(&mut from_kept.inputs.iter().copied()) & all(&mut node.outputs.iter().flatten().copied());
+            let always = node.op.spec().always_made.iter().filter_map(|o| node.outputs[*o]);
+            calls.push(Call {
+                outputs: all(&mut node.outputs.iter().flatten().copied()),
+                always: all(&mut always.into_iter()),
+                plain: cost(plain)?,
+                shorter: if from == 0 { None } else { Some((from, cost(from_kept)?)) },
+            });
+        }
+        let read = all(&mut values.iter().copied().filter(|v| layers.is_wanted(*v).1));
+        let leaves = all(&mut values.iter().copied().filter(|v| layers.is_wanted(*v).0));
+        let bits: Vec<u64> = own.iter().map(|(_, v)| bit(*v)).collect();
+        Ok(Self {
+            candidates: own.iter().map(|(c, _)| *c).collect(),
+            calls,
+            bytes: values.iter().take(64).map(|v| graph.ty(*v).bytes()).collect(),
+            read,
+            stays: leaves | (read & !bits.iter().fold(0, |all, b| all | b)),
+            bits,
+            layers: layers.kind_of.iter().filter(|k| **k == kind).count() as u64,
+        })
+    }
+
+    /// FLOPs and bytes of computing again what all layers of the kind give up.
+    fn price(&self, chosen: u64) -> (u128, u128) {
+        let kept =
+            (0..self.bits.len()).filter(|c| chosen >> c & 1 == 0).fold(self.stays, |kept, c| kept | self.bits[c]);
+        let mut needed = self.read & !kept;
+        let (mut flops, mut moved) = (0, 0u64);
+        for call in self.calls.iter().rev().filter(|call| call.outputs != 0) {
+            let wanted = call.outputs & needed;
+            if wanted == 0 {
+                continue;
+            }
+            let (cost, always) = match &call.shorter {
+                Some((from, cost)) if from & kept == *from => (cost, 0),
+                _ => (&call.plain, call.always),
+            };
+            flops += cost.flops;
+            let written = wanted | always;
+            let bytes = (0..self.bytes.len()).filter(|b| written >> b & 1 == 1).map(|b| self.bytes[b]);
+            moved += cost.read_bytes + bytes.sum::<u64>();
+            needed |= cost.reads & !kept;
+        }
+        (flops * u128::from(self.layers), u128::from(moved) * u128::from(self.layers))
+    }
+}
+
+impl Stage {
+    fn new(program: &StepProgram, estimator: &Estimator, layers: &Layers, kinds: &[Kind]) -> Self {
+        let graph = estimator.derived;
+        let lifetime = |buffer: usize| program.regions[program.buffers[buffer].region].lifetime;
+        let forward = program.segments.iter().flat_map(|s| &s.instrs).filter(|i| i.phase == Phase::Forward);
+        let saved: BTreeMap<&str, u64> = forward
+            .flat_map(|i| i.outputs.iter().flatten())
+            .filter(|a| lifetime(a.buffer.0) == Lifetime::Saved)
+            .map(|a| (program.values[a.value].as_str(), estimator.align(program.buffers[a.buffer.0].bytes)))
+            .collect();
+        let slots = program.regions.iter().find(|r| r.lifetime == Lifetime::Saved).map_or(1, |r| r.slots as u64);
+        let bytes = |kind: usize, c: &Candidate| -> u64 {
+            let of_kind = layers.nodes.iter().zip(&layers.kind_of).filter(|(_, k)| **k == kind);
+            let value = |nodes: &Vec<usize>| graph.nodes[nodes[c.node]].outputs[c.output];
+            let names = of_kind.filter_map(|(nodes, _)| value(nodes)).map(|v| graph.get(v).name.as_str());
+            names.filter_map(|name| saved.get(name)).sum::<u64>() * slots
+        };
+        let saves = kinds.iter().enumerate().map(|(k, kind)| kind.candidates.iter().map(|c| bytes(k, c)).collect());
+        let without_frame =
+            program.regions.iter().filter(|r| !matches!(r.lifetime, Lifetime::Frame | Lifetime::Overlay));
+        let frame = program.segments.iter().flat_map(|s| &s.instrs).map(|i| {
+            let args = i.inputs.iter().chain(i.outputs.iter().flatten()).map(|a| a.buffer.0);
+            let own: BTreeSet<usize> = args.chain(i.workspace.map(|w| w.0)).collect();
+            let in_frame = own.into_iter().filter(|b| lifetime(*b) == Lifetime::Frame);
+            in_frame.map(|b| program.buffers[b].bytes).sum::<u64>()
+        });
+        let bound = without_frame.map(|r| r.bytes()).sum::<u64>() + frame.max().unwrap_or(0);
+        Self { bound, saves: saves.collect() }
+    }
+
+    fn saved(&self, kind: usize, chosen: u64) -> u64 {
+        self.saves[kind].iter().enumerate().filter(|(c, _)| chosen >> c & 1 == 1).map(|(_, bytes)| bytes).sum()
+    }
+
+    fn saves(&self, given_up: &[u64]) -> u64 {
+        given_up.iter().enumerate().map(|(kind, chosen)| self.saved(kind, *chosen)).sum()
+    }
+}

@@ -1,0 +1,109 @@
+//! The search against all keep-sets there are.
+
+use super::{Fit, fit};
+use crate::passes::tests::small_model;
+use crate::{Candidate, Context, Estimator, Recompute, compile};
+use lockstep_ir::graph::{Parameter, Phase, State};
+use lockstep_ir::program::StepProgram;
+use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, Op, Section, TensorType, ValueId};
+use std::collections::BTreeSet;
+
+fn parameter(g: &mut Graph, name: String, dims: Vec<Dim>) -> ValueId {
+    let parameter = Parameter { init: Init::Ones, parts: vec![name.clone()], decay: true };
+    g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
+}
+
+/// Layers of attention and layers of a gated MLP in turn: two kinds.
+fn model() -> (Graph, Context) {
+    let (_, context) = small_model();
+    let mut g = Graph::new();
+    let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 2), Dim::new(Axis::Seq, 16)]);
+    let tokens = g.input("tokens", ids.clone());
+    let targets = g.input("targets", ids);
+    let embed = || Dim::new(Axis::Embed, 32);
+    let heads = |axis| Section { axis, count: 4, unit: 8 };
+    let ffn = Section { axis: Axis::Ffn, count: 48, unit: 1 };
+    let table = parameter(&mut g, "table".into(), vec![Dim::new(Axis::Vocab, 64), embed()]);
+    let mut x = g.op(Op::Embedding, &[tokens, table], "x0").unwrap()[0];
+    for layer in 0..4 {
+        g.enter_layer(Some(layer));
+        let at = |name: &str| format!("{layer}.{name}");
+        let norm = parameter(&mut g, at("norm"), vec![embed()]);
+        let n = g.op(Op::RmsNorm { eps: 1e-5 }, &[x, norm], &at("n")).unwrap()[0];
+        let (packed, inner, op) = match layer % 2 {
+            0 => {
+                let [q, k, v] = [Axis::Heads, Axis::KvHeads, Axis::KvHeads].map(heads);
+                (Dim::packed([q, k, v]), Dim::packed([q]), Op::Attention { documents: false })
+            }
+            _ => (Dim::packed([ffn, ffn]), Dim::packed([ffn]), Op::SwiGlu),
+        };
+        let w = parameter(&mut g, at("in"), vec![packed, embed()]);
+        let y = g.op(Op::Linear, &[n, w], &at("y")).unwrap()[0];
+        let z = g.op(op, &[y], &at("z")).unwrap()[0];
+        let w = parameter(&mut g, at("out"), vec![embed(), inner]);
+        let delta = g.op(Op::Linear, &[z, w], &at("delta")).unwrap()[0];
+        x = g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1)).unwrap()[0];
+    }
+    g.enter_layer(None);
+    let logits = g.op(Op::Linear, &[x, table], "logits").unwrap()[0];
+    let loss = g.op(Op::CrossEntropy, &[logits, targets], "loss").unwrap()[0];
+    g.outputs.push(loss);
+    (g, context)
+}
+
+/// What programs really cost: FLOPs and bytes of what is computed again on all stages, and the largest arena.
+fn measure(programs: &[StepProgram]) -> (u128, u64, u64) {
+    let again = |p: &StepProgram| {
+        let segment = p.segments.iter().find(|s| s.name == "backward").unwrap();
+        let calls =
+            segment.instrs.iter().filter(|i| i.phase == Phase::InputGrad && i.op.spec().gradient_reads.is_some());
+        let costs = calls.filter(|i| i.op != Op::Add).map(|i| i.cost().unwrap());
+        costs.fold((0, 0), |(flops, bytes), c| (flops + c.flops.hardware, bytes + c.bytes))
+    };
+    let arena = programs.iter().map(|p| p.arena_bytes).max().unwrap();
+    programs.iter().map(again).fold((0, 0, arena), |(f, b, arena), (flops, bytes)| (f + flops, b + bytes, arena))
+}
+
+fn holds_against_all(context: &Context) {
+    let (graph, _) = model();
+    let compiled = compile(&graph, context).unwrap();
+    let estimator = Estimator::new(&compiled, context).unwrap();
+    let layers = estimator.layers();
+    let candidates: Vec<Candidate> = layers.candidates(estimator.derived).into_keys().collect();
+    // Norm, its statistic, packed projection and (attention: output and log-sum-exp, MLP: hidden).
+    assert_eq!(candidates.len(), 5 + 4);
+    let all: Vec<(u128, u64, u64)> = (0..1u32 << candidates.len())
+        .map(|bits| {
+            let chosen = candidates.iter().enumerate().filter(|(c, _)| bits >> c & 1 == 1).map(|(_, c)| *c);
+            let set: BTreeSet<Candidate> = chosen.collect();
+            measure(&estimator.programs(Recompute::Given(set)).unwrap())
+        })
+        .collect();
+    let (least, most) = (all.iter().map(|a| a.2).min().unwrap(), all.iter().map(|a| a.2).max().unwrap());
+    let mut answers = BTreeSet::new();
+    for step in 0..=16 {
+        let budget = least + (most - least) * step / 16;
+        let best = all.iter().filter(|a| a.2 <= budget).map(|a| (a.0, a.1)).min().unwrap();
+        let Fit::Keep(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
+        let (flops, bytes, arena) = measure(&estimator.programs(recompute).unwrap());
+        assert!(arena <= budget);
+        assert_eq!((flops, bytes), best, "budget {budget}");
+        answers.insert(best);
+    }
+    assert!(answers.len() > 4, "{answers:?}");
+    assert_eq!(fit(&estimator, most).unwrap(), Fit::Keep(Recompute::None));
+    assert_eq!(fit(&estimator, least - 1).unwrap(), Fit::Least(least));
+}
+
+#[test]
+fn the_cheapest_set_that_fits_is_found() {
+    holds_against_all(&model().1);
+}
+
+#[test]
+fn the_cheapest_set_that_fits_is_found_over_stages() {
+    let mut context = model().1;
+    context.layout.mesh = Mesh { pp: 2, ..Mesh::ONE };
+    context.layout.micro_batches = 4;
+    holds_against_all(&context);
+}
