@@ -1,5 +1,6 @@
 //! `lockstep explain`: the program's memory bill, FLOPs and ops, without running it.
 
+mod account;
 mod cost;
 mod layout;
 
@@ -8,10 +9,10 @@ use crate::table::{table, thousands};
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
 use lockstep_config::Config;
-use lockstep_ir::account::{self, MemoryBill, OpCost};
+use lockstep_ir::account::{MemoryBill, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepProgram, units};
-use lockstep_train::{Plan, TrainError, plan};
+use lockstep_train::{Plan, TrainError, account, plan};
 use serde_json::json;
 use std::io::Write;
 
@@ -35,19 +36,24 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let program = plan.program();
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let ops = match program.entry(StepProgram::TRAIN) {
-        Some(entry) => account::ops(program, entry).map_err(internal)?,
+        Some(entry) => ops(program, entry).map_err(internal)?,
         None => Vec::new(),
     };
     let cost = args.cost.cost(&plan)?;
+    let account = account(&config, &plan)?;
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => {
             let mut value = as_json(&config, &plan, &ops, args.verbose);
+            value["recompute"] = json!({ "policies": account.policies });
+            value["growth"] = json!(account.growth);
+            value["closed_forms"] = json!(account.closed_forms);
             value["cost"] = json!(cost.map(|c| c.as_json()));
             writeln!(out, "{value:#}")?;
         }
         Format::Text => {
             write!(out, "{}", as_text(&config, &plan, &ops))?;
+            write!(out, "{}", account::as_text(&account))?;
             write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
             if args.verbose {
                 write!(out, "{}", passes(&plan))?;

@@ -78,7 +78,7 @@ struct Set {
 }
 
 struct Search<'a> {
-    estimator: &'a Estimator<'a>,
+    estimator: &'a Estimator,
     kinds: Vec<Kind>,
     stages: Vec<Stage>,
     work: usize,
@@ -124,9 +124,9 @@ struct Stage {
 }
 
 impl<'a> Search<'a> {
-    fn new(estimator: &'a Estimator<'a>) -> Result<Self, CompileError> {
+    fn new(estimator: &'a Estimator) -> Result<Self, CompileError> {
         let layers = estimator.layers();
-        let graph = estimator.derived;
+        let graph = &estimator.derived;
         let values = layers.candidates(graph);
         let mut kinds = Vec::new();
         for (kind, layer) in layers.representatives() {
@@ -308,7 +308,7 @@ impl Kind {
 
 impl Stage {
     fn new(program: &StepProgram, estimator: &Estimator, layers: &Layers, kinds: &[Kind]) -> Self {
-        let graph = estimator.derived;
+        let graph = &estimator.derived;
         let lifetime = |buffer: usize| program.regions[program.buffers[buffer].region].lifetime;
         let forward = program.segments.iter().flat_map(|s| &s.instrs).filter(|i| i.phase == Phase::Forward);
         let saved: BTreeMap<&str, u64> = forward

@@ -1,28 +1,30 @@
-//! The programs of a compiled model under other recompute policies, for looking at: nothing verifies them, nothing runs them.
+//! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
-use crate::passes::{DERIVED, FORWARD_PASSES, Layers, Recompute, SPREADING, TRAINING_PASSES};
-use crate::{CompileError, Compiled, Context, lower, memory, stage};
+use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, Layers, Recompute, SPREADING, TRAINING_PASSES};
+use crate::{CompileError, Context, lower, memory, model_flops, stage};
+use lockstep_ir::op::Flops;
 use lockstep_ir::{Graph, StepProgram, TypeError};
 use std::collections::BTreeSet;
 
 /// What all policies share, and what is left to do for one.
-pub struct Estimator<'a> {
+pub struct Estimator {
     /// The graph with its backward pass, before anything is given up.
-    pub(crate) derived: &'a Graph,
+    pub(crate) derived: Graph,
     evaluate: Graph,
     pub(crate) cuts: Vec<usize>,
     context: Context,
 }
 
-impl<'a> Estimator<'a> {
-    /// For a model that was compiled in this context, under whatever policy.
-    pub fn new(compiled: &'a Compiled, context: &Context) -> Result<Self, CompileError> {
-        let mut evaluate = compiled.stages[FORWARD_PASSES.len() - 1].graph.clone().without_dead_code();
-        for pass in &TRAINING_PASSES[SPREADING] {
-            evaluate = (pass.run)(&evaluate, context)?;
-        }
-        let derived = &compiled.stages[DERIVED].graph;
-        let cuts = stage::cut(derived, context.layout.mesh.pp)?;
+impl Estimator {
+    /// For a model's forward graph, in a context whose policy does not count.
+    pub fn new(forward: &Graph, context: &Context) -> Result<Self, CompileError> {
+        let run = |graph: &Graph, passes: std::ops::Range<usize>| -> Result<Graph, TypeError> {
+            TRAINING_PASSES[passes].iter().try_fold(graph.clone(), |graph, pass| (pass.run)(&graph, context))
+        };
+        let stored = run(forward, 0..FORWARD_PASSES.len())?;
+        let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
+        let evaluate = run(&stored.without_dead_code(), SPREADING)?;
+        let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
         Ok(Self { derived, evaluate, cuts, context: context.clone() })
     }
 
@@ -31,9 +33,9 @@ impl<'a> Estimator<'a> {
         let context = Context { recompute, ..self.context.clone() };
         let mut graph = None;
         for pass in &TRAINING_PASSES[DERIVED + 1..] {
-            graph = Some((pass.run)(graph.as_ref().unwrap_or(self.derived), &context)?);
+            graph = Some((pass.run)(graph.as_ref().unwrap_or(&self.derived), &context)?);
         }
-        let graph = graph.as_ref().unwrap_or(self.derived);
+        let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
             let train = stage::extract(graph, &self.cuts, s)?;
             let evaluate = stage::extract(&self.evaluate, &self.cuts, s)?;
@@ -42,9 +44,32 @@ impl<'a> Estimator<'a> {
         Ok((0..context.layout.mesh.pp).map(program).collect::<Result<_, _>>()?)
     }
 
+    /// The graph with its backward pass, before anything is given up or spread over ranks.
+    pub fn derived(&self) -> &Graph {
+        &self.derived
+    }
+
+    /// FLOPs that the model needs for one micro-batch of all ranks, forward and backward.
+    pub fn model_flops(&self) -> Result<Flops, TypeError> {
+        model_flops(&self.derived)
+    }
+
     /// Names of the ops whose outputs a layer keeps for backward and could compute again instead.
     pub fn recomputable(&self) -> BTreeSet<&'static str> {
-        self.layers().ops(self.derived)
+        self.layers().ops(&self.derived)
+    }
+
+    /// What candidates are called: kind of layer, op and output.
+    pub fn names(&self, candidates: &BTreeSet<Candidate>) -> Vec<String> {
+        let layers = self.layers();
+        let several = layers.representatives().count() > 1;
+        let name = |c: &Candidate| {
+            let layer = layers.representatives().find(|(kind, _)| *kind == c.kind)?.1;
+            let op = self.derived.nodes[*layers.nodes[layer].get(c.node)?].op;
+            let kind = if several { format!("kind {}: ", c.kind) } else { String::new() };
+            Some(format!("{kind}{}.{}", op.name(), op.output(c.output).name))
+        };
+        candidates.iter().filter_map(name).collect()
     }
 
     /// `bytes` rounded up to the device's alignment.
@@ -54,6 +79,6 @@ impl<'a> Estimator<'a> {
 
     /// The layers, each a block of its own.
     pub(crate) fn layers(&self) -> Layers {
-        Layers::new(self.derived, 1, &self.cuts)
+        Layers::new(&self.derived, 1, &self.cuts)
     }
 }

@@ -86,14 +86,17 @@ pub struct Compiled {
 impl Compiled {
     /// FLOPs that the model needs for one micro-batch of all ranks, forward and backward.
     pub fn model_flops(&self) -> Result<Flops, TypeError> {
-        let graph = &self.stages[DERIVED].graph;
-        let mut sum = Flops::default();
-        for node in &graph.nodes {
-            let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
-            sum = sum + node.op.flops(&graph.input_types(node), &wanted)?;
-        }
-        Ok(sum)
+        model_flops(&self.stages[DERIVED].graph)
     }
+}
+
+fn model_flops(graph: &Graph) -> Result<Flops, TypeError> {
+    let mut sum = Flops::default();
+    for node in &graph.nodes {
+        let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
+        sum = sum + node.op.flops(&graph.input_types(node), &wanted)?;
+    }
+    Ok(sum)
 }
 
 /// Compiles a model's forward graph to its training and evaluation program.

@@ -4,7 +4,9 @@
 //! directory holds. It computes nothing itself (executors do) and prints nothing (it reports [`Event`]s).
 #![forbid(unsafe_code)]
 
+mod account;
 pub mod bench;
+mod closed_forms;
 mod compare;
 mod data;
 mod error;
@@ -24,6 +26,8 @@ mod state;
 mod text;
 mod trained;
 
+pub use account::{Account, Growth, PolicyCost, account};
+pub use closed_forms::ClosedForm;
 pub use compare::{Comparison, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use error::TrainError;

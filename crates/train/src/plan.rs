@@ -4,7 +4,7 @@ use lockstep_config::{Config, nearest};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{DType, Graph, Layout, StepProgram};
+use lockstep_ir::{DType, Graph, Layout, StepProgram, TypeError};
 use lockstep_model::Form;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
@@ -78,13 +78,13 @@ pub(crate) fn training_context(config: &Config) -> (Context, usize) {
     (context, threads)
 }
 
-/// Compiles a forward graph; where the policy must see the layers first, without recomputation and then with what it says.
-fn compile_with_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<Compiled, TrainError> {
-    let compiled = compile(forward, context)?;
-    if !matches!(context.recompute, Recompute::Ops(_)) && config.recompute.budget.is_none() {
-        return Ok(compiled);
+/// Settles what only the layers can tell: whether a list of ops is one, and what a budget allows.
+fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), TrainError> {
+    let listed = matches!(context.recompute, Recompute::Ops(_));
+    if !listed && config.recompute.budget.is_none() {
+        return Ok(());
     }
-    let estimator = Estimator::new(&compiled, context)?;
+    let estimator = Estimator::new(forward, context)?;
     if let Recompute::Ops(ops) = &context.recompute {
         let known = estimator.recomputable();
         if let Some(op) = ops.iter().find(|op| !known.contains(op.as_str())) {
@@ -93,35 +93,51 @@ fn compile_with_policy(config: &Config, forward: &Graph, context: &mut Context) 
             return Err(TrainError::NotRecomputable { op: op.clone(), guess, known });
         }
     }
-    let Some(budget) = config.recompute.budget else { return Ok(compiled) };
-    context.recompute = match fit(&estimator, budget.0)? {
-        Fit::Keep(recompute) => recompute,
-        Fit::Least(least) => return Err(TrainError::OverBudget { budget: budget.0, least }),
-    };
-    Ok(compile(forward, context)?)
+    if let Some(budget) = config.recompute.budget {
+        context.recompute = match fit(&estimator, budget.0)? {
+            Fit::Keep(recompute) => recompute,
+            Fit::Least(least) => return Err(TrainError::OverBudget { budget: budget.0, least }),
+        };
+    }
+    Ok(())
+}
+
+/// A config's forward graph, for the micro-batches of all data-parallel ranks.
+pub(crate) fn forward_graph(config: &Config, layout: &Layout) -> Result<Graph, TrainError> {
+    let (seq, documents) = (config.train.seq, config.data.document_mask);
+    let form = Form::Loss { batch: config.train.micro_batch * layout.mesh.dp, seq, context: seq, documents };
+    lockstep_model::build_form(&config.model, form).map_err(internal)
+}
+
+/// A graph that the op table refuses.
+pub(crate) fn internal(error: TypeError) -> TrainError {
+    TrainError::Compile(lockstep_compile::CompileError::Type(error))
+}
+
+/// FLOPs that the hardware is asked for in a step, on all ranks.
+pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, TrainError> {
+    let mut sum = 0;
+    for program in programs {
+        if let Some(entry) = program.entry(StepProgram::TRAIN) {
+            let ranks = (program.mesh.dp * program.mesh.tp) as u128;
+            sum += account::flops(program, entry).map_err(internal)?.hardware * ranks;
+        }
+    }
+    Ok(sum)
 }
 
 /// Compiles a config for this machine.
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (mut context, threads) = training_context(config);
-    let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
-    let (seq, documents) = (config.train.seq, config.data.document_mask);
-    let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
-    let forward = lockstep_model::build_form(&config.model, form).map_err(internal)?;
-    let compiled = compile_with_policy(config, &forward, &mut context)?;
-    let mut step_flops = Flops::default();
-    for program in &compiled.programs {
-        if let Some(entry) = program.entry(StepProgram::TRAIN) {
-            let rank = account::flops(program, entry).map_err(internal)?;
-            let ranks = (context.layout.mesh.dp * context.layout.mesh.tp) as u128;
-            step_flops = step_flops + Flops { hardware: rank.hardware * ranks, ..Flops::default() };
-        }
-    }
+    let forward = forward_graph(config, &context.layout)?;
+    settle_policy(config, &forward, &mut context)?;
+    let compiled = compile(&forward, &context)?;
+    let hardware = hardware_flops(&compiled.programs)?;
     // The model is what it was before any rank repeated or padded a part of it.
     let whole = compiled.model_flops().map_err(internal)?;
     let micro_batches = context.layout.micro_batches as u128;
-    (step_flops.model, step_flops.causal) = (whole.model * micro_batches, whole.causal * micro_batches);
+    let step_flops = Flops { model: whole.model * micro_batches, causal: whole.causal * micro_batches, hardware };
     let stages: Vec<MemoryBill> = compiled.programs.iter().map(account::memory).collect();
     Ok(Plan {
         layout: context.layout,

@@ -2,7 +2,7 @@
 
 use super::{Fit, fit};
 use crate::passes::tests::small_model;
-use crate::{Candidate, Context, Estimator, Recompute, compile};
+use crate::{Candidate, Context, Estimator, Recompute};
 use lockstep_ir::graph::{Parameter, Phase, State};
 use lockstep_ir::program::StepProgram;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, Op, Section, TensorType, ValueId};
@@ -66,10 +66,9 @@ fn measure(programs: &[StepProgram]) -> (u128, u64, u64) {
 
 fn holds_against_all(context: &Context) {
     let (graph, _) = model();
-    let compiled = compile(&graph, context).unwrap();
-    let estimator = Estimator::new(&compiled, context).unwrap();
+    let estimator = Estimator::new(&graph, context).unwrap();
     let layers = estimator.layers();
-    let candidates: Vec<Candidate> = layers.candidates(estimator.derived).into_keys().collect();
+    let candidates: Vec<Candidate> = layers.candidates(&estimator.derived).into_keys().collect();
     // Norm, its statistic, packed projection and (attention: output and log-sum-exp, MLP: hidden).
     assert_eq!(candidates.len(), 5 + 4);
     let all: Vec<(u128, u64, u64)> = (0..1u32 << candidates.len())

@@ -1,0 +1,77 @@
+//! What other choices would cost, and the program's counts beside closed forms.
+
+use crate::table::{table, thousands};
+use lockstep_ir::program::Class;
+use lockstep_ir::units;
+use lockstep_train::{Account, ClosedForm, Growth, PolicyCost};
+
+pub(super) fn as_text(account: &Account) -> String {
+    [policies(&account.policies), growth(&account.growth), closed_forms(&account.closed_forms)].concat()
+}
+
+fn policies(policies: &[PolicyCost]) -> String {
+    let row = |p: &PolicyCost| {
+        let sign = if p.less_than_none_bytes < 0 { "-" } else { "" };
+        let added = match p.added_flops == 0.0 {
+            true => "-".to_owned(),
+            false => units::flops(p.added_flops),
+        };
+        vec![
+            format!("{}{}", p.policy, if p.chosen { " *" } else { "" }),
+            units::bytes(p.saved_bytes),
+            units::bytes(p.arena_bytes),
+            format!("{sign}{}", units::bytes(p.less_than_none_bytes.unsigned_abs())),
+            added,
+            format!("{:.1}%", 100.0 * p.added_share),
+        ]
+    };
+    let header = ["policy", "kept for backward", "arena", "less than none", "added FLOPs", "added"];
+    let rows: Vec<_> = policies.iter().map(row).collect();
+    let given_up = policies.iter().filter_map(|p| p.gives_up.as_ref());
+    let given_up: String = given_up.map(|names| format!("  computed again: {}\n", names.join(", "))).collect();
+    format!("\nrecompute policies, one step (* this config's)\n{}{given_up}", table(&header, &rows))
+}
+
+fn growth(growth: &[Growth]) -> String {
+    let times = |ratio: f64| format!("×{ratio:.2}");
+    let row = |name: &str, value: &dyn Fn(&Growth) -> Option<f64>| -> Option<Vec<String>> {
+        let cells: Option<Vec<String>> = growth.iter().map(|g| value(g).map(times)).collect();
+        Some([vec![name.to_owned()], cells?].concat())
+    };
+    let mut rows = vec![
+        row("parameters", &|g| Some(g.parameters)),
+        row("model FLOPs of a step", &|g| Some(g.model_flops)),
+        row("hardware FLOPs of a step", &|g| Some(g.hardware_flops)),
+        row("arena", &|g| Some(g.arena_bytes)),
+    ];
+    rows.extend(Class::ALL.iter().map(|c| row(&format!("  {}", c.name()), &|g| g.classes.get(c.name()).copied())));
+    let header: Vec<&str> = ["at twice the"].into_iter().chain(growth.iter().map(|g| g.doubled)).collect();
+    let rows: Vec<_> = rows.into_iter().flatten().collect();
+    format!("\ngrowth (batch: sequences of a micro-batch; width: dim, heads and ffn)\n{}", table(&header, &rows))
+}
+
+fn closed_forms(forms: &[ClosedForm]) -> String {
+    let row = |f: &ClosedForm| {
+        let difference = f.program - f.closed;
+        let shown = match difference == 0.0 {
+            true => "0".to_owned(),
+            false => format!("{difference:+} ({:+.4}%)", 100.0 * difference / f.closed),
+        };
+        vec![f.name.to_owned(), whole(f.program), whole(f.closed), shown]
+    };
+    let rows: Vec<_> = forms.iter().map(row).collect();
+    let mut text = format!(
+        "\nclosed forms (D dim, Q and KV widths of queries and of keys, F ffn, V vocabulary, L layers, S sequence)\n{}",
+        table(&["count", "program", "formula", "difference"], &rows)
+    );
+    for f in forms {
+        let note = f.note.map_or(String::new(), |note| format!("; {note}"));
+        text.push_str(&format!("  {} = {}{note}\n", f.name, f.formula));
+    }
+    text
+}
+
+/// A count without a fraction, by thousands.
+fn whole(x: f64) -> String {
+    if x < 1e18 { thousands(x.round() as u64) } else { format!("{x:.6e}") }
+}

@@ -1,0 +1,177 @@
+//! What a config costs beside what it could: every recompute policy, twice the batch, sequence, width and depth, and the closed
+//! forms of the literature. All of it is read off programs that are compiled for the purpose.
+
+use crate::closed_forms::{ClosedForm, closed_forms};
+use crate::plan::{forward_graph, hardware_flops, internal, training_context};
+use crate::{Plan, TrainError};
+use lockstep_compile::{Estimator, Recompute};
+use lockstep_config::Config;
+use lockstep_ir::StepProgram;
+use lockstep_ir::account;
+use lockstep_ir::program::{Class, Lifetime};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The account of a config.
+#[derive(Clone, Debug, Serialize)]
+pub struct Account {
+    /// What each recompute policy saves and costs; the first keeps everything.
+    pub policies: Vec<PolicyCost>,
+    /// How everything grows when one extent is doubled.
+    pub growth: Vec<Growth>,
+    /// The program's counts beside closed forms.
+    pub closed_forms: Vec<ClosedForm>,
+}
+
+/// What a recompute policy saves and costs.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PolicyCost {
+    /// The policy, as the config names it.
+    pub policy: String,
+    /// Whether it is the config's.
+    pub chosen: bool,
+    /// Bytes that are kept from forward to backward, for all micro-batches in flight, on the rank with the largest arena.
+    pub saved_bytes: u64,
+    /// Bytes of the largest arena.
+    pub arena_bytes: u64,
+    /// Bytes that the arena has less than under `none`.
+    pub less_than_none_bytes: i64,
+    /// FLOPs of a step on all ranks that `none` does not need.
+    pub added_flops: f64,
+    /// The same as a share of all FLOPs under `none`.
+    pub added_share: f64,
+    /// Under a budget: what layers do not keep.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gives_up: Option<Vec<String>>,
+}
+
+/// How many times as large everything is when one extent is doubled.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Growth {
+    /// The extent: `batch` (sequences of a micro-batch), `sequence`, `width` (dim, heads and ffn together) or `depth`.
+    pub doubled: &'static str,
+    /// Elements of all parameters.
+    pub parameters: f64,
+    /// Model FLOPs of a step.
+    pub model_flops: f64,
+    /// Hardware FLOPs of a step.
+    pub hardware_flops: f64,
+    /// Bytes of the largest arena.
+    pub arena_bytes: f64,
+    /// Its bytes by class; classes that have none are left out.
+    pub classes: BTreeMap<&'static str, f64>,
+}
+
+/// Compiles a planned config under every policy and at twice every extent.
+pub fn account(config: &Config, plan: &Plan) -> Result<Account, TrainError> {
+    let (context, _) = training_context(config);
+    let estimator = Estimator::new(&plan.forward, &context)?;
+    let none = estimator.programs(Recompute::None)?;
+    let policies = policies(config, plan, &estimator, &none)?;
+    let full = policies.iter().find(|p| p.policy == "full").map_or(0.0, |p| p.added_flops);
+    let closed_forms = closed_forms(config, plan, estimator.derived(), &none, full)?;
+    Ok(Account { policies, growth: growth(config, plan)?, closed_forms })
+}
+
+/// The program with the largest arena.
+fn largest(programs: &[StepProgram]) -> Option<&StepProgram> {
+    programs.iter().max_by_key(|p| p.arena_bytes)
+}
+
+fn policies(
+    config: &Config,
+    plan: &Plan,
+    estimator: &Estimator,
+    none: &[StepProgram],
+) -> Result<Vec<PolicyCost>, TrainError> {
+    let every = config.recompute.every;
+    let mut all = vec![
+        ("none".to_owned(), Recompute::None),
+        ("selective".to_owned(), Recompute::Selective),
+        ("full".to_owned(), Recompute::Full),
+        (format!("every-k, k = {every}"), Recompute::Every(every)),
+        ("sqrt".to_owned(), Recompute::Sqrt),
+    ];
+    let own = match config.recompute.policy.as_str() {
+        "list" | "budget" => {
+            all.push((config.recompute.policy.clone(), plan.recompute.clone()));
+            all.len() - 1
+        }
+        _ => all.iter().position(|(_, policy)| *policy == plan.recompute).unwrap_or(0),
+    };
+    let arena = |programs: &[StepProgram]| largest(programs).map_or(0, |p| p.arena_bytes);
+    let before = (arena(none), hardware_flops(none)?);
+    let mut costs = Vec::new();
+    for (row, (policy, recompute)) in all.into_iter().enumerate() {
+        let gives_up = match &recompute {
+            Recompute::Given(values) => Some(estimator.names(values)),
+            _ => None,
+        };
+        let made;
+        let programs = match (row == own, &recompute) {
+            (true, _) => &plan.compiled.programs,
+            (false, Recompute::None) => none,
+            (false, _) => {
+                made = estimator.programs(recompute)?;
+                &made
+            }
+        };
+        let saved =
+            |p: &StepProgram| p.regions.iter().filter(|r| r.lifetime == Lifetime::Saved).map(|r| r.bytes()).sum();
+        let added_flops = hardware_flops(programs)? as f64 - before.1 as f64;
+        costs.push(PolicyCost {
+            policy,
+            chosen: row == own,
+            saved_bytes: largest(programs).map_or(0, saved),
+            arena_bytes: arena(programs),
+            less_than_none_bytes: before.0 as i64 - arena(programs) as i64,
+            added_flops,
+            added_share: added_flops / before.1 as f64,
+            gives_up,
+        });
+    }
+    Ok(costs)
+}
+
+/// A config with one extent doubled.
+fn doubled(config: &Config, extent: &str) -> Config {
+    let mut config = config.clone();
+    let (model, train) = (&mut config.model, &mut config.train);
+    match extent {
+        "batch" => [&mut train.micro_batch, &mut train.global_batch].into_iter().for_each(|n| *n *= 2),
+        "sequence" => train.seq *= 2,
+        "width" => {
+            let extents = [&mut model.dim, &mut model.heads, &mut model.kv_heads, &mut model.ffn];
+            extents.into_iter().for_each(|n| *n *= 2);
+        }
+        _ => model.layers *= 2,
+    }
+    config
+}
+
+fn growth(config: &Config, plan: &Plan) -> Result<Vec<Growth>, TrainError> {
+    let mut rows = Vec::new();
+    for extent in ["batch", "sequence", "width", "depth"] {
+        let config = doubled(config, extent);
+        let (context, _) = training_context(&config);
+        let forward = forward_graph(&config, &context.layout)?;
+        let estimator = Estimator::new(&forward, &context)?;
+        let programs = estimator.programs(plan.recompute.clone())?;
+        let model = estimator.model_flops().map_err(internal)?.model * context.layout.micro_batches as u128;
+        let parameters: usize = forward.parameters().map(|(_, v, _)| v.ty.elements()).sum();
+        let Some(bill) = largest(&programs).map(account::memory) else { continue };
+        let class = |c: &Class| {
+            let before = plan.memory.classes[c.name()];
+            (before > 0).then(|| (c.name(), bill.classes[c.name()] as f64 / before as f64))
+        };
+        rows.push(Growth {
+            doubled: extent,
+            parameters: parameters as f64 / plan.parameters as f64,
+            model_flops: model as f64 / plan.step_flops.model as f64,
+            hardware_flops: hardware_flops(&programs)? as f64 / plan.step_flops.hardware as f64,
+            arena_bytes: bill.total_bytes as f64 / plan.memory.total_bytes as f64,
+            classes: Class::ALL.iter().filter_map(class).collect(),
+        });
+    }
+    Ok(rows)
+}
