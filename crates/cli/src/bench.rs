@@ -3,6 +3,7 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::table::table;
+use crate::timeline::TimelineFile;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
 use lockstep_train::bench::{BenchResult, BenchSpec, bench_train};
@@ -62,6 +63,9 @@ struct Train {
     /// Say where the time of a step goes, and write it to this file as a Chrome trace.
     #[arg(long, value_name = "TRACE.JSON")]
     profile: Option<PathBuf>,
+    /// Draw the memory of the first two steps into this file: .svg, or .json for a Chrome trace.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -156,6 +160,7 @@ fn disk(folder: &Path) -> Result<f64, std::io::Error> {
 }
 
 fn run_train(args: Train) -> Result<(), Failure> {
+    let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let (shape, preset, seq, batch) = args.shape.row();
     let spec = BenchSpec {
         preset: preset.to_owned(),
@@ -165,6 +170,7 @@ fn run_train(args: Train) -> Result<(), Failure> {
         threads: args.threads,
         precision: args.precision.name().to_owned(),
         profile: args.profile.is_some(),
+        timeline: args.timeline.is_some(),
     };
     let terminal = std::io::stderr().is_terminal();
     let mut last = Instant::now();
@@ -176,6 +182,10 @@ fn run_train(args: Train) -> Result<(), Failure> {
     })?;
     if let (Some(path), Some(profile)) = (&args.profile, &result.profile) {
         std::fs::write(path, profile.trace.to_string())?;
+    }
+    if let (Some(file), Some(timeline)) = (&timeline, &result.timeline) {
+        let title = format!("memory of the first two steps, {shape} at batch {}, seq {}", result.batch, result.seq);
+        file.write("", &title, timeline)?;
     }
     let mut out = std::io::stdout().lock();
     match args.format {

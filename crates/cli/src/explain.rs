@@ -6,15 +6,17 @@ mod layout;
 
 use crate::failure::Failure;
 use crate::table::{table, thousands};
+use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
 use lockstep_config::Config;
 use lockstep_ir::account::{MemoryBill, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepProgram, units};
-use lockstep_train::{Plan, TrainError, account, plan};
+use lockstep_train::{Plan, TrainError, account, plan, planned_timeline};
 use serde_json::json;
 use std::io::Write;
+use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -25,12 +27,17 @@ pub struct Args {
     verbose: bool,
     #[command(flatten)]
     cost: cost::CostArgs,
+    /// Also draw the memory of the first two steps into this file: .svg, or .json for a Chrome trace. Of several stages, each
+    /// gets a file of its own (-stage0, -stage1 …). Time counts in instructions, or with --gpu in seconds at its peak rates.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
+    let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let config = args.config.load()?;
     let plan = plan(&config)?;
     let program = plan.program();
@@ -41,6 +48,18 @@ pub fn run(args: Args) -> Result<(), Failure> {
     };
     let cost = args.cost.cost(&plan)?;
     let account = account(&config, &plan)?;
+    if let Some(file) = &timeline {
+        let several = plan.compiled.programs.len() > 1;
+        for program in &plan.compiled.programs {
+            let (suffix, of) = match several {
+                true => (format!("-stage{}", program.stage), format!(", stage {}", program.stage)),
+                false => (String::new(), String::new()),
+            };
+            let drawn = planned_timeline(program, 2, args.cost.find_gpu()?)?;
+            let name = units::count(plan.parameters);
+            file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
+        }
+    }
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => {

@@ -11,6 +11,7 @@ mod generate;
 mod progress;
 mod table;
 mod terminal;
+mod timeline;
 mod train;
 mod verify;
 

@@ -51,6 +51,11 @@ pub trait Executor: Send {
     /// As `run`, and tells when each instruction ran.
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError>;
 
+    /// Bytes of the arena up to the last that has ever been written with anything but zero, where the executor can tell.
+    fn touched_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// The ranks behind it, where it is several, for whoever wants what each of them has.
     fn ranks(&self) -> Option<&Ranks> {
         None

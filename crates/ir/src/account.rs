@@ -3,7 +3,7 @@
 use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
-use crate::{Coordinates, MeshAxis, Op, Placement, Spread};
+use crate::{Coordinates, MeshAxis, Op, Placement, Spread, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -87,54 +87,18 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
 /// Persistent tensors and host buffers count throughout; a saved or temporary buffer from the call that writes it to the
 /// last call that reads it. No placement can use fewer bytes than this.
 pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
-    let always: u64 = program
-        .regions
-        .iter()
-        .enumerate()
-        .filter(|(_, r)| matches!(r.lifetime, Lifetime::Run | Lifetime::MicroBatch))
-        .map(|(i, r)| program.buffers.iter().filter(|b| b.region == i).map(|b| b.bytes).sum::<u64>() * r.slots as u64)
-        .sum();
-
-    // Time runs over every instruction of every slot; a buffer's (first write, last use) is keyed by its copy.
-    let mut spans: BTreeMap<(usize, usize), (usize, usize)> = BTreeMap::new();
-    let mut moments = Vec::new();
     let shown = entry.distinct();
-    let distinct = entry.schedule.iter().filter(|slot| shown.contains(slot.micro_batch));
-    for (s, slot) in distinct.enumerate() {
-        let segment = &program.segments[slot.segment];
-        for (i, instr) in segment.instrs.iter().enumerate() {
-            let now = moments.len();
-            let until = now + segment.held_until(i) - i;
-            let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer);
-            for b in args.chain(instr.workspace) {
-                let copy = match program.regions[program.buffers[b.0].region].lifetime {
-                    Lifetime::Run | Lifetime::MicroBatch => continue,
-                    Lifetime::Saved => slot.micro_batch,
-                    // Frames of different slots are different lives of the same bytes.
-                    Lifetime::Frame | Lifetime::Overlay => s,
-                };
-                spans.entry((b.0, copy)).and_modify(|span| span.1 = span.1.max(until)).or_insert((now, until));
-            }
-            moments.push((slot, i, instr));
-        }
-    }
-    let mut change = vec![0i64; moments.len() + 1];
-    for ((buffer, _), (first, last)) in spans {
-        change[first] += program.buffers[buffer].bytes as i64;
-        change[last + 1] -= program.buffers[buffer].bytes as i64;
-    }
-    let mut live = 0i64;
-    let mut best = Moment { live_bytes: always, ..Moment::default() };
-    for ((slot, i, instr), delta) in moments.into_iter().zip(change) {
-        live += delta;
-        if always + live as u64 > best.live_bytes {
+    let mut best = Moment::default();
+    for point in timeline::planned(program, entry, |micro_batch| shown.contains(micro_batch)) {
+        let segment = &program.segments[point.slot.segment];
+        if point.total() > best.live_bytes {
             best = Moment {
-                segment: program.segments[slot.segment].name,
-                micro_batch: slot.micro_batch,
-                instr: i,
-                op: instr.op.name(),
-                layer: instr.layer,
-                live_bytes: always + live as u64,
+                segment: segment.name,
+                micro_batch: point.slot.micro_batch,
+                instr: point.instr,
+                op: segment.instrs[point.instr].op.name(),
+                layer: segment.instrs[point.instr].layer,
+                live_bytes: point.total(),
             };
         }
     }

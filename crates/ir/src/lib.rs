@@ -24,6 +24,7 @@ pub mod roles;
 mod scalars;
 pub mod schedule;
 mod shape;
+pub mod timeline;
 pub mod units;
 pub mod verify;
 

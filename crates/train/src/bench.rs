@@ -1,6 +1,6 @@
 //! The speed of a training step on random tokens, and where its time goes.
 
-use crate::{Plan, Session, TrainError, plan};
+use crate::{MemoryTimeline, Plan, Session, TrainError, observed_timeline, plan};
 use lockstep_config::Config;
 use lockstep_exec::Timing;
 use lockstep_exec::cpu::ceilings;
@@ -28,6 +28,8 @@ pub struct BenchSpec {
     pub precision: String,
     /// Take one more step and say where its time went.
     pub profile: bool,
+    /// Watch the memory of the first two steps.
+    pub timeline: bool,
 }
 
 /// The speed of a step.
@@ -58,6 +60,9 @@ pub struct BenchResult {
     /// Where the time of one step went, if asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<Profile>,
+    /// Memory over the first two steps, if asked for.
+    #[serde(skip)]
+    pub timeline: Option<MemoryTimeline>,
 }
 
 /// Where the time of one step went.
@@ -96,23 +101,31 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     let mut session = Session::new(&config, &plan)?;
     fill(&mut session, &config)?;
     let mut steps = 0;
-    let mut step = |session: &mut Session| {
+    let mut scalars = || {
         steps += 1;
         let bias = |beta: f64| (1.0 - beta.powi(steps)) as f32;
         let inverse_count = 1.0 / plan.tokens_per_step as f32;
-        session.run_step(StepScalars { lr: 1e-4, inverse_count, clip: 1.0, bias1: bias(0.9), bias2: bias(0.999) })
+        StepScalars { lr: 1e-4, inverse_count, clip: 1.0, bias1: bias(0.9), bias2: bias(0.999) }
     };
     let mut loss = 0.0;
+    let mut watched = Vec::new();
     for i in 0..3 {
         show(&format!("warm-up step {} of 3", i + 1));
-        loss = step(&mut session)?.loss;
+        loss = match spec.timeline && i < 2 {
+            true => {
+                let (result, timings) = session.profile_step(scalars())?;
+                watched.push(timings);
+                result.loss
+            }
+            false => session.run_step(scalars())?.loss,
+        };
     }
     let warm_up_s = start.elapsed().as_secs_f64();
     let mut times = Vec::new();
     for i in 0..spec.steps.max(1) {
         show(&format!("step {} of {}", i + 1, spec.steps.max(1)));
         let start = Instant::now();
-        loss = step(&mut session)?.loss;
+        loss = session.run_step(scalars())?.loss;
         times.push(start.elapsed().as_secs_f64());
     }
     times.sort_by(f64::total_cmp);
@@ -121,6 +134,8 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         true => Some(session.executor().profile(StepProgram::TRAIN)?),
         false => None,
     };
+    let touched = session.executor().touched_bytes();
+    let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
     let peak_gib = peak_resident_bytes() as f64 / (1u64 << 30) as f64;
     drop(session);
     show("measuring the matmul ceiling");
@@ -139,6 +154,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         arena_gib: plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
         peak_gib,
         loss,
+        timeline,
         profile: timings.map(|t| profile(&plan, &t, ceiling)).transpose()?,
     })
 }

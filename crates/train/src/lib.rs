@@ -24,6 +24,7 @@ mod schedule;
 mod session;
 mod state;
 mod text;
+mod timeline;
 mod trained;
 
 pub use account::{Account, Growth, PolicyCost, account};
@@ -43,4 +44,5 @@ pub use schedule::learning_rate;
 pub use session::Session;
 pub use state::{Part, Weights, parts};
 pub use text::{TextStream, Tokenizer};
+pub use timeline::{Clock, Mark, MemoryTimeline, observed_timeline, planned_timeline};
 pub use trained::Trained;

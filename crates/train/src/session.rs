@@ -9,7 +9,7 @@ use lockstep_compile::STATS;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use lockstep_exec::cpu::{self, CpuExecutor};
-use lockstep_exec::{ExecError, Executor, Ranks};
+use lockstep_exec::{ExecError, Executor, Ranks, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::path::{Path, PathBuf};
@@ -125,10 +125,25 @@ impl Session {
 
     /// One training step on the inputs that the executor holds already.
     pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult, TrainError> {
+        self.write_scalars(scalars)?;
+        self.executor.run(StepProgram::TRAIN)?;
+        self.result()
+    }
+
+    /// As [`Session::run_step`], and tells when each instruction ran.
+    pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
+        self.write_scalars(scalars)?;
+        let timings = self.executor.profile(StepProgram::TRAIN)?;
+        Ok((self.result()?, timings))
+    }
+
+    fn write_scalars(&mut self, scalars: StepScalars) -> Result<(), TrainError> {
         let mut data = [0; 20];
         data.as_chunks_mut().0.iter_mut().zip(scalars.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
-        self.executor.write(StepScalars::NAME, 0, &data)?;
-        self.executor.run(StepProgram::TRAIN)?;
+        Ok(self.executor.write(StepScalars::NAME, 0, &data)?)
+    }
+
+    fn result(&self) -> Result<StepResult, TrainError> {
         let mut sum = 0.0;
         for m in 0..self.micro_batches {
             self.feed.losses(self.executor.as_ref(), m, |_, loss| sum += loss)?;

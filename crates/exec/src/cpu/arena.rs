@@ -29,6 +29,13 @@ impl Arena {
         self.base
     }
 
+    /// Bytes up to the last that is not zero. Nobody may write meanwhile.
+    pub fn touched(&self) -> u64 {
+        // SAFETY: the arena is initialised memory of this size.
+        let bytes = unsafe { std::slice::from_raw_parts(self.base, self.layout.size()) };
+        bytes.iter().rposition(|b| *b != 0).map_or(0, |last| last as u64 + 1)
+    }
+
     /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         self.layout.size() as u64

@@ -310,6 +310,10 @@ impl Executor for CpuExecutor {
         self.arena.bytes()
     }
 
+    fn touched_bytes(&self) -> Option<u64> {
+        Some(self.arena.touched())
+    }
+
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
         let (found, address, bytes) = self.tensor(tensor, micro_batch)?;
         if data.len() != bytes || matches!(found.role, Role::Output | Role::StepOutput) {

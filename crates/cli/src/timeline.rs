@@ -1,0 +1,79 @@
+//! Files that show memory over time: a picture (`.svg`) or a Chrome trace (`.json`).
+
+mod svg;
+
+use crate::failure::Failure;
+use lockstep_ir::program::Class;
+use lockstep_train::{Clock, MemoryTimeline};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// Where a timeline goes.
+pub struct TimelineFile {
+    path: PathBuf,
+    picture: bool,
+}
+
+impl TimelineFile {
+    /// Refuses names that do not say which kind of file is wanted.
+    pub fn new(path: &Path) -> Result<Self, Failure> {
+        let picture = match path.extension().and_then(|e| e.to_str()) {
+            Some("svg") => true,
+            Some("json") => false,
+            _ => {
+                let text = format!("--timeline {} is neither .svg nor .json", path.display());
+                return Err(Failure::request(format!("{text}\nhint: name it memory.svg, or memory.json for a trace")));
+            }
+        };
+        Ok(Self { path: path.to_owned(), picture })
+    }
+
+    /// Writes a timeline; `suffix` goes behind the file's name.
+    pub fn write(&self, suffix: &str, title: &str, timeline: &MemoryTimeline) -> Result<(), Failure> {
+        let stem = self.path.file_stem().unwrap_or_default().to_string_lossy();
+        let extension = if self.picture { "svg" } else { "json" };
+        let path = self.path.with_file_name(format!("{stem}{suffix}.{extension}"));
+        let text = match self.picture {
+            true => svg::draw(title, timeline),
+            false => trace(title, timeline).to_string(),
+        };
+        let failed =
+            |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --timeline", path.display()));
+        std::fs::write(&path, text).map_err(failed)
+    }
+}
+
+/// A counter of bytes by class and the instructions beside it, in the format of Chrome's trace viewer.
+fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
+    // One instruction is drawn as a microsecond where there is no clock.
+    let scale = if timeline.clock == Clock::Instructions { 1.0 } else { 1e6 };
+    let mut events = Vec::new();
+    let mut before = None;
+    for mark in &timeline.marks {
+        if before.replace(mark.bytes) != Some(mark.bytes) {
+            let bytes: serde_json::Map<String, Value> =
+                Class::ALL.iter().zip(mark.bytes).map(|(c, bytes)| (c.name().to_owned(), json!(bytes))).collect();
+            events.push(json!({ "name": "memory", "ph": "C", "pid": 0, "ts": mark.start * scale, "args": bytes }));
+        }
+        events.push(json!({
+            "name": mark.op, "cat": mark.segment, "ph": "X", "pid": 0, "tid": 0,
+            "ts": mark.start * scale, "dur": (mark.end - mark.start) * scale,
+            "args": { "layer": mark.layer, "micro_batch": mark.micro_batch, "step": mark.step },
+        }));
+    }
+    json!({
+        "traceEvents": events,
+        "otherData": {
+            "title": title,
+            "clock": match timeline.clock {
+                Clock::Instructions => "instructions".to_owned(),
+                Clock::Floor(gpu) => format!("seconds at the peak rates of {gpu}"),
+                Clock::Measured => "seconds".to_owned(),
+            },
+            "arena_bytes": timeline.arena_bytes,
+            "peak_bytes": timeline.peak().map(|m| m.total()),
+            "touched_bytes": timeline.touched_bytes,
+            "micro_batches_left_out": timeline.left_out,
+        },
+    })
+}

@@ -1,0 +1,220 @@
+//! The picture of a timeline: bytes in use, stacked by class, over the segments that run. One file, no scripts, no fonts of its
+//! own; its colours follow the viewer's light or dark scheme.
+
+use lockstep_ir::program::Class;
+use lockstep_ir::units;
+use lockstep_train::{Clock, Mark, MemoryTimeline};
+use std::fmt::Write;
+
+/// The picture, and in it the plot.
+const WIDTH: f64 = 1120.0;
+const HEIGHT: f64 = 600.0;
+const LEFT: f64 = 92.0;
+const RIGHT: f64 = 1096.0;
+const TOP: f64 = 108.0;
+const BOTTOM: f64 = 500.0;
+
+/// Columns: of the instructions in one, that with most bytes is drawn.
+const COLUMNS: usize = 1004;
+
+/// One per class, far enough apart for most eyes, on light and on dark.
+const COLOURS: [&str; Class::ALL.len()] = ["#4477aa", "#66ccee", "#228833", "#ee6677", "#ccbb44", "#aa3377"];
+
+const STYLE: &str = "\
+text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
+.page { fill: #fff } .grid { stroke: #ddd } .axis { stroke: #555 } .arena { stroke: #222; stroke-dasharray: 6 4 } \
+.band0 { fill: #e8e8ee } .band1 { fill: #d2d2dc } \
+@media (prefers-color-scheme: dark) { text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .grid { stroke: #333 } \
+.axis { stroke: #aaa } .arena { stroke: #eee } .band0 { fill: #2a2d36 } .band1 { fill: #3b3f4b } }";
+
+/// A column of the picture: where it starts and what is in use.
+struct Column {
+    x: f64,
+    bytes: [u64; Class::ALL.len()],
+}
+
+pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
+    let end = timeline.marks.last().map_or(1.0, |m| m.end).max(f64::MIN_POSITIVE);
+    let x = |time: f64| LEFT + (RIGHT - LEFT) * time / end;
+    let (step, top) = scale(timeline.arena_bytes);
+    let y = |bytes: u64| BOTTOM - (BOTTOM - TOP) * bytes as f64 / top;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\n<title>{0}</title>\n\
+         <style>{STYLE}</style>\n<rect class=\"page\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
+         <text class=\"title\" x=\"{LEFT}\" y=\"30\">{0}</text>\n<text class=\"quiet\" x=\"{LEFT}\" y=\"52\">{1}</text>\n",
+        escaped(title),
+        escaped(&summary(timeline))
+    );
+    for n in 0.. {
+        let bytes = n as f64 * step;
+        if bytes > top {
+            break;
+        }
+        let at = y(bytes as u64);
+        line(&mut svg, "grid", LEFT, at, RIGHT, at);
+        text(&mut svg, "quiet", LEFT - 8.0, at + 4.0, "end", &units::bytes(bytes as u64));
+    }
+    areas(&mut svg, &columns(timeline, x), &y);
+    bands(&mut svg, &timeline.marks, &x);
+    let arena = y(timeline.arena_bytes);
+    line(&mut svg, "arena", LEFT, arena, RIGHT, arena);
+    text(&mut svg, "", RIGHT, arena - 6.0, "end", &format!("arena {}", units::bytes(timeline.arena_bytes)));
+    if let Some(peak) = timeline.peak() {
+        let (at, up) = (x((peak.start + peak.end) / 2.0), y(peak.total()));
+        let _ = writeln!(
+            svg,
+            "<circle cx=\"{at:.1}\" cy=\"{up:.1}\" r=\"4\" fill=\"none\" class=\"axis\" stroke-width=\"2\"/>"
+        );
+    }
+    line(&mut svg, "axis", LEFT, BOTTOM, RIGHT, BOTTOM);
+    line(&mut svg, "axis", LEFT, TOP, LEFT, BOTTOM);
+    time_axis(&mut svg, timeline.clock, end, &x);
+    legend(&mut svg, timeline);
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// What the picture shows, in a line.
+fn summary(timeline: &MemoryTimeline) -> String {
+    let mut parts = vec![match timeline.clock {
+        Clock::Instructions => "from the plan, by instruction".to_owned(),
+        Clock::Floor(gpu) => format!("from the plan, at the peak rates of {gpu}"),
+        Clock::Measured => "measured".to_owned(),
+    }];
+    if let Some(peak) = timeline.peak() {
+        let layer = peak.layer.map_or(String::new(), |l| format!(" of layer {l}"));
+        let (bytes, op, segment) = (units::bytes(peak.total()), peak.op, peak.segment);
+        parts.push(format!("peak {bytes} (circle) at {op}{layer} in {segment}, micro-batch {}", peak.micro_batch));
+    }
+    parts.extend(timeline.touched_bytes.map(|bytes| format!("the run wrote to {} of the arena", units::bytes(bytes))));
+    if timeline.left_out > 0 {
+        parts.push(format!("{} micro-batches that repeat are left out", timeline.left_out));
+    }
+    parts.join("; ")
+}
+
+/// The distance of grid lines, and the top of the plot.
+fn scale(arena: u64) -> (f64, f64) {
+    let unit = 1024f64.powf(((arena.max(1)) as f64).log(1024.0).floor());
+    let whole = arena.max(1) as f64 / unit;
+    let step = [0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0];
+    let step = unit * step.into_iter().find(|s| whole / s <= 6.5).unwrap_or(250.0);
+    (step, arena as f64 * 1.06)
+}
+
+fn columns(timeline: &MemoryTimeline, x: impl Fn(f64) -> f64) -> Vec<Column> {
+    let mut columns: Vec<Column> = Vec::new();
+    let width = (RIGHT - LEFT) / COLUMNS as f64;
+    for mark in &timeline.marks {
+        let at = x(mark.start);
+        let total = |bytes: &[u64]| bytes.iter().sum::<u64>();
+        match columns.last_mut().filter(|c| at - c.x < width) {
+            Some(column) if total(&mark.bytes) > total(&column.bytes) => column.bytes = mark.bytes,
+            Some(_) => {}
+            None => columns.push(Column { x: at, bytes: mark.bytes }),
+        }
+    }
+    columns
+}
+
+/// One area per class, each upon those before it.
+fn areas(svg: &mut String, columns: &[Column], y: &dyn Fn(u64) -> f64) {
+    for (class, colour) in COLOURS.iter().enumerate() {
+        if columns.iter().all(|c| c.bytes[class] == 0) {
+            continue;
+        }
+        let edge = |c: &Column, classes: usize| y(c.bytes[..classes].iter().sum());
+        let ends = columns.iter().skip(1).map(|c| c.x).chain([RIGHT]);
+        let steps: Vec<(&Column, f64)> = columns.iter().zip(ends).collect();
+        let mut path = String::new();
+        for (i, (c, end)) in steps.iter().enumerate() {
+            let command = if i == 0 { 'M' } else { 'L' };
+            let _ = write!(path, "{command}{:.1} {:.2}H{end:.1}", c.x, edge(c, class + 1));
+        }
+        for (c, end) in steps.iter().rev() {
+            let _ = write!(path, "L{end:.1} {:.2}H{:.1}", edge(c, class), c.x);
+        }
+        let name = Class::ALL[class].name();
+        let _ = writeln!(svg, "<path fill=\"{colour}\" d=\"{path}Z\"><title>{name}</title></path>");
+    }
+}
+
+/// Which segment runs when, below the plot.
+fn bands(svg: &mut String, marks: &[Mark], x: &dyn Fn(f64) -> f64) {
+    let mut at = 0;
+    let mut number = 0;
+    while at < marks.len() {
+        let same = |m: &&Mark| {
+            (m.step, m.segment, m.micro_batch) == (marks[at].step, marks[at].segment, marks[at].micro_batch)
+        };
+        let length = marks[at..].iter().take_while(same).count();
+        let (from, to) = (x(marks[at].start), x(marks[at + length - 1].end));
+        let label = match marks[at].segment {
+            "update" => format!("update, step {}", marks[at].step + 1),
+            name => format!("{} {}", name.replace('_', " "), marks[at].micro_batch),
+        };
+        let _ = writeln!(
+            svg,
+            "<rect class=\"band{}\" x=\"{from:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"22\"><title>{label}</title></rect>",
+            number % 2,
+            BOTTOM + 2.0,
+            to - from
+        );
+        // As much of the name as there is room for.
+        let short = label.chars().next().map_or(String::new(), |c| c.to_uppercase().collect());
+        let room = (to - from) / 7.5;
+        if let Some(shown) = [&label, &short].into_iter().find(|l| l.chars().count() as f64 <= room) {
+            text(svg, "", (from + to) / 2.0, BOTTOM + 18.0, "middle", shown);
+        }
+        (at, number) = (at + length, number + 1);
+    }
+}
+
+fn time_axis(svg: &mut String, clock: Clock, end: f64, x: &dyn Fn(f64) -> f64) {
+    let rough = end / 8.0;
+    let power = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|f| f * power).into_iter().find(|s| *s >= rough).unwrap_or(rough);
+    let step = if clock == Clock::Instructions { step.max(1.0) } else { step };
+    let (unit, factor) = match (clock, end) {
+        (Clock::Instructions, _) => ("instructions", 1.0),
+        (_, end) if end < 1e-2 => ("µs", 1e6),
+        (_, end) if end < 10.0 => ("ms", 1e3),
+        _ => ("s", 1.0),
+    };
+    for n in 0..=(end / step) as usize {
+        let time = n as f64 * step;
+        line(svg, "axis", x(time), BOTTOM + 26.0, x(time), BOTTOM + 31.0);
+        let shown = (time * factor * 1e6).round() / 1e6;
+        text(svg, "quiet", x(time), BOTTOM + 46.0, "middle", &shown.to_string());
+    }
+    text(svg, "quiet", (LEFT + RIGHT) / 2.0, BOTTOM + 68.0, "middle", &format!("time, {unit}"));
+}
+
+fn legend(svg: &mut String, timeline: &MemoryTimeline) {
+    let mut x = LEFT;
+    for (class, colour) in COLOURS.iter().enumerate() {
+        let most = timeline.marks.iter().map(|m| m.bytes[class]).max().unwrap_or(0);
+        if most == 0 {
+            continue;
+        }
+        let label = format!("{} {}", Class::ALL[class].name(), units::bytes(most));
+        let _ = writeln!(svg, "<rect x=\"{x:.1}\" y=\"70\" width=\"13\" height=\"13\" fill=\"{colour}\"/>");
+        text(svg, "", x + 18.0, 81.0, "start", &label);
+        x += 44.0 + 6.6 * label.chars().count() as f64;
+    }
+    text(svg, "quiet", x, 81.0, "start", "(most at any time)");
+}
+
+fn line(svg: &mut String, class: &str, x1: f64, y1: f64, x2: f64, y2: f64) {
+    let _ = writeln!(svg, "<line class=\"{class}\" x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>");
+}
+
+fn text(svg: &mut String, class: &str, x: f64, y: f64, anchor: &str, content: &str) {
+    let content = escaped(content);
+    let _ =
+        writeln!(svg, "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{content}</text>");
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}

@@ -1,0 +1,146 @@
+//! Memory over time: the bytes of each class that are in use at every instruction.
+//!
+//! States and host buffers are in use throughout. A saved or temporary buffer is from the call that writes it to the last call
+//! that reads it (see [`Segment::held_until`](crate::program::Segment::held_until) for collectives that overlap). The arena is
+//! larger than the peak of this: buffers are aligned, the saved region and the frame stand side by side even where not all of
+//! both is in use, and temporary buffers that come and go leave holes in the frame.
+
+use crate::StepProgram;
+use crate::program::{Arg, BufferId, Class, Entry, Instr, Lifetime, Slot, Sum};
+use std::collections::BTreeMap;
+
+/// Bytes in use while one instruction runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Point {
+    /// The run of a segment that it belongs to.
+    pub slot: Slot,
+    /// Its index in the segment.
+    pub instr: usize,
+    /// Bytes by class, in the order of [`Class::ALL`].
+    pub bytes: [u64; Class::ALL.len()],
+}
+
+impl Point {
+    /// Bytes of all classes.
+    pub fn total(&self) -> u64 {
+        self.bytes.iter().sum()
+    }
+}
+
+/// The timeline of an entry as planned: from the lifetimes that its buffers were given. `shown` says which micro-batches count.
+pub fn planned(program: &StepProgram, entry: &Entry, shown: impl Fn(usize) -> bool) -> Vec<Point> {
+    let mut lives = Lives::new(program);
+    for (s, slot) in entry.schedule.iter().filter(|slot| shown(slot.micro_batch)).enumerate() {
+        let segment = &program.segments[slot.segment];
+        for (i, instr) in segment.instrs.iter().enumerate() {
+            let until = lives.points.len() + segment.held_until(i) - i;
+            for b in touched(instr) {
+                let copy = match lives.lifetime(b) {
+                    Lifetime::Run | Lifetime::MicroBatch => continue,
+                    Lifetime::Saved => slot.micro_batch,
+                    // Frames of different slots are different lives of the same bytes.
+                    Lifetime::Frame | Lifetime::Overlay => s,
+                };
+                lives.extend((b.0 as u64, copy as u64), b, until);
+            }
+            lives.instruction(*slot, i);
+        }
+    }
+    lives.finish()
+}
+
+/// The timeline of a run, from the instructions that an executor says it ran, in its order: from the addresses that they wrote
+/// and read, whatever the plan thought of their lifetimes.
+pub fn observed(program: &StepProgram, ran: impl IntoIterator<Item = (Slot, usize)>) -> Vec<Point> {
+    let mut lives = Lives::new(program);
+    // How often each range has been written afresh.
+    let mut generation: BTreeMap<(u64, u64), u64> = BTreeMap::new();
+    for (slot, i) in ran {
+        let segment = &program.segments[slot.segment];
+        let instr = &segment.instrs[i];
+        let until = lives.points.len() + segment.held_until(i) - i;
+        let range = |b: BufferId| {
+            let start = program.address(b, slot.micro_batch, slot.saved_slot);
+            (start, start + program.buffers[b.0].bytes)
+        };
+        for b in fresh(instr).chain(instr.workspace) {
+            *generation.entry(range(b)).or_default() += 1;
+        }
+        for b in touched(instr) {
+            if matches!(lives.lifetime(b), Lifetime::Run | Lifetime::MicroBatch) {
+                continue;
+            }
+            let (start, end) = range(b);
+            let writes = generation.get(&(start, end)).copied().unwrap_or(0);
+            lives.extend_range((start, end, writes), b, until);
+        }
+        lives.instruction(slot, i);
+    }
+    lives.finish()
+}
+
+/// Every buffer that a call uses.
+fn touched(instr: &Instr) -> impl Iterator<Item = BufferId> {
+    let args = instr.inputs.iter().chain(instr.outputs.iter().flatten());
+    args.map(|a| a.buffer).chain(instr.workspace)
+}
+
+/// Buffers that a call writes without looking at what they hold.
+fn fresh(instr: &Instr) -> impl Iterator<Item = BufferId> {
+    let reads = |arg: &&Arg| arg.sum != Sum::No || instr.inputs.iter().any(|i| i.buffer == arg.buffer);
+    instr.outputs.iter().flatten().filter(move |arg| !reads(arg)).map(|a| a.buffer)
+}
+
+/// Lives of buffers over a list of instructions.
+struct Lives<'a> {
+    program: &'a StepProgram,
+    always: [u64; Class::ALL.len()],
+    points: Vec<(Slot, usize)>,
+    /// First and last point of each life, and whose it is.
+    spans: BTreeMap<(u64, u64, u64), (usize, usize, BufferId)>,
+}
+
+impl<'a> Lives<'a> {
+    fn new(program: &'a StepProgram) -> Self {
+        let mut always = [0; Class::ALL.len()];
+        for buffer in &program.buffers {
+            let region = &program.regions[buffer.region];
+            if matches!(region.lifetime, Lifetime::Run | Lifetime::MicroBatch) {
+                always[buffer.class as usize] += buffer.bytes * region.slots as u64;
+            }
+        }
+        Self { program, always, points: Vec::new(), spans: BTreeMap::new() }
+    }
+
+    fn lifetime(&self, b: BufferId) -> Lifetime {
+        self.program.regions[self.program.buffers[b.0].region].lifetime
+    }
+
+    fn extend(&mut self, (buffer, copy): (u64, u64), b: BufferId, until: usize) {
+        self.extend_range((buffer, buffer, copy), b, until);
+    }
+
+    fn extend_range(&mut self, key: (u64, u64, u64), b: BufferId, until: usize) {
+        let now = self.points.len();
+        self.spans.entry(key).and_modify(|span| span.1 = span.1.max(until)).or_insert((now, until, b));
+    }
+
+    fn instruction(&mut self, slot: Slot, instr: usize) {
+        self.points.push((slot, instr));
+    }
+
+    fn finish(self) -> Vec<Point> {
+        let mut change = vec![[0i64; Class::ALL.len()]; self.points.len() + 1];
+        for (first, last, b) in self.spans.into_values() {
+            let buffer = &self.program.buffers[b.0];
+            change[first][buffer.class as usize] += buffer.bytes as i64;
+            change[(last + 1).min(self.points.len())][buffer.class as usize] -= buffer.bytes as i64;
+        }
+        let mut live = self.always.map(|bytes| bytes as i64);
+        let mut point = |((slot, instr), change): ((Slot, usize), [i64; Class::ALL.len()])| {
+            live.iter_mut().zip(change).for_each(|(live, delta)| *live += delta);
+            Point { slot, instr, bytes: live.map(|bytes| bytes as u64) }
+        };
+        self.points.into_iter().zip(change).map(&mut point).collect()
+    }
+}

@@ -1,0 +1,132 @@
+//! Memory over the first steps, from the plan and from a run, in one form.
+
+use crate::TrainError;
+use crate::plan::internal;
+use lockstep_exec::Timing;
+use lockstep_ir::StepProgram;
+use lockstep_ir::hardware::Gpu;
+use lockstep_ir::program::Class;
+use lockstep_ir::timeline::{self, Point};
+
+/// Memory over time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MemoryTimeline {
+    /// One per instruction, in order.
+    pub marks: Vec<Mark>,
+    /// Size of the arena.
+    pub arena_bytes: u64,
+    /// Bytes of the arena up to the last that was ever written, if this comes from a run.
+    pub touched_bytes: Option<u64>,
+    /// What the marks' times are.
+    pub clock: Clock,
+    /// Micro-batches that are left out because they repeat those before them.
+    pub left_out: usize,
+}
+
+/// What times mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clock {
+    /// Instructions since the start.
+    Instructions,
+    /// Seconds, at the least that an accelerator of this name takes: FLOPs at its peak or operands at its bandwidth.
+    Floor(&'static str),
+    /// Seconds, as measured.
+    Measured,
+}
+
+/// One instruction and what was in use while it ran.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mark {
+    /// When it began.
+    pub start: f64,
+    /// When it ended.
+    pub end: f64,
+    /// The step, from 0.
+    pub step: usize,
+    /// The segment.
+    pub segment: &'static str,
+    /// The micro-batch.
+    pub micro_batch: usize,
+    /// The op.
+    pub op: &'static str,
+    /// Its layer.
+    pub layer: Option<usize>,
+    /// Bytes by class, in the order of [`Class::ALL`].
+    pub bytes: [u64; Class::ALL.len()],
+}
+
+impl Mark {
+    fn new(program: &StepProgram, step: usize, start: f64, end: f64, point: &Point) -> Self {
+        let segment = &program.segments[point.slot.segment];
+        let instr = &segment.instrs[point.instr];
+        Self {
+            start,
+            end,
+            step,
+            segment: segment.name,
+            micro_batch: point.slot.micro_batch,
+            op: instr.op.name(),
+            layer: instr.layer,
+            bytes: point.bytes,
+        }
+    }
+
+    /// Bytes of all classes.
+    pub fn total(&self) -> u64 {
+        self.bytes.iter().sum()
+    }
+}
+
+impl MemoryTimeline {
+    /// The mark with most bytes, the first of several.
+    pub fn peak(&self) -> Option<&Mark> {
+        self.marks.iter().reduce(|best, mark| if mark.total() > best.total() { mark } else { best })
+    }
+}
+
+/// Instructions of a step that are shown one by one; of longer steps only micro-batches that differ.
+const MOST: usize = 1 << 18;
+
+/// The timeline of the first `steps` steps as planned: every step is the same.
+pub fn planned_timeline(program: &StepProgram, steps: usize, gpu: Option<&Gpu>) -> Result<MemoryTimeline, TrainError> {
+    let mut marks = Vec::new();
+    let mut left_out = 0;
+    if let Some(entry) = program.entry(StepProgram::TRAIN) {
+        let instrs: usize = entry.schedule.iter().map(|slot| program.segments[slot.segment].instrs.len()).sum();
+        let distinct = entry.distinct();
+        let shown = |micro_batch: usize| instrs <= MOST || distinct.contains(micro_batch);
+        let last = entry.schedule.iter().map(|slot| slot.micro_batch).max().unwrap_or(0);
+        left_out = (0..=last).filter(|m| !shown(*m)).count();
+        let points = timeline::planned(program, entry, shown);
+        let mut now = 0.0;
+        for step in 0..steps {
+            for point in &points {
+                let instr = &program.segments[point.slot.segment].instrs[point.instr];
+                let cost = instr.cost().map_err(internal)?;
+                let floor = |gpu: &Gpu| {
+                    (cost.flops.hardware as f64 / gpu.peak_flops_per_s).max(cost.bytes as f64 / gpu.bytes_per_s)
+                };
+                let end = now + gpu.map_or(1.0, floor);
+                marks.push(Mark::new(program, step, now, end, point));
+                now = end;
+            }
+        }
+    }
+    let clock = gpu.map_or(Clock::Instructions, |gpu| Clock::Floor(gpu.name));
+    Ok(MemoryTimeline { marks, arena_bytes: program.arena_bytes, touched_bytes: None, clock, left_out })
+}
+
+/// The timeline of a run's first steps, from when each instruction ran and the addresses that it used.
+pub fn observed_timeline(program: &StepProgram, steps: &[Vec<Timing>], touched_bytes: Option<u64>) -> MemoryTimeline {
+    let mut marks = Vec::new();
+    let mut begin = 0.0;
+    for (step, timings) in steps.iter().enumerate() {
+        let points = timeline::observed(program, timings.iter().map(|t| (t.slot, t.instr)));
+        for (t, point) in timings.iter().zip(&points) {
+            let start = begin + t.start_s;
+            marks.push(Mark::new(program, step, start, start + t.seconds, point));
+        }
+        begin = marks.last().map_or(begin, |mark| mark.end);
+    }
+    MemoryTimeline { marks, arena_bytes: program.arena_bytes, touched_bytes, clock: Clock::Measured, left_out: 0 }
+}
