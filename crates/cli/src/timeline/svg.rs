@@ -161,7 +161,10 @@ fn bands(svg: &mut String, marks: &[Mark], x: &dyn Fn(f64) -> f64) {
             to - from
         );
         // As much of the name as there is room for.
-        let short = label.chars().next().map_or(String::new(), |c| c.to_uppercase().collect());
+        let short = match marks[at].segment {
+            "update" => "U".to_owned(),
+            name => format!("{}{}", name.chars().next().unwrap_or(' ').to_ascii_uppercase(), marks[at].micro_batch),
+        };
         let room = (to - from) / 7.5;
         if let Some(shown) = [&label, &short].into_iter().find(|l| l.chars().count() as f64 <= room) {
             text(svg, "", (from + to) / 2.0, BOTTOM + 18.0, "middle", shown);
@@ -202,7 +205,7 @@ fn legend(svg: &mut String, timeline: &MemoryTimeline) {
         text(svg, "", x + 18.0, 81.0, "start", &label);
         x += 44.0 + 6.6 * label.chars().count() as f64;
     }
-    text(svg, "quiet", x, 81.0, "start", "(most at any time)");
+    text(svg, "quiet", RIGHT, BOTTOM + 68.0, "end", "beside each colour: the most at any time");
 }
 
 fn line(svg: &mut String, class: &str, x1: f64, y1: f64, x2: f64, y2: f64) {
