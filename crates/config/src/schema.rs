@@ -51,6 +51,8 @@ tables! {
         rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory;
         /// Llama-3 style stretching of the rotary wavelengths for a longer context.
         rope_scaling: Option<RopeScaling> = Scaling, Unset, Trajectory;
+        /// How many tokens a token sees at most in each layer, itself included; if not set, all before it.
+        window: Option<usize> = Count(1, EXTENT), Unset, Trajectory;
         /// What RMS norms add to the mean square before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory;
         /// Whether the output head uses the embedding's weights.

@@ -107,11 +107,17 @@ fn sizes(op: &Op) -> Vec<Size> {
     sizes
 }
 
-/// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 37] {
+/// Every op that a rank computes alone.
+pub fn ops() -> Vec<Op> {
     let rows = Rows { first: 7, count: 23, ranks: 1 };
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
-    [
+    // All keys; one; less than a tile; across tiles; past the start.
+    let windows = [None, Some(1), Some(7), Some(100), Some(1000)];
+    let attention = windows.into_iter().flat_map(|window| {
+        let of = |documents| [Op::Attention { documents, window }, Op::AttentionGrad { documents, window }];
+        [of(false), of(true)].concat().into_iter().chain([Op::CachedAttention { window }])
+    });
+    let others = [
         Op::Embedding,
         Op::EmbeddingGrad { vocab: 50 },
         Op::Linear,
@@ -127,11 +133,6 @@ pub fn ops() -> [Op; 37] {
         Op::Rope { inverse: false, documents: true },
         Op::Rope { inverse: true, documents: true },
         Op::RopeAt,
-        Op::Attention { documents: false },
-        Op::Attention { documents: true },
-        Op::AttentionGrad { documents: false },
-        Op::AttentionGrad { documents: true },
-        Op::CachedAttention,
         Op::LastPosition,
         Op::SwiGlu,
         Op::SwiGluGrad,
@@ -149,7 +150,8 @@ pub fn ops() -> [Op; 37] {
         Op::VocabLoss,
         Op::VocabGrad { rows },
         Op::JoinRows,
-    ]
+    ];
+    others.into_iter().chain(attention).collect()
 }
 
 /// How an input is drawn.
@@ -234,27 +236,30 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::Rope { documents: true, .. } => vec![(qkv(), Normal), (table(), Normal), (ids(), Starts)],
         // Some positions leave the table.
         Op::RopeAt => vec![(qkv(), Normal), (table(), Normal), (number(), Between(0, 20))],
-        Op::Attention { documents: false } => vec![(qkv(), Normal)],
-        Op::Attention { documents: true } => vec![(qkv(), Normal), (ids(), Starts)],
+        Op::Attention { documents: false, .. } => vec![(qkv(), Normal)],
+        Op::Attention { documents: true, .. } => vec![(qkv(), Normal), (ids(), Starts)],
         // New positions on both sides of a border between tiles, and fewer than there is room for.
-        Op::CachedAttention => vec![
+        Op::CachedAttention { .. } => vec![
             (qkv(), Normal),
             (t(&[b.clone(), Dim::new(Axis::Seq, 170), Dim::packed([kv, kv])]), Normal),
             (number(), Between(70, 110)),
             (number(), Between(49, 60)),
         ],
         Op::LastPosition => vec![(act(d), Normal), (number(), Between(1, 60))],
-        Op::AttentionGrad { documents: false } => vec![
+        Op::AttentionGrad { documents: false, window } => vec![
             (heads(), Normal),
             (qkv(), Normal),
-            (heads(), Of(Op::Attention { documents: false }, 0, &[1])),
-            (t(&[b, Dim::new(Axis::Heads, 6), s]), Of(Op::Attention { documents: false }, 1, &[1])),
+            (heads(), Of(Op::Attention { documents: false, window }, 0, &[1])),
+            (t(&[b, Dim::new(Axis::Heads, 6), s]), Of(Op::Attention { documents: false, window }, 1, &[1])),
         ],
-        Op::AttentionGrad { documents: true } => vec![
+        Op::AttentionGrad { documents: true, window } => vec![
             (heads(), Normal),
             (qkv(), Normal),
-            (heads(), Of(Op::Attention { documents: true }, 0, &[1, 4])),
-            (t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone()]), Of(Op::Attention { documents: true }, 1, &[1, 4])),
+            (heads(), Of(Op::Attention { documents: true, window }, 0, &[1, 4])),
+            (
+                t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone()]),
+                Of(Op::Attention { documents: true, window }, 1, &[1, 4]),
+            ),
             (ids(), Starts),
         ],
         Op::SwiGlu => vec![(gate_up(), Normal)],
@@ -407,7 +412,7 @@ fn check(
         Way::Summed(dtype) => format!(", summed in {dtype}"),
         Way::InPlace(input, output) => format!(", output {output} in place of input {input}"),
     };
-    let case = format!("{}({}{how})", op.name(), shapes.join(", "));
+    let case = format!("{}({}{how}) as {op:?}", op.name(), shapes.join(", "));
     let mut found = execute(profile, load, op, &types, &drawn, way)?;
     if matches!(op, Op::SquareSum { .. } | Op::MergeSums) {
         // An integer in parts counts as a whole.

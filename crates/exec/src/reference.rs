@@ -70,11 +70,13 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![rope(&dims, x[0], x[1], &positions, if inverse { -1.0 } else { 1.0 })]
         }
         Op::RopeAt => vec![rope(&dims, x[0], x[1], &generation::rows_from(&dims, x[2]), 1.0)],
-        Op::Attention { documents } => attention(&dims, x[0], &starts(&dims, documents.then(|| x[1]))).into(),
-        Op::AttentionGrad { documents } => {
-            vec![attention_grad(&dims, x[0], x[1], &starts(&dims, documents.then(|| x[4])))]
+        Op::Attention { documents, window } => {
+            attention(&dims, x[0], &first_keys(&dims, documents.then(|| x[1]), window)).into()
         }
-        Op::CachedAttention => generation::cached_attention(&dims, x[0], x[1], x[2], x[3]).into(),
+        Op::AttentionGrad { documents, window } => {
+            vec![attention_grad(&dims, x[0], x[1], &first_keys(&dims, documents.then(|| x[4]), window))]
+        }
+        Op::CachedAttention { window } => generation::cached_attention(&dims, x, window).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::SwiGlu => {
             let f = dims.size('f');
@@ -205,6 +207,13 @@ fn starts(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
     (0..dims.size('b') * seq).map(|row| given.map_or(0, |starts| (starts[row] as usize).min(row % seq))).collect()
 }
 
+/// The first key that every query sees: where its document starts, but no more than a window before it.
+fn first_keys(dims: &Dims, given: Option<&[f64]>, window: Option<usize>) -> Vec<usize> {
+    let seq = dims.size('s');
+    let first = |(row, start): (usize, usize)| start.max((row % seq + 1).saturating_sub(window.unwrap_or(usize::MAX)));
+    starts(dims, given).into_iter().enumerate().map(first).collect()
+}
+
 fn rope(dims: &Dims, qkv: &[f64], table: &[f64], positions: &[usize], sign: f64) -> Vec<f64> {
     let (e, width) = (dims.size('e'), dims.size('p'));
     let rotated = (dims.size('q') + dims.size('u')) * e;
@@ -265,7 +274,7 @@ impl Heads {
     }
 }
 
-fn attention(dims: &Dims, qkv: &[f64], starts: &[usize]) -> [Vec<f64>; 2] {
+fn attention(dims: &Dims, qkv: &[f64], first: &[usize]) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let batch = dims.size('b');
     let mut o = vec![0.0; batch * g.seq * g.heads * g.e];
@@ -273,7 +282,7 @@ fn attention(dims: &Dims, qkv: &[f64], starts: &[usize]) -> [Vec<f64>; 2] {
     for b in 0..batch {
         for h in 0..g.heads {
             for s in 0..g.seq {
-                let from = starts[b * g.seq + s];
+                let from = first[b * g.seq + s];
                 let (p, row_lse) = g.weights(qkv, b, from, s, h);
                 lse[(b * g.heads + h) * g.seq + s] = row_lse;
                 for i in 0..g.e {
@@ -285,14 +294,14 @@ fn attention(dims: &Dims, qkv: &[f64], starts: &[usize]) -> [Vec<f64>; 2] {
     [o, lse]
 }
 
-fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], starts: &[usize]) -> Vec<f64> {
+fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], first: &[usize]) -> Vec<f64> {
     let g = Heads::of(dims);
     let scale = 1.0 / (g.e as f64).sqrt();
     let mut dqkv = vec![0.0; qkv.len()];
     for b in 0..dims.size('b') {
         for h in 0..g.heads {
             for s in 0..g.seq {
-                let from = starts[b * g.seq + s];
+                let from = first[b * g.seq + s];
                 let (p, _) = g.weights(qkv, b, from, s, h);
                 let dp =
                     |t: usize| (0..g.e).map(|i| dout[g.out(b, s, h, i)] * qkv[g.at(b, t, g.value(h), i)]).sum::<f64>();

@@ -74,13 +74,15 @@ impl Side {
         }
     }
 
-    /// Rotary positions and causal attention over packed Q·K·V, whose K and V are `kv` each.
+    /// Rotary positions and causal attention over packed Q·K·V, whose K and V are `kv` each; `window` is how many keys a query
+    /// sees at most.
     pub(crate) fn attend(
         &self,
         g: &mut Graph,
         qkv: ValueId,
         angles: ValueId,
         kv: Section,
+        window: Option<usize>,
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         match self {
@@ -89,13 +91,13 @@ impl Side {
                 let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(*starts).collect();
                 let qkv = g.op(Op::Rope { inverse: false, documents }, &inputs, &at("rotated"))?[0];
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                Ok(g.op(Op::Attention { documents }, &inputs, &at("o"))?[0])
+                Ok(g.op(Op::Attention { documents, window }, &inputs, &at("o"))?[0])
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
                 let qkv = g.op(Op::RopeAt, &[qkv, angles, *start], &at("rotated"))?[0];
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
-                let out = g.op(Op::CachedAttention, &[qkv, cache, *start, *count], &at("o"))?;
+                let out = g.op(Op::CachedAttention { window }, &[qkv, cache, *start, *count], &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }

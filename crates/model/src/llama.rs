@@ -47,7 +47,7 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         let parts = [hf("self_attn.q_proj"), hf("self_attn.k_proj"), hf("self_attn.v_proj")];
         let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
         let qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
-        let o = side.attend(&mut g, qkv, angles, kv, &at)?;
+        let o = side.attend(&mut g, qkv, angles, kv, m.window, &at)?;
         let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &to_residual, &[hf("self_attn.o_proj")]);
         let delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
         x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];

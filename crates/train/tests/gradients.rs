@@ -96,7 +96,7 @@ fn graph_through(op: Op) -> Option<Graph> {
             let y = b.op(op, &inputs, "y")[0];
             b.loss(y)
         }
-        Op::Attention { documents } => {
+        Op::Attention { documents, .. } => {
             let x = b.activation("x", qkv());
             let starts = documents.then(|| b.ids("starts"));
             let inputs: Vec<ValueId> = [x].into_iter().chain(starts).collect();
@@ -154,7 +154,7 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::Send { .. }
         | Op::Receive { .. }
         | Op::RopeAt
-        | Op::CachedAttention
+        | Op::CachedAttention { .. }
         | Op::LastPosition => return None,
     };
     Some(graph)
@@ -184,7 +184,9 @@ fn feed(graph: &Graph, v: ValueId, nudge: Option<(ValueId, usize, f64)>) -> Opti
 
 #[test]
 fn gradients_agree_with_finite_differences() {
-    for op in conformance::ops() {
+    // The windows of the suite are one key, or more than these sequences have.
+    let windows = [false, true].map(|documents| Op::Attention { documents, window: Some(3) });
+    for op in conformance::ops().into_iter().chain(windows) {
         let Some(forward) = graph_through(op) else {
             assert!(
                 op.spec().gradient_reads.is_none() || matches!(op, Op::Rope { inverse: true, .. }),

@@ -82,11 +82,11 @@ impl Backward {
                 let dx = self.input(g, Op::Rope { inverse: !inverse, documents }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::Attention { documents } => {
+            Op::Attention { documents, window } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let starts = documents.then(|| input(1));
                 let reads: Vec<ValueId> = [dy, input(0), output(0), output(1)].into_iter().chain(starts).collect();
-                let dx = self.input(g, Op::AttentionGrad { documents }, &reads, &name(g, 0), layer)?;
+                let dx = self.input(g, Op::AttentionGrad { documents, window }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::SwiGlu => {
@@ -118,7 +118,7 @@ impl Backward {
             | Op::RmsNormGradWeight
             | Op::RopeAt
             | Op::AttentionGrad { .. }
-            | Op::CachedAttention
+            | Op::CachedAttention { .. }
             | Op::LastPosition
             | Op::SwiGluGrad
             | Op::CrossEntropyGrad

@@ -66,15 +66,22 @@ pub enum Op {
         /// A query sees the keys from the start of its document on, a number on the device for every position. A start
         /// after its position counts as that position.
         documents: bool,
+        /// A query sees so many keys at most, its own the last of them; all before it if `None`.
+        window: Option<usize>,
     },
     /// Gradient of `Attention`; recomputes the scores tile by tile.
     AttentionGrad {
         /// As in `Attention`.
         documents: bool,
+        /// As in `Attention`.
+        window: Option<usize>,
     },
     /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
     /// cache from position `start` on, in place. Rows past `count` give zeros and leave the cache as it is.
-    CachedAttention,
+    CachedAttention {
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
     /// Of each sequence, the last of `count` positions.
     LastPosition,
     /// `y = silu(gate) · up` over packed gate·up.
@@ -201,9 +208,10 @@ pub struct Rows {
 pub struct Flops {
     /// What the model needs, attention counted in full.
     pub model: u128,
-    /// The same with the masked half of causal attention left out.
+    /// The same with what the mask hides left out: half of causal attention, and what lies before a window. The diagonal counts
+    /// half: `s²/2` pairs of positions, `s·w − w²/2` in a window of `w`.
     pub causal: u128,
-    /// What this op really asks of the hardware, recomputed scores included, attention in full.
+    /// What this op really asks of the hardware, recomputed scores included, attention in full whatever the mask.
     pub hardware: u128,
 }
 
@@ -289,9 +297,11 @@ impl Op {
     pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
         let dims = self.bind(inputs)?;
         let same = |n| Flops { model: n, causal: n, hardware: n };
-        let attention = |model: u128, hardware: u128| {
-            let square = dims.product("bssh");
-            Flops { model: model * square, causal: model * square / 2, hardware: hardware * square }
+        let attention = |window: Option<usize>, model: u128, hardware: u128| {
+            let (square, s) = (dims.product("bssh"), dims.size('s'));
+            let w = window.unwrap_or(s).min(s);
+            let seen = dims.product("bh") * ((2 * s - w) * w) as u128;
+            Flops { model: model * square, causal: model * seen / 2, hardware: hardware * square }
         };
         Ok(match self {
             Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
@@ -303,10 +313,10 @@ impl Op {
             Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
             Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),
             // Where documents end is known on the device only: what they mask is counted.
-            Op::Attention { .. } => attention(4, 4),
-            Op::AttentionGrad { .. } => attention(8, 10),
+            Op::Attention { window, .. } => attention(*window, 4, 4),
+            Op::AttentionGrad { window, .. } => attention(*window, 8, 10),
             // How full the cache is is known on the device only: every new position counts over all of it.
-            Op::CachedAttention => same(4 * dims.product("bsth")),
+            Op::CachedAttention { .. } => same(4 * dims.product("bsth")),
             Op::Embedding
             | Op::EmbeddingGrad { .. }
             | Op::RmsNorm { .. }
@@ -405,7 +415,7 @@ impl Op {
                     return Err(self.refuse(format!("`do` has {known} where the heads are {out}")));
                 }
             }
-            Op::CachedAttention => {
+            Op::CachedAttention { .. } => {
                 let q = self.packed_heads(dims)?;
                 dims.set('h', &Dim::packed([q]));
                 let [packed, cached] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
@@ -518,14 +528,19 @@ mod tests {
         let head = |axis, count| Section { axis, count, unit: 4 };
         let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
         let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-        let out = Op::Attention { documents: false }.infer(&[&qkv]).unwrap();
+        let out = Op::Attention { documents: false, window: None }.infer(&[&qkv]).unwrap();
         assert_eq!(out[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
         assert_eq!(out[1].to_string(), "f32[batch:1, heads:6, seq:8]");
-        let flops = Op::Attention { documents: false }.flops(&[&qkv], &[true, true]).unwrap();
+        let flops = Op::Attention { documents: false, window: None }.flops(&[&qkv], &[true, true]).unwrap();
         assert_eq!((flops.model, flops.causal), (4 * 8 * 8 * 24, 2 * 8 * 8 * 24));
+        let windowed = |window| Op::Attention { documents: false, window: Some(window) };
+        let flops = |window| windowed(window).flops(&[&qkv], &[true, true]).unwrap();
+        // Three positions of a triangle without its corner, and five of a whole window.
+        assert_eq!(flops(3), Flops { causal: 4 * 24 * (8 * 3) - 2 * 24 * 3 * 3, ..flops(8) });
+        assert_eq!(flops(8), flops(100));
         let starts = |seq| TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, seq)]);
-        assert_eq!(Op::Attention { documents: true }.infer(&[&qkv, &starts(8)]).unwrap(), out);
-        let error = Op::Attention { documents: true }.infer(&[&qkv, &starts(7)]).unwrap_err();
+        assert_eq!(Op::Attention { documents: true, window: None }.infer(&[&qkv, &starts(8)]).unwrap(), out);
+        let error = Op::Attention { documents: true, window: None }.infer(&[&qkv, &starts(7)]).unwrap_err();
         assert_eq!(error.to_string(), "document_attention: input `starts` has seq:7 where `s` is seq:8");
     }
 
@@ -537,12 +552,13 @@ mod tests {
         let qkv = act(3, Dim::packed([head(Axis::Heads, 6), kv, kv]));
         let cache = act(16, Dim::packed([kv, kv]));
         let number = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1)]);
-        let out = Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap();
+        let attention = Op::CachedAttention { window: None };
+        let out = attention.infer(&[&qkv, &cache, &number, &number]).unwrap();
         assert_eq!(out[0].to_string(), "f32[batch:1, seq:3, heads:6×4]");
         assert_eq!(out[1], cache);
-        let flops = Op::CachedAttention.flops(&[&qkv, &cache, &number, &number], &[true, true]).unwrap();
+        let flops = attention.flops(&[&qkv, &cache, &number, &number], &[true, true]).unwrap();
         assert_eq!(flops.hardware, 4 * 3 * 16 * 24);
-        let refusal = |cache: TensorType| Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap_err();
+        let refusal = |cache: TensorType| attention.infer(&[&qkv, &cache, &number, &number]).unwrap_err();
         let one_head = refusal(act(16, Dim::packed([head(Axis::KvHeads, 1), kv])));
         assert!(one_head.to_string().contains("the cache must hold"), "{one_head}");
         let short = refusal(act(2, Dim::packed([kv, kv])));
@@ -553,7 +569,7 @@ mod tests {
     fn every_in_place_pair_names_operands_of_equal_shape() {
         let pointwise = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::SwiGluGrad, Op::AddState];
         let ropes = [false, true].map(|documents| Op::Rope { inverse: false, documents });
-        let ops = [&pointwise[..], &ropes, &[Op::RopeAt, Op::CachedAttention]].concat();
+        let ops = [&pointwise[..], &ropes, &[Op::RopeAt, Op::CachedAttention { window: None }]].concat();
         for spec in ops.iter().map(Op::spec) {
             for &(input, output) in spec.in_place {
                 assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);
