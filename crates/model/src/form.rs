@@ -74,25 +74,36 @@ impl Side {
         }
     }
 
-    /// Rotary positions and causal attention over packed Q·K·V, whose K and V are `kv` each.
-    pub(crate) fn attend(
+    /// Rotary positions: the Q and K of packed Q·K·V, turned.
+    pub(crate) fn rotate(
         &self,
         g: &mut Graph,
         qkv: ValueId,
         angles: ValueId,
+        at: &dyn Fn(&str) -> String,
+    ) -> Result<ValueId, TypeError> {
+        let (op, numbers) = match self {
+            Side::Loss { starts, .. } => (Op::Rope { inverse: false, documents: starts.is_some() }, *starts),
+            Side::NextToken { start, .. } => (Op::RopeAt, Some(*start)),
+        };
+        let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(numbers).collect();
+        Ok(g.op(op, &inputs, &at("rotated"))?[0])
+    }
+
+    /// Causal attention over packed Q·K·V, whose K and V are `kv` each.
+    pub(crate) fn attend(
+        &self,
+        g: &mut Graph,
+        qkv: ValueId,
         kv: Section,
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         match self {
             Side::Loss { starts, .. } => {
-                let documents = starts.is_some();
-                let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(*starts).collect();
-                let qkv = g.op(Op::Rope { inverse: false, documents }, &inputs, &at("rotated"))?[0];
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                Ok(g.op(Op::Attention { documents }, &inputs, &at("o"))?[0])
+                Ok(g.op(Op::Attention { documents: starts.is_some() }, &inputs, &at("o"))?[0])
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
-                let qkv = g.op(Op::RopeAt, &[qkv, angles, *start], &at("rotated"))?[0];
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
                 let out = g.op(Op::CachedAttention, &[qkv, cache, *start, *count], &at("o"))?;
