@@ -4,8 +4,10 @@
 //! code and no memory management: passes derive those. Parameters carry the names that Hugging Face checkpoints use.
 #![forbid(unsafe_code)]
 
+mod decoder;
 mod form;
 mod llama;
+mod parameters;
 
 pub use form::Form;
 
@@ -37,5 +39,5 @@ pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, Typ
 
 /// The forward graph of a model in any form.
 pub fn build_form(model: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
-    llama::build(model, form)
+    llama::LLAMA.build(model, form)
 }
