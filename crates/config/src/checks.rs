@@ -87,6 +87,7 @@ pub(crate) const MAX_BATCH: u64 = 1 << 32;
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
+    windows_are_of_mistral,
     warmup_ends_with_the_run,
     parameters_can_be_counted,
     activations_can_be_counted,
@@ -113,6 +114,19 @@ fn head_dim_is_even(values: &Values) -> Option<Conflict> {
             &["model.head_dim", "model.heads", "model.dim"],
             format!("model.head_dim = {head_dim} is odd, and rotary embeddings turn pairs"),
             "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
+        )
+    })
+}
+
+fn windows_are_of_mistral(values: &Values) -> Option<Conflict> {
+    let (window, Value::Text(architecture)) = (values.count("model.window")?, values.get("model.architecture")?) else {
+        return None;
+    };
+    (architecture != "mistral").then(|| {
+        Conflict::new(
+            &["model.window", "model.architecture"],
+            format!("model.window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"),
+            "use model.architecture = \"mistral\": llama with a window; or remove model.window",
         )
     })
 }

@@ -32,7 +32,7 @@ tables! {
         /// A public shape that fills the other model keys; keys given explicitly win over it.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct;
         /// The family of models the shape belongs to.
-        architecture: String = Choice(&["llama"]), Fixed("\"llama\""), Trajectory;
+        architecture: String = Choice(&["llama", "qwen3", "mistral"]), Fixed("\"llama\""), Trajectory;
         /// How many different tokens there are.
         vocab_size: usize = Count(1, EXTENT), Required, Trajectory;
         /// How many transformer layers.
@@ -51,7 +51,7 @@ tables! {
         rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory;
         /// Llama-3 style stretching of the rotary wavelengths for a longer context.
         rope_scaling: Option<RopeScaling> = Scaling, Unset, Trajectory;
-        /// How many tokens a token sees at most in each layer, itself included; if not set, all before it.
+        /// How many tokens a token of a mistral model sees at most in each layer, itself included; if not set, all before it.
         window: Option<usize> = Count(1, EXTENT), Unset, Trajectory;
         /// What RMS norms add to the mean square before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory;

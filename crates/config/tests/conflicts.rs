@@ -43,6 +43,21 @@ hint: 6 or 8 heads divide it; or set model.head_dim
 }
 
 #[test]
+fn a_window_belongs_to_an_architecture() {
+    check(
+        "[model]\npreset = \"llama-29m\"\nwindow = 64\n",
+        "
+model.window = 64 is given, and model.architecture = \"llama\" sees all tokens
+  --> run.toml:3
+  |
+3 | window = 64
+  |          ^^
+hint: use model.architecture = \"mistral\": llama with a window; or remove model.window
+",
+    );
+}
+
+#[test]
 fn kv_heads_must_divide_heads() {
     check(
         "[model]\nkv_heads = 5\npreset = \"llama-29m\"\n",

@@ -128,6 +128,9 @@ pub fn ops() -> Vec<Op> {
         Op::RmsNormGrad,
         Op::AddRmsNormGrad,
         Op::RmsNormGradWeight,
+        Op::QkNorm { eps: 1e-5 },
+        Op::QkNormGrad,
+        Op::QkNormGradWeight,
         Op::Rope { inverse: false, documents: false },
         Op::Rope { inverse: true, documents: false },
         Op::Rope { inverse: false, documents: true },
@@ -205,6 +208,9 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let (q, kv) = (head(Axis::Heads, 6), head(Axis::KvHeads, 2));
     let qkv = || act(Dim::packed([q, kv, kv]));
     let heads = || act(Dim::packed([q]));
+    let of_head = Section { axis: Axis::HeadDim, count: head_dim, unit: 1 };
+    let norms = || t(&[Dim::packed([of_head, of_head])]);
+    let normed = || act(Dim::packed([Section { unit: 1, ..q }, Section { unit: 1, ..kv }]));
     let table = || t(&[s.clone(), Dim::new(Axis::HeadDim, head_dim)]);
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
@@ -232,6 +238,9 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             (act(d), Normal),
         ],
         Op::RmsNormGradWeight => vec![(act(d.clone()), Normal), (act(d), Normal), (row(), Positive)],
+        Op::QkNorm { .. } => vec![(qkv(), Normal), (norms(), Normal)],
+        Op::QkNormGrad => vec![(qkv(), Normal), (qkv(), Normal), (norms(), Normal), (normed(), Positive)],
+        Op::QkNormGradWeight => vec![(qkv(), Normal), (qkv(), Normal), (normed(), Positive)],
         Op::Rope { documents: false, .. } => vec![(qkv(), Normal), (table(), Normal)],
         Op::Rope { documents: true, .. } => vec![(qkv(), Normal), (table(), Normal), (ids(), Starts)],
         // Some positions leave the table.
@@ -319,6 +328,7 @@ fn is_weight_gradient(op: &Op) -> bool {
         Op::EmbeddingGrad { .. }
             | Op::LinearGradWeight
             | Op::RmsNormGradWeight
+            | Op::QkNormGradWeight
             | Op::LinearCrossEntropy { .. }
             | Op::VocabGrad { .. }
             | Op::Accumulate

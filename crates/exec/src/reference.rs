@@ -64,6 +64,9 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let term = |row: usize, i: usize| x[0][row * d + i] * x[1][row * d + i] * x[2][row];
             vec![(0..d).map(|i| (0..rows).map(|row| term(row, i)).sum()).collect()]
         }
+        Op::QkNorm { eps } => qk_norm(&dims, x[0], x[1], f64::from(eps)).into(),
+        Op::QkNormGrad => vec![qk_norm_grad(&dims, x[0], x[1], x[2], x[3])],
+        Op::QkNormGradWeight => vec![qk_norm_grad_weight(&dims, x[0], x[1], x[2])],
         Op::Rope { inverse, documents } => {
             let starts = starts(&dims, documents.then(|| x[2]));
             let positions: Vec<usize> = (0..rows).map(|row| row % dims.size('s') - starts[row]).collect();
@@ -199,6 +202,45 @@ fn norm_grad(dy: &[f64], x: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
         r * w[i % d] * dy[i] - x[i] * r.powi(3) * dots[i / d] / d as f64
     };
     (0..x.len()).map(element).collect()
+}
+
+/// Calls `f(head, weight, norm)` for every head of Q and K in every row: where its elements, its weight and its norm stand.
+fn each_normed_head(dims: &Dims, mut f: impl FnMut(usize, usize, usize)) {
+    let (e, q, heads) = (dims.size('e'), dims.size('q'), dims.size('x'));
+    for (row, h) in (0..dims.size('b') * dims.size('s')).flat_map(|row| (0..heads).map(move |h| (row, h))) {
+        f(row * dims.size('p') + h * e, if h < q { 0 } else { e }, row * heads + h);
+    }
+}
+
+fn qk_norm(dims: &Dims, qkv: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
+    let e = dims.size('e');
+    let (mut y, mut rstd) = (qkv.to_vec(), Vec::new());
+    each_normed_head(dims, |at, weight, _| {
+        let [head, scale] = norm(&qkv[at..at + e], &w[weight..weight + e], eps);
+        y[at..at + e].copy_from_slice(&head);
+        rstd.extend(scale);
+    });
+    [y, rstd]
+}
+
+fn qk_norm_grad(dims: &Dims, dy: &[f64], qkv: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
+    let e = dims.size('e');
+    let mut dx = dy.to_vec();
+    each_normed_head(dims, |at, weight, n| {
+        let head = at..at + e;
+        let grad = norm_grad(&dy[head.clone()], &qkv[head.clone()], &w[weight..weight + e], &rstd[n..n + 1]);
+        dx[head].copy_from_slice(&grad);
+    });
+    dx
+}
+
+fn qk_norm_grad_weight(dims: &Dims, dy: &[f64], qkv: &[f64], rstd: &[f64]) -> Vec<f64> {
+    let e = dims.size('e');
+    let mut dw = vec![0.0; 2 * e];
+    each_normed_head(dims, |at, weight, n| {
+        (0..e).for_each(|i| dw[weight + i] += dy[at + i] * qkv[at + i] * rstd[n]);
+    });
+    dw
 }
 
 /// Where the document of every row starts: given, or 0; a start after its row counts as the row.

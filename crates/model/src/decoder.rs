@@ -11,7 +11,10 @@ use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, Tenso
 
 /// What a family of models has besides what all of them share.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Decoder {}
+pub(crate) struct Decoder {
+    /// Whether every head of Q and K is normed before it is turned.
+    pub(crate) qk_norm: bool,
+}
 
 impl Decoder {
     /// The forward graph of a model of this family.
@@ -22,6 +25,7 @@ impl Decoder {
         let heads = |axis, count| Section { axis, count, unit: m.head_dim };
         let q = heads(Axis::Heads, m.heads);
         let kv = heads(Axis::KvHeads, m.kv_heads);
+        let head = Section { axis: Axis::HeadDim, count: m.head_dim, unit: 1 };
         let ffn = Section { axis: Axis::Ffn, count: m.ffn, unit: 1 };
         let normal = Init::Normal { std: m.init_std as f32 };
         // Projections that write to the residual stream start smaller, so that its variance does not grow with depth.
@@ -50,19 +54,25 @@ impl Decoder {
             g.enter_layer(Some(layer));
             let at = |name: &str| format!("layers.{layer}.{name}");
             let hf = |name: &str| format!("model.layers.{layer}.{name}.weight");
+            let of_attention = |name: &str| hf(&format!("self_attn.{name}"));
 
-            let w = ones(&mut g, &at("attention_norm"), embed(), &hf("input_layernorm"));
+            let w = ones(&mut g, &at("attention_norm"), embed(), &[hf("input_layernorm")]);
             let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n1"))?[0];
             let parts = [hf("self_attn.q_proj"), hf("self_attn.k_proj"), hf("self_attn.v_proj")];
             let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
-            let qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
+            let mut qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
+            if self.qk_norm {
+                let w =
+                    ones(&mut g, &at("qk_norm"), Dim::packed([head, head]), &["q_norm", "k_norm"].map(of_attention));
+                qkv = g.op(Op::QkNorm { eps }, &[qkv, w], &at("qkv_normed"))?[0];
+            }
             let qkv = side.rotate(&mut g, qkv, angles, &at)?;
             let o = side.attend(&mut g, qkv, kv, m, &at)?;
             let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &to_residual, &[hf("self_attn.o_proj")]);
             let delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
             x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
 
-            let w = ones(&mut g, &at("ffn_norm"), embed(), &hf("post_attention_layernorm"));
+            let w = ones(&mut g, &at("ffn_norm"), embed(), &[hf("post_attention_layernorm")]);
             let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n2"))?[0];
             let parts = [hf("mlp.gate_proj"), hf("mlp.up_proj")];
             let w = matrix(&mut g, &at("wgate_up"), [Dim::packed([ffn, ffn]), embed()], &normal, &parts);
@@ -74,7 +84,7 @@ impl Decoder {
         }
         g.enter_layer(None);
         let x = side.wanted(&mut g, x)?;
-        let w = ones(&mut g, "final_norm", embed(), "model.norm.weight");
+        let w = ones(&mut g, "final_norm", embed(), &["model.norm.weight"]);
         let n = g.op(Op::RmsNorm { eps }, &[x, w], "n")?[0];
         let head = match m.tied_embeddings {
             true => table,

@@ -7,7 +7,9 @@
 mod decoder;
 mod form;
 mod llama;
+mod mistral;
 mod parameters;
+mod qwen3;
 
 pub use form::Form;
 
@@ -39,5 +41,9 @@ pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, Typ
 
 /// The forward graph of a model in any form.
 pub fn build_form(model: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
-    llama::LLAMA.build(model, form)
+    match model.architecture.as_str() {
+        "qwen3" => qwen3::QWEN3.build(model, form),
+        "mistral" => mistral::MISTRAL.build(model, form),
+        _ => llama::LLAMA.build(model, form),
+    }
 }

@@ -2,4 +2,4 @@
 
 use crate::decoder::Decoder;
 
-pub(crate) const LLAMA: Decoder = Decoder {};
+pub(crate) const LLAMA: Decoder = Decoder { qk_norm: false };

@@ -9,8 +9,8 @@ pub(crate) fn matrix<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 2], i
 }
 
 /// A norm's weight.
-pub(crate) fn ones(g: &mut Graph, name: &str, dim: Dim, part: &str) -> ValueId {
-    parameter(g, name, vec![dim], Init::Ones, &[part], false)
+pub(crate) fn ones<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
+    parameter(g, name, vec![dim], Init::Ones, parts, false)
 }
 
 fn parameter<S: AsRef<str>>(

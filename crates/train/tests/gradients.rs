@@ -86,6 +86,13 @@ fn graph_through(op: Op) -> Option<Graph> {
             let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
             b.loss(both)
         }
+        Op::QkNorm { .. } => {
+            let x = b.activation("x", qkv());
+            let of_head = Section { axis: Axis::HeadDim, count: 4, unit: 1 };
+            let w = b.parameter("w", &[Dim::packed([of_head, of_head])]);
+            let y = b.op(op, &[x, w], "y")[0];
+            b.loss(y)
+        }
         Op::Rope { inverse: false, documents } => {
             let x = b.activation("x", qkv());
             let table = TensorType::new(DType::F32, [Dim::new(Axis::Seq, SEQ), Dim::new(Axis::HeadDim, 4)]);
@@ -132,6 +139,8 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::RmsNormGrad
         | Op::AddRmsNormGrad
         | Op::RmsNormGradWeight
+        | Op::QkNormGrad
+        | Op::QkNormGradWeight
         | Op::Rope { inverse: true, .. }
         | Op::AttentionGrad { .. }
         | Op::SwiGluGrad

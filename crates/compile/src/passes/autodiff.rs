@@ -75,6 +75,13 @@ impl Backward {
                 self.add(g, node.inputs[0], dx, layer)?;
                 self.add(g, node.inputs[1], dx, layer)
             }
+            Op::QkNorm { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                self.weight(g, Op::QkNormGradWeight, &[dy, input(0), output(1)], node.inputs[1], layer)?;
+                let reads = [dy, input(0), input(1), output(1)];
+                let dx = self.input(g, Op::QkNormGrad, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
             Op::Rope { inverse, documents } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let starts = documents.then(|| input(2));
@@ -116,6 +123,8 @@ impl Backward {
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
+            | Op::QkNormGrad
+            | Op::QkNormGradWeight
             | Op::RopeAt
             | Op::AttentionGrad { .. }
             | Op::CachedAttention { .. }

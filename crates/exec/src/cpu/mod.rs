@@ -8,6 +8,7 @@ mod exchange;
 mod float;
 mod gemm;
 mod head;
+mod head_norm;
 mod linear;
 mod loss;
 mod norm;
@@ -272,6 +273,9 @@ fn run_kernel<T: Float>(call: Call) {
         Op::RmsNormGrad => norm::grad::<T>(call, false),
         Op::AddRmsNormGrad => norm::grad::<T>(call, true),
         Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
+        Op::QkNorm { eps } => head_norm::forward::<T>(call, eps),
+        Op::QkNormGrad => head_norm::grad::<T>(call),
+        Op::QkNormGradWeight => head_norm::grad_weight::<T>(call),
         Op::Rope { inverse, documents: false } => pointwise::rope::<T>(call, inverse),
         Op::Rope { inverse, documents: true } => positions::document_rope::<T>(call, inverse),
         Op::RopeAt => positions::rope_at::<T>(call),

@@ -1,9 +1,8 @@
 //! RMSNorm, alone and with the residual addition. Shapes: x, delta, sum, y `[rows, d]`; rstd `[rows]`; w `[d]`.
 
 use super::call::{Accumulator, Call, Ptr};
-use super::float::{Bf16, Float};
+use super::float::Float;
 use super::simd::{self, vectorised};
-use lockstep_ir::fixed;
 
 /// `add` says whether the call is `AddRmsNorm`.
 pub fn forward<T: Float>(call: Call, eps: f32, add: bool) {
@@ -28,7 +27,7 @@ pub fn forward<T: Float>(call: Call, eps: f32, add: bool) {
 
 vectorised! {
     /// `delta` and `sum` are null where there is nothing to add; `sum` may be the memory of `x` or `delta`.
-    unsafe fn norm_rows<T>(
+    pub(super) unsafe fn norm_rows<T>(
         x: *const T, delta: *const T, w: *const T, sum: *mut T, y: *mut T, rstd: *mut f32,
         from: usize, to: usize, d: usize, eps: f32,
     ) -> () {
@@ -69,7 +68,7 @@ pub fn grad<T: Float>(call: Call, add: bool) {
 
 vectorised! {
     /// `dsum` is null where there is nothing to add; `dx` may be the memory of `dy` or `dsum`.
-    unsafe fn grad_rows<T>(
+    pub(super) unsafe fn grad_rows<T>(
         dy: *const T, x: *const T, w: *const T, rstd: *const f32, dsum: *const T, dx: *mut T,
         from: usize, to: usize, d: usize,
     ) -> () {
@@ -90,7 +89,7 @@ vectorised! {
 }
 
 /// Columns of one task of a weight gradient.
-const COLUMNS: usize = 64;
+pub(super) const COLUMNS: usize = 64;
 
 /// dw = Σ over rows of dy · x · rstd.
 pub fn grad_weight<T: Float>(call: Call) {
@@ -107,22 +106,8 @@ pub fn grad_weight<T: Float>(call: Call) {
             unsafe {
                 let range = (group * rows, (group + 1) * rows);
                 column_sums(call.simd, dy.get(), x.get(), rstd.get(), range, from, to - from, d, &mut sums);
-                for (i, &s) in sums.iter().enumerate().take(to - from) {
-                    match dw.get() {
-                        Accumulator::Float { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = if add { *at + s } else { s };
-                        }
-                        Accumulator::Bf16 { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = Bf16::of(if add { (*at).to() + s } else { s });
-                        }
-                        Accumulator::Fixed { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = fixed::add(if add || group > 0 { *at } else { 0 }, s);
-                        }
-                    }
-                }
+                let dw = dw.get().adding(group > 0);
+                (0..to - from).for_each(|i| dw.put(from + i, sums[i]));
             }
         }
     });

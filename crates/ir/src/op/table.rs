@@ -196,6 +196,30 @@ static RMS_NORM_GRAD_WEIGHT: Spec = row(
     None,
 )
 .splits(&["b", "s"]);
+static QK_NORM: Spec = row(
+    "qk_norm",
+    &[float("qkv", "bsp"), float("w", "i")],
+    &[float("y", "bsp"), f32("rstd", "bsx")],
+    &[(0, 0)],
+    Some(&[Input(0), Input(1), Output(1)]),
+)
+.splits(&["b", "pqux"]);
+static QK_NORM_GRAD: Spec = row(
+    "qk_norm_grad",
+    &[float("dy", "bsp"), float("qkv", "bsp"), float("w", "i"), f32("rstd", "bsx")],
+    &[float("dqkv", "bsp")],
+    &[(0, 0)],
+    None,
+)
+.splits(&["b", "pqux"]);
+static QK_NORM_GRAD_WEIGHT: Spec = row(
+    "qk_norm_grad_weight",
+    &[float("dy", "bsp"), float("qkv", "bsp"), f32("rstd", "bsx")],
+    &[accumulator("dw", "i")],
+    &[],
+    None,
+)
+.splits(&["b", "pqux"]);
 static ROPE: Spec =
     row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]))
         .splits(&["b", "pqu"]);
@@ -380,6 +404,9 @@ impl Op {
             Op::RmsNormGrad => &RMS_NORM_GRAD,
             Op::AddRmsNormGrad => &ADD_RMS_NORM_GRAD,
             Op::RmsNormGradWeight => &RMS_NORM_GRAD_WEIGHT,
+            Op::QkNorm { .. } => &QK_NORM,
+            Op::QkNormGrad => &QK_NORM_GRAD,
+            Op::QkNormGradWeight => &QK_NORM_GRAD_WEIGHT,
             Op::Rope { inverse: false, documents: false } => &ROPE,
             Op::Rope { inverse: true, documents: false } => &ROPE_INVERSE,
             Op::Rope { inverse: false, documents: true } => &DOCUMENT_ROPE,

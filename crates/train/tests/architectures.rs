@@ -1,0 +1,100 @@
+//! Every architecture beside Llama: each layout against one rank, the same bits under every recompute policy.
+
+use lockstep_config::Config;
+use lockstep_ir::{Layout, legal};
+use lockstep_train::{Comparison, compare};
+
+const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
+/// A window shorter than the sequences.
+const MISTRAL: &str = "architecture = \"mistral\"\nwindow = 5";
+
+/// Two key heads: with tp=4 neighbours share one.
+const LAYOUTS: [&str; 14] = [
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "tp=2",
+    "tp=2,sp",
+    "tp=4",
+    "tp=4,sp",
+    "pp=2",
+    "pp=2,gpipe",
+    "dp=2,zero=2,tp=4",
+    "dp=2,zero=3,tp=4,sp",
+    "tp=4,sp,pp=2",
+    "dp=2,zero=1,tp=2,sp,pp=2",
+];
+
+fn config(model: &str, keys: &str) -> Config {
+    let text = format!(
+        "[model]\nvocab_size = 131\nlayers = 4\ndim = 32\nheads = 4\nkv_heads = 2\nffn = 48\n{model}\n\
+         [train]\nseq = 12\nglobal_batch = 8\nmicro_batch = 2\nthreads = 1\n{keys}\n"
+    );
+    Config::parse(&text, "run.toml", &[]).unwrap()
+}
+
+fn compared(config: &Config) -> Vec<Comparison> {
+    let layouts: Vec<Layout> = LAYOUTS.map(|l| l.parse().unwrap()).to_vec();
+    for layout in &layouts {
+        assert_eq!(legal::check(layout, &config.shape()), [], "{layout}");
+    }
+    compare(config, &layouts, 3, &mut |_| ()).unwrap()
+}
+
+/// Every layout, in both precisions and with documents kept apart.
+fn check_layouts(model: &str) {
+    let reproducible = "reproducible = true\n[precision]\npolicy = \"bf16\"";
+    for keys in ["", "[precision]\npolicy = \"bf16\"", "[data]\ndocument_mask = true", reproducible] {
+        let found = compared(&config(model, keys));
+        let broken: Vec<&Comparison> = found.iter().filter(|c| !c.kept).collect();
+        assert!(broken.is_empty(), "{model}\n{keys}\n{broken:#?}");
+    }
+}
+
+/// Every recompute policy on every layout, against keeping all.
+fn check_recompute(model: &str) {
+    let run = |policy: &str| compared(&config(model, &format!("[recompute]\npolicy = \"{policy}\"")));
+    let kept = run("none");
+    for policy in ["selective", "full", "sqrt"] {
+        for (with, without) in run(policy).iter().zip(&kept) {
+            assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
+        }
+    }
+}
+
+#[test]
+fn qwen3_on_every_layout() {
+    check_layouts(QWEN3);
+}
+
+#[test]
+fn mistral_on_every_layout() {
+    check_layouts(MISTRAL);
+}
+
+#[test]
+fn qwen3_under_every_recompute_policy() {
+    check_recompute(QWEN3);
+}
+
+#[test]
+fn mistral_under_every_recompute_policy() {
+    check_recompute(MISTRAL);
+}
+
+#[test]
+fn a_window_changes_losses_and_one_past_the_sequence_does_not() {
+    let losses = |window: &str| {
+        let found = compare(
+            &config(&format!("architecture = \"mistral\"\n{window}"), ""),
+            &["pp=2".parse().unwrap()],
+            2,
+            &mut |_| (),
+        );
+        found.unwrap()[0].losses.clone()
+    };
+    let whole = losses("");
+    assert_eq!(losses("window = 12"), whole);
+    assert_ne!(losses("window = 11"), whole);
+}
