@@ -197,7 +197,9 @@ fn activations_can_be_counted(values: &Values) -> Option<Conflict> {
     let [vocab, layers, dim, heads, head_dim, ffn] =
         ["vocab_size", "layers", "dim", "heads", "head_dim", "ffn"].map(|name| model(values, name));
     let (seq, micro) = (values.count("train.seq")?, values.count("train.micro_batch")?);
-    let width = vocab? + layers? * (dim? + heads? * head_dim? + ffn?);
+    let naive = values.get("model.attention").is_some_and(|a| *a == Value::Text("naive".into()));
+    let weights = if naive { heads? * u128::from(seq) } else { 0 };
+    let width = vocab? + layers? * (dim? + heads? * head_dim? + ffn? + weights);
     let elements = u128::from(seq) * u128::from(micro) * width;
     (elements > MAX_ACTIVATIONS).then(|| {
         Conflict::new(

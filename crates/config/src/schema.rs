@@ -53,6 +53,9 @@ tables! {
         rope_scaling: Option<RopeScaling> = Scaling, Unset, Trajectory;
         /// How many tokens a token of a mistral model sees at most in each layer, itself included; if not set, all before it.
         window: Option<usize> = Count(1, EXTENT), Unset, Trajectory;
+        /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
+        /// matrix of its weights kept for the backward pass, so that memory grows with the square of the sequence.
+        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Trajectory;
         /// What RMS norms add to the mean square before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory;
         /// Whether the output head uses the embedding's weights.
@@ -141,7 +144,7 @@ tables! {
     /// What is computed again in backward instead of kept.
     recompute: RecomputeConfig {
         /// none: everything that backward reads is kept. selective: norms and activation functions are computed again, which
-        /// costs no matrix product. full: all of a layer but what enters it. every-k: all of recompute.every layers but what
+        /// costs no matrix product, and the weights of naive attention, which costs one. full: all of a layer but what enters it. every-k: all of recompute.every layers but what
         /// enters the first. sqrt: the same with the square root of the number of layers. Bits stay the same.
         policy: String = Choice(&["none", "selective", "full", "every-k", "sqrt"]), Fixed("\"none\""), Conduct;
         /// Layers whose values are given up together under the every-k policy.

@@ -37,6 +37,7 @@ ffn = 1536  # preset llama-29m
 rope_theta = 500000.0  # default
 # rope_scaling is not set
 # window is not set
+attention = "flash"  # default
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
 init_std = 0.02  # default

@@ -115,7 +115,8 @@ pub fn ops() -> Vec<Op> {
     let windows = [None, Some(1), Some(7), Some(100), Some(1000)];
     let attention = windows.into_iter().flat_map(|window| {
         let of = |documents| [Op::Attention { documents, window }, Op::AttentionGrad { documents, window }];
-        [of(false), of(true)].concat().into_iter().chain([Op::CachedAttention { window }])
+        let scores = [false, true].map(|documents| Op::AttentionScores { documents, window });
+        [of(false), of(true)].concat().into_iter().chain(scores).chain([Op::CachedAttention { window }])
     });
     let others = [
         Op::Embedding,
@@ -136,6 +137,9 @@ pub fn ops() -> Vec<Op> {
         Op::Rope { inverse: false, documents: true },
         Op::Rope { inverse: true, documents: true },
         Op::RopeAt,
+        Op::AttentionScoresGrad { window: None },
+        Op::AttentionMix { window: None },
+        Op::AttentionMixGrad { window: None },
         Op::LastPosition,
         Op::SwiGlu,
         Op::SwiGluGrad,
@@ -208,6 +212,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let (q, kv) = (head(Axis::Heads, 6), head(Axis::KvHeads, 2));
     let qkv = || act(Dim::packed([q, kv, kv]));
     let heads = || act(Dim::packed([q]));
+    let pairs = || t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone(), s.clone()]);
     let of_head = Section { axis: Axis::HeadDim, count: head_dim, unit: 1 };
     let norms = || t(&[Dim::packed([of_head, of_head])]);
     let normed = || act(Dim::packed([Section { unit: 1, ..q }, Section { unit: 1, ..kv }]));
@@ -271,6 +276,25 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             ),
             (ids(), Starts),
         ],
+        Op::AttentionScores { documents: false, .. } => vec![(qkv(), Normal)],
+        Op::AttentionScores { documents: true, .. } => vec![(qkv(), Normal), (ids(), Starts)],
+        Op::AttentionScoresGrad { window } => {
+            vec![
+                (pairs(), Normal),
+                (pairs(), Of(Op::AttentionScores { documents: false, window }, 0, &[2])),
+                (qkv(), Normal),
+            ]
+        }
+        Op::AttentionMix { window } => {
+            vec![(pairs(), Of(Op::AttentionScores { documents: false, window }, 0, &[1])), (qkv(), Normal)]
+        }
+        Op::AttentionMixGrad { window } => {
+            vec![
+                (heads(), Normal),
+                (pairs(), Of(Op::AttentionScores { documents: false, window }, 0, &[2])),
+                (qkv(), Normal),
+            ]
+        }
         Op::SwiGlu => vec![(gate_up(), Normal)],
         Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],

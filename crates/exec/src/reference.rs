@@ -3,6 +3,7 @@
 //! Kernels are held against it, and it is held against finite differences.
 
 mod generation;
+mod naive;
 mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
@@ -79,6 +80,12 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AttentionGrad { documents, window } => {
             vec![attention_grad(&dims, x[0], x[1], &first_keys(&dims, documents.then(|| x[4]), window))]
         }
+        Op::AttentionScores { documents, window } => {
+            vec![naive::scores(&dims, x[0], &first_keys(&dims, documents.then(|| x[1]), window))]
+        }
+        Op::AttentionScoresGrad { .. } => vec![naive::scores_grad(&dims, x[0], x[1], x[2])],
+        Op::AttentionMix { .. } => vec![naive::mix(&dims, x[0], x[1])],
+        Op::AttentionMixGrad { .. } => naive::mix_grad(&dims, x[0], x[1], x[2]).into(),
         Op::CachedAttention { window } => generation::cached_attention(&dims, x, window).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::SwiGlu => {

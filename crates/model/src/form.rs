@@ -103,7 +103,12 @@ impl Side {
         match self {
             Side::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                Ok(g.op(Op::Attention { documents: starts.is_some(), window: m.window }, &inputs, &at("o"))?[0])
+                let (documents, window) = (starts.is_some(), m.window);
+                if m.attention == "naive" {
+                    let p = g.op(Op::AttentionScores { documents, window }, &inputs, &at("p"))?[0];
+                    return Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0]);
+                }
+                Ok(g.op(Op::Attention { documents, window }, &inputs, &at("o"))?[0])
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);

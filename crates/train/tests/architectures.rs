@@ -1,12 +1,16 @@
-//! Every architecture beside Llama: each layout against one rank, the same bits under every recompute policy.
+//! Architectures beside Llama, and naive attention: each layout against one rank, the same bits under every recompute policy.
 
 use lockstep_config::Config;
+use lockstep_ir::program::{Buffer, Lifetime};
 use lockstep_ir::{Layout, legal};
-use lockstep_train::{Comparison, compare};
+use lockstep_train::{Comparison, compare, plan};
 
 const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
 /// A window shorter than the sequences.
 const MISTRAL: &str = "architecture = \"mistral\"\nwindow = 5";
+/// Weights of attention as matrices, also in a window.
+const NAIVE: &str = "attention = \"naive\"";
+const NAIVE_WINDOW: &str = "attention = \"naive\"\narchitecture = \"mistral\"\nwindow = 5";
 
 /// Two key heads: with tp=4 neighbours share one.
 const LAYOUTS: [&str; 14] = [
@@ -81,6 +85,45 @@ fn qwen3_under_every_recompute_policy() {
 #[test]
 fn mistral_under_every_recompute_policy() {
     check_recompute(MISTRAL);
+}
+
+#[test]
+fn naive_attention_on_every_layout() {
+    check_layouts(NAIVE);
+    check_layouts(NAIVE_WINDOW);
+}
+
+#[test]
+fn naive_attention_under_every_recompute_policy() {
+    check_recompute(NAIVE);
+}
+
+#[test]
+fn naive_attention_is_the_same_function() {
+    for model in ["", MISTRAL] {
+        for keys in ["", "[data]\ndocument_mask = true"] {
+            let run = |model: &str| compared(&config(model, keys))[0].losses.clone();
+            let naive = run(&format!("{model}\n{NAIVE}"));
+            for ((flash, _), (naive, _)) in run(model).iter().zip(&naive) {
+                assert!((flash - naive).abs() < 1e-5 * flash, "{flash} {naive}");
+            }
+        }
+    }
+}
+
+#[test]
+fn naive_attention_keeps_its_weights_for_backward_unless_they_are_computed_again() {
+    let saved = |attention: &str, policy: &str| -> u64 {
+        let keys = format!("[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"{policy}\"");
+        let plan = plan(&config(&format!("attention = \"{attention}\""), &keys)).unwrap();
+        let program = plan.program();
+        let saved = |b: &&Buffer| program.regions[b.region].lifetime == Lifetime::Saved && b.name.ends_with(".p");
+        program.buffers.iter().filter(saved).map(|b| b.bytes).sum()
+    };
+    // 4 layers, 2 sequences of 12 tokens, 4 heads, 2 bytes each.
+    assert_eq!(saved("naive", "none"), 4 * 2 * 4 * 12 * 12 * 2);
+    assert_eq!(saved("naive", "selective"), 0);
+    assert_eq!(saved("flash", "none"), 0);
 }
 
 #[test]

@@ -110,6 +110,16 @@ fn graph_through(op: Op) -> Option<Graph> {
             let o = b.op(op, &inputs, "o")[0];
             b.loss(o)
         }
+        // Weights reach the loss by way of the values.
+        Op::AttentionScores { documents, window } => {
+            let x = b.activation("x", qkv());
+            let starts = documents.then(|| b.ids("starts"));
+            let inputs: Vec<ValueId> = [x].into_iter().chain(starts).collect();
+            let p = b.op(op, &inputs, "p")[0];
+            let o = b.op(Op::AttentionMix { window }, &[p, x], "o")[0];
+            b.loss(o)
+        }
+        Op::AttentionMix { window } => return graph_through(Op::AttentionScores { documents: false, window }),
         Op::SwiGlu => {
             let ffn = Section { axis: Axis::Ffn, count: 6, unit: 1 };
             let x = b.activation("x", Dim::packed([ffn, ffn]));
@@ -143,6 +153,8 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::QkNormGradWeight
         | Op::Rope { inverse: true, .. }
         | Op::AttentionGrad { .. }
+        | Op::AttentionScoresGrad { .. }
+        | Op::AttentionMixGrad { .. }
         | Op::SwiGluGrad
         | Op::CrossEntropyGrad
         | Op::AddState
@@ -195,7 +207,8 @@ fn feed(graph: &Graph, v: ValueId, nudge: Option<(ValueId, usize, f64)>) -> Opti
 fn gradients_agree_with_finite_differences() {
     // The windows of the suite are one key, or more than these sequences have.
     let windows = [false, true].map(|documents| Op::Attention { documents, window: Some(3) });
-    for op in conformance::ops().into_iter().chain(windows) {
+    let scores = [false, true].map(|documents| Op::AttentionScores { documents, window: Some(3) });
+    for op in conformance::ops().into_iter().chain(windows).chain(scores) {
         let Some(forward) = graph_through(op) else {
             assert!(
                 op.spec().gradient_reads.is_none() || matches!(op, Op::Rope { inverse: true, .. }),

@@ -96,6 +96,19 @@ impl Backward {
                 let dx = self.input(g, Op::AttentionGrad { documents, window }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
+            Op::AttentionScores { window, .. } => {
+                let Some(dp) = dy(self, 0) else { return Ok(()) };
+                let reads = [dp, output(0), input(0)];
+                let dx = self.input(g, Op::AttentionScoresGrad { window }, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::AttentionMix { window } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let (op, reads) = (Op::AttentionMixGrad { window }, [dy, input(0), input(1)]);
+                let grads = g.node(op, &reads, &name(g, 0), Phase::InputGrad, layer)?;
+                self.add(g, node.inputs[0], grads[0], layer)?;
+                self.add(g, node.inputs[1], grads[1], layer)
+            }
             Op::SwiGlu => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let dx = self.input(g, Op::SwiGluGrad, &[dy, input(0)], &name(g, 0), layer)?;
@@ -127,6 +140,8 @@ impl Backward {
             | Op::QkNormGradWeight
             | Op::RopeAt
             | Op::AttentionGrad { .. }
+            | Op::AttentionScoresGrad { .. }
+            | Op::AttentionMixGrad { .. }
             | Op::CachedAttention { .. }
             | Op::LastPosition
             | Op::SwiGluGrad

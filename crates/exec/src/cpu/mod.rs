@@ -53,6 +53,8 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let of = |(fixed, terms)| Workspace { fixed, terms };
     let attention = attention::scratch(compute, threads);
     let backward = attention::grad_scratch(compute, threads);
+    let rounds = if compute == DType::BF16 { per_k } else { 0 };
+    let naive = |terms: &[_]| Workspace { fixed: product + attention::naive::SLACK as u64, terms: terms.to_vec() };
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
@@ -63,6 +65,11 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("cached_attention", of(attention.terms("t", "te"))),
         ("attention_grad", of(backward.terms("s", "se"))),
         ("document_attention_grad", of(backward.terms("s", "se"))),
+        ("attention_scores", naive(&[(4, "st")])),
+        ("document_attention_scores", naive(&[(4, "st")])),
+        ("attention_scores_grad", naive(&[(rounds, "t"), (4, "st"), (4, "te")])),
+        ("attention_mix", naive(&[(rounds, "t")])),
+        ("attention_mix_grad", naive(&[(rounds, "e"), (4, "te")])),
         ("vocab_logits", fixed(product)),
         ("vocab_grad", Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() }),
         ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
@@ -283,6 +290,10 @@ fn run_kernel<T: Float>(call: Call) {
         Op::LastPosition => positions::last_position::<T>(call),
         Op::Attention { documents, window } => attention::forward::<T>(call, documents, window),
         Op::AttentionGrad { documents, window } => attention::grad::<T>(call, documents, window),
+        Op::AttentionScores { documents, window } => attention::naive::scores::<T>(call, documents, window),
+        Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
+        Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
+        Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
         Op::SwiGlu => pointwise::swiglu::<T>(call),
         Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
         Op::Add => pointwise::add::<T>(call),

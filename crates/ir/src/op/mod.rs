@@ -5,7 +5,7 @@
 //! the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows.
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
-//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table or positions of a cache, `r` table columns,
+//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache or keys, `r` table columns,
 //! `w` packed K·V of a cache, `x` query and key heads together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
 //! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
 
@@ -86,6 +86,28 @@ pub enum Op {
         /// As in `Attention`.
         documents: bool,
         /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// The weights of `Attention`, as a matrix that exists: softmax of scaled scores, zero for keys that a query does not see.
+    AttentionScores {
+        /// As in `Attention`.
+        documents: bool,
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// Gradient of `AttentionScores`, in the Q and K sections; zero in V.
+    AttentionScoresGrad {
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// The values of packed Q·K·V, added up by such weights.
+    AttentionMix {
+        /// As in `Attention`: keys before it weigh nothing.
+        window: Option<usize>,
+    },
+    /// Gradients of `AttentionMix`: of the weights, and of the V section; zero in Q and K.
+    AttentionMixGrad {
+        /// As in `AttentionMix`.
         window: Option<usize>,
     },
     /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
@@ -327,6 +349,8 @@ impl Op {
             // Where documents end is known on the device only: what they mask is counted.
             Op::Attention { window, .. } => attention(*window, 4, 4),
             Op::AttentionGrad { window, .. } => attention(*window, 8, 10),
+            Op::AttentionScores { window, .. } | Op::AttentionMix { window } => attention(*window, 2, 2),
+            Op::AttentionScoresGrad { window } | Op::AttentionMixGrad { window } => attention(*window, 4, 4),
             // How full the cache is is known on the device only: every new position counts over all of it.
             Op::CachedAttention { .. } => same(4 * dims.product("bsth")),
             Op::Embedding
@@ -443,6 +467,20 @@ impl Op {
                     return Err(self.refuse(format!("`do` has {known} where the heads are {out}")));
                 }
             }
+            Op::AttentionScores { .. }
+            | Op::AttentionScoresGrad { .. }
+            | Op::AttentionMix { .. }
+            | Op::AttentionMixGrad { .. } => {
+                let out = Dim::packed([self.packed_heads(dims)?]);
+                let keys = dims.get('s').cloned().unwrap_or(Dim::new(Axis::Seq, 1));
+                for (letter, dim) in [('h', out), ('t', keys)] {
+                    if let Some(known) = dims.set(letter, &dim)
+                        && *known != dim
+                    {
+                        return Err(self.refuse(format!("has {known} where the packed dimension asks for {dim}")));
+                    }
+                }
+            }
             Op::CachedAttention { .. } => {
                 let q = self.packed_heads(dims)?;
                 dims.set('h', &Dim::packed([q]));
@@ -512,7 +550,12 @@ impl Op {
         let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
         match sections[..] {
             [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
-                dims.set('q', &Dim::new(Axis::Heads, q.count));
+                let heads = Dim::new(Axis::Heads, q.count);
+                if let Some(known) = dims.set('q', &heads)
+                    && *known != heads
+                {
+                    return Err(self.refuse(format!("has {known} where the packed dimension has {heads}")));
+                }
                 dims.set('u', &Dim::new(Axis::KvHeads, k.count));
                 dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
                 Ok(q)

@@ -58,7 +58,8 @@ pub struct Spec {
     /// Dimensions that ranks may share the op along, as groups of letters that are split together. An operand without a
     /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
     pub splits: &'static [&'static str],
-    /// Outputs that cost no matrix product and follow from what backward keeps anyway: worth computing again.
+    /// Outputs that are worth computing again: they follow from what backward keeps anyway, and cost no matrix product, or a
+    /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
     pub each: bool,
@@ -281,6 +282,34 @@ static DOCUMENT_ATTENTION_GRAD: Spec = row(
     None,
 )
 .splits(&["b", "phqu"]);
+const P: Operand = float("p", "bqst");
+static ATTENTION_SCORES: Spec =
+    row("attention_scores", &[float("qkv", "bsp")], &[P], &[], Some(&[Input(0), Output(0)]))
+        .splits(&["b", "pqu"])
+        .cheap(&[0]);
+static DOCUMENT_ATTENTION_SCORES: Spec = row(
+    "document_attention_scores",
+    &[float("qkv", "bsp"), u32("starts", "bs")],
+    &[P],
+    &[],
+    Some(&[Input(0), Output(0)]),
+)
+.splits(&["b", "pqu"])
+.cheap(&[0]);
+static ATTENTION_SCORES_GRAD: Spec =
+    row("attention_scores_grad", &[float("dp", "bqst"), P, float("qkv", "bsp")], &[float("dqkv", "bsp")], &[], None)
+        .splits(&["b", "pqu"]);
+static ATTENTION_MIX: Spec =
+    row("attention_mix", &[P, float("qkv", "bsp")], &[float("o", "bsh")], &[], Some(&[Input(0), Input(1)]))
+        .splits(&["b", "phqu"]);
+static ATTENTION_MIX_GRAD: Spec = row(
+    "attention_mix_grad",
+    &[float("do", "bsh"), P, float("qkv", "bsp")],
+    &[float("dp", "bqst"), float("dqkv", "bsp")],
+    &[],
+    None,
+)
+.splits(&["b", "phqu"]);
 static CACHED_ATTENTION: Spec = Spec {
     always_in_place: true,
     ..row(
@@ -301,7 +330,7 @@ static SWIGLU_GRAD: Spec =
         .splits(&["b", "s", "gf"]);
 static ADD: Spec =
     row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]))
-        .splits(&["b", "s"]);
+        .splits(&["b", "s", "d"]);
 static CROSS_ENTROPY: Spec = row(
     "cross_entropy",
     &[float("logits", "bsv"), u32("targets", "bs")],
@@ -416,6 +445,11 @@ impl Op {
             Op::Attention { documents: true, .. } => &DOCUMENT_ATTENTION,
             Op::AttentionGrad { documents: false, .. } => &ATTENTION_GRAD,
             Op::AttentionGrad { documents: true, .. } => &DOCUMENT_ATTENTION_GRAD,
+            Op::AttentionScores { documents: false, .. } => &ATTENTION_SCORES,
+            Op::AttentionScores { documents: true, .. } => &DOCUMENT_ATTENTION_SCORES,
+            Op::AttentionScoresGrad { .. } => &ATTENTION_SCORES_GRAD,
+            Op::AttentionMix { .. } => &ATTENTION_MIX,
+            Op::AttentionMixGrad { .. } => &ATTENTION_MIX_GRAD,
             Op::CachedAttention { .. } => &CACHED_ATTENTION,
             Op::LastPosition => &LAST_POSITION,
             Op::SwiGlu => &SWIGLU,

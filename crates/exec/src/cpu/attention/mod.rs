@@ -12,6 +12,7 @@
 mod backward;
 mod cached;
 mod forward;
+pub mod naive;
 
 pub use backward::grad;
 pub use cached::forward as cached;
