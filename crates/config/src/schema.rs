@@ -32,7 +32,7 @@ tables! {
         /// A public shape that fills the other model keys; keys given explicitly win over it.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct;
         /// The family of models the shape belongs to.
-        architecture: String = Choice(&["llama"]), Fixed("\"llama\""), Trajectory;
+        architecture: String = Choice(&["llama", "qwen2"]), Fixed("\"llama\""), Trajectory;
         /// How many different tokens there are.
         vocab_size: usize = Count(1, EXTENT), Required, Trajectory;
         /// How many transformer layers.

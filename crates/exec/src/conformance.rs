@@ -108,7 +108,7 @@ fn sizes(op: &Op) -> Vec<Size> {
 }
 
 /// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 37] {
+pub fn ops() -> [Op; 39] {
     let rows = Rows { first: 7, count: 23, ranks: 1 };
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
     [
@@ -117,6 +117,8 @@ pub fn ops() -> [Op; 37] {
         Op::Linear,
         Op::LinearGradInput,
         Op::LinearGradWeight,
+        Op::AddBias,
+        Op::BiasGrad,
         Op::RmsNorm { eps: 1e-5 },
         Op::AddRmsNorm { eps: 1e-5 },
         Op::RmsNormGrad,
@@ -217,6 +219,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::Linear => vec![(act(d.clone()), Normal), (t(&[n, d]), Normal)],
         Op::LinearGradInput => vec![(act(n.clone()), Normal), (t(&[n, d]), Normal)],
         Op::LinearGradWeight => vec![(act(n), Normal), (act(d), Normal)],
+        Op::AddBias => vec![(qkv(), Normal), (t(&[Dim::packed([q, kv, kv])]), Normal)],
+        Op::BiasGrad => vec![(qkv(), Normal)],
         Op::RmsNorm { .. } => vec![(act(d.clone()), Normal), (t(&[d]), Normal)],
         Op::AddRmsNorm { .. } => vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (t(&[d]), Normal)],
         Op::RmsNormGrad => {
@@ -313,6 +317,7 @@ fn is_weight_gradient(op: &Op) -> bool {
         op,
         Op::EmbeddingGrad { .. }
             | Op::LinearGradWeight
+            | Op::BiasGrad
             | Op::RmsNormGradWeight
             | Op::LinearCrossEntropy { .. }
             | Op::VocabGrad { .. }

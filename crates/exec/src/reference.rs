@@ -51,6 +51,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::Linear => vec![product((rows, dims.size('n'), dims.size('k')), x[0], false, x[1], true)],
         Op::LinearGradInput => vec![product((rows, dims.size('k'), dims.size('n')), x[0], false, x[1], false)],
         Op::LinearGradWeight => vec![product((dims.size('n'), dims.size('k'), rows), x[0], true, x[1], false)],
+        Op::AddBias => vec![x[0].iter().enumerate().map(|(i, x0)| x0 + x[1][i % x[1].len()]).collect()],
+        Op::BiasGrad => vec![column_sums(x[0], dims.size('d'), |i| x[0][i])],
         Op::RmsNorm { eps } => norm(x[0], x[1], f64::from(eps)).into(),
         Op::AddRmsNorm { eps } => {
             let sum = add(x[0], x[1]);
@@ -61,8 +63,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AddRmsNormGrad => vec![add(&norm_grad(x[0], x[1], x[2], x[3]), x[4])],
         Op::RmsNormGradWeight => {
             let d = dims.size('d');
-            let term = |row: usize, i: usize| x[0][row * d + i] * x[1][row * d + i] * x[2][row];
-            vec![(0..d).map(|i| (0..rows).map(|row| term(row, i)).sum()).collect()]
+            vec![column_sums(x[0], d, |i| x[0][i] * x[1][i] * x[2][i / d])]
         }
         Op::Rope { inverse, documents } => {
             let starts = starts(&dims, documents.then(|| x[2]));
@@ -161,6 +162,11 @@ fn scalars(x: &[f64]) -> StepScalars {
 
 fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+/// Sums of `term(i)` over the rows of `d` elements that `of` has, by column.
+fn column_sums(of: &[f64], d: usize, term: impl Fn(usize) -> f64) -> Vec<f64> {
+    (0..d).map(|column| (column..of.len()).step_by(d).map(&term).sum()).collect()
 }
 
 fn sigmoid(x: f64) -> f64 {

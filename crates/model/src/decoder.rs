@@ -4,14 +4,17 @@
 
 use crate::form::{Form, Side};
 use crate::names;
-use crate::parameters::{matrix, ones};
+use crate::parameters::{matrix, ones, zeros};
 use lockstep_config::ModelConfig;
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, TensorType, TypeError};
 
 /// What a family of models has besides what all of them share.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Decoder {}
+pub(crate) struct Decoder {
+    /// Whether the projections to Q, K and V have a bias.
+    pub(crate) qkv_bias: bool,
+}
 
 impl Decoder {
     /// The forward graph of a model of this family.
@@ -49,13 +52,19 @@ impl Decoder {
         for layer in 0..m.layers {
             g.enter_layer(Some(layer));
             let at = |name: &str| format!("layers.{layer}.{name}");
-            let hf = |name: &str| format!("model.layers.{layer}.{name}.weight");
+            let named = |name: &str, kind: &str| format!("model.layers.{layer}.{name}.{kind}");
+            let hf = |name: &str| named(name, "weight");
 
             let w = ones(&mut g, &at("attention_norm"), embed(), &hf("input_layernorm"));
             let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n1"))?[0];
-            let parts = [hf("self_attn.q_proj"), hf("self_attn.k_proj"), hf("self_attn.v_proj")];
-            let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
-            let qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
+            let parts = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
+            let packed = Dim::packed([q, kv, kv]);
+            let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &parts("weight"));
+            let mut qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
+            if self.qkv_bias {
+                let bias = zeros(&mut g, &at("bqkv"), packed, &parts("bias"));
+                qkv = g.op(Op::AddBias, &[qkv, bias], &at("qkv_biased"))?[0];
+            }
             let qkv = side.rotate(&mut g, qkv, angles, &at)?;
             let o = side.attend(&mut g, qkv, kv, &at)?;
             let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &to_residual, &[hf("self_attn.o_proj")]);

@@ -8,6 +8,7 @@ mod decoder;
 mod form;
 mod llama;
 mod parameters;
+mod qwen2;
 
 pub use form::Form;
 
@@ -39,5 +40,8 @@ pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, Typ
 
 /// The forward graph of a model in any form.
 pub fn build_form(model: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
-    llama::LLAMA.build(model, form)
+    match model.architecture.as_str() {
+        "qwen2" => qwen2::QWEN2.build(model, form),
+        _ => llama::LLAMA.build(model, form),
+    }
 }

@@ -1,4 +1,4 @@
-//! Whole models against `transformers`: logits, loss and every gradient. `golden/llama.py` made the files.
+//! Whole models against `transformers`: logits, loss and every gradient. The scripts in `golden` made the files.
 
 use lockstep_compile::{AdamW, Context, Precision, compile};
 use lockstep_config::Config;
@@ -47,11 +47,23 @@ impl Golden {
                  original_context = {original} }}"
             )
         });
-        let keys = ["vocab_size", "layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "norm_eps"];
-        let lines: Vec<String> = keys.iter().map(|k| format!("{k} = {}", m[*k])).collect();
-        let tied = &m["tied"];
+        let keys = [
+            "vocab_size",
+            "layers",
+            "dim",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+            "rope_theta",
+            "positions",
+            "norm_eps",
+        ];
+        let lines: Vec<String> = keys.iter().filter_map(|k| Some(format!("{k} = {}", m.get(*k)?))).collect();
+        let (tied, architecture) = (&m["tied"], m.get("architecture").map_or("llama", String::as_str));
         let text = format!(
-            "[model]\n{}\ntied_embeddings = {tied}\n{scaling}\n[train]\nseq = 12\nglobal_batch = 2\n",
+            "[model]\narchitecture = \"{architecture}\"\n{}\ntied_embeddings = {tied}\n{scaling}\n\
+             [train]\nseq = 12\nglobal_batch = 2\n",
             lines.join("\n")
         );
         Config::parse(&text, "golden.toml", &[]).unwrap()
@@ -152,7 +164,7 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     assert_eq!(checked, expected);
 }
 
-const CASES: [&str; 3] = ["llama_mha", "llama_gqa_tied", "llama3_rope"];
+const CASES: [&str; 5] = ["llama_mha", "llama_gqa_tied", "llama3_rope", "qwen2", "qwen2_tied"];
 
 #[test]
 fn fused_models_agree_with_transformers() {

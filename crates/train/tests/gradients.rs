@@ -71,6 +71,12 @@ fn graph_through(op: Op) -> Option<Graph> {
             let y = b.op(op, &[x, w], "y")[0];
             b.loss(y)
         }
+        Op::AddBias => {
+            let x = b.activation("x", qkv());
+            let bias = b.parameter("bias", &[qkv()]);
+            let y = b.op(op, &[x, bias], "y")[0];
+            b.loss(y)
+        }
         Op::RmsNorm { .. } => {
             let x = b.activation("x", embed());
             let w = b.parameter("w", &[embed()]);
@@ -129,6 +135,7 @@ fn graph_through(op: Op) -> Option<Graph> {
         Op::EmbeddingGrad { .. }
         | Op::LinearGradInput
         | Op::LinearGradWeight
+        | Op::BiasGrad
         | Op::RmsNormGrad
         | Op::AddRmsNormGrad
         | Op::RmsNormGradWeight

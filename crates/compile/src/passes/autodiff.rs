@@ -52,6 +52,11 @@ impl Backward {
                 self.weight(g, Op::LinearGradWeight, &[dy, input(0)], node.inputs[1], layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
+            Op::AddBias => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                self.weight(g, Op::BiasGrad, &[dy], node.inputs[1], layer)?;
+                self.add(g, node.inputs[0], dy, layer)
+            }
             Op::RmsNorm { .. } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 self.weight(g, Op::RmsNormGradWeight, &[dy, input(0), output(1)], node.inputs[1], layer)?;
@@ -113,6 +118,7 @@ impl Backward {
             Op::EmbeddingGrad { .. }
             | Op::LinearGradInput
             | Op::LinearGradWeight
+            | Op::BiasGrad
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight

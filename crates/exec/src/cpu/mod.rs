@@ -4,6 +4,7 @@ mod arena;
 mod attention;
 mod call;
 pub mod ceilings;
+mod columns;
 mod exchange;
 mod float;
 mod gemm;
@@ -267,11 +268,13 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Linear => linear::forward::<T>(call),
         Op::LinearGradInput => linear::grad_input::<T>(call),
         Op::LinearGradWeight => linear::grad_weight::<T>(call),
+        Op::AddBias => pointwise::add_bias::<T>(call),
+        Op::BiasGrad => columns::bias_grad::<T>(call),
         Op::RmsNorm { eps } => norm::forward::<T>(call, eps, false),
         Op::AddRmsNorm { eps } => norm::forward::<T>(call, eps, true),
         Op::RmsNormGrad => norm::grad::<T>(call, false),
         Op::AddRmsNormGrad => norm::grad::<T>(call, true),
-        Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
+        Op::RmsNormGradWeight => columns::norm_grad_weight::<T>(call),
         Op::Rope { inverse, documents: false } => pointwise::rope::<T>(call, inverse),
         Op::Rope { inverse, documents: true } => positions::document_rope::<T>(call, inverse),
         Op::RopeAt => positions::rope_at::<T>(call),

@@ -1,9 +1,8 @@
 //! RMSNorm, alone and with the residual addition. Shapes: x, delta, sum, y `[rows, d]`; rstd `[rows]`; w `[d]`.
 
-use super::call::{Accumulator, Call, Ptr};
-use super::float::{Bf16, Float};
+use super::call::{Call, Ptr};
+use super::float::Float;
 use super::simd::{self, vectorised};
-use lockstep_ir::fixed;
 
 /// `add` says whether the call is `AddRmsNorm`.
 pub fn forward<T: Float>(call: Call, eps: f32, add: bool) {
@@ -84,66 +83,6 @@ vectorised! {
                 simd::map([w, dy, x], [dx], d, |[w, dy, x], _| [own(w, dy, x)]);
             } else {
                 simd::map([w, dy, x, dsum.add(at)], [dx], d, |[w, dy, x, dsum], _| [dsum + own(w, dy, x)]);
-            }
-        }
-    }
-}
-
-/// Columns of one task of a weight gradient.
-const COLUMNS: usize = 64;
-
-/// dw = Σ over rows of dy · x · rstd.
-pub fn grad_weight<T: Float>(call: Call) {
-    let (batch, seq, d) = (call.size('b'), call.size('s'), call.size('d'));
-    let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
-    let rstd = Ptr(call.input::<f32>(2));
-    let Some(dw) = call.accumulator(0).map(Ptr) else { return };
-    call.ranges(d, COLUMNS, |from, to| {
-        let mut sums = [0.0f32; COLUMNS];
-        let (groups, rows) =
-            if matches!(dw.get(), Accumulator::Fixed { .. }) { (batch, seq) } else { (1, batch * seq) };
-        for group in 0..groups {
-            // SAFETY: columns from .. to of dw belong to this task.
-            unsafe {
-                let range = (group * rows, (group + 1) * rows);
-                column_sums(call.simd, dy.get(), x.get(), rstd.get(), range, from, to - from, d, &mut sums);
-                for (i, &s) in sums.iter().enumerate().take(to - from) {
-                    match dw.get() {
-                        Accumulator::Float { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = if add { *at + s } else { s };
-                        }
-                        Accumulator::Bf16 { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = Bf16::of(if add { (*at).to() + s } else { s });
-                        }
-                        Accumulator::Fixed { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = fixed::add(if add || group > 0 { *at } else { 0 }, s);
-                        }
-                    }
-                }
-            }
-        }
-    });
-}
-
-vectorised! {
-    unsafe fn column_sums<T>(
-        dy: *const T, x: *const T, rstd: *const f32, rows: (usize, usize), from: usize, n: usize, d: usize,
-        sums: &mut [f32; COLUMNS],
-    ) -> () {
-        sums.fill(0.0);
-        for row in rows.0..rows.1 {
-            let (dy, x, scale) = (dy.add(row * d + from), x.add(row * d + from), *rstd.add(row));
-            if n == COLUMNS {
-                for (i, sum) in sums.iter_mut().enumerate() {
-                    *sum += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
-                }
-            } else {
-                for (i, sum) in sums.iter_mut().enumerate().take(n) {
-                    *sum += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
-                }
             }
         }
     }

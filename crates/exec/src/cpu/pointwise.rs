@@ -164,6 +164,19 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + simd::exp(-x))
 }
 
+/// y `[rows, d]` = x + bias `[d]`.
+pub fn add_bias<T: Float>(call: Call) {
+    let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
+    let (x, bias) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let Some(y) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(rows, |from, to| {
+        for row in from..to {
+            // SAFETY: rows from .. to belong to this task.
+            unsafe { add_range(call.simd, x.at(row * d), bias.at(0), y.at(row * d), d) };
+        }
+    });
+}
+
 /// sum = a + b.
 pub fn add<T: Float>(call: Call) {
     let n = call.size('b') * call.size('s') * call.size('d');

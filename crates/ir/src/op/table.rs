@@ -151,6 +151,11 @@ static LINEAR_GRAD_INPUT: Spec =
 static LINEAR_GRAD_WEIGHT: Spec =
     row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[accumulator("dw", "nk")], &[], None)
         .splits(&["b", "s", "n", "k"]);
+static ADD_BIAS: Spec =
+    row("add_bias", &[float("x", "bsd"), float("bias", "d")], &[float("y", "bsd")], &[(0, 0)], Some(&[]))
+        .splits(&["b", "s", "d"]);
+static BIAS_GRAD: Spec =
+    row("bias_grad", &[float("dy", "bsd")], &[accumulator("dbias", "d")], &[], None).splits(&["b", "s", "d"]);
 static RMS_NORM: Spec = row(
     "rms_norm",
     &[float("x", "bsd"), float("w", "d")],
@@ -375,6 +380,8 @@ impl Op {
             Op::Linear => &LINEAR,
             Op::LinearGradInput => &LINEAR_GRAD_INPUT,
             Op::LinearGradWeight => &LINEAR_GRAD_WEIGHT,
+            Op::AddBias => &ADD_BIAS,
+            Op::BiasGrad => &BIAS_GRAD,
             Op::RmsNorm { .. } => &RMS_NORM,
             Op::AddRmsNorm { .. } => &ADD_RMS_NORM,
             Op::RmsNormGrad => &RMS_NORM_GRAD,
