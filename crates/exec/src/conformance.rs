@@ -108,7 +108,7 @@ fn sizes(op: &Op) -> Vec<Size> {
 }
 
 /// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 39] {
+pub fn ops() -> [Op; 51] {
     let rows = Rows { first: 7, count: 23, ranks: 1 };
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
     [
@@ -124,6 +124,16 @@ pub fn ops() -> [Op; 39] {
         Op::RmsNormGrad,
         Op::AddRmsNormGrad,
         Op::RmsNormGradWeight,
+        Op::LayerNorm { eps: 1e-5 },
+        Op::AddLayerNorm { eps: 1e-5 },
+        Op::LayerNormGrad,
+        Op::AddLayerNormGrad,
+        Op::LayerNormGradWeight,
+        Op::AddPositions { seq: 60, documents: false },
+        Op::AddPositions { seq: 60, documents: true },
+        Op::AddPositionsAt,
+        Op::PositionsGrad { rows: 65, seq: 60, documents: false },
+        Op::PositionsGrad { rows: 65, seq: 60, documents: true },
         Op::Rope { inverse: false, documents: false },
         Op::Rope { inverse: true, documents: false },
         Op::Rope { inverse: false, documents: true },
@@ -137,6 +147,8 @@ pub fn ops() -> [Op; 39] {
         Op::LastPosition,
         Op::SwiGlu,
         Op::SwiGluGrad,
+        Op::Gelu,
+        Op::GeluGrad,
         Op::Add,
         Op::CrossEntropy,
         Op::CrossEntropyGrad,
@@ -206,6 +218,9 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let qkv = || act(Dim::packed([q, kv, kv]));
     let heads = || act(Dim::packed([q]));
     let table = || t(&[s.clone(), Dim::new(Axis::HeadDim, head_dim)]);
+    let vector = || t(std::slice::from_ref(&d));
+    let positions = || t(&[Dim::new(Axis::Seq, 65), d.clone()]);
+    let normed = |inputs: &[Input]| [inputs, &[(row(), Normal), (row(), Positive)]].concat();
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
@@ -234,6 +249,24 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             (act(d), Normal),
         ],
         Op::RmsNormGradWeight => vec![(act(d.clone()), Normal), (act(d), Normal), (row(), Positive)],
+        Op::LayerNorm { .. } => vec![(act(d.clone()), Normal), (vector(), Normal), (vector(), Normal)],
+        Op::AddLayerNorm { .. } => {
+            vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal), (vector(), Normal)]
+        }
+        Op::LayerNormGrad => normed(&[(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal)]),
+        Op::AddLayerNormGrad => {
+            let before = normed(&[(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal)]);
+            [before, vec![(act(d), Normal)]].concat()
+        }
+        Op::LayerNormGradWeight => normed(&[(act(d.clone()), Normal), (act(d), Normal)]),
+        Op::AddPositions { documents: false, .. } => vec![(act(d.clone()), Normal), (positions(), Normal)],
+        Op::AddPositions { documents: true, .. } => {
+            vec![(act(d.clone()), Normal), (positions(), Normal), (ids(), Starts)]
+        }
+        // Some positions leave the table.
+        Op::AddPositionsAt => vec![(act(d.clone()), Normal), (positions(), Normal), (number(), Between(0, 20))],
+        Op::PositionsGrad { documents: false, .. } => vec![(act(d), Normal)],
+        Op::PositionsGrad { documents: true, .. } => vec![(act(d), Normal), (ids(), Starts)],
         Op::Rope { documents: false, .. } => vec![(qkv(), Normal), (table(), Normal)],
         Op::Rope { documents: true, .. } => vec![(qkv(), Normal), (table(), Normal), (ids(), Starts)],
         // Some positions leave the table.
@@ -263,6 +296,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         ],
         Op::SwiGlu => vec![(gate_up(), Normal)],
         Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
+        Op::Gelu => vec![(act(n), Normal)],
+        Op::GeluGrad => vec![(act(n.clone()), Normal), (act(n), Normal)],
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
         Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
         Op::CrossEntropyGrad => {
@@ -319,6 +354,8 @@ fn is_weight_gradient(op: &Op) -> bool {
             | Op::LinearGradWeight
             | Op::BiasGrad
             | Op::RmsNormGradWeight
+            | Op::LayerNormGradWeight
+            | Op::PositionsGrad { .. }
             | Op::LinearCrossEntropy { .. }
             | Op::VocabGrad { .. }
             | Op::Accumulate

@@ -6,6 +6,7 @@
 
 mod decoder;
 mod form;
+mod gpt2;
 mod llama;
 mod parameters;
 mod qwen2;
@@ -41,7 +42,13 @@ pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, Typ
 /// The forward graph of a model in any form.
 pub fn build_form(model: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
     match model.architecture.as_str() {
+        "gpt2" => gpt2::build(model, form),
         "qwen2" => qwen2::QWEN2.build(model, form),
         _ => llama::LLAMA.build(model, form),
     }
+}
+
+/// Whether Hugging Face checkpoints of the model hold this matrix as [in, out], where the graph's is [out, in].
+pub fn hf_transposed(model: &ModelConfig, name: &str) -> bool {
+    model.architecture == "gpt2" && gpt2::transposed(name)
 }

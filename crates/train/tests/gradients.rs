@@ -92,6 +92,28 @@ fn graph_through(op: Op) -> Option<Graph> {
             let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
             b.loss(both)
         }
+        Op::LayerNorm { .. } => {
+            let x = b.activation("x", embed());
+            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
+            let y = b.op(op, &[x, w, bias], "y")[0];
+            let sum = b.op(Op::Add, &[x, y], "sum")[0];
+            b.loss(sum)
+        }
+        Op::AddLayerNorm { .. } => {
+            let (x, delta) = (b.activation("x", embed()), b.activation("delta", embed()));
+            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
+            let out = b.op(op, &[x, delta, w, bias], "sum");
+            let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
+            b.loss(both)
+        }
+        Op::AddPositions { documents, .. } => {
+            let x = b.activation("x", embed());
+            let table = b.parameter("table", &[Dim::new(Axis::Seq, SEQ + 2), embed()]);
+            let starts = documents.then(|| b.ids("starts"));
+            let inputs: Vec<ValueId> = [x, table].into_iter().chain(starts).collect();
+            let y = b.op(Op::AddPositions { seq: SEQ, documents }, &inputs, "y")[0];
+            b.loss(y)
+        }
         Op::Rope { inverse: false, documents } => {
             let x = b.activation("x", qkv());
             let table = TensorType::new(DType::F32, [Dim::new(Axis::Seq, SEQ), Dim::new(Axis::HeadDim, 4)]);
@@ -112,6 +134,11 @@ fn graph_through(op: Op) -> Option<Graph> {
         Op::SwiGlu => {
             let ffn = Section { axis: Axis::Ffn, count: 6, unit: 1 };
             let x = b.activation("x", Dim::packed([ffn, ffn]));
+            let y = b.op(op, &[x], "y")[0];
+            b.loss(y)
+        }
+        Op::Gelu => {
+            let x = b.activation("x", Dim::new(Axis::Ffn, 6));
             let y = b.op(op, &[x], "y")[0];
             b.loss(y)
         }
@@ -139,6 +166,12 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::RmsNormGrad
         | Op::AddRmsNormGrad
         | Op::RmsNormGradWeight
+        | Op::LayerNormGrad
+        | Op::AddLayerNormGrad
+        | Op::LayerNormGradWeight
+        | Op::AddPositionsAt
+        | Op::PositionsGrad { .. }
+        | Op::GeluGrad
         | Op::Rope { inverse: true, .. }
         | Op::AttentionGrad { .. }
         | Op::SwiGluGrad

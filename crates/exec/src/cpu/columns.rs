@@ -8,19 +8,23 @@ use lockstep_ir::fixed;
 
 /// dbias = Σ over rows of dy.
 pub fn bias_grad<T: Float>(call: Call) {
-    sum_columns::<T>(call, Terms { dy: call.input(0), x: std::ptr::null(), rstd: std::ptr::null() });
+    let (dy, none) = (call.input(0), std::ptr::null());
+    sum_columns::<T>(call, Terms { dy, x: std::ptr::null(), mean: none, rstd: none });
 }
 
-/// dw = Σ over rows of dy · x · rstd.
-pub fn norm_grad_weight<T: Float>(call: Call) {
-    sum_columns::<T>(call, Terms { dy: call.input(0), x: call.input(1), rstd: call.input(2) });
+/// dw = Σ over rows of dy · x · rstd; for a layer norm of dy · (x − mean) · rstd.
+pub fn norm_grad_weight<T: Float>(call: Call, layer: bool) {
+    let (dy, x) = (call.input(0), call.input(1));
+    let mean = if layer { call.input(2) } else { std::ptr::null() };
+    sum_columns::<T>(call, Terms { dy, x, mean, rstd: call.input(if layer { 3 } else { 2 }) });
 }
 
-/// What is summed: dy, where `x` is not null times the normed x.
+/// What is summed: dy, where `x` is not null times the normed x. The mean counts as 0 where it is null.
 #[derive(Clone, Copy)]
 struct Terms<T> {
     dy: *const T,
     x: *const T,
+    mean: *const f32,
     rstd: *const f32,
 }
 
@@ -72,7 +76,8 @@ vectorised! {
                 continue;
             }
             let (x, scale) = (terms.x.add(row * d + from), *terms.rstd.add(row));
-            add_row(sums, n, |i| (*dy.add(i)).to() * (*x.add(i)).to() * scale);
+            let centre = if terms.mean.is_null() { 0.0 } else { *terms.mean.add(row) };
+            add_row(sums, n, |i| (*dy.add(i)).to() * ((*x.add(i)).to() - centre) * scale);
         }
     }
 }

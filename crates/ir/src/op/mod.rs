@@ -6,7 +6,7 @@
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
 //! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table or positions of a cache, `r` table columns,
-//! `w` packed K·V of a cache, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
+//! `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
 //! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
 
 mod dims;
@@ -56,6 +56,42 @@ pub enum Op {
     AddRmsNormGrad,
     /// Weight gradient of either norm.
     RmsNormGradWeight,
+    /// `y = (x − mean(x)) / deviation(x) · w + b`.
+    LayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// `sum = x + delta`, `y = (sum − mean(sum)) / deviation(sum) · w + b`.
+    AddLayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// Input gradient of either layer norm.
+    LayerNormGrad,
+    /// Input gradient of `AddLayerNorm` plus the gradient that reaches `sum` on the residual path.
+    AddLayerNormGrad,
+    /// Weight gradient of either layer norm; that of the bias is `BiasGrad`.
+    LayerNormGradWeight,
+    /// Adds to each position its row of a table.
+    AddPositions {
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+        /// Positions count from the start of each document, a number on the device for every position of the whole
+        /// sequence. A start after its position counts as that position.
+        documents: bool,
+    },
+    /// As `AddPositions`, from position `start` of each sequence on, a number on the device. Positions past the table take its
+    /// last row.
+    AddPositionsAt,
+    /// Adds each position's gradient to its row of the table.
+    PositionsGrad {
+        /// Rows of the table.
+        rows: usize,
+        /// As in `AddPositions`.
+        seq: usize,
+        /// As in `AddPositions`.
+        documents: bool,
+    },
     /// Rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
     Rope {
         /// Rotate backwards: the gradient.
@@ -87,6 +123,10 @@ pub enum Op {
     SwiGlu,
     /// Gradient of `SwiGlu`.
     SwiGluGrad,
+    /// `y = gelu(x)`, in the form with a hyperbolic tangent.
+    Gelu,
+    /// Gradient of `Gelu`.
+    GeluGrad,
     /// Elementwise sum.
     Add,
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits.
@@ -322,11 +362,21 @@ impl Op {
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
+            | Op::LayerNorm { .. }
+            | Op::AddLayerNorm { .. }
+            | Op::LayerNormGrad
+            | Op::AddLayerNormGrad
+            | Op::LayerNormGradWeight
+            | Op::AddPositions { .. }
+            | Op::AddPositionsAt
+            | Op::PositionsGrad { .. }
             | Op::Rope { .. }
             | Op::RopeAt
             | Op::LastPosition
             | Op::SwiGlu
             | Op::SwiGluGrad
+            | Op::Gelu
+            | Op::GeluGrad
             | Op::Add
             | Op::CrossEntropy
             | Op::CrossEntropyGrad
@@ -424,6 +474,17 @@ impl Op {
                     return Err(self.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
                 }
             }
+            Op::AddPositions { seq, .. } | Op::PositionsGrad { seq, .. } => {
+                if let Op::PositionsGrad { rows, .. } = self {
+                    dims.set('t', &Dim::new(Axis::Seq, *rows));
+                }
+                let (whole, rows) = (dims.get('o').map_or(*seq, Dim::size), dims.size('t'));
+                if whole != *seq || rows < *seq || !seq.is_multiple_of(dims.size('s')) {
+                    let part = dims.size('s');
+                    let reason = format!("{part} of {seq} positions with {whole} starts and {rows} rows of a table");
+                    return Err(self.refuse(reason));
+                }
+            }
             Op::LastPosition => {
                 dims.set('l', &Dim::new(Axis::Seq, 1));
             }
@@ -458,6 +519,14 @@ impl Op {
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
+            | Op::LayerNorm { .. }
+            | Op::AddLayerNorm { .. }
+            | Op::LayerNormGrad
+            | Op::AddLayerNormGrad
+            | Op::LayerNormGradWeight
+            | Op::AddPositionsAt
+            | Op::Gelu
+            | Op::GeluGrad
             | Op::Add
             | Op::CrossEntropy
             | Op::CrossEntropyGrad
