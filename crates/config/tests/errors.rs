@@ -280,7 +280,7 @@ model.architecture = "mamba" is not known
   |
 2 | architecture = "mamba"
   |                ^^^^^^^
-hint: choose one of "llama", "qwen3", "mistral"
+hint: choose one of "llama", "gpt2", "qwen2", "qwen3", "mistral"
 "#,
     );
 }

@@ -34,6 +34,7 @@ heads = 8  # preset llama-29m
 kv_heads = 4  # preset llama-29m
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
+# positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set
 # window is not set

@@ -124,6 +124,8 @@ pub fn ops() -> Vec<Op> {
         Op::Linear,
         Op::LinearGradInput,
         Op::LinearGradWeight,
+        Op::AddBias,
+        Op::BiasGrad,
         Op::RmsNorm { eps: 1e-5 },
         Op::AddRmsNorm { eps: 1e-5 },
         Op::RmsNormGrad,
@@ -132,6 +134,16 @@ pub fn ops() -> Vec<Op> {
         Op::QkNorm { eps: 1e-5 },
         Op::QkNormGrad,
         Op::QkNormGradWeight,
+        Op::LayerNorm { eps: 1e-5 },
+        Op::AddLayerNorm { eps: 1e-5 },
+        Op::LayerNormGrad,
+        Op::AddLayerNormGrad,
+        Op::LayerNormGradWeight,
+        Op::AddPositions { seq: 60, documents: false },
+        Op::AddPositions { seq: 60, documents: true },
+        Op::AddPositionsAt,
+        Op::PositionsGrad { rows: 65, seq: 60, documents: false },
+        Op::PositionsGrad { rows: 65, seq: 60, documents: true },
         Op::Rope { inverse: false, documents: false },
         Op::Rope { inverse: true, documents: false },
         Op::Rope { inverse: false, documents: true },
@@ -143,6 +155,8 @@ pub fn ops() -> Vec<Op> {
         Op::LastPosition,
         Op::SwiGlu,
         Op::SwiGluGrad,
+        Op::Gelu,
+        Op::GeluGrad,
         Op::Add,
         Op::CrossEntropy,
         Op::CrossEntropyGrad,
@@ -215,8 +229,11 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let pairs = || t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone(), s.clone()]);
     let of_head = Section { axis: Axis::HeadDim, count: head_dim, unit: 1 };
     let norms = || t(&[Dim::packed([of_head, of_head])]);
-    let normed = || act(Dim::packed([Section { unit: 1, ..q }, Section { unit: 1, ..kv }]));
+    let of_heads = || act(Dim::packed([Section { unit: 1, ..q }, Section { unit: 1, ..kv }]));
     let table = || t(&[s.clone(), Dim::new(Axis::HeadDim, head_dim)]);
+    let vector = || t(std::slice::from_ref(&d));
+    let positions = || t(&[Dim::new(Axis::Seq, 65), d.clone()]);
+    let normed = |inputs: &[Input]| [inputs, &[(row(), Normal), (row(), Positive)]].concat();
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
@@ -230,6 +247,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::Linear => vec![(act(d.clone()), Normal), (t(&[n, d]), Normal)],
         Op::LinearGradInput => vec![(act(n.clone()), Normal), (t(&[n, d]), Normal)],
         Op::LinearGradWeight => vec![(act(n), Normal), (act(d), Normal)],
+        Op::AddBias => vec![(qkv(), Normal), (t(&[Dim::packed([q, kv, kv])]), Normal)],
+        Op::BiasGrad => vec![(qkv(), Normal)],
         Op::RmsNorm { .. } => vec![(act(d.clone()), Normal), (t(&[d]), Normal)],
         Op::AddRmsNorm { .. } => vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (t(&[d]), Normal)],
         Op::RmsNormGrad => {
@@ -244,8 +263,26 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         ],
         Op::RmsNormGradWeight => vec![(act(d.clone()), Normal), (act(d), Normal), (row(), Positive)],
         Op::QkNorm { .. } => vec![(qkv(), Normal), (norms(), Normal)],
-        Op::QkNormGrad => vec![(qkv(), Normal), (qkv(), Normal), (norms(), Normal), (normed(), Positive)],
-        Op::QkNormGradWeight => vec![(qkv(), Normal), (qkv(), Normal), (normed(), Positive)],
+        Op::QkNormGrad => vec![(qkv(), Normal), (qkv(), Normal), (norms(), Normal), (of_heads(), Positive)],
+        Op::QkNormGradWeight => vec![(qkv(), Normal), (qkv(), Normal), (of_heads(), Positive)],
+        Op::LayerNorm { .. } => vec![(act(d.clone()), Normal), (vector(), Normal), (vector(), Normal)],
+        Op::AddLayerNorm { .. } => {
+            vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal), (vector(), Normal)]
+        }
+        Op::LayerNormGrad => normed(&[(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal)]),
+        Op::AddLayerNormGrad => {
+            let before = normed(&[(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal)]);
+            [before, vec![(act(d), Normal)]].concat()
+        }
+        Op::LayerNormGradWeight => normed(&[(act(d.clone()), Normal), (act(d), Normal)]),
+        Op::AddPositions { documents: false, .. } => vec![(act(d.clone()), Normal), (positions(), Normal)],
+        Op::AddPositions { documents: true, .. } => {
+            vec![(act(d.clone()), Normal), (positions(), Normal), (ids(), Starts)]
+        }
+        // Some positions leave the table.
+        Op::AddPositionsAt => vec![(act(d.clone()), Normal), (positions(), Normal), (number(), Between(0, 20))],
+        Op::PositionsGrad { documents: false, .. } => vec![(act(d), Normal)],
+        Op::PositionsGrad { documents: true, .. } => vec![(act(d), Normal), (ids(), Starts)],
         Op::Rope { documents: false, .. } => vec![(qkv(), Normal), (table(), Normal)],
         Op::Rope { documents: true, .. } => vec![(qkv(), Normal), (table(), Normal), (ids(), Starts)],
         // Some positions leave the table.
@@ -297,6 +334,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         }
         Op::SwiGlu => vec![(gate_up(), Normal)],
         Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
+        Op::Gelu => vec![(act(n), Normal)],
+        Op::GeluGrad => vec![(act(n.clone()), Normal), (act(n), Normal)],
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
         Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
         Op::CrossEntropyGrad => {
@@ -351,8 +390,11 @@ fn is_weight_gradient(op: &Op) -> bool {
         op,
         Op::EmbeddingGrad { .. }
             | Op::LinearGradWeight
+            | Op::BiasGrad
             | Op::RmsNormGradWeight
             | Op::QkNormGradWeight
+            | Op::LayerNormGradWeight
+            | Op::PositionsGrad { .. }
             | Op::LinearCrossEntropy { .. }
             | Op::VocabGrad { .. }
             | Op::Accumulate

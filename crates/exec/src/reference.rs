@@ -52,6 +52,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::Linear => vec![product((rows, dims.size('n'), dims.size('k')), x[0], false, x[1], true)],
         Op::LinearGradInput => vec![product((rows, dims.size('k'), dims.size('n')), x[0], false, x[1], false)],
         Op::LinearGradWeight => vec![product((dims.size('n'), dims.size('k'), rows), x[0], true, x[1], false)],
+        Op::AddBias => vec![x[0].iter().enumerate().map(|(i, x0)| x0 + x[1][i % x[1].len()]).collect()],
+        Op::BiasGrad => vec![column_sums(x[0], dims.size('d'), |i| x[0][i])],
         Op::RmsNorm { eps } => norm(x[0], x[1], f64::from(eps)).into(),
         Op::AddRmsNorm { eps } => {
             let sum = add(x[0], x[1]);
@@ -62,15 +64,35 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AddRmsNormGrad => vec![add(&norm_grad(x[0], x[1], x[2], x[3]), x[4])],
         Op::RmsNormGradWeight => {
             let d = dims.size('d');
-            let term = |row: usize, i: usize| x[0][row * d + i] * x[1][row * d + i] * x[2][row];
-            vec![(0..d).map(|i| (0..rows).map(|row| term(row, i)).sum()).collect()]
+            vec![column_sums(x[0], d, |i| x[0][i] * x[1][i] * x[2][i / d])]
+        }
+        Op::LayerNorm { eps } => layer_norm(x[0], x[1], x[2], f64::from(eps)).into(),
+        Op::AddLayerNorm { eps } => {
+            let sum = add(x[0], x[1]);
+            let [y, mean, rstd] = layer_norm(&sum, x[2], x[3], f64::from(eps));
+            vec![sum, y, mean, rstd]
+        }
+        Op::LayerNormGrad => vec![layer_norm_grad(x[0], x[1], x[2], x[3], x[4])],
+        Op::AddLayerNormGrad => vec![add(&layer_norm_grad(x[0], x[1], x[2], x[3], x[4]), x[5])],
+        Op::LayerNormGradWeight => {
+            let d = dims.size('d');
+            vec![column_sums(x[0], d, |i| x[0][i] * (x[1][i] - x[2][i / d]) * x[3][i / d])]
+        }
+        Op::AddPositions { documents, .. } => {
+            vec![add(x[0], &rows_of(&dims, x[1], &positions(&dims, documents.then(|| x[2]))))]
+        }
+        Op::AddPositionsAt => vec![add(x[0], &rows_of(&dims, x[1], &generation::rows_from(&dims, x[2])))],
+        Op::PositionsGrad { documents, .. } => {
+            let (d, positions) = (dims.size('d'), positions(&dims, documents.then(|| x[1])));
+            let mut table = vec![0.0; dims.size('t') * d];
+            x[0].iter().enumerate().for_each(|(i, dx)| table[positions[i / d] * d + i % d] += dx);
+            vec![table]
         }
         Op::QkNorm { eps } => qk_norm(&dims, x[0], x[1], f64::from(eps)).into(),
         Op::QkNormGrad => vec![qk_norm_grad(&dims, x[0], x[1], x[2], x[3])],
         Op::QkNormGradWeight => vec![qk_norm_grad_weight(&dims, x[0], x[1], x[2])],
         Op::Rope { inverse, documents } => {
-            let starts = starts(&dims, documents.then(|| x[2]));
-            let positions: Vec<usize> = (0..rows).map(|row| row % dims.size('s') - starts[row]).collect();
+            let positions = positions(&dims, documents.then(|| x[2]));
             vec![rope(&dims, x[0], x[1], &positions, if inverse { -1.0 } else { 1.0 })]
         }
         Op::RopeAt => vec![rope(&dims, x[0], x[1], &generation::rows_from(&dims, x[2]), 1.0)],
@@ -102,6 +124,14 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
                 (row, c) => x[0][row * f + c - f] * up[row * f + c - f],
             };
             vec![(0..x[1].len()).map(pick).collect()]
+        }
+        Op::Gelu => vec![x[0].iter().map(|x| x * sigmoid(2.0 * gelu_tanh(*x).0)).collect()],
+        Op::GeluGrad => {
+            let slope = |x: f64| {
+                let (u, du) = gelu_tanh(x);
+                sigmoid(2.0 * u) + x * sigmoid(2.0 * u) * sigmoid(-2.0 * u) * 2.0 * du
+            };
+            vec![x[0].iter().zip(x[1]).map(|(dy, x)| dy * slope(*x)).collect()]
         }
         Op::Add => vec![add(x[0], x[1])],
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
@@ -173,6 +203,11 @@ fn scalars(x: &[f64]) -> StepScalars {
 
 fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+/// Sums of `term(i)` over the rows of `d` elements that `of` has, by column.
+fn column_sums(of: &[f64], d: usize, term: impl Fn(usize) -> f64) -> Vec<f64> {
+    (0..d).map(|column| (column..of.len()).step_by(d).map(&term).sum()).collect()
 }
 
 fn sigmoid(x: f64) -> f64 {
@@ -248,6 +283,42 @@ fn qk_norm_grad_weight(dims: &Dims, dy: &[f64], qkv: &[f64], rstd: &[f64]) -> Ve
         (0..e).for_each(|i| dw[weight + i] += dy[at + i] * qkv[at + i] * rstd[n]);
     });
     dw
+}
+
+fn layer_norm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> [Vec<f64>; 3] {
+    let d = w.len();
+    let average = |row: &[f64]| row.iter().sum::<f64>() / d as f64;
+    let mean: Vec<f64> = x.chunks(d).map(average).collect();
+    let centred: Vec<f64> = x.iter().enumerate().map(|(i, x)| x - mean[i / d]).collect();
+    let [normed, rstd] = norm(&centred, w, eps);
+    [normed.iter().enumerate().map(|(i, y)| y + b[i % d]).collect(), mean, rstd]
+}
+
+fn layer_norm_grad(dy: &[f64], x: &[f64], w: &[f64], mean: &[f64], rstd: &[f64]) -> Vec<f64> {
+    let d = w.len();
+    let centred: Vec<f64> = x.iter().enumerate().map(|(i, x)| x - mean[i / d]).collect();
+    let dx = norm_grad(dy, &centred, w, rstd);
+    // Centring takes the mean away, of the gradient too; where x is centred, only the first term has one.
+    let shift = |row: usize| (0..d).map(|i| w[i] * dy[row * d + i]).sum::<f64>() * rstd[row] / d as f64;
+    let shifts: Vec<f64> = (0..rstd.len()).map(shift).collect();
+    dx.iter().enumerate().map(|(i, dx)| dx - shifts[i / d]).collect()
+}
+
+/// The argument of the hyperbolic tangent in gelu, and its derivative.
+fn gelu_tanh(x: f64) -> (f64, f64) {
+    let root = (2.0 / std::f64::consts::PI).sqrt();
+    (root * (x + 0.044715 * x * x * x), root * (1.0 + 3.0 * 0.044715 * x * x))
+}
+
+/// The position of every row in its sequence, or in its document.
+fn positions(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
+    starts(dims, given).iter().enumerate().map(|(row, start)| row % dims.size('s') - start).collect()
+}
+
+/// Rows of a table, one behind the other.
+fn rows_of(dims: &Dims, table: &[f64], rows: &[usize]) -> Vec<f64> {
+    let d = dims.size('d');
+    rows.iter().flat_map(|row| &table[row * d..(row + 1) * d]).copied().collect()
 }
 
 /// Where the document of every row starts: given, or 0; a start after its row counts as the row.

@@ -4,7 +4,7 @@
 
 use crate::form::{Form, Side};
 use crate::names;
-use crate::parameters::{matrix, ones};
+use crate::parameters::{matrix, ones, zeros};
 use lockstep_config::ModelConfig;
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, TensorType, TypeError};
@@ -14,6 +14,8 @@ use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, Tenso
 pub(crate) struct Decoder {
     /// Whether every head of Q and K is normed before it is turned.
     pub(crate) qk_norm: bool,
+    /// Whether the projections to Q, K and V have a bias.
+    pub(crate) qkv_bias: bool,
 }
 
 impl Decoder {
@@ -53,17 +55,22 @@ impl Decoder {
         for layer in 0..m.layers {
             g.enter_layer(Some(layer));
             let at = |name: &str| format!("layers.{layer}.{name}");
-            let hf = |name: &str| format!("model.layers.{layer}.{name}.weight");
-            let of_attention = |name: &str| hf(&format!("self_attn.{name}"));
+            let named = |name: &str, kind: &str| format!("model.layers.{layer}.{name}.{kind}");
+            let hf = |name: &str| named(name, "weight");
 
             let w = ones(&mut g, &at("attention_norm"), embed(), &[hf("input_layernorm")]);
             let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n1"))?[0];
-            let parts = [hf("self_attn.q_proj"), hf("self_attn.k_proj"), hf("self_attn.v_proj")];
-            let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
+            let parts = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
+            let packed = Dim::packed([q, kv, kv]);
+            let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &parts("weight"));
             let mut qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
+            if self.qkv_bias {
+                let bias = zeros(&mut g, &at("bqkv"), packed, &parts("bias"));
+                qkv = g.op(Op::AddBias, &[qkv, bias], &at("qkv_biased"))?[0];
+            }
             if self.qk_norm {
-                let w =
-                    ones(&mut g, &at("qk_norm"), Dim::packed([head, head]), &["q_norm", "k_norm"].map(of_attention));
+                let parts = [hf("self_attn.q_norm"), hf("self_attn.k_norm")];
+                let w = ones(&mut g, &at("qk_norm"), Dim::packed([head, head]), &parts);
                 qkv = g.op(Op::QkNorm { eps }, &[qkv, w], &at("qkv_normed"))?[0];
             }
             let qkv = side.rotate(&mut g, qkv, angles, &at)?;

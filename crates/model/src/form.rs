@@ -75,6 +75,19 @@ impl Side {
         }
     }
 
+    /// Adds to every position its row of a learned table.
+    pub(crate) fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
+        let (op, numbers) = match self {
+            Side::Loss { targets, starts } => {
+                let seq = g.ty(*targets).dims[1].size();
+                (Op::AddPositions { seq, documents: starts.is_some() }, *starts)
+            }
+            Side::NextToken { start, .. } => (Op::AddPositionsAt, Some(*start)),
+        };
+        let inputs: Vec<ValueId> = [x, table].into_iter().chain(numbers).collect();
+        Ok(g.op(op, &inputs, name)?[0])
+    }
+
     /// Rotary positions: the Q and K of packed Q·K·V, turned.
     pub(crate) fn rotate(
         &self,

@@ -2,4 +2,4 @@
 
 use crate::decoder::Decoder;
 
-pub(crate) const MISTRAL: Decoder = Decoder { qk_norm: false };
+pub(crate) const MISTRAL: Decoder = Decoder { qkv_bias: false, qk_norm: false };

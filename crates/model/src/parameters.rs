@@ -13,6 +13,11 @@ pub(crate) fn ones<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[
     parameter(g, name, vec![dim], Init::Ones, parts, false)
 }
 
+/// A bias.
+pub(crate) fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
+    parameter(g, name, vec![dim], Init::Zeros, parts, false)
+}
+
 fn parameter<S: AsRef<str>>(
     g: &mut Graph,
     name: &str,

@@ -2,4 +2,4 @@
 
 use crate::decoder::Decoder;
 
-pub(crate) const QWEN3: Decoder = Decoder { qk_norm: true };
+pub(crate) const QWEN3: Decoder = Decoder { qkv_bias: false, qk_norm: true };

@@ -24,6 +24,9 @@ const QWEN3: &str = "architecture = \"qwen3\"\nheads = 4\nkv_heads = 2\ndim = 48
 /// A window across tiles of keys, of no multiple of them.
 const MISTRAL: &str = "architecture = \"mistral\"\nwindow = 110\nheads = 6\nkv_heads = 2\ndim = 48\n";
 
+const GPT2: &str = "architecture = \"gpt2\"\nheads = 4\ndim = 60\npositions = 310\n";
+const QWEN2: &str = "architecture = \"qwen2\"\nheads = 6\nkv_heads = 2\ndim = 48\n";
+
 fn config(model: &str, seq: usize) -> Config {
     let text = format!(
         "[model]\nvocab_size = 300\nlayers = 2\nffn = 80\ninit_std = 0.3\n{model}[train]\nseq = {seq}\nglobal_batch = 1\n"
@@ -110,6 +113,21 @@ fn logits_are_those_of_training_with_normed_heads() {
 #[test]
 fn logits_are_those_of_training_with_a_window() {
     check(MISTRAL);
+}
+
+#[test]
+fn logits_are_those_of_training_with_learned_positions() {
+    check(GPT2);
+    let error = Generator::new(&config(GPT2, SEQ), 311, Weights::Initial).err().unwrap();
+    assert_eq!(
+        error.to_string(),
+        "sequences of 311 tokens are longer than the 310 positions that the model has learned\nhint: use at most 310 tokens"
+    );
+}
+
+#[test]
+fn logits_are_those_of_training_with_biases() {
+    check(QWEN2);
 }
 
 #[test]

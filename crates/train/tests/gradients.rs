@@ -71,6 +71,12 @@ fn graph_through(op: Op) -> Option<Graph> {
             let y = b.op(op, &[x, w], "y")[0];
             b.loss(y)
         }
+        Op::AddBias => {
+            let x = b.activation("x", qkv());
+            let bias = b.parameter("bias", &[qkv()]);
+            let y = b.op(op, &[x, bias], "y")[0];
+            b.loss(y)
+        }
         Op::RmsNorm { .. } => {
             let x = b.activation("x", embed());
             let w = b.parameter("w", &[embed()]);
@@ -91,6 +97,28 @@ fn graph_through(op: Op) -> Option<Graph> {
             let of_head = Section { axis: Axis::HeadDim, count: 4, unit: 1 };
             let w = b.parameter("w", &[Dim::packed([of_head, of_head])]);
             let y = b.op(op, &[x, w], "y")[0];
+            b.loss(y)
+        }
+        Op::LayerNorm { .. } => {
+            let x = b.activation("x", embed());
+            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
+            let y = b.op(op, &[x, w, bias], "y")[0];
+            let sum = b.op(Op::Add, &[x, y], "sum")[0];
+            b.loss(sum)
+        }
+        Op::AddLayerNorm { .. } => {
+            let (x, delta) = (b.activation("x", embed()), b.activation("delta", embed()));
+            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
+            let out = b.op(op, &[x, delta, w, bias], "sum");
+            let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
+            b.loss(both)
+        }
+        Op::AddPositions { documents, .. } => {
+            let x = b.activation("x", embed());
+            let table = b.parameter("table", &[Dim::new(Axis::Seq, SEQ + 2), embed()]);
+            let starts = documents.then(|| b.ids("starts"));
+            let inputs: Vec<ValueId> = [x, table].into_iter().chain(starts).collect();
+            let y = b.op(Op::AddPositions { seq: SEQ, documents }, &inputs, "y")[0];
             b.loss(y)
         }
         Op::Rope { inverse: false, documents } => {
@@ -126,6 +154,11 @@ fn graph_through(op: Op) -> Option<Graph> {
             let y = b.op(op, &[x], "y")[0];
             b.loss(y)
         }
+        Op::Gelu => {
+            let x = b.activation("x", Dim::new(Axis::Ffn, 6));
+            let y = b.op(op, &[x], "y")[0];
+            b.loss(y)
+        }
         Op::Add => {
             let (x, y) = (b.activation("x", embed()), b.activation("y", embed()));
             let sum = b.op(op, &[x, y], "sum")[0];
@@ -146,11 +179,18 @@ fn graph_through(op: Op) -> Option<Graph> {
         Op::EmbeddingGrad { .. }
         | Op::LinearGradInput
         | Op::LinearGradWeight
+        | Op::BiasGrad
         | Op::RmsNormGrad
         | Op::AddRmsNormGrad
         | Op::RmsNormGradWeight
         | Op::QkNormGrad
         | Op::QkNormGradWeight
+        | Op::LayerNormGrad
+        | Op::AddLayerNormGrad
+        | Op::LayerNormGradWeight
+        | Op::AddPositionsAt
+        | Op::PositionsGrad { .. }
+        | Op::GeluGrad
         | Op::Rope { inverse: true, .. }
         | Op::AttentionGrad { .. }
         | Op::AttentionScoresGrad { .. }

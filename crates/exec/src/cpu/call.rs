@@ -178,6 +178,11 @@ impl Call<'_> {
         }
     }
 
+    /// The first position that this rank has of sequences of `seq`: all ranks that share one have equally many.
+    pub fn first_position(&self, seq: usize) -> usize {
+        if self.size('s') < seq { self.coordinates.tp * self.size('s') } else { 0 }
+    }
+
     /// Where a weight gradient goes.
     pub fn accumulator(&self, i: usize) -> Option<Accumulator> {
         let at = self.bound.outputs[i].as_ref()?;

@@ -1,8 +1,9 @@
 //! RMSNorm of every head of Q and K. Shapes: qkv, y `[rows, (q + 2u)·e]`; rstd `[rows, q + u]`; w `[2e]`, Q's then K's.
 
 use super::call::{Accumulator, Call, Ptr};
+use super::columns::COLUMNS;
 use super::float::Float;
-use super::norm::{COLUMNS, grad_rows, norm_rows};
+use super::norm::{grad_rows, norm_rows};
 use super::simd::vectorised;
 
 /// The heads of one section of a row.
@@ -46,8 +47,9 @@ pub fn forward<T: Float>(call: Call, eps: f32) {
                         null if null.is_null() => null,
                         rstd => rstd.add(row * normed + first),
                     };
-                    let (delta, sum) = (std::ptr::null(), std::ptr::null_mut());
-                    norm_rows(call.simd, x, delta, w.at(weight), sum, y, rstd, 0, heads, e, eps);
+                    let (none, nowhere) = (std::ptr::null(), std::ptr::null_mut());
+                    let (mean, w) = (std::ptr::null_mut(), w.at(weight));
+                    norm_rows(call.simd, x, none, w, none, nowhere, y, mean, rstd, 0, heads, e, eps);
                 }
                 copy_v(&call, qkv.at(row * width), y.at(row * width));
             }
@@ -69,7 +71,8 @@ pub fn grad<T: Float>(call: Call) {
                     let at = row * width + first * e;
                     let rstd = rstd.at(row * normed + first);
                     let (dy, x, dx) = (dy.at(at), qkv.at(at), dx.at(at));
-                    grad_rows(call.simd, dy, x, w.at(weight), rstd, std::ptr::null(), dx, 0, heads, e);
+                    let (mean, dsum) = (std::ptr::null(), std::ptr::null());
+                    grad_rows(call.simd, dy, x, w.at(weight), mean, rstd, dsum, dx, 0, heads, e);
                 }
                 copy_v(&call, dy.at(row * width), dx.at(row * width));
             }

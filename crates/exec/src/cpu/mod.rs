@@ -4,6 +4,7 @@ mod arena;
 mod attention;
 mod call;
 pub mod ceilings;
+mod columns;
 mod exchange;
 mod float;
 mod gemm;
@@ -275,14 +276,24 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Linear => linear::forward::<T>(call),
         Op::LinearGradInput => linear::grad_input::<T>(call),
         Op::LinearGradWeight => linear::grad_weight::<T>(call),
-        Op::RmsNorm { eps } => norm::forward::<T>(call, eps, false),
-        Op::AddRmsNorm { eps } => norm::forward::<T>(call, eps, true),
-        Op::RmsNormGrad => norm::grad::<T>(call, false),
-        Op::AddRmsNormGrad => norm::grad::<T>(call, true),
-        Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
+        Op::AddBias => pointwise::add_bias::<T>(call),
+        Op::BiasGrad => columns::bias_grad::<T>(call),
+        Op::RmsNorm { eps } => norm::forward::<T>(call, eps, false, false),
+        Op::AddRmsNorm { eps } => norm::forward::<T>(call, eps, true, false),
+        Op::RmsNormGrad => norm::grad::<T>(call, false, false),
+        Op::AddRmsNormGrad => norm::grad::<T>(call, true, false),
+        Op::RmsNormGradWeight => columns::norm_grad_weight::<T>(call, false),
+        Op::LayerNorm { eps } => norm::forward::<T>(call, eps, false, true),
+        Op::AddLayerNorm { eps } => norm::forward::<T>(call, eps, true, true),
+        Op::LayerNormGrad => norm::grad::<T>(call, false, true),
+        Op::AddLayerNormGrad => norm::grad::<T>(call, true, true),
+        Op::LayerNormGradWeight => columns::norm_grad_weight::<T>(call, true),
         Op::QkNorm { eps } => head_norm::forward::<T>(call, eps),
         Op::QkNormGrad => head_norm::grad::<T>(call),
         Op::QkNormGradWeight => head_norm::grad_weight::<T>(call),
+        Op::AddPositions { seq, documents } => positions::add::<T>(call, seq, documents),
+        Op::AddPositionsAt => positions::add_at::<T>(call),
+        Op::PositionsGrad { seq, documents, .. } => positions::grad::<T>(call, seq, documents),
         Op::Rope { inverse, documents: false } => pointwise::rope::<T>(call, inverse),
         Op::Rope { inverse, documents: true } => positions::document_rope::<T>(call, inverse),
         Op::RopeAt => positions::rope_at::<T>(call),
@@ -296,6 +307,8 @@ fn run_kernel<T: Float>(call: Call) {
         Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
         Op::SwiGlu => pointwise::swiglu::<T>(call),
         Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
+        Op::Gelu => pointwise::gelu::<T>(call),
+        Op::GeluGrad => pointwise::gelu_grad::<T>(call),
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),

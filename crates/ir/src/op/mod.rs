@@ -5,16 +5,19 @@
 //! the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows.
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
-//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache or keys, `r` table columns,
-//! `w` packed K·V of a cache, `x` query and key heads together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
+//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
+//! or keys, `r` table columns, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
+//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
 //! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
 
 mod dims;
+mod flops;
 mod table;
 #[cfg(test)]
 mod tests;
 
 pub use dims::Dims;
+pub use flops::Flops;
 pub use table::{Elem, Operand, Saved, Spec};
 
 use crate::mesh::MeshAxis;
@@ -36,6 +39,10 @@ pub enum Op {
     LinearGradInput,
     /// `dw = dyᵀ · x`, summed over all positions.
     LinearGradWeight,
+    /// `y = x + b`, the same vector at every position.
+    AddBias,
+    /// `db = dy`, summed over all positions.
+    BiasGrad,
     /// `y = x / rms(x) · w`.
     RmsNorm {
         /// Added to the mean square.
@@ -62,6 +69,42 @@ pub enum Op {
     QkNormGrad,
     /// Weight gradient of `QkNorm`.
     QkNormGradWeight,
+    /// `y = (x − mean(x)) / deviation(x) · w + b`.
+    LayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// `sum = x + delta`, `y = (sum − mean(sum)) / deviation(sum) · w + b`.
+    AddLayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// Input gradient of either layer norm.
+    LayerNormGrad,
+    /// Input gradient of `AddLayerNorm` plus the gradient that reaches `sum` on the residual path.
+    AddLayerNormGrad,
+    /// Weight gradient of either layer norm; that of the bias is `BiasGrad`.
+    LayerNormGradWeight,
+    /// Adds to each position its row of a table.
+    AddPositions {
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+        /// Positions count from the start of each document, a number on the device for every position of the whole
+        /// sequence. A start after its position counts as that position.
+        documents: bool,
+    },
+    /// As `AddPositions`, from position `start` of each sequence on, a number on the device. Positions past the table take its
+    /// last row.
+    AddPositionsAt,
+    /// Adds each position's gradient to its row of the table.
+    PositionsGrad {
+        /// Rows of the table.
+        rows: usize,
+        /// As in `AddPositions`.
+        seq: usize,
+        /// As in `AddPositions`.
+        documents: bool,
+    },
     /// Rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
     Rope {
         /// Rotate backwards: the gradient.
@@ -122,6 +165,10 @@ pub enum Op {
     SwiGlu,
     /// Gradient of `SwiGlu`.
     SwiGluGrad,
+    /// `y = gelu(x)`, in the form with a hyperbolic tangent.
+    Gelu,
+    /// Gradient of `Gelu`.
+    GeluGrad,
     /// Elementwise sum.
     Add,
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits.
@@ -237,30 +284,6 @@ pub struct Rows {
     pub ranks: usize,
 }
 
-/// Floating-point operations of one call, multiply and add counted as two; matrix products only.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Flops {
-    /// What the model needs, attention counted in full.
-    pub model: u128,
-    /// The same with what the mask hides left out: half of causal attention, and what lies before a window. The diagonal counts
-    /// half: `s²/2` pairs of positions, `s·w − w²/2` in a window of `w`.
-    pub causal: u128,
-    /// What this op really asks of the hardware, recomputed scores included, attention in full whatever the mask.
-    pub hardware: u128,
-}
-
-impl std::ops::Add for Flops {
-    type Output = Flops;
-
-    fn add(self, other: Flops) -> Flops {
-        Flops {
-            model: self.model + other.model,
-            causal: self.causal + other.causal,
-            hardware: self.hardware + other.hardware,
-        }
-    }
-}
-
 /// Why an op refuses its inputs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: {reason}")]
@@ -325,68 +348,6 @@ impl Op {
             }
         };
         spec.outputs.iter().map(output).collect()
-    }
-
-    /// Matrix-product FLOPs of one call with these input types; `wanted` says which outputs are asked for.
-    pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
-        let dims = self.bind(inputs)?;
-        let same = |n| Flops { model: n, causal: n, hardware: n };
-        let attention = |window: Option<usize>, model: u128, hardware: u128| {
-            let (square, s) = (dims.product("bssh"), dims.size('s'));
-            let w = window.unwrap_or(s).min(s);
-            let seen = dims.product("bh") * ((2 * s - w) * w) as u128;
-            Flops { model: model * square, causal: model * seen / 2, hardware: hardware * square }
-        };
-        Ok(match self {
-            Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
-            // One product for the logits, one for each gradient that somebody wants.
-            Op::LinearCrossEntropy { .. } => {
-                let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
-                same(2 * products * dims.product("bskv"))
-            }
-            Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
-            Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),
-            // Where documents end is known on the device only: what they mask is counted.
-            Op::Attention { window, .. } => attention(*window, 4, 4),
-            Op::AttentionGrad { window, .. } => attention(*window, 8, 10),
-            Op::AttentionScores { window, .. } | Op::AttentionMix { window } => attention(*window, 2, 2),
-            Op::AttentionScoresGrad { window } | Op::AttentionMixGrad { window } => attention(*window, 4, 4),
-            // How full the cache is is known on the device only: every new position counts over all of it.
-            Op::CachedAttention { .. } => same(4 * dims.product("bsth")),
-            Op::Embedding
-            | Op::EmbeddingGrad { .. }
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::QkNorm { .. }
-            | Op::QkNormGrad
-            | Op::QkNormGradWeight
-            | Op::Rope { .. }
-            | Op::RopeAt
-            | Op::LastPosition
-            | Op::SwiGlu
-            | Op::SwiGluGrad
-            | Op::Add
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad
-            | Op::AddState
-            | Op::Accumulate
-            | Op::SquareSum { .. }
-            | Op::MergeSums
-            | Op::GradientNorm
-            | Op::AdamW { .. }
-            | Op::VocabLoss
-            | Op::JoinRows
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shard { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => Flops::default(),
-        })
     }
 
     /// The dimension behind every letter for these inputs.
@@ -492,6 +453,17 @@ impl Op {
                     return Err(self.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
                 }
             }
+            Op::AddPositions { seq, .. } | Op::PositionsGrad { seq, .. } => {
+                if let Op::PositionsGrad { rows, .. } = self {
+                    dims.set('t', &Dim::new(Axis::Seq, *rows));
+                }
+                let (whole, rows) = (dims.get('o').map_or(*seq, Dim::size), dims.size('t'));
+                if whole != *seq || rows < *seq || !seq.is_multiple_of(dims.size('s')) {
+                    let part = dims.size('s');
+                    let reason = format!("{part} of {seq} positions with {whole} starts and {rows} rows of a table");
+                    return Err(self.refuse(reason));
+                }
+            }
             Op::LastPosition => {
                 dims.set('l', &Dim::new(Axis::Seq, 1));
             }
@@ -519,11 +491,21 @@ impl Op {
             | Op::Linear
             | Op::LinearGradInput
             | Op::LinearGradWeight
+            | Op::AddBias
+            | Op::BiasGrad
             | Op::RmsNorm { .. }
             | Op::AddRmsNorm { .. }
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
+            | Op::LayerNorm { .. }
+            | Op::AddLayerNorm { .. }
+            | Op::LayerNormGrad
+            | Op::AddLayerNormGrad
+            | Op::LayerNormGradWeight
+            | Op::AddPositionsAt
+            | Op::Gelu
+            | Op::GeluGrad
             | Op::Add
             | Op::CrossEntropy
             | Op::CrossEntropyGrad

@@ -152,6 +152,11 @@ static LINEAR_GRAD_INPUT: Spec =
 static LINEAR_GRAD_WEIGHT: Spec =
     row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[accumulator("dw", "nk")], &[], None)
         .splits(&["b", "s", "n", "k"]);
+static ADD_BIAS: Spec =
+    row("add_bias", &[float("x", "bsd"), float("bias", "d")], &[float("y", "bsd")], &[(0, 0)], Some(&[]))
+        .splits(&["b", "s", "d"]);
+static BIAS_GRAD: Spec =
+    row("bias_grad", &[float("dy", "bsd")], &[accumulator("dbias", "d")], &[], None).splits(&["b", "s", "d"]);
 static RMS_NORM: Spec = row(
     "rms_norm",
     &[float("x", "bsd"), float("w", "d")],
@@ -221,6 +226,86 @@ static QK_NORM_GRAD_WEIGHT: Spec = row(
     None,
 )
 .splits(&["b", "pqux"]);
+static LAYER_NORM: Spec = row(
+    "layer_norm",
+    &[float("x", "bsd"), float("w", "d"), float("bias", "d")],
+    &[float("y", "bsd"), f32("mean", "bs"), f32("rstd", "bs")],
+    &[],
+    Some(&[Input(0), Input(1), Output(1), Output(2)]),
+)
+.splits(&["b", "s"])
+.cheap(&[0, 1, 2]);
+static ADD_LAYER_NORM: Spec = Spec {
+    always_made: &[0],
+    ..row(
+        "add_layer_norm",
+        &[float("x", "bsd"), float("delta", "bsd"), float("w", "d"), float("bias", "d")],
+        &[float("sum", "bsd"), float("y", "bsd"), f32("mean", "bs"), f32("rstd", "bs")],
+        &[(1, 0), (0, 0)],
+        Some(&[Output(0), Input(2), Output(2), Output(3)]),
+    )
+    .splits(&["b", "s"])
+    .cheap(&[1, 2, 3])
+};
+static LAYER_NORM_GRAD: Spec = row(
+    "layer_norm_grad",
+    &[float("dy", "bsd"), float("x", "bsd"), float("w", "d"), f32("mean", "bs"), f32("rstd", "bs")],
+    &[float("dx", "bsd")],
+    &[(0, 0)],
+    None,
+)
+.splits(&["b", "s"]);
+static ADD_LAYER_NORM_GRAD: Spec = row(
+    "add_layer_norm_grad",
+    &[
+        float("dy", "bsd"),
+        float("sum", "bsd"),
+        float("w", "d"),
+        f32("mean", "bs"),
+        f32("rstd", "bs"),
+        float("dsum", "bsd"),
+    ],
+    &[float("dx", "bsd")],
+    &[(5, 0), (0, 0)],
+    None,
+)
+.splits(&["b", "s"]);
+static LAYER_NORM_GRAD_WEIGHT: Spec = row(
+    "layer_norm_grad_weight",
+    &[float("dy", "bsd"), float("x", "bsd"), f32("mean", "bs"), f32("rstd", "bs")],
+    &[accumulator("dw", "d")],
+    &[],
+    None,
+)
+.splits(&["b", "s"]);
+static ADD_POSITIONS: Spec =
+    row("add_positions", &[float("x", "bsd"), float("table", "td")], &[float("y", "bsd")], &[(0, 0)], Some(&[]))
+        .splits(&["b", "s"]);
+static ADD_DOCUMENT_POSITIONS: Spec = row(
+    "add_document_positions",
+    &[float("x", "bsd"), float("table", "td"), u32("starts", "bo")],
+    &[float("y", "bsd")],
+    &[(0, 0)],
+    Some(&[Input(2)]),
+)
+.splits(&["b", "s"]);
+static ADD_POSITIONS_AT: Spec = row(
+    "add_positions_at",
+    &[float("x", "bsd"), float("table", "td"), u32("start", "b")],
+    &[float("y", "bsd")],
+    &[(0, 0)],
+    None,
+);
+static POSITIONS_GRAD: Spec =
+    row("positions_grad", &[float("dx", "bsd")], &[accumulator("dtable", "td")], &[], None).splits(&["b", "s"]);
+static DOCUMENT_POSITIONS_GRAD: Spec = row(
+    "document_positions_grad",
+    &[float("dx", "bsd"), u32("starts", "bo")],
+    &[accumulator("dtable", "td")],
+    &[],
+    None,
+)
+.splits(&["b", "s"]);
 static ROPE: Spec =
     row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]))
         .splits(&["b", "pqu"]);
@@ -328,6 +413,12 @@ static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bs
 static SWIGLU_GRAD: Spec =
     row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None)
         .splits(&["b", "s", "gf"]);
+static GELU: Spec = row("gelu", &[float("x", "bsf")], &[float("y", "bsf")], &[(0, 0)], Some(&[Input(0)]))
+    .splits(&["b", "s", "f"])
+    .cheap(&[0]);
+static GELU_GRAD: Spec =
+    row("gelu_grad", &[float("dy", "bsf"), float("x", "bsf")], &[float("dx", "bsf")], ANY_OPERAND, None)
+        .splits(&["b", "s", "f"]);
 static ADD: Spec =
     row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]))
         .splits(&["b", "s", "d"]);
@@ -428,6 +519,8 @@ impl Op {
             Op::Linear => &LINEAR,
             Op::LinearGradInput => &LINEAR_GRAD_INPUT,
             Op::LinearGradWeight => &LINEAR_GRAD_WEIGHT,
+            Op::AddBias => &ADD_BIAS,
+            Op::BiasGrad => &BIAS_GRAD,
             Op::RmsNorm { .. } => &RMS_NORM,
             Op::AddRmsNorm { .. } => &ADD_RMS_NORM,
             Op::RmsNormGrad => &RMS_NORM_GRAD,
@@ -436,6 +529,16 @@ impl Op {
             Op::QkNorm { .. } => &QK_NORM,
             Op::QkNormGrad => &QK_NORM_GRAD,
             Op::QkNormGradWeight => &QK_NORM_GRAD_WEIGHT,
+            Op::LayerNorm { .. } => &LAYER_NORM,
+            Op::AddLayerNorm { .. } => &ADD_LAYER_NORM,
+            Op::LayerNormGrad => &LAYER_NORM_GRAD,
+            Op::AddLayerNormGrad => &ADD_LAYER_NORM_GRAD,
+            Op::LayerNormGradWeight => &LAYER_NORM_GRAD_WEIGHT,
+            Op::AddPositions { documents: false, .. } => &ADD_POSITIONS,
+            Op::AddPositions { documents: true, .. } => &ADD_DOCUMENT_POSITIONS,
+            Op::AddPositionsAt => &ADD_POSITIONS_AT,
+            Op::PositionsGrad { documents: false, .. } => &POSITIONS_GRAD,
+            Op::PositionsGrad { documents: true, .. } => &DOCUMENT_POSITIONS_GRAD,
             Op::Rope { inverse: false, documents: false } => &ROPE,
             Op::Rope { inverse: true, documents: false } => &ROPE_INVERSE,
             Op::Rope { inverse: false, documents: true } => &DOCUMENT_ROPE,
@@ -454,6 +557,8 @@ impl Op {
             Op::LastPosition => &LAST_POSITION,
             Op::SwiGlu => &SWIGLU,
             Op::SwiGluGrad => &SWIGLU_GRAD,
+            Op::Gelu => &GELU,
+            Op::GeluGrad => &GELU_GRAD,
             Op::Add => &ADD,
             Op::CrossEntropy => &CROSS_ENTROPY,
             Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,

@@ -65,10 +65,12 @@ fn a_cache_must_hold_the_keys_and_values_of_the_packed_dimension() {
 
 #[test]
 fn every_in_place_pair_names_operands_of_equal_shape() {
-    let pointwise = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::SwiGluGrad, Op::AddState];
-    let norms = [Op::QkNorm { eps: 0.0 }, Op::QkNormGrad];
+    let norms = [Op::AddRmsNorm { eps: 0.0 }, Op::AddLayerNorm { eps: 0.0 }, Op::AddLayerNormGrad];
+    let head_norms = [Op::QkNorm { eps: 0.0 }, Op::QkNormGrad];
+    let pointwise = [Op::Add, Op::AddBias, Op::AddPositionsAt, Op::Gelu, Op::GeluGrad, Op::SwiGluGrad, Op::AddState];
     let ropes = [false, true].map(|documents| Op::Rope { inverse: false, documents });
-    let ops = [&pointwise[..], &norms, &ropes, &[Op::RopeAt, Op::CachedAttention { window: None }]].concat();
+    let ops =
+        [&norms[..], &head_norms, &pointwise, &ropes, &[Op::RopeAt, Op::CachedAttention { window: None }]].concat();
     for spec in ops.iter().map(Op::spec) {
         for &(input, output) in spec.in_place {
             assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);
