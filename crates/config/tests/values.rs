@@ -38,7 +38,9 @@ fn every_preset_is_accepted() {
     for name in presets() {
         let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
         assert_eq!(config.model.preset.as_deref(), Some(name));
-        assert_eq!(config.model.dim, config.model.heads * config.model.head_dim, "{name}");
+        // Qwen 3's heads are wider than their share of the stream in some sizes.
+        let m = &config.model;
+        assert!(m.dim == m.heads * m.head_dim || m.architecture == "qwen3", "{name}");
     }
 }
 
