@@ -32,7 +32,7 @@ pub enum Form {
 
 impl Form {
     /// Sequences, tokens of each, and positions of the rotary table.
-    pub(crate) fn extents(self) -> (usize, usize, usize) {
+    pub fn extents(self) -> (usize, usize, usize) {
         match self {
             Form::Loss { batch, seq, context, .. } => (batch, seq, context),
             Form::NextToken { batch, positions, context } => (batch, positions, context),
@@ -40,16 +40,23 @@ impl Form {
     }
 }
 
-/// The inputs that a form has besides the tokens.
-pub(crate) enum Side {
+/// The inputs that a form has besides the tokens, and what an architecture leaves to them: positions, attention, the result.
+#[derive(Clone, Debug)]
+pub enum Side {
+    /// Of [`Form::Loss`].
     Loss {
+        /// The token that follows each position.
         targets: ValueId,
         /// Where the document of each position starts, if that matters.
         starts: Option<ValueId>,
     },
+    /// Of [`Form::NextToken`].
     NextToken {
+        /// How many tokens of each sequence are in the cache.
         start: ValueId,
+        /// How many are new.
         count: ValueId,
+        /// Sequences and positions of the cache.
         cache: [Dim; 2],
         /// Whether a call may have several new tokens.
         several: bool,
@@ -58,7 +65,7 @@ pub(crate) enum Side {
 
 impl Side {
     /// Declares them.
-    pub(crate) fn declare(g: &mut Graph, form: Form) -> Self {
+    pub fn declare(g: &mut Graph, form: Form) -> Self {
         let batch = |n| Dim::new(Axis::Batch, n);
         let seq = |n| Dim::new(Axis::Seq, n);
         match form {
@@ -76,7 +83,7 @@ impl Side {
     }
 
     /// Adds to every position its row of a learned table.
-    pub(crate) fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
+    pub fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
         let (op, numbers) = match self {
             Side::Loss { targets, starts } => {
                 let seq = g.ty(*targets).dims[1].size();
@@ -89,7 +96,7 @@ impl Side {
     }
 
     /// Rotary positions: the Q and K of packed Q·K·V, turned.
-    pub(crate) fn rotate(
+    pub fn rotate(
         &self,
         g: &mut Graph,
         qkv: ValueId,
@@ -105,7 +112,7 @@ impl Side {
     }
 
     /// Causal attention over packed Q·K·V, whose K and V are `kv` each.
-    pub(crate) fn attend(
+    pub fn attend(
         &self,
         g: &mut Graph,
         qkv: ValueId,
@@ -134,7 +141,7 @@ impl Side {
     }
 
     /// The positions whose logits somebody wants.
-    pub(crate) fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
+    pub fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
         match self {
             Side::NextToken { count, several: true, .. } => Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0]),
             Side::NextToken { several: false, .. } | Side::Loss { .. } => Ok(x),
@@ -142,7 +149,7 @@ impl Side {
     }
 
     /// Makes the graph yield what the form asks for.
-    pub(crate) fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
+    pub fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
         let output = match self {
             Side::Loss { targets, .. } => g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0],
             Side::NextToken { .. } => logits,

@@ -9,11 +9,11 @@ mod form;
 mod gpt2;
 mod llama;
 mod mistral;
-mod parameters;
+pub mod parameters;
 mod qwen2;
 mod qwen3;
 
-pub use form::Form;
+pub use form::{Form, Side};
 
 use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};
