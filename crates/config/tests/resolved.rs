@@ -39,6 +39,7 @@ rope_theta = 500000.0  # default
 # rope_scaling is not set
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
+dropout = 0.0  # default
 init_std = 0.02  # default
 
 [data]

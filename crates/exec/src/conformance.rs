@@ -108,7 +108,7 @@ fn sizes(op: &Op) -> Vec<Size> {
 }
 
 /// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 51] {
+pub fn ops() -> [Op; 52] {
     let rows = Rows { first: 7, count: 23, ranks: 1 };
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
     [
@@ -149,6 +149,7 @@ pub fn ops() -> [Op; 51] {
         Op::SwiGluGrad,
         Op::Gelu,
         Op::GeluGrad,
+        Op::Dropout { rate: 0.3, site: 0x1234_5678_9abc_def0, seq: 60 },
         Op::Add,
         Op::CrossEntropy,
         Op::CrossEntropyGrad,
@@ -298,6 +299,10 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
         Op::Gelu => vec![(act(n), Normal)],
         Op::GeluGrad => vec![(act(n.clone()), Normal), (act(n), Normal)],
+        Op::Dropout { .. } => {
+            let keys = TensorType::new(DType::U32, [b.clone(), Dim::new(Axis::Scalar, 2)]);
+            vec![(act(d.clone()), Normal), (keys, Below(u32::MAX))]
+        }
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
         Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
         Op::CrossEntropyGrad => {

@@ -2,9 +2,11 @@
 
 use lockstep_config::Config;
 use lockstep_ir::{Layout, Op, legal};
+use lockstep_model::names;
 use lockstep_train::{Comparison, compare, plan};
 
 const GPT2: &str = "architecture = \"gpt2\"\npositions = 14";
+const GPT2_DROPOUT: &str = "architecture = \"gpt2\"\npositions = 14\ndropout = 0.2";
 const QWEN2: &str = "architecture = \"qwen2\"\nkv_heads = 2\nffn = 48";
 
 fn config(model: &str, train: &str) -> Config {
@@ -59,6 +61,11 @@ fn gpt2_computes_the_same_on_every_layout() {
 }
 
 #[test]
+fn gpt2_drops_the_same_on_every_layout() {
+    check_all(GPT2_DROPOUT);
+}
+
+#[test]
 fn qwen2_computes_the_same_on_every_layout() {
     check_all(QWEN2);
 }
@@ -85,6 +92,11 @@ fn gpt2_computes_the_same_again() {
 }
 
 #[test]
+fn gpt2_drops_the_same_again() {
+    check_recompute(GPT2_DROPOUT);
+}
+
+#[test]
 fn qwen2_computes_the_same_again() {
     check_recompute(QWEN2);
 }
@@ -107,6 +119,30 @@ fn parameters_and_flops_are_those_of_the_literature() {
     assert_eq!(qwen2.parameters, 494_032_768);
     let matrices = 24 * (896 * 64 * (14 + 4) + 896 * 896 + 3 * 4864 * 896) + 151_936 * 896u64;
     assert_eq!(qwen2.model_flops_per_token(), (6 * matrices + 12 * 24 * 1024 * 896) as f64);
+}
+
+#[test]
+fn training_drops_and_evaluation_does_not() {
+    let dropouts = |model: &str, segment: &str| {
+        let program = plan(&config(model, "")).unwrap().program().clone();
+        let segment = program.segments.iter().find(|s| s.name == segment).unwrap().clone();
+        let inputs = program.tensors.iter().filter(|t| t.name == names::DROPOUT_KEYS).count();
+        (segment.instrs.iter().filter(|i| i.op.name() == "dropout").count(), inputs)
+    };
+    // Behind the embedding, and twice in each of four layers; backward once more.
+    for segment in ["forward", "backward"] {
+        assert_eq!(dropouts(GPT2_DROPOUT, segment), (9, 1));
+        assert_eq!(dropouts(GPT2, segment), (0, 0));
+    }
+    assert_eq!(dropouts(GPT2_DROPOUT, "evaluate"), (0, 1));
+    let first_loss = |model: &str, train: &str| {
+        compare(&config(model, train), &[Layout::single(1)], 1, &mut |_| ()).unwrap()[0].losses[0].0
+    };
+    let dropped = first_loss(GPT2_DROPOUT, "");
+    // Masks depend on the seed and not on micro-batches, and change a first loss, though not by much.
+    assert_eq!(dropped, first_loss(GPT2_DROPOUT, "micro_batch = 2"));
+    let without = first_loss(GPT2, "");
+    assert!(dropped != without && (dropped - without).abs() < 0.1, "{dropped} {without}");
 }
 
 #[test]

@@ -27,7 +27,7 @@ fn config(dir: &Path, train: &str, set: &[&str]) -> Config {
     );
     std::fs::write(dir.join("run.toml"), text).unwrap();
     let set: Vec<String> =
-        set.iter().map(|s| format!("{}{s}", if s.starts_with("train.") { "" } else { "parallel." })).collect();
+        set.iter().map(|s| format!("{}{s}", if s.contains('.') { "" } else { "parallel." })).collect();
     Config::load(&dir.join("run.toml"), &set).unwrap()
 }
 
@@ -69,6 +69,21 @@ fn a_reproducible_run_has_the_same_bits_however_its_layout_changes() {
             [&["dp=2"], &["pp=2", "train.micro_batch=2"], &["dp=4", "zero=3"], &["train.micro_batch=4"]];
         assert_eq!(run_legs(dir.path(), &name("changing"), &train, &legs), whole, "{precision}");
     }
+}
+
+#[test]
+fn dropout_goes_on_where_it_was_in_another_layout() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let model = ["model.architecture=gpt2", "model.kv_heads=4", "model.dropout=0.3"];
+    let layouts: [&[&str]; 4] = [&["dp=2"], &["pp=2", "train.micro_batch=2"], &["dp=4", "zero=3"], &[]];
+    let legs = layouts.map(|layout| [&model[..], layout].concat());
+    let legs: Vec<&[&str]> = legs.iter().map(Vec::as_slice).collect();
+    let whole = run_to(&config(dir.path(), "reproducible = true", &model), &dir.path().join("whole"), 8);
+    assert_eq!(run_legs(dir.path(), "changing", "reproducible = true", &legs), whole);
+    let other = [&model[..2], &["model.dropout=0.2"]].concat();
+    let other = run_to(&config(dir.path(), "reproducible = true", &other), &dir.path().join("other"), 8);
+    assert!(other.iter().zip(&whole).all(|(a, b)| a.1 != b.1));
 }
 
 #[test]
