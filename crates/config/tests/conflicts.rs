@@ -56,6 +56,7 @@ hint: remove model.kv_heads, or choose another model.architecture
     assert!(refused(&format!("{gpt2}{scaling}")).contains("has a table of positions, not rotary embeddings"));
     assert!(refused(&format!("{gpt2}head_dim = 8\n")).contains("has model.dim / model.heads"));
     assert!(refused(&format!("{TINY}positions = 8\n")).contains("has rotary embeddings, not a table of positions"));
+    assert!(refused(&format!("{TINY}dropout = 0.1\n")).contains("model.architecture = \"llama\" has no dropout"));
     // An odd width of heads is nothing to rotary embeddings that are not there.
     assert_eq!(Config::parse(gpt2, "run.toml", &[]).unwrap().model.head_dim, 11);
 }

@@ -3,7 +3,7 @@
 use crate::names;
 use lockstep_config::ModelConfig;
 use lockstep_ir::graph::State;
-use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId, counter};
 
 /// What a forward graph computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +49,8 @@ pub enum Side {
         targets: ValueId,
         /// Where the document of each position starts, if that matters.
         starts: Option<ValueId>,
+        /// The keys of dropout, and its rate, if there is any.
+        dropout: Option<(ValueId, f32)>,
     },
     /// Of [`Form::NextToken`].
     NextToken {
@@ -72,7 +74,8 @@ impl Side {
             Form::Loss { batch: b, seq: s, documents, .. } => {
                 let mut numbers = |name| g.input(name, TensorType::new(DType::U32, [batch(b), seq(s)]));
                 let targets = numbers(names::TARGETS);
-                Side::Loss { targets, starts: documents.then(|| numbers(names::DOCUMENT_STARTS)) }
+                let starts = documents.then(|| numbers(names::DOCUMENT_STARTS));
+                Side::Loss { targets, starts, dropout: None }
             }
             Form::NextToken { batch: b, positions, context } => {
                 let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
@@ -82,10 +85,33 @@ impl Side {
         }
     }
 
+    /// The same with dropout at this rate. Generation has none.
+    pub fn dropping(mut self, g: &mut Graph, rate: f64) -> Self {
+        if let Side::Loss { targets, dropout, .. } = &mut self
+            && rate > 0.0
+        {
+            let batch = g.ty(*targets).dims[0].clone();
+            let keys = g.input(names::DROPOUT_KEYS, TensorType::new(DType::U32, [batch, Dim::new(Axis::Scalar, 2)]));
+            *dropout = Some((keys, rate as f32));
+        }
+        self
+    }
+
+    /// Dropout, where there is any; `name` is the site.
+    pub fn drop(&self, g: &mut Graph, x: ValueId, name: &str) -> Result<ValueId, TypeError> {
+        match self {
+            Side::Loss { targets, dropout: Some((keys, rate)), .. } => {
+                let (seq, site) = (g.ty(*targets).dims[1].size(), counter::key(0, name));
+                Ok(g.op(Op::Dropout { rate: *rate, site, seq }, &[x, *keys], name)?[0])
+            }
+            Side::Loss { .. } | Side::NextToken { .. } => Ok(x),
+        }
+    }
+
     /// Adds to every position its row of a learned table.
     pub fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
         let (op, numbers) = match self {
-            Side::Loss { targets, starts } => {
+            Side::Loss { targets, starts, .. } => {
                 let seq = g.ty(*targets).dims[1].size();
                 (Op::AddPositions { seq, documents: starts.is_some() }, *starts)
             }

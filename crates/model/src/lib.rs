@@ -26,6 +26,8 @@ pub mod names {
     pub const TARGETS: &str = "targets";
     /// Input of models that keep documents apart: where in its sequence the document of each position starts.
     pub const DOCUMENT_STARTS: &str = "document_starts";
+    /// Input of models with dropout: a random key of two words for each sequence, a function of seed and sample.
+    pub const DROPOUT_KEYS: &str = "dropout_keys";
     /// Output: sum of the token losses of each sequence.
     pub const LOSS: &str = "loss";
     /// Input of generation: how many tokens of each sequence are in the cache.

@@ -164,6 +164,7 @@ fn check_numbers(config: &Config) -> Result<(), TrainError> {
         ("optimizer.beta1", o.beta1, below_one(o.beta1 as f32)),
         ("optimizer.beta2", o.beta2, below_one(o.beta2 as f32)),
         ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
+        ("model.dropout", config.model.dropout, below_one(config.model.dropout as f32)),
         ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];
     for (key, value, fits) in checks {
