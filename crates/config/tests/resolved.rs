@@ -34,10 +34,14 @@ heads = 8  # preset llama-29m
 kv_heads = 4  # preset llama-29m
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
+# positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set
+# window is not set
+attention = "flash"  # default
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
+dropout = 0.0  # default
 init_std = 0.02  # default
 
 [data]

@@ -38,7 +38,9 @@ fn every_preset_is_accepted() {
     for name in presets() {
         let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
         assert_eq!(config.model.preset.as_deref(), Some(name));
-        assert_eq!(config.model.dim, config.model.heads * config.model.head_dim, "{name}");
+        // Qwen 3's heads are wider than their share of the stream in some sizes.
+        let m = &config.model;
+        assert!(m.dim == m.heads * m.head_dim || m.architecture == "qwen3", "{name}");
     }
 }
 
@@ -139,7 +141,7 @@ fn a_budget_is_a_number_of_bytes_with_its_unit() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 56);
+    assert_eq!(paths.len(), 60);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());

@@ -154,7 +154,7 @@ fn growth(config: &Config, plan: &Plan) -> Result<Vec<Growth>, TrainError> {
     for extent in ["batch", "sequence", "width", "depth"] {
         let config = doubled(config, extent);
         let (context, _) = training_context(&config);
-        let forward = forward_graph(&config, &context.layout)?;
+        let forward = forward_graph(&config, &context.layout, lockstep_model::build_form)?;
         let estimator = Estimator::new(&forward, &context)?;
         let programs = estimator.programs(plan.recompute.clone())?;
         let model = estimator.model_flops().map_err(internal)?.model * context.layout.micro_batches as u128;

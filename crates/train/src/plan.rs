@@ -1,6 +1,6 @@
 use crate::TrainError;
 use lockstep_compile::{AdamW, Compiled, Context, Estimator, Fit, Precision, Recompute, compile, fit};
-use lockstep_config::{Config, nearest};
+use lockstep_config::{Config, ModelConfig, nearest};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
@@ -57,6 +57,14 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     (Context { device, layout: Layout::single(1), precision, ..context }, threads)
 }
 
+/// Refuses texts that are longer than the positions which a model has learned.
+pub(crate) fn check_positions(config: &Config, tokens: usize) -> Result<(), TrainError> {
+    match config.model.positions {
+        Some(positions) if tokens > positions => Err(TrainError::Positions { tokens, positions }),
+        _ => Ok(()),
+    }
+}
+
 pub(crate) fn training_context(config: &Config) -> (Context, usize) {
     let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     // Ranks are threads of this process and share its cores.
@@ -103,10 +111,10 @@ fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Res
 }
 
 /// A config's forward graph, for the micro-batches of all data-parallel ranks.
-pub(crate) fn forward_graph(config: &Config, layout: &Layout) -> Result<Graph, TrainError> {
+pub(crate) fn forward_graph(config: &Config, layout: &Layout, build: Architecture) -> Result<Graph, TrainError> {
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch: config.train.micro_batch * layout.mesh.dp, seq, context: seq, documents };
-    lockstep_model::build_form(&config.model, form).map_err(internal)
+    build(&config.model, form).map_err(internal)
 }
 
 /// A graph that the op table refuses.
@@ -126,11 +134,19 @@ pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, TrainErro
     Ok(sum)
 }
 
+/// Writes down the forward graph of a model: `lockstep_model::build_form`, or an architecture of the caller's own.
+pub type Architecture = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
+
 /// Compiles a config for this machine.
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
+    plan_with(config, lockstep_model::build_form)
+}
+
+/// The same for an architecture that the config does not name.
+pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (mut context, threads) = training_context(config);
-    let forward = forward_graph(config, &context.layout)?;
+    let forward = forward_graph(config, &context.layout, build)?;
     settle_policy(config, &forward, &mut context)?;
     let compiled = compile(&forward, &context)?;
     let hardware = hardware_flops(&compiled.programs)?;
@@ -192,6 +208,7 @@ fn check_numbers(config: &Config) -> Result<(), TrainError> {
         ("optimizer.beta1", o.beta1, below_one(o.beta1 as f32)),
         ("optimizer.beta2", o.beta2, below_one(o.beta2 as f32)),
         ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
+        ("model.dropout", config.model.dropout, below_one(config.model.dropout as f32)),
         ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];
     for (key, value, fits) in checks {

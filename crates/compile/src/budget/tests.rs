@@ -33,7 +33,7 @@ fn model() -> (Graph, Context) {
         let (packed, inner, op) = match layer % 2 {
             0 => {
                 let [q, k, v] = [Axis::Heads, Axis::KvHeads, Axis::KvHeads].map(heads);
-                (Dim::packed([q, k, v]), Dim::packed([q]), Op::Attention { documents: false })
+                (Dim::packed([q, k, v]), Dim::packed([q]), Op::Attention { documents: false, window: None })
             }
             _ => (Dim::packed([ffn, ffn]), Dim::packed([ffn]), Op::SwiGlu),
         };

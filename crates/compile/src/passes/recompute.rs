@@ -22,7 +22,8 @@ pub enum Recompute {
     /// Nothing: everything that backward reads is kept.
     #[default]
     None,
-    /// What costs no matrix product: norms and activation functions.
+    /// What the op table calls cheap: norms and activation functions, which cost no matrix product, and the weights of naive
+    /// attention, which cost one and are large.
     Selective,
     /// All of a layer but what enters it.
     Full,

@@ -1,6 +1,7 @@
 //! Layers as recomputation sees them: which are alike, what backward reads of each, what leaves it.
 
 use super::Recompute;
+use crate::passes::fuse;
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::{Graph, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -156,11 +157,11 @@ pub(crate) struct Again {
 
 /// The node itself; a norm whose sum is kept starts from the sum.
 pub(crate) fn again(node: &Node, kept: &dyn Fn(ValueId) -> bool) -> Again {
-    let (op, inputs, outputs) = match (node.op, &node.inputs[..], &node.outputs[..]) {
-        (Op::AddRmsNorm { eps }, [_, _, w], [Some(sum), y, rstd]) if kept(*sum) => {
-            (Op::RmsNorm { eps }, vec![*sum, *w], vec![*y, *rstd])
+    let (op, inputs, outputs) = match (fuse::not_adding(node.op), &node.inputs[..], &node.outputs[..]) {
+        (Some(norm), [_, _, vectors @ ..], [Some(sum), normed @ ..]) if kept(*sum) => {
+            (norm, [&[*sum], vectors].concat(), normed.to_vec())
         }
-        (op, inputs, outputs) => (op, inputs.to_vec(), outputs.to_vec()),
+        (_, inputs, outputs) => (node.op, inputs.to_vec(), outputs.to_vec()),
     };
     Again { op, inputs, outputs }
 }
