@@ -52,3 +52,83 @@ fn a_price_that_cannot_be_meant_is_refused() {
         assert!(error.contains(part), "{args:?}: {error}");
     }
 }
+
+#[test]
+fn policies_growth_and_closed_forms_stand_side_by_side() {
+    let place = Place::new();
+    let explained = json(&place, &["--set", "recompute.policy=selective"]);
+    let policies = explained["recompute"]["policies"].as_array().unwrap();
+    let names: Vec<&str> = policies.iter().map(|p| p["policy"].as_str().unwrap()).collect();
+    assert_eq!(names, ["none", "selective", "full", "every-k, k = 2", "sqrt"]);
+    let chosen = policies.iter().find(|p| p["chosen"] == true).unwrap();
+    assert_eq!(chosen["policy"], "selective");
+    assert_eq!(chosen["arena_bytes"], explained["memory"]["total_bytes"]);
+    let none = policies[0]["arena_bytes"].as_i64().unwrap();
+    for p in policies {
+        assert_eq!(p["less_than_none_bytes"].as_i64().unwrap(), none - p["arena_bytes"].as_i64().unwrap());
+        assert!(p["saved_bytes"].is_u64() && p["added_flops"].is_number() && p["added_share"].is_number());
+    }
+    let growth: Vec<&Value> = explained["growth"].as_array().unwrap().iter().collect();
+    assert_eq!(
+        growth.iter().map(|g| g["doubled"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["batch", "sequence", "width", "depth"]
+    );
+    assert_eq!(growth[0]["model_flops"], 2.0);
+    assert!(growth[2]["classes"]["parameters"].as_f64() > Some(2.0));
+    for f in explained["closed_forms"].as_array().unwrap() {
+        assert_eq!(f["program"], f["closed"], "{f}");
+    }
+    let text = place.ok(&["explain", "run.toml"]);
+    for part in
+        ["none *", "at twice the", "attention FLOPs of a layer and sequence = 12 · S · D · (Q + KV) + 12 · S² · Q"]
+    {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+}
+
+#[test]
+fn a_budget_says_what_it_computes_again_and_one_that_is_too_small_what_is_least() {
+    let place = Place::new();
+    let set = |policy: &str| place.ok(&["explain", "run.toml", "--format", "json", "--set", policy]);
+    let arena = |text: String| serde_json::from_str::<Value>(&text).unwrap()["memory"]["total_bytes"].as_u64().unwrap();
+    let budget = format!("recompute.budget=\"{} B\"", arena(set("recompute.policy=selective")));
+    let text = place.ok(&["explain", "run.toml", "--set", "recompute.policy=budget", "--set", &budget]);
+    assert!(text.contains("budget *") && text.contains("  computed again: rms_norm.y"), "{text}");
+    let small = ["explain", "run.toml", "--set", "recompute.policy=budget", "--set", "recompute.budget=\"1 KiB\""];
+    let error = place.fails(2, &small);
+    assert!(error.contains("recompute.budget = 1.00 KiB cannot be kept: the arena needs at least"), "{error}");
+}
+
+#[test]
+fn timelines_are_pictures_or_traces_one_for_each_stage() {
+    let place = Place::new();
+    place.ok(&["explain", "run.toml", "--timeline", "memory.svg"]);
+    let svg = std::fs::read_to_string(place.path("memory.svg")).unwrap();
+    let explained = json(&place, &["--timeline", "memory.json"]);
+    assert!(svg.starts_with("<svg xmlns=") && svg.trim_end().ends_with("</svg>"));
+    for part in ["parameters ", "activations ", "time, instructions", "forward 0", "prefers-color-scheme: dark", "MiB"]
+    {
+        assert!(svg.contains(part), "{part}");
+    }
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(place.path("memory.json")).unwrap()).unwrap();
+    let counters: Vec<&Value> = trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "C").collect();
+    let total = |e: &Value| e["args"].as_object().unwrap().values().map(|v| v.as_u64().unwrap()).sum::<u64>();
+    let most = counters.iter().map(|e| total(e)).max().unwrap();
+    assert_eq!(most, explained["memory"]["peak"]["live_bytes"].as_u64().unwrap());
+    assert_eq!(trace["otherData"]["arena_bytes"], explained["memory"]["total_bytes"]);
+    place.ok(&["explain", "run.toml", "--set", "parallel.pp=2", "--gpu", "a100", "--timeline", "stages.svg"]);
+    for stage in 0..2 {
+        let svg = std::fs::read_to_string(place.path(&format!("stages-stage{stage}.svg"))).unwrap();
+        assert!(svg.contains(&format!("stage {stage}")) && svg.contains("at the peak rates of a100"));
+    }
+    let error = place.fails(2, &["explain", "run.toml", "--timeline", "memory.png"]);
+    assert!(error.contains("memory.png is neither .svg nor .json"), "{error}");
+    let measured =
+        ["bench", "train", "--shape", "15m", "--batch", "1", "--seq", "16", "--steps", "1", "--timeline", "run.json"];
+    place.ok(&measured);
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(place.path("run.json")).unwrap()).unwrap();
+    assert!(
+        trace["otherData"]["touched_bytes"].as_u64().unwrap() <= trace["otherData"]["arena_bytes"].as_u64().unwrap()
+    );
+    assert_eq!(trace["otherData"]["clock"], "seconds");
+}

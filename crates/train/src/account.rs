@@ -48,7 +48,7 @@ pub struct PolicyCost {
 /// How many times as large everything is when one extent is doubled.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Growth {
-    /// The extent: `batch` (sequences of a micro-batch), `sequence`, `width` (dim, heads and ffn together) or `depth`.
+    /// The extent: `batch` (sequences of a micro-batch), `sequence` (learned positions with it), `width` (dim, heads and ffn together) or `depth`.
     pub doubled: &'static str,
     /// Elements of all parameters.
     pub parameters: f64,
@@ -139,7 +139,10 @@ fn doubled(config: &Config, extent: &str) -> Config {
     let (model, train) = (&mut config.model, &mut config.train);
     match extent {
         "batch" => [&mut train.micro_batch, &mut train.global_batch].into_iter().for_each(|n| *n *= 2),
-        "sequence" => train.seq *= 2,
+        "sequence" => {
+            train.seq *= 2;
+            model.positions = model.positions.map(|positions| positions * 2);
+        }
         "width" => {
             let extents = [&mut model.dim, &mut model.heads, &mut model.kv_heads, &mut model.ffn];
             extents.into_iter().for_each(|n| *n *= 2);

@@ -5,7 +5,7 @@ use crate::plan::internal;
 use crate::{Plan, TrainError};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::program::{Lifetime, Role};
+use lockstep_ir::program::{Buffer, Lifetime, Role};
 use lockstep_ir::{Axis, Graph, StepProgram};
 use serde::Serialize;
 
@@ -36,19 +36,18 @@ pub(crate) fn closed_forms(
 ) -> Result<Vec<ClosedForm>, TrainError> {
     let m = &config.model;
     let layer = LayerFlops::of(derived).map_err(internal)?;
+    let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
     let s = config.train.seq as f64;
-    let [d, ffn, layers] = [m.dim, m.ffn, m.layers].map(|n| n as f64);
-    let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
     let sequences = (config.train.micro_batch * plan.layout.mesh.dp) as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
-    let (attention, mlp) = (12.0 * s * d * (q + kv) + 12.0 * s * s * q, 18.0 * s * d * ffn);
+    let (attention, mlp) = (12.0 * s * d * (q + kv) + 12.0 * s * s * q, 6.0 * products * s * d * ffn);
     let head = (m.dim * m.vocab_size) as f64;
     let mut forms = vec![
-        form("parameters", parameters_text(m), parameters(m), plan.parameters as f64),
+        parameters(m, plan.parameters),
         form(
             "model FLOPs per token",
             "6 · matmul parameters + 12 · layers · seq · heads · head_dim".into(),
-            6.0 * (layers * (d * (2.0 * q + 2.0 * kv) + 3.0 * d * ffn) + head) + 12.0 * layers * s * q,
+            6.0 * (layers * (d * (2.0 * q + 2.0 * kv) + products * d * ffn) + head) + 12.0 * layers * s * q,
             plan.model_flops_per_token(),
         ),
         form(
@@ -60,7 +59,12 @@ pub(crate) fn closed_forms(
             attention,
             per_sequence(layer.attention),
         ),
-        form("MLP FLOPs of a layer and sequence", "18 · S · D · F".into(), mlp, per_sequence(layer.mlp)),
+        form(
+            "MLP FLOPs of a layer and sequence",
+            format!("{} · S · D · F", 6.0 * products),
+            mlp,
+            per_sequence(layer.mlp),
+        ),
         form("of both, in the forward pass", "a third".into(), (attention + mlp) / 3.0, per_sequence(layer.forward)),
         form(
             "FLOPs that full recomputation adds to them",
@@ -70,27 +74,68 @@ pub(crate) fn closed_forms(
         ),
     ];
     if plan.layout.mesh.ranks() == 1 {
-        // Weights and gradients; two moments in f32, and the f32 originals of bf16 weights.
-        let moments = if config.precision.policy == "bf16" { 12.0 } else { 8.0 };
-        let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
-        let tied = if m.tied_embeddings { head * gradient_bytes(config) } else { 0.0 };
-        let mut state = form(
-            "bytes of states",
-            format!("{per_parameter} · parameters"),
-            per_parameter * plan.parameters as f64,
-            state_bytes(&none[0]) as f64 - tied,
-        );
-        if tied > 0.0 {
-            state.note = Some("the second accumulator of the tied table is left out");
-        }
-        forms.push(state);
-        forms.push(activations(config, &none[0]));
+        forms.extend(states(config, plan, &none[0]));
+        forms.extend(activations(config, &none[0]));
     }
     Ok(forms)
 }
 
 fn form(name: &'static str, formula: String, closed: f64, program: f64) -> ClosedForm {
     ClosedForm { name, formula, closed, program, note: None }
+}
+
+/// The extents of a model, as formulas name them.
+struct Sizes {
+    /// Width of the residual stream.
+    d: f64,
+    /// Widths of all queries, and of all keys.
+    q: f64,
+    kv: f64,
+    ffn: f64,
+    layers: f64,
+    heads: f64,
+    kv_heads: f64,
+    /// Matrices of an MLP: three where it is gated.
+    products: f64,
+}
+
+impl Sizes {
+    fn of(m: &ModelConfig) -> Self {
+        let [d, ffn, layers, heads, kv_heads] = [m.dim, m.ffn, m.layers, m.heads, m.kv_heads].map(|n| n as f64);
+        let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
+        let products = if m.architecture == "gpt2" { 2.0 } else { 3.0 };
+        Self { d, q, kv, ffn, layers, heads, kv_heads, products }
+    }
+}
+
+/// Elements of all parameters.
+fn parameters(m: &ModelConfig, program: u64) -> ClosedForm {
+    let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
+    let tables = if m.tied_embeddings { 1.0 } else { 2.0 } * m.vocab_size as f64 * d;
+    let matrices = d * (2.0 * q + 2.0 * kv) + products * d * ffn;
+    let table = if m.tied_embeddings { "V · D" } else { "2 · V · D" };
+    let (rest, behind, formula) = match m.architecture.as_str() {
+        "gpt2" => {
+            let positions = m.positions.unwrap_or(0) as f64 * d;
+            // Of every product a bias; of two norms a weight and a bias.
+            let rest = q + 2.0 * kv + d + ffn + d + 4.0 * d;
+            let text = match q == d && kv == d && ffn == 4.0 * d {
+                true => "L · (12 · D² + 13 · D)",
+                false => "L · (2 · D · (Q + KV) + 2 · D · F + Q + 2 · KV + F + 6 · D)",
+            };
+            (rest, 2.0 * d + positions, format!("{table} + positions · D + {text} + 2 · D"))
+        }
+        family => {
+            let (more, text) = match family {
+                "qwen2" => (q + 2.0 * kv, " + Q + 2 · KV"),
+                "qwen3" => (2.0 * m.head_dim as f64, " + 2 · head_dim"),
+                _ => (0.0, ""),
+            };
+            let formula = format!("{table} + L · (2 · D · (Q + KV) + 3 · D · F + 2 · D{text}) + D");
+            (2.0 * d + more, d, formula)
+        }
+    };
+    form("parameters", formula, tables + layers * (matrices + rest) + behind, program as f64)
 }
 
 /// Bytes of an element of a weight or an activation.
@@ -107,34 +152,59 @@ fn gradient_bytes(config: &Config) -> f64 {
     }
 }
 
-fn parameters(m: &ModelConfig) -> f64 {
-    let [d, ffn, v, layers] = [m.dim, m.ffn, m.vocab_size, m.layers].map(|n| n as f64);
-    let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
-    let tables = if m.tied_embeddings { 1.0 } else { 2.0 };
-    tables * v * d + layers * (d * (2.0 * q + 2.0 * kv) + 3.0 * d * ffn + 2.0 * d) + d
-}
-
-fn parameters_text(m: &ModelConfig) -> String {
-    let tables = if m.tied_embeddings { "V · D" } else { "2 · V · D" };
-    format!("{tables} + L · (2 · D · (Q + KV) + 3 · D · F + 2 · D) + D")
+/// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 originals of bf16 weights.
+fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<ClosedForm> {
+    let m = &config.model;
+    let moments = if config.precision.policy == "bf16" { 12.0 } else { 8.0 };
+    let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
+    let tied = if m.tied_embeddings { (m.dim * m.vocab_size) as f64 * gradient_bytes(config) } else { 0.0 };
+    let closed = per_parameter * plan.parameters as f64;
+    let program = state_bytes(none) as f64 - tied;
+    let mut states = form("bytes of states", format!("{per_parameter} · parameters"), closed, program);
+    states.note = (tied > 0.0).then_some("the second accumulator of the tied table is left out");
+    (config.optimizer.name == "adamw").then_some(states)
 }
 
 /// What backward reads of a layer in the middle, with its residual stream.
-fn activations(config: &Config, none: &StepProgram) -> ClosedForm {
+fn activations(config: &Config, none: &StepProgram) -> Vec<ClosedForm> {
     let m = &config.model;
-    let c = compute_bytes(config);
-    let positions = (config.train.micro_batch * config.train.seq) as f64;
-    let [d, ffn, heads] = [m.dim, m.ffn, m.heads].map(|n| n as f64);
-    let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
-    let saved = |b: &&lockstep_ir::program::Buffer| none.regions[b.region].lifetime == Lifetime::Saved;
-    let program: u64 =
-        none.buffers.iter().filter(saved).filter(|b| b.layer == Some(m.layers / 2)).map(|b| b.bytes).sum();
-    form(
-        "bytes that a layer keeps for backward",
-        format!("b · s · ({c} · (4 · D + 2 · Q + 2 · KV + 3 · F) + 4 · (heads + 2))"),
-        positions * (c * (4.0 * d + 2.0 * q + 2.0 * kv + 3.0 * ffn) + 4.0 * (heads + 2.0)),
-        program as f64,
-    )
+    let Sizes { d, q, kv, ffn, heads, kv_heads, products, .. } = Sizes::of(m);
+    let (c, s) = (compute_bytes(config), config.train.seq as f64);
+    let positions = config.train.micro_batch as f64 * s;
+    let saved = |b: &&Buffer| none.regions[b.region].lifetime == Lifetime::Saved && b.layer == Some(m.layers / 2);
+    let program = none.buffers.iter().filter(saved).map(|b| b.bytes).sum::<u64>() as f64;
+    let naive = m.attention == "naive";
+    // Statistics in f32: one or two of each norm, one of each head of attention, or the weights of naive attention as a matrix.
+    let norms = if m.architecture == "gpt2" { 4.0 } else { 2.0 };
+    let (weights, scores, shown) = match naive {
+        true => (heads * s, 0.0, (" + heads · S", format!("{norms}"))),
+        false => (0.0, heads, ("", format!("(heads + {norms})"))),
+    };
+    // What a norm of heads reads of Q·K·V before it, and its statistics.
+    let (normed, turned, text) = match m.architecture == "qwen3" {
+        true => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
+        false => (0.0, 0.0, ""),
+    };
+    let elements = 4.0 * d + 2.0 * q + 2.0 * kv + products * ffn + weights + normed;
+    let closed = positions * (c * elements + 4.0 * (scores + norms + turned));
+    let formula =
+        format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {products} · F{}{text}) + 4 · {})", shown.0, shown.1);
+    let mut forms = vec![form("bytes that a layer keeps for backward", formula, closed, program)];
+    if m.architecture == "gpt2" && naive && c == 2.0 {
+        forms.push(ClosedForm {
+            note: Some(
+                "less 2 · S · b · D for two masks of dropout, which are computed again from their keys; less 3 · heads · S² · b \
+                 for dropout of attention weights, which there is none of; more 16 · S · b for statistics of norms in f32",
+            ),
+            ..form(
+                "the same by Korthikanti et al.",
+                "S · b · D · (34 + 5 · heads · S / D)".into(),
+                positions * d * (34.0 + 5.0 * heads * s / d),
+                program,
+            )
+        });
+    }
+    forms
 }
 
 /// Bytes of parameters, gradients and optimizer states.

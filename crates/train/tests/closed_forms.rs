@@ -20,6 +20,12 @@ fn programs_hold_against_the_formulas() {
         "preset = \"llama-15m\"",
         "preset = \"llama-3.2-1b\"",
         "preset = \"llama-3-8b\"",
+        "preset = \"gpt2\"",
+        "preset = \"qwen2.5-0.5b\"",
+        "preset = \"qwen3-0.6b\"",
+        "preset = \"mistral-7b\"",
+        "preset = \"llama-15m\"\nattention = \"naive\"",
+        "architecture = \"gpt2\"\nlayers = 3\ndim = 64\nheads = 4\nffn = 96\nvocab_size = 131\ntied_embeddings = false\ndropout = 0.1",
         "layers = 3\ndim = 64\nheads = 8\nkv_heads = 2\nhead_dim = 16\nffn = 96\nvocab_size = 131",
     ] {
         for precision in ["policy = \"fp32\"", "policy = \"bf16\"", "policy = \"bf16\"\ngradients = \"bf16\""] {
@@ -27,7 +33,7 @@ fn programs_hold_against_the_formulas() {
                 "[model]\n{model}\n[precision]\n{precision}\n[train]\nseq = 256\nglobal_batch = 4\nmicro_batch = 2\n"
             );
             let (_, account) = planned(&text);
-            assert_eq!(account.closed_forms.len(), 8);
+            assert_eq!(account.closed_forms.len(), 8, "{model}");
             for f in &account.closed_forms {
                 assert_eq!(f.program, f.closed, "{model}, {precision}: {f:?}");
             }
@@ -94,4 +100,77 @@ fn counts_grow_as_the_formulas_say() {
     let share = 12.0 * 32.0 * 1024.0 * 4096.0 / 46_638_563_328.0;
     near(growth("sequence").model_flops, 2.0 + 2.0 * share);
     assert!(!account.growth[0].classes.contains_key("communication"));
+}
+
+/// A GPT of this shape with naive attention, in bf16.
+fn gpt(layers: usize, dim: usize, heads: usize, seq: usize, policy: &str) -> (Plan, Account) {
+    planned(&format!(
+        "[model]\narchitecture = \"gpt2\"\nlayers = {layers}\ndim = {dim}\nheads = {heads}\nvocab_size = 51200\n\
+         positions = {seq}\ndropout = 0.1\nattention = \"naive\"\n[train]\nseq = {seq}\nglobal_batch = 1\n\
+         [precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"{policy}\"\n"
+    ))
+}
+
+#[test]
+fn a_gpt_has_the_parameters_of_its_formula() {
+    let (h, v, l, s) = (12288u64, 51200u64, 96u64, 2048u64);
+    let (plan, account) = gpt(96, 12288, 96, 2048, "none");
+    assert_eq!(plan.parameters, h * v + l * (12 * h * h + 13 * h) + 2 * h + s * h);
+    let formula = &form(&account, "parameters").formula;
+    assert_eq!(formula, "V · D + positions · D + L · (12 · D² + 13 · D) + 2 · D");
+}
+
+#[test]
+fn a_gpt_layer_keeps_what_korthikanti_et_al_count_and_every_difference_has_a_name() {
+    let (plan, account) = gpt(4, 1024, 16, 512, "none");
+    let (s, h, a) = (512u64, 1024u64, 16u64);
+    let program = plan.program();
+    let saved = |b: &&lockstep_ir::program::Buffer| {
+        program.regions[b.region].lifetime == lockstep_ir::program::Lifetime::Saved && b.layer == Some(2)
+    };
+    let mut kept: Vec<(&str, u64)> =
+        program.buffers.iter().filter(saved).map(|b| (b.name.trim_start_matches("layers.2."), b.bytes)).collect();
+    kept.sort_unstable();
+    let sbh = s * h;
+    // Beside each: the term of the paper, for a batch of one in 16 bits.
+    let mut terms = vec![
+        ("n1", 2 * sbh),                    // input of the projection to Q, K and V
+        ("qkv.product", 6 * sbh),           // Q and K (4), V (2); the bias is added in place
+        ("p", 2 * a * s * s),               // output of the softmax
+        ("o", 2 * sbh),                     // input of the output projection
+        ("ffn_out.product", 2 * sbh),       // input of a layer norm: the stream, where the last product was
+        ("attention_out.product", 2 * sbh), // input of the other: bias, dropout and addition in place
+        ("n2", 2 * sbh),                    // input of the first product of the MLP
+        ("up.product", 8 * sbh),            // input of GELU
+        ("hidden", 8 * sbh),                // input of the second product
+        ("n1.mean", 4 * s),                 // statistics of the norms, in f32: the paper leaves them out
+        ("n1.rstd", 4 * s),
+        ("n2.mean", 4 * s),
+        ("n2.rstd", 4 * s),
+    ];
+    terms.sort_unstable();
+    assert_eq!(kept.iter().map(|k| k.1).sum::<u64>(), terms.iter().map(|t| t.1).sum::<u64>(), "{kept:?}");
+    assert_eq!(kept, terms);
+    // What the paper has besides: masks of dropout (1 byte each) and the dropped-out weights of attention.
+    let absent = [sbh, sbh, a * s * s, 2 * a * s * s];
+    let paper = form(&account, "the same by Korthikanti");
+    let statistics = 16 * s;
+    assert_eq!(paper.closed, (34 * sbh + 5 * a * s * s) as f64);
+    assert_eq!(paper.program, (34 * sbh + 5 * a * s * s + statistics - absent.iter().sum::<u64>()) as f64);
+    assert_eq!(paper.program, form(&account, "bytes that a layer keeps").closed);
+}
+
+#[test]
+fn selective_recomputation_of_naive_attention_adds_one_product_of_it() {
+    let (plan, account) = gpt(96, 12288, 96, 2048, "none");
+    let of = |policy: &str| account.policies.iter().find(|p| p.policy == policy).unwrap();
+    let (l, s, h) = (96.0, 2048.0, 12288.0);
+    assert_eq!(of("selective").added_flops, l * 2.0 * s * s * h);
+    assert!(of("selective").added_share < 0.05, "{}", of("selective").added_share);
+    assert_eq!(of("selective").added_share, l * 2.0 * s * s * h / plan.step_flops.hardware as f64);
+    // It keeps none of the terms that grow with the square of the sequence: 2 · a · s² · b bytes of every layer.
+    assert!(of("selective").less_than_none_bytes as f64 > l * 2.0 * 96.0 * s * s);
+    let full = of("full").added_flops / l;
+    let layer = form(&account, "attention FLOPs").program + form(&account, "MLP FLOPs").program;
+    assert_eq!((full + 8.0 * s * h * h) / layer, 1.0 / 3.0);
 }

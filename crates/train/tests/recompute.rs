@@ -133,3 +133,26 @@ fn a_budget_for_a_model_of_126_layers_is_found() {
     let added = |p: &Plan| p.step_flops.hardware - none.step_flops.hardware;
     assert!(added(&found) > 0 && added(&found) < added(&full), "{} of {}", added(&found), added(&full));
 }
+
+#[test]
+fn a_gpt_with_dropout_and_naive_attention_gives_the_same_bits_under_every_policy() {
+    let config = |policy: &str| {
+        let text = format!(
+            "[model]\narchitecture = \"gpt2\"\nvocab_size = 131\nlayers = 3\ndim = 32\nheads = 4\ndropout = 0.1\n\
+             positions = 12\nattention = \"naive\"\n[train]\nseq = 12\nglobal_batch = 4\nmicro_batch = 1\nthreads = 1\n\
+             [recompute]\npolicy = \"{policy}\n"
+        );
+        Config::parse(&text, "run.toml", &[]).unwrap()
+    };
+    let layouts: Vec<Layout> = ["tp=2,sp", "pp=2"].map(|l| l.parse().unwrap()).to_vec();
+    let run = |policy: &str| compare(&config(policy), &layouts, 3, &mut |_| ()).unwrap();
+    let kept = run("none\"");
+    let budget = plan(&config("selective\"")).unwrap().memory.total_bytes;
+    let list = "list\"\nops = [\"layer_norm\", \"attention_scores\", \"add_bias\", \"gelu\"]".to_owned();
+    for policy in ["selective\"".to_owned(), "full\"".to_owned(), list, format!("budget\"\nbudget = \"{budget} B\"")] {
+        for (with, without) in run(&policy).iter().zip(&kept) {
+            assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
+            assert!(with.kept, "{policy}: {with:?}");
+        }
+    }
+}

@@ -74,7 +74,7 @@ fn a_run_uses_the_bytes_that_were_planned_instruction_by_instruction() {
 
 #[test]
 fn every_stage_has_a_timeline_with_the_peak_of_its_bill() {
-    let config = config("[parallel]\npp = 3\ntp = 2\ndp = 3\nzero = 3\nsequence_parallel = true");
+    let config = config("[parallel]\npp = 3\ntp = 2\ndp = 3\nzero = 1\nsequence_parallel = true");
     let plan = plan(&config).unwrap();
     for (program, bill) in plan.compiled.programs.iter().zip(&plan.stages) {
         let timeline = planned_timeline(program, 1, None).unwrap();
