@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod form;
+pub mod hf;
 mod llama;
 
 pub use form::Form;
