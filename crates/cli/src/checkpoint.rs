@@ -100,7 +100,8 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
         if *tokenizer { ", tokenizer.json" } else { "" }
     )?;
     if !tokenizer {
-        writeln!(std::io::stderr(), "note: there is no tokenizer.json, so its text is bytes; set data.tokenizer in run.toml")?;
+        let note = "note: it comes without a tokenizer.json: set data.tokenizer in run.toml, or its tokens are bytes";
+        writeln!(std::io::stderr(), "{note}")?;
     }
     writeln!(
         std::io::stderr(),

@@ -38,8 +38,8 @@ pub struct Beside<'a> {
     pub context: usize,
     /// The type of the weights: `float32`, `bfloat16`.
     pub dtype: &'a str,
-    /// The token that ends a document.
-    pub end_token: u32,
+    /// The token that ends a document, where it is known.
+    pub end_token: Option<u32>,
 }
 
 /// The largest extent that a config accepts.

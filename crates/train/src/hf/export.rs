@@ -57,11 +57,13 @@ pub fn export(
     };
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
     let context = options.context.or(imported).unwrap_or(config.train.seq);
-    let tokenizer = Tokenizer::of(config)?;
+    // A model that came without its tokenizer goes without one: it is not made of bytes.
+    let unknown = !checkpoint.state["imported"].is_null() && config.tokenizer_path().is_none();
+    let tokenizer = if unknown { None } else { Some(Tokenizer::of(config)?) };
     let beside = Beside {
         context,
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
-        end_token: tokenizer.separator(),
+        end_token: tokenizer.as_ref().map(Tokenizer::separator),
     };
     let described = describe(config, beside, from)?;
 
@@ -81,9 +83,11 @@ pub fn export(
     let new = NewFolder::begin(out)?;
     let pretty = |value: &Value| format!("{value:#}\n").into_bytes();
     new.write(CONFIG, &pretty(&described))?;
-    new.write("generation_config.json", &pretty(&json!({ "eos_token_id": beside.end_token })))?;
-    for (name, bytes) in tokenizer_files(config, &tokenizer, context)? {
-        new.write(name, &bytes)?;
+    if let Some(tokenizer) = &tokenizer {
+        new.write("generation_config.json", &pretty(&json!({ "eos_token_id": beside.end_token })))?;
+        for (name, bytes) in tokenizer_files(config, tokenizer, context)? {
+            new.write(name, &bytes)?;
+        }
     }
     lockstep_checkpoint::export(new.path(), source, &copies, dtype, options.shard_bytes, progress)?;
     new.publish()?;
