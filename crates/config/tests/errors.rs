@@ -271,7 +271,7 @@ hint: did you mean "llama-3-8b"? choose one of "llama-15m", "llama-29m", "llama-
 }
 
 #[test]
-fn a_word_with_one_choice_says_so() {
+fn a_word_that_is_no_choice_gets_the_list() {
     check(
         "[model]\narchitecture = \"mamba\"\n",
         r#"
@@ -280,7 +280,7 @@ model.architecture = "mamba" is not known
   |
 2 | architecture = "mamba"
   |                ^^^^^^^
-hint: only "llama" is supported
+hint: choose one of "llama", "gpt2", "qwen2", "qwen3", "mistral"
 "#,
     );
 }

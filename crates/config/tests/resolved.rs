@@ -34,8 +34,11 @@ heads = 8  # preset llama-29m
 kv_heads = 4  # preset llama-29m
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
+# positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set
+# window is not set
+attention = "flash"  # default
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
 init_std = 0.02  # default
@@ -115,7 +118,8 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     round_trip(parse(EXAMPLE, &["optimizer.eps=123456789e100", "data.extensions=[]", "train.steps=0"]));
     let corpora =
         "data.corpora=[{ name = 'a', paths = ['x'], weight = 1 }, { name = 'b', paths = ['/y'], weight = 0.5 }]";
-    let tokens = ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared", "train.init_from=runs/a/"];
+    let tokens =
+        ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared", "train.init_from=runs/a/"];
     round_trip(parse(EXAMPLE, &[&["data.paths=[]", corpora], &tokens[..]].concat()));
     round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
 }

@@ -1,6 +1,7 @@
 //! What a graph is for, and the few places where that changes how an architecture is written down.
 
 use crate::names;
+use lockstep_config::ModelConfig;
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId};
 
@@ -74,28 +75,58 @@ impl Side {
         }
     }
 
-    /// Rotary positions and causal attention over packed Q·K·V, whose K and V are `kv` each.
-    pub(crate) fn attend(
+    /// Adds to every position its row of a learned table.
+    pub(crate) fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
+        let (op, numbers) = match self {
+            Side::Loss { targets, starts } => {
+                let seq = g.ty(*targets).dims[1].size();
+                (Op::AddPositions { seq, documents: starts.is_some() }, *starts)
+            }
+            Side::NextToken { start, .. } => (Op::AddPositionsAt, Some(*start)),
+        };
+        let inputs: Vec<ValueId> = [x, table].into_iter().chain(numbers).collect();
+        Ok(g.op(op, &inputs, name)?[0])
+    }
+
+    /// Rotary positions: the Q and K of packed Q·K·V, turned.
+    pub(crate) fn rotate(
         &self,
         g: &mut Graph,
         qkv: ValueId,
         angles: ValueId,
+        at: &dyn Fn(&str) -> String,
+    ) -> Result<ValueId, TypeError> {
+        let (op, numbers) = match self {
+            Side::Loss { starts, .. } => (Op::Rope { inverse: false, documents: starts.is_some() }, *starts),
+            Side::NextToken { start, .. } => (Op::RopeAt, Some(*start)),
+        };
+        let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(numbers).collect();
+        Ok(g.op(op, &inputs, &at("rotated"))?[0])
+    }
+
+    /// Causal attention over packed Q·K·V, whose K and V are `kv` each.
+    pub(crate) fn attend(
+        &self,
+        g: &mut Graph,
+        qkv: ValueId,
         kv: Section,
+        m: &ModelConfig,
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         match self {
             Side::Loss { starts, .. } => {
-                let documents = starts.is_some();
-                let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(*starts).collect();
-                let qkv = g.op(Op::Rope { inverse: false, documents }, &inputs, &at("rotated"))?[0];
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                Ok(g.op(Op::Attention { documents }, &inputs, &at("o"))?[0])
+                let (documents, window) = (starts.is_some(), m.window);
+                if m.attention == "naive" {
+                    let p = g.op(Op::AttentionScores { documents, window }, &inputs, &at("p"))?[0];
+                    return Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0]);
+                }
+                Ok(g.op(Op::Attention { documents, window }, &inputs, &at("o"))?[0])
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
-                let qkv = g.op(Op::RopeAt, &[qkv, angles, *start], &at("rotated"))?[0];
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
-                let out = g.op(Op::CachedAttention, &[qkv, cache, *start, *count], &at("o"))?;
+                let out = g.op(Op::CachedAttention { window: m.window }, &[qkv, cache, *start, *count], &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }

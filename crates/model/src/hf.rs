@@ -70,9 +70,13 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
             return Err(fields.unsupported(field, &hint));
         }
     }
+    let window = match family.window {
+        Some((field, default)) if !fields.0.contains_key(field) => Some(default),
+        Some((field, _)) => fields.count(field)?,
+        None => None,
+    };
     if let Some(Value::Array(types)) = fields.get("layer_types") {
-        let sliding = family.window && fields.get("sliding_window").is_some();
-        let expected = if sliding { "sliding_attention" } else { "full_attention" };
+        let expected = if window.is_some() { "sliding_attention" } else { "full_attention" };
         if types.iter().any(|kind| kind != expected) {
             return Err(refused("`layer_types` is not supported", &format!("only layers of {expected} are")));
         }
@@ -84,15 +88,20 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         let found = match (fields.count(count.theirs)?, &count.absent) {
             (Some(found), _) => found,
             (None, Absent::Derived) => continue,
-            (None, Absent::Times(n, other)) => n * fields.count(other)?.unwrap_or(1),
             (None, Absent::Refused) => {
-                return Err(refused(&format!("`{}` is not set", count.theirs), "take the config.json of a whole model"));
+                return Err(refused(
+                    &format!("`{}` is not set", count.theirs),
+                    "take the config.json of a whole model",
+                ));
             }
         };
         if count.ours == "layers" {
             layers = found;
         }
         let _ = writeln!(table, "{} = {found}", count.ours);
+    }
+    if let Some(window) = window {
+        let _ = writeln!(table, "window = {window}");
     }
     let (eps, default) = family.norm_eps;
     let _ = writeln!(table, "norm_eps = {:?}", fields.number(eps)?.unwrap_or(default));
@@ -139,8 +148,8 @@ fn rotary(fields: &Fields) -> Result<String, HfError> {
                 set.ok_or_else(|| refused(&format!("`{name}.{field}` is not set"), "a llama3 scaling needs it"))
             };
             let original = inner.count(ORIGINAL)?;
-            let original =
-                original.ok_or_else(|| refused(&format!("`{name}.{ORIGINAL}` is not set"), "a llama3 scaling needs it"))?;
+            let original = original
+                .ok_or_else(|| refused(&format!("`{name}.{ORIGINAL}` is not set"), "a llama3 scaling needs it"))?;
             let (low, high) = (needed("low_freq_factor")?, needed("high_freq_factor")?);
             let _ = writeln!(
                 text,
@@ -174,13 +183,17 @@ pub fn write_config(model: &ModelConfig, beside: Beside) -> Result<Value, HfErro
             set(name, expected.json());
         }
     }
+    // Where positions are learned, their count is an extent of the model, and wins.
+    set(family.context.0, json!(beside.context));
     for count in family.counts {
         set(count.theirs, json!((count.get)(model)));
+    }
+    if let Some((field, _)) = family.window {
+        set(field, json!(model.window));
     }
     set(family.norm_eps.0, json!(model.norm_eps));
     set("tie_word_embeddings", json!(model.tied_embeddings));
     set("initializer_range", json!(model.init_std));
-    set(family.context.0, json!(beside.context));
     set("use_cache", json!(true));
     set("bos_token_id", Value::Null);
     set("eos_token_id", json!(beside.end_token));
@@ -198,6 +211,17 @@ pub fn write_config(model: &ModelConfig, beside: Beside) -> Result<Value, HfErro
         }
     }
     Ok(Value::Object(fields))
+}
+
+/// Whether a key of `[model]` has to do with what a model computes from its weights.
+pub fn matters(model: &ModelConfig, key: &str) -> bool {
+    let rotary = family(model).is_none_or(|family| family.rotary);
+    match key {
+        "model.rope_theta" | "model.rope_scaling" => rotary,
+        // The same function, and what weights were before they were trained.
+        "model.attention" | "model.init_std" => false,
+        _ => key.starts_with("model."),
+    }
 }
 
 /// What the names of all tensors but the output head's begin with; files of a model without its head leave it out.
@@ -251,7 +275,8 @@ impl<'a> Fields<'a> {
 
     fn typed<T>(&self, name: &str, kind: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>, HfError> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let wrong = || refused(&format!("`{name}` is {}, which is wrong", shown(value)), &format!("it should be {kind}"));
+        let wrong =
+            || refused(&format!("`{name}` is {}, which is wrong", shown(value)), &format!("it should be {kind}"));
         read(value).map(Some).ok_or_else(wrong)
     }
 

@@ -4,9 +4,15 @@
 //! code and no memory management: passes derive those. Parameters carry the names that Hugging Face checkpoints use.
 #![forbid(unsafe_code)]
 
+mod decoder;
 mod form;
+mod gpt2;
 pub mod hf;
 mod llama;
+mod mistral;
+mod parameters;
+mod qwen2;
+mod qwen3;
 
 pub use form::Form;
 
@@ -38,5 +44,16 @@ pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, Typ
 
 /// The forward graph of a model in any form.
 pub fn build_form(model: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
-    llama::build(model, form)
+    match model.architecture.as_str() {
+        "gpt2" => gpt2::build(model, form),
+        "qwen2" => qwen2::QWEN2.build(model, form),
+        "qwen3" => qwen3::QWEN3.build(model, form),
+        "mistral" => mistral::MISTRAL.build(model, form),
+        _ => llama::LLAMA.build(model, form),
+    }
+}
+
+/// Whether Hugging Face checkpoints of the model hold this matrix as [in, out], where the graph's is [out, in].
+pub fn hf_transposed(model: &ModelConfig, name: &str) -> bool {
+    model.architecture == "gpt2" && gpt2::transposed(name)
 }

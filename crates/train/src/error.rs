@@ -203,6 +203,16 @@ pub enum TrainError {
         /// Positions of the cache.
         context: usize,
     },
+    /// A model has no positions for a text of this length.
+    #[error(
+        "sequences of {tokens} tokens are longer than the {positions} positions that the model has learned\nhint: use at most {positions} tokens"
+    )]
+    Positions {
+        /// Tokens of a sequence.
+        tokens: usize,
+        /// Rows of the model's table.
+        positions: usize,
+    },
     /// A sampling option has a value without a meaning.
     #[error("--{option} {value} has no meaning\nhint: {hint}")]
     Sampling {
@@ -264,6 +274,7 @@ impl TrainError {
                 | TrainError::NoHeldOut { .. }
                 | TrainError::EmptyPrompt
                 | TrainError::ContextFull { .. }
+                | TrainError::Positions { .. }
                 | TrainError::Sampling { .. }
         )
     }

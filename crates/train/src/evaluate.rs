@@ -1,7 +1,7 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
 use crate::feed::{Feed, Scored, Sequences, Stretch};
-use crate::plan::forward_context;
+use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
 use crate::{RunData, Tokenizer, TrainError, Trained, data};
 use lockstep_compile::{CompileError, compile_forward};
@@ -113,6 +113,7 @@ pub fn evaluate(
     let config = &trained.config;
     let tokenizer = Tokenizer::of(config)?;
     let seq = seq.unwrap_or(config.train.seq).max(1);
+    check_positions(config, seq)?;
     // Removed when this function returns; an open shard stays readable.
     let folder = tempfile::tempdir().map_err(|e| TrainError::io("create", &std::env::temp_dir(), e))?;
     let material = match text {

@@ -55,6 +55,14 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     (Context { device, layout: Layout::single(1), precision, ..context }, threads)
 }
 
+/// Refuses texts that are longer than the positions which a model has learned.
+pub(crate) fn check_positions(config: &Config, tokens: usize) -> Result<(), TrainError> {
+    match config.model.positions {
+        Some(positions) if tokens > positions => Err(TrainError::Positions { tokens, positions }),
+        _ => Ok(()),
+    }
+}
+
 fn training_context(config: &Config) -> (Context, usize) {
     let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     // Ranks are threads of this process and share its cores.

@@ -205,12 +205,7 @@ pub(crate) fn start_from(
 }
 
 /// Writes the f32 values of a stored tensor, and those of the parameter that it is the original of. They are rounded in place.
-fn put(
-    tensors: &[Tensor],
-    executor: &mut dyn Executor,
-    tensor: &Tensor,
-    data: &mut Vec<u8>,
-) -> Result<(), TrainError> {
+fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<(), TrainError> {
     let parameter = match &tensor.role {
         Role::State(State::Master { of }) => tensors.iter().find(|t| t.name == *of),
         _ => None,

@@ -87,7 +87,8 @@ mod tests {
 
     #[test]
     fn narrow_types_come_back_as_they_were() {
-        let halves: Vec<u8> = (0..=u16::MAX).filter(|b| !bf16::to_f32(*b).is_nan()).flat_map(u16::to_le_bytes).collect();
+        let halves: Vec<u8> =
+            (0..=u16::MAX).filter(|b| !bf16::to_f32(*b).is_nan()).flat_map(u16::to_le_bytes).collect();
         let (mut wide, mut narrow) = (Vec::new(), Vec::new());
         Float::Bf16.convert(&halves, DType::F32, &mut wide);
         assert_eq!(wide.len(), 2 * halves.len());

@@ -72,7 +72,8 @@ impl WeightsFolder {
         let at = |name: &str| folder.tensors.get(name).map(|found| &folder.files[found.file].0);
         for (name, file) in &map {
             if at(name) != Some(&path.join(file)) {
-                let cause = format!("it says that tensor `{}` is in {file}, which does not have it", name.escape_debug());
+                let cause =
+                    format!("it says that tensor `{}` is in {file}, which does not have it", name.escape_debug());
                 return Err(folder.wrong(INDEX, cause, AGAIN));
             }
         }
@@ -136,7 +137,8 @@ impl WeightsFolder {
         let mut files = BTreeMap::new();
         for (tensor, file) in map {
             let file = file.as_str().filter(|file| is_plain(file)).ok_or_else(|| {
-                let cause = format!("{} is not the name of a safetensors file in this folder", shortened(&file.to_string()));
+                let cause =
+                    format!("{} is not the name of a safetensors file in this folder", shortened(&file.to_string()));
                 self.wrong(INDEX, cause, "an index names files beside itself; do not use one that does otherwise")
             })?;
             files.insert(tensor.clone(), file.to_owned());

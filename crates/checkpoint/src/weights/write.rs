@@ -84,7 +84,8 @@ pub fn export(
         })?;
     }
     if count > 1 {
-        let in_file = |(i, share): (usize, &&[TensorCopy])| share.iter().map(move |copy| (copy.to.clone(), i)).collect();
+        let in_file =
+            |(i, share): (usize, &&[TensorCopy])| share.iter().map(move |copy| (copy.to.clone(), i)).collect();
         let map: Vec<Vec<(String, usize)>> = shares.iter().enumerate().map(in_file).collect();
         let map: serde_json::Map<_, _> = map.into_iter().flatten().map(|(to, i)| (to, json!(name(i)))).collect();
         let size: u64 = shards.iter().map(|shard| shard.payload).sum();

@@ -5,14 +5,19 @@
 //! the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows.
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
-//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table or positions of a cache, `r` table columns,
-//! `w` packed K·V of a cache, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
+//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
+//! or keys, `r` table columns, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
+//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
 //! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
 
 mod dims;
+mod flops;
 mod table;
+#[cfg(test)]
+mod tests;
 
 pub use dims::Dims;
+pub use flops::Flops;
 pub use table::{Elem, Operand, Saved, Spec};
 
 use crate::mesh::MeshAxis;
@@ -34,6 +39,10 @@ pub enum Op {
     LinearGradInput,
     /// `dw = dyᵀ · x`, summed over all positions.
     LinearGradWeight,
+    /// `y = x + b`, the same vector at every position.
+    AddBias,
+    /// `db = dy`, summed over all positions.
+    BiasGrad,
     /// `y = x / rms(x) · w`.
     RmsNorm {
         /// Added to the mean square.
@@ -50,6 +59,52 @@ pub enum Op {
     AddRmsNormGrad,
     /// Weight gradient of either norm.
     RmsNormGradWeight,
+    /// Norms every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
+    /// that of all K heads; V stays as it is.
+    QkNorm {
+        /// Added to the mean square.
+        eps: f32,
+    },
+    /// Input gradient of `QkNorm`.
+    QkNormGrad,
+    /// Weight gradient of `QkNorm`.
+    QkNormGradWeight,
+    /// `y = (x − mean(x)) / deviation(x) · w + b`.
+    LayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// `sum = x + delta`, `y = (sum − mean(sum)) / deviation(sum) · w + b`.
+    AddLayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// Input gradient of either layer norm.
+    LayerNormGrad,
+    /// Input gradient of `AddLayerNorm` plus the gradient that reaches `sum` on the residual path.
+    AddLayerNormGrad,
+    /// Weight gradient of either layer norm; that of the bias is `BiasGrad`.
+    LayerNormGradWeight,
+    /// Adds to each position its row of a table.
+    AddPositions {
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+        /// Positions count from the start of each document, a number on the device for every position of the whole
+        /// sequence. A start after its position counts as that position.
+        documents: bool,
+    },
+    /// As `AddPositions`, from position `start` of each sequence on, a number on the device. Positions past the table take its
+    /// last row.
+    AddPositionsAt,
+    /// Adds each position's gradient to its row of the table.
+    PositionsGrad {
+        /// Rows of the table.
+        rows: usize,
+        /// As in `AddPositions`.
+        seq: usize,
+        /// As in `AddPositions`.
+        documents: bool,
+    },
     /// Rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
     Rope {
         /// Rotate backwards: the gradient.
@@ -66,21 +121,54 @@ pub enum Op {
         /// A query sees the keys from the start of its document on, a number on the device for every position. A start
         /// after its position counts as that position.
         documents: bool,
+        /// A query sees so many keys at most, its own the last of them; all before it if `None`.
+        window: Option<usize>,
     },
     /// Gradient of `Attention`; recomputes the scores tile by tile.
     AttentionGrad {
         /// As in `Attention`.
         documents: bool,
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// The weights of `Attention`, as a matrix that exists: softmax of scaled scores, zero for keys that a query does not see.
+    AttentionScores {
+        /// As in `Attention`.
+        documents: bool,
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// Gradient of `AttentionScores`, in the Q and K sections; zero in V.
+    AttentionScoresGrad {
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// The values of packed Q·K·V, added up by such weights.
+    AttentionMix {
+        /// As in `Attention`: keys before it weigh nothing.
+        window: Option<usize>,
+    },
+    /// Gradients of `AttentionMix`: of the weights, and of the V section; zero in Q and K.
+    AttentionMixGrad {
+        /// As in `AttentionMix`.
+        window: Option<usize>,
     },
     /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
     /// cache from position `start` on, in place. Rows past `count` give zeros and leave the cache as it is.
-    CachedAttention,
+    CachedAttention {
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
     /// Of each sequence, the last of `count` positions.
     LastPosition,
     /// `y = silu(gate) · up` over packed gate·up.
     SwiGlu,
     /// Gradient of `SwiGlu`.
     SwiGluGrad,
+    /// `y = gelu(x)`, in the form with a hyperbolic tangent.
+    Gelu,
+    /// Gradient of `Gelu`.
+    GeluGrad,
     /// Elementwise sum.
     Add,
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits.
@@ -196,29 +284,6 @@ pub struct Rows {
     pub ranks: usize,
 }
 
-/// Floating-point operations of one call, multiply and add counted as two; matrix products only.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Flops {
-    /// What the model needs, attention counted in full.
-    pub model: u128,
-    /// The same with the masked half of causal attention left out.
-    pub causal: u128,
-    /// What this op really asks of the hardware, recomputed scores included, attention in full.
-    pub hardware: u128,
-}
-
-impl std::ops::Add for Flops {
-    type Output = Flops;
-
-    fn add(self, other: Flops) -> Flops {
-        Flops {
-            model: self.model + other.model,
-            causal: self.causal + other.causal,
-            hardware: self.hardware + other.hardware,
-        }
-    }
-}
-
 /// Why an op refuses its inputs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: {reason}")]
@@ -285,61 +350,6 @@ impl Op {
         spec.outputs.iter().map(output).collect()
     }
 
-    /// Matrix-product FLOPs of one call with these input types; `wanted` says which outputs are asked for.
-    pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
-        let dims = self.bind(inputs)?;
-        let same = |n| Flops { model: n, causal: n, hardware: n };
-        let attention = |model: u128, hardware: u128| {
-            let square = dims.product("bssh");
-            Flops { model: model * square, causal: model * square / 2, hardware: hardware * square }
-        };
-        Ok(match self {
-            Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
-            // One product for the logits, one for each gradient that somebody wants.
-            Op::LinearCrossEntropy { .. } => {
-                let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
-                same(2 * products * dims.product("bskv"))
-            }
-            Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
-            Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),
-            // Where documents end is known on the device only: what they mask is counted.
-            Op::Attention { .. } => attention(4, 4),
-            Op::AttentionGrad { .. } => attention(8, 10),
-            // How full the cache is is known on the device only: every new position counts over all of it.
-            Op::CachedAttention => same(4 * dims.product("bsth")),
-            Op::Embedding
-            | Op::EmbeddingGrad { .. }
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::Rope { .. }
-            | Op::RopeAt
-            | Op::LastPosition
-            | Op::SwiGlu
-            | Op::SwiGluGrad
-            | Op::Add
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad
-            | Op::AddState
-            | Op::Accumulate
-            | Op::SquareSum { .. }
-            | Op::MergeSums
-            | Op::GradientNorm
-            | Op::AdamW { .. }
-            | Op::VocabLoss
-            | Op::JoinRows
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shard { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => Flops::default(),
-        })
-    }
-
     /// The dimension behind every letter for these inputs.
     pub fn bind(&self, inputs: &[&TensorType]) -> Result<Dims, TypeError> {
         let spec = self.spec();
@@ -396,6 +406,19 @@ impl Op {
                     return Err(self.refuse(format!("table has {} rows for {}", dims.size('t'), dims.size('s'))));
                 }
             }
+            Op::QkNorm { .. } | Op::QkNormGrad | Op::QkNormGradWeight => {
+                let q = self.packed_heads(dims)?;
+                let norms = [(Axis::Heads, q.count), (Axis::KvHeads, dims.size('u'))];
+                let norms = Dim::packed(norms.map(|(axis, count)| Section { axis, count, unit: 1 }));
+                let weight = Section { axis: Axis::HeadDim, count: q.unit, unit: 1 };
+                for (letter, dim) in [('x', norms), ('i', Dim::packed([weight, weight]))] {
+                    if let Some(known) = dims.set(letter, &dim)
+                        && *known != dim
+                    {
+                        return Err(self.refuse(format!("has {known} where the heads ask for {dim}")));
+                    }
+                }
+            }
             Op::Attention { .. } | Op::AttentionGrad { .. } => {
                 let q = self.packed_heads(dims)?;
                 let out = Dim::packed([q]);
@@ -405,7 +428,21 @@ impl Op {
                     return Err(self.refuse(format!("`do` has {known} where the heads are {out}")));
                 }
             }
-            Op::CachedAttention => {
+            Op::AttentionScores { .. }
+            | Op::AttentionScoresGrad { .. }
+            | Op::AttentionMix { .. }
+            | Op::AttentionMixGrad { .. } => {
+                let out = Dim::packed([self.packed_heads(dims)?]);
+                let keys = dims.get('s').cloned().unwrap_or(Dim::new(Axis::Seq, 1));
+                for (letter, dim) in [('h', out), ('t', keys)] {
+                    if let Some(known) = dims.set(letter, &dim)
+                        && *known != dim
+                    {
+                        return Err(self.refuse(format!("has {known} where the packed dimension asks for {dim}")));
+                    }
+                }
+            }
+            Op::CachedAttention { .. } => {
                 let q = self.packed_heads(dims)?;
                 dims.set('h', &Dim::packed([q]));
                 let [packed, cached] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
@@ -414,6 +451,17 @@ impl Op {
                 }
                 if dims.size('t') < dims.size('s') {
                     return Err(self.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
+                }
+            }
+            Op::AddPositions { seq, .. } | Op::PositionsGrad { seq, .. } => {
+                if let Op::PositionsGrad { rows, .. } = self {
+                    dims.set('t', &Dim::new(Axis::Seq, *rows));
+                }
+                let (whole, rows) = (dims.get('o').map_or(*seq, Dim::size), dims.size('t'));
+                if whole != *seq || rows < *seq || !seq.is_multiple_of(dims.size('s')) {
+                    let part = dims.size('s');
+                    let reason = format!("{part} of {seq} positions with {whole} starts and {rows} rows of a table");
+                    return Err(self.refuse(reason));
                 }
             }
             Op::LastPosition => {
@@ -443,11 +491,21 @@ impl Op {
             | Op::Linear
             | Op::LinearGradInput
             | Op::LinearGradWeight
+            | Op::AddBias
+            | Op::BiasGrad
             | Op::RmsNorm { .. }
             | Op::AddRmsNorm { .. }
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
+            | Op::LayerNorm { .. }
+            | Op::AddLayerNorm { .. }
+            | Op::LayerNormGrad
+            | Op::AddLayerNormGrad
+            | Op::LayerNormGradWeight
+            | Op::AddPositionsAt
+            | Op::Gelu
+            | Op::GeluGrad
             | Op::Add
             | Op::CrossEntropy
             | Op::CrossEntropyGrad
@@ -474,7 +532,12 @@ impl Op {
         let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
         match sections[..] {
             [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
-                dims.set('q', &Dim::new(Axis::Heads, q.count));
+                let heads = Dim::new(Axis::Heads, q.count);
+                if let Some(known) = dims.set('q', &heads)
+                    && *known != heads
+                {
+                    return Err(self.refuse(format!("has {known} where the packed dimension has {heads}")));
+                }
                 dims.set('u', &Dim::new(Axis::KvHeads, k.count));
                 dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
                 Ok(q)
@@ -485,79 +548,5 @@ impl Op {
 
     fn refuse(&self, reason: String) -> TypeError {
         TypeError { op: self.name(), reason }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn ty(dims: &[(Axis, usize)]) -> TensorType {
-        TensorType::new(DType::F32, dims.iter().map(|&(a, n)| Dim::new(a, n)).collect::<Vec<_>>())
-    }
-
-    #[test]
-    fn linear_infers_its_output_and_counts_two_flops_per_product() {
-        let x = ty(&[(Axis::Batch, 2), (Axis::Seq, 3), (Axis::Embed, 5)]);
-        let w = ty(&[(Axis::Ffn, 7), (Axis::Embed, 5)]);
-        let y = Op::Linear.infer(&[&x, &w]).unwrap();
-        assert_eq!(y[0].to_string(), "f32[batch:2, seq:3, ffn:7]");
-        assert_eq!(Op::Linear.flops(&[&x, &w], &[true]).unwrap().model, 2 * 2 * 3 * 5 * 7);
-    }
-
-    #[test]
-    fn a_dimension_with_another_meaning_is_refused_even_at_the_same_size() {
-        let x = ty(&[(Axis::Batch, 2), (Axis::Seq, 3), (Axis::Ffn, 5)]);
-        let w = ty(&[(Axis::Ffn, 7), (Axis::Embed, 5)]);
-        let error = Op::Linear.infer(&[&x, &w]).unwrap_err();
-        assert_eq!(error.to_string(), "linear: input `w` has embed:5 where `k` is ffn:5");
-    }
-
-    #[test]
-    fn attention_reads_heads_from_the_packed_dimension() {
-        let head = |axis, count| Section { axis, count, unit: 4 };
-        let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
-        let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-        let out = Op::Attention { documents: false }.infer(&[&qkv]).unwrap();
-        assert_eq!(out[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
-        assert_eq!(out[1].to_string(), "f32[batch:1, heads:6, seq:8]");
-        let flops = Op::Attention { documents: false }.flops(&[&qkv], &[true, true]).unwrap();
-        assert_eq!((flops.model, flops.causal), (4 * 8 * 8 * 24, 2 * 8 * 8 * 24));
-        let starts = |seq| TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, seq)]);
-        assert_eq!(Op::Attention { documents: true }.infer(&[&qkv, &starts(8)]).unwrap(), out);
-        let error = Op::Attention { documents: true }.infer(&[&qkv, &starts(7)]).unwrap_err();
-        assert_eq!(error.to_string(), "document_attention: input `starts` has seq:7 where `s` is seq:8");
-    }
-
-    #[test]
-    fn a_cache_must_hold_the_keys_and_values_of_the_packed_dimension() {
-        let head = |axis, count| Section { axis, count, unit: 4 };
-        let kv = head(Axis::KvHeads, 2);
-        let act = |rows, dim| TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, rows), dim]);
-        let qkv = act(3, Dim::packed([head(Axis::Heads, 6), kv, kv]));
-        let cache = act(16, Dim::packed([kv, kv]));
-        let number = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1)]);
-        let out = Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap();
-        assert_eq!(out[0].to_string(), "f32[batch:1, seq:3, heads:6×4]");
-        assert_eq!(out[1], cache);
-        let flops = Op::CachedAttention.flops(&[&qkv, &cache, &number, &number], &[true, true]).unwrap();
-        assert_eq!(flops.hardware, 4 * 3 * 16 * 24);
-        let refusal = |cache: TensorType| Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap_err();
-        let one_head = refusal(act(16, Dim::packed([head(Axis::KvHeads, 1), kv])));
-        assert!(one_head.to_string().contains("the cache must hold"), "{one_head}");
-        let short = refusal(act(2, Dim::packed([kv, kv])));
-        assert_eq!(short.to_string(), "cached_attention: cache has 2 rows for 3");
-    }
-
-    #[test]
-    fn every_in_place_pair_names_operands_of_equal_shape() {
-        let pointwise = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::SwiGluGrad, Op::AddState];
-        let ropes = [false, true].map(|documents| Op::Rope { inverse: false, documents });
-        let ops = [&pointwise[..], &ropes, &[Op::RopeAt, Op::CachedAttention]].concat();
-        for spec in ops.iter().map(Op::spec) {
-            for &(input, output) in spec.in_place {
-                assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);
-            }
-        }
     }
 }

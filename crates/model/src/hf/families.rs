@@ -15,8 +15,8 @@ pub(super) struct Family {
     /// Whether embeddings are tied where nothing is said.
     pub tied: bool,
     pub rotary: bool,
-    /// Whether `sliding_window` is about every layer.
-    pub window: bool,
+    /// How many tokens each layer sees: the field, and its value where it is not there. Null is all.
+    pub window: Option<(&'static str, usize)>,
     /// Positions: the field, and its value where it is not there.
     pub context: (&'static str, usize),
     /// Fields that have one value only, which is also their value where they are not there.
@@ -40,8 +40,6 @@ pub(super) enum Absent {
     Refused,
     /// Our config has the same default.
     Derived,
-    /// So many times another field.
-    Times(usize, &'static str),
 }
 
 /// The one value of a field.
@@ -69,33 +67,89 @@ const fn count(theirs: &'static str, ours: &'static str, get: fn(&ModelConfig) -
 }
 
 const OFF: Fixed = Fixed::Is(Word::Flag(false));
+const NOT_QUANTIZED: (&str, Fixed) = ("quantization_config", Fixed::Absent);
 const SILU: Fixed = Fixed::Is(Word::Text("silu"));
 
-const LLAMA_COUNTS: [Count; 7] = [
-    count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
-    count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
-    count("hidden_size", "dim", |m| m.dim, Absent::Refused),
-    count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
-    count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Derived),
-    count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
-    count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
-];
+/// The extents of Llama and its relatives.
+const fn llama_counts(kv_heads: Absent, head_dim: Absent) -> [Count; 7] {
+    [
+        count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+        count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
+        count("hidden_size", "dim", |m| m.dim, Absent::Refused),
+        count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
+        count("num_key_value_heads", "kv_heads", |m| m.kv_heads, kv_heads),
+        count("head_dim", "head_dim", |m| m.head_dim, head_dim),
+        count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
+    ]
+}
 
-pub(super) const FAMILIES: &[Family] = &[Family {
+const LLAMA: Family = Family {
     name: "llama",
     class: "LlamaForCausalLM",
-    counts: &LLAMA_COUNTS,
+    counts: &llama_counts(Absent::Derived, Absent::Derived),
     norm_eps: ("rms_norm_eps", 1e-6),
     tied: false,
     rotary: true,
-    window: false,
+    window: None,
     context: ("max_position_embeddings", 2048),
-    fixed: &[
-        ("hidden_act", SILU),
-        ("attention_bias", OFF),
-        ("mlp_bias", OFF),
-        ("quantization_config", Fixed::Absent),
-    ],
+    fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), NOT_QUANTIZED],
     prefix: "model.",
     embedding: "model.embed_tokens.weight",
-}];
+};
+
+pub(super) const FAMILIES: &[Family] = &[
+    LLAMA,
+    Family {
+        name: "mistral",
+        class: "MistralForCausalLM",
+        counts: &llama_counts(Absent::Refused, Absent::Derived),
+        window: Some(("sliding_window", 4096)),
+        context: ("max_position_embeddings", 131_072),
+        fixed: &[("hidden_act", SILU), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "qwen2",
+        class: "Qwen2ForCausalLM",
+        counts: &llama_counts(Absent::Refused, Absent::Derived),
+        context: ("max_position_embeddings", 32_768),
+        fixed: &[("hidden_act", SILU), ("use_sliding_window", OFF), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "qwen3",
+        class: "Qwen3ForCausalLM",
+        counts: &llama_counts(Absent::Refused, Absent::Refused),
+        context: ("max_position_embeddings", 32_768),
+        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("use_sliding_window", OFF), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "gpt2",
+        class: "GPT2LMHeadModel",
+        counts: &[
+            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+            count("n_layer", "layers", |m| m.layers, Absent::Refused),
+            count("n_embd", "dim", |m| m.dim, Absent::Refused),
+            count("n_head", "heads", |m| m.heads, Absent::Refused),
+            count("n_inner", "ffn", |m| m.ffn, Absent::Derived),
+            count(POSITIONS.0, "positions", |m| m.positions.unwrap_or(POSITIONS.1), Absent::Derived),
+        ],
+        norm_eps: ("layer_norm_epsilon", 1e-5),
+        tied: true,
+        rotary: false,
+        window: None,
+        context: POSITIONS,
+        fixed: &[
+            ("activation_function", Fixed::Is(Word::Text("gelu_new"))),
+            ("scale_attn_weights", Fixed::Is(Word::Flag(true))),
+            ("scale_attn_by_inverse_layer_idx", OFF),
+            ("add_cross_attention", OFF),
+            NOT_QUANTIZED,
+        ],
+        prefix: "transformer.",
+        embedding: "transformer.wte.weight",
+    },
+];
+
+const POSITIONS: (&str, usize) = ("n_positions", 1024);

@@ -1,6 +1,6 @@
 //! A checkpoint becomes a Hugging Face folder.
 
-use super::{CONFIG, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, is_transposed, model_parts, unfit};
+use super::{CONFIG, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
 use crate::{Part, Tokenizer, TrainError, Trained};
 use lockstep_checkpoint::{NewFolder, Source, TensorCopy, WeightsFolder};
 use lockstep_config::Config;
@@ -70,7 +70,7 @@ pub fn export(
     let model = &config.model;
     let copy = |part: Part| {
         let Part { name, mut shape, .. } = part;
-        let transposed = is_transposed(model, &name);
+        let transposed = lockstep_model::hf_transposed(model, &name);
         if transposed {
             shape.reverse();
         }
@@ -101,7 +101,7 @@ fn describe(config: &Config, beside: Beside, from: &Path) -> Result<Value, Train
     let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = Config::parse(&again.table, CONFIG, &[])?;
     let differences = config.differences(&again);
-    let lost = differences.iter().filter(|d| d.path.starts_with("model."));
+    let lost = differences.iter().filter(|d| hf::matters(&config.model, d.path));
     let lost: Vec<String> = lost.map(|d| format!("{} = {}", d.path, d.ours)).collect();
     if lost.is_empty() {
         return Ok(described);
@@ -116,8 +116,7 @@ fn tokenizer_files(
     tokenizer: &Tokenizer,
     context: usize,
 ) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
-    let mut described =
-        json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
+    let mut described = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
     let (Some(path), Tokenizer::File(file)) = (config.tokenizer_path(), tokenizer) else {
         let tokenizer = byte_tokenizer::tokenizer_json();
         return Ok(vec![

@@ -30,7 +30,8 @@ pub(crate) struct HfFolder {
 impl HfFolder {
     pub(crate) fn open(path: &Path) -> Result<Self, TrainError> {
         if !path.join(CONFIG).exists() {
-            let (cause, hint) = ("no config.json", "name the folder of a Hugging Face model, as save_pretrained writes it");
+            let (cause, hint) =
+                ("no config.json", "name the folder of a Hugging Face model, as save_pretrained writes it");
             return Err(unfit(path, cause.into(), hint.into()).into());
         }
         let config = hf::read_config(&WeightsFolder::json(path, CONFIG)?)
@@ -55,7 +56,7 @@ impl HfFolder {
         };
         let copy = |part: Part| TensorCopy {
             from: theirs(&part.name),
-            transposed: is_transposed(model, &part.name),
+            transposed: lockstep_model::hf_transposed(model, &part.name),
             to: part.name,
             shape: part.shape,
         };
@@ -98,11 +99,6 @@ pub(crate) fn refuse_others<'a>(
 pub(crate) fn model_parts(model: &ModelConfig) -> Result<Vec<Part>, TrainError> {
     let graph = lockstep_model::build(model, 1, 1).map_err(CompileError::Type)?;
     Ok(graph.parameters().flat_map(|(_, value, parameter)| parts(parameter, &value.ty)).collect())
-}
-
-/// Whether files of Hugging Face have a matrix the other way round.
-fn is_transposed(_model: &ModelConfig, _name: &str) -> bool {
-    false
 }
 
 pub(crate) fn unfit(path: &Path, cause: String, hint: String) -> CheckpointError {

@@ -1,0 +1,36 @@
+"""Golden values for Qwen 3, from Hugging Face transformers: as `llama.py`, which says what the files hold."""
+
+from llama import store
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+CASES = {
+    "qwen3": dict(
+        architecture="qwen3", vocab_size=53, layers=2, dim=24, heads=4, kv_heads=2, head_dim=10, ffn=40,
+        rope_theta=1000000.0, norm_eps=1e-6, tied=False,
+    ),
+    "qwen3_tied": dict(
+        architecture="qwen3", vocab_size=61, layers=2, dim=32, heads=4, kv_heads=1, head_dim=8, ffn=48,
+        rope_theta=1000000.0, norm_eps=1e-6, tied=True,
+    ),
+}
+
+
+def build(case):
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=case["vocab_size"],
+        num_hidden_layers=case["layers"],
+        hidden_size=case["dim"],
+        num_attention_heads=case["heads"],
+        num_key_value_heads=case["kv_heads"],
+        head_dim=case["head_dim"],
+        intermediate_size=case["ffn"],
+        rms_norm_eps=case["norm_eps"],
+        tie_word_embeddings=case["tied"],
+        rope_parameters={"rope_type": "default", "rope_theta": case["rope_theta"]},
+        max_position_embeddings=128,
+        attn_implementation="eager",
+    ))
+
+
+if __name__ == "__main__":
+    store(CASES, build)
