@@ -21,6 +21,16 @@ pub struct HfConfig {
     pub context: usize,
 }
 
+impl HfConfig {
+    /// The largest sequence of [`to_toml`](Self::to_toml): a cache for more is seldom meant.
+    const MOST_SEQ: usize = 2048;
+
+    /// A whole config with the model: single sequences, as long as it was made for and no longer than most texts need.
+    pub fn to_toml(&self) -> String {
+        format!("{}\n[train]\nseq = {}\nglobal_batch = 1\n", self.table, self.context.min(Self::MOST_SEQ))
+    }
+}
+
 /// Why a model cannot come from a `config.json`, or go to one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{problem}\nhint: {hint}")]

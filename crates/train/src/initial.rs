@@ -34,7 +34,7 @@ impl InitialWeights {
         if hf::is_foreign(&path) {
             let folder = HfFolder::open(&path)?;
             copies = folder.copies(model, hint)?;
-            (theirs, warnings) = (Config::parse(&folder.config.table, "config.json", &[])?, Vec::new());
+            (theirs, warnings) = (Config::parse(&folder.config.to_toml(), "config.json", &[])?, Vec::new());
             origin = Origin::Folder(folder);
         } else {
             let trained = Trained::open(&path)?;

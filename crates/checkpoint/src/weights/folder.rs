@@ -104,13 +104,13 @@ impl WeightsFolder {
 
     /// Reads a file of a folder, of at most so many bytes, which is not a link to somewhere else.
     pub fn bytes(path: &Path, name: &str, most: u64) -> Result<Vec<u8>, CheckpointError> {
-        let (file, _) = open_inside(path, name)?;
-        let mut bytes = Vec::new();
-        file.take(most + 1).read_to_end(&mut bytes).at("read", &path.join(name))?;
-        if bytes.len() as u64 > most {
-            let cause = format!("larger than {most} bytes");
+        let (file, length) = open_inside(path, name)?;
+        if length > most {
+            let cause = format!("{length} bytes, more than {most}");
             return Err(CheckpointError::unfit(&path.join(name), cause, "check that this is the file that is meant"));
         }
+        let mut bytes = Vec::new();
+        file.take(most).read_to_end(&mut bytes).at("read", &path.join(name))?;
         Ok(bytes)
     }
 

@@ -99,7 +99,7 @@ pub fn export(
 fn describe(config: &Config, beside: Beside, from: &Path) -> Result<Value, TrainError> {
     let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
-    let again = Config::parse(&again.table, CONFIG, &[])?;
+    let again = Config::parse(&again.to_toml(), CONFIG, &[])?;
     let differences = config.differences(&again);
     let lost = differences.iter().filter(|d| hf::matters(&config.model, d.path));
     let lost: Vec<String> = lost.map(|d| format!("{} = {}", d.path, d.ours)).collect();

@@ -25,8 +25,6 @@ pub struct Imported {
 /// The largest `tokenizer.json` that is copied.
 const MOST_TOKENIZER_BYTES: u64 = 256 << 20;
 const MOST_TOKENIZER_CONFIG_BYTES: u64 = 16 << 20;
-/// Tokens per sequence of the config that is written, where the model takes more.
-const USUAL_SEQ: usize = 2048;
 
 /// Writes the model in a Hugging Face folder to `out` as a run directory with a checkpoint of step 0: `run.toml`, the
 /// tokenizer and `checkpoints/step-00000000`. `train.init_from`, `generate`, `eval` and [`export`](super::export) take it.
@@ -37,16 +35,14 @@ pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> 
     let source = Source::Folder(&theirs.weights);
     let name = out.join("run.toml").display().to_string();
     // Twice: whether all weights are bf16 can only be asked when it is known which they are.
-    let plain = Config::parse(&theirs.config.table, &name, &[])?;
+    let plain = Config::parse(&theirs.config.to_toml(), &name, &[])?;
     let copies = theirs.copies(&plain.model, SAME_FOLDER)?;
-    let mut text = theirs.config.table.clone();
+    let mut text = theirs.config.to_toml();
     let tokenizer = folder.join(TOKENIZER).exists();
     if tokenizer {
         text += &format!("\n[data]\ntokenizer = \"{TOKENIZER}\"\n");
         text += &end_token(folder)?.map_or(String::new(), |token| format!("end_token = {}\n", quoted(&token)));
     }
-    let seq = theirs.config.context.min(USUAL_SEQ);
-    text += &format!("\n[train]\nseq = {seq}\nglobal_batch = 1\n");
     if source.all_are(&copies, DType::BF16) {
         text += "\n[precision]\npolicy = \"bf16\"\n";
     }
@@ -89,10 +85,20 @@ fn end_token(folder: &Path) -> Result<Option<String>, TrainError> {
         false => Value::Null,
     };
     let said = said.as_str().or_else(|| said["content"].as_str()).map(str::to_owned);
-    match said {
-        Some(token) if open(Some(token.clone())).is_ok() => Ok(Some(token)),
-        _ => Err(error.into()),
+    let candidates = [said, token_of(&WeightsFolder::json(folder, CONFIG)?["eos_token_id"], &path)];
+    match candidates.into_iter().flatten().find(|token| open(Some(token.clone())).is_ok()) {
+        Some(token) => Ok(Some(token)),
+        None => Err(error.into()),
     }
+}
+
+/// The token that a tokenizer has for a number, or for the first of a list of them.
+fn token_of(id: &Value, tokenizer: &Path) -> Option<String> {
+    let id = id.as_u64().or_else(|| id[0].as_u64())?;
+    let file: Value = serde_json::from_slice(&std::fs::read(tokenizer).ok()?).ok()?;
+    let added = file["added_tokens"].as_array().into_iter().flatten().find(|token| token["id"] == id);
+    let vocabulary = file["model"]["vocab"].as_object().into_iter().flatten().find(|(_, of)| **of == id);
+    added.and_then(|token| token["content"].as_str()).or(vocabulary.map(|(token, _)| token.as_str())).map(str::to_owned)
 }
 
 fn quoted(text: &str) -> String {

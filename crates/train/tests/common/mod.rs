@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 /// Text with some structure, about 60 kB.
+#[allow(dead_code)] // not every test binary wants this text
 pub fn write_corpus(dir: &Path) {
     let line = |i: u64| format!("line {i}: the square of {} is {}, and so on.\n", i % 97, (i % 97) * (i % 97));
     for file in 0..8u64 {
