@@ -135,3 +135,20 @@ fn tokenizer_files(
     };
     Ok(vec![(TOKENIZER, bytes), (TOKENIZER_CONFIG, beside)])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_that_no_config_json_can_describe_is_refused() {
+        let text = "[model]\narchitecture = \"qwen2\"\nvocab_size = 64\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nattention = \"naive\"\n";
+        let mut config = Config::parse(text, "run.toml", &[]).unwrap();
+        let beside = Beside { context: 64, dtype: "float32", end_token: None };
+        assert!(describe(&config, beside, Path::new("run")).is_ok());
+        // The schema refuses this today; whoever allows it is told here.
+        config.model.window = Some(8);
+        let error = describe(&config, beside, Path::new("run")).unwrap_err().to_string();
+        assert!(error.starts_with("run: Hugging Face's qwen2 has no model.window = 8\nhint: "), "{error}");
+    }
+}
