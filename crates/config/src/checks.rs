@@ -162,6 +162,9 @@ fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
     };
     let remove = |key: &str| format!("remove {key}, or choose another model.architecture");
     if !learns_positions(values) {
+        if matches!(values.get("model.dropout"), Some(Value::Float(rate)) if *rate > 0.0) {
+            return conflict("model.dropout", "has no dropout", remove("model.dropout"));
+        }
         let key = values.get("model.positions").map(|_| "model.positions")?;
         return conflict(key, "has rotary embeddings, not a table of positions", remove(key));
     }

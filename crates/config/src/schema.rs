@@ -65,6 +65,9 @@ tables! {
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory;
         /// Whether the output head uses the embedding's weights.
         tied_embeddings: bool = Bool, Derived("true for gpt2, else false", checks::default_tied), Trajectory;
+        /// The share of elements that training sets to 0 behind gpt2's embedding and in front of every addition to the
+        /// residual stream; attention weights are not dropped. The same on every layout.
+        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Trajectory;
         /// Standard deviation of the initial weights.
         init_std: f64 = Float(POSITIVE), Fixed("0.02"), Trajectory;
     }

@@ -12,7 +12,7 @@ fn a_missing_shape_names_the_key_and_the_presets() {
         r#"
 model.vocab_size is not set
   --> run.toml
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-3.2-1b", "llama-3-8b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
     );
     check(
@@ -23,7 +23,7 @@ model.dim is not set
   |
 2 | [model]
   |  ^^^^^
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-3.2-1b", "llama-3-8b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
     );
 }
@@ -56,6 +56,7 @@ hint: remove model.kv_heads, or choose another model.architecture
     assert!(refused(&format!("{gpt2}{scaling}")).contains("has a table of positions, not rotary embeddings"));
     assert!(refused(&format!("{gpt2}head_dim = 8\n")).contains("has model.dim / model.heads"));
     assert!(refused(&format!("{TINY}positions = 8\n")).contains("has rotary embeddings, not a table of positions"));
+    assert!(refused(&format!("{TINY}dropout = 0.1\n")).contains("model.architecture = \"llama\" has no dropout"));
     // An odd width of heads is nothing to rotary embeddings that are not there.
     assert_eq!(Config::parse(gpt2, "run.toml", &[]).unwrap().model.head_dim, 11);
 }

@@ -41,6 +41,7 @@ rope_theta = 500000.0  # default
 attention = "flash"  # default
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
+dropout = 0.0  # default
 init_std = 0.02  # default
 
 [data]

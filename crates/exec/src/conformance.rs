@@ -157,6 +157,7 @@ pub fn ops() -> Vec<Op> {
         Op::SwiGluGrad,
         Op::Gelu,
         Op::GeluGrad,
+        Op::Dropout { rate: 0.3, site: 0x1234_5678_9abc_def0, seq: 60 },
         Op::Add,
         Op::CrossEntropy,
         Op::CrossEntropyGrad,
@@ -336,6 +337,10 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
         Op::Gelu => vec![(act(n), Normal)],
         Op::GeluGrad => vec![(act(n.clone()), Normal), (act(n), Normal)],
+        Op::Dropout { .. } => {
+            let keys = TensorType::new(DType::U32, [b.clone(), Dim::new(Axis::Scalar, 2)]);
+            vec![(act(d.clone()), Normal), (keys, Below(u32::MAX))]
+        }
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
         Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
         Op::CrossEntropyGrad => {

@@ -8,7 +8,7 @@ mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::Dims;
-use lockstep_ir::{Graph, Op, StepScalars, ValueId};
+use lockstep_ir::{Graph, Op, StepScalars, ValueId, counter};
 
 /// Evaluates a graph. `feed` gives inputs and states (token ids as whole numbers); gradient states start at zero. Returns every
 /// value that was computed; a sum into a state is also found under the state.
@@ -132,6 +132,16 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
                 sigmoid(2.0 * u) + x * sigmoid(2.0 * u) * sigmoid(-2.0 * u) * 2.0 * du
             };
             vec![x[0].iter().zip(x[1]).map(|(dy, x)| dy * slope(*x)).collect()]
+        }
+        Op::Dropout { rate, site, seq } => {
+            let (d, below) = (dims.size('d'), counter::threshold(rate));
+            let element = |i: usize| {
+                let (b, s) = (i / d / seq, i / d % seq);
+                let key = x[1][2 * b] as u64 | (x[1][2 * b + 1] as u64) << 32;
+                let drops = counter::row_bits(counter::row(key, site, s as u64), (i % d) as u32) < below;
+                if drops { 0.0 } else { x[0][i] / (1.0 - f64::from(rate)) }
+            };
+            vec![(0..x[0].len()).map(element).collect()]
         }
         Op::Add => vec![add(x[0], x[1])],
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),

@@ -3,7 +3,7 @@
 use crate::names;
 use lockstep_config::ModelConfig;
 use lockstep_ir::graph::State;
-use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId, counter};
 
 /// What a forward graph computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub enum Form {
 
 impl Form {
     /// Sequences, tokens of each, and positions of the rotary table.
-    pub(crate) fn extents(self) -> (usize, usize, usize) {
+    pub fn extents(self) -> (usize, usize, usize) {
         match self {
             Form::Loss { batch, seq, context, .. } => (batch, seq, context),
             Form::NextToken { batch, positions, context } => (batch, positions, context),
@@ -40,16 +40,25 @@ impl Form {
     }
 }
 
-/// The inputs that a form has besides the tokens.
-pub(crate) enum Side {
+/// The inputs that a form has besides the tokens, and what an architecture leaves to them: positions, attention, the result.
+#[derive(Clone, Debug)]
+pub enum Side {
+    /// Of [`Form::Loss`].
     Loss {
+        /// The token that follows each position.
         targets: ValueId,
         /// Where the document of each position starts, if that matters.
         starts: Option<ValueId>,
+        /// The keys of dropout, and its rate, if there is any.
+        dropout: Option<(ValueId, f32)>,
     },
+    /// Of [`Form::NextToken`].
     NextToken {
+        /// How many tokens of each sequence are in the cache.
         start: ValueId,
+        /// How many are new.
         count: ValueId,
+        /// Sequences and positions of the cache.
         cache: [Dim; 2],
         /// Whether a call may have several new tokens.
         several: bool,
@@ -58,14 +67,15 @@ pub(crate) enum Side {
 
 impl Side {
     /// Declares them.
-    pub(crate) fn declare(g: &mut Graph, form: Form) -> Self {
+    pub fn declare(g: &mut Graph, form: Form) -> Self {
         let batch = |n| Dim::new(Axis::Batch, n);
         let seq = |n| Dim::new(Axis::Seq, n);
         match form {
             Form::Loss { batch: b, seq: s, documents, .. } => {
                 let mut numbers = |name| g.input(name, TensorType::new(DType::U32, [batch(b), seq(s)]));
                 let targets = numbers(names::TARGETS);
-                Side::Loss { targets, starts: documents.then(|| numbers(names::DOCUMENT_STARTS)) }
+                let starts = documents.then(|| numbers(names::DOCUMENT_STARTS));
+                Side::Loss { targets, starts, dropout: None }
             }
             Form::NextToken { batch: b, positions, context } => {
                 let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
@@ -75,10 +85,33 @@ impl Side {
         }
     }
 
+    /// The same with dropout at this rate. Generation has none.
+    pub fn dropping(mut self, g: &mut Graph, rate: f64) -> Self {
+        if let Side::Loss { targets, dropout, .. } = &mut self
+            && rate > 0.0
+        {
+            let batch = g.ty(*targets).dims[0].clone();
+            let keys = g.input(names::DROPOUT_KEYS, TensorType::new(DType::U32, [batch, Dim::new(Axis::Scalar, 2)]));
+            *dropout = Some((keys, rate as f32));
+        }
+        self
+    }
+
+    /// Dropout, where there is any; `name` is the site.
+    pub fn drop(&self, g: &mut Graph, x: ValueId, name: &str) -> Result<ValueId, TypeError> {
+        match self {
+            Side::Loss { targets, dropout: Some((keys, rate)), .. } => {
+                let (seq, site) = (g.ty(*targets).dims[1].size(), counter::key(0, name));
+                Ok(g.op(Op::Dropout { rate: *rate, site, seq }, &[x, *keys], name)?[0])
+            }
+            Side::Loss { .. } | Side::NextToken { .. } => Ok(x),
+        }
+    }
+
     /// Adds to every position its row of a learned table.
-    pub(crate) fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
+    pub fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
         let (op, numbers) = match self {
-            Side::Loss { targets, starts } => {
+            Side::Loss { targets, starts, .. } => {
                 let seq = g.ty(*targets).dims[1].size();
                 (Op::AddPositions { seq, documents: starts.is_some() }, *starts)
             }
@@ -89,7 +122,7 @@ impl Side {
     }
 
     /// Rotary positions: the Q and K of packed Q·K·V, turned.
-    pub(crate) fn rotate(
+    pub fn rotate(
         &self,
         g: &mut Graph,
         qkv: ValueId,
@@ -105,7 +138,7 @@ impl Side {
     }
 
     /// Causal attention over packed Q·K·V, whose K and V are `kv` each.
-    pub(crate) fn attend(
+    pub fn attend(
         &self,
         g: &mut Graph,
         qkv: ValueId,
@@ -134,7 +167,7 @@ impl Side {
     }
 
     /// The positions whose logits somebody wants.
-    pub(crate) fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
+    pub fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
         match self {
             Side::NextToken { count, several: true, .. } => Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0]),
             Side::NextToken { several: false, .. } | Side::Loss { .. } => Ok(x),
@@ -142,7 +175,7 @@ impl Side {
     }
 
     /// Makes the graph yield what the form asks for.
-    pub(crate) fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
+    pub fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
         let output = match self {
             Side::Loss { targets, .. } => g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0],
             Side::NextToken { .. } => logits,

@@ -201,6 +201,9 @@ pub fn write_config(model: &ModelConfig, beside: Beside) -> Result<Value, HfErro
     if let Some((field, _)) = family.window {
         set(field, json!(model.window));
     }
+    for (field, ours) in family.dropout {
+        set(field, json!(if *ours { model.dropout } else { 0.0 }));
+    }
     set(family.norm_eps.0, json!(model.norm_eps));
     set("tie_word_embeddings", json!(model.tied_embeddings));
     set("initializer_range", json!(model.init_std));
@@ -228,8 +231,8 @@ pub fn matters(model: &ModelConfig, key: &str) -> bool {
     let rotary = family(model).is_none_or(|family| family.rotary);
     match key {
         "model.rope_theta" | "model.rope_scaling" => rotary,
-        // The same function, and what weights were before they were trained.
-        "model.attention" | "model.init_std" => false,
+        // The same function, and how weights were made.
+        "model.attention" | "model.dropout" | "model.init_std" => false,
         _ => key.starts_with("model."),
     }
 }

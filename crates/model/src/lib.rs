@@ -10,11 +10,11 @@ mod gpt2;
 pub mod hf;
 mod llama;
 mod mistral;
-mod parameters;
+pub mod parameters;
 mod qwen2;
 mod qwen3;
 
-pub use form::Form;
+pub use form::{Form, Side};
 
 use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};
@@ -27,6 +27,8 @@ pub mod names {
     pub const TARGETS: &str = "targets";
     /// Input of models that keep documents apart: where in its sequence the document of each position starts.
     pub const DOCUMENT_STARTS: &str = "document_starts";
+    /// Input of models with dropout: a random key of two words for each sequence, a function of seed and sample.
+    pub const DROPOUT_KEYS: &str = "dropout_keys";
     /// Output: sum of the token losses of each sequence.
     pub const LOSS: &str = "loss";
     /// Input of generation: how many tokens of each sequence are in the cache.

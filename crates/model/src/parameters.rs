@@ -4,17 +4,17 @@ use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::{DType, Dim, Graph, Init, TensorType, ValueId};
 
 /// A weight matrix: rows are outputs, columns inputs.
-pub(crate) fn matrix<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 2], init: &Init, parts: &[S]) -> ValueId {
+pub fn matrix<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 2], init: &Init, parts: &[S]) -> ValueId {
     parameter(g, name, dims.to_vec(), init.clone(), parts, true)
 }
 
 /// A norm's weight.
-pub(crate) fn ones<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
+pub fn ones<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
     parameter(g, name, vec![dim], Init::Ones, parts, false)
 }
 
 /// A bias.
-pub(crate) fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
+pub fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
     parameter(g, name, vec![dim], Init::Zeros, parts, false)
 }
 

@@ -43,6 +43,8 @@ fn what_is_written_reads_back_as_the_same_model() {
         let context = if family == "gpt2" { 64 } else { 4096 };
         assert_eq!((found.context, config.train.seq), (context, context.min(2048)));
         let written = write_config(&config.model, BESIDE).unwrap();
+        let dropout = if family == "gpt2" { "resid_pdrop" } else { "attention_dropout" };
+        assert_eq!(written[dropout], 0.0);
         assert_eq!(read(&written).1.model, config.model, "{family}");
         assert_eq!((&written["eos_token_id"], &written["torch_dtype"]), (&json!(7), &json!("float32")));
     }

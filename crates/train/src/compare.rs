@@ -1,6 +1,6 @@
 //! Layouts against one rank: the same model, batch and steps, and how far apart losses and gradients are.
 
-use crate::{Session, TrainError, plan};
+use crate::{Session, TrainError, feed, plan};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
@@ -272,8 +272,14 @@ fn fill(
         let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
         session.executor().write(name, micro_batch, &bytes)?;
     }
+    let seq = config.train.seq;
+    if config.model.dropout > 0.0 && step != u64::MAX {
+        let sample = |b: usize| step * config.train.global_batch as u64 + (first / seq + b) as u64;
+        let keys = (0..positions / seq).flat_map(|b| feed::dropout_key(config.train.seed, sample(b)));
+        let bytes: Vec<u8> = keys.flat_map(u32::to_le_bytes).collect();
+        session.executor().write(names::DROPOUT_KEYS, micro_batch, &bytes)?;
+    }
     if config.data.document_mask {
-        let seq = config.train.seq;
         let start = |i: usize| {
             // Documents of another length in every sequence.
             let length = 3 + (first + i) / seq % 5;

@@ -33,7 +33,7 @@ pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, 
 pub use event::{Event, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
-pub use plan::{Plan, plan};
+pub use plan::{Architecture, Plan, plan, plan_with};
 pub use run::{Outcome, RunOptions, run};
 pub use run_dir::RunDir;
 pub use sample::Sample;

@@ -1,10 +1,10 @@
 use crate::TrainError;
 use lockstep_compile::{AdamW, Compiled, Context, Precision, Recompute, compile};
-use lockstep_config::Config;
+use lockstep_config::{Config, ModelConfig};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{DType, Graph, Layout, StepProgram};
+use lockstep_ir::{DType, Graph, Layout, StepProgram, TypeError};
 use lockstep_model::Form;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
@@ -84,14 +84,22 @@ fn training_context(config: &Config) -> (Context, usize) {
     (context, threads)
 }
 
+/// Writes down the forward graph of a model: `lockstep_model::build_form`, or an architecture of the caller's own.
+pub type Architecture = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
+
 /// Compiles a config for this machine.
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
+    plan_with(config, lockstep_model::build_form)
+}
+
+/// The same for an architecture that the config does not name.
+pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (context, threads) = training_context(config);
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
-    let forward = lockstep_model::build_form(&config.model, form).map_err(internal)?;
+    let forward = build(&config.model, form).map_err(internal)?;
     let compiled = compile(&forward, &context)?;
     let mut step_flops = Flops::default();
     for program in &compiled.programs {
@@ -156,6 +164,7 @@ fn check_numbers(config: &Config) -> Result<(), TrainError> {
         ("optimizer.beta1", o.beta1, below_one(o.beta1 as f32)),
         ("optimizer.beta2", o.beta2, below_one(o.beta2 as f32)),
         ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
+        ("model.dropout", config.model.dropout, below_one(config.model.dropout as f32)),
         ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];
     for (key, value, fits) in checks {

@@ -58,7 +58,7 @@ impl Session {
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
         let batch = config.train.micro_batch * plan.layout.mesh.dp;
         let mut session = Self {
-            feed: Feed::new(&tensors, None, batch, config.train.seq),
+            feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,

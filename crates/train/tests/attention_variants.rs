@@ -3,7 +3,7 @@
 use lockstep_config::Config;
 use lockstep_ir::program::{Buffer, Lifetime};
 use lockstep_ir::{Layout, legal};
-use lockstep_train::{Comparison, compare, plan};
+use lockstep_train::{Comparison, Generator, Weights, compare, plan};
 
 const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
 /// A window shorter than the sequences.
@@ -129,6 +129,17 @@ fn naive_attention_keeps_its_weights_for_backward_unless_they_are_computed_again
     assert_eq!(saved("naive", "none"), 4 * 2 * 4 * 12 * 12 * 2);
     assert_eq!(saved("naive", "selective"), 0);
     assert_eq!(saved("flash", "none"), 0);
+}
+
+#[test]
+fn naive_attention_generates_through_the_cache_as_flash_does() {
+    let logits = |attention: &str| {
+        let config = config(&format!("{MISTRAL}\nattention = \"{attention}\""), "");
+        let mut generator = Generator::new(&config, 20, Weights::Initial).unwrap();
+        generator.read(&[5, 6, 7, 8, 9, 10, 11, 12]).unwrap();
+        generator.read(&[13]).unwrap().to_vec()
+    };
+    assert_eq!(logits("naive"), logits("flash"));
 }
 
 #[test]

@@ -159,6 +159,13 @@ fn graph_through(op: Op) -> Option<Graph> {
             let y = b.op(op, &[x], "y")[0];
             b.loss(y)
         }
+        Op::Dropout { rate, site, .. } => {
+            let x = b.activation("x", embed());
+            let ty = TensorType::new(DType::U32, [Dim::new(Axis::Batch, BATCH), Dim::new(Axis::Scalar, 2)]);
+            let keys = b.g.input("keys", ty);
+            let y = b.op(Op::Dropout { rate, site, seq: SEQ }, &[x, keys], "y")[0];
+            b.loss(y)
+        }
         Op::Add => {
             let (x, y) = (b.activation("x", embed()), b.activation("y", embed()));
             let sum = b.op(op, &[x, y], "sum")[0];

@@ -158,6 +158,11 @@ impl Backward {
                 let dx = self.input(g, Op::GeluGrad, &[dy, input(0)], &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
+            Op::Dropout { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let dx = self.input(g, node.op, &[dy, input(1)], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
             Op::Add => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 self.add(g, node.inputs[0], dy, layer)?;

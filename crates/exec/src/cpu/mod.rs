@@ -5,6 +5,7 @@ mod attention;
 mod call;
 pub mod ceilings;
 mod columns;
+mod dropout;
 mod exchange;
 mod float;
 mod gemm;
@@ -309,6 +310,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
         Op::Gelu => pointwise::gelu::<T>(call),
         Op::GeluGrad => pointwise::gelu_grad::<T>(call),
+        Op::Dropout { rate, site, seq } => dropout::dropout::<T>(call, rate, site, seq),
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),

@@ -81,6 +81,7 @@ impl Op {
             | Op::SwiGluGrad
             | Op::Gelu
             | Op::GeluGrad
+            | Op::Dropout { .. }
             | Op::Add
             | Op::CrossEntropy
             | Op::CrossEntropyGrad

@@ -7,8 +7,9 @@
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
 //! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
 //! or keys, `r` table columns, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
-//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
-//! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
+//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars or words of a key,
+//! `m` statistics. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
+//! is summed over.
 
 mod dims;
 mod flops;
@@ -169,6 +170,16 @@ pub enum Op {
     Gelu,
     /// Gradient of `Gelu`.
     GeluGrad,
+    /// Each element either 0 or scaled by 1 / (1 − rate), by a coin that is a function of the sequence's key, the site, and
+    /// position and feature (`counter::row_bits`): any rank of any layout throws the same. Its gradient is the same op.
+    Dropout {
+        /// The share of elements that become 0.
+        rate: f32,
+        /// The place in the model.
+        site: u64,
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+    },
     /// Elementwise sum.
     Add,
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits.
@@ -462,6 +473,12 @@ impl Op {
                     let part = dims.size('s');
                     let reason = format!("{part} of {seq} positions with {whole} starts and {rows} rows of a table");
                     return Err(self.refuse(reason));
+                }
+            }
+            Op::Dropout { seq, .. } => {
+                let (part, words) = (dims.size('s'), dims.size('z'));
+                if !seq.is_multiple_of(part) || words != 2 {
+                    return Err(self.refuse(format!("{part} of {seq} positions with keys of {words} words")));
                 }
             }
             Op::LastPosition => {

@@ -419,6 +419,9 @@ static GELU: Spec = row("gelu", &[float("x", "bsf")], &[float("y", "bsf")], &[(0
 static GELU_GRAD: Spec =
     row("gelu_grad", &[float("dy", "bsf"), float("x", "bsf")], &[float("dx", "bsf")], ANY_OPERAND, None)
         .splits(&["b", "s", "f"]);
+static DROPOUT: Spec =
+    row("dropout", &[float("x", "bsd"), u32("keys", "bz")], &[float("y", "bsd")], &[(0, 0)], Some(&[Input(1)]))
+        .splits(&["b", "s"]);
 static ADD: Spec =
     row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]))
         .splits(&["b", "s", "d"]);
@@ -559,6 +562,7 @@ impl Op {
             Op::SwiGluGrad => &SWIGLU_GRAD,
             Op::Gelu => &GELU,
             Op::GeluGrad => &GELU_GRAD,
+            Op::Dropout { .. } => &DROPOUT,
             Op::Add => &ADD,
             Op::CrossEntropy => &CROSS_ENTROPY,
             Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,

@@ -19,6 +19,9 @@ pub(super) struct Family {
     pub window: Option<(&'static str, usize)>,
     /// Positions: the field, and its value where it is not there.
     pub context: (&'static str, usize),
+    /// Shares of elements that training drops, and whether `model.dropout` is about them. They are written, so that others do not
+    /// take their own, and not read: how a model was trained is no part of it.
+    pub dropout: &'static [(&'static str, bool)],
     /// Fields that have one value only, which is also their value where they are not there.
     pub fixed: &'static [(&'static str, Fixed)],
     /// What names of tensors begin with.
@@ -92,6 +95,7 @@ const LLAMA: Family = Family {
     rotary: true,
     window: None,
     context: ("max_position_embeddings", 2048),
+    dropout: &[("attention_dropout", false)],
     fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), NOT_QUANTIZED],
     prefix: "model.",
     embedding: "model.embed_tokens.weight",
@@ -140,6 +144,7 @@ pub(super) const FAMILIES: &[Family] = &[
         rotary: false,
         window: None,
         context: POSITIONS,
+        dropout: &[("embd_pdrop", true), ("resid_pdrop", true), ("attn_pdrop", false)],
         fixed: &[
             ("activation_function", Fixed::Is(Word::Text("gelu_new"))),
             ("scale_attn_weights", Fixed::Is(Word::Flag(true))),

@@ -187,6 +187,28 @@ mod tests {
     use super::*;
 
     #[test]
+    fn tiles_before_a_window_or_a_document_are_not_visited() {
+        let (none, starts) = (std::ptr::null(), [vec![0; 250], vec![250; 150]].concat());
+        // (documents, window, first query, queries) and the first key that is looked at.
+        let cases = [
+            (none, None, 300, 32, 0),
+            (none, Some(1), 300, 32, 288),
+            (none, Some(100), 300, 32, 192),
+            (none, Some(14), 300, 1, 192),
+            (none, Some(12), 300, 1, 288),
+            (none, Some(1000), 300, 32, 0),
+            (starts.as_ptr(), None, 300, 32, 192),
+            (starts.as_ptr(), Some(20), 320, 32, 288),
+            (starts.as_ptr(), Some(200), 240, 32, 0),
+        ];
+        for (starts, window, first, queries, expected) in cases {
+            // SAFETY: there are starts of 400 positions, or none.
+            let found = unsafe { Mask::of(starts, 0, 400, window).first_tile(first, queries) };
+            assert_eq!(found, expected, "{window:?} {first} {queries}");
+        }
+    }
+
+    #[test]
     fn the_profile_asks_for_enough_scratch_at_every_shape() {
         for unit in [Unit::Vector, Unit::Amx] {
             for bytes in [forward::Buffers::bytes, backward::Buffers::bytes] {
