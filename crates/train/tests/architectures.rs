@@ -1,5 +1,8 @@
 //! Every architecture on every kind of layout against one rank, and what each has to say about layouts.
 
+mod common;
+
+use common::check_layouts;
 use lockstep_config::Config;
 use lockstep_ir::{Layout, Op, legal};
 use lockstep_model::names;
@@ -32,16 +35,8 @@ const LAYOUTS: [&str; 12] = [
     "dp=2,zero=1,tp=2,sp,pp=2",
 ];
 
-/// Compares layouts with one rank; each must fit, and keep its promise.
 fn check(config: &Config) -> Vec<Comparison> {
-    let layouts: Vec<Layout> = LAYOUTS.iter().map(|l| l.parse().unwrap()).collect();
-    for layout in &layouts {
-        assert_eq!(legal::check(layout, &config.shape()), [], "{layout}");
-    }
-    let found = compare(config, &layouts, 3, &mut |_| ()).unwrap();
-    let broken: Vec<&Comparison> = found.iter().filter(|c| !c.kept).collect();
-    assert!(broken.is_empty(), "{broken:#?}");
-    found
+    check_layouts(config, &LAYOUTS)
 }
 
 const BF16: &str = "[precision]\npolicy = \"bf16\"";
