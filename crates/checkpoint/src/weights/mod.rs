@@ -6,11 +6,13 @@
 
 mod convert;
 mod folder;
+mod new_folder;
 mod stream;
 mod write;
 
 pub use folder::WeightsFolder;
-pub use write::{NewFolder, export, save_copies};
+pub use new_folder::NewFolder;
+pub use write::{export, save_copies};
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! Copies of tensors to new files: a checkpoint, or safetensors shards for other programs.
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -12,9 +12,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{Source, TensorCopy};
 use crate::error::{AtPath, CheckpointError};
-use crate::folder;
 use crate::manifest::{FileEntry, Manifest, WHOLE, checksum};
-use crate::save::TemporaryFolder;
+use crate::save::{TemporaryFolder, write_synced};
 use crate::tensor_file;
 
 /// Writes copies of tensors as the checkpoint of `step` in `dir`, which has one group and f32 elements, and gives its path.
@@ -91,7 +90,7 @@ pub fn export(
         let size: u64 = shards.iter().map(|shard| shard.payload).sum();
         let index = json!({ "metadata": { "total_size": size }, "weight_map": map });
         let path = folder.join("model.safetensors.index.json");
-        fs::write(&path, format!("{index:#}\n")).at("write", &path)?;
+        write_synced(&path, |to| to.write_all(format!("{index:#}\n").as_bytes()))?;
     }
     Ok(())
 }
@@ -154,60 +153,4 @@ impl<'a> Shard<'a> {
 
 fn bytes_of(copy: &TensorCopy, dtype: DType) -> Option<u64> {
     Some(copy.elements()? as u64 * dtype.bytes() as u64)
-}
-
-/// A folder that is being filled beside the place where it is to be. It is there from [`publish`](NewFolder::publish) on; one
-/// that is dropped leaves nothing.
-#[derive(Debug)]
-pub struct NewFolder {
-    path: PathBuf,
-    temporary: PathBuf,
-    published: bool,
-}
-
-impl NewFolder {
-    /// Begins a folder, in whose place there must be nothing, or an empty folder.
-    pub fn begin(path: &Path) -> Result<NewFolder, CheckpointError> {
-        let whole = std::path::absolute(path).at("find", path)?;
-        let (Some(parent), Some(name)) = (whole.parent(), whole.file_name()) else {
-            return Err(CheckpointError::unfit(path, "not a place for a folder", "give --out another path"));
-        };
-        if path.symlink_metadata().is_ok() && fs::read_dir(path).at("list", path)?.next().is_some() {
-            return Err(CheckpointError::unfit(path, "there is something in this folder", "give --out another path"));
-        }
-        fs::create_dir_all(parent).at("create", parent)?;
-        let temporary = parent.join(format!(".tmp-{}-{}", name.display(), std::process::id()));
-        fs::create_dir(&temporary).at("create", &temporary)?;
-        Ok(NewFolder { path: path.to_owned(), temporary, published: false })
-    }
-
-    /// Where its files are written to.
-    pub fn path(&self) -> &Path {
-        &self.temporary
-    }
-
-    /// Writes a file of it.
-    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
-        let path = self.temporary.join(name);
-        fs::write(&path, bytes).at("write", &path)
-    }
-
-    /// Gives the folder its name.
-    pub fn publish(mut self) -> Result<(), CheckpointError> {
-        folder::sync(&self.temporary)?;
-        if self.path.is_dir() {
-            fs::remove_dir(&self.path).at("replace", &self.path)?;
-        }
-        fs::rename(&self.temporary, &self.path).at("rename", &self.temporary)?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for NewFolder {
-    fn drop(&mut self) {
-        if !self.published {
-            folder::discard(&self.temporary);
-        }
-    }
 }

@@ -89,7 +89,7 @@ pub fn export(
             new.write(name, &bytes)?;
         }
     }
-    lockstep_checkpoint::export(new.path(), source, &copies, dtype, options.shard_bytes, progress)?;
+    lockstep_checkpoint::export(new.contents(), source, &copies, dtype, options.shard_bytes, progress)?;
     new.publish()?;
     let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
     Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings })

@@ -64,7 +64,7 @@ pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> 
         "lockstep": env!("CARGO_PKG_VERSION"),
         "imported": { "context": context },
     });
-    save_copies(&new.path().join("checkpoints"), 0, "model", source, &copies, &state, progress)?;
+    save_copies(&new.contents().join("checkpoints"), 0, "model", source, &copies, &state, progress)?;
     new.publish()?;
     let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
     Ok(Imported { config, parameters, context, tokenizer })
