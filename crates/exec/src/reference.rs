@@ -340,7 +340,9 @@ fn starts(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
 /// The first key that every query sees: where its document starts, but no more than a window before it.
 fn first_keys(dims: &Dims, given: Option<&[f64]>, window: Option<usize>) -> Vec<usize> {
     let seq = dims.size('s');
-    let first = |(row, start): (usize, usize)| start.max((row % seq + 1).saturating_sub(window.unwrap_or(usize::MAX)));
+    let first = |(row, start): (usize, usize)| {
+        start.max((row % seq + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1))))
+    };
     starts(dims, given).into_iter().enumerate().map(first).collect()
 }
 

@@ -35,7 +35,7 @@ pub fn cached_attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Ve
             let head =
                 |t: usize, section: usize| &cache[(b * context + t) * cached + (section * kv_heads + kv) * e..][..e];
             let dot = |t: usize| query.iter().zip(head(t, 0)).map(|(q, k)| q * k).sum::<f64>();
-            let first = (start + s + 1).saturating_sub(window.unwrap_or(usize::MAX));
+            let first = (start + s + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1)));
             let scores: Vec<f64> = (first..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();
             let lse = super::log_sum_exp(&scores);
             for i in 0..e {

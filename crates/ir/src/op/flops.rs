@@ -53,7 +53,11 @@ impl Op {
             Op::AttentionScores { window, .. } | Op::AttentionMix { window } => attention(*window, 2, 2),
             Op::AttentionScoresGrad { window } | Op::AttentionMixGrad { window } => attention(*window, 4, 4),
             // How full the cache is is known on the device only: every new position counts over all of it.
-            Op::CachedAttention { .. } => same(4 * dims.product("bsth")),
+            Op::CachedAttention { window } => {
+                let (all, t) = (4 * dims.product("bsth"), dims.size('t'));
+                let seen = 4 * dims.product("bsh") * window.unwrap_or(t).min(t) as u128;
+                Flops { model: all, causal: seen, hardware: all }
+            }
             Op::Embedding
             | Op::EmbeddingGrad { .. }
             | Op::AddBias

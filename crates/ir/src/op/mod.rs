@@ -122,7 +122,7 @@ pub enum Op {
         /// A query sees the keys from the start of its document on, a number on the device for every position. A start
         /// after its position counts as that position.
         documents: bool,
-        /// A query sees so many keys at most, its own the last of them; all before it if `None`.
+        /// A query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
         window: Option<usize>,
     },
     /// Gradient of `Attention`; recomputes the scores tile by tile.
@@ -422,22 +422,12 @@ impl Op {
                 let norms = [(Axis::Heads, q.count), (Axis::KvHeads, dims.size('u'))];
                 let norms = Dim::packed(norms.map(|(axis, count)| Section { axis, count, unit: 1 }));
                 let weight = Section { axis: Axis::HeadDim, count: q.unit, unit: 1 };
-                for (letter, dim) in [('x', norms), ('i', Dim::packed([weight, weight]))] {
-                    if let Some(known) = dims.set(letter, &dim)
-                        && *known != dim
-                    {
-                        return Err(self.refuse(format!("has {known} where the heads ask for {dim}")));
-                    }
-                }
+                self.ask(dims, 'x', norms)?;
+                self.ask(dims, 'i', Dim::packed([weight, weight]))?;
             }
             Op::Attention { .. } | Op::AttentionGrad { .. } => {
-                let q = self.packed_heads(dims)?;
-                let out = Dim::packed([q]);
-                if let Some(known) = dims.set('h', &out)
-                    && *known != out
-                {
-                    return Err(self.refuse(format!("`do` has {known} where the heads are {out}")));
-                }
+                let out = Dim::packed([self.packed_heads(dims)?]);
+                self.ask(dims, 'h', out)?;
             }
             Op::AttentionScores { .. }
             | Op::AttentionScoresGrad { .. }
@@ -445,13 +435,8 @@ impl Op {
             | Op::AttentionMixGrad { .. } => {
                 let out = Dim::packed([self.packed_heads(dims)?]);
                 let keys = dims.get('s').cloned().unwrap_or(Dim::new(Axis::Seq, 1));
-                for (letter, dim) in [('h', out), ('t', keys)] {
-                    if let Some(known) = dims.set(letter, &dim)
-                        && *known != dim
-                    {
-                        return Err(self.refuse(format!("has {known} where the packed dimension asks for {dim}")));
-                    }
-                }
+                self.ask(dims, 'h', out)?;
+                self.ask(dims, 't', keys)?;
             }
             Op::CachedAttention { .. } => {
                 let q = self.packed_heads(dims)?;
@@ -549,17 +534,22 @@ impl Op {
         let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
         match sections[..] {
             [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
-                let heads = Dim::new(Axis::Heads, q.count);
-                if let Some(known) = dims.set('q', &heads)
-                    && *known != heads
-                {
-                    return Err(self.refuse(format!("has {known} where the packed dimension has {heads}")));
-                }
+                self.ask(dims, 'q', Dim::new(Axis::Heads, q.count))?;
                 dims.set('u', &Dim::new(Axis::KvHeads, k.count));
                 dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
                 Ok(q)
             }
             _ => Err(self.refuse("the packed dimension must be Q, K and V, with K's heads dividing Q's".into())),
+        }
+    }
+
+    /// Binds a letter that follows from the packed dimension; an operand may have said the same.
+    fn ask(&self, dims: &mut Dims, letter: char, dim: Dim) -> Result<(), TypeError> {
+        match dims.set(letter, &dim) {
+            Some(known) if *known != dim => {
+                Err(self.refuse(format!("`{letter}` is {known} where the heads ask for {dim}")))
+            }
+            _ => Ok(()),
         }
     }
 

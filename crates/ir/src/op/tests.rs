@@ -64,6 +64,43 @@ fn a_cache_must_hold_the_keys_and_values_of_the_packed_dimension() {
 }
 
 #[test]
+fn norms_of_heads_have_a_weight_of_two_sections_and_a_deviation_per_head() {
+    let head = |axis, count| Section { axis, count, unit: 4 };
+    let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
+    let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
+    let weight = |n| {
+        let of_head = Section { axis: Axis::HeadDim, count: n, unit: 1 };
+        TensorType::new(DType::F32, [Dim::packed([of_head, of_head])])
+    };
+    let norm = Op::QkNorm { eps: 1e-6 };
+    let out = norm.infer(&[&qkv, &weight(4)]).unwrap();
+    assert_eq!((&out[0], out[1].to_string().as_str()), (&qkv, "f32[batch:1, seq:8, heads:6+kv_heads:2]"));
+    let error = norm.infer(&[&qkv, &weight(3)]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "qk_norm: `i` is head_dim:3+head_dim:3 where the heads ask for head_dim:4+head_dim:4"
+    );
+}
+
+#[test]
+fn weights_of_attention_are_of_every_query_and_key() {
+    let head = |axis, count| Section { axis, count, unit: 4 };
+    let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
+    let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
+    let scores = Op::AttentionScores { documents: false, window: None };
+    let p = scores.infer(&[&qkv]).unwrap().remove(0);
+    assert_eq!(p.to_string(), "f32[batch:1, heads:6, seq:8, seq:8]");
+    let mix = Op::AttentionMix { window: None };
+    assert_eq!(mix.infer(&[&p, &qkv]).unwrap()[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
+    let whole = Op::Attention { documents: false, window: None }.flops(&[&qkv], &[true, true]).unwrap();
+    let naive = scores.flops(&[&qkv], &[true]).unwrap() + mix.flops(&[&p, &qkv], &[true]).unwrap();
+    assert_eq!(naive, whole);
+    let fewer = ty(&[(Axis::Batch, 1), (Axis::Heads, 5), (Axis::Seq, 8), (Axis::Seq, 8)]);
+    let error = mix.infer(&[&fewer, &qkv]).unwrap_err();
+    assert_eq!(error.to_string(), "attention_mix: `q` is heads:5 where the heads ask for heads:6");
+}
+
+#[test]
 fn every_in_place_pair_names_operands_of_equal_shape() {
     let norms = [Op::AddRmsNorm { eps: 0.0 }, Op::AddLayerNorm { eps: 0.0 }, Op::AddLayerNormGrad];
     let head_norms = [Op::QkNorm { eps: 0.0 }, Op::QkNormGrad];

@@ -45,6 +45,23 @@ CASES = {
 }
 
 
+def shape(case):
+    """What the configs of Llama and its relatives call the numbers of a case."""
+    return dict(
+        vocab_size=case["vocab_size"],
+        num_hidden_layers=case["layers"],
+        hidden_size=case["dim"],
+        num_attention_heads=case["heads"],
+        num_key_value_heads=case["kv_heads"],
+        intermediate_size=case["ffn"],
+        rms_norm_eps=case["norm_eps"],
+        tie_word_embeddings=case["tied"],
+        rope_parameters={"rope_type": "default", "rope_theta": case["rope_theta"]},
+        max_position_embeddings=128,
+        attn_implementation="eager",
+    )
+
+
 def build(case):
     rope = {"rope_type": "default", "rope_theta": case["rope_theta"]}
     if "rope_factor" in case:
@@ -55,20 +72,7 @@ def build(case):
             "high_freq_factor": case["rope_high"],
             "original_max_position_embeddings": case["rope_original"],
         }
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=case["vocab_size"],
-        num_hidden_layers=case["layers"],
-        hidden_size=case["dim"],
-        num_attention_heads=case["heads"],
-        num_key_value_heads=case["kv_heads"],
-        head_dim=case["head_dim"],
-        intermediate_size=case["ffn"],
-        rms_norm_eps=case["norm_eps"],
-        tie_word_embeddings=case["tied"],
-        rope_parameters=rope,
-        max_position_embeddings=128,
-        attn_implementation="eager",
-    ))
+    return LlamaForCausalLM(LlamaConfig(**shape(case) | {"rope_parameters": rope}, head_dim=case["head_dim"]))
 
 
 def golden(case, seed, build):

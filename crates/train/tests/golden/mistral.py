@@ -3,7 +3,7 @@
 The window is shorter than the sequences, so that most queries do not see the first keys.
 """
 
-from llama import store
+from llama import shape, store
 from transformers import MistralConfig, MistralForCausalLM
 
 CASES = {
@@ -15,21 +15,7 @@ CASES = {
 
 
 def build(case):
-    return MistralForCausalLM(MistralConfig(
-        vocab_size=case["vocab_size"],
-        num_hidden_layers=case["layers"],
-        hidden_size=case["dim"],
-        num_attention_heads=case["heads"],
-        num_key_value_heads=case["kv_heads"],
-        head_dim=case["head_dim"],
-        intermediate_size=case["ffn"],
-        rms_norm_eps=case["norm_eps"],
-        sliding_window=case["window"],
-        tie_word_embeddings=case["tied"],
-        rope_parameters={"rope_type": "default", "rope_theta": case["rope_theta"]},
-        max_position_embeddings=128,
-        attn_implementation="eager",
-    ))
+    return MistralForCausalLM(MistralConfig(**shape(case), head_dim=case["head_dim"], sliding_window=case["window"]))
 
 
 if __name__ == "__main__":

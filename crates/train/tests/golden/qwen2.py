@@ -1,6 +1,6 @@
 """Golden values for Qwen 2, from Hugging Face transformers: as `llama.py`, which says what the files hold."""
 
-from llama import store
+from llama import shape, store
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 CASES = {
@@ -16,19 +16,7 @@ CASES = {
 
 
 def build(case):
-    return Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=case["vocab_size"],
-        num_hidden_layers=case["layers"],
-        hidden_size=case["dim"],
-        num_attention_heads=case["heads"],
-        num_key_value_heads=case["kv_heads"],
-        intermediate_size=case["ffn"],
-        rms_norm_eps=case["norm_eps"],
-        tie_word_embeddings=case["tied"],
-        rope_parameters={"rope_type": "default", "rope_theta": case["rope_theta"]},
-        max_position_embeddings=128,
-        attn_implementation="eager",
-    ))
+    return Qwen2ForCausalLM(Qwen2Config(**shape(case)))
 
 
 if __name__ == "__main__":

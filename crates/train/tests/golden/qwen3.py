@@ -1,6 +1,6 @@
 """Golden values for Qwen 3, from Hugging Face transformers: as `llama.py`, which says what the files hold."""
 
-from llama import store
+from llama import shape, store
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 CASES = {
@@ -16,20 +16,7 @@ CASES = {
 
 
 def build(case):
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=case["vocab_size"],
-        num_hidden_layers=case["layers"],
-        hidden_size=case["dim"],
-        num_attention_heads=case["heads"],
-        num_key_value_heads=case["kv_heads"],
-        head_dim=case["head_dim"],
-        intermediate_size=case["ffn"],
-        rms_norm_eps=case["norm_eps"],
-        tie_word_embeddings=case["tied"],
-        rope_parameters={"rope_type": "default", "rope_theta": case["rope_theta"]},
-        max_position_embeddings=128,
-        attn_implementation="eager",
-    ))
+    return Qwen3ForCausalLM(Qwen3Config(**shape(case), head_dim=case["head_dim"]))
 
 
 if __name__ == "__main__":
