@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 pub struct Estimator {
     /// The graph with its backward pass, before anything is given up.
     pub(crate) derived: Graph,
-    evaluate: Graph,
+    /// What each stage evaluates.
+    evaluate: Vec<Graph>,
     pub(crate) cuts: Vec<usize>,
     context: Context,
 }
@@ -25,6 +26,8 @@ impl Estimator {
         let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
         let evaluate = run(&stored.without_dead_code(), SPREADING)?;
         let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
+        let stages = 0..context.layout.mesh.pp;
+        let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;
         Ok(Self { derived, evaluate, cuts, context: context.clone() })
     }
 
@@ -38,8 +41,7 @@ impl Estimator {
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
             let train = stage::extract(graph, &self.cuts, s)?;
-            let evaluate = stage::extract(&self.evaluate, &self.cuts, s)?;
-            Ok(memory::place(lower::lower(&train, &evaluate, &context, s)?, &context))
+            Ok(memory::place(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
         };
         Ok((0..context.layout.mesh.pp).map(program).collect::<Result<_, _>>()?)
     }

@@ -442,8 +442,8 @@ fn layers_of(g: &Graph) -> Vec<Option<usize>> {
             }
         }
     }
-    let by_name: BTreeMap<&str, Option<usize>> =
-        g.values.iter().zip(&layers).map(|(v, layer)| (v.name.as_str(), *layer)).collect();
+    let states = g.values.iter().zip(&layers).filter(|(v, _)| matches!(v.source, Source::State(_)));
+    let by_name: BTreeMap<&str, Option<usize>> = states.map(|(v, layer)| (v.name.as_str(), *layer)).collect();
     let follow = g.values.iter().enumerate().filter_map(|(i, value)| match &value.source {
         Source::State(State::Moment { of, .. } | State::Master { of }) => Some((i, by_name.get(of.as_str())?)),
         _ => None,

@@ -112,6 +112,9 @@ tables! {
             Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Conduct;
         /// Seed of the initial weights and the data order.
         seed: u64 = Integer(0, i64::MAX as u64), Fixed("0"), Trajectory;
+        /// Folder whose weights a new run starts from, relative to the config file's folder: a run directory, a checkpoint, or
+        /// a Hugging Face model; if not set, weights are drawn.
+        init_from: Option<String> = Text(FOLDER), Unset, Trajectory;
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
         /// 4 extra bytes per parameter.
         reproducible: bool = Bool, Fixed("false"), Trajectory;

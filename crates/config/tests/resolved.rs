@@ -61,6 +61,7 @@ seq = 500  # run.toml:12
 global_batch = 32  # run.toml:11
 micro_batch = 4  # --set
 seed = 0  # default
+# init_from is not set
 reproducible = false  # default
 validate_every = 50  # default
 validation_sequences = 64  # default
@@ -120,7 +121,8 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     round_trip(parse(EXAMPLE, &["optimizer.eps=123456789e100", "data.extensions=[]", "train.steps=0"]));
     let corpora =
         "data.corpora=[{ name = 'a', paths = ['x'], weight = 1 }, { name = 'b', paths = ['/y'], weight = 0.5 }]";
-    let tokens = ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared"];
+    let tokens =
+        ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared", "train.init_from=runs/a/"];
     round_trip(parse(EXAMPLE, &[&["data.paths=[]", corpora], &tokens[..]].concat()));
     round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
 }

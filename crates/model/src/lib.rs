@@ -7,6 +7,7 @@
 mod decoder;
 mod form;
 mod gpt2;
+pub mod hf;
 mod llama;
 mod mistral;
 pub mod parameters;

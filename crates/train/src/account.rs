@@ -65,12 +65,17 @@ pub struct Growth {
 /// Compiles a planned config under every policy and at twice every extent.
 pub fn account(config: &Config, plan: &Plan) -> Result<Account, TrainError> {
     let (context, _) = training_context(config);
-    let estimator = Estimator::new(&plan.forward, &context)?;
-    let none = estimator.programs(Recompute::None)?;
-    let policies = policies(config, plan, &estimator, &none)?;
-    let full = policies.iter().find(|p| p.policy == "full").map_or(0.0, |p| p.added_flops);
-    let closed_forms = closed_forms(config, plan, estimator.derived(), &none, full)?;
-    Ok(Account { policies, growth: growth(config, plan)?, closed_forms })
+    // Growth has nothing to do with the rest.
+    std::thread::scope(|scope| {
+        let growth = scope.spawn(|| growth(config, plan));
+        let estimator = Estimator::new(&plan.forward, &context)?;
+        let none = estimator.programs(Recompute::None)?;
+        let policies = policies(config, plan, &estimator, &none)?;
+        let full = policies.iter().find(|p| p.policy == "full").map_or(0.0, |p| p.added_flops);
+        let closed_forms = closed_forms(config, plan, estimator.derived(), &none, full)?;
+        let growth = growth.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        Ok(Account { policies, growth, closed_forms })
+    })
 }
 
 /// The program with the largest arena.
