@@ -13,8 +13,8 @@ pub use autodiff::autodiff;
 pub use fuse::fuse;
 pub use optimizer::{AdamW, STATS};
 pub use precision::Precision;
-pub(crate) use recompute::{Again, again};
-pub use recompute::{Candidate, Layers, Recompute};
+pub(crate) use recompute::{Again, Layers, again};
+pub use recompute::{Candidate, Recompute};
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};

@@ -7,8 +7,8 @@
 
 mod layers;
 
-pub(crate) use layers::{Again, again};
-pub use layers::{Candidate, Layers};
+pub use layers::Candidate;
+pub(crate) use layers::{Again, Layers, again};
 
 use crate::Context;
 use crate::stage;

@@ -19,7 +19,7 @@ pub struct Candidate {
 
 /// The layers of a graph with a backward pass.
 #[derive(Clone, Debug)]
-pub struct Layers {
+pub(crate) struct Layers {
     /// Forward nodes of every layer.
     pub(crate) nodes: Vec<Vec<usize>>,
     /// Kind of every layer: layers with the same ops and types are of one kind.
