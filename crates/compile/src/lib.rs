@@ -13,7 +13,10 @@ mod stage;
 
 pub use forward::compile_forward;
 pub use lower::OUTBOX;
-pub use passes::{AdamW, Effect, FORWARD_PASSES, Pass, Precision, Recompute, STATS, TRAINING_PASSES, autodiff, fuse};
+pub use passes::{
+    AdamW, Effect, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Rule, STATS, TRAINING_PASSES,
+    autodiff, fuse,
+};
 use passes::{DERIVED, SPREADING};
 
 use lockstep_ir::op::Flops;
@@ -28,8 +31,8 @@ pub struct Context {
     pub device: DeviceProfile,
     /// What was chosen for the run.
     pub layout: Layout,
-    /// The optimizer's constants.
-    pub optimizer: AdamW,
+    /// How parameters move.
+    pub optimizer: Optimizer,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,
     /// What is computed again in backward.

@@ -90,8 +90,8 @@ pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: u
         tensors: tensors(&local, &persistent),
         segments,
         entries: vec![
-            Entry { name: StepProgram::TRAIN, schedule },
-            Entry { name: StepProgram::EVALUATE, schedule: vec![evaluate] },
+            Entry { name: StepProgram::TRAIN.into(), schedule },
+            Entry { name: StepProgram::EVALUATE.into(), schedule: vec![evaluate] },
         ],
         micro_batches,
         saved_slots,
@@ -113,7 +113,8 @@ pub(crate) fn lower_forward(
         entries.iter().map(|(name, count)| (*name, nodes.by_ref().take(*count).collect())).collect();
     let segments = lowering.segments(&local, &persistent, &parts, Lifetime::Frame, 0)?;
     let once = |segment| vec![Slot { segment, micro_batch: 0, saved_slot: 0 }];
-    let entries = entries.iter().enumerate().map(|(s, (name, _))| Entry { name, schedule: once(s) }).collect();
+    let entries =
+        entries.iter().enumerate().map(|(s, (name, _))| Entry { name: (*name).into(), schedule: once(s) }).collect();
     Ok(Unplaced {
         stage: 0,
         buffers: lowering.buffers,

@@ -3,6 +3,7 @@
 use crate::declare::Key;
 use crate::error::Problem;
 use crate::resolve::Values;
+use crate::rules;
 use crate::value::Value;
 use lockstep_ir::legal::{self, Shape};
 use lockstep_ir::{Layout, Mesh};
@@ -15,13 +16,13 @@ pub(crate) struct Conflict {
 }
 
 impl Conflict {
-    fn new(keys: &[&'static str], text: String, hint: impl Into<String>) -> Self {
+    pub(crate) fn new(keys: &[&'static str], text: String, hint: impl Into<String>) -> Self {
         Self { keys: keys.to_vec(), problem: Problem::new(text, hint) }
     }
 }
 
 /// A default made from other keys: `None` where one of those is in conflict itself.
-type Derived = Result<Option<Value>, Conflict>;
+pub(crate) type Derived = Result<Option<Value>, Conflict>;
 
 /// As many key and value heads as query heads.
 pub(crate) fn default_kv_heads(values: &Values) -> Derived {
@@ -49,12 +50,6 @@ pub(crate) fn default_micro_batch(values: &Values) -> Derived {
         return Ok(None);
     };
     Ok(Some(Value::Count(if global % dp == 0 { global / dp } else { 1 })))
-}
-
-/// 100 steps, or the whole of a shorter run.
-pub(crate) fn default_warmup(values: &Values) -> Derived {
-    const USUAL: u64 = 100;
-    Ok(values.count("train.steps").map(|steps| Value::Count(if steps > 0 { steps.min(USUAL) } else { USUAL })))
 }
 
 /// A batch given in tokens, as sequences.
@@ -87,7 +82,10 @@ pub(crate) const MAX_BATCH: u64 = 1 << 32;
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
-    warmup_ends_with_the_run,
+    rules::schedule_ends_with_the_run,
+    rules::decay_steps_have_a_schedule,
+    rules::constant_rates_do_not_fall,
+    rules::constants_have_an_optimizer,
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,
@@ -144,19 +142,9 @@ fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
+        whole_matrices: values.get("optimizer.name") == Some(&Value::Text("muon".into())),
     };
     Some((layout, shape))
-}
-
-fn warmup_ends_with_the_run(values: &Values) -> Option<Conflict> {
-    let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
-    (steps > 0 && warmup > steps).then(|| {
-        Conflict::new(
-            &["optimizer.warmup_steps", "train.steps"],
-            format!("optimizer.warmup_steps = {warmup} is more than train.steps = {steps}"),
-            format!("choose at most {steps} warmup steps"),
-        )
-    })
 }
 
 /// Past this many parameters, byte counts of parameters and optimizer state leave 64 bits.

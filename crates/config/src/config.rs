@@ -151,6 +151,7 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
+            whole_matrices: self.optimizer.name == "muon",
         }
     }
 }

@@ -26,6 +26,7 @@ mod overrides;
 mod presets;
 mod quantity;
 mod resolve;
+mod rules;
 mod schema;
 mod source;
 mod suggest;
@@ -38,5 +39,5 @@ pub use presets::presets;
 pub use schema::{
     CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig,
 };
-pub use value::{CorpusConfig, RopeScaling};
+pub use value::{CorpusConfig, GroupConfig, RopeScaling};
 pub use written::Difference;

@@ -7,14 +7,17 @@ use crate::config::Provenance;
 use crate::declare::Default::{Derived, Fixed, Required, Unset};
 use crate::declare::Effect::{Conduct, Trajectory};
 use crate::declare::{Key, tables};
-use crate::kind::Kind::{Bool, Choice, Corpora, Count, Float, Integer, RopeScaling as Scaling, Sequences, Text, Texts};
+use crate::kind::Kind::{
+    Bool, Choice, Corpora, Count, Float, Groups, Integer, RopeScaling as Scaling, Sequences, Text, Texts,
+};
 use crate::kind::{
     BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF,
     UP_TO_ONE,
 };
 use crate::presets;
 use crate::resolve::Values;
-use crate::value::{CorpusConfig, Field, RopeScaling};
+use crate::rules;
+use crate::value::{CorpusConfig, Field, GroupConfig, RopeScaling};
 use lockstep_ir::{Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
@@ -148,24 +151,40 @@ tables! {
 
     /// How gradients become updates.
     optimizer: OptimizerConfig {
-        /// The update rule.
-        name: String = Choice(&["adamw"]), Fixed("\"adamw\""), Trajectory;
+        /// The update rule. adamw: Adam with decoupled decay. lion: the sign of a moment. sgd: with momentum. muon: orthogonalised momentum
+        /// for the matrices of layers, adamw for embeddings, output head, norms and biases; the learning rate is adamw's.
+        name: String = Choice(&["adamw", "lion", "sgd", "muon"]), Fixed("\"adamw\""), Trajectory;
         /// The highest learning rate, reached after warmup.
         lr: f64 = Float(POSITIVE), Fixed("3e-4"), Trajectory;
-        /// The cosine schedule ends at this share of the learning rate.
-        min_lr_ratio: f64 = Float(UP_TO_ONE), Fixed("0.1"), Trajectory;
+        /// How the learning rate goes after warmup. cosine, linear: falls over the rest of the run. wsd: stays, and falls in a
+        /// line over the last decay_steps. constant: stays.
+        schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Trajectory;
+        /// The schedule ends at this share of the learning rate.
+        min_lr_ratio: Option<f64> =
+            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Trajectory;
         /// Steps over which the learning rate rises from 0.
-        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", checks::default_warmup), Trajectory;
-        /// Decay of the first moment.
-        beta1: f64 = Float(BELOW_ONE), Fixed("0.9"), Trajectory;
-        /// Decay of the second moment.
-        beta2: f64 = Float(BELOW_ONE), Fixed("0.95"), Trajectory;
+        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Trajectory;
+        /// The last steps of a run over which wsd lets the learning rate fall.
+        decay_steps: Option<u64> =
+            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Trajectory;
+        /// Decay of the first moment; for lion, the share of the moment in the update.
+        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Trajectory;
+        /// Decay of the second moment; for lion, of its only one.
+        beta2: Option<f64> =
+            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Trajectory;
         /// What is added to the root of the second moment.
-        eps: f64 = Float(POSITIVE), Fixed("1e-8"), Trajectory;
+        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Trajectory;
+        /// Decay of the momentum of sgd and muon.
+        momentum: Option<f64> =
+            Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Trajectory;
         /// Decoupled weight decay, per step and unit of learning rate.
         weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Trajectory;
         /// The largest norm of the whole gradient; 0 turns clipping off.
         grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Trajectory;
+        /// Other numbers for the parameters whose Hugging Face name matches a pattern (`*` any text, `?` any letter): a factor
+        /// on the learning rate, another weight decay. The first that matches counts. Norms and biases have no decay
+        /// unless a group gives them one.
+        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Trajectory;
     }
 
     /// What is saved.

@@ -26,6 +26,17 @@ pub struct CorpusConfig {
     pub weight: f64,
 }
 
+/// Other numbers for some parameters.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupConfig {
+    /// Which, by their Hugging Face names: `*` stands for any text, `?` for any letter.
+    pub pattern: String,
+    /// Times the learning rate.
+    pub lr_scale: Option<f64>,
+    /// Instead of the optimizer's.
+    pub weight_decay: Option<f64>,
+}
+
 /// The value of a key.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {
@@ -38,6 +49,7 @@ pub(crate) enum Value {
     Texts(Vec<String>),
     RopeScaling(RopeScaling),
     Corpora(Vec<CorpusConfig>),
+    Groups(Vec<GroupConfig>),
 }
 
 /// Writes the value as TOML that reads back as the same value.
@@ -52,6 +64,14 @@ impl fmt::Display for Value {
             Value::Texts(texts) => write_list(f, texts, |f, text| write_string(f, text)),
             Value::Corpora(corpora) => write_list(f, corpora, |f, CorpusConfig { name, paths, weight }| {
                 write!(f, "{{ name = \"{name}\", paths = {}, weight = {weight:?} }}", Value::Texts(paths.clone()))
+            }),
+            Value::Groups(groups) => write_list(f, groups, |f, GroupConfig { pattern, lr_scale, weight_decay }| {
+                write!(f, "{{ match = {}", Value::Text(pattern.clone()))?;
+                let given = [("lr_scale", lr_scale), ("weight_decay", weight_decay)];
+                for (name, x) in given.into_iter().filter_map(|(name, x)| x.map(|x| (name, x))) {
+                    write!(f, ", {name} = {x:?}")?;
+                }
+                f.write_str(" }")
             }),
             Value::RopeScaling(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }) => write!(
                 f,
@@ -123,6 +143,7 @@ field! {
     String: Some(Value::Text(text)) => Some(text), this => Some(Value::Text(this.clone()));
     Vec<String>: Some(Value::Texts(texts)) => Some(texts), this => Some(Value::Texts(this.clone()));
     Vec<CorpusConfig>: Some(Value::Corpora(corpora)) => Some(corpora), this => Some(Value::Corpora(this.clone()));
+    Vec<GroupConfig>: Some(Value::Groups(groups)) => Some(groups), this => Some(Value::Groups(this.clone()));
     RopeScaling: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
 }
 

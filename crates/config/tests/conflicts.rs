@@ -201,3 +201,74 @@ hint: remove data.end_token, or name a tokenizer.json
 ",
     );
 }
+
+#[test]
+fn a_schedule_must_end_with_the_run() {
+    check_set(
+        &format!("{TINY}[optimizer]\nschedule = \"wsd\"\nwarmup_steps = 40\ndecay_steps = 20\n"),
+        &["train.steps=50"],
+        "
+optimizer.warmup_steps = 40 and optimizer.decay_steps = 20 are more than train.steps = 50
+  --> --set train.steps=50
+hint: choose at most 10 decay steps
+",
+    );
+}
+
+#[test]
+fn keys_that_a_schedule_does_not_read_are_refused() {
+    check(
+        &format!("{TINY}[optimizer]\ndecay_steps = 20\n"),
+        "
+optimizer.decay_steps = 20 is given, and optimizer.schedule = \"cosine\" does not read it
+  --> run.toml:4
+  |
+4 | decay_steps = 20
+  |               ^^
+hint: remove optimizer.decay_steps, or choose optimizer.schedule = \"wsd\"
+",
+    );
+    check(
+        &format!("{TINY}[optimizer]\nschedule = \"constant\"\nmin_lr_ratio = 0.5\n"),
+        "
+optimizer.min_lr_ratio = 0.5 is given, and optimizer.schedule = \"constant\" does not fall
+  --> run.toml:5
+  |
+5 | min_lr_ratio = 0.5
+  |                ^^^
+hint: remove optimizer.min_lr_ratio, or choose another optimizer.schedule
+",
+    );
+}
+
+#[test]
+fn constants_that_an_optimizer_does_not_read_are_refused() {
+    for (name, key) in [("lion", "eps"), ("sgd", "beta2"), ("adamw", "momentum")] {
+        check_set(
+            &format!("{TINY}[optimizer]\n{key} = 0.5\n"),
+            &[&format!("optimizer.name={name}")],
+            &format!(
+                "
+optimizer.{key} = 0.5 is given, and optimizer.name = \"{name}\" does not read it
+  --> --set optimizer.name={name}
+hint: remove optimizer.{key}, or choose another optimizer.name
+"
+            ),
+        );
+    }
+}
+
+#[test]
+fn a_group_must_change_something() {
+    check(
+        &format!("{TINY}[[optimizer.groups]]\nmatch = \"*\"\n"),
+        "
+optimizer.groups: the group \"*\" changes nothing
+  --> run.toml:3
+  |
+3 | [[optimizer.groups]]
+  | ^^^^^^^^^^^^^^^^^^^^
+hint: give it a lr_scale, a weight_decay, or both
+",
+    );
+}

@@ -82,13 +82,17 @@ every = 2  # default
 [optimizer]
 name = "adamw"  # default
 lr = 0.001  # --set
+schedule = "cosine"  # default
 min_lr_ratio = 0.1  # default
 warmup_steps = 100  # default
+# decay_steps is not set
 beta1 = 0.9  # default
 beta2 = 0.95  # default
 eps = 1e-8  # default
+# momentum is not set
 weight_decay = 0.1  # default
 grad_clip = 1.0  # default
+groups = []  # default
 
 [checkpoint]
 every = 100  # default
@@ -116,6 +120,11 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
         "data.corpora=[{ name = 'a', paths = ['x'], weight = 1 }, { name = 'b', paths = ['/y'], weight = 0.5 }]";
     let tokens = ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared"];
     round_trip(parse(EXAMPLE, &[&["data.paths=[]", corpora], &tokens[..]].concat()));
+    for name in ["lion", "sgd", "muon"] {
+        round_trip(parse(EXAMPLE, &[&format!("optimizer.name={name}"), "optimizer.schedule=wsd"]));
+    }
+    let groups = "optimizer.groups=[{ match = '*\"norm', lr_scale = 0.5 }, { match = 'b', weight_decay = 0 }]";
+    round_trip(parse(EXAMPLE, &[groups, "optimizer.schedule=constant"]));
     round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
 }
 

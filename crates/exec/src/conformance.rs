@@ -108,9 +108,9 @@ fn sizes(op: &Op) -> Vec<Size> {
 }
 
 /// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 37] {
+pub fn ops() -> [Op; 42] {
     let rows = Rows { first: 7, count: 23, ranks: 1 };
-    let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
+    let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, lr_scale: 0.5 };
     [
         Op::Embedding,
         Op::EmbeddingGrad { vocab: 50 },
@@ -145,6 +145,11 @@ pub fn ops() -> [Op; 37] {
         Op::MergeSums,
         Op::GradientNorm,
         adamw,
+        Op::Lion { beta1: 0.9, beta2: 0.99, decay: 0.1, lr_scale: 0.5 },
+        Op::Sgd { momentum: 0.9, decay: 0.1, lr_scale: 0.5 },
+        Op::Momentum { momentum: 0.95 },
+        Op::Orthogonalise,
+        Op::Descend { decay: 0.1, lr_scale: 0.5 },
         Op::VocabLogits { rows, parts: 1 },
         Op::VocabLoss,
         Op::VocabGrad { rows },
@@ -207,6 +212,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
+    let stats = || t(&[Dim::new(Axis::Scalar, 2)]);
     let number = || TensorType::new(DType::U32, [b.clone()]);
     let sum = || TensorType::new(DType::Fixed64, [Dim::new(Axis::Scalar, 4)]);
     let statistics = |rows| t(&[Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)]);
@@ -302,8 +308,21 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             (state(), Normal),
             (state(), Positive),
             (StepScalars::ty(), Scalars),
-            (t(&[Dim::new(Axis::Scalar, 2)]), Stats),
+            (stats(), Stats),
         ],
+        Op::Lion { .. } | Op::Sgd { .. } => vec![
+            (state(), Normal),
+            (state(), Normal),
+            (state(), Normal),
+            (StepScalars::ty(), Scalars),
+            (stats(), Stats),
+        ],
+        Op::Momentum { .. } => vec![(state(), Normal), (state(), Normal), (stats(), Stats)],
+        // A section with more rows than columns, and one with fewer.
+        Op::Orthogonalise => vec![(t(&[Dim::packed([q, ffn]), d]), Normal)],
+        Op::Descend { .. } => {
+            vec![(state(), Normal), (state(), Normal), (StepScalars::ty(), Scalars), (stats(), Stats)]
+        }
     };
     (op, inputs)
 }

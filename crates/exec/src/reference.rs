@@ -3,6 +3,7 @@
 //! Kernels are held against it, and it is held against finite differences.
 
 mod generation;
+mod rules;
 mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
@@ -119,10 +120,15 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let norm = from_limbs(x[0]).sqrt();
             vec![vec![norm, f64::from(scalars.inverse_count) * (f64::from(scalars.clip) / norm).min(1.0)]]
         }
-        Op::AdamW { beta1, beta2, eps, decay } => {
+        Op::Lion { beta1, beta2, decay, lr_scale } => rules::lion(x, [beta1, beta2, decay], lr_scale).into(),
+        Op::Sgd { momentum, decay, lr_scale } => rules::sgd(x, [momentum, decay], lr_scale).into(),
+        Op::Momentum { momentum } => rules::momentum(x, f64::from(momentum)).into(),
+        Op::Orthogonalise => vec![rules::orthogonalise(types[0], x[0])],
+        Op::Descend { decay, lr_scale } => vec![rules::descend(x, f64::from(decay), lr_scale)],
+        Op::AdamW { beta1, beta2, eps, decay, lr_scale } => {
             let s = scalars(x[4]);
             let [beta1, beta2, eps, decay] = [beta1, beta2, eps, decay].map(f64::from);
-            let [lr, bias1, bias2] = [s.lr, s.bias1, s.bias2].map(f64::from);
+            let [lr, bias1, bias2] = [s.lr * lr_scale, s.bias1, s.bias2].map(f64::from);
             let n = x[0].len();
             let g: Vec<f64> = x[1].iter().map(|g| g * x[5][1]).collect();
             let m: Vec<f64> = (0..n).map(|i| beta1 * x[2][i] + (1.0 - beta1) * g[i]).collect();

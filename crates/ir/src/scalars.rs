@@ -19,8 +19,11 @@ impl StepScalars {
     /// Name of the state that holds them.
     pub const NAME: &'static str = "step_scalars";
 
+    /// How many there are.
+    pub const COUNT: usize = 5;
+
     /// As the vector that ops read.
-    pub fn to_array(self) -> [f32; 5] {
+    pub fn to_array(self) -> [f32; Self::COUNT] {
         [self.lr, self.inverse_count, self.clip, self.bias1, self.bias2]
     }
 
@@ -31,7 +34,7 @@ impl StepScalars {
 
     /// Type of that vector.
     pub fn ty() -> TensorType {
-        TensorType::new(DType::F32, [Dim::new(Axis::Scalar, 5)])
+        TensorType::new(DType::F32, [Dim::new(Axis::Scalar, Self::COUNT)])
     }
 }
 

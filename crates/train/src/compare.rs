@@ -1,5 +1,6 @@
 //! Layouts against one rank: the same model, batch and steps, and how far apart losses and gradients are.
 
+use crate::schedule::step_scalars;
 use crate::{Session, TrainError, plan};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
@@ -224,15 +225,8 @@ fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
         for m in 0..plan.layout.micro_batches {
             fill(&mut session, config, step as u64, m, m * positions, positions)?;
         }
-        let o = &config.optimizer;
-        let bias = |beta: f64| (1.0 - beta.powi(step as i32 + 1)) as f32;
-        let result = session.run_step(StepScalars {
-            lr: o.lr as f32,
-            inverse_count: 1.0 / plan.tokens_per_step as f32,
-            clip: if o.grad_clip > 0.0 { o.grad_clip as f32 } else { f32::INFINITY },
-            bias1: bias(o.beta1),
-            bias2: bias(o.beta2),
-        })?;
+        let scalars = step_scalars(config, step as u64, plan.tokens_per_step);
+        let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         trace.losses.push(result.loss);
         trace.norms.push(result.grad_norm);
         if step == 0 {

@@ -12,6 +12,7 @@ mod evaluate;
 mod event;
 mod feed;
 mod generate;
+mod groups;
 mod plan;
 mod rank_parts;
 mod run;

@@ -1,11 +1,12 @@
-use crate::TrainError;
-use lockstep_compile::{AdamW, Compiled, Context, Precision, Recompute, compile};
+use crate::{TrainError, groups};
+use lockstep_compile::{AdamW, Compiled, Context, Optimizer, Precision, Recompute, Rule, compile};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{DType, Graph, Layout, StepProgram};
 use lockstep_model::Form;
+use std::collections::BTreeMap;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
 #[derive(Debug)]
@@ -59,31 +60,41 @@ fn training_context(config: &Config) -> (Context, usize) {
     let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     // Ranks are threads of this process and share its cores.
     let threads = (all / config.layout().mesh.ranks()).max(1);
-    let o = &config.optimizer;
     let precision = precision(config);
     let context = Context {
         device: cpu::profile(threads, precision.compute, precision.gradients),
         layout: config.layout(),
-        optimizer: AdamW {
-            beta1: o.beta1 as f32,
-            beta2: o.beta2 as f32,
-            eps: o.eps as f32,
-            decay: o.weight_decay as f32,
-        },
+        optimizer: optimizer(config),
         precision,
         recompute: recompute(config),
     };
     (context, threads)
 }
 
+/// The update rule of a config, and its constants.
+fn optimizer(config: &Config) -> Optimizer {
+    let o = &config.optimizer;
+    // The schema gives every rule the constants that it reads.
+    let [beta1, beta2, eps, momentum] = [o.beta1, o.beta2, o.eps, o.momentum].map(|x| x.unwrap_or(0.0) as f32);
+    let adamw = AdamW { beta1, beta2, eps };
+    let rule = match o.name.as_str() {
+        "lion" => Rule::Lion { beta1, beta2 },
+        "sgd" => Rule::Sgd { momentum },
+        "muon" => Rule::Muon { momentum, rest: adamw },
+        _ => Rule::AdamW(adamw),
+    };
+    Optimizer { rule, decay: o.weight_decay as f32, groups: BTreeMap::new() }
+}
+
 /// Compiles a config for this machine.
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     check_numbers(config)?;
-    let (context, threads) = training_context(config);
+    let (mut context, threads) = training_context(config);
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
     let forward = lockstep_model::build_form(&config.model, form).map_err(internal)?;
+    context.optimizer.groups = groups::resolve(config, &forward)?;
     let compiled = compile(&forward, &context)?;
     let mut step_flops = Flops::default();
     for program in &compiled.programs {
@@ -141,12 +152,13 @@ const MOST_MICRO_BATCHES: usize = 1 << 16;
 fn check_numbers(config: &Config) -> Result<(), TrainError> {
     let o = &config.optimizer;
     let positive = |x: f32| x > 0.0 && x.is_finite();
-    let below_one = |x: f32| x < 1.0;
+    let below_one = |x: f64| (x as f32) < 1.0;
     let checks = [
         ("optimizer.lr", o.lr, positive(o.lr as f32)),
-        ("optimizer.eps", o.eps, positive(o.eps as f32)),
-        ("optimizer.beta1", o.beta1, below_one(o.beta1 as f32)),
-        ("optimizer.beta2", o.beta2, below_one(o.beta2 as f32)),
+        ("optimizer.eps", o.eps.unwrap_or(1.0), o.eps.is_none_or(|x| positive(x as f32))),
+        ("optimizer.beta1", o.beta1.unwrap_or(0.0), o.beta1.is_none_or(below_one)),
+        ("optimizer.beta2", o.beta2.unwrap_or(0.0), o.beta2.is_none_or(below_one)),
+        ("optimizer.momentum", o.momentum.unwrap_or(0.0), o.momentum.is_none_or(below_one)),
         ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
         ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];

@@ -2,13 +2,13 @@
 
 use crate::event::{Event, StepMetrics};
 use crate::sample::{Sample, sample};
+use crate::schedule::step_scalars;
 use crate::session::Session;
 use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::Config;
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::cpu;
-use lockstep_ir::StepScalars;
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -222,16 +222,9 @@ impl Run<'_> {
     fn step(&mut self) -> Result<Step, TrainError> {
         let start = Instant::now();
         let step = self.outcome.step;
-        let (train, o) = (&self.config.train, &self.config.optimizer);
+        let train = &self.config.train;
         let lr = learning_rate(self.config, step);
-        let bias = |beta: f64| (1.0 - beta.powf((step + 1) as f64)) as f32;
-        let scalars = StepScalars {
-            lr: lr as f32,
-            inverse_count: 1.0 / self.plan.tokens_per_step as f32,
-            clip: if o.grad_clip > 0.0 { o.grad_clip as f32 } else { f32::INFINITY },
-            bias1: bias(o.beta1),
-            bias2: bias(o.beta2),
-        };
+        let scalars = step_scalars(self.config, step, self.plan.tokens_per_step);
         let result = self.session.step(&self.train, step * train.global_batch as u64, scalars)?;
         self.outcome.step += 1;
         let step_s = start.elapsed().as_secs_f64();

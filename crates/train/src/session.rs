@@ -125,7 +125,7 @@ impl Session {
 
     /// One training step on the inputs that the executor holds already.
     pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        let mut data = [0; 20];
+        let mut data = [0; 4 * StepScalars::COUNT];
         data.as_chunks_mut().0.iter_mut().zip(scalars.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
         self.executor.write(StepScalars::NAME, 0, &data)?;
         self.executor.run(StepProgram::TRAIN)?;

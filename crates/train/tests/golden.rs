@@ -1,6 +1,6 @@
 //! Whole models against `transformers`: logits, loss and every gradient. `golden/llama.py` made the files.
 
-use lockstep_compile::{AdamW, Context, Precision, compile};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
@@ -73,7 +73,7 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     let golden = Golden::open(case);
     let config = golden.config();
     let (threads, batch) = (2, 2 / micro_batches);
-    let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
+    let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0);
     let gradients = if reproducible { DType::Fixed64 } else { DType::F32 };
     let precision = Precision { compute: DType::F32, gradients };
     let device = profile(threads, precision.compute, precision.gradients);

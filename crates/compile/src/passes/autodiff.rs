@@ -128,6 +128,11 @@ impl Backward {
             | Op::MergeSums
             | Op::GradientNorm
             | Op::AdamW { .. }
+            | Op::Lion { .. }
+            | Op::Sgd { .. }
+            | Op::Momentum { .. }
+            | Op::Orthogonalise
+            | Op::Descend { .. }
             | Op::VocabLogits { .. }
             | Op::VocabLoss
             | Op::VocabGrad { .. }

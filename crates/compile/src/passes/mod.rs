@@ -11,7 +11,7 @@ mod zero;
 
 pub use autodiff::autodiff;
 pub use fuse::fuse;
-pub use optimizer::{AdamW, STATS};
+pub use optimizer::{AdamW, Group, Optimizer, Rule, STATS};
 pub use precision::Precision;
 pub use recompute::Recompute;
 
@@ -94,7 +94,7 @@ pub(crate) mod tests {
             cross_entropy_logits: 1 << 20,
             workspaces: BTreeMap::new(),
         };
-        let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
+        let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
         (
             g,
             Context {

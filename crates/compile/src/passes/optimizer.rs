@@ -5,8 +5,61 @@ use super::zero;
 use crate::Context;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::{DType, Graph, Op, Placement, Spread, StepScalars, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, DType, Graph, Op, Placement, Spread, StepScalars, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
+
+/// How parameters move.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Optimizer {
+    /// By which rule.
+    pub rule: Rule,
+    /// Decoupled weight decay, for the parameters that ask for it.
+    pub decay: f32,
+    /// Parameters with other numbers, by the names of their values.
+    pub groups: BTreeMap<String, Group>,
+}
+
+/// Numbers of some parameters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Group {
+    /// Times the learning rate.
+    pub lr_scale: f32,
+    /// Weight decay; `None` as without a group.
+    pub decay: Option<f32>,
+}
+
+/// An update rule with its constants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// Adam with decoupled decay.
+    AdamW(AdamW),
+    /// The sign of a mixture of moment and gradient.
+    Lion {
+        /// Share of the moment in the update.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+    },
+    /// Gradient descent with momentum.
+    Sgd {
+        /// Decay of the momentum.
+        momentum: f32,
+    },
+    /// Orthogonalised momentum for matrices of layers, section by section.
+    Muon {
+        /// Decay of the momentum.
+        momentum: f32,
+        /// For all other parameters.
+        rest: AdamW,
+    },
+}
+
+impl Optimizer {
+    /// AdamW for all parameters.
+    pub fn adamw(adamw: AdamW, decay: f32) -> Self {
+        Self { rule: Rule::AdamW(adamw), decay, groups: BTreeMap::new() }
+    }
+}
 
 /// AdamW's constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,8 +70,6 @@ pub struct AdamW {
     pub beta2: f32,
     /// Added to the root of the second moment.
     pub eps: f32,
-    /// Decoupled weight decay, for the parameters that ask for it.
-    pub decay: f32,
 }
 
 /// A parameter on its way through the update.
@@ -122,9 +173,11 @@ fn update(
     scalars: ValueId,
     stats: ValueId,
 ) -> Result<Option<ValueId>, TypeError> {
-    let AdamW { beta1, beta2, eps, decay } = context.optimizer;
     let w = t.parameter;
     let name = g.get(w).name.clone();
+    let group = context.optimizer.groups.get(&name).copied().unwrap_or(Group { lr_scale: 1.0, decay: None });
+    let usual = if t.decays { context.optimizer.decay } else { 0.0 };
+    let (lr_scale, decay) = (group.lr_scale, group.decay.unwrap_or(usual));
     let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
     let sharded = context.layout.zero >= 1 && context.layout.mesh.dp > 1;
     let spread = if sharded { Spread::Flat } else { Spread::Replicated };
@@ -134,7 +187,16 @@ fn update(
         g.values[id.0].placement = placement;
         id
     };
-    let [m, v] = ["m", "v"].map(|which| state(g, format!("{which}.{name}"), State::Moment { of: name.clone(), which }));
+    let moment = |g: &mut Graph, which| state(g, format!("{which}.{name}"), State::Moment { of: name.clone(), which });
+    let rule = match context.optimizer.rule {
+        Rule::Muon { rest, .. } if !is_matrix(&ty) => Rule::AdamW(rest),
+        rule => rule,
+    };
+    let moments = match rule {
+        Rule::AdamW(_) => vec![moment(g, "m"), moment(g, "v")],
+        Rule::Lion { .. } => vec![moment(g, "m")],
+        Rule::Sgd { .. } | Rule::Muon { .. } => vec![moment(g, "momentum")],
+    };
     // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
     let rounded = g.ty(w).dtype == DType::BF16;
     let whole_here = g.get(w).placement.dp != Spread::Flat;
@@ -143,22 +205,72 @@ fn update(
         (false, true) => g.relay(Op::Shard { axis: MeshAxis::Dp }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
     };
-    let op = Op::AdamW { beta1, beta2, eps, decay: if t.decays { decay } else { 0.0 } };
-    let reads = [original, t.gradient, m, v, scalars, stats];
+    let (op, reads) = match rule {
+        Rule::AdamW(AdamW { beta1, beta2, eps }) => {
+            let op = Op::AdamW { beta1, beta2, eps, decay, lr_scale };
+            (op, vec![original, t.gradient, moments[0], moments[1], scalars, stats])
+        }
+        Rule::Lion { beta1, beta2 } => {
+            (Op::Lion { beta1, beta2, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+        }
+        Rule::Sgd { momentum } => {
+            (Op::Sgd { momentum, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+        }
+        Rule::Muon { momentum, .. } => {
+            let direction = direction(g, momentum, t.gradient, moments[0], stats, placement)?;
+            (Op::Descend { decay, lr_scale }, vec![original, direction, scalars, stats])
+        }
+    };
     let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
     new.iter().for_each(|v| g.values[v.0].placement = placement);
-    g.updates.extend([(m, new[1]), (v, new[2])]);
-    let moved = if rounded { new[3] } else { new[0] };
+    // Weights first, then the moments that the op itself moves, then the rounded copy.
+    let copy = new.len() - 1;
+    g.updates.extend(moments.into_iter().zip(new[1..copy].iter().copied()));
+    let moved = if rounded { new[copy] } else { new[0] };
     if rounded {
         g.updates.push((original, new[0]));
     } else if let Some(node) = g.nodes.last_mut() {
-        node.outputs[3] = None;
+        node.outputs[copy] = None;
     }
     if sharded && whole_here {
         return Ok(Some(moved));
     }
     g.updates.push((w, moved));
     Ok(None)
+}
+
+/// Whether Muon's rule is for a parameter of this type: a matrix between features, and no table that is looked up in.
+fn is_matrix(ty: &TensorType) -> bool {
+    let features = |axis: Axis| !matches!(axis, Axis::Vocab | Axis::Seq);
+    ty.dims.len() == 2 && ty.dims.iter().flat_map(|d| &d.sections).all(|s| features(s.axis))
+}
+
+/// The orthogonalised momentum. Where ranks hold ranges of it, each gathers the whole matrix, works on it, and keeps its range.
+fn direction(
+    g: &mut Graph,
+    momentum: f32,
+    gradient: ValueId,
+    moment: ValueId,
+    stats: ValueId,
+    placement: Placement,
+) -> Result<ValueId, TypeError> {
+    let name = format!("{}.update", g.get(moment).name);
+    let moved = g.node(Op::Momentum { momentum }, &[gradient, moment, stats], &name, Phase::Update, None)?;
+    moved.iter().for_each(|v| g.values[v.0].placement = placement);
+    g.values[moved[0].0].name = format!("{}.next", g.get(moment).name);
+    g.values[moved[1].0].name = name.clone();
+    g.updates.push((moment, moved[0]));
+    let (axis, sharded) = (MeshAxis::Dp, placement.dp == Spread::Flat);
+    let whole = match sharded {
+        true => g.relay(Op::AllGather { axis, dim: None }, &[moved[1]], "whole", Phase::Update, None)?[0],
+        false => moved[1],
+    };
+    let direction = g.node(Op::Orthogonalise, &[whole], &format!("{name}.orthogonal"), Phase::Update, None)?[0];
+    g.values[direction.0].placement = g.get(whole).placement;
+    match sharded {
+        true => Ok(g.relay(Op::Shard { axis }, &[direction], "range", Phase::Update, None)?[0]),
+        false => Ok(direction),
+    }
 }
 
 /// The layer of the first node that reads each value.

@@ -81,7 +81,7 @@ pub(super) fn single_op(
         values,
         tensors,
         segments: vec![Segment { name: "op", instrs: vec![instr] }],
-        entries: vec![Entry { name: StepProgram::TRAIN, schedule: (0..micro_batches).map(slot).collect() }],
+        entries: vec![Entry { name: StepProgram::TRAIN.into(), schedule: (0..micro_batches).map(slot).collect() }],
     })
 }
 

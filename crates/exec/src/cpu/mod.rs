@@ -12,9 +12,11 @@ mod linear;
 mod loss;
 mod norm;
 mod optimizer;
+mod orthogonal;
 mod pointwise;
 mod pool;
 mod positions;
+mod rules;
 mod simd;
 mod vocab;
 
@@ -65,6 +67,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("vocab_logits", fixed(product)),
         ("vocab_grad", Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() }),
         ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
+        ("orthogonalise", of(orthogonal::scratch(product))),
     ]);
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
@@ -290,7 +293,12 @@ fn run_kernel<T: Float>(call: Call) {
         Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
         Op::MergeSums => optimizer::merge_sums(call),
         Op::GradientNorm => optimizer::gradient_norm(call),
-        Op::AdamW { beta1, beta2, eps, decay } => optimizer::adamw(call, beta1, beta2, eps, decay),
+        Op::AdamW { beta1, beta2, eps, decay, lr_scale } => rules::adamw(call, [beta1, beta2, eps], decay, lr_scale),
+        Op::Lion { beta1, beta2, decay, lr_scale } => rules::lion(call, [beta1, beta2], decay, lr_scale),
+        Op::Sgd { momentum, decay, lr_scale } => rules::sgd(call, momentum, decay, lr_scale),
+        Op::Momentum { momentum } => rules::momentum(call, momentum),
+        Op::Orthogonalise => orthogonal::orthogonalise(call),
+        Op::Descend { decay, lr_scale } => rules::descend(call, decay, lr_scale),
         Op::VocabLogits { rows, .. } => vocab::logits::<T>(call, rows),
         Op::VocabLoss => vocab::loss(call),
         Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
@@ -343,7 +351,7 @@ impl Executor for CpuExecutor {
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
-        let entry = self.program.entries.iter().position(|e| e.name == entry).ok_or_else(unknown)?;
+        let entry = self.program.entries.iter().position(|e| *e.name == *entry).ok_or_else(unknown)?;
         for s in 0..self.program.entries[entry].schedule.len() {
             let slot = self.program.entries[entry].schedule[s];
             for instr in 0..self.segments[slot.segment].len() {

@@ -6,10 +6,11 @@
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
 //! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table or positions of a cache, `r` table columns,
-//! `w` packed K·V of a cache, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
+//! `a` the shorter side of a matrix (or parts of a vocabulary), `w` packed K·V of a cache, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
 //! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
 
 mod dims;
+pub mod newton_schulz;
 mod table;
 
 pub use dims::Dims;
@@ -121,6 +122,44 @@ pub enum Op {
         eps: f32,
         /// Decoupled weight decay, multiplied by the learning rate.
         decay: f32,
+        /// Times the step's learning rate.
+        lr_scale: f32,
+    },
+    /// One Lion update: the sign of a mixture of moment and gradient, with decoupled decay; otherwise as `AdamW`.
+    Lion {
+        /// Share of the moment in the update.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
+    },
+    /// One update by gradient and momentum, with decoupled decay; otherwise as `AdamW`.
+    Sgd {
+        /// Decay of the momentum.
+        momentum: f32,
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
+    },
+    /// The momentum of gradients, and the mixture of both that looks one step ahead (Nesterov); zeros, and the momentum as it
+    /// was, where the factor is NaN.
+    Momentum {
+        /// Decay of the momentum.
+        momentum: f32,
+    },
+    /// Of every section of the rows on its own: the nearest matrix with orthogonal rows or columns, about, by five
+    /// Newton–Schulz iterations, times 0.2·√(its longer side), which gives it the size of an AdamW update.
+    Orthogonalise,
+    /// `w = w − lr · (decay · w + update)`, and the new weights in bf16 where asked for; does nothing where the factor is NaN.
+    Descend {
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
     },
     /// Logits of some positions over a part of the vocabulary, and of each position what the loss needs to know of this part:
     /// largest logit, sum of exponentials below it, the target's logit (−∞ where the target is elsewhere).
@@ -305,6 +344,12 @@ impl Op {
             // Where documents end is known on the device only: what they mask is counted.
             Op::Attention { .. } => attention(4, 4),
             Op::AttentionGrad { .. } => attention(8, 10),
+            // Not the model's.
+            Op::Orthogonalise => {
+                let sections = inputs[0].dims[0].sections.iter();
+                let hardware = sections.map(|s| newton_schulz::flops(s.size(), dims.size('k'))).sum();
+                Flops { hardware, ..Flops::default() }
+            }
             // How full the cache is is known on the device only: every new position counts over all of it.
             Op::CachedAttention => same(4 * dims.product("bsth")),
             Op::Embedding
@@ -328,6 +373,10 @@ impl Op {
             | Op::MergeSums
             | Op::GradientNorm
             | Op::AdamW { .. }
+            | Op::Lion { .. }
+            | Op::Sgd { .. }
+            | Op::Momentum { .. }
+            | Op::Descend { .. }
             | Op::VocabLoss
             | Op::JoinRows
             | Op::AllReduce { .. }
@@ -431,6 +480,11 @@ impl Op {
             Op::SquareSum { .. } => {
                 dims.set('m', &Dim::new(Axis::Scalar, 4));
             }
+            Op::Orthogonalise => {
+                let (rows, columns) = (dims.get('n').cloned(), dims.size('k'));
+                let short = rows.iter().flat_map(|n| &n.sections).map(|s| s.size().min(columns)).max();
+                dims.set('a', &Dim::new(Axis::Embed, short.unwrap_or(0)));
+            }
             Op::GradientNorm => {
                 dims.set('y', &Dim::new(Axis::Scalar, 2));
             }
@@ -455,6 +509,10 @@ impl Op {
             | Op::Accumulate
             | Op::MergeSums
             | Op::AdamW { .. }
+            | Op::Lion { .. }
+            | Op::Sgd { .. }
+            | Op::Momentum { .. }
+            | Op::Descend { .. }
             | Op::VocabLoss
             | Op::VocabGrad { .. }
             | Op::JoinRows
@@ -489,75 +547,4 @@ impl Op {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn ty(dims: &[(Axis, usize)]) -> TensorType {
-        TensorType::new(DType::F32, dims.iter().map(|&(a, n)| Dim::new(a, n)).collect::<Vec<_>>())
-    }
-
-    #[test]
-    fn linear_infers_its_output_and_counts_two_flops_per_product() {
-        let x = ty(&[(Axis::Batch, 2), (Axis::Seq, 3), (Axis::Embed, 5)]);
-        let w = ty(&[(Axis::Ffn, 7), (Axis::Embed, 5)]);
-        let y = Op::Linear.infer(&[&x, &w]).unwrap();
-        assert_eq!(y[0].to_string(), "f32[batch:2, seq:3, ffn:7]");
-        assert_eq!(Op::Linear.flops(&[&x, &w], &[true]).unwrap().model, 2 * 2 * 3 * 5 * 7);
-    }
-
-    #[test]
-    fn a_dimension_with_another_meaning_is_refused_even_at_the_same_size() {
-        let x = ty(&[(Axis::Batch, 2), (Axis::Seq, 3), (Axis::Ffn, 5)]);
-        let w = ty(&[(Axis::Ffn, 7), (Axis::Embed, 5)]);
-        let error = Op::Linear.infer(&[&x, &w]).unwrap_err();
-        assert_eq!(error.to_string(), "linear: input `w` has embed:5 where `k` is ffn:5");
-    }
-
-    #[test]
-    fn attention_reads_heads_from_the_packed_dimension() {
-        let head = |axis, count| Section { axis, count, unit: 4 };
-        let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
-        let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-        let out = Op::Attention { documents: false }.infer(&[&qkv]).unwrap();
-        assert_eq!(out[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
-        assert_eq!(out[1].to_string(), "f32[batch:1, heads:6, seq:8]");
-        let flops = Op::Attention { documents: false }.flops(&[&qkv], &[true, true]).unwrap();
-        assert_eq!((flops.model, flops.causal), (4 * 8 * 8 * 24, 2 * 8 * 8 * 24));
-        let starts = |seq| TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, seq)]);
-        assert_eq!(Op::Attention { documents: true }.infer(&[&qkv, &starts(8)]).unwrap(), out);
-        let error = Op::Attention { documents: true }.infer(&[&qkv, &starts(7)]).unwrap_err();
-        assert_eq!(error.to_string(), "document_attention: input `starts` has seq:7 where `s` is seq:8");
-    }
-
-    #[test]
-    fn a_cache_must_hold_the_keys_and_values_of_the_packed_dimension() {
-        let head = |axis, count| Section { axis, count, unit: 4 };
-        let kv = head(Axis::KvHeads, 2);
-        let act = |rows, dim| TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, rows), dim]);
-        let qkv = act(3, Dim::packed([head(Axis::Heads, 6), kv, kv]));
-        let cache = act(16, Dim::packed([kv, kv]));
-        let number = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1)]);
-        let out = Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap();
-        assert_eq!(out[0].to_string(), "f32[batch:1, seq:3, heads:6×4]");
-        assert_eq!(out[1], cache);
-        let flops = Op::CachedAttention.flops(&[&qkv, &cache, &number, &number], &[true, true]).unwrap();
-        assert_eq!(flops.hardware, 4 * 3 * 16 * 24);
-        let refusal = |cache: TensorType| Op::CachedAttention.infer(&[&qkv, &cache, &number, &number]).unwrap_err();
-        let one_head = refusal(act(16, Dim::packed([head(Axis::KvHeads, 1), kv])));
-        assert!(one_head.to_string().contains("the cache must hold"), "{one_head}");
-        let short = refusal(act(2, Dim::packed([kv, kv])));
-        assert_eq!(short.to_string(), "cached_attention: cache has 2 rows for 3");
-    }
-
-    #[test]
-    fn every_in_place_pair_names_operands_of_equal_shape() {
-        let pointwise = [Op::Add, Op::AddRmsNorm { eps: 0.0 }, Op::SwiGluGrad, Op::AddState];
-        let ropes = [false, true].map(|documents| Op::Rope { inverse: false, documents });
-        let ops = [&pointwise[..], &ropes, &[Op::RopeAt, Op::CachedAttention]].concat();
-        for spec in ops.iter().map(Op::spec) {
-            for &(input, output) in spec.in_place {
-                assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);
-            }
-        }
-    }
-}
+mod tests;

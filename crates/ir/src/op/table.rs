@@ -332,6 +332,37 @@ static ADAMW: Spec = Spec {
     )
 };
 
+/// An update by one moment.
+const fn by_moment(name: &'static str) -> Spec {
+    const INPUTS: &[Operand] =
+        &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("scalars", "z"), f32("stats", "y")];
+    const OUTPUTS: &[Operand] = &[f32("w", "*"), f32("m", "*"), bf16("copy", "*")];
+    Spec { always_in_place: true, ..row(name, INPUTS, OUTPUTS, &[(0, 0), (2, 1)], None) }
+}
+static LION: Spec = by_moment("lion");
+static SGD: Spec = by_moment("sgd");
+static MOMENTUM: Spec = Spec {
+    always_in_place: true,
+    ..row(
+        "momentum",
+        &[accumulator("grad", "*"), f32("m", "*"), f32("stats", "y")],
+        &[f32("m", "*"), f32("update", "*")],
+        &[(1, 0)],
+        None,
+    )
+};
+static ORTHOGONALISE: Spec = row("orthogonalise", &[f32("update", "nk")], &[f32("orthogonal", "nk")], &[(0, 0)], None);
+static DESCEND: Spec = Spec {
+    always_in_place: true,
+    ..row(
+        "descend",
+        &[f32("w", "*"), f32("update", "*"), f32("scalars", "z"), f32("stats", "y")],
+        &[f32("w", "*"), bf16("copy", "*")],
+        &[(0, 0)],
+        None,
+    )
+};
+
 static VOCAB_LOGITS: Spec = row(
     "vocab_logits",
     &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
@@ -403,6 +434,11 @@ impl Op {
             Op::MergeSums => &MERGE_SUMS,
             Op::GradientNorm => &GRADIENT_NORM,
             Op::AdamW { .. } => &ADAMW,
+            Op::Lion { .. } => &LION,
+            Op::Sgd { .. } => &SGD,
+            Op::Momentum { .. } => &MOMENTUM,
+            Op::Orthogonalise => &ORTHOGONALISE,
+            Op::Descend { .. } => &DESCEND,
             Op::VocabLogits { .. } => &VOCAB_LOGITS,
             Op::VocabLoss => &VOCAB_LOSS,
             Op::VocabGrad { .. } => &VOCAB_GRAD,
