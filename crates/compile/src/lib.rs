@@ -37,6 +37,15 @@ pub struct Context {
     pub precision: Precision,
     /// What is computed again in backward.
     pub recompute: Recompute,
+    /// What steps do besides.
+    pub steps: Steps,
+}
+
+/// What the steps of a run do besides computing gradients and moving parameters.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Steps {
+    /// Micro-batches of steps smaller than those of the layout: each size is an entry of the same program.
+    pub smaller: Vec<usize>,
 }
 
 /// Why a graph cannot be compiled.

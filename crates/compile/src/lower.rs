@@ -73,26 +73,25 @@ pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: u
     let (stages, micro_batches) = (layout.mesh.pp, layout.micro_batches);
     let saved_slots = layout.schedule.in_flight(stages, stage, micro_batches).max(1);
     let slot = |segment, micro_batch: usize| Slot { segment, micro_batch, saved_slot: micro_batch % saved_slots };
-    let mut schedule: Vec<Slot> = Vec::new();
-    for work in layout.schedule.slots(stages, stage, micro_batches) {
-        schedule.push(match work.work {
+    let step_of = |micro_batches: usize| {
+        let slots = layout.schedule.slots(stages, stage, micro_batches).into_iter().map(|work| match work.work {
             Work::Forward => slot(0, work.micro_batch),
             Work::Backward if work.micro_batch + 1 == micro_batches => slot(backward_last, work.micro_batch),
             Work::Backward => slot(backward, work.micro_batch),
         });
-    }
-    schedule.push(slot(2, 0));
-    let evaluate = slot(segments.len() - 1, 0);
+        slots.chain([slot(2, 0)]).collect::<Vec<Slot>>()
+    };
+    let smaller = context.steps.smaller.iter().map(|count| (StepProgram::train_of(*count), step_of(*count)));
+    let whole = (StepProgram::TRAIN.to_owned(), step_of(micro_batches));
+    let evaluate = (StepProgram::EVALUATE.to_owned(), vec![slot(segments.len() - 1, 0)]);
+    let entries = [whole].into_iter().chain(smaller).chain([evaluate]);
     Ok(Unplaced {
         stage,
         buffers: lowering.buffers,
         values,
         tensors: tensors(&local, &persistent),
         segments,
-        entries: vec![
-            Entry { name: StepProgram::TRAIN.into(), schedule },
-            Entry { name: StepProgram::EVALUATE.into(), schedule: vec![evaluate] },
-        ],
+        entries: entries.map(|(name, schedule)| Entry { name: name.into(), schedule }).collect(),
         micro_batches,
         saved_slots,
     })

@@ -75,6 +75,33 @@ pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<Value
     Ok(Value::Count(below))
 }
 
+/// A ramp with all its batches as sequences, each larger than the one before.
+pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Result<Value, Conflict> {
+    let mut before = values.count("train.global_batch");
+    let mut counted = Vec::new();
+    for (tokens, batch) in stages {
+        let batch = match batch {
+            Value::Tokens(tokens) => sequences(key, *tokens, values)?,
+            batch => batch.clone(),
+        };
+        if let (Some(last), Value::Count(count)) = (before, &batch) {
+            if *count <= last {
+                return Err(Conflict::new(
+                    &[key.path, "train.global_batch"],
+                    format!(
+                        "{}: {count} sequences from {tokens} tokens on are not more than the {last} before",
+                        key.path
+                    ),
+                    "let every size be larger than the one before; the first is train.global_batch",
+                ));
+            }
+            before = Some(*count);
+        }
+        counted.push((*tokens, batch));
+    }
+    Ok(Value::Ramp(counted))
+}
+
 /// The largest batch, in sequences.
 pub(crate) const MAX_BATCH: u64 = 1 << 32;
 
@@ -122,7 +149,32 @@ pub(crate) fn layout_conflicts(values: &Values) -> Vec<Conflict> {
         let keys = [&[refusal.key], refusal.with].concat();
         Conflict::new(&keys, refusal.reason, format!("use {}", refusal.nearest))
     };
-    legal::check(&layout, &shape).into_iter().map(conflict).collect()
+    let mut conflicts: Vec<Conflict> = legal::check(&layout, &shape).into_iter().map(conflict).collect();
+    if conflicts.is_empty() {
+        conflicts.extend(ramp_conflict(values, &layout, &shape));
+    }
+    conflicts
+}
+
+/// A batch of the ramp that micro-batches of all ranks do not make up.
+fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conflict> {
+    let Value::Ramp(stages) = values.get("train.batch_ramp")? else { return None };
+    let round = (layout.mesh.dp * shape.micro_batch) as u64;
+    let odd = |(_, batch): &(u64, Value)| match batch {
+        Value::Count(count) if !count.is_multiple_of(round) => Some(*count),
+        _ => None,
+    };
+    let count = stages.iter().find_map(odd)?;
+    let what = match layout.mesh.dp {
+        1 => format!("train.micro_batch = {}", shape.micro_batch),
+        dp => format!("parallel.dp × train.micro_batch = {dp} × {}", shape.micro_batch),
+    };
+    let near: Vec<String> = [count / round, count / round + 1].map(|n| (n * round).to_string()).to_vec();
+    Some(Conflict::new(
+        &["train.batch_ramp", "train.micro_batch", "parallel.dp"],
+        format!("{what} does not divide the {count} sequences of a step in train.batch_ramp"),
+        format!("use {} sequences there, or a train.micro_batch that divides all sizes", near.join(" or ")),
+    ))
 }
 
 fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
@@ -188,7 +240,14 @@ const MAX_TOKENS: u128 = 1 << 60;
 fn tokens_can_be_counted(values: &Values) -> Option<Conflict> {
     let keys = ["train.global_batch", "train.steps", "train.seq"];
     let [batch, steps, seq] = keys.map(|path| values.count(path).map(u128::from));
-    let tokens = steps?.max(1) * seq? * batch?;
+    let largest = match values.get("train.batch_ramp") {
+        Some(Value::Ramp(stages)) => stages.last().and_then(|(_, batch)| match batch {
+            Value::Count(count) => Some(u128::from(*count)),
+            _ => None,
+        }),
+        _ => None,
+    };
+    let tokens = steps?.max(1) * seq? * batch?.max(largest.unwrap_or(0));
     (tokens > MAX_TOKENS).then(|| {
         let text = format!("the run would read {tokens} tokens");
         Conflict::new(&keys, text, "at most 2^60 are accepted; lower train.steps, train.seq or train.global_batch")

@@ -5,6 +5,7 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeFloat, DeInteger, DeTable, DeValue};
 
+use crate::checks;
 use crate::error::Problem;
 use crate::quantity::{self, Quantity};
 use crate::source::quoted;
@@ -29,6 +30,7 @@ pub(crate) enum Kind {
     RopeScaling,
     Corpora,
     Groups,
+    Ramp,
 }
 
 /// Which finite numbers a float key accepts.
@@ -89,6 +91,10 @@ const CORPUS_KEYS: [(&str, Kind); 3] =
 
 const NAME: Word = Word { text: "name", rule: "name the corpus with letters, digits, - and _" };
 
+/// The keys of one of `train.batch_ramp`.
+const RAMP_KEYS: [(&str, Kind); 2] =
+    [("tokens", Kind::Count(1, 1 << 60)), ("global_batch", Kind::Sequences(checks::MAX_BATCH))];
+
 /// The keys of one of `optimizer.groups`, in the order of [`GroupConfig`]; all but the first may be left out.
 const GROUP_KEYS: [(&str, Kind); 3] = [
     ("match", Kind::Text(PATTERN)),
@@ -142,6 +148,7 @@ impl Kind {
             Kind::RopeScaling => form(&ROPE_SCALING_KEYS),
             Kind::Corpora => format!("list of {}", form(&CORPUS_KEYS)),
             Kind::Groups => format!("list of {}", form(&GROUP_KEYS)),
+            Kind::Ramp => format!("list of {}", form(&RAMP_KEYS)),
         }
     }
 
@@ -206,6 +213,7 @@ impl Kind {
             (Kind::RopeScaling, DeValue::Table(table)) => read_rope_scaling(reading, table, &span),
             (Kind::Corpora, DeValue::Array(array)) => read_corpora(reading, array),
             (Kind::Groups, DeValue::Array(array)) => read_groups(reading, array),
+            (Kind::Ramp, DeValue::Array(array)) => read_ramp(reading, array),
             _ => Err(wrong_type()),
         }
         .map_err(|problem| problem.within(span))
@@ -225,6 +233,7 @@ impl Kind {
             Kind::RopeScaling => "an inline table",
             Kind::Corpora => "a list of corpora",
             Kind::Groups => "a list of groups",
+            Kind::Ramp => "a list of batch sizes",
         }
     }
 
@@ -247,6 +256,10 @@ impl Kind {
             Kind::Text(word) => word.rule.into(),
             Kind::RopeScaling => format!("give all of {}", form(&ROPE_SCALING_KEYS)),
             Kind::Corpora => format!("give a list of {}", form(&CORPUS_KEYS)),
+            Kind::Ramp => format!(
+                "give a list of {}, such as {{ tokens = \"69B\", global_batch = \"32M tokens\" }}",
+                form(&RAMP_KEYS)
+            ),
             Kind::Groups => format!("give a list of {}; all but match may be left out", form(&GROUP_KEYS)),
         }
     }
@@ -345,6 +358,22 @@ fn tables<'a, 'b>(
         };
         Ok((table, span))
     })
+}
+
+fn read_ramp(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {
+    let mut stages: Vec<(u64, Value)> = Vec::new();
+    for element in tables(reading, Kind::Ramp, "batch sizes", array) {
+        let (table, span) = element?;
+        let [Some(Value::Count(tokens)), Some(batch)] = read_table(reading, &RAMP_KEYS, table, &span)? else {
+            unreachable!("each key was read by its own kind")
+        };
+        if stages.last().is_some_and(|(before, _)| *before >= tokens) {
+            let problem = format!("{}: {tokens} tokens do not come after those before them", reading.path);
+            return Err(Problem::new(problem, "list the sizes in the order of their tokens").within(span));
+        }
+        stages.push((tokens, batch));
+    }
+    Ok(Value::Ramp(stages))
 }
 
 fn read_groups(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {

@@ -16,6 +16,7 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod batches;
 mod checks;
 mod config;
 mod declare;
@@ -33,11 +34,12 @@ mod suggest;
 mod value;
 mod written;
 
+pub use batches::{Batch, BatchStage, Batches};
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
 pub use presets::presets;
 pub use schema::{
     CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig,
 };
-pub use value::{CorpusConfig, GroupConfig, RopeScaling};
+pub use value::{CorpusConfig, GroupConfig, RampConfig, RopeScaling};
 pub use written::Difference;

@@ -8,7 +8,7 @@ use crate::declare::Default::{Derived, Fixed, Required, Unset};
 use crate::declare::Effect::{Conduct, Trajectory};
 use crate::declare::{Key, tables};
 use crate::kind::Kind::{
-    Bool, Choice, Corpora, Count, Float, Groups, Integer, RopeScaling as Scaling, Sequences, Text, Texts,
+    Bool, Choice, Corpora, Count, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Text, Texts,
 };
 use crate::kind::{
     BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF,
@@ -17,7 +17,7 @@ use crate::kind::{
 use crate::presets;
 use crate::resolve::Values;
 use crate::rules;
-use crate::value::{CorpusConfig, Field, GroupConfig, RopeScaling};
+use crate::value::{CorpusConfig, Field, GroupConfig, RampConfig, RopeScaling};
 use lockstep_ir::{Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
@@ -95,6 +95,9 @@ tables! {
         seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory;
         /// Sequences per optimizer step.
         global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory;
+        /// Other sizes of steps, each from so many tokens on that the run has seen: global_batch is the first. Steps are counted as
+        /// ever, by train.steps and the learning rate too. Memory is that of the largest size.
+        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Trajectory;
         /// Sequences that a rank computes at once; times `parallel.dp`, it divides the global batch.
         micro_batch: usize =
             Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Conduct;

@@ -26,6 +26,15 @@ pub struct CorpusConfig {
     pub weight: f64,
 }
 
+/// A size of steps, and from when on it counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RampConfig {
+    /// Tokens that a run has seen before the first step of this size.
+    pub tokens: u64,
+    /// Sequences per optimizer step from there on.
+    pub global_batch: usize,
+}
+
 /// Other numbers for some parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupConfig {
@@ -50,6 +59,8 @@ pub(crate) enum Value {
     RopeScaling(RopeScaling),
     Corpora(Vec<CorpusConfig>),
     Groups(Vec<GroupConfig>),
+    /// Tokens and a batch, which `resolve` turns into a count of sequences.
+    Ramp(Vec<(u64, Value)>),
 }
 
 /// Writes the value as TOML that reads back as the same value.
@@ -65,6 +76,9 @@ impl fmt::Display for Value {
             Value::Corpora(corpora) => write_list(f, corpora, |f, CorpusConfig { name, paths, weight }| {
                 write!(f, "{{ name = \"{name}\", paths = {}, weight = {weight:?} }}", Value::Texts(paths.clone()))
             }),
+            Value::Ramp(stages) => {
+                write_list(f, stages, |f, (tokens, batch)| write!(f, "{{ tokens = {tokens}, global_batch = {batch} }}"))
+            }
             Value::Groups(groups) => write_list(f, groups, |f, GroupConfig { pattern, lr_scale, weight_decay }| {
                 write!(f, "{{ match = {}", Value::Text(pattern.clone()))?;
                 let given = [("lr_scale", lr_scale), ("weight_decay", weight_decay)];
@@ -145,6 +159,19 @@ field! {
     Vec<CorpusConfig>: Some(Value::Corpora(corpora)) => Some(corpora), this => Some(Value::Corpora(this.clone()));
     Vec<GroupConfig>: Some(Value::Groups(groups)) => Some(groups), this => Some(Value::Groups(this.clone()));
     RopeScaling: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
+}
+
+impl Field for Vec<RampConfig> {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        let Some(Value::Ramp(stages)) = value else { return None };
+        let stage = |(tokens, batch)| Some(RampConfig { tokens, global_batch: usize::from_value(Some(batch))? });
+        stages.into_iter().map(stage).collect()
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        let stage = |stage: &RampConfig| (stage.tokens, Value::Count(stage.global_batch as u64));
+        Some(Value::Ramp(self.iter().map(stage).collect()))
+    }
 }
 
 impl<T: Field> Field for Option<T> {

@@ -272,3 +272,38 @@ hint: give it a lr_scale, a weight_decay, or both
 ",
     );
 }
+
+#[test]
+fn a_ramp_grows_in_whole_micro_batches() {
+    check(
+        &format!(
+            "{TINY}[train]\nbatch_ramp = [{{ tokens = 9, global_batch = 16 }}, {{ tokens = 9, global_batch = 32 }}]\n"
+        ),
+        "
+train.batch_ramp: 9 tokens do not come after those before them
+  --> run.toml:4
+  |
+4 | batch_ramp = [{ tokens = 9, global_batch = 16 }, { tokens = 9, global_batch = 32 }]
+  |                                                  ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+hint: list the sizes in the order of their tokens
+",
+    );
+    check_set(
+        TINY,
+        &["train.batch_ramp=[{ tokens = 9, global_batch = 8 }]"],
+        "
+train.batch_ramp: 8 sequences from 9 tokens on are not more than the 8 before
+  --> --set train.batch_ramp=[{ tokens = 9, global_batch = 8 }]
+hint: let every size be larger than the one before; the first is train.global_batch
+",
+    );
+    check_set(
+        &format!("{TINY}[train]\nmicro_batch = 2\n[parallel]\ndp = 4\n"),
+        &["train.batch_ramp=[{ tokens = 9, global_batch = 20 }]"],
+        "
+parallel.dp × train.micro_batch = 4 × 2 does not divide the 20 sequences of a step in train.batch_ramp
+  --> --set train.batch_ramp=[{ tokens = 9, global_batch = 20 }]
+hint: use 16 or 24 sequences there, or a train.micro_batch that divides all sizes
+",
+    );
+}

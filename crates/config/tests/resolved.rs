@@ -55,6 +55,7 @@ validation_fraction = 0.05  # default
 steps = 300  # run.toml:10
 seq = 500  # run.toml:12
 global_batch = 32  # run.toml:11
+batch_ramp = []  # default
 micro_batch = 4  # --set
 seed = 0  # default
 reproducible = false  # default
@@ -125,6 +126,7 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     }
     let groups = "optimizer.groups=[{ match = '*\"norm', lr_scale = 0.5 }, { match = 'b', weight_decay = 0 }]";
     round_trip(parse(EXAMPLE, &[groups, "optimizer.schedule=constant"]));
+    round_trip(parse(EXAMPLE, &["train.batch_ramp=[{ tokens = '2B', global_batch = '64K tokens' }]"]));
     round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
 }
 

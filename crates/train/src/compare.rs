@@ -136,6 +136,9 @@ pub fn compare(
     steps: usize,
     show: &mut dyn FnMut(&Comparison),
 ) -> Result<Vec<Comparison>, TrainError> {
+    // A layout is checked for its sums, and those take any number of micro-batches.
+    let mut config = config.clone();
+    config.train.batch_ramp.clear();
     let single = trace(&config.at(&Layout::single(1)), steps)?;
     let mut result = Vec::new();
     for layout in layouts {

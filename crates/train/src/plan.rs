@@ -1,5 +1,5 @@
 use crate::{TrainError, groups};
-use lockstep_compile::{AdamW, Compiled, Context, Optimizer, Precision, Recompute, Rule, compile};
+use lockstep_compile::{AdamW, Compiled, Context, Optimizer, Precision, Recompute, Rule, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
@@ -23,10 +23,12 @@ pub struct Plan {
     pub threads: usize,
     /// Elements of all parameters.
     pub parameters: u64,
-    /// Tokens of one step.
+    /// Tokens of one step, of the largest that the run has.
     pub tokens_per_step: u64,
     /// How the work is split among ranks and micro-batches.
     pub layout: Layout,
+    /// Micro-batches of steps that are smaller than those of the layout.
+    pub smaller_steps: Vec<usize>,
     /// FLOPs of one step, on all ranks.
     pub step_flops: Flops,
     /// Bytes by class, layer and moment of the rank that needs most.
@@ -53,7 +55,7 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let precision = Precision { gradients: DType::F32, ..context.precision };
     let device = cpu::profile(threads, precision.compute, precision.gradients);
-    (Context { device, layout: Layout::single(1), precision, ..context }, threads)
+    (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }
 
 fn training_context(config: &Config) -> (Context, usize) {
@@ -67,8 +69,17 @@ fn training_context(config: &Config) -> (Context, usize) {
         optimizer: optimizer(config),
         precision,
         recompute: recompute(config),
+        steps: Steps { smaller: smaller_steps(config) },
     };
     (context, threads)
+}
+
+/// Micro-batches of the steps that are smaller than the largest.
+fn smaller_steps(config: &Config) -> Vec<usize> {
+    let batches = config.batches();
+    let round = config.train.micro_batch * config.parallel.dp;
+    let smaller = batches.stages().iter().map(|stage| stage.sequences).filter(|n| *n < batches.largest());
+    smaller.map(|sequences| sequences / round).collect()
 }
 
 /// The update rule of a config, and its constants.
@@ -111,11 +122,12 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
     let stages: Vec<MemoryBill> = compiled.programs.iter().map(account::memory).collect();
     Ok(Plan {
         layout: context.layout,
+        smaller_steps: context.steps.smaller,
         device: context.device.name,
         precision: context.precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
-        tokens_per_step: (config.train.global_batch * config.train.seq) as u64,
+        tokens_per_step: (config.batches().largest() * config.train.seq) as u64,
         step_flops,
         memory: stages.iter().max_by_key(|m| m.total_bytes).cloned().unwrap_or_else(|| stages[0].clone()),
         stages,

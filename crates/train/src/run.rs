@@ -6,7 +6,7 @@ use crate::schedule::step_scalars;
 use crate::session::Session;
 use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list};
-use lockstep_config::Config;
+use lockstep_config::{Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::cpu;
 use serde_json::json;
@@ -137,12 +137,14 @@ fn start<'a>(
     let finished = step >= config.train.steps;
     let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
     let data = data.fingerprint();
-    Ok(Run { config, plan, session, dir, train, held_out, ceiling, data, sample_tokens, pending, outcome })
+    let batches = config.batches();
+    Ok(Run { config, plan, batches, session, dir, train, held_out, ceiling, data, sample_tokens, pending, outcome })
 }
 
 struct Run<'a> {
     config: &'a Config,
     plan: &'a Plan,
+    batches: Batches,
     session: Session,
     dir: RunDir,
     train: Sampler,
@@ -219,19 +221,25 @@ impl Run<'_> {
         Ok(self.outcome)
     }
 
+    /// Tokens of the first `steps` steps.
+    fn tokens_before(&self, steps: u64) -> u64 {
+        self.batches.at(steps).first_sample * self.config.train.seq as u64
+    }
+
     fn step(&mut self) -> Result<Step, TrainError> {
         let start = Instant::now();
         let step = self.outcome.step;
-        let train = &self.config.train;
+        let batch = self.batches.at(step);
+        let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let lr = learning_rate(self.config, step);
-        let scalars = step_scalars(self.config, step, self.plan.tokens_per_step);
-        let result = self.session.step(&self.train, step * train.global_batch as u64, scalars)?;
+        let scalars = step_scalars(self.config, step, tokens);
+        let result = self.session.step(&self.train, batch, scalars)?;
         self.outcome.step += 1;
         let step_s = start.elapsed().as_secs_f64();
-        let tokens_per_s = self.plan.tokens_per_step as f64 / step_s;
+        let tokens_per_s = tokens as f64 / step_s;
         let line = StepMetrics {
             step: self.outcome.step,
-            tokens: self.outcome.step * self.plan.tokens_per_step,
+            tokens: self.tokens_before(self.outcome.step),
             loss: result.loss,
             grad_norm: result.grad_norm,
             lr,
@@ -257,7 +265,7 @@ impl Run<'_> {
     fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let step = self.outcome.step;
         let state = json!({
-            "tokens": step * self.plan.tokens_per_step,
+            "tokens": self.tokens_before(step),
             "data": format!("{:016x}", self.data),
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),

@@ -6,7 +6,7 @@ use crate::state::{self, Weights};
 use crate::{Plan, TrainError};
 use lockstep_checkpoint::{Draft, Loaded, save};
 use lockstep_compile::STATS;
-use lockstep_config::Config;
+use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks};
@@ -20,6 +20,8 @@ pub struct Session {
     tensors: Vec<Tensor>,
     executor: Box<dyn Executor>,
     micro_batches: usize,
+    /// Entries of smaller steps, by their micro-batches.
+    smaller: Vec<(usize, String)>,
     feed: Feed,
 }
 
@@ -61,6 +63,7 @@ impl Session {
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
+            smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
         };
         state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
         Ok(session)
@@ -114,23 +117,29 @@ impl Session {
         }
     }
 
-    /// One training step on the samples `first_sample ..` of the global order.
-    pub fn step(&mut self, data: &Sampler, first_sample: u64, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        for m in 0..self.micro_batches {
-            let first = first_sample + (m * self.feed.batch()) as u64;
+    /// One training step on these samples of the global order.
+    pub fn step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<StepResult, TrainError> {
+        let micro_batches = batch.sequences / self.feed.batch();
+        for m in 0..micro_batches {
+            let first = batch.first_sample + (m * self.feed.batch()) as u64;
             self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
         }
-        self.run_step(scalars)
+        self.run_micro_batches(micro_batches, scalars)
     }
 
     /// One training step on the inputs that the executor holds already.
     pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult, TrainError> {
+        self.run_micro_batches(self.micro_batches, scalars)
+    }
+
+    fn run_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<StepResult, TrainError> {
         let mut data = [0; 4 * StepScalars::COUNT];
         data.as_chunks_mut().0.iter_mut().zip(scalars.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
         self.executor.write(StepScalars::NAME, 0, &data)?;
-        self.executor.run(StepProgram::TRAIN)?;
+        let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
+        self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
         let mut sum = 0.0;
-        for m in 0..self.micro_batches {
+        for m in 0..micro_batches {
             self.feed.losses(self.executor.as_ref(), m, |_, loss| sum += loss)?;
         }
         let stats = self.executor.read(STATS, 0)?;
@@ -138,7 +147,7 @@ impl Session {
             return Err(ExecError::Internal(format!("`{STATS}` has {} bytes", stats.len())).into());
         };
         let [grad_norm, factor] = [norm, factor].map(|b| f32::from_le_bytes(*b));
-        let tokens = (self.micro_batches * self.feed.batch() * self.feed.seq()) as f64;
+        let tokens = (micro_batches * self.feed.batch() * self.feed.seq()) as f64;
         Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan() })
     }
 

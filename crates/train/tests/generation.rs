@@ -1,6 +1,6 @@
 //! Generation computes what training computes: the same logits, bit for bit, however a text is cut into calls.
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, compile};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
@@ -41,6 +41,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
         optimizer,
         precision: Precision::FP32,
         recompute: Recompute::None,
+        steps: Steps::default(),
     };
     let mut forward = lockstep_model::build(&config.model, 1, SEQ).unwrap();
     // Logits that somebody wants are not fused away.

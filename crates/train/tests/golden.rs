@@ -78,7 +78,8 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     let precision = Precision { compute: DType::F32, gradients };
     let device = profile(threads, precision.compute, precision.gradients);
     let recompute = lockstep_compile::Recompute::None;
-    let context = Context { device, layout: Layout::single(micro_batches), optimizer, precision, recompute };
+    let steps = lockstep_compile::Steps::default();
+    let context = Context { device, layout: Layout::single(micro_batches), optimizer, precision, recompute, steps };
     let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
     if !fused {
         // Logits that somebody wants are not fused away.

@@ -1,7 +1,7 @@
 //! Every op's gradient against finite differences, in f64: the gradient comes from autodiff, both sides are evaluated by
 //! the reference.
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, autodiff};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, autodiff};
 use lockstep_exec::{conformance, cpu, reference};
 use lockstep_ir::graph::{Parameter, Source, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
@@ -18,6 +18,7 @@ fn context() -> Context {
         optimizer,
         precision: Precision::FP32,
         recompute: Recompute::None,
+        steps: Steps::default(),
     }
 }
 

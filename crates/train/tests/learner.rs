@@ -1,6 +1,6 @@
 //! What a book on parallel training begins with.
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, compile_forward};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile_forward};
 use lockstep_exec::{Executor, Ranks, cpu};
 use lockstep_ir::account;
 use lockstep_ir::graph::{Parameter, State};
@@ -32,6 +32,7 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0),
         precision: Precision::FP32,
         recompute: Recompute::None,
+        steps: Steps::default(),
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();
     let exchanges = account::exchanges(&program, program.entry("product").unwrap());

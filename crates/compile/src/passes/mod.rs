@@ -62,6 +62,7 @@ pub const FORWARD_PASSES: [Pass; 2] = [TRAINING_PASSES[0], TRAINING_PASSES[1]];
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::Steps;
     use lockstep_ir::graph::{Parameter, State};
     use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
     use std::collections::BTreeMap;
@@ -103,6 +104,7 @@ pub(crate) mod tests {
                 optimizer,
                 precision: Precision::FP32,
                 recompute: Recompute::None,
+                steps: Steps::default(),
             },
         )
     }
