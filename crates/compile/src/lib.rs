@@ -14,8 +14,8 @@ mod stage;
 pub use forward::compile_forward;
 pub use lower::OUTBOX;
 pub use passes::{
-    AdamW, Effect, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Rule, STATS, TRAINING_PASSES,
-    autodiff, fuse,
+    AdamW, Effect, FIRST_STATS, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Rule, STATS,
+    TRAINING_PASSES, autodiff, fuse,
 };
 use passes::{DERIVED, SPREADING};
 
@@ -46,6 +46,8 @@ pub struct Context {
 pub struct Steps {
     /// Micro-batches of steps smaller than those of the layout: each size is an entry of the same program.
     pub smaller: Vec<usize>,
+    /// Whether the gradients of the first micro-batch are measured, to tell noise from signal.
+    pub noise_scale: bool,
 }
 
 /// Why a graph cannot be compiled.

@@ -116,6 +116,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,
+    noise_scale_has_two_sizes,
     data_have_one_form,
     end_token_has_a_tokenizer,
 ];
@@ -252,6 +253,30 @@ fn tokens_can_be_counted(values: &Values) -> Option<Conflict> {
         let text = format!("the run would read {tokens} tokens");
         Conflict::new(&keys, text, "at most 2^60 are accepted; lower train.steps, train.seq or train.global_batch")
     })
+}
+
+/// The noise scale compares the gradient of one micro-batch with that of a step.
+fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
+    if !values.switch("train.noise_scale")? {
+        return None;
+    }
+    let conflict = |with: &'static str, reason: String, hint: &str| {
+        Some(Conflict::new(&["train.noise_scale", with], format!("train.noise_scale = true {reason}"), hint))
+    };
+    for key in ["parallel.tp", "parallel.pp"] {
+        let size = values.count(key)?;
+        if size > 1 {
+            let reason = format!("needs gradients that are whole on a rank, and {key} = {size} splits them");
+            return conflict(key, reason, "remove train.noise_scale, or split the run by dp and zero alone");
+        }
+    }
+    let keys = ["train.global_batch", "train.micro_batch", "parallel.dp"];
+    let [global, micro, dp] = keys.map(|key| values.count(key));
+    if global? < 2 * micro? * dp? {
+        let reason = format!("needs two micro-batches per step and rank, and train.micro_batch = {} makes one", micro?);
+        return conflict("train.micro_batch", reason, "lower train.micro_batch, or raise train.global_batch");
+    }
+    None
 }
 
 fn data_have_one_form(values: &Values) -> Option<Conflict> {

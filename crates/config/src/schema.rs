@@ -106,6 +106,10 @@ tables! {
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
         /// 4 extra bytes per parameter.
         reproducible: bool = Bool, Fixed("false"), Trajectory;
+        /// Whether to estimate the gradient noise scale, the batch above which more sequences help little, from the gradients of the
+        /// first micro-batch and of the whole step. It reads every gradient once more per step, and takes a second gradient of
+        /// tied embeddings as scratch.
+        noise_scale: bool = Bool, Fixed("false"), Conduct;
         /// Steps from one validation to the next; 0 validates only at the start and the end.
         validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct;
         /// The most held-out sequences that one validation reads.

@@ -307,3 +307,27 @@ hint: use 16 or 24 sequences there, or a train.micro_batch that divides all size
 ",
     );
 }
+
+#[test]
+fn the_noise_scale_needs_whole_gradients_of_two_sizes() {
+    check_set(
+        &format!("{TINY}[train]\nmicro_batch = 1\nnoise_scale = true\n"),
+        &["parallel.pp=2"],
+        "
+train.noise_scale = true needs gradients that are whole on a rank, and parallel.pp = 2 splits them
+  --> --set parallel.pp=2
+hint: remove train.noise_scale, or split the run by dp and zero alone
+",
+    );
+    check(
+        &format!("{TINY}[train]\nnoise_scale = true\n"),
+        "
+train.noise_scale = true needs two micro-batches per step and rank, and train.micro_batch = 8 makes one
+  --> run.toml:4
+  |
+4 | noise_scale = true
+  |               ^^^^
+hint: lower train.micro_batch, or raise train.global_batch
+",
+    );
+}

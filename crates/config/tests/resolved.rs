@@ -59,6 +59,7 @@ batch_ramp = []  # default
 micro_batch = 4  # --set
 seed = 0  # default
 reproducible = false  # default
+noise_scale = false  # default
 validate_every = 50  # default
 validation_sequences = 64  # default
 threads = 0  # default

@@ -31,8 +31,10 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         if let Some(v) = node.inputs.iter().find(|v| !defined[v.0]) {
             return Err(unsound(at, format!("reads `{}` before it is defined", graph.get(*v).name)));
         }
-        // A summand is no number yet: only sums, and what passes it on as it is, may read one.
-        let passes_on = node.op.communicates() || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate);
+        // A summand is no number yet: only sums, what passes it on as it is, and what looks at a rank's own may read one.
+        let passes_on = node.op.communicates()
+            || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
+            || node.phase == Phase::Probe;
         let summand = |v: &&ValueId| {
             let Placement { dp, tp } = graph.get(**v).placement;
             [dp, tp].contains(&Spread::Partial)

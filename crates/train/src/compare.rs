@@ -139,6 +139,7 @@ pub fn compare(
     // A layout is checked for its sums, and those take any number of micro-batches.
     let mut config = config.clone();
     config.train.batch_ramp.clear();
+    config.train.noise_scale = false;
     let single = trace(&config.at(&Layout::single(1)), steps)?;
     let mut result = Vec::new();
     for layout in layouts {

@@ -69,7 +69,7 @@ fn training_context(config: &Config) -> (Context, usize) {
         optimizer: optimizer(config),
         precision,
         recompute: recompute(config),
-        steps: Steps { smaller: smaller_steps(config) },
+        steps: Steps { smaller: smaller_steps(config), noise_scale: config.train.noise_scale },
     };
     (context, threads)
 }

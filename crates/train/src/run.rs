@@ -1,6 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::event::{Event, StepMetrics};
+use crate::noise::{Measured, Noise, NoiseBits};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::Session;
@@ -36,6 +37,8 @@ pub struct Outcome {
     pub first_val_loss: Option<f64>,
     /// Last held-out loss.
     pub last_val_loss: Option<f64>,
+    /// Gradient noise scale, in sequences, where it is asked for and known.
+    pub noise_scale: Option<f64>,
     /// The last checkpoint.
     pub checkpoint: Option<PathBuf>,
     /// A text by the trained model, if the run is finished and one was asked for.
@@ -54,6 +57,7 @@ impl Outcome {
             finished: false,
             first_val_loss: None,
             last_val_loss: None,
+            noise_scale: None,
             checkpoint: last.map(|(_, path)| path),
             sample: None,
         }
@@ -111,7 +115,7 @@ fn start<'a>(
     data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
-    let (mut step, mut checkpoint, mut pending) = (0, None, None);
+    let (mut step, mut checkpoint, mut pending, mut noise) = (0, None, None, Noise::default());
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: folder });
@@ -119,6 +123,8 @@ fn start<'a>(
         session.restore(&loaded)?;
         step = loaded.step;
         pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
+        // A checkpoint of a run that did not measure has none.
+        noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
         checkpoint = Some(loaded.path);
     }
     let threads = (plan.threads * plan.layout.mesh.ranks()).min(cpu::cores().max(plan.threads));
@@ -135,16 +141,39 @@ fn start<'a>(
         (samples, count)
     });
     let finished = step >= config.train.steps;
-    let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
+    let outcome = Outcome {
+        step,
+        finished,
+        first_val_loss: None,
+        last_val_loss: None,
+        noise_scale: None,
+        checkpoint,
+        sample: None,
+    };
     let data = data.fingerprint();
     let batches = config.batches();
-    Ok(Run { config, plan, batches, session, dir, train, held_out, ceiling, data, sample_tokens, pending, outcome })
+    Ok(Run {
+        config,
+        plan,
+        batches,
+        noise,
+        session,
+        dir,
+        train,
+        held_out,
+        ceiling,
+        data,
+        sample_tokens,
+        pending,
+        outcome,
+    })
 }
 
 struct Run<'a> {
     config: &'a Config,
     plan: &'a Plan,
     batches: Batches,
+    noise: Noise,
     session: Session,
     dir: RunDir,
     train: Sampler,
@@ -235,6 +264,11 @@ impl Run<'_> {
         let scalars = step_scalars(self.config, step, tokens);
         let result = self.session.step(&self.train, batch, scalars)?;
         self.outcome.step += 1;
+        if let (Some(first), true) = (result.first, result.applied) {
+            let sequences = batch.sequences as f64;
+            self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
+        }
+        self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
         let step_s = start.elapsed().as_secs_f64();
         let tokens_per_s = tokens as f64 / step_s;
         let line = StepMetrics {
@@ -247,6 +281,8 @@ impl Run<'_> {
             tokens_per_s,
             mfu: self.plan.model_flops_per_token() * tokens_per_s / self.ceiling,
             arena_bytes: self.session.arena_bytes(),
+            noise_scale: self.outcome.noise_scale,
+            critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             val_loss: None,
         };
         Ok(Step { step: line.step, applied: result.applied, line })
@@ -270,6 +306,7 @@ impl Run<'_> {
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
+            "noise": self.noise.to_bits(),
         });
         let progress = &mut |done, total| show(Event::Saving { done, total });
         let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;

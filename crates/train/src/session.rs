@@ -1,11 +1,12 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
 use crate::feed::{Feed, Scored};
+use crate::noise::Measured;
 use crate::rank_parts;
 use crate::state::{self, Weights};
 use crate::{Plan, TrainError};
 use lockstep_checkpoint::{Draft, Loaded, save};
-use lockstep_compile::STATS;
+use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::cpu::{self, CpuExecutor};
@@ -22,7 +23,17 @@ pub struct Session {
     micro_batches: usize,
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
+    first: Option<First>,
     feed: Feed,
+}
+
+/// What the gradients of the first micro-batch are of.
+#[derive(Clone, Copy)]
+struct First {
+    /// Ranks that have one each.
+    ranks: usize,
+    /// Sequences of one.
+    sequences: usize,
 }
 
 /// What a step gave.
@@ -34,6 +45,9 @@ pub struct StepResult {
     pub grad_norm: f32,
     /// Whether the update was applied: all gradients were finite.
     pub applied: bool,
+    /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
+    /// each has its own, and the sequences that one such gradient is of.
+    pub first: Option<Measured>,
 }
 
 impl Session {
@@ -58,7 +72,13 @@ impl Session {
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
         let batch = config.train.micro_batch * plan.layout.mesh.dp;
+        // Ranks that sum for every micro-batch have one gradient together.
+        let (ranks, sequences) = match plan.layout.zero {
+            0 | 1 => (plan.layout.mesh.dp, config.train.micro_batch),
+            _ => (1, batch),
+        };
         let mut session = Self {
+            first: config.train.noise_scale.then_some(First { ranks, sequences }),
             feed: Feed::new(&tensors, None, batch, config.train.seq),
             tensors,
             executor,
@@ -142,13 +162,27 @@ impl Session {
         for m in 0..micro_batches {
             self.feed.losses(self.executor.as_ref(), m, |_, loss| sum += loss)?;
         }
-        let stats = self.executor.read(STATS, 0)?;
-        let ([norm, factor], []) = stats.as_chunks() else {
-            return Err(ExecError::Internal(format!("`{STATS}` has {} bytes", stats.len())).into());
+        let [grad_norm, factor] = self.stats(STATS)?;
+        let first = match self.first {
+            None => None,
+            Some(First { ranks, sequences }) => {
+                let norm = f64::from(self.stats(FIRST_STATS)?[0]);
+                // The device divides by the targets of the whole step.
+                let share = (micro_batches * self.feed.batch()) as f64 / sequences as f64;
+                Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
+            }
         };
-        let [grad_norm, factor] = [norm, factor].map(|b| f32::from_le_bytes(*b));
         let tokens = (micro_batches * self.feed.batch() * self.feed.seq()) as f64;
-        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan() })
+        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan(), first })
+    }
+
+    /// A norm and the factor on gradients.
+    fn stats(&self, name: &str) -> Result<[f32; 2], TrainError> {
+        let stats = self.executor.read(name, 0)?;
+        let ([norm, factor], []) = stats.as_chunks() else {
+            return Err(ExecError::Internal(format!("`{name}` has {} bytes", stats.len())).into());
+        };
+        Ok([norm, factor].map(|b| f32::from_le_bytes(*b)))
     }
 
     /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.

@@ -86,6 +86,9 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     let mut g = graph.clone();
     let scalars = g.state(StepScalars::NAME, StepScalars::ty(), State::Scalars);
     let trained = gradients(&mut g, context)?;
+    if context.steps.noise_scale {
+        probe(&mut g, context, &trained, scalars)?;
+    }
     let stats = norm(&mut g, context, &trained, scalars)?;
     g.outputs.push(stats);
     let layers = layers(&g);
@@ -137,6 +140,40 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
         trained.push(Trained { parameter, decays, gradient, copies: if context.layout.mesh.pp > 1 { 2 } else { 1 } });
     }
     Ok(trained)
+}
+
+/// The norm of the gradient that the first micro-batch gave: of each data-parallel rank where those sum at the end of a step,
+/// as the root of the sum of squares; of their sum where they sum for every micro-batch.
+fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId) -> Result<(), TypeError> {
+    let update = g.nodes.iter().position(|n| n.phase == Phase::Update).unwrap_or(g.nodes.len());
+    let after = g.nodes.split_off(update);
+    let mut read = Vec::new();
+    for t in trained {
+        let name = gradient_name(&g.get(t.parameter).name);
+        let uses = [name.clone(), format!("{name}.2")];
+        let uses: Vec<ValueId> =
+            uses.iter().filter_map(|n| g.values.iter().position(|v| v.name == *n).map(ValueId)).collect();
+        read.push(match uses[..] {
+            [first, second] => {
+                let sum = g.node(Op::AddState, &[first, second], &format!("{name}.first"), Phase::Probe, None)?[0];
+                g.values[sum.0].placement = g.get(first).placement;
+                sum
+            }
+            _ => uses[0],
+        });
+    }
+    read.push(scalars);
+    let square_sum = Op::SquareSum { sharers: 1, tail: 0 };
+    let squares = g.node(square_sum, &read, "first_squares", Phase::Probe, None)?[0];
+    g.nodes.extend(after);
+    let axis = MeshAxis::Dp;
+    let total = match context.layout.mesh.dp {
+        1 => squares,
+        _ => g.relay(Op::AllReduce { axis }, &[squares], axis.name(), Phase::Update, None)?[0],
+    };
+    let stats = g.node(Op::GradientNorm, &[total, scalars], FIRST_STATS, Phase::Update, None)?[0];
+    g.outputs.extend([squares, stats]);
+    Ok(())
 }
 
 /// The norm of all gradients over all ranks.
@@ -280,3 +317,6 @@ fn layers(g: &Graph) -> Vec<Option<usize>> {
 
 /// Output of the training step: gradient norm, and the factor that was applied to gradients.
 pub const STATS: &str = "gradient_stats";
+
+/// The same of the gradients that the first micro-batch gave, where [`Steps::noise_scale`](crate::Steps) asks for it.
+pub const FIRST_STATS: &str = "first_gradient_stats";
