@@ -233,6 +233,7 @@ fn file_dtype(dtype: DType) -> FileDType {
     match dtype {
         DType::F32 => FileDType::F32,
         DType::BF16 => FileDType::BF16,
+        DType::F16 => FileDType::F16,
         DType::F64 => FileDType::F64,
         DType::U32 => FileDType::U32,
         DType::Fixed64 => FileDType::I64,
@@ -240,7 +241,7 @@ fn file_dtype(dtype: DType) -> FileDType {
 }
 
 fn known_dtype(dtype: FileDType) -> Option<DType> {
-    [DType::F32, DType::BF16, DType::F64, DType::U32, DType::Fixed64]
+    [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::Fixed64]
         .into_iter()
         .find(|&known| file_dtype(known) == dtype)
 }

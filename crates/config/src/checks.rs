@@ -113,6 +113,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     rules::decay_steps_have_a_schedule,
     rules::constant_rates_do_not_fall,
     rules::constants_have_an_optimizer,
+    rules::loss_scales_are_of_fp16,
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,

@@ -45,6 +45,10 @@ pub(crate) const NOT_NEGATIVE: Bounds = Bounds { text: "0 or greater", hold: |x|
 pub(crate) const AT_LEAST_ONE: Bounds = Bounds { text: "1 or greater", hold: |x| x >= 1.0 };
 pub(crate) const UP_TO_ONE: Bounds = Bounds { text: "from 0 to 1", hold: |x| (0.0..=1.0).contains(&x) };
 pub(crate) const BELOW_ONE: Bounds = Bounds { text: "from 0 up to, but not, 1", hold: |x| (0.0..1.0).contains(&x) };
+pub(crate) const POWER_OF_TWO: Bounds = Bounds {
+    text: "that is a power of 2 from 1 to 2^30",
+    hold: |x| (1.0..=(1u64 << 30) as f64).contains(&x) && (x as u64).is_power_of_two() && x.fract() == 0.0,
+};
 pub(crate) const UP_TO_A_DAY: Bounds =
     Bounds { text: "greater than 0, up to 86400", hold: |x| x > 0.0 && x <= 86400.0 };
 pub(crate) const UP_TO_HALF: Bounds = Bounds { text: "from 0 to 0.5", hold: |x| (0.0..=0.5).contains(&x) };

@@ -1,4 +1,4 @@
-//! Rules of `[optimizer]`: defaults that follow from the update rule and the schedule, and keys that do not go with them.
+//! Rules of `[optimizer]` and `[precision]`: defaults that follow from the update rule and the schedule, and keys that do not go with them.
 
 use crate::checks::{Conflict, Derived};
 use crate::resolve::Values;
@@ -53,6 +53,31 @@ pub(crate) fn default_momentum(values: &Values) -> Derived {
         _ if optimizer(values, "sgd") => Some(0.9),
         _ if optimizer(values, "muon") => Some(0.95),
         _ => None,
+    })
+}
+
+fn is_fp16(values: &Values) -> bool {
+    is(values, "precision.policy", "fp16")
+}
+
+pub(crate) fn default_loss_scale(values: &Values) -> Derived {
+    number(is_fp16(values).then_some(65536.0))
+}
+
+pub(crate) fn default_growth_interval(values: &Values) -> Derived {
+    Ok(is_fp16(values).then_some(Value::Count(2000)))
+}
+
+pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
+    let key =
+        ["precision.loss_scale", "precision.growth_interval"].into_iter().find(|key| values.get(key).is_some())?;
+    let (value, policy) = (values.get(key)?, values.get("precision.policy")?);
+    (!is_fp16(values)).then(|| {
+        Conflict::new(
+            &[key, "precision.policy"],
+            format!("{key} = {value} is given, and precision.policy = {policy} has no loss scale"),
+            format!("remove {key}, or choose precision.policy = \"fp16\""),
+        )
     })
 }
 

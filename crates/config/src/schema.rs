@@ -11,8 +11,8 @@ use crate::kind::Kind::{
     Bool, Choice, Corpora, Count, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Text, Texts,
 };
 use crate::kind::{
-    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF,
-    UP_TO_ONE,
+    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, PATHS, POSITIVE, POWER_OF_TWO, TOKEN, TOKENIZER, UP_TO_A_DAY,
+    UP_TO_HALF, UP_TO_ONE,
 };
 use crate::presets;
 use crate::resolve::Values;
@@ -121,10 +121,16 @@ tables! {
     /// What numbers are stored in.
     precision: PrecisionConfig {
         /// fp32: everything in fp32. bf16: parameters and activations in bf16, with fp32 originals, moments, norms, softmax,
-        /// sums and losses.
-        policy: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+        /// sums and losses. fp16: the same in fp16, with a loss scale that finds its size by itself.
+        policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Trajectory;
         /// What gradients are summed in; train.reproducible sums in fixed point instead.
         gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+        /// What fp16 runs multiply the mean loss by at first, so that small gradients do not vanish. A gradient that is not finite
+        /// halves it and leaves the weights as they are.
+        loss_scale: Option<f64> = Float(POWER_OF_TWO), Derived("65536 for fp16", rules::default_loss_scale), Trajectory;
+        /// Steps with finite gradients after which the loss scale doubles.
+        growth_interval: Option<u64> =
+            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Trajectory;
     }
 
     /// How the work is split among ranks.

@@ -331,3 +331,25 @@ hint: lower train.micro_batch, or raise train.global_batch
 ",
     );
 }
+
+#[test]
+fn a_loss_scale_is_of_fp16() {
+    check_set(
+        TINY,
+        &["precision.growth_interval=5"],
+        "
+precision.growth_interval = 5 is given, and precision.policy = \"fp32\" has no loss scale
+  --> --set precision.growth_interval=5
+hint: remove precision.growth_interval, or choose precision.policy = \"fp16\"
+",
+    );
+    check_set(
+        TINY,
+        &["precision.policy=fp16", "precision.loss_scale=1000"],
+        "
+precision.loss_scale = 1000 is out of range
+  --> --set precision.loss_scale=1000
+hint: give a number that is a power of 2 from 1 to 2^30
+",
+    );
+}

@@ -67,6 +67,8 @@ threads = 0  # default
 [precision]
 policy = "fp32"  # default
 gradients = "fp32"  # default
+# loss_scale is not set
+# growth_interval is not set
 
 [parallel]
 dp = 1  # default
@@ -128,6 +130,7 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     let groups = "optimizer.groups=[{ match = '*\"norm', lr_scale = 0.5 }, { match = 'b', weight_decay = 0 }]";
     round_trip(parse(EXAMPLE, &[groups, "optimizer.schedule=constant"]));
     round_trip(parse(EXAMPLE, &["train.batch_ramp=[{ tokens = '2B', global_batch = '64K tokens' }]"]));
+    round_trip(parse(EXAMPLE, &["precision.policy=fp16"]));
     round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
 }
 

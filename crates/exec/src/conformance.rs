@@ -32,6 +32,7 @@ pub fn tolerance(compute: DType) -> f64 {
     match compute {
         // Half a unit in the last place of the result, and of what is rounded on the way.
         DType::BF16 => 1.2e-2,
+        DType::F16 => 1.5e-3,
         _ => 2e-5,
     }
 }
@@ -108,7 +109,7 @@ fn sizes(op: &Op) -> Vec<Size> {
 }
 
 /// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 42] {
+pub fn ops() -> [Op; 44] {
     let rows = Rows { first: 7, count: 23, ranks: 1 };
     let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, lr_scale: 0.5 };
     [
@@ -138,7 +139,8 @@ pub fn ops() -> [Op; 42] {
         Op::Add,
         Op::CrossEntropy,
         Op::CrossEntropyGrad,
-        Op::LinearCrossEntropy { rows: 23 },
+        Op::LinearCrossEntropy { rows: 23, scaled: false },
+        Op::LinearCrossEntropy { rows: 23, scaled: true },
         Op::AddState,
         Op::Accumulate,
         Op::SquareSum { sharers: 2, tail: 77 },
@@ -152,7 +154,8 @@ pub fn ops() -> [Op; 42] {
         Op::Descend { decay: 0.1, lr_scale: 0.5 },
         Op::VocabLogits { rows, parts: 1 },
         Op::VocabLoss,
-        Op::VocabGrad { rows },
+        Op::VocabGrad { rows, scaled: false },
+        Op::VocabGrad { rows, scaled: true },
         Op::JoinRows,
     ]
 }
@@ -270,9 +273,11 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::CrossEntropyGrad => {
             vec![(act(v), Normal), (ids(), Below(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
         }
-        Op::LinearCrossEntropy { .. } => {
+        Op::LinearCrossEntropy { scaled, .. } => {
             // Enough columns for several blocks of a kernel that cuts the vocabulary.
-            vec![(act(d.clone()), Normal), (t(&[Dim::new(Axis::Vocab, 400), d]), Normal), (ids(), Below(400))]
+            let table = t(&[Dim::new(Axis::Vocab, 400), d.clone()]);
+            let inputs = [(act(d), Normal), (table, Normal), (ids(), Below(400))];
+            inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
         Op::AddState => vec![(state(), Normal), (state(), Normal)],
         Op::Accumulate => vec![(state(), Normal)],
@@ -281,15 +286,16 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::GradientNorm => vec![(sum(), Squares), (StepScalars::ty(), Scalars)],
         Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))],
         Op::VocabLoss => vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Below(50))],
-        Op::VocabGrad { rows } => {
+        Op::VocabGrad { rows, scaled } => {
             let logits = Op::VocabLogits { rows, parts: 1 };
-            vec![
+            let inputs = [
                 (t(&[Dim::new(Axis::Seq, 23), v.clone()]), Of(logits, 0, &[2, 3, 4])),
                 (statistics(23), Of(logits, 1, &[2, 3, 4])),
                 (act(d.clone()), Normal),
                 (t(&[v, d]), Normal),
                 (ids(), Below(50)),
-            ]
+            ];
+            inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
         Op::JoinRows => {
             let chunk = |rows| t(&[Dim::new(Axis::Seq, rows), d.clone()]);
@@ -364,7 +370,14 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
             }
             Draw::Starts => starts(ty, key),
             Draw::Scalars => {
-                let s = StepScalars { lr: 0.01, inverse_count: 0.125, clip: 0.5, bias1: 0.19, bias2: 0.0975 };
+                let s = StepScalars {
+                    lr: 0.01,
+                    inverse_count: 0.125,
+                    clip: 0.5,
+                    bias1: 0.19,
+                    bias2: 0.0975,
+                    loss_scale: 4.0,
+                };
                 s.to_array().map(f64::from).to_vec()
             }
             Draw::Stats => vec![2.0, 0.03125],
@@ -434,8 +447,7 @@ fn check(
             *parts = vec![reference::from_limbs(parts)];
         }
     }
-    let rounds = compute == DType::BF16 || way == Way::Summed(DType::BF16);
-    let tolerance = tolerance(if rounds { DType::BF16 } else { DType::F32 });
+    let tolerance = tolerance(if way == Way::Summed(DType::BF16) { DType::BF16 } else { compute });
     let mut error = 0.0f64;
     let mut failure = None;
     for (o, (found, expected)) in found.iter().zip(&expected).enumerate() {

@@ -5,7 +5,7 @@ use crate::{Session, TrainError, plan};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, fixed};
+use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, f16, fixed};
 use lockstep_model::names;
 use serde::Serialize;
 
@@ -30,7 +30,7 @@ impl Promise {
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
         let same_sums = layout.mesh.tp == 1 && (layout.mesh.dp == 1 || config.train.reproducible);
-        let rounds = config.precision.policy == "bf16" || config.precision.gradients == "bf16";
+        let rounds = config.precision.policy != "fp32" || config.precision.gradients == "bf16";
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,
             (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4, parameters: 0.1 },
@@ -290,6 +290,7 @@ fn states(session: &mut Session, wanted: impl Fn(&Tensor) -> bool) -> Result<Vec
             DType::BF16 => {
                 bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect()
             }
+            DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
             DType::Fixed64 => {
                 bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
             }

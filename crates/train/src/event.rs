@@ -23,6 +23,9 @@ pub struct StepMetrics {
     pub mfu: f64,
     /// Bytes of the arena.
     pub arena_bytes: u64,
+    /// Loss scale of this step, in fp16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
     /// Gradient noise scale, in sequences, where it is asked for and known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub noise_scale: Option<f64>,

@@ -13,6 +13,7 @@ mod event;
 mod feed;
 mod generate;
 mod groups;
+mod loss_scale;
 mod noise;
 mod plan;
 mod rank_parts;

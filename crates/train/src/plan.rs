@@ -149,7 +149,11 @@ fn recompute(config: &Config) -> Recompute {
 
 /// The types that a config asks for.
 fn precision(config: &Config) -> Precision {
-    let dtype = |name: &str| if name == "bf16" { DType::BF16 } else { DType::F32 };
+    let dtype = |name: &str| match name {
+        "bf16" => DType::BF16,
+        "fp16" => DType::F16,
+        _ => DType::F32,
+    };
     let gradients = match config.train.reproducible {
         true => DType::Fixed64,
         false => dtype(&config.precision.gradients),

@@ -1,6 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::event::{Event, StepMetrics};
+use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise, NoiseBits};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
@@ -10,6 +11,7 @@ use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::{Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::cpu;
+use lockstep_ir::StepScalars;
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -115,6 +117,7 @@ fn start<'a>(
     data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
+    let mut loss_scale = LossScale::new(config);
     let (mut step, mut checkpoint, mut pending, mut noise) = (0, None, None, Noise::default());
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
@@ -125,6 +128,9 @@ fn start<'a>(
         pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
         // A checkpoint of a run that did not measure has none.
         noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
+        if loss_scale.is_some() {
+            loss_scale = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(loss_scale);
+        }
         checkpoint = Some(loaded.path);
     }
     let threads = (plan.threads * plan.layout.mesh.ranks()).min(cpu::cores().max(plan.threads));
@@ -157,6 +163,7 @@ fn start<'a>(
         plan,
         batches,
         noise,
+        loss_scale,
         session,
         dir,
         train,
@@ -174,6 +181,8 @@ struct Run<'a> {
     plan: &'a Plan,
     batches: Batches,
     noise: Noise,
+    /// In fp16.
+    loss_scale: Option<LossScale>,
     session: Session,
     dir: RunDir,
     train: Sampler,
@@ -206,7 +215,7 @@ impl Run<'_> {
             if metrics.applied {
                 skipped = 0;
             } else {
-                skipped += 1;
+                skipped += u64::from(!metrics.searched);
                 show(Event::Skipped { step });
                 let (loss, norm) = (metrics.line.loss.to_string(), metrics.line.grad_norm.to_string());
                 self.dir.event("skipped", json!({ "step": step, "loss": loss, "grad_norm": norm }))?;
@@ -261,9 +270,14 @@ impl Run<'_> {
         let batch = self.batches.at(step);
         let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let lr = learning_rate(self.config, step);
-        let scalars = step_scalars(self.config, step, tokens);
+        let loss_scale = self.loss_scale;
+        let seed = loss_scale.map_or(1.0, |scale| scale.seed(tokens));
+        let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, step, tokens) };
         let result = self.session.step(&self.train, batch, scalars)?;
         self.outcome.step += 1;
+        if let (Some(scale), Some(interval)) = (&mut self.loss_scale, self.config.precision.growth_interval) {
+            scale.after(result.applied, interval);
+        }
         if let (Some(first), true) = (result.first, result.applied) {
             let sequences = batch.sequences as f64;
             self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
@@ -281,11 +295,14 @@ impl Run<'_> {
             tokens_per_s,
             mfu: self.plan.model_flops_per_token() * tokens_per_s / self.ceiling,
             arena_bytes: self.session.arena_bytes(),
+            loss_scale: loss_scale.map(|scale| scale.scale()),
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             val_loss: None,
         };
-        Ok(Step { step: line.step, applied: result.applied, line })
+        // A scale that is being searched explains gradients that are not finite.
+        let searched = loss_scale.is_some_and(|scale| !scale.is_least());
+        Ok(Step { step: line.step, applied: result.applied, searched, line })
     }
 
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
@@ -307,6 +324,7 @@ impl Run<'_> {
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
             "noise": self.noise.to_bits(),
+            "loss_scale": self.loss_scale,
         });
         let progress = &mut |done, total| show(Event::Saving { done, total });
         let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;
@@ -321,6 +339,8 @@ impl Run<'_> {
 struct Step {
     step: u64,
     applied: bool,
+    /// Whether gradients that are not finite are the loss scale's fault.
+    searched: bool,
     line: StepMetrics,
 }
 

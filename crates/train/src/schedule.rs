@@ -32,6 +32,7 @@ pub(crate) fn step_scalars(config: &Config, step: u64, targets: u64) -> StepScal
         clip: if o.grad_clip > 0.0 { o.grad_clip as f32 } else { f32::INFINITY },
         bias1: bias(o.beta1),
         bias2: bias(o.beta2),
+        loss_scale: 1.0,
     }
 }
 

@@ -83,6 +83,7 @@ fn a_step_of_a_ramp_has_the_bits_of_a_program_for_its_size() {
             clip: 1.0,
             bias1: bias(0.9),
             bias2: bias(0.95),
+            loss_scale: 1.0,
         };
         let found = session.step(&data.train(&alone).unwrap(), Batch { first_sample, sequences }, scalars).unwrap();
         let expected = ramped[step as usize];

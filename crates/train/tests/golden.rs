@@ -111,7 +111,8 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
         }
     }
     // A learning rate of zero: parameters stay, gradients can be read.
-    let scalars = StepScalars { lr: 0.0, inverse_count: 1.0 / 24.0, clip: 1.0, bias1: 1.0, bias2: 1.0 };
+    let scalars =
+        StepScalars { lr: 0.0, inverse_count: 1.0 / 24.0, clip: 1.0, bias1: 1.0, bias2: 1.0, loss_scale: 1.0 };
     let scalars: Vec<u8> = scalars.to_array().iter().flat_map(|x| x.to_le_bytes()).collect();
     executor.write(StepScalars::NAME, 0, &scalars).unwrap();
     executor.run(StepProgram::TRAIN).unwrap();

@@ -123,7 +123,7 @@ fn graph_through(op: Op) -> Option<Graph> {
             let x = b.activation("x", embed());
             let w = b.parameter("w", &[Dim::new(Axis::Vocab, VOCAB), embed()]);
             let targets = b.ids("targets");
-            let loss = b.op(Op::LinearCrossEntropy { rows: SEQ }, &[x, w, targets], "loss")[0];
+            let loss = b.op(Op::LinearCrossEntropy { rows: SEQ, scaled: false }, &[x, w, targets], "loss")[0];
             b.g.outputs.push(loss);
             b.g
         }

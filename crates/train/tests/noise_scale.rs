@@ -18,7 +18,8 @@ fn config(tied: bool, keys: &str) -> Config {
     Config::parse(&text, "run.toml", &[]).unwrap()
 }
 
-const FROZEN: StepScalars = StepScalars { lr: 0.0, inverse_count: 1.0, clip: f32::INFINITY, bias1: 1.0, bias2: 1.0 };
+const FROZEN: StepScalars =
+    StepScalars { lr: 0.0, inverse_count: 1.0, clip: f32::INFINITY, bias1: 1.0, bias2: 1.0, loss_scale: 1.0 };
 
 /// Writes sequences, each known by a number, and runs a step that moves nothing.
 fn measure(config: &Config, sequences: &[u64]) -> (f64, Option<(f64, f64)>) {

@@ -57,7 +57,8 @@ fn four_steps_are_those_of_pytorch() {
             }
             let bias = |beta: Option<f64>| beta.map_or(1.0, |beta| 1.0 - beta.powi(step + 1)) as f32;
             let (bias1, bias2) = (bias(o.beta1), bias(o.beta2));
-            let scalars = StepScalars { lr: 0.01, inverse_count: 1.0, clip: f32::INFINITY, bias1, bias2 };
+            let scalars =
+                StepScalars { lr: 0.01, inverse_count: 1.0, clip: f32::INFINITY, bias1, bias2, loss_scale: 1.0 };
             let scalars: Vec<u8> = scalars.to_array().iter().flat_map(|x| x.to_le_bytes()).collect();
             executor.write(StepScalars::NAME, 0, &scalars).unwrap();
             executor.run("update").unwrap();

@@ -1,11 +1,11 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter moved.
 
-use super::autodiff::gradient_name;
+use super::autodiff::{self, gradient_name};
 use super::zero;
 use crate::Context;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::{Axis, DType, Graph, Op, Placement, Spread, StepScalars, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, DType, Graph, Op, Placement, Spread, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// How parameters move.
@@ -84,7 +84,7 @@ struct Trained {
 
 pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    let scalars = g.state(StepScalars::NAME, StepScalars::ty(), State::Scalars);
+    let scalars = autodiff::scalars(&mut g);
     let trained = gradients(&mut g, context)?;
     if context.steps.noise_scale {
         probe(&mut g, context, &trained, scalars)?;
@@ -235,7 +235,7 @@ fn update(
         Rule::Sgd { .. } | Rule::Muon { .. } => vec![moment(g, "momentum")],
     };
     // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
-    let rounded = g.ty(w).dtype == DType::BF16;
+    let rounded = g.ty(w).dtype != DType::F32;
     let whole_here = g.get(w).placement.dp != Spread::Flat;
     let original = match (rounded, sharded && whole_here) {
         (true, _) => state(g, format!("master.{name}"), State::Master { of: name.clone() }),
@@ -262,6 +262,9 @@ fn update(
     new.iter().for_each(|v| g.values[v.0].placement = placement);
     // Weights first, then the moments that the op itself moves, then the rounded copy.
     let copy = new.len() - 1;
+    if rounded {
+        g.values[new[copy].0].ty.dtype = g.ty(w).dtype;
+    }
     g.updates.extend(moments.into_iter().zip(new[1..copy].iter().copied()));
     let moved = if rounded { new[copy] } else { new[0] };
     if rounded {

@@ -154,6 +154,11 @@ impl Call<'_> {
         StepScalars::from_slice(unsafe { Ptr(self.input::<f32>(i)).slice(0, StepScalars::COUNT) })
     }
 
+    /// What gradients start with: 1, or where the op is scaled the loss scale among the scalars at input `i`.
+    pub fn seed(&self, scaled: bool, i: usize) -> f32 {
+        if scaled { self.scalars(i).loss_scale } else { 1.0 }
+    }
+
     /// Address of the scratch.
     pub fn scratch<T>(&self) -> *mut T {
         match &self.bound.workspace {

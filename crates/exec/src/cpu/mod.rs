@@ -26,7 +26,7 @@ use arena::Arena;
 use call::{Bound, Call};
 pub use exchange::Link;
 use exchange::{Courier, Exchange, Exchanges};
-use float::{Bf16, Float};
+use float::{Bf16, F16, Float};
 use lockstep_ir::op::Elem;
 use lockstep_ir::program::{Arg, Instr, Lifetime, Role, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
@@ -43,9 +43,9 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let (product, per_k) = gemm::scratch_bytes(threads);
     let (product, per_k) = (product.next_multiple_of(64) as u64, per_k as u64);
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
-    // A result that is rounded to bf16 is summed whole.
+    // A result that is rounded is summed whole.
     let rounded = |letter| match compute {
-        DType::BF16 => Workspace { fixed: product, terms: vec![(per_k, letter)] },
+        DType::BF16 | DType::F16 => Workspace { fixed: product, terms: vec![(per_k, letter)] },
         _ => fixed(product),
     };
     // A sum that is not in f32 needs each product once, on its own.
@@ -54,18 +54,22 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let of = |(fixed, terms)| Workspace { fixed, terms };
     let attention = attention::scratch(compute, threads);
     let backward = attention::grad_scratch(compute, threads);
+    let loss_head = Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() };
+    let vocab_grad = Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
-        ("linear_cross_entropy", Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() }),
+        ("linear_cross_entropy", loss_head.clone()),
+        ("scaled_linear_cross_entropy", loss_head),
         ("attention", of(attention.terms("s", "se"))),
         ("document_attention", of(attention.terms("s", "se"))),
         ("cached_attention", of(attention.terms("t", "te"))),
         ("attention_grad", of(backward.terms("s", "se"))),
         ("document_attention_grad", of(backward.terms("s", "se"))),
         ("vocab_logits", fixed(product)),
-        ("vocab_grad", Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() }),
+        ("vocab_grad", vocab_grad.clone()),
+        ("scaled_vocab_grad", vocab_grad),
         ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
         ("orthogonalise", of(orthogonal::scratch(product))),
     ]);
@@ -212,6 +216,7 @@ impl CpuExecutor {
         let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot, coordinates };
         match bound.float {
             DType::BF16 => run_kernel::<Bf16>(call),
+            DType::F16 => run_kernel::<F16>(call),
             _ => run_kernel::<f32>(call),
         }
     }
@@ -287,7 +292,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
-        Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),
+        Op::LinearCrossEntropy { rows, scaled } => head::linear_cross_entropy::<T>(call, rows, scaled),
         Op::AddState => optimizer::add_state(call),
         Op::Accumulate => optimizer::accumulate(call),
         Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
@@ -301,7 +306,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Descend { decay, lr_scale } => rules::descend(call, decay, lr_scale),
         Op::VocabLogits { rows, .. } => vocab::logits::<T>(call, rows),
         Op::VocabLoss => vocab::loss(call),
-        Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
+        Op::VocabGrad { rows, scaled } => vocab::grad::<T>(call, rows, scaled),
         Op::JoinRows => vocab::join_rows::<T>(call),
         Op::AllReduce { .. }
         | Op::SumShared { .. }

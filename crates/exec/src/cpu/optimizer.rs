@@ -42,7 +42,7 @@ pub fn square_sum(call: Call, sharers: usize, tail: usize) {
     let count = inputs.len() - 1;
     // SAFETY: the scalars are the last input.
     let scalars = call.scalars(count);
-    let inverse = f64::from(scalars.inverse_count);
+    let inverse = f64::from(scalars.inverse());
     let share = 1.0 / sharers as f64;
     let totals = Ptr(call.scratch::<Option<u128>>());
     let mut total = Some(0u128);
@@ -103,7 +103,7 @@ pub fn gradient_norm(call: Call) {
     let sum = limbs.iter().enumerate().map(|(l, x)| *x as f64 * 2f64.powi(32 * l as i32)).sum::<f64>() / UNIT;
     let norm = if sound && sum <= MOST { sum.sqrt() as f32 } else { f32::NAN };
     let clip = if norm > scalars.clip { scalars.clip / norm } else { 1.0 };
-    let factor = if norm.is_finite() { scalars.inverse_count * clip } else { f32::NAN };
+    let factor = if norm.is_finite() { scalars.inverse() * clip } else { f32::NAN };
     if let Some(stats) = call.output::<f32>(0) {
         // SAFETY: stats has two elements.
         unsafe {

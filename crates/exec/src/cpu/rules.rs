@@ -1,7 +1,7 @@
 //! The rules by which parameters move. All work in f32, in place, and round a copy of the new weights where asked for.
 
 use super::call::{At, Call, Ptr};
-use super::float::{Bf16, Float};
+use super::float::{Bf16, F16};
 use super::optimizer::read;
 use super::simd::vectorised;
 use lockstep_ir::DType;
@@ -223,19 +223,27 @@ fn blocks(call: Call, input: usize, factor: f32, f: impl Fn(Grad, usize, usize) 
 /// Rounds the new weights, output 0, to output `to` where somebody wants it.
 fn copy(call: Call, to: usize, factor: f32) {
     let At { elements, .. } = call.bound.inputs[0];
-    let (Some(w), Some(copy)) = (call.output::<f32>(0), call.output::<Bf16>(to)) else { return };
+    let (Some(w), Some(copy), Some(at)) = (call.output::<f32>(0), call.output::<u16>(to), call.bound.outputs[to])
+    else {
+        return;
+    };
     if factor.is_nan() {
         return;
     }
     let (w, copy) = (Ptr(w.cast_const()), Ptr(copy));
-    // SAFETY: ranges of the operands, each once.
-    call.ranges(elements, GRAIN, |from, to| unsafe { round(call.simd, w.at(from), copy.at(from), to - from) });
+    // SAFETY: ranges of the operands, each once; both types are as large as their bits.
+    call.ranges(elements, GRAIN, |from, to| unsafe {
+        match at.dtype {
+            DType::F16 => round(call.simd, w.at(from), copy.at(from).cast::<F16>(), to - from),
+            _ => round(call.simd, w.at(from), copy.at(from).cast::<Bf16>(), to - from),
+        }
+    });
 }
 
 vectorised! {
-    unsafe fn round<T>(from: *const T, to: *mut Bf16, n: usize) -> () {
+    unsafe fn round<T>(from: *const f32, to: *mut T, n: usize) -> () {
         for i in 0..n {
-            *to.add(i) = Bf16::of((*from.add(i)).to());
+            *to.add(i) = T::of(*from.add(i));
         }
     }
 }

@@ -93,6 +93,8 @@ pub enum Op {
     LinearCrossEntropy {
         /// Most positions of a chunk.
         rows: usize,
+        /// Gradients start with the step's loss scale, a number on the device, instead of 1.
+        scaled: bool,
     },
     /// Adds one gradient accumulator to another: the second use of a tied parameter.
     AddState,
@@ -175,6 +177,8 @@ pub enum Op {
     VocabGrad {
         /// Which positions.
         rows: Rows,
+        /// As in `LinearCrossEntropy`.
+        scaled: bool,
     },
     /// Chunks of positions, one behind the other.
     JoinRows,
@@ -307,7 +311,10 @@ impl Op {
             let elem = match o.elem {
                 Elem::Is(dtype) => dtype,
                 Elem::Float => dims.float(),
+                Elem::Rounded => DType::BF16,
                 Elem::Accumulator | Elem::Any => match inputs.first() {
+                    // Nothing is summed in f16.
+                    Some(input) if o.elem == Elem::Accumulator && input.dtype == DType::F16 => DType::F32,
                     Some(input) => input.dtype,
                     None => return Err(self.refuse("has no input to take its type from".into())),
                 },
@@ -402,8 +409,10 @@ impl Op {
             let ok = match operand.elem {
                 Elem::Is(dtype) => ty.dtype == dtype,
                 Elem::Float => {
-                    matches!(ty.dtype, DType::F32 | DType::BF16) && *dims.float.get_or_insert(ty.dtype) == ty.dtype
+                    matches!(ty.dtype, DType::F32 | DType::BF16 | DType::F16)
+                        && *dims.float.get_or_insert(ty.dtype) == ty.dtype
                 }
+                Elem::Rounded => matches!(ty.dtype, DType::BF16 | DType::F16),
                 Elem::Accumulator => ty.dtype.accumulates(),
                 Elem::Any => true,
             };
@@ -474,7 +483,7 @@ impl Op {
                 }
                 _ => return Err(self.refuse("the packed dimension must be two equal sections".into())),
             },
-            Op::LinearCrossEntropy { rows } => {
+            Op::LinearCrossEntropy { rows, .. } => {
                 dims.set('c', &Dim::new(Axis::Seq, *rows));
             }
             Op::SquareSum { .. } => {

@@ -8,8 +8,10 @@ use crate::DType;
 pub enum Elem {
     /// Exactly this type.
     Is(DType),
-    /// `f32` or `bf16`: the same for all such operands of a call.
+    /// `f32`, `bf16` or `f16`: the same for all such operands of a call.
     Float,
+    /// `bf16` or `f16`, for outputs: whichever of them its value says.
+    Rounded,
     /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
     Accumulator,
     /// Any type.
@@ -68,8 +70,8 @@ const fn f32(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Is(DType::F32) }
 }
 
-const fn bf16(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Is(DType::BF16) }
+const fn rounded(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Rounded }
 }
 
 const fn float(name: &'static str, dims: &'static str) -> Operand {
@@ -302,6 +304,14 @@ static LINEAR_CROSS_ENTROPY: Spec = row(
     Some(&[Output(1), Output(2)]),
 )
 .splits(&["b"]);
+static SCALED_LINEAR_CROSS_ENTROPY: Spec = row(
+    "scaled_linear_cross_entropy",
+    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs"), f32("scalars", "z")],
+    &[f64("loss", "b"), float("dx", "bsk"), accumulator("dw", "vk")],
+    &[],
+    Some(&[Output(1), Output(2)]),
+)
+.splits(&["b"]);
 const ANY_OPERAND: &[(usize, usize)] = &[(0, 0), (1, 0)];
 static ADD_STATE: Spec =
     row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], ANY_OPERAND, None);
@@ -326,7 +336,7 @@ static ADAMW: Spec = Spec {
             f32("scalars", "z"),
             f32("stats", "y"),
         ],
-        &[f32("w", "*"), f32("m", "*"), f32("v", "*"), bf16("copy", "*")],
+        &[f32("w", "*"), f32("m", "*"), f32("v", "*"), rounded("copy", "*")],
         &[(0, 0), (2, 1), (3, 2)],
         None,
     )
@@ -336,7 +346,7 @@ static ADAMW: Spec = Spec {
 const fn by_moment(name: &'static str) -> Spec {
     const INPUTS: &[Operand] =
         &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("scalars", "z"), f32("stats", "y")];
-    const OUTPUTS: &[Operand] = &[f32("w", "*"), f32("m", "*"), bf16("copy", "*")];
+    const OUTPUTS: &[Operand] = &[f32("w", "*"), f32("m", "*"), rounded("copy", "*")];
     Spec { always_in_place: true, ..row(name, INPUTS, OUTPUTS, &[(0, 0), (2, 1)], None) }
 }
 static LION: Spec = by_moment("lion");
@@ -357,7 +367,7 @@ static DESCEND: Spec = Spec {
     ..row(
         "descend",
         &[f32("w", "*"), f32("update", "*"), f32("scalars", "z"), f32("stats", "y")],
-        &[f32("w", "*"), bf16("copy", "*")],
+        &[f32("w", "*"), rounded("copy", "*")],
         &[(0, 0)],
         None,
     )
@@ -379,6 +389,21 @@ static VOCAB_LOSS: Spec = Spec {
 static VOCAB_GRAD: Spec = row(
     "vocab_grad",
     &[f32("logits", "cv"), f32("statistics", "acj"), float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
+    &[float("dx", "ck"), accumulator("dw", "vk")],
+    &[],
+    None,
+)
+.splits(&["bc", "v"]);
+static SCALED_VOCAB_GRAD: Spec = row(
+    "scaled_vocab_grad",
+    &[
+        f32("logits", "cv"),
+        f32("statistics", "acj"),
+        float("x", "bsk"),
+        float("w", "vk"),
+        u32("targets", "bs"),
+        f32("scalars", "z"),
+    ],
     &[float("dx", "ck"), accumulator("dw", "vk")],
     &[],
     None,
@@ -427,7 +452,8 @@ impl Op {
             Op::Add => &ADD,
             Op::CrossEntropy => &CROSS_ENTROPY,
             Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,
-            Op::LinearCrossEntropy { .. } => &LINEAR_CROSS_ENTROPY,
+            Op::LinearCrossEntropy { scaled: false, .. } => &LINEAR_CROSS_ENTROPY,
+            Op::LinearCrossEntropy { scaled: true, .. } => &SCALED_LINEAR_CROSS_ENTROPY,
             Op::AddState => &ADD_STATE,
             Op::Accumulate => &ACCUMULATE,
             Op::SquareSum { .. } => &SQUARE_SUM,
@@ -441,7 +467,8 @@ impl Op {
             Op::Descend { .. } => &DESCEND,
             Op::VocabLogits { .. } => &VOCAB_LOGITS,
             Op::VocabLoss => &VOCAB_LOSS,
-            Op::VocabGrad { .. } => &VOCAB_GRAD,
+            Op::VocabGrad { scaled: false, .. } => &VOCAB_GRAD,
+            Op::VocabGrad { scaled: true, .. } => &SCALED_VOCAB_GRAD,
             Op::JoinRows => &JOIN_ROWS,
             Op::AllReduce { .. } => &ALL_REDUCE,
             Op::SumShared { .. } => &SUM_SHARED,
