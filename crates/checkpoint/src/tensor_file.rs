@@ -320,7 +320,7 @@ mod tests {
 
     #[test]
     fn elements_we_cannot_hold_are_refused() {
-        check_refused(&format!(r#"{{"a":{}}}"#, entry("F16", "[2]", "[0,4]")), 4, "F16");
+        check_refused(&format!(r#"{{"a":{}}}"#, entry("I16", "[2]", "[0,4]")), 4, "I16");
         check_refused(&format!(r#"{{"a":{}}}"#, entry("Q99", "[2]", "[0,4]")), 4, "wrong header");
     }
 

@@ -2,15 +2,13 @@
 
 mod common;
 
-use common::{tiny, write_corpus};
+use common::{run_to, tiny, write_corpus};
 use lockstep_checkpoint::open;
 use lockstep_config::{Batch, Config};
 use lockstep_ir::{StepProgram, StepScalars};
-use lockstep_train::{
-    Event, Existing, RunData, RunOptions, Session, StepMetrics, data_folder, learning_rate, plan, run,
-};
+use lockstep_train::{Existing, RunData, Session, StepMetrics, data_folder, learning_rate, plan};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 /// 4 sequences for four steps, 8 for three, then 12.
 const RAMP: &str = "steps = 9\nmicro_batch = 2\nvalidate_every = 0\nbatch_ramp = [{ tokens = 400, global_batch = 8 }, \
@@ -23,20 +21,6 @@ fn config(dir: &Path, keys: &str) -> Config {
     Config::load(&dir.join("run.toml"), &[]).unwrap()
 }
 
-fn run_to(config: &Config, dir: &Path, last: u64) -> Vec<StepMetrics> {
-    let stop = AtomicBool::new(false);
-    let options = RunOptions { dir: dir.to_owned(), fresh: false, sample_tokens: 0 };
-    let mut steps = Vec::new();
-    let outcome = run(config, &options, &stop, &mut |event| {
-        if let Event::Stepped(m) = event {
-            steps.push(*m);
-            stop.store(m.step >= last, Ordering::SeqCst);
-        }
-    });
-    assert_eq!(outcome.unwrap().step, last);
-    steps
-}
-
 fn bits(steps: &[StepMetrics]) -> Vec<(u64, u64, u64, u32)> {
     steps.iter().map(|m| (m.step, m.tokens, m.loss.to_bits(), m.grad_norm.to_bits())).collect()
 }
@@ -45,7 +29,7 @@ fn bits(steps: &[StepMetrics]) -> Vec<(u64, u64, u64, u32)> {
 fn steps_grow_and_tokens_are_counted() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
-    let steps = run_to(&config(dir.path(), RAMP), &dir.path().join("run"), 9);
+    let steps = run_to(&config(dir.path(), RAMP), &dir.path().join("run"), 9).steps;
     let tokens: Vec<u64> = steps.iter().map(|m| m.tokens / 32).collect();
     assert_eq!(tokens, [4, 8, 12, 16, 24, 32, 40, 52, 64]);
     // The learning rate goes by steps.
@@ -56,9 +40,9 @@ fn steps_grow_and_tokens_are_counted() {
 fn a_step_of_a_ramp_has_the_bits_of_a_program_for_its_size() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
-    let ramped = run_to(&config(dir.path(), RAMP), &dir.path().join("ramped"), 9);
+    let ramped = run_to(&config(dir.path(), RAMP), &dir.path().join("ramped"), 9).steps;
     let fixed = config(dir.path(), "steps = 9\nmicro_batch = 2\nvalidate_every = 0");
-    let fixed = run_to(&fixed, &dir.path().join("fixed"), 9);
+    let fixed = run_to(&fixed, &dir.path().join("fixed"), 9).steps;
     assert_eq!(bits(&ramped[..4]), bits(&fixed[..4]));
     assert_ne!(ramped[4].loss, fixed[4].loss);
     // Each later step once more, from a checkpoint before it, by a program for its size alone.
@@ -96,11 +80,12 @@ fn a_run_resumes_anywhere_in_its_ramp_and_in_any_layout() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
     let at = |layout: &str| config(dir.path(), &format!("{RAMP}reproducible = true\n[parallel]\n{layout}"));
-    let whole = run_to(&at(""), &dir.path().join("whole"), 9);
+    let whole = run_to(&at(""), &dir.path().join("whole"), 9).steps;
     let legs =
         [("dp = 2\nzero = 1", 2), ("pp = 2", 5), ("dp = 2\nzero = 3", 6), ("pp = 2\nschedule = \"gpipe\"", 8), ("", 9)];
     let parts = dir.path().join("parts");
-    let parts: Vec<StepMetrics> = legs.iter().flat_map(|(layout, last)| run_to(&at(layout), &parts, *last)).collect();
+    let parts: Vec<StepMetrics> =
+        legs.iter().flat_map(|(layout, last)| run_to(&at(layout), &parts, *last).steps).collect();
     assert_eq!(bits(&parts), bits(&whole));
 }
 

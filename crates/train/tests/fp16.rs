@@ -2,38 +2,21 @@
 
 mod common;
 
-use common::{run_with, tiny, write_corpus};
+use common::{Ran, run_to, run_with, tiny, write_corpus};
 use lockstep_config::Config;
 use lockstep_ir::Layout;
-use lockstep_train::{Event, RunOptions, StepMetrics, TrainError, compare, run};
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-fn run_to(config: &Config, dir: &Path, last: u64) -> (Vec<StepMetrics>, Vec<u64>) {
-    let stop = AtomicBool::new(false);
-    let options = RunOptions { dir: dir.to_owned(), fresh: false, sample_tokens: 0 };
-    let (mut steps, mut skipped) = (Vec::new(), Vec::new());
-    let outcome = run(config, &options, &stop, &mut |event| match event {
-        Event::Stepped(m) => {
-            steps.push(*m);
-            stop.store(m.step >= last, Ordering::SeqCst);
-        }
-        Event::Skipped { step } => skipped.push(step),
-        _ => {}
-    });
-    assert_eq!(outcome.unwrap().step, last);
-    (steps, skipped)
-}
+use lockstep_train::{Event, StepMetrics, TrainError, compare};
 
 #[test]
 fn fp16_learns_as_fp32_does() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
     let keys = "steps = 40\nmicro_batch = 4\nvalidate_every = 0\n";
-    let (wide, _) = run_to(&tiny(dir.path(), keys), &dir.path().join("fp32"), 40);
+    let Ran { steps: wide, .. } = run_to(&tiny(dir.path(), keys), &dir.path().join("fp32"), 40);
     for gradients in ["fp32", "bf16"] {
         let keys = format!("{keys}[precision]\npolicy = \"fp16\"\ngradients = \"{gradients}\"");
-        let (half, skipped) = run_to(&tiny(dir.path(), &keys), &dir.path().join(format!("fp16-{gradients}")), 40);
+        let Ran { steps: half, skipped, .. } =
+            run_to(&tiny(dir.path(), &keys), &dir.path().join(format!("fp16-{gradients}")), 40);
         assert_eq!(skipped, [0; 0], "65536 suits this model");
         for (a, b) in half.iter().zip(&wide) {
             assert!((a.loss / b.loss - 1.0).abs() < 0.02, "step {}: {} and {}", a.step, a.loss, b.loss);
@@ -52,7 +35,7 @@ fn a_scale_that_is_too_large_is_halved_until_gradients_are_finite_and_grows_agai
     write_corpus(dir.path());
     let keys =
         "steps = 40\nvalidate_every = 0\n[precision]\npolicy = \"fp16\"\nloss_scale = 1073741824\ngrowth_interval = 5";
-    let (steps, skipped) = run_to(&tiny(dir.path(), keys), &dir.path().join("run"), 40);
+    let Ran { steps, skipped, .. } = run_to(&tiny(dir.path(), keys), &dir.path().join("run"), 40);
     let scales: Vec<f64> = steps.iter().map(|m| m.loss_scale.unwrap()).collect();
     // More than three in a row, each at half the scale before.
     assert!(skipped.len() > 4 && skipped[..5] == [1, 2, 3, 4, 5], "{skipped:?}");
@@ -73,9 +56,9 @@ fn a_resumed_run_goes_on_with_its_scale() {
     let keys =
         "steps = 24\nvalidate_every = 0\n[precision]\npolicy = \"fp16\"\nloss_scale = 67108864\ngrowth_interval = 3";
     let config = tiny(dir.path(), keys);
-    let (whole, _) = run_to(&config, &dir.path().join("whole"), 24);
+    let Ran { steps: whole, .. } = run_to(&config, &dir.path().join("whole"), 24);
     let parts = dir.path().join("parts");
-    let parts: Vec<StepMetrics> = [2, 9, 17, 24].iter().flat_map(|last| run_to(&config, &parts, *last).0).collect();
+    let parts: Vec<StepMetrics> = [2, 9, 17, 24].iter().flat_map(|last| run_to(&config, &parts, *last).steps).collect();
     let bits = |m: &StepMetrics| (m.loss.to_bits(), m.grad_norm.to_bits(), m.loss_scale);
     assert_eq!(parts.iter().map(bits).collect::<Vec<_>>(), whole.iter().map(bits).collect::<Vec<_>>());
     let scales: Vec<f64> = whole.iter().map(|m| m.loss_scale.unwrap()).collect();

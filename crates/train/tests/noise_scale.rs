@@ -2,13 +2,12 @@
 
 mod common;
 
-use common::{tiny, write_corpus};
+use common::{Ran, run_to, tiny, write_corpus};
 use lockstep_config::{Batch, Config};
 use lockstep_ir::{StepScalars, counter};
 use lockstep_model::names;
-use lockstep_train::{Event, Existing, RunData, RunOptions, Session, StepMetrics, data_folder, plan, run};
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use lockstep_train::{Existing, RunData, Session, StepMetrics, data_folder, plan};
+use std::sync::atomic::AtomicBool;
 
 fn config(tied: bool, keys: &str) -> Config {
     let text = format!(
@@ -83,36 +82,23 @@ fn a_step_of_equal_sequences_has_no_noise() {
     assert!((first / all - 1.0).abs() < 1e-5, "{first} and {all}");
 }
 
-fn run_to(config: &Config, dir: &Path, last: u64) -> Vec<StepMetrics> {
-    let stop = AtomicBool::new(false);
-    let options = RunOptions { dir: dir.to_owned(), fresh: false, sample_tokens: 0 };
-    let mut steps = Vec::new();
-    let outcome = run(config, &options, &stop, &mut |event| {
-        if let Event::Stepped(m) = event {
-            steps.push(*m);
-            stop.store(m.step >= last, Ordering::SeqCst);
-        }
-    });
-    assert_eq!(outcome.unwrap().noise_scale, steps.last().unwrap().noise_scale);
-    steps
-}
-
 #[test]
 fn a_run_reports_it_and_goes_on_with_it() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
     let keys = "steps = 8\nmicro_batch = 1\nvalidate_every = 0\n";
     let measured = tiny(dir.path(), &format!("{keys}noise_scale = true"));
-    let whole = run_to(&measured, &dir.path().join("whole"), 8);
+    let Ran { outcome, steps: whole, .. } = run_to(&measured, &dir.path().join("whole"), 8);
     let parts = dir.path().join("parts");
-    let parts = [run_to(&measured, &parts, 3), run_to(&measured, &parts, 8)].concat();
+    let parts = [run_to(&measured, &parts, 3).steps, run_to(&measured, &parts, 8).steps].concat();
     let noise = |m: &StepMetrics| (m.loss.to_bits(), m.noise_scale.map(f64::to_bits));
     assert_eq!(parts.iter().map(noise).collect::<Vec<_>>(), whole.iter().map(noise).collect::<Vec<_>>());
     let last = whole[7];
+    assert_eq!(outcome.noise_scale, last.noise_scale);
     assert!(last.noise_scale.unwrap() > 0.0);
     assert_eq!(last.critical_batch_tokens.unwrap(), last.noise_scale.unwrap() * 32.0);
     // It is looked at, and changes nothing.
-    let plain = run_to(&tiny(dir.path(), keys), &dir.path().join("plain"), 8);
+    let plain = run_to(&tiny(dir.path(), keys), &dir.path().join("plain"), 8).steps;
     assert!(plain.iter().all(|m| m.noise_scale.is_none()));
     let losses = |steps: &[StepMetrics]| steps.iter().map(|m| m.loss.to_bits()).collect::<Vec<_>>();
     assert_eq!(losses(&plain), losses(&whole));

@@ -2,17 +2,16 @@
 
 mod common;
 
-use common::{run_with, tiny, write_corpus};
+use common::{run_to, run_with, tiny, write_corpus};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::CpuExecutor;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Entry, Role, Slot, Tensor};
 use lockstep_ir::{Layout, Op, StepScalars};
-use lockstep_train::{Event, RunOptions, compare, parts, plan, run};
+use lockstep_train::{Event, compare, parts, plan};
 use safetensors::SafeTensors;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 const OPTIMIZERS: [&str; 4] = ["adamw", "lion", "sgd", "muon"];
 
@@ -119,21 +118,6 @@ fn muon_refuses_split_matrices() {
     assert!(error.contains("hint: use tp = 1"), "{error}");
 }
 
-/// Runs up to a step and gives the losses; stopped there, it leaves a checkpoint.
-fn run_to(config: &Config, dir: &Path, last: u64) -> Vec<f64> {
-    let stop = AtomicBool::new(false);
-    let options = RunOptions { dir: dir.to_owned(), fresh: false, sample_tokens: 0 };
-    let mut losses = Vec::new();
-    let outcome = run(config, &options, &stop, &mut |event| {
-        if let Event::Stepped(m) = event {
-            losses.push(m.loss);
-            stop.store(m.step >= last, Ordering::SeqCst);
-        }
-    });
-    assert_eq!(outcome.unwrap().step, last);
-    losses
-}
-
 #[test]
 fn a_resumed_run_leaves_no_trace_whatever_its_optimizer_and_layout() {
     let dir = tempfile::tempdir().unwrap();
@@ -150,10 +134,13 @@ fn a_resumed_run_leaves_no_trace_whatever_its_optimizer_and_layout() {
             let set = [format!("optimizer.name={optimizer}"), format!("optimizer.lr={lr}")];
             Config::parse(&config, "run.toml", &set).unwrap()
         };
-        let whole = run_to(&at(""), &dir.path().join(format!("{optimizer}-whole")), 6);
+        let losses = |layout: &str, dir: &Path, last| {
+            run_to(&at(layout), dir, last).steps.iter().map(|m| m.loss).collect::<Vec<f64>>()
+        };
+        let whole = losses("", &dir.path().join(format!("{optimizer}-whole")), 6);
         let run_dir = dir.path().join(format!("{optimizer}-parts"));
         let legs = [("dp = 2\nzero = 1", 2), ("pp = 2", 4), ("dp = 4\nzero = 3", 6)];
-        let parts: Vec<f64> = legs.iter().flat_map(|(layout, last)| run_to(&at(layout), &run_dir, *last)).collect();
+        let parts: Vec<f64> = legs.iter().flat_map(|(layout, last)| losses(layout, &run_dir, *last)).collect();
         assert_eq!(parts, whole, "{optimizer}");
         assert!(whole[5] < whole[0] - 0.02, "{optimizer} learns: {whole:?}");
     }
