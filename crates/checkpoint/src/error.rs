@@ -72,6 +72,17 @@ pub enum CheckpointError {
         hint: String,
     },
 
+    /// Weights of another program, or a checkpoint, that cannot be taken for what is wanted.
+    #[error("{}: {cause}\nhint: {hint}", path.display())]
+    Unfit {
+        /// The folder or file.
+        path: PathBuf,
+        /// What is wrong with it.
+        cause: String,
+        /// What to do about it.
+        hint: String,
+    },
+
     /// [`save`](crate::save) was asked for something that could not be read back; nothing was written.
     #[error(
         "cannot save step {step} in {}: {cause}\n\
@@ -86,6 +97,12 @@ pub enum CheckpointError {
         /// What is wrong with the request.
         cause: String,
     },
+}
+
+impl CheckpointError {
+    pub(crate) fn unfit(path: &Path, cause: impl Into<String>, hint: impl Into<String>) -> Self {
+        CheckpointError::Unfit { path: path.to_owned(), cause: cause.into(), hint: hint.into() }
+    }
 }
 
 /// Gives an I/O result the path and the verb that its error lacks.

@@ -22,6 +22,9 @@
 //! [`save`], or a [`Draft`] that ranks write to at once, fills a temporary folder, syncs it and renames it, and a removal
 //! renames first and deletes after. So a kill at any moment leaves whole checkpoints only. Disks fail in other
 //! ways, so [`open`] believes nothing: it checks every length, every checksum and every header before it returns.
+//!
+//! Weights also come from folders that other programs wrote, and go to such: [`WeightsFolder`], [`save_copies`],
+//! [`export`]. They pass in chunks.
 
 #![deny(missing_docs)]
 #![deny(unsafe_code)]
@@ -36,6 +39,7 @@ mod save;
 mod slice;
 mod stored;
 mod tensor_file;
+mod weights;
 
 pub use draft::{Draft, PartRef};
 pub use error::CheckpointError;
@@ -44,3 +48,4 @@ pub use folder::list;
 pub use load::{Loaded, TensorView, open};
 pub use save::{Group, TensorRef, save};
 pub use slice::Slice;
+pub use weights::{NewFolder, Source, TensorCopy, WeightsFolder, export, save_copies};

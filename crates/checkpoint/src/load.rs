@@ -74,6 +74,31 @@ impl<'a> TensorView<'a> {
         }
     }
 
+    /// Copies the elements from `start` on to `bytes`, which must not reach beyond the last.
+    pub(crate) fn copy_range(&self, start: usize, bytes: &mut [u8]) {
+        let width = self.dtype.bytes();
+        let end = start + bytes.len() / width;
+        for piece in self.pieces {
+            let (all, mut before) = (self.of(piece), 0);
+            for slice in &piece.slices {
+                let first = start.saturating_sub(slice.start) / slice.stride;
+                for n in first..slice.count {
+                    let run = slice.start + n * slice.stride;
+                    let (from, to) = (run.max(start), (run + slice.len).min(end));
+                    if run >= end {
+                        break;
+                    }
+                    if from < to {
+                        let at = (before + n * slice.len + from - run) * width;
+                        let into = (from - start) * width;
+                        bytes[into..][..(to - from) * width].copy_from_slice(&all[at..][..(to - from) * width]);
+                    }
+                }
+                before += slice.len * slice.count;
+            }
+        }
+    }
+
     /// The name of the file with its first element, for messages.
     pub fn file(&self) -> &'a str {
         self.pieces.first().map_or("", |piece| &self.files[piece.file].name)
@@ -231,6 +256,11 @@ mod tests {
         let expected: Vec<u8> = (0..12u32).flat_map(u32::to_le_bytes).collect();
         assert_eq!((view.dtype, view.shape, &*view.bytes()), (DType::U32, &[3, 4][..], &*expected));
         assert_eq!((loaded.names("m").unwrap(), view.file()), (vec!["a"], "m-00000.safetensors"));
+        for (start, end) in (0..12).flat_map(|start| (start..=12).map(move |end| (start, end))) {
+            let mut some = vec![0; (end - start) * 4];
+            view.copy_range(start, &mut some);
+            assert_eq!(some, expected[start * 4..end * 4], "{start}..{end}");
+        }
     }
 
     #[test]

@@ -7,25 +7,26 @@
 //! are: under the key `lockstep.parts`, as JSON, `{"<tensor>": {"shape": [<of the whole>], "slices": [[start, len, stride,
 //! count], …]}, …}`. A tensor that is not named there is whole.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Write};
 use std::ops::Range;
 
 use lockstep_ir::DType;
 use safetensors::Dtype as FileDType;
 use safetensors::tensor::{Metadata, TensorInfo};
-use serde::{Deserialize, Serialize};
+use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::manifest::checksum;
 use crate::slice::{self, Slice};
 
-const EXTENSION: &str = ".safetensors";
-const LENGTH_BYTES: usize = 8;
+pub(crate) const EXTENSION: &str = ".safetensors";
+pub(crate) const LENGTH_BYTES: usize = 8;
 /// The largest header that readers of the format accept.
 const MAX_HEADER_BYTES: usize = 100_000_000;
 /// The most that is written and hashed at a time.
-const CHUNK_BYTES: usize = 1 << 20;
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 /// The key of the metadata under which parts are described.
 const PARTS: &str = "lockstep.parts";
 
@@ -119,14 +120,7 @@ impl<'a> TensorFile<'a> {
                 Some(HashMap::from([(PARTS.to_owned(), text)]))
             }
         };
-        let metadata = Metadata::new(described, infos).map_err(|error| error.to_string())?;
-        let mut header = serde_json::to_vec(&metadata).map_err(|error| error.to_string())?;
-        header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
-        if header.len() > MAX_HEADER_BYTES {
-            return Err(format!("the names and shapes take {} bytes, more than {MAX_HEADER_BYTES}", header.len()));
-        }
-        let front = [(header.len() as u64).to_le_bytes().as_slice(), &header].concat();
-        Ok(TensorFile { front, tensors })
+        Ok(TensorFile { front: front(described, infos)?, tensors })
     }
 
     /// The bytes before the first tensor's.
@@ -153,6 +147,20 @@ impl<'a> TensorFile<'a> {
     }
 }
 
+/// Length and header of a file with these tensors, which lie without gaps.
+pub(crate) fn front(
+    metadata: Option<HashMap<String, String>>,
+    tensors: Vec<(String, TensorInfo)>,
+) -> Result<Vec<u8>, String> {
+    let metadata = Metadata::new(metadata, tensors).map_err(|error| error.to_string())?;
+    let mut header = serde_json::to_vec(&metadata).map_err(|error| error.to_string())?;
+    header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
+    if header.len() > MAX_HEADER_BYTES {
+        return Err(format!("the names and shapes take {} bytes, more than {MAX_HEADER_BYTES}", header.len()));
+    }
+    Ok([(header.len() as u64).to_le_bytes().as_slice(), &header].concat())
+}
+
 /// Where a tensor, or some of its elements, lies in a file.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Place {
@@ -168,18 +176,8 @@ pub(crate) struct Place {
 /// Reads the header of a whole file of any origin. Every place it returns lies inside `file`.
 pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, Place>, String> {
     let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or("too short for a header")?;
-    let length = u64::from_le_bytes(*length);
-    let length = usize::try_from(length).ok().filter(|&length| length <= rest.len() && length <= MAX_HEADER_BYTES);
-    let (header, payload) = rest.split_at(length.ok_or("the header's length is out of range")?);
-    if !header.starts_with(b"{") {
-        return Err("the header is not JSON".to_owned());
-    }
-    // `Metadata` refuses gaps, overlaps and shapes that disagree with their bytes. What it leaves to its reader is that
-    // the tensors end where the file does; `SafeTensors::read_metadata` checks that by a sum that can overflow.
-    let metadata: Metadata = serde_json::from_slice(header).map_err(|error| format!("wrong header: {error}"))?;
-    if metadata.data_len() != payload.len() {
-        return Err(format!("the header describes {} bytes, {} follow", metadata.data_len(), payload.len()));
-    }
+    let (header, payload) = rest.split_at(header_length(*length, rest.len() as u64)?);
+    let metadata = read_metadata(header, payload.len() as u64)?;
     let described = metadata.metadata().as_ref().and_then(|map| map.get(PARTS)).map_or("{}", String::as_str);
     let mut parts: BTreeMap<String, PartOf> =
         serde_json::from_str(described).map_err(|error| format!("wrong `{PARTS}`: {error}"))?;
@@ -209,6 +207,56 @@ pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, Place>, String
     }
 }
 
+/// The header's length, from the first bytes of a file with `rest` bytes after them.
+pub(crate) fn header_length(first: [u8; LENGTH_BYTES], rest: u64) -> Result<usize, String> {
+    let length = u64::from_le_bytes(first);
+    let fits = length <= rest && length <= MAX_HEADER_BYTES as u64;
+    usize::try_from(length).ok().filter(|_| fits).ok_or_else(|| "the header's length is out of range".to_owned())
+}
+
+/// Reads a header of any origin that `payload` bytes follow. The tensors it describes lie in them, without gaps.
+pub(crate) fn read_metadata(header: &[u8], payload: u64) -> Result<Metadata, String> {
+    if !header.starts_with(b"{") {
+        return Err("the header is not JSON".to_owned());
+    }
+    let wrong = |error: serde_json::Error| format!("wrong header: {error}");
+    let _: DistinctKeys = serde_json::from_slice(header).map_err(wrong)?;
+    // `Metadata` refuses gaps, overlaps and shapes that disagree with their bytes. What it leaves to its reader is that
+    // the tensors end where the file does; `SafeTensors::read_metadata` checks that by a sum that can overflow.
+    let metadata: Metadata = serde_json::from_slice(header).map_err(wrong)?;
+    match metadata.data_len() as u64 == payload {
+        true => Ok(metadata),
+        false => Err(format!("the header describes {} bytes, {payload} follow", metadata.data_len())),
+    }
+}
+
+/// A JSON object of any content that names nothing twice: of two tensors of a name, `Metadata` would take the last.
+struct DistinctKeys;
+
+impl<'de> Deserialize<'de> for DistinctKeys {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Keys;
+        impl<'de> Visitor<'de> for Keys {
+            type Value = DistinctKeys;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctKeys, A::Error> {
+                let mut seen = HashSet::new();
+                while let Some((key, IgnoredAny)) = map.next_entry::<String, IgnoredAny>()? {
+                    if let Some(key) = seen.replace(key) {
+                        return Err(A::Error::custom(format!("`{key}` is there twice")));
+                    }
+                }
+                Ok(DistinctKeys)
+            }
+        }
+        deserializer.deserialize_map(Keys)
+    }
+}
+
 /// How many elements of a tensor of this shape and type the slices hold.
 fn held(shape: &[usize], dtype: DType, slices: &[Slice]) -> Result<usize, String> {
     let bytes = shape.iter().try_fold(dtype.bytes(), |product, &dim| product.checked_mul(dim));
@@ -229,7 +277,7 @@ fn check_item(item: &Item<'_>) -> Result<usize, String> {
     }
 }
 
-fn file_dtype(dtype: DType) -> FileDType {
+pub(crate) fn file_dtype(dtype: DType) -> FileDType {
     match dtype {
         DType::F32 => FileDType::F32,
         DType::BF16 => FileDType::BF16,
@@ -294,6 +342,8 @@ mod tests {
         check_refused(&two("[0,8]", "[8,16]"), 15, "describes 16 bytes, 15 follow");
         check_refused(&two("[0,8]", "[8,16]"), 17, "describes 16 bytes, 17 follow");
         check_refused(&two("[-8,0]", "[0,8]"), 8, "wrong header");
+        let twice = format!(r#"{{"a":{0},"a":{0}}}"#, entry("F32", "[2]", "[0,8]"));
+        check_refused(&twice, 8, "wrong header: `a` is there twice");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod checkpoint;
 mod config_command;
 mod data;
 mod eval;
@@ -43,6 +44,9 @@ enum Command {
     /// Prepare data, and look at prepared data.
     #[command(subcommand)]
     Data(data::Command),
+    /// Import a Hugging Face model, or export to one.
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
     /// List every config key with its type, default and meaning.
     Config(config_command::Args),
 }
@@ -87,6 +91,7 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Data(command) => data::run(command),
+        Command::Checkpoint(command) => checkpoint::run(command),
         Command::Config(args) => config_command::run(args),
     };
     match result {

@@ -116,7 +116,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         passes.push(Stage { pass, changed: after != graph, graph: after.clone() });
         graph = after;
         if p + 1 == FORWARD_PASSES.len() {
-            evaluate = graph.clone().without_dead_code();
+            evaluate = graph.clone().without_dropout().without_dead_code();
             for pass in &TRAINING_PASSES[SPREADING] {
                 evaluate = (pass.run)(&evaluate, context)?;
                 check(pass.name, verify::graph(&evaluate))?;

@@ -44,6 +44,26 @@ pub(crate) fn default_head_dim(values: &Values) -> Derived {
     ))
 }
 
+/// Whether the model is of an architecture with learned positions.
+fn learns_positions(values: &Values) -> bool {
+    matches!(values.get("model.architecture"), Some(Value::Text(name)) if name == "gpt2")
+}
+
+/// Four times the width, as GPT-2 has it; other families have no usual one.
+pub(crate) fn default_ffn(values: &Values) -> Derived {
+    Ok(values.count("model.dim").filter(|_| learns_positions(values)).map(|dim| Value::Count(4 * dim)))
+}
+
+/// As many as GPT-2 has, where positions are learned.
+pub(crate) fn default_positions(values: &Values) -> Derived {
+    Ok(learns_positions(values).then_some(Value::Count(1024)))
+}
+
+/// GPT-2's head is tied.
+pub(crate) fn default_tied(values: &Values) -> Derived {
+    Ok(Some(Value::Bool(learns_positions(values))))
+}
+
 /// No accumulation. Where dp does not divide the batch, [`layout_conflicts`] says so.
 pub(crate) fn default_micro_batch(values: &Values) -> Derived {
     let (Some(global), Some(dp)) = (values.count("train.global_batch"), values.count("parallel.dp")) else {
@@ -109,6 +129,9 @@ pub(crate) const MAX_BATCH: u64 = 1 << 32;
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
+    windows_are_of_mistral,
+    keys_belong_to_the_architecture,
+    sequences_have_positions,
     rules::schedule_ends_with_the_run,
     rules::decay_steps_have_a_schedule,
     rules::constant_rates_do_not_fall,
@@ -135,11 +158,65 @@ fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
 
 fn head_dim_is_even(values: &Values) -> Option<Conflict> {
     let head_dim = values.count("model.head_dim")?;
-    (head_dim % 2 != 0).then(|| {
+    (head_dim % 2 != 0 && !learns_positions(values)).then(|| {
         Conflict::new(
             &["model.head_dim", "model.heads", "model.dim"],
             format!("model.head_dim = {head_dim} is odd, and rotary embeddings turn pairs"),
             "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
+        )
+    })
+}
+
+fn windows_are_of_mistral(values: &Values) -> Option<Conflict> {
+    let (window, Value::Text(architecture)) = (values.count("model.window")?, values.get("model.architecture")?) else {
+        return None;
+    };
+    (architecture != "mistral").then(|| {
+        Conflict::new(
+            &["model.window", "model.architecture"],
+            format!("model.window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"),
+            "use model.architecture = \"mistral\": llama with a window; or remove model.window",
+        )
+    })
+}
+
+/// Keys that say something about a part which the model does not have.
+fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
+    let Some(Value::Text(architecture)) = values.get("model.architecture") else { return None };
+    let conflict = |key: &'static str, why: &str, hint: String| {
+        let text = format!("{key} is given, and model.architecture = \"{architecture}\" {why}");
+        Some(Conflict::new(&[key, "model.architecture"], text, hint))
+    };
+    let remove = |key: &str| format!("remove {key}, or choose another model.architecture");
+    if !learns_positions(values) {
+        if matches!(values.get("model.dropout"), Some(Value::Float(rate)) if *rate > 0.0) {
+            return conflict("model.dropout", "has no dropout", remove("model.dropout"));
+        }
+        let key = values.get("model.positions").map(|_| "model.positions")?;
+        return conflict(key, "has rotary embeddings, not a table of positions", remove(key));
+    }
+    if values.get("model.rope_scaling").is_some() {
+        let key = "model.rope_scaling";
+        return conflict(key, "has a table of positions, not rotary embeddings", remove(key));
+    }
+    let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
+    if heads != kv_heads {
+        return conflict("model.kv_heads", "has as many as heads", remove("model.kv_heads"));
+    }
+    let (dim, head_dim) = (values.count("model.dim")?, values.count("model.head_dim")?);
+    if dim != heads * head_dim {
+        return conflict("model.head_dim", "has model.dim / model.heads", remove("model.head_dim"));
+    }
+    None
+}
+
+fn sequences_have_positions(values: &Values) -> Option<Conflict> {
+    let (seq, positions) = (values.count("train.seq")?, values.count("model.positions")?);
+    (seq > positions && learns_positions(values)).then(|| {
+        Conflict::new(
+            &["train.seq", "model.positions"],
+            format!("train.seq = {seq} is more than the {positions} rows of model.positions"),
+            format!("choose at most {positions} tokens per sequence, or more positions"),
         )
     })
 }
@@ -208,7 +285,8 @@ fn parameters_can_be_counted(values: &Values) -> Option<Conflict> {
     let [vocab, layers, dim, heads, kv_heads, head_dim, ffn] =
         ["vocab_size", "layers", "dim", "heads", "kv_heads", "head_dim", "ffn"].map(|name| model(values, name));
     let attention = 2 * dim? * head_dim? * (heads? + kv_heads?);
-    let parameters = 2 * vocab? * dim? + layers? * (attention + 3 * dim? * ffn?);
+    let positions = values.count("model.positions").map_or(0, u128::from);
+    let parameters = (2 * vocab? + positions) * dim? + layers? * (attention + 3 * dim? * ffn?);
     (parameters > MAX_PARAMETERS).then(|| {
         Conflict::new(
             &MODEL_SIZES,
@@ -225,7 +303,9 @@ fn activations_can_be_counted(values: &Values) -> Option<Conflict> {
     let [vocab, layers, dim, heads, head_dim, ffn] =
         ["vocab_size", "layers", "dim", "heads", "head_dim", "ffn"].map(|name| model(values, name));
     let (seq, micro) = (values.count("train.seq")?, values.count("train.micro_batch")?);
-    let width = vocab? + layers? * (dim? + heads? * head_dim? + ffn?);
+    let naive = values.get("model.attention").is_some_and(|a| *a == Value::Text("naive".into()));
+    let weights = if naive { heads? * u128::from(seq) } else { 0 };
+    let width = vocab? + layers? * (dim? + heads? * head_dim? + ffn? + weights);
     let elements = u128::from(seq) * u128::from(micro) * width;
     (elements > MAX_ACTIVATIONS).then(|| {
         Conflict::new(

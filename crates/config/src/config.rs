@@ -99,6 +99,11 @@ impl Config {
         self.data.prepared.as_ref().map(|folder| self.base_dir().join(folder))
     }
 
+    /// `train.init_from`, resolved in the same way.
+    pub fn init_from(&self) -> Option<PathBuf> {
+        self.train.init_from.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
     /// Refuses a config without data; only training needs any.
     pub fn require_data(&self) -> Result<(), ConfigError> {
         if !self.data.paths.is_empty() || !self.data.corpora.is_empty() {

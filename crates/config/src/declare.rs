@@ -56,6 +56,8 @@ pub(crate) enum Default {
     Required,
     /// None, and none is needed.
     Unset,
+    /// As `Derived` where it can be made, as `Required` where not.
+    DerivedOrRequired(&'static str, fn(&Values) -> Result<Option<Value>, Conflict>),
     /// Made from keys declared earlier; the text says how.
     Derived(&'static str, fn(&Values) -> Result<Option<Value>, Conflict>),
 }
@@ -63,7 +65,7 @@ pub(crate) enum Default {
 impl Default {
     fn text(&self) -> &'static str {
         match self {
-            Default::Fixed(text) | Default::Derived(text, _) => text,
+            Default::Fixed(text) | Default::Derived(text, _) | Default::DerivedOrRequired(text, _) => text,
             Default::Required => "required, or from model.preset",
             Default::Unset => "not set",
         }

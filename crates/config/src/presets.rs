@@ -13,7 +13,7 @@ struct Preset {
     table: &'static str,
 }
 
-const PRESETS: [Preset; 5] = [
+const PRESETS: [Preset; 18] = [
     Preset {
         name: "llama-15m",
         table: "
@@ -54,6 +54,20 @@ const PRESETS: [Preset; 5] = [
         ",
     },
     Preset {
+        name: "llama-2-7b",
+        table: "
+            [model]
+            vocab_size = 32000
+            layers = 32
+            dim = 4096
+            heads = 32
+            kv_heads = 32
+            ffn = 11008
+            tied_embeddings = false
+            rope_theta = 10000.0
+        ",
+    },
+    Preset {
         name: "llama-3.2-1b",
         table: "
             [model]
@@ -87,6 +101,194 @@ const PRESETS: [Preset; 5] = [
             tied_embeddings = false
             rope_theta = 500000.0
         ",
+    },
+    Preset {
+        name: "llama-3-70b",
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 80
+            dim = 8192
+            heads = 64
+            kv_heads = 8
+            ffn = 28672
+            tied_embeddings = false
+            rope_theta = 500000.0
+        ",
+    },
+    Preset {
+        name: "llama-3-405b",
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 126
+            dim = 16384
+            heads = 128
+            kv_heads = 8
+            ffn = 53248
+            tied_embeddings = false
+            rope_theta = 500000.0
+
+            [model.rope_scaling]
+            factor = 8.0
+            low_freq_factor = 1.0
+            high_freq_factor = 4.0
+            original_context = 8192
+        ",
+    },
+    Preset {
+        name: "gpt2",
+        table: r#"
+            [model]
+            architecture = "gpt2"
+            vocab_size = 50257
+            layers = 12
+            dim = 768
+            heads = 12
+            ffn = 3072
+            tied_embeddings = true
+            positions = 1024
+        "#,
+    },
+    Preset {
+        name: "gpt2-medium",
+        table: r#"
+            [model]
+            architecture = "gpt2"
+            vocab_size = 50257
+            layers = 24
+            dim = 1024
+            heads = 16
+            ffn = 4096
+            tied_embeddings = true
+            positions = 1024
+        "#,
+    },
+    Preset {
+        name: "gpt2-large",
+        table: r#"
+            [model]
+            architecture = "gpt2"
+            vocab_size = 50257
+            layers = 36
+            dim = 1280
+            heads = 20
+            ffn = 5120
+            tied_embeddings = true
+            positions = 1024
+        "#,
+    },
+    Preset {
+        name: "gpt2-xl",
+        table: r#"
+            [model]
+            architecture = "gpt2"
+            vocab_size = 50257
+            layers = 48
+            dim = 1600
+            heads = 25
+            ffn = 6400
+            tied_embeddings = true
+            positions = 1024
+        "#,
+    },
+    Preset {
+        name: "qwen2.5-0.5b",
+        table: r#"
+            [model]
+            architecture = "qwen2"
+            vocab_size = 151936
+            layers = 24
+            dim = 896
+            heads = 14
+            kv_heads = 2
+            ffn = 4864
+            tied_embeddings = true
+            rope_theta = 1000000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    Preset {
+        name: "qwen2.5-1.5b",
+        table: r#"
+            [model]
+            architecture = "qwen2"
+            vocab_size = 151936
+            layers = 28
+            dim = 1536
+            heads = 12
+            kv_heads = 2
+            ffn = 8960
+            tied_embeddings = true
+            rope_theta = 1000000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    Preset {
+        name: "qwen2.5-7b",
+        table: r#"
+            [model]
+            architecture = "qwen2"
+            vocab_size = 152064
+            layers = 28
+            dim = 3584
+            heads = 28
+            kv_heads = 4
+            ffn = 18944
+            tied_embeddings = false
+            rope_theta = 1000000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    Preset {
+        name: "qwen3-0.6b",
+        table: r#"
+            [model]
+            architecture = "qwen3"
+            vocab_size = 151936
+            layers = 28
+            dim = 1024
+            heads = 16
+            kv_heads = 8
+            head_dim = 128
+            ffn = 3072
+            tied_embeddings = true
+            rope_theta = 1000000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    Preset {
+        name: "qwen3-8b",
+        table: r#"
+            [model]
+            architecture = "qwen3"
+            vocab_size = 151936
+            layers = 36
+            dim = 4096
+            heads = 32
+            kv_heads = 8
+            head_dim = 128
+            ffn = 12288
+            tied_embeddings = false
+            rope_theta = 1000000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    Preset {
+        name: "mistral-7b",
+        table: r#"
+            [model]
+            architecture = "mistral"
+            vocab_size = 32000
+            layers = 32
+            dim = 4096
+            heads = 32
+            kv_heads = 8
+            ffn = 14336
+            tied_embeddings = false
+            rope_theta = 10000.0
+            window = 4096
+        "#,
     },
 ];
 

@@ -112,7 +112,12 @@ impl Layers<'_> {
     }
 
     fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
-        let missing = |key: &&Key| matches!(key.default, Default::Required) && self.values.get(key.path).is_none();
+        let required = |key: &Key| match key.default {
+            Default::Required => true,
+            Default::DerivedOrRequired(_, derive) => matches!(derive(&self.values), Ok(None)),
+            Default::Fixed(_) | Default::Unset | Default::Derived(..) => false,
+        };
+        let missing = |key: &&Key| self.values.get(key.path).is_none() && required(key);
         let Some(key) = KEYS.iter().find(missing) else { return Ok(()) };
         let names = quote_list(&presets::NAMES);
         let problem =
@@ -135,7 +140,7 @@ impl Layers<'_> {
             let filled = match (self.values.get(key.path), &key.default) {
                 (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
                 (Some(Value::Ramp(stages)), _) => checks::ramp(key, stages, &self.values).map(Some),
-                (None, Default::Derived(_, derive)) => derive(&self.values),
+                (None, Default::Derived(_, derive) | Default::DerivedOrRequired(_, derive)) => derive(&self.values),
                 (Some(_), _) | (None, Default::Unset | Default::Required | Default::Fixed(_)) => continue,
             };
             match filled {

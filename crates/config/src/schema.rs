@@ -4,7 +4,7 @@
 
 use crate::checks;
 use crate::config::Provenance;
-use crate::declare::Default::{Derived, Fixed, Required, Unset};
+use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
 use crate::declare::Effect::{Conduct, Trajectory};
 use crate::declare::{Key, tables};
 use crate::kind::Kind::{
@@ -35,7 +35,8 @@ tables! {
         /// A public shape that fills the other model keys; keys given explicitly win over it.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct;
         /// The family of models the shape belongs to.
-        architecture: String = Choice(&["llama"]), Fixed("\"llama\""), Trajectory;
+        architecture: String =
+            Choice(&["llama", "gpt2", "qwen2", "qwen3", "mistral"]), Fixed("\"llama\""), Trajectory;
         /// How many different tokens there are.
         vocab_size: usize = Count(1, EXTENT), Required, Trajectory;
         /// How many transformer layers.
@@ -46,18 +47,30 @@ tables! {
         heads: usize = Count(1, EXTENT), Required, Trajectory;
         /// How many key and value heads; it divides the query heads.
         kv_heads: usize = Count(1, EXTENT), Derived("model.heads", checks::default_kv_heads), Trajectory;
-        /// Width of one head; even, since rotary embeddings turn pairs.
+        /// Width of one head; even where rotary embeddings turn pairs.
         head_dim: usize = Count(1, EXTENT), Derived("model.dim / model.heads", checks::default_head_dim), Trajectory;
         /// Inner width of the feed-forward block.
-        ffn: usize = Count(1, EXTENT), Required, Trajectory;
-        /// Base of the rotary wavelengths.
+        ffn: usize =
+            Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", checks::default_ffn), Trajectory;
+        /// Rows of the learned table of positions, which gpt2 has instead of rotary embeddings: the longest sequence.
+        positions: Option<usize> =
+            Count(1, EXTENT), Derived("1024 for gpt2, else not set", checks::default_positions), Trajectory;
+        /// Base of the rotary wavelengths; gpt2, which has none, does not look at it.
         rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory;
         /// Llama-3 style stretching of the rotary wavelengths for a longer context.
         rope_scaling: Option<RopeScaling> = Scaling, Unset, Trajectory;
-        /// What RMS norms add to the mean square before the root.
+        /// How many tokens a token of a mistral model sees at most in each layer, itself included; if not set, all before it.
+        window: Option<usize> = Count(1, EXTENT), Unset, Trajectory;
+        /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
+        /// matrix of its weights kept for the backward pass, so that memory grows with the square of the sequence.
+        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Trajectory;
+        /// What norms add to the mean square, or to the variance, before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory;
         /// Whether the output head uses the embedding's weights.
-        tied_embeddings: bool = Bool, Fixed("false"), Trajectory;
+        tied_embeddings: bool = Bool, Derived("true for gpt2, else false", checks::default_tied), Trajectory;
+        /// The share of elements that training sets to 0 behind gpt2's embedding and in front of every addition to the
+        /// residual stream; attention weights are not dropped. The same on every layout.
+        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Trajectory;
         /// Standard deviation of the initial weights.
         init_std: f64 = Float(POSITIVE), Fixed("0.02"), Trajectory;
     }
@@ -103,6 +116,9 @@ tables! {
             Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Conduct;
         /// Seed of the initial weights and the data order.
         seed: u64 = Integer(0, i64::MAX as u64), Fixed("0"), Trajectory;
+        /// Folder whose weights a new run starts from, relative to the config file's folder: a run directory, a checkpoint, or
+        /// a Hugging Face model; if not set, weights are drawn.
+        init_from: Option<String> = Text(FOLDER), Unset, Trajectory;
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
         /// 4 extra bytes per parameter.
         reproducible: bool = Bool, Fixed("false"), Trajectory;
@@ -155,7 +171,7 @@ tables! {
     /// What is computed again in backward instead of kept.
     recompute: RecomputeConfig {
         /// none: everything that backward reads is kept. selective: norms and activation functions are computed again, which
-        /// costs no matrix product. full: all of a layer but what enters it. every-k: all of recompute.every layers but what
+        /// costs no matrix product, and the weights of naive attention, which costs one. full: all of a layer but what enters it. every-k: all of recompute.every layers but what
         /// enters the first. sqrt: the same with the square root of the number of layers. Bits stay the same.
         policy: String = Choice(&["none", "selective", "full", "every-k", "sqrt"]), Fixed("\"none\""), Conduct;
         /// Layers whose values are given up together under the every-k policy.

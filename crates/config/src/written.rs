@@ -62,6 +62,11 @@ impl Config {
                 let name = Path::new(&path).file_name().map(|name| name.to_string_lossy().into_owned());
                 Some(Value::Text(name.unwrap_or(path)))
             }
+            ("train.init_from", Some(_)) => {
+                let path = self.init_from()?;
+                let name = path.file_name().map_or(path.as_os_str(), |name| name);
+                Some(Value::Text(name.to_string_lossy().into_owned()))
+            }
             (_, value) => value,
         }
     }
@@ -74,6 +79,7 @@ impl Config {
             "data.corpora" => Some(Value::Corpora(self.corpora())),
             "data.tokenizer" => self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| (key.get)(self)),
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
+            "train.init_from" => self.init_from().map(|path| Value::Text(text(path))),
             _ => (key.get)(self),
         }
     }

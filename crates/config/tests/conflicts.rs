@@ -3,6 +3,7 @@
 mod common;
 
 use common::{TINY, check, check_set};
+use lockstep_config::Config;
 
 #[test]
 fn a_missing_shape_names_the_key_and_the_presets() {
@@ -11,7 +12,7 @@ fn a_missing_shape_names_the_key_and_the_presets() {
         r#"
 model.vocab_size is not set
   --> run.toml
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-3.2-1b", "llama-3-8b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
     );
     check(
@@ -22,8 +23,56 @@ model.dim is not set
   |
 2 | [model]
   |  ^^^^^
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-3.2-1b", "llama-3-8b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
+    );
+}
+
+#[test]
+fn hidden_units_are_four_times_the_width_for_gpt2_and_required_elsewhere() {
+    let shape = "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\n";
+    let gpt2 = Config::parse(&format!("{shape}architecture = \"gpt2\"\n"), "run.toml", &[]).unwrap();
+    assert_eq!((gpt2.model.ffn, gpt2.model.positions, gpt2.model.tied_embeddings), (128, Some(1024), true));
+    let error = Config::parse(shape, "run.toml", &[]).unwrap_err().to_string();
+    assert!(error.starts_with("model.ffn is not set\n  --> run.toml:1"), "{error}");
+}
+
+#[test]
+fn a_key_of_another_architecture_is_refused() {
+    let gpt2 = "[model]\narchitecture = \"gpt2\"\nvocab_size = 256\nlayers = 2\ndim = 33\nheads = 3\n";
+    check(
+        &format!("{gpt2}kv_heads = 1\n"),
+        "
+model.kv_heads is given, and model.architecture = \"gpt2\" has as many as heads
+  --> run.toml:7
+  |
+7 | kv_heads = 1
+  |            ^
+hint: remove model.kv_heads, or choose another model.architecture
+",
+    );
+    let refused = |text: &str| Config::parse(text, "run.toml", &[]).unwrap_err().to_string();
+    let scaling = "rope_scaling = { factor = 2, low_freq_factor = 1, high_freq_factor = 4, original_context = 8 }\n";
+    assert!(refused(&format!("{gpt2}{scaling}")).contains("has a table of positions, not rotary embeddings"));
+    assert!(refused(&format!("{gpt2}head_dim = 8\n")).contains("has model.dim / model.heads"));
+    assert!(refused(&format!("{TINY}positions = 8\n")).contains("has rotary embeddings, not a table of positions"));
+    assert!(refused(&format!("{TINY}dropout = 0.1\n")).contains("model.architecture = \"llama\" has no dropout"));
+    // An odd width of heads is nothing to rotary embeddings that are not there.
+    assert_eq!(Config::parse(gpt2, "run.toml", &[]).unwrap().model.head_dim, 11);
+}
+
+#[test]
+fn sequences_are_no_longer_than_the_positions() {
+    check(
+        "[model]\narchitecture = \"gpt2\"\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\n[train]\nseq = 2048\n",
+        "
+train.seq = 2048 is more than the 1024 rows of model.positions
+  --> run.toml:8
+  |
+8 | seq = 2048
+  |       ^^^^
+hint: choose at most 1024 tokens per sequence, or more positions
+",
     );
 }
 
@@ -38,6 +87,21 @@ model.heads = 7 does not divide model.dim = 288
 3 | heads = 7
   |         ^
 hint: 6 or 8 heads divide it; or set model.head_dim
+",
+    );
+}
+
+#[test]
+fn a_window_belongs_to_an_architecture() {
+    check(
+        "[model]\npreset = \"llama-29m\"\nwindow = 64\n",
+        "
+model.window = 64 is given, and model.architecture = \"llama\" sees all tokens
+  --> run.toml:3
+  |
+3 | window = 64
+  |          ^^
+hint: use model.architecture = \"mistral\": llama with a window; or remove model.window
 ",
     );
 }

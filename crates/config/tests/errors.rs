@@ -265,13 +265,13 @@ model.preset = "llama-3-8B-x" is not known
   |
 2 | preset = "llama-3-8B-x"
   |          ^^^^^^^^^^^^^^
-hint: did you mean "llama-3-8b"? choose one of "llama-15m", "llama-29m", "llama-124m", "llama-3.2-1b", "llama-3-8b"
+hint: did you mean "llama-3-8b"? choose one of "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
     );
 }
 
 #[test]
-fn a_word_with_one_choice_says_so() {
+fn a_word_that_is_no_choice_gets_the_list() {
     check(
         "[model]\narchitecture = \"mamba\"\n",
         r#"
@@ -280,7 +280,7 @@ model.architecture = "mamba" is not known
   |
 2 | architecture = "mamba"
   |                ^^^^^^^
-hint: only "llama" is supported
+hint: choose one of "llama", "gpt2", "qwen2", "qwen3", "mistral"
 "#,
     );
 }

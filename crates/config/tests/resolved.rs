@@ -34,10 +34,14 @@ heads = 8  # preset llama-29m
 kv_heads = 4  # preset llama-29m
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
+# positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set
+# window is not set
+attention = "flash"  # default
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
+dropout = 0.0  # default
 init_std = 0.02  # default
 
 [data]
@@ -58,6 +62,7 @@ global_batch = 32  # run.toml:11
 batch_ramp = []  # default
 micro_batch = 4  # --set
 seed = 0  # default
+# init_from is not set
 reproducible = false  # default
 noise_scale = false  # default
 validate_every = 50  # default
@@ -122,7 +127,8 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     round_trip(parse(EXAMPLE, &["optimizer.eps=123456789e100", "data.extensions=[]", "train.steps=0"]));
     let corpora =
         "data.corpora=[{ name = 'a', paths = ['x'], weight = 1 }, { name = 'b', paths = ['/y'], weight = 0.5 }]";
-    let tokens = ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared"];
+    let tokens =
+        ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared", "train.init_from=runs/a/"];
     round_trip(parse(EXAMPLE, &[&["data.paths=[]", corpora], &tokens[..]].concat()));
     for name in ["lion", "sgd", "muon"] {
         round_trip(parse(EXAMPLE, &[&format!("optimizer.name={name}"), "optimizer.schedule=wsd"]));

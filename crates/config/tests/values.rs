@@ -38,7 +38,9 @@ fn every_preset_is_accepted() {
     for name in presets() {
         let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
         assert_eq!(config.model.preset.as_deref(), Some(name));
-        assert_eq!(config.model.dim, config.model.heads * config.model.head_dim, "{name}");
+        // Qwen 3's heads are wider than their share of the stream in some sizes.
+        let m = &config.model;
+        assert!(m.dim == m.heads * m.head_dim || m.architecture == "qwen3", "{name}");
     }
 }
 
@@ -159,7 +161,7 @@ fn data_paths_start_from_the_folder_of_the_config() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 62);
+    assert_eq!(paths.len(), 67);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());

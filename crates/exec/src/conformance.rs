@@ -3,12 +3,15 @@
 //! Three things are checked: values (outputs are poisoned with NaN first), sums over micro-batches in float and fixed
 //! point, and that a sequence's bits do not depend on the sequences beside it.
 
+mod ops;
 mod single;
+
+pub use ops::ops;
 
 use crate::reference;
 use crate::{ExecError, Executor};
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::{Elem, Rows};
+use lockstep_ir::op::Elem;
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, counter, verify};
 use single::{decode, encode, single_op};
@@ -108,58 +111,6 @@ fn sizes(op: &Op) -> Vec<Size> {
     sizes
 }
 
-/// One of every op that a rank computes alone.
-pub fn ops() -> [Op; 44] {
-    let rows = Rows { first: 7, count: 23, ranks: 1 };
-    let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, lr_scale: 0.5 };
-    [
-        Op::Embedding,
-        Op::EmbeddingGrad { vocab: 50 },
-        Op::Linear,
-        Op::LinearGradInput,
-        Op::LinearGradWeight,
-        Op::RmsNorm { eps: 1e-5 },
-        Op::AddRmsNorm { eps: 1e-5 },
-        Op::RmsNormGrad,
-        Op::AddRmsNormGrad,
-        Op::RmsNormGradWeight,
-        Op::Rope { inverse: false, documents: false },
-        Op::Rope { inverse: true, documents: false },
-        Op::Rope { inverse: false, documents: true },
-        Op::Rope { inverse: true, documents: true },
-        Op::RopeAt,
-        Op::Attention { documents: false },
-        Op::Attention { documents: true },
-        Op::AttentionGrad { documents: false },
-        Op::AttentionGrad { documents: true },
-        Op::CachedAttention,
-        Op::LastPosition,
-        Op::SwiGlu,
-        Op::SwiGluGrad,
-        Op::Add,
-        Op::CrossEntropy,
-        Op::CrossEntropyGrad,
-        Op::LinearCrossEntropy { rows: 23, scaled: false },
-        Op::LinearCrossEntropy { rows: 23, scaled: true },
-        Op::AddState,
-        Op::Accumulate,
-        Op::SquareSum { sharers: 2, tail: 77 },
-        Op::MergeSums,
-        Op::GradientNorm,
-        adamw,
-        Op::Lion { beta1: 0.9, beta2: 0.99, decay: 0.1, lr_scale: 0.5 },
-        Op::Sgd { momentum: 0.9, decay: 0.1, lr_scale: 0.5 },
-        Op::Momentum { momentum: 0.95 },
-        Op::Orthogonalise,
-        Op::Descend { decay: 0.1, lr_scale: 0.5 },
-        Op::VocabLogits { rows, parts: 1 },
-        Op::VocabLoss,
-        Op::VocabGrad { rows, scaled: false },
-        Op::VocabGrad { rows, scaled: true },
-        Op::JoinRows,
-    ]
-}
-
 /// How an input is drawn.
 #[derive(Clone, Copy)]
 enum Draw {
@@ -211,7 +162,14 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let (q, kv) = (head(Axis::Heads, 6), head(Axis::KvHeads, 2));
     let qkv = || act(Dim::packed([q, kv, kv]));
     let heads = || act(Dim::packed([q]));
+    let pairs = || t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone(), s.clone()]);
+    let of_head = Section { axis: Axis::HeadDim, count: head_dim, unit: 1 };
+    let norms = || t(&[Dim::packed([of_head, of_head])]);
+    let of_heads = || act(Dim::packed([Section { unit: 1, ..q }, Section { unit: 1, ..kv }]));
     let table = || t(&[s.clone(), Dim::new(Axis::HeadDim, head_dim)]);
+    let vector = || t(std::slice::from_ref(&d));
+    let positions = || t(&[Dim::new(Axis::Seq, 65), d.clone()]);
+    let normed = |inputs: &[Input]| [inputs, &[(row(), Normal), (row(), Positive)]].concat();
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
@@ -226,6 +184,8 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::Linear => vec![(act(d.clone()), Normal), (t(&[n, d]), Normal)],
         Op::LinearGradInput => vec![(act(n.clone()), Normal), (t(&[n, d]), Normal)],
         Op::LinearGradWeight => vec![(act(n), Normal), (act(d), Normal)],
+        Op::AddBias => vec![(qkv(), Normal), (t(&[Dim::packed([q, kv, kv])]), Normal)],
+        Op::BiasGrad => vec![(qkv(), Normal)],
         Op::RmsNorm { .. } => vec![(act(d.clone()), Normal), (t(&[d]), Normal)],
         Op::AddRmsNorm { .. } => vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (t(&[d]), Normal)],
         Op::RmsNormGrad => {
@@ -239,35 +199,84 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             (act(d), Normal),
         ],
         Op::RmsNormGradWeight => vec![(act(d.clone()), Normal), (act(d), Normal), (row(), Positive)],
+        Op::QkNorm { .. } => vec![(qkv(), Normal), (norms(), Normal)],
+        Op::QkNormGrad => vec![(qkv(), Normal), (qkv(), Normal), (norms(), Normal), (of_heads(), Positive)],
+        Op::QkNormGradWeight => vec![(qkv(), Normal), (qkv(), Normal), (of_heads(), Positive)],
+        Op::LayerNorm { .. } => vec![(act(d.clone()), Normal), (vector(), Normal), (vector(), Normal)],
+        Op::AddLayerNorm { .. } => {
+            vec![(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal), (vector(), Normal)]
+        }
+        Op::LayerNormGrad => normed(&[(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal)]),
+        Op::AddLayerNormGrad => {
+            let before = normed(&[(act(d.clone()), Normal), (act(d.clone()), Normal), (vector(), Normal)]);
+            [before, vec![(act(d), Normal)]].concat()
+        }
+        Op::LayerNormGradWeight => normed(&[(act(d.clone()), Normal), (act(d), Normal)]),
+        Op::AddPositions { documents: false, .. } => vec![(act(d.clone()), Normal), (positions(), Normal)],
+        Op::AddPositions { documents: true, .. } => {
+            vec![(act(d.clone()), Normal), (positions(), Normal), (ids(), Starts)]
+        }
+        // Some positions leave the table.
+        Op::AddPositionsAt => vec![(act(d.clone()), Normal), (positions(), Normal), (number(), Between(0, 20))],
+        Op::PositionsGrad { documents: false, .. } => vec![(act(d), Normal)],
+        Op::PositionsGrad { documents: true, .. } => vec![(act(d), Normal), (ids(), Starts)],
         Op::Rope { documents: false, .. } => vec![(qkv(), Normal), (table(), Normal)],
         Op::Rope { documents: true, .. } => vec![(qkv(), Normal), (table(), Normal), (ids(), Starts)],
         // Some positions leave the table.
         Op::RopeAt => vec![(qkv(), Normal), (table(), Normal), (number(), Between(0, 20))],
-        Op::Attention { documents: false } => vec![(qkv(), Normal)],
-        Op::Attention { documents: true } => vec![(qkv(), Normal), (ids(), Starts)],
+        Op::Attention { documents: false, .. } => vec![(qkv(), Normal)],
+        Op::Attention { documents: true, .. } => vec![(qkv(), Normal), (ids(), Starts)],
         // New positions on both sides of a border between tiles, and fewer than there is room for.
-        Op::CachedAttention => vec![
+        Op::CachedAttention { .. } => vec![
             (qkv(), Normal),
             (t(&[b.clone(), Dim::new(Axis::Seq, 170), Dim::packed([kv, kv])]), Normal),
             (number(), Between(70, 110)),
             (number(), Between(49, 60)),
         ],
         Op::LastPosition => vec![(act(d), Normal), (number(), Between(1, 60))],
-        Op::AttentionGrad { documents: false } => vec![
+        Op::AttentionGrad { documents: false, window } => vec![
             (heads(), Normal),
             (qkv(), Normal),
-            (heads(), Of(Op::Attention { documents: false }, 0, &[1])),
-            (t(&[b, Dim::new(Axis::Heads, 6), s]), Of(Op::Attention { documents: false }, 1, &[1])),
+            (heads(), Of(Op::Attention { documents: false, window }, 0, &[1])),
+            (t(&[b, Dim::new(Axis::Heads, 6), s]), Of(Op::Attention { documents: false, window }, 1, &[1])),
         ],
-        Op::AttentionGrad { documents: true } => vec![
+        Op::AttentionGrad { documents: true, window } => vec![
             (heads(), Normal),
             (qkv(), Normal),
-            (heads(), Of(Op::Attention { documents: true }, 0, &[1, 4])),
-            (t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone()]), Of(Op::Attention { documents: true }, 1, &[1, 4])),
+            (heads(), Of(Op::Attention { documents: true, window }, 0, &[1, 4])),
+            (
+                t(&[b.clone(), Dim::new(Axis::Heads, 6), s.clone()]),
+                Of(Op::Attention { documents: true, window }, 1, &[1, 4]),
+            ),
             (ids(), Starts),
         ],
+        Op::AttentionScores { documents: false, .. } => vec![(qkv(), Normal)],
+        Op::AttentionScores { documents: true, .. } => vec![(qkv(), Normal), (ids(), Starts)],
+        Op::AttentionScoresGrad { window } => {
+            vec![
+                (pairs(), Normal),
+                (pairs(), Of(Op::AttentionScores { documents: false, window }, 0, &[2])),
+                (qkv(), Normal),
+            ]
+        }
+        Op::AttentionMix { window } => {
+            vec![(pairs(), Of(Op::AttentionScores { documents: false, window }, 0, &[1])), (qkv(), Normal)]
+        }
+        Op::AttentionMixGrad { window } => {
+            vec![
+                (heads(), Normal),
+                (pairs(), Of(Op::AttentionScores { documents: false, window }, 0, &[2])),
+                (qkv(), Normal),
+            ]
+        }
         Op::SwiGlu => vec![(gate_up(), Normal)],
         Op::SwiGluGrad => vec![(act(Dim::packed([ffn])), Normal), (gate_up(), Normal)],
+        Op::Gelu => vec![(act(n), Normal)],
+        Op::GeluGrad => vec![(act(n.clone()), Normal), (act(n), Normal)],
+        Op::Dropout { .. } => {
+            let keys = TensorType::new(DType::U32, [b.clone(), Dim::new(Axis::Scalar, 2)]);
+            vec![(act(d.clone()), Normal), (keys, Below(u32::MAX))]
+        }
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
         Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
         Op::CrossEntropyGrad => {
@@ -338,7 +347,11 @@ fn is_weight_gradient(op: &Op) -> bool {
         op,
         Op::EmbeddingGrad { .. }
             | Op::LinearGradWeight
+            | Op::BiasGrad
             | Op::RmsNormGradWeight
+            | Op::QkNormGradWeight
+            | Op::LayerNormGradWeight
+            | Op::PositionsGrad { .. }
             | Op::LinearCrossEntropy { .. }
             | Op::VocabGrad { .. }
             | Op::Accumulate
@@ -439,7 +452,7 @@ fn check(
         Way::Summed(dtype) => format!(", summed in {dtype}"),
         Way::InPlace(input, output) => format!(", output {output} in place of input {input}"),
     };
-    let case = format!("{}({}{how})", op.name(), shapes.join(", "));
+    let case = format!("{}({}{how}) as {op:?}", op.name(), shapes.join(", "));
     let mut found = execute(profile, load, op, &types, &drawn, way)?;
     if matches!(op, Op::SquareSum { .. } | Op::MergeSums) {
         // An integer in parts counts as a whole.

@@ -3,12 +3,13 @@
 //! Kernels are held against it, and it is held against finite differences.
 
 mod generation;
+mod naive;
 mod rules;
 mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::Dims;
-use lockstep_ir::{Graph, Op, StepScalars, ValueId};
+use lockstep_ir::{Graph, Op, StepScalars, ValueId, counter};
 
 /// Evaluates a graph. `feed` gives inputs and states (token ids as whole numbers); gradient states start at zero. Returns every
 /// value that was computed; a sum into a state is also found under the state.
@@ -52,6 +53,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::Linear => vec![product((rows, dims.size('n'), dims.size('k')), x[0], false, x[1], true)],
         Op::LinearGradInput => vec![product((rows, dims.size('k'), dims.size('n')), x[0], false, x[1], false)],
         Op::LinearGradWeight => vec![product((dims.size('n'), dims.size('k'), rows), x[0], true, x[1], false)],
+        Op::AddBias => vec![x[0].iter().enumerate().map(|(i, x0)| x0 + x[1][i % x[1].len()]).collect()],
+        Op::BiasGrad => vec![column_sums(x[0], dims.size('d'), |i| x[0][i])],
         Op::RmsNorm { eps } => norm(x[0], x[1], f64::from(eps)).into(),
         Op::AddRmsNorm { eps } => {
             let sum = add(x[0], x[1]);
@@ -62,20 +65,51 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AddRmsNormGrad => vec![add(&norm_grad(x[0], x[1], x[2], x[3]), x[4])],
         Op::RmsNormGradWeight => {
             let d = dims.size('d');
-            let term = |row: usize, i: usize| x[0][row * d + i] * x[1][row * d + i] * x[2][row];
-            vec![(0..d).map(|i| (0..rows).map(|row| term(row, i)).sum()).collect()]
+            vec![column_sums(x[0], d, |i| x[0][i] * x[1][i] * x[2][i / d])]
         }
+        Op::LayerNorm { eps } => layer_norm(x[0], x[1], x[2], f64::from(eps)).into(),
+        Op::AddLayerNorm { eps } => {
+            let sum = add(x[0], x[1]);
+            let [y, mean, rstd] = layer_norm(&sum, x[2], x[3], f64::from(eps));
+            vec![sum, y, mean, rstd]
+        }
+        Op::LayerNormGrad => vec![layer_norm_grad(x[0], x[1], x[2], x[3], x[4])],
+        Op::AddLayerNormGrad => vec![add(&layer_norm_grad(x[0], x[1], x[2], x[3], x[4]), x[5])],
+        Op::LayerNormGradWeight => {
+            let d = dims.size('d');
+            vec![column_sums(x[0], d, |i| x[0][i] * (x[1][i] - x[2][i / d]) * x[3][i / d])]
+        }
+        Op::AddPositions { documents, .. } => {
+            vec![add(x[0], &rows_of(&dims, x[1], &positions(&dims, documents.then(|| x[2]))))]
+        }
+        Op::AddPositionsAt => vec![add(x[0], &rows_of(&dims, x[1], &generation::rows_from(&dims, x[2])))],
+        Op::PositionsGrad { documents, .. } => {
+            let (d, positions) = (dims.size('d'), positions(&dims, documents.then(|| x[1])));
+            let mut table = vec![0.0; dims.size('t') * d];
+            x[0].iter().enumerate().for_each(|(i, dx)| table[positions[i / d] * d + i % d] += dx);
+            vec![table]
+        }
+        Op::QkNorm { eps } => qk_norm(&dims, x[0], x[1], f64::from(eps)).into(),
+        Op::QkNormGrad => vec![qk_norm_grad(&dims, x[0], x[1], x[2], x[3])],
+        Op::QkNormGradWeight => vec![qk_norm_grad_weight(&dims, x[0], x[1], x[2])],
         Op::Rope { inverse, documents } => {
-            let starts = starts(&dims, documents.then(|| x[2]));
-            let positions: Vec<usize> = (0..rows).map(|row| row % dims.size('s') - starts[row]).collect();
+            let positions = positions(&dims, documents.then(|| x[2]));
             vec![rope(&dims, x[0], x[1], &positions, if inverse { -1.0 } else { 1.0 })]
         }
         Op::RopeAt => vec![rope(&dims, x[0], x[1], &generation::rows_from(&dims, x[2]), 1.0)],
-        Op::Attention { documents } => attention(&dims, x[0], &starts(&dims, documents.then(|| x[1]))).into(),
-        Op::AttentionGrad { documents } => {
-            vec![attention_grad(&dims, x[0], x[1], &starts(&dims, documents.then(|| x[4])))]
+        Op::Attention { documents, window } => {
+            attention(&dims, x[0], &first_keys(&dims, documents.then(|| x[1]), window)).into()
         }
-        Op::CachedAttention => generation::cached_attention(&dims, x[0], x[1], x[2], x[3]).into(),
+        Op::AttentionGrad { documents, window } => {
+            vec![attention_grad(&dims, x[0], x[1], &first_keys(&dims, documents.then(|| x[4]), window))]
+        }
+        Op::AttentionScores { documents, window } => {
+            vec![naive::scores(&dims, x[0], &first_keys(&dims, documents.then(|| x[1]), window))]
+        }
+        Op::AttentionScoresGrad { .. } => vec![naive::scores_grad(&dims, x[0], x[1], x[2])],
+        Op::AttentionMix { .. } => vec![naive::mix(&dims, x[0], x[1])],
+        Op::AttentionMixGrad { .. } => naive::mix_grad(&dims, x[0], x[1], x[2]).into(),
+        Op::CachedAttention { window } => generation::cached_attention(&dims, x, window).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::SwiGlu => {
             let f = dims.size('f');
@@ -91,6 +125,24 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
                 (row, c) => x[0][row * f + c - f] * up[row * f + c - f],
             };
             vec![(0..x[1].len()).map(pick).collect()]
+        }
+        Op::Gelu => vec![x[0].iter().map(|x| x * sigmoid(2.0 * gelu_tanh(*x).0)).collect()],
+        Op::GeluGrad => {
+            let slope = |x: f64| {
+                let (u, du) = gelu_tanh(x);
+                sigmoid(2.0 * u) + x * sigmoid(2.0 * u) * sigmoid(-2.0 * u) * 2.0 * du
+            };
+            vec![x[0].iter().zip(x[1]).map(|(dy, x)| dy * slope(*x)).collect()]
+        }
+        Op::Dropout { rate, site, seq } => {
+            let (d, below) = (dims.size('d'), counter::threshold(rate));
+            let element = |i: usize| {
+                let (b, s) = (i / d / seq, i / d % seq);
+                let key = x[1][2 * b] as u64 | (x[1][2 * b + 1] as u64) << 32;
+                let drops = counter::row_bits(counter::row(key, site, s as u64), (i % d) as u32) < below;
+                if drops { 0.0 } else { x[0][i] / (1.0 - f64::from(rate)) }
+            };
+            vec![(0..x[0].len()).map(element).collect()]
         }
         Op::Add => vec![add(x[0], x[1])],
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
@@ -173,6 +225,11 @@ fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 
+/// Sums of `term(i)` over the rows of `d` elements that `of` has, by column.
+fn column_sums(of: &[f64], d: usize, term: impl Fn(usize) -> f64) -> Vec<f64> {
+    (0..d).map(|column| (column..of.len()).step_by(d).map(&term).sum()).collect()
+}
+
 fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
@@ -209,10 +266,94 @@ fn norm_grad(dy: &[f64], x: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
     (0..x.len()).map(element).collect()
 }
 
+/// Calls `f(head, weight, norm)` for every head of Q and K in every row: where its elements, its weight and its norm stand.
+fn each_normed_head(dims: &Dims, mut f: impl FnMut(usize, usize, usize)) {
+    let (e, q, heads) = (dims.size('e'), dims.size('q'), dims.size('x'));
+    for (row, h) in (0..dims.size('b') * dims.size('s')).flat_map(|row| (0..heads).map(move |h| (row, h))) {
+        f(row * dims.size('p') + h * e, if h < q { 0 } else { e }, row * heads + h);
+    }
+}
+
+fn qk_norm(dims: &Dims, qkv: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
+    let e = dims.size('e');
+    let (mut y, mut rstd) = (qkv.to_vec(), Vec::new());
+    each_normed_head(dims, |at, weight, _| {
+        let [head, scale] = norm(&qkv[at..at + e], &w[weight..weight + e], eps);
+        y[at..at + e].copy_from_slice(&head);
+        rstd.extend(scale);
+    });
+    [y, rstd]
+}
+
+fn qk_norm_grad(dims: &Dims, dy: &[f64], qkv: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
+    let e = dims.size('e');
+    let mut dx = dy.to_vec();
+    each_normed_head(dims, |at, weight, n| {
+        let head = at..at + e;
+        let grad = norm_grad(&dy[head.clone()], &qkv[head.clone()], &w[weight..weight + e], &rstd[n..n + 1]);
+        dx[head].copy_from_slice(&grad);
+    });
+    dx
+}
+
+fn qk_norm_grad_weight(dims: &Dims, dy: &[f64], qkv: &[f64], rstd: &[f64]) -> Vec<f64> {
+    let e = dims.size('e');
+    let mut dw = vec![0.0; 2 * e];
+    each_normed_head(dims, |at, weight, n| {
+        (0..e).for_each(|i| dw[weight + i] += dy[at + i] * qkv[at + i] * rstd[n]);
+    });
+    dw
+}
+
+fn layer_norm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> [Vec<f64>; 3] {
+    let d = w.len();
+    let average = |row: &[f64]| row.iter().sum::<f64>() / d as f64;
+    let mean: Vec<f64> = x.chunks(d).map(average).collect();
+    let centred: Vec<f64> = x.iter().enumerate().map(|(i, x)| x - mean[i / d]).collect();
+    let [normed, rstd] = norm(&centred, w, eps);
+    [normed.iter().enumerate().map(|(i, y)| y + b[i % d]).collect(), mean, rstd]
+}
+
+fn layer_norm_grad(dy: &[f64], x: &[f64], w: &[f64], mean: &[f64], rstd: &[f64]) -> Vec<f64> {
+    let d = w.len();
+    let centred: Vec<f64> = x.iter().enumerate().map(|(i, x)| x - mean[i / d]).collect();
+    let dx = norm_grad(dy, &centred, w, rstd);
+    // Centring takes the mean away, of the gradient too; where x is centred, only the first term has one.
+    let shift = |row: usize| (0..d).map(|i| w[i] * dy[row * d + i]).sum::<f64>() * rstd[row] / d as f64;
+    let shifts: Vec<f64> = (0..rstd.len()).map(shift).collect();
+    dx.iter().enumerate().map(|(i, dx)| dx - shifts[i / d]).collect()
+}
+
+/// The argument of the hyperbolic tangent in gelu, and its derivative.
+fn gelu_tanh(x: f64) -> (f64, f64) {
+    let root = (2.0 / std::f64::consts::PI).sqrt();
+    (root * (x + 0.044715 * x * x * x), root * (1.0 + 3.0 * 0.044715 * x * x))
+}
+
+/// The position of every row in its sequence, or in its document.
+fn positions(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
+    starts(dims, given).iter().enumerate().map(|(row, start)| row % dims.size('s') - start).collect()
+}
+
+/// Rows of a table, one behind the other.
+fn rows_of(dims: &Dims, table: &[f64], rows: &[usize]) -> Vec<f64> {
+    let d = dims.size('d');
+    rows.iter().flat_map(|row| &table[row * d..(row + 1) * d]).copied().collect()
+}
+
 /// Where the document of every row starts: given, or 0; a start after its row counts as the row.
 fn starts(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
     let seq = dims.size('s');
     (0..dims.size('b') * seq).map(|row| given.map_or(0, |starts| (starts[row] as usize).min(row % seq))).collect()
+}
+
+/// The first key that every query sees: where its document starts, but no more than a window before it.
+fn first_keys(dims: &Dims, given: Option<&[f64]>, window: Option<usize>) -> Vec<usize> {
+    let seq = dims.size('s');
+    let first = |(row, start): (usize, usize)| {
+        start.max((row % seq + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1))))
+    };
+    starts(dims, given).into_iter().enumerate().map(first).collect()
 }
 
 fn rope(dims: &Dims, qkv: &[f64], table: &[f64], positions: &[usize], sign: f64) -> Vec<f64> {
@@ -275,7 +416,7 @@ impl Heads {
     }
 }
 
-fn attention(dims: &Dims, qkv: &[f64], starts: &[usize]) -> [Vec<f64>; 2] {
+fn attention(dims: &Dims, qkv: &[f64], first: &[usize]) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let batch = dims.size('b');
     let mut o = vec![0.0; batch * g.seq * g.heads * g.e];
@@ -283,7 +424,7 @@ fn attention(dims: &Dims, qkv: &[f64], starts: &[usize]) -> [Vec<f64>; 2] {
     for b in 0..batch {
         for h in 0..g.heads {
             for s in 0..g.seq {
-                let from = starts[b * g.seq + s];
+                let from = first[b * g.seq + s];
                 let (p, row_lse) = g.weights(qkv, b, from, s, h);
                 lse[(b * g.heads + h) * g.seq + s] = row_lse;
                 for i in 0..g.e {
@@ -295,14 +436,14 @@ fn attention(dims: &Dims, qkv: &[f64], starts: &[usize]) -> [Vec<f64>; 2] {
     [o, lse]
 }
 
-fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], starts: &[usize]) -> Vec<f64> {
+fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], first: &[usize]) -> Vec<f64> {
     let g = Heads::of(dims);
     let scale = 1.0 / (g.e as f64).sqrt();
     let mut dqkv = vec![0.0; qkv.len()];
     for b in 0..dims.size('b') {
         for h in 0..g.heads {
             for s in 0..g.seq {
-                let from = starts[b * g.seq + s];
+                let from = first[b * g.seq + s];
                 let (p, _) = g.weights(qkv, b, from, s, h);
                 let dp =
                     |t: usize| (0..g.e).map(|i| dout[g.out(b, s, h, i)] * qkv[g.at(b, t, g.value(h), i)]).sum::<f64>();

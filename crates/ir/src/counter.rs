@@ -34,6 +34,24 @@ pub fn normal(key: u64, counter: u64) -> f32 {
     centred as f32 * (1.0 / (1u64 << 21) as f32)
 }
 
+/// The stream of one row of a mask: of a sample (by its key), a place in the model and a position.
+pub fn row(sample: u64, site: u64, position: u64) -> u64 {
+    bits(bits(sample, site), position)
+}
+
+/// 32 random bits at `i` of a row's stream: cheaper than [`bits`], for many numbers of one row.
+#[inline(always)]
+pub fn row_bits(row: u64, i: u32) -> u32 {
+    let z = mix_small((row as u32).wrapping_add(i.wrapping_mul(0x9e37_79b9)));
+    // Rows whose first halves are near each other do not share a stretch: the second half goes between the rounds.
+    mix_small(z ^ (row >> 32) as u32)
+}
+
+/// How many of the 2³² values of [`row_bits`] stand for a share of all, counted from 0.
+pub fn threshold(share: f32) -> u32 {
+    (f64::from(share) * (1u64 << 32) as f64).round().clamp(0.0, f64::from(u32::MAX)) as u32
+}
+
 /// Where `index` goes in a pseudo-random permutation of `0..n` chosen by `key`.
 ///
 /// A balanced Feistel network with cycle walking: a bijection without a table, so the order of any size of data set
@@ -56,6 +74,13 @@ pub fn permute(key: u64, index: u64, n: u64) -> u64 {
     }
 }
 
+#[inline(always)]
+fn mix_small(mut z: u32) -> u32 {
+    z = (z ^ (z >> 16)).wrapping_mul(0x7feb_352d);
+    z = (z ^ (z >> 15)).wrapping_mul(0x846c_a68b);
+    z ^ (z >> 16)
+}
+
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -75,6 +100,28 @@ mod tests {
         let variance = xs.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n as f64;
         assert!(mean.abs() < 0.02, "{mean}");
         assert!((variance - 1.0).abs() < 0.02, "{variance}");
+    }
+
+    #[test]
+    fn row_bits_are_uniform_and_independent_between_elements_rows_and_sites() {
+        let (site, other, below) = (key(0, "a"), key(0, "b"), threshold(0.3));
+        let (rows, width) = (400u64, 256u32);
+        let drops = |site: u64, r: u64, i: u32| row_bits(row(bits(key(3, "dropout"), r / 20), site, r % 20), i) < below;
+        let all: Vec<(u64, u32)> = (0..rows).flat_map(|r| (0..width).map(move |i| (r, i))).collect();
+        let share = |what: &dyn Fn(u64, u32) -> bool| {
+            all.iter().filter(|(r, i)| what(*r, *i)).count() as f64 / all.len() as f64
+        };
+        // Four standard deviations of a mean over 102,400 draws.
+        let near = |found: f64, expected: f64| {
+            let bound = 4.0 * (expected * (1.0 - expected) / all.len() as f64).sqrt();
+            assert!((found - expected).abs() < bound, "{found} and {expected} ± {bound}");
+        };
+        near(share(&|r, i| drops(site, r, i)), 0.3);
+        for (dr, di) in [(1, 0), (0, 1), (20, 0), (1, 1), (0, 2)] {
+            near(share(&|r, i| drops(site, r, i) && drops(site, r + dr, i + di)), 0.09);
+        }
+        near(share(&|r, i| drops(site, r, i) && drops(other, r, i)), 0.09);
+        assert_eq!((threshold(0.0), threshold(0.5), threshold(1.0)), (0, 1 << 31, u32::MAX));
     }
 
     #[test]

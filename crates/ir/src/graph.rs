@@ -286,6 +286,20 @@ impl Graph {
         self
     }
 
+    /// Leaves out dropout, as evaluation does: what it reads stands for what it makes.
+    pub fn without_dropout(mut self) -> Self {
+        let mut now: Vec<ValueId> = (0..self.values.len()).map(ValueId).collect();
+        for node in &mut self.nodes {
+            node.inputs.iter_mut().for_each(|v| *v = now[v.0]);
+            if let (Op::Dropout { .. }, Some(y)) = (node.op, node.outputs[0]) {
+                now[y.0] = node.inputs[0];
+            }
+        }
+        self.nodes.retain(|n| !matches!(n.op, Op::Dropout { .. }));
+        self.outputs.iter_mut().for_each(|v| *v = now[v.0]);
+        self
+    }
+
     fn value(&mut self, name: impl Into<String>, ty: TensorType, source: Source) -> ValueId {
         self.values.push(Value { name: name.into(), ty, source, placement: Placement::REPLICATED });
         ValueId(self.values.len() - 1)

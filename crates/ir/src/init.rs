@@ -12,6 +12,8 @@ pub enum Init {
     },
     /// All ones.
     Ones,
+    /// All zeros.
+    Zeros,
     /// Cosines, then sines, of every position (rows) and frequency.
     RopeTable {
         /// Base of the frequencies.
@@ -40,6 +42,7 @@ impl Init {
     pub fn fill(&self, seed: u64, name: &str, columns: usize, out: &mut [f32]) {
         match self {
             Init::Ones => out.fill(1.0),
+            Init::Zeros => out.fill(0.0),
             Init::Normal { std } => {
                 let key = counter::key(seed, name);
                 for (i, x) in out.iter_mut().enumerate() {

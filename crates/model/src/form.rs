@@ -1,8 +1,9 @@
 //! What a graph is for, and the few places where that changes how an architecture is written down.
 
 use crate::names;
+use lockstep_config::ModelConfig;
 use lockstep_ir::graph::State;
-use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId, counter};
 
 /// What a forward graph computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +32,7 @@ pub enum Form {
 
 impl Form {
     /// Sequences, tokens of each, and positions of the rotary table.
-    pub(crate) fn extents(self) -> (usize, usize, usize) {
+    pub fn extents(self) -> (usize, usize, usize) {
         match self {
             Form::Loss { batch, seq, context, .. } => (batch, seq, context),
             Form::NextToken { batch, positions, context } => (batch, positions, context),
@@ -39,16 +40,25 @@ impl Form {
     }
 }
 
-/// The inputs that a form has besides the tokens.
-pub(crate) enum Side {
+/// The inputs that a form has besides the tokens, and what an architecture leaves to them: positions, attention, the result.
+#[derive(Clone, Debug)]
+pub enum Side {
+    /// Of [`Form::Loss`].
     Loss {
+        /// The token that follows each position.
         targets: ValueId,
         /// Where the document of each position starts, if that matters.
         starts: Option<ValueId>,
+        /// The keys of dropout, and its rate, if there is any.
+        dropout: Option<(ValueId, f32)>,
     },
+    /// Of [`Form::NextToken`].
     NextToken {
+        /// How many tokens of each sequence are in the cache.
         start: ValueId,
+        /// How many are new.
         count: ValueId,
+        /// Sequences and positions of the cache.
         cache: [Dim; 2],
         /// Whether a call may have several new tokens.
         several: bool,
@@ -57,14 +67,15 @@ pub(crate) enum Side {
 
 impl Side {
     /// Declares them.
-    pub(crate) fn declare(g: &mut Graph, form: Form) -> Self {
+    pub fn declare(g: &mut Graph, form: Form) -> Self {
         let batch = |n| Dim::new(Axis::Batch, n);
         let seq = |n| Dim::new(Axis::Seq, n);
         match form {
             Form::Loss { batch: b, seq: s, documents, .. } => {
                 let mut numbers = |name| g.input(name, TensorType::new(DType::U32, [batch(b), seq(s)]));
                 let targets = numbers(names::TARGETS);
-                Side::Loss { targets, starts: documents.then(|| numbers(names::DOCUMENT_STARTS)) }
+                let starts = documents.then(|| numbers(names::DOCUMENT_STARTS));
+                Side::Loss { targets, starts, dropout: None }
             }
             Form::NextToken { batch: b, positions, context } => {
                 let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
@@ -74,28 +85,81 @@ impl Side {
         }
     }
 
-    /// Rotary positions and causal attention over packed Q·K·V, whose K and V are `kv` each.
-    pub(crate) fn attend(
+    /// The same with dropout at this rate. Generation has none.
+    pub fn dropping(mut self, g: &mut Graph, rate: f64) -> Self {
+        if let Side::Loss { targets, dropout, .. } = &mut self
+            && rate > 0.0
+        {
+            let batch = g.ty(*targets).dims[0].clone();
+            let keys = g.input(names::DROPOUT_KEYS, TensorType::new(DType::U32, [batch, Dim::new(Axis::Scalar, 2)]));
+            *dropout = Some((keys, rate as f32));
+        }
+        self
+    }
+
+    /// Dropout, where there is any; `name` is the site.
+    pub fn drop(&self, g: &mut Graph, x: ValueId, name: &str) -> Result<ValueId, TypeError> {
+        match self {
+            Side::Loss { targets, dropout: Some((keys, rate)), .. } => {
+                let (seq, site) = (g.ty(*targets).dims[1].size(), counter::key(0, name));
+                Ok(g.op(Op::Dropout { rate: *rate, site, seq }, &[x, *keys], name)?[0])
+            }
+            Side::Loss { .. } | Side::NextToken { .. } => Ok(x),
+        }
+    }
+
+    /// Adds to every position its row of a learned table.
+    pub fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
+        let (op, numbers) = match self {
+            Side::Loss { targets, starts, .. } => {
+                let seq = g.ty(*targets).dims[1].size();
+                (Op::AddPositions { seq, documents: starts.is_some() }, *starts)
+            }
+            Side::NextToken { start, .. } => (Op::AddPositionsAt, Some(*start)),
+        };
+        let inputs: Vec<ValueId> = [x, table].into_iter().chain(numbers).collect();
+        Ok(g.op(op, &inputs, name)?[0])
+    }
+
+    /// Rotary positions: the Q and K of packed Q·K·V, turned.
+    pub fn rotate(
         &self,
         g: &mut Graph,
         qkv: ValueId,
         angles: ValueId,
+        at: &dyn Fn(&str) -> String,
+    ) -> Result<ValueId, TypeError> {
+        let (op, numbers) = match self {
+            Side::Loss { starts, .. } => (Op::Rope { inverse: false, documents: starts.is_some() }, *starts),
+            Side::NextToken { start, .. } => (Op::RopeAt, Some(*start)),
+        };
+        let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(numbers).collect();
+        Ok(g.op(op, &inputs, &at("rotated"))?[0])
+    }
+
+    /// Causal attention over packed Q·K·V, whose K and V are `kv` each.
+    pub fn attend(
+        &self,
+        g: &mut Graph,
+        qkv: ValueId,
         kv: Section,
+        m: &ModelConfig,
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         match self {
             Side::Loss { starts, .. } => {
-                let documents = starts.is_some();
-                let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(*starts).collect();
-                let qkv = g.op(Op::Rope { inverse: false, documents }, &inputs, &at("rotated"))?[0];
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                Ok(g.op(Op::Attention { documents }, &inputs, &at("o"))?[0])
+                let (documents, window) = (starts.is_some(), m.window);
+                if m.attention == "naive" {
+                    let p = g.op(Op::AttentionScores { documents, window }, &inputs, &at("p"))?[0];
+                    return Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0]);
+                }
+                Ok(g.op(Op::Attention { documents, window }, &inputs, &at("o"))?[0])
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
-                let qkv = g.op(Op::RopeAt, &[qkv, angles, *start], &at("rotated"))?[0];
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
-                let out = g.op(Op::CachedAttention, &[qkv, cache, *start, *count], &at("o"))?;
+                let out = g.op(Op::CachedAttention { window: m.window }, &[qkv, cache, *start, *count], &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }
@@ -103,7 +167,7 @@ impl Side {
     }
 
     /// The positions whose logits somebody wants.
-    pub(crate) fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
+    pub fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
         match self {
             Side::NextToken { count, several: true, .. } => Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0]),
             Side::NextToken { several: false, .. } | Side::Loss { .. } => Ok(x),
@@ -111,7 +175,7 @@ impl Side {
     }
 
     /// Makes the graph yield what the form asks for.
-    pub(crate) fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
+    pub fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
         let output = match self {
             Side::Loss { targets, .. } => g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0],
             Side::NextToken { .. } => logits,

@@ -1,7 +1,7 @@
 //! Layouts against one rank: the same model, batch and steps, and how far apart losses and gradients are.
 
 use crate::schedule::step_scalars;
-use crate::{Session, TrainError, plan};
+use crate::{Session, TrainError, feed, plan};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
@@ -95,6 +95,9 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
     m.ffn = fit(m.ffn, 192, tp);
     t.seq = fit(t.seq, 64, tp);
+    // What was shorter than a sequence stays so.
+    let share = |window: usize| (window * t.seq / config.train.seq).max(1);
+    m.window = m.window.map(|w| if w < config.train.seq { share(w) } else { w });
     let rounds = config.train.global_batch / config.train.micro_batch;
     t.micro_batch = t.micro_batch.min(2);
     let least = fit(rounds, 8, dp).min(rounds);
@@ -107,6 +110,7 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         ("model.head_dim", config.model.head_dim, small.model.head_dim),
         ("model.ffn", config.model.ffn, small.model.ffn),
         ("model.vocab_size", config.model.vocab_size, small.model.vocab_size),
+        ("model.window", config.model.window.unwrap_or(0), small.model.window.unwrap_or(0)),
         ("train.seq", config.train.seq, small.train.seq),
         ("train.global_batch", config.train.global_batch, small.train.global_batch),
         ("train.micro_batch", config.train.micro_batch, small.train.micro_batch),
@@ -266,8 +270,14 @@ fn fill(
         let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
         session.executor().write(name, micro_batch, &bytes)?;
     }
+    let seq = config.train.seq;
+    if config.model.dropout > 0.0 && step != u64::MAX {
+        let sample = |b: usize| step * config.train.global_batch as u64 + (first / seq + b) as u64;
+        let keys = (0..positions / seq).flat_map(|b| feed::dropout_key(config.train.seed, sample(b)));
+        let bytes: Vec<u8> = keys.flat_map(u32::to_le_bytes).collect();
+        session.executor().write(names::DROPOUT_KEYS, micro_batch, &bytes)?;
+    }
     if config.data.document_mask {
-        let seq = config.train.seq;
         let start = |i: usize| {
             // Documents of another length in every sequence.
             let length = 3 + (first + i) / seq % 5;

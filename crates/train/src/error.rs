@@ -178,13 +178,27 @@ pub enum TrainError {
     },
     /// A path is neither a run directory nor a checkpoint.
     #[error(
-        "{}: {}\nhint: name a run directory (runs/quickstart, say) or a checkpoint in it (checkpoints/step-…)",
+        "{}: {}\nhint: {}",
         path.display(),
-        if path.exists() { "neither a run directory nor a checkpoint" } else { "no such run or checkpoint" }
+        if path.exists() { "neither a run directory nor a checkpoint" } else { "no such run or checkpoint" },
+        match crate::hf::is_foreign(path) {
+            true => "it is a Hugging Face model: make a run directory of it with `lockstep checkpoint import`",
+            false => "name a run directory (runs/quickstart, say) or a checkpoint in it (checkpoints/step-…)",
+        }
     )]
     NotTrained {
         /// The path.
         path: PathBuf,
+    },
+    /// A run directory holds imported weights.
+    #[error(
+        "{} holds imported weights, not a run\nhint: choose another --run-dir, and start from them there: --set \
+         train.init_from=FOLDER",
+        dir.display()
+    )]
+    Imported {
+        /// The run directory.
+        dir: PathBuf,
     },
     /// A run directory has no checkpoint yet.
     #[error("{} has no checkpoint yet\nhint: train it first, or wait: one is saved every checkpoint.every steps", dir.display())]
@@ -216,6 +230,16 @@ pub enum TrainError {
         tokens: usize,
         /// Positions of the cache.
         context: usize,
+    },
+    /// A model has no positions for a text of this length.
+    #[error(
+        "sequences of {tokens} tokens are longer than the {positions} positions that the model has learned\nhint: use at most {positions} tokens"
+    )]
+    Positions {
+        /// Tokens of a sequence.
+        tokens: usize,
+        /// Rows of the model's table.
+        positions: usize,
     },
     /// A sampling option has a value without a meaning.
     #[error("--{option} {value} has no meaning\nhint: {hint}")]
@@ -271,11 +295,14 @@ impl TrainError {
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
                 | TrainError::NotTrained { .. }
+                | TrainError::Imported { .. }
+                | TrainError::Checkpoint(CheckpointError::Unfit { .. })
                 | TrainError::NoCheckpoint { .. }
                 | TrainError::NoConfig { .. }
                 | TrainError::NoHeldOut { .. }
                 | TrainError::EmptyPrompt
                 | TrainError::ContextFull { .. }
+                | TrainError::Positions { .. }
                 | TrainError::Sampling { .. }
         )
     }

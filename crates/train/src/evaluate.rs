@@ -1,11 +1,11 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
 use crate::feed::{Feed, Scored, Sequences, Stretch};
-use crate::plan::forward_context;
+use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
 use crate::{RunData, Tokenizer, TrainError, Trained, data};
 use lockstep_compile::{CompileError, compile_forward};
-use lockstep_config::Config;
+use lockstep_config::{Config, ModelConfig};
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, prepare};
 use lockstep_exec::cpu::CpuExecutor;
 use lockstep_ir::StepProgram;
@@ -113,6 +113,7 @@ pub fn evaluate(
     let config = &trained.config;
     let tokenizer = Tokenizer::of(config)?;
     let seq = seq.unwrap_or(config.train.seq).max(1);
+    check_positions(config, seq)?;
     // Removed when this function returns; an open shard stays readable.
     let folder = tempfile::tempdir().map_err(|e| TrainError::io("create", &std::env::temp_dir(), e))?;
     let material = match text {
@@ -220,7 +221,7 @@ impl Model {
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
         let mut executor = CpuExecutor::load(program.clone(), threads)?;
         state::load(&program.tensors, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
-        let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq);
+        let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq, config.train.seed);
         Ok(Self {
             executor,
             whole: (cut.sequences > 0).then(|| feed(StepProgram::EVALUATE, batch, seq)),
@@ -255,9 +256,10 @@ fn evaluation_program(
     cut: Cut,
 ) -> Result<(StepProgram, usize), TrainError> {
     let (context, threads) = forward_context(config);
+    let model = ModelConfig { dropout: 0.0, ..config.model.clone() };
     let graph = |batch, tokens| {
         let form = Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask };
-        build_form(&config.model, form).map_err(CompileError::Type)
+        build_form(&model, form).map_err(CompileError::Type)
     };
     let mut entries = Vec::new();
     if cut.sequences > 0 {

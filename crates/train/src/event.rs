@@ -51,6 +51,11 @@ pub enum Event<'a> {
     },
     /// Something is off but the run goes on.
     Warning(&'a str),
+    /// A new run has the weights that the config names.
+    Initialised {
+        /// Where they came from.
+        from: &'a Path,
+    },
     /// The program is loaded and the first step is next.
     Started {
         /// The program and its account.

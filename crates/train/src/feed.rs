@@ -3,8 +3,8 @@
 use crate::TrainError;
 use lockstep_data::{Sampler, TokenStream};
 use lockstep_exec::Executor;
-use lockstep_ir::StepProgram;
 use lockstep_ir::program::Tensor;
+use lockstep_ir::{StepProgram, counter};
 use lockstep_model::names;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -56,25 +56,37 @@ pub(crate) struct Scored<'a> {
     pub(crate) targets: &'a [u32],
 }
 
-/// The tokens and targets of a micro-batch, and where documents start if the program asks, on their way to an executor.
+/// The key of a sequence's dropout, as two words: a function of the run's seed and the sequence's place in the order of all.
+pub(crate) fn dropout_key(seed: u64, sample: u64) -> [u32; 2] {
+    let key = counter::bits(counter::key(seed, names::DROPOUT_KEYS), sample);
+    [key as u32, (key >> 32) as u32]
+}
+
+/// The tokens and targets of a micro-batch, where documents start and keys of dropout if the program asks, on their way to an
+/// executor.
 pub(crate) struct Feed {
-    names: [String; 4],
+    names: [String; 5],
     batch: usize,
     seq: usize,
     tokens: Vec<u32>,
     targets: Vec<u32>,
     starts: Option<Vec<u32>>,
+    keys: Option<Vec<u32>>,
+    seed: u64,
     bytes: Vec<u8>,
 }
 
 impl Feed {
     /// For micro-batches of `batch` sequences of `seq` tokens; `entry` where the program has inputs of its own for it.
-    pub(crate) fn new(tensors: &[Tensor], entry: Option<&str>, batch: usize, seq: usize) -> Self {
+    pub(crate) fn new(tensors: &[Tensor], entry: Option<&str>, batch: usize, seq: usize, seed: u64) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
         let positions = batch * seq;
-        let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::LOSS].map(name);
+        let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::DROPOUT_KEYS, names::LOSS].map(name);
+        let asked = |name: &str, numbers| tensors.iter().any(|t| t.name == name).then(|| vec![0; numbers]);
         Self {
-            starts: tensors.iter().any(|tensor| tensor.name == names[2]).then(|| vec![0; positions]),
+            starts: asked(&names[2], positions),
+            keys: asked(&names[3], 2 * batch),
+            seed,
             names,
             batch,
             seq,
@@ -110,8 +122,12 @@ impl Feed {
             if let Some(starts) = &mut self.starts {
                 data.document_starts(index, &mut starts[range]);
             }
+            if let Some(keys) = &mut self.keys {
+                keys[2 * b..2 * b + 2].copy_from_slice(&dropout_key(self.seed, index));
+            }
         }
-        for (name, ids) in self.names.iter().zip([Some(&self.tokens), Some(&self.targets), self.starts.as_ref()]) {
+        let numbers = [Some(&self.tokens), Some(&self.targets), self.starts.as_ref(), self.keys.as_ref()];
+        for (name, ids) in self.names.iter().zip(numbers) {
             let Some(ids) = ids else { continue };
             self.bytes.clear();
             self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
@@ -127,7 +143,7 @@ impl Feed {
         micro_batch: usize,
         mut add: impl FnMut(usize, f64),
     ) -> Result<(), TrainError> {
-        let bytes = executor.read(&self.names[3], micro_batch)?;
+        let bytes = executor.read(&self.names[4], micro_batch)?;
         bytes.as_chunks().0.iter().enumerate().for_each(|(b, loss)| add(b, f64::from_le_bytes(*loss)));
         Ok(())
     }

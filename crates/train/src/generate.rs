@@ -1,6 +1,6 @@
 //! Text from a model: a loaded generation program, and the loop from prompt to last token.
 
-use crate::plan::forward_context;
+use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
 use crate::{Sampling, Tokenizer, TrainError};
 use lockstep_compile::{CompileError, compile_forward};
@@ -102,6 +102,7 @@ impl Generator {
 
 /// The program with the entries `prefill` and `decode`, and the threads it was compiled for.
 pub fn generation_program(config: &Config, context: usize) -> Result<(StepProgram, usize), TrainError> {
+    check_positions(config, context)?;
     let (compile_context, threads) = forward_context(config);
     let graph = |positions| {
         let form = Form::NextToken { batch: 1, positions, context };

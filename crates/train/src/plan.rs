@@ -1,10 +1,10 @@
 use crate::{TrainError, groups};
 use lockstep_compile::{AdamW, Compiled, Context, Optimizer, Precision, Recompute, Rule, Steps, compile};
-use lockstep_config::Config;
+use lockstep_config::{Config, ModelConfig};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{DType, Graph, Layout, StepProgram};
+use lockstep_ir::{DType, Graph, Layout, StepProgram, TypeError};
 use lockstep_model::Form;
 use std::collections::BTreeMap;
 
@@ -58,6 +58,14 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }
 
+/// Refuses texts that are longer than the positions which a model has learned.
+pub(crate) fn check_positions(config: &Config, tokens: usize) -> Result<(), TrainError> {
+    match config.model.positions {
+        Some(positions) if tokens > positions => Err(TrainError::Positions { tokens, positions }),
+        _ => Ok(()),
+    }
+}
+
 fn training_context(config: &Config) -> (Context, usize) {
     let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     // Ranks are threads of this process and share its cores.
@@ -97,14 +105,22 @@ fn optimizer(config: &Config) -> Optimizer {
     Optimizer { rule, decay: o.weight_decay as f32, groups: BTreeMap::new() }
 }
 
+/// Writes down the forward graph of a model: `lockstep_model::build_form`, or an architecture of the caller's own.
+pub type Architecture = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
+
 /// Compiles a config for this machine.
 pub fn plan(config: &Config) -> Result<Plan, TrainError> {
+    plan_with(config, lockstep_model::build_form)
+}
+
+/// The same for an architecture that the config does not name.
+pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     let (mut context, threads) = training_context(config);
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
-    let forward = lockstep_model::build_form(&config.model, form).map_err(internal)?;
+    let forward = build(&config.model, form).map_err(internal)?;
     context.optimizer.groups = groups::resolve(config, &forward)?;
     let compiled = compile(&forward, &context)?;
     let mut step_flops = Flops::default();
@@ -176,6 +192,7 @@ fn check_numbers(config: &Config) -> Result<(), TrainError> {
         ("optimizer.beta2", o.beta2.unwrap_or(0.0), o.beta2.is_none_or(below_one)),
         ("optimizer.momentum", o.momentum.unwrap_or(0.0), o.momentum.is_none_or(below_one)),
         ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
+        ("model.dropout", config.model.dropout, below_one(config.model.dropout)),
         ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];
     for (key, value, fits) in checks {

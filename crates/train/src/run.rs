@@ -1,6 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::event::{Event, StepMetrics};
+use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise, NoiseBits};
 use crate::sample::{Sample, sample};
@@ -107,7 +108,15 @@ fn start<'a>(
     let found = latest(&dir.checkpoints())?;
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
     if let Some(loaded) = &found.loaded {
+        if !loaded.state["imported"].is_null() {
+            return Err(TrainError::Imported { dir: dir.path().to_owned() });
+        }
         refuse_changes(config, &dir, loaded)?;
+    }
+    // A run that goes on has weights of its own.
+    let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
+    if let Some(weights) = &initial {
+        weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
     }
     // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
     let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
@@ -133,12 +142,18 @@ fn start<'a>(
         }
         checkpoint = Some(loaded.path);
     }
+    if let Some(weights) = &initial {
+        session.start_from(weights)?;
+        show(Event::Initialised { from: weights.path() });
+    }
     let threads = (plan.threads * plan.layout.mesh.ranks()).min(cpu::cores().max(plan.threads));
     let ceiling = cpu::ceilings::matmul(threads, plan.precision.compute)?;
     dir.begin(&config.resolved_toml(), plan, step)?;
     let train_tokens = data.train_tokens();
     show(Event::Started { plan, ceiling, train_tokens, from_step: step, dir: dir.path() });
-    dir.event("start", json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling }))?;
+    let init_from = initial.as_ref().map(|weights| weights.path());
+    let begun = json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling, "init_from": init_from });
+    dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
     let held_out = data.held_out(config.train.seq, &mut |text| show(Event::Warning(text)));

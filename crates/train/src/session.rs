@@ -1,6 +1,7 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
 use crate::feed::{Feed, Scored};
+use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
 use crate::state::{self, Weights};
@@ -79,7 +80,7 @@ impl Session {
         };
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
-            feed: Feed::new(&tensors, None, batch, config.train.seq),
+            feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
@@ -112,6 +113,11 @@ impl Session {
     /// Replaces parameters and moments by a checkpoint's, of whatever layout.
     pub fn restore(&mut self, checkpoint: &Loaded) -> Result<(), TrainError> {
         state::restore(&self.tensors, self.executor.as_mut(), checkpoint)
+    }
+
+    /// Replaces the parameters by weights of another origin.
+    pub(crate) fn start_from(&mut self, weights: &InitialWeights) -> Result<(), TrainError> {
+        state::start_from(&self.tensors, self.executor.as_mut(), weights)
     }
 
     /// Writes parameters and moments as the checkpoint of `step` in `dir`, and gives its path. Several ranks write their parts

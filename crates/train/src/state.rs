@@ -1,6 +1,7 @@
 //! What a checkpoint holds of a program: every parameter and its moments, unpacked and under their own names.
 
 use crate::TrainError;
+use crate::initial::InitialWeights;
 use lockstep_checkpoint::{CheckpointError, Group, Loaded, TensorRef};
 use lockstep_exec::Executor;
 use lockstep_ir::graph::{Parameter, State};
@@ -53,7 +54,7 @@ pub(crate) fn tensors(programs: &[StepProgram]) -> Vec<Tensor> {
 
 /// Groups of a checkpoint.
 pub(crate) const GROUPS: [&str; 2] = [MODEL, OPTIMIZER];
-const MODEL: &str = "model";
+pub(crate) const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
 /// (group, name in the group, tensor of the program, part of it) for everything that a checkpoint holds. The parts of a tensor
@@ -169,16 +170,48 @@ pub(crate) fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoin
         }
         view.copy_to(&mut data[part.start * 4..(part.start + part.elements) * 4]);
         if part.start + part.elements == tensor.whole.elements() {
-            let parameter = match &tensor.role {
-                Role::State(State::Master { of }) => tensors.iter().find(|t| t.name == *of),
-                _ => None,
-            };
-            // Rounding is in place, so the original goes first.
-            for to in [Some(tensor), parameter].into_iter().flatten() {
-                round(&mut data, to.whole.dtype);
-                executor.write(&to.name, 0, &data)?;
-            }
+            put(tensors, executor, tensor, &mut data)?;
         }
+    }
+    Ok(())
+}
+
+/// Writes weights of any origin into the executor. One tensor of the program is in memory at a time.
+pub(crate) fn start_from(
+    tensors: &[Tensor],
+    executor: &mut dyn Executor,
+    weights: &InitialWeights,
+) -> Result<(), TrainError> {
+    let (source, copies) = weights.source();
+    let mut data: Vec<u8> = Vec::new();
+    for (_, name, tensor, part) in stored(tensors).into_iter().filter(|(group, ..)| *group == MODEL) {
+        if part.start == 0 {
+            data.clear();
+            data.reserve_exact(tensor.whole.elements() * 4);
+        }
+        if let Some(copy) = copies.iter().find(|copy| copy.to == name) {
+            source.stream(copy, DType::F32, &mut |chunk| {
+                data.extend_from_slice(chunk);
+                Ok(())
+            })?;
+        }
+        if part.start + part.elements == tensor.whole.elements() {
+            put(tensors, executor, tensor, &mut data)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes the f32 values of a stored tensor, and those of the parameter that it is the original of. They are rounded in place.
+fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<(), TrainError> {
+    let parameter = match &tensor.role {
+        Role::State(State::Master { of }) => tensors.iter().find(|t| t.name == *of),
+        _ => None,
+    };
+    // Rounding is in place, so the original goes first.
+    for to in [Some(tensor), parameter].into_iter().flatten() {
+        round(data, to.whole.dtype);
+        executor.write(&to.name, 0, data)?;
     }
     Ok(())
 }

@@ -15,18 +15,21 @@ use lockstep_train::{Session, plan};
 
 const VOCAB: usize = 300;
 
-fn config(seq: usize) -> Config {
+const LLAMA: &str = "kv_heads = 2";
+const GPT2: &str = "architecture = \"gpt2\"";
+
+fn config(model: &str, seq: usize) -> Config {
     let text = format!(
-        "[model]\nvocab_size = {VOCAB}\nlayers = 3\nffn = 80\ninit_std = 0.2\nheads = 6\nkv_heads = 2\ndim = 48\n\
+        "[model]\nvocab_size = {VOCAB}\nlayers = 3\nffn = 80\ninit_std = 0.2\nheads = 6\ndim = 48\n{model}\n\
          [train]\nseq = {seq}\nglobal_batch = 1\n"
     );
     Config::parse(&text, "run.toml", &[]).unwrap()
 }
 
 /// The loss of every token, by the forward pass of a training program. Parameters are the same for every length.
-fn token_losses(tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64> {
+fn token_losses(model: &str, tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64> {
     let (inputs, targets) = (&tokens[..tokens.len() - 1], &tokens[1..]);
-    let config = config(inputs.len());
+    let config = config(model, inputs.len());
     let context = Context {
         device: profile(2, DType::F32, DType::F32),
         layout: Layout::single(1),
@@ -77,7 +80,9 @@ fn difference(a: &[f64], b: &[f64]) -> f64 {
 #[test]
 fn a_document_in_a_packed_sequence_has_the_losses_that_it_has_alone() {
     // The second document begins inside a tile, at its border, and behind several; the last token only predicts.
-    for (first, second) in [(150, 131), (128, 60), (5, 300), (290, 1)] {
+    let cuts = [(150, 131), (128, 60), (5, 300), (290, 1)];
+    for (model, (first, second)) in [LLAMA, GPT2].into_iter().flat_map(|m| cuts.map(|cut| (m, cut))) {
+        let token_losses = |tokens: &[u32], starts: Option<&[u32]>| token_losses(model, tokens, starts);
         let tokens: Vec<u32> =
             (0..(first + second + 1) as u64).map(|i| (counter::bits(5, i) % VOCAB as u64) as u32).collect();
         let starts: Vec<u32> = (0..first + second).map(|s| if s < first { 0 } else { first as u32 }).collect();

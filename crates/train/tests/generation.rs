@@ -20,6 +20,12 @@ const MHA: &str = "heads = 3\ndim = 60\n";
 const GQA_TIED: &str = "heads = 6\nkv_heads = 2\ndim = 48\ntied_embeddings = true\n";
 const LLAMA_3: &str = "heads = 4\nkv_heads = 1\ndim = 64\nhead_dim = 20\n\
     rope_scaling = { factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_context = 64 }\n";
+const QWEN3: &str = "architecture = \"qwen3\"\nheads = 4\nkv_heads = 2\ndim = 48\nhead_dim = 20\n";
+/// A window across tiles of keys, of no multiple of them.
+const MISTRAL: &str = "architecture = \"mistral\"\nwindow = 110\nheads = 6\nkv_heads = 2\ndim = 48\n";
+
+const GPT2: &str = "architecture = \"gpt2\"\nheads = 4\ndim = 60\npositions = 310\n";
+const QWEN2: &str = "architecture = \"qwen2\"\nheads = 6\nkv_heads = 2\ndim = 48\n";
 
 fn config(model: &str, seq: usize) -> Config {
     let text = format!(
@@ -98,6 +104,31 @@ fn logits_are_those_of_training_with_grouped_queries_and_a_tied_head() {
 #[test]
 fn logits_are_those_of_training_with_stretched_positions() {
     check(LLAMA_3);
+}
+
+#[test]
+fn logits_are_those_of_training_with_normed_heads() {
+    check(QWEN3);
+}
+
+#[test]
+fn logits_are_those_of_training_with_a_window() {
+    check(MISTRAL);
+}
+
+#[test]
+fn logits_are_those_of_training_with_learned_positions() {
+    check(GPT2);
+    let error = Generator::new(&config(GPT2, SEQ), 311, Weights::Initial).err().unwrap();
+    assert_eq!(
+        error.to_string(),
+        "sequences of 311 tokens are longer than the 310 positions that the model has learned\nhint: use at most 310 tokens"
+    );
+}
+
+#[test]
+fn logits_are_those_of_training_with_biases() {
+    check(QWEN2);
 }
 
 #[test]

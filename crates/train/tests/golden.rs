@@ -1,4 +1,4 @@
-//! Whole models against `transformers`: logits, loss and every gradient. `golden/llama.py` made the files.
+//! Whole models against `transformers`: logits, loss and every gradient. The scripts in `golden` made the files.
 
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, compile};
 use lockstep_config::Config;
@@ -47,15 +47,37 @@ impl Golden {
                  original_context = {original} }}"
             )
         });
-        let keys = ["vocab_size", "layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "norm_eps"];
-        let lines: Vec<String> = keys.iter().map(|k| format!("{k} = {}", m[*k])).collect();
-        let tied = &m["tied"];
+        let keys = [
+            "vocab_size",
+            "layers",
+            "dim",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+            "rope_theta",
+            "positions",
+            "window",
+            "norm_eps",
+        ];
+        let lines: Vec<String> = keys.iter().filter_map(|k| Some(format!("{k} = {}", m.get(*k)?))).collect();
+        let (tied, architecture) = (&m["tied"], m.get("architecture").map_or("llama", String::as_str));
         let text = format!(
-            "[model]\n{}\ntied_embeddings = {tied}\n{scaling}\n[train]\nseq = 12\nglobal_batch = 2\n",
+            "[model]\narchitecture = \"{architecture}\"\n{}\ntied_embeddings = {tied}\n{scaling}\n\
+             [train]\nseq = 12\nglobal_batch = 2\n",
             lines.join("\n")
         );
         Config::parse(&text, "golden.toml", &[]).unwrap()
     }
+}
+
+/// A tensor as the graph has it, from one as checkpoints have it.
+fn own(config: &Config, part: &Part, data: &[f32]) -> Vec<f32> {
+    if !lockstep_model::hf_transposed(&config.model, &part.name) {
+        return data.to_vec();
+    }
+    let [rows, columns] = part.shape[..] else { panic!("{} is no matrix", part.name) };
+    (0..rows * columns).map(|i| data[i % columns * rows + i / columns]).collect()
 }
 
 /// max|a − b| ÷ max|b|.
@@ -91,8 +113,9 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     for tensor in &program.tensors {
         match &tensor.role {
             Role::State(State::Parameter(p)) => {
-                let data: Vec<u8> =
-                    parts(p, &tensor.ty).iter().flat_map(|part| golden.raw(&format!("param.{}", part.name))).collect();
+                let part = |part: &Part| own(&config, part, &golden.f32(&format!("param.{}", part.name)));
+                let values = parts(p, &tensor.ty).iter().flat_map(part).collect::<Vec<f32>>();
+                let data: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
                 executor.write(&tensor.name, 0, &data).unwrap();
             }
             Role::State(State::Constant(init)) => {
@@ -144,7 +167,8 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     for tensor in &program.tensors {
         let Role::State(State::Parameter(p)) = &tensor.role else { continue };
         for part in parts(p, &tensor.ty) {
-            let e = error(&gradient(tensor, &part), &golden.f32(&format!("grad.{}", part.name)));
+            let expected = own(&config, &part, &golden.f32(&format!("grad.{}", part.name)));
+            let e = error(&gradient(tensor, &part), &expected);
             assert!(e < TOLERANCE, "{case}: gradient of {} differs by {e:.1e}", part.name);
             checked += 1;
         }
@@ -154,7 +178,18 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     assert_eq!(checked, expected);
 }
 
-const CASES: [&str; 3] = ["llama_mha", "llama_gqa_tied", "llama3_rope"];
+const CASES: [&str; 10] = [
+    "llama_mha",
+    "llama_gqa_tied",
+    "llama3_rope",
+    "gpt2",
+    "gpt2_untied",
+    "qwen2",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_tied",
+    "mistral",
+];
 
 #[test]
 fn fused_models_agree_with_transformers() {

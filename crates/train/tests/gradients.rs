@@ -72,6 +72,12 @@ fn graph_through(op: Op) -> Option<Graph> {
             let y = b.op(op, &[x, w], "y")[0];
             b.loss(y)
         }
+        Op::AddBias => {
+            let x = b.activation("x", qkv());
+            let bias = b.parameter("bias", &[qkv()]);
+            let y = b.op(op, &[x, bias], "y")[0];
+            b.loss(y)
+        }
         Op::RmsNorm { .. } => {
             let x = b.activation("x", embed());
             let w = b.parameter("w", &[embed()]);
@@ -87,6 +93,35 @@ fn graph_through(op: Op) -> Option<Graph> {
             let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
             b.loss(both)
         }
+        Op::QkNorm { .. } => {
+            let x = b.activation("x", qkv());
+            let of_head = Section { axis: Axis::HeadDim, count: 4, unit: 1 };
+            let w = b.parameter("w", &[Dim::packed([of_head, of_head])]);
+            let y = b.op(op, &[x, w], "y")[0];
+            b.loss(y)
+        }
+        Op::LayerNorm { .. } => {
+            let x = b.activation("x", embed());
+            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
+            let y = b.op(op, &[x, w, bias], "y")[0];
+            let sum = b.op(Op::Add, &[x, y], "sum")[0];
+            b.loss(sum)
+        }
+        Op::AddLayerNorm { .. } => {
+            let (x, delta) = (b.activation("x", embed()), b.activation("delta", embed()));
+            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
+            let out = b.op(op, &[x, delta, w, bias], "sum");
+            let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
+            b.loss(both)
+        }
+        Op::AddPositions { documents, .. } => {
+            let x = b.activation("x", embed());
+            let table = b.parameter("table", &[Dim::new(Axis::Seq, SEQ + 2), embed()]);
+            let starts = documents.then(|| b.ids("starts"));
+            let inputs: Vec<ValueId> = [x, table].into_iter().chain(starts).collect();
+            let y = b.op(Op::AddPositions { seq: SEQ, documents }, &inputs, "y")[0];
+            b.loss(y)
+        }
         Op::Rope { inverse: false, documents } => {
             let x = b.activation("x", qkv());
             let table = TensorType::new(DType::F32, [Dim::new(Axis::Seq, SEQ), Dim::new(Axis::HeadDim, 4)]);
@@ -97,17 +132,39 @@ fn graph_through(op: Op) -> Option<Graph> {
             let y = b.op(op, &inputs, "y")[0];
             b.loss(y)
         }
-        Op::Attention { documents } => {
+        Op::Attention { documents, .. } => {
             let x = b.activation("x", qkv());
             let starts = documents.then(|| b.ids("starts"));
             let inputs: Vec<ValueId> = [x].into_iter().chain(starts).collect();
             let o = b.op(op, &inputs, "o")[0];
             b.loss(o)
         }
+        // Weights reach the loss by way of the values.
+        Op::AttentionScores { documents, window } => {
+            let x = b.activation("x", qkv());
+            let starts = documents.then(|| b.ids("starts"));
+            let inputs: Vec<ValueId> = [x].into_iter().chain(starts).collect();
+            let p = b.op(op, &inputs, "p")[0];
+            let o = b.op(Op::AttentionMix { window }, &[p, x], "o")[0];
+            b.loss(o)
+        }
+        Op::AttentionMix { window } => return graph_through(Op::AttentionScores { documents: false, window }),
         Op::SwiGlu => {
             let ffn = Section { axis: Axis::Ffn, count: 6, unit: 1 };
             let x = b.activation("x", Dim::packed([ffn, ffn]));
             let y = b.op(op, &[x], "y")[0];
+            b.loss(y)
+        }
+        Op::Gelu => {
+            let x = b.activation("x", Dim::new(Axis::Ffn, 6));
+            let y = b.op(op, &[x], "y")[0];
+            b.loss(y)
+        }
+        Op::Dropout { rate, site, .. } => {
+            let x = b.activation("x", embed());
+            let ty = TensorType::new(DType::U32, [Dim::new(Axis::Batch, BATCH), Dim::new(Axis::Scalar, 2)]);
+            let keys = b.g.input("keys", ty);
+            let y = b.op(Op::Dropout { rate, site, seq: SEQ }, &[x, keys], "y")[0];
             b.loss(y)
         }
         Op::Add => {
@@ -130,11 +187,22 @@ fn graph_through(op: Op) -> Option<Graph> {
         Op::EmbeddingGrad { .. }
         | Op::LinearGradInput
         | Op::LinearGradWeight
+        | Op::BiasGrad
         | Op::RmsNormGrad
         | Op::AddRmsNormGrad
         | Op::RmsNormGradWeight
+        | Op::QkNormGrad
+        | Op::QkNormGradWeight
+        | Op::LayerNormGrad
+        | Op::AddLayerNormGrad
+        | Op::LayerNormGradWeight
+        | Op::AddPositionsAt
+        | Op::PositionsGrad { .. }
+        | Op::GeluGrad
         | Op::Rope { inverse: true, .. }
         | Op::AttentionGrad { .. }
+        | Op::AttentionScoresGrad { .. }
+        | Op::AttentionMixGrad { .. }
         | Op::SwiGluGrad
         | Op::CrossEntropyGrad
         | Op::AddState
@@ -160,7 +228,7 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::Send { .. }
         | Op::Receive { .. }
         | Op::RopeAt
-        | Op::CachedAttention
+        | Op::CachedAttention { .. }
         | Op::LastPosition => return None,
     };
     Some(graph)
@@ -190,7 +258,10 @@ fn feed(graph: &Graph, v: ValueId, nudge: Option<(ValueId, usize, f64)>) -> Opti
 
 #[test]
 fn gradients_agree_with_finite_differences() {
-    for op in conformance::ops() {
+    // The windows of the suite are one key, or more than these sequences have.
+    let windows = [false, true].map(|documents| Op::Attention { documents, window: Some(3) });
+    let scores = [false, true].map(|documents| Op::AttentionScores { documents, window: Some(3) });
+    for op in conformance::ops().into_iter().chain(windows).chain(scores) {
         let Some(forward) = graph_through(op) else {
             assert!(
                 op.spec().gradient_reads.is_none() || matches!(op, Op::Rope { inverse: true, .. }),

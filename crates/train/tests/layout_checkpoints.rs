@@ -15,6 +15,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const MODEL: &str = "[model]\nvocab_size = 259\nlayers = 4\ndim = 32\nheads = 4\nkv_heads = 2\nffn = 48\n";
+/// One tensor of its checkpoints holds Q, K and V.
+const GPT2: &str =
+    "[model]\narchitecture = \"gpt2\"\nvocab_size = 259\nlayers = 4\ndim = 32\nheads = 4\npositions = 13\n";
 
 /// A tiny model over the corpus in `dir`, with extra lines of config and these changes.
 fn config(dir: &Path, train: &str, set: &[&str]) -> Config {
@@ -24,7 +27,7 @@ fn config(dir: &Path, train: &str, set: &[&str]) -> Config {
     );
     std::fs::write(dir.join("run.toml"), text).unwrap();
     let set: Vec<String> =
-        set.iter().map(|s| format!("{}{s}", if s.starts_with("train.") { "" } else { "parallel." })).collect();
+        set.iter().map(|s| format!("{}{s}", if s.contains('.') { "" } else { "parallel." })).collect();
     Config::load(&dir.join("run.toml"), &set).unwrap()
 }
 
@@ -66,6 +69,21 @@ fn a_reproducible_run_has_the_same_bits_however_its_layout_changes() {
             [&["dp=2"], &["pp=2", "train.micro_batch=2"], &["dp=4", "zero=3"], &["train.micro_batch=4"]];
         assert_eq!(run_legs(dir.path(), &name("changing"), &train, &legs), whole, "{precision}");
     }
+}
+
+#[test]
+fn dropout_goes_on_where_it_was_in_another_layout() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let model = ["model.architecture=gpt2", "model.kv_heads=4", "model.dropout=0.3"];
+    let layouts: [&[&str]; 4] = [&["dp=2"], &["pp=2", "train.micro_batch=2"], &["dp=4", "zero=3"], &[]];
+    let legs = layouts.map(|layout| [&model[..], layout].concat());
+    let legs: Vec<&[&str]> = legs.iter().map(Vec::as_slice).collect();
+    let whole = run_to(&config(dir.path(), "reproducible = true", &model), &dir.path().join("whole"), 8);
+    assert_eq!(run_legs(dir.path(), "changing", "reproducible = true", &legs), whole);
+    let other = [&model[..2], &["model.dropout=0.2"]].concat();
+    let other = run_to(&config(dir.path(), "reproducible = true", &other), &dir.path().join("other"), 8);
+    assert!(other.iter().zip(&whole).all(|(a, b)| a.1 != b.1));
 }
 
 #[test]
@@ -134,13 +152,13 @@ fn numbers(seed: u64, tensor: &Tensor) -> Vec<u8> {
 }
 
 /// A layout that the model takes.
-fn draw_layout(case: u64, precision: &str, tied: bool) -> Config {
+fn draw_layout(case: u64, model: &str, precision: &str, tied: bool) -> Config {
     for attempt in 0.. {
         let draw = |i: u64, n: u64| counter::bits(counter::key(case, "layouts"), attempt * 8 + i) % n;
         let power = |i: u64| 1u64 << draw(i, 3);
         let (dp, tp, pp, zero) = (power(0), power(1), power(2), draw(3, 4));
         let text = format!(
-            "{MODEL}tied_embeddings = {tied}\n[train]\nseq = 12\nglobal_batch = 8\nmicro_batch = 1\nthreads = 1\n{precision}\n\
+            "{model}tied_embeddings = {tied}\n[train]\nseq = 12\nglobal_batch = 8\nmicro_batch = 1\nthreads = 1\n{precision}\n\
              [parallel]\ndp = {dp}\ntp = {tp}\npp = {pp}\nzero = {zero}\n"
         );
         if let Some(config) = (dp * tp * pp <= 8).then(|| Config::parse(&text, "run.toml", &[]).ok()).flatten() {
@@ -169,9 +187,10 @@ fn most_slices(checkpoint: &Path) -> usize {
 #[test]
 fn what_any_layout_saves_any_other_loads() {
     let dir = tempfile::tempdir().unwrap();
-    for case in 0..24u64 {
+    for case in 0..36u64 {
+        let model = if case % 3 == 2 { GPT2 } else { MODEL };
         let (precision, tied) = (["", "[precision]\npolicy = \"bf16\""][case as usize % 2], case % 4 < 2);
-        let [from, to] = [2 * case, 2 * case + 1].map(|n| draw_layout(n, precision, tied));
+        let [from, to] = [2 * case, 2 * case + 1].map(|n| draw_layout(n, model, precision, tied));
         let what = format!("{} to {}, {precision}", from.layout(), to.layout());
         let mut session = Session::new(&from, &plan(&from).unwrap()).unwrap();
         for tensor in kept(&from) {

@@ -1,5 +1,8 @@
 //! Every layout against one rank: the same bits where that is promised, close elsewhere.
 
+mod common;
+
+use common::check_layouts as check;
 use lockstep_config::Config;
 use lockstep_ir::{Layout, counter, legal};
 use lockstep_train::{Comparison, compare};
@@ -10,18 +13,6 @@ fn config(model: &str, train: &str) -> Config {
          [train]\nseq = 12\nglobal_batch = 8\nthreads = 2\n{train}\n"
     );
     Config::parse(&text, "run.toml", &[]).unwrap()
-}
-
-/// Compares layouts with one rank; each must fit, and keep its promise.
-fn check(config: &Config, layouts: &[&str]) -> Vec<Comparison> {
-    let layouts: Vec<Layout> = layouts.iter().map(|l| l.parse().unwrap()).collect();
-    for layout in &layouts {
-        assert_eq!(legal::check(layout, &config.shape()), [], "{layout}");
-    }
-    let found = compare(config, &layouts, 3, &mut |_| ()).unwrap();
-    let broken: Vec<&Comparison> = found.iter().filter(|c| !c.kept).collect();
-    assert!(broken.is_empty(), "{broken:#?}");
-    found
 }
 
 /// All pairs of what an axis, ZeRO, sequence parallelism and a schedule can be, and triples.

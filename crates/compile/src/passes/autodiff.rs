@@ -58,13 +58,28 @@ impl Backward {
                 self.weight(g, Op::LinearGradWeight, &[dy, input(0)], node.inputs[1], layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
+            Op::AddBias => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                self.weight(g, Op::BiasGrad, &[dy], node.inputs[1], layer)?;
+                self.add(g, node.inputs[0], dy, layer)
+            }
             Op::RmsNorm { .. } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 self.weight(g, Op::RmsNormGradWeight, &[dy, input(0), output(1)], node.inputs[1], layer)?;
                 // What has reached `x` on the residual path is added by the same kernel.
                 let before = self.grads[node.inputs[0].0].take();
                 let reads = [dy, input(0), input(1), output(1)];
-                let dx = self.norm_input(g, reads, before, &name(g, 0), layer)?;
+                let dx = self.norm_input(g, &reads, before, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::LayerNorm { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let reads = [dy, input(0), output(1), output(2)];
+                self.weight(g, Op::LayerNormGradWeight, &reads, node.inputs[1], layer)?;
+                self.weight(g, Op::BiasGrad, &[dy], node.inputs[2], layer)?;
+                let before = self.grads[node.inputs[0].0].take();
+                let reads = [dy, input(0), input(1), output(1), output(2)];
+                let dx = self.norm_input(g, &reads, before, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::AddRmsNorm { .. } => {
@@ -74,12 +89,43 @@ impl Backward {
                     Some(dy) => {
                         self.weight(g, Op::RmsNormGradWeight, &[dy, output(0), output(2)], node.inputs[2], layer)?;
                         let reads = [dy, output(0), input(2), output(2)];
-                        Some(self.norm_input(g, reads, dsum, &name(g, 0), layer)?)
+                        Some(self.norm_input(g, &reads, dsum, &name(g, 0), layer)?)
                     }
                 };
                 let Some(dx) = dx else { return Ok(()) };
                 self.add(g, node.inputs[0], dx, layer)?;
                 self.add(g, node.inputs[1], dx, layer)
+            }
+            Op::QkNorm { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                self.weight(g, Op::QkNormGradWeight, &[dy, input(0), output(1)], node.inputs[1], layer)?;
+                let reads = [dy, input(0), input(1), output(1)];
+                let dx = self.input(g, Op::QkNormGrad, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::AddLayerNorm { .. } => {
+                let (dsum, dy) = (dy(self, 0), dy(self, 1));
+                let dx = match dy {
+                    None => dsum,
+                    Some(dy) => {
+                        let reads = [dy, output(0), output(2), output(3)];
+                        self.weight(g, Op::LayerNormGradWeight, &reads, node.inputs[2], layer)?;
+                        self.weight(g, Op::BiasGrad, &[dy], node.inputs[3], layer)?;
+                        let reads = [dy, output(0), input(2), output(2), output(3)];
+                        Some(self.norm_input(g, &reads, dsum, &name(g, 0), layer)?)
+                    }
+                };
+                let Some(dx) = dx else { return Ok(()) };
+                self.add(g, node.inputs[0], dx, layer)?;
+                self.add(g, node.inputs[1], dx, layer)
+            }
+            Op::AddPositions { seq, documents } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let rows = g.ty(node.inputs[1]).dims[0].size();
+                let starts = documents.then(|| input(2));
+                let reads: Vec<ValueId> = [dy].into_iter().chain(starts).collect();
+                self.weight(g, Op::PositionsGrad { rows, seq, documents }, &reads, node.inputs[1], layer)?;
+                self.add(g, node.inputs[0], dy, layer)
             }
             Op::Rope { inverse, documents } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
@@ -88,16 +134,39 @@ impl Backward {
                 let dx = self.input(g, Op::Rope { inverse: !inverse, documents }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::Attention { documents } => {
+            Op::Attention { documents, window } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let starts = documents.then(|| input(1));
                 let reads: Vec<ValueId> = [dy, input(0), output(0), output(1)].into_iter().chain(starts).collect();
-                let dx = self.input(g, Op::AttentionGrad { documents }, &reads, &name(g, 0), layer)?;
+                let dx = self.input(g, Op::AttentionGrad { documents, window }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::AttentionScores { window, .. } => {
+                let Some(dp) = dy(self, 0) else { return Ok(()) };
+                let reads = [dp, output(0), input(0)];
+                let dx = self.input(g, Op::AttentionScoresGrad { window }, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::AttentionMix { window } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let (op, reads) = (Op::AttentionMixGrad { window }, [dy, input(0), input(1)]);
+                let grads = g.node(op, &reads, &name(g, 0), Phase::InputGrad, layer)?;
+                self.add(g, node.inputs[0], grads[0], layer)?;
+                self.add(g, node.inputs[1], grads[1], layer)
             }
             Op::SwiGlu => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let dx = self.input(g, Op::SwiGluGrad, &[dy, input(0)], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::Gelu => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let dx = self.input(g, Op::GeluGrad, &[dy, input(0)], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::Dropout { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let dx = self.input(g, node.op, &[dy, input(1)], &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::Add => {
@@ -119,14 +188,25 @@ impl Backward {
             Op::EmbeddingGrad { .. }
             | Op::LinearGradInput
             | Op::LinearGradWeight
+            | Op::BiasGrad
             | Op::RmsNormGrad
             | Op::AddRmsNormGrad
             | Op::RmsNormGradWeight
+            | Op::QkNormGrad
+            | Op::QkNormGradWeight
+            | Op::LayerNormGrad
+            | Op::AddLayerNormGrad
+            | Op::LayerNormGradWeight
+            | Op::AddPositionsAt
+            | Op::PositionsGrad { .. }
             | Op::RopeAt
             | Op::AttentionGrad { .. }
-            | Op::CachedAttention
+            | Op::AttentionScoresGrad { .. }
+            | Op::AttentionMixGrad { .. }
+            | Op::CachedAttention { .. }
             | Op::LastPosition
             | Op::SwiGluGrad
+            | Op::GeluGrad
             | Op::CrossEntropyGrad
             | Op::AddState
             | Op::Accumulate
@@ -165,17 +245,23 @@ impl Backward {
         Ok(g.node(op, reads, name, Phase::InputGrad, layer)?[0])
     }
 
-    /// The input gradient of a norm, plus `dsum` where another path has reached the same value.
+    /// The input gradient of a norm (a layer norm if it reads a mean too), plus `dsum` where another path has reached the same
+    /// value.
     fn norm_input(
         &self,
         g: &mut Graph,
-        reads: [ValueId; 4],
+        reads: &[ValueId],
         dsum: Option<ValueId>,
         name: &str,
         layer: Option<usize>,
     ) -> Result<ValueId, TypeError> {
-        let op = if dsum.is_some() { Op::AddRmsNormGrad } else { Op::RmsNormGrad };
-        let reads: Vec<ValueId> = reads.into_iter().chain(dsum).collect();
+        let op = match (reads.len() == 5, dsum.is_some()) {
+            (false, false) => Op::RmsNormGrad,
+            (false, true) => Op::AddRmsNormGrad,
+            (true, false) => Op::LayerNormGrad,
+            (true, true) => Op::AddLayerNormGrad,
+        };
+        let reads: Vec<ValueId> = reads.iter().copied().chain(dsum).collect();
         self.input(g, op, &reads, name, layer)
     }
 

@@ -1,7 +1,7 @@
 //! Fuse: replaces groups of forward ops by one op that moves fewer bytes.
 //!
-//! - `add` whose sum feeds an `rms_norm` of the same layer → `add_rms_norm` (the sum is normed while in cache). Across
-//!   layers they stay apart: the residual stream is the only tensor that crosses that seam;
+//! - `add` whose sum feeds an `rms_norm` or `layer_norm` of the same layer → `add_rms_norm`, `add_layer_norm` (the sum is
+//!   normed while in cache). Across layers they stay apart: the residual stream is the only tensor that crosses that seam;
 //! - `linear` read only by `cross_entropy` → `linear_cross_entropy` (the logits never exist whole).
 
 use crate::Context;
@@ -11,15 +11,31 @@ use lockstep_ir::{Graph, Op, TypeError, ValueId};
 /// Runs the pass.
 pub fn fuse(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    add_rms_norm(&mut g);
+    add_norm(&mut g);
     linear_cross_entropy(&mut g, context)?;
     Ok(g)
 }
 
-fn add_rms_norm(g: &mut Graph) {
+/// The norm that also adds, of one that does not.
+fn adding(norm: Op) -> Option<Op> {
+    if let Op::RmsNorm { eps } = norm {
+        return Some(Op::AddRmsNorm { eps });
+    }
+    if let Op::LayerNorm { eps } = norm { Some(Op::AddLayerNorm { eps }) } else { None }
+}
+
+/// The norm that does not add, of one that does.
+pub(super) fn not_adding(norm: Op) -> Option<Op> {
+    if let Op::AddRmsNorm { eps } = norm {
+        return Some(Op::RmsNorm { eps });
+    }
+    if let Op::AddLayerNorm { eps } = norm { Some(Op::LayerNorm { eps }) } else { None }
+}
+
+fn add_norm(g: &mut Graph) {
     let mut n = 0;
     while n < g.nodes.len() {
-        if let Op::RmsNorm { eps } = g.nodes[n].op {
+        if let Some(op) = adding(g.nodes[n].op) {
             let x = g.nodes[n].inputs[0];
             // The sum moves from where it was added to where it is normed, so nobody may read it in between.
             let add = producer(g, x).filter(|&a| {
@@ -29,9 +45,9 @@ fn add_rms_norm(g: &mut Graph) {
             if let Some(a) = add {
                 let (add, norm) = (&g.nodes[a], &g.nodes[n]);
                 let fused = Node {
-                    op: Op::AddRmsNorm { eps },
-                    inputs: vec![add.inputs[0], add.inputs[1], norm.inputs[1]],
-                    outputs: vec![add.outputs[0], norm.outputs[0], norm.outputs[1]],
+                    op,
+                    inputs: [&add.inputs[..2], &norm.inputs[1..]].concat(),
+                    outputs: [&add.outputs[..1], &norm.outputs[..]].concat(),
                     phase: Phase::Forward,
                     layer: norm.layer,
                 };

@@ -4,10 +4,11 @@
 //! before the first node that reads it, from kept values, by the same ops: losses and gradients have the same bits under every
 //! policy. Values of `every = k` layers are given up together, and a block never crosses two pipeline stages.
 
+use super::fuse;
 use crate::Context;
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, Value};
-use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use lockstep_ir::{Graph, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// What is computed again in backward.
@@ -16,7 +17,8 @@ pub enum Recompute {
     /// Nothing: everything that backward reads is kept.
     #[default]
     None,
-    /// What costs no matrix product: norms and activation functions.
+    /// What the op table calls cheap: norms and activation functions, which cost no matrix product, and the weights of naive
+    /// attention, which cost one and are large.
     Selective,
     /// All of a layer but what enters it.
     Full,
@@ -87,11 +89,11 @@ impl Again {
             return Ok(v);
         }
         // A norm whose sum is kept starts from the sum.
-        let (op, inputs, outputs) = match (node.op, &node.inputs[..], &node.outputs[..]) {
-            (Op::AddRmsNorm { eps }, [_, _, w], [Some(sum), y, rstd]) if self.keeps(graph, node, *sum) => {
-                (Op::RmsNorm { eps }, vec![*sum, *w], vec![*y, *rstd])
+        let (op, inputs, outputs) = match (fuse::not_adding(node.op), &node.inputs[..], &node.outputs[..]) {
+            (Some(norm), [_, _, vectors @ ..], [Some(sum), normed @ ..]) if self.keeps(graph, node, *sum) => {
+                (norm, [&[*sum], vectors].concat(), normed.to_vec())
             }
-            (op, inputs, outputs) => (op, inputs.to_vec(), outputs.to_vec()),
+            (_, inputs, outputs) => (node.op, inputs.to_vec(), outputs.to_vec()),
         };
         let mut reads = Vec::new();
         for x in inputs {

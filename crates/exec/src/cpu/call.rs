@@ -1,10 +1,10 @@
 //! One kernel call: operands as addresses, dimensions as sizes.
 
-use super::float::Bf16;
+use super::float::{Bf16, Float};
 use super::pool::Pool;
 use super::simd::Simd;
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Slot, StepProgram, Sum};
-use lockstep_ir::{Axis, Coordinates, DType, Op, StepScalars, TypeError};
+use lockstep_ir::{Axis, Coordinates, DType, Op, StepScalars, TypeError, fixed};
 
 /// An operand as the executor sees it.
 #[derive(Clone, Copy)]
@@ -193,6 +193,11 @@ impl Call<'_> {
         }
     }
 
+    /// The first position that this rank has of sequences of `seq`: all ranks that share one have equally many.
+    pub fn first_position(&self, seq: usize) -> usize {
+        if self.size('s') < seq { self.coordinates.tp * self.size('s') } else { 0 }
+    }
+
     /// Where a weight gradient goes.
     pub fn accumulator(&self, i: usize) -> Option<Accumulator> {
         let at = self.bound.outputs[i].as_ref()?;
@@ -226,6 +231,23 @@ pub enum Accumulator {
 }
 
 impl Accumulator {
+    /// Adds a number to element `i`, or puts it there.
+    ///
+    /// # Safety
+    /// The sum has that element, and nobody else touches it meanwhile.
+    pub unsafe fn put(self, i: usize, x: f32) {
+        // SAFETY: the caller vouches.
+        unsafe {
+            match self {
+                Accumulator::Float { sum, add } => *sum.add(i) = if add { *sum.add(i) + x } else { x },
+                Accumulator::Bf16 { sum, add } => {
+                    *sum.add(i) = Bf16::of(if add { (*sum.add(i)).to() + x } else { x });
+                }
+                Accumulator::Fixed { sum, add } => *sum.add(i) = fixed::add(if add { *sum.add(i) } else { 0 }, x),
+            }
+        }
+    }
+
     /// The same, adding to what is there in any case where `add` says so.
     pub fn adding(self, add: bool) -> Self {
         match self {

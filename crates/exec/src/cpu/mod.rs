@@ -4,10 +4,13 @@ mod arena;
 mod attention;
 mod call;
 pub mod ceilings;
+mod columns;
+mod dropout;
 mod exchange;
 mod float;
 mod gemm;
 mod head;
+mod head_norm;
 mod linear;
 mod loss;
 mod norm;
@@ -56,6 +59,8 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let backward = attention::grad_scratch(compute, threads);
     let loss_head = Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() };
     let vocab_grad = Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
+    let rounds = if compute == DType::F32 { 0 } else { per_k };
+    let naive = |terms: &[_]| Workspace { fixed: product + attention::naive::SLACK as u64, terms: terms.to_vec() };
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
@@ -67,6 +72,11 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("cached_attention", of(attention.terms("t", "te"))),
         ("attention_grad", of(backward.terms("s", "se"))),
         ("document_attention_grad", of(backward.terms("s", "se"))),
+        ("attention_scores", naive(&[(4, "st")])),
+        ("document_attention_scores", naive(&[(4, "st")])),
+        ("attention_scores_grad", naive(&[(rounds, "t"), (4, "st"), (4, "te")])),
+        ("attention_mix", naive(&[(rounds, "t")])),
+        ("attention_mix_grad", naive(&[(rounds, "e"), (4, "te")])),
         ("vocab_logits", fixed(product)),
         ("vocab_grad", vocab_grad.clone()),
         ("scaled_vocab_grad", vocab_grad),
@@ -275,20 +285,40 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Linear => linear::forward::<T>(call),
         Op::LinearGradInput => linear::grad_input::<T>(call),
         Op::LinearGradWeight => linear::grad_weight::<T>(call),
-        Op::RmsNorm { eps } => norm::forward::<T>(call, eps, false),
-        Op::AddRmsNorm { eps } => norm::forward::<T>(call, eps, true),
-        Op::RmsNormGrad => norm::grad::<T>(call, false),
-        Op::AddRmsNormGrad => norm::grad::<T>(call, true),
-        Op::RmsNormGradWeight => norm::grad_weight::<T>(call),
+        Op::AddBias => pointwise::add_bias::<T>(call),
+        Op::BiasGrad => columns::bias_grad::<T>(call),
+        Op::RmsNorm { eps } => norm::forward::<T>(call, eps, false, false),
+        Op::AddRmsNorm { eps } => norm::forward::<T>(call, eps, true, false),
+        Op::RmsNormGrad => norm::grad::<T>(call, false, false),
+        Op::AddRmsNormGrad => norm::grad::<T>(call, true, false),
+        Op::RmsNormGradWeight => columns::norm_grad_weight::<T>(call, false),
+        Op::LayerNorm { eps } => norm::forward::<T>(call, eps, false, true),
+        Op::AddLayerNorm { eps } => norm::forward::<T>(call, eps, true, true),
+        Op::LayerNormGrad => norm::grad::<T>(call, false, true),
+        Op::AddLayerNormGrad => norm::grad::<T>(call, true, true),
+        Op::LayerNormGradWeight => columns::norm_grad_weight::<T>(call, true),
+        Op::QkNorm { eps } => head_norm::forward::<T>(call, eps),
+        Op::QkNormGrad => head_norm::grad::<T>(call),
+        Op::QkNormGradWeight => head_norm::grad_weight::<T>(call),
+        Op::AddPositions { seq, documents } => positions::add::<T>(call, seq, documents),
+        Op::AddPositionsAt => positions::add_at::<T>(call),
+        Op::PositionsGrad { seq, documents, .. } => positions::grad::<T>(call, seq, documents),
         Op::Rope { inverse, documents: false } => pointwise::rope::<T>(call, inverse),
         Op::Rope { inverse, documents: true } => positions::document_rope::<T>(call, inverse),
         Op::RopeAt => positions::rope_at::<T>(call),
-        Op::CachedAttention => attention::cached::<T>(call),
+        Op::CachedAttention { window } => attention::cached::<T>(call, window),
         Op::LastPosition => positions::last_position::<T>(call),
-        Op::Attention { documents } => attention::forward::<T>(call, documents),
-        Op::AttentionGrad { documents } => attention::grad::<T>(call, documents),
+        Op::Attention { documents, window } => attention::forward::<T>(call, documents, window),
+        Op::AttentionGrad { documents, window } => attention::grad::<T>(call, documents, window),
+        Op::AttentionScores { documents, window } => attention::naive::scores::<T>(call, documents, window),
+        Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
+        Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
+        Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
         Op::SwiGlu => pointwise::swiglu::<T>(call),
         Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
+        Op::Gelu => pointwise::gelu::<T>(call),
+        Op::GeluGrad => pointwise::gelu_grad::<T>(call),
+        Op::Dropout { rate, site, seq } => dropout::dropout::<T>(call, rate, site, seq),
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),

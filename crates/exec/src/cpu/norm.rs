@@ -1,35 +1,40 @@
-//! RMSNorm, alone and with the residual addition. Shapes: x, delta, sum, y `[rows, d]`; rstd `[rows]`; w `[d]`.
+//! RMSNorm and LayerNorm, alone and with the residual addition. Shapes: x, delta, sum, y `[rows, d]`; mean, rstd `[rows]`; w,
+//! bias `[d]`. An RMS norm is a layer norm whose mean is taken for 0 and that has no bias: one kernel does both.
 
-use super::call::{Accumulator, Call, Ptr};
-use super::float::{Bf16, Float};
+use super::call::{Call, Ptr};
+use super::float::Float;
 use super::simd::{self, vectorised};
-use lockstep_ir::fixed;
 
-/// `add` says whether the call is `AddRmsNorm`.
-pub fn forward<T: Float>(call: Call, eps: f32, add: bool) {
+/// `add` says whether the call adds first, `layer` whether it is a layer norm.
+pub fn forward<T: Float>(call: Call, eps: f32, add: bool, layer: bool) {
     let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
     let x = Ptr(call.input::<T>(0));
     let delta = Ptr(if add { call.input::<T>(1) } else { std::ptr::null() });
-    let w = Ptr(call.input::<T>(if add { 2 } else { 1 }));
     let first = usize::from(add);
+    let w = Ptr(call.input::<T>(first + 1));
+    let bias = Ptr(if layer { call.input::<T>(first + 2) } else { std::ptr::null() });
     let or_null = |p: Option<*mut T>| Ptr(p.unwrap_or(std::ptr::null_mut()));
     // The sum is what is normed, so it is made whether anybody else reads it or not (the op table says so).
-    let sum = or_null(if add { Some(call.output(0).expect("add_rms_norm makes its sum")) } else { None });
+    let sum = or_null(if add { Some(call.output(0).expect("a norm that adds makes its sum")) } else { None });
     let y = or_null(call.output(first));
-    let rstd = Ptr(call.output::<f32>(first + 1).unwrap_or(std::ptr::null_mut()));
+    let statistics = |i: usize| Ptr(call.output::<f32>(i).unwrap_or(std::ptr::null_mut()));
+    let mean = if layer { statistics(first + 1) } else { Ptr(std::ptr::null_mut()) };
+    let rstd = statistics(first + 1 + usize::from(layer));
     call.rows(rows, |from, to| {
         // SAFETY: rows from .. to of every operand belong to this task.
         unsafe {
-            let (x, delta, w, sum) = (x.get(), delta.get(), w.get(), sum.get());
-            norm_rows(call.simd, x, delta, w, sum, y.get(), rstd.get(), from, to, d, eps);
+            let (x, delta, w, bias) = (x.get(), delta.get(), w.get(), bias.get());
+            let (sum, y, mean, rstd) = (sum.get(), y.get(), mean.get(), rstd.get());
+            norm_rows(call.simd, x, delta, w, bias, sum, y, mean, rstd, from, to, d, eps);
         }
     });
 }
 
 vectorised! {
-    /// `delta` and `sum` are null where there is nothing to add; `sum` may be the memory of `x` or `delta`.
-    unsafe fn norm_rows<T>(
-        x: *const T, delta: *const T, w: *const T, sum: *mut T, y: *mut T, rstd: *mut f32,
+    /// `delta` and `sum` are null where there is nothing to add; `sum` may be the memory of `x` or `delta`; `bias` is null where
+    /// the norm does not look at the mean.
+    pub(super) unsafe fn norm_rows<T>(
+        x: *const T, delta: *const T, w: *const T, bias: *const T, sum: *mut T, y: *mut T, mean: *mut f32, rstd: *mut f32,
         from: usize, to: usize, d: usize, eps: f32,
     ) -> () {
         for row in from..to {
@@ -39,10 +44,16 @@ vectorised! {
                 simd::map([x.add(at), delta.add(at)], [sum.add(at)], d, |[x, delta], _| [x + delta]);
                 normed = sum.add(at).cast_const();
             }
-            let mean = simd::sum(d, |i| (*normed.add(i)).to() * (*normed.add(i)).to()) / d as f32;
-            let scale = 1.0 / (mean + eps).sqrt();
-            if !y.is_null() {
+            let centre = if bias.is_null() { 0.0 } else { simd::sum(d, |i| (*normed.add(i)).to()) / d as f32 };
+            let square = |i: usize| ((*normed.add(i)).to() - centre) * ((*normed.add(i)).to() - centre);
+            let scale = 1.0 / (simd::sum(d, square) / d as f32 + eps).sqrt();
+            if !y.is_null() && bias.is_null() {
                 simd::map([normed, w], [y.add(at)], d, |[x, w], _| [x * scale * w]);
+            } else if !y.is_null() {
+                simd::map([normed, w, bias], [y.add(at)], d, |[x, w, b], _| [(x - centre) * scale * w + b]);
+            }
+            if !mean.is_null() {
+                *mean.add(row) = centre;
             }
             if !rstd.is_null() {
                 *rstd.add(row) = scale;
@@ -51,99 +62,48 @@ vectorised! {
     }
 }
 
-/// dx = rstd · (w·dy − x · rstd² · mean(w·dy·x)), plus `dsum` where `add` says so.
-pub fn grad<T: Float>(call: Call, add: bool) {
+/// dx = rstd · (w·dy − x · rstd² · mean(w·dy·x)), plus `dsum` where `add` says so. For a layer norm x stands for x − mean, and
+/// dx is less by its own mean.
+pub fn grad<T: Float>(call: Call, add: bool, layer: bool) {
     let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
     let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
-    let (w, rstd) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
-    let dsum = Ptr(if add { call.input::<T>(4) } else { std::ptr::null() });
+    let (w, shift) = (Ptr(call.input::<T>(2)), usize::from(layer));
+    let mean = Ptr(if layer { call.input::<f32>(3) } else { std::ptr::null() });
+    let rstd = Ptr(call.input::<f32>(3 + shift));
+    let dsum = Ptr(if add { call.input::<T>(4 + shift) } else { std::ptr::null() });
     let Some(dx) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
         // SAFETY: rows from .. to of every operand belong to this task.
         unsafe {
-            let (dy, x, w, rstd) = (dy.get(), x.get(), w.get(), rstd.get());
-            grad_rows(call.simd, dy, x, w, rstd, dsum.get(), dx.get(), from, to, d);
+            let (dy, x, w, mean, rstd) = (dy.get(), x.get(), w.get(), mean.get(), rstd.get());
+            grad_rows(call.simd, dy, x, w, mean, rstd, dsum.get(), dx.get(), from, to, d);
         }
     });
 }
 
 vectorised! {
-    /// `dsum` is null where there is nothing to add; `dx` may be the memory of `dy` or `dsum`.
-    unsafe fn grad_rows<T>(
-        dy: *const T, x: *const T, w: *const T, rstd: *const f32, dsum: *const T, dx: *mut T,
+    /// `dsum` is null where there is nothing to add; `dx` may be the memory of `dy` or `dsum`; `mean` is null where the norm does
+    /// not look at it.
+    pub(super) unsafe fn grad_rows<T>(
+        dy: *const T, x: *const T, w: *const T, mean: *const f32, rstd: *const f32, dsum: *const T, dx: *mut T,
         from: usize, to: usize, d: usize,
     ) -> () {
         for row in from..to {
             let at = row * d;
             let (dy, x, dx) = (dy.add(at), x.add(at), dx.add(at));
             let scale = *rstd.add(row);
-            let dot = simd::sum(d, |i| (*w.add(i)).to() * (*dy.add(i)).to() * (*x.add(i)).to());
+            let centre = if mean.is_null() { 0.0 } else { *mean.add(row) };
+            let dot = simd::sum(d, |i| (*w.add(i)).to() * (*dy.add(i)).to() * ((*x.add(i)).to() - centre));
             let shrink = dot * scale * scale * scale / d as f32;
-            let own = |w: f32, dy: f32, x: f32| scale * w * dy - x * shrink;
+            let shift = match mean.is_null() {
+                true => 0.0,
+                false => simd::sum(d, |i| (*w.add(i)).to() * (*dy.add(i)).to()) * scale / d as f32,
+            };
+            let own = |w: f32, dy: f32, x: f32| scale * w * dy - (x - centre) * shrink - shift;
             if dsum.is_null() {
                 simd::map([w, dy, x], [dx], d, |[w, dy, x], _| [own(w, dy, x)]);
             } else {
                 simd::map([w, dy, x, dsum.add(at)], [dx], d, |[w, dy, x, dsum], _| [dsum + own(w, dy, x)]);
-            }
-        }
-    }
-}
-
-/// Columns of one task of a weight gradient.
-const COLUMNS: usize = 64;
-
-/// dw = Σ over rows of dy · x · rstd.
-pub fn grad_weight<T: Float>(call: Call) {
-    let (batch, seq, d) = (call.size('b'), call.size('s'), call.size('d'));
-    let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
-    let rstd = Ptr(call.input::<f32>(2));
-    let Some(dw) = call.accumulator(0).map(Ptr) else { return };
-    call.ranges(d, COLUMNS, |from, to| {
-        let mut sums = [0.0f32; COLUMNS];
-        let (groups, rows) =
-            if matches!(dw.get(), Accumulator::Fixed { .. }) { (batch, seq) } else { (1, batch * seq) };
-        for group in 0..groups {
-            // SAFETY: columns from .. to of dw belong to this task.
-            unsafe {
-                let range = (group * rows, (group + 1) * rows);
-                column_sums(call.simd, dy.get(), x.get(), rstd.get(), range, from, to - from, d, &mut sums);
-                for (i, &s) in sums.iter().enumerate().take(to - from) {
-                    match dw.get() {
-                        Accumulator::Float { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = if add { *at + s } else { s };
-                        }
-                        Accumulator::Bf16 { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = Bf16::of(if add { (*at).to() + s } else { s });
-                        }
-                        Accumulator::Fixed { sum, add } => {
-                            let at = sum.add(from + i);
-                            *at = fixed::add(if add || group > 0 { *at } else { 0 }, s);
-                        }
-                    }
-                }
-            }
-        }
-    });
-}
-
-vectorised! {
-    unsafe fn column_sums<T>(
-        dy: *const T, x: *const T, rstd: *const f32, rows: (usize, usize), from: usize, n: usize, d: usize,
-        sums: &mut [f32; COLUMNS],
-    ) -> () {
-        sums.fill(0.0);
-        for row in rows.0..rows.1 {
-            let (dy, x, scale) = (dy.add(row * d + from), x.add(row * d + from), *rstd.add(row));
-            if n == COLUMNS {
-                for (i, sum) in sums.iter_mut().enumerate() {
-                    *sum += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
-                }
-            } else {
-                for (i, sum) in sums.iter_mut().enumerate().take(n) {
-                    *sum += (*dy.add(i)).to() * (*x.add(i)).to() * scale;
-                }
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Ops that look at one position at a time: embedding, rope, SwiGLU, addition.
+//! Ops that look at one position at a time: embedding, rope, activation functions, additions.
 
 use super::call::{Accumulator, Call, Ptr};
 use super::float::{Bf16, Float};
@@ -25,16 +25,22 @@ pub fn embedding<T: Float>(call: Call) {
 
 /// dtable `[v, d]` += dx `[rows, d]` at tokens `[rows]`, in row order.
 pub fn embedding_grad<T: Float>(call: Call) {
+    let (part, tokens) = (call.vocab_part(), Ptr(call.input::<u32>(1)));
+    // SAFETY: there is a token per row.
+    add_rows::<T>(call, call.size('v'), |row| unsafe { part.find(*tokens.at(row)) });
+}
+
+/// The sum `[v, d]` += dx `[rows, d]`, each row to the one that `to` names (below `v`), if any, in row order.
+pub fn add_rows<T: Float>(call: Call, v: usize, to: impl Fn(usize) -> Option<usize> + Sync) {
     const COLUMNS: usize = 32;
-    let (rows, d, v) = (call.size('b') * call.size('s'), call.size('d'), call.size('v'));
-    let part = call.vocab_part();
-    let (dx, tokens) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
+    let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
+    let dx = Ptr(call.input::<T>(0));
     let Some(dtable) = call.accumulator(0).map(Ptr) else { return };
-    call.ranges(d, COLUMNS, |from, to| {
-        let n = to - from;
-        // SAFETY: columns from .. to of every row belong to this task; tokens are checked against the table.
+    call.ranges(d, COLUMNS, |from, end| {
+        let n = end - from;
+        // SAFETY: columns from .. end of every row belong to this task; the caller vouches for the rows.
         unsafe {
-            let here = |row: usize| Some((part.find(*tokens.at(row))? * d + from, dx.slice(row * d + from, n)));
+            let here = |row: usize| Some((to(row)? * d + from, dx.slice(row * d + from, n)));
             let rows = (0..rows).filter_map(here);
             match dtable.get() {
                 Accumulator::Float { sum, add } => {
@@ -162,6 +168,68 @@ vectorised! {
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + simd::exp(-x))
+}
+
+/// y = gelu(x), elementwise.
+pub fn gelu<T: Float>(call: Call) {
+    let n = call.size('b') * call.size('s') * call.size('f');
+    let x = Ptr(call.input::<T>(0));
+    let Some(y) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(n, |from, to| {
+        // SAFETY: elements from .. to belong to this task.
+        unsafe { gelu_range(call.simd, x.at(from), y.at(from), to - from) };
+    });
+}
+
+/// √(2/π) and the weight of the cube, of `½ x (1 + tanh u) = x · sigmoid(2u)` with `u = √(2/π) (x + 0.044715 x³)`.
+const ROOT: f32 = 0.797_884_6;
+const CUBE: f32 = 0.044_715;
+
+vectorised! {
+    /// `y` may be the memory of `x`.
+    unsafe fn gelu_range<T>(x: *const T, y: *mut T, n: usize) -> () {
+        simd::map([x], [y], n, |[x], _| [x * sigmoid(2.0 * ROOT * (x + CUBE * x * x * x))]);
+    }
+}
+
+/// dx from dy and x, elementwise.
+pub fn gelu_grad<T: Float>(call: Call) {
+    let n = call.size('b') * call.size('s') * call.size('f');
+    let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let Some(dx) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(n, |from, to| {
+        // SAFETY: elements from .. to belong to this task.
+        unsafe { gelu_grad_range(call.simd, dy.at(from), x.at(from), dx.at(from), to - from) };
+    });
+}
+
+vectorised! {
+    /// `dx` may be the memory of `dy` or `x`.
+    unsafe fn gelu_grad_range<T>(dy: *const T, x: *const T, dx: *mut T, n: usize) -> () {
+        simd::map([dy, x], [dx], n, |[dy, x], _| {
+            let s = sigmoid(2.0 * ROOT * (x + CUBE * x * x * x));
+            let slope = 2.0 * ROOT * (1.0 + 3.0 * CUBE * x * x);
+            [dy * s * (1.0 + x * (1.0 - s) * slope)]
+        });
+    }
+}
+
+/// y `[rows, d]` = x + bias `[d]`.
+pub fn add_bias<T: Float>(call: Call) {
+    add_table::<T>(call, |_| 0);
+}
+
+/// y `[rows, d]` = x + table `[.., d]`, whose row for each row of x is given.
+pub fn add_table<T: Float>(call: Call, entry: impl Fn(usize) -> usize + Sync) {
+    let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
+    let (x, table) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
+    let Some(y) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(rows, |from, to| {
+        for row in from..to {
+            // SAFETY: rows from .. to belong to this task; the caller vouches for the table's.
+            unsafe { add_range(call.simd, x.at(row * d), table.at(entry(row) * d), y.at(row * d), d) };
+        }
+    });
 }
 
 /// sum = a + b.

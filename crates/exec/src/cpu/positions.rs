@@ -2,17 +2,52 @@
 
 use super::call::{Call, Ptr};
 use super::float::Float;
-use super::pointwise::rotate;
+use super::pointwise::{add_rows, add_table, rotate};
 
 /// Rope of qkv `[b, s, (q + 2u)·e]` from position `start[b]` on.
 pub fn rope_at<T: Float>(call: Call) {
+    rotate::<T>(call, 1.0, rows_from_start(&call));
+}
+
+/// The row of a table for every row of `[b, s]`: from `start[b]` on, input 2, and the last where there are no more.
+fn rows_from_start(call: &Call) -> impl Fn(usize) -> usize + Sync + use<> {
     let (seq, table_rows) = (call.size('s'), call.size('t'));
     let start = Ptr(call.input::<u32>(2));
-    rotate::<T>(call, 1.0, |row| {
+    move |row| {
         // SAFETY: there is an element per sequence.
         let start = unsafe { *start.at(row / seq) } as usize;
         start.saturating_add(row % seq).min(table_rows - 1)
-    });
+    }
+}
+
+/// y `[b, s, d]` = x + table `[t, d]`, from row `start[b]` on.
+pub fn add_at<T: Float>(call: Call) {
+    add_table::<T>(call, rows_from_start(&call));
+}
+
+/// y `[b, s, d]` = x + table `[t, d]` by positions in sequences of `seq`, or in documents.
+pub fn add<T: Float>(call: Call, seq: usize, documents: bool) {
+    let position = positions(&call, seq, documents.then(|| call.input(2)));
+    add_table::<T>(call, position);
+}
+
+/// dtable `[t, d]` += dx `[b, s, d]` by the same positions.
+pub fn grad<T: Float>(call: Call, seq: usize, documents: bool) {
+    let position = positions(&call, seq, documents.then(|| call.input(1)));
+    add_rows::<T>(call, call.size('t'), |row| Some(position(row)));
+}
+
+/// The position of every row of `[b, s]` in sequences of `seq`, of which this rank may have a part; with `starts[b, seq]` in its
+/// document.
+fn positions(call: &Call, seq: usize, starts: Option<*const u32>) -> impl Fn(usize) -> usize + Sync + use<> {
+    let (here, first) = (call.size('s'), call.first_position(seq));
+    let starts = starts.map(Ptr);
+    move |row| {
+        let position = first + row % here;
+        // SAFETY: there is an element per position of the whole sequences.
+        let start = starts.map_or(0, |starts| unsafe { *starts.at(row / here * seq + position) } as usize);
+        position.saturating_sub(start)
+    }
 }
 
 /// Rope of qkv `[b, s, (q + 2u)·e]` by positions in documents: `starts[b, s]` is where the one of each position starts.

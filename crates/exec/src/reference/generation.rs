@@ -16,7 +16,8 @@ pub fn last_position(dims: &Dims, x: &[f64], count: &[f64]) -> Vec<f64> {
 }
 
 /// o, and the cache with the new keys and values.
-pub fn cached_attention(dims: &Dims, qkv: &[f64], cache: &[f64], start: &[f64], count: &[f64]) -> [Vec<f64>; 2] {
+pub fn cached_attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
+    let [qkv, cache, start, count] = *x else { panic!("cached attention has four inputs") };
     let (batch, seq, context) = (dims.size('b'), dims.size('s'), dims.size('t'));
     let (heads, kv_heads, e) = (dims.size('q'), dims.size('u'), dims.size('e'));
     let (width, cached) = (dims.size('p'), dims.size('w'));
@@ -34,11 +35,12 @@ pub fn cached_attention(dims: &Dims, qkv: &[f64], cache: &[f64], start: &[f64], 
             let head =
                 |t: usize, section: usize| &cache[(b * context + t) * cached + (section * kv_heads + kv) * e..][..e];
             let dot = |t: usize| query.iter().zip(head(t, 0)).map(|(q, k)| q * k).sum::<f64>();
-            let scores: Vec<f64> = (0..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();
+            let first = (start + s + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1)));
+            let scores: Vec<f64> = (first..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();
             let lse = super::log_sum_exp(&scores);
             for i in 0..e {
                 o[((b * seq + s) * heads + h) * e + i] =
-                    scores.iter().enumerate().map(|(t, x)| (x - lse).exp() * head(t, 1)[i]).sum();
+                    scores.iter().enumerate().map(|(t, x)| (x - lse).exp() * head(first + t, 1)[i]).sum();
             }
         }
     }

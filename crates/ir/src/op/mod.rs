@@ -5,19 +5,27 @@
 //! the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows.
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
-//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table or positions of a cache, `r` table columns,
-//! `a` the shorter side of a matrix (or parts of a vocabulary), `w` packed K·V of a cache, `l` a single position, `c` rows of a chunk, `z` step scalars, `m` statistics. A letter that stands in two
-//! operands is the same dimension in both; a letter in the inputs that no output has is summed over.
+//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
+//! or keys, `r` table columns, `a` the
+//! shorter side of a matrix or parts of a vocabulary, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
+//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars or words of a key,
+//! `m` statistics. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
+//! is summed over.
 
+mod derive;
 mod dims;
+mod flops;
 pub mod newton_schulz;
 mod table;
+#[cfg(test)]
+mod tests;
 
 pub use dims::Dims;
+pub use flops::Flops;
 pub use table::{Elem, Operand, Saved, Spec};
 
 use crate::mesh::MeshAxis;
-use crate::{Axis, DType, Dim, Section, TensorType};
+use crate::{DType, TensorType};
 
 /// An operation with its attributes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,6 +43,10 @@ pub enum Op {
     LinearGradInput,
     /// `dw = dyᵀ · x`, summed over all positions.
     LinearGradWeight,
+    /// `y = x + b`, the same vector at every position.
+    AddBias,
+    /// `db = dy`, summed over all positions.
+    BiasGrad,
     /// `y = x / rms(x) · w`.
     RmsNorm {
         /// Added to the mean square.
@@ -51,6 +63,52 @@ pub enum Op {
     AddRmsNormGrad,
     /// Weight gradient of either norm.
     RmsNormGradWeight,
+    /// Norms every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
+    /// that of all K heads; V stays as it is.
+    QkNorm {
+        /// Added to the mean square.
+        eps: f32,
+    },
+    /// Input gradient of `QkNorm`.
+    QkNormGrad,
+    /// Weight gradient of `QkNorm`.
+    QkNormGradWeight,
+    /// `y = (x − mean(x)) / deviation(x) · w + b`.
+    LayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// `sum = x + delta`, `y = (sum − mean(sum)) / deviation(sum) · w + b`.
+    AddLayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    },
+    /// Input gradient of either layer norm.
+    LayerNormGrad,
+    /// Input gradient of `AddLayerNorm` plus the gradient that reaches `sum` on the residual path.
+    AddLayerNormGrad,
+    /// Weight gradient of either layer norm; that of the bias is `BiasGrad`.
+    LayerNormGradWeight,
+    /// Adds to each position its row of a table.
+    AddPositions {
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+        /// Positions count from the start of each document, a number on the device for every position of the whole
+        /// sequence. A start after its position counts as that position.
+        documents: bool,
+    },
+    /// As `AddPositions`, from position `start` of each sequence on, a number on the device. Positions past the table take its
+    /// last row.
+    AddPositionsAt,
+    /// Adds each position's gradient to its row of the table.
+    PositionsGrad {
+        /// Rows of the table.
+        rows: usize,
+        /// As in `AddPositions`.
+        seq: usize,
+        /// As in `AddPositions`.
+        documents: bool,
+    },
     /// Rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
     Rope {
         /// Rotate backwards: the gradient.
@@ -67,21 +125,64 @@ pub enum Op {
         /// A query sees the keys from the start of its document on, a number on the device for every position. A start
         /// after its position counts as that position.
         documents: bool,
+        /// A query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
+        window: Option<usize>,
     },
     /// Gradient of `Attention`; recomputes the scores tile by tile.
     AttentionGrad {
         /// As in `Attention`.
         documents: bool,
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// The weights of `Attention`, as a matrix that exists: softmax of scaled scores, zero for keys that a query does not see.
+    AttentionScores {
+        /// As in `Attention`.
+        documents: bool,
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// Gradient of `AttentionScores`, in the Q and K sections; zero in V.
+    AttentionScoresGrad {
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
+    /// The values of packed Q·K·V, added up by such weights.
+    AttentionMix {
+        /// As in `Attention`: keys before it weigh nothing.
+        window: Option<usize>,
+    },
+    /// Gradients of `AttentionMix`: of the weights, and of the V section; zero in Q and K.
+    AttentionMixGrad {
+        /// As in `AttentionMix`.
+        window: Option<usize>,
     },
     /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
     /// cache from position `start` on, in place. Rows past `count` give zeros and leave the cache as it is.
-    CachedAttention,
+    CachedAttention {
+        /// As in `Attention`.
+        window: Option<usize>,
+    },
     /// Of each sequence, the last of `count` positions.
     LastPosition,
     /// `y = silu(gate) · up` over packed gate·up.
     SwiGlu,
     /// Gradient of `SwiGlu`.
     SwiGluGrad,
+    /// `y = gelu(x)`, in the form with a hyperbolic tangent.
+    Gelu,
+    /// Gradient of `Gelu`.
+    GeluGrad,
+    /// Each element either 0 or scaled by 1 / (1 − rate), by a coin that is a function of the sequence's key, the site, and
+    /// position and feature (`counter::row_bits`): any rank of any layout throws the same. Its gradient is the same op.
+    Dropout {
+        /// The share of elements that become 0.
+        rate: f32,
+        /// The place in the model.
+        site: u64,
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+    },
     /// Elementwise sum.
     Add,
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits.
@@ -239,29 +340,6 @@ pub struct Rows {
     pub ranks: usize,
 }
 
-/// Floating-point operations of one call, multiply and add counted as two; matrix products only.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Flops {
-    /// What the model needs, attention counted in full.
-    pub model: u128,
-    /// The same with the masked half of causal attention left out.
-    pub causal: u128,
-    /// What this op really asks of the hardware, recomputed scores included, attention in full.
-    pub hardware: u128,
-}
-
-impl std::ops::Add for Flops {
-    type Output = Flops;
-
-    fn add(self, other: Flops) -> Flops {
-        Flops {
-            model: self.model + other.model,
-            causal: self.causal + other.causal,
-            hardware: self.hardware + other.hardware,
-        }
-    }
-}
-
 /// Why an op refuses its inputs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: {reason}")]
@@ -331,71 +409,6 @@ impl Op {
         spec.outputs.iter().map(output).collect()
     }
 
-    /// Matrix-product FLOPs of one call with these input types; `wanted` says which outputs are asked for.
-    pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
-        let dims = self.bind(inputs)?;
-        let same = |n| Flops { model: n, causal: n, hardware: n };
-        let attention = |model: u128, hardware: u128| {
-            let square = dims.product("bssh");
-            Flops { model: model * square, causal: model * square / 2, hardware: hardware * square }
-        };
-        Ok(match self {
-            Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
-            // One product for the logits, one for each gradient that somebody wants.
-            Op::LinearCrossEntropy { .. } => {
-                let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
-                same(2 * products * dims.product("bskv"))
-            }
-            Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
-            Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),
-            // Where documents end is known on the device only: what they mask is counted.
-            Op::Attention { .. } => attention(4, 4),
-            Op::AttentionGrad { .. } => attention(8, 10),
-            // Not the model's.
-            Op::Orthogonalise => {
-                let sections = inputs[0].dims[0].sections.iter();
-                let hardware = sections.map(|s| newton_schulz::flops(s.size(), dims.size('k'))).sum();
-                Flops { hardware, ..Flops::default() }
-            }
-            // How full the cache is is known on the device only: every new position counts over all of it.
-            Op::CachedAttention => same(4 * dims.product("bsth")),
-            Op::Embedding
-            | Op::EmbeddingGrad { .. }
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::Rope { .. }
-            | Op::RopeAt
-            | Op::LastPosition
-            | Op::SwiGlu
-            | Op::SwiGluGrad
-            | Op::Add
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad
-            | Op::AddState
-            | Op::Accumulate
-            | Op::SquareSum { .. }
-            | Op::MergeSums
-            | Op::GradientNorm
-            | Op::AdamW { .. }
-            | Op::Lion { .. }
-            | Op::Sgd { .. }
-            | Op::Momentum { .. }
-            | Op::Descend { .. }
-            | Op::VocabLoss
-            | Op::JoinRows
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shard { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => Flops::default(),
-        })
-    }
-
     /// The dimension behind every letter for these inputs.
     pub fn bind(&self, inputs: &[&TensorType]) -> Result<Dims, TypeError> {
         let spec = self.spec();
@@ -438,122 +451,7 @@ impl Op {
         Ok(dims)
     }
 
-    /// Fills in the letters that follow from attributes or from the sections of a packed dimension.
-    fn derive(&self, dims: &mut Dims) -> Result<(), TypeError> {
-        match self {
-            Op::EmbeddingGrad { vocab } => {
-                dims.set('v', &Dim::new(Axis::Vocab, *vocab));
-            }
-            Op::Rope { .. } | Op::RopeAt => {
-                let q = self.packed_heads(dims)?;
-                let columns = dims.size('r');
-                if columns != q.unit {
-                    return Err(self.refuse(format!("table has {columns} columns for heads of {}", q.unit)));
-                }
-                if dims.size('t') < dims.size('s') {
-                    return Err(self.refuse(format!("table has {} rows for {}", dims.size('t'), dims.size('s'))));
-                }
-            }
-            Op::Attention { .. } | Op::AttentionGrad { .. } => {
-                let q = self.packed_heads(dims)?;
-                let out = Dim::packed([q]);
-                if let Some(known) = dims.set('h', &out)
-                    && *known != out
-                {
-                    return Err(self.refuse(format!("`do` has {known} where the heads are {out}")));
-                }
-            }
-            Op::CachedAttention => {
-                let q = self.packed_heads(dims)?;
-                dims.set('h', &Dim::packed([q]));
-                let [packed, cached] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
-                if packed[1..] != *cached {
-                    return Err(self.refuse("the cache must hold the K and V sections of the packed dimension".into()));
-                }
-                if dims.size('t') < dims.size('s') {
-                    return Err(self.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
-                }
-            }
-            Op::LastPosition => {
-                dims.set('l', &Dim::new(Axis::Seq, 1));
-            }
-            Op::SwiGlu | Op::SwiGluGrad => match dims.get('g').map(|g| g.sections.as_slice()) {
-                Some(&[gate, up]) if gate == up => {
-                    dims.set('f', &Dim::packed([gate]));
-                }
-                _ => return Err(self.refuse("the packed dimension must be two equal sections".into())),
-            },
-            Op::LinearCrossEntropy { rows, .. } => {
-                dims.set('c', &Dim::new(Axis::Seq, *rows));
-            }
-            Op::SquareSum { .. } => {
-                dims.set('m', &Dim::new(Axis::Scalar, 4));
-            }
-            Op::Orthogonalise => {
-                let (rows, columns) = (dims.get('n').cloned(), dims.size('k'));
-                let short = rows.iter().flat_map(|n| &n.sections).map(|s| s.size().min(columns)).max();
-                dims.set('a', &Dim::new(Axis::Embed, short.unwrap_or(0)));
-            }
-            Op::GradientNorm => {
-                dims.set('y', &Dim::new(Axis::Scalar, 2));
-            }
-            Op::VocabLogits { rows, parts } => {
-                dims.set('c', &Dim::new(Axis::Seq, rows.count * rows.ranks));
-                dims.set('a', &Dim::new(Axis::Parts, *parts));
-                dims.set('j', &Dim::new(Axis::Scalar, 3));
-            }
-            Op::Embedding
-            | Op::Linear
-            | Op::LinearGradInput
-            | Op::LinearGradWeight
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::Add
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad
-            | Op::AddState
-            | Op::Accumulate
-            | Op::MergeSums
-            | Op::AdamW { .. }
-            | Op::Lion { .. }
-            | Op::Sgd { .. }
-            | Op::Momentum { .. }
-            | Op::Descend { .. }
-            | Op::VocabLoss
-            | Op::VocabGrad { .. }
-            | Op::JoinRows
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shard { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => {}
-        }
-        Ok(())
-    }
-
-    /// The Q section of packed Q·K·V, having bound the numbers of heads and their size.
-    fn packed_heads(&self, dims: &mut Dims) -> Result<Section, TypeError> {
-        let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
-        match sections[..] {
-            [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
-                dims.set('q', &Dim::new(Axis::Heads, q.count));
-                dims.set('u', &Dim::new(Axis::KvHeads, k.count));
-                dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
-                Ok(q)
-            }
-            _ => Err(self.refuse("the packed dimension must be Q, K and V, with K's heads dividing Q's".into())),
-        }
-    }
-
     fn refuse(&self, reason: String) -> TypeError {
         TypeError { op: self.name(), reason }
     }
 }
-
-#[cfg(test)]
-mod tests;

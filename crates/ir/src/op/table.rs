@@ -60,7 +60,8 @@ pub struct Spec {
     /// Dimensions that ranks may share the op along, as groups of letters that are split together. An operand without a
     /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
     pub splits: &'static [&'static str],
-    /// Outputs that cost no matrix product and follow from what backward keeps anyway: worth computing again.
+    /// Outputs that are worth computing again: they follow from what backward keeps anyway, and cost no matrix product, or a
+    /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
     pub each: bool,
@@ -136,7 +137,14 @@ impl Spec {
     }
 }
 
+mod update;
+
+const ANY_OPERAND: &[(usize, usize)] = &[(0, 0), (1, 0)];
+
 use Saved::{Input, Output};
+use update::{
+    ACCUMULATE, ADAMW, ADD_STATE, DESCEND, GRADIENT_NORM, LION, MERGE_SUMS, MOMENTUM, ORTHOGONALISE, SGD, SQUARE_SUM,
+};
 
 static EMBEDDING: Spec =
     row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], &[], Some(&[Input(0)]))
@@ -153,6 +161,11 @@ static LINEAR_GRAD_INPUT: Spec =
 static LINEAR_GRAD_WEIGHT: Spec =
     row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[accumulator("dw", "nk")], &[], None)
         .splits(&["b", "s", "n", "k"]);
+static ADD_BIAS: Spec =
+    row("add_bias", &[float("x", "bsd"), float("bias", "d")], &[float("y", "bsd")], &[(0, 0)], Some(&[]))
+        .splits(&["b", "s", "d"]);
+static BIAS_GRAD: Spec =
+    row("bias_grad", &[float("dy", "bsd")], &[accumulator("dbias", "d")], &[], None).splits(&["b", "s", "d"]);
 static RMS_NORM: Spec = row(
     "rms_norm",
     &[float("x", "bsd"), float("w", "d")],
@@ -194,6 +207,110 @@ static RMS_NORM_GRAD_WEIGHT: Spec = row(
     "rms_norm_grad_weight",
     &[float("dy", "bsd"), float("x", "bsd"), f32("rstd", "bs")],
     &[accumulator("dw", "d")],
+    &[],
+    None,
+)
+.splits(&["b", "s"]);
+static QK_NORM: Spec = row(
+    "qk_norm",
+    &[float("qkv", "bsp"), float("w", "i")],
+    &[float("y", "bsp"), f32("rstd", "bsx")],
+    &[(0, 0)],
+    Some(&[Input(0), Input(1), Output(1)]),
+)
+.splits(&["b", "pqux"]);
+static QK_NORM_GRAD: Spec = row(
+    "qk_norm_grad",
+    &[float("dy", "bsp"), float("qkv", "bsp"), float("w", "i"), f32("rstd", "bsx")],
+    &[float("dqkv", "bsp")],
+    &[(0, 0)],
+    None,
+)
+.splits(&["b", "pqux"]);
+static QK_NORM_GRAD_WEIGHT: Spec = row(
+    "qk_norm_grad_weight",
+    &[float("dy", "bsp"), float("qkv", "bsp"), f32("rstd", "bsx")],
+    &[accumulator("dw", "i")],
+    &[],
+    None,
+)
+.splits(&["b", "pqux"]);
+static LAYER_NORM: Spec = row(
+    "layer_norm",
+    &[float("x", "bsd"), float("w", "d"), float("bias", "d")],
+    &[float("y", "bsd"), f32("mean", "bs"), f32("rstd", "bs")],
+    &[],
+    Some(&[Input(0), Input(1), Output(1), Output(2)]),
+)
+.splits(&["b", "s"])
+.cheap(&[0, 1, 2]);
+static ADD_LAYER_NORM: Spec = Spec {
+    always_made: &[0],
+    ..row(
+        "add_layer_norm",
+        &[float("x", "bsd"), float("delta", "bsd"), float("w", "d"), float("bias", "d")],
+        &[float("sum", "bsd"), float("y", "bsd"), f32("mean", "bs"), f32("rstd", "bs")],
+        &[(1, 0), (0, 0)],
+        Some(&[Output(0), Input(2), Output(2), Output(3)]),
+    )
+    .splits(&["b", "s"])
+    .cheap(&[1, 2, 3])
+};
+static LAYER_NORM_GRAD: Spec = row(
+    "layer_norm_grad",
+    &[float("dy", "bsd"), float("x", "bsd"), float("w", "d"), f32("mean", "bs"), f32("rstd", "bs")],
+    &[float("dx", "bsd")],
+    &[(0, 0)],
+    None,
+)
+.splits(&["b", "s"]);
+static ADD_LAYER_NORM_GRAD: Spec = row(
+    "add_layer_norm_grad",
+    &[
+        float("dy", "bsd"),
+        float("sum", "bsd"),
+        float("w", "d"),
+        f32("mean", "bs"),
+        f32("rstd", "bs"),
+        float("dsum", "bsd"),
+    ],
+    &[float("dx", "bsd")],
+    &[(5, 0), (0, 0)],
+    None,
+)
+.splits(&["b", "s"]);
+static LAYER_NORM_GRAD_WEIGHT: Spec = row(
+    "layer_norm_grad_weight",
+    &[float("dy", "bsd"), float("x", "bsd"), f32("mean", "bs"), f32("rstd", "bs")],
+    &[accumulator("dw", "d")],
+    &[],
+    None,
+)
+.splits(&["b", "s"]);
+static ADD_POSITIONS: Spec =
+    row("add_positions", &[float("x", "bsd"), float("table", "td")], &[float("y", "bsd")], &[(0, 0)], Some(&[]))
+        .splits(&["b", "s"]);
+static ADD_DOCUMENT_POSITIONS: Spec = row(
+    "add_document_positions",
+    &[float("x", "bsd"), float("table", "td"), u32("starts", "bo")],
+    &[float("y", "bsd")],
+    &[(0, 0)],
+    Some(&[Input(2)]),
+)
+.splits(&["b", "s"]);
+static ADD_POSITIONS_AT: Spec = row(
+    "add_positions_at",
+    &[float("x", "bsd"), float("table", "td"), u32("start", "b")],
+    &[float("y", "bsd")],
+    &[(0, 0)],
+    None,
+);
+static POSITIONS_GRAD: Spec =
+    row("positions_grad", &[float("dx", "bsd")], &[accumulator("dtable", "td")], &[], None).splits(&["b", "s"]);
+static DOCUMENT_POSITIONS_GRAD: Spec = row(
+    "document_positions_grad",
+    &[float("dx", "bsd"), u32("starts", "bo")],
+    &[accumulator("dtable", "td")],
     &[],
     None,
 )
@@ -259,6 +376,34 @@ static DOCUMENT_ATTENTION_GRAD: Spec = row(
     None,
 )
 .splits(&["b", "phqu"]);
+const P: Operand = float("p", "bqst");
+static ATTENTION_SCORES: Spec =
+    row("attention_scores", &[float("qkv", "bsp")], &[P], &[], Some(&[Input(0), Output(0)]))
+        .splits(&["b", "pqu"])
+        .cheap(&[0]);
+static DOCUMENT_ATTENTION_SCORES: Spec = row(
+    "document_attention_scores",
+    &[float("qkv", "bsp"), u32("starts", "bs")],
+    &[P],
+    &[],
+    Some(&[Input(0), Output(0)]),
+)
+.splits(&["b", "pqu"])
+.cheap(&[0]);
+static ATTENTION_SCORES_GRAD: Spec =
+    row("attention_scores_grad", &[float("dp", "bqst"), P, float("qkv", "bsp")], &[float("dqkv", "bsp")], &[], None)
+        .splits(&["b", "pqu"]);
+static ATTENTION_MIX: Spec =
+    row("attention_mix", &[P, float("qkv", "bsp")], &[float("o", "bsh")], &[], Some(&[Input(0), Input(1)]))
+        .splits(&["b", "phqu"]);
+static ATTENTION_MIX_GRAD: Spec = row(
+    "attention_mix_grad",
+    &[float("do", "bsh"), P, float("qkv", "bsp")],
+    &[float("dp", "bqst"), float("dqkv", "bsp")],
+    &[],
+    None,
+)
+.splits(&["b", "phqu"]);
 static CACHED_ATTENTION: Spec = Spec {
     always_in_place: true,
     ..row(
@@ -277,9 +422,18 @@ static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bs
 static SWIGLU_GRAD: Spec =
     row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], &[(1, 0)], None)
         .splits(&["b", "s", "gf"]);
+static GELU: Spec = row("gelu", &[float("x", "bsf")], &[float("y", "bsf")], &[(0, 0)], Some(&[Input(0)]))
+    .splits(&["b", "s", "f"])
+    .cheap(&[0]);
+static GELU_GRAD: Spec =
+    row("gelu_grad", &[float("dy", "bsf"), float("x", "bsf")], &[float("dx", "bsf")], ANY_OPERAND, None)
+        .splits(&["b", "s", "f"]);
+static DROPOUT: Spec =
+    row("dropout", &[float("x", "bsd"), u32("keys", "bz")], &[float("y", "bsd")], &[(0, 0)], Some(&[Input(1)]))
+        .splits(&["b", "s"]);
 static ADD: Spec =
     row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]))
-        .splits(&["b", "s"]);
+        .splits(&["b", "s", "d"]);
 static CROSS_ENTROPY: Spec = row(
     "cross_entropy",
     &[float("logits", "bsv"), u32("targets", "bs")],
@@ -312,67 +466,6 @@ static SCALED_LINEAR_CROSS_ENTROPY: Spec = row(
     Some(&[Output(1), Output(2)]),
 )
 .splits(&["b"]);
-const ANY_OPERAND: &[(usize, usize)] = &[(0, 0), (1, 0)];
-static ADD_STATE: Spec =
-    row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], ANY_OPERAND, None);
-static ACCUMULATE: Spec = row("accumulate", &[accumulator("x", "*")], &[accumulator("sum", "*")], &[], None);
-static SQUARE_SUM: Spec = Spec {
-    variadic: true,
-    ..row("square_sum", &[accumulator("grad", "*"), f32("scalars", "z")], &[fixed("sum", "m")], &[], None)
-};
-static MERGE_SUMS: Spec =
-    Spec { variadic: true, ..row("merge_sums", &[fixed("sum", "m")], &[fixed("total", "m")], &[], None) };
-static GRADIENT_NORM: Spec =
-    row("gradient_norm", &[fixed("sum", "m"), f32("scalars", "z")], &[f32("stats", "y")], &[], None);
-static ADAMW: Spec = Spec {
-    always_in_place: true,
-    ..row(
-        "adamw",
-        &[
-            f32("w", "*"),
-            accumulator("grad", "*"),
-            f32("m", "*"),
-            f32("v", "*"),
-            f32("scalars", "z"),
-            f32("stats", "y"),
-        ],
-        &[f32("w", "*"), f32("m", "*"), f32("v", "*"), rounded("copy", "*")],
-        &[(0, 0), (2, 1), (3, 2)],
-        None,
-    )
-};
-
-/// An update by one moment.
-const fn by_moment(name: &'static str) -> Spec {
-    const INPUTS: &[Operand] =
-        &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("scalars", "z"), f32("stats", "y")];
-    const OUTPUTS: &[Operand] = &[f32("w", "*"), f32("m", "*"), rounded("copy", "*")];
-    Spec { always_in_place: true, ..row(name, INPUTS, OUTPUTS, &[(0, 0), (2, 1)], None) }
-}
-static LION: Spec = by_moment("lion");
-static SGD: Spec = by_moment("sgd");
-static MOMENTUM: Spec = Spec {
-    always_in_place: true,
-    ..row(
-        "momentum",
-        &[accumulator("grad", "*"), f32("m", "*"), f32("stats", "y")],
-        &[f32("m", "*"), f32("update", "*")],
-        &[(1, 0)],
-        None,
-    )
-};
-static ORTHOGONALISE: Spec = row("orthogonalise", &[f32("update", "nk")], &[f32("orthogonal", "nk")], &[(0, 0)], None);
-static DESCEND: Spec = Spec {
-    always_in_place: true,
-    ..row(
-        "descend",
-        &[f32("w", "*"), f32("update", "*"), f32("scalars", "z"), f32("stats", "y")],
-        &[f32("w", "*"), rounded("copy", "*")],
-        &[(0, 0)],
-        None,
-    )
-};
-
 static VOCAB_LOGITS: Spec = row(
     "vocab_logits",
     &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
@@ -431,24 +524,47 @@ impl Op {
             Op::Linear => &LINEAR,
             Op::LinearGradInput => &LINEAR_GRAD_INPUT,
             Op::LinearGradWeight => &LINEAR_GRAD_WEIGHT,
+            Op::AddBias => &ADD_BIAS,
+            Op::BiasGrad => &BIAS_GRAD,
             Op::RmsNorm { .. } => &RMS_NORM,
             Op::AddRmsNorm { .. } => &ADD_RMS_NORM,
             Op::RmsNormGrad => &RMS_NORM_GRAD,
             Op::AddRmsNormGrad => &ADD_RMS_NORM_GRAD,
             Op::RmsNormGradWeight => &RMS_NORM_GRAD_WEIGHT,
+            Op::QkNorm { .. } => &QK_NORM,
+            Op::QkNormGrad => &QK_NORM_GRAD,
+            Op::QkNormGradWeight => &QK_NORM_GRAD_WEIGHT,
+            Op::LayerNorm { .. } => &LAYER_NORM,
+            Op::AddLayerNorm { .. } => &ADD_LAYER_NORM,
+            Op::LayerNormGrad => &LAYER_NORM_GRAD,
+            Op::AddLayerNormGrad => &ADD_LAYER_NORM_GRAD,
+            Op::LayerNormGradWeight => &LAYER_NORM_GRAD_WEIGHT,
+            Op::AddPositions { documents: false, .. } => &ADD_POSITIONS,
+            Op::AddPositions { documents: true, .. } => &ADD_DOCUMENT_POSITIONS,
+            Op::AddPositionsAt => &ADD_POSITIONS_AT,
+            Op::PositionsGrad { documents: false, .. } => &POSITIONS_GRAD,
+            Op::PositionsGrad { documents: true, .. } => &DOCUMENT_POSITIONS_GRAD,
             Op::Rope { inverse: false, documents: false } => &ROPE,
             Op::Rope { inverse: true, documents: false } => &ROPE_INVERSE,
             Op::Rope { inverse: false, documents: true } => &DOCUMENT_ROPE,
             Op::Rope { inverse: true, documents: true } => &DOCUMENT_ROPE_INVERSE,
             Op::RopeAt => &ROPE_AT,
-            Op::Attention { documents: false } => &ATTENTION,
-            Op::Attention { documents: true } => &DOCUMENT_ATTENTION,
-            Op::AttentionGrad { documents: false } => &ATTENTION_GRAD,
-            Op::AttentionGrad { documents: true } => &DOCUMENT_ATTENTION_GRAD,
-            Op::CachedAttention => &CACHED_ATTENTION,
+            Op::Attention { documents: false, .. } => &ATTENTION,
+            Op::Attention { documents: true, .. } => &DOCUMENT_ATTENTION,
+            Op::AttentionGrad { documents: false, .. } => &ATTENTION_GRAD,
+            Op::AttentionGrad { documents: true, .. } => &DOCUMENT_ATTENTION_GRAD,
+            Op::AttentionScores { documents: false, .. } => &ATTENTION_SCORES,
+            Op::AttentionScores { documents: true, .. } => &DOCUMENT_ATTENTION_SCORES,
+            Op::AttentionScoresGrad { .. } => &ATTENTION_SCORES_GRAD,
+            Op::AttentionMix { .. } => &ATTENTION_MIX,
+            Op::AttentionMixGrad { .. } => &ATTENTION_MIX_GRAD,
+            Op::CachedAttention { .. } => &CACHED_ATTENTION,
             Op::LastPosition => &LAST_POSITION,
             Op::SwiGlu => &SWIGLU,
             Op::SwiGluGrad => &SWIGLU_GRAD,
+            Op::Gelu => &GELU,
+            Op::GeluGrad => &GELU_GRAD,
+            Op::Dropout { .. } => &DROPOUT,
             Op::Add => &ADD,
             Op::CrossEntropy => &CROSS_ENTROPY,
             Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,

@@ -1,11 +1,13 @@
 //! Small runs for tests.
 
 use lockstep_config::Config;
-use lockstep_train::{Event, Outcome, RunOptions, StepMetrics, TrainError, run};
+use lockstep_ir::{Layout, legal};
+use lockstep_train::{Comparison, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Text with some structure, about 60 kB.
+#[allow(dead_code)] // not every test binary trains on text
 pub fn write_corpus(dir: &Path) {
     let line = |i: u64| format!("line {i}: the square of {} is {}, and so on.\n", i % 97, (i % 97) * (i % 97));
     for file in 0..8u64 {
@@ -71,4 +73,17 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
 pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
     let options = RunOptions { dir: run_dir.to_owned(), fresh: false, sample_tokens: 0 };
     run(config, &options, &AtomicBool::new(false), show)
+}
+
+/// Compares layouts with one rank; each must fit, and keep its promise.
+#[allow(dead_code)] // not every test binary compares layouts
+pub fn check_layouts(config: &Config, layouts: &[&str]) -> Vec<Comparison> {
+    let layouts: Vec<Layout> = layouts.iter().map(|l| l.parse().unwrap()).collect();
+    for layout in &layouts {
+        assert_eq!(legal::check(layout, &config.shape()), [], "{layout}");
+    }
+    let found = compare(config, &layouts, 3, &mut |_| ()).unwrap();
+    let broken: Vec<&Comparison> = found.iter().filter(|c| !c.kept).collect();
+    assert!(broken.is_empty(), "{broken:#?}");
+    found
 }

@@ -45,6 +45,23 @@ CASES = {
 }
 
 
+def shape(case):
+    """What the configs of Llama and its relatives call the numbers of a case."""
+    return dict(
+        vocab_size=case["vocab_size"],
+        num_hidden_layers=case["layers"],
+        hidden_size=case["dim"],
+        num_attention_heads=case["heads"],
+        num_key_value_heads=case["kv_heads"],
+        intermediate_size=case["ffn"],
+        rms_norm_eps=case["norm_eps"],
+        tie_word_embeddings=case["tied"],
+        rope_parameters={"rope_type": "default", "rope_theta": case["rope_theta"]},
+        max_position_embeddings=128,
+        attn_implementation="eager",
+    )
+
+
 def build(case):
     rope = {"rope_type": "default", "rope_theta": case["rope_theta"]}
     if "rope_factor" in case:
@@ -55,23 +72,10 @@ def build(case):
             "high_freq_factor": case["rope_high"],
             "original_max_position_embeddings": case["rope_original"],
         }
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=case["vocab_size"],
-        num_hidden_layers=case["layers"],
-        hidden_size=case["dim"],
-        num_attention_heads=case["heads"],
-        num_key_value_heads=case["kv_heads"],
-        head_dim=case["head_dim"],
-        intermediate_size=case["ffn"],
-        rms_norm_eps=case["norm_eps"],
-        tie_word_embeddings=case["tied"],
-        rope_parameters=rope,
-        max_position_embeddings=128,
-        attn_implementation="eager",
-    ))
+    return LlamaForCausalLM(LlamaConfig(**shape(case) | {"rope_parameters": rope}, head_dim=case["head_dim"]))
 
 
-def golden(case, seed):
+def golden(case, seed, build):
     """The model of a case and the tensors to store for it."""
     rng = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randint(case["vocab_size"], (BATCH, SEQ), generator=rng)
@@ -79,9 +83,9 @@ def golden(case, seed):
 
     model = build(case)
     with torch.no_grad():
-        for p in model.parameters():  # a tied parameter comes once
+        for name, p in model.named_parameters():  # a tied parameter comes once
             noise = torch.randn(p.shape, generator=rng)
-            p.copy_(1 + 0.1 * noise if p.dim() == 1 else 0.15 * noise)
+            p.copy_(0.1 * noise + (not name.endswith("bias")) if p.dim() == 1 else 0.15 * noise)
     model.double()
 
     logits = model(tokens, use_cache=False).logits
@@ -113,25 +117,29 @@ def write(path, tensors, metadata):
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
-def main():
+def store(cases, build, show=lambda name, case, model: None):
+    """Writes the file of every case and prints its loss."""
     torch.set_num_threads(1)
     losses = {}
-    for seed, (name, case) in enumerate(CASES.items()):
-        model, tensors = golden(case, seed)
+    for seed, (name, case) in enumerate(cases.items()):
+        model, tensors = golden(case, seed, build)
         as_text = lambda v: str(v).lower() if isinstance(v, bool) else str(v)
         metadata = {key: as_text(value) for key, value in case.items()}
         write(Path(__file__).parent / f"{name}.safetensors", tensors, metadata)
         losses[name] = tensors["loss"].item()
-
-        half = torch.arange(0, case["head_dim"], 2) / case["head_dim"]
-        print(f"{name}: inverse frequencies")
-        print("  plain ", (case["rope_theta"] ** -half).tolist())
-        print("  in use", model.model.rotary_emb.inv_freq.tolist())
+        show(name, case, model)
 
     print(f"{'case':<16}loss")
     for name, loss in losses.items():
         print(f"{name:<16}{loss:.7f}")
 
 
+def show_frequencies(name, case, model):
+    half = torch.arange(0, case["head_dim"], 2) / case["head_dim"]
+    print(f"{name}: inverse frequencies")
+    print("  plain ", (case["rope_theta"] ** -half).tolist())
+    print("  in use", model.model.rotary_emb.inv_freq.tolist())
+
+
 if __name__ == "__main__":
-    main()
+    store(CASES, build, show_frequencies)

@@ -5,7 +5,7 @@ use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
 use super::super::simd::{self, Simd, vectorised};
 use super::forward::{hide, round_rows, turn_rows};
-use super::{KEYS, Pieces, Shape, Starts, whole};
+use super::{KEYS, Mask, Pieces, Shape, whole};
 
 /// Queries of a tile: as many as keys, so that tiles meet the diagonal at their corners.
 const QUERIES: usize = KEYS;
@@ -116,7 +116,7 @@ impl Buffers {
 }
 
 /// dqkv; `documents` where the fifth input says where they start. A task owns a key-value head and the query heads that read it.
-pub fn grad<T: Float>(call: Call, documents: bool) {
+pub fn grad<T: Float>(call: Call, documents: bool, window: Option<usize>) {
     let shape = Shape::of(&call);
     let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
@@ -148,8 +148,8 @@ pub fn grad<T: Float>(call: Call, documents: bool) {
                     *t.lse = [f32::INFINITY; QUERIES];
                     std::ptr::copy_nonoverlapping(lse.at((b * heads + h) * seq + q0), t.lse.cast(), rows);
                     let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
-                    let (dout, starts) = (Matrix::rows(dout.at(at), heads * e), Starts::of(starts.get(), b, seq));
-                    query_tile(simd, &t, query, dout, q0, rows, starts, e, scale);
+                    let (dout, mask) = (Matrix::rows(dout.at(at), heads * e), Mask::of(starts.get(), b, seq, window));
+                    query_tile(simd, &t, query, dout, q0, rows, mask, e, scale);
                     for first in (0..rows).step_by(NR) {
                         let (dq, to) = (t.dq.add(first * t.stride), dqkv.at(shape.q(b, q0 + first, h)));
                         turn_rows(simd, dq, t.turned, to, width, NR.min(rows - first), e);
@@ -171,7 +171,7 @@ unsafe fn query_tile<T: Float>(
     dout: Matrix<T>,
     q0: usize,
     rows: usize,
-    starts: Starts,
+    mask: Mask,
     e: usize,
     scale: f32,
 ) {
@@ -185,7 +185,7 @@ unsafe fn query_tile<T: Float>(
         pack_b(simd, query, e, rows, t.query_rows);
         pack_b(simd, dout, e, rows, t.dout_rows);
         t.dq.write_bytes(0, PANELS * t.stride * NR);
-        for k0 in (starts.first_tile(q0, rows)..q0 + rows).step_by(KEYS) {
+        for k0 in (mask.first_tile(q0, rows)..q0 + rows).step_by(KEYS) {
             let keys = KEYS.min(q0 + rows - k0);
             for p in 0..rows.div_ceil(NR) {
                 // On the diagonal a panel sees the keys up to its last query.
@@ -195,7 +195,7 @@ unsafe fn query_tile<T: Float>(
                 let (keys_here, values_here) = (t.keys.rows_from(unit, k0), t.values.rows_from(unit, k0));
                 multiply::<T>(simd, shape, keys_here, t.query.columns_from(columns), into(t.scores.add(at), NR, false));
                 multiply::<T>(simd, shape, values_here, t.dout.columns_from(columns), into(t.dp.add(at), NR, false));
-                hide(t.scores.add(at), k0, seen, q0 + columns, NR.min(rows - columns), starts);
+                hide(t.scores.add(at), k0, seen, q0 + columns, NR.min(rows - columns), mask);
                 t.panel::<T>(simd, p, seen, keys, scale);
                 let ds = Packed::b(unit, t.ds_panels.add(p * t.ds_bytes), KEYS);
                 let dq = into(t.dq.add(columns * t.stride), NR, true);

@@ -6,11 +6,11 @@
 use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Unit};
-use super::Starts;
+use super::Mask;
 use super::forward::{Buffers, parts};
 
 /// Appends the new keys and values to the cache, then o.
-pub fn forward<T: Float>(call: Call) {
+pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     let (batch, seq, context) = (call.size('b'), call.size('s'), call.size('t'));
     let (heads, kv_heads, e) = (call.size('q'), call.size('u'), call.size('e'));
     let (width, cached, group) = (call.size('p'), call.size('w'), heads / kv_heads);
@@ -48,10 +48,12 @@ pub fn forward<T: Float>(call: Call) {
         // the cache.
         unsafe {
             let buffers = Buffers::of(scratch.get(), worker, unit, context, e);
+            let mask = Mask::of(std::ptr::null(), b, context, window);
             if part * NR < count {
                 let key = cache.at(b * context * cached + kv * e).cast_const();
                 let value = Matrix::rows(key.add(kv_heads * e), cached);
-                buffers.pack(simd, Matrix::rows(key, cached), value, start + count, e);
+                let first = mask.first_tile(start + part * NR, 1);
+                buffers.pack(simd, Matrix::rows(key, cached), value, first, start + count, e);
             }
             for h in kv * group..(kv + 1) * group {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
@@ -60,16 +62,7 @@ pub fn forward<T: Float>(call: Call) {
                     if queries > 0 {
                         let query = Matrix::rows(qkv.at((b * seq + first) * width + h * e), width);
                         let (o, null) = (o.at(at(first, h)), std::ptr::null_mut());
-                        buffers.attend(
-                            simd,
-                            (queries, e, scale),
-                            query,
-                            start + first,
-                            Starts::NONE,
-                            o,
-                            heads * e,
-                            null,
-                        );
+                        buffers.attend(simd, (queries, e, scale), query, start + first, mask, o, heads * e, null);
                     }
                 }
             }

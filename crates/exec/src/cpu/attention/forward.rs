@@ -4,7 +4,7 @@ use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_b_pair, transpose};
 use super::super::simd::{self, Simd, vectorised};
-use super::{KEYS, Pieces, Shape, Starts, whole};
+use super::{KEYS, Mask, Pieces, Shape, whole};
 
 /// What one thread works with.
 #[derive(Clone, Copy)]
@@ -63,12 +63,21 @@ impl Buffers {
         Self::carve(own, unit, positions, e).0
     }
 
-    /// Packs the first `n` keys and values.
-    pub unsafe fn pack<T: Float>(&self, simd: Simd, key: Matrix<T>, value: Matrix<T>, n: usize, e: usize) {
-        // SAFETY: the caller vouches for n rows of each.
+    /// Packs the keys and values from `first`, a multiple of a tile, up to `end`.
+    pub unsafe fn pack<T: Float>(
+        &self,
+        simd: Simd,
+        key: Matrix<T>,
+        value: Matrix<T>,
+        first: usize,
+        end: usize,
+        e: usize,
+    ) {
+        let Self { unit, keys, values, .. } = *self;
+        // SAFETY: the caller vouches for the rows of each.
         unsafe {
-            pack_a(simd, key, n, e, self.keys);
-            pack_a(simd, value.transposed(), e, n, self.values);
+            pack_a(simd, key.skip_rows(first), end - first, e, keys.rows_from(unit, first));
+            pack_a(simd, value.skip_rows(first).transposed(), e, end - first, values.rows_deep(unit, first));
         }
     }
 
@@ -80,7 +89,7 @@ impl Buffers {
         (queries, e, scale): (usize, usize, f32),
         query: Matrix<T>,
         first: usize,
-        starts: Starts,
+        mask: Mask,
         o: *mut T,
         stride: usize,
         lse: *mut f32,
@@ -94,11 +103,11 @@ impl Buffers {
             *lanes = Lanes { maxima: [f32::NEG_INFINITY; NR], sums: [0.0; NR] };
             out.write_bytes(0, rows * NR);
             let end = first + queries;
-            for k0 in (starts.first_tile(first, queries)..end).step_by(KEYS) {
+            for k0 in (mask.first_tile(first, queries)..end).step_by(KEYS) {
                 let n = KEYS.min(end - k0);
                 let to = Target::F32 { ptr: scores, stride: NR, add: false };
                 multiply::<T>(simd, (whole(unit, n), NR, e), keys.rows_from(unit, k0), packed, to);
-                hide(scores, k0, n, first, queries, starts);
+                hide(scores, k0, n, first, queries, mask);
                 weigh::<T>(simd, unit, scores, weights, n, scale, lanes, out, e);
                 let (value, weight) = (values.rows_deep(unit, k0), Packed::b(unit, weights, KEYS));
                 multiply::<T>(simd, (rows, NR, n), value, weight, Target::F32 { ptr: out, stride: NR, add: true });
@@ -116,27 +125,27 @@ impl Buffers {
 }
 
 /// Takes the keys that a query must not see out of a tile of `n` keys from `k0` on: those after its own position and those before
-/// its document. `first` is the position of column 0.
-pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, queries: usize, starts: Starts) {
+/// its document or its window. `first` is the position of column 0.
+pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, queries: usize, mask: Mask) {
     for row in (first + 1).saturating_sub(k0)..n {
         let hidden = (k0 + row - first).min(NR);
         // SAFETY: the caller vouches for n rows of NR scores.
         unsafe { std::slice::from_raw_parts_mut(scores.add(row * NR), hidden).fill(f32::NEG_INFINITY) };
     }
-    if starts.positions.is_null() {
+    if mask.is_causal() {
         return;
     }
     for column in 0..queries {
         // SAFETY: the caller vouches for n rows of NR scores and for the queries.
         unsafe {
-            let before = starts.first(first + column).saturating_sub(k0).min(n);
+            let before = mask.first(first + column).saturating_sub(k0).min(n);
             (0..before).for_each(|row| *scores.add(row * NR + column) = f32::NEG_INFINITY);
         }
     }
 }
 
 /// o and lse; `documents` where the second input says where they start.
-pub fn forward<T: Float>(call: Call, documents: bool) {
+pub fn forward<T: Float>(call: Call, documents: bool, window: Option<usize>) {
     let shape = Shape::of(&call);
     let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
@@ -155,8 +164,8 @@ pub fn forward<T: Float>(call: Call, documents: bool) {
             let buffers = Buffers::of(scratch.get(), worker, unit, seq, e);
             let key = Matrix::rows(qkv.at(shape.k(b, 0, kv)), width);
             let value = Matrix::rows(qkv.at(shape.v(b, 0, kv)), width);
-            buffers.pack(simd, key, value, seq, e);
-            let starts = Starts::of(starts.get(), b, seq);
+            buffers.pack(simd, key, value, 0, seq, e);
+            let mask = Mask::of(starts.get(), b, seq, window);
             for h in kv * group..(kv + 1) * group {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
                     let queries = NR.min(seq - first);
@@ -166,7 +175,7 @@ pub fn forward<T: Float>(call: Call, documents: bool) {
                         lse => lse.add((b * heads + h) * seq + first),
                     };
                     let o = o.at(shape.o(b, first, h));
-                    buffers.attend(simd, (queries, e, scale), query, first, starts, o, heads * e, lse);
+                    buffers.attend(simd, (queries, e, scale), query, first, mask, o, heads * e, lse);
                 }
             }
         }

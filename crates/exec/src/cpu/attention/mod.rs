@@ -12,6 +12,7 @@
 mod backward;
 mod cached;
 mod forward;
+pub mod naive;
 
 pub use backward::grad;
 pub use cached::forward as cached;
@@ -69,20 +70,25 @@ impl Shape {
     }
 }
 
-/// Where the documents of a sequence start.
+/// What queries of a sequence see of the keys up to their own.
 #[derive(Clone, Copy)]
-struct Starts {
-    /// For every position of the sequence; null where all are in one document.
-    positions: *const u32,
+struct Mask {
+    /// Where the document of every position starts; null where all are in one document.
+    starts: *const u32,
+    /// How many keys a query sees at most.
+    window: usize,
 }
 
-impl Starts {
-    /// All in one document.
-    const NONE: Starts = Starts { positions: std::ptr::null() };
+impl Mask {
+    /// Of sequence `b`; `starts` is null or has an element per position of every sequence.
+    fn of(starts: *const u32, b: usize, seq: usize, window: Option<usize>) -> Self {
+        let starts = if starts.is_null() { starts } else { starts.wrapping_add(b * seq) };
+        Self { starts, window: window.unwrap_or(usize::MAX).max(1) }
+    }
 
-    /// Of sequence `b`; `operand` is null or has an element per position.
-    fn of(operand: *const u32, b: usize, seq: usize) -> Self {
-        Self { positions: if operand.is_null() { operand } else { operand.wrapping_add(b * seq) } }
+    /// Whether queries see all keys up to their own.
+    fn is_causal(self) -> bool {
+        self.starts.is_null() && self.window == usize::MAX
     }
 
     /// The first key that the query at a position sees. A start after the query counts as the query.
@@ -90,11 +96,12 @@ impl Starts {
     /// # Safety
     /// The sequence has the position.
     unsafe fn first(self, position: usize) -> usize {
-        match self.positions.is_null() {
+        let start = match self.starts.is_null() {
             true => 0,
             // SAFETY: the caller vouches.
-            false => (unsafe { *self.positions.add(position) } as usize).min(position),
-        }
+            false => (unsafe { *self.starts.add(position) } as usize).min(position),
+        };
+        start.max((position + 1).saturating_sub(self.window))
     }
 
     /// The first tile of keys that one of `queries` queries from `first` on sees.
@@ -178,6 +185,28 @@ pub fn grad_scratch(compute: DType, threads: usize) -> Scratch {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tiles_before_a_window_or_a_document_are_not_visited() {
+        let (none, starts) = (std::ptr::null(), [vec![0; 250], vec![250; 150]].concat());
+        // (documents, window, first query, queries) and the first key that is looked at.
+        let cases = [
+            (none, None, 300, 32, 0),
+            (none, Some(1), 300, 32, 288),
+            (none, Some(100), 300, 32, 192),
+            (none, Some(14), 300, 1, 192),
+            (none, Some(12), 300, 1, 288),
+            (none, Some(1000), 300, 32, 0),
+            (starts.as_ptr(), None, 300, 32, 192),
+            (starts.as_ptr(), Some(20), 320, 32, 288),
+            (starts.as_ptr(), Some(200), 240, 32, 0),
+        ];
+        for (starts, window, first, queries, expected) in cases {
+            // SAFETY: there are starts of 400 positions, or none.
+            let found = unsafe { Mask::of(starts, 0, 400, window).first_tile(first, queries) };
+            assert_eq!(found, expected, "{window:?} {first} {queries}");
+        }
+    }
 
     #[test]
     fn the_profile_asks_for_enough_scratch_at_every_shape() {

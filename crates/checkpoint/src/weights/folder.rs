@@ -1,0 +1,207 @@
+//! Weights as other programs keep them: `model.safetensors`, or shards that `model.safetensors.index.json` lists.
+//!
+//! The files are anybody's: nothing in them is believed before it was checked, and they are read, not mapped, so that a file
+//! that shrinks meanwhile gives an error and not a signal.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use safetensors::Dtype as FileDType;
+
+use super::{some_of, tensors};
+use crate::error::{AtPath, CheckpointError};
+use crate::tensor_file::{self, LENGTH_BYTES};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// The largest JSON file that is read; the index of the largest public models has a few MB.
+const MAX_JSON_BYTES: u64 = 32 << 20;
+/// The most shards of a model.
+const MAX_SHARDS: usize = 1000;
+const AGAIN: &str = "fetch or save the file again";
+
+/// The weights in a folder, found and not yet read.
+#[derive(Debug)]
+pub struct WeightsFolder {
+    path: PathBuf,
+    files: Vec<(PathBuf, Mutex<File>)>,
+    tensors: BTreeMap<String, Located>,
+}
+
+/// Where a tensor lies: inside its file, in as many bytes as its shape and type take.
+#[derive(Debug)]
+struct Located {
+    file: usize,
+    start: u64,
+    dtype: FileDType,
+    shape: Vec<usize>,
+}
+
+impl WeightsFolder {
+    /// Whether there are weights in a folder, of whatever content.
+    pub fn is_one(path: &Path) -> bool {
+        path.join(SINGLE).exists() || path.join(INDEX).exists()
+    }
+
+    /// Opens the weights in a folder and checks every header.
+    pub fn open(path: &Path) -> Result<WeightsFolder, CheckpointError> {
+        let mut folder = WeightsFolder { path: path.to_owned(), files: Vec::new(), tensors: BTreeMap::new() };
+        if path.join(SINGLE).exists() {
+            folder.add(SINGLE)?;
+            return Ok(folder);
+        }
+        if !path.join(INDEX).exists() {
+            let hint = match path.join("pytorch_model.bin").exists() {
+                true => "its weights are pickled: save them with safe_serialization=True first",
+                false => "name a folder with config.json and model.safetensors",
+            };
+            return Err(CheckpointError::unfit(path, format!("no {SINGLE} and no {INDEX}"), hint));
+        }
+        let map = folder.index()?;
+        let names: BTreeSet<&String> = map.values().collect();
+        if names.len() > MAX_SHARDS {
+            let cause = format!("the index names {} files, more than {MAX_SHARDS}", names.len());
+            return Err(folder.wrong(INDEX, cause, "save the model in fewer shards"));
+        }
+        for name in names {
+            folder.add(name)?;
+        }
+        let at = |name: &str| folder.tensors.get(name).map(|found| &folder.files[found.file].0);
+        for (name, file) in &map {
+            if at(name) != Some(&path.join(file)) {
+                let cause =
+                    format!("it says that tensor `{}` is in {file}, which does not have it", name.escape_debug());
+                return Err(folder.wrong(INDEX, cause, AGAIN));
+            }
+        }
+        let unnamed: Vec<&str> = folder.names().filter(|name| !map.contains_key(*name)).collect();
+        if !unnamed.is_empty() {
+            let cause = format!("{} in the shards and not in it: {}", tensors(unnamed.len()), some_of(&unnamed));
+            return Err(folder.wrong(INDEX, cause, AGAIN));
+        }
+        Ok(folder)
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The names of the tensors, ascending.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Reads a JSON file of a folder, which is no larger than a few MB and not a link to somewhere else.
+    pub fn json(path: &Path, name: &str) -> Result<serde_json::Value, CheckpointError> {
+        let wrong = |cause: String| CheckpointError::unfit(&path.join(name), cause, AGAIN);
+        serde_json::from_slice(&WeightsFolder::bytes(path, name, MAX_JSON_BYTES)?)
+            .map_err(|error| wrong(format!("not the JSON that is expected: {error}")))
+    }
+
+    /// Reads a file of a folder, of at most so many bytes, which is not a link to somewhere else.
+    pub fn bytes(path: &Path, name: &str, most: u64) -> Result<Vec<u8>, CheckpointError> {
+        let (file, length) = open_inside(path, name)?;
+        if length > most {
+            let cause = format!("{length} bytes, more than {most}");
+            return Err(CheckpointError::unfit(&path.join(name), cause, "check that this is the file that is meant"));
+        }
+        let mut bytes = Vec::new();
+        file.take(most).read_to_end(&mut bytes).at("read", &path.join(name))?;
+        Ok(bytes)
+    }
+
+    pub(crate) fn find(&self, name: &str) -> Option<(FileDType, &[usize])> {
+        self.tensors.get(name).map(|found| (found.dtype, found.shape.as_slice()))
+    }
+
+    /// Reads elements of a tensor from `start` on.
+    pub(crate) fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        let Some(found) = self.tensors.get(name) else {
+            return Err(CheckpointError::unfit(&self.path, format!("no tensor `{}`", name.escape_debug()), AGAIN));
+        };
+        let (path, file) = &self.files[found.file];
+        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = found.start + (start * found.dtype.bitsize() / 8) as u64;
+        file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(bytes)).at("read", path)
+    }
+
+    /// Which tensor is in which file.
+    fn index(&self) -> Result<BTreeMap<String, String>, CheckpointError> {
+        let index = WeightsFolder::json(&self.path, INDEX)?;
+        let map = index["weight_map"].as_object();
+        let map = map.ok_or_else(|| self.wrong(INDEX, "it has no `weight_map`".into(), AGAIN))?;
+        let mut files = BTreeMap::new();
+        for (tensor, file) in map {
+            let file = file.as_str().filter(|file| is_plain(file)).ok_or_else(|| {
+                let cause =
+                    format!("{} is not the name of a safetensors file in this folder", shortened(&file.to_string()));
+                self.wrong(INDEX, cause, "an index names files beside itself; do not use one that does otherwise")
+            })?;
+            files.insert(tensor.clone(), file.to_owned());
+        }
+        Ok(files)
+    }
+
+    fn add(&mut self, name: &str) -> Result<(), CheckpointError> {
+        let path = self.path.join(name);
+        let (mut file, bytes) = open_inside(&self.path, name)?;
+        let wrong = |cause: String| CheckpointError::unfit(&path, cause, AGAIN);
+        let rest = bytes.checked_sub(LENGTH_BYTES as u64).ok_or_else(|| wrong("too short for a header".into()))?;
+        let mut first = [0; LENGTH_BYTES];
+        file.read_exact(&mut first).at("read", &path)?;
+        let length = tensor_file::header_length(first, rest).map_err(wrong)?;
+        // No longer than the file, so no more memory than somebody has written.
+        let mut header = vec![0; length];
+        file.read_exact(&mut header).at("read", &path)?;
+        let metadata = tensor_file::read_metadata(&header, rest - length as u64).map_err(wrong)?;
+        let index = self.files.len();
+        for (name, info) in metadata.tensors() {
+            let start = (LENGTH_BYTES + length + info.data_offsets.0) as u64;
+            let found = Located { file: index, start, dtype: info.dtype, shape: info.shape.clone() };
+            if self.tensors.insert(name.clone(), found).is_some() {
+                return Err(wrong(format!("tensor `{}` is in another file too", name.escape_debug())));
+            }
+        }
+        self.files.push((path, Mutex::new(file)));
+        Ok(())
+    }
+
+    fn wrong(&self, file: &str, cause: String, hint: &str) -> CheckpointError {
+        CheckpointError::unfit(&self.path.join(file), cause, hint)
+    }
+}
+
+/// The name of a safetensors file, and no path.
+fn is_plain(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    name.ends_with(tensor_file::EXTENSION) && name.len() <= 255 && !name.starts_with('.') && name.chars().all(plain)
+}
+
+/// Opens a plain file of `folder` and tells its length. A link may lead to the blobs of a Hugging Face cache that the folder
+/// is a snapshot of, and to nowhere else outside.
+fn open_inside(folder: &Path, name: &str) -> Result<(File, u64), CheckpointError> {
+    let path = folder.join(name);
+    let (home, target) = (folder.canonicalize().at("open", folder)?, path.canonicalize().at("open", &path)?);
+    // `models--x--y/snapshots/<revision>` and `models--x--y/blobs`.
+    let blobs = home.ancestors().nth(2).map(|model| model.join("blobs"));
+    if !target.starts_with(&home) && !blobs.is_some_and(|blobs| target.starts_with(blobs)) {
+        let cause = format!("a link to {}, outside of its folder", target.display());
+        return Err(CheckpointError::unfit(&path, cause, "copy the file into the folder, if it is what you mean"));
+    }
+    let file_metadata = target.metadata().at("read", &path)?;
+    if !file_metadata.is_file() {
+        return Err(CheckpointError::unfit(&path, "not a plain file", AGAIN));
+    }
+    Ok((File::open(&target).at("open", &path)?, file_metadata.len()))
+}
+
+/// A text for a message, without what a terminal would act on.
+fn shortened(text: &str) -> String {
+    const SHOWN: usize = 80;
+    let short: String = text.chars().take(SHOWN).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+    if short.len() < text.len() { short + "…" } else { short }
+}

@@ -1,0 +1,174 @@
+//! Weights on the way between programs: safetensors folders of others in, checkpoints in, either out again.
+//!
+//! A model is never in memory as a whole. Tensors pass one after the other in chunks, converted and, where one side keeps
+//! them the other way round, transposed. What the tensors are for is the caller's business: it gives a list of
+//! [`TensorCopy`].
+
+mod convert;
+mod folder;
+mod new_folder;
+mod stream;
+mod write;
+
+pub use folder::WeightsFolder;
+pub use new_folder::NewFolder;
+pub use write::{export, save_copies};
+
+use std::path::Path;
+
+use lockstep_ir::DType;
+
+use crate::error::CheckpointError;
+use crate::load::Loaded;
+use convert::Float;
+
+/// Tensors of floating-point numbers, wherever they lie.
+#[derive(Debug, Clone, Copy)]
+pub enum Source<'a> {
+    /// A group of a checkpoint.
+    Checkpoint {
+        /// The checkpoint.
+        loaded: &'a Loaded,
+        /// The name of the group.
+        group: &'a str,
+    },
+    /// A folder that another program wrote.
+    Folder(&'a WeightsFolder),
+}
+
+/// One tensor to be copied.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorCopy {
+    /// Its name in the source.
+    pub from: String,
+    /// Its name in the result.
+    pub to: String,
+    /// Its dims in the result.
+    pub shape: Vec<usize>,
+    /// Whether the source has its two dims the other way round.
+    pub transposed: bool,
+}
+
+impl TensorCopy {
+    /// Its dims in the source.
+    fn source_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if self.transposed {
+            shape.reverse();
+        }
+        shape
+    }
+
+    fn elements(&self) -> Option<usize> {
+        // Four bytes each, in the widest case.
+        let bytes = self.shape.iter().try_fold(4usize, |product, dim| product.checked_mul(*dim));
+        bytes.map(|bytes| bytes / 4)
+    }
+}
+
+impl<'a> Source<'a> {
+    /// The folder, for messages.
+    pub fn path(&self) -> &'a Path {
+        match self {
+            Source::Checkpoint { loaded, .. } => &loaded.path,
+            Source::Folder(folder) => folder.path(),
+        }
+    }
+
+    /// The names of its tensors, ascending.
+    pub fn names(&self) -> Result<Vec<&'a str>, CheckpointError> {
+        match self {
+            Source::Checkpoint { loaded, group } => loaded.names(group),
+            Source::Folder(folder) => Ok(folder.names().collect()),
+        }
+    }
+
+    /// The type and the dims of a tensor, the type as its file spells it.
+    fn find(&self, name: &str) -> Option<(String, Option<Float>, &'a [usize])> {
+        match self {
+            Source::Checkpoint { loaded, group } => {
+                let view = loaded.tensor(group, name).ok()?;
+                let float = match view.dtype {
+                    DType::F32 => Some(Float::F32),
+                    DType::BF16 => Some(Float::Bf16),
+                    DType::F16 => Some(Float::F16),
+                    DType::F64 | DType::U32 | DType::Fixed64 => None,
+                };
+                Some((view.dtype.to_string(), float, view.shape))
+            }
+            Source::Folder(folder) => {
+                let (dtype, shape) = folder.find(name)?;
+                Some((dtype.to_string(), Float::of(dtype), shape))
+            }
+        }
+    }
+
+    /// Reads elements from `start` on.
+    fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        match self {
+            Source::Checkpoint { loaded, group } => {
+                loaded.tensor(group, name)?.copy_range(start, bytes);
+                Ok(())
+            }
+            Source::Folder(folder) => folder.read(name, start, bytes),
+        }
+    }
+
+    /// Checks that the source has every tensor that is to be copied, in its shape and in floating-point numbers. `hint` says
+    /// what to do where one is missing or of another shape.
+    pub fn check(&self, copies: &[TensorCopy], hint: &str) -> Result<(), CheckpointError> {
+        let unfit = |cause: String, hint: &str| Err(CheckpointError::unfit(self.path(), cause, hint));
+        let missing: Vec<&str> =
+            copies.iter().filter(|copy| self.find(&copy.from).is_none()).map(|copy| copy.from.as_str()).collect();
+        if !missing.is_empty() {
+            return unfit(format!("{} missing: {}", tensors(missing.len()), some_of(&missing)), hint);
+        }
+        for copy in copies {
+            let Some((dtype, float, shape)) = self.find(&copy.from) else { continue };
+            let wanted = copy.source_shape();
+            if shape != wanted {
+                return unfit(format!("tensor `{}` is {shape:?}, the model wants {wanted:?}", copy.from), hint);
+            }
+            if float.is_none() {
+                let cause = format!("tensor `{}` has elements of type {dtype}", copy.from);
+                return unfit(cause, "F32, BF16 and F16 are supported: save the weights in one of them");
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether two tensors of the source are equal, element by element; false where one is not there.
+    pub fn equal(&self, a: &str, b: &str) -> Result<bool, CheckpointError> {
+        let digest = |name: &str| -> Result<Option<(u128, &[usize])>, CheckpointError> {
+            let Some((_, Some(_), shape)) = self.find(name) else { return Ok(None) };
+            let copy = TensorCopy { from: name.into(), to: name.into(), shape: shape.to_vec(), transposed: false };
+            let mut hasher = xxhash_rust::xxh3::Xxh3::new();
+            self.stream(&copy, DType::F32, &mut |chunk| {
+                hasher.update(chunk);
+                Ok(())
+            })?;
+            Ok(Some((hasher.digest128(), shape)))
+        };
+        let of_a = digest(a)?;
+        Ok(of_a.is_some() && of_a == digest(b)?)
+    }
+
+    /// Whether every tensor is of this type.
+    pub fn all_are(&self, copies: &[TensorCopy], dtype: DType) -> bool {
+        let float = if dtype == DType::BF16 { Float::Bf16 } else { Float::F32 };
+        copies.iter().all(|copy| self.find(&copy.from).is_some_and(|(_, found, _)| found == Some(float)))
+    }
+}
+
+/// `1 tensor is`, `3 tensors are`.
+pub(crate) fn tensors(count: usize) -> String {
+    if count == 1 { "1 tensor is".to_owned() } else { format!("{count} tensors are") }
+}
+
+/// The first names of a list, and how many more there are.
+pub(crate) fn some_of(names: &[&str]) -> String {
+    const SHOWN: usize = 5;
+    let shown: Vec<String> = names.iter().take(SHOWN).map(|name| format!("`{}`", name.escape_debug())).collect();
+    let more = names.len().saturating_sub(SHOWN);
+    shown.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
+}

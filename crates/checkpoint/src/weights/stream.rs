@@ -1,0 +1,102 @@
+//! A tensor in chunks, converted and turned round on the way.
+
+use lockstep_ir::DType;
+
+use super::{Source, TensorCopy};
+use crate::error::CheckpointError;
+use crate::tensor_file::CHUNK_BYTES;
+
+/// The most of a transposed tensor that is in memory at a time: smaller ones are read in one go.
+const BLOCK_BYTES: usize = 64 << 20;
+
+impl Source<'_> {
+    /// Reads a tensor that [`check`](Source::check) has passed and gives its elements, as `dtype`, in the order of the result,
+    /// chunk by chunk.
+    pub fn stream(
+        &self,
+        copy: &TensorCopy,
+        dtype: DType,
+        give: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
+        let Some((_, Some(float), _)) = self.find(&copy.from) else {
+            return Err(CheckpointError::unfit(self.path(), format!("no tensor `{}`", copy.from), "check the folder"));
+        };
+        let width = float.bytes();
+        let mut converted = Vec::new();
+        let mut raw = Vec::new();
+        if let (true, [rows, columns]) = (copy.transposed, copy.shape.as_slice()) {
+            let (rows, columns) = (*rows, *columns);
+            let block = (BLOCK_BYTES / (columns * width).max(1)).clamp(1, rows.max(1));
+            let mut turned = Vec::new();
+            for first in (0..rows).step_by(block) {
+                let count = block.min(rows - first);
+                raw.resize(count * columns * width, 0);
+                // All rows are one run of the source; some are a run in each of its rows.
+                match count == rows {
+                    true => self.read(&copy.from, 0, &mut raw)?,
+                    false => {
+                        for (column, run) in raw.chunks_mut(count * width).enumerate() {
+                            self.read(&copy.from, column * rows + first, run)?;
+                        }
+                    }
+                }
+                turned.resize(raw.len(), 0);
+                match width {
+                    4 => transpose::<4>(&raw, &mut turned, columns, count),
+                    _ => transpose::<2>(&raw, &mut turned, columns, count),
+                }
+                for chunk in turned.chunks(CHUNK_BYTES) {
+                    float.convert(chunk, dtype, &mut converted);
+                    give(&converted)?;
+                }
+            }
+            return Ok(());
+        }
+        let elements = copy.elements().unwrap_or(0);
+        let step = CHUNK_BYTES / 4;
+        for start in (0..elements).step_by(step) {
+            raw.resize(step.min(elements - start) * width, 0);
+            self.read(&copy.from, start, &mut raw)?;
+            float.convert(&raw, dtype, &mut converted);
+            give(&converted)?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes a matrix of `rows` × `columns` elements of `W` bytes the other way round, square by square, so that both sides
+/// stay in the cache.
+fn transpose<const W: usize>(from: &[u8], to: &mut [u8], rows: usize, columns: usize) {
+    const SQUARE: usize = 32;
+    let (from, to) = (from.as_chunks::<W>().0, to.as_chunks_mut::<W>().0);
+    for row in (0..rows).step_by(SQUARE) {
+        for column in (0..columns).step_by(SQUARE) {
+            for r in row..(row + SQUARE).min(rows) {
+                for c in column..(column + SQUARE).min(columns) {
+                    to[c * rows + r] = from[r * columns + c];
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_is_turned_round() {
+        for (rows, columns) in [(1, 1), (1, 70), (70, 1), (33, 65), (64, 32)] {
+            let from: Vec<u8> = (0..(rows * columns) as u32).flat_map(u32::to_le_bytes).collect();
+            let mut to = vec![0; from.len()];
+            transpose::<4>(&from, &mut to, rows, columns);
+            for (i, element) in to.as_chunks().0.iter().enumerate() {
+                let (r, c) = (i % rows, i / rows);
+                assert_eq!(u32::from_le_bytes(*element), (r * columns + c) as u32, "{rows} × {columns}");
+            }
+            let mut back = vec![0; from.len()];
+            transpose::<4>(&to, &mut back, columns, rows);
+            assert_eq!(back, from);
+        }
+    }
+}

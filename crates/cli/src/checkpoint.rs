@@ -1,0 +1,132 @@
+//! `lockstep checkpoint`: models of Hugging Face in and out.
+
+use crate::Format;
+use crate::failure::Failure;
+use crate::progress::Progress;
+use lockstep_ir::{DType, units};
+use lockstep_train::{ExportOptions, Exported, Imported, export, import};
+use serde_json::json;
+use std::io::Write;
+use std::path::PathBuf;
+
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Make a run directory of a Hugging Face model: to start from, to generate with, to evaluate.
+    Import(ImportArgs),
+    /// Write a trained model as a Hugging Face folder.
+    Export(ExportArgs),
+}
+
+#[derive(clap::Args)]
+pub struct ImportArgs {
+    /// A folder with config.json, model.safetensors or its shards, and tokenizer.json if there is one.
+    #[arg(value_name = "HF_FOLDER")]
+    from: PathBuf,
+    /// The folder to make.
+    #[arg(long, value_name = "FOLDER")]
+    out: PathBuf,
+    /// How to print the result.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+#[derive(clap::Args)]
+pub struct ExportArgs {
+    /// A run directory (its latest checkpoint is used), or a checkpoint in one.
+    #[arg(value_name = "RUN|CHECKPOINT")]
+    from: PathBuf,
+    /// The folder to make.
+    #[arg(long, value_name = "FOLDER")]
+    out: PathBuf,
+    /// What the weights are written in; bf16 where precision.policy of the run is bf16, f32 elsewhere, if not given.
+    #[arg(long, value_enum)]
+    dtype: Option<Weights>,
+    /// Positions that the model is made for; train.seq of the run if not given.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    context: Option<u32>,
+    /// How to print the result.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+/// What weights are written in.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Weights {
+    Bf16,
+    F32,
+}
+
+pub fn run(command: Command) -> Result<(), Failure> {
+    let mut progress = Progress::new(0);
+    let mut show = |done, total| progress.work("writing weights", done, total, units::bytes);
+    match command {
+        Command::Import(args) => {
+            let result = import(&args.from, &args.out, &mut show);
+            progress.clear();
+            imported(&args, &result?)
+        }
+        Command::Export(args) => {
+            let dtype = args.dtype.map(|dtype| match dtype {
+                Weights::Bf16 => DType::BF16,
+                Weights::F32 => DType::F32,
+            });
+            let options = ExportOptions { dtype, context: args.context.map(|n| n as usize), ..Default::default() };
+            let result = export(&args.from, &args.out, options, &mut show);
+            progress.clear();
+            exported(&args, &result?)
+        }
+    }
+}
+
+fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
+    let Imported { config, parameters, context, tokenizer } = result;
+    let (model, out) = (&config.model, args.out.display());
+    let mut stdout = std::io::stdout().lock();
+    if args.format == Format::Json {
+        let (architecture, vocab) = (&model.architecture, model.vocab_size);
+        let object = json!({
+            "folder": args.out, "architecture": architecture, "parameters": parameters, "layers": model.layers,
+            "dim": model.dim, "vocab_size": vocab, "context": context, "tokenizer": tokenizer,
+        });
+        return Ok(writeln!(stdout, "{object:#}")?);
+    }
+    writeln!(
+        stdout,
+        "{}: {} parameters, {} layers of {}, context {context} tokens\n{out}: run.toml, checkpoints/step-00000000{}",
+        model.architecture,
+        units::count(*parameters),
+        model.layers,
+        model.dim,
+        if *tokenizer { ", tokenizer.json" } else { "" }
+    )?;
+    if !tokenizer {
+        let note = "note: it comes without a tokenizer.json: set data.tokenizer in run.toml, or its tokens are bytes";
+        writeln!(std::io::stderr(), "{note}")?;
+    }
+    writeln!(
+        std::io::stderr(),
+        "\ntry next:\n  lockstep generate {out} --prompt 'The'\n  train from it: [model] of {out}/run.toml, and [train] init_from = \"{out}\""
+    )?;
+    Ok(())
+}
+
+fn exported(args: &ExportArgs, result: &Exported) -> Result<(), Failure> {
+    let Exported { step, parameters, dtype, warnings } = result;
+    for warning in warnings {
+        writeln!(std::io::stderr(), "warning: {warning}")?;
+    }
+    let mut stdout = std::io::stdout().lock();
+    match args.format {
+        Format::Json => {
+            let object = json!({
+                "folder": args.out, "step": step, "parameters": parameters, "dtype": dtype.to_string(),
+            });
+            writeln!(stdout, "{object:#}")?;
+        }
+        Format::Text => {
+            let parameters = units::count(*parameters);
+            writeln!(stdout, "{}: step {step}, {parameters} parameters in {dtype}", args.out.display())?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,83 @@
+//! `lockstep checkpoint`, from whole commands.
+
+mod common;
+
+use common::Place;
+use serde_json::Value;
+
+fn loss(place: &Place, run: &str) -> Value {
+    let text = place.ok(&["eval", run, "--data", "corpus/0.txt", "--format", "json"]);
+    serde_json::from_str::<Value>(&text).unwrap()["loss"].clone()
+}
+
+#[test]
+fn a_trained_model_goes_out_comes_in_and_is_trained_on() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let text = place.ok(&["checkpoint", "export", "run", "--out", "models/hf"]);
+    assert!(text.starts_with("models/hf: step 20, ") && text.ends_with(" parameters in f32\n"), "{text}");
+    let text = place.ok(&["checkpoint", "import", "models/hf", "--out", "imported"]);
+    assert!(
+        text.starts_with("llama: ") && text.contains("imported: run.toml, checkpoints/step-00000000, tokenizer.json"),
+        "{text}"
+    );
+    assert_eq!(loss(&place, "imported"), loss(&place, "run"));
+    // The folder says where its tokenizer is by its own place: it can be moved.
+    std::fs::rename(place.path("imported"), place.path("moved")).unwrap();
+    let text = place.ok(&["generate", "moved", "--prompt", "line 3", "--max-tokens", "8", "--temperature", "0"]);
+    let again = place.ok(&["generate", "run", "--prompt", "line 3", "--max-tokens", "8", "--temperature", "0"]);
+    assert_eq!(text, again);
+    let args =
+        ["checkpoint", "export", "moved", "--out", "again", "--dtype", "bf16", "--context", "64", "--format", "json"];
+    let json: Value = serde_json::from_str(&place.ok(&args)).unwrap();
+    assert_eq!((&json["dtype"], &json["step"]), (&Value::from("bf16"), &Value::from(0)));
+    let config: Value = serde_json::from_slice(&std::fs::read(place.path("again/config.json")).unwrap()).unwrap();
+    assert_eq!((&config["torch_dtype"], &config["max_position_embeddings"]), (&"bfloat16".into(), &64.into()));
+    // A run from the weights begins where the other ended, and says so.
+    for from in ["moved", "models/hf", "run"] {
+        let dir = format!("next-{}", from.replace('/', "-"));
+        let set = format!("train.init_from={from}");
+        let output = place.run(&["train", "run.toml", "--run-dir", &dir, "--set", &set, "--set", "train.steps=4"]);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && text.contains("weights from ") && !text.contains("warning"), "{text}");
+        let first = text.lines().find(|line| line.starts_with("step 0: held-out loss")).unwrap();
+        let last: f64 = place.trajectory("run").last().unwrap().rsplit(' ').next().unwrap().parse().unwrap();
+        assert!(first.contains(&format!("{last:.4} nats")), "{from}: {first}, {last}");
+    }
+}
+
+#[test]
+fn mistakes_are_named_with_a_hint() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=4"]);
+    place.ok(&["checkpoint", "export", "run", "--out", "hf"]);
+    for (args, expected) in [
+        (
+            &["import", "nowhere", "--out", "x"][..],
+            "error: nowhere: no config.json\nhint: name the folder of a Hugging Face model",
+        ),
+        (&["export", "nowhere", "--out", "x"], "error: nowhere: no such run or checkpoint\nhint: "),
+        (
+            &["export", "hf", "--out", "x"],
+            "error: hf: neither a run directory nor a checkpoint\nhint: it is a Hugging Face model",
+        ),
+        (
+            &["export", "run", "--out", "hf"],
+            "error: hf: there is something in this folder\nhint: give --out another path",
+        ),
+        (&["export", "run", "--out", "x", "--dtype", "int4"], "error: invalid value 'int4' for '--dtype <DTYPE>'"),
+        (&["import", "hf"], "error: the following required arguments were not provided"),
+    ] {
+        let text = place.fails(2, &[&["checkpoint"], args].concat());
+        assert!(text.starts_with(expected), "{args:?}: {text}");
+        assert!(!place.path("x").exists());
+    }
+    let mut config: Value = serde_json::from_slice(&std::fs::read(place.path("hf/config.json")).unwrap()).unwrap();
+    config["rope_scaling"] = serde_json::json!({ "type": "yarn", "factor": 2.0 });
+    std::fs::write(place.path("hf/config.json"), config.to_string()).unwrap();
+    let text = place.fails(2, &["checkpoint", "import", "hf", "--out", "x"]);
+    assert_eq!(
+        text,
+        "error: hf/config.json: `type` = \"yarn\" is not supported\nhint: default and llama3 are supported\n"
+    );
+}

@@ -1,0 +1,32 @@
+//! Dropout: masks that are computed, never stored.
+
+use super::call::{Call, Ptr};
+use super::float::Float;
+use super::simd::{self, vectorised};
+use lockstep_ir::counter;
+
+/// y `[b, s, d]` = x / (1 − rate), or 0 by coins from keys `[b, 2]`, in sequences of `seq` of which this rank may have a part.
+pub fn dropout<T: Float>(call: Call, rate: f32, site: u64, seq: usize) {
+    let (here, d, first) = (call.size('s'), call.size('d'), call.first_position(seq));
+    let (x, keys) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
+    let Some(y) = call.output::<T>(0).map(Ptr) else { return };
+    let (below, scale) = (counter::threshold(rate), 1.0 / (1.0 - rate));
+    call.rows(call.size('b') * here, |from, to| {
+        for row in from..to {
+            // SAFETY: rows from .. to belong to this task; there is a key per sequence.
+            unsafe {
+                let key = keys.slice(row / here * 2, 2);
+                let key = u64::from(key[0]) | u64::from(key[1]) << 32;
+                let coins = counter::row(key, site, (first + row % here) as u64);
+                dropout_row(call.simd, x.at(row * d), y.at(row * d), d, coins, below, scale);
+            }
+        }
+    });
+}
+
+vectorised! {
+    /// `y` may be the memory of `x`.
+    unsafe fn dropout_row<T>(x: *const T, y: *mut T, d: usize, coins: u64, below: u32, scale: f32) -> () {
+        simd::map([x], [y], d, |[x], i| [if counter::row_bits(coins, i as u32) < below { 0.0 } else { x * scale }]);
+    }
+}

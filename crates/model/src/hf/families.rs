@@ -1,0 +1,160 @@
+//! The families, and where their `config.json` keeps what `[model]` has.
+
+use lockstep_config::ModelConfig;
+use serde_json::{Value, json};
+
+/// A family of models.
+pub(super) struct Family {
+    /// `model_type`, and our `model.architecture`.
+    pub name: &'static str,
+    /// The class that loads it.
+    pub class: &'static str,
+    pub counts: &'static [Count],
+    /// The field, and its value where it is not there.
+    pub norm_eps: (&'static str, f64),
+    /// Whether embeddings are tied where nothing is said.
+    pub tied: bool,
+    pub rotary: bool,
+    /// How many tokens each layer sees: the field, and its value where it is not there. Null is all.
+    pub window: Option<(&'static str, usize)>,
+    /// Positions: the field, and its value where it is not there.
+    pub context: (&'static str, usize),
+    /// Shares of elements that training drops, and whether `model.dropout` is about them. They are written, so that others do not
+    /// take their own, and not read: how a model was trained is no part of it.
+    pub dropout: &'static [(&'static str, bool)],
+    /// Fields that have one value only, which is also their value where they are not there.
+    pub fixed: &'static [(&'static str, Fixed)],
+    /// What names of tensors begin with.
+    pub prefix: &'static str,
+    /// The tensor that a tied head shares.
+    pub embedding: &'static str,
+}
+
+/// An extent.
+pub(super) struct Count {
+    pub theirs: &'static str,
+    pub ours: &'static str,
+    pub get: fn(&ModelConfig) -> usize,
+    pub absent: Absent,
+}
+
+/// What a field stands for that is not there.
+pub(super) enum Absent {
+    Refused,
+    /// Our config has the same default.
+    Derived,
+}
+
+/// The one value of a field.
+pub(super) enum Fixed {
+    Is(Word),
+    Absent,
+}
+
+pub(super) enum Word {
+    Flag(bool),
+    Text(&'static str),
+}
+
+impl Word {
+    pub(super) fn json(&self) -> Value {
+        match self {
+            Word::Flag(flag) => json!(flag),
+            Word::Text(text) => json!(text),
+        }
+    }
+}
+
+const fn count(theirs: &'static str, ours: &'static str, get: fn(&ModelConfig) -> usize, absent: Absent) -> Count {
+    Count { theirs, ours, get, absent }
+}
+
+const OFF: Fixed = Fixed::Is(Word::Flag(false));
+const NOT_QUANTIZED: (&str, Fixed) = ("quantization_config", Fixed::Absent);
+const SILU: Fixed = Fixed::Is(Word::Text("silu"));
+
+/// The extents of Llama and its relatives.
+const fn llama_counts(kv_heads: Absent, head_dim: Absent) -> [Count; 7] {
+    [
+        count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+        count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
+        count("hidden_size", "dim", |m| m.dim, Absent::Refused),
+        count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
+        count("num_key_value_heads", "kv_heads", |m| m.kv_heads, kv_heads),
+        count("head_dim", "head_dim", |m| m.head_dim, head_dim),
+        count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
+    ]
+}
+
+const LLAMA: Family = Family {
+    name: "llama",
+    class: "LlamaForCausalLM",
+    counts: &llama_counts(Absent::Derived, Absent::Derived),
+    norm_eps: ("rms_norm_eps", 1e-6),
+    tied: false,
+    rotary: true,
+    window: None,
+    context: ("max_position_embeddings", 2048),
+    dropout: &[("attention_dropout", false)],
+    fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), NOT_QUANTIZED],
+    prefix: "model.",
+    embedding: "model.embed_tokens.weight",
+};
+
+pub(super) const FAMILIES: &[Family] = &[
+    LLAMA,
+    Family {
+        name: "mistral",
+        class: "MistralForCausalLM",
+        counts: &llama_counts(Absent::Refused, Absent::Derived),
+        window: Some(("sliding_window", 4096)),
+        context: ("max_position_embeddings", 131_072),
+        fixed: &[("hidden_act", SILU), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "qwen2",
+        class: "Qwen2ForCausalLM",
+        counts: &llama_counts(Absent::Refused, Absent::Derived),
+        context: ("max_position_embeddings", 32_768),
+        fixed: &[("hidden_act", SILU), ("use_sliding_window", OFF), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "qwen3",
+        class: "Qwen3ForCausalLM",
+        counts: &llama_counts(Absent::Refused, Absent::Refused),
+        context: ("max_position_embeddings", 32_768),
+        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("use_sliding_window", OFF), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "gpt2",
+        class: "GPT2LMHeadModel",
+        counts: &[
+            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+            count("n_layer", "layers", |m| m.layers, Absent::Refused),
+            count("n_embd", "dim", |m| m.dim, Absent::Refused),
+            count("n_head", "heads", |m| m.heads, Absent::Refused),
+            count("n_inner", "ffn", |m| m.ffn, Absent::Derived),
+            count(POSITIONS.0, "positions", |m| m.positions.unwrap_or(POSITIONS.1), Absent::Derived),
+        ],
+        norm_eps: ("layer_norm_epsilon", 1e-5),
+        tied: true,
+        rotary: false,
+        window: None,
+        context: POSITIONS,
+        dropout: &[("embd_pdrop", true), ("resid_pdrop", true), ("attn_pdrop", false)],
+        fixed: &[
+            ("activation_function", Fixed::Is(Word::Text("gelu_new"))),
+            ("scale_attn_weights", Fixed::Is(Word::Flag(true))),
+            ("scale_attn_by_inverse_layer_idx", OFF),
+            ("add_cross_attention", OFF),
+            NOT_QUANTIZED,
+        ],
+        prefix: "transformer.",
+        embedding: "transformer.wte.weight",
+    },
+];
+
+const POSITIONS: (&str, usize) = ("n_positions", 1024);

@@ -1,0 +1,5 @@
+//! Mistral: the shared decoder, whose attention sees a window (`model.window`).
+
+use crate::decoder::Decoder;
+
+pub(crate) const MISTRAL: Decoder = Decoder { qkv_bias: false, qk_norm: false };

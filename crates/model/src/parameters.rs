@@ -1,0 +1,32 @@
+//! How architectures declare their parameters.
+
+use lockstep_ir::graph::{Parameter, State};
+use lockstep_ir::{DType, Dim, Graph, Init, TensorType, ValueId};
+
+/// A weight matrix: rows are outputs, columns inputs.
+pub fn matrix<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 2], init: &Init, parts: &[S]) -> ValueId {
+    parameter(g, name, dims.to_vec(), init.clone(), parts, true)
+}
+
+/// A norm's weight.
+pub fn ones<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
+    parameter(g, name, vec![dim], Init::Ones, parts, false)
+}
+
+/// A bias.
+pub fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
+    parameter(g, name, vec![dim], Init::Zeros, parts, false)
+}
+
+fn parameter<S: AsRef<str>>(
+    g: &mut Graph,
+    name: &str,
+    dims: Vec<Dim>,
+    init: Init,
+    parts: &[S],
+    decay: bool,
+) -> ValueId {
+    let parts = parts.iter().map(|p| p.as_ref().to_owned()).collect();
+    let ty = TensorType::new(DType::F32, dims);
+    g.state(name, ty, State::Parameter(Parameter { init, parts, decay }))
+}

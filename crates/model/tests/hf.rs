@@ -1,0 +1,129 @@
+//! `config.json` of every family: what is read, what is refused, and that it comes out as it went in.
+
+use lockstep_config::Config;
+use lockstep_model::hf::{Beside, HfConfig, read_config, write_config};
+use serde_json::{Value, json};
+
+const BESIDE: Beside = Beside { context: 128, dtype: "float32", end_token: Some(7) };
+
+/// A config.json as transformers 5 writes it, less what does not matter.
+fn theirs(model_type: &str) -> Value {
+    if model_type == "gpt2" {
+        return json!({ "model_type": "gpt2", "vocab_size": 53, "n_layer": 2, "n_embd": 30, "n_head": 6, "n_positions": 64 });
+    }
+    json!({
+        "model_type": model_type, "vocab_size": 53, "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "tie_word_embeddings": false, "max_position_embeddings": 4096, "sliding_window": null,
+        "rope_parameters": { "rope_type": "default", "rope_theta": 1e6 },
+    })
+}
+
+fn with(model_type: &str, fields: Value) -> Value {
+    let mut config = theirs(model_type);
+    for (name, value) in fields.as_object().unwrap() {
+        config[name] = value.clone();
+    }
+    config
+}
+
+fn read(config: &Value) -> (HfConfig, Config) {
+    let read = read_config(config).unwrap_or_else(|e| panic!("{e}"));
+    let config = Config::parse(&read.to_toml(), "run.toml", &[]).unwrap_or_else(|e| panic!("{e}"));
+    (read, config)
+}
+
+const FAMILIES: [&str; 5] = ["llama", "mistral", "qwen2", "qwen3", "gpt2"];
+
+#[test]
+fn what_is_written_reads_back_as_the_same_model() {
+    for family in FAMILIES {
+        let (found, config) = read(&theirs(family));
+        assert_eq!((config.model.architecture.as_str(), found.layers), (family, 2));
+        let context = if family == "gpt2" { 64 } else { 4096 };
+        assert_eq!((found.context, config.train.seq), (context, context.min(2048)));
+        let written = write_config(&config.model, BESIDE).unwrap();
+        let dropout = if family == "gpt2" { "resid_pdrop" } else { "attention_dropout" };
+        assert_eq!(written[dropout], 0.0);
+        assert_eq!(read(&written).1.model, config.model, "{family}");
+        assert_eq!((&written["eos_token_id"], &written["torch_dtype"]), (&json!(7), &json!("float32")));
+    }
+}
+
+#[test]
+fn both_versions_of_the_rotary_fields_are_read() {
+    let scaling = json!({
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    });
+    let mut new = scaling.clone();
+    (new["rope_type"], new["rope_theta"]) = (json!("llama3"), json!(5e5));
+    let five = read(&with("llama", json!({ "rope_parameters": new }))).1.model;
+    let mut old = scaling.clone();
+    old["type"] = json!("llama3");
+    let four = with("llama", json!({ "rope_parameters": null, "rope_theta": 5e5, "rope_scaling": old }));
+    assert_eq!(read(&four).1.model, five);
+    assert_eq!((five.rope_theta, five.rope_scaling.unwrap().original_context), (5e5, 32));
+    let bare = with("llama", json!({ "rope_parameters": null }));
+    assert_eq!(read(&bare).1.model.rope_theta, 10_000.0);
+}
+
+#[test]
+fn what_is_not_said_is_what_transformers_takes() {
+    let short = |fields: Value| read(&with("llama", fields)).1.model;
+    let model = short(
+        json!({ "num_key_value_heads": null, "head_dim": null, "rms_norm_eps": null, "tie_word_embeddings": null }),
+    );
+    assert_eq!((model.kv_heads, model.head_dim, model.norm_eps, model.tied_embeddings), (4, 6, 1e-6, false));
+    let model = read(&theirs("gpt2")).1.model;
+    assert_eq!((model.ffn, model.positions, model.tied_embeddings, model.norm_eps), (120, Some(64), true, 1e-5));
+    let mut mistral = theirs("mistral");
+    assert_eq!(read(&mistral).1.model.window, None);
+    mistral.as_object_mut().unwrap().remove("sliding_window");
+    assert_eq!(read(&mistral).1.model.window, Some(4096));
+    let sliding =
+        with("mistral", json!({ "sliding_window": 5, "layer_types": ["sliding_attention", "sliding_attention"] }));
+    assert_eq!(read(&sliding).1.model.window, Some(5));
+}
+
+#[test]
+fn what_cannot_be_represented_is_refused_by_field() {
+    let rope = |kind: &str| json!({ "rope_parameters": { "rope_type": kind, "rope_theta": 1e4, "factor": 2.0 } });
+    let partial = json!({ "rope_parameters": { "rope_theta": 1e4, "partial_rotary_factor": 0.5 } });
+    let per_layer = json!({ "rope_parameters": { "full_attention": { "rope_theta": 1e4 } } });
+    for (family, fields, expected) in [
+        ("bert", json!({}), "`model_type` = \"bert\" is not supported"),
+        ("llama", json!({ "model_type": null }), "`model_type` is not set"),
+        ("llama", json!({ "model_type": 3 }), "`model_type` is 3, which is wrong"),
+        ("llama", json!({ "attention_bias": true }), "`attention_bias` = true is not supported"),
+        ("llama", json!({ "mlp_bias": true }), "`mlp_bias` = true is not supported"),
+        ("llama", json!({ "hidden_act": "gelu" }), "`hidden_act` = \"gelu\" is not supported"),
+        (
+            "llama",
+            json!({ "quantization_config": { "bits": 4 } }),
+            "`quantization_config` = {\"bits\":4} is not supported",
+        ),
+        ("llama", rope("yarn"), "`rope_type` = \"yarn\" is not supported"),
+        ("llama", rope("llama3"), "`rope_parameters.original_max_position_embeddings` is not set"),
+        ("llama", partial, "`partial_rotary_factor` = 0.5 is not supported"),
+        ("llama", per_layer, "`rope_parameters` differs between layers"),
+        ("llama", json!({ "layer_types": ["full_attention", "sliding_attention"] }), "`layer_types` is not supported"),
+        ("mistral", json!({ "num_key_value_heads": null }), "`num_key_value_heads` is not set"),
+        ("mistral", json!({ "sliding_window": 0 }), "`sliding_window` is 0, which is wrong"),
+        ("qwen2", json!({ "use_sliding_window": true }), "`use_sliding_window` = true is not supported"),
+        ("qwen3", json!({ "attention_bias": true }), "`attention_bias` = true is not supported"),
+        ("qwen3", json!({ "head_dim": null }), "`head_dim` is not set"),
+        ("gpt2", json!({ "activation_function": "relu" }), "`activation_function` = \"relu\" is not supported"),
+        ("gpt2", json!({ "scale_attn_by_inverse_layer_idx": true }), "is not supported"),
+        ("gpt2", json!({ "scale_attn_weights": false }), "`scale_attn_weights` = false is not supported"),
+        ("llama", json!({ "vocab_size": 1_000_000_000_000u64 }), "`vocab_size` is 1000000000000, which is wrong"),
+        ("llama", json!({ "hidden_size": 0 }), "`hidden_size` is 0, which is wrong"),
+        ("llama", json!({ "hidden_size": -24 }), "`hidden_size` is -24, which is wrong"),
+        ("llama", json!({ "hidden_size": 24.5 }), "`hidden_size` is 24.5, which is wrong"),
+        ("llama", json!({ "hidden_size": "24" }), "`hidden_size` is \"24\", which is wrong"),
+        ("llama", json!({ "rms_norm_eps": 0.0 }), "`rms_norm_eps` is 0.0, which is wrong"),
+        ("llama", json!({ "tie_word_embeddings": "yes" }), "`tie_word_embeddings` is \"yes\", which is wrong"),
+    ] {
+        let error = read_config(&with(family, fields)).expect_err(expected).to_string();
+        assert!(error.contains(expected) && error.contains("\nhint: "), "{error}");
+    }
+}

@@ -1,0 +1,42 @@
+//! Public shapes have the public number of parameters, counted from their graphs.
+
+use lockstep_config::{Config, presets};
+
+/// Parameters as the models' cards or their weights say; a tied matrix counts once.
+const PUBLISHED: [(&str, u64); 15] = [
+    ("gpt2", 124_439_808),
+    ("gpt2-medium", 354_823_168),
+    ("gpt2-large", 774_030_080),
+    ("gpt2-xl", 1_557_611_200),
+    ("llama-2-7b", 6_738_415_616),
+    ("llama-3.2-1b", 1_235_814_400),
+    ("llama-3-8b", 8_030_261_248),
+    ("llama-3-70b", 70_553_706_496),
+    ("llama-3-405b", 405_853_388_800),
+    ("qwen2.5-0.5b", 494_032_768),
+    ("qwen2.5-1.5b", 1_543_714_304),
+    ("qwen2.5-7b", 7_615_616_512),
+    ("qwen3-0.6b", 596_049_920),
+    ("qwen3-8b", 8_190_735_360),
+    ("mistral-7b", 7_241_732_096),
+];
+
+/// Shapes of this project's own, named by their size.
+const OWN: [&str; 3] = ["llama-15m", "llama-29m", "llama-124m"];
+
+#[test]
+fn presets_have_the_published_number_of_parameters() {
+    for (name, published) in PUBLISHED {
+        let config = Config::parse(&format!("[model]\npreset = \"{name}\""), "run.toml", &[]).unwrap();
+        let graph = lockstep_model::build(&config.model, 1, 16).unwrap();
+        let counted: u64 = graph.parameters().map(|(_, value, _)| value.ty.elements() as u64).sum();
+        assert_eq!(counted, published, "{name}");
+    }
+}
+
+#[test]
+fn every_preset_is_published_or_our_own() {
+    let known = |name: &str| OWN.contains(&name) || PUBLISHED.iter().any(|(n, _)| *n == name);
+    let unknown: Vec<&str> = presets().filter(|name| !known(name)).collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
+}

@@ -1,0 +1,154 @@
+//! A checkpoint becomes a Hugging Face folder.
+
+use super::{CONFIG, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
+use crate::{Part, Tokenizer, TrainError, Trained};
+use lockstep_checkpoint::{NewFolder, Source, TensorCopy, WeightsFolder};
+use lockstep_config::Config;
+use lockstep_ir::DType;
+use lockstep_model::hf::{self, Beside};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// How a model is exported.
+#[derive(Clone, Copy, Debug)]
+pub struct ExportOptions {
+    /// F32 or BF16; if not given, what the run computes in.
+    pub dtype: Option<DType>,
+    /// Positions that the result says it is made for; if not given, those of the model it was imported from, or `train.seq`.
+    pub context: Option<usize>,
+    /// The most bytes of one file of weights.
+    pub shard_bytes: u64,
+}
+
+impl Default for ExportOptions {
+    fn default() -> Self {
+        Self { dtype: None, context: None, shard_bytes: 5_000_000_000 }
+    }
+}
+
+/// What was exported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exported {
+    /// The step of the checkpoint.
+    pub step: u64,
+    /// Elements of all parameters.
+    pub parameters: u64,
+    /// The type of the weights.
+    pub dtype: DType,
+    /// What was passed over to find the checkpoint.
+    pub warnings: Vec<String>,
+}
+
+/// Writes a run's latest checkpoint, or the one in a folder, to `out` as a Hugging Face model: `config.json`,
+/// `generation_config.json`, weights and tokenizer. Weights pass in chunks. `progress` hears the bytes written and the bytes
+/// in all.
+pub fn export(
+    from: &Path,
+    out: &Path,
+    options: ExportOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Exported, TrainError> {
+    let trained = Trained::open(from)?;
+    let (config, checkpoint) = (&trained.config, &trained.checkpoint);
+    let dtype = match (options.dtype, config.precision.policy.as_str()) {
+        (Some(dtype), _) => dtype,
+        (None, "bf16") => DType::BF16,
+        (None, _) => DType::F32,
+    };
+    let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
+    let context = options.context.or(imported).unwrap_or(config.train.seq);
+    // A model that came without its tokenizer goes without one: it is not made of bytes.
+    let unknown = !checkpoint.state["imported"].is_null() && config.tokenizer_path().is_none();
+    let tokenizer = if unknown { None } else { Some(Tokenizer::of(config)?) };
+    let beside = Beside {
+        context,
+        dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
+        end_token: tokenizer.as_ref().map(Tokenizer::separator),
+    };
+    let described = describe(config, beside, from)?;
+
+    let model = &config.model;
+    let copy = |part: Part| {
+        let Part { name, mut shape, .. } = part;
+        let transposed = lockstep_model::hf_transposed(model, &name);
+        if transposed {
+            shape.reverse();
+        }
+        TensorCopy { from: name.clone(), to: name, shape, transposed }
+    };
+    let copies: Vec<TensorCopy> = model_parts(model)?.into_iter().map(copy).collect();
+    let source = Source::Checkpoint { loaded: checkpoint, group: "model" };
+    source.check(&copies, "run.toml is not of this checkpoint: name the checkpoint's own folder")?;
+
+    let new = NewFolder::begin(out)?;
+    let pretty = |value: &Value| format!("{value:#}\n").into_bytes();
+    new.write(CONFIG, &pretty(&described))?;
+    if let Some(tokenizer) = &tokenizer {
+        new.write("generation_config.json", &pretty(&json!({ "eos_token_id": beside.end_token })))?;
+        for (name, bytes) in tokenizer_files(config, tokenizer, context)? {
+            new.write(name, &bytes)?;
+        }
+    }
+    lockstep_checkpoint::export(new.contents(), source, &copies, dtype, options.shard_bytes, progress)?;
+    new.publish()?;
+    let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
+    Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings })
+}
+
+/// The `config.json` of a model, which must read back as the same model.
+fn describe(config: &Config, beside: Beside, from: &Path) -> Result<Value, TrainError> {
+    let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
+    let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
+    let again = Config::parse(&again.to_toml(), CONFIG, &[])?;
+    let differences = config.differences(&again);
+    let lost = differences.iter().filter(|d| hf::matters(&config.model, d.path));
+    let lost: Vec<String> = lost.map(|d| format!("{} = {}", d.path, d.ours)).collect();
+    if lost.is_empty() {
+        return Ok(described);
+    }
+    let cause = format!("Hugging Face's {} has no {}", config.model.architecture, lost.join(", "));
+    Err(unfit(from, cause, "no folder can be exported that computes what this model computes".into()).into())
+}
+
+/// The files of a run's tokenizer. One that came with a `tokenizer_config.json` keeps it.
+fn tokenizer_files(
+    config: &Config,
+    tokenizer: &Tokenizer,
+    context: usize,
+) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
+    let mut described = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
+    let (Some(path), Tokenizer::File(file)) = (config.tokenizer_path(), tokenizer) else {
+        let tokenizer = byte_tokenizer::tokenizer_json();
+        return Ok(vec![
+            (TOKENIZER, format!("{tokenizer:#}\n").into_bytes()),
+            (TOKENIZER_CONFIG, format!("{described:#}\n").into_bytes()),
+        ]);
+    };
+    let bytes = std::fs::read(&path).map_err(|e| TrainError::io("read", &path, e))?;
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let beside = match folder.join(TOKENIZER_CONFIG).exists() {
+        true => WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?,
+        false => {
+            described["eos_token"] = json!(file.decode(&[file.separator()]));
+            format!("{described:#}\n").into_bytes()
+        }
+    };
+    Ok(vec![(TOKENIZER, bytes), (TOKENIZER_CONFIG, beside)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_that_no_config_json_can_describe_is_refused() {
+        let text = "[model]\narchitecture = \"qwen2\"\nvocab_size = 64\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nattention = \"naive\"\n";
+        let mut config = Config::parse(text, "run.toml", &[]).unwrap();
+        let beside = Beside { context: 64, dtype: "float32", end_token: None };
+        assert!(describe(&config, beside, Path::new("run")).is_ok());
+        // The schema refuses this today; whoever allows it is told here.
+        config.model.window = Some(8);
+        let error = describe(&config, beside, Path::new("run")).unwrap_err().to_string();
+        assert!(error.starts_with("run: Hugging Face's qwen2 has no model.window = 8\nhint: "), "{error}");
+    }
+}

@@ -1,0 +1,80 @@
+//! The weights that a new run starts from, where `train.init_from` names some.
+
+use crate::hf::{self, HfFolder};
+use crate::trained::Trained;
+use crate::{Part, TrainError};
+use lockstep_checkpoint::{Loaded, Source, TensorCopy};
+use lockstep_config::Config;
+use std::path::{Path, PathBuf};
+
+/// Weights that were found, and fit the model.
+#[derive(Debug)]
+pub(crate) struct InitialWeights {
+    /// The folder that the config names.
+    pub(crate) path: PathBuf,
+    /// What is worth knowing about them.
+    pub(crate) warnings: Vec<String>,
+    origin: Origin,
+    copies: Vec<TensorCopy>,
+}
+
+#[derive(Debug)]
+enum Origin {
+    Checkpoint(Loaded),
+    Folder(HfFolder),
+}
+
+impl InitialWeights {
+    /// Opens what `train.init_from` names and checks that every tensor of the model is there, in its shape, and no other.
+    pub(crate) fn open(config: &Config) -> Result<Option<Self>, TrainError> {
+        let Some(path) = config.init_from() else { return Ok(None) };
+        let model = &config.model;
+        let hint = "give [model] the shape of the weights (run.toml in their folder has it), or choose another train.init_from";
+        let (origin, copies, theirs, mut warnings);
+        if hf::is_foreign(&path) {
+            let folder = HfFolder::open(&path)?;
+            copies = folder.copies(model, hint)?;
+            (theirs, warnings) = (Config::parse(&folder.config.to_toml(), "config.json", &[])?, Vec::new());
+            origin = Origin::Folder(folder);
+        } else {
+            let trained = Trained::open(&path)?;
+            let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
+            copies = hf::model_parts(model)?.into_iter().map(copy).collect();
+            let source = Source::Checkpoint { loaded: &trained.checkpoint, group: MODEL };
+            source.check(&copies, hint)?;
+            let others = source.names()?.into_iter().filter(|name| !copies.iter().any(|copy| copy.from == *name));
+            hf::refuse_others(source.path(), others, hint)?;
+            (theirs, warnings) = (trained.config, trained.warnings);
+            origin = Origin::Checkpoint(trained.checkpoint);
+        }
+        // Of the same shape, and yet not the same model: a longer context, say, or a mistake.
+        let differences = config.differences(&theirs);
+        let differences = differences.iter().filter(|d| lockstep_model::hf::matters(model, d.path));
+        warnings.extend(differences.map(|d| {
+            format!(
+                "the weights in {} were made with {} = {}, the config has {}",
+                path.display(),
+                d.path,
+                d.theirs,
+                d.ours
+            )
+        }));
+        Ok(Some(Self { path, warnings, origin, copies }))
+    }
+
+    /// The weights, and what is to be copied of them.
+    pub(crate) fn source(&self) -> (Source<'_>, &[TensorCopy]) {
+        let source = match &self.origin {
+            Origin::Checkpoint(loaded) => Source::Checkpoint { loaded, group: MODEL },
+            Origin::Folder(folder) => Source::Folder(&folder.weights),
+        };
+        (source, &self.copies)
+    }
+
+    /// The folder, for messages.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+const MODEL: &str = crate::state::MODEL;

@@ -1,0 +1,154 @@
+//! Architectures beside Llama, and naive attention: each layout against one rank, the same bits under every recompute policy.
+
+mod common;
+
+use lockstep_config::Config;
+use lockstep_ir::program::{Buffer, Lifetime};
+use lockstep_train::{Comparison, Generator, Weights, compare, plan};
+
+const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
+/// A window shorter than the sequences.
+const MISTRAL: &str = "architecture = \"mistral\"\nwindow = 5";
+/// Weights of attention as matrices, also in a window.
+const NAIVE: &str = "attention = \"naive\"";
+/// GPT-2 asks for as many key heads as query heads.
+const NAIVE_GPT2: &str = "attention = \"naive\"\narchitecture = \"gpt2\"\nkv_heads = 4\npositions = 12";
+const NAIVE_WINDOW: &str = "attention = \"naive\"\narchitecture = \"mistral\"\nwindow = 5";
+
+/// Two key heads: with tp=4 neighbours share one.
+const LAYOUTS: [&str; 14] = [
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "tp=2",
+    "tp=2,sp",
+    "tp=4",
+    "tp=4,sp",
+    "pp=2",
+    "pp=2,gpipe",
+    "dp=2,zero=2,tp=4",
+    "dp=2,zero=3,tp=4,sp",
+    "tp=4,sp,pp=2",
+    "dp=2,zero=1,tp=2,sp,pp=2",
+];
+
+fn config(model: &str, keys: &str) -> Config {
+    let kv_heads = if model.contains("kv_heads") { "" } else { "kv_heads = 2\n" };
+    let text = format!(
+        "[model]\nvocab_size = 131\nlayers = 4\ndim = 32\nheads = 4\nffn = 48\n{kv_heads}{model}\n\
+         [train]\nseq = 12\nglobal_batch = 8\nmicro_batch = 2\nthreads = 1\n{keys}\n"
+    );
+    Config::parse(&text, "run.toml", &[]).unwrap()
+}
+
+fn compared(config: &Config) -> Vec<Comparison> {
+    common::check_layouts(config, &LAYOUTS)
+}
+
+/// Every layout, in both precisions and with documents kept apart.
+fn check_layouts(model: &str) {
+    let reproducible = "reproducible = true\n[precision]\npolicy = \"bf16\"";
+    for keys in ["", "[precision]\npolicy = \"bf16\"", "[data]\ndocument_mask = true", reproducible] {
+        compared(&config(model, keys));
+    }
+}
+
+/// Every recompute policy on every layout, against keeping all.
+fn check_recompute(model: &str) {
+    let run = |policy: &str| compared(&config(model, &format!("[recompute]\npolicy = \"{policy}\"")));
+    let kept = run("none");
+    for policy in ["selective", "full", "sqrt"] {
+        for (with, without) in run(policy).iter().zip(&kept) {
+            assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
+        }
+    }
+}
+
+#[test]
+fn qwen3_on_every_layout() {
+    check_layouts(QWEN3);
+}
+
+#[test]
+fn mistral_on_every_layout() {
+    check_layouts(MISTRAL);
+}
+
+#[test]
+fn qwen3_under_every_recompute_policy() {
+    check_recompute(QWEN3);
+}
+
+#[test]
+fn mistral_under_every_recompute_policy() {
+    check_recompute(MISTRAL);
+}
+
+#[test]
+fn naive_attention_on_every_layout() {
+    check_layouts(NAIVE);
+    check_layouts(NAIVE_WINDOW);
+    check_layouts(NAIVE_GPT2);
+}
+
+#[test]
+fn naive_attention_under_every_recompute_policy() {
+    check_recompute(NAIVE);
+    check_recompute(NAIVE_GPT2);
+}
+
+#[test]
+fn naive_attention_is_the_same_function() {
+    for model in ["", MISTRAL] {
+        for keys in ["", "[data]\ndocument_mask = true"] {
+            let run = |model: &str| compared(&config(model, keys))[0].losses.clone();
+            let naive = run(&format!("{model}\n{NAIVE}"));
+            for ((flash, _), (naive, _)) in run(model).iter().zip(&naive) {
+                assert!((flash - naive).abs() < 1e-5 * flash, "{flash} {naive}");
+            }
+        }
+    }
+}
+
+#[test]
+fn naive_attention_keeps_its_weights_for_backward_unless_they_are_computed_again() {
+    let saved = |attention: &str, policy: &str| -> u64 {
+        let keys = format!("[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"{policy}\"");
+        let plan = plan(&config(&format!("attention = \"{attention}\""), &keys)).unwrap();
+        let program = plan.program();
+        let saved = |b: &&Buffer| program.regions[b.region].lifetime == Lifetime::Saved && b.name.ends_with(".p");
+        program.buffers.iter().filter(saved).map(|b| b.bytes).sum()
+    };
+    // 4 layers, 2 sequences of 12 tokens, 4 heads, 2 bytes each.
+    assert_eq!(saved("naive", "none"), 4 * 2 * 4 * 12 * 12 * 2);
+    assert_eq!(saved("naive", "selective"), 0);
+    assert_eq!(saved("flash", "none"), 0);
+}
+
+#[test]
+fn naive_attention_generates_through_the_cache_as_flash_does() {
+    let logits = |attention: &str| {
+        let config = config(&format!("{MISTRAL}\nattention = \"{attention}\""), "");
+        let mut generator = Generator::new(&config, 20, Weights::Initial).unwrap();
+        generator.read(&[5, 6, 7, 8, 9, 10, 11, 12]).unwrap();
+        generator.read(&[13]).unwrap().to_vec()
+    };
+    assert_eq!(logits("naive"), logits("flash"));
+}
+
+#[test]
+fn a_window_changes_losses_and_one_past_the_sequence_does_not() {
+    let losses = |window: &str| {
+        let found = compare(
+            &config(&format!("architecture = \"mistral\"\n{window}"), ""),
+            &["pp=2".parse().unwrap()],
+            2,
+            &mut |_| (),
+        );
+        found.unwrap()[0].losses.clone()
+    };
+    let whole = losses("");
+    assert_eq!(losses("window = 12"), whole);
+    assert_ne!(losses("window = 11"), whole);
+}

@@ -1,0 +1,295 @@
+//! Hugging Face folders in and out, and runs that start from them.
+
+mod common;
+mod hf_folder;
+
+use common::run_with;
+use hf_folder::{CASES, Model};
+use lockstep_config::Config;
+use lockstep_ir::{DType, bf16};
+use lockstep_train::{ExportOptions, Text, Trained, evaluate, export, import};
+use safetensors::tensor::Dtype;
+use serde_json::{Value, json};
+use std::fs::read;
+use std::path::{Path, PathBuf};
+
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn import(&self, from: &str, out: &str) -> Config {
+        import(&self.at(from), &self.at(out), &mut |_, _| {}).unwrap_or_else(|e| panic!("{e}")).config
+    }
+
+    fn refused(&self, from: &str) -> String {
+        let error = import(&self.at(from), &self.at("refused"), &mut |_, _| {}).unwrap_err();
+        assert!(!self.at("refused").exists());
+        error.to_string()
+    }
+
+    fn export(&self, from: &str, out: &str, options: ExportOptions) -> Result<(), String> {
+        export(&self.at(from), &self.at(out), options, &mut |_, _| {}).map(drop).map_err(|e| e.to_string())
+    }
+
+    fn weights(&self, folder: &str) -> Vec<u8> {
+        read(self.at(folder).join("model.safetensors")).unwrap()
+    }
+}
+
+fn json_of(path: &Path) -> Value {
+    serde_json::from_slice(&read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn every_architecture_comes_out_as_it_went_in_to_the_byte() {
+    for case in CASES {
+        let place = Place::new();
+        let model = Model::golden(case);
+        model.write(&place.at("a"));
+        let config = place.import("a", "run");
+        assert_eq!(config.model.architecture, model.config["model_type"], "{case}");
+        place.export("run", "b", ExportOptions::default()).unwrap();
+        assert!(place.weights("b") == model.file(), "{case}");
+        // The exported config says the same, in the words of version 4.
+        let (again, theirs) = (place.import("b", "again"), json_of(&place.at("b/config.json")));
+        assert_eq!(again.model, config.model, "{case}");
+        let context = if case.starts_with("gpt2") { "n_positions" } else { "max_position_embeddings" };
+        assert_eq!(theirs[context], model.config[context], "{case}");
+        assert!(theirs["rope_parameters"].is_null() && theirs["torch_dtype"] == "float32");
+        place.export("again", "c", ExportOptions::default()).unwrap();
+        assert!(place.weights("c") == model.file(), "{case}");
+    }
+}
+
+#[test]
+fn shards_are_written_by_size_and_read_back() {
+    let place = Place::new();
+    for case in ["llama_mha", "gpt2"] {
+        let (a, run, b) = (&format!("{case}-a"), &format!("{case}-run"), &format!("{case}-b"));
+        let model = Model::golden(case);
+        model.write(&place.at(a));
+        place.import(a, run);
+        place.export(run, b, ExportOptions { shard_bytes: 10_000, ..Default::default() }).unwrap();
+        let index = json_of(&place.at(b).join("model.safetensors.index.json"));
+        let bytes: usize = model.tensors.iter().map(|t| t.3.len()).sum();
+        assert_eq!(index["metadata"]["total_size"], bytes);
+        let map = index["weight_map"].as_object().unwrap();
+        assert_eq!(map.len(), model.tensors.len());
+        let mut files: Vec<_> = map.values().map(|v| v.as_str().unwrap()).collect();
+        files.sort();
+        files.dedup();
+        assert!(files.len() > 2 && files[0].starts_with("model-00001-of-0000"), "{files:?}");
+        let (again, c) = (&format!("{case}-again"), &format!("{case}-c"));
+        place.import(b, again);
+        place.export(again, c, ExportOptions::default()).unwrap();
+        assert!(place.weights(c) == model.file());
+    }
+}
+
+/// The same tensors in another type.
+fn narrowed(mut model: Model, dtype: Dtype, narrow: impl Fn(f32) -> u16) -> Model {
+    for (_, of, _, data) in &mut model.tensors {
+        *data = data.as_chunks().0.iter().flat_map(|b| narrow(f32::from_le_bytes(*b)).to_le_bytes()).collect();
+        *of = dtype;
+    }
+    model
+}
+
+#[test]
+fn types_are_converted_on_the_way() {
+    let place = Place::new();
+    let narrow = narrowed(Model::golden("gpt2_untied"), Dtype::BF16, bf16::from_f32);
+    narrow.write(&place.at("bf16"));
+    assert_eq!(place.import("bf16", "run").precision.policy, "bf16");
+    place.export("run", "again", ExportOptions::default()).unwrap();
+    assert!(place.weights("again") == narrow.file());
+    assert_eq!(json_of(&place.at("again/config.json"))["torch_dtype"], "bfloat16");
+    place.export("run", "wide", ExportOptions { dtype: Some(DType::F32), ..Default::default() }).unwrap();
+    let wide = place.weights("wide");
+    place.import("wide", "wide-run");
+    place.export("wide-run", "narrow", ExportOptions { dtype: Some(DType::BF16), ..Default::default() }).unwrap();
+    assert!(place.weights("narrow") == narrow.file() && wide.len() > narrow.file().len());
+
+    // Halves of 1.5, −0.25 and 65504: an f32 has them all.
+    let halves = narrowed(Model::golden("llama_mha"), Dtype::F16, |x| match x {
+        x if x > 0.1 => 0x3e00,
+        x if x < -0.1 => 0xb400,
+        _ => 0x7bff,
+    });
+    halves.write(&place.at("f16"));
+    assert_eq!(place.import("f16", "f16-run").precision.policy, "fp32");
+    place.export("f16-run", "f16-out", ExportOptions::default()).unwrap();
+    let mut expected = Model::golden("llama_mha");
+    for (_, _, _, data) in &mut expected.tensors {
+        let wide = |x: f32| if x > 0.1 { 1.5 } else { if x < -0.1 { -0.25 } else { 65504.0f32 } };
+        *data = data.as_chunks().0.iter().flat_map(|b| wide(f32::from_le_bytes(*b)).to_le_bytes()).collect();
+    }
+    assert!(place.weights("f16-out") == expected.file());
+}
+
+#[test]
+fn files_of_the_hub_are_read_in_their_old_forms() {
+    // Without the prefix and with buffers, as the first GPT-2 was published; a tied head stored once more.
+    let place = Place::new();
+    let model = Model::golden("gpt2");
+    let mut old = Model::golden("gpt2");
+    old.tensors.iter_mut().for_each(|t| t.0 = t.0.strip_prefix("transformer.").unwrap().to_owned());
+    old.tensors.push(("h.0.attn.bias".into(), Dtype::U8, vec![1, 1, 12, 12], vec![1; 144]));
+    old.tensors.push(("h.0.attn.masked_bias".into(), Dtype::F32, vec![], vec![0; 4]));
+    old.write(&place.at("old"));
+    place.import("old", "run");
+    place.export("run", "new", ExportOptions::default()).unwrap();
+    assert!(place.weights("new") == model.file());
+
+    let mut tied = Model::golden("llama_gqa_tied");
+    let (_, dtype, shape, data) = tied.tensor("model.embed_tokens.weight").clone();
+    tied.tensors.push(("lm_head.weight".into(), dtype, shape, data));
+    tied.tensors.push(("model.layers.0.self_attn.rotary_emb.inv_freq".into(), Dtype::F32, vec![1], vec![0; 4]));
+    tied.config["rope_theta"] = json!(500000.0);
+    tied.config["rope_parameters"] = Value::Null;
+    tied.write(&place.at("tied"));
+    assert_eq!(place.import("tied", "tied-run").model.rope_theta, 500000.0);
+    place.export("tied-run", "tied-new", ExportOptions::default()).unwrap();
+    assert!(place.weights("tied-new") == Model::golden("llama_gqa_tied").file());
+    tied.tensor("lm_head.weight").3[0] ^= 1;
+    tied.write(&place.at("other"));
+    let text = place.refused("other");
+    assert!(
+        text.contains("`lm_head.weight` differs from `model.embed_tokens.weight`") && text.contains("hint: "),
+        "{text}"
+    );
+}
+
+/// A config for a golden model of bytes, with text to train on.
+fn config_for(place: &Place, theirs: &Config, more: &str) -> Config {
+    std::fs::create_dir_all(place.at("text")).unwrap();
+    let text: String = (0..400).map(|i| format!("{} ", (b'!' + (i * i % 7) as u8) as char)).collect();
+    std::fs::write(place.at("text/a.txt"), text.replace(' ', "\u{1}").repeat(3)).unwrap();
+    std::fs::write(place.at("text/b.txt"), "\u{2}\u{3}!\u{4}\"".repeat(300)).unwrap();
+    let model = theirs.resolved_toml();
+    let model = &model[..model.find("[data]").unwrap()];
+    let text = format!(
+        "{model}[data]\npaths = [\"text\"]\nvalidation_fraction = 0.3\n[train]\nseq = 8\nglobal_batch = 4\nmicro_batch = 1\n\
+         steps = 2\nvalidate_every = 1\n{more}"
+    );
+    Config::parse(&text, place.at("run.toml").to_str().unwrap(), &[]).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The golden Llama with a vocabulary for bytes.
+fn byte_model() -> Model {
+    let mut model = Model::golden("llama_mha");
+    for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+        let (_, _, shape, data) = model.tensor(name);
+        *data = data.iter().copied().cycle().take(256 * shape[1] * 4).collect();
+        shape[0] = 256;
+    }
+    model.config["vocab_size"] = json!(256);
+    model
+}
+
+#[test]
+fn a_run_starts_from_weights_of_any_origin_in_any_layout() {
+    let place = Place::new();
+    byte_model().write(&place.at("hf"));
+    let theirs = place.import("hf", "imported");
+    let first = |name: &str, more: &str| {
+        let config = config_for(&place, &theirs, more);
+        let outcome = run_with(&config, &place.at(name), &mut |_| {}).unwrap_or_else(|e| panic!("{name}: {e}"));
+        outcome.first_val_loss.unwrap()
+    };
+    let expected = first("a", "init_from = \"imported\"\n");
+    assert_ne!(expected, first("random", ""));
+    for (name, from) in [("b", "hf"), ("c", "imported/checkpoints/step-00000000")] {
+        assert_eq!(first(name, &format!("init_from = \"{from}\"\n")), expected, "{from}");
+    }
+    for (name, layout) in [("tp", "tp = 2"), ("pp", "pp = 2"), ("zero", "dp = 2\nzero = 3")] {
+        let loss = first(name, &format!("init_from = \"imported\"\n[parallel]\n{layout}\n"));
+        assert!((loss - expected).abs() < 1e-5, "{layout}: {loss} and {expected}");
+    }
+    // Other weights than before: an evaluation of the run agrees, and so does a run that starts from the run, or from one in parts.
+    let trained = Trained::open(&place.at("a")).unwrap();
+    let after = evaluate(&trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss;
+    assert_ne!(after, expected);
+    assert_eq!(first("next", "init_from = \"a\"\n"), after);
+    assert!((first("from-parts", "init_from = \"zero\"\n") - after).abs() < 1e-4);
+    // It resumes as it is, wherever the weights are now.
+    std::fs::remove_dir_all(place.at("imported")).unwrap();
+    let config = config_for(&place, &theirs, "init_from = \"imported\"\n");
+    assert!(run_with(&config, &place.at("a"), &mut |_| {}).unwrap().finished);
+    let error = run_with(&config, &place.at("gone"), &mut |_| {}).unwrap_err().to_string();
+    assert!(error.contains("imported: no such run or checkpoint"), "{error}");
+}
+
+#[test]
+fn weights_that_do_not_fit_are_named() {
+    let place = Place::new();
+    byte_model().write(&place.at("hf"));
+    let theirs = place.import("hf", "imported");
+    let refusal = |set: &[&str], from: &str| {
+        let text = config_for(&place, &theirs, &format!("init_from = \"{from}\"\n")).resolved_toml();
+        let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+        let config = Config::parse(&text, "run.toml", &set).unwrap();
+        run_with(&config, &place.at("new"), &mut |_| {}).unwrap_err().to_string()
+    };
+    for from in ["hf", "imported"] {
+        let text = refusal(&["model.ffn=48"], from);
+        let shape = "tensor `model.layers.0.mlp.gate_proj.weight` is [40, 24], the model wants [48, 24]\nhint: give [model] the shape";
+        assert!(text.contains(shape), "{text}");
+        let text = refusal(&["model.layers=3"], from);
+        assert!(text.contains("9 tensors are missing: `model.layers.2."), "{text}");
+        let text = refusal(&["model.layers=1"], from);
+        assert!(text.contains("9 tensors are not part of the model: `model.layers.1."), "{text}");
+    }
+    // Of the same shapes, and not the same model.
+    let mut warnings = Vec::new();
+    let text = config_for(&place, &theirs, "init_from = \"imported\"\n").resolved_toml();
+    let config = Config::parse(&text, "run.toml", &["model.rope_theta=777.0".to_owned()]).unwrap();
+    run_with(&config, &place.at("warned"), &mut |event| {
+        if let lockstep_train::Event::Warning(text) = event {
+            warnings.push(text.to_owned());
+        }
+    })
+    .unwrap();
+    assert!(warnings.iter().any(|w| w.contains("model.rope_theta = 10000.0, the config has 777.0")), "{warnings:?}");
+    // Nobody trains into an imported folder by mistake.
+    let config = config_for(&place, &theirs, "");
+    let error = run_with(&config, &place.at("imported"), &mut |_| {}).unwrap_err();
+    assert!(error.to_string().contains("holds imported weights, not a run\nhint: ") && error.is_request(), "{error}");
+}
+
+#[test]
+fn a_trained_run_exports_from_any_layout() {
+    let place = Place::new();
+    byte_model().write(&place.at("hf"));
+    let theirs = place.import("hf", "imported");
+    for (name, layout) in [("whole", ""), ("parts", "[parallel]\ndp = 2\nzero = 3\ntp = 2\n")] {
+        let config = config_for(&place, &theirs, layout);
+        run_with(&config, &place.at(name), &mut |_| {}).unwrap();
+        let out = format!("{name}-hf");
+        place.export(name, &out, ExportOptions::default()).unwrap();
+        place.import(&out, &format!("{name}-again"));
+        let score = |run: &str, text: &Text| {
+            let trained = Trained::open(&place.at(run)).unwrap();
+            evaluate(&trained, text, Some(8), &mut |_| {}).unwrap().score.loss
+        };
+        // Its tokenizer has become a file; the text is the same.
+        let text = Text::Paths(vec![place.at("text/b.txt")]);
+        let trained = Trained::open(&place.at(&format!("{name}-again"))).unwrap();
+        assert!(trained.config.tokenizer_path().is_some());
+        let expected = score(name, &text);
+        assert_eq!(score(&format!("{name}-again"), &text), expected);
+    }
+    let text = place.export("whole", "whole-hf", ExportOptions::default()).unwrap_err();
+    assert!(text.contains("there is something in this folder\nhint: give --out another path"), "{text}");
+    std::fs::create_dir(place.at("empty")).unwrap();
+    place.export("whole", "empty", ExportOptions { context: Some(77), ..Default::default() }).unwrap();
+    assert_eq!(json_of(&place.at("empty/config.json"))["max_position_embeddings"], 77);
+    assert_eq!(json_of(&place.at("empty/generation_config.json")), json!({ "eos_token_id": 0 }));
+}

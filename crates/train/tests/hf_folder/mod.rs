@@ -1,0 +1,104 @@
+//! Hugging Face folders to import, made of the golden files.
+// Each test binary uses a part of this.
+#![allow(dead_code)]
+
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// Golden files of every architecture.
+pub const CASES: [&str; 10] = [
+    "llama_mha",
+    "llama_gqa_tied",
+    "llama3_rope",
+    "mistral",
+    "qwen2",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_tied",
+    "gpt2",
+    "gpt2_untied",
+];
+
+/// A tensor: name, type, dims, bytes.
+pub type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
+
+/// A model of a golden file, as Hugging Face has it.
+pub struct Model {
+    pub config: Value,
+    pub tensors: Vec<Tensor>,
+}
+
+impl Model {
+    pub fn golden(case: &str) -> Self {
+        let path = format!("{}/tests/golden/{case}.safetensors", env!("CARGO_MANIFEST_DIR"));
+        let bytes = std::fs::read(path).unwrap();
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let mut tensors: Vec<Tensor> = Vec::new();
+        for name in file.names() {
+            let Some(own) = name.strip_prefix("param.") else { continue };
+            let view = file.tensor(name).unwrap();
+            tensors.push((own.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec()));
+        }
+        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        Self { config: config(header.metadata().as_ref().unwrap()), tensors }
+    }
+
+    pub fn tensor(&mut self, name: &str) -> &mut Tensor {
+        self.tensors.iter_mut().find(|t| t.0 == name).unwrap_or_else(|| panic!("{name}"))
+    }
+
+    /// The file as transformers writes it.
+    pub fn file(&self) -> Vec<u8> {
+        serialize(&self.tensors)
+    }
+
+    /// Writes the model to a folder.
+    pub fn write(&self, folder: &Path) -> PathBuf {
+        std::fs::create_dir_all(folder).unwrap();
+        std::fs::write(folder.join("config.json"), self.config.to_string()).unwrap();
+        std::fs::write(folder.join("model.safetensors"), self.file()).unwrap();
+        folder.to_owned()
+    }
+}
+
+pub fn serialize(tensors: &[Tensor]) -> Vec<u8> {
+    let view = |(name, dtype, shape, data): &Tensor| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), &data.clone().leak()[..]).unwrap())
+    };
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize(tensors.iter().map(view), Some(format)).unwrap()
+}
+
+/// The `config.json` of a golden model.
+fn config(m: &HashMap<String, String>) -> Value {
+    let number = |key: &str| m.get(key).map(|text| text.parse::<f64>().unwrap());
+    let count = |key: &str| m.get(key).map(|text| text.parse::<usize>().unwrap());
+    let tied = m["tied"] == "true";
+    let architecture = m.get("architecture").map_or("llama", String::as_str);
+    if architecture == "gpt2" {
+        return json!({
+            "model_type": "gpt2", "vocab_size": count("vocab_size"), "n_layer": count("layers"), "n_embd": count("dim"),
+            "n_head": count("heads"), "n_inner": count("ffn"), "n_positions": count("positions"),
+            "layer_norm_epsilon": number("norm_eps"), "activation_function": "gelu_new", "tie_word_embeddings": tied,
+        });
+    }
+    let mut rope = json!({ "rope_type": "default", "rope_theta": number("rope_theta") });
+    if let Some(factor) = number("rope_factor") {
+        rope = json!({
+            "rope_type": "llama3", "rope_theta": number("rope_theta"), "factor": factor,
+            "low_freq_factor": number("rope_low"), "high_freq_factor": number("rope_high"),
+            "original_max_position_embeddings": count("rope_original"),
+        });
+    }
+    json!({
+        "model_type": architecture, "vocab_size": count("vocab_size"), "num_hidden_layers": count("layers"),
+        "hidden_size": count("dim"), "num_attention_heads": count("heads"), "num_key_value_heads": count("kv_heads"),
+        "head_dim": count("head_dim"), "intermediate_size": count("ffn"), "rms_norm_eps": number("norm_eps"),
+        "hidden_act": "silu", "tie_word_embeddings": tied, "rope_parameters": rope, "max_position_embeddings": 128,
+        "sliding_window": count("window"), "use_sliding_window": false, "dtype": "float32",
+    })
+}
