@@ -281,6 +281,7 @@ pub(crate) fn file_dtype(dtype: DType) -> FileDType {
     match dtype {
         DType::F32 => FileDType::F32,
         DType::BF16 => FileDType::BF16,
+        DType::F16 => FileDType::F16,
         DType::F64 => FileDType::F64,
         DType::U32 => FileDType::U32,
         DType::Fixed64 => FileDType::I64,
@@ -288,7 +289,7 @@ pub(crate) fn file_dtype(dtype: DType) -> FileDType {
 }
 
 fn known_dtype(dtype: FileDType) -> Option<DType> {
-    [DType::F32, DType::BF16, DType::F64, DType::U32, DType::Fixed64]
+    [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::Fixed64]
         .into_iter()
         .find(|&known| file_dtype(known) == dtype)
 }
@@ -369,7 +370,7 @@ mod tests {
 
     #[test]
     fn elements_we_cannot_hold_are_refused() {
-        check_refused(&format!(r#"{{"a":{}}}"#, entry("F16", "[2]", "[0,4]")), 4, "F16");
+        check_refused(&format!(r#"{{"a":{}}}"#, entry("I16", "[2]", "[0,4]")), 4, "I16");
         check_refused(&format!(r#"{{"a":{}}}"#, entry("Q99", "[2]", "[0,4]")), 4, "wrong header");
     }
 

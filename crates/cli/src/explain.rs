@@ -9,7 +9,7 @@ use crate::table::{table, thousands};
 use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
-use lockstep_config::Config;
+use lockstep_config::{BatchStage, Config};
 use lockstep_ir::account::{MemoryBill, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepProgram, units};
@@ -99,7 +99,8 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
         "step": {
             "tokens": plan.tokens_per_step,
             "seq": config.train.seq,
-            "global_batch": config.train.global_batch,
+            "global_batch": config.batches().largest(),
+            "batch_ramp": batch_ramp(config),
             "micro_batch": config.train.micro_batch,
             "accumulation_steps": config.accumulation_steps(),
         },
@@ -134,13 +135,14 @@ fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
             model.kv_heads
         ),
         format!(
-            "step: {} sequences × {} tokens = {} tokens, in {} micro-batches of {} sequences; {}\n\n",
-            train.global_batch,
+            "step: {} sequences × {} tokens = {} tokens, in {} micro-batches of {} sequences; {}\n{}\n",
+            config.batches().largest(),
             train.seq,
             thousands(plan.tokens_per_step),
             config.accumulation_steps(),
             train.micro_batch,
-            plan.device
+            plan.device,
+            ramp_text(config)
         ),
         match plan.layout.mesh.ranks() {
             1 => memory(&plan.memory),
@@ -159,6 +161,39 @@ fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
         format!("\nops of one step{}\n{}", if several { ", on a rank of the first stage" } else { "" }, op_table(ops)),
     ]
     .concat()
+}
+
+/// The sizes of steps, in the order in which the run has them; none where all are alike.
+fn batch_ramp(config: &Config) -> Vec<serde_json::Value> {
+    let (batches, seq) = (config.batches(), config.train.seq as u64);
+    if batches.stages().len() == 1 {
+        return Vec::new();
+    }
+    let stage = |s: &BatchStage| {
+        let tokens = s.sequences as u64 * seq;
+        json!({ "first_step": s.first_step + 1, "from_tokens": s.first_sample * seq, "sequences": s.sequences, "tokens": tokens })
+    };
+    batches.stages().iter().map(stage).collect()
+}
+
+/// The same for people: a line for each size.
+fn ramp_text(config: &Config) -> String {
+    let (batches, seq) = (config.batches(), config.train.seq as u64);
+    if batches.stages().len() == 1 {
+        return String::new();
+    }
+    let line = |s: &BatchStage| {
+        let reached = if s.first_step < config.train.steps { "" } else { ", after the last step" };
+        format!(
+            "  from step {:>9} ({:>8} tokens seen): {} sequences, {} tokens a step{reached}\n",
+            thousands(s.first_step + 1),
+            units::count(s.first_sample * seq),
+            thousands(s.sequences as u64),
+            units::count(s.sequences as u64 * seq)
+        )
+    };
+    let lines: String = batches.stages().iter().map(line).collect();
+    format!("batch ramp, the step above being the largest:\n{lines}")
 }
 
 /// A rank's bill, by class and by layer.

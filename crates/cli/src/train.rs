@@ -99,5 +99,12 @@ fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &Path) -> S
         (Some(first), Some(last)) => format!("held-out loss {first:.3} -> {last:.3} nats per token\n"),
         _ => String::new(),
     };
-    format!("{losses}finished {steps} steps; checkpoint {checkpoint}, metrics {}", dir.join("metrics.jsonl").display())
+    let noise = outcome.noise_scale.map_or(String::new(), |sequences| {
+        let tokens = lockstep_ir::units::count((sequences * config.train.seq as f64).round() as u64);
+        format!("gradient noise scale {sequences:.1} sequences: a critical batch of {tokens} tokens\n")
+    });
+    format!(
+        "{losses}{noise}finished {steps} steps; checkpoint {checkpoint}, metrics {}",
+        dir.join("metrics.jsonl").display()
+    )
 }

@@ -1,7 +1,7 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
 use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, Layers, Recompute, SPREADING, TRAINING_PASSES};
-use crate::{CompileError, Context, lower, memory, model_flops, stage};
+use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Graph, StepProgram, TypeError};
 use std::collections::BTreeSet;
@@ -24,7 +24,7 @@ impl Estimator {
         };
         let stored = run(forward, 0..FORWARD_PASSES.len())?;
         let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
-        let evaluate = run(&stored.without_dead_code(), SPREADING)?;
+        let evaluate = run(&evaluated(&stored), SPREADING)?;
         let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
         let stages = 0..context.layout.mesh.pp;
         let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;

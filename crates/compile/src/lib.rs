@@ -18,7 +18,8 @@ pub use estimate::Estimator;
 pub use forward::compile_forward;
 pub use lower::OUTBOX;
 pub use passes::{
-    AdamW, Candidate, Effect, FORWARD_PASSES, Pass, Precision, Recompute, STATS, TRAINING_PASSES, autodiff, fuse,
+    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Rule, STATS,
+    TRAINING_PASSES, autodiff, fuse,
 };
 use passes::{DERIVED, SPREADING};
 
@@ -34,12 +35,23 @@ pub struct Context {
     pub device: DeviceProfile,
     /// What was chosen for the run.
     pub layout: Layout,
-    /// The optimizer's constants.
-    pub optimizer: AdamW,
+    /// How parameters move.
+    pub optimizer: Optimizer,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,
     /// What is computed again in backward.
     pub recompute: Recompute,
+    /// What steps do besides.
+    pub steps: Steps,
+}
+
+/// What the steps of a run do besides computing gradients and moving parameters.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Steps {
+    /// Micro-batches of steps smaller than those of the layout: each size is an entry of the same program.
+    pub smaller: Vec<usize>,
+    /// Whether the gradients of the first micro-batch are measured, to tell noise from signal.
+    pub noise_scale: bool,
 }
 
 /// Why a graph cannot be compiled.
@@ -111,7 +123,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         passes.push(Stage { pass, changed: after != graph, graph: after.clone() });
         graph = after;
         if p + 1 == FORWARD_PASSES.len() {
-            evaluate = graph.clone().without_dropout().without_dead_code();
+            evaluate = evaluated(&graph);
             for pass in &TRAINING_PASSES[SPREADING] {
                 evaluate = (pass.run)(&evaluate, context)?;
                 check(pass.name, verify::graph(&evaluate))?;
@@ -129,6 +141,11 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     }
     roles::check(&programs).map_err(CompileError::Roles)?;
     Ok(Compiled { stages: passes, programs })
+}
+
+/// The forward pass as evaluation runs it.
+fn evaluated(stored: &Graph) -> Graph {
+    stored.clone().without_dropout().without_dead_code()
 }
 
 fn check(after: &'static str, result: Result<(), Unsound>) -> Result<(), CompileError> {

@@ -111,7 +111,7 @@ impl<'a> Local<'a> {
                 None => node.op,
             },
             Op::VocabLogits { rows, .. } => Op::VocabLogits { rows: here(rows), parts: 1 },
-            Op::VocabGrad { rows } => Op::VocabGrad { rows: here(rows) },
+            Op::VocabGrad { rows, scaled } => Op::VocabGrad { rows: here(rows), scaled },
             op => op,
         }
     }

@@ -44,8 +44,13 @@ pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: u
     let of = |phases: &[Phase]| train.nodes.iter().filter(|n| phases.contains(&n.phase)).collect::<Vec<_>>();
     let backward = [Phase::InputGrad, Phase::WeightGrad];
     let last = [&backward[..], &[Phase::Reduce]].concat();
-    let parts: [(&'static str, Vec<&Node>); 3] =
-        [("forward", of(&[Phase::Forward])), ("backward", of(&last)), ("update", of(&[Phase::Update]))];
+    let mut parts: Vec<(&'static str, Vec<&Node>)> =
+        vec![("forward", of(&[Phase::Forward])), ("backward", of(&last)), ("update", of(&[Phase::Update]))];
+    let probes = train.nodes.iter().any(|n| n.phase == Phase::Probe);
+    if probes {
+        parts.insert(2, ("probe", of(&[Phase::Probe])));
+    }
+    let (probe, update) = (probes.then_some(2), parts.len() - 1);
     let mut segments = lowering.segments(&local, &persistent, &parts, Lifetime::Frame, 0)?;
     // Sums over ranks at the end of a step belong to the last micro-batch only.
     let reduces = |i: &Instr| i.phase == Phase::Reduce;
@@ -73,26 +78,32 @@ pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: u
     let (stages, micro_batches) = (layout.mesh.pp, layout.micro_batches);
     let saved_slots = layout.schedule.in_flight(stages, stage, micro_batches).max(1);
     let slot = |segment, micro_batch: usize| Slot { segment, micro_batch, saved_slot: micro_batch % saved_slots };
-    let mut schedule: Vec<Slot> = Vec::new();
-    for work in layout.schedule.slots(stages, stage, micro_batches) {
-        schedule.push(match work.work {
-            Work::Forward => slot(0, work.micro_batch),
-            Work::Backward if work.micro_batch + 1 == micro_batches => slot(backward_last, work.micro_batch),
-            Work::Backward => slot(backward, work.micro_batch),
-        });
-    }
-    schedule.push(slot(2, 0));
-    let evaluate = slot(segments.len() - 1, 0);
+    let step_of = |micro_batches: usize| {
+        let mut schedule: Vec<Slot> = Vec::new();
+        for work in layout.schedule.slots(stages, stage, micro_batches) {
+            schedule.push(match work.work {
+                Work::Forward => slot(0, work.micro_batch),
+                Work::Backward if work.micro_batch + 1 == micro_batches => slot(backward_last, work.micro_batch),
+                Work::Backward => slot(backward, work.micro_batch),
+            });
+            if (work.work, work.micro_batch) == (Work::Backward, 0) {
+                schedule.extend(probe.map(|probe| slot(probe, 0)));
+            }
+        }
+        schedule.push(slot(update, 0));
+        schedule
+    };
+    let smaller = context.steps.smaller.iter().map(|count| (StepProgram::train_of(*count), step_of(*count)));
+    let whole = (StepProgram::TRAIN.to_owned(), step_of(micro_batches));
+    let evaluate = (StepProgram::EVALUATE.to_owned(), vec![slot(segments.len() - 1, 0)]);
+    let entries = [whole].into_iter().chain(smaller).chain([evaluate]);
     Ok(Unplaced {
         stage,
         buffers: lowering.buffers,
         values,
         tensors: tensors(&local, &persistent),
         segments,
-        entries: vec![
-            Entry { name: StepProgram::TRAIN, schedule },
-            Entry { name: StepProgram::EVALUATE, schedule: vec![evaluate] },
-        ],
+        entries: entries.map(|(name, schedule)| Entry { name: name.into(), schedule }).collect(),
         micro_batches,
         saved_slots,
     })
@@ -113,7 +124,8 @@ pub(crate) fn lower_forward(
         entries.iter().map(|(name, count)| (*name, nodes.by_ref().take(*count).collect())).collect();
     let segments = lowering.segments(&local, &persistent, &parts, Lifetime::Frame, 0)?;
     let once = |segment| vec![Slot { segment, micro_batch: 0, saved_slot: 0 }];
-    let entries = entries.iter().enumerate().map(|(s, (name, _))| Entry { name, schedule: once(s) }).collect();
+    let entries =
+        entries.iter().enumerate().map(|(s, (name, _))| Entry { name: (*name).into(), schedule: once(s) }).collect();
     Ok(Unplaced {
         stage: 0,
         buffers: lowering.buffers,
@@ -191,7 +203,7 @@ impl Lowering<'_> {
         }
         for v in &g.outputs {
             wanted.push(match produced_in(g, *v) {
-                Phase::Update => (Class::Optimizer, Lifetime::Run, v.0),
+                Phase::Update | Phase::Probe => (Class::Optimizer, Lifetime::Run, v.0),
                 _ => (Class::Activations, Lifetime::MicroBatch, v.0),
             });
         }
@@ -390,7 +402,7 @@ fn tensors(local: &Local, persistent: &Places) -> Vec<Tensor> {
             Source::Input => Role::Input,
             Source::State(state) => Role::State(state.clone()),
             Source::Node { .. } if g.outputs.contains(&ValueId(i)) => match produced_in(g, ValueId(i)) {
-                Phase::Update => Role::StepOutput,
+                Phase::Update | Phase::Probe => Role::StepOutput,
                 _ => Role::Output,
             },
             Source::Node { .. } | Source::Sum => return None,

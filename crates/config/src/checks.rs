@@ -3,6 +3,7 @@
 use crate::declare::Key;
 use crate::error::Problem;
 use crate::resolve::Values;
+use crate::rules;
 use crate::value::Value;
 use lockstep_ir::legal::{self, Shape};
 use lockstep_ir::{Layout, Mesh};
@@ -15,13 +16,13 @@ pub(crate) struct Conflict {
 }
 
 impl Conflict {
-    fn new(keys: &[&'static str], text: String, hint: impl Into<String>) -> Self {
+    pub(crate) fn new(keys: &[&'static str], text: String, hint: impl Into<String>) -> Self {
         Self { keys: keys.to_vec(), problem: Problem::new(text, hint) }
     }
 }
 
 /// A default made from other keys: `None` where one of those is in conflict itself.
-type Derived = Result<Option<Value>, Conflict>;
+pub(crate) type Derived = Result<Option<Value>, Conflict>;
 
 /// As many key and value heads as query heads.
 pub(crate) fn default_kv_heads(values: &Values) -> Derived {
@@ -71,12 +72,6 @@ pub(crate) fn default_micro_batch(values: &Values) -> Derived {
     Ok(Some(Value::Count(if global % dp == 0 { global / dp } else { 1 })))
 }
 
-/// 100 steps, or the whole of a shorter run.
-pub(crate) fn default_warmup(values: &Values) -> Derived {
-    const USUAL: u64 = 100;
-    Ok(values.count("train.steps").map(|steps| Value::Count(if steps > 0 { steps.min(USUAL) } else { USUAL })))
-}
-
 /// A batch given in tokens, as sequences.
 pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<Value, Conflict> {
     let seq = values.count("train.seq").unwrap_or(1);
@@ -100,6 +95,33 @@ pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<Value
     Ok(Value::Count(below))
 }
 
+/// A ramp with all its batches as sequences, each larger than the one before.
+pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Result<Value, Conflict> {
+    let mut before = values.count("train.global_batch");
+    let mut counted = Vec::new();
+    for (tokens, batch) in stages {
+        let batch = match batch {
+            Value::Tokens(tokens) => sequences(key, *tokens, values)?,
+            batch => batch.clone(),
+        };
+        if let (Some(last), Value::Count(count)) = (before, &batch) {
+            if *count <= last {
+                return Err(Conflict::new(
+                    &[key.path, "train.global_batch"],
+                    format!(
+                        "{}: {count} sequences from {tokens} tokens on are not more than the {last} before",
+                        key.path
+                    ),
+                    "let every size be larger than the one before; the first is train.global_batch",
+                ));
+            }
+            before = Some(*count);
+        }
+        counted.push((*tokens, batch));
+    }
+    Ok(Value::Ramp(counted))
+}
+
 /// The largest batch, in sequences.
 pub(crate) const MAX_BATCH: u64 = 1 << 32;
 
@@ -110,10 +132,15 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     windows_are_of_mistral,
     keys_belong_to_the_architecture,
     sequences_have_positions,
-    warmup_ends_with_the_run,
+    rules::schedule_ends_with_the_run,
+    rules::decay_steps_have_a_schedule,
+    rules::constant_rates_do_not_fall,
+    rules::constants_have_an_optimizer,
+    rules::loss_scales_are_of_fp16,
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,
+    noise_scale_has_two_sizes,
     data_have_one_form,
     end_token_has_a_tokenizer,
     recompute_has_its_keys,
@@ -202,7 +229,32 @@ pub(crate) fn layout_conflicts(values: &Values) -> Vec<Conflict> {
         let keys = [&[refusal.key], refusal.with].concat();
         Conflict::new(&keys, refusal.reason, format!("use {}", refusal.nearest))
     };
-    legal::check(&layout, &shape).into_iter().map(conflict).collect()
+    let mut conflicts: Vec<Conflict> = legal::check(&layout, &shape).into_iter().map(conflict).collect();
+    if conflicts.is_empty() {
+        conflicts.extend(ramp_conflict(values, &layout, &shape));
+    }
+    conflicts
+}
+
+/// A batch of the ramp that micro-batches of all ranks do not make up.
+fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conflict> {
+    let Value::Ramp(stages) = values.get("train.batch_ramp")? else { return None };
+    let round = (layout.mesh.dp * shape.micro_batch) as u64;
+    let odd = |(_, batch): &(u64, Value)| match batch {
+        Value::Count(count) if !count.is_multiple_of(round) => Some(*count),
+        _ => None,
+    };
+    let count = stages.iter().find_map(odd)?;
+    let what = match layout.mesh.dp {
+        1 => format!("train.micro_batch = {}", shape.micro_batch),
+        dp => format!("parallel.dp × train.micro_batch = {dp} × {}", shape.micro_batch),
+    };
+    let near: Vec<String> = [count / round, count / round + 1].map(|n| (n * round).to_string()).to_vec();
+    Some(Conflict::new(
+        &["train.batch_ramp", "train.micro_batch", "parallel.dp"],
+        format!("{what} does not divide the {count} sequences of a step in train.batch_ramp"),
+        format!("use {} sequences there, or a train.micro_batch that divides all sizes", near.join(" or ")),
+    ))
 }
 
 fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
@@ -222,19 +274,9 @@ fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
+        whole_matrices: values.get("optimizer.name") == Some(&Value::Text("muon".into())),
     };
     Some((layout, shape))
-}
-
-fn warmup_ends_with_the_run(values: &Values) -> Option<Conflict> {
-    let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
-    (steps > 0 && warmup > steps).then(|| {
-        Conflict::new(
-            &["optimizer.warmup_steps", "train.steps"],
-            format!("optimizer.warmup_steps = {warmup} is more than train.steps = {steps}"),
-            format!("choose at most {steps} warmup steps"),
-        )
-    })
 }
 
 /// Past this many parameters, byte counts of parameters and optimizer state leave 64 bits.
@@ -281,11 +323,42 @@ const MAX_TOKENS: u128 = 1 << 60;
 fn tokens_can_be_counted(values: &Values) -> Option<Conflict> {
     let keys = ["train.global_batch", "train.steps", "train.seq"];
     let [batch, steps, seq] = keys.map(|path| values.count(path).map(u128::from));
-    let tokens = steps?.max(1) * seq? * batch?;
+    let largest = match values.get("train.batch_ramp") {
+        Some(Value::Ramp(stages)) => stages.last().and_then(|(_, batch)| match batch {
+            Value::Count(count) => Some(u128::from(*count)),
+            _ => None,
+        }),
+        _ => None,
+    };
+    let tokens = steps?.max(1) * seq? * batch?.max(largest.unwrap_or(0));
     (tokens > MAX_TOKENS).then(|| {
         let text = format!("the run would read {tokens} tokens");
         Conflict::new(&keys, text, "at most 2^60 are accepted; lower train.steps, train.seq or train.global_batch")
     })
+}
+
+/// The noise scale compares the gradient of one micro-batch with that of a step.
+fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
+    if !values.switch("train.noise_scale")? {
+        return None;
+    }
+    let conflict = |with: &'static str, reason: String, hint: &str| {
+        Some(Conflict::new(&["train.noise_scale", with], format!("train.noise_scale = true {reason}"), hint))
+    };
+    for key in ["parallel.tp", "parallel.pp"] {
+        let size = values.count(key)?;
+        if size > 1 {
+            let reason = format!("needs gradients that are whole on a rank, and {key} = {size} splits them");
+            return conflict(key, reason, "remove train.noise_scale, or split the run by dp and zero alone");
+        }
+    }
+    let keys = ["train.global_batch", "train.micro_batch", "parallel.dp"];
+    let [global, micro, dp] = keys.map(|key| values.count(key));
+    if global? < 2 * micro? * dp? {
+        let reason = format!("needs two micro-batches per step and rank, and train.micro_batch = {} makes one", micro?);
+        return conflict("train.micro_batch", reason, "lower train.micro_batch, or raise train.global_batch");
+    }
+    None
 }
 
 fn data_have_one_form(values: &Values) -> Option<Conflict> {

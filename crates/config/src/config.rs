@@ -116,9 +116,10 @@ impl Config {
         Err(ConfigError::new(problem, Location::File { name: self.provenance.file_name.clone() }))
     }
 
-    /// Micro-batches of a rank per optimizer step: its share of the global batch divided by the micro-batch.
+    /// Micro-batches of a rank per optimizer step, of the largest that the run has: its share of the batch divided by the
+    /// micro-batch.
     pub fn accumulation_steps(&self) -> usize {
-        self.train.global_batch / (self.parallel.dp * self.train.micro_batch)
+        self.batches().largest() / (self.parallel.dp * self.train.micro_batch)
     }
 
     /// The same run with its work split otherwise. The layout's count of micro-batches is not looked at: it follows from the
@@ -156,6 +157,7 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
+            whole_matrices: self.optimizer.name == "muon",
         }
     }
 }

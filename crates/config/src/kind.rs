@@ -5,11 +5,12 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeFloat, DeInteger, DeTable, DeValue};
 
+use crate::checks;
 use crate::error::Problem;
 use crate::quantity::{self, Quantity};
 use crate::source::quoted;
 use crate::suggest;
-use crate::value::{CorpusConfig, RopeScaling, Value};
+use crate::value::{CorpusConfig, GroupConfig, RopeScaling, Value};
 
 /// What a key accepts.
 #[derive(Clone, Copy)]
@@ -30,6 +31,8 @@ pub(crate) enum Kind {
     Texts(Item),
     RopeScaling,
     Corpora,
+    Groups,
+    Ramp,
 }
 
 /// Which finite numbers a float key accepts.
@@ -44,6 +47,10 @@ pub(crate) const NOT_NEGATIVE: Bounds = Bounds { text: "0 or greater", hold: |x|
 pub(crate) const AT_LEAST_ONE: Bounds = Bounds { text: "1 or greater", hold: |x| x >= 1.0 };
 pub(crate) const UP_TO_ONE: Bounds = Bounds { text: "from 0 to 1", hold: |x| (0.0..=1.0).contains(&x) };
 pub(crate) const BELOW_ONE: Bounds = Bounds { text: "from 0 up to, but not, 1", hold: |x| (0.0..1.0).contains(&x) };
+pub(crate) const POWER_OF_TWO: Bounds = Bounds {
+    text: "that is a power of 2 from 1 to 2^30",
+    hold: |x| (1.0..=(1u64 << 30) as f64).contains(&x) && (x as u64).is_power_of_two() && x.fract() == 0.0,
+};
 pub(crate) const UP_TO_A_DAY: Bounds =
     Bounds { text: "greater than 0, up to 86400", hold: |x| x > 0.0 && x <= 86400.0 };
 pub(crate) const UP_TO_HALF: Bounds = Bounds { text: "from 0 to 0.5", hold: |x| (0.0..=0.5).contains(&x) };
@@ -95,6 +102,22 @@ const CORPUS_KEYS: [(&str, Kind); 3] =
 
 const NAME: Word = Word { text: "name", rule: "name the corpus with letters, digits, - and _" };
 
+/// The keys of one of `train.batch_ramp`.
+const RAMP_KEYS: [(&str, Kind); 2] =
+    [("tokens", Kind::Count(1, 1 << 60)), ("global_batch", Kind::Sequences(checks::MAX_BATCH))];
+
+/// The keys of one of `optimizer.groups`, in the order of [`GroupConfig`]; all but the first may be left out.
+const GROUP_KEYS: [(&str, Kind); 3] = [
+    ("match", Kind::Text(PATTERN)),
+    ("lr_scale", Kind::Float(NOT_NEGATIVE)),
+    ("weight_decay", Kind::Float(NOT_NEGATIVE)),
+];
+
+const PATTERN: Word = Word {
+    text: "pattern",
+    rule: "write a parameter's name, with * for any text and ? for any letter, such as \"*.mlp.*\"",
+};
+
 /// The keys of `model.rope_scaling`, in the order of [`RopeScaling`].
 const ROPE_SCALING_KEYS: [(&str, Kind); 4] = [
     ("factor", Kind::Float(AT_LEAST_ONE)),
@@ -136,6 +159,8 @@ impl Kind {
             Kind::Text(word) => word.text.into(),
             Kind::RopeScaling => form(&ROPE_SCALING_KEYS),
             Kind::Corpora => format!("list of {}", form(&CORPUS_KEYS)),
+            Kind::Groups => format!("list of {}", form(&GROUP_KEYS)),
+            Kind::Ramp => format!("list of {}", form(&RAMP_KEYS)),
         }
     }
 
@@ -203,6 +228,8 @@ impl Kind {
             (Kind::Text(_), DeValue::String(text)) => Ok(Value::Text(text.to_string())),
             (Kind::RopeScaling, DeValue::Table(table)) => read_rope_scaling(reading, table, &span),
             (Kind::Corpora, DeValue::Array(array)) => read_corpora(reading, array),
+            (Kind::Groups, DeValue::Array(array)) => read_groups(reading, array),
+            (Kind::Ramp, DeValue::Array(array)) => read_ramp(reading, array),
             _ => Err(wrong_type()),
         }
         .map_err(|problem| problem.within(span))
@@ -222,6 +249,8 @@ impl Kind {
             Kind::Text(_) => "a string",
             Kind::RopeScaling => "an inline table",
             Kind::Corpora => "a list of corpora",
+            Kind::Groups => "a list of groups",
+            Kind::Ramp => "a list of batch sizes",
         }
     }
 
@@ -247,6 +276,11 @@ impl Kind {
             Kind::Text(word) => word.rule.into(),
             Kind::RopeScaling => format!("give all of {}", form(&ROPE_SCALING_KEYS)),
             Kind::Corpora => format!("give a list of {}", form(&CORPUS_KEYS)),
+            Kind::Ramp => format!(
+                "give a list of {}, such as {{ tokens = \"69B\", global_batch = \"32M tokens\" }}",
+                form(&RAMP_KEYS)
+            ),
+            Kind::Groups => format!("give a list of {}; all but match may be left out", form(&GROUP_KEYS)),
         }
     }
 }
@@ -289,7 +323,21 @@ fn read_table<const N: usize>(
     table: &DeTable<'_>,
     span: &Range<usize>,
 ) -> Result<[Option<Value>; N], Problem> {
-    let accepted = || format!("give all of {}", form(keys));
+    read_first(reading, keys, N, table, span)
+}
+
+/// The same where all keys but the first `required` may be left out.
+fn read_first<const N: usize>(
+    reading: Reading<'_>,
+    keys: &[(&str, Kind); N],
+    required: usize,
+    table: &DeTable<'_>,
+    span: &Range<usize>,
+) -> Result<[Option<Value>; N], Problem> {
+    let accepted = || match required {
+        _ if required == N => format!("give all of {}", form(keys)),
+        _ => format!("give {}", form(keys)),
+    };
     let mut entries: Vec<_> = table.iter().collect();
     entries.sort_by_key(|(key, _)| key.span().start);
     let names = keys.map(|(name, _)| name);
@@ -307,22 +355,68 @@ fn read_table<const N: usize>(
         let path = format!("{}.{name}", reading.path);
         values[index] = Some(keys[index].1.read(Reading { path: &path, ..reading }, given)?);
     }
-    if let Some(index) = values.iter().position(Option::is_none) {
+    if let Some(index) = values[..required].iter().position(Option::is_none) {
         let problem = format!("{}.{} is not set", reading.path, names[index]);
         return Err(Problem::new(problem, accepted()).within(span.clone()));
     }
     Ok(values)
 }
 
-fn read_corpora(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {
-    let mut corpora: Vec<CorpusConfig> = Vec::new();
-    for element in array {
+/// The tables of a list, each with its place.
+fn tables<'a, 'b>(
+    reading: Reading<'a>,
+    kind: Kind,
+    plural: &'static str,
+    array: &'a [Spanned<DeValue<'b>>],
+) -> impl Iterator<Item = Result<(&'a DeTable<'b>, Range<usize>), Problem>> {
+    array.iter().map(move |element| {
         let span = element.span();
         let DeValue::Table(table) = element.get_ref() else {
             let text = reading.text.get(span.clone()).unwrap_or_default();
-            let problem = format!("{}: {} is not one of the corpora it lists", reading.path, quoted(text));
-            return Err(Problem::new(problem, Kind::Corpora.accepted()).within(span));
+            let problem = format!("{}: {} is not one of the {plural} it lists", reading.path, quoted(text));
+            return Err(Problem::new(problem, kind.accepted()).within(span));
         };
+        Ok((table, span))
+    })
+}
+
+fn read_ramp(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {
+    let mut stages: Vec<(u64, Value)> = Vec::new();
+    for element in tables(reading, Kind::Ramp, "batch sizes", array) {
+        let (table, span) = element?;
+        let [Some(Value::Count(tokens)), Some(batch)] = read_table(reading, &RAMP_KEYS, table, &span)? else {
+            unreachable!("each key was read by its own kind")
+        };
+        if stages.last().is_some_and(|(before, _)| *before >= tokens) {
+            let problem = format!("{}: {tokens} tokens do not come after those before them", reading.path);
+            return Err(Problem::new(problem, "list the sizes in the order of their tokens").within(span));
+        }
+        stages.push((tokens, batch));
+    }
+    Ok(Value::Ramp(stages))
+}
+
+fn read_groups(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {
+    let mut groups: Vec<GroupConfig> = Vec::new();
+    for element in tables(reading, Kind::Groups, "groups", array) {
+        let (table, span) = element?;
+        let [pattern, lr_scale, weight_decay] = read_first(reading, &GROUP_KEYS, 1, table, &span)?;
+        let Some(Value::Text(pattern)) = pattern else { unreachable!("each key was read by its own kind") };
+        let number = |value| if let Some(Value::Float(x)) = value { Some(x) } else { None };
+        let group = GroupConfig { pattern, lr_scale: number(lr_scale), weight_decay: number(weight_decay) };
+        if group.lr_scale.or(group.weight_decay).is_none() {
+            let problem = format!("{}: the group \"{}\" changes nothing", reading.path, quoted(&group.pattern));
+            return Err(Problem::new(problem, "give it a lr_scale, a weight_decay, or both").within(span));
+        }
+        groups.push(group);
+    }
+    Ok(Value::Groups(groups))
+}
+
+fn read_corpora(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {
+    let mut corpora: Vec<CorpusConfig> = Vec::new();
+    for element in tables(reading, Kind::Corpora, "corpora", array) {
+        let (table, span) = element?;
         let values = read_table(reading, &CORPUS_KEYS, table, &span)?;
         let [Some(Value::Text(name)), Some(Value::Texts(paths)), Some(Value::Float(weight))] = values else {
             unreachable!("each key was read by its own kind")

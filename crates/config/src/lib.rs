@@ -16,6 +16,7 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod batches;
 mod checks;
 mod config;
 mod declare;
@@ -26,12 +27,14 @@ mod overrides;
 mod presets;
 mod quantity;
 mod resolve;
+mod rules;
 mod schema;
 mod source;
 mod suggest;
 mod value;
 mod written;
 
+pub use batches::{Batch, BatchStage, Batches};
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
 pub use presets::presets;
@@ -41,5 +44,5 @@ pub use schema::{
     RecomputeConfig, TrainConfig,
 };
 pub use suggest::nearest;
-pub use value::{Bytes, CorpusConfig, RopeScaling};
+pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScaling};
 pub use written::Difference;

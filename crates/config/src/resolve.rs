@@ -139,6 +139,7 @@ impl Layers<'_> {
         for key in KEYS {
             let filled = match (self.values.get(key.path), &key.default) {
                 (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
+                (Some(Value::Ramp(stages)), _) => checks::ramp(key, stages, &self.values).map(Some),
                 (None, Default::Derived(_, derive) | Default::DerivedOrRequired(_, derive)) => derive(&self.values),
                 (Some(_), _) | (None, Default::Unset | Default::Required | Default::Fixed(_)) => continue,
             };

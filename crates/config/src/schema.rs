@@ -8,15 +8,16 @@ use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset
 use crate::declare::Effect::{Conduct, Trajectory};
 use crate::declare::{Key, tables};
 use crate::kind::Kind::{
-    Bool, Choice, Corpora, Count, Float, Integer, RopeScaling as Scaling, Sequences, Size, Text, Texts,
+    Bool, Choice, Corpora, Count, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text, Texts,
 };
 use crate::kind::{
-    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, OPS, PATHS, POSITIVE, TOKEN, TOKENIZER, UP_TO_A_DAY,
-    UP_TO_HALF, UP_TO_ONE,
+    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, TOKEN, TOKENIZER,
+    UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::presets;
 use crate::resolve::Values;
-use crate::value::{Bytes, CorpusConfig, Field, RopeScaling};
+use crate::rules;
+use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScaling};
 use lockstep_ir::{Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
@@ -107,6 +108,9 @@ tables! {
         seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory;
         /// Sequences per optimizer step.
         global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory;
+        /// Other sizes of steps, each from so many tokens on that the run has seen: global_batch is the first. Steps are counted as
+        /// ever, by train.steps and the learning rate too. Memory is that of the largest size.
+        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Trajectory;
         /// Sequences that a rank computes at once; times `parallel.dp`, it divides the global batch.
         micro_batch: usize =
             Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Conduct;
@@ -118,6 +122,10 @@ tables! {
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
         /// 4 extra bytes per parameter.
         reproducible: bool = Bool, Fixed("false"), Trajectory;
+        /// Whether to estimate the gradient noise scale, the batch above which more sequences help little, from the gradients of the
+        /// first micro-batch and of the whole step. It reads every gradient once more per step, and takes a second gradient of
+        /// tied embeddings as scratch.
+        noise_scale: bool = Bool, Fixed("false"), Conduct;
         /// Steps from one validation to the next; 0 validates only at the start and the end.
         validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct;
         /// The most held-out sequences that one validation reads.
@@ -129,10 +137,16 @@ tables! {
     /// What numbers are stored in.
     precision: PrecisionConfig {
         /// fp32: everything in fp32. bf16: parameters and activations in bf16, with fp32 originals, moments, norms, softmax,
-        /// sums and losses.
-        policy: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+        /// sums and losses. fp16: the same in fp16, with a loss scale that finds its size by itself.
+        policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Trajectory;
         /// What gradients are summed in; train.reproducible sums in fixed point instead.
         gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+        /// What fp16 runs multiply the mean loss by at first, so that small gradients do not vanish. A gradient that is not finite
+        /// halves it and leaves the weights as they are.
+        loss_scale: Option<f64> = Float(POWER_OF_TWO), Derived("65536 for fp16", rules::default_loss_scale), Trajectory;
+        /// Steps with finite gradients after which the loss scale doubles.
+        growth_interval: Option<u64> =
+            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Trajectory;
     }
 
     /// How the work is split among ranks.
@@ -172,24 +186,40 @@ tables! {
 
     /// How gradients become updates.
     optimizer: OptimizerConfig {
-        /// The update rule.
-        name: String = Choice(&["adamw"]), Fixed("\"adamw\""), Trajectory;
+        /// The update rule. adamw: Adam with decoupled decay. lion: the sign of a moment. sgd: with momentum. muon: orthogonalised momentum
+        /// for the matrices of layers, adamw for embeddings, output head, norms and biases; the learning rate is adamw's.
+        name: String = Choice(&["adamw", "lion", "sgd", "muon"]), Fixed("\"adamw\""), Trajectory;
         /// The highest learning rate, reached after warmup.
         lr: f64 = Float(POSITIVE), Fixed("3e-4"), Trajectory;
-        /// The cosine schedule ends at this share of the learning rate.
-        min_lr_ratio: f64 = Float(UP_TO_ONE), Fixed("0.1"), Trajectory;
+        /// How the learning rate goes after warmup. cosine, linear: falls over the rest of the run. wsd: stays, and falls in a
+        /// line over the last decay_steps. constant: stays.
+        schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Trajectory;
+        /// The schedule ends at this share of the learning rate.
+        min_lr_ratio: Option<f64> =
+            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Trajectory;
         /// Steps over which the learning rate rises from 0.
-        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", checks::default_warmup), Trajectory;
-        /// Decay of the first moment.
-        beta1: f64 = Float(BELOW_ONE), Fixed("0.9"), Trajectory;
-        /// Decay of the second moment.
-        beta2: f64 = Float(BELOW_ONE), Fixed("0.95"), Trajectory;
+        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Trajectory;
+        /// The last steps of a run over which wsd lets the learning rate fall.
+        decay_steps: Option<u64> =
+            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Trajectory;
+        /// Decay of the first moment; for lion, the share of the moment in the update.
+        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Trajectory;
+        /// Decay of the second moment; for lion, of its only one.
+        beta2: Option<f64> =
+            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Trajectory;
         /// What is added to the root of the second moment.
-        eps: f64 = Float(POSITIVE), Fixed("1e-8"), Trajectory;
+        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Trajectory;
+        /// Decay of the momentum of sgd and muon.
+        momentum: Option<f64> =
+            Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Trajectory;
         /// Decoupled weight decay, per step and unit of learning rate.
         weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Trajectory;
         /// The largest norm of the whole gradient; 0 turns clipping off.
         grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Trajectory;
+        /// Other numbers for the parameters whose Hugging Face name matches a pattern (`*` any text, `?` any letter): a factor
+        /// on the learning rate, another weight decay. The first that matches counts. Norms and biases have no decay
+        /// unless a group gives them one.
+        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Trajectory;
     }
 
     /// What is saved.

@@ -30,6 +30,26 @@ pub struct CorpusConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bytes(pub u64);
 
+/// A size of steps, and from when on it counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RampConfig {
+    /// Tokens that a run has seen before the first step of this size.
+    pub tokens: u64,
+    /// Sequences per optimizer step from there on.
+    pub global_batch: usize,
+}
+
+/// Other numbers for some parameters.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupConfig {
+    /// Which, by their Hugging Face names: `*` stands for any text, `?` for any letter.
+    pub pattern: String,
+    /// Times the learning rate.
+    pub lr_scale: Option<f64>,
+    /// Instead of the optimizer's.
+    pub weight_decay: Option<f64>,
+}
+
 /// The value of a key.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {
@@ -43,6 +63,9 @@ pub(crate) enum Value {
     Texts(Vec<String>),
     RopeScaling(RopeScaling),
     Corpora(Vec<CorpusConfig>),
+    Groups(Vec<GroupConfig>),
+    /// Tokens and a batch, which `resolve` turns into a count of sequences.
+    Ramp(Vec<(u64, Value)>),
 }
 
 /// Writes the value as TOML that reads back as the same value.
@@ -62,6 +85,17 @@ impl fmt::Display for Value {
             Value::Texts(texts) => write_list(f, texts, |f, text| write_string(f, text)),
             Value::Corpora(corpora) => write_list(f, corpora, |f, CorpusConfig { name, paths, weight }| {
                 write!(f, "{{ name = \"{name}\", paths = {}, weight = {weight:?} }}", Value::Texts(paths.clone()))
+            }),
+            Value::Ramp(stages) => {
+                write_list(f, stages, |f, (tokens, batch)| write!(f, "{{ tokens = {tokens}, global_batch = {batch} }}"))
+            }
+            Value::Groups(groups) => write_list(f, groups, |f, GroupConfig { pattern, lr_scale, weight_decay }| {
+                write!(f, "{{ match = {}", Value::Text(pattern.clone()))?;
+                let given = [("lr_scale", lr_scale), ("weight_decay", weight_decay)];
+                for (name, x) in given.into_iter().filter_map(|(name, x)| x.map(|x| (name, x))) {
+                    write!(f, ", {name} = {x:?}")?;
+                }
+                f.write_str(" }")
             }),
             Value::RopeScaling(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }) => write!(
                 f,
@@ -134,7 +168,21 @@ field! {
     String: Some(Value::Text(text)) => Some(text), this => Some(Value::Text(this.clone()));
     Vec<String>: Some(Value::Texts(texts)) => Some(texts), this => Some(Value::Texts(this.clone()));
     Vec<CorpusConfig>: Some(Value::Corpora(corpora)) => Some(corpora), this => Some(Value::Corpora(this.clone()));
+    Vec<GroupConfig>: Some(Value::Groups(groups)) => Some(groups), this => Some(Value::Groups(this.clone()));
     RopeScaling: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
+}
+
+impl Field for Vec<RampConfig> {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        let Some(Value::Ramp(stages)) = value else { return None };
+        let stage = |(tokens, batch)| Some(RampConfig { tokens, global_batch: usize::from_value(Some(batch))? });
+        stages.into_iter().map(stage).collect()
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        let stage = |stage: &RampConfig| (stage.tokens, Value::Count(stage.global_batch as u64));
+        Some(Value::Ramp(self.iter().map(stage).collect()))
+    }
 }
 
 impl<T: Field> Field for Option<T> {

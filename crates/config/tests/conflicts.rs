@@ -302,3 +302,155 @@ hint: give a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB,
 ",
     );
 }
+
+#[test]
+fn a_schedule_must_end_with_the_run() {
+    check_set(
+        &format!("{TINY}[optimizer]\nschedule = \"wsd\"\nwarmup_steps = 40\ndecay_steps = 20\n"),
+        &["train.steps=50"],
+        "
+optimizer.warmup_steps = 40 and optimizer.decay_steps = 20 are more than train.steps = 50
+  --> --set train.steps=50
+hint: choose at most 10 decay steps
+",
+    );
+}
+
+#[test]
+fn keys_that_a_schedule_does_not_read_are_refused() {
+    check(
+        &format!("{TINY}[optimizer]\ndecay_steps = 20\n"),
+        "
+optimizer.decay_steps = 20 is given, and optimizer.schedule = \"cosine\" does not read it
+  --> run.toml:4
+  |
+4 | decay_steps = 20
+  |               ^^
+hint: remove optimizer.decay_steps, or choose optimizer.schedule = \"wsd\"
+",
+    );
+    check(
+        &format!("{TINY}[optimizer]\nschedule = \"constant\"\nmin_lr_ratio = 0.5\n"),
+        "
+optimizer.min_lr_ratio = 0.5 is given, and optimizer.schedule = \"constant\" does not fall
+  --> run.toml:5
+  |
+5 | min_lr_ratio = 0.5
+  |                ^^^
+hint: remove optimizer.min_lr_ratio, or choose another optimizer.schedule
+",
+    );
+}
+
+#[test]
+fn constants_that_an_optimizer_does_not_read_are_refused() {
+    for (name, key) in [("lion", "eps"), ("sgd", "beta2"), ("adamw", "momentum")] {
+        check_set(
+            &format!("{TINY}[optimizer]\n{key} = 0.5\n"),
+            &[&format!("optimizer.name={name}")],
+            &format!(
+                "
+optimizer.{key} = 0.5 is given, and optimizer.name = \"{name}\" does not read it
+  --> --set optimizer.name={name}
+hint: remove optimizer.{key}, or choose another optimizer.name
+"
+            ),
+        );
+    }
+}
+
+#[test]
+fn a_group_must_change_something() {
+    check(
+        &format!("{TINY}[[optimizer.groups]]\nmatch = \"*\"\n"),
+        "
+optimizer.groups: the group \"*\" changes nothing
+  --> run.toml:3
+  |
+3 | [[optimizer.groups]]
+  | ^^^^^^^^^^^^^^^^^^^^
+hint: give it a lr_scale, a weight_decay, or both
+",
+    );
+}
+
+#[test]
+fn a_ramp_grows_in_whole_micro_batches() {
+    check(
+        &format!(
+            "{TINY}[train]\nbatch_ramp = [{{ tokens = 9, global_batch = 16 }}, {{ tokens = 9, global_batch = 32 }}]\n"
+        ),
+        "
+train.batch_ramp: 9 tokens do not come after those before them
+  --> run.toml:4
+  |
+4 | batch_ramp = [{ tokens = 9, global_batch = 16 }, { tokens = 9, global_batch = 32 }]
+  |                                                  ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+hint: list the sizes in the order of their tokens
+",
+    );
+    check_set(
+        TINY,
+        &["train.batch_ramp=[{ tokens = 9, global_batch = 8 }]"],
+        "
+train.batch_ramp: 8 sequences from 9 tokens on are not more than the 8 before
+  --> --set train.batch_ramp=[{ tokens = 9, global_batch = 8 }]
+hint: let every size be larger than the one before; the first is train.global_batch
+",
+    );
+    check_set(
+        &format!("{TINY}[train]\nmicro_batch = 2\n[parallel]\ndp = 4\n"),
+        &["train.batch_ramp=[{ tokens = 9, global_batch = 20 }]"],
+        "
+parallel.dp × train.micro_batch = 4 × 2 does not divide the 20 sequences of a step in train.batch_ramp
+  --> --set train.batch_ramp=[{ tokens = 9, global_batch = 20 }]
+hint: use 16 or 24 sequences there, or a train.micro_batch that divides all sizes
+",
+    );
+}
+
+#[test]
+fn the_noise_scale_needs_whole_gradients_of_two_sizes() {
+    check_set(
+        &format!("{TINY}[train]\nmicro_batch = 1\nnoise_scale = true\n"),
+        &["parallel.pp=2"],
+        "
+train.noise_scale = true needs gradients that are whole on a rank, and parallel.pp = 2 splits them
+  --> --set parallel.pp=2
+hint: remove train.noise_scale, or split the run by dp and zero alone
+",
+    );
+    check(
+        &format!("{TINY}[train]\nnoise_scale = true\n"),
+        "
+train.noise_scale = true needs two micro-batches per step and rank, and train.micro_batch = 8 makes one
+  --> run.toml:4
+  |
+4 | noise_scale = true
+  |               ^^^^
+hint: lower train.micro_batch, or raise train.global_batch
+",
+    );
+}
+
+#[test]
+fn a_loss_scale_is_of_fp16() {
+    check_set(
+        TINY,
+        &["precision.growth_interval=5"],
+        "
+precision.growth_interval = 5 is given, and precision.policy = \"fp32\" has no loss scale
+  --> --set precision.growth_interval=5
+hint: remove precision.growth_interval, or choose precision.policy = \"fp16\"
+",
+    );
+    check_set(
+        TINY,
+        &["precision.policy=fp16", "precision.loss_scale=1000"],
+        "
+precision.loss_scale = 1000 is out of range
+  --> --set precision.loss_scale=1000
+hint: give a number that is a power of 2 from 1 to 2^30
+",
+    );
+}

@@ -59,10 +59,12 @@ validation_fraction = 0.05  # default
 steps = 300  # run.toml:10
 seq = 500  # run.toml:12
 global_batch = 32  # run.toml:11
+batch_ramp = []  # default
 micro_batch = 4  # --set
 seed = 0  # default
 # init_from is not set
 reproducible = false  # default
+noise_scale = false  # default
 validate_every = 50  # default
 validation_sequences = 64  # default
 threads = 0  # default
@@ -70,6 +72,8 @@ threads = 0  # default
 [precision]
 policy = "fp32"  # default
 gradients = "fp32"  # default
+# loss_scale is not set
+# growth_interval is not set
 
 [parallel]
 dp = 1  # default
@@ -89,13 +93,17 @@ ops = []  # default
 [optimizer]
 name = "adamw"  # default
 lr = 0.001  # --set
+schedule = "cosine"  # default
 min_lr_ratio = 0.1  # default
 warmup_steps = 100  # default
+# decay_steps is not set
 beta1 = 0.9  # default
 beta2 = 0.95  # default
 eps = 1e-8  # default
+# momentum is not set
 weight_decay = 0.1  # default
 grad_clip = 1.0  # default
+groups = []  # default
 
 [checkpoint]
 every = 100  # default
@@ -124,6 +132,13 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     let tokens =
         ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared", "train.init_from=runs/a/"];
     round_trip(parse(EXAMPLE, &[&["data.paths=[]", corpora], &tokens[..]].concat()));
+    for name in ["lion", "sgd", "muon"] {
+        round_trip(parse(EXAMPLE, &[&format!("optimizer.name={name}"), "optimizer.schedule=wsd"]));
+    }
+    let groups = "optimizer.groups=[{ match = '*\"norm', lr_scale = 0.5 }, { match = 'b', weight_decay = 0 }]";
+    round_trip(parse(EXAMPLE, &[groups, "optimizer.schedule=constant"]));
+    round_trip(parse(EXAMPLE, &["train.batch_ramp=[{ tokens = '2B', global_batch = '64K tokens' }]"]));
+    round_trip(parse(EXAMPLE, &["precision.policy=fp16"]));
     round_trip(parse("[model]\nvocab_size = 8\nlayers = 1\ndim = 2\nheads = 1\nffn = 1\n", &[]));
 }
 

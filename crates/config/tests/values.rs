@@ -121,6 +121,35 @@ fn a_short_run_warms_up_within_its_steps() {
 }
 
 #[test]
+fn constants_follow_from_the_optimizer_and_the_schedule() {
+    let constants = |set: &[&str]| {
+        let o = parse_set(TINY, set).optimizer;
+        (o.beta1, o.beta2, o.eps, o.momentum)
+    };
+    assert_eq!(constants(&[]), (Some(0.9), Some(0.95), Some(1e-8), None));
+    assert_eq!(constants(&["optimizer.name=lion"]), (Some(0.9), Some(0.99), None, None));
+    assert_eq!(constants(&["optimizer.name=sgd"]), (None, None, None, Some(0.9)));
+    assert_eq!(constants(&["optimizer.name=muon"]), (Some(0.9), Some(0.95), Some(1e-8), Some(0.95)));
+    let falls = |set: &[&str]| {
+        let o = parse_set(TINY, set).optimizer;
+        (o.min_lr_ratio, o.decay_steps)
+    };
+    assert_eq!(falls(&[]), (Some(0.1), None));
+    assert_eq!(falls(&["optimizer.schedule=wsd"]), (Some(0.1), Some(100)));
+    assert_eq!(falls(&["optimizer.schedule=wsd", "train.steps=105"]), (Some(0.1), Some(5)));
+    assert_eq!(falls(&["optimizer.schedule=constant"]), (None, None));
+}
+
+#[test]
+fn groups_are_read_in_both_forms() {
+    let config = parse(&format!("{TINY}[[optimizer.groups]]\nmatch = \"*.mlp.*\"\nlr_scale = 2\n"));
+    let set = parse_set(TINY, &["optimizer.groups=[{ match = '*.mlp.*', lr_scale = 2.0 }]"]);
+    assert_eq!(config.optimizer.groups.len(), 1);
+    assert_eq!((config.optimizer.groups[0].lr_scale, config.optimizer.groups[0].weight_decay), (Some(2.0), None));
+    assert_eq!(config, set);
+}
+
+#[test]
 fn data_paths_start_from_the_folder_of_the_config() {
     let config = parse(&format!("{TINY}[data]\npaths = [\"docs\", \"/srv/books\"]\n"));
     assert_eq!(config.data.paths, ["docs", "/srv/books"]);
@@ -141,7 +170,7 @@ fn a_budget_is_a_number_of_bytes_with_its_unit() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 61);
+    assert_eq!(paths.len(), 69);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());

@@ -3,12 +3,15 @@
 //! Three things are checked: values (outputs are poisoned with NaN first), sums over micro-batches in float and fixed
 //! point, and that a sequence's bits do not depend on the sequences beside it.
 
+mod ops;
 mod single;
+
+pub use ops::ops;
 
 use crate::reference;
 use crate::{ExecError, Executor};
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::{Elem, Rows};
+use lockstep_ir::op::Elem;
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, counter, verify};
 use single::{decode, encode, single_op};
@@ -32,6 +35,7 @@ pub fn tolerance(compute: DType) -> f64 {
     match compute {
         // Half a unit in the last place of the result, and of what is rounded on the way.
         DType::BF16 => 1.2e-2,
+        DType::F16 => 1.5e-3,
         _ => 2e-5,
     }
 }
@@ -107,75 +111,6 @@ fn sizes(op: &Op) -> Vec<Size> {
     sizes
 }
 
-/// Every op that a rank computes alone.
-pub fn ops() -> Vec<Op> {
-    let rows = Rows { first: 7, count: 23, ranks: 1 };
-    let adamw = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
-    // All keys; one; less than a tile; across tiles; past the start.
-    let windows = [None, Some(1), Some(7), Some(100), Some(1000)];
-    let attention = windows.into_iter().flat_map(|window| {
-        let of = |documents| [Op::Attention { documents, window }, Op::AttentionGrad { documents, window }];
-        let scores = [false, true].map(|documents| Op::AttentionScores { documents, window });
-        [of(false), of(true)].concat().into_iter().chain(scores).chain([Op::CachedAttention { window }])
-    });
-    let others = [
-        Op::Embedding,
-        Op::EmbeddingGrad { vocab: 50 },
-        Op::Linear,
-        Op::LinearGradInput,
-        Op::LinearGradWeight,
-        Op::AddBias,
-        Op::BiasGrad,
-        Op::RmsNorm { eps: 1e-5 },
-        Op::AddRmsNorm { eps: 1e-5 },
-        Op::RmsNormGrad,
-        Op::AddRmsNormGrad,
-        Op::RmsNormGradWeight,
-        Op::QkNorm { eps: 1e-5 },
-        Op::QkNormGrad,
-        Op::QkNormGradWeight,
-        Op::LayerNorm { eps: 1e-5 },
-        Op::AddLayerNorm { eps: 1e-5 },
-        Op::LayerNormGrad,
-        Op::AddLayerNormGrad,
-        Op::LayerNormGradWeight,
-        Op::AddPositions { seq: 60, documents: false },
-        Op::AddPositions { seq: 60, documents: true },
-        Op::AddPositionsAt,
-        Op::PositionsGrad { rows: 65, seq: 60, documents: false },
-        Op::PositionsGrad { rows: 65, seq: 60, documents: true },
-        Op::Rope { inverse: false, documents: false },
-        Op::Rope { inverse: true, documents: false },
-        Op::Rope { inverse: false, documents: true },
-        Op::Rope { inverse: true, documents: true },
-        Op::RopeAt,
-        Op::AttentionScoresGrad { window: None },
-        Op::AttentionMix { window: None },
-        Op::AttentionMixGrad { window: None },
-        Op::LastPosition,
-        Op::SwiGlu,
-        Op::SwiGluGrad,
-        Op::Gelu,
-        Op::GeluGrad,
-        Op::Dropout { rate: 0.3, site: 0x1234_5678_9abc_def0, seq: 60 },
-        Op::Add,
-        Op::CrossEntropy,
-        Op::CrossEntropyGrad,
-        Op::LinearCrossEntropy { rows: 23 },
-        Op::AddState,
-        Op::Accumulate,
-        Op::SquareSum { sharers: 2, tail: 77 },
-        Op::MergeSums,
-        Op::GradientNorm,
-        adamw,
-        Op::VocabLogits { rows, parts: 1 },
-        Op::VocabLoss,
-        Op::VocabGrad { rows },
-        Op::JoinRows,
-    ];
-    others.into_iter().chain(attention).collect()
-}
-
 /// How an input is drawn.
 #[derive(Clone, Copy)]
 enum Draw {
@@ -238,6 +173,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let ffn = Section { axis: Axis::Ffn, count: 37, unit: 1 };
     let gate_up = || act(Dim::packed([ffn, ffn]));
     let state = || t(&[n.clone(), d.clone()]);
+    let stats = || t(&[Dim::new(Axis::Scalar, 2)]);
     let number = || TensorType::new(DType::U32, [b.clone()]);
     let sum = || TensorType::new(DType::Fixed64, [Dim::new(Axis::Scalar, 4)]);
     let statistics = |rows| t(&[Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)]);
@@ -346,9 +282,11 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::CrossEntropyGrad => {
             vec![(act(v), Normal), (ids(), Below(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
         }
-        Op::LinearCrossEntropy { .. } => {
+        Op::LinearCrossEntropy { scaled, .. } => {
             // Enough columns for several blocks of a kernel that cuts the vocabulary.
-            vec![(act(d.clone()), Normal), (t(&[Dim::new(Axis::Vocab, 400), d]), Normal), (ids(), Below(400))]
+            let table = t(&[Dim::new(Axis::Vocab, 400), d.clone()]);
+            let inputs = [(act(d), Normal), (table, Normal), (ids(), Below(400))];
+            inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
         Op::AddState => vec![(state(), Normal), (state(), Normal)],
         Op::Accumulate => vec![(state(), Normal)],
@@ -357,15 +295,16 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::GradientNorm => vec![(sum(), Squares), (StepScalars::ty(), Scalars)],
         Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))],
         Op::VocabLoss => vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Below(50))],
-        Op::VocabGrad { rows } => {
+        Op::VocabGrad { rows, scaled } => {
             let logits = Op::VocabLogits { rows, parts: 1 };
-            vec![
+            let inputs = [
                 (t(&[Dim::new(Axis::Seq, 23), v.clone()]), Of(logits, 0, &[2, 3, 4])),
                 (statistics(23), Of(logits, 1, &[2, 3, 4])),
                 (act(d.clone()), Normal),
                 (t(&[v, d]), Normal),
                 (ids(), Below(50)),
-            ]
+            ];
+            inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
         Op::JoinRows => {
             let chunk = |rows| t(&[Dim::new(Axis::Seq, rows), d.clone()]);
@@ -384,8 +323,21 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             (state(), Normal),
             (state(), Positive),
             (StepScalars::ty(), Scalars),
-            (t(&[Dim::new(Axis::Scalar, 2)]), Stats),
+            (stats(), Stats),
         ],
+        Op::Lion { .. } | Op::Sgd { .. } => vec![
+            (state(), Normal),
+            (state(), Normal),
+            (state(), Normal),
+            (StepScalars::ty(), Scalars),
+            (stats(), Stats),
+        ],
+        Op::Momentum { .. } => vec![(state(), Normal), (state(), Normal), (stats(), Stats)],
+        // A section with more rows than columns, and one with fewer.
+        Op::Orthogonalise => vec![(t(&[Dim::packed([q, ffn]), d]), Normal)],
+        Op::Descend { .. } => {
+            vec![(state(), Normal), (state(), Normal), (StepScalars::ty(), Scalars), (stats(), Stats)]
+        }
     };
     (op, inputs)
 }
@@ -431,7 +383,14 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
             }
             Draw::Starts => starts(ty, key),
             Draw::Scalars => {
-                let s = StepScalars { lr: 0.01, inverse_count: 0.125, clip: 0.5, bias1: 0.19, bias2: 0.0975 };
+                let s = StepScalars {
+                    lr: 0.01,
+                    inverse_count: 0.125,
+                    clip: 0.5,
+                    bias1: 0.19,
+                    bias2: 0.0975,
+                    loss_scale: 4.0,
+                };
                 s.to_array().map(f64::from).to_vec()
             }
             Draw::Stats => vec![2.0, 0.03125],
@@ -501,8 +460,7 @@ fn check(
             *parts = vec![reference::from_limbs(parts)];
         }
     }
-    let rounds = compute == DType::BF16 || way == Way::Summed(DType::BF16);
-    let tolerance = tolerance(if rounds { DType::BF16 } else { DType::F32 });
+    let tolerance = tolerance(if way == Way::Summed(DType::BF16) { DType::BF16 } else { compute });
     let mut error = 0.0f64;
     let mut failure = None;
     for (o, (found, expected)) in found.iter().zip(&expected).enumerate() {

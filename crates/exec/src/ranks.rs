@@ -40,7 +40,7 @@ struct Board {
 struct State {
     /// Counts requests.
     request: u64,
-    entry: &'static str,
+    entry: Arc<str>,
     profile: bool,
     ends: bool,
     /// Ranks that have not answered yet.
@@ -132,7 +132,7 @@ impl Ranks {
 
     fn ask(&mut self, entry: &str, profile: bool) -> Result<Vec<Timing>, ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
-        let entry = self.programs[0].entry(entry).ok_or_else(unknown)?.name;
+        let entry = self.programs[0].entry(entry).ok_or_else(unknown)?.name.clone();
         let mut state = lock(&self.board.state);
         (state.entry, state.profile, state.busy) = (entry, profile, self.workers.len());
         (state.error, state.timings) = (None, Vec::new());
@@ -162,12 +162,12 @@ fn serve(executor: &Mutex<CpuExecutor>, comm: &dyn Communicator, board: &Board) 
             break;
         }
         seen = state.request;
-        let (entry, profile) = (state.entry, state.profile);
+        let (entry, profile) = (state.entry.clone(), state.profile);
         drop(state);
         let mut executor = lock(executor);
         let work = AssertUnwindSafe(|| match profile {
-            true => executor.profile(entry),
-            false => executor.run(entry).map(|()| Vec::new()),
+            true => executor.profile(&entry),
+            false => executor.run(&entry).map(|()| Vec::new()),
         });
         let result = catch_unwind(work).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().map(String::as_str);

@@ -4,6 +4,7 @@
 
 mod generation;
 mod naive;
+mod rules;
 mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
@@ -146,11 +147,12 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::Add => vec![add(x[0], x[1])],
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
         Op::CrossEntropyGrad => vec![cross_entropy_grad(x[0], x[1])],
-        Op::LinearCrossEntropy { .. } => {
+        Op::LinearCrossEntropy { scaled, .. } => {
+            let seed = if scaled { f64::from(scalars(x[3]).loss_scale) } else { 1.0 };
             let (k, v) = (dims.size('k'), dims.size('v'));
             let logits = product((rows, v, k), x[0], false, x[1], true);
             let [loss, _] = cross_entropy(&dims, &logits, x[2]);
-            let dlogits = cross_entropy_grad(&logits, x[2]);
+            let dlogits: Vec<f64> = cross_entropy_grad(&logits, x[2]).iter().map(|d| d * seed).collect();
             let dx = product((rows, k, v), &dlogits, false, x[1], false);
             let dw = product((v, k, rows), &dlogits, true, x[0], false);
             vec![loss, dx, dw]
@@ -159,7 +161,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::Accumulate | Op::Shard { .. } => vec![x[0].to_vec()],
         Op::SquareSum { sharers, tail } => {
             let (scalars, grads) = (scalars(x[x.len() - 1]), &x[..x.len() - 1]);
-            let inverse = f64::from(scalars.inverse_count);
+            let inverse = f64::from(scalars.inverse());
             let share = |i: usize| if i < tail { 1.0 } else { 1.0 / sharers as f64 };
             let squares =
                 grads.iter().flat_map(|g| g.iter().enumerate().map(|(i, g)| (g * inverse).powi(2) * share(i)));
@@ -169,12 +171,17 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::GradientNorm => {
             let scalars = scalars(x[1]);
             let norm = from_limbs(x[0]).sqrt();
-            vec![vec![norm, f64::from(scalars.inverse_count) * (f64::from(scalars.clip) / norm).min(1.0)]]
+            vec![vec![norm, f64::from(scalars.inverse()) * (f64::from(scalars.clip) / norm).min(1.0)]]
         }
-        Op::AdamW { beta1, beta2, eps, decay } => {
+        Op::Lion { beta1, beta2, decay, lr_scale } => rules::lion(x, [beta1, beta2, decay], lr_scale).into(),
+        Op::Sgd { momentum, decay, lr_scale } => rules::sgd(x, [momentum, decay], lr_scale).into(),
+        Op::Momentum { momentum } => rules::momentum(x, f64::from(momentum)).into(),
+        Op::Orthogonalise => vec![rules::orthogonalise(types[0], x[0])],
+        Op::Descend { decay, lr_scale } => vec![rules::descend(x, f64::from(decay), lr_scale)],
+        Op::AdamW { beta1, beta2, eps, decay, lr_scale } => {
             let s = scalars(x[4]);
             let [beta1, beta2, eps, decay] = [beta1, beta2, eps, decay].map(f64::from);
-            let [lr, bias1, bias2] = [s.lr, s.bias1, s.bias2].map(f64::from);
+            let [lr, bias1, bias2] = [s.lr * lr_scale, s.bias1, s.bias2].map(f64::from);
             let n = x[0].len();
             let g: Vec<f64> = x[1].iter().map(|g| g * x[5][1]).collect();
             let m: Vec<f64> = (0..n).map(|i| beta1 * x[2][i] + (1.0 - beta1) * g[i]).collect();
@@ -185,7 +192,10 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::VocabLogits { rows, parts } => vocab::logits(&dims, x[0], x[1], x[2], rows, parts).into(),
         Op::VocabLoss => vec![vocab::loss(&dims, &x[..x.len() - 1])],
-        Op::VocabGrad { rows } => vocab::grad(&dims, x, rows).into(),
+        Op::VocabGrad { rows, scaled } => {
+            let seed = if scaled { f64::from(scalars(x[5]).loss_scale) } else { 1.0 };
+            vocab::grad(&dims, x, rows, seed).into()
+        }
         Op::JoinRows => vec![x[..x.len() - 1].concat()],
         // Whole tensors, as graphs speak of them, are the same before and after.
         Op::AllReduce { .. } | Op::SumShared { .. } | Op::ReduceScatter { .. } | Op::AllGather { .. } => {

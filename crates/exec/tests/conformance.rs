@@ -26,3 +26,8 @@ fn the_cpu_executor_conforms_in_f32() {
 fn the_cpu_executor_conforms_in_bf16() {
     conforms(DType::BF16);
 }
+
+#[test]
+fn the_cpu_executor_conforms_in_f16() {
+    conforms(DType::F16);
+}

@@ -8,6 +8,8 @@ pub enum DType {
     F32,
     /// The upper half of an IEEE binary32.
     BF16,
+    /// IEEE binary16: finer than bf16, over a smaller range.
+    F16,
     /// IEEE binary64, for losses and squared norms.
     F64,
     /// Unsigned 32-bit integers: token ids.
@@ -20,7 +22,7 @@ impl DType {
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
-            DType::BF16 => 2,
+            DType::BF16 | DType::F16 => 2,
             DType::F32 | DType::U32 => 4,
             DType::F64 | DType::Fixed64 => 8,
         }
@@ -36,6 +38,7 @@ impl DType {
         match self {
             DType::F32 => "f32",
             DType::BF16 => "bf16",
+            DType::F16 => "f16",
             DType::F64 => "f64",
             DType::U32 => "u32",
             DType::Fixed64 => "fixed64",

@@ -18,6 +18,8 @@ pub enum Phase {
     WeightGrad,
     /// Once per step, as soon as the last micro-batch's weight gradients of a layer are there: sums over ranks.
     Reduce,
+    /// Once per step, after the first micro-batch: looks at its gradients.
+    Probe,
     /// Once per step, after the last micro-batch.
     Update,
 }
@@ -30,6 +32,7 @@ impl Phase {
             Phase::InputGrad => 'B',
             Phase::WeightGrad => 'W',
             Phase::Reduce => 'R',
+            Phase::Probe => 'P',
             Phase::Update => 'U',
         }
     }

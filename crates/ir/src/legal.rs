@@ -22,6 +22,8 @@ pub struct Shape {
     pub global_batch: usize,
     /// Sequences that a rank computes at once.
     pub micro_batch: usize,
+    /// Whether the optimizer works on whole matrices.
+    pub whole_matrices: bool,
 }
 
 impl Shape {
@@ -83,7 +85,7 @@ fn empty_sizes(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
 }
 
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
-fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [&'static str], String); 5] {
+fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [&'static str], String); 6] {
     let Shape { heads, kv_heads, ffn, seq, vocab, .. } = *shape;
     [
         (
@@ -107,6 +109,11 @@ fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [
             !layout.sequence_parallel || seq.is_multiple_of(tp),
             &["parallel.sequence_parallel", "train.seq"],
             format!("parallel.tp = {tp} does not divide train.seq = {seq}, which sequence_parallel splits"),
+        ),
+        (
+            tp == 1 || !shape.whole_matrices,
+            &["optimizer.name"],
+            format!("parallel.tp = {tp} splits the matrices that optimizer.name = \"muon\" needs whole"),
         ),
     ]
 }
@@ -231,6 +238,7 @@ mod tests {
         seq: 8192,
         global_batch: 1024,
         micro_batch: 2,
+        whole_matrices: false,
     };
 
     fn layout(text: &str) -> Layout {
@@ -264,8 +272,17 @@ mod tests {
             assert_eq!(check(&layout(text), &LLAMA), [], "{text}");
             assert_eq!(check(&layout(text), &odd_vocabulary), [], "{text}");
         }
-        let single =
-            Shape { layers: 1, heads: 1, kv_heads: 1, ffn: 1, vocab: 1, seq: 1, global_batch: 1, micro_batch: 1 };
+        let single = Shape {
+            layers: 1,
+            heads: 1,
+            kv_heads: 1,
+            ffn: 1,
+            vocab: 1,
+            seq: 1,
+            global_batch: 1,
+            micro_batch: 1,
+            whole_matrices: true,
+        };
         assert_eq!(check(&Layout::single(1), &single), []);
     }
 
@@ -297,6 +314,14 @@ mod tests {
         }
         assert_eq!(refused("tp=4", shape), one("parallel.tp", "tp = 3 or 6"));
         assert_eq!(refused("tp=8", shape), one("parallel.tp", "tp = 6 or 12"));
+    }
+
+    #[test]
+    fn whole_matrices_are_not_split() {
+        let muon = Shape { whole_matrices: true, ..LLAMA };
+        assert_eq!(refused("tp=2", muon), one("parallel.tp", "tp = 1"));
+        assert_eq!(check(&layout("dp=8,zero=3"), &muon), []);
+        assert_eq!(check(&layout("dp=8,zero=1,pp=4"), &muon), []);
     }
 
     #[test]
@@ -347,8 +372,17 @@ mod tests {
     #[test]
     fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
         let mesh = crate::Mesh { dp: 0, tp: 0, pp: 0 };
-        let none =
-            Shape { layers: 0, heads: 0, kv_heads: 0, ffn: 0, vocab: 0, seq: 0, global_batch: 0, micro_batch: 0 };
+        let none = Shape {
+            layers: 0,
+            heads: 0,
+            kv_heads: 0,
+            ffn: 0,
+            vocab: 0,
+            seq: 0,
+            global_batch: 0,
+            micro_batch: 0,
+            whole_matrices: false,
+        };
         assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 11);
         assert_eq!(refused("tp=2", Shape { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
     }

@@ -10,6 +10,7 @@ pub mod account;
 pub mod bf16;
 pub mod counter;
 mod dtype;
+pub mod f16;
 pub mod graph;
 pub mod hardware;
 mod init;

@@ -5,6 +5,7 @@ use crate::mesh::Mesh;
 use crate::{Op, Placement, TensorType, counter};
 use serde::Serialize;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Index of a buffer in its program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -214,8 +215,8 @@ pub struct Slot {
 /// A schedule with a name: what the host can ask the executor to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
-    /// Name: [`StepProgram::TRAIN`] or another of its constants.
-    pub name: &'static str,
+    /// Name: [`StepProgram::TRAIN`] or another of its constants, or that of a [smaller step](StepProgram::train_of).
+    pub name: Arc<str>,
     /// Segments in order.
     pub schedule: Vec<Slot>,
 }
@@ -325,6 +326,11 @@ impl StepProgram {
         format!("{entry}.{name}")
     }
 
+    /// The entry that runs one training step of fewer micro-batches than [`StepProgram::TRAIN`].
+    pub fn train_of(micro_batches: usize) -> String {
+        format!("{}_of_{micro_batches}", Self::TRAIN)
+    }
+
     /// The tensor called `name`.
     pub fn tensor(&self, name: &str) -> Option<&Tensor> {
         self.tensors.iter().find(|t| t.name == name)
@@ -332,7 +338,7 @@ impl StepProgram {
 
     /// The entry called `name`.
     pub fn entry(&self, name: &str) -> Option<&Entry> {
-        self.entries.iter().find(|e| e.name == name)
+        self.entries.iter().find(|e| *e.name == *name)
     }
 
     /// Where a buffer starts in the arena, for a micro-batch and a copy of the saved region.

@@ -29,7 +29,7 @@ pub fn check(programs: &[StepProgram]) -> Result<(), Mismatch> {
         return Err(mismatch("run", "the programs are not those of the stages of one mesh"));
     }
     for entry in &first.entries {
-        let entries: Option<Vec<&Entry>> = programs.iter().map(|p| p.entry(entry.name)).collect();
+        let entries: Option<Vec<&Entry>> = programs.iter().map(|p| p.entry(&entry.name)).collect();
         let missing = || mismatch(format!("entry {}", entry.name), "is not on every stage");
         walk(programs, &entries.ok_or_else(missing)?)?;
     }
@@ -79,7 +79,7 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
     let mut mail: BTreeMap<(usize, usize, u32), VecDeque<Payload>> = BTreeMap::new();
     let place = |stage: usize, step: &Step| {
         let segment = programs[stage].segments[step.slot.segment].name;
-        let (entry, op, m) = (entries[stage].name, step.instr.op.name(), step.slot.micro_batch);
+        let (entry, op, m) = (&entries[stage].name, step.instr.op.name(), step.slot.micro_batch);
         format!("{entry}, stage {stage}, {segment} of micro-batch {m}, instruction {} ({op})", step.index)
     };
     loop {

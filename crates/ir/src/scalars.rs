@@ -13,25 +13,35 @@ pub struct StepScalars {
     pub bias1: f32,
     /// 1 − β₂ᵗ.
     pub bias2: f32,
+    /// What gradients start with instead of 1, so that small ones do not vanish in f16: a power of 2. 1 elsewhere.
+    pub loss_scale: f32,
 }
 
 impl StepScalars {
     /// Name of the state that holds them.
     pub const NAME: &'static str = "step_scalars";
 
+    /// How many there are.
+    pub const COUNT: usize = 6;
+
     /// As the vector that ops read.
-    pub fn to_array(self) -> [f32; 5] {
-        [self.lr, self.inverse_count, self.clip, self.bias1, self.bias2]
+    pub fn to_array(self) -> [f32; Self::COUNT] {
+        [self.lr, self.inverse_count, self.clip, self.bias1, self.bias2, self.loss_scale]
     }
 
     /// From the vector that ops read.
     pub fn from_slice(x: &[f32]) -> Self {
-        Self { lr: x[0], inverse_count: x[1], clip: x[2], bias1: x[3], bias2: x[4] }
+        Self { lr: x[0], inverse_count: x[1], clip: x[2], bias1: x[3], bias2: x[4], loss_scale: x[5] }
+    }
+
+    /// What turns sums of gradients into the mean gradient.
+    pub fn inverse(&self) -> f32 {
+        self.inverse_count / self.loss_scale
     }
 
     /// Type of that vector.
     pub fn ty() -> TensorType {
-        TensorType::new(DType::F32, [Dim::new(Axis::Scalar, 5)])
+        TensorType::new(DType::F32, [Dim::new(Axis::Scalar, Self::COUNT)])
     }
 }
 

@@ -31,8 +31,10 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         if let Some(v) = node.inputs.iter().find(|v| !defined[v.0]) {
             return Err(unsound(at, format!("reads `{}` before it is defined", graph.get(*v).name)));
         }
-        // A summand is no number yet: only sums, and what passes it on as it is, may read one.
-        let passes_on = node.op.communicates() || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate);
+        // A summand is no number yet: only sums, what passes it on as it is, and what looks at a rank's own may read one.
+        let passes_on = node.op.communicates()
+            || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
+            || node.phase == Phase::Probe;
         let summand = |v: &&ValueId| {
             let Placement { dp, tp } = graph.get(**v).placement;
             [dp, tp].contains(&Spread::Partial)
@@ -54,7 +56,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
             if std::mem::replace(&mut defined[v.0], true) {
                 return Err(unsound(at, format!("defines `{}` a second time", value.name)));
             }
-            let dtype_fits = value.ty.dtype == ty.dtype || sums(node.op.output(o), value.ty.dtype);
+            let dtype_fits = value.ty.dtype == ty.dtype || follows(node.op.output(o), value.ty.dtype);
             if value.ty.dims != ty.dims || !dtype_fits {
                 return Err(unsound(at, format!("`{}` is {} where the op gives {ty}", value.name, value.ty)));
             }
@@ -79,9 +81,13 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
     }
 }
 
-/// Whether an output takes its type from its value: sums of gradients.
-fn sums(operand: &Operand, dtype: DType) -> bool {
-    operand.elem == Elem::Accumulator && dtype.accumulates()
+/// Whether an output takes its type from its value: sums of gradients, and rounded copies.
+fn follows(operand: &Operand, dtype: DType) -> bool {
+    match operand.elem {
+        Elem::Accumulator => dtype.accumulates(),
+        Elem::Rounded => matches!(dtype, DType::BF16 | DType::F16),
+        Elem::Is(_) | Elem::Float | Elem::Any => false,
+    }
 }
 
 /// Checks placement (inside the region, aligned, regions without gaps), types, and then *runs the memory*: every entry is
@@ -164,7 +170,7 @@ fn check_types(instr: &Instr) -> Result<(), String> {
     let inferred = instr.op.infer(&types).map_err(|e| e.to_string())?;
     for (o, (ty, output)) in inferred.iter().zip(&instr.outputs).enumerate() {
         let Some(arg) = output else { continue };
-        if arg.ty.dims != ty.dims || !(arg.ty.dtype == ty.dtype || sums(instr.op.output(o), arg.ty.dtype)) {
+        if arg.ty.dims != ty.dims || !(arg.ty.dtype == ty.dtype || follows(instr.op.output(o), arg.ty.dtype)) {
             return Err(format!("{}: output {o} is {} where the op gives {ty}", instr.op.name(), arg.ty));
         }
     }

@@ -2,8 +2,8 @@
 //! forms of the literature. All of it is read off programs that are compiled for the purpose.
 
 use crate::closed_forms::{ClosedForm, closed_forms};
-use crate::plan::{forward_graph, hardware_flops, internal, training_context};
-use crate::{Plan, TrainError};
+use crate::plan::{hardware_flops, internal, prepare, training_context};
+use crate::{Plan, TrainError, groups};
 use lockstep_compile::{Estimator, Recompute};
 use lockstep_config::Config;
 use lockstep_ir::StepProgram;
@@ -64,7 +64,8 @@ pub struct Growth {
 
 /// Compiles a planned config under every policy and at twice every extent.
 pub fn account(config: &Config, plan: &Plan) -> Result<Account, TrainError> {
-    let (context, _) = training_context(config);
+    let (mut context, _) = training_context(config);
+    context.optimizer.groups = groups::resolve(config, &plan.forward)?;
     // Growth has nothing to do with the rest.
     std::thread::scope(|scope| {
         let growth = scope.spawn(|| growth(config, plan));
@@ -143,7 +144,10 @@ fn doubled(config: &Config, extent: &str) -> Config {
     let mut config = config.clone();
     let (model, train) = (&mut config.model, &mut config.train);
     match extent {
-        "batch" => [&mut train.micro_batch, &mut train.global_batch].into_iter().for_each(|n| *n *= 2),
+        "batch" => {
+            let ramp = train.batch_ramp.iter_mut().map(|size| &mut size.global_batch);
+            [&mut train.micro_batch, &mut train.global_batch].into_iter().chain(ramp).for_each(|n| *n *= 2);
+        }
         "sequence" => {
             train.seq *= 2;
             model.positions = model.positions.map(|positions| positions * 2);
@@ -161,8 +165,7 @@ fn growth(config: &Config, plan: &Plan) -> Result<Vec<Growth>, TrainError> {
     let mut rows = Vec::new();
     for extent in ["batch", "sequence", "width", "depth"] {
         let config = doubled(config, extent);
-        let (context, _) = training_context(&config);
-        let forward = forward_graph(&config, &context.layout, lockstep_model::build_form)?;
+        let (forward, context, _) = prepare(&config, lockstep_model::build_form)?;
         let estimator = Estimator::new(&forward, &context)?;
         let programs = estimator.programs(plan.recompute.clone())?;
         let model = estimator.model_flops().map_err(internal)?.model * context.layout.micro_batches as u128;

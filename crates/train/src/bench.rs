@@ -1,5 +1,6 @@
 //! The speed of a training step on random tokens, and where its time goes.
 
+use crate::schedule::step_scalars;
 use crate::{MemoryTimeline, Plan, Session, TrainError, observed_timeline, plan};
 use lockstep_config::Config;
 use lockstep_exec::Timing;
@@ -102,10 +103,9 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     fill(&mut session, &config)?;
     let mut steps = 0;
     let mut scalars = || {
+        let scalars = step_scalars(&config, steps, plan.tokens_per_step);
         steps += 1;
-        let bias = |beta: f64| (1.0 - beta.powi(steps)) as f32;
-        let inverse_count = 1.0 / plan.tokens_per_step as f32;
-        StepScalars { lr: 1e-4, inverse_count, clip: 1.0, bias1: bias(0.9), bias2: bias(0.999) }
+        StepScalars { lr: 1e-4, ..scalars }
     };
     let mut loss = 0.0;
     let mut watched = Vec::new();

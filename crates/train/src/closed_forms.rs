@@ -140,7 +140,7 @@ fn parameters(m: &ModelConfig, program: u64) -> ClosedForm {
 
 /// Bytes of an element of a weight or an activation.
 fn compute_bytes(config: &Config) -> f64 {
-    if config.precision.policy == "bf16" { 2.0 } else { 4.0 }
+    if config.precision.policy == "fp32" { 4.0 } else { 2.0 }
 }
 
 /// Bytes of an element of a gradient accumulator.
@@ -152,10 +152,10 @@ fn gradient_bytes(config: &Config) -> f64 {
     }
 }
 
-/// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 originals of bf16 weights.
+/// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 originals of 16-bit weights.
 fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<ClosedForm> {
     let m = &config.model;
-    let moments = if config.precision.policy == "bf16" { 12.0 } else { 8.0 };
+    let moments = if config.precision.policy == "fp32" { 8.0 } else { 12.0 };
     let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
     let tied = if m.tied_embeddings { (m.dim * m.vocab_size) as f64 * gradient_bytes(config) } else { 0.0 };
     let closed = per_parameter * plan.parameters as f64;

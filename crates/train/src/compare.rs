@@ -1,10 +1,11 @@
 //! Layouts against one rank: the same model, batch and steps, and how far apart losses and gradients are.
 
+use crate::schedule::step_scalars;
 use crate::{Session, TrainError, feed, plan};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, fixed};
+use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, f16, fixed};
 use lockstep_model::names;
 use serde::Serialize;
 
@@ -29,7 +30,7 @@ impl Promise {
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
         let same_sums = layout.mesh.tp == 1 && (layout.mesh.dp == 1 || config.train.reproducible);
-        let rounds = config.precision.policy == "bf16" || config.precision.gradients == "bf16";
+        let rounds = config.precision.policy != "fp32" || config.precision.gradients == "bf16";
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,
             (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4, parameters: 0.1 },
@@ -139,6 +140,10 @@ pub fn compare(
     steps: usize,
     show: &mut dyn FnMut(&Comparison),
 ) -> Result<Vec<Comparison>, TrainError> {
+    // A layout is checked for its sums, and those take any number of micro-batches.
+    let mut config = config.clone();
+    config.train.batch_ramp.clear();
+    config.train.noise_scale = false;
     let single = trace(&config.at(&Layout::single(1)), steps)?;
     let mut result = Vec::new();
     for layout in layouts {
@@ -228,15 +233,8 @@ fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
         for m in 0..plan.layout.micro_batches {
             fill(&mut session, config, step as u64, m, m * positions, positions)?;
         }
-        let o = &config.optimizer;
-        let bias = |beta: f64| (1.0 - beta.powi(step as i32 + 1)) as f32;
-        let result = session.run_step(StepScalars {
-            lr: o.lr as f32,
-            inverse_count: 1.0 / plan.tokens_per_step as f32,
-            clip: if o.grad_clip > 0.0 { o.grad_clip as f32 } else { f32::INFINITY },
-            bias1: bias(o.beta1),
-            bias2: bias(o.beta2),
-        })?;
+        let scalars = step_scalars(config, step as u64, plan.tokens_per_step);
+        let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         trace.losses.push(result.loss);
         trace.norms.push(result.grad_norm);
         if step == 0 {
@@ -302,6 +300,7 @@ fn states(session: &mut Session, wanted: impl Fn(&Tensor) -> bool) -> Result<Vec
             DType::BF16 => {
                 bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect()
             }
+            DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
             DType::Fixed64 => {
                 bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
             }

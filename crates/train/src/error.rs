@@ -164,6 +164,34 @@ pub enum TrainError {
         /// What is left of it.
         rounded: f32,
     },
+    /// A group of the optimizer has no parameter.
+    #[error(
+        "optimizer.groups: \"{pattern}\" matches no parameter{}\nhint: the parameters are {}",
+        if *taken { " that groups before it have not taken" } else { "" },
+        names.join(", ")
+    )]
+    EmptyGroup {
+        /// Its pattern.
+        pattern: String,
+        /// Whether it would match some that others have.
+        taken: bool,
+        /// What there is, with `*` for the number of a layer.
+        names: Vec<String>,
+    },
+    /// Two groups want parts of one stored tensor.
+    #[error(
+        "optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group\nhint: give a pattern \
+         that matches all of {}",
+        names.join(", ")
+    )]
+    SplitGroup {
+        /// A parameter.
+        first: String,
+        /// One in another group.
+        second: String,
+        /// All that are stored together.
+        names: Vec<String>,
+    },
     /// The schedule of a step would be absurdly long.
     #[error(
         "a step of {micro_batches} micro-batches is too long, at most {most} are allowed\nhint: raise train.micro_batch or lower \

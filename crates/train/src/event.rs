@@ -23,6 +23,15 @@ pub struct StepMetrics {
     pub mfu: f64,
     /// Bytes of the arena.
     pub arena_bytes: u64,
+    /// Loss scale of this step, in fp16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
+    /// Gradient noise scale, in sequences, where it is asked for and known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub noise_scale: Option<f64>,
+    /// The same in tokens: the size of steps above which more tokens help little.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub critical_batch_tokens: Option<f64>,
     /// Mean held-out loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,

@@ -1,11 +1,14 @@
-use crate::TrainError;
-use lockstep_compile::{AdamW, Compiled, Context, Estimator, Fit, Precision, Recompute, compile, fit};
+use crate::{TrainError, groups};
+use lockstep_compile::{
+    AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
+};
 use lockstep_config::{Config, ModelConfig, nearest};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBill};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{DType, Graph, Layout, StepProgram, TypeError};
 use lockstep_model::Form;
+use std::collections::BTreeMap;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
 #[derive(Debug)]
@@ -22,10 +25,12 @@ pub struct Plan {
     pub threads: usize,
     /// Elements of all parameters.
     pub parameters: u64,
-    /// Tokens of one step.
+    /// Tokens of one step, of the largest that the run has.
     pub tokens_per_step: u64,
     /// How the work is split among ranks and micro-batches.
     pub layout: Layout,
+    /// Micro-batches of steps that are smaller than those of the layout.
+    pub smaller_steps: Vec<usize>,
     /// FLOPs of one step, on all ranks.
     pub step_flops: Flops,
     /// What is computed again in backward.
@@ -54,7 +59,7 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let precision = Precision { gradients: DType::F32, ..context.precision };
     let device = cpu::profile(threads, precision.compute, precision.gradients);
-    (Context { device, layout: Layout::single(1), precision, ..context }, threads)
+    (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }
 
 /// Refuses texts that are longer than the positions which a model has learned.
@@ -69,19 +74,14 @@ pub(crate) fn training_context(config: &Config) -> (Context, usize) {
     let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     // Ranks are threads of this process and share its cores.
     let threads = (all / config.layout().mesh.ranks()).max(1);
-    let o = &config.optimizer;
     let precision = precision(config);
     let context = Context {
         device: cpu::profile(threads, precision.compute, precision.gradients),
         layout: config.layout(),
-        optimizer: AdamW {
-            beta1: o.beta1 as f32,
-            beta2: o.beta2 as f32,
-            eps: o.eps as f32,
-            decay: o.weight_decay as f32,
-        },
+        optimizer: optimizer(config),
         precision,
         recompute: recompute(config),
+        steps: Steps { smaller: smaller_steps(config), noise_scale: config.train.noise_scale },
     };
     (context, threads)
 }
@@ -110,11 +110,14 @@ fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Res
     Ok(())
 }
 
-/// A config's forward graph, for the micro-batches of all data-parallel ranks.
-pub(crate) fn forward_graph(config: &Config, layout: &Layout, build: Architecture) -> Result<Graph, TrainError> {
+/// A config's forward graph, for the micro-batches of all data-parallel ranks, and what its passes need to know.
+pub(crate) fn prepare(config: &Config, build: Architecture) -> Result<(Graph, Context, usize), TrainError> {
+    let (mut context, threads) = training_context(config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
-    let form = Form::Loss { batch: config.train.micro_batch * layout.mesh.dp, seq, context: seq, documents };
-    build(&config.model, form).map_err(internal)
+    let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
+    let forward = build(&config.model, form).map_err(internal)?;
+    context.optimizer.groups = groups::resolve(config, &forward)?;
+    Ok((forward, context, threads))
 }
 
 /// A graph that the op table refuses.
@@ -134,6 +137,29 @@ pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, TrainErro
     Ok(sum)
 }
 
+/// Micro-batches of the steps that are smaller than the largest.
+fn smaller_steps(config: &Config) -> Vec<usize> {
+    let batches = config.batches();
+    let round = config.train.micro_batch * config.parallel.dp;
+    let smaller = batches.stages().iter().map(|stage| stage.sequences).filter(|n| *n < batches.largest());
+    smaller.map(|sequences| sequences / round).collect()
+}
+
+/// The update rule of a config, and its constants.
+fn optimizer(config: &Config) -> Optimizer {
+    let o = &config.optimizer;
+    // The schema gives every rule the constants that it reads.
+    let [beta1, beta2, eps, momentum] = [o.beta1, o.beta2, o.eps, o.momentum].map(|x| x.unwrap_or(0.0) as f32);
+    let adamw = AdamW { beta1, beta2, eps };
+    let rule = match o.name.as_str() {
+        "lion" => Rule::Lion { beta1, beta2 },
+        "sgd" => Rule::Sgd { momentum },
+        "muon" => Rule::Muon { momentum, rest: adamw },
+        _ => Rule::AdamW(adamw),
+    };
+    Optimizer { rule, decay: o.weight_decay as f32, groups: BTreeMap::new() }
+}
+
 /// Writes down the forward graph of a model: `lockstep_model::build_form`, or an architecture of the caller's own.
 pub type Architecture = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
 
@@ -145,8 +171,7 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
 /// The same for an architecture that the config does not name.
 pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainError> {
     check_numbers(config)?;
-    let (mut context, threads) = training_context(config);
-    let forward = forward_graph(config, &context.layout, build)?;
+    let (forward, mut context, threads) = prepare(config, build)?;
     settle_policy(config, &forward, &mut context)?;
     let compiled = compile(&forward, &context)?;
     let hardware = hardware_flops(&compiled.programs)?;
@@ -158,11 +183,12 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
     Ok(Plan {
         layout: context.layout,
         recompute: context.recompute,
+        smaller_steps: context.steps.smaller,
         device: context.device.name,
         precision: context.precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
-        tokens_per_step: (config.train.global_batch * config.train.seq) as u64,
+        tokens_per_step: (config.batches().largest() * config.train.seq) as u64,
         step_flops,
         memory: stages.iter().max_by_key(|m| m.total_bytes).cloned().unwrap_or_else(|| stages[0].clone()),
         stages,
@@ -186,7 +212,11 @@ fn recompute(config: &Config) -> Recompute {
 
 /// The types that a config asks for.
 fn precision(config: &Config) -> Precision {
-    let dtype = |name: &str| if name == "bf16" { DType::BF16 } else { DType::F32 };
+    let dtype = |name: &str| match name {
+        "bf16" => DType::BF16,
+        "fp16" => DType::F16,
+        _ => DType::F32,
+    };
     let gradients = match config.train.reproducible {
         true => DType::Fixed64,
         false => dtype(&config.precision.gradients),
@@ -201,14 +231,15 @@ const MOST_MICRO_BATCHES: usize = 1 << 16;
 fn check_numbers(config: &Config) -> Result<(), TrainError> {
     let o = &config.optimizer;
     let positive = |x: f32| x > 0.0 && x.is_finite();
-    let below_one = |x: f32| x < 1.0;
+    let below_one = |x: f64| (x as f32) < 1.0;
     let checks = [
         ("optimizer.lr", o.lr, positive(o.lr as f32)),
-        ("optimizer.eps", o.eps, positive(o.eps as f32)),
-        ("optimizer.beta1", o.beta1, below_one(o.beta1 as f32)),
-        ("optimizer.beta2", o.beta2, below_one(o.beta2 as f32)),
+        ("optimizer.eps", o.eps.unwrap_or(1.0), o.eps.is_none_or(|x| positive(x as f32))),
+        ("optimizer.beta1", o.beta1.unwrap_or(0.0), o.beta1.is_none_or(below_one)),
+        ("optimizer.beta2", o.beta2.unwrap_or(0.0), o.beta2.is_none_or(below_one)),
+        ("optimizer.momentum", o.momentum.unwrap_or(0.0), o.momentum.is_none_or(below_one)),
         ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
-        ("model.dropout", config.model.dropout, below_one(config.model.dropout as f32)),
+        ("model.dropout", config.model.dropout, below_one(config.model.dropout)),
         ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];
     for (key, value, fits) in checks {

@@ -2,11 +2,14 @@
 
 use crate::event::{Event, StepMetrics};
 use crate::initial::InitialWeights;
+use crate::loss_scale::LossScale;
+use crate::noise::{Measured, Noise, NoiseBits};
 use crate::sample::{Sample, sample};
+use crate::schedule::step_scalars;
 use crate::session::Session;
 use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list};
-use lockstep_config::Config;
+use lockstep_config::{Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::cpu;
 use lockstep_ir::StepScalars;
@@ -37,6 +40,8 @@ pub struct Outcome {
     pub first_val_loss: Option<f64>,
     /// Last held-out loss.
     pub last_val_loss: Option<f64>,
+    /// Gradient noise scale, in sequences, where it is asked for and known.
+    pub noise_scale: Option<f64>,
     /// The last checkpoint.
     pub checkpoint: Option<PathBuf>,
     /// A text by the trained model, if the run is finished and one was asked for.
@@ -55,6 +60,7 @@ impl Outcome {
             finished: false,
             first_val_loss: None,
             last_val_loss: None,
+            noise_scale: None,
             checkpoint: last.map(|(_, path)| path),
             sample: None,
         }
@@ -120,7 +126,8 @@ fn start<'a>(
     data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
-    let (mut step, mut checkpoint, mut pending) = (0, None, None);
+    let mut loss_scale = LossScale::new(config);
+    let (mut step, mut checkpoint, mut pending, mut noise) = (0, None, None, Noise::default());
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: folder });
@@ -128,6 +135,11 @@ fn start<'a>(
         session.restore(&loaded)?;
         step = loaded.step;
         pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
+        // A checkpoint of a run that did not measure has none.
+        noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
+        if loss_scale.is_some() {
+            loss_scale = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(loss_scale);
+        }
         checkpoint = Some(loaded.path);
     }
     if let Some(weights) = &initial {
@@ -150,14 +162,42 @@ fn start<'a>(
         (samples, count)
     });
     let finished = step >= config.train.steps;
-    let outcome = Outcome { step, finished, first_val_loss: None, last_val_loss: None, checkpoint, sample: None };
+    let outcome = Outcome {
+        step,
+        finished,
+        first_val_loss: None,
+        last_val_loss: None,
+        noise_scale: None,
+        checkpoint,
+        sample: None,
+    };
     let data = data.fingerprint();
-    Ok(Run { config, plan, session, dir, train, held_out, ceiling, data, sample_tokens, pending, outcome })
+    let batches = config.batches();
+    Ok(Run {
+        config,
+        plan,
+        batches,
+        noise,
+        loss_scale,
+        session,
+        dir,
+        train,
+        held_out,
+        ceiling,
+        data,
+        sample_tokens,
+        pending,
+        outcome,
+    })
 }
 
 struct Run<'a> {
     config: &'a Config,
     plan: &'a Plan,
+    batches: Batches,
+    noise: Noise,
+    /// In fp16.
+    loss_scale: Option<LossScale>,
     session: Session,
     dir: RunDir,
     train: Sampler,
@@ -190,7 +230,7 @@ impl Run<'_> {
             if metrics.applied {
                 skipped = 0;
             } else {
-                skipped += 1;
+                skipped += u64::from(!metrics.searched);
                 show(Event::Skipped { step });
                 let (loss, norm) = (metrics.line.loss.to_string(), metrics.line.grad_norm.to_string());
                 self.dir.event("skipped", json!({ "step": step, "loss": loss, "grad_norm": norm }))?;
@@ -234,26 +274,35 @@ impl Run<'_> {
         Ok(self.outcome)
     }
 
+    /// Tokens of the first `steps` steps.
+    fn tokens_before(&self, steps: u64) -> u64 {
+        self.batches.at(steps).first_sample * self.config.train.seq as u64
+    }
+
     fn step(&mut self) -> Result<Step, TrainError> {
         let start = Instant::now();
         let step = self.outcome.step;
-        let (train, o) = (&self.config.train, &self.config.optimizer);
+        let batch = self.batches.at(step);
+        let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let lr = learning_rate(self.config, step);
-        let bias = |beta: f64| (1.0 - beta.powf((step + 1) as f64)) as f32;
-        let scalars = StepScalars {
-            lr: lr as f32,
-            inverse_count: 1.0 / self.plan.tokens_per_step as f32,
-            clip: if o.grad_clip > 0.0 { o.grad_clip as f32 } else { f32::INFINITY },
-            bias1: bias(o.beta1),
-            bias2: bias(o.beta2),
-        };
-        let result = self.session.step(&self.train, step * train.global_batch as u64, scalars)?;
+        let loss_scale = self.loss_scale;
+        let seed = loss_scale.map_or(1.0, |scale| scale.seed(tokens));
+        let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, step, tokens) };
+        let result = self.session.step(&self.train, batch, scalars)?;
         self.outcome.step += 1;
+        if let (Some(scale), Some(interval)) = (&mut self.loss_scale, self.config.precision.growth_interval) {
+            scale.after(result.applied, interval);
+        }
+        if let (Some(first), true) = (result.first, result.applied) {
+            let sequences = batch.sequences as f64;
+            self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
+        }
+        self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
         let step_s = start.elapsed().as_secs_f64();
-        let tokens_per_s = self.plan.tokens_per_step as f64 / step_s;
+        let tokens_per_s = tokens as f64 / step_s;
         let line = StepMetrics {
             step: self.outcome.step,
-            tokens: self.outcome.step * self.plan.tokens_per_step,
+            tokens: self.tokens_before(self.outcome.step),
             loss: result.loss,
             grad_norm: result.grad_norm,
             lr,
@@ -261,9 +310,14 @@ impl Run<'_> {
             tokens_per_s,
             mfu: self.plan.model_flops_per_token() * tokens_per_s / self.ceiling,
             arena_bytes: self.session.arena_bytes(),
+            loss_scale: loss_scale.map(|scale| scale.scale()),
+            noise_scale: self.outcome.noise_scale,
+            critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             val_loss: None,
         };
-        Ok(Step { step: line.step, applied: result.applied, line })
+        // A scale that is being searched explains gradients that are not finite.
+        let searched = loss_scale.is_some_and(|scale| !scale.is_least());
+        Ok(Step { step: line.step, applied: result.applied, searched, line })
     }
 
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
@@ -279,11 +333,13 @@ impl Run<'_> {
     fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let step = self.outcome.step;
         let state = json!({
-            "tokens": step * self.plan.tokens_per_step,
+            "tokens": self.tokens_before(step),
             "data": format!("{:016x}", self.data),
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
+            "noise": self.noise.to_bits(),
+            "loss_scale": self.loss_scale,
         });
         let progress = &mut |done, total| show(Event::Saving { done, total });
         let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;
@@ -298,6 +354,8 @@ impl Run<'_> {
 struct Step {
     step: u64,
     applied: bool,
+    /// Whether gradients that are not finite are the loss scale's fault.
+    searched: bool,
     line: StepMetrics,
 }
 

@@ -2,12 +2,13 @@
 
 use crate::feed::{Feed, Scored};
 use crate::initial::InitialWeights;
+use crate::noise::Measured;
 use crate::rank_parts;
 use crate::state::{self, Weights};
 use crate::{Plan, TrainError};
 use lockstep_checkpoint::{Draft, Loaded, save};
-use lockstep_compile::STATS;
-use lockstep_config::Config;
+use lockstep_compile::{FIRST_STATS, STATS};
+use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks, Timing};
@@ -21,7 +22,19 @@ pub struct Session {
     tensors: Vec<Tensor>,
     executor: Box<dyn Executor>,
     micro_batches: usize,
+    /// Entries of smaller steps, by their micro-batches.
+    smaller: Vec<(usize, String)>,
+    first: Option<First>,
     feed: Feed,
+}
+
+/// What the gradients of the first micro-batch are of.
+#[derive(Clone, Copy)]
+struct First {
+    /// Ranks that have one each.
+    ranks: usize,
+    /// Sequences of one.
+    sequences: usize,
 }
 
 /// What a step gave.
@@ -33,6 +46,9 @@ pub struct StepResult {
     pub grad_norm: f32,
     /// Whether the update was applied: all gradients were finite.
     pub applied: bool,
+    /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
+    /// each has its own, and the sequences that one such gradient is of.
+    pub first: Option<Measured>,
 }
 
 impl Session {
@@ -57,11 +73,18 @@ impl Session {
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
         let batch = config.train.micro_batch * plan.layout.mesh.dp;
+        // Ranks that sum for every micro-batch have one gradient together.
+        let (ranks, sequences) = match plan.layout.zero {
+            0 | 1 => (plan.layout.mesh.dp, config.train.micro_batch),
+            _ => (1, batch),
+        };
         let mut session = Self {
+            first: config.train.noise_scale.then_some(First { ranks, sequences }),
             feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
+            smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
         };
         state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
         Ok(session)
@@ -120,47 +143,67 @@ impl Session {
         }
     }
 
-    /// One training step on the samples `first_sample ..` of the global order.
-    pub fn step(&mut self, data: &Sampler, first_sample: u64, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        for m in 0..self.micro_batches {
-            let first = first_sample + (m * self.feed.batch()) as u64;
+    /// One training step on these samples of the global order.
+    pub fn step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<StepResult, TrainError> {
+        let micro_batches = batch.sequences / self.feed.batch();
+        for m in 0..micro_batches {
+            let first = batch.first_sample + (m * self.feed.batch()) as u64;
             self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
         }
-        self.run_step(scalars)
+        self.run_micro_batches(micro_batches, scalars)
     }
 
     /// One training step on the inputs that the executor holds already.
     pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        self.write_scalars(scalars)?;
-        self.executor.run(StepProgram::TRAIN)?;
-        self.result()
+        self.run_micro_batches(self.micro_batches, scalars)
     }
 
     /// As [`Session::run_step`], and tells when each instruction ran.
     pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
         self.write_scalars(scalars)?;
         let timings = self.executor.profile(StepProgram::TRAIN)?;
-        Ok((self.result()?, timings))
+        Ok((self.result(self.micro_batches)?, timings))
+    }
+
+    fn run_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<StepResult, TrainError> {
+        self.write_scalars(scalars)?;
+        let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
+        self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
+        self.result(micro_batches)
     }
 
     fn write_scalars(&mut self, scalars: StepScalars) -> Result<(), TrainError> {
-        let mut data = [0; 20];
+        let mut data = [0; 4 * StepScalars::COUNT];
         data.as_chunks_mut().0.iter_mut().zip(scalars.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
         Ok(self.executor.write(StepScalars::NAME, 0, &data)?)
     }
 
-    fn result(&self) -> Result<StepResult, TrainError> {
+    fn result(&self, micro_batches: usize) -> Result<StepResult, TrainError> {
         let mut sum = 0.0;
-        for m in 0..self.micro_batches {
+        for m in 0..micro_batches {
             self.feed.losses(self.executor.as_ref(), m, |_, loss| sum += loss)?;
         }
-        let stats = self.executor.read(STATS, 0)?;
-        let ([norm, factor], []) = stats.as_chunks() else {
-            return Err(ExecError::Internal(format!("`{STATS}` has {} bytes", stats.len())).into());
+        let [grad_norm, factor] = self.stats(STATS)?;
+        let first = match self.first {
+            None => None,
+            Some(First { ranks, sequences }) => {
+                let norm = f64::from(self.stats(FIRST_STATS)?[0]);
+                // The device divides by the targets of the whole step.
+                let share = (micro_batches * self.feed.batch()) as f64 / sequences as f64;
+                Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
+            }
         };
-        let [grad_norm, factor] = [norm, factor].map(|b| f32::from_le_bytes(*b));
-        let tokens = (self.micro_batches * self.feed.batch() * self.feed.seq()) as f64;
-        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan() })
+        let tokens = (micro_batches * self.feed.batch() * self.feed.seq()) as f64;
+        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan(), first })
+    }
+
+    /// A norm and the factor on gradients.
+    fn stats(&self, name: &str) -> Result<[f32; 2], TrainError> {
+        let stats = self.executor.read(name, 0)?;
+        let ([norm, factor], []) = stats.as_chunks() else {
+            return Err(ExecError::Internal(format!("`{name}` has {} bytes", stats.len())).into());
+        };
+        Ok([norm, factor].map(|b| f32::from_le_bytes(*b)))
     }
 
     /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.

@@ -6,7 +6,7 @@ use lockstep_checkpoint::{CheckpointError, Group, Loaded, TensorRef};
 use lockstep_exec::Executor;
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{DType, StepProgram, TensorType, bf16};
+use lockstep_ir::{DType, StepProgram, TensorType, bf16, f16};
 
 /// One unpacked tensor: a range of rows of a program's tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,7 +78,7 @@ pub(crate) fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, 
     result
 }
 
-/// The f32 original of a parameter that is kept in bf16.
+/// The f32 original of a parameter that is kept rounded.
 fn master<'a>(tensors: &'a [Tensor], parameter: &str) -> Option<&'a Tensor> {
     let is_master = |t: &&Tensor| matches!(&t.role, Role::State(State::Master { of }) if of == parameter);
     tensors.iter().find(is_master)
@@ -86,10 +86,8 @@ fn master<'a>(tensors: &'a [Tensor], parameter: &str) -> Option<&'a Tensor> {
 
 /// Writes f32 values to a tensor of any floating-point type.
 fn write(executor: &mut dyn Executor, tensor: &Tensor, data: &[f32]) -> Result<(), TrainError> {
-    let bytes: Vec<u8> = match tensor.whole.dtype {
-        DType::BF16 => data.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
-        _ => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
-    };
+    let mut bytes: Vec<u8> = data.iter().flat_map(|x| x.to_le_bytes()).collect();
+    round(&mut bytes, tensor.whole.dtype);
     Ok(executor.write(&tensor.name, 0, &bytes)?)
 }
 
@@ -212,19 +210,22 @@ fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &
     };
     // Rounding is in place, so the original goes first.
     for to in [Some(tensor), parameter].into_iter().flatten() {
-        if to.whole.dtype == DType::BF16 {
-            round(data);
-        }
+        round(data, to.whole.dtype);
         executor.write(&to.name, 0, data)?;
     }
     Ok(())
 }
 
-/// Turns f32 values into bf16, in place.
-fn round(data: &mut Vec<u8>) {
+/// Turns f32 values into the type of a parameter, in place.
+fn round(data: &mut Vec<u8>, dtype: DType) {
+    let bits: fn(f32) -> u16 = match dtype {
+        DType::BF16 => bf16::from_f32,
+        DType::F16 => f16::from_f32,
+        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => return,
+    };
     for i in 0..data.len() / 4 {
         let value = f32::from_le_bytes([data[4 * i], data[4 * i + 1], data[4 * i + 2], data[4 * i + 3]]);
-        data[2 * i..2 * i + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes());
+        data[2 * i..2 * i + 2].copy_from_slice(&bits(value).to_le_bytes());
     }
     data.truncate(data.len() / 2);
 }

@@ -28,7 +28,9 @@ fn programs_hold_against_the_formulas() {
         "architecture = \"gpt2\"\nlayers = 3\ndim = 64\nheads = 4\nffn = 96\nvocab_size = 131\ntied_embeddings = false\ndropout = 0.1",
         "layers = 3\ndim = 64\nheads = 8\nkv_heads = 2\nhead_dim = 16\nffn = 96\nvocab_size = 131",
     ] {
-        for precision in ["policy = \"fp32\"", "policy = \"bf16\"", "policy = \"bf16\"\ngradients = \"bf16\""] {
+        for precision in
+            ["policy = \"fp32\"", "policy = \"fp16\"", "policy = \"bf16\"", "policy = \"bf16\"\ngradients = \"bf16\""]
+        {
             let text = format!(
                 "[model]\n{model}\n[precision]\n{precision}\n[train]\nseq = 256\nglobal_batch = 4\nmicro_batch = 2\n"
             );

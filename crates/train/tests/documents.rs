@@ -3,7 +3,7 @@
 mod common;
 
 use common::{losses, tiny, write_corpus};
-use lockstep_compile::{AdamW, Context, Precision, compile};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
@@ -33,9 +33,10 @@ fn token_losses(model: &str, tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64>
     let context = Context {
         device: profile(2, DType::F32, DType::F32),
         layout: Layout::single(1),
-        optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 },
+        optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0),
         precision: Precision::FP32,
         recompute: lockstep_compile::Recompute::None,
+        steps: lockstep_compile::Steps::default(),
     };
     let seq = inputs.len();
     let form = Form::Loss { batch: 1, seq, context: seq, documents: starts.is_some() };

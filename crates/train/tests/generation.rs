@@ -1,6 +1,6 @@
 //! Generation computes what training computes: the same logits, bit for bit, however a text is cut into calls.
 
-use lockstep_compile::{AdamW, Context, Precision, Recompute, compile};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
@@ -40,13 +40,14 @@ fn tokens() -> Vec<u32> {
 
 /// The logits at every position, by the forward pass of the training program.
 fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
-    let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
+    let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0);
     let context = Context {
         device: profile(2, DType::F32, DType::F32),
         layout: Layout::single(1),
         optimizer,
         precision: Precision::FP32,
         recompute: Recompute::None,
+        steps: Steps::default(),
     };
     let mut forward = lockstep_model::build(&config.model, 1, SEQ).unwrap();
     // Logits that somebody wants are not fused away.

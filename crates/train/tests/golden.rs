@@ -1,6 +1,6 @@
 //! Whole models against `transformers`: logits, loss and every gradient. The scripts in `golden` made the files.
 
-use lockstep_compile::{AdamW, Context, Precision, compile};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
@@ -95,12 +95,13 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     let golden = Golden::open(case);
     let config = golden.config();
     let (threads, batch) = (2, 2 / micro_batches);
-    let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 };
+    let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0);
     let gradients = if reproducible { DType::Fixed64 } else { DType::F32 };
     let precision = Precision { compute: DType::F32, gradients };
     let device = profile(threads, precision.compute, precision.gradients);
     let recompute = lockstep_compile::Recompute::None;
-    let context = Context { device, layout: Layout::single(micro_batches), optimizer, precision, recompute };
+    let steps = lockstep_compile::Steps::default();
+    let context = Context { device, layout: Layout::single(micro_batches), optimizer, precision, recompute, steps };
     let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
     if !fused {
         // Logits that somebody wants are not fused away.
@@ -133,7 +134,8 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
         }
     }
     // A learning rate of zero: parameters stay, gradients can be read.
-    let scalars = StepScalars { lr: 0.0, inverse_count: 1.0 / 24.0, clip: 1.0, bias1: 1.0, bias2: 1.0 };
+    let scalars =
+        StepScalars { lr: 0.0, inverse_count: 1.0 / 24.0, clip: 1.0, bias1: 1.0, bias2: 1.0, loss_scale: 1.0 };
     let scalars: Vec<u8> = scalars.to_array().iter().flat_map(|x| x.to_le_bytes()).collect();
     executor.write(StepScalars::NAME, 0, &scalars).unwrap();
     executor.run(StepProgram::TRAIN).unwrap();

@@ -1,7 +1,7 @@
 //! Every op's gradient against finite differences, in f64: the gradient comes from autodiff, both sides are evaluated by
 //! the reference.
 
-use lockstep_compile::{AdamW, Context, Precision, Recompute, autodiff};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, autodiff};
 use lockstep_exec::{conformance, cpu, reference};
 use lockstep_ir::graph::{Parameter, Source, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
@@ -11,13 +11,14 @@ const SEQ: usize = 5;
 const VOCAB: usize = 7;
 
 fn context() -> Context {
-    let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
+    let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
     Context {
         device: cpu::profile(1, DType::F32, DType::F32),
         layout: Layout::single(1),
         optimizer,
         precision: Precision::FP32,
         recompute: Recompute::None,
+        steps: Steps::default(),
     }
 }
 
@@ -179,7 +180,7 @@ fn graph_through(op: Op) -> Option<Graph> {
             let x = b.activation("x", embed());
             let w = b.parameter("w", &[Dim::new(Axis::Vocab, VOCAB), embed()]);
             let targets = b.ids("targets");
-            let loss = b.op(Op::LinearCrossEntropy { rows: SEQ }, &[x, w, targets], "loss")[0];
+            let loss = b.op(Op::LinearCrossEntropy { rows: SEQ, scaled: false }, &[x, w, targets], "loss")[0];
             b.g.outputs.push(loss);
             b.g
         }
@@ -210,6 +211,11 @@ fn graph_through(op: Op) -> Option<Graph> {
         | Op::MergeSums
         | Op::GradientNorm
         | Op::AdamW { .. }
+        | Op::Lion { .. }
+        | Op::Sgd { .. }
+        | Op::Momentum { .. }
+        | Op::Orthogonalise
+        | Op::Descend { .. }
         | Op::VocabLogits { .. }
         | Op::VocabLoss
         | Op::VocabGrad { .. }

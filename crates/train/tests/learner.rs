@@ -1,6 +1,6 @@
 //! What a book on parallel training begins with.
 
-use lockstep_compile::{AdamW, Context, Precision, Recompute, compile_forward};
+use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile_forward};
 use lockstep_exec::{Executor, Ranks, cpu};
 use lockstep_ir::account;
 use lockstep_ir::graph::{Parameter, State};
@@ -29,9 +29,10 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
     let context = Context {
         device: cpu::profile(1, DType::F32, DType::F32),
         layout: "tp=2".parse::<Layout>().unwrap(),
-        optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.0 },
+        optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0),
         precision: Precision::FP32,
         recompute: Recompute::None,
+        steps: Steps::default(),
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();
     let exchanges = account::exchanges(&program, program.entry("product").unwrap());

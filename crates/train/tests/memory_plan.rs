@@ -83,6 +83,8 @@ fn bytes_per_parameter_are_those_of_the_literature() {
         ("policy = \"fp32\"", 16.0),
         ("policy = \"bf16\"\ngradients = \"fp32\"", 18.0),
         ("policy = \"bf16\"\ngradients = \"bf16\"", 16.0),
+        ("policy = \"fp16\"\ngradients = \"fp32\"", 18.0),
+        ("policy = \"fp16\"\ngradients = \"bf16\"", 16.0),
     ] {
         assert!((bytes(precision) - expected).abs() < 1e-4, "{precision}: {}", bytes(precision));
     }

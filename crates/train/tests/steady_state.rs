@@ -47,7 +47,8 @@ fn a_step_allocates_nothing_and_the_process_grows_by_the_arena() {
     assert!(plan.memory.total_bytes > 100_000_000, "{}", plan.memory.total_bytes);
     let before = resident_bytes();
     let mut session = Session::new(&config, &plan).unwrap();
-    let scalars = StepScalars { lr: 1e-3, inverse_count: 1.0 / 256.0, clip: 1.0, bias1: 0.1, bias2: 0.05 };
+    let scalars =
+        StepScalars { lr: 1e-3, inverse_count: 1.0 / 256.0, clip: 1.0, bias1: 0.1, bias2: 0.05, loss_scale: 1.0 };
     session.run_step(scalars).unwrap();
     let grown = resident_bytes() - before;
     let ratio = grown as f64 / plan.memory.total_bytes as f64;

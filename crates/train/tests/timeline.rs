@@ -26,7 +26,8 @@ fn run(config: &Config, plan: &Plan) -> (Vec<Vec<Timing>>, u64) {
             session.executor().write(name, m, &bytes).unwrap();
         }
     }
-    let scalars = StepScalars { lr: 1e-3, inverse_count: 1.0 / 144.0, clip: 1.0, bias1: 0.1, bias2: 0.05 };
+    let scalars =
+        StepScalars { lr: 1e-3, inverse_count: 1.0 / 144.0, clip: 1.0, bias1: 0.1, bias2: 0.05, loss_scale: 1.0 };
     let steps = (0..2).map(|_| session.profile_step(scalars).unwrap().1).collect();
     (steps, session.executor().touched_bytes().unwrap())
 }

@@ -1,6 +1,6 @@
 //! Elements of one floating-point type as those of another.
 
-use lockstep_ir::{DType, bf16};
+use lockstep_ir::{DType, bf16, f16};
 use safetensors::Dtype as FileDType;
 
 /// How floating-point numbers of other programs are stored.
@@ -36,7 +36,7 @@ impl Float {
             (Float::F32, DType::F32) | (Float::Bf16, DType::BF16) => to.extend_from_slice(from),
             (Float::F32, _) => narrow(to, from.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)), dtype),
             (Float::Bf16, _) => narrow(to, halves(from).map(bf16::to_f32), dtype),
-            (Float::F16, _) => narrow(to, halves(from).map(f16_to_f32), dtype),
+            (Float::F16, _) => narrow(to, halves(from).map(f16::to_f32), dtype),
         }
     }
 }
@@ -50,18 +50,6 @@ fn narrow(to: &mut Vec<u8>, values: impl Iterator<Item = f32>, dtype: DType) {
 
 fn halves(bytes: &[u8]) -> impl Iterator<Item = u16> {
     bytes.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b))
-}
-
-/// The value of an IEEE half: 1 sign bit, 5 of exponent, 10 of mantissa. f32 has them all.
-fn f16_to_f32(bits: u16) -> f32 {
-    let sign = u32::from(bits & 0x8000) << 16;
-    let (exponent, mantissa) = (u32::from(bits >> 10 & 0x1f), u32::from(bits & 0x3ff));
-    let magnitude = match exponent {
-        0 => (mantissa as f32 / 16_777_216.0).to_bits(),
-        0x1f => 0x7f80_0000 | mantissa << 13,
-        _ => (exponent + 112) << 23 | mantissa << 13,
-    };
-    f32::from_bits(sign | magnitude)
 }
 
 #[cfg(test)]
@@ -78,11 +66,11 @@ mod tests {
                 0x1f => f64::NAN,
                 _ => (1.0 + mantissa / 1024.0) * 2f64.powi(exponent - 15),
             };
-            let found = f16_to_f32(bits);
+            let found = f16::to_f32(bits);
             assert_eq!(found.is_sign_negative(), sign == 1);
             assert!(f64::from(found.abs()) == expected || (found.is_nan() && expected.is_nan()), "{bits:04x}");
         }
-        assert_eq!(f16_to_f32(0x3555), 0.333_251_95);
+        assert_eq!(f16::to_f32(0x3555), 0.333_251_95);
     }
 
     #[test]

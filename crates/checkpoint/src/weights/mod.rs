@@ -91,6 +91,7 @@ impl<'a> Source<'a> {
                 let float = match view.dtype {
                     DType::F32 => Some(Float::F32),
                     DType::BF16 => Some(Float::Bf16),
+                    DType::F16 => Some(Float::F16),
                     DType::F64 | DType::U32 | DType::Fixed64 => None,
                 };
                 Some((view.dtype.to_string(), float, view.shape))

@@ -44,8 +44,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let sample = order.as_ref().zip(args.sample).map(|(order, index)| order.sample(index, true));
     let step = match (&order, args.step, &config) {
         (Some(order), Some(step), Some(config)) => {
-            let batch = config.train.global_batch as u64;
-            let samples = (step - 1).saturating_mul(batch)..step.saturating_mul(batch);
+            let batches = config.batches();
+            let samples = batches.at(step - 1).first_sample..batches.at(step).first_sample;
             Some(StepSamples { step, samples: samples.map(|index| order.sample(index, false)).collect() })
         }
         _ => None,

@@ -4,18 +4,24 @@
 //! so no micro-batch needs to know of the others. Nodes that the layer below waits for are tagged B, weight gradients W;
 //! each W stands right behind the B that feeds it. Every use of a parameter gets an accumulator of its own (two uses of a
 //! tied table are added once, by the optimizer pass), named `grad.<parameter>` and `grad.<parameter>.2`.
+//!
+//! In f16, gradients start with the step's loss scale instead of 1; the optimizer takes it out again.
 
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::op::Saved;
-use lockstep_ir::{DType, Graph, Op, TensorType, TypeError, ValueId};
+use lockstep_ir::{DType, Graph, Op, StepScalars, TensorType, TypeError, ValueId};
 
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
+    if context.precision.compute == DType::F16 {
+        scale(&mut g)?;
+    }
+    let forward = g.nodes.clone();
     let mut backward = Backward { grads: vec![None; g.values.len()], accumulator: context.precision.gradients };
-    for n in (0..graph.nodes.len()).rev() {
-        backward.node(&mut g, &graph.nodes[n])?;
+    for node in forward.iter().rev() {
+        backward.node(&mut g, node)?;
     }
     Ok(g.without_dead_code())
 }
@@ -208,6 +214,11 @@ impl Backward {
             | Op::MergeSums
             | Op::GradientNorm
             | Op::AdamW { .. }
+            | Op::Lion { .. }
+            | Op::Sgd { .. }
+            | Op::Momentum { .. }
+            | Op::Orthogonalise
+            | Op::Descend { .. }
             | Op::VocabLogits { .. }
             | Op::VocabLoss
             | Op::VocabGrad { .. }
@@ -294,6 +305,28 @@ impl Backward {
         self.grads[value.0] = Some(sum);
         Ok(())
     }
+}
+
+/// The scalars of a step, which a graph has once.
+pub(super) fn scalars(g: &mut Graph) -> ValueId {
+    let known = g.values.iter().position(|v| v.name == StepScalars::NAME).map(ValueId);
+    known.unwrap_or_else(|| g.state(StepScalars::NAME, StepScalars::ty(), State::Scalars))
+}
+
+/// Lets gradients start with the loss scale.
+fn scale(g: &mut Graph) -> Result<(), TypeError> {
+    let scalars = scalars(g);
+    for node in &mut g.nodes {
+        if let Op::LinearCrossEntropy { scaled, .. } = &mut node.op {
+            *scaled = true;
+            node.inputs.push(scalars);
+        }
+        if node.op == Op::CrossEntropy {
+            let reason = "has no loss scale where it stands alone: f16 needs it fused with the output head".into();
+            return Err(TypeError { op: node.op.name(), reason });
+        }
+    }
+    Ok(())
 }
 
 /// Name of the first accumulator of a parameter's gradient.

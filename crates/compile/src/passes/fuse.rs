@@ -78,7 +78,7 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     g.nodes.remove(n);
     g.nodes.remove(l);
     let name = loss.map_or("loss".to_owned(), |v| g.get(v).name.clone());
-    g.node(Op::LinearCrossEntropy { rows }, &[x, w, targets], &name, Phase::Forward, layer)?;
+    g.node(Op::LinearCrossEntropy { rows, scaled: false }, &[x, w, targets], &name, Phase::Forward, layer)?;
     if let (Some(node), Some(_)) = (g.nodes.last_mut(), loss) {
         node.outputs[0] = loss;
     }

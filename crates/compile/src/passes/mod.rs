@@ -11,7 +11,7 @@ mod zero;
 
 pub use autodiff::autodiff;
 pub use fuse::fuse;
-pub use optimizer::{AdamW, STATS};
+pub use optimizer::{AdamW, FIRST_STATS, Group, Optimizer, Rule, STATS};
 pub use precision::Precision;
 pub(crate) use recompute::{Again, Layers, again};
 pub use recompute::{Candidate, Recompute};
@@ -63,6 +63,7 @@ pub const FORWARD_PASSES: [Pass; 2] = [TRAINING_PASSES[0], TRAINING_PASSES[1]];
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::Steps;
     use lockstep_ir::graph::{Parameter, State};
     use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
     use std::collections::BTreeMap;
@@ -95,7 +96,7 @@ pub(crate) mod tests {
             cross_entropy_logits: 1 << 20,
             workspaces: BTreeMap::new(),
         };
-        let optimizer = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1 };
+        let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
         (
             g,
             Context {
@@ -104,6 +105,7 @@ pub(crate) mod tests {
                 optimizer,
                 precision: Precision::FP32,
                 recompute: Recompute::None,
+                steps: Steps::default(),
             },
         )
     }

@@ -1,12 +1,65 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter moved.
 
-use super::autodiff::gradient_name;
+use super::autodiff::{self, gradient_name};
 use super::zero;
 use crate::Context;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::{DType, Graph, Op, Placement, Spread, StepScalars, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, DType, Graph, Op, Placement, Spread, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
+
+/// How parameters move.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Optimizer {
+    /// By which rule.
+    pub rule: Rule,
+    /// Decoupled weight decay, for the parameters that ask for it.
+    pub decay: f32,
+    /// Parameters with other numbers, by the names of their values.
+    pub groups: BTreeMap<String, Group>,
+}
+
+/// Numbers of some parameters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Group {
+    /// Times the learning rate.
+    pub lr_scale: f32,
+    /// Weight decay; `None` as without a group.
+    pub decay: Option<f32>,
+}
+
+/// An update rule with its constants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// Adam with decoupled decay.
+    AdamW(AdamW),
+    /// The sign of a mixture of moment and gradient.
+    Lion {
+        /// Share of the moment in the update.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+    },
+    /// Gradient descent with momentum.
+    Sgd {
+        /// Decay of the momentum.
+        momentum: f32,
+    },
+    /// Orthogonalised momentum for matrices of layers, section by section.
+    Muon {
+        /// Decay of the momentum.
+        momentum: f32,
+        /// For all other parameters.
+        rest: AdamW,
+    },
+}
+
+impl Optimizer {
+    /// AdamW for all parameters.
+    pub fn adamw(adamw: AdamW, decay: f32) -> Self {
+        Self { rule: Rule::AdamW(adamw), decay, groups: BTreeMap::new() }
+    }
+}
 
 /// AdamW's constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,8 +70,6 @@ pub struct AdamW {
     pub beta2: f32,
     /// Added to the root of the second moment.
     pub eps: f32,
-    /// Decoupled weight decay, for the parameters that ask for it.
-    pub decay: f32,
 }
 
 /// A parameter on its way through the update.
@@ -33,8 +84,11 @@ struct Trained {
 
 pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    let scalars = g.state(StepScalars::NAME, StepScalars::ty(), State::Scalars);
+    let scalars = autodiff::scalars(&mut g);
     let trained = gradients(&mut g, context)?;
+    if context.steps.noise_scale {
+        probe(&mut g, context, &trained, scalars)?;
+    }
     let stats = norm(&mut g, context, &trained, scalars)?;
     g.outputs.push(stats);
     let layers = layers(&g);
@@ -88,6 +142,40 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
     Ok(trained)
 }
 
+/// The norm of the gradient that the first micro-batch gave: of each data-parallel rank where those sum at the end of a step,
+/// as the root of the sum of squares; of their sum where they sum for every micro-batch.
+fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId) -> Result<(), TypeError> {
+    let update = g.nodes.iter().position(|n| n.phase == Phase::Update).unwrap_or(g.nodes.len());
+    let after = g.nodes.split_off(update);
+    let mut read = Vec::new();
+    for t in trained {
+        let name = gradient_name(&g.get(t.parameter).name);
+        let uses = [name.clone(), format!("{name}.2")];
+        let uses: Vec<ValueId> =
+            uses.iter().filter_map(|n| g.values.iter().position(|v| v.name == *n).map(ValueId)).collect();
+        read.push(match uses[..] {
+            [first, second] => {
+                let sum = g.node(Op::AddState, &[first, second], &format!("{name}.first"), Phase::Probe, None)?[0];
+                g.values[sum.0].placement = g.get(first).placement;
+                sum
+            }
+            _ => uses[0],
+        });
+    }
+    read.push(scalars);
+    let square_sum = Op::SquareSum { sharers: 1, tail: 0 };
+    let squares = g.node(square_sum, &read, "first_squares", Phase::Probe, None)?[0];
+    g.nodes.extend(after);
+    let axis = MeshAxis::Dp;
+    let total = match context.layout.mesh.dp {
+        1 => squares,
+        _ => g.relay(Op::AllReduce { axis }, &[squares], axis.name(), Phase::Update, None)?[0],
+    };
+    let stats = g.node(Op::GradientNorm, &[total, scalars], FIRST_STATS, Phase::Update, None)?[0];
+    g.outputs.extend([squares, stats]);
+    Ok(())
+}
+
 /// The norm of all gradients over all ranks.
 fn norm(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId) -> Result<ValueId, TypeError> {
     let mesh = context.layout.mesh;
@@ -122,9 +210,11 @@ fn update(
     scalars: ValueId,
     stats: ValueId,
 ) -> Result<Option<ValueId>, TypeError> {
-    let AdamW { beta1, beta2, eps, decay } = context.optimizer;
     let w = t.parameter;
     let name = g.get(w).name.clone();
+    let group = context.optimizer.groups.get(&name).copied().unwrap_or(Group { lr_scale: 1.0, decay: None });
+    let usual = if t.decays { context.optimizer.decay } else { 0.0 };
+    let (lr_scale, decay) = (group.lr_scale, group.decay.unwrap_or(usual));
     let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
     let sharded = context.layout.zero >= 1 && context.layout.mesh.dp > 1;
     let spread = if sharded { Spread::Flat } else { Spread::Replicated };
@@ -134,31 +224,93 @@ fn update(
         g.values[id.0].placement = placement;
         id
     };
-    let [m, v] = ["m", "v"].map(|which| state(g, format!("{which}.{name}"), State::Moment { of: name.clone(), which }));
+    let moment = |g: &mut Graph, which| state(g, format!("{which}.{name}"), State::Moment { of: name.clone(), which });
+    let rule = match context.optimizer.rule {
+        Rule::Muon { rest, .. } if !is_matrix(&ty) => Rule::AdamW(rest),
+        rule => rule,
+    };
+    let moments = match rule {
+        Rule::AdamW(_) => vec![moment(g, "m"), moment(g, "v")],
+        Rule::Lion { .. } => vec![moment(g, "m")],
+        Rule::Sgd { .. } | Rule::Muon { .. } => vec![moment(g, "momentum")],
+    };
     // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
-    let rounded = g.ty(w).dtype == DType::BF16;
+    let rounded = g.ty(w).dtype != DType::F32;
     let whole_here = g.get(w).placement.dp != Spread::Flat;
     let original = match (rounded, sharded && whole_here) {
         (true, _) => state(g, format!("master.{name}"), State::Master { of: name.clone() }),
         (false, true) => g.relay(Op::Shard { axis: MeshAxis::Dp }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
     };
-    let op = Op::AdamW { beta1, beta2, eps, decay: if t.decays { decay } else { 0.0 } };
-    let reads = [original, t.gradient, m, v, scalars, stats];
+    let (op, reads) = match rule {
+        Rule::AdamW(AdamW { beta1, beta2, eps }) => {
+            let op = Op::AdamW { beta1, beta2, eps, decay, lr_scale };
+            (op, vec![original, t.gradient, moments[0], moments[1], scalars, stats])
+        }
+        Rule::Lion { beta1, beta2 } => {
+            (Op::Lion { beta1, beta2, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+        }
+        Rule::Sgd { momentum } => {
+            (Op::Sgd { momentum, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+        }
+        Rule::Muon { momentum, .. } => {
+            let direction = direction(g, momentum, t.gradient, moments[0], stats, placement)?;
+            (Op::Descend { decay, lr_scale }, vec![original, direction, scalars, stats])
+        }
+    };
     let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
     new.iter().for_each(|v| g.values[v.0].placement = placement);
-    g.updates.extend([(m, new[1]), (v, new[2])]);
-    let moved = if rounded { new[3] } else { new[0] };
+    // Weights first, then the moments that the op itself moves, then the rounded copy.
+    let copy = new.len() - 1;
+    if rounded {
+        g.values[new[copy].0].ty.dtype = g.ty(w).dtype;
+    }
+    g.updates.extend(moments.into_iter().zip(new[1..copy].iter().copied()));
+    let moved = if rounded { new[copy] } else { new[0] };
     if rounded {
         g.updates.push((original, new[0]));
     } else if let Some(node) = g.nodes.last_mut() {
-        node.outputs[3] = None;
+        node.outputs[copy] = None;
     }
     if sharded && whole_here {
         return Ok(Some(moved));
     }
     g.updates.push((w, moved));
     Ok(None)
+}
+
+/// Whether Muon's rule is for a parameter of this type: a matrix between features, and no table that is looked up in.
+fn is_matrix(ty: &TensorType) -> bool {
+    let features = |axis: Axis| !matches!(axis, Axis::Vocab | Axis::Seq);
+    ty.dims.len() == 2 && ty.dims.iter().flat_map(|d| &d.sections).all(|s| features(s.axis))
+}
+
+/// The orthogonalised momentum. Where ranks hold ranges of it, each gathers the whole matrix, works on it, and keeps its range.
+fn direction(
+    g: &mut Graph,
+    momentum: f32,
+    gradient: ValueId,
+    moment: ValueId,
+    stats: ValueId,
+    placement: Placement,
+) -> Result<ValueId, TypeError> {
+    let name = format!("{}.update", g.get(moment).name);
+    let moved = g.node(Op::Momentum { momentum }, &[gradient, moment, stats], &name, Phase::Update, None)?;
+    moved.iter().for_each(|v| g.values[v.0].placement = placement);
+    g.values[moved[0].0].name = format!("{}.next", g.get(moment).name);
+    g.values[moved[1].0].name = name.clone();
+    g.updates.push((moment, moved[0]));
+    let (axis, sharded) = (MeshAxis::Dp, placement.dp == Spread::Flat);
+    let whole = match sharded {
+        true => g.relay(Op::AllGather { axis, dim: None }, &[moved[1]], "whole", Phase::Update, None)?[0],
+        false => moved[1],
+    };
+    let direction = g.node(Op::Orthogonalise, &[whole], &format!("{name}.orthogonal"), Phase::Update, None)?[0];
+    g.values[direction.0].placement = g.get(whole).placement;
+    match sharded {
+        true => Ok(g.relay(Op::Shard { axis }, &[direction], "range", Phase::Update, None)?[0]),
+        false => Ok(direction),
+    }
 }
 
 /// The layer of the first node that reads each value.
@@ -168,3 +320,6 @@ fn layers(g: &Graph) -> Vec<Option<usize>> {
 
 /// Output of the training step: gradient norm, and the factor that was applied to gradients.
 pub const STATS: &str = "gradient_stats";
+
+/// The same of the gradients that the first micro-batch gave, where [`Steps::noise_scale`](crate::Steps) asks for it.
+pub const FIRST_STATS: &str = "first_gradient_stats";

@@ -10,7 +10,7 @@ use lockstep_ir::{DType, Graph, TypeError};
 /// Which types a run stores and sums in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Precision {
-    /// Type of parameters and activations: `f32` or `bf16`.
+    /// Type of parameters and activations: `f32`, `bf16` or `f16`.
     pub compute: DType,
     /// Type of gradient sums: `f32`, `bf16`, or `fixed64` for sums that do not depend on their order.
     pub gradients: DType,

@@ -11,10 +11,10 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
     let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
     let rest = g.nodes.split_off(at + 1);
-    let Some(Node { op: Op::LinearCrossEntropy { rows }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
+    let Some(Node { op: Op::LinearCrossEntropy { rows, scaled }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
         return Ok(());
     };
-    let [x, w, targets] = inputs[..] else { return Ok(()) };
+    let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
     let [loss, dx, dw] = outputs[..] else { return Ok(()) };
     let ranks = context.layout.mesh.dp;
     let sizes = g.ty(targets).sizes();
@@ -33,8 +33,8 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
         if dx.is_none() && dw.is_none() {
             continue;
         }
-        let reads = [made[0], made[1], x, w, targets];
-        let made = node(g, Op::VocabGrad { rows }, &reads, &format!("d.logits.{c}"))?;
+        let reads = [&[made[0], made[1], x, w, targets], scalars].concat();
+        let made = node(g, Op::VocabGrad { rows, scaled }, &reads, &format!("d.logits.{c}"))?;
         pieces.push(made[0]);
         if let Some(dw) = dw {
             g.values[made[1].0].ty = g.ty(dw).clone();

@@ -7,7 +7,7 @@ mod endings;
 mod messages;
 
 use super::{Collective, CommError, Communicator, Group, Piece, Place, RankGuard};
-use lockstep_ir::{DType, bf16, counter, fixed};
+use lockstep_ir::{DType, bf16, counter, f16, fixed};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use std::time::Duration;
 pub type Make<'a> = &'a dyn Fn(usize) -> Vec<Arc<dyn Communicator>>;
 
 const KINDS: [Collective; 3] = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
-const DTYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F64, DType::Fixed64, DType::U32];
+const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
 
 /// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a patience of some
 /// seconds for it.
@@ -321,6 +321,7 @@ fn values(dtype: DType, key: u64, range: Range<usize>) -> Vec<u8> {
         match dtype {
             DType::F32 => bytes.extend((pick((1u64 << 40) as f64) as f32).to_le_bytes()),
             DType::BF16 => bytes.extend(bf16::from_f32(pick((1u64 << 40) as f64) as f32).to_le_bytes()),
+            DType::F16 => bytes.extend(f16::from_f32(pick(f64::from(1 << 14)) as f32).to_le_bytes()),
             DType::F64 => bytes.extend(pick((1u128 << 80) as f64).to_le_bytes()),
             // Up to half of what fits: some sums leave the range, depending on the order.
             DType::Fixed64 => bytes.extend((bits as i64 >> 2).to_le_bytes()),
@@ -356,6 +357,10 @@ fn sum(dtype: DType, terms: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
         DType::BF16 => {
             let widen = |bytes| bf16::to_f32(u16::from_le_bytes(bytes));
             fold(terms, widen, |a, b| a + b, |sum| bf16::from_f32(sum).to_le_bytes())
+        }
+        DType::F16 => {
+            let widen = |bytes| f16::to_f32(u16::from_le_bytes(bytes));
+            fold(terms, widen, |a, b| a + b, |sum| f16::from_f32(sum).to_le_bytes())
         }
         DType::U32 => Vec::new(),
     }

@@ -1,6 +1,6 @@
 //! Sums of several ranks' tensors, in the order of the ranks.
 
-use lockstep_ir::{DType, bf16, fixed};
+use lockstep_ir::{DType, bf16, f16, fixed};
 
 /// An element that can be added.
 trait Number: Copy {
@@ -60,6 +60,27 @@ impl Number for u16 {
     }
 }
 
+/// The bits of an f16.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct F16(u16);
+
+impl Number for F16 {
+    type Sum = f32;
+    #[inline(always)]
+    fn start(self) -> f32 {
+        f16::to_f32(self.0)
+    }
+    #[inline(always)]
+    fn add(sum: f32, x: F16) -> f32 {
+        sum + f16::to_f32(x.0)
+    }
+    #[inline(always)]
+    fn end(sum: f32) -> F16 {
+        F16(f16::from_f32(sum))
+    }
+}
+
 /// The integer of a fixed-point real.
 impl Number for i64 {
     type Sum = i64;
@@ -80,7 +101,7 @@ impl Number for i64 {
 /// Whether tensors of this type can be added.
 pub fn adds(dtype: DType) -> bool {
     match dtype {
-        DType::F32 | DType::BF16 | DType::F64 | DType::Fixed64 => true,
+        DType::F32 | DType::BF16 | DType::F16 | DType::F64 | DType::Fixed64 => true,
         DType::U32 => false,
     }
 }
@@ -96,6 +117,7 @@ pub unsafe fn sum(dtype: DType, terms: usize, input: impl Fn(usize) -> *const u8
         match dtype {
             DType::F32 => dispatch::<f32>(terms, input, output, n),
             DType::BF16 => dispatch::<u16>(terms, input, output, n),
+            DType::F16 => dispatch::<F16>(terms, input, output, n),
             DType::F64 => dispatch::<f64>(terms, input, output, n),
             DType::Fixed64 => dispatch::<i64>(terms, input, output, n),
             DType::U32 => debug_assert!(false, "sums of u32 are refused before"),

@@ -5,7 +5,7 @@ use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::{DType, DeviceProfile, Mesh, Op, Placement, TensorType, bf16, fixed};
+use lockstep_ir::{DType, DeviceProfile, Mesh, Op, Placement, TensorType, bf16, f16, fixed};
 
 /// A program of one instruction, run for two micro-batches where it sums.
 pub(super) fn single_op(
@@ -81,7 +81,7 @@ pub(super) fn single_op(
         values,
         tensors,
         segments: vec![Segment { name: "op", instrs: vec![instr] }],
-        entries: vec![Entry { name: StepProgram::TRAIN, schedule: (0..micro_batches).map(slot).collect() }],
+        entries: vec![Entry { name: StepProgram::TRAIN.into(), schedule: (0..micro_batches).map(slot).collect() }],
     })
 }
 
@@ -89,6 +89,7 @@ pub(super) fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
     match dtype {
         DType::F32 => data.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
         DType::BF16 => data.iter().flat_map(|x| bf16::from_f32(*x as f32).to_le_bytes()).collect(),
+        DType::F16 => data.iter().flat_map(|x| f16::from_f32(*x as f32).to_le_bytes()).collect(),
         DType::F64 => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
         DType::U32 => data.iter().flat_map(|x| (*x as u32).to_le_bytes()).collect(),
         DType::Fixed64 => data.iter().flat_map(|x| fixed::add(0, *x as f32).to_le_bytes()).collect(),
@@ -99,6 +100,7 @@ pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     match dtype {
         DType::F32 => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
         DType::BF16 => bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect(),
+        DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
         DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
         DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
         DType::Fixed64 => {

@@ -4,7 +4,7 @@ use super::float::{Bf16, Float};
 use super::pool::Pool;
 use super::simd::Simd;
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Slot, StepProgram, Sum};
-use lockstep_ir::{Axis, Coordinates, DType, Op, TypeError, fixed};
+use lockstep_ir::{Axis, Coordinates, DType, Op, StepScalars, TypeError, fixed};
 
 /// An operand as the executor sees it.
 #[derive(Clone, Copy)]
@@ -68,6 +68,8 @@ pub struct Bound {
     vocab: Option<usize>,
     /// Sizes by letter of the op table.
     sizes: [usize; 26],
+    /// Rows of the sections of the first input.
+    pub sections: Vec<usize>,
 }
 
 /// A rank's part of the vocabulary.
@@ -95,6 +97,7 @@ impl Bound {
     /// Resolves an instruction of a program for the rank at `here`.
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Result<Self, TypeError> {
         let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+        let rows = types.first().and_then(|ty| ty.dims.first());
         let (sizes, float) = match instr.op.communicates() {
             true => ([1; 26], DType::F32),
             false => {
@@ -110,6 +113,7 @@ impl Bound {
             float,
             vocab: instr.vocab,
             sizes,
+            sections: rows.map_or(Vec::new(), |d| d.sections.iter().map(|s| s.size()).collect()),
         })
     }
 }
@@ -142,6 +146,17 @@ impl Call<'_> {
     /// Address of an output, if somebody wants it.
     pub fn output<T>(&self, i: usize) -> Option<*mut T> {
         self.bound.outputs[i].map(|at| at.address(self.base, self.slot).cast())
+    }
+
+    /// The scalars of the step, where they are an input.
+    pub fn scalars(&self, i: usize) -> StepScalars {
+        // SAFETY: the op table says that the input is they.
+        StepScalars::from_slice(unsafe { Ptr(self.input::<f32>(i)).slice(0, StepScalars::COUNT) })
+    }
+
+    /// What gradients start with: 1, or where the op is scaled the loss scale among the scalars at input `i`.
+    pub fn seed(&self, scaled: bool, i: usize) -> f32 {
+        if scaled { self.scalars(i).loss_scale } else { 1.0 }
     }
 
     /// Address of the scratch.

@@ -1,11 +1,13 @@
-//! The element types that kernels compute with. Arithmetic is always in f32; bf16 is a way to store.
+//! The element types that kernels compute with. Arithmetic is always in f32; bf16 and f16 are ways to store.
 
-use lockstep_ir::{DType, bf16};
+use lockstep_ir::{DType, bf16, f16};
 
 /// A stored floating-point number.
 pub trait Float: Copy + Send + Sync + 'static {
     /// Its name in the IR.
     const DTYPE: DType;
+    /// What numbers of any size are kept in between two products.
+    type Kept: Float;
     /// Its value.
     fn to(self) -> f32;
     /// The nearest stored number.
@@ -14,6 +16,7 @@ pub trait Float: Copy + Send + Sync + 'static {
 
 impl Float for f32 {
     const DTYPE: DType = DType::F32;
+    type Kept = f32;
 
     #[inline(always)]
     fn to(self) -> f32 {
@@ -33,6 +36,7 @@ pub struct Bf16(pub u16);
 
 impl Float for Bf16 {
     const DTYPE: DType = DType::BF16;
+    type Kept = Bf16;
 
     #[inline(always)]
     fn to(self) -> f32 {
@@ -46,6 +50,26 @@ impl Float for Bf16 {
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
         let nan = bits | 0x40_0000;
         Bf16((if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded } >> 16) as u16)
+    }
+}
+
+/// IEEE binary16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct F16(pub u16);
+
+impl Float for F16 {
+    const DTYPE: DType = DType::F16;
+    type Kept = f32;
+
+    #[inline(always)]
+    fn to(self) -> f32 {
+        f16::to_f32(self.0)
+    }
+
+    #[inline(always)]
+    fn of(x: f32) -> Self {
+        F16(f16::from_f32(x))
     }
 }
 

@@ -1,7 +1,8 @@
 //! The output head fused with cross-entropy: loss, dx and dw of a chunk of rows at a time; the logits never exist whole.
 //!
 //! The vocabulary is cut into blocks. Of a block, the logits of a few rows are made in f32, and while they are in the cache
-//! they become `e = exp(logit − largest of the row in this block)`, stored in the compute type. When all blocks of a chunk are
+//! they become `e = exp(logit − largest of the row in this block)`, stored in the compute type (f16 has no range for
+//! it and stores f32). When all blocks of a chunk are
 //! there, each row has one factor per block that makes its `e` probabilities, so that
 //!
 //! - dx = Σ over blocks of factor · (E · W), less the target's row of W;
@@ -103,10 +104,19 @@ impl Layout {
     }
 }
 
+/// Bytes of what is kept of a number between two products.
+fn kept_bytes(compute: DType) -> usize {
+    match compute {
+        DType::BF16 => 2,
+        _ => 4,
+    }
+}
+
 /// An upper bound of the scratch as bytes and bytes per product of letters: `c` rows of a chunk, `k` inputs, `v` columns.
 pub fn scratch_bytes(compute: DType, threads: usize) -> (u64, Vec<(u64, &'static str)>) {
     let unit = Unit::for_dtype(compute, Simd::detect());
     let packed = unit.element();
+    let kept = kept_bytes(compute);
     let lines = NR.max(K_STEP);
     // Bytes of a thread per column of a block, which is this wide and for large vocabularies v / MOST_BLOCKS wider.
     let per_column = (ROWS * 4).max(MOST_DX_ROWS * packed);
@@ -114,7 +124,7 @@ pub fn scratch_bytes(compute: DType, threads: usize) -> (u64, Vec<(u64, &'static
     let own = per_column * widest + packed * (ROWS + 2 * lines) * DW_DEPTH + MOST_DX_ROWS * lines * packed + 256;
     let terms = [
         (2 * packed, "vk"),
-        (compute.bytes(), "cv"),
+        (kept, "cv"),
         (packed, "ck"),
         (8 * (MOST_BLOCKS + 1) + 8 + lines * packed, "c"),
         (2 * lines * packed + threads * per_column.div_ceil(MOST_BLOCKS), "v"),
@@ -127,6 +137,8 @@ pub fn scratch_bytes(compute: DType, threads: usize) -> (u64, Vec<(u64, &'static
 /// One call's sizes and scratch.
 struct Head<'a> {
     call: Call<'a>,
+    /// What gradients start with.
+    seed: f32,
     unit: Unit,
     k: usize,
     v: usize,
@@ -144,18 +156,19 @@ unsafe impl Sync for Head<'_> {}
 /// x `[b, s, k]`, w `[v, k]`, targets `[b, s]` → loss `[b]`, and where asked for dx `[b, s, k]` and dw `[v, k]`.
 ///
 /// Scratch: `share` (v · k floats) for sums that are not in f32, then what `scratch_bytes` says.
-pub fn linear_cross_entropy<T: Float>(call: Call, most_rows: usize) {
+pub fn linear_cross_entropy<T: Float>(call: Call, most_rows: usize, scaled: bool) {
     let (batch, seq, k, v) = (call.size('b'), call.size('s'), call.size('k'), call.size('v'));
     let (x, w, targets) = (call.input::<T>(0), call.input::<T>(1), call.input::<u32>(2));
     let loss = call.output::<f64>(0);
     let (dx, dw) = (call.output::<T>(1), call.accumulator(2));
-    let (unit, element) = (Unit::of::<T>(call.simd), T::DTYPE.bytes());
+    let (unit, element) = (Unit::of::<T>(call.simd), T::Kept::DTYPE.bytes());
     let at = Layout::new(unit, element, (most_rows, k, v), call.pool.threads());
     let columns = block(v, element);
     let share = if matches!(dw, None | Some(Accumulator::Float { .. })) { 0 } else { (v * k * 4).next_multiple_of(64) };
     // SAFETY: the device profile asks for this much.
     let scratch = unsafe { call.scratch::<u8>().add(share) };
-    let head = Head { call, unit, k, v, most_rows, columns, blocks: v.div_ceil(columns), at, scratch };
+    let seed = call.seed(scaled, 3);
+    let head = Head { call, seed, unit, k, v, most_rows, columns, blocks: v.div_ceil(columns), at, scratch };
     let wanted = dx.is_some() || dw.is_some();
     // SAFETY: operands have the sizes of their types.
     unsafe { head.pack_weights(w, dx.is_some()) };
@@ -257,7 +270,7 @@ impl Head<'_> {
                     if target / self.columns == j {
                         *self.part::<f32>(self.at.targets).add(row) = *logits.add(target % self.columns);
                     }
-                    let to = if wanted { self.e::<T>(j).add(row * width) } else { std::ptr::null_mut() };
+                    let to = if wanted { self.e::<T::Kept>(j).add(row * width) } else { std::ptr::null_mut() };
                     let (max, sum) = exponentials_of_row(simd, logits, to, width);
                     *self.part::<f32>(self.at.factors).add(at) = max;
                     *self.part::<f32>(self.at.sums).add(at) = sum;
@@ -289,8 +302,8 @@ impl Head<'_> {
                     if wanted {
                         (0..self.blocks).for_each(|j| *factors.at(at(j)) /= sum);
                         let (factor, e) = (*factors.at(at(hit)), simd::exp(logit - before));
-                        let to = self.e::<T>(hit).add(row * self.width(hit) + target % self.columns);
-                        *to = T::of((e * factor - 1.0) / factor);
+                        let to = self.e::<T::Kept>(hit).add(row * self.width(hit) + target % self.columns);
+                        *to = T::Kept::of((e * factor - 1.0) / factor);
                     }
                 }
             }
@@ -313,14 +326,14 @@ impl Head<'_> {
                 sums.write_bytes(0, here * k);
                 for j in 0..self.blocks {
                     let width = self.width(j);
-                    let e = Matrix::rows(self.e::<T>(j).add(first * width).cast_const(), width);
+                    let e = Matrix::rows(self.e::<T::Kept>(j).add(first * width).cast_const(), width);
                     let packed = Packed::a(unit, own, width);
                     pack_a(simd, e, here, width, packed);
                     let w = Packed::b(unit, self.part(self.at.w_dx), self.v).columns_deep(unit, j * self.columns);
                     let factors = self.part::<f32>(self.at.factors).add(j * self.most_rows + first).cast_const();
                     multiply::<T>(simd, (here, k, width), packed, w, Target::Scaled { ptr: sums, stride: k, factors });
                 }
-                round(simd, sums, dx.at(first * k), here * k);
+                round(simd, sums, dx.at(first * k), here * k, self.seed);
             }
         });
     }
@@ -336,19 +349,19 @@ impl Head<'_> {
             unsafe {
                 let own = self.own(worker);
                 let packed_x = own.add(unit.bytes(ROWS, DW_DEPTH));
-                let scaled: *mut T = packed_x.add(unit.bytes(k.next_multiple_of(NR), DW_DEPTH)).cast();
+                let scaled: *mut T::Kept = packed_x.add(unit.bytes(k.next_multiple_of(NR), DW_DEPTH)).cast();
                 let factors = self.part::<f32>(self.at.factors).add(j * self.most_rows).cast_const();
                 for r0 in (0..rows).step_by(DW_DEPTH) {
                     let depth = DW_DEPTH.min(rows - r0);
                     let (a, b) = (Packed::a(unit, own, depth), Packed::b(unit, packed_x, depth));
                     for r in (0..depth).step_by(K_STEP) {
                         let here = K_STEP.min(depth - r);
-                        scale_rows(simd, x.add((r0 + r) * k), scaled, factors.add(r0 + r), here, k);
+                        scale_rows(simd, x.add((r0 + r) * k), scaled, factors.add(r0 + r), here, k, self.seed);
                         pack_b(simd, Matrix::rows(scaled.cast_const(), k), k, here, b.columns_deep(unit, r));
                     }
                     for i in (0..width).step_by(ROWS) {
                         let here = ROWS.min(width - i);
-                        let e = Matrix::rows(self.e::<T>(j).add(r0 * width + i).cast_const(), width);
+                        let e = Matrix::rows(self.e::<T::Kept>(j).add(r0 * width + i).cast_const(), width);
                         pack_a(simd, e.transposed(), here, depth, a);
                         let (ptr, add) = match dw {
                             Accumulator::Float { sum, add } => (sum, add || r0 > 0),
@@ -402,20 +415,21 @@ vectorised! {
 }
 
 vectorised! {
-    unsafe fn round<T>(from: *const f32, to: *mut T, n: usize) -> () {
+    /// Rounds, times the seed.
+    unsafe fn round<T>(from: *const f32, to: *mut T, n: usize, seed: f32) -> () {
         for i in 0..n {
-            *to.add(i) = T::of(*from.add(i));
+            *to.add(i) = T::of(*from.add(i) * seed);
         }
     }
 }
 
 vectorised! {
-    /// `rows` rows of `k` elements, each times its factor.
-    unsafe fn scale_rows<T>(x: *const T, to: *mut T, factors: *const f32, rows: usize, k: usize) -> () {
+    /// `rows` rows of `k` elements, each times its factor and the seed.
+    unsafe fn scale_rows<T>(x: *const T, to: *mut T::Kept, factors: *const f32, rows: usize, k: usize, seed: f32) -> () {
         for r in 0..rows {
-            let factor = *factors.add(r);
+            let factor = *factors.add(r) * seed;
             for i in r * k..(r + 1) * k {
-                *to.add(i) = T::of((*x.add(i)).to() * factor);
+                *to.add(i) = T::Kept::of((*x.add(i)).to() * factor);
             }
         }
     }
@@ -427,7 +441,7 @@ mod tests {
 
     #[test]
     fn the_profile_asks_for_enough_scratch_at_every_shape() {
-        for compute in [DType::F32, DType::BF16] {
+        for compute in [DType::F32, DType::BF16, DType::F16] {
             let unit = Unit::for_dtype(compute, Simd::detect());
             for threads in [1, 2, 7] {
                 let (fixed, terms) = scratch_bytes(compute, threads);
@@ -437,7 +451,7 @@ mod tests {
                             let size = |c: char| if c == 'c' { rows } else if c == 'k' { k } else { v } as u64;
                             let product = |letters: &str| letters.chars().map(size).product::<u64>();
                             let asked = fixed + terms.iter().map(|(bytes, l)| bytes * product(l)).sum::<u64>();
-                            let needed = Layout::new(unit, compute.bytes(), (rows, k, v), threads).end as u64;
+                            let needed = Layout::new(unit, kept_bytes(compute), (rows, k, v), threads).end as u64;
                             assert!(asked >= needed, "{compute} {threads} {rows} {k} {v}: {asked} < {needed}");
                         }
                     }

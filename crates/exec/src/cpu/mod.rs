@@ -15,9 +15,11 @@ mod linear;
 mod loss;
 mod norm;
 mod optimizer;
+mod orthogonal;
 mod pointwise;
 mod pool;
 mod positions;
+mod rules;
 mod simd;
 mod vocab;
 
@@ -27,7 +29,7 @@ use arena::Arena;
 use call::{Bound, Call};
 pub use exchange::Link;
 use exchange::{Courier, Exchange, Exchanges};
-use float::{Bf16, Float};
+use float::{Bf16, F16, Float};
 use lockstep_ir::op::Elem;
 use lockstep_ir::program::{Arg, Instr, Lifetime, Role, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
@@ -44,9 +46,9 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let (product, per_k) = gemm::scratch_bytes(threads);
     let (product, per_k) = (product.next_multiple_of(64) as u64, per_k as u64);
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
-    // A result that is rounded to bf16 is summed whole.
+    // A result that is rounded is summed whole.
     let rounded = |letter| match compute {
-        DType::BF16 => Workspace { fixed: product, terms: vec![(per_k, letter)] },
+        DType::BF16 | DType::F16 => Workspace { fixed: product, terms: vec![(per_k, letter)] },
         _ => fixed(product),
     };
     // A sum that is not in f32 needs each product once, on its own.
@@ -55,13 +57,16 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let of = |(fixed, terms)| Workspace { fixed, terms };
     let attention = attention::scratch(compute, threads);
     let backward = attention::grad_scratch(compute, threads);
-    let rounds = if compute == DType::BF16 { per_k } else { 0 };
+    let loss_head = Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() };
+    let vocab_grad = Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
+    let rounds = if compute == DType::F32 { 0 } else { per_k };
     let naive = |terms: &[_]| Workspace { fixed: product + attention::naive::SLACK as u64, terms: terms.to_vec() };
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
         ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
-        ("linear_cross_entropy", Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() }),
+        ("linear_cross_entropy", loss_head.clone()),
+        ("scaled_linear_cross_entropy", loss_head),
         ("attention", of(attention.terms("s", "se"))),
         ("document_attention", of(attention.terms("s", "se"))),
         ("cached_attention", of(attention.terms("t", "te"))),
@@ -73,8 +78,10 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("attention_mix", naive(&[(rounds, "t")])),
         ("attention_mix_grad", naive(&[(rounds, "e"), (4, "te")])),
         ("vocab_logits", fixed(product)),
-        ("vocab_grad", Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() }),
+        ("vocab_grad", vocab_grad.clone()),
+        ("scaled_vocab_grad", vocab_grad),
         ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
+        ("orthogonalise", of(orthogonal::scratch(product))),
     ]);
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
@@ -219,6 +226,7 @@ impl CpuExecutor {
         let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot, coordinates };
         match bound.float {
             DType::BF16 => run_kernel::<Bf16>(call),
+            DType::F16 => run_kernel::<F16>(call),
             _ => run_kernel::<f32>(call),
         }
     }
@@ -314,16 +322,21 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
-        Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),
+        Op::LinearCrossEntropy { rows, scaled } => head::linear_cross_entropy::<T>(call, rows, scaled),
         Op::AddState => optimizer::add_state(call),
         Op::Accumulate => optimizer::accumulate(call),
         Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
         Op::MergeSums => optimizer::merge_sums(call),
         Op::GradientNorm => optimizer::gradient_norm(call),
-        Op::AdamW { beta1, beta2, eps, decay } => optimizer::adamw(call, beta1, beta2, eps, decay),
+        Op::AdamW { beta1, beta2, eps, decay, lr_scale } => rules::adamw(call, [beta1, beta2, eps], decay, lr_scale),
+        Op::Lion { beta1, beta2, decay, lr_scale } => rules::lion(call, [beta1, beta2], decay, lr_scale),
+        Op::Sgd { momentum, decay, lr_scale } => rules::sgd(call, momentum, decay, lr_scale),
+        Op::Momentum { momentum } => rules::momentum(call, momentum),
+        Op::Orthogonalise => orthogonal::orthogonalise(call),
+        Op::Descend { decay, lr_scale } => rules::descend(call, decay, lr_scale),
         Op::VocabLogits { rows, .. } => vocab::logits::<T>(call, rows),
         Op::VocabLoss => vocab::loss(call),
-        Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
+        Op::VocabGrad { rows, scaled } => vocab::grad::<T>(call, rows, scaled),
         Op::JoinRows => vocab::join_rows::<T>(call),
         Op::AllReduce { .. }
         | Op::SumShared { .. }
@@ -377,7 +390,7 @@ impl Executor for CpuExecutor {
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
-        let entry = self.program.entries.iter().position(|e| e.name == entry).ok_or_else(unknown)?;
+        let entry = self.program.entries.iter().position(|e| *e.name == *entry).ok_or_else(unknown)?;
         for s in 0..self.program.entries[entry].schedule.len() {
             let slot = self.program.entries[entry].schedule[s];
             for instr in 0..self.segments[slot.segment].len() {

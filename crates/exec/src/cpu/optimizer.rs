@@ -1,9 +1,9 @@
-//! The update: gradient norm, clipping, AdamW.
+//! What comes before the update: sums of gradients, their norm, clipping.
 
 use super::call::{At, Call, Ptr};
 use super::float::{Bf16, Float};
 use super::simd::vectorised;
-use lockstep_ir::{DType, FLAT_BLOCK, StepScalars, fixed};
+use lockstep_ir::{DType, FLAT_BLOCK, fixed};
 
 /// Tasks that the squares of one gradient are cut into.
 const TASKS: usize = 64;
@@ -14,7 +14,7 @@ const LIMBS: usize = 4;
 
 /// A gradient as a function of the index.
 #[inline(always)]
-fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
+pub(super) fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
     // SAFETY: callers stay inside the operand.
     unsafe {
         match dtype {
@@ -41,8 +41,8 @@ pub fn square_sum(call: Call, sharers: usize, tail: usize) {
     let inputs = &call.bound.inputs;
     let count = inputs.len() - 1;
     // SAFETY: the scalars are the last input.
-    let scalars = StepScalars::from_slice(unsafe { Ptr(call.input::<f32>(count)).slice(0, 5) });
-    let inverse = f64::from(scalars.inverse_count);
+    let scalars = call.scalars(count);
+    let inverse = f64::from(scalars.inverse());
     let share = 1.0 / sharers as f64;
     let totals = Ptr(call.scratch::<Option<u128>>());
     let mut total = Some(0u128);
@@ -98,15 +98,12 @@ pub fn merge_sums(call: Call) {
 /// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite.
 pub fn gradient_norm(call: Call) {
     // SAFETY: the operands' types say so.
-    let (limbs, scalars) = unsafe {
-        let scalars = StepScalars::from_slice(Ptr(call.input::<f32>(1)).slice(0, 5));
-        (Ptr(call.input::<i64>(0)).slice(0, LIMBS), scalars)
-    };
+    let (limbs, scalars) = unsafe { (Ptr(call.input::<i64>(0)).slice(0, LIMBS), call.scalars(1)) };
     let sound = !limbs.contains(&fixed::POISON);
     let sum = limbs.iter().enumerate().map(|(l, x)| *x as f64 * 2f64.powi(32 * l as i32)).sum::<f64>() / UNIT;
     let norm = if sound && sum <= MOST { sum.sqrt() as f32 } else { f32::NAN };
     let clip = if norm > scalars.clip { scalars.clip / norm } else { 1.0 };
-    let factor = if norm.is_finite() { scalars.inverse_count * clip } else { f32::NAN };
+    let factor = if norm.is_finite() { scalars.inverse() * clip } else { f32::NAN };
     if let Some(stats) = call.output::<f32>(0) {
         // SAFETY: stats has two elements.
         unsafe {
@@ -117,7 +114,8 @@ pub fn gradient_norm(call: Call) {
 }
 
 vectorised! {
-    unsafe fn squares<T>(x: *const T, n: usize, scale: f64) -> f64 {
+    /// Σ (scale · x)², in an order that depends on `n` only.
+    pub(super) unsafe fn squares<T>(x: *const T, n: usize, scale: f64) -> f64 {
         let mut sums = [0.0f64; 8];
         for start in (0..n / 8 * 8).step_by(8) {
             for (lane, sum) in sums.iter_mut().enumerate() {
@@ -129,92 +127,6 @@ vectorised! {
             sums[i % 8] += (f64::from((*x.add(i)).to()) * scale).powi(2);
         }
         sums.iter().sum()
-    }
-}
-
-/// The numbers of one AdamW step.
-#[derive(Clone, Copy)]
-struct Step {
-    factor: f32,
-    beta1: f32,
-    beta2: f32,
-    eps: f32,
-    /// 1 − lr · decay.
-    keep: f32,
-    /// lr ÷ (1 − β₁ᵗ).
-    rate: f32,
-    /// 1 ÷ √(1 − β₂ᵗ).
-    root: f32,
-}
-
-/// One AdamW step, in place; also writes the new weights in bf16 where asked for.
-pub fn adamw(call: Call, beta1: f32, beta2: f32, eps: f32, decay: f32) {
-    let At { elements, .. } = call.bound.inputs[0];
-    let dtype = call.bound.inputs[1].dtype;
-    let grad = Ptr(call.input::<u8>(1));
-    // SAFETY: the inputs' types say so.
-    let (scalars, factor) =
-        unsafe { (StepScalars::from_slice(Ptr(call.input::<f32>(4)).slice(0, 5)), *call.input::<f32>(5).add(1)) };
-    if factor.is_nan() {
-        return;
-    }
-    let (Some(w), Some(m), Some(v)) = (call.output::<f32>(0), call.output::<f32>(1), call.output::<f32>(2)) else {
-        return;
-    };
-    let (w, m, v) = (Ptr(w), Ptr(m), Ptr(v));
-    let copy = call.output::<Bf16>(3).map(Ptr);
-    let step = Step {
-        factor,
-        beta1,
-        beta2,
-        eps,
-        keep: 1.0 - scalars.lr * decay,
-        rate: scalars.lr / scalars.bias1,
-        root: 1.0 / scalars.bias2.sqrt(),
-    };
-    call.ranges(elements, 1 << 14, |from, to| {
-        let n = to - from;
-        // SAFETY: elements from .. to belong to this task.
-        unsafe {
-            let (w, m, v) = (w.at(from), m.at(from), v.at(from));
-            match dtype {
-                DType::F32 => update(call.simd, grad.get().cast::<f32>().add(from), w, m, v, n, step),
-                DType::BF16 => update(call.simd, grad.get().cast::<Bf16>().add(from), w, m, v, n, step),
-                _ => {
-                    const WIDTH: usize = 256;
-                    let mut block = [0.0f32; WIDTH];
-                    for start in (0..n).step_by(WIDTH) {
-                        let here = WIDTH.min(n - start);
-                        (0..here).for_each(|i| block[i] = read(dtype, grad, from + start + i));
-                        update(call.simd, block.as_ptr(), w.add(start), m.add(start), v.add(start), here, step);
-                    }
-                }
-            }
-            if let Some(copy) = copy {
-                round(call.simd, w.cast_const(), copy.at(from), n);
-            }
-        }
-    });
-}
-
-vectorised! {
-    unsafe fn update<T>(grad: *const T, w: *mut f32, m: *mut f32, v: *mut f32, n: usize, step: Step) -> () {
-        let Step { factor, beta1, beta2, eps, keep, rate, root } = step;
-        for i in 0..n {
-            let g = (*grad.add(i)).to() * factor;
-            let (w, m, v) = (w.add(i), m.add(i), v.add(i));
-            *m = beta1 * *m + (1.0 - beta1) * g;
-            *v = beta2 * *v + (1.0 - beta2) * g * g;
-            *w = *w * keep - rate * *m / ((*v).sqrt() * root + eps);
-        }
-    }
-}
-
-vectorised! {
-    unsafe fn round<T>(from: *const T, to: *mut Bf16, n: usize) -> () {
-        for i in 0..n {
-            *to.add(i) = Bf16::of((*from.add(i)).to());
-        }
     }
 }
 

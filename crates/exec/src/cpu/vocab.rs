@@ -83,13 +83,13 @@ pub fn loss(call: Call) {
 /// This part's share of dx `[c, k]`, and dw.
 ///
 /// Scratch: a product's; dlogits in the compute type; dx in f32; for sums that are not in f32 dw once.
-pub fn grad<T: Float>(call: Call, rows: Rows) {
+pub fn grad<T: Float>(call: Call, rows: Rows, scaled: bool) {
     let (k, v, parts) = (call.size('k'), call.size('v'), call.size('a'));
     let (logits, statistics) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
     let (x, w, targets) = (call.input::<T>(2), call.input::<T>(3), Ptr(call.input::<u32>(4)));
     let part = call.vocab_part();
     let scratch: *mut f32 = call.scratch();
-    let count = rows.count;
+    let (count, seed) = (rows.count, call.seed(scaled, 5));
     // SAFETY: the device profile asks for this much scratch; the chunk lies in the operands; tasks own whole rows.
     unsafe {
         let sums = scratch.byte_add(call.gemm_scratch());
@@ -100,7 +100,7 @@ pub fn grad<T: Float>(call: Call, rows: Rows) {
             for row in from..to {
                 let (lse, _) = combine(statistics, parts, count, row);
                 let hit = part.find(*targets.at(rows.first + row));
-                softmax_minus_hit(call.simd, logits.at(row * v), out.at(row * v), v, lse, hit);
+                softmax_minus_hit(call.simd, logits.at(row * v), out.at(row * v), v, lse, hit, seed);
             }
         });
         let dlogits = dlogits.cast_const();
@@ -117,12 +117,14 @@ pub fn grad<T: Float>(call: Call, rows: Rows) {
 }
 
 vectorised! {
-    unsafe fn softmax_minus_hit<T>(logits: *const f32, out: *mut T, n: usize, lse: f32, hit: Option<usize>) -> () {
+    unsafe fn softmax_minus_hit<T>(
+        logits: *const f32, out: *mut T, n: usize, lse: f32, hit: Option<usize>, seed: f32,
+    ) -> () {
         for i in 0..n {
-            *out.add(i) = T::of(simd::exp(*logits.add(i) - lse));
+            *out.add(i) = T::of(simd::exp(*logits.add(i) - lse) * seed);
         }
         if let Some(hit) = hit {
-            *out.add(hit) = T::of(simd::exp(*logits.add(hit) - lse) - 1.0);
+            *out.add(hit) = T::of((simd::exp(*logits.add(hit) - lse) - 1.0) * seed);
         }
     }
 }

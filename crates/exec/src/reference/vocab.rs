@@ -43,12 +43,12 @@ pub(super) fn loss(dims: &Dims, chunks: &[&[f64]]) -> Vec<f64> {
 }
 
 /// From logits, statistics, x, w and targets.
-pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows) -> [Vec<f64>; 2] {
+pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows, seed: f64) -> [Vec<f64>; 2] {
     let (k, v, parts) = (dims.size('k'), dims.size('v'), dims.size('a'));
     let chunk = &x[2][rows.first * k..(rows.first + rows.count) * k];
     let hit = |i: usize| if x[4][rows.first + i / v] as usize == i % v { 1.0 } else { 0.0 };
     let lse: Vec<f64> = (0..rows.count).map(|row| combine(x[1], parts, row).0).collect();
-    let dlogits: Vec<f64> = x[0].iter().enumerate().map(|(i, x)| (x - lse[i / v]).exp() - hit(i)).collect();
+    let dlogits: Vec<f64> = x[0].iter().enumerate().map(|(i, x)| seed * ((x - lse[i / v]).exp() - hit(i))).collect();
     let dx = product((rows.count, k, v), &dlogits, false, x[3], false);
     let dw = product((v, k, rows.count), &dlogits, true, chunk, false);
     [dx, dw]

@@ -1,6 +1,6 @@
 //! What ops cost in matrix products.
 
-use super::{Op, TypeError};
+use super::{Op, TypeError, newton_schulz};
 use crate::TensorType;
 
 /// Floating-point operations of one call, multiply and add counted as two; matrix products only.
@@ -52,6 +52,12 @@ impl Op {
             Op::AttentionGrad { window, .. } => attention(*window, 8, 10),
             Op::AttentionScores { window, .. } | Op::AttentionMix { window } => attention(*window, 2, 2),
             Op::AttentionScoresGrad { window } | Op::AttentionMixGrad { window } => attention(*window, 4, 4),
+            // Not the model's.
+            Op::Orthogonalise => {
+                let sections = inputs[0].dims[0].sections.iter();
+                let hardware = sections.map(|s| newton_schulz::flops(s.size(), dims.size('k'))).sum();
+                Flops { hardware, ..Flops::default() }
+            }
             // How full the cache is is known on the device only: every new position counts over all of it.
             Op::CachedAttention { window } => {
                 let (all, t) = (4 * dims.product("bsth"), dims.size('t'));
@@ -95,6 +101,10 @@ impl Op {
             | Op::MergeSums
             | Op::GradientNorm
             | Op::AdamW { .. }
+            | Op::Lion { .. }
+            | Op::Sgd { .. }
+            | Op::Momentum { .. }
+            | Op::Descend { .. }
             | Op::VocabLoss
             | Op::JoinRows
             | Op::AllReduce { .. }

@@ -6,13 +6,16 @@
 //!
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
 //! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
-//! or keys, `r` table columns, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
+//! or keys, `r` table columns, `a` the
+//! shorter side of a matrix or parts of a vocabulary, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
 //! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars or words of a key,
 //! `m` statistics. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
 //! is summed over.
 
+mod derive;
 mod dims;
 mod flops;
+pub mod newton_schulz;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -22,7 +25,7 @@ pub use flops::Flops;
 pub use table::{Elem, Operand, Saved, Spec};
 
 use crate::mesh::MeshAxis;
-use crate::{Axis, DType, Dim, Section, TensorType};
+use crate::{DType, TensorType};
 
 /// An operation with its attributes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -191,6 +194,8 @@ pub enum Op {
     LinearCrossEntropy {
         /// Most positions of a chunk.
         rows: usize,
+        /// Gradients start with the step's loss scale, a number on the device, instead of 1.
+        scaled: bool,
     },
     /// Adds one gradient accumulator to another: the second use of a tied parameter.
     AddState,
@@ -220,6 +225,44 @@ pub enum Op {
         eps: f32,
         /// Decoupled weight decay, multiplied by the learning rate.
         decay: f32,
+        /// Times the step's learning rate.
+        lr_scale: f32,
+    },
+    /// One Lion update: the sign of a mixture of moment and gradient, with decoupled decay; otherwise as `AdamW`.
+    Lion {
+        /// Share of the moment in the update.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
+    },
+    /// One update by gradient and momentum, with decoupled decay; otherwise as `AdamW`.
+    Sgd {
+        /// Decay of the momentum.
+        momentum: f32,
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
+    },
+    /// The momentum of gradients, and the mixture of both that looks one step ahead (Nesterov); zeros, and the momentum as it
+    /// was, where the factor is NaN.
+    Momentum {
+        /// Decay of the momentum.
+        momentum: f32,
+    },
+    /// Of every section of the rows on its own: the nearest matrix with orthogonal rows or columns, about, by five
+    /// Newton–Schulz iterations, times 0.2·√(its longer side), which gives it the size of an AdamW update.
+    Orthogonalise,
+    /// `w = w − lr · (decay · w + update)`, and the new weights in bf16 where asked for; does nothing where the factor is NaN.
+    Descend {
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
     },
     /// Logits of some positions over a part of the vocabulary, and of each position what the loss needs to know of this part:
     /// largest logit, sum of exponentials below it, the target's logit (−∞ where the target is elsewhere).
@@ -235,6 +278,8 @@ pub enum Op {
     VocabGrad {
         /// Which positions.
         rows: Rows,
+        /// As in `LinearCrossEntropy`.
+        scaled: bool,
     },
     /// Chunks of positions, one behind the other.
     JoinRows,
@@ -344,7 +389,10 @@ impl Op {
             let elem = match o.elem {
                 Elem::Is(dtype) => dtype,
                 Elem::Float => dims.float(),
+                Elem::Rounded => DType::BF16,
                 Elem::Accumulator | Elem::Any => match inputs.first() {
+                    // Nothing is summed in f16.
+                    Some(input) if o.elem == Elem::Accumulator && input.dtype == DType::F16 => DType::F32,
                     Some(input) => input.dtype,
                     None => return Err(self.refuse("has no input to take its type from".into())),
                 },
@@ -374,8 +422,10 @@ impl Op {
             let ok = match operand.elem {
                 Elem::Is(dtype) => ty.dtype == dtype,
                 Elem::Float => {
-                    matches!(ty.dtype, DType::F32 | DType::BF16) && *dims.float.get_or_insert(ty.dtype) == ty.dtype
+                    matches!(ty.dtype, DType::F32 | DType::BF16 | DType::F16)
+                        && *dims.float.get_or_insert(ty.dtype) == ty.dtype
                 }
+                Elem::Rounded => matches!(ty.dtype, DType::BF16 | DType::F16),
                 Elem::Accumulator => ty.dtype.accumulates(),
                 Elem::Any => true,
             };
@@ -399,158 +449,6 @@ impl Op {
         }
         self.derive(&mut dims)?;
         Ok(dims)
-    }
-
-    /// Fills in the letters that follow from attributes or from the sections of a packed dimension.
-    fn derive(&self, dims: &mut Dims) -> Result<(), TypeError> {
-        match self {
-            Op::EmbeddingGrad { vocab } => {
-                dims.set('v', &Dim::new(Axis::Vocab, *vocab));
-            }
-            Op::Rope { .. } | Op::RopeAt => {
-                let q = self.packed_heads(dims)?;
-                let columns = dims.size('r');
-                if columns != q.unit {
-                    return Err(self.refuse(format!("table has {columns} columns for heads of {}", q.unit)));
-                }
-                if dims.size('t') < dims.size('s') {
-                    return Err(self.refuse(format!("table has {} rows for {}", dims.size('t'), dims.size('s'))));
-                }
-            }
-            Op::QkNorm { .. } | Op::QkNormGrad | Op::QkNormGradWeight => {
-                let q = self.packed_heads(dims)?;
-                let norms = [(Axis::Heads, q.count), (Axis::KvHeads, dims.size('u'))];
-                let norms = Dim::packed(norms.map(|(axis, count)| Section { axis, count, unit: 1 }));
-                let weight = Section { axis: Axis::HeadDim, count: q.unit, unit: 1 };
-                self.ask(dims, 'x', norms)?;
-                self.ask(dims, 'i', Dim::packed([weight, weight]))?;
-            }
-            Op::Attention { .. } | Op::AttentionGrad { .. } => {
-                let out = Dim::packed([self.packed_heads(dims)?]);
-                self.ask(dims, 'h', out)?;
-            }
-            Op::AttentionScores { .. }
-            | Op::AttentionScoresGrad { .. }
-            | Op::AttentionMix { .. }
-            | Op::AttentionMixGrad { .. } => {
-                let out = Dim::packed([self.packed_heads(dims)?]);
-                let keys = dims.get('s').cloned().unwrap_or(Dim::new(Axis::Seq, 1));
-                self.ask(dims, 'h', out)?;
-                self.ask(dims, 't', keys)?;
-            }
-            Op::CachedAttention { .. } => {
-                let q = self.packed_heads(dims)?;
-                dims.set('h', &Dim::packed([q]));
-                let [packed, cached] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
-                if packed[1..] != *cached {
-                    return Err(self.refuse("the cache must hold the K and V sections of the packed dimension".into()));
-                }
-                if dims.size('t') < dims.size('s') {
-                    return Err(self.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
-                }
-            }
-            Op::AddPositions { seq, .. } | Op::PositionsGrad { seq, .. } => {
-                if let Op::PositionsGrad { rows, .. } = self {
-                    dims.set('t', &Dim::new(Axis::Seq, *rows));
-                }
-                let (whole, rows) = (dims.get('o').map_or(*seq, Dim::size), dims.size('t'));
-                if whole != *seq || rows < *seq || !seq.is_multiple_of(dims.size('s')) {
-                    let part = dims.size('s');
-                    let reason = format!("{part} of {seq} positions with {whole} starts and {rows} rows of a table");
-                    return Err(self.refuse(reason));
-                }
-            }
-            Op::Dropout { seq, .. } => {
-                let (part, words) = (dims.size('s'), dims.size('z'));
-                if !seq.is_multiple_of(part) || words != 2 {
-                    return Err(self.refuse(format!("{part} of {seq} positions with keys of {words} words")));
-                }
-            }
-            Op::LastPosition => {
-                dims.set('l', &Dim::new(Axis::Seq, 1));
-            }
-            Op::SwiGlu | Op::SwiGluGrad => match dims.get('g').map(|g| g.sections.as_slice()) {
-                Some(&[gate, up]) if gate == up => {
-                    dims.set('f', &Dim::packed([gate]));
-                }
-                _ => return Err(self.refuse("the packed dimension must be two equal sections".into())),
-            },
-            Op::LinearCrossEntropy { rows } => {
-                dims.set('c', &Dim::new(Axis::Seq, *rows));
-            }
-            Op::SquareSum { .. } => {
-                dims.set('m', &Dim::new(Axis::Scalar, 4));
-            }
-            Op::GradientNorm => {
-                dims.set('y', &Dim::new(Axis::Scalar, 2));
-            }
-            Op::VocabLogits { rows, parts } => {
-                dims.set('c', &Dim::new(Axis::Seq, rows.count * rows.ranks));
-                dims.set('a', &Dim::new(Axis::Parts, *parts));
-                dims.set('j', &Dim::new(Axis::Scalar, 3));
-            }
-            Op::Embedding
-            | Op::Linear
-            | Op::LinearGradInput
-            | Op::LinearGradWeight
-            | Op::AddBias
-            | Op::BiasGrad
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::LayerNorm { .. }
-            | Op::AddLayerNorm { .. }
-            | Op::LayerNormGrad
-            | Op::AddLayerNormGrad
-            | Op::LayerNormGradWeight
-            | Op::AddPositionsAt
-            | Op::Gelu
-            | Op::GeluGrad
-            | Op::Add
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad
-            | Op::AddState
-            | Op::Accumulate
-            | Op::MergeSums
-            | Op::AdamW { .. }
-            | Op::VocabLoss
-            | Op::VocabGrad { .. }
-            | Op::JoinRows
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shard { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => {}
-        }
-        Ok(())
-    }
-
-    /// The Q section of packed Q·K·V, having bound the numbers of heads and their size.
-    fn packed_heads(&self, dims: &mut Dims) -> Result<Section, TypeError> {
-        let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
-        match sections[..] {
-            [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
-                self.ask(dims, 'q', Dim::new(Axis::Heads, q.count))?;
-                dims.set('u', &Dim::new(Axis::KvHeads, k.count));
-                dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
-                Ok(q)
-            }
-            _ => Err(self.refuse("the packed dimension must be Q, K and V, with K's heads dividing Q's".into())),
-        }
-    }
-
-    /// Binds a letter that follows from the packed dimension; an operand may have said the same.
-    fn ask(&self, dims: &mut Dims, letter: char, dim: Dim) -> Result<(), TypeError> {
-        match dims.set(letter, &dim) {
-            Some(known) if *known != dim => {
-                Err(self.refuse(format!("`{letter}` is {known} where the heads ask for {dim}")))
-            }
-            _ => Ok(()),
-        }
     }
 
     fn refuse(&self, reason: String) -> TypeError {

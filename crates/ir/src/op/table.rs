@@ -8,8 +8,10 @@ use crate::DType;
 pub enum Elem {
     /// Exactly this type.
     Is(DType),
-    /// `f32` or `bf16`: the same for all such operands of a call.
+    /// `f32`, `bf16` or `f16`: the same for all such operands of a call.
     Float,
+    /// `bf16` or `f16`, for outputs: whichever of them its value says.
+    Rounded,
     /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
     Accumulator,
     /// Any type.
@@ -69,8 +71,8 @@ const fn f32(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Is(DType::F32) }
 }
 
-const fn bf16(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Is(DType::BF16) }
+const fn rounded(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Rounded }
 }
 
 const fn float(name: &'static str, dims: &'static str) -> Operand {
@@ -135,7 +137,14 @@ impl Spec {
     }
 }
 
+mod update;
+
+const ANY_OPERAND: &[(usize, usize)] = &[(0, 0), (1, 0)];
+
 use Saved::{Input, Output};
+use update::{
+    ACCUMULATE, ADAMW, ADD_STATE, DESCEND, GRADIENT_NORM, LION, MERGE_SUMS, MOMENTUM, ORTHOGONALISE, SGD, SQUARE_SUM,
+};
 
 static EMBEDDING: Spec =
     row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], &[], Some(&[Input(0)]))
@@ -449,36 +458,14 @@ static LINEAR_CROSS_ENTROPY: Spec = row(
     Some(&[Output(1), Output(2)]),
 )
 .splits(&["b"]);
-const ANY_OPERAND: &[(usize, usize)] = &[(0, 0), (1, 0)];
-static ADD_STATE: Spec =
-    row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], ANY_OPERAND, None);
-static ACCUMULATE: Spec = row("accumulate", &[accumulator("x", "*")], &[accumulator("sum", "*")], &[], None);
-static SQUARE_SUM: Spec = Spec {
-    variadic: true,
-    ..row("square_sum", &[accumulator("grad", "*"), f32("scalars", "z")], &[fixed("sum", "m")], &[], None)
-};
-static MERGE_SUMS: Spec =
-    Spec { variadic: true, ..row("merge_sums", &[fixed("sum", "m")], &[fixed("total", "m")], &[], None) };
-static GRADIENT_NORM: Spec =
-    row("gradient_norm", &[fixed("sum", "m"), f32("scalars", "z")], &[f32("stats", "y")], &[], None);
-static ADAMW: Spec = Spec {
-    always_in_place: true,
-    ..row(
-        "adamw",
-        &[
-            f32("w", "*"),
-            accumulator("grad", "*"),
-            f32("m", "*"),
-            f32("v", "*"),
-            f32("scalars", "z"),
-            f32("stats", "y"),
-        ],
-        &[f32("w", "*"), f32("m", "*"), f32("v", "*"), bf16("copy", "*")],
-        &[(0, 0), (2, 1), (3, 2)],
-        None,
-    )
-};
-
+static SCALED_LINEAR_CROSS_ENTROPY: Spec = row(
+    "scaled_linear_cross_entropy",
+    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs"), f32("scalars", "z")],
+    &[f64("loss", "b"), float("dx", "bsk"), accumulator("dw", "vk")],
+    &[],
+    Some(&[Output(1), Output(2)]),
+)
+.splits(&["b"]);
 static VOCAB_LOGITS: Spec = row(
     "vocab_logits",
     &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
@@ -495,6 +482,21 @@ static VOCAB_LOSS: Spec = Spec {
 static VOCAB_GRAD: Spec = row(
     "vocab_grad",
     &[f32("logits", "cv"), f32("statistics", "acj"), float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
+    &[float("dx", "ck"), accumulator("dw", "vk")],
+    &[],
+    None,
+)
+.splits(&["bc", "v"]);
+static SCALED_VOCAB_GRAD: Spec = row(
+    "scaled_vocab_grad",
+    &[
+        f32("logits", "cv"),
+        f32("statistics", "acj"),
+        float("x", "bsk"),
+        float("w", "vk"),
+        u32("targets", "bs"),
+        f32("scalars", "z"),
+    ],
     &[float("dx", "ck"), accumulator("dw", "vk")],
     &[],
     None,
@@ -566,16 +568,23 @@ impl Op {
             Op::Add => &ADD,
             Op::CrossEntropy => &CROSS_ENTROPY,
             Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,
-            Op::LinearCrossEntropy { .. } => &LINEAR_CROSS_ENTROPY,
+            Op::LinearCrossEntropy { scaled: false, .. } => &LINEAR_CROSS_ENTROPY,
+            Op::LinearCrossEntropy { scaled: true, .. } => &SCALED_LINEAR_CROSS_ENTROPY,
             Op::AddState => &ADD_STATE,
             Op::Accumulate => &ACCUMULATE,
             Op::SquareSum { .. } => &SQUARE_SUM,
             Op::MergeSums => &MERGE_SUMS,
             Op::GradientNorm => &GRADIENT_NORM,
             Op::AdamW { .. } => &ADAMW,
+            Op::Lion { .. } => &LION,
+            Op::Sgd { .. } => &SGD,
+            Op::Momentum { .. } => &MOMENTUM,
+            Op::Orthogonalise => &ORTHOGONALISE,
+            Op::Descend { .. } => &DESCEND,
             Op::VocabLogits { .. } => &VOCAB_LOGITS,
             Op::VocabLoss => &VOCAB_LOSS,
-            Op::VocabGrad { .. } => &VOCAB_GRAD,
+            Op::VocabGrad { scaled: false, .. } => &VOCAB_GRAD,
+            Op::VocabGrad { scaled: true, .. } => &SCALED_VOCAB_GRAD,
             Op::JoinRows => &JOIN_ROWS,
             Op::AllReduce { .. } => &ALL_REDUCE,
             Op::SumShared { .. } => &SUM_SHARED,

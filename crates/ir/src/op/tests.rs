@@ -1,4 +1,5 @@
 use super::*;
+use crate::{Axis, Dim, Section};
 
 fn ty(dims: &[(Axis, usize)]) -> TensorType {
     TensorType::new(DType::F32, dims.iter().map(|&(a, n)| Dim::new(a, n)).collect::<Vec<_>>())

@@ -2,9 +2,9 @@
 
 use lockstep_config::Config;
 use lockstep_ir::{Layout, legal};
-use lockstep_train::{Comparison, Event, Outcome, RunOptions, TrainError, compare, run};
+use lockstep_train::{Comparison, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Text with some structure, about 60 kB.
 #[allow(dead_code)] // not every test binary trains on text
@@ -39,6 +39,34 @@ pub fn losses(config: &Config, run_dir: &Path) -> Vec<(f64, f32, Option<f64>)> {
     })
     .unwrap();
     losses
+}
+
+/// What a run gave up to a step.
+#[allow(dead_code)] // not every test binary looks at all of it
+pub struct Ran {
+    pub outcome: Outcome,
+    pub steps: Vec<StepMetrics>,
+    /// Steps whose update was not applied.
+    pub skipped: Vec<u64>,
+}
+
+/// Runs a config up to a step; stopped there, it leaves a checkpoint.
+#[allow(dead_code)] // not every test binary stops runs
+pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
+    let stop = AtomicBool::new(false);
+    let options = RunOptions { dir: run_dir.to_owned(), fresh: false, sample_tokens: 0 };
+    let (mut steps, mut skipped) = (Vec::new(), Vec::new());
+    let outcome = run(config, &options, &stop, &mut |event| match event {
+        Event::Stepped(m) => {
+            steps.push(*m);
+            stop.store(m.step >= last, Ordering::SeqCst);
+        }
+        Event::Skipped { step } => skipped.push(step),
+        _ => {}
+    })
+    .unwrap();
+    assert_eq!(outcome.step, last);
+    Ran { outcome, steps, skipped }
 }
 
 /// Runs a config with an observer.

@@ -48,10 +48,10 @@ fn losses(config: &Config, steps: u64) -> Vec<f64> {
             }
         }
         let inverse_count = 1.0 / plan.tokens_per_step as f32;
-        let bias = |beta: f64| (1.0 - beta.powi(step as i32 + 1)) as f32;
+        let bias = |beta: Option<f64>| beta.map_or(1.0, |beta| 1.0 - beta.powi(step as i32 + 1)) as f32;
         let o = &config.optimizer;
-        let scalars =
-            StepScalars { lr: o.lr as f32, inverse_count, clip: 1.0, bias1: bias(o.beta1), bias2: bias(o.beta2) };
+        let (bias1, bias2) = (bias(o.beta1), bias(o.beta2));
+        let scalars = StepScalars { lr: o.lr as f32, inverse_count, clip: 1.0, bias1, bias2, loss_scale: 1.0 };
         session.run_step(scalars).unwrap().loss
     };
     (0..steps).map(&mut step).collect()

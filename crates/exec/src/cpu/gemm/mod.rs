@@ -1,4 +1,4 @@
-//! Matrix products: C = A·B or C += A·B, operands in f32 or bf16 with any strides, sums in f32.
+//! Matrix products: C = A·B or C += A·B, operands in f32, bf16 or f16 with any strides, sums in f32.
 //!
 //! Written by hand for two promises that general libraries do not give: an element of C is the same bits whatever the
 //! number of rows and columns around it (its products are added in k order, in fixed blocks), and all scratch comes from
@@ -16,7 +16,7 @@ pub use packed::{K_STEP, Packed, Unit, multiply, pack_a, pack_b, put_a_line, put
 pub use transpose::transpose;
 
 use super::call::Ptr;
-use super::float::{Bf16, Float};
+use super::float::{Bf16, F16, Float};
 use super::pool::Pool;
 use super::simd::{Simd, vectorised};
 use lockstep_ir::DType;
@@ -70,6 +70,8 @@ pub enum Target {
     Scaled { ptr: *mut f32, stride: usize, factors: *const f32 },
     /// Rounded to bf16.
     Bf16 { ptr: *mut Bf16, stride: usize },
+    /// Rounded to f16.
+    F16 { ptr: *mut F16, stride: usize },
 }
 
 impl Target {
@@ -77,6 +79,7 @@ impl Target {
     pub fn new<T: Float>(ptr: *mut T, stride: usize) -> Self {
         match T::DTYPE {
             DType::BF16 => Target::Bf16 { ptr: ptr.cast(), stride },
+            DType::F16 => Target::F16 { ptr: ptr.cast(), stride },
             _ => Target::F32 { ptr: ptr.cast(), stride, add: false },
         }
     }
@@ -93,6 +96,7 @@ impl Target {
                     Target::Scaled { ptr: ptr.add(row * stride + column), stride, factors: factors.add(row) }
                 }
                 Target::Bf16 { ptr, stride } => Target::Bf16 { ptr: ptr.add(row * stride + column), stride },
+                Target::F16 { ptr, stride } => Target::F16 { ptr: ptr.add(row * stride + column), stride },
             }
         }
     }
@@ -118,7 +122,7 @@ fn k_block(unit: Unit, k: usize) -> usize {
 
 /// Scratch of a product on `threads` threads as (bytes, bytes per element of k).
 ///
-/// The second part counts for results in bf16 only: they are rounded once, so k is not cut into blocks.
+/// The second part counts for rounded results only: they are rounded once, so k is not cut into blocks.
 pub const fn scratch_bytes(threads: usize) -> (usize, usize) {
     (B_BYTES + (NR + threads * MOST_ROWS) * (MOST_DEPTH + K_STEP) * 4, (NR + threads * MOST_ROWS) * 4)
 }
@@ -140,7 +144,7 @@ pub unsafe fn gemm<T: Float>(
     let unit = Unit::of::<T>(simd);
     let kc = match c {
         Target::F32 { .. } | Target::Scaled { .. } => k_block(unit, k).min(k),
-        Target::Bf16 { .. } => k,
+        Target::Bf16 { .. } | Target::F16 { .. } => k,
     };
     if m <= unit.rows() && unit.bytes(unit.rows(), k.next_multiple_of(K_STEP)) <= B_BYTES {
         // SAFETY: as promised to this function.
@@ -234,6 +238,10 @@ vectorised! {
                 Target::Bf16 { ptr, stride } => {
                     let to = ptr.add(i * stride);
                     (0..columns).for_each(|j| *to.add(j) = Bf16::of((*from.add(j)).to()));
+                }
+                Target::F16 { ptr, stride } => {
+                    let to = ptr.add(i * stride);
+                    (0..columns).for_each(|j| *to.add(j) = F16::of((*from.add(j)).to()));
                 }
             }
         }

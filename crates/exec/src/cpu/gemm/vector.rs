@@ -87,7 +87,7 @@ pub unsafe fn multiply(
                         }
                     }
                     #[cfg(target_arch = "x86_64")]
-                    (Simd::Avx512, Target::Bf16 { .. }) => {
+                    (Simd::Avx512, Target::Bf16 { .. } | Target::F16 { .. }) => {
                         let mut tile = [0.0f32; MR * NR];
                         let whole = Target::F32 { ptr: tile.as_mut_ptr(), stride: NR, add: false };
                         avx512::tile::<MR>(depth, a, b, whole, MR, NR);
@@ -149,7 +149,7 @@ mod avx512 {
         let (c, stride, add, factors) = match c {
             Target::F32 { ptr, stride, add } => (ptr, stride, add, std::ptr::null()),
             Target::Scaled { ptr, stride, factors } => (ptr, stride, true, factors),
-            Target::Bf16 { .. } => unreachable!("tiles in vector registers are stored in f32"),
+            Target::Bf16 { .. } | Target::F16 { .. } => unreachable!("tiles in vector registers are stored in f32"),
         };
         let mut sums = [[_mm512_setzero_ps(); 2]; R];
         // SAFETY: prefetching reads nothing; the packed panels hold MR · depth and NR · depth floats.

@@ -1,0 +1,143 @@
+//! Rules of `[optimizer]` and `[precision]`: defaults that follow from the update rule and the schedule, and keys that do not go with them.
+
+use crate::checks::{Conflict, Derived};
+use crate::resolve::Values;
+use crate::value::Value;
+
+fn is(values: &Values, path: &str, word: &str) -> bool {
+    values.get(path) == Some(&Value::Text(word.to_owned()))
+}
+
+fn optimizer(values: &Values, name: &str) -> bool {
+    is(values, "optimizer.name", name)
+}
+
+fn number(x: Option<f64>) -> Derived {
+    Ok(x.map(Value::Float))
+}
+
+/// 100 steps, or the whole of a shorter run.
+pub(crate) fn default_warmup(values: &Values) -> Derived {
+    const USUAL: u64 = 100;
+    Ok(values.count("train.steps").map(|steps| Value::Count(if steps > 0 { steps.min(USUAL) } else { USUAL })))
+}
+
+pub(crate) fn default_min_lr_ratio(values: &Values) -> Derived {
+    number((!is(values, "optimizer.schedule", "constant")).then_some(0.1))
+}
+
+/// A tenth of the run, or what warmup leaves of it.
+pub(crate) fn default_decay_steps(values: &Values) -> Derived {
+    let (Some(steps), Some(warmup)) = (values.count("train.steps"), values.count("optimizer.warmup_steps")) else {
+        return Ok(None);
+    };
+    let tenth = steps.div_ceil(10).min(steps.saturating_sub(warmup));
+    Ok(is(values, "optimizer.schedule", "wsd").then_some(Value::Count(tenth)))
+}
+
+pub(crate) fn default_beta1(values: &Values) -> Derived {
+    number((!optimizer(values, "sgd")).then_some(0.9))
+}
+
+pub(crate) fn default_beta2(values: &Values) -> Derived {
+    let usual = if optimizer(values, "lion") { 0.99 } else { 0.95 };
+    number((!optimizer(values, "sgd")).then_some(usual))
+}
+
+pub(crate) fn default_eps(values: &Values) -> Derived {
+    number((optimizer(values, "adamw") || optimizer(values, "muon")).then_some(1e-8))
+}
+
+pub(crate) fn default_momentum(values: &Values) -> Derived {
+    number(match () {
+        _ if optimizer(values, "sgd") => Some(0.9),
+        _ if optimizer(values, "muon") => Some(0.95),
+        _ => None,
+    })
+}
+
+fn is_fp16(values: &Values) -> bool {
+    is(values, "precision.policy", "fp16")
+}
+
+pub(crate) fn default_loss_scale(values: &Values) -> Derived {
+    number(is_fp16(values).then_some(65536.0))
+}
+
+pub(crate) fn default_growth_interval(values: &Values) -> Derived {
+    Ok(is_fp16(values).then_some(Value::Count(2000)))
+}
+
+pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
+    let key =
+        ["precision.loss_scale", "precision.growth_interval"].into_iter().find(|key| values.get(key).is_some())?;
+    let (value, policy) = (values.get(key)?, values.get("precision.policy")?);
+    (!is_fp16(values)).then(|| {
+        Conflict::new(
+            &[key, "precision.policy"],
+            format!("{key} = {value} is given, and precision.policy = {policy} has no loss scale"),
+            format!("remove {key}, or choose precision.policy = \"fp16\""),
+        )
+    })
+}
+
+pub(crate) fn schedule_ends_with_the_run(values: &Values) -> Option<Conflict> {
+    let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
+    if steps > 0 && warmup > steps {
+        return Some(Conflict::new(
+            &["optimizer.warmup_steps", "train.steps"],
+            format!("optimizer.warmup_steps = {warmup} is more than train.steps = {steps}"),
+            format!("choose at most {steps} warmup steps"),
+        ));
+    }
+    let decay = values.count("optimizer.decay_steps")?;
+    (steps > 0 && u128::from(warmup) + u128::from(decay) > u128::from(steps)).then(|| {
+        Conflict::new(
+            &["optimizer.decay_steps", "optimizer.warmup_steps", "train.steps"],
+            format!(
+                "optimizer.warmup_steps = {warmup} and optimizer.decay_steps = {decay} are more than train.steps = {steps}"
+            ),
+            format!("choose at most {} decay steps", steps - warmup),
+        )
+    })
+}
+
+pub(crate) fn decay_steps_have_a_schedule(values: &Values) -> Option<Conflict> {
+    let decay = values.count("optimizer.decay_steps")?;
+    let schedule = values.get("optimizer.schedule")?;
+    (!is(values, "optimizer.schedule", "wsd")).then(|| {
+        Conflict::new(
+            &["optimizer.decay_steps", "optimizer.schedule"],
+            format!("optimizer.decay_steps = {decay} is given, and optimizer.schedule = {schedule} does not read it"),
+            "remove optimizer.decay_steps, or choose optimizer.schedule = \"wsd\"",
+        )
+    })
+}
+
+pub(crate) fn constant_rates_do_not_fall(values: &Values) -> Option<Conflict> {
+    let ratio = values.get("optimizer.min_lr_ratio")?;
+    is(values, "optimizer.schedule", "constant").then(|| {
+        Conflict::new(
+            &["optimizer.min_lr_ratio", "optimizer.schedule"],
+            format!("optimizer.min_lr_ratio = {ratio} is given, and optimizer.schedule = \"constant\" does not fall"),
+            "remove optimizer.min_lr_ratio, or choose another optimizer.schedule",
+        )
+    })
+}
+
+/// A constant that the optimizer does not read is a mistake.
+pub(crate) fn constants_have_an_optimizer(values: &Values) -> Option<Conflict> {
+    let unread: &[&'static str] = match values.get("optimizer.name")? {
+        Value::Text(name) if name == "lion" => &["optimizer.eps", "optimizer.momentum"],
+        Value::Text(name) if name == "sgd" => &["optimizer.beta1", "optimizer.beta2", "optimizer.eps"],
+        Value::Text(name) if name == "adamw" => &["optimizer.momentum"],
+        _ => &[],
+    };
+    let key = unread.iter().find(|key| values.get(key).is_some())?;
+    let (value, name) = (values.get(key)?, values.get("optimizer.name")?);
+    Some(Conflict::new(
+        &[key, "optimizer.name"],
+        format!("{key} = {value} is given, and optimizer.name = {name} does not read it"),
+        format!("remove {key}, or choose another optimizer.name"),
+    ))
+}

@@ -1,0 +1,249 @@
+//! The rules by which parameters move. All work in f32, in place, and round a copy of the new weights where asked for.
+
+use super::call::{At, Call, Ptr};
+use super::float::{Bf16, F16};
+use super::optimizer::read;
+use super::simd::vectorised;
+use lockstep_ir::DType;
+
+/// The numbers of one AdamW step.
+#[derive(Clone, Copy)]
+struct AdamW {
+    factor: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    /// 1 − lr · decay.
+    keep: f32,
+    /// lr ÷ (1 − β₁ᵗ).
+    rate: f32,
+    /// 1 ÷ √(1 − β₂ᵗ).
+    root: f32,
+}
+
+/// One AdamW step.
+pub fn adamw(call: Call, [beta1, beta2, eps]: [f32; 3], decay: f32, lr_scale: f32) {
+    let (scalars, factor) = (call.scalars(4), factor(call, 5));
+    let (Some(w), Some(m), Some(v)) = (call.output::<f32>(0), call.output::<f32>(1), call.output::<f32>(2)) else {
+        return;
+    };
+    let (w, m, v) = (Ptr(w), Ptr(m), Ptr(v));
+    let lr = scalars.lr * lr_scale;
+    let (keep, rate, root) = (1.0 - lr * decay, lr / scalars.bias1, 1.0 / scalars.bias2.sqrt());
+    let step = AdamW { factor, beta1, beta2, eps, keep, rate, root };
+    // SAFETY: `blocks` gives ranges of the operands, each once.
+    blocks(call, 1, factor, |grad, from, n| unsafe {
+        let (w, m, v) = (w.at(from), m.at(from), v.at(from));
+        match grad {
+            Grad::F32(grad) => adamw_range(call.simd, grad, w, m, v, n, step),
+            Grad::Bf16(grad) => adamw_range(call.simd, grad, w, m, v, n, step),
+        }
+    });
+    copy(call, 3, factor);
+}
+
+vectorised! {
+    unsafe fn adamw_range<T>(grad: *const T, w: *mut f32, m: *mut f32, v: *mut f32, n: usize, step: AdamW) -> () {
+        let AdamW { factor, beta1, beta2, eps, keep, rate, root } = step;
+        for i in 0..n {
+            let g = (*grad.add(i)).to() * factor;
+            let (w, m, v) = (w.add(i), m.add(i), v.add(i));
+            *m = beta1 * *m + (1.0 - beta1) * g;
+            *v = beta2 * *v + (1.0 - beta2) * g * g;
+            *w = *w * keep - rate * *m / ((*v).sqrt() * root + eps);
+        }
+    }
+}
+
+/// The numbers of a step by one moment.
+#[derive(Clone, Copy)]
+struct ByMoment {
+    factor: f32,
+    /// Share of the moment in the update, for Lion.
+    mix: f32,
+    /// Decay of the moment.
+    beta: f32,
+    /// 1 − lr · decay.
+    keep: f32,
+    lr: f32,
+}
+
+/// One Lion step.
+pub fn lion(call: Call, [beta1, beta2]: [f32; 2], decay: f32, lr_scale: f32) {
+    by_moment(call, beta1, beta2, decay, lr_scale, true);
+}
+
+/// One step of gradient descent with momentum.
+pub fn sgd(call: Call, momentum: f32, decay: f32, lr_scale: f32) {
+    by_moment(call, 0.0, momentum, decay, lr_scale, false);
+}
+
+fn by_moment(call: Call, mix: f32, beta: f32, decay: f32, lr_scale: f32, signs: bool) {
+    let (lr, factor) = (call.scalars(3).lr * lr_scale, factor(call, 4));
+    let (Some(w), Some(m)) = (call.output::<f32>(0), call.output::<f32>(1)) else { return };
+    let (w, m) = (Ptr(w), Ptr(m));
+    let step = ByMoment { factor, mix, beta, keep: 1.0 - lr * decay, lr };
+    // SAFETY: `blocks` gives ranges of the operands, each once.
+    blocks(call, 1, factor, |grad, from, n| unsafe {
+        let (w, m) = (w.at(from), m.at(from));
+        match (grad, signs) {
+            (Grad::F32(grad), true) => lion_range(call.simd, grad, w, m, n, step),
+            (Grad::Bf16(grad), true) => lion_range(call.simd, grad, w, m, n, step),
+            (Grad::F32(grad), false) => sgd_range(call.simd, grad, w, m, n, step),
+            (Grad::Bf16(grad), false) => sgd_range(call.simd, grad, w, m, n, step),
+        }
+    });
+    copy(call, 2, factor);
+}
+
+vectorised! {
+    unsafe fn lion_range<T>(grad: *const T, w: *mut f32, m: *mut f32, n: usize, step: ByMoment) -> () {
+        let ByMoment { factor, mix, beta, keep, lr } = step;
+        for i in 0..n {
+            let g = (*grad.add(i)).to() * factor;
+            let (w, m) = (w.add(i), m.add(i));
+            let mixed = mix * *m + (1.0 - mix) * g;
+            // Zero has no sign here.
+            let sign = if mixed == 0.0 { 0.0 } else { 1.0f32.copysign(mixed) };
+            *m = beta * *m + (1.0 - beta) * g;
+            *w = *w * keep - lr * sign;
+        }
+    }
+}
+
+vectorised! {
+    unsafe fn sgd_range<T>(grad: *const T, w: *mut f32, m: *mut f32, n: usize, step: ByMoment) -> () {
+        let ByMoment { factor, beta, keep, lr, .. } = step;
+        for i in 0..n {
+            let (w, m) = (w.add(i), m.add(i));
+            *m = beta * *m + (*grad.add(i)).to() * factor;
+            *w = *w * keep - lr * *m;
+        }
+    }
+}
+
+/// The momentum of gradients, and the mixture of both that looks one step ahead.
+pub fn momentum(call: Call, beta: f32) {
+    let factor = factor(call, 2);
+    let At { elements, .. } = call.bound.inputs[0];
+    let (Some(m), Some(update)) = (call.output::<f32>(0), call.output::<f32>(1)) else { return };
+    let (m, update) = (Ptr(m), Ptr(update));
+    if factor.is_nan() {
+        // SAFETY: ranges of the output, each once.
+        call.rows(elements, |from, to| unsafe { update.slice(from, to - from).fill(0.0) });
+        return;
+    }
+    // SAFETY: `blocks` gives ranges of the operands, each once.
+    blocks(call, 0, factor, |grad, from, n| unsafe {
+        let (m, update) = (m.at(from), update.at(from));
+        match grad {
+            Grad::F32(grad) => momentum_range(call.simd, grad, m, update, n, factor, beta),
+            Grad::Bf16(grad) => momentum_range(call.simd, grad, m, update, n, factor, beta),
+        }
+    });
+}
+
+vectorised! {
+    unsafe fn momentum_range<T>(
+        grad: *const T, m: *mut f32, update: *mut f32, n: usize, factor: f32, beta: f32,
+    ) -> () {
+        for i in 0..n {
+            let g = (*grad.add(i)).to() * factor;
+            let m = m.add(i);
+            *m = beta * *m + (1.0 - beta) * g;
+            *update.add(i) = beta * *m + (1.0 - beta) * g;
+        }
+    }
+}
+
+/// w = w − lr · (decay · w + update).
+pub fn descend(call: Call, decay: f32, lr_scale: f32) {
+    let (lr, factor) = (call.scalars(2).lr * lr_scale, factor(call, 3));
+    let At { elements, .. } = call.bound.inputs[0];
+    let (update, Some(w)) = (Ptr(call.input::<f32>(1)), call.output::<f32>(0)) else { return };
+    if factor.is_nan() {
+        return;
+    }
+    let w = Ptr(w);
+    // SAFETY: ranges of the operands, each once.
+    call.ranges(elements, GRAIN, |from, to| unsafe {
+        descend_range(call.simd, update.at(from), w.at(from), to - from, 1.0 - lr * decay, lr);
+    });
+    copy(call, 1, factor);
+}
+
+vectorised! {
+    unsafe fn descend_range<T>(update: *const T, w: *mut f32, n: usize, keep: f32, lr: f32) -> () {
+        for i in 0..n {
+            *w.add(i) = *w.add(i) * keep - lr * (*update.add(i)).to();
+        }
+    }
+}
+
+/// The factor on gradients, out of the statistics of a step.
+fn factor(call: Call, stats: usize) -> f32 {
+    // SAFETY: the statistics have two elements.
+    unsafe { *call.input::<f32>(stats).add(1) }
+}
+
+/// Elements of a task.
+const GRAIN: usize = 1 << 14;
+
+/// Gradients as their sums hold them; those of fixed-point sums are read into a block first.
+enum Grad {
+    F32(*const f32),
+    Bf16(*const Bf16),
+}
+
+/// Calls `f(gradients, first, count)` for ranges that cover all elements, on all threads; not at all where the factor is NaN.
+fn blocks(call: Call, input: usize, factor: f32, f: impl Fn(Grad, usize, usize) + Sync) {
+    if factor.is_nan() {
+        return;
+    }
+    let At { elements, dtype, .. } = call.bound.inputs[input];
+    let grad = Ptr(call.input::<u8>(input));
+    call.ranges(elements, GRAIN, |from, to| {
+        // SAFETY: from .. to lies in the gradient.
+        match dtype {
+            DType::F32 => f(Grad::F32(unsafe { grad.get().cast::<f32>().add(from) }), from, to - from),
+            DType::BF16 => f(Grad::Bf16(unsafe { grad.get().cast::<Bf16>().add(from) }), from, to - from),
+            _ => {
+                const WIDTH: usize = 256;
+                let mut block = [0.0f32; WIDTH];
+                for start in (from..to).step_by(WIDTH) {
+                    let n = WIDTH.min(to - start);
+                    (0..n).for_each(|i| block[i] = read(dtype, grad, start + i));
+                    f(Grad::F32(block.as_ptr()), start, n);
+                }
+            }
+        }
+    });
+}
+
+/// Rounds the new weights, output 0, to output `to` where somebody wants it.
+fn copy(call: Call, to: usize, factor: f32) {
+    let At { elements, .. } = call.bound.inputs[0];
+    let (Some(w), Some(copy), Some(at)) = (call.output::<f32>(0), call.output::<u16>(to), call.bound.outputs[to])
+    else {
+        return;
+    };
+    if factor.is_nan() {
+        return;
+    }
+    let (w, copy) = (Ptr(w.cast_const()), Ptr(copy));
+    // SAFETY: ranges of the operands, each once; both types are as large as their bits.
+    call.ranges(elements, GRAIN, |from, to| unsafe {
+        match at.dtype {
+            DType::F16 => round(call.simd, w.at(from), copy.at(from).cast::<F16>(), to - from),
+            _ => round(call.simd, w.at(from), copy.at(from).cast::<Bf16>(), to - from),
+        }
+    });
+}
+
+vectorised! {
+    unsafe fn round<T>(from: *const f32, to: *mut T, n: usize) -> () {
+        for i in 0..n {
+            *to.add(i) = T::of(*from.add(i));
+        }
+    }
+}

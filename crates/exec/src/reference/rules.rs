@@ -1,0 +1,68 @@
+//! The rules by which parameters move, but for AdamW.
+
+use super::{product, scalars};
+use lockstep_ir::TensorType;
+use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
+
+/// One number for every element of the first operand.
+fn each(x: &[&[f64]], f: impl Fn(usize) -> f64) -> Vec<f64> {
+    (0..x[0].len()).map(f).collect()
+}
+
+/// New weights and moment, from weights, gradient, moment, scalars and statistics.
+pub(super) fn lion(x: &[&[f64]], constants: [f32; 3], lr_scale: f32) -> [Vec<f64>; 2] {
+    let [beta1, beta2, decay] = constants.map(f64::from);
+    let (lr, factor) = (f64::from(scalars(x[3]).lr * lr_scale), x[4][1]);
+    let mixed = |i: usize| beta1 * x[2][i] + (1.0 - beta1) * x[1][i] * factor;
+    let sign = |x: f64| if x == 0.0 { 0.0 } else { x.signum() };
+    let w = each(x, |i| x[0][i] * (1.0 - lr * decay) - lr * sign(mixed(i)));
+    [w, each(x, |i| beta2 * x[2][i] + (1.0 - beta2) * x[1][i] * factor)]
+}
+
+/// As `lion`.
+pub(super) fn sgd(x: &[&[f64]], constants: [f32; 2], lr_scale: f32) -> [Vec<f64>; 2] {
+    let [momentum, decay] = constants.map(f64::from);
+    let (lr, factor) = (f64::from(scalars(x[3]).lr * lr_scale), x[4][1]);
+    let m = each(x, |i| momentum * x[2][i] + x[1][i] * factor);
+    [each(x, |i| x[0][i] * (1.0 - lr * decay) - lr * m[i]), m]
+}
+
+/// Momentum and update, from gradient, momentum and statistics.
+pub(super) fn momentum(x: &[&[f64]], beta: f64) -> [Vec<f64>; 2] {
+    let factor = x[2][1];
+    let m = each(x, |i| beta * x[1][i] + (1.0 - beta) * x[0][i] * factor);
+    let update = each(x, |i| beta * m[i] + (1.0 - beta) * x[0][i] * factor);
+    [m, update]
+}
+
+/// New weights, from weights, update and scalars.
+pub(super) fn descend(x: &[&[f64]], decay: f64, lr_scale: f32) -> Vec<f64> {
+    let lr = f64::from(scalars(x[2]).lr * lr_scale);
+    each(x, |i| x[0][i] - lr * (decay * x[0][i] + x[1][i]))
+}
+
+/// Every section of the rows on its own.
+pub(super) fn orthogonalise(ty: &TensorType, x: &[f64]) -> Vec<f64> {
+    let columns = ty.dims[1].size();
+    let mut rest = x;
+    let section = |rows: usize| {
+        let (matrix, after) = rest.split_at(rows * columns);
+        rest = after;
+        newton_schulz(matrix, rows, columns)
+    };
+    ty.dims[0].sections.iter().map(|s| s.size()).flat_map(section).collect()
+}
+
+fn newton_schulz(matrix: &[f64], rows: usize, columns: usize) -> Vec<f64> {
+    let [a, b, c] = COEFFICIENTS.map(f64::from);
+    let norm = matrix.iter().map(|x| x * x).sum::<f64>().sqrt() + f64::from(EPS);
+    let mut x: Vec<f64> = matrix.iter().map(|x| x / norm).collect();
+    for _ in 0..ITERATIONS {
+        let gram = product((rows, rows, columns), &x, false, &x, true);
+        let square = product((rows, rows, rows), &gram, false, &gram, false);
+        let polynomial: Vec<f64> = gram.iter().zip(&square).map(|(g, s)| b * g + c * s).collect();
+        let next = product((rows, columns, rows), &polynomial, false, &x, false);
+        x = x.iter().zip(next).map(|(x, next)| a * x + next).collect();
+    }
+    x.iter().map(|x| x * f64::from(scale(rows, columns))).collect()
+}

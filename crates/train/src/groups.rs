@@ -1,0 +1,130 @@
+//! Which parameters a group of the optimizer means.
+
+use crate::TrainError;
+use lockstep_compile::Group;
+use lockstep_config::Config;
+use lockstep_ir::Graph;
+use std::collections::BTreeMap;
+
+/// The group of every parameter that is in one, by the name of its value.
+pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String, Group>, TrainError> {
+    let groups = &config.optimizer.groups;
+    let group_of = |name: &String| groups.iter().position(|group| matches(&group.pattern, name));
+    let mut resolved = BTreeMap::new();
+    let mut used = vec![false; groups.len()];
+    for (_, value, parameter) in model.parameters() {
+        let first = group_of(&parameter.parts[0]);
+        if let Some(other) = parameter.parts.iter().find(|name| group_of(name) != first) {
+            let (first, second) = (parameter.parts[0].clone(), other.clone());
+            return Err(TrainError::SplitGroup { first, second, names: parameter.parts.clone() });
+        }
+        let Some(index) = first else { continue };
+        used[index] = true;
+        let lr_scale = groups[index].lr_scale.unwrap_or(1.0) as f32;
+        let decay = groups[index].weight_decay.map(|x| x as f32);
+        resolved.insert(value.name.clone(), Group { lr_scale, decay });
+    }
+    let Some(unused) = used.iter().position(|used| !used) else { return Ok(resolved) };
+    let pattern = groups[unused].pattern.clone();
+    let taken = names(model).any(|name| matches(&pattern, name));
+    let mut shown: Vec<String> = Vec::new();
+    for name in names(model).map(|name| without_numbers(name)) {
+        if !shown.contains(&name) {
+            shown.push(name);
+        }
+    }
+    Err(TrainError::EmptyGroup { pattern, taken, names: shown })
+}
+
+fn names(model: &Graph) -> impl Iterator<Item = &String> {
+    model.parameters().flat_map(|(_, _, parameter)| &parameter.parts)
+}
+
+/// The same name for every layer.
+fn without_numbers(name: &str) -> String {
+    let word = |word: &str| if word.parse::<u64>().is_ok() { "*".to_owned() } else { word.to_owned() };
+    name.split('.').map(word).collect::<Vec<_>>().join(".")
+}
+
+/// Whether a name fits a pattern: `*` stands for any text, `?` for any letter.
+fn matches(pattern: &str, name: &str) -> bool {
+    let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
+    let (mut p, mut n) = (0, 0);
+    // Where the last `*` stands, and how far its text reaches.
+    let mut star: Option<(usize, usize)> = None;
+    while n < name.len() {
+        match pattern.get(p) {
+            Some('*') => {
+                star = Some((p, n));
+                p += 1;
+            }
+            Some(c) if *c == '?' || *c == name[n] => (p, n) = (p + 1, n + 1),
+            _ => {
+                let Some((at, reach)) = star else { return false };
+                star = Some((at, reach + 1));
+                (p, n) = (at + 1, reach + 1);
+            }
+        }
+    }
+    pattern[p..].iter().all(|c| *c == '*')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_model::Form;
+
+    #[test]
+    fn patterns_match_whole_names() {
+        for (pattern, name, fits) in [
+            ("*", "", true),
+            ("a*c", "abcbc", true),
+            ("a*c", "abcb", false),
+            ("*.norm*", "model.norm.weight", true),
+            ("*norm*", "model.layers.0.input_layernorm.weight", true),
+            ("model.layers.?.mlp.*", "model.layers.7.mlp.up_proj.weight", true),
+            ("model.layers.?.mlp.*", "model.layers.17.mlp.up_proj.weight", false),
+            ("norm", "model.norm.weight", false),
+            ("a**b", "ab", true),
+            ("", "a", false),
+        ] {
+            assert_eq!(matches(pattern, name), fits, "{pattern} on {name}");
+        }
+    }
+
+    fn groups(text: &str) -> Result<BTreeMap<String, Group>, TrainError> {
+        let text = format!("[model]\nvocab_size = 8\nlayers = 2\ndim = 4\nheads = 2\nffn = 8\n{text}");
+        let config = Config::parse(&text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
+        let form = Form::Loss { batch: 1, seq: 4, context: 4, documents: false };
+        resolve(&config, &lockstep_model::build_form(&config.model, form).unwrap())
+    }
+
+    #[test]
+    fn the_first_group_that_matches_counts() {
+        let found = groups(
+            "[[optimizer.groups]]\nmatch = \"*.0.mlp.*\"\nlr_scale = 0.5\n\
+             [[optimizer.groups]]\nmatch = \"*.mlp.*\"\nlr_scale = 0.25\nweight_decay = 0.0\n",
+        )
+        .unwrap();
+        let scales: Vec<(f32, Option<f32>)> = found.values().map(|g| (g.lr_scale, g.decay)).collect();
+        assert_eq!(scales, [(0.5, None), (0.5, None), (0.25, Some(0.0)), (0.25, Some(0.0))]);
+    }
+
+    #[test]
+    fn a_group_without_parameters_is_refused_with_the_names_that_there_are() {
+        let refusal = |text: &str| groups(text).unwrap_err().to_string();
+        let error = refusal("[[optimizer.groups]]\nmatch = \"*.nrom.*\"\nlr_scale = 0.5\n");
+        assert!(error.starts_with("optimizer.groups: \"*.nrom.*\" matches no parameter\nhint: "), "{error}");
+        assert!(error.contains("model.layers.*.self_attn.q_proj.weight, "), "{error}");
+        assert!(!error.contains(".0."), "{error}");
+        let both = "[[optimizer.groups]]\nmatch = \"*\"\nlr_scale = 0.5\n[[optimizer.groups]]\nmatch = \"*norm*\"\n\
+                    lr_scale = 2.0\n";
+        assert!(refusal(both).contains("that groups before it have not taken"), "{}", refusal(both));
+    }
+
+    #[test]
+    fn parameters_that_are_stored_together_are_in_one_group() {
+        let error = groups("[[optimizer.groups]]\nmatch = \"*.q_proj.*\"\nlr_scale = 0.5\n").unwrap_err().to_string();
+        assert!(error.contains("must be in the same group\nhint: give a pattern that matches all of"), "{error}");
+    }
+}
