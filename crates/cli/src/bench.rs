@@ -42,7 +42,7 @@ struct Ceilings {
 
 #[derive(clap::Args)]
 struct Train {
-    /// 15m, 29m or 124m.
+    /// 15m, 29m, 124m, 1b, gpt2-xl or 8b.
     #[arg(long, value_name = "NAME")]
     shape: Shape,
     /// Sequences of a step [default: the shape's].
@@ -54,6 +54,18 @@ struct Train {
     /// Types: fp32, or bf16 with fp32 originals and sums.
     #[arg(long, value_enum, default_value = "fp32")]
     precision: Precision,
+    /// What computes: the processor, a GPU, or a GPU where one is found.
+    #[arg(long, value_parser = ["auto", "cpu", "cuda"], default_value = "auto")]
+    device: String,
+    /// Type of gradient sums.
+    #[arg(long, value_enum, default_value = "fp32")]
+    gradients: Precision,
+    /// What is computed again in backward: a value of recompute.policy.
+    #[arg(long, default_value = "none")]
+    recompute: String,
+    /// Sequences computed at once [default: all of a step].
+    #[arg(long, default_value_t = 0)]
+    micro_batch: usize,
     /// Timed steps; the median counts.
     #[arg(long, default_value_t = 8)]
     steps: usize,
@@ -94,6 +106,12 @@ enum Shape {
     M29,
     #[value(name = "124m")]
     M124,
+    #[value(name = "1b")]
+    B1,
+    #[value(name = "gpt2-xl")]
+    Gpt2Xl,
+    #[value(name = "8b")]
+    B8,
 }
 
 impl Shape {
@@ -103,6 +121,9 @@ impl Shape {
             Shape::M15 => ("15m", "llama-15m", 256, 16),
             Shape::M29 => ("29m", "llama-29m", 512, 8),
             Shape::M124 => ("124m", "llama-124m", 1024, 64),
+            Shape::B1 => ("1b", "llama-3.2-1b", 4096, 8),
+            Shape::Gpt2Xl => ("gpt2-xl", "gpt2-xl", 1024, 16),
+            Shape::B8 => ("8b", "llama-3-8b", 4096, 1),
         }
     }
 }
@@ -169,6 +190,10 @@ fn run_train(args: Train) -> Result<(), Failure> {
         steps: args.steps,
         threads: args.threads,
         precision: args.precision.name().to_owned(),
+        device: args.device,
+        gradients: args.gradients.name().to_owned(),
+        recompute: args.recompute,
+        micro_batch: args.micro_batch,
         profile: args.profile.is_some(),
         timeline: args.timeline.is_some(),
     };
@@ -197,12 +222,7 @@ fn run_train(args: Train) -> Result<(), Failure> {
 
 fn as_json(shape: &str, precision: Precision, result: &BenchResult) -> Value {
     let mut value = json!(result);
-    for (key, field) in [
-        ("peer", json!("lockstep")),
-        ("shape", json!(shape)),
-        ("device", json!("cpu")),
-        ("precision", json!(precision.name())),
-    ] {
+    for (key, field) in [("peer", json!("lockstep")), ("shape", json!(shape)), ("precision", json!(precision.name()))] {
         value[key] = field;
     }
     value
@@ -210,8 +230,9 @@ fn as_json(shape: &str, precision: Precision, result: &BenchResult) -> Value {
 
 fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
     let mut text = format!(
-        "{shape}, batch {}, seq {}, {}: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the matmul ceiling \
-         ({:.3} TFLOP/s)\narena {:.2} GiB, peak resident {:.2} GiB, first three steps {:.1} s, loss {:.4} nats\n",
+        "{shape} on {}, batch {}, seq {}, {}: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the matmul ceiling \
+         ({:.3} TFLOP/s)\narena {:.2} GiB, peak {:.2} GiB, first three steps {:.1} s, loss {:.4} nats\n",
+        r.device,
         r.batch,
         r.seq,
         precision.name(),

@@ -5,6 +5,7 @@ mod bench;
 mod checkpoint;
 mod config_command;
 mod data;
+mod doctor;
 mod eval;
 mod explain;
 mod failure;
@@ -42,6 +43,8 @@ enum Command {
     Verify(verify::Args),
     /// Measure this machine's ceilings, or the speed of a training step.
     Bench(bench::Args),
+    /// Show what this machine has to train on and what is missing; check kernels.
+    Doctor(doctor::Args),
     /// Prepare data, and look at prepared data.
     #[command(subcommand)]
     Data(data::Command),
@@ -91,6 +94,7 @@ fn main() -> ExitCode {
         Command::Explain(args) => explain::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Doctor(args) => doctor::run(args),
         Command::Data(command) => data::run(command),
         Command::Checkpoint(command) => checkpoint::run(command),
         Command::Config(args) => config_command::run(args),

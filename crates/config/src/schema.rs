@@ -130,6 +130,8 @@ tables! {
         validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct;
         /// The most held-out sequences that one validation reads.
         validation_sequences: usize = Count(1, BATCH), Fixed("64"), Conduct;
+        /// What computes: the processor, an NVIDIA GPU, or a GPU where one is found.
+        device: String = Choice(&["auto", "cpu", "cuda"]), Fixed("\"auto\""), Conduct;
         /// CPU threads to compute with; 0 uses all cores.
         threads: usize = Count(0, 1024), Fixed("0"), Conduct;
     }

@@ -67,6 +67,7 @@ reproducible = false  # default
 noise_scale = false  # default
 validate_every = 50  # default
 validation_sequences = 64  # default
+device = "auto"  # default
 threads = 0  # default
 
 [precision]

@@ -4,6 +4,7 @@
 //! is held against. It knows nothing of models, passes or training. `unsafe` is confined to this crate's kernels,
 //! arena and thread pool.
 
+pub mod bound;
 pub mod comm;
 pub mod conformance;
 pub mod cpu;
@@ -29,6 +30,9 @@ pub enum ExecError {
     /// A rank of several has ended the run.
     #[error("{0}")]
     Rank(#[from] comm::CommError),
+    /// The device does not do what it should; the text says what to do.
+    #[error("{0}")]
+    Device(String),
     /// The program asks for something that this executor was not told of.
     #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
     Internal(String),

@@ -48,6 +48,11 @@ impl Gpu {
     pub fn named(name: &str) -> Option<&'static Gpu> {
         GPUS.iter().find(|gpu| gpu.name.eq_ignore_ascii_case(name))
     }
+
+    /// The accelerator that a driver calls so: "NVIDIA H100 80GB HBM3", say.
+    pub fn of_device(name: &str) -> Option<&'static Gpu> {
+        name.split(|c: char| !c.is_ascii_alphanumeric()).find_map(Self::named)
+    }
 }
 
 #[cfg(test)]
@@ -61,5 +66,7 @@ mod tests {
         }
         assert_eq!(Gpu::named("A100").map(|g| g.peak_flops_per_s), Some(312e12));
         assert_eq!(Gpu::named("a1000"), None);
+        assert_eq!(Gpu::of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name), Some("a100"));
+        assert_eq!(Gpu::of_device("NVIDIA GeForce RTX 3090"), None);
     }
 }

@@ -40,18 +40,23 @@ pub struct RopeScaling {
 impl Init {
     /// Fills `out`, the tensor called `name` with `columns` elements per row, with its values under `seed`.
     pub fn fill(&self, seed: u64, name: &str, columns: usize, out: &mut [f32]) {
+        self.fill_from(seed, name, columns, 0, out);
+    }
+
+    /// The same for a part of the tensor that starts with row `row`.
+    pub fn fill_from(&self, seed: u64, name: &str, columns: usize, row: usize, out: &mut [f32]) {
         match self {
             Init::Ones => out.fill(1.0),
             Init::Zeros => out.fill(0.0),
             Init::Normal { std } => {
                 let key = counter::key(seed, name);
                 for (i, x) in out.iter_mut().enumerate() {
-                    *x = counter::normal(key, i as u64) * std;
+                    *x = counter::normal(key, (row * columns + i) as u64) * std;
                 }
             }
             Init::RopeTable { theta, scaling } => {
                 let half = columns / 2;
-                for (position, row) in out.chunks_exact_mut(columns).enumerate() {
+                for (position, row) in (row..).zip(out.chunks_exact_mut(columns)) {
                     for i in 0..half {
                         let plain = theta.powf(-(i as f64) / half as f64);
                         let frequency = scaling.map_or(plain, |s| s.apply(plain));

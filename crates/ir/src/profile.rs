@@ -14,6 +14,8 @@ pub struct DeviceProfile {
     pub alignment: u64,
     /// Logits that the chunked cross-entropy may hold at a time.
     pub cross_entropy_logits: usize,
+    /// Most rows of it at a time.
+    pub cross_entropy_rows: usize,
     /// Kernel scratch, by op name; ops not listed need none.
     pub workspaces: BTreeMap<&'static str, Workspace>,
 }

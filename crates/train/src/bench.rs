@@ -4,7 +4,6 @@ use crate::schedule::step_scalars;
 use crate::{MemoryTimeline, Plan, Session, TrainError, observed_timeline, plan};
 use lockstep_config::Config;
 use lockstep_exec::Timing;
-use lockstep_exec::cpu::ceilings;
 use lockstep_ir::program::Instr;
 use lockstep_ir::{StepProgram, StepScalars, counter};
 use lockstep_model::names;
@@ -27,6 +26,14 @@ pub struct BenchSpec {
     pub threads: usize,
     /// `fp32` or `bf16`.
     pub precision: String,
+    /// `auto`, `cpu` or `cuda`.
+    pub device: String,
+    /// Type of gradient sums: `fp32` or `bf16`.
+    pub gradients: String,
+    /// What is computed again in backward.
+    pub recompute: String,
+    /// Sequences computed at once; 0 for all of a step.
+    pub micro_batch: usize,
     /// Take one more step and say where its time went.
     pub profile: bool,
     /// Watch the memory of the first two steps.
@@ -36,6 +43,8 @@ pub struct BenchSpec {
 /// The speed of a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct BenchResult {
+    /// What computed.
+    pub device: &'static str,
     /// Sequences of a step.
     pub batch: usize,
     /// Tokens of a sequence.
@@ -93,10 +102,14 @@ pub struct OpTime {
 pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
     let text = format!(
         "[model]\npreset = \"{}\"\n[train]\nseq = {}\nglobal_batch = {}\nthreads = {}\n[optimizer]\nlr = 1e-4\n\
-         weight_decay = 0.01\nbeta2 = 0.999\n[precision]\npolicy = \"{}\"\n",
-        spec.preset, spec.seq, spec.batch, spec.threads, spec.precision
+         weight_decay = 0.01\nbeta2 = 0.999\n[precision]\npolicy = \"{}\"\ngradients = \"{}\"\n[recompute]\npolicy = \"{}\"\n",
+        spec.preset, spec.seq, spec.batch, spec.threads, spec.precision, spec.gradients, spec.recompute
     );
-    let config = Config::parse(&text, "bench.toml", &[])?;
+    let mut overrides = vec![format!("train.device=\"{}\"", spec.device)];
+    if spec.micro_batch > 0 {
+        overrides.push(format!("train.micro_batch={}", spec.micro_batch));
+    }
+    let config = Config::parse(&text, "bench.toml", &overrides)?;
     let start = Instant::now();
     let plan = plan(&config)?;
     let mut session = Session::new(&config, &plan)?;
@@ -136,13 +149,15 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     };
     let touched = session.executor().touched_bytes();
     let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
-    let peak_gib = peak_resident_bytes() as f64 / (1u64 << 30) as f64;
+    let peak_gib = plan.target.peak_bytes()? as f64 / (1u64 << 30) as f64;
     drop(session);
     show("measuring the matmul ceiling");
-    let ceiling = ceilings::matmul(plan.threads, plan.precision.compute)?;
+    let ceilings = plan.target.ceilings(plan.threads, plan.precision.compute)?;
+    let ceiling = plan.target.vendor_peak(plan.precision.compute)?.unwrap_or(ceilings.0);
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
     Ok(BenchResult {
+        device: plan.target.name(),
         batch: spec.batch,
         seq: spec.seq,
         step_s,
@@ -155,7 +170,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         peak_gib,
         loss,
         timeline,
-        profile: timings.map(|t| profile(&plan, &t, ceiling)).transpose()?,
+        profile: timings.map(|t| profile(&plan, &t, ceilings)).transpose()?,
     })
 }
 
@@ -170,9 +185,8 @@ fn fill(session: &mut Session, config: &Config) -> Result<(), TrainError> {
     Ok(())
 }
 
-fn profile(plan: &Plan, timings: &[Timing], ceiling: f64) -> Result<Profile, TrainError> {
+fn profile(plan: &Plan, timings: &[Timing], (ceiling, bandwidth): (f64, f64)) -> Result<Profile, TrainError> {
     let program = plan.program();
-    let bandwidth = ceilings::bandwidth(plan.threads)?;
     let mut ops: Vec<OpTime> = Vec::new();
     let mut trace = Vec::new();
     for t in timings {
@@ -199,12 +213,4 @@ fn profile(plan: &Plan, timings: &[Timing], ceiling: f64) -> Result<Profile, Tra
 fn floor(instr: &Instr, ceiling: f64, bandwidth: f64) -> Result<f64, TrainError> {
     let cost = instr.cost().map_err(|e| TrainError::Compile(lockstep_compile::CompileError::Type(e)))?;
     Ok((cost.flops.causal as f64 / ceiling).max(cost.bytes as f64 / bandwidth))
-}
-
-/// The largest resident memory so far, as the system counts it.
-fn peak_resident_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
 }

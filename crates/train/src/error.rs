@@ -203,6 +203,14 @@ pub enum TrainError {
         /// Allowed.
         most: usize,
     },
+    /// The device does not do what the config asks for.
+    #[error("{what} does not run with train.device = \"{device}\"\nhint: set train.device = \"cpu\", or change it")]
+    NotOnDevice {
+        /// What.
+        what: &'static str,
+        /// The device.
+        device: &'static str,
+    },
     /// A path is neither a run directory nor a checkpoint.
     #[error(
         "{}: {}\nhint: {}",
@@ -323,6 +331,7 @@ impl TrainError {
                 | TrainError::OverBudget { .. }
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
+                | TrainError::NotOnDevice { .. }
                 | TrainError::NotTrained { .. }
                 | TrainError::Imported { .. }
                 | TrainError::Checkpoint(CheckpointError::Unfit { .. })

@@ -3,11 +3,11 @@
 use crate::feed::{Feed, Scored, Sequences, Stretch};
 use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
-use crate::{RunData, Tokenizer, TrainError, Trained, data};
+use crate::{Device, RunData, Tokenizer, TrainError, Trained, data};
 use lockstep_compile::{CompileError, compile_forward};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, prepare};
-use lockstep_exec::cpu::CpuExecutor;
+use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
 use lockstep_model::{Form, build_form};
 use serde::Serialize;
@@ -148,7 +148,7 @@ pub fn evaluate(
     model.score(&material, cut, &mut scored)?;
     let named = material.names().iter().zip(corpora).filter(|(name, sum)| !name.is_empty() && sum.tokens > 0);
     let corpora = named.map(|(name, sum)| CorpusEvaluation { name: name.clone(), score: sum.score() }).collect();
-    let arena_bytes = lockstep_exec::Executor::arena_bytes(&model.executor);
+    let arena_bytes = model.executor.arena_bytes();
     Ok(Evaluation { score: all.score(), seq, corpora, arena_bytes })
 }
 
@@ -208,7 +208,7 @@ struct Cut {
 }
 
 struct Model {
-    executor: CpuExecutor,
+    executor: Box<dyn Executor>,
     whole: Option<Feed>,
     rest: Option<Feed>,
 }
@@ -219,8 +219,8 @@ impl Model {
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
-        let mut executor = CpuExecutor::load(program.clone(), threads)?;
-        state::load(&program.tensors, &mut executor, Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
+        let mut executor = Device::of(config).load(program.clone(), threads)?;
+        state::load(&program.tensors, executor.as_mut(), Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
         let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq, config.train.seed);
         Ok(Self {
             executor,
@@ -233,7 +233,7 @@ impl Model {
     fn score(&mut self, material: &Material, cut: Cut, scored: &mut dyn FnMut(Scored<'_>)) -> Result<(), TrainError> {
         // An interrupt ends the process at once: nothing is lost.
         let never = AtomicBool::new(false);
-        let executor = &mut self.executor;
+        let executor = self.executor.as_mut();
         if let Some(feed) = &mut self.whole {
             let whole: &dyn Sequences = match material {
                 Material::HeldOut { samples, .. } => samples,

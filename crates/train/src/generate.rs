@@ -2,11 +2,10 @@
 
 use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
-use crate::{Sampling, Tokenizer, TrainError};
+use crate::{Device, Sampling, Tokenizer, TrainError};
 use lockstep_compile::{CompileError, compile_forward};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
-use lockstep_exec::cpu::CpuExecutor;
 use lockstep_ir::StepProgram;
 use lockstep_model::{Form, build_form, names};
 use std::ops::ControlFlow;
@@ -29,11 +28,11 @@ impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
     pub fn new(config: &Config, context: usize, weights: Weights) -> Result<Self, TrainError> {
         let (program, threads) = generation_program(config, context)?;
-        let mut executor = CpuExecutor::load(program.clone(), threads)?;
-        state::load(&program.tensors, &mut executor, weights, config.train.seed)?;
+        let mut executor = Device::of(config).load(program.clone(), threads)?;
+        state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
         let chunk = CHUNK.min(context);
         let logits = vec![0.0; config.model.vocab_size];
-        Ok(Self { executor: Box::new(executor), context, chunk, position: 0, bytes: Vec::new(), logits })
+        Ok(Self { executor, context, chunk, position: 0, bytes: Vec::new(), logits })
     }
 
     /// Most tokens of a text.

@@ -1,4 +1,4 @@
-use crate::{TrainError, groups};
+use crate::{Device, TrainError, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
 };
@@ -19,6 +19,8 @@ pub struct Plan {
     pub compiled: Compiled,
     /// The device it was compiled for.
     pub device: String,
+    /// Which kind of device that is.
+    pub target: Device,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,
     /// Threads of the CPU executor.
@@ -47,6 +49,12 @@ impl Plan {
         &self.compiled.programs[0]
     }
 
+    /// FLOP per second that MFU is measured against.
+    pub(crate) fn ceiling(&self) -> Result<f64, TrainError> {
+        let threads = (self.threads * self.layout.mesh.ranks()).min(cpu::cores().max(self.threads));
+        self.target.peak(threads, self.precision.compute)
+    }
+
     /// Model FLOPs per token.
     pub fn model_flops_per_token(&self) -> f64 {
         self.step_flops.model as f64 / self.tokens_per_step as f64
@@ -58,7 +66,7 @@ pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
     let (context, _) = training_context(config);
     let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
     let precision = Precision { gradients: DType::F32, ..context.precision };
-    let device = cpu::profile(threads, precision.compute, precision.gradients);
+    let device = Device::of(config).profile(threads, precision);
     (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }
 
@@ -76,7 +84,7 @@ pub(crate) fn training_context(config: &Config) -> (Context, usize) {
     let threads = (all / config.layout().mesh.ranks()).max(1);
     let precision = precision(config);
     let context = Context {
-        device: cpu::profile(threads, precision.compute, precision.gradients),
+        device: Device::of(config).profile(threads, precision),
         layout: config.layout(),
         optimizer: optimizer(config),
         precision,
@@ -171,6 +179,7 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
 /// The same for an architecture that the config does not name.
 pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainError> {
     check_numbers(config)?;
+    Device::of(config).check(config)?;
     let (forward, mut context, threads) = prepare(config, build)?;
     settle_policy(config, &forward, &mut context)?;
     let compiled = compile(&forward, &context)?;
@@ -185,6 +194,7 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
         recompute: context.recompute,
         smaller_steps: context.steps.smaller,
         device: context.device.name,
+        target: Device::of(config),
         precision: context.precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),

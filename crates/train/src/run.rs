@@ -11,7 +11,6 @@ use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_r
 use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::{Batches, Config};
 use lockstep_data::{DataError, Sampler};
-use lockstep_exec::cpu;
 use lockstep_ir::StepScalars;
 use serde_json::json;
 use std::path::PathBuf;
@@ -146,8 +145,7 @@ fn start<'a>(
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
     }
-    let threads = (plan.threads * plan.layout.mesh.ranks()).min(cpu::cores().max(plan.threads));
-    let ceiling = cpu::ceilings::matmul(threads, plan.precision.compute)?;
+    let ceiling = plan.ceiling()?;
     dir.begin(&config.resolved_toml(), plan, step)?;
     let train_tokens = data.train_tokens();
     show(Event::Started { plan, ceiling, train_tokens, from_step: step, dir: dir.path() });

@@ -10,8 +10,7 @@ use lockstep_checkpoint::{Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::cpu::{self, CpuExecutor};
-use lockstep_exec::{ExecError, Executor, Ranks, Timing};
+use lockstep_exec::{ExecError, Executor, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::path::{Path, PathBuf};
@@ -56,20 +55,15 @@ impl Session {
     pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
         let ranks = plan.layout.mesh.ranks();
         let total: u64 = plan.stages.iter().map(|m| m.total_bytes * (ranks / plan.stages.len()) as u64).sum();
-        if let Some(available) = cpu::available_bytes()
+        if let Some(available) = plan.target.available_bytes()?
             && total > available
         {
             return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), ranks, available });
         }
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
-        let executor: Box<dyn Executor> = match ranks {
-            1 => Box::new(CpuExecutor::load(plan.program().clone(), plan.threads)?),
-            _ => {
-                let patience = std::time::Duration::from_secs_f64(config.parallel.patience);
-                Box::new(Ranks::load(programs, plan.threads, patience)?)
-            }
-        };
+        let patience = std::time::Duration::from_secs_f64(config.parallel.patience);
+        let executor = plan.target.load_all(programs, plan.threads, patience)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
         let batch = config.train.micro_batch * plan.layout.mesh.dp;

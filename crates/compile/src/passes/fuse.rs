@@ -72,7 +72,9 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     let mesh = context.layout.mesh;
     let (positions, vocab) = (g.ty(targets).elements() / mesh.dp, g.ty(w).dims[0].size().div_ceil(mesh.tp));
     // Whole tiles of rows.
-    let rows = ((context.device.cross_entropy_logits / vocab).clamp(32, 1024) / 32 * 32).min(positions);
+    let most = (context.device.cross_entropy_logits / vocab).clamp(32, context.device.cross_entropy_rows);
+    let tile = if most < 1024 { 32 } else { 128 };
+    let rows = (most / tile * tile).min(positions);
     let loss = g.nodes[n].outputs[0];
     let layer = g.nodes[n].layer;
     g.nodes.remove(n);

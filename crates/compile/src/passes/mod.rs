@@ -94,6 +94,7 @@ pub(crate) mod tests {
             name: "test".into(),
             alignment: 64,
             cross_entropy_logits: 1 << 20,
+            cross_entropy_rows: 1024,
             workspaces: BTreeMap::new(),
         };
         let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);

@@ -3,120 +3,9 @@
 use super::float::{Bf16, Float};
 use super::pool::Pool;
 use super::simd::Simd;
-use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Slot, StepProgram, Sum};
-use lockstep_ir::{Axis, Coordinates, DType, Op, StepScalars, TypeError, fixed};
-
-/// An operand as the executor sees it.
-#[derive(Clone, Copy)]
-pub struct At {
-    lifetime: Lifetime,
-    offset: u64,
-    slot_bytes: u64,
-    pub elements: usize,
-    pub dtype: DType,
-    pub sum: Sum,
-    /// Whether it is a flat range of a larger tensor.
-    pub flat: bool,
-}
-
-impl At {
-    /// A whole buffer.
-    pub fn buffer(program: &StepProgram, buffer: BufferId) -> Self {
-        let b = &program.buffers[buffer.0];
-        let region = &program.regions[b.region];
-        Self {
-            lifetime: region.lifetime,
-            offset: region.offset + b.offset,
-            slot_bytes: region.slot_bytes,
-            elements: 0,
-            dtype: DType::F32,
-            sum: Sum::No,
-            flat: false,
-        }
-    }
-
-    /// An operand of the rank at `here`.
-    pub fn arg(program: &StepProgram, arg: &Arg, here: Coordinates) -> Self {
-        let at = Self::buffer(program, arg.buffer);
-        let before = if arg.part { here.dp as u64 * arg.ty.bytes() } else { 0 };
-        let flat = arg.ty.dims.iter().any(|d| d.sections.iter().any(|s| s.axis == Axis::Flat));
-        let (elements, dtype) = (arg.ty.elements(), arg.ty.dtype);
-        Self { offset: at.offset + before, elements, dtype, sum: arg.sum, flat, ..at }
-    }
-
-    /// Its address at a slot of a schedule.
-    pub fn address(&self, base: *mut u8, slot: Slot) -> *mut u8 {
-        let copy = match self.lifetime {
-            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
-            Lifetime::MicroBatch => slot.micro_batch,
-            Lifetime::Saved => slot.saved_slot,
-        };
-        // SAFETY: the verifier has checked that every copy of every buffer lies in the arena.
-        unsafe { base.add((self.offset + copy as u64 * self.slot_bytes) as usize) }
-    }
-}
-
-/// An instruction, ready to run.
-pub struct Bound {
-    pub op: Op,
-    pub inputs: Vec<At>,
-    pub outputs: Vec<Option<At>>,
-    pub workspace: Option<At>,
-    /// Type of the floating-point operands.
-    pub float: DType,
-    /// Where the rank holds a part of the vocabulary: entries of the whole.
-    vocab: Option<usize>,
-    /// Sizes by letter of the op table.
-    sizes: [usize; 26],
-    /// Rows of the sections of the first input.
-    pub sections: Vec<usize>,
-}
-
-/// A rank's part of the vocabulary.
-#[derive(Clone, Copy)]
-pub struct VocabPart {
-    /// Its first entry.
-    pub first: usize,
-    /// Its entries, without padding.
-    pub entries: usize,
-    /// Entries of the whole.
-    pub whole: usize,
-}
-
-impl VocabPart {
-    /// Where a token stands in this part; `None` if it is in another.
-    #[inline(always)]
-    pub fn find(&self, token: u32) -> Option<usize> {
-        let token = token as usize;
-        assert!(token < self.whole, "token {token} is outside the vocabulary of {}", self.whole);
-        token.checked_sub(self.first).filter(|i| *i < self.entries)
-    }
-}
-
-impl Bound {
-    /// Resolves an instruction of a program for the rank at `here`.
-    pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Result<Self, TypeError> {
-        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-        let rows = types.first().and_then(|ty| ty.dims.first());
-        let (sizes, float) = match instr.op.communicates() {
-            true => ([1; 26], DType::F32),
-            false => {
-                let dims = instr.op.bind(&types)?;
-                (std::array::from_fn(|i| dims.size((b'a' + i as u8) as char)), dims.float())
-            }
-        };
-        Ok(Self {
-            op: instr.op,
-            inputs: instr.inputs.iter().map(|a| At::arg(program, a, here)).collect(),
-            outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a, here))).collect(),
-            workspace: instr.workspace.map(|w| At::buffer(program, w)),
-            float,
-            vocab: instr.vocab,
-            sizes,
-            sections: rows.map_or(Vec::new(), |d| d.sections.iter().map(|s| s.size()).collect()),
-        })
-    }
-}
+pub use crate::bound::{At, Bound, VocabPart};
+use lockstep_ir::program::Slot;
+use lockstep_ir::{Coordinates, DType, StepScalars, fixed};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -135,17 +24,21 @@ unsafe impl Sync for Call<'_> {}
 impl Call<'_> {
     /// Size behind a letter of the op table.
     pub fn size(&self, letter: char) -> usize {
-        self.bound.sizes[letter as usize - 'a' as usize]
+        self.bound.size(letter)
+    }
+
+    fn at(&self, at: &At) -> *mut u8 {
+        at.address(self.base, self.slot)
     }
 
     /// Address of an input.
     pub fn input<T>(&self, i: usize) -> *const T {
-        self.bound.inputs[i].address(self.base, self.slot).cast()
+        self.at(&self.bound.inputs[i]).cast()
     }
 
     /// Address of an output, if somebody wants it.
     pub fn output<T>(&self, i: usize) -> Option<*mut T> {
-        self.bound.outputs[i].map(|at| at.address(self.base, self.slot).cast())
+        self.bound.outputs[i].as_ref().map(|at| self.at(at).cast())
     }
 
     /// The scalars of the step, where they are an input.
@@ -162,7 +55,7 @@ impl Call<'_> {
     /// Address of the scratch.
     pub fn scratch<T>(&self) -> *mut T {
         match &self.bound.workspace {
-            Some(at) => at.address(self.base, self.slot).cast(),
+            Some(at) => self.at(at).cast(),
             None => panic!("{} was compiled without scratch", self.bound.op.name()),
         }
     }
@@ -174,34 +67,23 @@ impl Call<'_> {
 
     /// Whether an output adds to what is there.
     pub fn adds(&self, i: usize) -> bool {
-        match self.bound.outputs[i].as_ref().map_or(Sum::No, |at| at.sum) {
-            Sum::No => false,
-            Sum::AfterFirst => self.slot.micro_batch > 0,
-            Sum::Always => true,
-        }
+        self.bound.adds(i, self.slot)
     }
 
     /// The part of the vocabulary that this rank has: all of it, if nothing else is said.
     pub fn vocab_part(&self) -> VocabPart {
-        let here = self.size('v');
-        match self.bound.vocab {
-            None => VocabPart { first: 0, entries: here, whole: here },
-            Some(whole) => {
-                let first = self.coordinates.tp * here;
-                VocabPart { first, entries: here.min(whole.saturating_sub(first)), whole }
-            }
-        }
+        self.bound.vocab_part(self.coordinates)
     }
 
     /// The first position that this rank has of sequences of `seq`: all ranks that share one have equally many.
     pub fn first_position(&self, seq: usize) -> usize {
-        if self.size('s') < seq { self.coordinates.tp * self.size('s') } else { 0 }
+        self.bound.first_position(self.coordinates, seq)
     }
 
     /// Where a weight gradient goes.
     pub fn accumulator(&self, i: usize) -> Option<Accumulator> {
         let at = self.bound.outputs[i].as_ref()?;
-        let address = at.address(self.base, self.slot);
+        let address = self.at(at);
         let add = self.adds(i);
         Some(match at.dtype {
             DType::Fixed64 => Accumulator::Fixed { sum: address.cast(), add },

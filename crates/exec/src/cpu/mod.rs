@@ -87,6 +87,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
         alignment: arena::ALIGNMENT,
         cross_entropy_logits: 16 << 20,
+        cross_entropy_rows: 1024,
         workspaces,
     }
 }

@@ -1,0 +1,89 @@
+//! `lockstep doctor`: what this machine has, what is missing and how to get it; whether kernels are right.
+
+use crate::failure::Failure;
+use crate::table::table;
+use lockstep_cuda::{CudaExecutor, Gpu, LIBRARIES, survey};
+use lockstep_exec::conformance::{self, Outcome};
+use lockstep_exec::cpu::{self, CpuExecutor};
+use lockstep_exec::{ExecError, Executor};
+use lockstep_ir::{DType, StepProgram, units};
+use std::io::Write;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Check every kernel against its definition in f64, on fresh random numbers.
+    #[arg(long)]
+    conformance: bool,
+    /// Whose kernels are checked.
+    #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu", requires = "conformance")]
+    device: String,
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    if args.conformance {
+        return check(&args.device);
+    }
+    let mut out = std::io::stdout().lock();
+    let memory = cpu::available_bytes().map_or("unknown".to_owned(), units::bytes);
+    writeln!(out, "cpu: {} cores, {memory} free\n", cpu::cores())?;
+    let findings = survey();
+    let rows: Vec<Vec<String>> = findings
+        .iter()
+        .map(|f| match &f.found {
+            Ok(text) => vec![f.what.clone(), "found".into(), text.clone()],
+            Err(text) => vec![f.what.clone(), "missing".into(), text.clone()],
+        })
+        .collect();
+    write!(out, "{}", table(&["CUDA", "", ""], &rows))?;
+    for f in findings.iter().filter(|f| f.found.is_err() && !f.hint.is_empty()) {
+        writeln!(out, "{}: {}", f.what, f.hint)?;
+    }
+    match findings.iter().all(|f| f.found.is_ok() || !f.needed) {
+        true => writeln!(out, "\nready to train on the GPU: train.device = \"cuda\"")?,
+        false => writeln!(
+            out,
+            "\nready to train on the processor; a GPU needs what is missing ({LIBRARIES} names a folder to look in first)"
+        )?,
+    }
+    Ok(())
+}
+
+fn check(device: &str) -> Result<(), Failure> {
+    let gpu = if device == "cuda" { Some(Gpu::open(0, false).map_err(ExecError::from)?) } else { None };
+    let threads = cpu::cores();
+    let mut out = std::io::stdout().lock();
+    let mut failed = 0;
+    for compute in [DType::F32, DType::BF16] {
+        let outcomes = match &gpu {
+            None => {
+                let profile = cpu::profile(threads, compute, DType::Fixed64);
+                let load = |p: StepProgram| Ok(Box::new(CpuExecutor::load(p, threads)?) as Box<dyn Executor>);
+                conformance::run(&profile, compute, true, &mut { load })?
+            }
+            Some(gpu) => {
+                let profile = lockstep_cuda::profile("cuda", compute, DType::Fixed64);
+                let load = |p: StepProgram| Ok(Box::new(CudaExecutor::load(gpu, p)?) as Box<dyn Executor>);
+                conformance::run(&profile, compute, false, &mut { load })?
+            }
+        };
+        let bad: Vec<&Outcome> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
+        for outcome in &bad {
+            writeln!(out, "failed: {}: {}", outcome.case, outcome.failure.as_deref().unwrap_or_default())?;
+        }
+        let worst = outcomes.iter().filter(|o| o.failure.is_none()).map(|o| o.error).fold(0.0, f64::max);
+        let (count, limit) = (outcomes.len(), conformance::tolerance(compute));
+        let passed = count - bad.len();
+        writeln!(
+            out,
+            "{device}, {compute}: {passed} of {count} cases hold; largest error {worst:.1e} of an output's largest element (limit {limit:.1e})"
+        )?;
+        failed += bad.len();
+    }
+    match failed {
+        0 => Ok(()),
+        _ => Err(ExecError::Device(format!(
+            "{failed} cases failed\nhint: please report this with the output of `lockstep doctor`"
+        ))
+        .into()),
+    }
+}

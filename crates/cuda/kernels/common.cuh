@@ -1,0 +1,79 @@
+// What all kernels share: bf16 as bits, 16-byte packs, sums over a block in a fixed order. No toolkit header is needed.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct bf16 {
+    u16 bits;
+};
+
+static __device__ __forceinline__ float to_f32(float x) { return x; }
+static __device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+
+template <typename T>
+struct Of;
+template <>
+struct Of<float> {
+    static __device__ __forceinline__ float f32(float x) { return x; }
+};
+template <>
+struct Of<bf16> {
+    static __device__ __forceinline__ bf16 f32(float x) {
+        bf16 y;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+        return y;
+    }
+};
+
+// As many elements as 16 bytes hold.
+template <typename T>
+struct alignas(16) Pack {
+    static const int N = 16 / sizeof(T);
+    T x[N];
+};
+
+template <typename T>
+static __device__ __forceinline__ void load(const T *from, float *x) {
+    Pack<T> p = *reinterpret_cast<const Pack<T> *>(from);
+#pragma unroll
+    for (int i = 0; i < Pack<T>::N; i++) x[i] = to_f32(p.x[i]);
+}
+
+template <typename T>
+static __device__ __forceinline__ void store(T *to, const float *x) {
+    Pack<T> p;
+#pragma unroll
+    for (int i = 0; i < Pack<T>::N; i++) p.x[i] = Of<T>::f32(x[i]);
+    *reinterpret_cast<Pack<T> *>(to) = p;
+}
+
+static __device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+static __device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) {
+        float y = __shfl_xor_sync(~0u, x, step);
+        x = y > x || y != y ? y : x;
+    }
+    return x;
+}
+
+// The sum of a number of every thread, on every thread. The number of threads is a multiple of 32.
+static __device__ __forceinline__ float block_sum(float x, float *shared) {
+    int warps = blockDim.x >> 5, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    x = warp_sum(x);
+    if (warps == 1) return x;
+    __syncthreads();
+    if (lane == 0) shared[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? shared[lane] : 0.0f);
+}
+
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)

@@ -1,0 +1,198 @@
+// Biases, GELU, learned positions, dropout.
+
+// y = x + bias.
+template <typename T>
+static __device__ void add_bias(const T *x, const T *bias, T *y, int d, int wide) {
+    i64 row = blockIdx.y;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (wide) {
+        const int N = Pack<T>::N;
+        i *= N;
+        if (i >= d) return;
+        float a[N], b[N];
+        load(x + row * d + i, a);
+        load(bias + i, b);
+#pragma unroll
+        for (int j = 0; j < N; j++) a[j] += b[j];
+        store(y + row * d + i, a);
+    } else if (i < d) {
+        y[row * d + i] = Of<T>::f32(to_f32(x[row * d + i]) + to_f32(bias[i]));
+    }
+}
+
+// Shares of Σ over rows of dy: block (c, s) has packs of columns c · threads … and rows s, s + blocks, …
+template <typename T>
+static __device__ void bias_grad(const T *dy, float *shares, i64 rows, int d, int wide) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (wide) {
+        const int N = Pack<T>::N;
+        i *= N;
+        if (i >= d) return;
+        float sum[N] = {};
+#pragma unroll 4
+        for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
+            float x[N];
+            load(dy + row * d + i, x);
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[j] += x[j];
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++) shares[(i64)blockIdx.y * d + i + j] = sum[j];
+    } else if (i < d) {
+        float sum = 0.0f;
+        for (i64 row = blockIdx.y; row < rows; row += gridDim.y) sum += to_f32(dy[row * d + i]);
+        shares[(i64)blockIdx.y * d + i] = sum;
+    }
+}
+
+// tanh by one exponential.
+static __device__ __forceinline__ float tanh_fast(float x) {
+    float e = __expf(-2.0f * fabsf(x));
+    float t = (1.0f - e) / (1.0f + e);
+    return x < 0.0f ? -t : t;
+}
+
+const float ROOT_2_OVER_PI = 0.7978845608028654f;
+
+static __device__ __forceinline__ float gelu_one(float x) {
+    return 0.5f * x * (1.0f + tanh_fast(ROOT_2_OVER_PI * (x + 0.044715f * x * x * x)));
+}
+
+static __device__ __forceinline__ float gelu_slope(float x) {
+    float t = tanh_fast(ROOT_2_OVER_PI * (x + 0.044715f * x * x * x));
+    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * ROOT_2_OVER_PI * (1.0f + 0.134145f * x * x);
+}
+
+template <typename T>
+static __device__ void gelu(const T *x, T *y, i64 n) {
+    const int N = Pack<T>::N;
+    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i + N <= n) {
+        float v[N];
+        load(x + i, v);
+#pragma unroll
+        for (int j = 0; j < N; j++) v[j] = gelu_one(v[j]);
+        store(y + i, v);
+    } else {
+        for (; i < n; i++) y[i] = Of<T>::f32(gelu_one(to_f32(x[i])));
+    }
+}
+
+template <typename T>
+static __device__ void gelu_grad(const T *dy, const T *x, T *dx, i64 n) {
+    const int N = Pack<T>::N;
+    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i + N <= n) {
+        float v[N], g[N];
+        load(x + i, v);
+        load(dy + i, g);
+#pragma unroll
+        for (int j = 0; j < N; j++) v[j] = g[j] * gelu_slope(v[j]);
+        store(dx + i, v);
+    } else {
+        for (; i < n; i++) dx[i] = Of<T>::f32(to_f32(dy[i]) * gelu_slope(to_f32(x[i])));
+    }
+}
+
+// The row of the table of a position. `how`: 0 its place in the sequence, 1 from starts[sequence] on, 2 from the start of its
+// document, by starts of the whole sequence. This rank's part of a sequence of `whole` starts at `first`.
+static __device__ __forceinline__ i64 place_of(i64 row, int seq, int whole, int first, const u32 *starts, int how,
+                                               int rows) {
+    i64 b = row / seq, s = row % seq + first;
+    if (how == 1) s += starts[b];
+    if (how == 2) {
+        i64 start = starts[b * whole + s];
+        s = start > s ? 0 : s - start;
+    }
+    return s < rows ? s : rows - 1;
+}
+
+template <typename T>
+static __device__ void add_positions(const T *x, const T *table, const u32 *starts, T *y, int d, int seq, int whole,
+                                     int first, int how, int rows) {
+    i64 row = blockIdx.x;
+    i64 place = place_of(row, seq, whole, first, starts, how, rows);
+    for (int i = threadIdx.x; i < d; i += blockDim.x)
+        y[row * d + i] = Of<T>::f32(to_f32(x[row * d + i]) + to_f32(table[place * d + i]));
+}
+
+// One block per row of the table: adds up the positions that used it, in order.
+template <typename T>
+static __device__ void positions_grad(const T *dx, const u32 *starts, void *out, int kind, int add, int d, int batch,
+                                      int seq, int whole, int first, int how, int rows) {
+    i64 place = blockIdx.x;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        float sum = 0.0f;
+        i64 fixed = kind == SUM_FIXED && add ? ((i64 *)out)[place * d + i] : 0;
+        for (int b = 0; b < batch; b++) {
+            int from = how == 2 ? 0 : (int)place - first, to = how == 2 ? seq : from + 1;
+            for (int s = from < 0 ? 0 : from; s < to && s < seq; s++) {
+                i64 row = (i64)b * seq + s;
+                if (place_of(row, seq, whole, first, starts, how, rows) != place) continue;
+                float x = to_f32(dx[row * d + i]);
+                if (kind == SUM_FIXED)
+                    fixed = fixed_merge(fixed, fixed_of(x));
+                else
+                    sum += x;
+            }
+        }
+        if (kind == SUM_FIXED)
+            ((i64 *)out)[place * d + i] = fixed;
+        else
+            sum_write(out, kind, place * d + i, sum, add);
+    }
+}
+
+static __device__ __forceinline__ u32 mix_small(u32 z) {
+    z = (z ^ (z >> 16)) * 0x7feb352du;
+    z = (z ^ (z >> 15)) * 0x846ca68bu;
+    return z ^ (z >> 16);
+}
+
+// SplitMix64, as on the host.
+static __device__ __forceinline__ u64 hash_bits(u64 key, u64 counter) {
+    u64 z = key + counter * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+// Coins are a function of the sequence's key, the site, position and feature.
+template <typename T>
+static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site, u32 below,
+                               float scale) {
+    i64 row = blockIdx.x;
+    i64 b = row / seq, s = row % seq + first;
+    u64 key = (u64)keys[2 * b] | (u64)keys[2 * b + 1] << 32;
+    u64 coins = hash_bits(hash_bits(key, site), (u64)s);
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        u32 z = mix_small((u32)coins + (u32)i * 0x9e3779b9u);
+        z = mix_small(z ^ (u32)(coins >> 32));
+        y[row * d + i] = z < below ? Of<T>::f32(0.0f) : Of<T>::f32(to_f32(x[row * d + i]) * scale);
+    }
+}
+
+#define ELEMENTS(T, NAME)                                                                                              \
+    extern "C" __global__ void add_bias_##NAME(const T *x, const T *bias, T *y, int d, int wide) {                     \
+        add_bias<T>(x, bias, y, d, wide);                                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void bias_grad_##NAME(const T *dy, float *shares, i64 rows, int d, int wide) {               \
+        bias_grad<T>(dy, shares, rows, d, wide);                                                                       \
+    }                                                                                                                  \
+    extern "C" __global__ void gelu_##NAME(const T *x, T *y, i64 n) { gelu<T>(x, y, n); }                              \
+    extern "C" __global__ void gelu_grad_##NAME(const T *dy, const T *x, T *dx, i64 n) { gelu_grad<T>(dy, x, dx, n); } \
+    extern "C" __global__ void add_positions_##NAME(const T *x, const T *table, const u32 *starts, T *y, int d,        \
+                                                    int seq, int whole, int first, int how, int rows) {                \
+        add_positions<T>(x, table, starts, y, d, seq, whole, first, how, rows);                                        \
+    }                                                                                                                  \
+    extern "C" __global__ void positions_grad_##NAME(const T *dx, const u32 *starts, void *out, int kind, int add,     \
+                                                     int d, int batch, int seq, int whole, int first, int how,         \
+                                                     int rows) {                                                       \
+        positions_grad<T>(dx, starts, out, kind, add, d, batch, seq, whole, first, how, rows);                         \
+    }                                                                                                                  \
+    extern "C" __global__ void dropout_##NAME(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site,  \
+                                              u32 below, float scale) {                                                \
+        dropout<T>(x, keys, y, d, seq, first, site, below, scale);                                                     \
+    }
+ELEMENTS(float, f32)
+ELEMENTS(bf16, bf16)

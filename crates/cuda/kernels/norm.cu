@@ -1,0 +1,368 @@
+// Norms, with and without a residual addition before them, and their gradients. RMS norms divide by the root of the mean square;
+// layer norms take the mean off first and have a bias.
+
+// One row per block, kept in registers: thread t has packs t, t + threads, … of the row.
+template <typename T, int CHUNKS, bool ADD, bool MEAN>
+static __device__ __forceinline__ void norm_row(const T *x, const T *delta, const T *w, const T *bias, T *sum, T *y, float *mean, float *rstd,
+                                int d, float eps) {
+    __shared__ float shared[32];
+    const int N = Pack<T>::N;
+    i64 row = blockIdx.x;
+    x += row * d;
+    float v[CHUNKS][N];
+    float total = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        int i = (c * blockDim.x + threadIdx.x) * N;
+        if (i >= d) continue;
+        load(x + i, v[c]);
+        if (ADD) {
+            float other[N];
+            load(delta + row * d + i, other);
+#pragma unroll
+            for (int j = 0; j < N; j++) v[c][j] += other[j];
+            store(sum + row * d + i, v[c]);
+            // The norm is of what is stored.
+#pragma unroll
+            for (int j = 0; j < N; j++) v[c][j] = to_f32(Of<T>::f32(v[c][j]));
+        }
+        if (MEAN) {
+#pragma unroll
+            for (int j = 0; j < N; j++) total += v[c][j];
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++) squares += v[c][j] * v[c][j];
+        }
+    }
+    if (MEAN) {
+        total = block_sum(total, shared) / d;
+        if (mean && threadIdx.x == 0) mean[row] = total;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            int i = (c * blockDim.x + threadIdx.x) * N;
+            if (i >= d) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                v[c][j] -= total;
+                squares += v[c][j] * v[c][j];
+            }
+        }
+    }
+    float r = rsqrtf(block_sum(squares, shared) / d + eps);
+    if (rstd && threadIdx.x == 0) rstd[row] = r;
+    if (!y) return;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        int i = (c * blockDim.x + threadIdx.x) * N;
+        if (i >= d) continue;
+        float weight[N], more[N];
+        load(w + i, weight);
+        if (MEAN) load(bias + i, more);
+#pragma unroll
+        for (int j = 0; j < N; j++) v[c][j] = v[c][j] * r * weight[j] + (MEAN ? more[j] : 0.0f);
+        store(y + row * d + i, v[c]);
+    }
+}
+
+// Rows of any length.
+template <typename T, bool ADD, bool MEAN>
+static __device__ __forceinline__ void norm_any(const T *x, const T *delta, const T *w, const T *bias, T *sum, T *y, float *mean, float *rstd,
+                                int d, float eps) {
+    __shared__ float shared[32];
+    i64 row = blockIdx.x;
+    float total = 0.0f, squares = 0.0f;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        float v = to_f32(x[row * d + i]);
+        if (ADD) {
+            T s = Of<T>::f32(v + to_f32(delta[row * d + i]));
+            sum[row * d + i] = s;
+            v = to_f32(s);
+        }
+        total += v;
+    }
+    const T *in = ADD ? sum : x;
+    float m = 0.0f;
+    if (MEAN) {
+        m = block_sum(total, shared) / d;
+        if (mean && threadIdx.x == 0) mean[row] = m;
+    }
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        float v = to_f32(in[row * d + i]) - m;
+        squares += v * v;
+    }
+    float r = rsqrtf(block_sum(squares, shared) / d + eps);
+    if (rstd && threadIdx.x == 0) rstd[row] = r;
+    if (!y) return;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        float v = (to_f32(in[row * d + i]) - m) * r * to_f32(w[i]);
+        y[row * d + i] = Of<T>::f32(MEAN ? v + to_f32(bias[i]) : v);
+    }
+}
+
+#define NORM_ONE(T, KERNEL, BODY)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256) KERNEL(const T *x, const T *delta, const T *w, const T *bias,    \
+                                                             T *sum, T *y, float *mean, float *rstd, int d,            \
+                                                             float eps) {                                              \
+        BODY(x, delta, w, bias, sum, y, mean, rstd, d, eps);                                                           \
+    }
+#define NORM(T, NAME, CHUNKS)                                                                                          \
+    NORM_ONE(T, rms_norm_##NAME##_##CHUNKS, (norm_row<T, CHUNKS, false, false>))                                       \
+    NORM_ONE(T, add_rms_norm_##NAME##_##CHUNKS, (norm_row<T, CHUNKS, true, false>))                                    \
+    NORM_ONE(T, layer_norm_##NAME##_##CHUNKS, (norm_row<T, CHUNKS, false, true>))                                      \
+    NORM_ONE(T, add_layer_norm_##NAME##_##CHUNKS, (norm_row<T, CHUNKS, true, true>))
+#define NORM_ANY(T, NAME)                                                                                              \
+    NORM_ONE(T, rms_norm_##NAME##_any, (norm_any<T, false, false>))                                                    \
+    NORM_ONE(T, add_rms_norm_##NAME##_any, (norm_any<T, true, false>))                                                 \
+    NORM_ONE(T, layer_norm_##NAME##_any, (norm_any<T, false, true>))                                                   \
+    NORM_ONE(T, add_layer_norm_##NAME##_any, (norm_any<T, true, true>))
+NORM(float, f32, 1)
+NORM(float, f32, 2)
+NORM(float, f32, 4)
+NORM(float, f32, 8)
+NORM(bf16, bf16, 1)
+NORM(bf16, bf16, 2)
+NORM(bf16, bf16, 4)
+NORM_ANY(float, f32)
+NORM_ANY(bf16, bf16)
+
+// The sums of one or two numbers of every thread, on every thread. Callers take turns between two places, so that one barrier
+// does: who is a turn ahead writes elsewhere.
+template <bool TWO>
+static __device__ __forceinline__ void block_sums(float &a, float &b, float *shared) {
+    int warps = blockDim.x >> 5, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    a = warp_sum(a);
+    if (TWO) b = warp_sum(b);
+    if (warps == 1) return;
+    if (lane == 0) {
+        shared[warp] = a;
+        if (TWO) shared[32 + warp] = b;
+    }
+    __syncthreads();
+    a = warp_sum(lane < warps ? shared[lane] : 0.0f);
+    if (TWO) b = warp_sum(lane < warps ? shared[32 + lane] : 0.0f);
+}
+
+// Gradients: dx (plus what reaches the sum on the residual path), and per block of rows a share of dw and of the bias's. Any may
+// be null.
+// A block takes rows blockIdx.x, blockIdx.x + blocks, …
+template <typename T, int CHUNKS, bool MEAN>
+static __device__ __forceinline__ void grad_rows(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum,
+                                 T *dx, float *shares, float *bias_shares, i64 rows, int d) {
+    __shared__ float sums[2][64];
+    const int N = Pack<T>::N;
+    Pack<T> weight[CHUNKS];
+    float dw[CHUNKS][N], db[MEAN ? CHUNKS : 1][N];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        int i = (c * blockDim.x + threadIdx.x) * N;
+#pragma unroll
+        for (int j = 0; j < N; j++) dw[c][j] = db[MEAN ? c : 0][j] = 0.0f;
+        if (i < d && dx) weight[c] = *(const Pack<T> *)(w + i);
+    }
+    // The next row is on its way while this one is summed.
+    Pack<T> next_g[CHUNKS], next_v[CHUNKS], next_more[CHUNKS];
+    float next_r = 0.0f, next_m = 0.0f;
+    int turn = 0;
+    auto fetch = [&](i64 row) {
+        if (row < rows) {
+            next_r = rstd[row];
+            if (MEAN) next_m = mean[row];
+        }
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            int i = (c * blockDim.x + threadIdx.x) * N;
+            if (i >= d || row >= rows) continue;
+            next_g[c] = *(const Pack<T> *)(dy + row * d + i);
+            next_v[c] = *(const Pack<T> *)(x + row * d + i);
+            if (dsum) next_more[c] = *(const Pack<T> *)(dsum + row * d + i);
+        }
+    };
+    fetch(blockIdx.x);
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        // Rows stay packed: registers are what limits how many are on their way.
+        Pack<T> g[CHUNKS], v[CHUNKS], more[CHUNKS];
+        float r = next_r, m = next_m, dot = 0.0f, total = 0.0f;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            int i = (c * blockDim.x + threadIdx.x) * N;
+            if (i >= d) continue;
+            g[c] = next_g[c];
+            v[c] = next_v[c];
+            more[c] = next_more[c];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float dy = to_f32(g[c].x[j]), normed = (to_f32(v[c].x[j]) - m) * r;
+                dw[c][j] += dy * normed;
+                if (MEAN) db[c][j] += dy;
+                dy *= to_f32(weight[c].x[j]);
+                dot += dy * normed;
+                if (MEAN) total += dy;
+            }
+        }
+        fetch(row + gridDim.x);
+        if (!dx) continue;
+        block_sums<MEAN>(dot, total, sums[turn]);
+        turn ^= 1;
+        dot /= d;
+        total /= d;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            int i = (c * blockDim.x + threadIdx.x) * N;
+            if (i >= d) continue;
+            float out[N];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float dy = to_f32(g[c].x[j]) * to_f32(weight[c].x[j]), normed = (to_f32(v[c].x[j]) - m) * r;
+                out[j] = r * (dy - (MEAN ? total : 0.0f) - normed * dot) + (dsum ? to_f32(more[c].x[j]) : 0.0f);
+            }
+            store(dx + row * d + i, out);
+        }
+    }
+    if (!shares) return;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        int i = (c * blockDim.x + threadIdx.x) * N;
+        if (i >= d) continue;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            shares[(i64)blockIdx.x * d + i + j] = dw[c][j];
+            if (MEAN && bias_shares) bias_shares[(i64)blockIdx.x * d + i + j] = db[c][j];
+        }
+    }
+}
+
+template <typename T, bool MEAN>
+static __device__ __forceinline__ void grad_any(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum,
+                                T *dx, float *shares, float *bias_shares, i64 rows, int d) {
+    __shared__ float shared[32], other[32];
+    if (shares) {
+        for (int i = threadIdx.x; i < d; i += blockDim.x) {
+            float dw = 0.0f, db = 0.0f;
+            for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+                float g = to_f32(dy[row * d + i]);
+                dw += g * (to_f32(x[row * d + i]) - (MEAN ? mean[row] : 0.0f)) * rstd[row];
+                db += g;
+            }
+            shares[(i64)blockIdx.x * d + i] = dw;
+            if (bias_shares) bias_shares[(i64)blockIdx.x * d + i] = db;
+        }
+    }
+    if (!dx) return;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        float r = rstd[row], m = MEAN ? mean[row] : 0.0f, dot = 0.0f, total = 0.0f;
+        for (int i = threadIdx.x; i < d; i += blockDim.x) {
+            float g = to_f32(w[i]) * to_f32(dy[row * d + i]);
+            dot += g * (to_f32(x[row * d + i]) - m) * r;
+            total += g;
+        }
+        dot = block_sum(dot, shared) / d;
+        total = MEAN ? block_sum(total, other) / d : 0.0f;
+        for (int i = threadIdx.x; i < d; i += blockDim.x) {
+            float g = to_f32(w[i]) * to_f32(dy[row * d + i]);
+            float out = r * (g - total - (to_f32(x[row * d + i]) - m) * r * dot);
+            if (dsum) out += to_f32(dsum[row * d + i]);
+            dx[row * d + i] = Of<T>::f32(out);
+        }
+    }
+}
+
+#define GRAD_ONE(T, KERNEL, BODY)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        KERNEL(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum, T *dx,        \
+               float *shares, float *bias_shares, i64 rows, int d) {                                                   \
+        BODY(dy, x, w, mean, rstd, dsum, dx, shares, bias_shares, rows, d);                                            \
+    }
+#define GRAD(T, NAME, CHUNKS)                                                                                          \
+    GRAD_ONE(T, rms_norm_grad_##NAME##_##CHUNKS, (grad_rows<T, CHUNKS, false>))                                        \
+    GRAD_ONE(T, layer_norm_grad_##NAME##_##CHUNKS, (grad_rows<T, CHUNKS, true>))
+#define GRAD_ANY(T, NAME)                                                                                              \
+    GRAD_ONE(T, rms_norm_grad_##NAME##_any, (grad_any<T, false>))                                                      \
+    GRAD_ONE(T, layer_norm_grad_##NAME##_any, (grad_any<T, true>))
+GRAD(float, f32, 1)
+GRAD(float, f32, 2)
+GRAD(float, f32, 4)
+GRAD(bf16, bf16, 1)
+GRAD(bf16, bf16, 2)
+GRAD(bf16, bf16, 4)
+GRAD_ANY(float, f32)
+GRAD_ANY(bf16, bf16)
+
+// Norms of the heads of packed Q·K·V: a warp per position and head. `w` has e numbers for Q heads, then e for K heads. V is
+// copied where y is apart.
+template <typename T>
+static __device__ void head_norm(const T *qkv, const T *w, T *y, float *rstd, i64 rows, int q, int u, int e, float eps) {
+    i64 at = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    int lane = threadIdx.x & 31, heads = q + 2 * u;
+    i64 row = at / heads;
+    int h = at % heads;
+    if (row >= rows) return;
+    const T *x = qkv + at * e;
+    T *out = y ? y + at * e : 0;
+    if (h >= q + u) {
+        if (out && out != x)
+            for (int i = lane; i < e; i += 32) out[i] = x[i];
+        return;
+    }
+    float squares = 0.0f;
+    for (int i = lane; i < e; i += 32) squares += to_f32(x[i]) * to_f32(x[i]);
+    float r = rsqrtf(warp_sum(squares) / e + eps);
+    if (rstd && lane == 0) rstd[row * (q + u) + h] = r;
+    if (!out) return;
+    if (h >= q) w += e;
+    for (int i = lane; i < e; i += 32) out[i] = Of<T>::f32(to_f32(x[i]) * r * to_f32(w[i]));
+}
+
+template <typename T>
+static __device__ void head_norm_grad(const T *dy, const T *qkv, const T *w, const float *rstd, T *dqkv, i64 rows, int q,
+                                      int u, int e) {
+    i64 at = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    int lane = threadIdx.x & 31, heads = q + 2 * u;
+    i64 row = at / heads;
+    int h = at % heads;
+    if (row >= rows) return;
+    const T *g = dy + at * e, *x = qkv + at * e;
+    T *out = dqkv + at * e;
+    if (h >= q + u) {
+        if (out != g)
+            for (int i = lane; i < e; i += 32) out[i] = g[i];
+        return;
+    }
+    if (h >= q) w += e;
+    float r = rstd[row * (q + u) + h], dot = 0.0f;
+    for (int i = lane; i < e; i += 32) dot += to_f32(g[i]) * to_f32(w[i]) * to_f32(x[i]) * r;
+    dot = warp_sum(dot) / e;
+    for (int i = lane; i < e; i += 32)
+        out[i] = Of<T>::f32(r * (to_f32(g[i]) * to_f32(w[i]) - to_f32(x[i]) * r * dot));
+}
+
+// Shares of the weights' gradient: a block takes rows blockIdx.x, … and has a thread per number of the weight.
+template <typename T>
+static __device__ void head_norm_grad_weight(const T *dy, const T *qkv, const float *rstd, float *shares, i64 rows,
+                                             int q, int u, int e) {
+    for (int i = threadIdx.x; i < 2 * e; i += blockDim.x) {
+        int from = i < e ? 0 : q, to = i < e ? q : q + u, column = i < e ? i : i - e;
+        float sum = 0.0f;
+        for (i64 row = blockIdx.x; row < rows; row += gridDim.x)
+            for (int h = from; h < to; h++) {
+                i64 at = (row * (q + 2 * u) + h) * e + column;
+                sum += to_f32(dy[at]) * to_f32(qkv[at]) * rstd[row * (q + u) + h];
+            }
+        shares[(i64)blockIdx.x * 2 * e + i] = sum;
+    }
+}
+
+#define HEAD_NORM(T, NAME)                                                                                             \
+    extern "C" __global__ void qk_norm_##NAME(const T *qkv, const T *w, T *y, float *rstd, i64 rows, int q, int u,     \
+                                              int e, float eps) {                                                      \
+        head_norm<T>(qkv, w, y, rstd, rows, q, u, e, eps);                                                             \
+    }                                                                                                                  \
+    extern "C" __global__ void qk_norm_grad_##NAME(const T *dy, const T *qkv, const T *w, const float *rstd, T *dqkv,  \
+                                                   i64 rows, int q, int u, int e) {                                    \
+        head_norm_grad<T>(dy, qkv, w, rstd, dqkv, rows, q, u, e);                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void qk_norm_grad_weight_##NAME(const T *dy, const T *qkv, const float *rstd, float *shares, \
+                                                          i64 rows, int q, int u, int e) {                             \
+        head_norm_grad_weight<T>(dy, qkv, rstd, shares, rows, q, u, e);                                                \
+    }
+HEAD_NORM(float, f32)
+HEAD_NORM(bf16, bf16)

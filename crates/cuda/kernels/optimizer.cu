@@ -1,0 +1,346 @@
+// The update: gradient norm as an exact integer, clipping, and the rules by which parameters move. Scalars: learning rate,
+// 1 ÷ targets, clip, 1 − β₁ᵗ, 1 − β₂ᵗ, loss scale.
+
+const double UNIT = 18446744073709551616.0;
+const double MOST = 1099511627776.0;
+
+// Adds a non-negative number to an integer in units of 2^-64, in two halves. Returns whether it counts.
+static __device__ __forceinline__ bool integer_add(double x, u64 &low, u64 &high) {
+    if (!(x <= MOST)) return false;
+    u64 whole = (u64)x;
+    u64 rest = (u64)((x - (double)whole) * UNIT);
+    low += rest;
+    high += whole + (low < rest);
+    return true;
+}
+
+static __device__ __forceinline__ float to_f32(i64 x) { return fixed_to(x); }
+
+// Four elements at once.
+static __device__ __forceinline__ void load4(const float *from, float *x) {
+    float4 v = *(const float4 *)from;
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+static __device__ __forceinline__ void load4(const bf16 *from, float *x) {
+    ushort4 v = *(const ushort4 *)from;
+    x[0] = to_f32(bf16{v.x}), x[1] = to_f32(bf16{v.y}), x[2] = to_f32(bf16{v.z}), x[3] = to_f32(bf16{v.w});
+}
+static __device__ __forceinline__ void load4(const i64 *from, float *x) {
+    for (int j = 0; j < 4; j++) x[j] = fixed_to(from[j]);
+}
+
+// The sum over 16 lanes, on each of them.
+static __device__ __forceinline__ double half_warp_sum(double x) {
+#pragma unroll
+    for (int step = 8; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+// Several tensors in one launch: block b belongs to the tensor whose first block is the last one not after b.
+const int MOST_TENSORS = 64;
+
+template <typename Entry>
+struct Many {
+    int count;
+    int first_block[MOST_TENSORS];
+    Entry entries[MOST_TENSORS];
+
+    __device__ __forceinline__ int find(int block) const {
+        int low = 0, high = count;
+        while (high - low > 1) {
+            int middle = (low + high) / 2;
+            if (first_block[middle] <= block)
+                low = middle;
+            else
+                high = middle;
+        }
+        return low;
+    }
+};
+
+// totals: four parts of 32 bits as sums of 64 bits, and whether some number did not count. Blocks of 64 elements are added in
+// f64 by 16 lanes, then as integers.
+struct Squares {
+    const void *grad;
+    i64 n, tail;
+};
+
+// Elements of a block of threads.
+const int SQUARES_CHUNK = 256 * 4 * 8;
+
+template <typename G>
+static __device__ void square_sum(const Many<Squares> &tensors, const float *scalars, u64 *totals, double share) {
+    int tensor = tensors.find(blockIdx.x);
+    const G *grad = (const G *)tensors.entries[tensor].grad;
+    i64 tail = tensors.entries[tensor].tail;
+    i64 start = (i64)(blockIdx.x - tensors.first_block[tensor]) * SQUARES_CHUNK;
+    i64 n = tensors.entries[tensor].n;
+    i64 end = start + SQUARES_CHUNK < n ? start + SQUARES_CHUNK : n;
+    const int AT_ONCE = 4;
+    __shared__ u64 parts[32][5];
+    double inverse = (double)(scalars[1] / scalars[5]);
+    u64 low = 0, high = 0;
+    bool sound = true;
+    i64 stride = blockDim.x * 4;
+    i64 whole = tail < n ? tail : n;
+    for (i64 base = start; base < end; base += stride * AT_ONCE) {
+        i64 here = base + threadIdx.x * 4;
+        float g[AT_ONCE][4];
+        // Of each block of 64 elements one lane turns the sum into an integer.
+        double mine = 0.0, mine_shared = 0.0;
+#pragma unroll
+        for (int t = 0; t < AT_ONCE; t++) {
+            i64 at = here + t * stride;
+            if (at + 4 <= n) {
+                load4(grad + at, g[t]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++) g[t][j] = at + j < n ? to_f32(grad[at + j]) : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < AT_ONCE; t++) {
+            i64 at = here + t * stride;
+            double own = 0.0, rest = 0.0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                double x = (double)g[t][j] * inverse;
+                if (at + j < whole)
+                    own += x * x;
+                else
+                    rest += x * x;
+            }
+            own = half_warp_sum(own);
+            bool shared = __any_sync(~0u, at + 3 >= whole);
+            if (shared) rest = half_warp_sum(rest) * share;
+            if ((threadIdx.x & 15) == t) {
+                mine = own;
+                mine_shared = rest;
+            }
+        }
+        if ((threadIdx.x & 15) < AT_ONCE) {
+            sound = integer_add(mine, low, high) && sound;
+            sound = integer_add(mine_shared, low, high) && sound;
+        }
+    }
+    // Parts of 32 bits, so that no sum overflows; integers do not mind the order.
+    u64 limbs[5] = {low & 0xffffffffu, low >> 32, high & 0xffffffffu, high >> 32, sound ? 0ull : 1ull};
+#pragma unroll
+    for (int l = 0; l < 5; l++) {
+#pragma unroll
+        for (int step = 16; step; step >>= 1) limbs[l] += __shfl_xor_sync(~0u, limbs[l], step);
+        if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5][l] = limbs[l];
+    }
+    __syncthreads();
+    if (threadIdx.x < 5) {
+        u64 sum = 0;
+        for (int w = 0; w < (int)(blockDim.x >> 5); w++) sum += parts[w][threadIdx.x];
+        if (sum) atomicAdd(totals + threadIdx.x, sum);
+    }
+}
+
+#define SQUARE_SUM(G, NAME)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256) square_sum_##NAME(                                               \
+        const __grid_constant__ Many<Squares> tensors, const float *scalars, u64 *totals, double share) {              \
+        square_sum<G>(tensors, scalars, totals, share);                                                                \
+    }
+SQUARE_SUM(float, f32)
+SQUARE_SUM(bf16, bf16)
+SQUARE_SUM(i64, fixed)
+
+extern "C" __global__ void square_sum_end(const u64 *totals, i64 *out) {
+    u64 carry = 0;
+    for (int l = 0; l < 4; l++) {
+        carry += totals[l];
+        out[l] = totals[4] ? POISON : (i64)(carry & 0xffffffffu);
+        carry >>= 32;
+    }
+}
+
+// out = Σ of sums, which stand one behind the other in `sums` as addresses.
+extern "C" __global__ void merge_sum(const i64 *x, i64 *out, int add) {
+    int l = threadIdx.x;
+    if (l < 4) out[l] = add ? fixed_merge(out[l], x[l]) : x[l];
+}
+
+extern "C" __global__ void gradient_norm(const i64 *sum, const float *scalars, float *stats) {
+    double total = 0.0, scale = 1.0;
+    bool sound = true;
+    for (int l = 0; l < 4; l++) {
+        sound = sound && sum[l] != POISON;
+        total += (double)sum[l] * scale;
+        scale *= 4294967296.0;
+    }
+    total /= UNIT;
+    float nan = __uint_as_float(0x7fc00000u);
+    float norm = sound && total <= MOST ? (float)sqrt(total) : nan;
+    float clip = norm > scalars[2] ? scalars[2] / norm : 1.0f;
+    stats[0] = norm;
+    stats[1] = isfinite(norm) ? scalars[1] / scalars[5] * clip : nan;
+}
+
+struct Moved {
+    const void *grad;
+    float *w, *m, *v;
+    bf16 *copy;
+    i64 n;
+    float decay, lr_scale;
+};
+
+// Four elements per thread.
+template <typename G>
+static __device__ void adamw(const Many<Moved> &tensors, const float *scalars, const float *stats, float beta1,
+                             float beta2, float eps) {
+    int tensor = tensors.find(blockIdx.x);
+    const Moved &t = tensors.entries[tensor];
+    const G *grad = (const G *)t.grad;
+    float *w = t.w, *m = t.m, *v = t.v;
+    bf16 *copy = t.copy;
+    i64 n = t.n;
+    float decay = t.decay, lr_scale = t.lr_scale;
+    i64 i = ((i64)(blockIdx.x - tensors.first_block[tensor]) * blockDim.x + threadIdx.x) * 4;
+    if (i >= n) return;
+    float factor = stats[1];
+    if (factor != factor) return;
+    float lr = scalars[0] * lr_scale;
+    float keep = 1.0f - lr * decay, rate = lr / scalars[3], root = 1.0f / sqrtf(scalars[4]);
+    auto update = [&](float g, float &w, float &m, float &v) {
+        g *= factor;
+        m = beta1 * m + (1.0f - beta1) * g;
+        v = beta2 * v + (1.0f - beta2) * g * g;
+        w = w * keep - rate * m / (sqrtf(v) * root + eps);
+    };
+    if (i + 4 <= n) {
+        float4 W = *(float4 *)(w + i), M = *(float4 *)(m + i), V = *(float4 *)(v + i);
+        float g[4];
+        load4(grad + i, g);
+        update(g[0], W.x, M.x, V.x);
+        update(g[1], W.y, M.y, V.y);
+        update(g[2], W.z, M.z, V.z);
+        update(g[3], W.w, M.w, V.w);
+        *(float4 *)(w + i) = W;
+        *(float4 *)(m + i) = M;
+        *(float4 *)(v + i) = V;
+        if (copy)
+            *(ushort4 *)(copy + i) = make_ushort4(Of<bf16>::f32(W.x).bits, Of<bf16>::f32(W.y).bits,
+                                                  Of<bf16>::f32(W.z).bits, Of<bf16>::f32(W.w).bits);
+    } else {
+        for (; i < n; i++) {
+            update(to_f32(grad[i]), w[i], m[i], v[i]);
+            if (copy) copy[i] = Of<bf16>::f32(w[i]);
+        }
+    }
+}
+
+#define ADAMW(G, NAME)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        adamw_##NAME(const __grid_constant__ Many<Moved> tensors, const float *scalars, const float *stats,            \
+                     float beta1, float beta2, float eps) {                                                            \
+        adamw<G>(tensors, scalars, stats, beta1, beta2, eps);                                                          \
+    }
+ADAMW(float, f32)
+ADAMW(bf16, bf16)
+ADAMW(i64, fixed)
+
+// Lion: the sign of a mixture of moment and gradient.
+template <typename G>
+static __device__ void lion(const G *grad, const float *scalars, const float *stats, float *w, float *m, bf16 *copy,
+                            i64 n, float beta1, float beta2, float decay, float lr_scale) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    float factor = stats[1];
+    if (i >= n || factor != factor) return;
+    float lr = scalars[0] * lr_scale, g = to_f32(grad[i]) * factor;
+    float mixed = beta1 * m[i] + (1.0f - beta1) * g;
+    float sign = mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : 0.0f;
+    m[i] = beta2 * m[i] + (1.0f - beta2) * g;
+    w[i] = w[i] * (1.0f - lr * decay) - lr * sign;
+    if (copy) copy[i] = Of<bf16>::f32(w[i]);
+}
+
+template <typename G>
+static __device__ void sgd(const G *grad, const float *scalars, const float *stats, float *w, float *m, bf16 *copy,
+                           i64 n, float momentum, float, float decay, float lr_scale) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    float factor = stats[1];
+    if (i >= n || factor != factor) return;
+    float lr = scalars[0] * lr_scale;
+    m[i] = momentum * m[i] + to_f32(grad[i]) * factor;
+    w[i] = w[i] * (1.0f - lr * decay) - lr * m[i];
+    if (copy) copy[i] = Of<bf16>::f32(w[i]);
+}
+
+// The momentum of gradients, and a look one step ahead.
+template <typename G>
+static __device__ void momentum(const G *grad, const float *stats, float *m, float *update, i64 n, float beta) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float factor = stats[1];
+    if (factor != factor) {
+        if (update) update[i] = 0.0f;
+        return;
+    }
+    float g = to_f32(grad[i]) * factor;
+    float next = beta * m[i] + (1.0f - beta) * g;
+    m[i] = next;
+    if (update) update[i] = beta * next + (1.0f - beta) * g;
+}
+
+extern "C" __global__ void descend(const float *update, const float *scalars, const float *stats, float *w, bf16 *copy,
+                                   i64 n, float decay, float lr_scale) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    float factor = stats[1], lr = scalars[0] * lr_scale;
+    if (i >= n || factor != factor) return;
+    w[i] = w[i] - lr * (decay * w[i] + update[i]);
+    if (copy) copy[i] = Of<bf16>::f32(w[i]);
+}
+
+#define RULES(G, NAME)                                                                                                 \
+    extern "C" __global__ void lion_##NAME(const G *grad, const float *scalars, const float *stats, float *w,          \
+                                           float *m, bf16 *copy, i64 n, float a, float b, float decay, float lr) {     \
+        lion<G>(grad, scalars, stats, w, m, copy, n, a, b, decay, lr);                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void sgd_##NAME(const G *grad, const float *scalars, const float *stats, float *w, float *m, \
+                                          bf16 *copy, i64 n, float a, float b, float decay, float lr) {                \
+        sgd<G>(grad, scalars, stats, w, m, copy, n, a, b, decay, lr);                                                  \
+    }                                                                                                                  \
+    extern "C" __global__ void momentum_##NAME(const G *grad, const float *stats, float *m, float *update, i64 n,      \
+                                               float beta) {                                                           \
+        momentum<G>(grad, stats, m, update, n, beta);                                                                  \
+    }
+RULES(float, f32)
+RULES(bf16, bf16)
+RULES(i64, fixed)
+
+// Shares of the sum of squares of a matrix, 256 of them.
+extern "C" __global__ void matrix_squares(const float *x, double *shares, i64 n) {
+    __shared__ double part[256];
+    double sum = 0.0;
+    for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < n; i += 256 * 256) sum += (double)x[i] * x[i];
+    part[threadIdx.x] = sum;
+    __syncthreads();
+    for (int step = 128; step; step >>= 1) {
+        if ((int)threadIdx.x < step) part[threadIdx.x] += part[threadIdx.x + step];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) shares[blockIdx.x] = part[0];
+}
+
+// out = x ÷ (√Σ shares + eps).
+extern "C" __global__ void divide_by_norm(const float *x, const double *shares, float *out, i64 n, float eps) {
+    __shared__ double part[256];
+    part[threadIdx.x] = shares[threadIdx.x];
+    __syncthreads();
+    for (int step = 128; step; step >>= 1) {
+        if ((int)threadIdx.x < step) part[threadIdx.x] += part[threadIdx.x + step];
+        __syncthreads();
+    }
+    float norm = (float)sqrt(part[0]) + eps;
+    i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i < n) out[i] = x[i] / norm;
+}
+
+// out = a · x + b · y.
+extern "C" __global__ void combine(const float *x, const float *y, float *out, i64 n, float a, float b) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a * x[i] + b * y[i];
+}

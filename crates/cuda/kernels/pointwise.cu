@@ -1,0 +1,177 @@
+// Embedding, rotary positions, SwiGLU, additions: each element on its own.
+
+template <typename T>
+static __device__ void embed(const u32 *tokens, const T *table, T *out, int d, int first, int entries, int wide) {
+    i64 row = blockIdx.x;
+    i64 token = (i64)tokens[row] - first;
+    bool here = token >= 0 && token < entries;
+    if (wide) {
+        const int N = Pack<T>::N;
+        for (int i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+            float x[N] = {};
+            if (here) load(table + token * d + i, x);
+            store(out + row * d + i, x);
+        }
+    } else {
+        for (int i = threadIdx.x; i < d; i += blockDim.x)
+            out[row * d + i] = here ? table[token * d + i] : Of<T>::f32(0.0f);
+    }
+}
+
+// Turns the first `turned` columns of a row, head by head; the others are copied if `out` is apart. `positions`: 0 the row's
+// place in its sequence, 1 from starts[sequence] on, 2 from the start of its document.
+template <typename T>
+static __device__ void turn(const T *in, const float *table, const u32 *starts, T *out, int seq, int width, int turned,
+                            int e, int table_rows, float sign, int positions, int wide) {
+    i64 row = blockIdx.x;
+    i64 place = row % seq;
+    if (positions == 1) {
+        place += starts[row / seq];
+        if (place > table_rows - 1) place = table_rows - 1;
+    } else if (positions == 2) {
+        i64 start = starts[row];
+        place = start > place ? 0 : place - start;
+    }
+    const float *angles = table + place * e;
+    in += row * width;
+    out += row * width;
+    int half = e / 2;
+    if (wide) {
+        const int N = Pack<T>::N;
+        int per_head = half / N;
+        for (int w = threadIdx.x; w < turned / e * per_head; w += blockDim.x) {
+            int head = w / per_head, i = w % per_head * N;
+            float a[N], b[N], x[N], y[N];
+            load(in + head * e + i, a);
+            load(in + head * e + half + i, b);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float c = angles[i + j], s = angles[half + i + j] * sign;
+                x[j] = a[j] * c - b[j] * s;
+                y[j] = b[j] * c + a[j] * s;
+            }
+            store(out + head * e + i, x);
+            store(out + head * e + half + i, y);
+        }
+        if (in != out)
+            for (int i = turned + threadIdx.x * N; i < width; i += blockDim.x * N)
+                *(Pack<T> *)(out + i) = *(const Pack<T> *)(in + i);
+    } else {
+        for (int w = threadIdx.x; w < turned / e * half; w += blockDim.x) {
+            int head = w / half, i = w % half;
+            float c = angles[i], s = angles[half + i] * sign;
+            float a = to_f32(in[head * e + i]), b = to_f32(in[head * e + half + i]);
+            out[head * e + i] = Of<T>::f32(a * c - b * s);
+            out[head * e + half + i] = Of<T>::f32(b * c + a * s);
+        }
+        if (in != out)
+            for (int i = turned + threadIdx.x; i < width; i += blockDim.x) out[i] = in[i];
+    }
+}
+
+static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+
+// y = silu(gate) · up. A block has a part of a row.
+template <typename T>
+static __device__ void swiglu(const T *gate_up, T *y, int f, int wide) {
+    i64 row = blockIdx.y;
+    gate_up += row * 2 * f;
+    y += row * f;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (wide) {
+        const int N = Pack<T>::N;
+        i *= N;
+        if (i >= f) return;
+        float g[N], u[N];
+        load(gate_up + i, g);
+        load(gate_up + f + i, u);
+#pragma unroll
+        for (int j = 0; j < N; j++) g[j] = g[j] * sigmoid(g[j]) * u[j];
+        store(y + i, g);
+    } else if (i < f) {
+        float g = to_f32(gate_up[i]), u = to_f32(gate_up[f + i]);
+        y[i] = Of<T>::f32(g * sigmoid(g) * u);
+    }
+}
+
+static __device__ __forceinline__ void swiglu_one(float g, float u, float dy, float &dg, float &du) {
+    float s = sigmoid(g);
+    dg = dy * u * s * (1.0f + g * (1.0f - s));
+    du = dy * g * s;
+}
+
+// May work in place.
+template <typename T>
+static __device__ void swiglu_grad(const T *dy, const T *gate_up, T *out, int f, int wide) {
+    i64 row = blockIdx.y;
+    dy += row * f;
+    gate_up += row * 2 * f;
+    out += row * 2 * f;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (wide) {
+        const int N = Pack<T>::N;
+        i *= N;
+        if (i >= f) return;
+        float g[N], u[N], d[N];
+        load(gate_up + i, g);
+        load(gate_up + f + i, u);
+        load(dy + i, d);
+#pragma unroll
+        for (int j = 0; j < N; j++) swiglu_one(g[j], u[j], d[j], g[j], u[j]);
+        store(out + i, g);
+        store(out + f + i, u);
+    } else if (i < f) {
+        float dg, du;
+        swiglu_one(to_f32(gate_up[i]), to_f32(gate_up[f + i]), to_f32(dy[i]), dg, du);
+        out[i] = Of<T>::f32(dg);
+        out[f + i] = Of<T>::f32(du);
+    }
+}
+
+template <typename T>
+static __device__ void add(const T *a, const T *b, T *out, i64 n) {
+    const int N = Pack<T>::N;
+    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i + N <= n) {
+        float x[N], y[N];
+        load(a + i, x);
+        load(b + i, y);
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] += y[j];
+        store(out + i, x);
+    } else {
+        for (; i < n; i++) out[i] = Of<T>::f32(to_f32(a[i]) + to_f32(b[i]));
+    }
+}
+
+// y[b] = x[b, count[b] − 1].
+template <typename T>
+static __device__ void last_position(const T *x, const u32 *count, T *y, int seq, int d) {
+    i64 b = blockIdx.x;
+    i64 row = count[b];
+    row = row < 1 ? 0 : row > seq ? seq - 1 : row - 1;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) y[b * d + i] = x[(b * seq + row) * d + i];
+}
+
+#define POINTWISE(T, NAME)                                                                                             \
+    extern "C" __global__ void embedding_##NAME(const u32 *tokens, const T *table, T *out, int d, int first,           \
+                                                int entries, int wide) {                                               \
+        embed<T>(tokens, table, out, d, first, entries, wide);                                                         \
+    }                                                                                                                  \
+    extern "C" __global__ void rope_##NAME(const T *in, const float *table, const u32 *starts, T *out, int seq,        \
+                                           int width, int turned, int e, int table_rows, float sign, int positions,    \
+                                           int wide) {                                                                 \
+        turn<T>(in, table, starts, out, seq, width, turned, e, table_rows, sign, positions, wide);                     \
+    }                                                                                                                  \
+    extern "C" __global__ void swiglu_##NAME(const T *gate_up, T *y, int f, int wide) {                                \
+        swiglu<T>(gate_up, y, f, wide);                                                                                \
+    }                                                                                                                  \
+    extern "C" __global__ void swiglu_grad_##NAME(const T *dy, const T *gate_up, T *out, int f, int wide) {            \
+        swiglu_grad<T>(dy, gate_up, out, f, wide);                                                                     \
+    }                                                                                                                  \
+    extern "C" __global__ void add_##NAME(const T *a, const T *b, T *out, i64 n) { add<T>(a, b, out, n); }             \
+    extern "C" __global__ void last_position_##NAME(const T *x, const u32 *count, T *y, int seq, int d) {              \
+        last_position<T>(x, count, y, seq, d);                                                                         \
+    }
+POINTWISE(float, f32)
+POINTWISE(bf16, bf16)

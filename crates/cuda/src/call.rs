@@ -1,0 +1,146 @@
+//! One instruction on the device: operands as addresses, dimensions as sizes.
+
+use crate::driver::{Address, Stream};
+use crate::kernels::{Kernels, Value};
+use crate::matmul::{Matmul, Shape};
+use crate::{CudaError, attention};
+use lockstep_exec::bound::{At, Bound, VocabPart};
+use lockstep_ir::program::Slot;
+use lockstep_ir::{Coordinates, DType};
+
+/// A bound instruction at one slot of a schedule.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    pub bound: &'a Bound,
+    pub kernels: &'a Kernels,
+    pub matmul: &'a Matmul,
+    pub attention: &'a attention::Plans,
+    pub stream: &'a Stream,
+    pub base: Address,
+    pub slot: Slot,
+    pub coordinates: Coordinates,
+}
+
+/// Threads of kernels that take each element on its own.
+pub const THREADS: usize = 256;
+
+impl Call<'_> {
+    /// Size behind a letter of the op table.
+    pub fn size(&self, letter: char) -> usize {
+        self.bound.size(letter)
+    }
+
+    /// Positions of all sequences.
+    pub fn rows(&self) -> usize {
+        self.size('b') * self.size('s')
+    }
+
+    fn at(&self, at: &At) -> Address {
+        self.base + at.offset(self.slot)
+    }
+
+    /// Address of an input.
+    pub fn input(&self, i: usize) -> Address {
+        self.at(&self.bound.inputs[i])
+    }
+
+    /// Address of an output, if somebody wants it.
+    pub fn output(&self, i: usize) -> Option<Address> {
+        self.bound.outputs[i].as_ref().map(|at| self.at(at))
+    }
+
+    /// Address of the scratch.
+    pub fn scratch(&self) -> Result<Address, CudaError> {
+        let none = || CudaError::Internal(format!("{} was compiled without scratch", self.bound.op.name()));
+        Ok(self.at(self.bound.workspace.as_ref().ok_or_else(none)?))
+    }
+
+    /// Whether an output adds to what is there.
+    pub fn adds(&self, i: usize) -> bool {
+        self.bound.adds(i, self.slot)
+    }
+
+    /// The part of the vocabulary that this rank has.
+    pub fn vocab_part(&self) -> VocabPart {
+        self.bound.vocab_part(self.coordinates)
+    }
+
+    /// Type of the floating-point operands.
+    pub fn float(&self) -> DType {
+        self.bound.float
+    }
+
+    /// Whether rows of `n` elements are whole packs of 16 bytes.
+    pub fn wide(&self, n: usize) -> bool {
+        (n * self.float().bytes()).is_multiple_of(16)
+    }
+
+    /// Elements of a pack of 16 bytes.
+    pub fn pack(&self) -> usize {
+        16 / self.float().bytes()
+    }
+
+    /// Queues the kernel `name` for the type of the floating-point operands.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel's parameters.
+    pub unsafe fn typed(
+        &self,
+        (source, name): (&str, &str),
+        grid: [usize; 3],
+        threads: usize,
+        args: &[Value],
+    ) -> Result<(), CudaError> {
+        let name = format!("{name}_{}", suffix(self.float()));
+        // SAFETY: the caller vouches.
+        unsafe { self.kernels.launch(self.stream, (source, &name), grid, threads, args) }
+    }
+
+    /// Queues a kernel that has no type.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel's parameters.
+    pub unsafe fn plain(
+        &self,
+        kernel: (&str, &str),
+        grid: [usize; 3],
+        threads: usize,
+        args: &[Value],
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches.
+        unsafe { self.kernels.launch(self.stream, kernel, grid, threads, args) }
+    }
+
+    /// Queues a product whose scratch starts at `scratch`.
+    ///
+    /// # Safety
+    /// The matrices are as large as the shape says.
+    pub unsafe fn multiply(
+        &self,
+        shape: &Shape,
+        factors: (Address, Address),
+        to: Address,
+        scratch: Address,
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches; sums go where they are.
+        unsafe { self.matmul.multiply(self.stream, shape, factors, to, to, scratch) }
+    }
+}
+
+/// What kernels of a type are called.
+pub fn suffix(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bf16",
+        DType::Fixed64 => "fixed",
+        _ => "f32",
+    }
+}
+
+/// What kernels call a type of gradient sums.
+pub fn sum_kind(dtype: DType) -> i32 {
+    match dtype {
+        DType::BF16 => 1,
+        DType::Fixed64 => 2,
+        _ => 0,
+    }
+}

@@ -1,0 +1,58 @@
+//! What the device can do at best, measured.
+
+use crate::driver::{Event, Memory, Stream};
+use crate::matmul::{Product, Shape, WORKSPACE, fill_random};
+use crate::{CudaError, Gpu};
+use lockstep_ir::DType;
+
+/// FLOP per second of a large product of random numbers, held for a third of a second: power, not the first burst, decides.
+pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
+    const SIZE: usize = 8192;
+    let (m, n, k) = (SIZE, SIZE, SIZE);
+    let shape = Shape {
+        product: Product::Forward,
+        m,
+        n,
+        k,
+        input: dtype,
+        output: dtype,
+        adds: false,
+        y_stride: n,
+        bias: false,
+    };
+    gpu.matmul.prepare(shape)?;
+    let bytes = (SIZE * SIZE * dtype.bytes()) as u64;
+    let memory = Memory::new(&gpu.device, 3 * bytes + WORKSPACE)?;
+    let stream = Stream::new(&gpu.device)?;
+    fill_random(&stream, memory.base, 2 * bytes)?;
+    let (x, w, y) = (memory.base, memory.base + bytes, memory.base + 2 * bytes);
+    // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
+    let once = || unsafe { gpu.matmul.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
+    let flops = 2.0 * (SIZE as f64).powi(3);
+    timed(gpu, &stream, 0.3, once).map(|seconds| flops / seconds)
+}
+
+/// Bytes per second of a large copy, read and written.
+pub fn bandwidth(gpu: &Gpu) -> Result<f64, CudaError> {
+    const BYTES: u64 = 1 << 30;
+    let memory = Memory::new(&gpu.device, 2 * BYTES)?;
+    let stream = Stream::new(&gpu.device)?;
+    // SAFETY: the halves of the memory.
+    let once = || unsafe { stream.copy(memory.base + BYTES, memory.base, BYTES as usize) };
+    timed(gpu, &stream, 0.1, once).map(|seconds| 2.0 * BYTES as f64 / seconds)
+}
+
+/// Seconds of one call of `once`, over about this long.
+fn timed(gpu: &Gpu, stream: &Stream, seconds: f64, once: impl Fn() -> Result<(), CudaError>) -> Result<f64, CudaError> {
+    let (start, end) = (Event::new(&gpu.device)?, Event::new(&gpu.device)?);
+    let run = |times: usize| {
+        start.record(stream)?;
+        (0..times).try_for_each(|_| once())?;
+        end.record(stream)?;
+        end.wait()?;
+        Ok(end.since(&start)? / times as f64)
+    };
+    run(1)?;
+    let first = run(3)?;
+    run(((seconds / first) as usize).clamp(3, 10_000))
+}

@@ -1,0 +1,517 @@
+//! The CUDA driver: one device, its context, memory, streams, events, modules and graphs.
+
+use crate::CudaError;
+use crate::library::{Name, functions};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::sync::{Arc, OnceLock};
+
+/// An address on the device.
+pub type Address = u64;
+type Handle = *mut c_void;
+
+functions! {
+    /// The driver's functions.
+    Driver, Name::Driver;
+    init = c"cuInit": fn(c_uint) -> c_int;
+    driver_version = c"cuDriverGetVersion": fn(*mut c_int) -> c_int;
+    device_count = c"cuDeviceGetCount": fn(*mut c_int) -> c_int;
+    device_get = c"cuDeviceGet": fn(*mut c_int, c_int) -> c_int;
+    device_name = c"cuDeviceGetName": fn(*mut c_char, c_int, c_int) -> c_int;
+    device_attribute = c"cuDeviceGetAttribute": fn(*mut c_int, c_int, c_int) -> c_int;
+    device_pci = c"cuDeviceGetPCIBusId": fn(*mut c_char, c_int, c_int) -> c_int;
+    device_total = c"cuDeviceTotalMem_v2": fn(*mut usize, c_int) -> c_int;
+    context_retain = c"cuDevicePrimaryCtxRetain": fn(*mut Handle, c_int) -> c_int;
+    context_set = c"cuCtxSetCurrent": fn(Handle) -> c_int;
+    memory_info = c"cuMemGetInfo_v2": fn(*mut usize, *mut usize) -> c_int;
+    memory_alloc = c"cuMemAlloc_v2": fn(*mut Address, usize) -> c_int;
+    memory_free = c"cuMemFree_v2": fn(Address) -> c_int;
+    host_alloc = c"cuMemHostAlloc": fn(*mut Handle, usize, c_uint) -> c_int;
+    host_free = c"cuMemFreeHost": fn(Handle) -> c_int;
+    copy_to_device = c"cuMemcpyHtoDAsync_v2": fn(Address, *const c_void, usize, Handle) -> c_int;
+    copy_to_host = c"cuMemcpyDtoHAsync_v2": fn(*mut c_void, Address, usize, Handle) -> c_int;
+    copy = c"cuMemcpyDtoDAsync_v2": fn(Address, Address, usize, Handle) -> c_int;
+    set_bytes = c"cuMemsetD8Async": fn(Address, u8, usize, Handle) -> c_int;
+    stream_create = c"cuStreamCreate": fn(*mut Handle, c_uint) -> c_int;
+    stream_destroy = c"cuStreamDestroy_v2": fn(Handle) -> c_int;
+    stream_synchronize = c"cuStreamSynchronize": fn(Handle) -> c_int;
+    event_create = c"cuEventCreate": fn(*mut Handle, c_uint) -> c_int;
+    event_record = c"cuEventRecord": fn(Handle, Handle) -> c_int;
+    event_synchronize = c"cuEventSynchronize": fn(Handle) -> c_int;
+    event_elapsed = c"cuEventElapsedTime": fn(*mut f32, Handle, Handle) -> c_int;
+    event_destroy = c"cuEventDestroy_v2": fn(Handle) -> c_int;
+    module_load = c"cuModuleLoadData": fn(*mut Handle, *const c_void) -> c_int;
+    module_function = c"cuModuleGetFunction": fn(*mut Handle, Handle, *const c_char) -> c_int;
+    launch = c"cuLaunchKernel": fn(Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void) -> c_int;
+    capture_begin = c"cuStreamBeginCapture_v2": fn(Handle, c_uint) -> c_int;
+    capture_end = c"cuStreamEndCapture": fn(Handle, *mut Handle) -> c_int;
+    graph_instantiate = c"cuGraphInstantiateWithFlags": fn(*mut Handle, Handle, u64) -> c_int;
+    graph_launch = c"cuGraphLaunch": fn(Handle, Handle) -> c_int;
+    graph_destroy = c"cuGraphDestroy": fn(Handle) -> c_int;
+    graph_exec_destroy = c"cuGraphExecDestroy": fn(Handle) -> c_int;
+    error_name = c"cuGetErrorName": fn(c_int, *mut *const c_char) -> c_int;
+    error_text = c"cuGetErrorString": fn(c_int, *mut *const c_char) -> c_int;
+}
+
+const OUT_OF_MEMORY: c_int = 2;
+/// The oldest driver interface that the kernels and libraries are made for: CUDA 13.0.
+const LEAST_VERSION: c_int = 13000;
+
+impl Driver {
+    /// The driver of this process, started once.
+    pub fn get() -> Result<&'static Driver, CudaError> {
+        static DRIVER: OnceLock<Result<Driver, CudaError>> = OnceLock::new();
+        let open = || {
+            let (driver, _) = Driver::open()?;
+            // SAFETY: the function has this type.
+            driver.check("cuInit", unsafe { (driver.init)(0) })?;
+            Ok(driver)
+        };
+        DRIVER.get_or_init(open).as_ref().map_err(Clone::clone)
+    }
+
+    /// The CUDA version that it speaks, as 1000 × major + 10 × minor.
+    pub fn version(&self) -> i32 {
+        let mut version = 0;
+        // SAFETY: the address is valid for the call.
+        unsafe { (self.driver_version)(&mut version) };
+        version
+    }
+
+    /// Turns a status into a result.
+    pub fn check(&self, call: &'static str, status: c_int) -> Result<(), CudaError> {
+        if status == 0 {
+            return Ok(());
+        }
+        let text = |f: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int| {
+            let mut text = std::ptr::null();
+            // SAFETY: the driver gives the address of a constant, or nothing.
+            unsafe {
+                f(status, &mut text);
+                if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+            }
+        };
+        if status == OUT_OF_MEMORY {
+            return Err(CudaError::OutOfMemory);
+        }
+        Err(CudaError::Call { call, text: format!("{} ({})", text(self.error_text), text(self.error_name)) })
+    }
+}
+
+/// A device with a context.
+pub struct Device {
+    driver: &'static Driver,
+    ordinal: c_int,
+    context: Handle,
+    /// Its name.
+    pub name: String,
+    /// Compute capability, as 10 × major + minor.
+    pub capability: u32,
+    /// Multiprocessors.
+    pub processors: u32,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Its place on the bus, by which other libraries know it.
+    pub pci: String,
+}
+
+// SAFETY: contexts may be used from any thread; every use makes it current first.
+unsafe impl Send for Device {}
+// SAFETY: as above; the driver is thread-safe.
+unsafe impl Sync for Device {}
+
+impl Device {
+    /// How many devices there are.
+    pub fn count() -> Result<usize, CudaError> {
+        let driver = Driver::get()?;
+        let mut count = 0;
+        // SAFETY: the address is valid for the call.
+        driver.check("cuDeviceGetCount", unsafe { (driver.device_count)(&mut count) })?;
+        Ok(count as usize)
+    }
+
+    /// Opens device `ordinal`.
+    pub fn open(ordinal: usize) -> Result<Arc<Device>, CudaError> {
+        let driver = Driver::get()?;
+        let version = driver.version();
+        if version < LEAST_VERSION {
+            return Err(CudaError::OldDriver { found: version, least: LEAST_VERSION });
+        }
+        if ordinal >= Self::count()? {
+            return Err(CudaError::NoDevice);
+        }
+        let (mut device, mut total, mut context) = (0, 0usize, std::ptr::null_mut());
+        let (mut name, mut pci) = ([0 as c_char; 256], [0 as c_char; 64]);
+        // SAFETY: addresses and lengths are valid for the calls.
+        unsafe {
+            driver.check("cuDeviceGet", (driver.device_get)(&mut device, ordinal as c_int))?;
+            driver.check("cuDeviceGetName", (driver.device_name)(name.as_mut_ptr(), 255, device))?;
+            driver.check("cuDeviceGetPCIBusId", (driver.device_pci)(pci.as_mut_ptr(), 63, device))?;
+            driver.check("cuDeviceTotalMem", (driver.device_total)(&mut total, device))?;
+            driver.check("cuDevicePrimaryCtxRetain", (driver.context_retain)(&mut context, device))?;
+        }
+        let attribute = |which| {
+            let mut value = 0;
+            // SAFETY: the address is valid for the call.
+            unsafe { (driver.device_attribute)(&mut value, which, device) };
+            value as u32
+        };
+        // SAFETY: the driver ends both texts with a zero.
+        let text = |t: &[c_char]| unsafe { CStr::from_ptr(t.as_ptr()) }.to_string_lossy().into_owned();
+        let device = Device {
+            driver,
+            ordinal: device,
+            context,
+            name: text(&name),
+            capability: attribute(75) * 10 + attribute(76),
+            processors: attribute(16),
+            memory: total as u64,
+            pci: text(&pci),
+        };
+        device.enter()?;
+        Ok(Arc::new(device))
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal as usize
+    }
+
+    /// Makes its context this thread's.
+    pub fn enter(&self) -> Result<(), CudaError> {
+        // SAFETY: the context is retained as long as the process lives.
+        self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.context_set)(self.context) })
+    }
+
+    /// Bytes of memory that are free.
+    pub fn free_bytes(&self) -> Result<u64, CudaError> {
+        self.enter()?;
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: the addresses are valid for the call.
+        self.driver.check("cuMemGetInfo", unsafe { (self.driver.memory_info)(&mut free, &mut total) })?;
+        Ok(free as u64)
+    }
+}
+
+/// Memory on the device.
+pub struct Memory {
+    device: Arc<Device>,
+    /// Where it starts.
+    pub base: Address,
+    /// Its size.
+    pub bytes: u64,
+}
+
+impl Memory {
+    /// Takes this many bytes.
+    pub fn new(device: &Arc<Device>, bytes: u64) -> Result<Self, CudaError> {
+        device.enter()?;
+        let mut base = 0;
+        // SAFETY: the address is valid for the call.
+        let status = unsafe { (device.driver.memory_alloc)(&mut base, bytes.max(1) as usize) };
+        device.driver.check("cuMemAlloc", status)?;
+        Ok(Self { device: device.clone(), base, bytes })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // An error here has been seen by whoever used the memory.
+        if self.device.enter().is_ok() {
+            // SAFETY: allocated in `new`, freed once.
+            unsafe { (self.device.driver.memory_free)(self.base) };
+        }
+    }
+}
+
+/// Page-locked host memory, which the device copies from and to by itself.
+pub struct Pinned {
+    device: Arc<Device>,
+    data: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: it owns its memory.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    /// Takes this many bytes.
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        device.enter()?;
+        let mut data = std::ptr::null_mut();
+        // SAFETY: the address is valid for the call.
+        device.driver.check("cuMemHostAlloc", unsafe { (device.driver.host_alloc)(&mut data, bytes.max(1), 0) })?;
+        Ok(Self { device: device.clone(), data: data.cast(), bytes })
+    }
+
+    /// Its bytes.
+    pub fn slice(&mut self) -> &mut [u8] {
+        // SAFETY: it owns that many bytes.
+        unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            // SAFETY: allocated in `new`, freed once.
+            unsafe { (self.device.driver.host_free)(self.data.cast()) };
+        }
+    }
+}
+
+/// A queue of work.
+pub struct Stream {
+    device: Arc<Device>,
+    handle: Handle,
+}
+
+// SAFETY: streams may be used from any thread.
+unsafe impl Send for Stream {}
+
+impl Stream {
+    /// A new one, independent of the default stream.
+    pub fn new(device: &Arc<Device>) -> Result<Self, CudaError> {
+        const NON_BLOCKING: c_uint = 1;
+        device.enter()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the address is valid for the call.
+        device.driver.check("cuStreamCreate", unsafe { (device.driver.stream_create)(&mut handle, NON_BLOCKING) })?;
+        Ok(Self { device: device.clone(), handle })
+    }
+
+    /// The handle that libraries take.
+    pub(crate) fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// Waits until all of its work is done.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: the stream is open.
+        self.device.driver.check("cuStreamSynchronize", unsafe { (self.device.driver.stream_synchronize)(self.handle) })
+    }
+
+    /// Copies to the device.
+    ///
+    /// # Safety
+    /// `to` has room for the data; page-locked data stay as they are until the copy is done.
+    pub unsafe fn to_device(&self, to: Address, data: &[u8]) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches.
+        let status = unsafe { (self.device.driver.copy_to_device)(to, data.as_ptr().cast(), data.len(), self.handle) };
+        self.device.driver.check("cuMemcpyHtoDAsync", status)
+    }
+
+    /// Copies to the host.
+    ///
+    /// # Safety
+    /// `from` has as many bytes as `data`, which is not touched until the copy is done.
+    pub unsafe fn to_host(&self, data: &mut [u8], from: Address) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches.
+        let status =
+            unsafe { (self.device.driver.copy_to_host)(data.as_mut_ptr().cast(), from, data.len(), self.handle) };
+        self.device.driver.check("cuMemcpyDtoHAsync", status)
+    }
+
+    /// Copies on the device.
+    ///
+    /// # Safety
+    /// Both ranges exist and do not overlap.
+    pub unsafe fn copy(&self, to: Address, from: Address, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches.
+        self.device
+            .driver
+            .check("cuMemcpyDtoDAsync", unsafe { (self.device.driver.copy)(to, from, bytes, self.handle) })
+    }
+
+    /// Sets every byte of a range.
+    ///
+    /// # Safety
+    /// The range exists.
+    pub unsafe fn fill(&self, at: Address, byte: u8, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches.
+        self.device
+            .driver
+            .check("cuMemsetD8Async", unsafe { (self.device.driver.set_bytes)(at, byte, bytes, self.handle) })
+    }
+
+    /// Records what `work` queues here instead of doing it.
+    pub fn capture(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+        const RELAXED: c_uint = 2;
+        let driver = self.device.driver;
+        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the stream is open and nothing of it is being captured.
+        driver.check("cuStreamBeginCapture", unsafe { (driver.capture_begin)(self.handle, RELAXED) })?;
+        let worked = work();
+        // SAFETY: the capture was begun; the addresses are valid for the calls; the template is destroyed once.
+        unsafe {
+            let ended = driver.check("cuStreamEndCapture", (driver.capture_end)(self.handle, &mut graph));
+            worked?;
+            ended?;
+            let made = driver.check("cuGraphInstantiate", (driver.graph_instantiate)(&mut exec, graph, 0));
+            (driver.graph_destroy)(graph);
+            made?;
+        }
+        Ok(Graph { device: self.device.clone(), exec })
+    }
+
+    /// Does what was recorded.
+    pub fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
+        // SAFETY: both are open.
+        self.device.driver.check("cuGraphLaunch", unsafe { (self.device.driver.graph_launch)(graph.exec, self.handle) })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            // SAFETY: created in `new`, destroyed once.
+            unsafe { (self.device.driver.stream_destroy)(self.handle) };
+        }
+    }
+}
+
+/// Recorded work.
+pub struct Graph {
+    device: Arc<Device>,
+    exec: Handle,
+}
+
+// SAFETY: graphs may be used from any thread, one at a time.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            // SAFETY: instantiated in `capture`, destroyed once.
+            unsafe { (self.device.driver.graph_exec_destroy)(self.exec) };
+        }
+    }
+}
+
+/// A moment in a stream's work.
+pub struct Event {
+    device: Arc<Device>,
+    handle: Handle,
+}
+
+// SAFETY: events may be used from any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// A new one, with a clock.
+    pub fn new(device: &Arc<Device>) -> Result<Self, CudaError> {
+        device.enter()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the address is valid for the call.
+        device.driver.check("cuEventCreate", unsafe { (device.driver.event_create)(&mut handle, 0) })?;
+        Ok(Self { device: device.clone(), handle })
+    }
+
+    /// Marks the end of what the stream has been given so far.
+    pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: both are open.
+        self.device
+            .driver
+            .check("cuEventRecord", unsafe { (self.device.driver.event_record)(self.handle, stream.handle) })
+    }
+
+    /// Waits until it has come.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: the event is open.
+        self.device.driver.check("cuEventSynchronize", unsafe { (self.device.driver.event_synchronize)(self.handle) })
+    }
+
+    /// Seconds from another event to this one; both have come.
+    pub fn since(&self, earlier: &Event) -> Result<f64, CudaError> {
+        let mut milliseconds = 0.0;
+        // SAFETY: both are open; the address is valid for the call.
+        let status = unsafe { (self.device.driver.event_elapsed)(&mut milliseconds, earlier.handle, self.handle) };
+        self.device.driver.check("cuEventElapsedTime", status)?;
+        Ok(f64::from(milliseconds) * 1e-3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            // SAFETY: created in `new`, destroyed once.
+            unsafe { (self.device.driver.event_destroy)(self.handle) };
+        }
+    }
+}
+
+/// Loaded machine code. It stays loaded as long as the process lives.
+#[derive(Clone, Copy)]
+pub struct Module(Handle);
+
+/// A kernel.
+#[derive(Clone, Copy)]
+pub struct Function(Handle);
+
+// SAFETY: handles of code, which never changes.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+// SAFETY: as above.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads machine code.
+    pub fn load(device: &Device, code: &[u8]) -> Result<Self, CudaError> {
+        device.enter()?;
+        let mut module = std::ptr::null_mut();
+        // SAFETY: the code is a whole cubin.
+        let status = unsafe { (device.driver.module_load)(&mut module, code.as_ptr().cast()) };
+        device.driver.check("cuModuleLoadData", status)?;
+        Ok(Self(module))
+    }
+
+    /// The kernel of this name.
+    pub fn function(&self, device: &Device, name: &str) -> Result<Function, CudaError> {
+        let text = CString::new(name).map_err(|_| CudaError::Internal(format!("kernel name {name:?}")))?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module is loaded; the text ends with a zero.
+        let status = unsafe { (device.driver.module_function)(&mut function, self.0, text.as_ptr()) };
+        device
+            .driver
+            .check("cuModuleGetFunction", status)
+            .map_err(|e| CudaError::Internal(format!("kernel {name}: {e}")))?;
+        Ok(Function(function))
+    }
+}
+
+impl Function {
+    /// Queues a launch.
+    ///
+    /// # Safety
+    /// `args` are addresses of values of the types of its parameters, and what they point at is theirs.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        grid: [u32; 3],
+        threads: u32,
+        shared: usize,
+        args: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        let driver = stream.device.driver;
+        let [x, y, z] = grid;
+        // SAFETY: the caller vouches.
+        let status = unsafe {
+            (driver.launch)(
+                self.0,
+                x,
+                y,
+                z,
+                threads,
+                1,
+                1,
+                shared as c_uint,
+                stream.handle,
+                args.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        driver.check("cuLaunchKernel", status)
+    }
+}

@@ -1,0 +1,250 @@
+//! The CUDA executor: a step program in one allocation of one device, replayed as a recorded graph.
+
+use crate::attention::Plans;
+use crate::call::Call;
+use crate::driver::{Address, Event, Graph, Memory, Pinned, Stream};
+use crate::gpu::Gpu;
+use crate::ops::join;
+use crate::{CudaError, ops};
+use lockstep_exec::bound::{At, Bound};
+use lockstep_exec::{ExecError, Executor, Timing};
+use lockstep_ir::op::Elem;
+use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
+use lockstep_ir::{Coordinates, DType, Op, StepProgram, units};
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// A loaded program on a device.
+pub struct CudaExecutor {
+    program: StepProgram,
+    segments: Vec<Vec<Bound>>,
+    /// Of every instruction: how many from it on are done as one; 0 for those that another began.
+    joined: Vec<Vec<usize>>,
+    tensors: BTreeMap<String, usize>,
+    /// Entries that have run once, and what was recorded of those that ran twice.
+    ran: BTreeSet<Arc<str>>,
+    graphs: BTreeMap<Arc<str>, Graph>,
+    attention: Plans,
+    staging: RefCell<Pinned>,
+    stream: Stream,
+    arena: Memory,
+    gpu: Arc<Gpu>,
+}
+
+/// Bytes that are copied to or from the host at a time.
+const STAGING: usize = 8 << 20;
+
+impl CudaExecutor {
+    /// Loads a program of one rank that was compiled for [`crate::profile`].
+    pub fn load(gpu: &Arc<Gpu>, program: StepProgram) -> Result<Self, ExecError> {
+        if program.mesh.ranks() != 1 {
+            return Err(ExecError::Internal(format!("a program of {} ranks was loaded on one", program.mesh.ranks())));
+        }
+        let here = Coordinates::default();
+        let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
+        let segments = program.segments.iter().map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>());
+        let segments: Vec<Vec<Bound>> = segments.collect::<Result<Vec<_>, _>>()?;
+        check_scratch(&program, &segments)?;
+        let joined: Vec<Vec<usize>> = program.segments.iter().map(|s| joined(&program, &s.instrs)).collect();
+        // Products are tried out before the arena takes the memory.
+        for (bounds, joined) in segments.iter().zip(&joined) {
+            for (bound, joined) in bounds.iter().zip(joined) {
+                // A product has its bias from the start, or never.
+                let with_bias = bound.op == Op::Linear && *joined > 1;
+                let shapes = ops::shapes(bound).into_iter().filter(|s| s.bias == with_bias);
+                shapes.into_iter().try_for_each(|shape| gpu.matmul.prepare(shape))?;
+            }
+        }
+        let attention = Plans::new(gpu, segments.iter().flatten());
+        let device = &gpu.device;
+        let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
+            CudaError::OutOfMemory => ExecError::OutOfMemory(units::bytes(program.arena_bytes)),
+            other => other.into(),
+        })?;
+        let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
+        let stream = Stream::new(device)?;
+        // States start at zero.
+        // SAFETY: all of the arena.
+        unsafe { stream.fill(arena.base, 0, arena.bytes as usize)? };
+        stream.wait()?;
+        Ok(Self {
+            segments,
+            joined,
+            tensors,
+            ran: BTreeSet::new(),
+            graphs: BTreeMap::new(),
+            attention,
+            staging: RefCell::new(Pinned::new(device, STAGING)?),
+            stream,
+            arena,
+            gpu: gpu.clone(),
+            program,
+        })
+    }
+
+    /// Why attention does not run on cuDNN, if it does not.
+    pub fn slow_attention(&self) -> Option<&str> {
+        self.attention.missing.as_deref()
+    }
+
+    fn tensor(&self, name: &str, micro_batch: usize) -> Result<(&Tensor, Address, usize), ExecError> {
+        let unknown = || ExecError::Internal(format!("the program has no tensor `{name}`"));
+        let tensor = &self.program.tensors[*self.tensors.get(name).ok_or_else(unknown)?];
+        let region = &self.program.regions[self.program.buffers[tensor.buffer.0].region];
+        if region.lifetime == Lifetime::MicroBatch && micro_batch >= region.slots {
+            return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
+        }
+        let offset = self.program.address(tensor.buffer, micro_batch, 0);
+        Ok((tensor, self.arena.base + offset, tensor.ty.bytes() as usize))
+    }
+
+    fn issue(&self, slot: Slot, instr: usize) -> Result<(), CudaError> {
+        let call = |instr: usize| Call {
+            bound: &self.segments[slot.segment][instr],
+            kernels: &self.gpu.kernels,
+            matmul: &self.gpu.matmul,
+            attention: &self.attention,
+            stream: &self.stream,
+            base: self.arena.base,
+            slot,
+            coordinates: Coordinates::default(),
+        };
+        // SAFETY: the arena is this program's.
+        unsafe {
+            match self.joined[slot.segment][instr] {
+                0 => Ok(()),
+                1 => ops::issue(call(instr)),
+                count => join::issue_joined(&(instr..instr + count).map(call).collect::<Vec<_>>()),
+            }
+        }
+    }
+
+    fn issue_all(&self, schedule: &[Slot]) -> Result<(), CudaError> {
+        for slot in schedule {
+            (0..self.segments[slot.segment].len()).try_for_each(|instr| self.issue(*slot, instr))?;
+        }
+        Ok(())
+    }
+
+    fn entry(&self, name: &str) -> Result<(Arc<str>, Vec<Slot>), ExecError> {
+        let unknown = || ExecError::Internal(format!("the program has no entry `{name}`"));
+        let entry = self.program.entry(name).ok_or_else(unknown)?;
+        Ok((entry.name.clone(), entry.schedule.clone()))
+    }
+}
+
+fn joined(program: &StepProgram, instrs: &[Instr]) -> Vec<usize> {
+    let mut joined = Vec::with_capacity(instrs.len());
+    while joined.len() < instrs.len() {
+        let count = join::count(program, instrs, joined.len());
+        joined.push(count);
+        joined.extend(std::iter::repeat_n(0, count - 1));
+    }
+    joined
+}
+
+/// What kernels will use must be what was planned.
+fn check_scratch(program: &StepProgram, segments: &[Vec<Bound>]) -> Result<(), ExecError> {
+    for (instr, bound) in program.segments.iter().flat_map(|s| &s.instrs).zip(segments.iter().flatten()) {
+        if instr.op.communicates() {
+            return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
+        }
+        let sums = |(o, at): (usize, &Option<At>)| at.filter(|_| instr.op.output(o).elem == Elem::Accumulator);
+        let sums = bound.outputs.iter().enumerate().find_map(sums).map_or(DType::F32, |at| at.dtype);
+        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+        let needed = ops::profile("", bound.float, sums)
+            .workspace(&instr.op, &types)
+            .map_err(|e| ExecError::Internal(e.to_string()))?;
+        let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
+        if planned < needed {
+            let op = instr.op.name();
+            return Err(ExecError::Internal(format!("{op} needs {needed} bytes of scratch, {planned} are planned")));
+        }
+    }
+    Ok(())
+}
+
+impl Executor for CudaExecutor {
+    fn arena_bytes(&self) -> u64 {
+        self.arena.bytes
+    }
+
+    fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
+        let (found, address, bytes) = self.tensor(tensor, micro_batch)?;
+        if data.len() != bytes || matches!(found.role, Role::Output | Role::StepOutput) {
+            return Err(ExecError::Internal(format!("`{tensor}` takes {bytes} bytes, got {}", data.len())));
+        }
+        self.gpu.device.enter()?;
+        let mut staging = self.staging.borrow_mut();
+        for (i, part) in data.chunks(STAGING).enumerate() {
+            staging.slice()[..part.len()].copy_from_slice(part);
+            let to = address + (i * STAGING) as u64;
+            // SAFETY: the address and size are the tensor's; the copy is done before the staging is used again.
+            unsafe { self.stream.to_device(to, &staging.slice()[..part.len()])? };
+            self.stream.wait()?;
+        }
+        Ok(())
+    }
+
+    fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
+        let (_, address, bytes) = self.tensor(tensor, micro_batch)?;
+        self.gpu.device.enter()?;
+        let mut data = vec![0u8; bytes];
+        let mut staging = self.staging.borrow_mut();
+        for (i, part) in data.chunks_mut(STAGING).enumerate() {
+            let from = address + (i * STAGING) as u64;
+            // SAFETY: the address and size are the tensor's; the copy is done before the staging is read.
+            unsafe { self.stream.to_host(&mut staging.slice()[..part.len()], from)? };
+            self.stream.wait()?;
+            part.copy_from_slice(&staging.slice()[..part.len()]);
+        }
+        Ok(Cow::Owned(data))
+    }
+
+    fn run(&mut self, entry: &str) -> Result<(), ExecError> {
+        self.gpu.device.enter()?;
+        let (name, schedule) = self.entry(entry)?;
+        if let Some(graph) = self.graphs.get(&name) {
+            self.stream.replay(graph)?;
+        } else if self.ran.insert(name.clone()) {
+            // The first run loads what libraries load late.
+            self.issue_all(&schedule)?;
+        } else {
+            let graph = self.stream.capture(|| self.issue_all(&schedule))?;
+            self.stream.replay(&graph)?;
+            self.graphs.insert(name, graph);
+        }
+        Ok(self.stream.wait()?)
+    }
+
+    fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
+        self.gpu.device.enter()?;
+        let (_, schedule) = self.entry(entry)?;
+        let event = || Event::new(&self.gpu.device);
+        let begin = event()?;
+        begin.record(&self.stream)?;
+        let mut marks = Vec::new();
+        for slot in schedule {
+            for instr in 0..self.segments[slot.segment].len() {
+                self.issue(slot, instr)?;
+                let end = event()?;
+                end.record(&self.stream)?;
+                marks.push((slot, instr, end));
+            }
+        }
+        self.stream.wait()?;
+        let mut start_s = 0.0;
+        let mut timings = Vec::new();
+        for (slot, instr, end) in marks {
+            let now = end.since(&begin)?;
+            timings.push(Timing { slot, instr, start_s, seconds: now - start_s });
+            start_s = now;
+        }
+        Ok(timings)
+    }
+}
+
+// SAFETY: the staging is used by `&self` methods of one owner at a time: an executor is not shared between threads.
+unsafe impl Send for CudaExecutor {}

@@ -1,0 +1,163 @@
+//! The kernels: sources, machine code, launches.
+
+use crate::driver::{Address, Device, Function, Module, Stream};
+use crate::{CudaError, nvrtc};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex};
+
+const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
+
+/// All sources, by name.
+pub const SOURCES: [(&str, &str); 9] = [
+    ("attention", include_str!("../kernels/attention.cu")),
+    ("elements", include_str!("../kernels/elements.cu")),
+    ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
+    ("loss", include_str!("../kernels/loss.cu")),
+    ("naive", include_str!("../kernels/naive.cu")),
+    ("norm", include_str!("../kernels/norm.cu")),
+    ("optimizer", include_str!("../kernels/optimizer.cu")),
+    ("pointwise", include_str!("../kernels/pointwise.cu")),
+    ("sums", include_str!("../kernels/sums.cu")),
+];
+
+/// Compiles every kernel for a compute capability, and gives the bytes of machine code of each source. Needs no device.
+pub fn compile_all(capability: u32) -> Result<Vec<(&'static str, Vec<u8>)>, CudaError> {
+    let compile = |(name, source): (&'static str, &'static str)| {
+        Ok((name, nvrtc::cubin(name, &format!("{COMMON}{source}"), capability)?))
+    };
+    // They do not depend on each other, and what is not cached takes a second or two each.
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = SOURCES.map(|s| scope.spawn(move || compile(s))).into_iter().collect();
+        let lost = |_| Err(CudaError::Internal("the compiler of kernels stopped".into()));
+        threads.into_iter().map(|t| t.join().unwrap_or_else(lost)).collect()
+    })
+}
+
+/// Loaded kernels of a device.
+pub struct Kernels {
+    device: Arc<Device>,
+    modules: Vec<(&'static str, Module)>,
+    functions: Mutex<HashMap<String, Function>>,
+}
+
+/// An argument of a kernel: as many of its low bytes as the parameter has.
+#[derive(Clone, Copy)]
+pub struct Value(#[expect(dead_code, reason = "kernels read it through its address")] u64);
+
+impl From<Address> for Value {
+    fn from(x: Address) -> Self {
+        Value(x)
+    }
+}
+impl From<usize> for Value {
+    fn from(x: usize) -> Self {
+        Value(x as u64)
+    }
+}
+impl From<i32> for Value {
+    fn from(x: i32) -> Self {
+        Value(x as u64)
+    }
+}
+impl From<bool> for Value {
+    fn from(x: bool) -> Self {
+        Value(u64::from(x))
+    }
+}
+impl From<f32> for Value {
+    fn from(x: f32) -> Self {
+        Value(u64::from(x.to_bits()))
+    }
+}
+impl From<f64> for Value {
+    fn from(x: f64) -> Self {
+        Value(x.to_bits())
+    }
+}
+/// A place that may be missing: null then.
+impl From<Option<Address>> for Value {
+    fn from(x: Option<Address>) -> Self {
+        Value(x.unwrap_or(0))
+    }
+}
+
+/// The arguments of a kernel, in order.
+macro_rules! args {
+    ($($x:expr),* $(,)?) => { &[$(crate::kernels::Value::from($x)),*] };
+}
+pub(crate) use args;
+
+const MOST_ARGS: usize = 16;
+
+impl Kernels {
+    /// Compiles what is not cached, and loads all.
+    pub fn load(device: &Arc<Device>) -> Result<Self, CudaError> {
+        let code = compile_all(device.capability)?;
+        let modules = code.into_iter().map(|(name, code)| Ok((name, Module::load(device, &code)?)));
+        let modules = modules.collect::<Result<Vec<_>, CudaError>>()?;
+        Ok(Self { device: device.clone(), modules, functions: Mutex::default() })
+    }
+
+    fn function(&self, source: &str, name: &str) -> Result<Function, CudaError> {
+        let mut functions = self.functions.lock().unwrap_or_else(|e| e.into_inner());
+        let key = format!("{source}/{name}");
+        if let Some(function) = functions.get(&key) {
+            return Ok(*function);
+        }
+        let module = self.modules.iter().find(|(n, _)| *n == source);
+        let (_, module) = module.ok_or_else(|| CudaError::Internal(format!("no kernels called {source}")))?;
+        let function = module.function(&self.device, name)?;
+        functions.insert(key, function);
+        Ok(function)
+    }
+
+    /// Queues a kernel of a source.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel's parameters, and what they point at is theirs.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        kernel: (&str, &str),
+        grid: [usize; 3],
+        threads: usize,
+        args: &[Value],
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches.
+        unsafe { self.launch_with(stream, kernel, grid, threads, None, args) }
+    }
+
+    /// The same for a kernel whose first parameter is a struct, given as its bytes.
+    ///
+    /// # Safety
+    /// As for [`Kernels::launch`].
+    pub unsafe fn launch_with(
+        &self,
+        stream: &Stream,
+        (source, name): (&str, &str),
+        grid: [usize; 3],
+        threads: usize,
+        first: Option<&[u64]>,
+        args: &[Value],
+    ) -> Result<(), CudaError> {
+        // Nothing to do is nothing to launch.
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        if grid[0] > i32::MAX as usize || grid[1] > 65535 || grid[2] > 65535 || args.len() > MOST_ARGS {
+            return Err(CudaError::Internal(format!("{name} with a grid of {grid:?}")));
+        }
+        let function = self.function(source, name)?;
+        let mut values = [Value(0); MOST_ARGS];
+        values[..args.len()].copy_from_slice(args);
+        let given = first.map(|words| words.as_ptr().cast_mut().cast::<c_void>());
+        let mut pointers = [std::ptr::null_mut(); MOST_ARGS + 1];
+        let all = given.into_iter().chain(values.iter_mut().map(|v| std::ptr::from_mut(v).cast()));
+        pointers.iter_mut().zip(all).for_each(|(to, from)| *to = from);
+        let count = args.len() + usize::from(first.is_some());
+        let grid = grid.map(|n| n as u32);
+        // SAFETY: the caller vouches for the arguments.
+        unsafe { function.launch(stream, grid, threads as u32, 0, &mut pointers[..count]) }
+    }
+}

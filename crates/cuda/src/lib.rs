@@ -1,0 +1,30 @@
+//! The CUDA executor: the same step program on an NVIDIA GPU.
+//!
+//! Nothing of CUDA is needed to build this crate, or to start a program that uses it: driver, compiler and libraries are looked
+//! for when a device is asked for. `unsafe` is confined to calls of these libraries.
+
+mod attention;
+mod cache;
+mod call;
+pub mod ceilings;
+mod cudnn;
+mod driver;
+mod error;
+mod executor;
+mod gpu;
+mod kernels;
+mod library;
+mod matmul;
+mod nvml;
+mod nvrtc;
+mod ops;
+mod survey;
+
+pub use driver::Device;
+pub use error::CudaError;
+pub use executor::CudaExecutor;
+pub use gpu::Gpu;
+pub use kernels::compile_all;
+pub use nvml::{Nvml, Telemetry};
+pub use ops::profile;
+pub use survey::{Finding, LIBRARIES, survey};

@@ -1,0 +1,193 @@
+//! Shared libraries, found and opened while the program runs: the binary needs none of them to start.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::{Path, PathBuf};
+
+/// A library that Lockstep may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Name {
+    /// The driver.
+    Driver,
+    /// The compiler of kernels.
+    Nvrtc,
+    /// Matrix products.
+    CublasLt,
+    /// Fused attention.
+    Cudnn,
+    /// Power, clocks and memory of the device.
+    Nvml,
+}
+
+/// The folder that is searched first, if set: where a Python environment keeps its `nvidia` packages, say.
+pub const FOLDER_VARIABLE: &str = "LOCKSTEP_CUDA_LIBRARIES";
+
+impl Name {
+    /// All of them.
+    pub const ALL: [Name; 5] = [Name::Driver, Name::Nvrtc, Name::CublasLt, Name::Cudnn, Name::Nvml];
+
+    /// File names to try, best first.
+    fn files(self) -> &'static [&'static str] {
+        match self {
+            Name::Driver => &["libcuda.so.1"],
+            Name::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12"],
+            Name::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12"],
+            Name::Cudnn => &["libcudnn.so.9"],
+            Name::Nvml => &["libnvidia-ml.so.1"],
+        }
+    }
+
+    /// What it is for and how to get it.
+    pub fn hint(self) -> &'static str {
+        match self {
+            Name::Driver => "install the NVIDIA driver, version 580 or newer",
+            Name::Nvrtc => "install CUDA 13.0, or `pip install nvidia-cuda-nvrtc==13.0.88`",
+            Name::CublasLt => "install CUDA 13.0, or `pip install nvidia-cublas`",
+            Name::Cudnn => {
+                "install cuDNN 9.14 or newer, or `pip install nvidia-cudnn-cu13`; without it attention runs on a slower kernel"
+            }
+            Name::Nvml => "it comes with the NVIDIA driver; without it there is no telemetry",
+        }
+    }
+
+    /// Whether nothing runs on the device without it.
+    pub fn needed(self) -> bool {
+        matches!(self, Name::Driver | Name::Nvrtc | Name::CublasLt)
+    }
+
+    /// The name for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Name::Driver => "driver",
+            Name::Nvrtc => "NVRTC",
+            Name::CublasLt => "cuBLASLt",
+            Name::Cudnn => "cuDNN",
+            Name::Nvml => "NVML",
+        }
+    }
+}
+
+/// An open library. It stays open as long as the process lives: what it started may still run.
+#[derive(Clone, Debug)]
+pub struct Library {
+    handle: usize,
+    /// Where it was found.
+    pub path: PathBuf,
+}
+
+impl Library {
+    /// Opens a library: from the folder that the environment names, from where the system looks, from a CUDA installation, or
+    /// from the packages of a Python environment.
+    pub fn open(name: Name) -> Option<Library> {
+        let files = name.files();
+        let named = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from);
+        let first = named.iter().flat_map(|folder| in_folder(folder, files));
+        let system = files.iter().map(PathBuf::from);
+        let found = first.chain(system).find_map(|path| Self::open_path(&path));
+        found.or_else(|| folders().iter().flat_map(|f| in_folder(f, files)).find_map(|path| Self::open_path(&path)))
+    }
+
+    fn open_path(path: &Path) -> Option<Library> {
+        // The compiler looks for its other half where the system looks, unless it is open already.
+        if let Some(folder) =
+            path.parent().filter(|f| f.is_absolute() && path.to_string_lossy().contains("libnvrtc.so"))
+        {
+            let half = |p: &PathBuf| p.to_string_lossy().contains("libnvrtc-builtins.so");
+            entries(folder).iter().filter(|p| half(p)).for_each(|p| drop(Self::open_path(p)));
+        }
+        let text = CString::new(path.to_str()?).ok()?;
+        // SAFETY: opening a library runs its initialisers; these are NVIDIA's, made for that.
+        let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+        if handle.is_null() {
+            return None;
+        }
+        Some(Library { handle: handle as usize, path: real_path(handle).unwrap_or_else(|| path.to_owned()) })
+    }
+
+    /// The address of a function.
+    pub fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
+        // SAFETY: the handle is open.
+        let address = unsafe { libc::dlsym(self.handle as *mut c_void, name.as_ptr()) };
+        (!address.is_null()).then_some(address)
+    }
+}
+
+/// Where an open library lies.
+fn real_path(handle: *mut c_void) -> Option<PathBuf> {
+    #[repr(C)]
+    struct LinkMap {
+        address: usize,
+        name: *const c_char,
+    }
+    let mut map: *mut LinkMap = std::ptr::null_mut();
+    // SAFETY: the handle is open; `map` receives the address of its link map, whose first fields are these.
+    unsafe {
+        if libc::dlinfo(handle, libc::RTLD_DI_LINKMAP, (&raw mut map).cast()) != 0 || map.is_null() {
+            return None;
+        }
+        let name = CStr::from_ptr((*map).name).to_str().ok()?;
+        (!name.is_empty()).then(|| PathBuf::from(name))
+    }
+}
+
+fn in_folder(folder: &Path, files: &[&str]) -> Vec<PathBuf> {
+    files.iter().map(|file| folder.join(file)).filter(|path| path.exists()).collect()
+}
+
+/// Other folders where such libraries are kept.
+fn folders() -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os) {
+        folders.push(Path::new(&home).join("lib64"));
+    }
+    folders.push(PathBuf::from("/usr/local/cuda/lib64"));
+    // Packages of the active Python environment: site-packages/nvidia/*/lib.
+    for home in ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(std::env::var_os) {
+        for python in entries(&Path::new(&home).join("lib")) {
+            for package in entries(&python.join("site-packages/nvidia")) {
+                folders.push(package.join("lib"));
+            }
+        }
+    }
+    folders
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> =
+        std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())).collect();
+    found.sort();
+    found
+}
+
+/// Declares the functions of a library as a struct of addresses, all looked up when it is opened.
+macro_rules! functions {
+    ($(#[$doc:meta])* $table:ident, $library:expr; $($field:ident = $symbol:literal: fn($($arg:ty),* $(,)?) -> $result:ty;)*) => {
+        $(#[$doc])*
+        pub(crate) struct $table {
+            $(pub $field: unsafe extern "C" fn($($arg),*) -> $result,)*
+        }
+
+        impl $table {
+            /// Opens the library and finds its functions.
+            pub fn open() -> Result<(Self, std::path::PathBuf), crate::CudaError> {
+                let name = $library;
+                let missing = || crate::CudaError::Library { name: name.name(), hint: name.hint() };
+                let library = crate::library::Library::open(name).ok_or_else(missing)?;
+                let table = Self {
+                    $($field: {
+                        let address = library.symbol($symbol).ok_or_else(|| crate::CudaError::Symbol {
+                            path: library.path.display().to_string(),
+                            symbol: $symbol.to_string_lossy().into_owned(),
+                            hint: name.hint(),
+                        })?;
+                        // SAFETY: the library's documentation gives this function this type.
+                        unsafe {
+                            std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($arg),*) -> $result>(address)
+                        }
+                    },)*
+                };
+                Ok((table, library.path))
+            }
+        }
+    };
+}
+pub(crate) use functions;

@@ -1,0 +1,483 @@
+//! Matrix products by cuBLASLt. Plans are chosen once, by timing the library's first proposals on the device, and kept on disk.
+
+use crate::driver::{Address, Device, Event, Memory, Stream};
+use crate::library::{Name, functions};
+use crate::{CudaError, cache};
+use lockstep_ir::DType;
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::path::PathBuf;
+use std::sync::{Arc, RwLock};
+
+type Handle = *mut c_void;
+
+functions! {
+    /// The library's functions.
+    Lt, Name::CublasLt;
+    version = c"cublasLtGetVersion": fn() -> usize;
+    create = c"cublasLtCreate": fn(*mut Handle) -> c_int;
+    destroy = c"cublasLtDestroy": fn(Handle) -> c_int;
+    desc_create = c"cublasLtMatmulDescCreate": fn(*mut Handle, c_int, c_int) -> c_int;
+    desc_set = c"cublasLtMatmulDescSetAttribute": fn(Handle, c_int, *const c_void, usize) -> c_int;
+    desc_destroy = c"cublasLtMatmulDescDestroy": fn(Handle) -> c_int;
+    layout_create = c"cublasLtMatrixLayoutCreate": fn(*mut Handle, c_int, u64, u64, i64) -> c_int;
+    layout_destroy = c"cublasLtMatrixLayoutDestroy": fn(Handle) -> c_int;
+    preference_create = c"cublasLtMatmulPreferenceCreate": fn(*mut Handle) -> c_int;
+    preference_set = c"cublasLtMatmulPreferenceSetAttribute": fn(Handle, c_int, *const c_void, usize) -> c_int;
+    preference_destroy = c"cublasLtMatmulPreferenceDestroy": fn(Handle) -> c_int;
+    heuristic = c"cublasLtMatmulAlgoGetHeuristic": fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut Proposal, *mut c_int) -> c_int;
+    check = c"cublasLtMatmulAlgoCheck": fn(Handle, Handle, Handle, Handle, Handle, Handle, *const Algorithm, *mut Proposal) -> c_int;
+    multiply = c"cublasLtMatmul": fn(Handle, Handle, *const f32, Address, Handle, Address, Handle, *const f32, Address, Handle, Address, Handle, *const Algorithm, Address, usize, Handle) -> c_int;
+}
+
+const COMPUTE_32F: c_int = 68;
+const DESC_TRANSA: c_int = 3;
+const DESC_TRANSB: c_int = 4;
+const DESC_EPILOGUE: c_int = 7;
+const DESC_BIAS_POINTER: c_int = 8;
+const EPILOGUE_BIAS: c_int = 4;
+const PREFERENCE_WORKSPACE: c_int = 1;
+const PREFERENCE_ALIGNMENT: [c_int; 4] = [5, 6, 7, 8];
+
+/// How the library computes a product; its bytes may be kept and used again with the same version.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Algorithm([u64; 8]);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Proposal {
+    algorithm: Algorithm,
+    workspace: usize,
+    state: c_int,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+const NO_PROPOSAL: Proposal =
+    Proposal { algorithm: Algorithm([0; 8]), workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] };
+
+/// Scratch that plans may use, in bytes: what the library asks for on Hopper.
+pub const WORKSPACE: u64 = 32 << 20;
+/// Proposals that are timed.
+const TRIED: usize = 8;
+
+/// Which product of activations `x [m, k]`, weights `w [n, k]` and results `y [m, n]`, all row by row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Product {
+    /// y = x · wᵀ.
+    Forward,
+    /// x = y · w.
+    Input,
+    /// w = yᵀ · x.
+    Weight,
+}
+
+/// A product with its sizes and types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Which.
+    pub product: Product,
+    /// Rows of activations.
+    pub m: usize,
+    /// Columns of y.
+    pub n: usize,
+    /// Columns of x.
+    pub k: usize,
+    /// Type of both factors.
+    pub input: DType,
+    /// Type of the result.
+    pub output: DType,
+    /// Whether the result adds to a third matrix.
+    pub adds: bool,
+    /// Elements from one row of y to the next.
+    pub y_stride: usize,
+    /// Whether each row of y gets a bias.
+    pub bias: bool,
+}
+
+impl Shape {
+    /// Matrices start where buffers do, or a whole number of rows behind: at multiples of this many bytes.
+    fn alignment(&self) -> u32 {
+        let rows = [self.k * self.input.bytes(), self.y_stride * self.input.bytes(), self.k * self.output.bytes()];
+        rows.iter().map(|bytes| 1 << bytes.trailing_zeros().min(4)).min().unwrap_or(1)
+    }
+}
+
+/// Matrices and which of them are turned, as the library sees them: column by column.
+struct Described {
+    desc: Handle,
+    a: Handle,
+    b: Handle,
+    c: Handle,
+}
+
+// SAFETY: descriptions are not changed once they are made, but for the address of a bias, in one that nobody else has.
+unsafe impl Send for Described {}
+// SAFETY: as above.
+unsafe impl Sync for Described {}
+
+struct Plan {
+    described: Described,
+    algorithm: Algorithm,
+}
+
+/// The library with its plans.
+pub struct Matmul {
+    lt: Lt,
+    handle: Handle,
+    device: Arc<Device>,
+    plans: RwLock<HashMap<Shape, Arc<Plan>>>,
+    /// Whether proposals are timed: else the first is taken.
+    tune: bool,
+}
+
+// SAFETY: the library's handle may be used from several threads.
+unsafe impl Send for Matmul {}
+// SAFETY: as above; plans are not changed once they are made.
+unsafe impl Sync for Matmul {}
+
+/// The library's version, as 10000 × major + 100 × minor + patch, and where it was found.
+pub fn version() -> Result<(usize, PathBuf), CudaError> {
+    let (lt, path) = Lt::open()?;
+    // SAFETY: it takes nothing.
+    Ok((unsafe { (lt.version)() }, path))
+}
+
+fn check(call: &'static str, status: c_int) -> Result<(), CudaError> {
+    match status {
+        0 => Ok(()),
+        _ => Err(CudaError::Call { call, text: format!("status {status}") }),
+    }
+}
+
+fn code(dtype: DType) -> c_int {
+    match dtype {
+        DType::BF16 => 14,
+        _ => 0,
+    }
+}
+
+impl Matmul {
+    /// Opens the library for a device.
+    pub fn open(device: &Arc<Device>, tune: bool) -> Result<Self, CudaError> {
+        device.enter()?;
+        let (lt, _) = Lt::open()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the address is valid for the call.
+        check("cublasLtCreate", unsafe { (lt.create)(&mut handle) })?;
+        Ok(Self { lt, handle, device: device.clone(), plans: RwLock::default(), tune })
+    }
+
+    fn describe(&self, shape: &Shape) -> Result<Described, CudaError> {
+        let Shape { product, m, n, k, input, output, y_stride, .. } = *shape;
+        // Row by row is column by column of the transpose: x is [k, m], w is [k, n], y is [n, m].
+        let (x, w, y) = ((k, m, k), (k, n, k), (n, m, y_stride));
+        let (a, b, c, turn_a, turn_b) = match product {
+            Product::Forward => (w, x, y, 1, 0),
+            Product::Input => (w, y, x, 0, 0),
+            Product::Weight => (x, y, w, 0, 1),
+        };
+        let layout = |(rows, columns, stride): (usize, usize, usize), dtype| {
+            let mut layout = std::ptr::null_mut();
+            // SAFETY: the address is valid for the call.
+            let status = unsafe {
+                (self.lt.layout_create)(&mut layout, code(dtype), rows as u64, columns as u64, stride as i64)
+            };
+            check("cublasLtMatrixLayoutCreate", status).map(|()| layout)
+        };
+        let mut desc = std::ptr::null_mut();
+        // SAFETY: addresses and sizes are those of the values.
+        unsafe {
+            check("cublasLtMatmulDescCreate", (self.lt.desc_create)(&mut desc, COMPUTE_32F, code(DType::F32)))?;
+            let epilogue = shape.bias.then_some((DESC_EPILOGUE, EPILOGUE_BIAS));
+            for (which, turn) in [(DESC_TRANSA, turn_a), (DESC_TRANSB, turn_b)].into_iter().chain(epilogue) {
+                let turn: c_int = turn;
+                let status = (self.lt.desc_set)(desc, which, (&raw const turn).cast(), size_of::<c_int>());
+                check("cublasLtMatmulDescSetAttribute", status)?;
+            }
+        }
+        Ok(Described { desc, a: layout(a, input)?, b: layout(b, input)?, c: layout(c, output)? })
+    }
+
+    fn proposals(&self, shape: &Shape, d: &Described, alignment: u32) -> Result<Vec<Proposal>, CudaError> {
+        let mut preference = std::ptr::null_mut();
+        let mut found = [NO_PROPOSAL; TRIED];
+        let mut count = 0;
+        // SAFETY: addresses and sizes are those of the values; the preference is destroyed once.
+        unsafe {
+            check("cublasLtMatmulPreferenceCreate", (self.lt.preference_create)(&mut preference))?;
+            let bytes = WORKSPACE;
+            let status =
+                (self.lt.preference_set)(preference, PREFERENCE_WORKSPACE, (&raw const bytes).cast(), size_of::<u64>());
+            check("cublasLtMatmulPreferenceSetAttribute", status)?;
+            for which in PREFERENCE_ALIGNMENT {
+                let at = (&raw const alignment).cast();
+                check(
+                    "cublasLtMatmulPreferenceSetAttribute",
+                    (self.lt.preference_set)(preference, which, at, size_of::<u32>()),
+                )?;
+            }
+            let tried = if self.tune { TRIED } else { 1 };
+            let (a, b, c) = (d.a, d.b, d.c);
+            let most = tried as c_int;
+            let status =
+                (self.lt.heuristic)(self.handle, d.desc, a, b, c, c, preference, most, found.as_mut_ptr(), &mut count);
+            (self.lt.preference_destroy)(preference);
+            check("cublasLtMatmulAlgoGetHeuristic", status)
+                .map_err(|e| CudaError::Internal(format!("{shape:?}: {e}")))?;
+        }
+        Ok(found[..count as usize]
+            .iter()
+            .filter(|p| p.state == 0 && p.workspace as u64 <= WORKSPACE)
+            .copied()
+            .collect())
+    }
+
+    fn plan(&self, shape: &Shape) -> Option<Arc<Plan>> {
+        self.plans.read().unwrap_or_else(|e| e.into_inner()).get(shape).cloned()
+    }
+
+    /// Makes the plan of a product, if it is not made yet.
+    pub fn prepare(&self, shape: Shape) -> Result<(), CudaError> {
+        if self.plan(&shape).is_some() || shape.m * shape.n * shape.k == 0 {
+            return Ok(());
+        }
+        self.device.enter()?;
+        let alignment = shape.alignment();
+        let described = self.describe(&shape)?;
+        // SAFETY: it takes nothing.
+        let version = unsafe { (self.lt.version)() };
+        let key =
+            format!("{} {} {version} {shape:?} {alignment} {WORKSPACE}", self.device.name, self.device.processors);
+        let kept = cache::get("matmul", &key).filter(|_| self.tune);
+        let algorithm = match kept.and_then(|data| self.kept(&described, &data)) {
+            Some(algorithm) => algorithm,
+            None => {
+                let proposals = self.proposals(&shape, &described, alignment)?;
+                let none = || CudaError::Internal(format!("cuBLASLt proposes nothing for {shape:?}"));
+                let first = proposals.first().ok_or_else(none)?.algorithm;
+                let best = if proposals.len() > 1 { self.fastest(&shape, &described, &proposals)? } else { first };
+                if self.tune {
+                    let bytes: Vec<u8> = best.0.iter().flat_map(|x| x.to_le_bytes()).collect();
+                    cache::put("matmul", &key, &bytes);
+                }
+                best
+            }
+        };
+        let plan = Arc::new(Plan { described, algorithm });
+        self.plans.write().unwrap_or_else(|e| e.into_inner()).insert(shape, plan);
+        Ok(())
+    }
+
+    /// An algorithm from the cache, if the library still takes it.
+    fn kept(&self, d: &Described, data: &[u8]) -> Option<Algorithm> {
+        let (words, []) = data.as_chunks::<8>() else { return None };
+        let algorithm = Algorithm(words.iter().map(|w| u64::from_le_bytes(*w)).collect::<Vec<_>>().try_into().ok()?);
+        let mut proposal = NO_PROPOSAL;
+        // SAFETY: all handles are open; the addresses are valid for the call.
+        let status = unsafe { (self.lt.check)(self.handle, d.desc, d.a, d.b, d.c, d.c, &algorithm, &mut proposal) };
+        (status == 0 && proposal.workspace as u64 <= WORKSPACE).then_some(algorithm)
+    }
+
+    /// Times proposals on random numbers: zeros would draw less power than real data do.
+    fn fastest(&self, shape: &Shape, d: &Described, proposals: &[Proposal]) -> Result<Algorithm, CudaError> {
+        let bytes = |rows: usize, columns: usize, dtype: DType| (rows * columns * dtype.bytes()) as u64;
+        let Shape { product, m, n, k, input, output, adds, y_stride, bias } = *shape;
+        let (x, w, y) = ((m, k), (n, k), (m, y_stride));
+        let (a, b, c) = match product {
+            Product::Forward => (w, x, y),
+            Product::Input => (w, y, x),
+            Product::Weight => (x, y, w),
+        };
+        let sizes = [bytes(a.0, a.1, input), bytes(b.0, b.1, input), bytes(c.0, c.1, output), WORKSPACE];
+        let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
+        // Where there is no room beside what is already there, the library's own choice has to do.
+        if self.device.free_bytes()? < total + (256 << 20) {
+            return Ok(proposals[0].algorithm);
+        }
+        let memory = Memory::new(&self.device, total)?;
+        let stream = Stream::new(&self.device)?;
+        let mut at = memory.base;
+        let [a, b, c, scratch] = sizes.map(|s| {
+            let here = at;
+            at += s.next_multiple_of(256);
+            here
+        });
+        for (address, size) in [(a, sizes[0]), (b, sizes[1]), (c, sizes[2])] {
+            fill_random(&stream, address, size)?;
+        }
+        let mut best: Option<(f64, Algorithm)> = None;
+        let (start, end) = (Event::new(&self.device)?, Event::new(&self.device)?);
+        let run = |p: &Proposal, times: usize| -> Result<f64, CudaError> {
+            let beta = if adds { 1.0 } else { 0.0 };
+            start.record(&stream)?;
+            for _ in 0..times {
+                if bias {
+                    self.set_bias(d, a)?;
+                }
+                // SAFETY: the matrices are as large as the shape says.
+                unsafe { self.call(d, &p.algorithm, &stream, (a, b, c), c, beta, scratch)? };
+            }
+            end.record(&stream)?;
+            end.wait()?;
+            end.since(&start)
+        };
+        for p in proposals {
+            // The first call loads code; a proposal that fails is none.
+            let Ok(once) = run(p, 1).and_then(|_| run(p, 1)) else { continue };
+            let times = ((2e-3 / once.max(1e-6)) as usize).clamp(2, 50);
+            let seconds = run(p, times)? / times as f64;
+            if best.is_none_or(|(least, _)| seconds < least) {
+                best = Some((seconds, p.algorithm));
+            }
+        }
+        best.map(|(_, a)| a).ok_or_else(|| CudaError::Internal(format!("no proposal for {shape:?} runs")))
+    }
+
+    fn set_bias(&self, d: &Described, bias: Address) -> Result<(), CudaError> {
+        // SAFETY: the address and size are those of the value.
+        let status =
+            unsafe { (self.lt.desc_set)(d.desc, DESC_BIAS_POINTER, (&raw const bias).cast(), size_of::<Address>()) };
+        check("cublasLtMatmulDescSetAttribute", status)
+    }
+
+    /// As [`Matmul::multiply`] with a bias for every row of y.
+    ///
+    /// # Safety
+    /// As there; the bias has as many elements as a row.
+    pub unsafe fn multiply_with_bias(
+        &self,
+        stream: &Stream,
+        shape: &Shape,
+        factors: (Address, Address),
+        bias: Address,
+        to: Address,
+        scratch: Address,
+    ) -> Result<(), CudaError> {
+        if shape.m * shape.n * shape.k == 0 {
+            return Ok(());
+        }
+        let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} was not prepared")))?;
+        // Where the bias stands is part of the description: one of its own, since others may use the plan's.
+        let described = self.describe(shape)?;
+        self.set_bias(&described, bias)?;
+        let (a, b) = (factors.1, factors.0);
+        // SAFETY: the caller vouches.
+        let called = unsafe { self.call(&described, &plan.algorithm, stream, (a, b, to), to, 0.0, scratch) };
+        // SAFETY: made above.
+        unsafe { self.forget(&described) };
+        called
+    }
+
+    /// Destroys descriptions.
+    ///
+    /// # Safety
+    /// They are not used any more.
+    unsafe fn forget(&self, d: &Described) {
+        // SAFETY: the caller vouches.
+        unsafe {
+            (self.lt.desc_destroy)(d.desc);
+            for layout in [d.a, d.b, d.c] {
+                (self.lt.layout_destroy)(layout);
+            }
+        }
+    }
+
+    /// Queues a product: `to` = factors, plus `plus` if the shape says that it adds. Factors stand in the order of the product's
+    /// definition: (x, w), (y, w) or (y, x).
+    ///
+    /// # Safety
+    /// The matrices are as large as the shape says, the scratch as large as [`WORKSPACE`].
+    pub unsafe fn multiply(
+        &self,
+        stream: &Stream,
+        shape: &Shape,
+        (first, second): (Address, Address),
+        plus: Address,
+        to: Address,
+        scratch: Address,
+    ) -> Result<(), CudaError> {
+        if shape.m * shape.n * shape.k == 0 {
+            return Ok(());
+        }
+        let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} was not prepared")))?;
+        let (a, b) = (second, first);
+        let beta = if shape.adds { 1.0 } else { 0.0 };
+        // SAFETY: the caller vouches.
+        unsafe { self.call(&plan.described, &plan.algorithm, stream, (a, b, plus), to, beta, scratch) }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "a product has that many operands")]
+    unsafe fn call(
+        &self,
+        d: &Described,
+        algorithm: &Algorithm,
+        stream: &Stream,
+        (a, b, c): (Address, Address, Address),
+        to: Address,
+        beta: f32,
+        scratch: Address,
+    ) -> Result<(), CudaError> {
+        let alpha = 1.0f32;
+        let (lt, s) = (&self.lt, stream.handle());
+        // SAFETY: the caller vouches.
+        let status = unsafe {
+            (lt.multiply)(
+                self.handle,
+                d.desc,
+                &alpha,
+                a,
+                d.a,
+                b,
+                d.b,
+                &beta,
+                c,
+                d.c,
+                to,
+                d.c,
+                algorithm,
+                scratch,
+                WORKSPACE as usize,
+                s,
+            )
+        };
+        check("cublasLtMatmul", status)
+    }
+}
+
+impl Drop for Matmul {
+    fn drop(&mut self) {
+        if self.device.enter().is_err() {
+            return;
+        }
+        let plans = std::mem::take(self.plans.get_mut().unwrap_or_else(|e| e.into_inner()));
+        // SAFETY: all were created by this library and are destroyed once.
+        unsafe {
+            plans.values().for_each(|plan| self.forget(&plan.described));
+            (self.lt.destroy)(self.handle);
+        }
+    }
+}
+
+/// Fills memory with bits that are sound numbers of moderate size in bf16 and in f32.
+pub fn fill_random(stream: &Stream, at: Address, bytes: u64) -> Result<(), CudaError> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Sign and mantissa at random, the exponent near one.
+        (0x3f00 | ((state >> 33) as u16 & 0x80ff)).to_le_bytes()
+    };
+    let block: Vec<u8> = (0..(1 << 18)).flat_map(|_| next()).collect();
+    let mut done = bytes.min(block.len() as u64);
+    // SAFETY: all ranges lie in the memory and do not overlap; the first copy is done before the block goes.
+    unsafe {
+        stream.to_device(at, &block[..done as usize])?;
+        while done < bytes {
+            let here = done.min(bytes - done);
+            stream.copy(at + done, at, here as usize)?;
+            done += here;
+        }
+    }
+    stream.wait()
+}

@@ -1,0 +1,93 @@
+//! Biases, GELU, learned positions, dropout.
+
+use super::norm::{BLOCKS, add_shares};
+use super::pointwise::{in_parts, over_rows};
+use crate::CudaError;
+use crate::call::{Call, THREADS, sum_kind};
+use crate::kernels::args;
+use lockstep_ir::counter;
+
+pub unsafe fn add_bias(call: Call) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let d = call.size('d');
+    let (grid, wide) = over_rows(call, d);
+    let bytes = call.float().bytes();
+    in_parts(grid, |first, grid| {
+        let row = (first * d * bytes) as u64;
+        let args = args![call.input(0) + row, call.input(1), y + row, d, wide];
+        // SAFETY: the operands have these sizes.
+        unsafe { call.typed(("elements", "add_bias"), grid, THREADS, args) }
+    })
+}
+
+/// Scratch: a share for every block of rows.
+pub unsafe fn bias_grad(call: Call) -> Result<(), CudaError> {
+    let (d, rows, shares) = (call.size('d'), call.rows(), call.scratch()?);
+    let (grid, wide) = over_rows(call, d);
+    // About as many blocks in all as keep the device busy.
+    let blocks = (2 * BLOCKS / grid[0].max(1)).clamp(64, BLOCKS).min(rows);
+    let args = args![call.input(0), shares, rows, d, wide];
+    // SAFETY: the operands and the scratch have these sizes.
+    unsafe {
+        call.typed(("elements", "bias_grad"), [grid[0], blocks, 1], THREADS, args)?;
+        add_shares(call, shares, blocks, d)
+    }
+}
+
+/// Blocks of threads that have a pack each.
+fn packs(call: Call, n: usize) -> [usize; 3] {
+    [n.div_ceil(call.pack() * THREADS), 1, 1]
+}
+
+pub unsafe fn gelu(call: Call) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let n = call.bound.inputs[0].elements;
+    // SAFETY: the operands have as many elements.
+    unsafe { call.typed(("elements", "gelu"), packs(call, n), THREADS, args![call.input(0), y, n]) }
+}
+
+pub unsafe fn gelu_grad(call: Call) -> Result<(), CudaError> {
+    let Some(dx) = call.output(0) else { return Ok(()) };
+    let n = call.bound.inputs[0].elements;
+    let args = args![call.input(0), call.input(1), dx, n];
+    // SAFETY: the operands have as many elements.
+    unsafe { call.typed(("elements", "gelu_grad"), packs(call, n), THREADS, args) }
+}
+
+/// Where a row's position comes from: as kernels count.
+fn how(documents: bool, at: bool) -> i32 {
+    if at { 1 } else { 2 * i32::from(documents) }
+}
+
+/// `seq` is `None` where positions go on from a number on the device.
+pub unsafe fn add_positions(call: Call, seq: Option<usize>, documents: bool) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let (d, here) = (call.size('d'), call.size('s'));
+    let whole = seq.unwrap_or(here);
+    let first = seq.map_or(0, |seq| call.bound.first_position(call.coordinates, seq));
+    let starts = (call.bound.inputs.len() > 2).then(|| call.input(2));
+    let how = how(documents, seq.is_none());
+    let args = args![call.input(0), call.input(1), starts, y, d, here, whole, first, how, call.size('t')];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("elements", "add_positions"), [call.rows(), 1, 1], THREADS, args) }
+}
+
+pub unsafe fn positions_grad(call: Call, seq: usize, documents: bool) -> Result<(), CudaError> {
+    let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+    let (d, rows, batch, here) = (call.size('d'), call.size('t'), call.size('b'), call.size('s'));
+    let first = call.bound.first_position(call.coordinates, seq);
+    let starts = documents.then(|| call.input(1));
+    let (kind, adds, how) = (sum_kind(at.dtype), call.adds(0), how(documents, false));
+    let args = args![call.input(0), starts, out, kind, adds, d, batch, here, seq, first, how, rows];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("elements", "positions_grad"), [rows, 1, 1], THREADS, args) }
+}
+
+pub unsafe fn dropout(call: Call, rate: f32, site: u64, seq: usize) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let first = call.bound.first_position(call.coordinates, seq);
+    let (below, scale) = (counter::threshold(rate) as usize, 1.0 / (1.0 - rate));
+    let args = args![call.input(0), call.input(1), y, call.size('d'), call.size('s'), first, site, below, scale];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("elements", "dropout"), [call.rows(), 1, 1], THREADS, args) }
+}

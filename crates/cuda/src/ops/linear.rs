@@ -1,0 +1,148 @@
+//! Matrix products of activations and weights.
+
+use crate::CudaError;
+use crate::call::Call;
+use crate::matmul::{Product, Shape, WORKSPACE};
+use lockstep_exec::bound::Bound;
+use lockstep_ir::{DType, Op};
+
+/// The products that an instruction may ask for, so that they can be planned before anything runs.
+pub fn shapes(bound: &Bound) -> Vec<Shape> {
+    let size = |letter| bound.size(letter);
+    let (m, input) = (size('b') * size('s'), bound.float);
+    let plain = |product, m, n, output| Shape {
+        product,
+        m,
+        n,
+        k: size('k'),
+        input,
+        output,
+        adds: false,
+        y_stride: n,
+        bias: false,
+    };
+    let sums = |shape: Shape| [shape, Shape { adds: true, ..shape }];
+    let gradients = |output: usize| bound.outputs[output].map_or(DType::F32, |at| at.dtype);
+    match bound.op {
+        Op::Linear => {
+            let shape = plain(Product::Forward, m, size('n'), input);
+            vec![shape, Shape { bias: true, ..shape }]
+        }
+        Op::LinearGradInput => vec![plain(Product::Input, m, size('n'), input)],
+        Op::LinearGradWeight => {
+            let (rows, output) = weight_rows(input, gradients(0), m, size('s'));
+            sums(plain(Product::Weight, rows, size('n'), output)).to_vec()
+        }
+        Op::LinearCrossEntropy { rows, .. } => {
+            let fixed = gradients(2) == DType::Fixed64 && bound.outputs[2].is_some();
+            let mut shapes = Vec::new();
+            for count in super::head::chunk_sizes(m, size('s'), rows, fixed) {
+                let (_, output) = weight_rows(input, gradients(2), count, count);
+                for (first, columns) in super::head::column_parts(size('v')) {
+                    let of = |product, output| Shape {
+                        y_stride: padded(size('v')),
+                        ..plain(product, count, columns, output)
+                    };
+                    shapes
+                        .extend([of(Product::Forward, input), Shape { adds: first > 0, ..of(Product::Input, input) }]);
+                    shapes.extend(sums(of(Product::Weight, output)));
+                }
+            }
+            shapes
+        }
+        Op::VocabLogits { rows, .. } => vec![plain(Product::Forward, rows.count, size('v'), DType::F32)],
+        Op::VocabGrad { rows, .. } => {
+            let (_, output) = weight_rows(input, gradients(1), rows.count, rows.count);
+            let weight = sums(plain(Product::Weight, rows.count, size('v'), output));
+            [&[plain(Product::Input, rows.count, size('v'), input)][..], &weight].concat()
+        }
+        Op::Orthogonalise => super::orthogonal::shapes(bound),
+        _ => Vec::new(),
+    }
+}
+
+/// Elements from one row of logits to the next: whole packs, which the matrix units and 16-byte accesses want.
+pub fn padded(vocab: usize) -> usize {
+    vocab.next_multiple_of(8)
+}
+
+/// Whether a product into a sum of this type is made in f32 first: cuBLASLt neither adds in fixed point nor rounds f32 to bf16.
+pub fn apart(compute: DType, gradients: DType) -> bool {
+    gradients == DType::Fixed64 || (compute == DType::F32 && gradients == DType::BF16)
+}
+
+/// Rows of one product into a weight gradient, and its type: sums in fixed point take a sequence at a time.
+fn weight_rows(compute: DType, gradients: DType, rows: usize, seq: usize) -> (usize, DType) {
+    let rows = if gradients == DType::Fixed64 { seq } else { rows };
+    (rows, if apart(compute, gradients) { DType::F32 } else { gradients })
+}
+
+/// y = x · wᵀ.
+pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let shape = shapes(call.bound)[0];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.multiply(&shape, (call.input(0), call.input(1)), y, call.scratch()?) }
+}
+
+/// y = x · wᵀ + bias.
+pub unsafe fn forward_with_bias(product: Call, bias: Call) -> Result<(), CudaError> {
+    let Some(y) = bias.output(0) else { return Ok(()) };
+    let shape = shapes(product.bound)[1];
+    let (x, w, scratch) = (product.input(0), product.input(1), product.scratch()?);
+    // SAFETY: the operands have these sizes.
+    unsafe { product.matmul.multiply_with_bias(product.stream, &shape, (x, w), bias.input(1), y, scratch) }
+}
+
+/// dx = dy · w.
+pub unsafe fn grad_input(call: Call) -> Result<(), CudaError> {
+    let Some(dx) = call.output(0) else { return Ok(()) };
+    let shape = shapes(call.bound)[0];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.multiply(&shape, (call.input(0), call.input(1)), dx, call.scratch()?) }
+}
+
+/// dw (+)= dyᵀ · x.
+pub unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
+    let (n, k, seq) = (call.size('n'), call.size('k'), call.size('s'));
+    let scratch = call.scratch()?;
+    let sizes = (call.rows(), seq, n, k);
+    // SAFETY: the operands have these sizes.
+    let factors = (call.input(0), call.input(1));
+    unsafe { weight_product(call, sizes, n, factors, (0, 0, call.adds(0)), scratch, scratch + WORKSPACE) }
+}
+
+/// Rows of output `output` from `first` on (+)= dyᵀ · x over `rows` rows, in sequences of `seq`. Sums in fixed point add up each sequence's share, which
+/// is made at `share`.
+///
+/// # Safety
+/// The operands have these sizes.
+pub unsafe fn weight_product(
+    call: Call,
+    (rows, seq, n, k): (usize, usize, usize, usize),
+    y_stride: usize,
+    (dy, x): (u64, u64),
+    (output, first, adds): (usize, usize, bool),
+    scratch: u64,
+    share: u64,
+) -> Result<(), CudaError> {
+    let (Some(dw), Some(at)) = (call.output(output), call.bound.outputs[output]) else { return Ok(()) };
+    let dw = dw + (first * k * at.dtype.bytes()) as u64;
+    let input = call.float();
+    let shape = Shape { product: Product::Weight, m: rows, n, k, input, output: at.dtype, adds, y_stride, bias: false };
+    if !apart(input, at.dtype) {
+        // SAFETY: the caller vouches.
+        return unsafe { call.multiply(&shape, (dy, x), dw, scratch) };
+    }
+    let (together, output) = weight_rows(input, at.dtype, rows, seq);
+    let shape = Shape { m: together, output, adds: false, ..shape };
+    for s in 0..rows / together {
+        let row = (s * together * input.bytes()) as u64;
+        // SAFETY: the caller vouches.
+        unsafe {
+            call.multiply(&shape, (dy + row * y_stride as u64, x + row * k as u64), share, scratch)?;
+            super::optimizer::add_f32(call, share, dw, at.dtype, adds || s > 0, n * k)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,146 @@
+//! What each op does on the device.
+
+mod elements;
+mod embedding;
+mod head;
+pub mod join;
+mod linear;
+mod naive;
+mod norm;
+mod optimizer;
+mod orthogonal;
+mod pointwise;
+
+pub use linear::shapes;
+use norm::Kind;
+
+use crate::call::Call;
+use crate::matmul::WORKSPACE;
+use crate::{CudaError, attention};
+use lockstep_ir::{DType, DeviceProfile, Op, Workspace};
+use std::collections::BTreeMap;
+
+/// Every buffer starts at a multiple of this.
+pub const ALIGNMENT: u64 = 256;
+
+/// What the compiler must know of this executor, for these types of parameters and of gradient sums.
+pub fn profile(name: &str, compute: DType, gradients: DType) -> DeviceProfile {
+    let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
+    let of = |fixed, terms: &[(u64, &'static str)]| Workspace { fixed, terms: terms.to_vec() };
+    let share = |letters| if linear::apart(compute, gradients) { vec![(4, letters)] } else { Vec::new() };
+    let shares = |letter| of(0, &[(4 * norm::BLOCKS as u64, letter)]);
+    let logits = (compute.bytes() as u64, "cv");
+    // Rows of logits end in padding.
+    let head = [&[logits, (8 * compute.bytes() as u64, "c"), (4, "bs")][..], &share("vk")].concat();
+    let vocab_grad = of(WORKSPACE + ALIGNMENT, &[&[logits][..], &share("vk")].concat());
+    let workspaces = BTreeMap::from([
+        ("linear", fixed(WORKSPACE)),
+        ("linear_grad_input", fixed(WORKSPACE)),
+        ("linear_grad_weight", Workspace { fixed: WORKSPACE, terms: share("nk") }),
+        ("linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head.clone() }),
+        ("scaled_linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
+        ("rms_norm_grad_weight", shares("d")),
+        ("layer_norm_grad_weight", shares("d")),
+        ("qk_norm_grad_weight", shares("i")),
+        ("bias_grad", shares("d")),
+        ("attention_scores_grad", of(0, &[(4, "bqs")])),
+        ("embedding_grad", of(4 * ALIGNMENT, &[(8, "bs"), (8, "v")])),
+        ("cross_entropy", of(0, &[(4, "bs")])),
+        ("square_sum", fixed(ALIGNMENT)),
+        ("orthogonalise", orthogonal::scratch()),
+        ("attention", attention::scratch(compute)),
+        ("attention_grad", attention::grad_scratch(compute)),
+        ("document_attention_grad", of(0, &[(4, "bqs")])),
+        ("vocab_logits", fixed(WORKSPACE)),
+        ("vocab_loss", of(0, &[(4, "bs")])),
+        ("vocab_grad", vocab_grad.clone()),
+        ("scaled_vocab_grad", vocab_grad),
+    ]);
+    DeviceProfile {
+        name: name.to_owned(),
+        alignment: ALIGNMENT,
+        cross_entropy_logits: 1 << 29,
+        cross_entropy_rows: 8192,
+        workspaces,
+    }
+}
+
+/// Queues an instruction.
+///
+/// # Safety
+/// The arena is that of the program which the call is of.
+pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
+    // SAFETY: the verifier has checked that operands lie in the arena and overlap only in place.
+    unsafe {
+        match call.bound.op {
+            Op::Embedding => embedding::forward(call),
+            Op::EmbeddingGrad { .. } => embedding::grad(call),
+            Op::Linear => linear::forward(call),
+            Op::LinearGradInput => linear::grad_input(call),
+            Op::LinearGradWeight => linear::grad_weight(call),
+            Op::AddBias => elements::add_bias(call),
+            Op::BiasGrad => elements::bias_grad(call),
+            Op::RmsNorm { eps } => norm::forward(call, Kind::Rms, eps, false),
+            Op::AddRmsNorm { eps } => norm::forward(call, Kind::Rms, eps, true),
+            Op::RmsNormGrad => norm::grad(call, Kind::Rms, false),
+            Op::AddRmsNormGrad => norm::grad(call, Kind::Rms, true),
+            Op::RmsNormGradWeight => norm::grad_weight(call, Kind::Rms),
+            Op::LayerNorm { eps } => norm::forward(call, Kind::Layer, eps, false),
+            Op::AddLayerNorm { eps } => norm::forward(call, Kind::Layer, eps, true),
+            Op::LayerNormGrad => norm::grad(call, Kind::Layer, false),
+            Op::AddLayerNormGrad => norm::grad(call, Kind::Layer, true),
+            Op::LayerNormGradWeight => norm::grad_weight(call, Kind::Layer),
+            Op::QkNorm { eps } => norm::heads_forward(call, eps),
+            Op::QkNormGrad => norm::heads_grad(call),
+            Op::QkNormGradWeight => norm::heads_grad_weight(call),
+            Op::AddPositions { seq, documents } => elements::add_positions(call, Some(seq), documents),
+            Op::AddPositionsAt => elements::add_positions(call, None, false),
+            Op::PositionsGrad { seq, documents, .. } => elements::positions_grad(call, seq, documents),
+            Op::Dropout { rate, site, seq } => elements::dropout(call, rate, site, seq),
+            Op::Gelu => elements::gelu(call),
+            Op::GeluGrad => elements::gelu_grad(call),
+            Op::AttentionScores { documents, window } => naive::scores(call, documents, window),
+            Op::AttentionScoresGrad { .. } => naive::scores_grad(call),
+            Op::AttentionMix { .. } => naive::mix(call),
+            Op::AttentionMixGrad { .. } => naive::mix_grad(call),
+            Op::Rope { inverse, documents } => pointwise::rope(call, inverse, documents),
+            Op::RopeAt => pointwise::rope_at(call),
+            Op::Attention { documents, window } => attention::forward(call, documents, window),
+            Op::AttentionGrad { documents, window } => attention::grad(call, documents, window),
+            Op::CachedAttention { window } => attention::cached(call, window),
+            Op::LastPosition => pointwise::last_position(call),
+            Op::SwiGlu => pointwise::swiglu(call),
+            Op::SwiGluGrad => pointwise::swiglu_grad(call),
+            Op::Add => pointwise::add(call),
+            Op::CrossEntropy => head::cross_entropy(call),
+            Op::CrossEntropyGrad => head::cross_entropy_grad(call),
+            Op::LinearCrossEntropy { rows, scaled } => head::linear_cross_entropy(call, rows, scaled),
+            Op::AddState => optimizer::add_state(call),
+            Op::Accumulate => optimizer::accumulate(call),
+            Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
+            Op::MergeSums => optimizer::merge_sums(call),
+            Op::GradientNorm => optimizer::gradient_norm(call),
+            Op::AdamW { .. } => optimizer::adamw(call),
+            Op::Lion { beta1, beta2, decay, lr_scale } => {
+                optimizer::by_moment(call, "lion", [beta1, beta2, decay, lr_scale])
+            }
+            Op::Sgd { momentum, decay, lr_scale } => {
+                optimizer::by_moment(call, "sgd", [momentum, 0.0, decay, lr_scale])
+            }
+            Op::Momentum { momentum } => optimizer::momentum(call, momentum),
+            Op::Orthogonalise => orthogonal::orthogonalise(call),
+            Op::Descend { decay, lr_scale } => optimizer::descend(call, decay, lr_scale),
+            Op::VocabLogits { rows, .. } => head::vocab_logits(call, rows),
+            Op::VocabLoss => head::vocab_loss(call),
+            Op::VocabGrad { rows, scaled } => head::vocab_grad(call, rows, scaled),
+            Op::JoinRows => head::join_rows(call),
+            Op::AllReduce { .. }
+            | Op::SumShared { .. }
+            | Op::ReduceScatter { .. }
+            | Op::AllGather { .. }
+            | Op::Shard { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. } => Err(CudaError::Internal(format!("{} is no kernel", call.bound.op.name()))),
+        }
+    }
+}

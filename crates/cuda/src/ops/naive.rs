@@ -1,0 +1,64 @@
+//! Attention whose weights exist.
+
+use crate::CudaError;
+use crate::attention::{WARPS, check_head, keys_seen, scale};
+use crate::call::Call;
+use crate::kernels::args;
+
+/// Grids over positions of query heads and of key heads, having checked the width of heads.
+fn grids(call: Call) -> Result<[[usize; 3]; 2], CudaError> {
+    check_head(call.size('e'))?;
+    let rows = call.size('s').div_ceil(WARPS);
+    Ok([call.size('q'), call.size('u')].map(|heads| [rows, heads, call.size('b')]))
+}
+
+pub unsafe fn scores(call: Call, documents: bool, window: Option<usize>) -> Result<(), CudaError> {
+    let Some(p) = call.output(0) else { return Ok(()) };
+    let [grid, _] = grids(call)?;
+    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    let starts = documents.then(|| call.input(1));
+    let args = args![call.input(0), starts, p, s, q, u, e, keys_seen(window), scale(e)];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("naive", "scores"), grid, 32 * WARPS, args) }
+}
+
+pub unsafe fn mix(call: Call) -> Result<(), CudaError> {
+    let Some(o) = call.output(0) else { return Ok(()) };
+    let [grid, _] = grids(call)?;
+    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("naive", "mix"), grid, 32 * WARPS, args![call.input(0), call.input(1), o, s, q, u, e]) }
+}
+
+pub unsafe fn mix_grad(call: Call) -> Result<(), CudaError> {
+    let [grid, keys] = grids(call)?;
+    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    let (dout, p, qkv) = (call.input(0), call.input(1), call.input(2));
+    // SAFETY: the operands have these sizes.
+    unsafe {
+        if let Some(dp) = call.output(0) {
+            let args = args![dout, qkv, dp, s, q, u, e];
+            call.typed(("naive", "mix_grad_weights"), grid, 32 * WARPS, args)?;
+        }
+        if let Some(dqkv) = call.output(1) {
+            let args = args![dout, p, dqkv, s, q, u, e];
+            call.typed(("naive", "mix_grad_values"), keys, 32 * WARPS, args)?;
+        }
+    }
+    Ok(())
+}
+
+/// Scratch: a number per row of weights.
+pub unsafe fn scores_grad(call: Call) -> Result<(), CudaError> {
+    let Some(dqkv) = call.output(0) else { return Ok(()) };
+    let [grid, keys] = grids(call)?;
+    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    let (dp, p, qkv, means) = (call.input(0), call.input(1), call.input(2), call.scratch()?);
+    let args = args![dp, p, qkv, means, dqkv, s, q, u, e, scale(e)];
+    // SAFETY: the operands and the scratch have these sizes.
+    unsafe {
+        call.typed(("naive", "row_means"), grid, 32 * WARPS, args![dp, p, means, s, q, u, e])?;
+        call.typed(("naive", "scores_grad_query"), grid, 32 * WARPS, args)?;
+        call.typed(("naive", "scores_grad_key"), keys, 32 * WARPS, args)
+    }
+}

@@ -1,0 +1,95 @@
+//! Rotary positions, SwiGLU, additions: each element on its own.
+
+use crate::CudaError;
+use crate::call::{Call, THREADS};
+use crate::kernels::args;
+
+/// Where a row's position comes from.
+#[derive(Clone, Copy)]
+enum Positions {
+    Sequence = 0,
+    From = 1,
+    Document = 2,
+}
+
+pub unsafe fn rope(call: Call, inverse: bool, documents: bool) -> Result<(), CudaError> {
+    let positions = if documents { Positions::Document } else { Positions::Sequence };
+    // SAFETY: as the caller says.
+    unsafe { turn(call, if inverse { -1.0 } else { 1.0 }, positions) }
+}
+
+pub unsafe fn rope_at(call: Call) -> Result<(), CudaError> {
+    // SAFETY: as the caller says.
+    unsafe { turn(call, 1.0, Positions::From) }
+}
+
+unsafe fn turn(call: Call, sign: f32, positions: Positions) -> Result<(), CudaError> {
+    let Some(out) = call.output(0) else { return Ok(()) };
+    let starts = (call.bound.inputs.len() > 2).then(|| call.input(2));
+    let (e, width) = (call.size('e'), call.size('p'));
+    let turned = (call.size('q') + call.size('u')) * e;
+    let wide = call.wide(e / 2) && call.wide(width);
+    let work = if wide { turned / 2 / call.pack() } else { turned / 2 };
+    let threads = work.next_multiple_of(32).clamp(32, THREADS);
+    let (qkv, table) = (call.input(0), call.input(1));
+    let (seq, rows) = (call.size('s'), call.size('t'));
+    let args = args![qkv, table, starts, out, seq, width, turned, e, rows, sign, positions as i32, wide];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("pointwise", "rope"), [call.rows(), 1, 1], threads, args) }
+}
+
+/// Blocks over rows of `n` elements, each thread a pack where rows divide into them.
+pub fn over_rows(call: Call, n: usize) -> ([usize; 3], bool) {
+    let wide = call.wide(n);
+    let work = if wide { n / call.pack() } else { n };
+    ([work.div_ceil(THREADS), call.rows(), 1], wide)
+}
+
+/// Calls `f` for parts of the rows, as many as a grid may have.
+pub fn in_parts(
+    grid: [usize; 3],
+    mut f: impl FnMut(usize, [usize; 3]) -> Result<(), CudaError>,
+) -> Result<(), CudaError> {
+    const MOST: usize = 65535;
+    (0..grid[1]).step_by(MOST).try_for_each(|first| f(first, [grid[0], MOST.min(grid[1] - first), 1]))
+}
+
+pub unsafe fn swiglu(call: Call) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let f = call.size('f');
+    let (grid, wide) = over_rows(call, f);
+    let bytes = call.float().bytes();
+    in_parts(grid, |first, grid| {
+        let row = (first * f * bytes) as u64;
+        // SAFETY: the operands have these sizes.
+        unsafe { call.typed(("pointwise", "swiglu"), grid, THREADS, args![call.input(0) + 2 * row, y + row, f, wide]) }
+    })
+}
+
+pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
+    let Some(out) = call.output(0) else { return Ok(()) };
+    let f = call.size('f');
+    let (grid, wide) = over_rows(call, f);
+    let bytes = call.float().bytes();
+    in_parts(grid, |first, grid| {
+        let row = (first * f * bytes) as u64;
+        let args = args![call.input(0) + row, call.input(1) + 2 * row, out + 2 * row, f, wide];
+        // SAFETY: the operands have these sizes.
+        unsafe { call.typed(("pointwise", "swiglu_grad"), grid, THREADS, args) }
+    })
+}
+
+pub unsafe fn add(call: Call) -> Result<(), CudaError> {
+    let Some(sum) = call.output(0) else { return Ok(()) };
+    let n = call.bound.inputs[0].elements;
+    let grid = [n.div_ceil(call.pack() * THREADS), 1, 1];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("pointwise", "add"), grid, THREADS, args![call.input(0), call.input(1), sum, n]) }
+}
+
+pub unsafe fn last_position(call: Call) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let args = args![call.input(0), call.input(1), y, call.size('s'), call.size('d')];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("pointwise", "last_position"), [call.size('b'), 1, 1], THREADS, args) }
+}

@@ -1,0 +1,84 @@
+//! What of CUDA is on this machine.
+
+use crate::driver::{Device, Driver};
+use crate::library::{FOLDER_VARIABLE, Library, Name};
+use crate::{CudaError, cache, cudnn, kernels, matmul, nvrtc};
+
+/// One thing that was looked for.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// What.
+    pub what: String,
+    /// What was found, or why nothing was.
+    pub found: Result<String, String>,
+    /// What to do where it is missing.
+    pub hint: &'static str,
+    /// Whether nothing runs on a GPU without it.
+    pub needed: bool,
+}
+
+/// Looks for libraries and devices, and compiles the kernels where that is possible.
+pub fn survey() -> Vec<Finding> {
+    let mut findings: Vec<Finding> = Name::ALL.into_iter().map(library).collect();
+    let devices = Device::count().and_then(|n| (0..n).map(Device::open).collect::<Result<Vec<_>, _>>());
+    let needed = true;
+    match devices {
+        Ok(devices) if !devices.is_empty() => findings.extend(devices.iter().map(|d| Finding {
+            what: format!("device {}", d.ordinal()),
+            found: Ok(format!(
+                "{}, compute capability {}.{}, {} multiprocessors, {:.1} GiB, {:.1} GiB free",
+                d.name,
+                d.capability / 10,
+                d.capability % 10,
+                d.processors,
+                d.memory as f64 / (1u64 << 30) as f64,
+                d.free_bytes().unwrap_or(0) as f64 / (1u64 << 30) as f64
+            )),
+            hint: "",
+            needed,
+        })),
+        Ok(_) => findings.push(no_device(CudaError::NoDevice)),
+        Err(error) => findings.push(no_device(error)),
+    }
+    let capability = Device::open(0).map_or(90, |d| d.capability);
+    let compiled = kernels::compile_all(capability).map(|code| {
+        let bytes: usize = code.iter().map(|(_, c)| c.len()).sum();
+        format!("{} sources compiled for sm_{capability}, {} KiB of machine code", code.len(), bytes / 1024)
+    });
+    let hint = "see NVRTC above";
+    findings.push(Finding { what: "kernels".into(), found: compiled.map_err(|e| first_line(&e)), hint, needed });
+    let folder = cache::folder().map(|f| f.display().to_string()).ok_or_else(|| "no home folder".to_owned());
+    let hint = "set LOCKSTEP_CACHE to a folder";
+    findings.push(Finding { what: "cache".into(), found: folder, hint, needed: false });
+    findings
+}
+
+/// The environment variable that names a folder of libraries.
+pub const LIBRARIES: &str = FOLDER_VARIABLE;
+
+fn no_device(error: CudaError) -> Finding {
+    let hint = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES";
+    Finding { what: "device".into(), found: Err(first_line(&error)), hint, needed: true }
+}
+
+fn first_line(error: &CudaError) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_owned()
+}
+
+fn library(name: Name) -> Finding {
+    let at = |version: String, path: std::path::PathBuf| format!("{version}, {}", path.display());
+    let dotted = |v: usize| format!("{}.{}.{}", v / 10000, v / 100 % 100, v % 100);
+    let found = match name {
+        Name::Driver => Library::open(name).ok_or_else(|| "not found".to_owned()).map(|l| {
+            let version = Driver::get().map_or(0, Driver::version);
+            at(format!("speaks CUDA {}.{}", version / 1000, version % 1000 / 10), l.path)
+        }),
+        Name::Nvrtc => nvrtc::version()
+            .map(|((major, minor), path)| at(format!("{major}.{minor}"), path))
+            .map_err(|e| first_line(&e)),
+        Name::CublasLt => matmul::version().map(|(v, path)| at(dotted(v), path)).map_err(|e| first_line(&e)),
+        Name::Cudnn => cudnn::version().map(|(v, path)| at(dotted(v), path)).map_err(|e| first_line(&e)),
+        Name::Nvml => Library::open(name).ok_or_else(|| "not found".to_owned()).map(|l| l.path.display().to_string()),
+    };
+    Finding { what: name.name().to_owned(), found, hint: name.hint(), needed: name.needed() }
+}

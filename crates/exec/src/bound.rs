@@ -1,0 +1,158 @@
+//! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
+
+use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Slot, StepProgram, Sum};
+use lockstep_ir::{Axis, Coordinates, DType, Op, TypeError};
+
+/// An operand as the executor sees it.
+#[derive(Clone, Copy)]
+pub struct At {
+    lifetime: Lifetime,
+    first: u64,
+    slot_bytes: u64,
+    /// How many elements it has.
+    pub elements: usize,
+    /// Their type.
+    pub dtype: DType,
+    /// Whether, as an output, it adds to what is there.
+    pub sum: Sum,
+    /// Whether it is a flat range of a larger tensor.
+    pub flat: bool,
+}
+
+impl At {
+    /// A whole buffer.
+    pub fn buffer(program: &StepProgram, buffer: BufferId) -> Self {
+        let b = &program.buffers[buffer.0];
+        let region = &program.regions[b.region];
+        Self {
+            lifetime: region.lifetime,
+            first: region.offset + b.offset,
+            slot_bytes: region.slot_bytes,
+            elements: 0,
+            dtype: DType::F32,
+            sum: Sum::No,
+            flat: false,
+        }
+    }
+
+    /// An operand of the rank at `here`.
+    pub fn arg(program: &StepProgram, arg: &Arg, here: Coordinates) -> Self {
+        let at = Self::buffer(program, arg.buffer);
+        let before = if arg.part { here.dp as u64 * arg.ty.bytes() } else { 0 };
+        let flat = arg.ty.dims.iter().any(|d| d.sections.iter().any(|s| s.axis == Axis::Flat));
+        let (elements, dtype) = (arg.ty.elements(), arg.ty.dtype);
+        Self { first: at.first + before, elements, dtype, sum: arg.sum, flat, ..at }
+    }
+
+    /// Where it starts in the arena at a slot of a schedule, in bytes.
+    pub fn offset(&self, slot: Slot) -> u64 {
+        let copy = match self.lifetime {
+            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
+            Lifetime::MicroBatch => slot.micro_batch,
+            Lifetime::Saved => slot.saved_slot,
+        };
+        self.first + copy as u64 * self.slot_bytes
+    }
+
+    /// Its address at a slot of a schedule, in an arena that starts at `base`.
+    pub fn address(&self, base: *mut u8, slot: Slot) -> *mut u8 {
+        base.wrapping_add(self.offset(slot) as usize)
+    }
+}
+
+/// An instruction, ready to run.
+pub struct Bound {
+    /// What is computed.
+    pub op: Op,
+    /// In the op table's order.
+    pub inputs: Vec<At>,
+    /// In the op table's order; `None` where nobody wants one.
+    pub outputs: Vec<Option<At>>,
+    /// Scratch.
+    pub workspace: Option<At>,
+    /// Type of the floating-point operands.
+    pub float: DType,
+    /// Where the rank holds a part of the vocabulary: entries of the whole.
+    vocab: Option<usize>,
+    /// Sizes by letter of the op table.
+    sizes: [usize; 26],
+    /// Rows of the sections of the first input.
+    pub sections: Vec<usize>,
+}
+
+/// A rank's part of the vocabulary.
+#[derive(Clone, Copy)]
+pub struct VocabPart {
+    /// Its first entry.
+    pub first: usize,
+    /// Its entries, without padding.
+    pub entries: usize,
+    /// Entries of the whole.
+    pub whole: usize,
+}
+
+impl VocabPart {
+    /// Where a token stands in this part; `None` if it is in another.
+    #[inline(always)]
+    pub fn find(&self, token: u32) -> Option<usize> {
+        let token = token as usize;
+        assert!(token < self.whole, "token {token} is outside the vocabulary of {}", self.whole);
+        token.checked_sub(self.first).filter(|i| *i < self.entries)
+    }
+}
+
+impl Bound {
+    /// Resolves an instruction of a program for the rank at `here`.
+    pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Result<Self, TypeError> {
+        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+        let rows = types.first().and_then(|ty| ty.dims.first());
+        let (sizes, float) = match instr.op.communicates() {
+            true => ([1; 26], DType::F32),
+            false => {
+                let dims = instr.op.bind(&types)?;
+                (std::array::from_fn(|i| dims.size((b'a' + i as u8) as char)), dims.float())
+            }
+        };
+        Ok(Self {
+            op: instr.op,
+            inputs: instr.inputs.iter().map(|a| At::arg(program, a, here)).collect(),
+            outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a, here))).collect(),
+            workspace: instr.workspace.map(|w| At::buffer(program, w)),
+            float,
+            vocab: instr.vocab,
+            sizes,
+            sections: rows.map_or(Vec::new(), |d| d.sections.iter().map(|s| s.size()).collect()),
+        })
+    }
+
+    /// Size behind a letter of the op table.
+    pub fn size(&self, letter: char) -> usize {
+        self.sizes[letter as usize - 'a' as usize]
+    }
+
+    /// Whether an output adds to what is there.
+    pub fn adds(&self, output: usize, slot: Slot) -> bool {
+        match self.outputs[output].as_ref().map_or(Sum::No, |at| at.sum) {
+            Sum::No => false,
+            Sum::AfterFirst => slot.micro_batch > 0,
+            Sum::Always => true,
+        }
+    }
+
+    /// The part of the vocabulary that the rank at `here` has: all of it, if nothing else is said.
+    pub fn vocab_part(&self, here: Coordinates) -> VocabPart {
+        let entries = self.size('v');
+        match self.vocab {
+            None => VocabPart { first: 0, entries, whole: entries },
+            Some(whole) => {
+                let first = here.tp * entries;
+                VocabPart { first, entries: entries.min(whole.saturating_sub(first)), whole }
+            }
+        }
+    }
+
+    /// The first position that the rank at `here` has of sequences of `seq`: all ranks that share one have equally many.
+    pub fn first_position(&self, here: Coordinates, seq: usize) -> usize {
+        if self.size('s') < seq { here.tp * self.size('s') } else { 0 }
+    }
+}
