@@ -2,7 +2,7 @@
 
 use crate::driver::{Device, Driver};
 use crate::library::{FOLDER_VARIABLE, Library, Name};
-use crate::{CudaError, cache, cudnn, kernels, matmul, nvrtc};
+use crate::{CudaError, Nvml, cache, cudnn, kernels, matmul, nvrtc};
 
 /// One thing that was looked for.
 #[derive(Clone, Debug)]
@@ -21,22 +21,8 @@ pub struct Finding {
 pub fn survey() -> Vec<Finding> {
     let mut findings: Vec<Finding> = Name::ALL.into_iter().map(library).collect();
     let devices = Device::count().and_then(|n| (0..n).map(Device::open).collect::<Result<Vec<_>, _>>());
-    let needed = true;
     match devices {
-        Ok(devices) if !devices.is_empty() => findings.extend(devices.iter().map(|d| Finding {
-            what: format!("device {}", d.ordinal()),
-            found: Ok(format!(
-                "{}, compute capability {}.{}, {} multiprocessors, {:.1} GiB, {:.1} GiB free",
-                d.name,
-                d.capability / 10,
-                d.capability % 10,
-                d.processors,
-                d.memory as f64 / (1u64 << 30) as f64,
-                d.free_bytes().unwrap_or(0) as f64 / (1u64 << 30) as f64
-            )),
-            hint: "",
-            needed,
-        })),
+        Ok(devices) if !devices.is_empty() => findings.extend(devices.iter().map(|d| device(d))),
         Ok(_) => findings.push(no_device(CudaError::NoDevice)),
         Err(error) => findings.push(no_device(error)),
     }
@@ -46,7 +32,7 @@ pub fn survey() -> Vec<Finding> {
         format!("{} sources compiled for sm_{capability}, {} KiB of machine code", code.len(), bytes / 1024)
     });
     let hint = "see NVRTC above";
-    findings.push(Finding { what: "kernels".into(), found: compiled.map_err(|e| first_line(&e)), hint, needed });
+    findings.push(Finding { what: "kernels".into(), found: compiled.map_err(|e| first_line(&e)), hint, needed: true });
     let folder = cache::folder().map(|f| f.display().to_string()).ok_or_else(|| "no home folder".to_owned());
     let hint = "set LOCKSTEP_CACHE to a folder";
     findings.push(Finding { what: "cache".into(), found: folder, hint, needed: false });
@@ -55,6 +41,23 @@ pub fn survey() -> Vec<Finding> {
 
 /// The environment variable that names a folder of libraries.
 pub const LIBRARIES: &str = FOLDER_VARIABLE;
+
+fn device(d: &Device) -> Finding {
+    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
+    let (major, minor) = (d.capability / 10, d.capability % 10);
+    let free = d.free_bytes().map_or("unknown".to_owned(), gib);
+    let mut text = format!(
+        "{}, compute capability {major}.{minor}, {} multiprocessors, {}, {free} free",
+        d.name,
+        d.processors,
+        gib(d.memory)
+    );
+    if let Ok(nvml) = Nvml::open(d) {
+        let now = nvml.read();
+        text += &format!(", {:.0} W, {} MHz, {} °C", now.power_w, now.clock_mhz, now.temperature_c);
+    }
+    Finding { what: format!("device {}", d.ordinal()), found: Ok(text), hint: "", needed: true }
+}
 
 fn no_device(error: CudaError) -> Finding {
     let hint = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES";
