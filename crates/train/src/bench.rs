@@ -116,7 +116,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     fill(&mut session, &config)?;
     let mut steps = 0;
     let mut scalars = || {
-        let scalars = step_scalars(&config, steps, plan.tokens_per_step);
+        let scalars = step_scalars(&config, steps, steps, plan.tokens_per_step);
         steps += 1;
         StepScalars { lr: 1e-4, ..scalars }
     };

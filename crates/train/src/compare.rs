@@ -233,7 +233,7 @@ fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
         for m in 0..plan.layout.micro_batches {
             fill(&mut session, config, step as u64, m, m * positions, positions)?;
         }
-        let scalars = step_scalars(config, step as u64, plan.tokens_per_step);
+        let scalars = step_scalars(config, step as u64, step as u64, plan.tokens_per_step);
         let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         trace.losses.push(result.loss);
         trace.norms.push(result.grad_norm);

@@ -1,5 +1,5 @@
 use crate::Plan;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::path::Path;
 
 /// What one step gave: a line of `metrics.jsonl`.
@@ -9,9 +9,11 @@ pub struct StepMetrics {
     pub step: u64,
     /// Tokens seen, this step's included.
     pub tokens: u64,
-    /// Mean loss per token of the global batch, in nats.
+    /// Mean loss per token of the global batch, in nats; null where it is not finite.
+    #[serde(deserialize_with = "number_or_nan")]
     pub loss: f64,
-    /// Norm of the mean gradient, before clipping.
+    /// Norm of the mean gradient, before clipping; null where it is not finite.
+    #[serde(deserialize_with = "number_or_nan")]
     pub grad_norm: f32,
     /// Learning rate.
     pub lr: f64,
@@ -35,6 +37,11 @@ pub struct StepMetrics {
     /// Mean held-out loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
+}
+
+/// JSON has no NaN: it is written as null.
+fn number_or_nan<'de, D: Deserializer<'de>, T: Deserialize<'de> + From<f32>>(from: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_else(|| T::from(f32::NAN)))
 }
 
 /// What happens in a run, for whoever shows it.

@@ -248,11 +248,18 @@ fn check_numbers(config: &Config) -> Result<(), TrainError> {
         ("optimizer.beta1", o.beta1.unwrap_or(0.0), o.beta1.is_none_or(below_one)),
         ("optimizer.beta2", o.beta2.unwrap_or(0.0), o.beta2.is_none_or(below_one)),
         ("optimizer.momentum", o.momentum.unwrap_or(0.0), o.momentum.is_none_or(below_one)),
+        ("optimizer.weight_decay", o.weight_decay, o.weight_decay == 0.0 || positive(o.weight_decay as f32)),
         ("optimizer.grad_clip", o.grad_clip, o.grad_clip == 0.0 || positive(o.grad_clip as f32)),
         ("model.dropout", config.model.dropout, below_one(config.model.dropout)),
         ("model.norm_eps", config.model.norm_eps, positive(config.model.norm_eps as f32)),
     ];
-    for (key, value, fits) in checks {
+    let whole = |x: f64| x == 0.0 || positive(x as f32);
+    let groups = o
+        .groups
+        .iter()
+        .flat_map(|g| [("optimizer.groups.lr_scale", g.lr_scale), ("optimizer.groups.weight_decay", g.weight_decay)]);
+    let groups = groups.filter_map(|(key, value)| value.map(|value| (key, value, whole(value))));
+    for (key, value, fits) in checks.into_iter().chain(groups) {
         if !fits {
             return Err(TrainError::Rounded { key, value, rounded: value as f32 });
         }

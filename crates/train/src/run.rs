@@ -126,13 +126,15 @@ fn start<'a>(
     let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
     let mut loss_scale = LossScale::new(config);
-    let (mut step, mut checkpoint, mut pending, mut noise) = (0, None, None, Noise::default());
+    let (mut step, mut updates) = (0, 0);
+    let (mut checkpoint, mut pending, mut noise) = (None, None, Noise::default());
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: folder });
         }
         session.restore(&loaded)?;
         step = loaded.step;
+        updates = loaded.state["updates"].as_u64().unwrap_or(step);
         pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
         // A checkpoint of a run that did not measure has none.
         noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
@@ -177,6 +179,7 @@ fn start<'a>(
         batches,
         noise,
         loss_scale,
+        updates,
         session,
         dir,
         train,
@@ -196,6 +199,8 @@ struct Run<'a> {
     noise: Noise,
     /// In fp16.
     loss_scale: Option<LossScale>,
+    /// Steps that changed parameters: those with gradients that are not finite do not.
+    updates: u64,
     session: Session,
     dir: RunDir,
     train: Sampler,
@@ -285,9 +290,10 @@ impl Run<'_> {
         let lr = learning_rate(self.config, step);
         let loss_scale = self.loss_scale;
         let seed = loss_scale.map_or(1.0, |scale| scale.seed(tokens));
-        let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, step, tokens) };
+        let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, step, self.updates, tokens) };
         let result = self.session.step(&self.train, batch, scalars)?;
         self.outcome.step += 1;
+        self.updates += u64::from(result.applied);
         if let (Some(scale), Some(interval)) = (&mut self.loss_scale, self.config.precision.growth_interval) {
             scale.after(result.applied, interval);
         }
@@ -338,6 +344,7 @@ impl Run<'_> {
             "pending_metrics": self.pending,
             "noise": self.noise.to_bits(),
             "loss_scale": self.loss_scale,
+            "updates": self.updates,
         });
         let progress = &mut |done, total| show(Event::Saving { done, total });
         let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;

@@ -22,10 +22,10 @@ pub fn learning_rate(config: &Config, step: u64) -> f64 {
     }
 }
 
-/// The scalars of step `step` (counted from 0) on this many targets.
-pub(crate) fn step_scalars(config: &Config, step: u64, targets: u64) -> StepScalars {
+/// The scalars of step `step` (counted from 0) on this many targets, after `updates` steps that changed parameters.
+pub(crate) fn step_scalars(config: &Config, step: u64, updates: u64, targets: u64) -> StepScalars {
     let o = &config.optimizer;
-    let bias = |beta: Option<f64>| beta.map_or(1.0, |beta| (1.0 - beta.powf((step + 1) as f64)) as f32);
+    let bias = |beta: Option<f64>| beta.map_or(1.0, |beta| (1.0 - beta.powf((updates + 1) as f64)) as f32);
     StepScalars {
         lr: learning_rate(config, step) as f32,
         inverse_count: 1.0 / targets as f32,

@@ -20,7 +20,7 @@ pub struct CostArgs {
     #[arg(long, value_name = "SHARE", requires = "tokens", requires = "gpu")]
     mfu: Option<f64>,
     /// How many of them the run has.
-    #[arg(long, value_name = "COUNT", requires = "gpu")]
+    #[arg(long, value_name = "COUNT", requires = "tokens", requires = "gpu")]
     gpus: Option<u64>,
 }
 

@@ -182,7 +182,7 @@ impl Backward {
             }
             Op::LinearCrossEntropy { .. } => {
                 let (dx, dw) = (output(1), output(2));
-                self.sum_into_state(g, dw, node.inputs[1]);
+                self.sum_into_state(g, dw, node.inputs[1])?;
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::EmbeddingGrad { .. }
@@ -279,18 +279,24 @@ impl Backward {
         }
         let name = format!("dw.{}", g.get(parameter).name);
         let dw = g.node(op, reads, &name, Phase::WeightGrad, layer)?[0];
-        self.sum_into_state(g, dw, parameter);
-        Ok(())
+        self.sum_into_state(g, dw, parameter)
     }
 
-    fn sum_into_state(&self, g: &mut Graph, dw: ValueId, parameter: ValueId) {
+    fn sum_into_state(&self, g: &mut Graph, dw: ValueId, parameter: ValueId) -> Result<(), TypeError> {
         let ty = TensorType::new(self.accumulator, g.ty(parameter).dims.clone());
         let base = gradient_name(&g.get(parameter).name);
         let taken = |name: &str| g.values.iter().any(|v| v.name == name);
-        let name = if taken(&base) { format!("{base}.2") } else { base };
+        let second = format!("{base}.2");
+        if taken(&second) {
+            let reason =
+                format!("`{}` is used more than twice; give each use a parameter of its own", g.get(parameter).name);
+            return Err(TypeError { op: "gradient", reason });
+        }
+        let name = if taken(&base) { second } else { base };
         let state = g.state(name, ty, State::Gradient);
         g.values[dw.0].ty.dtype = self.accumulator;
         g.values[dw.0].source = Source::Node { into: Some(state) };
+        Ok(())
     }
 
     /// Adds `grad` to what has reached `value` so far.
@@ -359,6 +365,23 @@ W dw.table: f32[vocab:8, embed:2] += grad.table.2 = embedding_grad(d.x, tokens)
 "
         );
         assert!(after.to_string().contains("loss.dw: f32[vocab:8, embed:2] += grad.table = "));
+    }
+
+    #[test]
+    fn a_parameter_is_used_twice_at_most() {
+        let (mut graph, context) = small_model();
+        let norms: Vec<usize> = (0..graph.nodes.len()).filter(|n| graph.nodes[*n].op.name() == "rms_norm").collect();
+        let shared = graph.nodes[norms[0]].inputs[1];
+        graph.nodes[norms[1]].inputs[1] = shared;
+        assert!(super::autodiff(&graph, &context).is_ok());
+        // A third norm between the second and the sum that reads it.
+        let (op, normed, sum) = (graph.nodes[norms[1]].op, graph.nodes[norms[1]].outputs[0].unwrap(), norms[1] + 1);
+        let third = graph.op(op, &[normed, shared], "n3").unwrap()[0];
+        let node = graph.nodes.pop().unwrap();
+        graph.nodes[sum].inputs[1] = third;
+        graph.nodes.insert(sum, node);
+        let error = super::autodiff(&graph, &context).unwrap_err().to_string();
+        assert!(error.contains("`w1` is used more than twice"), "{error}");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::autodiff::{self, gradient_name};
 use super::zero;
 use crate::Context;
 use lockstep_ir::MeshAxis;
-use lockstep_ir::graph::{Phase, State};
+use lockstep_ir::graph::{Phase, Source, State};
 use lockstep_ir::{Axis, DType, Graph, Op, Placement, Spread, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
@@ -124,6 +124,7 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
             trained.push(Trained { parameter, decays, gradient: g.latest(first), copies: 1 });
             continue;
         };
+        let copies = copies(g, context, [first, second])?;
         let sum = g.node(Op::AddState, &[first, second], &format!("{name}.sum"), Phase::Update, None)?[0];
         g.values[sum.0].placement = g.get(first).placement;
         g.updates.push((first, sum));
@@ -137,9 +138,27 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
                 whole
             }
         };
-        trained.push(Trained { parameter, decays, gradient, copies: if context.layout.mesh.pp > 1 { 2 } else { 1 } });
+        trained.push(Trained { parameter, decays, gradient, copies });
     }
     Ok(trained)
+}
+
+/// How many pipeline stages hold a parameter that is used twice.
+fn copies(g: &Graph, context: &Context, sums: [ValueId; 2]) -> Result<usize, TypeError> {
+    let layer = |sum: ValueId| {
+        let into = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(state) } if state == sum);
+        g.nodes.iter().find(|n| n.outputs.iter().flatten().any(into)).and_then(|n| n.layer)
+    };
+    match sums.map(layer) {
+        _ if context.layout.mesh.pp == 1 => Ok(1),
+        // Before the first layer and behind the last: an embedding and the head that is tied to it.
+        [None, None] => Ok(2),
+        [Some(a), Some(b)] if a == b => Ok(1),
+        _ => {
+            let reason = "a parameter that two layers share needs parallel.pp = 1".to_owned();
+            Err(TypeError { op: "gradient", reason })
+        }
+    }
 }
 
 /// The norm of the gradient that the first micro-batch gave: of each data-parallel rank where those sum at the end of a step,

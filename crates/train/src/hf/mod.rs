@@ -20,6 +20,9 @@ pub(crate) const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
+/// Most layers of a model that is read: a graph is built before every tensor's name is known to be there.
+const MOST_LAYERS: usize = 2048;
+
 /// A Hugging Face folder whose config was understood and whose headers are sound.
 #[derive(Debug)]
 pub(crate) struct HfFolder {
@@ -39,8 +42,12 @@ impl HfFolder {
         let weights = WeightsFolder::open(path)?;
         // A layer has tensors of its own: no graph is built for layers that are not there.
         let tensors = weights.names().count();
+        if config.layers > MOST_LAYERS {
+            let cause = format!("{} layers, at most {MOST_LAYERS} are read", config.layers);
+            return Err(unfit(&path.join(CONFIG), cause, SAME_FOLDER.into()).into());
+        }
         if config.layers > tensors {
-            let cause = format!("`num_hidden_layers` is {}, and there are {tensors} tensors", config.layers);
+            let cause = format!("{} layers, and there are {tensors} tensors", config.layers);
             return Err(unfit(&path.join(CONFIG), cause, SAME_FOLDER.into()).into());
         }
         Ok(Self { config, weights })
