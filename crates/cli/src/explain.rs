@@ -38,6 +38,9 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
+    if timeline.is_none() {
+        args.cost.refuse_unused()?;
+    }
     let config = args.config.load()?;
     let plan = plan(&config)?;
     let program = plan.program();
@@ -135,12 +138,14 @@ fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
             model.kv_heads
         ),
         format!(
-            "step: {} sequences × {} tokens = {} tokens, in {} micro-batches of {} sequences; {}\n{}\n",
+            "step: {} sequences × {} tokens = {} tokens, in {} micro-batch{} of {} sequence{}; {}\n{}\n",
             config.batches().largest(),
             train.seq,
             thousands(plan.tokens_per_step),
             config.accumulation_steps(),
+            if config.accumulation_steps() == 1 { "" } else { "es" },
             train.micro_batch,
+            if train.micro_batch == 1 { "" } else { "s" },
             plan.device,
             ramp_text(config)
         ),

@@ -148,7 +148,7 @@ impl Kind {
     pub(crate) fn type_text(&self) -> String {
         match self {
             Kind::Choice([only]) => format!("\"{only}\""),
-            Kind::Choice(_) => "string".into(),
+            Kind::Choice(words) => quote_list(words),
             Kind::Bool => "true or false".into(),
             Kind::Integer(..) => "integer".into(),
             Kind::Count(..) => "count".into(),

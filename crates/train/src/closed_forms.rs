@@ -40,21 +40,28 @@ pub(crate) fn closed_forms(
     let s = config.train.seq as f64;
     let sequences = (config.train.micro_batch * plan.layout.mesh.dp) as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
-    let (attention, mlp) = (12.0 * s * d * (q + kv) + 12.0 * s * s * q, 6.0 * products * s * d * ffn);
+    // Keys that a query counts.
+    let seen = m.window.map_or(s, |w| s.min(w as f64));
+    let windowed = seen < s;
+    let (attention, mlp) = (12.0 * s * d * (q + kv) + 12.0 * s * seen * q, 6.0 * products * s * d * ffn);
     let head = (m.dim * m.vocab_size) as f64;
     let mut forms = vec![
         parameters(m, plan.parameters),
         form(
             "model FLOPs per token",
-            "6 · matmul parameters + 12 · layers · seq · heads · head_dim".into(),
-            6.0 * (layers * (d * (2.0 * q + 2.0 * kv) + products * d * ffn) + head) + 12.0 * layers * s * q,
+            format!(
+                "6 · matmul parameters + 12 · layers · {} · heads · head_dim",
+                if windowed { "window" } else { "seq" }
+            ),
+            6.0 * (layers * (d * (2.0 * q + 2.0 * kv) + products * d * ffn) + head) + 12.0 * layers * seen * q,
             plan.model_flops_per_token(),
         ),
         form(
             "attention FLOPs of a layer and sequence",
-            match q == kv && q == d {
-                true => "24 · S · D² + 12 · S² · D".into(),
-                false => "12 · S · D · (Q + KV) + 12 · S² · Q".into(),
+            match (q == kv && q == d, windowed) {
+                (_, true) => "12 · S · D · (Q + KV) + 12 · S · W · Q".into(),
+                (true, false) => "24 · S · D² + 12 · S² · D".into(),
+                (false, false) => "12 · S · D · (Q + KV) + 12 · S² · Q".into(),
             },
             attention,
             per_sequence(layer.attention),

@@ -332,6 +332,8 @@ impl TrainError {
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
                 | TrainError::NotOnDevice { .. }
+                | TrainError::EmptyGroup { .. }
+                | TrainError::SplitGroup { .. }
                 | TrainError::NotTrained { .. }
                 | TrainError::Imported { .. }
                 | TrainError::Checkpoint(CheckpointError::Unfit { .. })

@@ -304,6 +304,9 @@ impl Run<'_> {
         self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
         let step_s = start.elapsed().as_secs_f64();
         let tokens_per_s = tokens as f64 / step_s;
+        let achieved = self.plan.model_flops_per_token() * tokens_per_s;
+        // A ceiling that was measured while the machine was busy is none.
+        self.ceiling = self.ceiling.max(achieved);
         let line = StepMetrics {
             step: self.outcome.step,
             tokens: self.tokens_before(self.outcome.step),
@@ -312,7 +315,7 @@ impl Run<'_> {
             lr,
             step_s,
             tokens_per_s,
-            mfu: self.plan.model_flops_per_token() * tokens_per_s / self.ceiling,
+            mfu: achieved / self.ceiling,
             arena_bytes: self.session.arena_bytes(),
             loss_scale: loss_scale.map(|scale| scale.scale()),
             noise_scale: self.outcome.noise_scale,

@@ -54,6 +54,16 @@ impl CostArgs {
         Gpu::named(name).map(Some).ok_or_else(unknown)
     }
 
+    /// Refuses an accelerator that nothing is priced on.
+    pub(super) fn refuse_unused(&self) -> Result<(), Failure> {
+        match (&self.gpu, &self.tokens) {
+            (Some(gpu), None) => Err(Failure::request(format!(
+                "--gpu {gpu} without anything to price\nhint: give --tokens 15T for the cost of a run, or --timeline for seconds"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// Prices the run that was asked for.
     pub(super) fn cost(&self, plan: &Plan) -> Result<Option<Cost>, Failure> {
         let gpu = self.find_gpu()?;

@@ -6,12 +6,13 @@ use crate::TensorType;
 /// Floating-point operations of one call, multiply and add counted as two; matrix products only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
-    /// What the model needs, attention counted in full.
+    /// What the model needs: every query over all keys, or over as many as its window has.
     pub model: u128,
     /// The same with what the mask hides left out: half of causal attention, and what lies before a window. The diagonal counts
     /// half: `s²/2` pairs of positions, `s·w − w²/2` in a window of `w`.
     pub causal: u128,
-    /// What this op really asks of the hardware, recomputed scores included, attention in full whatever the mask.
+    /// What this op really asks of the hardware, recomputed scores included; keys as for the model, or all
+    /// where the weights of attention exist.
     pub hardware: u128,
 }
 
@@ -32,11 +33,17 @@ impl Op {
     pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
         let dims = self.bind(inputs)?;
         let same = |n| Flops { model: n, causal: n, hardware: n };
+        // A query of a window counts as many keys as the window has.
         let attention = |window: Option<usize>, model: u128, hardware: u128| {
-            let (square, s) = (dims.product("bssh"), dims.size('s'));
+            let s = dims.size('s');
             let w = window.unwrap_or(s).min(s);
-            let seen = dims.product("bh") * ((2 * s - w) * w) as u128;
-            Flops { model: model * square, causal: model * seen / 2, hardware: hardware * square }
+            let (whole, seen) = (dims.product("bsh") * w as u128, dims.product("bh") * ((2 * s - w) * w) as u128);
+            Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
+        };
+        // Weights that exist are computed for all keys.
+        let naive = |window: Option<usize>, each: u128| Flops {
+            hardware: each * dims.product("bssh"),
+            ..attention(window, each, each)
         };
         Ok(match self {
             Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
@@ -50,8 +57,8 @@ impl Op {
             // Where documents end is known on the device only: what they mask is counted.
             Op::Attention { window, .. } => attention(*window, 4, 4),
             Op::AttentionGrad { window, .. } => attention(*window, 8, 10),
-            Op::AttentionScores { window, .. } | Op::AttentionMix { window } => attention(*window, 2, 2),
-            Op::AttentionScoresGrad { window } | Op::AttentionMixGrad { window } => attention(*window, 4, 4),
+            Op::AttentionScores { window, .. } | Op::AttentionMix { window } => naive(*window, 2),
+            Op::AttentionScoresGrad { window } | Op::AttentionMixGrad { window } => naive(*window, 4),
             // Not the model's.
             Op::Orthogonalise => {
                 let sections = inputs[0].dims[0].sections.iter();
@@ -60,9 +67,8 @@ impl Op {
             }
             // How full the cache is is known on the device only: every new position counts over all of it.
             Op::CachedAttention { window } => {
-                let (all, t) = (4 * dims.product("bsth"), dims.size('t'));
-                let seen = 4 * dims.product("bsh") * window.unwrap_or(t).min(t) as u128;
-                Flops { model: all, causal: seen, hardware: all }
+                let t = dims.size('t');
+                same(4 * dims.product("bsh") * window.unwrap_or(t).min(t) as u128)
             }
             Op::Embedding
             | Op::EmbeddingGrad { .. }
