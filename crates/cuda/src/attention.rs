@@ -69,39 +69,36 @@ impl Shape {
 /// Plans for the shapes of a program.
 pub struct Plans {
     plans: HashMap<Shape, Plan>,
-    /// Why there are none, if so.
-    pub missing: Option<String>,
+    /// Where attention runs on kernels of our own: that, and why.
+    pub slow: Option<String>,
 }
 
 impl Plans {
     /// Makes plans for all instructions that cuDNN takes.
     pub fn new<'a>(gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>) -> Self {
-        let mut shapes: Vec<Shape> = Vec::new();
-        for shape in bounds.filter_map(Shape::of) {
-            if !shapes.contains(&shape) {
-                shapes.push(shape);
-            }
-        }
-        let mut plans = Self { plans: HashMap::new(), missing: None };
-        if shapes.is_empty() {
-            return plans;
-        }
-        let cudnn = match gpu.cudnn() {
-            Ok(cudnn) => cudnn,
-            Err(error) => {
-                plans.missing = Some(error.to_string());
-                return plans;
-            }
-        };
-        for shape in shapes {
-            match if shape.backward { backward_plan(gpu, cudnn, &shape) } else { forward_plan(gpu, cudnn, &shape) } {
-                Ok(plan) => {
-                    plans.plans.insert(shape, plan);
-                }
-                Err(error) => plans.missing = Some(format!("{shape:?}: {error}")),
+        let mut plans = Self { plans: HashMap::new(), slow: None };
+        let attends = |b: &&Bound| matches!(b.op, Op::Attention { .. } | Op::AttentionGrad { .. });
+        for bound in bounds.filter(attends) {
+            let made = match Shape::of(bound) {
+                None => Err("cuDNN is used in bf16, without windows and document masks".to_owned()),
+                Some(shape) if plans.plans.contains_key(&shape) => Ok(()),
+                Some(shape) => plans.make(gpu, shape).map_err(|e| e.to_string()),
+            };
+            if let Err(why) = made {
+                plans.slow.get_or_insert(format!("attention runs on a slow kernel: {why}"));
             }
         }
         plans
+    }
+
+    fn make(&mut self, gpu: &Gpu, shape: Shape) -> Result<(), CudaError> {
+        let cudnn = gpu.cudnn()?;
+        let plan = match shape.backward {
+            true => backward_plan(gpu, cudnn, &shape)?,
+            false => forward_plan(gpu, cudnn, &shape)?,
+        };
+        self.plans.insert(shape, plan);
+        Ok(())
     }
 
     /// The plan of an instruction, if there is one.

@@ -6,11 +6,10 @@ use crate::driver::{Address, Event, Graph, Memory, Pinned, Stream};
 use crate::gpu::Gpu;
 use crate::ops::join;
 use crate::{CudaError, ops};
-use lockstep_exec::bound::{At, Bound};
+use lockstep_exec::bound::{Bound, check_scratch};
 use lockstep_exec::{ExecError, Executor, Timing};
-use lockstep_ir::op::Elem;
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, DType, Op, StepProgram, units};
+use lockstep_ir::{Coordinates, Op, StepProgram, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,7 +45,10 @@ impl CudaExecutor {
         let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
         let segments = program.segments.iter().map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>());
         let segments: Vec<Vec<Bound>> = segments.collect::<Result<Vec<_>, _>>()?;
-        check_scratch(&program, &segments)?;
+        if let Some(instr) = program.segments.iter().flat_map(|s| &s.instrs).find(|i| i.op.communicates()) {
+            return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
+        }
+        check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients))?;
         let joined: Vec<Vec<usize>> = program.segments.iter().map(|s| joined(&program, &s.instrs)).collect();
         // Products are tried out before the arena takes the memory.
         for (bounds, joined) in segments.iter().zip(&joined) {
@@ -82,11 +84,6 @@ impl CudaExecutor {
             gpu: gpu.clone(),
             program,
         })
-    }
-
-    /// Why attention does not run on cuDNN, if it does not.
-    pub fn slow_attention(&self) -> Option<&str> {
-        self.attention.missing.as_deref()
     }
 
     fn tensor(&self, name: &str, micro_batch: usize) -> Result<(&Tensor, Address, usize), ExecError> {
@@ -145,30 +142,13 @@ fn joined(program: &StepProgram, instrs: &[Instr]) -> Vec<usize> {
     joined
 }
 
-/// What kernels will use must be what was planned.
-fn check_scratch(program: &StepProgram, segments: &[Vec<Bound>]) -> Result<(), ExecError> {
-    for (instr, bound) in program.segments.iter().flat_map(|s| &s.instrs).zip(segments.iter().flatten()) {
-        if instr.op.communicates() {
-            return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
-        }
-        let sums = |(o, at): (usize, &Option<At>)| at.filter(|_| instr.op.output(o).elem == Elem::Accumulator);
-        let sums = bound.outputs.iter().enumerate().find_map(sums).map_or(DType::F32, |at| at.dtype);
-        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-        let needed = ops::profile("", bound.float, sums)
-            .workspace(&instr.op, &types)
-            .map_err(|e| ExecError::Internal(e.to_string()))?;
-        let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
-        if planned < needed {
-            let op = instr.op.name();
-            return Err(ExecError::Internal(format!("{op} needs {needed} bytes of scratch, {planned} are planned")));
-        }
-    }
-    Ok(())
-}
-
 impl Executor for CudaExecutor {
     fn arena_bytes(&self) -> u64 {
         self.arena.bytes
+    }
+
+    fn warning(&self) -> Option<&str> {
+        self.attention.slow.as_deref()
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
@@ -205,10 +185,12 @@ impl Executor for CudaExecutor {
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.gpu.device.enter()?;
-        let (name, schedule) = self.entry(entry)?;
-        if let Some(graph) = self.graphs.get(&name) {
+        if let Some(graph) = self.graphs.get(entry) {
             self.stream.replay(graph)?;
-        } else if self.ran.insert(name.clone()) {
+            return Ok(self.stream.wait()?);
+        }
+        let (name, schedule) = self.entry(entry)?;
+        if self.ran.insert(name.clone()) {
             // The first run loads what libraries load late.
             self.issue_all(&schedule)?;
         } else {

@@ -1,7 +1,10 @@
 //! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
 
+use crate::ExecError;
+use lockstep_ir::op::Elem;
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Slot, StepProgram, Sum};
-use lockstep_ir::{Axis, Coordinates, DType, Op, TypeError};
+use lockstep_ir::{Axis, Coordinates, DType, DeviceProfile, Op, TypeError};
+use std::collections::BTreeMap;
 
 /// An operand as the executor sees it.
 #[derive(Clone, Copy)]
@@ -155,4 +158,32 @@ impl Bound {
     pub fn first_position(&self, here: Coordinates, seq: usize) -> usize {
         if self.size('s') < seq { here.tp * self.size('s') } else { 0 }
     }
+}
+
+/// What kernels will use must be what was planned. `profile` is the executor's, for types of operands and of gradient sums.
+pub fn check_scratch(
+    program: &StepProgram,
+    segments: &[Vec<Bound>],
+    profile: impl Fn(DType, DType) -> DeviceProfile,
+) -> Result<(), ExecError> {
+    let mut profiles: BTreeMap<(DType, DType), DeviceProfile> = BTreeMap::new();
+    let instrs = program.segments.iter().flat_map(|s| &s.instrs).zip(segments.iter().flatten());
+    for (instr, bound) in instrs.filter(|(i, _)| !i.op.communicates()) {
+        let sums = |(o, arg): (usize, &Option<Arg>)| {
+            arg.as_ref().filter(|_| instr.op.output(o).elem == Elem::Accumulator).map(|a| a.ty.dtype)
+        };
+        let gradients = instr.outputs.iter().enumerate().find_map(sums).unwrap_or(DType::F32);
+        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
+        let needed = profiles
+            .entry((bound.float, gradients))
+            .or_insert_with(|| profile(bound.float, gradients))
+            .workspace(&instr.op, &types)
+            .map_err(|e| ExecError::Internal(e.to_string()))?;
+        let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
+        if planned < needed {
+            let op = instr.op.name();
+            return Err(ExecError::Internal(format!("{op} needs {needed} bytes of scratch, {planned} are planned")));
+        }
+    }
+    Ok(())
 }

@@ -60,6 +60,11 @@ pub trait Executor: Send {
         None
     }
 
+    /// What whoever waits for it should know: that something runs slower than it could, say.
+    fn warning(&self) -> Option<&str> {
+        None
+    }
+
     /// The ranks behind it, where it is several, for whoever wants what each of them has.
     fn ranks(&self) -> Option<&Ranks> {
         None

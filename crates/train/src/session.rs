@@ -89,6 +89,11 @@ impl Session {
         self.executor.arena_bytes()
     }
 
+    /// What the executor wants to be known: that something runs slower than it could, say.
+    pub fn warning(&self) -> Option<&str> {
+        self.executor.warning()
+    }
+
     /// The tensors that the program knows by name.
     pub(crate) fn tensors(&self) -> &[Tensor] {
         &self.tensors

@@ -23,6 +23,7 @@ mod rules;
 mod simd;
 mod vocab;
 
+use crate::bound::check_scratch;
 use crate::comm::{Piece, Place};
 use crate::{ExecError, Executor, Timing};
 use arena::Arena;
@@ -30,8 +31,7 @@ use call::{Bound, Call};
 pub use exchange::Link;
 use exchange::{Courier, Exchange, Exchanges};
 use float::{Bf16, F16, Float};
-use lockstep_ir::op::Elem;
-use lockstep_ir::program::{Arg, Instr, Lifetime, Role, Segment, Slot, Stream, Tensor};
+use lockstep_ir::program::{Instr, Lifetime, Role, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
 use pool::Pool;
 use simd::Simd;
@@ -145,7 +145,7 @@ impl CpuExecutor {
             .iter()
             .map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>())
             .collect::<Result<Vec<_>, _>>()?;
-        check_scratch(&program, &segments, threads)?;
+        check_scratch(&program, &segments, |compute, gradients| profile(threads, compute, gradients))?;
         let exchange = |i: &Instr| Exchange::new(&program, i, here);
         let exchanges: Exchanges = program.segments.iter().map(|s| s.instrs.iter().map(exchange).collect()).collect();
         let exchanges = Arc::new(exchanges);
@@ -253,30 +253,6 @@ impl CpuExecutor {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
         Ok(self.program.entry(entry).ok_or_else(unknown)?.schedule.clone())
     }
-}
-
-/// What kernels will use must be what was planned.
-fn check_scratch(program: &StepProgram, segments: &[Vec<Bound>], threads: usize) -> Result<(), ExecError> {
-    let mut profiles: BTreeMap<(DType, DType), DeviceProfile> = BTreeMap::new();
-    let instrs = program.segments.iter().flat_map(|s| &s.instrs).zip(segments.iter().flatten());
-    for (instr, bound) in instrs.filter(|(i, _)| !i.op.communicates()) {
-        let sums = |(o, arg): (usize, &Option<Arg>)| {
-            arg.as_ref().filter(|_| instr.op.output(o).elem == Elem::Accumulator).map(|a| a.ty.dtype)
-        };
-        let gradients = instr.outputs.iter().enumerate().find_map(sums).unwrap_or(DType::F32);
-        let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-        let needed = profiles
-            .entry((bound.float, gradients))
-            .or_insert_with(|| profile(threads, bound.float, gradients))
-            .workspace(&instr.op, &types)
-            .map_err(|e| ExecError::Internal(e.to_string()))?;
-        let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
-        if planned < needed {
-            let op = instr.op.name();
-            return Err(ExecError::Internal(format!("{op} needs {needed} bytes of scratch, {planned} are planned")));
-        }
-    }
-    Ok(())
 }
 
 fn run_kernel<T: Float>(call: Call) {
