@@ -230,7 +230,7 @@ fn as_json(shape: &str, precision: Precision, result: &BenchResult) -> Value {
 
 fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
     let mut text = format!(
-        "{shape} on {}, batch {}, seq {}, {}: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the matmul ceiling \
+        "{shape} on {}, batch {}, seq {}, {}: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the {} \
          ({:.3} TFLOP/s)\narena {:.2} GiB, peak {:.2} GiB, first three steps {:.1} s, loss {:.4} nats\n",
         r.device,
         r.batch,
@@ -240,6 +240,7 @@ fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
         r.step_s * 1e3,
         r.tflops,
         100.0 * r.mfu,
+        r.peak,
         r.peak_tflops,
         r.arena_gib,
         r.peak_gib,

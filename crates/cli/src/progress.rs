@@ -58,7 +58,8 @@ impl Progress {
                     plan.device
                 ));
                 self.say(&format!(
-                    "MFU is measured against this machine's matmul ceiling, {}/s",
+                    "MFU is measured against this machine's {}, {}/s",
+                    plan.ceiling_name(),
                     units::flops(ceiling)
                 ));
                 let resumed =

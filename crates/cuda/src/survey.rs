@@ -54,7 +54,13 @@ fn device(d: &Device) -> Finding {
     );
     if let Ok(nvml) = Nvml::open(d) {
         let now = nvml.read();
-        text += &format!(", {:.0} W, {} MHz, {} °C", now.power_w, now.clock_mhz, now.temperature_c);
+        text += &format!(
+            ", {} in use, {:.0} W, {} MHz, {} °C",
+            gib(now.used_bytes),
+            now.power_w,
+            now.clock_mhz,
+            now.temperature_c
+        );
     }
     Finding { what: format!("device {}", d.ordinal()), found: Ok(text), hint: "", needed: true }
 }

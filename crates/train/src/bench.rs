@@ -57,8 +57,10 @@ pub struct BenchResult {
     pub tflops: f64,
     /// Share of the matmul ceiling.
     pub mfu: f64,
-    /// The matmul ceiling that `mfu` is of, in 10¹² FLOP per second.
+    /// What `mfu` is of, in 10¹² FLOP per second.
     pub peak_tflops: f64,
+    /// What that is: a `matmul ceiling` that was measured, or a `published peak`.
+    pub peak: &'static str,
     /// Seconds of the first three steps, compilation included.
     pub warm_up_s: f64,
     /// Arena in GiB.
@@ -113,6 +115,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     let start = Instant::now();
     let plan = plan(&config)?;
     let mut session = Session::new(&config, &plan)?;
+    session.warning().into_iter().for_each(&mut *show);
     fill(&mut session, &config)?;
     let mut steps = 0;
     let mut scalars = || {
@@ -165,6 +168,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         tflops: flops / 1e12,
         mfu: flops / ceiling,
         peak_tflops: ceiling / 1e12,
+        peak: plan.ceiling_name(),
         warm_up_s,
         arena_gib: plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
         peak_gib,

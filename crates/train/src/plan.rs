@@ -55,6 +55,14 @@ impl Plan {
         self.target.peak(threads, self.precision.compute)
     }
 
+    /// What kind of number [`Plan::ceiling`] is.
+    pub fn ceiling_name(&self) -> &'static str {
+        match self.target.vendor_peak(self.precision.compute) {
+            Ok(Some(_)) => "published peak",
+            _ => "matmul ceiling",
+        }
+    }
+
     /// Model FLOPs per token.
     pub fn model_flops_per_token(&self) -> f64 {
         self.step_flops.model as f64 / self.tokens_per_step as f64
