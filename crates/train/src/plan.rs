@@ -55,7 +55,7 @@ impl Plan {
         self.target.peak(threads, self.precision.compute)
     }
 
-    /// What kind of number [`Plan::ceiling`] is.
+    /// What kind of number MFU is a share of.
     pub fn ceiling_name(&self) -> &'static str {
         match self.target.vendor_peak(self.precision.compute) {
             Ok(Some(_)) => "published peak",
