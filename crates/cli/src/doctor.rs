@@ -61,8 +61,8 @@ fn check(device: &str) -> Result<(), Failure> {
                 conformance::run(&profile, compute, true, &mut { load })?
             }
             Some(gpu) => {
-                let profile = lockstep_cuda::profile("cuda", compute, DType::Fixed64);
-                let load = |p: StepProgram| Ok(Box::new(CudaExecutor::load(gpu, p)?) as Box<dyn Executor>);
+                let profile = lockstep_cuda::profile("cuda", compute, DType::Fixed64, false);
+                let load = |p: StepProgram| Ok(Box::new(CudaExecutor::load(gpu, p, false)?) as Box<dyn Executor>);
                 conformance::run(&profile, compute, false, &mut { load })?
             }
         };

@@ -7,7 +7,7 @@ use crate::gpu::Gpu;
 use crate::ops::join;
 use crate::{CudaError, ops};
 use lockstep_exec::bound::{Bound, check_scratch};
-use lockstep_exec::{ExecError, Executor, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, Op, StepProgram, units};
 use std::borrow::Cow;
@@ -26,6 +26,7 @@ pub struct CudaExecutor {
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
+    deterministic: bool,
     staging: RefCell<Pinned>,
     stream: Stream,
     arena: Memory,
@@ -36,8 +37,8 @@ pub struct CudaExecutor {
 const STAGING: usize = 8 << 20;
 
 impl CudaExecutor {
-    /// Loads a program of one rank that was compiled for [`crate::profile`].
-    pub fn load(gpu: &Arc<Gpu>, program: StepProgram) -> Result<Self, ExecError> {
+    /// Loads a program of one rank that was compiled for [`crate::profile`], deterministic or not.
+    pub fn load(gpu: &Arc<Gpu>, program: StepProgram, deterministic: bool) -> Result<Self, ExecError> {
         if program.mesh.ranks() != 1 {
             return Err(ExecError::Internal(format!("a program of {} ranks was loaded on one", program.mesh.ranks())));
         }
@@ -48,18 +49,19 @@ impl CudaExecutor {
         if let Some(instr) = program.segments.iter().flat_map(|s| &s.instrs).find(|i| i.op.communicates()) {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
-        check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients))?;
+        check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
         let joined: Vec<Vec<usize>> = program.segments.iter().map(|s| joined(&program, &s.instrs)).collect();
         // Products are tried out before the arena takes the memory.
+        let products = gpu.matmul(deterministic)?;
         for (bounds, joined) in segments.iter().zip(&joined) {
             for (bound, joined) in bounds.iter().zip(joined) {
                 // A product has its bias from the start, or never.
                 let with_bias = bound.op == Op::Linear && *joined > 1;
                 let shapes = ops::shapes(bound).into_iter().filter(|s| s.bias == with_bias);
-                shapes.into_iter().try_for_each(|shape| gpu.matmul.prepare(shape))?;
+                shapes.into_iter().try_for_each(|shape| products.prepare(shape))?;
             }
         }
-        let attention = Plans::new(gpu, segments.iter().flatten());
+        let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
             CudaError::OutOfMemory => ExecError::OutOfMemory(units::bytes(program.arena_bytes)),
@@ -78,6 +80,7 @@ impl CudaExecutor {
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
+            deterministic,
             staging: RefCell::new(Pinned::new(device, STAGING)?),
             stream,
             arena,
@@ -98,10 +101,11 @@ impl CudaExecutor {
     }
 
     fn issue(&self, slot: Slot, instr: usize) -> Result<(), CudaError> {
+        let matmul = self.gpu.matmul(self.deterministic)?;
         let call = |instr: usize| Call {
             bound: &self.segments[slot.segment][instr],
             kernels: &self.gpu.kernels,
-            matmul: &self.gpu.matmul,
+            matmul,
             attention: &self.attention,
             stream: &self.stream,
             base: self.arena.base,
@@ -147,8 +151,8 @@ impl Executor for CudaExecutor {
         self.arena.bytes
     }
 
-    fn warning(&self) -> Option<&str> {
-        self.attention.slow.as_deref()
+    fn notes(&self) -> &[Note] {
+        &self.attention.notes
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {

@@ -60,14 +60,32 @@ pub trait Executor: Send {
         None
     }
 
-    /// What whoever waits for it should know: that something runs slower than it could, say.
-    fn warning(&self) -> Option<&str> {
-        None
+    /// What whoever waits for it should know.
+    fn notes(&self) -> &[Note] {
+        &[]
     }
 
     /// The ranks behind it, where it is several, for whoever wants what each of them has.
     fn ranks(&self) -> Option<&Ranks> {
         None
+    }
+}
+
+/// What an executor says of a program that it has loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// Something runs slower than it could.
+    Warning(String),
+    /// What something costs that was asked for.
+    Cost(String),
+}
+
+impl std::fmt::Display for Note {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Note::Warning(text) => write!(f, "warning: {text}"),
+            Note::Cost(text) => f.write_str(text),
+        }
     }
 }
 
