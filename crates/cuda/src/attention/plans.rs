@@ -131,7 +131,8 @@ fn cost(gpu: &Gpu, shape: &Shape, plan: &Plan) -> String {
 
 /// Plans for the shapes of a program.
 pub struct Plans {
-    plans: HashMap<Shape, Arc<Made>>,
+    /// None where cuDNN has none.
+    plans: HashMap<Shape, Option<Arc<Made>>>,
     deterministic: bool,
     /// Where attention runs on kernels of our own and why; what plans cost.
     pub notes: Vec<Note>,
@@ -154,8 +155,10 @@ impl Plans {
     }
 
     fn add(&mut self, gpu: &Gpu, shape: Shape) -> Option<Note> {
-        match gpu.attention.get(gpu, shape) {
-            Ok(made) => self.plans.entry(shape).or_insert(made).cost.clone().map(Note::Cost),
+        let made = gpu.attention.get(gpu, shape);
+        self.plans.insert(shape, made.as_ref().ok().cloned());
+        match made {
+            Ok(made) => made.cost.clone().map(Note::Cost),
             Err(CudaError::Library { name, .. }) => Some(slow(&format!("{name} was not found"))),
             Err(error) => {
                 let why = error.to_string();
@@ -168,7 +171,7 @@ impl Plans {
     /// The plan of an instruction, if there is one.
     pub(super) fn of(&self, bound: &Bound) -> Option<(Shape, &Plan)> {
         let shape = Shape::of(bound, self.deterministic)?;
-        Some((shape, &self.plans.get(&shape)?.plan))
+        Some((shape, &self.plans.get(&shape)?.as_ref()?.plan))
     }
 }
 
