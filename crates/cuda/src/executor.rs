@@ -2,14 +2,15 @@
 
 use crate::attention::Plans;
 use crate::call::Call;
-use crate::driver::{Address, Event, Graph, Memory, Pinned, Stream};
+use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::ops::join;
-use crate::{CudaError, ops};
+use crate::staging::{Results, Staging};
+use crate::{CudaError, ops, staging};
 use lockstep_exec::bound::{Bound, check_scratch};
-use lockstep_exec::{ExecError, Executor, Timing};
+use lockstep_exec::{ExecError, Executor, Ticket, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, Op, StepProgram, units};
+use lockstep_ir::{Coordinates, Op, StepProgram, StepScalars, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,13 +27,16 @@ pub struct CudaExecutor {
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
-    staging: RefCell<Pinned>,
+    staging: RefCell<Staging>,
+    results: Results,
+    /// The entry that was queued last: errors of the device come when somebody waits.
+    queued: Option<Arc<str>>,
     stream: Stream,
     arena: Memory,
     gpu: Arc<Gpu>,
 }
 
-/// Bytes that are copied to or from the host at a time.
+/// Least bytes that are copied to or from the host at a time.
 const STAGING: usize = 8 << 20;
 
 impl CudaExecutor {
@@ -60,6 +64,7 @@ impl CudaExecutor {
             }
         }
         let attention = Plans::new(gpu, segments.iter().flatten());
+        gpu.note_context()?;
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
             CudaError::OutOfMemory => ExecError::OutOfMemory(units::bytes(program.arena_bytes)),
@@ -71,6 +76,7 @@ impl CudaExecutor {
         // SAFETY: all of the arena.
         unsafe { stream.fill(arena.base, 0, arena.bytes as usize)? };
         stream.wait()?;
+        let staging = STAGING.max(input_bytes(&program));
         Ok(Self {
             segments,
             joined,
@@ -78,7 +84,9 @@ impl CudaExecutor {
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
-            staging: RefCell::new(Pinned::new(device, STAGING)?),
+            staging: RefCell::new(Staging::new(device, staging)?),
+            results: Results::default(),
+            queued: None,
             stream,
             arena,
             gpu: gpu.clone(),
@@ -125,11 +133,29 @@ impl CudaExecutor {
         Ok(())
     }
 
+    /// What came of waiting. The device tells of errors late: they are of what was queued before.
+    fn behind<T>(&self, waited: Result<T, CudaError>) -> Result<T, ExecError> {
+        Ok(waited.map_err(|error| match (error, &self.queued) {
+            (CudaError::Call { call, text }, Some(entry)) => {
+                CudaError::Call { call, text: format!("{text}, in `{entry}` or what was queued behind it") }
+            }
+            (error, _) => error,
+        })?)
+    }
+
     fn entry(&self, name: &str) -> Result<(Arc<str>, Vec<Slot>), ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{name}`"));
         let entry = self.program.entry(name).ok_or_else(unknown)?;
         Ok((entry.name.clone(), entry.schedule.clone()))
     }
+}
+
+/// Room for what a step is given: inputs of all micro-batches, and its scalars.
+fn input_bytes(program: &StepProgram) -> usize {
+    let room = |t: &Tensor| (t.ty.bytes() as usize).next_multiple_of(staging::ALIGNMENT);
+    let slots = |t: &Tensor| program.regions[program.buffers[t.buffer.0].region].slots;
+    let inputs = program.tensors.iter().filter(|t| t.role == Role::Input || t.name == StepScalars::NAME);
+    inputs.map(|t| room(t) * slots(t)).sum()
 }
 
 fn joined(program: &StepProgram, instrs: &[Instr]) -> Vec<usize> {
@@ -157,53 +183,61 @@ impl Executor for CudaExecutor {
             return Err(ExecError::Internal(format!("`{tensor}` takes {bytes} bytes, got {}", data.len())));
         }
         self.gpu.device.enter()?;
-        let mut staging = self.staging.borrow_mut();
-        for (i, part) in data.chunks(STAGING).enumerate() {
-            staging.slice()[..part.len()].copy_from_slice(part);
-            let to = address + (i * STAGING) as u64;
-            // SAFETY: the address and size are the tensor's; the copy is done before the staging is used again.
-            unsafe { self.stream.to_device(to, &staging.slice()[..part.len()])? };
-            self.stream.wait()?;
-        }
-        Ok(())
+        // SAFETY: the address and size are the tensor's.
+        let copied = unsafe { self.staging.get_mut().to_device(&self.stream, address, data) };
+        self.behind(copied)
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
         let (_, address, bytes) = self.tensor(tensor, micro_batch)?;
         self.gpu.device.enter()?;
         let mut data = vec![0u8; bytes];
-        let mut staging = self.staging.borrow_mut();
-        for (i, part) in data.chunks_mut(STAGING).enumerate() {
-            let from = address + (i * STAGING) as u64;
-            // SAFETY: the address and size are the tensor's; the copy is done before the staging is read.
-            unsafe { self.stream.to_host(&mut staging.slice()[..part.len()], from)? };
-            self.stream.wait()?;
-            part.copy_from_slice(&staging.slice()[..part.len()]);
-        }
+        // SAFETY: the address and size are the tensor's.
+        self.behind(unsafe { self.staging.borrow_mut().to_host(&self.stream, &mut data, address) })?;
         Ok(Cow::Owned(data))
     }
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.gpu.device.enter()?;
-        if let Some(graph) = self.graphs.get(entry) {
-            self.stream.replay(graph)?;
-            return Ok(self.stream.wait()?);
+        if let Some((name, graph)) = self.graphs.get_key_value(entry) {
+            self.queued = Some(name.clone());
+            return Ok(self.stream.replay(graph)?);
         }
         let (name, schedule) = self.entry(entry)?;
+        self.queued = Some(name.clone());
         if self.ran.insert(name.clone()) {
             // The first run loads what libraries load late.
-            self.issue_all(&schedule)?;
-        } else {
-            let graph = self.stream.capture(|| self.issue_all(&schedule))?;
-            self.stream.replay(&graph)?;
-            self.graphs.insert(name, graph);
+            return Ok(self.issue_all(&schedule)?);
         }
-        Ok(self.stream.wait()?)
+        let graph = self.stream.capture(|| self.issue_all(&schedule))?;
+        self.stream.replay(&graph)?;
+        self.graphs.insert(name, graph);
+        Ok(())
+    }
+
+    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+        let mut ranges = Vec::new();
+        for (name, micro_batches) in tensors {
+            for m in 0..*micro_batches {
+                let (_, address, bytes) = self.tensor(name, m)?;
+                ranges.push((address, bytes));
+            }
+        }
+        self.gpu.device.enter()?;
+        // SAFETY: addresses and sizes are the tensors'.
+        Ok(Some(Ticket(unsafe { self.results.queue(&self.gpu.device, &self.stream, &ranges)? })))
+    }
+
+    fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
+        self.gpu.device.enter()?;
+        let taken = self.results.take(ticket.0);
+        self.behind(taken)
     }
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
         self.gpu.device.enter()?;
-        let (_, schedule) = self.entry(entry)?;
+        let (name, schedule) = self.entry(entry)?;
+        self.queued = Some(name);
         let event = || Event::new(&self.gpu.device);
         let begin = event()?;
         begin.record(&self.stream)?;
@@ -216,7 +250,7 @@ impl Executor for CudaExecutor {
                 marks.push((slot, instr, end));
             }
         }
-        self.stream.wait()?;
+        self.behind(self.stream.wait())?;
         let mut start_s = 0.0;
         let mut timings = Vec::new();
         for (slot, instr, end) in marks {
@@ -225,6 +259,15 @@ impl Executor for CudaExecutor {
             start_s = now;
         }
         Ok(timings)
+    }
+}
+
+impl Drop for CudaExecutor {
+    fn drop(&mut self) {
+        // What is queued uses the memory. An error has been seen by whoever waited before, or nobody waits for it.
+        if self.gpu.device.enter().is_ok() {
+            let _ = self.stream.wait();
+        }
     }
 }
 

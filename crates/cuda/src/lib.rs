@@ -18,6 +18,7 @@ mod matmul;
 mod nvml;
 mod nvrtc;
 mod ops;
+mod staging;
 mod survey;
 
 pub use driver::Device;
