@@ -66,8 +66,10 @@ impl Gpu {
 
     /// Notes what is taken besides arenas, once: when the first program has its libraries and plans, and not yet its arena.
     pub(crate) fn note_context(&self) -> Result<(), CudaError> {
-        let free_bytes = self.device.free_bytes()?;
-        self.bare.get_or_init(|| Bare { context_bytes: self.nvml_bytes(), free_bytes });
+        if self.bare.get().is_none() {
+            let bare = Bare { context_bytes: self.nvml_bytes(), free_bytes: self.device.free_bytes()? };
+            self.bare.get_or_init(|| bare);
+        }
         Ok(())
     }
 
