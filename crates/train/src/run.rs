@@ -429,3 +429,6 @@ fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<
         false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),
     }
 }
+
+#[cfg(test)]
+mod tests;

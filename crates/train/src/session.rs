@@ -122,6 +122,12 @@ impl Session {
         self.executor.as_mut()
     }
 
+    /// The session on another executor, made from its own.
+    #[cfg(test)]
+    pub(crate) fn with_executor(self, make: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>) -> Self {
+        Self { executor: make(self.executor), ..self }
+    }
+
     /// The parameters as they are now, for another program.
     pub fn weights(&self) -> Weights<'_> {
         Weights::Live(self.executor.as_ref())
