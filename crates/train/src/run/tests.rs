@@ -107,7 +107,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
                 m.val_loss
             ));
             assert_eq!(m.gpu, GpuMetrics::default());
-            stop.store(how.stop_at == Some(m.step), Ordering::SeqCst);
+            stop.fetch_or(how.stop_at == Some(m.step), Ordering::SeqCst);
         }
         Event::Skipped { step } => events.push(format!("skipped {step}")),
         Event::Validated { step, loss } => events.push(format!("validated {step}: {loss}")),
