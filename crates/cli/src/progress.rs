@@ -43,7 +43,7 @@ impl Progress {
             Event::Saving { .. } => {}
             Event::Warning(text) => self.say(&format!("warning: {text}")),
             Event::Initialised { from } => self.say(&format!("weights from {}", from.display())),
-            Event::Started { plan, ceiling, context_bytes, train_tokens, from_step, dir } => {
+            Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir } => {
                 self.clear();
                 self.say(&format!(
                     "{} parameters, {} training tokens, arena {} ({} bytes){}, {}",
@@ -58,7 +58,7 @@ impl Progress {
                     plan.device
                 ));
                 if let Some(context) = context_bytes {
-                    let [arena, context] = [plan.memory.total_bytes, context].map(units::gib);
+                    let [arena, context] = [arena_bytes, context].map(units::gib);
                     self.say(&format!("GPU memory: arena {arena} + context {context}"));
                 }
                 self.say(&format!(

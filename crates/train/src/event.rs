@@ -105,7 +105,9 @@ pub enum Event<'a> {
         plan: &'a Plan,
         /// FLOP per second of the device's matmul ceiling.
         ceiling: f64,
-        /// Bytes of a GPU's memory that are taken besides the arena, where they were measured.
+        /// Bytes of the arenas of all ranks.
+        arena_bytes: u64,
+        /// Bytes of a GPU's memory that are taken besides arenas, where they were measured.
         context_bytes: Option<u64>,
         /// Training tokens that the data hold.
         train_tokens: u64,

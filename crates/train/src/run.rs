@@ -151,8 +151,8 @@ fn start<'a>(
     let ceiling = plan.ceiling()?;
     dir.begin(&config.resolved_toml(), plan, step)?;
     let train_tokens = data.train_tokens();
-    let context_bytes = plan.target.context_bytes()?;
-    show(Event::Started { plan, ceiling, context_bytes, train_tokens, from_step: step, dir: dir.path() });
+    let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);
+    show(Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir: dir.path() });
     let init_from = initial.as_ref().map(|weights| weights.path());
     let begun = json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling, "init_from": init_from });
     dir.event("start", begun)?;
