@@ -231,7 +231,7 @@ impl Executor for CudaExecutor {
         }
         self.gpu.device.enter()?;
         // SAFETY: the address and size are the tensor's.
-        let copied = unsafe { self.staging.get_mut().to_device(&self.stream, address, data) };
+        let copied = unsafe { self.staging.get_mut().send(&self.stream, address, data) };
         self.behind(copied)
     }
 
@@ -249,7 +249,7 @@ impl Executor for CudaExecutor {
         let mut data = vec![0u8; range.len()];
         // SAFETY: the address and size are of a range of the tensor.
         let from = address + range.start as u64;
-        self.behind(unsafe { self.staging.borrow_mut().to_host(&self.stream, &mut data, from) })?;
+        self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &mut data, from) })?;
         Ok(Cow::Owned(data))
     }
 

@@ -36,7 +36,7 @@ impl Staging {
     ///
     /// # Safety
     /// `to` has room for the data.
-    pub unsafe fn to_device(&mut self, stream: &Stream, mut to: Address, data: &[u8]) -> Result<(), CudaError> {
+    pub unsafe fn send(&mut self, stream: &Stream, mut to: Address, data: &[u8]) -> Result<(), CudaError> {
         for part in data.chunks(self.ring.bytes) {
             let place = self.ring.place(part.len());
             if let Some(left) = place.left {
@@ -56,7 +56,7 @@ impl Staging {
     ///
     /// # Safety
     /// `from` has as many bytes as `data`.
-    pub unsafe fn to_host(&mut self, stream: &Stream, data: &mut [u8], mut from: Address) -> Result<(), CudaError> {
+    pub unsafe fn fetch(&mut self, stream: &Stream, data: &mut [u8], mut from: Address) -> Result<(), CudaError> {
         // Copies to the device are done then, and both buffers free.
         stream.wait()?;
         let memory = self.buffers[0].memory.slice();
