@@ -6,7 +6,7 @@ use crate::table::table;
 use crate::timeline::TimelineFile;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
-use lockstep_train::bench::{BenchResult, BenchSpec, Determinism, bench_deterministic, bench_train};
+use lockstep_train::bench::{BenchResult, BenchSpec, Determinism, GpuMemory, bench_deterministic, bench_train};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -289,6 +289,9 @@ fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
         r.warm_up_s,
         r.loss
     );
+    if let Some(memory) = &r.gpu_memory {
+        text.push_str(&memory_text(r.arena_bytes, memory));
+    }
     r.notes.iter().for_each(|note| text.push_str(&format!("{note}\n")));
     if let Some(profile) = &r.profile {
         let rows: Vec<Vec<String>> = profile
@@ -302,4 +305,24 @@ fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
         text.push_str(&table(&["op", "calls", "time", "floor", "of floor"], &rows));
     }
     text
+}
+
+fn memory_text(arena_bytes: u64, m: &GpuMemory) -> String {
+    let known = [arena_bytes, m.context_bytes, arena_bytes + m.context_bytes].map(units::gib);
+    let more = if m.difference_bytes < 0 { "less" } else { "more" };
+    let verdict = match (m.agrees, m.agrees_with_libraries_and_graphs) {
+        (true, _) => "they agree within 1% or 300 MiB",
+        (false, true) => "with libraries and graphs they agree within 1% or 300 MiB",
+        (false, false) => "they do NOT agree within 1% or 300 MiB; does another program use the device?",
+    };
+    format!(
+        "GPU memory: arena {} + context {} = {}; NVML reports {}, {} {more}: {verdict}\n\
+         libraries that load late and recorded graphs had added {} after two steps\n",
+        known[0],
+        known[1],
+        known[2],
+        units::gib(m.nvml_bytes),
+        units::gib(m.difference_bytes.unsigned_abs()),
+        units::gib(m.libraries_and_graphs_bytes)
+    )
 }

@@ -44,7 +44,7 @@ impl Progress {
             Event::Warning(text) => self.say(&format!("warning: {text}")),
             Event::Note(note) => self.say(&note.to_string()),
             Event::Initialised { from } => self.say(&format!("weights from {}", from.display())),
-            Event::Started { plan, ceiling, train_tokens, from_step, dir } => {
+            Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir } => {
                 self.clear();
                 self.say(&format!(
                     "{} parameters, {} training tokens, arena {} ({} bytes){}, {}",
@@ -58,6 +58,10 @@ impl Progress {
                     },
                     plan.device
                 ));
+                if let Some(context) = context_bytes {
+                    let [arena, context] = [arena_bytes, context].map(units::gib);
+                    self.say(&format!("GPU memory: arena {arena} + context {context}"));
+                }
                 self.say(&format!(
                     "MFU is measured against this machine's {}, {}/s",
                     plan.ceiling_name(),
@@ -99,8 +103,11 @@ impl Progress {
             start.elapsed().as_secs_f64() / (m.step - from).max(1) as f64 * (self.steps - m.step) as f64
         });
         let held_out = self.val_loss.map_or(String::new(), |l| format!(", held-out {l:.3}"));
+        // Last, since a narrow terminal cuts the line.
+        let power = m.gpu.gpu_power_w.map_or(String::new(), |power| format!(", {power:.0} W"));
+        let memory = m.gpu.gpu_memory_bytes.map_or(String::new(), |bytes| format!(", {}", units::bytes(bytes)));
         let text = format!(
-            "loss {:.3}{held_out}, {} tokens/s, MFU {:.0}%, {} left",
+            "loss {:.3}{held_out}, {} tokens/s, MFU {:.0}%, {} left{power}{memory}",
             m.loss,
             units::count(m.tokens_per_s as u64),
             100.0 * m.mfu,

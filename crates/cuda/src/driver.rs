@@ -129,6 +129,18 @@ impl Device {
         Ok(count as usize)
     }
 
+    /// A device's place on the bus. It needs no context.
+    pub fn bus_id(ordinal: usize) -> Result<String, CudaError> {
+        let driver = Driver::get()?;
+        let (mut device, mut pci) = (0, [0 as c_char; 64]);
+        // SAFETY: addresses and lengths are valid for the calls; the driver ends the text with a zero.
+        unsafe {
+            driver.check("cuDeviceGet", (driver.device_get)(&mut device, ordinal as c_int))?;
+            driver.check("cuDeviceGetPCIBusId", (driver.device_pci)(pci.as_mut_ptr(), 63, device))?;
+            Ok(CStr::from_ptr(pci.as_ptr()).to_string_lossy().into_owned())
+        }
+    }
+
     /// Opens device `ordinal`.
     pub fn open(ordinal: usize) -> Result<Arc<Device>, CudaError> {
         let driver = Driver::get()?;
@@ -140,12 +152,11 @@ impl Device {
             return Err(CudaError::NoDevice);
         }
         let (mut device, mut total, mut context) = (0, 0usize, std::ptr::null_mut());
-        let (mut name, mut pci) = ([0 as c_char; 256], [0 as c_char; 64]);
+        let mut name = [0 as c_char; 256];
         // SAFETY: addresses and lengths are valid for the calls.
         unsafe {
             driver.check("cuDeviceGet", (driver.device_get)(&mut device, ordinal as c_int))?;
             driver.check("cuDeviceGetName", (driver.device_name)(name.as_mut_ptr(), 255, device))?;
-            driver.check("cuDeviceGetPCIBusId", (driver.device_pci)(pci.as_mut_ptr(), 63, device))?;
             driver.check("cuDeviceTotalMem", (driver.device_total)(&mut total, device))?;
             driver.check("cuDevicePrimaryCtxRetain", (driver.context_retain)(&mut context, device))?;
         }
@@ -155,17 +166,16 @@ impl Device {
             unsafe { (driver.device_attribute)(&mut value, which, device) };
             value as u32
         };
-        // SAFETY: the driver ends both texts with a zero.
-        let text = |t: &[c_char]| unsafe { CStr::from_ptr(t.as_ptr()) }.to_string_lossy().into_owned();
         let device = Device {
             driver,
             ordinal: device,
             context,
-            name: text(&name),
+            // SAFETY: the driver ends the text with a zero.
+            name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
             capability: attribute(75) * 10 + attribute(76),
             processors: attribute(16),
             memory: total as u64,
-            pci: text(&pci),
+            pci: Self::bus_id(ordinal)?,
         };
         device.enter()?;
         Ok(Arc::new(device))
@@ -241,6 +251,11 @@ impl Pinned {
         // SAFETY: the address is valid for the call.
         device.driver.check("cuMemHostAlloc", unsafe { (device.driver.host_alloc)(&mut data, bytes.max(1), 0) })?;
         Ok(Self { device: device.clone(), data: data.cast(), bytes })
+    }
+
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// Its bytes.

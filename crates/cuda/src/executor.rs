@@ -2,16 +2,17 @@
 
 use crate::attention::Plans;
 use crate::call::Call;
-use crate::driver::{Address, Event, Graph, Memory, Pinned, Stream};
+use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::linked::Linked;
 use crate::ops::join;
-use crate::{CudaError, ops};
+use crate::staging::{Results, Staging};
+use crate::{CudaError, ops, staging};
 use lockstep_exec::bound::{Bound, check_scratch};
 use lockstep_exec::exchange::Link;
-use lockstep_exec::{ExecError, Executor, Note, Rank, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, Op, StepProgram, units};
+use lockstep_ir::{Coordinates, Op, StepProgram, StepScalars, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,13 +34,16 @@ pub struct CudaExecutor {
     deterministic: bool,
     /// Where the program has several ranks.
     linked: Option<Linked>,
-    staging: RefCell<Pinned>,
+    staging: RefCell<Staging>,
+    results: Results,
+    /// The entry that was queued last: errors of the device come when somebody waits.
+    queued: Option<Arc<str>>,
     stream: Stream,
     arena: Memory,
     gpu: Arc<Gpu>,
 }
 
-/// Bytes that are copied to or from the host at a time.
+/// Least bytes that are copied to or from the host at a time.
 const STAGING: usize = 8 << 20;
 
 impl CudaExecutor {
@@ -79,6 +83,7 @@ impl CudaExecutor {
             }
         }
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
+        gpu.note_context()?;
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
             CudaError::OutOfMemory => ExecError::OutOfMemory(units::bytes(program.arena_bytes)),
@@ -91,6 +96,7 @@ impl CudaExecutor {
         // SAFETY: all of the arena.
         unsafe { stream.fill(arena.base, 0, arena.bytes as usize)? };
         stream.wait()?;
+        let staging = STAGING.max(input_bytes(&program));
         Ok(Self {
             segments,
             joined,
@@ -100,7 +106,9 @@ impl CudaExecutor {
             attention,
             deterministic,
             linked,
-            staging: RefCell::new(Pinned::new(device, STAGING)?),
+            staging: RefCell::new(Staging::new(device, staging)?),
+            results: Results::default(),
+            queued: None,
             stream,
             arena,
             gpu: gpu.clone(),
@@ -153,6 +161,16 @@ impl CudaExecutor {
         Ok(())
     }
 
+    /// What came of waiting. The device tells of errors late: they are of what was queued before.
+    fn behind<T>(&self, waited: Result<T, CudaError>) -> Result<T, ExecError> {
+        Ok(waited.map_err(|error| match (error, &self.queued) {
+            (CudaError::Call { call, text }, Some(entry)) => {
+                CudaError::Call { call, text: format!("{text}, in `{entry}` or what was queued behind it") }
+            }
+            (error, _) => error,
+        })?)
+    }
+
     /// Runs an instruction of a program of several ranks.
     fn run_linked(&mut self, slot: Slot, instr: usize) -> Result<(), ExecError> {
         let Some(linked) = &mut self.linked else { return Ok(()) };
@@ -188,6 +206,14 @@ impl CudaExecutor {
     }
 }
 
+/// Room for what a step is given: inputs of all micro-batches, and its scalars.
+fn input_bytes(program: &StepProgram) -> usize {
+    let room = |t: &Tensor| (t.ty.bytes() as usize).next_multiple_of(staging::ALIGNMENT);
+    let slots = |t: &Tensor| program.regions[program.buffers[t.buffer.0].region].slots;
+    let inputs = program.tensors.iter().filter(|t| t.role == Role::Input || t.name == StepScalars::NAME);
+    inputs.map(|t| room(t) * slots(t)).sum()
+}
+
 fn joined(program: &StepProgram, instrs: &[Instr]) -> Vec<usize> {
     let mut joined = Vec::with_capacity(instrs.len());
     while joined.len() < instrs.len() {
@@ -213,15 +239,9 @@ impl Executor for CudaExecutor {
             return Err(ExecError::Internal(format!("`{tensor}` takes {bytes} bytes, got {}", data.len())));
         }
         self.gpu.device.enter()?;
-        let mut staging = self.staging.borrow_mut();
-        for (i, part) in data.chunks(STAGING).enumerate() {
-            staging.slice()[..part.len()].copy_from_slice(part);
-            let to = address + (i * STAGING) as u64;
-            // SAFETY: the address and size are the tensor's; the copy is done before the staging is used again.
-            unsafe { self.stream.to_device(to, &staging.slice()[..part.len()])? };
-            self.stream.wait()?;
-        }
-        Ok(())
+        // SAFETY: the address and size are the tensor's.
+        let copied = unsafe { self.staging.get_mut().send(&self.stream, address, data) };
+        self.behind(copied)
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
@@ -235,43 +255,61 @@ impl Executor for CudaExecutor {
             return Err(ExecError::Internal(format!("`{tensor}` has no bytes {range:?}")));
         }
         self.gpu.device.enter()?;
-        let (address, mut data) = (address + range.start as u64, vec![0u8; range.len()]);
-        let mut staging = self.staging.borrow_mut();
-        for (i, part) in data.chunks_mut(STAGING).enumerate() {
-            let from = address + (i * STAGING) as u64;
-            // SAFETY: the address and size are the tensor's; the copy is done before the staging is read.
-            unsafe { self.stream.to_host(&mut staging.slice()[..part.len()], from)? };
-            self.stream.wait()?;
-            part.copy_from_slice(&staging.slice()[..part.len()]);
-        }
+        let mut data = vec![0u8; range.len()];
+        // SAFETY: the address and size are of a range of the tensor.
+        let from = address + range.start as u64;
+        self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &mut data, from) })?;
         Ok(Cow::Owned(data))
     }
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.gpu.device.enter()?;
-        if let Some(graph) = self.graphs.get(entry) {
-            self.stream.replay(graph)?;
-            return Ok(self.stream.wait()?);
+        if let Some((name, graph)) = self.graphs.get_key_value(entry) {
+            self.queued = Some(name.clone());
+            return Ok(self.stream.replay(graph)?);
         }
         let (name, schedule) = self.entry(entry)?;
+        self.queued = Some(name.clone());
         if self.linked.is_some() {
             for slot in schedule {
                 (0..self.segments[slot.segment].len()).try_for_each(|instr| self.run_linked(slot, instr))?;
             }
-        } else if self.ran.insert(name.clone()) {
-            // The first run loads what libraries load late.
-            self.issue_all(&schedule)?;
-        } else {
-            let graph = self.stream.capture(|| self.issue_all(&schedule))?;
-            self.stream.replay(&graph)?;
-            self.graphs.insert(name, graph);
+            // Ranks run to the end: others are told of what fails here.
+            return self.behind(self.stream.wait());
         }
-        Ok(self.stream.wait()?)
+        if self.ran.insert(name.clone()) {
+            // The first run loads what libraries load late.
+            return Ok(self.issue_all(&schedule)?);
+        }
+        let graph = self.stream.capture(|| self.issue_all(&schedule))?;
+        self.stream.replay(&graph)?;
+        self.graphs.insert(name, graph);
+        Ok(())
+    }
+
+    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+        let mut ranges = Vec::new();
+        for (name, micro_batches) in tensors {
+            for m in 0..*micro_batches {
+                let (_, address, bytes) = self.tensor(name, m)?;
+                ranges.push((address, bytes));
+            }
+        }
+        self.gpu.device.enter()?;
+        // SAFETY: addresses and sizes are the tensors'.
+        Ok(Some(Ticket(unsafe { self.results.queue(&self.gpu.device, &self.stream, &ranges)? })))
+    }
+
+    fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
+        self.gpu.device.enter()?;
+        let taken = self.results.take(ticket.0);
+        self.behind(taken)
     }
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
         self.gpu.device.enter()?;
-        let (_, schedule) = self.entry(entry)?;
+        let (name, schedule) = self.entry(entry)?;
+        self.queued = Some(name);
         if self.linked.is_some() {
             return self.profile_linked(schedule);
         }
@@ -287,7 +325,7 @@ impl Executor for CudaExecutor {
                 marks.push((slot, instr, end));
             }
         }
-        self.stream.wait()?;
+        self.behind(self.stream.wait())?;
         let mut start_s = 0.0;
         let mut timings = Vec::new();
         for (slot, instr, end) in marks {
@@ -296,6 +334,15 @@ impl Executor for CudaExecutor {
             start_s = now;
         }
         Ok(timings)
+    }
+}
+
+impl Drop for CudaExecutor {
+    fn drop(&mut self) {
+        // What is queued uses the memory. An error has been seen by whoever waited before, or nobody waits for it.
+        if self.gpu.device.enter().is_ok() {
+            let _ = self.stream.wait();
+        }
     }
 }
 

@@ -1,11 +1,12 @@
-//! A device with what programs on it share: kernels, plans of products, cuDNN.
+//! A device with what programs on it share: kernels, plans of products, cuDNN; and what it tells of itself.
 
 use crate::cudnn::Cudnn;
 use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::Matmul;
-use crate::{CudaError, attention};
-use std::sync::{Arc, OnceLock};
+use crate::{CudaError, Nvml, Telemetry, attention};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// A device, ready to run programs.
 pub struct Gpu {
@@ -16,16 +17,38 @@ pub struct Gpu {
     first_matmul: OnceLock<Result<Matmul, CudaError>>,
     cudnn: OnceLock<Result<Cudnn, CudaError>>,
     pub(crate) attention: attention::Shared,
+    nvml: Option<Nvml>,
+    /// Bytes of its memory that were in use before this process had a context.
+    others_bytes: Option<u64>,
+    bare: OnceLock<Bare>,
+    last_sample: Mutex<Option<(Instant, Telemetry)>>,
 }
+
+/// The device before the first arena.
+struct Bare {
+    /// Bytes that the context, kernels and libraries take, by NVML.
+    context_bytes: Option<u64>,
+    /// Bytes that are free, by the driver.
+    free_bytes: u64,
+}
+
+/// How long a sample of telemetry is good for.
+const SAMPLE_EVERY: Duration = Duration::from_secs(1);
 
 impl Gpu {
     /// Opens device `ordinal`: compiles or loads kernels, opens cuBLASLt. `tune` says whether products are timed to find the
     /// best way to compute them; else the library's first proposal is taken.
     pub fn open(ordinal: usize, tune: bool) -> Result<Arc<Self>, CudaError> {
+        // Training does without NVML.
+        let nvml = Device::bus_id(ordinal).and_then(|pci| Nvml::open(&pci)).ok();
+        let others_bytes = nvml.as_ref().and_then(Nvml::used_bytes);
         let device = Device::open(ordinal)?;
         let (kernels, matmul) = (Kernels::load(&device)?, Matmul::open(&device, tune)?);
         let (first_matmul, cudnn) = (OnceLock::new(), OnceLock::new());
-        Ok(Arc::new(Self { device, kernels, matmul, first_matmul, cudnn, attention: attention::Shared::default() }))
+        let (bare, last_sample, attention) = (OnceLock::new(), Mutex::default(), attention::Shared::default());
+        let gpu =
+            Self { device, kernels, matmul, first_matmul, cudnn, attention, nvml, others_bytes, bare, last_sample };
+        Ok(Arc::new(gpu))
     }
 
     /// Products: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.
@@ -41,5 +64,46 @@ impl Gpu {
 
     pub(crate) fn cudnn(&self) -> Result<&Cudnn, CudaError> {
         self.cudnn.get_or_init(|| Cudnn::open(&self.device)).as_ref().map_err(Clone::clone)
+    }
+
+    /// What it does now, or did less than a second ago; none without NVML. It takes less than a millisecond and does not wait
+    /// for work on the device.
+    pub fn telemetry(&self) -> Option<Telemetry> {
+        let mut last = self.last_sample.lock().unwrap_or_else(PoisonError::into_inner);
+        match *last {
+            Some((at, sample)) if at.elapsed() < SAMPLE_EVERY => Some(sample),
+            _ => {
+                let sample = self.nvml.as_ref()?.read();
+                *last = Some((Instant::now(), sample));
+                Some(sample)
+            }
+        }
+    }
+
+    /// Notes what is taken besides arenas, once: when the first program has its libraries and plans, and not yet its arena.
+    pub(crate) fn note_context(&self) -> Result<(), CudaError> {
+        if self.bare.get().is_none() {
+            let bare = Bare { context_bytes: self.nvml_bytes(), free_bytes: self.device.free_bytes()? };
+            self.bare.get_or_init(|| bare);
+        }
+        Ok(())
+    }
+
+    /// Bytes of device memory that this process took before its first arena: its context, kernels, libraries with their plans.
+    /// None without NVML, or without a program.
+    pub fn context_bytes(&self) -> Option<u64> {
+        self.bare.get()?.context_bytes
+    }
+
+    /// Bytes of device memory that have come since the first arena besides arenas of so many bytes, by the driver: what
+    /// libraries load late, and recorded graphs. None without a program.
+    pub fn late_bytes(&self, arena_bytes: u64) -> Result<Option<u64>, CudaError> {
+        let Some(bare) = self.bare.get() else { return Ok(None) };
+        Ok(Some(bare.free_bytes.saturating_sub(self.device.free_bytes()?).saturating_sub(arena_bytes)))
+    }
+
+    /// Bytes of device memory that have come since this process opened the device, by NVML. None without NVML.
+    pub fn nvml_bytes(&self) -> Option<u64> {
+        Some(self.nvml.as_ref()?.used_bytes()?.saturating_sub(self.others_bytes?))
     }
 }

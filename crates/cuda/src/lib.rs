@@ -19,6 +19,7 @@ mod matmul;
 mod nvml;
 mod nvrtc;
 mod ops;
+mod staging;
 mod survey;
 
 pub use driver::Device;

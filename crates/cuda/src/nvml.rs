@@ -1,8 +1,8 @@
 //! Power, clocks and memory of a device, by NVML.
 
 use crate::CudaError;
-use crate::driver::Device;
 use crate::library::{Name, functions};
+use lockstep_ir::units;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 
 type Handle = *mut c_void;
@@ -15,6 +15,7 @@ functions! {
     memory = c"nvmlDeviceGetMemoryInfo": fn(Handle, *mut Memory) -> c_int;
     power = c"nvmlDeviceGetPowerUsage": fn(Handle, *mut c_uint) -> c_int;
     temperature = c"nvmlDeviceGetTemperature": fn(Handle, c_int, *mut c_uint) -> c_int;
+    utilisation = c"nvmlDeviceGetUtilizationRates": fn(Handle, *mut Utilisation) -> c_int;
     clock = c"nvmlDeviceGetClockInfo": fn(Handle, c_int, *mut c_uint) -> c_int;
 }
 
@@ -26,6 +27,13 @@ pub(crate) struct Memory {
     used: u64,
 }
 
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct Utilisation {
+    gpu: c_uint,
+    memory: c_uint,
+}
+
 /// A device as NVML knows it.
 pub struct Nvml {
     functions: Functions,
@@ -34,25 +42,29 @@ pub struct Nvml {
 
 // SAFETY: NVML may be used from any thread.
 unsafe impl Send for Nvml {}
+// SAFETY: as above.
+unsafe impl Sync for Nvml {}
 
-/// What a device does at a moment.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// What a device does at a moment, as far as it tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Telemetry {
     /// Bytes of memory in use, by all programs and the driver.
-    pub used_bytes: u64,
+    pub used_bytes: Option<u64>,
     /// Watts.
-    pub power_w: f64,
+    pub power_w: Option<f64>,
     /// Degrees Celsius.
-    pub temperature_c: u32,
+    pub temperature_c: Option<u32>,
     /// Clock of the multiprocessors, in MHz.
-    pub clock_mhz: u32,
+    pub clock_mhz: Option<u32>,
+    /// Share of the last moments in which a kernel ran, in percent.
+    pub utilisation_percent: Option<u32>,
 }
 
 impl Nvml {
-    /// Opens the library for a device.
-    pub fn open(device: &Device) -> Result<Self, CudaError> {
+    /// Opens the library for the device at this place on the bus.
+    pub fn open(pci: &str) -> Result<Self, CudaError> {
         let (functions, _) = Functions::open()?;
-        let pci = CString::new(device.pci.as_str()).map_err(|_| CudaError::Internal("a zero byte".into()))?;
+        let pci = CString::new(pci).map_err(|_| CudaError::Internal("a zero byte".into()))?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the text ends with a zero; the address is valid for the call.
         unsafe {
@@ -62,25 +74,50 @@ impl Nvml {
         Ok(Self { functions, handle })
     }
 
-    /// Reads it all; what the device does not tell is zero.
+    /// Bytes of memory in use, by all programs and the driver.
+    pub fn used_bytes(&self) -> Option<u64> {
+        let mut memory = Memory::default();
+        // SAFETY: the address is valid for the call.
+        (unsafe { (self.functions.memory)(self.handle, &mut memory) } == 0).then_some(memory.used)
+    }
+
+    /// Reads it all.
     pub fn read(&self) -> Telemetry {
         const GPU_SENSOR: c_int = 0;
         const SM_CLOCK: c_int = 1;
-        let mut memory = Memory::default();
         let [mut power, mut temperature, mut clock] = [0, 0, 0];
+        let mut utilisation = Utilisation::default();
+        let f = &self.functions;
         // SAFETY: the addresses are valid for the calls.
-        unsafe {
-            (self.functions.memory)(self.handle, &mut memory);
-            (self.functions.power)(self.handle, &mut power);
-            (self.functions.temperature)(self.handle, GPU_SENSOR, &mut temperature);
-            (self.functions.clock)(self.handle, SM_CLOCK, &mut clock);
+        let [has_power, has_temperature, has_clock, has_utilisation] = unsafe {
+            [
+                (f.power)(self.handle, &mut power),
+                (f.temperature)(self.handle, GPU_SENSOR, &mut temperature),
+                (f.clock)(self.handle, SM_CLOCK, &mut clock),
+                (f.utilisation)(self.handle, &mut utilisation),
+            ]
         }
+        .map(|status| status == 0);
         Telemetry {
-            used_bytes: memory.used,
-            power_w: f64::from(power) * 1e-3,
-            temperature_c: temperature,
-            clock_mhz: clock,
+            used_bytes: self.used_bytes(),
+            power_w: has_power.then_some(f64::from(power) * 1e-3),
+            temperature_c: has_temperature.then_some(temperature),
+            clock_mhz: has_clock.then_some(clock),
+            utilisation_percent: has_utilisation.then_some(utilisation.gpu),
         }
+    }
+}
+
+impl std::fmt::Display for Telemetry {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let parts = [
+            self.used_bytes.map(|bytes| format!("{} in use", units::bytes(bytes))),
+            self.power_w.map(|power| format!("{power:.0} W")),
+            self.clock_mhz.map(|clock| format!("{clock} MHz")),
+            self.temperature_c.map(|temperature| format!("{temperature} °C")),
+            self.utilisation_percent.map(|share| format!("{share}% busy")),
+        ];
+        f.write_str(&parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -88,5 +125,18 @@ fn check(call: &'static str, status: c_int) -> Result<(), CudaError> {
     match status {
         0 => Ok(()),
         _ => Err(CudaError::Call { call, text: format!("status {status}") }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_device_does_not_tell_is_left_out() {
+        let told = Telemetry { used_bytes: Some(3 << 29), power_w: Some(412.6), ..Telemetry::default() };
+        assert_eq!(told.to_string(), "1.50 GiB in use, 413 W");
+        let more = Telemetry { clock_mhz: Some(1980), temperature_c: Some(61), utilisation_percent: Some(99), ..told };
+        assert_eq!(more.to_string(), "1.50 GiB in use, 413 W, 1980 MHz, 61 °C, 99% busy");
     }
 }

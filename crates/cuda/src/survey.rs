@@ -52,15 +52,8 @@ fn device(d: &Device) -> Finding {
         d.processors,
         gib(d.memory)
     );
-    if let Ok(nvml) = Nvml::open(d) {
-        let now = nvml.read();
-        text += &format!(
-            ", {} in use, {:.0} W, {} MHz, {} °C",
-            gib(now.used_bytes),
-            now.power_w,
-            now.clock_mhz,
-            now.temperature_c
-        );
+    if let Ok(nvml) = Nvml::open(&d.pci) {
+        text += &format!(", {}", nvml.read());
     }
     Finding { what: format!("device {}", d.ordinal()), found: Ok(text), hint: "", needed: true }
 }

@@ -60,8 +60,19 @@ pub trait Executor: Send {
         }
     }
 
-    /// Runs one of the program's entries to its end.
+    /// Runs one of the program's entries: to its end, or queues it, so that whoever reads waits for it.
     fn run(&mut self, entry: &str) -> Result<(), ExecError>;
+
+    /// Queues the reading of tensors, each of so many micro-batches, as they are after what runs now. An executor whose `run`
+    /// ends with the entry queues nothing: `read` gives them at once.
+    fn read_later(&mut self, _tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+        Ok(None)
+    }
+
+    /// Waits for what `read_later` queued, and gives it in its order, micro-batch by micro-batch.
+    fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
+        Err(ExecError::Internal(format!("nothing was queued as {ticket:?}")))
+    }
 
     /// As `run`, and tells when each instruction ran.
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError>;
@@ -99,6 +110,10 @@ impl std::fmt::Display for Note {
         }
     }
 }
+
+/// A reading that was queued.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ticket(pub u64);
 
 /// When one instruction ran.
 #[derive(Clone, Copy, Debug, PartialEq)]

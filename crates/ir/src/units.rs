@@ -6,6 +6,11 @@ pub fn bytes(n: u64) -> String {
     scaled(n as f64, 1024.0, &UNITS, n < 1024)
 }
 
+/// Bytes in GiB, to be added up by eye: `48.13 GiB`.
+pub fn gib(n: u64) -> String {
+    format!("{:.2} GiB", n as f64 / (1u64 << 30) as f64)
+}
+
 /// A count with a decimal suffix: `1.24B`, `29.4M`, `512`.
 pub fn count(n: u64) -> String {
     const UNITS: [&str; 6] = ["", "K", "M", "B", "T", "Q"];
@@ -53,6 +58,7 @@ mod tests {
         assert_eq!(bytes(17), "17 B");
         assert_eq!(bytes(1536), "1.50 KiB");
         assert_eq!(bytes(80 << 30), "80.0 GiB");
+        assert_eq!(gib(569_000_000), "0.53 GiB");
         assert_eq!(count(8_030_261_248), "8.03B");
         assert_eq!(count(512), "512");
         assert_eq!(flops(3.2e12), "3.20 TFLOP");

@@ -1,9 +1,10 @@
 //! The speed of a training step on random tokens, and where its time goes.
 
+use crate::device::gpu;
 use crate::schedule::step_scalars;
 use crate::{Device, MemoryTimeline, Plan, Session, TrainError, observed_timeline, plan};
 use lockstep_config::Config;
-use lockstep_exec::Timing;
+use lockstep_exec::{ExecError, Timing};
 use lockstep_ir::program::Instr;
 use lockstep_ir::{StepProgram, StepScalars, counter};
 use lockstep_model::names;
@@ -65,6 +66,11 @@ pub struct BenchResult {
     pub peak: &'static str,
     /// Seconds of the first three steps, compilation included.
     pub warm_up_s: f64,
+    /// Arena in bytes.
+    pub arena_bytes: u64,
+    /// Memory besides the arena, on a GPU whose NVML tells.
+    #[serde(flatten)]
+    pub gpu_memory: Option<GpuMemory>,
     /// Arena in GiB.
     pub arena_gib: f64,
     /// Largest resident memory of the process in GiB.
@@ -83,6 +89,40 @@ pub struct BenchResult {
     /// Memory over the first two steps, if asked for.
     #[serde(skip)]
     pub timeline: Option<MemoryTimeline>,
+}
+
+/// The memory of a GPU: what was known before the first step against what NVML reports after the last. Both are of this process:
+/// what was in use before it opened the device is not counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct GpuMemory {
+    /// Bytes of the context, kernels and libraries, measured before the arena was allocated.
+    pub context_bytes: u64,
+    /// Bytes that libraries loaded late and recorded graphs had added after two steps, by the driver.
+    pub libraries_and_graphs_bytes: u64,
+    /// Bytes in use after the last step, by NVML.
+    pub nvml_bytes: u64,
+    /// `nvml_bytes` less arena and context.
+    pub difference_bytes: i64,
+    /// Whether the difference is at most 1% or 300 MiB, whichever is more.
+    pub agrees: bool,
+    /// The same of what is left of the difference once libraries and graphs are counted.
+    pub agrees_with_libraries_and_graphs: bool,
+}
+
+impl GpuMemory {
+    /// Compares an arena and what was measured beside it with what NVML reports.
+    pub fn new(arena_bytes: u64, context_bytes: u64, libraries_and_graphs_bytes: u64, nvml_bytes: u64) -> Self {
+        let difference_bytes = nvml_bytes as i64 - (arena_bytes + context_bytes) as i64;
+        let within = |difference: i64| difference.unsigned_abs() <= (nvml_bytes / 100).max(300 << 20);
+        Self {
+            context_bytes,
+            libraries_and_graphs_bytes,
+            nvml_bytes,
+            difference_bytes,
+            agrees: within(difference_bytes),
+            agrees_with_libraries_and_graphs: within(difference_bytes - libraries_and_graphs_bytes as i64),
+        }
+    }
 }
 
 /// Where the time of one step went.
@@ -142,6 +182,12 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     };
     let mut steps = Vec::new();
     let mut watched = Vec::new();
+    let gpu = match plan.target {
+        Device::Cpu => None,
+        Device::Cuda { .. } => Some(gpu()?),
+    };
+    let arena_bytes = session.arena_bytes();
+    let mut late_bytes = None;
     for i in 0..3 {
         show(&format!("warm-up step {} of 3", i + 1));
         steps.push(match spec.timeline && i < 2 {
@@ -152,15 +198,36 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
             }
             false => session.run_step(scalars())?,
         });
+        // The first step loads what libraries load late, the second records a graph.
+        if let (Some(gpu), 1) = (&gpu, i) {
+            late_bytes = gpu.late_bytes(arena_bytes).map_err(ExecError::from)?;
+        }
     }
     let warm_up_s = start.elapsed().as_secs_f64();
     let mut times = Vec::new();
-    for i in 0..spec.steps.max(1) {
-        show(&format!("step {} of {}", i + 1, spec.steps.max(1)));
-        let start = Instant::now();
-        steps.push(session.run_step(scalars())?);
-        times.push(start.elapsed().as_secs_f64());
+    let (count, mut ahead, mut begun) = (spec.steps.max(1), None, Instant::now());
+    for i in 0..count {
+        show(&format!("step {} of {count}", i + 1));
+        // As in training: the next step is queued before the result of this one is taken, and counts from then on.
+        let current = match ahead.take() {
+            Some(queued) => queued,
+            None => {
+                begun = Instant::now();
+                session.queue_run(scalars())?
+            }
+        };
+        if !current.is_done() && i + 1 < count {
+            ahead = Some(session.queue_run(scalars())?);
+        }
+        steps.push(session.finish(current)?);
+        let now = Instant::now();
+        times.push((now - begun).as_secs_f64());
+        begun = now;
     }
+    let gpu_memory = gpu.and_then(|gpu| {
+        let (context, nvml) = (gpu.context_bytes()?, gpu.nvml_bytes()?);
+        Some(GpuMemory::new(arena_bytes, context, late_bytes?, nvml))
+    });
     times.sort_by(f64::total_cmp);
     let step_s = times[times.len() / 2];
     let timings = match spec.profile {
@@ -187,6 +254,8 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         peak_tflops: ceiling / 1e12,
         peak: plan.ceiling_name(),
         warm_up_s,
+        arena_bytes,
+        gpu_memory,
         arena_gib: plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
         peak_gib,
         loss: steps.last().map_or(f64::NAN, |s| s.loss),
@@ -268,4 +337,25 @@ fn profile(plan: &Plan, timings: &[Timing], (ceiling, bandwidth): (f64, f64)) ->
 fn floor(instr: &Instr, ceiling: f64, bandwidth: f64) -> Result<f64, TrainError> {
     let cost = instr.cost().map_err(|e| TrainError::Compile(lockstep_compile::CompileError::Type(e)))?;
     Ok((cost.flops.causal as f64 / ceiling).max(cost.bytes as f64 / bandwidth))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_agrees_within_a_hundredth_or_300_mib() {
+        const GIB: u64 = 1 << 30;
+        let agree = |late, nvml| {
+            let memory = GpuMemory::new(48 * GIB, GIB / 2, late, nvml);
+            (memory.difference_bytes, memory.agrees, memory.agrees_with_libraries_and_graphs)
+        };
+        let known = 48 * GIB + GIB / 2;
+        assert_eq!(agree(0, known), (0, true, true));
+        assert_eq!(agree(0, known - GIB / 4), (-(GIB as i64) / 4, true, true));
+        assert_eq!(agree(0, known + GIB), (GIB as i64, false, false));
+        assert_eq!(agree(GIB, known + GIB), (GIB as i64, false, true));
+        let small = |nvml| GpuMemory::new(GIB, 0, 0, nvml).agrees;
+        assert!(small(GIB + (300 << 20)) && !small(GIB + (301 << 20)));
+    }
 }

@@ -3,7 +3,7 @@
 use crate::TrainError;
 use lockstep_compile::Precision;
 use lockstep_config::Config;
-use lockstep_cuda::{CudaError, CudaExecutor, Gpu};
+use lockstep_cuda::{CudaError, CudaExecutor, Gpu, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks};
 use lockstep_ir::hardware;
@@ -106,6 +106,22 @@ impl Device {
                 let gpu = gpu()?;
                 Ok(gpu.device.memory - gpu.device.free_bytes().map_err(ExecError::from)?)
             }
+        }
+    }
+
+    /// What a GPU does now, or did less than a second ago.
+    pub(crate) fn telemetry(self) -> Result<Option<Telemetry>, TrainError> {
+        match self {
+            Device::Cpu => Ok(None),
+            Device::Cuda { .. } => Ok(gpu()?.telemetry()),
+        }
+    }
+
+    /// Bytes of a GPU's memory that this process takes besides the arena: its context, kernels and libraries.
+    pub(crate) fn context_bytes(self) -> Result<Option<u64>, TrainError> {
+        match self {
+            Device::Cpu => Ok(None),
+            Device::Cuda { .. } => Ok(gpu()?.context_bytes()),
         }
     }
 

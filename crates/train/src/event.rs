@@ -1,4 +1,5 @@
 use crate::Plan;
+use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::Path;
@@ -26,6 +27,9 @@ pub struct StepMetrics {
     pub mfu: f64,
     /// Bytes of the arena.
     pub arena_bytes: u64,
+    /// What the GPU did, where one trains.
+    #[serde(flatten)]
+    pub gpu: GpuMetrics,
     /// Loss scale of this step, in fp16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
@@ -38,6 +42,38 @@ pub struct StepMetrics {
     /// Mean held-out loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
+}
+
+/// What a GPU did at most a second before a step was done, as far as it tells; nothing on a processor or without NVML.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GpuMetrics {
+    /// Bytes of its memory in use, by all programs and the driver.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_memory_bytes: Option<u64>,
+    /// Watts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_power_w: Option<f64>,
+    /// Degrees Celsius.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_temperature_c: Option<u32>,
+    /// Clock of its multiprocessors, in MHz.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_sm_clock_mhz: Option<u32>,
+    /// Share of the last moments in which a kernel ran, in percent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_utilisation_percent: Option<u32>,
+}
+
+impl From<Telemetry> for GpuMetrics {
+    fn from(t: Telemetry) -> Self {
+        Self {
+            gpu_memory_bytes: t.used_bytes,
+            gpu_power_w: t.power_w,
+            gpu_temperature_c: t.temperature_c,
+            gpu_sm_clock_mhz: t.clock_mhz,
+            gpu_utilisation_percent: t.utilisation_percent,
+        }
+    }
 }
 
 /// JSON has no NaN: it is written as null.
@@ -72,6 +108,10 @@ pub enum Event<'a> {
         plan: &'a Plan,
         /// FLOP per second of the device's matmul ceiling.
         ceiling: f64,
+        /// Bytes of the arenas of all ranks.
+        arena_bytes: u64,
+        /// Bytes of a GPU's memory that are taken besides arenas, where they were measured.
+        context_bytes: Option<u64>,
         /// Training tokens that the data hold.
         train_tokens: u64,
         /// Step that the run resumes from; 0 for a new run.
@@ -107,4 +147,24 @@ pub enum Event<'a> {
         /// Where.
         path: &'a Path,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINE: &str = r#"{"step":3,"tokens":96,"loss":5.5,"grad_norm":null,"lr":0.001,"step_s":0.5,"tokens_per_s":64.0,"mfu":0.25,"arena_bytes":1024"#;
+
+    #[test]
+    fn a_line_has_what_a_gpu_tells_and_nothing_else_of_it() {
+        let plain = format!("{LINE}}}");
+        let line: StepMetrics = serde_json::from_str(&plain).unwrap();
+        assert!(line.grad_norm.is_nan() && line.gpu == GpuMetrics::default());
+        assert_eq!(serde_json::to_string(&line).unwrap(), plain);
+        let told = Telemetry { used_bytes: Some(5 << 30), power_w: Some(690.5), ..Telemetry::default() };
+        let line = StepMetrics { gpu: told.into(), ..line };
+        let text = serde_json::to_string(&line).unwrap();
+        assert_eq!(text, format!("{LINE},\"gpu_memory_bytes\":5368709120,\"gpu_power_w\":690.5}}"));
+        assert_eq!(serde_json::from_str::<StepMetrics>(&text).unwrap().gpu, line.gpu);
+    }
 }

@@ -62,6 +62,11 @@ pub(crate) fn dropout_key(seed: u64, sample: u64) -> [u32; 2] {
     [key as u32, (key >> 32) as u32]
 }
 
+/// The loss of each sequence of a micro-batch, in order, from their bytes.
+pub(crate) fn losses(bytes: &[u8]) -> impl Iterator<Item = f64> {
+    bytes.as_chunks().0.iter().map(|loss| f64::from_le_bytes(*loss))
+}
+
 /// The tokens and targets of a micro-batch, where documents start and keys of dropout if the program asks, on their way to an
 /// executor.
 pub(crate) struct Feed {
@@ -106,6 +111,11 @@ impl Feed {
         self.seq
     }
 
+    /// The tensor of a micro-batch's losses.
+    pub(crate) fn loss(&self) -> &str {
+        &self.names[4]
+    }
+
     /// Writes a micro-batch: the sequences from `first` on, and the `last` one again where there are no more.
     pub(crate) fn load(
         &mut self,
@@ -136,18 +146,6 @@ impl Feed {
         Ok(())
     }
 
-    /// Calls `add` with the loss of each sequence of a micro-batch that has run, in order.
-    pub(crate) fn losses(
-        &self,
-        executor: &dyn Executor,
-        micro_batch: usize,
-        mut add: impl FnMut(usize, f64),
-    ) -> Result<(), TrainError> {
-        let bytes = executor.read(&self.names[4], micro_batch)?;
-        bytes.as_chunks().0.iter().enumerate().for_each(|(b, loss)| add(b, f64::from_le_bytes(*loss)));
-        Ok(())
-    }
-
     /// Calls `scored` with every one of the first `sequences` sequences, in order; false if `stop` came before the last.
     pub(crate) fn evaluate(
         &mut self,
@@ -167,12 +165,11 @@ impl Feed {
             self.load(executor, 0, data, first, sequences - 1)?;
             executor.run(entry)?;
             let count = (sequences - first).min(self.batch as u64);
-            self.losses(executor, 0, |b, loss| {
-                if (b as u64) < count {
-                    let targets = &self.targets[b * self.seq..(b + 1) * self.seq];
-                    scored(Scored { index: first + b as u64, loss, targets });
-                }
-            })?;
+            let bytes = executor.read(self.loss(), 0)?;
+            for (b, loss) in losses(&bytes).enumerate().take(count as usize) {
+                let targets = &self.targets[b * self.seq..(b + 1) * self.seq];
+                scored(Scored { index: first + b as u64, loss, targets });
+            }
             first += count;
         }
         Ok(true)

@@ -1,15 +1,15 @@
 //! One run, from its config to its last checkpoint.
 
-use crate::event::{Event, StepMetrics};
+use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise, NoiseBits};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
-use crate::session::Session;
+use crate::session::{QueuedStep, Session};
 use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list};
-use lockstep_config::{Batches, Config};
+use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_ir::StepScalars;
 use serde_json::json;
@@ -151,7 +151,8 @@ fn start<'a>(
     let ceiling = plan.ceiling()?;
     dir.begin(&config.resolved_toml(), plan, step)?;
     let train_tokens = data.train_tokens();
-    show(Event::Started { plan, ceiling, train_tokens, from_step: step, dir: dir.path() });
+    let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);
+    show(Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir: dir.path() });
     let init_from = initial.as_ref().map(|weights| weights.path());
     let begun = json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling, "init_from": init_from });
     dir.event("start", begun)?;
@@ -181,6 +182,7 @@ fn start<'a>(
         noise,
         loss_scale,
         updates,
+        last_result: None,
         session,
         dir,
         train,
@@ -200,8 +202,11 @@ struct Run<'a> {
     noise: Noise,
     /// In fp16.
     loss_scale: Option<LossScale>,
-    /// Steps that changed parameters: those with gradients that are not finite do not.
+    /// Steps that changed parameters: those with gradients that are not finite do not. Of a step that is queued it is not known
+    /// yet, and counted as if it did.
     updates: u64,
+    /// When the last step's result came.
+    last_result: Option<Instant>,
     session: Session,
     dir: RunDir,
     train: Sampler,
@@ -228,8 +233,17 @@ impl Run<'_> {
         }
         let mut saved = self.outcome.step;
         let mut skipped = 0;
-        while self.outcome.step < steps && !stop.load(Ordering::SeqCst) {
-            let mut metrics = self.step()?;
+        let mut ahead = None;
+        while ahead.is_some() || (self.outcome.step < steps && !stop.load(Ordering::SeqCst)) {
+            let current = match ahead.take() {
+                Some(queued) => queued,
+                None => self.queue(self.outcome.step)?,
+            };
+            // A device that is given its next step before this one is done never waits for the host.
+            if !current.work.is_done() && !self.needs_result(current.step) && !stop.load(Ordering::SeqCst) {
+                ahead = Some(self.queue(current.step)?);
+            }
+            let mut metrics = self.finish(current)?;
             let step = metrics.step;
             if metrics.applied {
                 skipped = 0;
@@ -244,8 +258,7 @@ impl Run<'_> {
                 self.dir.metric(&metrics.line)?;
                 return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
             }
-            let due = |every: u64| step == steps || (every > 0 && step.is_multiple_of(every));
-            if due(self.config.train.validate_every) && self.held_out.is_some() {
+            if self.validates(step) {
                 metrics.line.val_loss = self.validate(stop, show)?;
                 if metrics.line.val_loss.is_none() {
                     // Interrupted: the next call takes the validation and then writes the line.
@@ -256,7 +269,7 @@ impl Run<'_> {
             self.dir.metric(&metrics.line)?;
             show(Event::Stepped(&metrics.line));
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            if due(self.config.checkpoint.every) && skipped == 0 {
+            if self.due(step, self.config.checkpoint.every) && skipped == 0 {
                 self.save(show)?;
                 saved = step;
             }
@@ -283,18 +296,40 @@ impl Run<'_> {
         self.batches.at(steps).first_sample * self.config.train.seq as u64
     }
 
-    fn step(&mut self) -> Result<Step, TrainError> {
+    /// Whether something that happens every so many steps, and after the last, happens after this many.
+    fn due(&self, step: u64, every: u64) -> bool {
+        step == self.config.train.steps || (every > 0 && step.is_multiple_of(every))
+    }
+
+    fn validates(&self, step: u64) -> bool {
+        self.held_out.is_some() && self.due(step, self.config.train.validate_every)
+    }
+
+    /// Whether the result of this step must be known before the next begins.
+    fn needs_result(&self, step: u64) -> bool {
+        self.loss_scale.is_some() || self.validates(step) || self.due(step, self.config.checkpoint.every)
+    }
+
+    /// Gives the executor the step after the first `before`.
+    fn queue(&mut self, before: u64) -> Result<Queued, TrainError> {
         let start = Instant::now();
-        let step = self.outcome.step;
-        let batch = self.batches.at(step);
+        let batch = self.batches.at(before);
         let tokens = batch.sequences as u64 * self.config.train.seq as u64;
-        let lr = learning_rate(self.config, step);
         let loss_scale = self.loss_scale;
         let seed = loss_scale.map_or(1.0, |scale| scale.seed(tokens));
-        let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, step, self.updates, tokens) };
-        let result = self.session.step(&self.train, batch, scalars)?;
-        self.outcome.step += 1;
-        self.updates += u64::from(result.applied);
+        let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, before, self.updates, tokens) };
+        let work = self.session.queue_step(&self.train, batch, scalars)?;
+        // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
+        // step's bias correction counts one update too many.
+        self.updates += 1;
+        Ok(Queued { step: before + 1, work, start, batch, loss_scale, lr: learning_rate(self.config, before) })
+    }
+
+    fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
+        let Queued { step, work, start, batch, loss_scale, lr } = queued;
+        let result = self.session.finish(work)?;
+        self.outcome.step = step;
+        self.updates -= u64::from(!result.applied);
         if let (Some(scale), Some(interval)) = (&mut self.loss_scale, self.config.precision.growth_interval) {
             scale.after(result.applied, interval);
         }
@@ -303,14 +338,19 @@ impl Run<'_> {
             self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
         }
         self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
-        let step_s = start.elapsed().as_secs_f64();
+        // A step that was queued while another ran began when that one was done.
+        let start = self.last_result.map_or(start, |last| last.max(start));
+        let now = Instant::now();
+        self.last_result = Some(now);
+        let step_s = (now - start).as_secs_f64();
+        let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let tokens_per_s = tokens as f64 / step_s;
         let achieved = self.plan.model_flops_per_token() * tokens_per_s;
         // A ceiling that was measured while the machine was busy is none.
         self.ceiling = self.ceiling.max(achieved);
         let line = StepMetrics {
-            step: self.outcome.step,
-            tokens: self.tokens_before(self.outcome.step),
+            step,
+            tokens: self.tokens_before(step),
             loss: result.loss,
             grad_norm: result.grad_norm,
             lr,
@@ -318,6 +358,7 @@ impl Run<'_> {
             tokens_per_s,
             mfu: achieved / self.ceiling,
             arena_bytes: self.session.arena_bytes(),
+            gpu: self.plan.target.telemetry()?.map(GpuMetrics::from).unwrap_or_default(),
             loss_scale: loss_scale.map(|scale| scale.scale()),
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
@@ -325,7 +366,7 @@ impl Run<'_> {
         };
         // A scale that is being searched explains gradients that are not finite.
         let searched = loss_scale.is_some_and(|scale| !scale.is_least());
-        Ok(Step { step: line.step, applied: result.applied, searched, line })
+        Ok(Step { step, applied: result.applied, searched, line })
     }
 
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
@@ -359,6 +400,17 @@ impl Run<'_> {
     }
 }
 
+/// A step that the executor has, with what it was given.
+struct Queued {
+    /// Its number, from 1 on.
+    step: u64,
+    work: QueuedStep,
+    start: Instant,
+    batch: Batch,
+    loss_scale: Option<LossScale>,
+    lr: f64,
+}
+
 /// A finished step.
 struct Step {
     step: u64,
@@ -377,3 +429,6 @@ fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<
         false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,6 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
-use crate::feed::{Feed, Scored};
+use crate::feed::{Feed, Scored, losses};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
@@ -10,9 +10,10 @@ use lockstep_checkpoint::{Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{ExecError, Executor, Note, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Ticket, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -48,6 +49,23 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+}
+
+/// A step that was given to the executor.
+pub struct QueuedStep(Queued);
+
+enum Queued {
+    /// The executor runs steps to their end.
+    Done(StepResult),
+    /// The step runs, or waits for those before it.
+    Later { micro_batches: usize, ticket: Ticket },
+}
+
+impl QueuedStep {
+    /// Whether it has run already. Else another step may be queued behind it before its result is taken.
+    pub fn is_done(&self) -> bool {
+        matches!(self.0, Queued::Done(_))
+    }
 }
 
 impl Session {
@@ -104,6 +122,12 @@ impl Session {
         self.executor.as_mut()
     }
 
+    /// The session on another executor, made from its own.
+    #[cfg(test)]
+    pub(crate) fn with_executor(self, make: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>) -> Self {
+        Self { executor: make(self.executor), ..self }
+    }
+
     /// The parameters as they are now, for another program.
     pub fn weights(&self) -> Weights<'_> {
         Weights::Live(self.executor.as_ref())
@@ -144,31 +168,61 @@ impl Session {
 
     /// One training step on these samples of the global order.
     pub fn step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<StepResult, TrainError> {
+        let queued = self.queue_step(data, batch, scalars)?;
+        self.finish(queued)
+    }
+
+    /// Gives the executor a training step on these samples of the global order. At most two steps are queued at a time.
+    pub fn queue_step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
         for m in 0..micro_batches {
             let first = batch.first_sample + (m * self.feed.batch()) as u64;
             self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
         }
-        self.run_micro_batches(micro_batches, scalars)
+        self.queue_micro_batches(micro_batches, scalars)
+    }
+
+    /// Waits for a step and gives what came of it. Steps are finished in the order in which they were queued.
+    pub fn finish(&mut self, step: QueuedStep) -> Result<StepResult, TrainError> {
+        match step.0 {
+            Queued::Done(result) => Ok(result),
+            Queued::Later { micro_batches, ticket } => {
+                let mut taken = self.executor.take(ticket)?.into_iter();
+                let none = || ExecError::Internal("a queued reading gave too little".into());
+                self.result(micro_batches, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
+            }
+        }
     }
 
     /// One training step on the inputs that the executor holds already.
     pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        self.run_micro_batches(self.micro_batches, scalars)
+        let queued = self.queue_run(scalars)?;
+        self.finish(queued)
+    }
+
+    /// As [`Session::queue_step`], on the inputs that the executor holds already.
+    pub fn queue_run(&mut self, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+        self.queue_micro_batches(self.micro_batches, scalars)
     }
 
     /// As [`Session::run_step`], and tells when each instruction ran.
     pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
         self.write_scalars(scalars)?;
         let timings = self.executor.profile(StepProgram::TRAIN)?;
-        Ok((self.result(self.micro_batches)?, timings))
+        Ok((self.result(self.micro_batches, |name, m| self.executor.read(name, m))?, timings))
     }
 
-    fn run_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<StepResult, TrainError> {
+    fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
         let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
         self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
-        self.result(micro_batches)
+        // In the order in which `result` asks for them.
+        let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
+        let count = if self.first.is_some() { 3 } else { 2 };
+        Ok(QueuedStep(match self.executor.read_later(&results[..count])? {
+            Some(ticket) => Queued::Later { micro_batches, ticket },
+            None => Queued::Done(self.result(micro_batches, |name, m| self.executor.read(name, m))?),
+        }))
     }
 
     fn write_scalars(&mut self, scalars: StepScalars) -> Result<(), TrainError> {
@@ -177,16 +231,21 @@ impl Session {
         Ok(self.executor.write(StepScalars::NAME, 0, &data)?)
     }
 
-    fn result(&self, micro_batches: usize) -> Result<StepResult, TrainError> {
+    /// What came of a step, from the tensors that `read` gives.
+    fn result<'a>(
+        &self,
+        micro_batches: usize,
+        mut read: impl FnMut(&str, usize) -> Result<Cow<'a, [u8]>, ExecError>,
+    ) -> Result<StepResult, TrainError> {
         let mut sum = 0.0;
         for m in 0..micro_batches {
-            self.feed.losses(self.executor.as_ref(), m, |_, loss| sum += loss)?;
+            losses(&read(self.feed.loss(), m)?).for_each(|loss| sum += loss);
         }
-        let [grad_norm, factor] = self.stats(STATS)?;
+        let [grad_norm, factor] = stats(STATS, &read(STATS, 0)?)?;
         let first = match self.first {
             None => None,
             Some(First { ranks, sequences }) => {
-                let norm = f64::from(self.stats(FIRST_STATS)?[0]);
+                let norm = f64::from(stats(FIRST_STATS, &read(FIRST_STATS, 0)?)?[0]);
                 // The device divides by the targets of the whole step.
                 let share = (micro_batches * self.feed.batch()) as f64 / sequences as f64;
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
@@ -194,15 +253,6 @@ impl Session {
         };
         let tokens = (micro_batches * self.feed.batch() * self.feed.seq()) as f64;
         Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan(), first })
-    }
-
-    /// A norm and the factor on gradients.
-    fn stats(&self, name: &str) -> Result<[f32; 2], TrainError> {
-        let stats = self.executor.read(name, 0)?;
-        let ([norm, factor], []) = stats.as_chunks() else {
-            return Err(ExecError::Internal(format!("`{name}` has {} bytes", stats.len())).into());
-        };
-        Ok([norm, factor].map(|b| f32::from_le_bytes(*b)))
     }
 
     /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.
@@ -213,4 +263,12 @@ impl Session {
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
         Ok(whole.then(|| sum / (sequences * self.feed.seq() as u64) as f64))
     }
+}
+
+/// A norm and the factor on gradients.
+fn stats(name: &str, bytes: &[u8]) -> Result<[f32; 2], TrainError> {
+    let ([norm, factor], []) = bytes.as_chunks() else {
+        return Err(ExecError::Internal(format!("`{name}` has {} bytes", bytes.len())).into());
+    };
+    Ok([norm, factor].map(|b| f32::from_le_bytes(*b)))
 }

@@ -1,0 +1,206 @@
+//! Page-locked memory between host and device: a ring of two buffers for what goes there, two slots for results on their way back.
+
+use crate::CudaError;
+use crate::driver::{Address, Device, Event, Pinned, Stream};
+use std::sync::Arc;
+
+/// Copies start at multiples of this many bytes.
+pub const ALIGNMENT: usize = 64;
+
+/// What goes to the device, and what is read at once.
+pub struct Staging {
+    buffers: [Buffer; 2],
+    ring: Ring,
+}
+
+struct Buffer {
+    memory: Pinned,
+    /// After the last copy that used it.
+    used: Event,
+}
+
+impl Buffer {
+    fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        Ok(Self { memory: Pinned::new(device, bytes)?, used: Event::new(device)? })
+    }
+}
+
+impl Staging {
+    /// Two buffers of this size each. The inputs of a step fit into one, so that those of the next can be queued while it runs.
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        let buffers = [Buffer::new(device, bytes)?, Buffer::new(device, bytes)?];
+        Ok(Self { buffers, ring: Ring::new(bytes) })
+    }
+
+    /// Queues a copy to the device. It waits only where a buffer comes round again whose copies are not done.
+    ///
+    /// # Safety
+    /// `to` has room for the data.
+    pub unsafe fn send(&mut self, stream: &Stream, mut to: Address, data: &[u8]) -> Result<(), CudaError> {
+        for part in data.chunks(self.ring.bytes) {
+            let place = self.ring.place(part.len());
+            if let Some(left) = place.left {
+                self.buffers[left].used.record(stream)?;
+                self.buffers[place.buffer].used.wait()?;
+            }
+            let memory = &mut self.buffers[place.buffer].memory.slice()[place.offset..place.offset + part.len()];
+            memory.copy_from_slice(part);
+            // SAFETY: the caller vouches for `to`; these bytes are used again only after an event behind this copy.
+            unsafe { stream.to_device(to, memory)? };
+            to += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Waits for the stream and copies to the host.
+    ///
+    /// # Safety
+    /// `from` has as many bytes as `data`.
+    pub unsafe fn fetch(&mut self, stream: &Stream, data: &mut [u8], mut from: Address) -> Result<(), CudaError> {
+        // Copies to the device are done then, and both buffers free.
+        stream.wait()?;
+        let memory = self.buffers[0].memory.slice();
+        for part in data.chunks_mut(memory.len()) {
+            // SAFETY: the caller vouches for `from`; the copy is done before the memory is read.
+            unsafe { stream.to_host(&mut memory[..part.len()], from)? };
+            stream.wait()?;
+            part.copy_from_slice(&memory[..part.len()]);
+            from += part.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// Where in two buffers the next bytes go.
+struct Ring {
+    bytes: usize,
+    buffer: usize,
+    offset: usize,
+}
+
+#[derive(Debug, PartialEq)]
+struct Place {
+    buffer: usize,
+    offset: usize,
+    /// The buffer that was left for this one, if it was: who goes on waits for what used this one before.
+    left: Option<usize>,
+}
+
+impl Ring {
+    fn new(bytes: usize) -> Self {
+        Self { bytes, buffer: 0, offset: 0 }
+    }
+
+    /// Places of one buffer follow each other and never overlap.
+    fn place(&mut self, bytes: usize) -> Place {
+        let full = self.offset + bytes > self.bytes;
+        let left = full.then_some(self.buffer);
+        if full {
+            (self.buffer, self.offset) = (1 - self.buffer, 0);
+        }
+        let place = Place { buffer: self.buffer, offset: self.offset, left };
+        self.offset = (self.offset + bytes).next_multiple_of(ALIGNMENT);
+        place
+    }
+}
+
+/// Results that the device copies to the host behind the work that makes them.
+#[derive(Default)]
+pub struct Results {
+    slots: [Option<Slot>; 2],
+    /// Readings queued so far, and those that were taken.
+    queued: u64,
+    taken: u64,
+}
+
+struct Slot {
+    memory: Pinned,
+    sizes: Vec<usize>,
+    /// After the last copy.
+    done: Event,
+}
+
+impl Results {
+    /// Queues copies of these ranges and gives the number of the reading, from 0 on. Two may be under way.
+    ///
+    /// # Safety
+    /// The ranges are in the device's memory.
+    pub unsafe fn queue(
+        &mut self,
+        device: &Arc<Device>,
+        stream: &Stream,
+        ranges: &[(Address, usize)],
+    ) -> Result<u64, CudaError> {
+        let number = self.queued;
+        if number - self.taken == self.slots.len() as u64 {
+            return Err(CudaError::Internal("a third reading was queued before the first was taken".into()));
+        }
+        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum();
+        let index = (number % self.slots.len() as u64) as usize;
+        let slot = match self.slots[index].take().filter(|slot| slot.memory.bytes() >= bytes) {
+            Some(slot) => slot,
+            None => Slot { memory: Pinned::new(device, bytes)?, sizes: Vec::new(), done: Event::new(device)? },
+        };
+        let slot = self.slots[index].insert(slot);
+        slot.sizes.clear();
+        let mut at = 0;
+        for (from, bytes) in ranges {
+            // SAFETY: the caller vouches for the ranges; the memory is read only after the event.
+            unsafe { stream.to_host(&mut slot.memory.slice()[at..at + bytes], *from)? };
+            slot.sizes.push(*bytes);
+            at += bytes;
+        }
+        slot.done.record(stream)?;
+        self.queued += 1;
+        Ok(number)
+    }
+
+    /// Waits for the oldest reading, which is the one of this number, and gives its ranges.
+    pub fn take(&mut self, number: u64) -> Result<Vec<Vec<u8>>, CudaError> {
+        let slot = self.slots[(number % self.slots.len() as u64) as usize].as_mut();
+        let (Some(slot), true, true) = (slot, number == self.taken, number < self.queued) else {
+            return Err(CudaError::Internal(format!("reading {number} is not the next one")));
+        };
+        slot.done.wait()?;
+        self.taken += 1;
+        let mut rest = &*slot.memory.slice();
+        Ok(slot.sizes.iter().map(|bytes| rest.split_off(..*bytes).unwrap_or_default().to_vec()).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_fills_one_buffer_and_then_the_other() {
+        let mut ring = Ring::new(256);
+        let place = |buffer, offset, left| Place { buffer, offset, left };
+        assert_eq!(ring.place(100), place(0, 0, None));
+        assert_eq!(ring.place(128), place(0, 128, None));
+        assert_eq!(ring.place(1), place(1, 0, Some(0)));
+        assert_eq!(ring.place(192), place(1, 64, None));
+        assert_eq!(ring.place(256), place(0, 0, Some(1)));
+        assert_eq!(ring.place(256), place(1, 0, Some(0)));
+        assert_eq!(ring.place(0), place(1, 256, None));
+    }
+
+    /// What is placed while a step runs never lands on what was placed for that step: nothing waits for a step to end.
+    #[test]
+    fn inputs_of_the_next_step_find_room_while_a_step_runs() {
+        for inputs in [[64, 64, 24], [300, 300, 24], [700, 200, 100], [1, 1000, 1]] {
+            let mut ring = Ring::new(1024 + 3 * 64);
+            // The last step whose inputs each buffer holds.
+            let mut held = [None; 2];
+            for step in 0..100 {
+                for bytes in inputs {
+                    let place = ring.place(bytes);
+                    if place.left.is_some() {
+                        assert!(held[place.buffer].is_none_or(|last| last < step), "{inputs:?}: step {step} waits");
+                    }
+                    held[place.buffer] = Some(step);
+                }
+            }
+        }
+    }
+}
