@@ -3,7 +3,7 @@
 use crate::TrainError;
 use lockstep_compile::Precision;
 use lockstep_config::Config;
-use lockstep_cuda::{CudaError, CudaExecutor, Gpu};
+use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks};
 use lockstep_ir::hardware;
@@ -25,11 +25,26 @@ impl Device {
     pub fn of(config: &Config) -> Self {
         match config.train.device.as_str() {
             "cuda" => Device::Cuda,
-            "auto" if Device::Cuda.check(config).is_ok() && lockstep_cuda::Device::count().is_ok_and(|n| n > 0) => {
-                Device::Cuda
-            }
+            "auto" if Device::Cuda.check(config).is_ok() && Gpu::check().is_ok() => Device::Cuda,
             _ => Device::Cpu,
         }
+    }
+
+    /// Why `auto` takes the processor on a machine that has, or had, a GPU. One line.
+    pub(crate) fn not_taken(config: &Config) -> Option<String> {
+        if config.train.device != "auto" {
+            return None;
+        }
+        let (problem, hint) = match Gpu::check() {
+            // Most machines have no GPU: that is nothing to tell.
+            Err(CudaError::Library { library: LibraryName::Driver, .. }) => return None,
+            Err(error) => error.lines(),
+            Ok(()) => {
+                let error = Device::Cuda.check(config).err()?.to_string();
+                error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))?
+            }
+        };
+        Some(format!("training on the processor: {problem} ({hint})"))
     }
 
     /// The name in reports.
