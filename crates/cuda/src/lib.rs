@@ -14,6 +14,7 @@ mod executor;
 mod gpu;
 mod kernels;
 mod library;
+mod linked;
 mod matmul;
 mod nvml;
 mod nvrtc;

@@ -58,7 +58,7 @@ impl Name {
     /// The name for people.
     pub fn name(self) -> &'static str {
         match self {
-            Name::Driver => "driver",
+            Name::Driver => "NVIDIA driver",
             Name::Nvrtc => "NVRTC",
             Name::CublasLt => "cuBLASLt",
             Name::Cudnn => "cuDNN",

@@ -1,11 +1,15 @@
 //! Every kernel compiles where NVRTC is found. What needs a device is in `device.rs`.
 
 use lockstep_cuda::{CudaError, compile_all};
+use std::io::Write;
 
 #[test]
 fn every_source_compiles_for_hopper() {
     match compile_all(90) {
-        Err(CudaError::Library { library, problem }) => println!("skipped: {} {problem}", library.name()),
+        // Past the test runner, which hides what a test that passes prints.
+        Err(CudaError::Library { library, problem }) => {
+            writeln!(std::io::stderr(), "skipped: {} {problem}", library.name()).unwrap();
+        }
         Err(error) => panic!("{error}"),
         Ok(code) => {
             assert!(!code.is_empty());

@@ -8,13 +8,15 @@ pub mod bound;
 pub mod comm;
 pub mod conformance;
 pub mod cpu;
+pub mod exchange;
 mod ranks;
 pub mod reference;
 
-pub use ranks::Ranks;
+pub use ranks::{Rank, Ranks};
 
 use lockstep_ir::program::Slot;
 use std::borrow::Cow;
+use std::ops::Range;
 
 /// Why a program cannot be loaded or run.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +50,15 @@ pub trait Executor: Send {
 
     /// The bytes of a tensor that the program knows by name; `micro_batch` counts for outputs and inputs only.
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError>;
+
+    /// A range of those bytes. What lies on a device comes over in this part only.
+    fn read_range(&self, tensor: &str, micro_batch: usize, range: Range<usize>) -> Result<Cow<'_, [u8]>, ExecError> {
+        let outside = || ExecError::Internal(format!("`{tensor}` has no bytes {range:?}"));
+        match self.read(tensor, micro_batch)? {
+            Cow::Borrowed(bytes) => Ok(Cow::Borrowed(bytes.get(range.clone()).ok_or_else(outside)?)),
+            Cow::Owned(bytes) => Ok(Cow::Owned(bytes.get(range.clone()).ok_or_else(outside)?.to_vec())),
+        }
+    }
 
     /// Runs one of the program's entries to its end.
     fn run(&mut self, entry: &str) -> Result<(), ExecError>;

@@ -21,18 +21,19 @@ pub enum Device {
 }
 
 impl Device {
-    /// What a config asks for. `auto` takes a GPU where there is one and the run has one rank.
+    /// What a config asks for. `auto` takes a GPU where there is one and the run has one rank: several would share it.
     pub fn of(config: &Config) -> Self {
         match config.train.device.as_str() {
             "cuda" => Device::Cuda,
+            "auto" if config.layout().mesh.ranks() > 1 => Device::Cpu,
             "auto" if Device::Cuda.check(config).is_ok() && Gpu::check().is_ok() => Device::Cuda,
             _ => Device::Cpu,
         }
     }
 
-    /// Why `auto` takes the processor on a machine that has, or had, a GPU. One line.
+    /// Why `auto` takes the processor for one rank on a machine that has, or had, a GPU. One line.
     pub(crate) fn not_taken(config: &Config) -> Option<String> {
-        if config.train.device != "auto" {
+        if config.train.device != "auto" || config.layout().mesh.ranks() > 1 {
             return None;
         }
         let (problem, hint) = match Gpu::check() {
@@ -101,7 +102,6 @@ impl Device {
             Device::Cpu => return Ok(()),
             Device::Cuda if config.precision.policy == "fp16" => "precision.policy = \"fp16\"",
             Device::Cuda if config.train.reproducible => "train.reproducible",
-            Device::Cuda if config.layout().mesh.ranks() > 1 => "more than one rank",
             Device::Cuda => return Ok(()),
         };
         Err(TrainError::NotOnDevice { what, device: self.name() })
@@ -143,8 +143,12 @@ impl Device {
     ) -> Result<Box<dyn Executor>, TrainError> {
         match (self, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => self.load(programs[0].clone(), threads),
-            (Device::Cpu, _) => Ok(Box::new(Ranks::load(programs, threads, patience)?)),
-            (Device::Cuda, _) => Err(TrainError::NotOnDevice { what: "more than one rank", device: self.name() }),
+            (Device::Cpu, _) => Ok(Box::new(Ranks::on_cpu(programs, threads, patience)?)),
+            (Device::Cuda, _) => {
+                let gpu = gpu()?;
+                let load = |program, link| Ok(Box::new(CudaExecutor::load_rank(&gpu, program, Some(link))?) as _);
+                Ok(Box::new(Ranks::load(programs, patience, load)?))
+            }
         }
     }
 }

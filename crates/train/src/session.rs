@@ -131,7 +131,7 @@ impl Session {
     ) -> Result<PathBuf, TrainError> {
         match self.executor.ranks() {
             None => {
-                let groups = state::groups(&self.tensors, self.executor.as_ref())?;
+                let groups = state::groups(&self.tensors, self.executor.as_ref());
                 Ok(save(dir, step, &groups, state, keep, progress)?)
             }
             Some(ranks) => {
