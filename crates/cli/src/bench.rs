@@ -60,8 +60,8 @@ struct Train {
     /// Type of gradient sums.
     #[arg(long, value_enum, default_value = "fp32")]
     gradients: Precision,
-    /// What is computed again in backward: a value of recompute.policy.
-    #[arg(long, default_value = "none")]
+    /// What is computed again in backward: a value of recompute.policy, or as little as fits: budget=40GiB.
+    #[arg(long, value_name = "POLICY", default_value = "none")]
     recompute: String,
     /// Sequences computed at once [default: all of a step].
     #[arg(long, default_value_t = 0)]

@@ -102,10 +102,14 @@ pub struct OpTime {
 
 /// Measures a step.
 pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
+    let (policy, budget) = match spec.recompute.split_once('=') {
+        Some((policy, budget)) => (policy, format!("budget = \"{budget}\"\n")),
+        None => (spec.recompute.as_str(), String::new()),
+    };
     let text = format!(
         "[model]\npreset = \"{}\"\n[train]\nseq = {}\nglobal_batch = {}\nthreads = {}\n[optimizer]\nlr = 1e-4\n\
-         weight_decay = 0.01\nbeta2 = 0.999\n[precision]\npolicy = \"{}\"\ngradients = \"{}\"\n[recompute]\npolicy = \"{}\"\n",
-        spec.preset, spec.seq, spec.batch, spec.threads, spec.precision, spec.gradients, spec.recompute
+         weight_decay = 0.01\nbeta2 = 0.999\n[precision]\npolicy = \"{}\"\ngradients = \"{}\"\n[recompute]\npolicy = \"{}\"\n{}",
+        spec.preset, spec.seq, spec.batch, spec.threads, spec.precision, spec.gradients, policy, budget
     );
     let mut overrides = vec![format!("train.device=\"{}\"", spec.device)];
     if spec.micro_batch > 0 {
