@@ -52,7 +52,7 @@ fn installed_here(fake: &Fake, what: &str) -> bool {
     let found = report.lines().any(|line| line.starts_with(what) && line.contains(" found "));
     if found {
         // Past the test runner, which hides what a test that passes prints.
-        writeln!(std::io::stderr(), "skipped: this machine has {what} itself").unwrap();
+        let _ = writeln!(std::io::stderr(), "skipped: this machine has {what} itself");
     }
     found
 }
@@ -245,4 +245,14 @@ fn a_library_that_fails_says_why() {
         let other = ["train", "run.toml", "--run-dir", "other", "--set", "train.device=cuda"];
         fake.ok(&[&other[..], &["--set", "precision.policy=bf16"]].concat(), &[]);
     }
+}
+
+#[test]
+fn ranks_that_share_a_lost_device_end_with_one_error() {
+    let fake = Fake::new();
+    let ranks = [&TRAIN[..], &["--set", "parallel.dp=2", "--set", "train.micro_batch=2"]].concat();
+    let text = fake.fails(1, &ranks, &[("FAKE_CUDA_LOSE", "cuLaunchKernel:200=719")]);
+    assert!(text.starts_with("error: rank ") && text.contains("the device was lost: "), "{text}");
+    let text = fake.ok(&ranks, &[]);
+    assert!(text.contains("finished 12 steps"), "{text}");
 }

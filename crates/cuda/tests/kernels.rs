@@ -8,7 +8,7 @@ fn every_source_compiles_for_hopper() {
     match compile_all(90) {
         // Past the test runner, which hides what a test that passes prints.
         Err(CudaError::Library { library, problem }) => {
-            writeln!(std::io::stderr(), "skipped: {} {problem}", library.name()).unwrap();
+            let _ = writeln!(std::io::stderr(), "skipped: {} {problem}", library.name());
         }
         Err(error) => panic!("{error}"),
         Ok(code) => {
