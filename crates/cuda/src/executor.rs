@@ -86,8 +86,12 @@ impl CudaExecutor {
         gpu.note_context()?;
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
-            CudaError::OutOfMemory => ExecError::OutOfMemory(units::bytes(program.arena_bytes)),
-            other => other.into(),
+            CudaError::OutOfMemory => CudaError::Arena {
+                arena: units::bytes(program.arena_bytes),
+                free: device.free_bytes().map_or("none".to_owned(), units::bytes),
+                memory: units::bytes(device.memory),
+            },
+            other => other,
         })?;
         let linked = link.map(|link| Linked::new(&program, link)).transpose()?;
         let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();

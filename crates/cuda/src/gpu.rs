@@ -3,8 +3,8 @@
 use crate::cudnn::Cudnn;
 use crate::driver::Device;
 use crate::kernels::Kernels;
-use crate::matmul::Matmul;
-use crate::{CudaError, Nvml, Telemetry, attention};
+use crate::matmul::{self, Matmul};
+use crate::{CudaError, Nvml, Telemetry, attention, nvrtc};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -60,6 +60,19 @@ impl Gpu {
                 self.first_matmul.get_or_init(open).as_ref().map_err(Clone::clone)
             }
         }
+    }
+
+    /// Whether this machine has what [`Gpu::open`] needs: a device, a driver that is new enough, the libraries. Looked up once.
+    pub fn check() -> Result<(), CudaError> {
+        static CHECKED: OnceLock<Result<(), CudaError>> = OnceLock::new();
+        let check = || {
+            if Device::count()? == 0 {
+                return Err(CudaError::NoDevice);
+            }
+            nvrtc::version()?;
+            matmul::version().map(|_| ())
+        };
+        CHECKED.get_or_init(check).clone()
     }
 
     pub(crate) fn cudnn(&self) -> Result<&Cudnn, CudaError> {

@@ -149,7 +149,7 @@ pub fn version() -> Result<(usize, PathBuf), CudaError> {
 fn check(call: &'static str, status: c_int) -> Result<(), CudaError> {
     match status {
         0 => Ok(()),
-        _ => Err(CudaError::Call { call, text: format!("status {status}") }),
+        _ => Err(CudaError::of_cublas(call, status)),
     }
 }
 
@@ -296,10 +296,12 @@ impl Matmul {
         let sizes = [bytes(a.0, a.1, input), bytes(b.0, b.1, input), bytes(c.0, c.1, output), WORKSPACE];
         let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
         // Where there is no room beside what is already there, the library's own choice has to do.
-        if self.device.free_bytes()? < total + (256 << 20) {
-            return Ok(proposals[0].algorithm);
-        }
-        let memory = Memory::new(&self.device, total)?;
+        let room = self.device.free_bytes()? >= total + (256 << 20);
+        let memory = match room.then(|| Memory::new(&self.device, total)) {
+            Some(Ok(memory)) => memory,
+            None | Some(Err(CudaError::OutOfMemory)) => return Ok(proposals[0].algorithm),
+            Some(Err(error)) => return Err(error),
+        };
         let stream = Stream::new(&self.device)?;
         let mut at = memory.base;
         let [a, b, c, scratch] = sizes.map(|s| {
@@ -326,16 +328,24 @@ impl Matmul {
             end.wait()?;
             end.since(&start)
         };
+        let mut failed = None;
         for p in proposals {
             // The first call loads code; a proposal that fails is none.
-            let Ok(once) = run(p, 1).and_then(|_| run(p, 1)) else { continue };
+            let once = match run(p, 1).and_then(|_| run(p, 1)) {
+                Ok(once) => once,
+                Err(error) => {
+                    failed = Some(error);
+                    continue;
+                }
+            };
             let times = ((2e-3 / once.max(1e-6)) as usize).clamp(2, 50);
             let seconds = run(p, times)? / times as f64;
             if best.is_none_or(|(least, _)| seconds < least) {
                 best = Some((seconds, p.algorithm));
             }
         }
-        best.map(|(_, a)| a).ok_or_else(|| CudaError::Internal(format!("no proposal for {shape:?} runs")))
+        let none = || failed.unwrap_or_else(|| CudaError::Internal(format!("no proposal for {shape:?}")));
+        best.map(|(_, a)| a).ok_or_else(none)
     }
 
     fn set_bias(&self, d: &Described, bias: Address) -> Result<(), CudaError> {
