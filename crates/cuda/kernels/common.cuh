@@ -76,4 +76,12 @@ static __device__ __forceinline__ float block_sum(float x, float *shared) {
     return warp_sum(lane < warps ? shared[lane] : 0.0f);
 }
 
+// SplitMix64, as on the host.
+static __device__ __forceinline__ u64 hash_bits(u64 key, u64 counter) {
+    u64 z = key + counter * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)

@@ -1,4 +1,4 @@
-// Biases, GELU, learned positions, dropout.
+// Biases, GELU, learned positions, dropout, initial values.
 
 // y = x + bias.
 template <typename T>
@@ -149,14 +149,6 @@ static __device__ __forceinline__ u32 mix_small(u32 z) {
     return z ^ (z >> 16);
 }
 
-// SplitMix64, as on the host.
-static __device__ __forceinline__ u64 hash_bits(u64 key, u64 counter) {
-    u64 z = key + counter * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
 // Coins are a function of the sequence's key, the site, position and feature.
 template <typename T>
 static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site, u32 below,
@@ -170,6 +162,25 @@ static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq
         z = mix_small(z ^ (u32)(coins >> 32));
         y[row * d + i] = z < below ? Of<T>::f32(0.0f) : Of<T>::f32(to_f32(x[row * d + i]) * scale);
     }
+}
+
+// Twelve 21-bit uniforms, centred: exact in integers, so the bits are the host's.
+static __device__ __forceinline__ float normal(u64 key, u64 counter) {
+    const u64 MASK = (1 << 21) - 1;
+    u64 sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u64 b = hash_bits(key, counter * 4 + i);
+        sum += (b & MASK) + ((b >> 21) & MASK) + ((b >> 42) & MASK);
+    }
+    return __ll2float_rn((i64)sum - 6 * (i64)MASK) * (1.0f / (1 << 21));
+}
+
+// Initial values: normal ones, or ones, times a number.
+template <typename T>
+static __device__ void initial(T *out, u64 key, float scale, int drawn, i64 n) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = Of<T>::f32((drawn ? normal(key, i) : 1.0f) * scale);
 }
 
 #define ELEMENTS(T, NAME)                                                                                              \
@@ -189,6 +200,9 @@ static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq
                                                      int d, int batch, int seq, int whole, int first, int how,         \
                                                      int rows) {                                                       \
         positions_grad<T>(dx, starts, out, kind, add, d, batch, seq, whole, first, how, rows);                         \
+    }                                                                                                                  \
+    extern "C" __global__ void initial_##NAME(T *out, u64 key, float scale, int drawn, i64 n) {                        \
+        initial<T>(out, key, scale, drawn, n);                                                                         \
     }                                                                                                                  \
     extern "C" __global__ void dropout_##NAME(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site,  \
                                               u32 below, float scale) {                                                \

@@ -5,11 +5,12 @@ use crate::call::Call;
 use crate::driver::{Address, Event, Graph, Memory, Pinned, Stream};
 use crate::gpu::Gpu;
 use crate::ops::join;
-use crate::{CudaError, ops};
+use crate::{CudaError, initial, ops};
 use lockstep_exec::bound::{Bound, check_scratch};
+use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, Op, StepProgram, units};
+use lockstep_ir::{Coordinates, DType, Op, StepProgram, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -166,6 +167,24 @@ impl Executor for CudaExecutor {
             self.stream.wait()?;
         }
         Ok(())
+    }
+
+    fn fill(&mut self, tensors: &[(&str, DType)], values: &Initial) -> Result<(), ExecError> {
+        let mut places = Vec::new();
+        for (name, dtype) in tensors {
+            let (_, address, bytes) = self.tensor(name, 0)?;
+            let fits = values.elements() * dtype.bytes() == bytes && matches!(dtype, DType::F32 | DType::BF16);
+            if !fits || !initial::drawn_here(values.init) {
+                return values.write(self, tensors);
+            }
+            places.push((address, *dtype));
+        }
+        self.gpu.device.enter()?;
+        for (address, dtype) in places {
+            // SAFETY: the tensor has as many elements.
+            unsafe { initial::draw(&self.gpu.kernels, &self.stream, address, dtype, values)? };
+        }
+        Ok(self.stream.wait()?)
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
