@@ -1,7 +1,7 @@
 //! Instructions that are done as one: the program says what is computed, the device may do neighbours in one pass.
 
 use super::norm::{self, Kind};
-use super::{issue, linear, optimizer};
+use super::{elements, issue, linear, optimizer};
 use crate::CudaError;
 use crate::call::Call;
 use lockstep_ir::Op;
@@ -11,15 +11,12 @@ use lockstep_ir::program::{Arg, BufferId, Instr, StepProgram};
 pub fn count(program: &StepProgram, instrs: &[Instr], at: usize) -> usize {
     match &instrs[at..] {
         [product, bias, ..] if bias.op == Op::AddBias && product.op == Op::Linear && in_place(product, bias) => 2,
-        [weight, bias, input, ..]
-            if bias.op == Op::BiasGrad
-                && value(bias, 0) == value(weight, 0)
-                && wanted(bias)
-                && norm_gradients(program, weight, input) =>
-        {
-            3
+        [gelu, bias, ..] if gelu_and_bias_gradients(program, gelu, bias) => 2,
+        [weight, rest @ ..] if norm_gradients(program, weight, rest).is_some() => {
+            let input = norm_gradients(program, weight, rest).unwrap_or(0);
+            let after = rest.get(input + 1).is_some_and(|after| sums_rows_of(after, &rest[input]));
+            2 + input + usize::from(after)
         }
-        [weight, input, ..] if norm_gradients(program, weight, input) => 2,
         [first, ..] => instrs[at..].iter().take_while(|next| updates_alike(first, next)).count().max(1),
         [] => 1,
     }
@@ -55,23 +52,55 @@ fn in_place(first: &Instr, second: &Instr) -> bool {
     made.value == read.value && made.buffer == changed.buffer && [made, read, changed].into_iter().all(whole)
 }
 
-/// Whether these are the gradients of one norm, of its weight and of its input, and may be computed together.
-fn norm_gradients(program: &StepProgram, weight: &Instr, input: &Instr) -> bool {
-    let Some((of, _, _)) = norm_gradient(&input.op) else { return false };
-    // The weight itself stands between the operands that both have.
-    let same = (0..weight.inputs.len()).all(|w| value(weight, w) == value(input, if w < 2 { w } else { w + 1 }));
-    // The scratch of the first must be free while the last writes.
+/// Whether this is the gradient of a bias: the sum over rows of all that the other has made.
+fn sums_rows_of(bias: &Instr, of: &Instr) -> bool {
+    let (Some(Some(made)), Some(read)) = (of.outputs.first(), bias.inputs.first()) else { return false };
+    bias.op == Op::BiasGrad && made.value == read.value && !made.part && !read.part && wanted(bias)
+}
+
+/// Whether two buffers share memory.
+fn overlap(program: &StepProgram, a: BufferId, b: BufferId) -> bool {
     let range = |b: BufferId| {
         let from = program.address(b, 0, 0);
         from..from + program.buffers[b.0].bytes
     };
-    let apart = match (weight.workspace, input.outputs.first().and_then(Option::as_ref)) {
-        (Some(scratch), Some(out)) => {
-            let (a, b) = (range(scratch), range(out.buffer));
-            a.end <= b.start || b.end <= a.start
+    let (a, b) = (range(a), range(b));
+    a.start < b.end && b.start < a.end
+}
+
+/// Whether these are the gradients of a GELU and of the bias before it, and may be computed together: the scratch of the second must
+/// be free while the first reads.
+fn gelu_and_bias_gradients(program: &StepProgram, gelu: &Instr, bias: &Instr) -> bool {
+    let free = |scratch: BufferId| gelu.inputs.iter().all(|read| !overlap(program, scratch, read.buffer));
+    gelu.op == Op::GeluGrad && sums_rows_of(bias, gelu) && wanted(gelu) && bias.workspace.is_some_and(free)
+}
+
+/// Where the gradient of a norm's input stands behind that of its weight, if they may be computed together: next to it, or behind
+/// that of its bias.
+fn norm_gradients(program: &StepProgram, weight: &Instr, rest: &[Instr]) -> Option<usize> {
+    match rest {
+        [input, ..] if of_one_norm(program, weight, input) => Some(0),
+        [bias, input, ..]
+            if bias.op == Op::BiasGrad
+                && value(bias, 0) == value(weight, 0)
+                && wanted(bias)
+                && of_one_norm(program, weight, input) =>
+        {
+            Some(1)
         }
-        _ => false,
-    };
+        _ => None,
+    }
+}
+
+/// Whether these are the gradients of one norm, of its weight and of its input, and may be computed together.
+fn of_one_norm(program: &StepProgram, weight: &Instr, input: &Instr) -> bool {
+    let Some((of, _, _)) = norm_gradient(&input.op) else { return false };
+    // The weight itself stands between the operands that both have.
+    let same = (0..weight.inputs.len()).all(|w| value(weight, w) == value(input, if w < 2 { w } else { w + 1 }));
+    // The scratch of the first must be free while the last writes.
+    let apart = weight
+        .workspace
+        .is_some_and(|scratch| input.outputs.iter().flatten().all(|out| !overlap(program, scratch, out.buffer)));
     weight.op == of && same && apart && wanted(weight) && wanted(input)
 }
 
@@ -97,13 +126,14 @@ pub unsafe fn issue_joined(calls: &[Call]) -> Result<(), CudaError> {
             [call] => issue(*call),
             [first, ..] if matches!(first.bound.op, Op::AdamW { .. }) => optimizer::adamw_many(calls),
             [product, bias] if product.bound.op == Op::Linear => linear::forward_with_bias(*product, *bias),
-            [weight, rest @ ..] => match rest.last().and_then(|last| Some((last, norm_gradient(&last.bound.op)?))) {
-                Some((input, (_, kind, add))) => {
-                    let bias = (rest.len() > 1).then(|| rest[0]);
-                    norm::grad_both(*weight, bias, *input, kind, add)
-                }
-                None => Err(CudaError::Internal(format!("{} joins nothing", weight.bound.op.name()))),
-            },
+            [gelu, bias] if gelu.bound.op == Op::GeluGrad => elements::gelu_bias_grad(*gelu, *bias),
+            [weight, rest @ ..] => {
+                let none = || CudaError::Internal(format!("{} joins nothing", weight.bound.op.name()));
+                let input = rest.iter().position(|c| norm_gradient(&c.bound.op).is_some()).ok_or_else(none)?;
+                let (_, kind, add) = norm_gradient(&rest[input].bound.op).ok_or_else(none)?;
+                let (bias, after) = (rest[..input].first().copied(), rest.get(input + 1).copied());
+                norm::grad_all(*weight, bias, (rest[input], kind, add), after)
+            }
             [] => Ok(()),
         }
     }
