@@ -4,13 +4,13 @@ use crate::attention::Plans;
 use crate::call::Call;
 use crate::driver::{Address, Event, Graph, Memory, Pinned, Stream};
 use crate::gpu::Gpu;
-use crate::ops::join;
+use crate::ops::join::{self, Groups};
 use crate::{CudaError, initial, ops};
 use lockstep_exec::bound::{Bound, check_scratch};
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, DType, Op, StepProgram, units};
+use lockstep_ir::{Coordinates, DType, StepProgram, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,8 +20,8 @@ use std::sync::Arc;
 pub struct CudaExecutor {
     program: StepProgram,
     segments: Vec<Vec<Bound>>,
-    /// Of every instruction: how many from it on are done as one; 0 for those that another began.
-    joined: Vec<Vec<usize>>,
+    /// Of every instruction: those that are done with it as one.
+    joined: Vec<Groups>,
     tensors: BTreeMap<String, usize>,
     /// Entries that have run once, and what was recorded of those that ran twice.
     ran: BTreeSet<Arc<str>>,
@@ -50,15 +50,11 @@ impl CudaExecutor {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients))?;
-        let joined: Vec<Vec<usize>> = program.segments.iter().map(|s| joined(&program, &s.instrs)).collect();
         // Products are tried out before the arena takes the memory.
-        for (bounds, joined) in segments.iter().zip(&joined) {
-            for (bound, joined) in bounds.iter().zip(joined) {
-                // A product has its bias from the start, or never.
-                let with_bias = bound.op == Op::Linear && *joined > 1;
-                let shapes = ops::shapes(bound).into_iter().filter(|s| s.bias == with_bias);
-                shapes.into_iter().try_for_each(|shape| gpu.matmul.prepare(shape))?;
-            }
+        let joined = join::groups(&program, &segments, &|shape| gpu.matmul.worth(shape))?;
+        for (bounds, groups) in segments.iter().zip(&joined) {
+            let mut shapes = groups.iter().flat_map(|group| join::shapes(bounds, group));
+            shapes.try_for_each(|shape| gpu.matmul.prepare(shape))?;
         }
         let attention = Plans::new(gpu, segments.iter().flatten());
         let device = &gpu.device;
@@ -111,10 +107,10 @@ impl CudaExecutor {
         };
         // SAFETY: the arena is this program's.
         unsafe {
-            match self.joined[slot.segment][instr] {
-                0 => Ok(()),
-                1 => ops::issue(call(instr)),
-                count => join::issue_joined(&(instr..instr + count).map(call).collect::<Vec<_>>()),
+            match &self.joined[slot.segment][instr][..] {
+                [] => Ok(()),
+                [one] => ops::issue(call(*one)),
+                group => join::issue_joined(&group.iter().map(|i| call(*i)).collect::<Vec<_>>()),
             }
         }
     }
@@ -131,16 +127,6 @@ impl CudaExecutor {
         let entry = self.program.entry(name).ok_or_else(unknown)?;
         Ok((entry.name.clone(), entry.schedule.clone()))
     }
-}
-
-fn joined(program: &StepProgram, instrs: &[Instr]) -> Vec<usize> {
-    let mut joined = Vec::with_capacity(instrs.len());
-    while joined.len() < instrs.len() {
-        let count = join::count(program, instrs, joined.len());
-        joined.push(count);
-        joined.extend(std::iter::repeat_n(0, count - 1));
-    }
-    joined
 }
 
 impl Executor for CudaExecutor {

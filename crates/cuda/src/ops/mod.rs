@@ -11,7 +11,6 @@ mod optimizer;
 mod orthogonal;
 mod pointwise;
 
-pub use linear::shapes;
 use norm::Kind;
 
 use crate::call::Call;
