@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use lockstep_ir::DType;
 
+use crate::bytes::Bytes;
 use crate::error::CheckpointError;
 use crate::manifest::{FileEntry, IN_PARTS, Manifest};
 use crate::save::{TemporaryFolder, write_synced};
@@ -25,7 +26,7 @@ pub struct PartRef<'a> {
     /// Which elements these are.
     pub slices: Vec<Slice>,
     /// Their little-endian bytes in the order of the slices, in as many pieces as they lie in.
-    pub data: Vec<&'a [u8]>,
+    pub data: Vec<Bytes<'a>>,
 }
 
 /// A checkpoint being written. It exists from [`publish`](Draft::publish) on; a draft that is dropped leaves nothing.
@@ -108,7 +109,7 @@ impl Draft {
 impl<'a> From<&'a PartRef<'_>> for Item<'a> {
     fn from(part: &'a PartRef<'_>) -> Item<'a> {
         let PartRef { name, dtype, shape, slices, data } = part;
-        Item { name, dtype: *dtype, shape, slices: slices.clone(), data: data.clone() }
+        Item { name, dtype: *dtype, shape, slices: slices.clone(), data: data.iter().collect() }
     }
 }
 

@@ -29,6 +29,7 @@
 #![deny(missing_docs)]
 #![deny(unsafe_code)]
 
+mod bytes;
 mod draft;
 mod error;
 mod find;
@@ -37,15 +38,18 @@ mod load;
 mod manifest;
 mod save;
 mod slice;
+
 mod stored;
 mod tensor_file;
 mod weights;
 
+pub use bytes::{Bytes, Take};
 pub use draft::{Draft, PartRef};
 pub use error::CheckpointError;
 pub use find::{Found, latest};
 pub use folder::list;
 pub use load::{Loaded, TensorView, open};
 pub use save::{Group, TensorRef, save};
+
 pub use slice::Slice;
 pub use weights::{NewFolder, Source, TensorCopy, WeightsFolder, export, save_copies};

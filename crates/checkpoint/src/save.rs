@@ -1,12 +1,12 @@
 //! Writing a checkpoint so that it is either there in full or not there.
 
-use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use lockstep_ir::DType;
 
+use crate::bytes::Bytes;
 use crate::error::{AtPath, CheckpointError};
 use crate::folder;
 use crate::manifest::{self, FileEntry, Manifest, WHOLE};
@@ -23,7 +23,7 @@ pub struct TensorRef<'a> {
     /// Its dims, outermost first; a scalar has none.
     pub shape: Vec<usize>,
     /// Its elements.
-    pub data: Cow<'a, [u8]>,
+    pub data: Bytes<'a>,
 }
 
 /// Tensors that share a file, `<name>.safetensors`.
@@ -38,7 +38,7 @@ pub struct Group<'a> {
 /// Writes the checkpoint of `step` into `dir`, removes the oldest beyond `keep`, and returns the new one's path.
 ///
 /// The checkpoint appears under its name only when every byte of it is on the disk; one of the same step is replaced.
-/// Tensors stream from their slices in chunks of at most 1 MiB, and `progress` hears the bytes written so far and the
+/// Tensors stream from where they are in chunks of at most 1 MiB, and `progress` hears the bytes written so far and the
 /// bytes in all after each. After an error `dir` holds the checkpoints it held before.
 ///
 /// The checkpoint just written always stays, so a `keep` of 0 acts as 1. Only checkpoints with a sound manifest and

@@ -18,6 +18,7 @@ use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::bytes::Bytes;
 use crate::manifest::checksum;
 use crate::slice::{self, Slice};
 
@@ -64,12 +65,12 @@ pub(crate) struct Item<'a> {
     /// Which elements these are.
     pub(crate) slices: Vec<Slice>,
     /// Their bytes, in the order of the slices, in as many pieces as they lie in.
-    pub(crate) data: Vec<&'a [u8]>,
+    pub(crate) data: Vec<&'a Bytes<'a>>,
 }
 
 impl Item<'_> {
     fn bytes(&self) -> usize {
-        self.data.iter().map(|piece| piece.len()).sum()
+        self.data.iter().map(|piece| piece.count()).sum()
     }
 }
 
@@ -136,12 +137,15 @@ impl<'a> TensorFile<'a> {
     /// Streams the file out, tells `wrote` the length of every chunk, and returns the checksum.
     pub(crate) fn write(&self, to: &mut dyn Write, wrote: &mut dyn FnMut(u64)) -> io::Result<String> {
         let mut hasher = Xxh3::new();
-        let pieces = self.tensors.iter().flat_map(|tensor| tensor.data.iter().copied());
-        let parts = std::iter::once(self.front.as_slice()).chain(pieces);
-        for chunk in parts.flat_map(|part| part.chunks(CHUNK_BYTES)) {
+        let mut put = |chunk: &[u8]| {
             to.write_all(chunk)?;
             hasher.update(chunk);
             wrote(chunk.len() as u64);
+            Ok(())
+        };
+        self.front.chunks(CHUNK_BYTES).try_for_each(&mut put)?;
+        for piece in self.tensors.iter().flat_map(|tensor| &tensor.data) {
+            piece.chunks(CHUNK_BYTES, &mut put)?;
         }
         Ok(checksum(hasher.digest128()))
     }

@@ -57,6 +57,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
             writeln!(out, "{object:#}")?;
         }
     }
+    if !evaluation.score.loss.is_finite() {
+        let hint = "the model has diverged: use an earlier checkpoint";
+        return Err(Failure::run(format!("the loss is {}, no number\nhint: {hint}", evaluation.score.loss)));
+    }
     Ok(())
 }
 

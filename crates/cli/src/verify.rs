@@ -20,6 +20,9 @@ pub struct Args {
     /// Steps to compare.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
     steps: u64,
+    /// Where ranks run: threads of this machine, or a GPU that they share.
+    #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu")]
+    device: String,
     /// Check the model as it is, however large.
     #[arg(long)]
     full_size: bool,
@@ -51,7 +54,8 @@ const KINDS: [&str; 18] = [
 ];
 
 pub fn run(args: Args) -> Result<(), Failure> {
-    let config = divided(args.config.load()?, &args.layouts)?;
+    let mut config = divided(args.config.load()?, &args.layouts)?;
+    config.train.device = args.device;
     let layouts = layouts(&args.layouts, &config)?;
     let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
     // Nothing may be left out of what is said to be checked.
@@ -71,7 +75,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let m = &config.model;
         writeln!(
             out,
-            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps",
+            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps on {}",
             m.layers,
             m.dim,
             m.heads,
@@ -82,7 +86,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
             config.train.seq,
             config.train.micro_batch,
             config.precision.policy,
-            args.steps
+            args.steps,
+            config.train.device
         )?;
         if !smaller.is_empty() {
             writeln!(out, "made smaller for this check: {} (--full-size keeps them)", smaller.join(", "))?;

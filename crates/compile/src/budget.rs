@@ -6,11 +6,14 @@
 //! short: a set is passed over where the states and what it saves are over the budget already; a search by halves along the sets
 //! that save more for more gives a set that fits; and the walk over those that are cheaper yet ends after [`WORK`] nodes. It
 //! comes to its end on small graphs, so that the answer is the best there is; where it does not, the set that was found stands.
+//!
+//! What is left of the budget then is spent by [`mix`]: the first layers of a stage give up more than the others.
 
+mod mix;
 #[cfg(test)]
 mod tests;
 
-use crate::passes::{Again, Candidate, Layers, Recompute, again};
+use crate::passes::{Again, Candidate, GivenUp, Layers, Recompute, again};
 use crate::{CompileError, Estimator};
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Lifetime, StepProgram};
@@ -39,33 +42,12 @@ pub enum Fit {
 pub fn fit(estimator: &Estimator, budget: u64) -> Result<Fit, CompileError> {
     let mut search = Search::new(estimator)?;
     let sets = search.sets()?;
-    // Along the front every set saves more than those before it.
-    let mut least = usize::MAX as u64;
-    let mut front: Vec<usize> = Vec::new();
-    for (s, set) in sets.iter().enumerate() {
-        let bound = search.bound(set);
-        if bound < least {
-            least = bound;
-            front.push(s);
-        }
-    }
-    let (mut from, mut to) = (0, front.len());
-    while from < to {
-        let middle = (from + to) / 2;
-        match search.arena(&sets[front[middle]])? <= budget {
-            true => to = middle,
-            false => from = middle + 1,
-        }
-    }
-    let found = front.get(to).copied();
-    for set in &sets[..found.unwrap_or(sets.len())] {
-        if search.bound(set) <= budget && search.may_go_on() && search.arena(set)? <= budget {
-            return Ok(Fit::Keep(search.policy(set)));
-        }
-    }
-    match found {
-        Some(s) => Ok(Fit::Keep(search.policy(&sets[s]))),
+    match search.alike(&sets, budget)? {
         None => search.least(sets).map(Fit::Least),
+        Some(found) => {
+            let mixed = mix::cheaper(&mut search, &sets, found, budget)?;
+            Ok(Fit::Keep(mixed.unwrap_or_else(|| search.policy(&sets[found]))))
+        }
     }
 }
 
@@ -121,6 +103,8 @@ struct Stage {
     bound: u64,
     /// By kind: bytes of each candidate in all layers of the stage and all micro-batches in flight.
     saves: Vec<Vec<u64>>,
+    /// The kind of each of its layers.
+    kinds: Vec<usize>,
 }
 
 impl<'a> Search<'a> {
@@ -137,10 +121,46 @@ impl<'a> Search<'a> {
             kinds.push(Kind::new(graph, &layers, kind, layer, &own)?);
         }
         let none = estimator.programs(Recompute::None)?;
-        let stages = none.iter().map(|program| Stage::new(program, estimator, &layers, &kinds)).collect();
+        // Layers are counted anew in every stage.
+        let starts: Vec<usize> = (0..layers.in_stage.len()).filter(|l| layers.in_stage[*l] == 0).collect();
+        let end = |s: usize| starts.get(s + 1).copied().unwrap_or(layers.kind_of.len());
+        let of_stage = |s: usize| starts.get(s).map_or(Vec::new(), |from| layers.kind_of[*from..end(s)].to_vec());
+        let stages = none.iter().enumerate();
+        let stages = stages.map(|(s, p)| Stage::new(p, estimator, &layers, &kinds, of_stage(s))).collect();
         let mut search = Self { estimator, kinds, stages, work: 0, known: BTreeMap::new() };
         search.note(vec![0; search.kinds.len()], &none);
         Ok(search)
+    }
+
+    /// Sets that save more than all that are cheaper, of sets from the cheapest on.
+    fn front(&self, sets: &[Set]) -> Vec<usize> {
+        let mut least = u64::MAX;
+        let mut saves_more = |set: &Set| {
+            let before = least;
+            least = least.min(self.bound(set));
+            least < before
+        };
+        (0..sets.len()).filter(|s| saves_more(&sets[*s])).collect()
+    }
+
+    /// The cheapest set that fits where all layers of a kind do the same.
+    fn alike(&mut self, sets: &[Set], budget: u64) -> Result<Option<usize>, CompileError> {
+        let front = self.front(sets);
+        let (mut from, mut to) = (0, front.len());
+        while from < to {
+            let middle = (from + to) / 2;
+            match self.arena(&sets[front[middle]])? <= budget {
+                true => to = middle,
+                false => from = middle + 1,
+            }
+        }
+        let found = front.get(to).copied();
+        for (s, set) in sets[..found.unwrap_or(sets.len())].iter().enumerate() {
+            if self.bound(set) <= budget && self.may_go_on() && self.arena(set)? <= budget {
+                return Ok(Some(s));
+            }
+        }
+        Ok(found)
     }
 
     /// All keep-sets, cheapest first.
@@ -211,12 +231,17 @@ impl<'a> Search<'a> {
         self.work < WORK
     }
 
-    fn policy(&self, set: &Set) -> Recompute {
+    fn values(&self, set: &Set) -> BTreeSet<Candidate> {
         let mut values = BTreeSet::new();
         for (kind, chosen) in self.kinds.iter().zip(&set.given_up) {
             values.extend(kind.candidates.iter().enumerate().filter(|(c, _)| chosen >> c & 1 == 1).map(|(_, c)| *c));
         }
-        if values.is_empty() { Recompute::None } else { Recompute::Given(values) }
+        values
+    }
+
+    fn policy(&self, set: &Set) -> Recompute {
+        let values = self.values(set);
+        if values.is_empty() { Recompute::None } else { Recompute::Given(GivenUp::by_all(values)) }
     }
 
     /// The least arena of all sets: those that may have it are placed, the likeliest first.
@@ -283,6 +308,12 @@ impl Kind {
 
     /// FLOPs and bytes of computing again what all layers of the kind give up.
     fn price(&self, chosen: u64) -> (u128, u128) {
+        let (flops, moved) = self.price_of_one(chosen);
+        (flops * u128::from(self.layers), moved * u128::from(self.layers))
+    }
+
+    /// The same for one layer.
+    fn price_of_one(&self, chosen: u64) -> (u128, u128) {
         let kept =
             (0..self.bits.len()).filter(|c| chosen >> c & 1 == 0).fold(self.stays, |kept, c| kept | self.bits[c]);
         let mut needed = self.read & !kept;
@@ -302,12 +333,12 @@ impl Kind {
             moved += cost.read_bytes + bytes.sum::<u64>();
             needed |= cost.reads & !kept;
         }
-        (flops * u128::from(self.layers), u128::from(moved) * u128::from(self.layers))
+        (flops, u128::from(moved))
     }
 }
 
 impl Stage {
-    fn new(program: &StepProgram, estimator: &Estimator, layers: &Layers, kinds: &[Kind]) -> Self {
+    fn new(program: &StepProgram, estimator: &Estimator, layers: &Layers, kinds: &[Kind], own: Vec<usize>) -> Self {
         let graph = &estimator.derived;
         let lifetime = |buffer: usize| program.regions[program.buffers[buffer].region].lifetime;
         let forward = program.segments.iter().flat_map(|s| &s.instrs).filter(|i| i.phase == Phase::Forward);
@@ -333,7 +364,7 @@ impl Stage {
             in_frame.map(|b| program.buffers[b].bytes).sum::<u64>()
         });
         let bound = without_frame.map(|r| r.bytes()).sum::<u64>() + frame.max().unwrap_or(0);
-        Self { bound, saves: saves.collect() }
+        Self { bound, saves: saves.collect(), kinds: own }
     }
 
     fn saved(&self, kind: usize, chosen: u64) -> u64 {

@@ -1,6 +1,6 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
-use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, Layers, Recompute, SPREADING, TRAINING_PASSES};
+use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, GivenUp, Layers, Recompute, SPREADING, TRAINING_PASSES};
 use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Graph, StepProgram, TypeError};
@@ -61,8 +61,21 @@ impl Estimator {
         self.layers().ops(&self.derived)
     }
 
+    /// Which layers give up which values, by op and output.
+    pub fn given_up(&self, values: &GivenUp) -> Vec<(String, Vec<String>)> {
+        let GivenUp { first, by_first, by_rest } = values;
+        let of = if self.cuts.is_empty() { "" } else { " of each stage" };
+        match first {
+            0 => vec![("all layers".into(), self.names(by_rest))],
+            _ => vec![
+                (format!("the first {first} layers{of}"), self.names(by_first)),
+                ("the other layers".into(), self.names(by_rest)),
+            ],
+        }
+    }
+
     /// What candidates are called: kind of layer, op and output.
-    pub fn names(&self, candidates: &BTreeSet<Candidate>) -> Vec<String> {
+    fn names(&self, candidates: &BTreeSet<Candidate>) -> Vec<String> {
         let layers = self.layers();
         let several = layers.representatives().count() > 1;
         let name = |c: &Candidate| {

@@ -18,8 +18,8 @@ pub use estimate::Estimator;
 pub use forward::compile_forward;
 pub use lower::OUTBOX;
 pub use passes::{
-    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Rule, STATS,
-    TRAINING_PASSES, autodiff, fuse,
+    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, GivenUp, Group, Optimizer, Pass, Precision, Recompute, Rule,
+    STATS, TRAINING_PASSES, autodiff, fuse,
 };
 use passes::{DERIVED, SPREADING};
 

@@ -4,17 +4,21 @@ use crate::attention::Plans;
 use crate::call::Call;
 use crate::driver::{Address, Event, Graph, Memory, Pinned, Stream};
 use crate::gpu::Gpu;
+use crate::linked::Linked;
 use crate::ops::join::{self, Groups};
 use crate::{CudaError, initial, ops};
 use lockstep_exec::bound::{Bound, check_scratch};
+use lockstep_exec::exchange::Link;
 use lockstep_exec::initial::Initial;
-use lockstep_exec::{ExecError, Executor, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Rank, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A loaded program on a device.
 pub struct CudaExecutor {
@@ -27,6 +31,9 @@ pub struct CudaExecutor {
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
+    deterministic: bool,
+    /// Where the program has several ranks.
+    linked: Option<Linked>,
     staging: RefCell<Pinned>,
     stream: Stream,
     arena: Memory,
@@ -37,31 +44,44 @@ pub struct CudaExecutor {
 const STAGING: usize = 8 << 20;
 
 impl CudaExecutor {
-    /// Loads a program of one rank that was compiled for [`crate::profile`].
-    pub fn load(gpu: &Arc<Gpu>, program: StepProgram) -> Result<Self, ExecError> {
-        if program.mesh.ranks() != 1 {
-            return Err(ExecError::Internal(format!("a program of {} ranks was loaded on one", program.mesh.ranks())));
+    /// Loads a program of one rank that was compiled for [`crate::profile`], deterministic or not.
+    pub fn load(gpu: &Arc<Gpu>, program: StepProgram, deterministic: bool) -> Result<Self, ExecError> {
+        match program.mesh.ranks() {
+            1 => Self::load_rank(gpu, program, deterministic, None),
+            ranks => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
         }
-        let here = Coordinates::default();
+    }
+
+    /// The same for one of several ranks that share the device.
+    pub fn load_rank(
+        gpu: &Arc<Gpu>,
+        program: StepProgram,
+        deterministic: bool,
+        link: Option<Link>,
+    ) -> Result<Self, ExecError> {
+        let here = link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
         let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
         let segments = program.segments.iter().map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>());
         let segments: Vec<Vec<Bound>> = segments.collect::<Result<Vec<_>, _>>()?;
-        if let Some(instr) = program.segments.iter().flat_map(|s| &s.instrs).find(|i| i.op.communicates()) {
+        let together = program.segments.iter().flat_map(|s| &s.instrs).find(|i| i.op.communicates());
+        if let (Some(instr), None) = (together, &link) {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
-        check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients))?;
+        check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
         // Products are tried out before the arena takes the memory.
-        let joined = join::groups(&program, &segments, &|shape| gpu.matmul.worth(shape))?;
+        let products = gpu.matmul(deterministic)?;
+        let joined = join::groups(&program, &segments, &|shape| products.worth(shape))?;
         for (bounds, groups) in segments.iter().zip(&joined) {
             let mut shapes = groups.iter().flat_map(|group| join::shapes(bounds, group));
-            shapes.try_for_each(|shape| gpu.matmul.prepare(shape))?;
+            shapes.try_for_each(|shape| products.prepare(shape))?;
         }
-        let attention = Plans::new(gpu, segments.iter().flatten());
+        let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
             CudaError::OutOfMemory => ExecError::OutOfMemory(units::bytes(program.arena_bytes)),
             other => other.into(),
         })?;
+        let linked = link.map(|link| Linked::new(&program, link)).transpose()?;
         let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         let stream = Stream::new(device)?;
         // States start at zero.
@@ -75,6 +95,8 @@ impl CudaExecutor {
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
+            deterministic,
+            linked,
             staging: RefCell::new(Pinned::new(device, STAGING)?),
             stream,
             arena,
@@ -90,20 +112,26 @@ impl CudaExecutor {
         if region.lifetime == Lifetime::MicroBatch && micro_batch >= region.slots {
             return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
         }
-        let offset = self.program.address(tensor.buffer, micro_batch, 0);
+        let before = if tensor.part { self.here().dp as u64 * tensor.ty.bytes() } else { 0 };
+        let offset = self.program.address(tensor.buffer, micro_batch, 0) + before;
         Ok((tensor, self.arena.base + offset, tensor.ty.bytes() as usize))
     }
 
+    fn here(&self) -> Coordinates {
+        self.linked.as_ref().map_or(Coordinates::default(), Linked::coordinates)
+    }
+
     fn issue(&self, slot: Slot, instr: usize) -> Result<(), CudaError> {
+        let matmul = self.gpu.matmul(self.deterministic)?;
         let call = |instr: usize| Call {
             bound: &self.segments[slot.segment][instr],
             kernels: &self.gpu.kernels,
-            matmul: &self.gpu.matmul,
+            matmul,
             attention: &self.attention,
             stream: &self.stream,
             base: self.arena.base,
             slot,
-            coordinates: Coordinates::default(),
+            coordinates: self.here(),
         };
         // SAFETY: the arena is this program's.
         unsafe {
@@ -122,6 +150,34 @@ impl CudaExecutor {
         Ok(())
     }
 
+    /// Runs an instruction of a program of several ranks.
+    fn run_linked(&mut self, slot: Slot, instr: usize) -> Result<(), ExecError> {
+        let Some(linked) = &mut self.linked else { return Ok(()) };
+        let layer = self.program.segments[slot.segment].instrs[instr].layer;
+        linked.at(self.segments[slot.segment][instr].op.name(), layer, slot.micro_batch);
+        // SAFETY: the arena is this program's.
+        match unsafe { linked.run(&self.stream, self.arena.base, slot, instr)? } {
+            true => Ok(()),
+            false => Ok(self.issue(slot, instr)?),
+        }
+    }
+
+    /// As [`Executor::profile`], where ranks wait for each other.
+    fn profile_linked(&mut self, schedule: Vec<Slot>) -> Result<Vec<Timing>, ExecError> {
+        let begin = Instant::now();
+        let mut timings = Vec::new();
+        for slot in schedule {
+            for instr in 0..self.segments[slot.segment].len() {
+                let start = Instant::now();
+                self.run_linked(slot, instr)?;
+                self.stream.wait()?;
+                let (start_s, seconds) = ((start - begin).as_secs_f64(), start.elapsed().as_secs_f64());
+                timings.push(Timing { slot, instr, start_s, seconds });
+            }
+        }
+        Ok(timings)
+    }
+
     fn entry(&self, name: &str) -> Result<(Arc<str>, Vec<Slot>), ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{name}`"));
         let entry = self.program.entry(name).ok_or_else(unknown)?;
@@ -134,8 +190,8 @@ impl Executor for CudaExecutor {
         self.arena.bytes
     }
 
-    fn warning(&self) -> Option<&str> {
-        self.attention.slow.as_deref()
+    fn notes(&self) -> &[Note] {
+        &self.attention.notes
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
@@ -174,9 +230,17 @@ impl Executor for CudaExecutor {
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
+        let (_, _, bytes) = self.tensor(tensor, micro_batch)?;
+        self.read_range(tensor, micro_batch, 0..bytes)
+    }
+
+    fn read_range(&self, tensor: &str, micro_batch: usize, range: Range<usize>) -> Result<Cow<'_, [u8]>, ExecError> {
         let (_, address, bytes) = self.tensor(tensor, micro_batch)?;
+        if range.start > range.end || range.end > bytes {
+            return Err(ExecError::Internal(format!("`{tensor}` has no bytes {range:?}")));
+        }
         self.gpu.device.enter()?;
-        let mut data = vec![0u8; bytes];
+        let (address, mut data) = (address + range.start as u64, vec![0u8; range.len()]);
         let mut staging = self.staging.borrow_mut();
         for (i, part) in data.chunks_mut(STAGING).enumerate() {
             let from = address + (i * STAGING) as u64;
@@ -195,7 +259,11 @@ impl Executor for CudaExecutor {
             return Ok(self.stream.wait()?);
         }
         let (name, schedule) = self.entry(entry)?;
-        if self.ran.insert(name.clone()) {
+        if self.linked.is_some() {
+            for slot in schedule {
+                (0..self.segments[slot.segment].len()).try_for_each(|instr| self.run_linked(slot, instr))?;
+            }
+        } else if self.ran.insert(name.clone()) {
             // The first run loads what libraries load late.
             self.issue_all(&schedule)?;
         } else {
@@ -209,6 +277,9 @@ impl Executor for CudaExecutor {
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
         self.gpu.device.enter()?;
         let (_, schedule) = self.entry(entry)?;
+        if self.linked.is_some() {
+            return self.profile_linked(schedule);
+        }
         let event = || Event::new(&self.gpu.device);
         let begin = event()?;
         begin.record(&self.stream)?;
@@ -232,6 +303,8 @@ impl Executor for CudaExecutor {
         Ok(timings)
     }
 }
+
+impl Rank for CudaExecutor {}
 
 // SAFETY: the staging is used by `&self` methods of one owner at a time: an executor is not shared between threads.
 unsafe impl Send for CudaExecutor {}

@@ -1,10 +1,10 @@
 //! A device with what programs on it share: kernels, plans of products, cuDNN.
 
-use crate::CudaError;
 use crate::cudnn::Cudnn;
 use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::Matmul;
+use crate::{CudaError, attention};
 use std::sync::{Arc, OnceLock};
 
 /// A device, ready to run programs.
@@ -12,8 +12,10 @@ pub struct Gpu {
     /// The device.
     pub device: Arc<Device>,
     pub(crate) kernels: Kernels,
-    pub(crate) matmul: Matmul,
+    matmul: Matmul,
+    first_matmul: OnceLock<Result<Matmul, CudaError>>,
     cudnn: OnceLock<Result<Cudnn, CudaError>>,
+    pub(crate) attention: attention::Shared,
 }
 
 impl Gpu {
@@ -22,7 +24,19 @@ impl Gpu {
     pub fn open(ordinal: usize, tune: bool) -> Result<Arc<Self>, CudaError> {
         let device = Device::open(ordinal)?;
         let (kernels, matmul) = (Kernels::load(&device)?, Matmul::open(&device, tune)?);
-        Ok(Arc::new(Self { device, kernels, matmul, cudnn: OnceLock::new() }))
+        let (first_matmul, cudnn) = (OnceLock::new(), OnceLock::new());
+        Ok(Arc::new(Self { device, kernels, matmul, first_matmul, cudnn, attention: attention::Shared::default() }))
+    }
+
+    /// Products: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.
+    pub(crate) fn matmul(&self, deterministic: bool) -> Result<&Matmul, CudaError> {
+        match deterministic {
+            false => Ok(&self.matmul),
+            true => {
+                let open = || Matmul::open(&self.device, false);
+                self.first_matmul.get_or_init(open).as_ref().map_err(Clone::clone)
+            }
+        }
     }
 
     pub(crate) fn cudnn(&self) -> Result<&Cudnn, CudaError> {

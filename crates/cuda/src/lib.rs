@@ -15,6 +15,7 @@ mod gpu;
 mod initial;
 mod kernels;
 mod library;
+mod linked;
 mod matmul;
 mod nvml;
 mod nvrtc;

@@ -8,16 +8,18 @@ pub mod bound;
 pub mod comm;
 pub mod conformance;
 pub mod cpu;
+pub mod exchange;
 pub mod initial;
 mod ranks;
 pub mod reference;
 
-pub use ranks::Ranks;
+pub use ranks::{Rank, Ranks};
 
 use initial::Initial;
 use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
 use std::borrow::Cow;
+use std::ops::Range;
 
 /// Why a program cannot be loaded or run.
 #[derive(Debug, thiserror::Error)]
@@ -58,6 +60,15 @@ pub trait Executor: Send {
     /// The bytes of a tensor that the program knows by name; `micro_batch` counts for outputs and inputs only.
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError>;
 
+    /// A range of those bytes. What lies on a device comes over in this part only.
+    fn read_range(&self, tensor: &str, micro_batch: usize, range: Range<usize>) -> Result<Cow<'_, [u8]>, ExecError> {
+        let outside = || ExecError::Internal(format!("`{tensor}` has no bytes {range:?}"));
+        match self.read(tensor, micro_batch)? {
+            Cow::Borrowed(bytes) => Ok(Cow::Borrowed(bytes.get(range.clone()).ok_or_else(outside)?)),
+            Cow::Owned(bytes) => Ok(Cow::Owned(bytes.get(range.clone()).ok_or_else(outside)?.to_vec())),
+        }
+    }
+
     /// Runs one of the program's entries to its end.
     fn run(&mut self, entry: &str) -> Result<(), ExecError>;
 
@@ -69,14 +80,32 @@ pub trait Executor: Send {
         None
     }
 
-    /// What whoever waits for it should know: that something runs slower than it could, say.
-    fn warning(&self) -> Option<&str> {
-        None
+    /// What whoever waits for it should know.
+    fn notes(&self) -> &[Note] {
+        &[]
     }
 
     /// The ranks behind it, where it is several, for whoever wants what each of them has.
     fn ranks(&self) -> Option<&Ranks> {
         None
+    }
+}
+
+/// What an executor says of a program that it has loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// Something runs slower than it could.
+    Warning(String),
+    /// What something costs that was asked for.
+    Cost(String),
+}
+
+impl std::fmt::Display for Note {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Note::Warning(text) => write!(f, "warning: {text}"),
+            Note::Cost(text) => f.write_str(text),
+        }
     }
 }
 

@@ -1,10 +1,12 @@
 //! The ranks of a run as one executor: whole tensors in, whole tensors out.
 //!
-//! Every rank is a thread with its own arena and kernels' threads. A program comes per pipeline stage; ranks of a stage share it.
+//! Every rank is a thread with an executor of its own, on the CPU or on a device that all share. A program comes per pipeline
+//! stage; ranks of a stage share it.
 
 use crate::comm::{Communicator, threads};
-use crate::cpu::{CpuExecutor, Link};
-use crate::{ExecError, Executor, Timing};
+use crate::cpu::CpuExecutor;
+use crate::exchange::Link;
+use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, Spread, StepProgram};
 use std::borrow::Cow;
@@ -14,6 +16,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+/// An executor that is one of several.
+pub trait Rank: Executor {
+    /// After an error: returns when nobody works on its arena any more.
+    fn drain(&self) {}
+}
+
 /// The ranks of a run, in this process.
 pub struct Ranks {
     mesh: Mesh,
@@ -22,10 +30,12 @@ pub struct Ranks {
     board: Arc<Board>,
     /// Of every tensor: its index in the programs of the stages that have it.
     tensors: BTreeMap<String, Vec<(usize, usize)>>,
+    /// What executors say, each thing once.
+    notes: Vec<Note>,
 }
 
 struct Worker {
-    executor: Arc<Mutex<CpuExecutor>>,
+    executor: Arc<Mutex<Box<dyn Rank>>>,
     comm: Arc<dyn Communicator>,
     thread: Option<JoinHandle<()>>,
 }
@@ -54,9 +64,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Ranks {
-    /// Loads the programs of all stages, each on its ranks, with `threads` kernel threads per rank. A rank that waits longer than
+    /// Loads the programs of all stages on the CPU, each on its ranks, with `threads` kernel threads per rank.
+    pub fn on_cpu(programs: Vec<StepProgram>, threads: usize, patience: Duration) -> Result<Self, ExecError> {
+        Self::load(programs, patience, |program, link| {
+            Ok(Box::new(CpuExecutor::load_rank(program, threads, Some(link))?))
+        })
+    }
+
+    /// Loads the programs of all stages, each on its ranks; `load` makes the executor of one. A rank that waits longer than
     /// `patience` for another that shows no sign of life ends the run.
-    pub fn load(programs: Vec<StepProgram>, threads_per_rank: usize, patience: Duration) -> Result<Self, ExecError> {
+    pub fn load(
+        programs: Vec<StepProgram>,
+        patience: Duration,
+        mut load: impl FnMut(StepProgram, Link) -> Result<Box<dyn Rank>, ExecError>,
+    ) -> Result<Self, ExecError> {
         let Some(mesh) = programs.first().map(|p| p.mesh) else {
             return Err(ExecError::Internal("a run without programs".into()));
         };
@@ -68,12 +89,18 @@ impl Ranks {
             }
         }
         // Where a rank cannot be loaded, dropping this ends those that were.
-        let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors };
+        let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
         for (rank, comm) in threads(mesh.ranks(), patience).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
             let program = ranks.programs[coordinates.pp].clone();
             let link = Link { comm: comm.clone(), coordinates };
-            let executor = Arc::new(Mutex::new(CpuExecutor::load_rank(program, threads_per_rank, Some(link))?));
+            let executor = load(program, link)?;
+            for note in executor.notes() {
+                if !ranks.notes.contains(note) {
+                    ranks.notes.push(note.clone());
+                }
+            }
+            let executor = Arc::new(Mutex::new(executor));
             let (theirs, end, shared) = (executor.clone(), comm.clone(), ranks.board.clone());
             let work = move || serve(&theirs, end.as_ref(), &shared);
             let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}")).spawn(work);
@@ -102,13 +129,13 @@ impl Ranks {
     pub fn on_ranks(
         &self,
         name: &str,
-        mut f: impl FnMut(Coordinates, &Tensor, &mut CpuExecutor) -> Result<(), ExecError>,
+        mut f: impl FnMut(Coordinates, &Tensor, &mut dyn Rank) -> Result<(), ExecError>,
     ) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
         for &(stage, t) in self.tensors.get(name).ok_or_else(unknown)? {
             for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).pp == stage) {
                 let tensor = &self.programs[stage].tensors[t];
-                f(self.mesh.coordinates(rank), tensor, &mut lock(&self.workers[rank].executor))?;
+                f(self.mesh.coordinates(rank), tensor, lock(&self.workers[rank].executor).as_mut())?;
             }
         }
         Ok(())
@@ -116,13 +143,13 @@ impl Ranks {
 
     /// Calls `f` for all ranks at once, each on a thread of its own with that rank's program and tensors, and gives what came
     /// of it in the order of ranks.
-    pub fn at_once<T: Send>(&self, f: impl Fn(Coordinates, &CpuExecutor) -> T + Sync) -> Result<Vec<T>, ExecError> {
+    pub fn at_once<T: Send>(&self, f: impl Fn(Coordinates, &dyn Rank) -> T + Sync) -> Result<Vec<T>, ExecError> {
         std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(self.workers.len());
             for (rank, worker) in self.workers.iter().enumerate() {
                 let (f, at) = (&f, self.mesh.coordinates(rank));
                 let thread = std::thread::Builder::new().name(format!("lockstep-each-{rank}"));
-                let thread = thread.spawn_scoped(scope, move || f(at, &lock(&worker.executor)));
+                let thread = thread.spawn_scoped(scope, move || f(at, lock(&worker.executor).as_ref()));
                 threads.push(thread.map_err(|e| ExecError::Threads(self.workers.len(), e))?);
             }
             let panicked = |_| ExecError::Internal("a rank's thread panicked".into());
@@ -151,7 +178,7 @@ impl Ranks {
 }
 
 /// A rank's life: runs what it is asked to.
-fn serve(executor: &Mutex<CpuExecutor>, comm: &dyn Communicator, board: &Board) {
+fn serve(executor: &Mutex<Box<dyn Rank>>, comm: &dyn Communicator, board: &Board) {
     let mut seen = 0;
     loop {
         let mut state = lock(&board.state);
@@ -195,6 +222,10 @@ fn serve(executor: &Mutex<CpuExecutor>, comm: &dyn Communicator, board: &Board) 
 impl Executor for Ranks {
     fn arena_bytes(&self) -> u64 {
         self.rank_arena_bytes().iter().sum()
+    }
+
+    fn notes(&self) -> &[Note] {
+        &self.notes
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {

@@ -42,7 +42,7 @@ pub struct PolicyCost {
     pub added_share: f64,
     /// Under a budget: what layers do not keep.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub gives_up: Option<Vec<String>>,
+    pub gives_up: Option<Vec<(String, Vec<String>)>>,
 }
 
 /// How many times as large everything is when one extent is doubled.
@@ -110,7 +110,7 @@ fn policies(
     let mut costs = Vec::new();
     for (row, (policy, recompute)) in all.into_iter().enumerate() {
         let gives_up = match &recompute {
-            Recompute::Given(values) => Some(estimator.names(values)),
+            Recompute::Given(values) => Some(estimator.given_up(values)),
             _ => None,
         };
         let made;

@@ -3,17 +3,15 @@
 use crate::TrainError;
 use crate::state::{self, GROUPS, Part};
 use lockstep_checkpoint::{Draft, PartRef, Slice};
-use lockstep_exec::cpu::CpuExecutor;
 use lockstep_exec::{Executor, Ranks};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, DType, Run};
-use std::borrow::Cow;
 use std::sync::mpsc;
 
 /// Bytes of an element: checkpoints hold f32.
 const WIDTH: usize = 4;
 
-/// Lets all ranks write their parts at once, straight from their arenas. `tensors` are those of all stages, each once.
+/// Lets all ranks write their parts at once, straight from their arenas or devices. `tensors` are those of all stages, each once.
 pub(crate) fn write(
     ranks: &Ranks,
     tensors: &[Tensor],
@@ -54,7 +52,7 @@ fn parts_of<'a>(
     tensors: &[Tensor],
     group: &str,
     at: Coordinates,
-    executor: &'a CpuExecutor,
+    executor: &'a dyn Executor,
 ) -> Result<Vec<PartRef<'a>>, TrainError> {
     let mesh = ranks.mesh();
     // Of stages that have the same tensor, the first.
@@ -73,11 +71,9 @@ fn parts_of<'a>(
         if runs.is_empty() {
             continue;
         }
-        let Cow::Borrowed(local) = executor.read(&tensor.name, 0)? else {
-            return Err(lockstep_exec::ExecError::Internal(format!("`{}` is not in the arena", tensor.name)).into());
-        };
         let slices = Slice::of_runs(runs.iter().map(|run| (run.whole, run.len)));
-        let data = joined(&runs).map(|(start, len)| &local[start * WIDTH..(start + len) * WIDTH]).collect();
+        let piece = |(start, len)| state::bytes(executor, &tensor.name, start * WIDTH..(start + len) * WIDTH);
+        let data = joined(&runs).map(piece).collect();
         result.push(PartRef { name, dtype: DType::F32, shape: part.shape, slices, data });
     }
     Ok(result)

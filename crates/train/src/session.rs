@@ -10,7 +10,7 @@ use lockstep_checkpoint::{Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{ExecError, Executor, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::path::{Path, PathBuf};
@@ -89,9 +89,9 @@ impl Session {
         self.executor.arena_bytes()
     }
 
-    /// What the executor wants to be known: that something runs slower than it could, say.
-    pub fn warning(&self) -> Option<&str> {
-        self.executor.warning()
+    /// What the executor wants to be known.
+    pub fn notes(&self) -> &[Note] {
+        self.executor.notes()
     }
 
     /// The tensors that the program knows by name.
@@ -131,7 +131,7 @@ impl Session {
     ) -> Result<PathBuf, TrainError> {
         match self.executor.ranks() {
             None => {
-                let groups = state::groups(&self.tensors, self.executor.as_ref())?;
+                let groups = state::groups(&self.tensors, self.executor.as_ref());
                 Ok(save(dir, step, &groups, state, keep, progress)?)
             }
             Some(ranks) => {

@@ -2,12 +2,13 @@
 
 use crate::TrainError;
 use crate::initial::InitialWeights;
-use lockstep_checkpoint::{CheckpointError, Group, Loaded, TensorRef};
+use lockstep_checkpoint::{Bytes, CheckpointError, Group, Loaded, TensorRef};
 use lockstep_exec::Executor;
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, StepProgram, TensorType, bf16, f16};
+use std::ops::Range;
 
 /// One unpacked tensor: a range of rows of a program's tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -223,19 +224,24 @@ fn round(data: &mut Vec<u8>, dtype: DType) {
     data.truncate(data.len() / 2);
 }
 
-/// The tensors of a checkpoint of one rank, borrowed from its arena.
-pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> Result<[Group<'a>; 2], TrainError> {
+/// Some bytes of a tensor, fetched when they are wanted.
+pub(crate) fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) -> Bytes<'a> {
+    let (name, first) = (tensor.to_owned(), bytes.start);
+    Bytes::new(bytes.len(), move |range, take| {
+        let range = first + range.start..first + range.end;
+        take(&executor.read_range(&name, 0, range).map_err(|error| std::io::Error::other(error.to_string()))?)
+    })
+}
+
+/// The tensors of a checkpoint of one rank.
+pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [Group<'a>; 2] {
     let mut groups = GROUPS.map(|name| Group { name, tensors: Vec::new() });
     for (group, name, tensor, part) in stored(tensors) {
-        let range = part.start * 4..(part.start + part.elements) * 4;
-        let data = match executor.read(&tensor.name, 0)? {
-            std::borrow::Cow::Borrowed(bytes) => std::borrow::Cow::Borrowed(&bytes[range]),
-            std::borrow::Cow::Owned(bytes) => std::borrow::Cow::Owned(bytes[range].to_vec()),
-        };
+        let data = bytes(executor, &tensor.name, part.start * 4..(part.start + part.elements) * 4);
         let to = groups.iter_mut().find(|g| g.name == group);
         if let Some(to) = to {
             to.tensors.push(TensorRef { name, dtype: DType::F32, shape: part.shape, data });
         }
     }
-    Ok(groups)
+    groups
 }

@@ -195,7 +195,7 @@ fn an_index_that_leads_astray() {
             "tensor `model.norm.weight` is in a.safetensors, which does not have it",
         ),
         ("model.nothing", json!("a.safetensors"), "tensor `model.nothing` is in a.safetensors, which does not have it"),
-        ("model.norm.weight", json!("gone.safetensors"), "gone.safetensors"),
+        ("model.norm.weight", json!("gone.safetensors"), "names gone.safetensors, which is not in the folder"),
     ] {
         let mut map = map.clone();
         map.insert(name.into(), file);

@@ -67,6 +67,10 @@ impl WeightsFolder {
             return Err(folder.wrong(INDEX, cause, "save the model in fewer shards"));
         }
         for name in names {
+            if !path.join(name).exists() {
+                let cause = format!("it names {name}, which is not in the folder");
+                return Err(folder.wrong(INDEX, cause, "fetch the missing file too"));
+            }
             folder.add(name)?;
         }
         let at = |name: &str| folder.tensors.get(name).map(|found| &folder.files[found.file].0);

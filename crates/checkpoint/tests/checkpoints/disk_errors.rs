@@ -54,7 +54,13 @@ fn child_that_saves_under_a_file_size_limit() {
 
     let data = vec![5; 4 << 20];
     let slices = vec![Slice { start: 0, len: 1 << 20, stride: 1 << 20, count: 1 }];
-    let part = PartRef { name: "big".into(), dtype: DType::U32, shape: vec![1 << 20], slices, data: vec![&data] };
+    let part = PartRef {
+        name: "big".into(),
+        dtype: DType::U32,
+        shape: vec![1 << 20],
+        slices,
+        data: vec![data.as_slice().into()],
+    };
     let draft = Draft::begin(Path::new(&dir), 2).unwrap();
     let message = draft.write(3, "model", &[part], &mut |_| {}).unwrap_err().to_string();
     assert!(message.contains("model-00003.safetensors: File too large"), "{message}");

@@ -7,7 +7,6 @@ mod parts;
 mod retention;
 mod round_trip;
 
-use std::borrow::Cow;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -17,7 +16,7 @@ use serde_json::json;
 
 /// A tensor that owns its bytes.
 fn tensor(name: &str, dtype: DType, shape: &[usize], data: Vec<u8>) -> TensorRef<'static> {
-    TensorRef { name: name.into(), dtype, shape: shape.into(), data: Cow::Owned(data) }
+    TensorRef { name: name.into(), dtype, shape: shape.into(), data: data.into() }
 }
 
 /// Saves a small checkpoint whose every tensor byte is `step`, and keeps `keep`.

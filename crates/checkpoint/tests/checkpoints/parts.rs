@@ -7,7 +7,7 @@ use lockstep_ir::counter;
 /// A part of a tensor of `f32`, in one piece of bytes.
 fn part<'a>(name: &str, shape: &[usize], slices: &[[usize; 4]], data: &'a [u8]) -> PartRef<'a> {
     let slices = slices.iter().map(|&slice| Slice::from(slice)).collect();
-    PartRef { name: name.into(), dtype: DType::F32, shape: shape.into(), slices, data: vec![data] }
+    PartRef { name: name.into(), dtype: DType::F32, shape: shape.into(), slices, data: vec![data.into()] }
 }
 
 /// A checkpoint of three ranks, whose every byte is `step`: the third has nothing.
@@ -148,7 +148,7 @@ fn whatever_way_a_tensor_is_cut_it_comes_back() {
             if draw(4, 2) == 0 {
                 positions.reverse();
             }
-            let data: Vec<&[u8]> = positions.iter().map(|&i| &whole[i * 4..i * 4 + 4]).collect();
+            let data = positions.iter().map(|&i| whole[i * 4..i * 4 + 4].into()).collect();
             let slices = Slice::of_runs(positions.iter().map(|&i| (i, 1)));
             let name = "a".to_owned();
             let parts = [PartRef { name, dtype: DType::F32, shape: vec![rows, columns], slices, data }];

@@ -1,8 +1,8 @@
 //! The search against all keep-sets there are.
 
-use super::{Fit, fit};
+use super::{Fit, Search, fit};
 use crate::passes::tests::small_model;
-use crate::{Candidate, Context, Estimator, Recompute};
+use crate::{Candidate, Context, Estimator, GivenUp, Recompute};
 use lockstep_ir::graph::{Parameter, Phase, State};
 use lockstep_ir::program::StepProgram;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, Op, Section, TensorType, ValueId};
@@ -15,6 +15,11 @@ fn parameter(g: &mut Graph, name: String, dims: Vec<Dim>) -> ValueId {
 
 /// Layers of attention and layers of a gated MLP in turn: two kinds.
 fn model() -> (Graph, Context) {
+    layers(&[true, false, true, false])
+}
+
+/// Layers of attention, and layers of a gated MLP.
+fn layers(attend: &[bool]) -> (Graph, Context) {
     let (_, context) = small_model();
     let mut g = Graph::new();
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 2), Dim::new(Axis::Seq, 16)]);
@@ -25,17 +30,17 @@ fn model() -> (Graph, Context) {
     let ffn = Section { axis: Axis::Ffn, count: 48, unit: 1 };
     let table = parameter(&mut g, "table".into(), vec![Dim::new(Axis::Vocab, 64), embed()]);
     let mut x = g.op(Op::Embedding, &[tokens, table], "x0").unwrap()[0];
-    for layer in 0..4 {
+    for (layer, attends) in attend.iter().enumerate() {
         g.enter_layer(Some(layer));
         let at = |name: &str| format!("{layer}.{name}");
         let norm = parameter(&mut g, at("norm"), vec![embed()]);
         let n = g.op(Op::RmsNorm { eps: 1e-5 }, &[x, norm], &at("n")).unwrap()[0];
-        let (packed, inner, op) = match layer % 2 {
-            0 => {
+        let (packed, inner, op) = match attends {
+            true => {
                 let [q, k, v] = [Axis::Heads, Axis::KvHeads, Axis::KvHeads].map(heads);
                 (Dim::packed([q, k, v]), Dim::packed([q]), Op::Attention { documents: false, window: None })
             }
-            _ => (Dim::packed([ffn, ffn]), Dim::packed([ffn]), Op::SwiGlu),
+            false => (Dim::packed([ffn, ffn]), Dim::packed([ffn]), Op::SwiGlu),
         };
         let w = parameter(&mut g, at("in"), vec![packed, embed()]);
         let y = g.op(Op::Linear, &[n, w], &at("y")).unwrap()[0];
@@ -75,7 +80,7 @@ fn holds_against_all(context: &Context) {
         .map(|bits| {
             let chosen = candidates.iter().enumerate().filter(|(c, _)| bits >> c & 1 == 1).map(|(_, c)| *c);
             let set: BTreeSet<Candidate> = chosen.collect();
-            measure(&estimator.programs(Recompute::Given(set)).unwrap())
+            measure(&estimator.programs(Recompute::Given(GivenUp::by_all(set))).unwrap())
         })
         .collect();
     let (least, most) = (all.iter().map(|a| a.2).min().unwrap(), all.iter().map(|a| a.2).max().unwrap());
@@ -83,11 +88,20 @@ fn holds_against_all(context: &Context) {
     for step in 0..=16 {
         let budget = least + (most - least) * step / 16;
         let best = all.iter().filter(|a| a.2 <= budget).map(|a| (a.0, a.1)).min().unwrap();
-        let Fit::Keep(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
-        let (flops, bytes, arena) = measure(&estimator.programs(recompute).unwrap());
+        let mut search = Search::new(&estimator).unwrap();
+        let sets = search.sets().unwrap();
+        let found = search.alike(&sets, budget).unwrap().expect("it is possible");
+        let (flops, bytes, arena) = measure(&estimator.programs(search.policy(&sets[found])).unwrap());
         assert!(arena <= budget);
         assert_eq!((flops, bytes), best, "budget {budget}");
         answers.insert(best);
+        if step % 4 > 0 {
+            continue;
+        }
+        // Layers that differ are never dearer.
+        let Fit::Keep(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
+        let (flops, bytes, arena) = measure(&estimator.programs(recompute).unwrap());
+        assert!(arena <= budget && (flops, bytes) <= best, "budget {budget}");
     }
     assert!(answers.len() > 4, "{answers:?}");
     assert_eq!(fit(&estimator, most).unwrap(), Fit::Keep(Recompute::None));
@@ -105,4 +119,40 @@ fn the_cheapest_set_that_fits_is_found_over_stages() {
     context.layout.mesh = Mesh { pp: 2, ..Mesh::ONE };
     context.layout.micro_batches = 4;
     holds_against_all(&context);
+}
+
+/// Every pair of sets and every number of first layers, on layers of one kind.
+#[test]
+fn first_layers_that_give_up_more_make_it_cheaper() {
+    const LAYERS: usize = 4;
+    let (graph, context) = layers(&[false; LAYERS]);
+    let estimator = Estimator::new(&graph, &context).unwrap();
+    let candidates: Vec<Candidate> = estimator.layers().candidates(&estimator.derived).into_keys().collect();
+    let set = |bits: u32| -> BTreeSet<Candidate> {
+        candidates.iter().enumerate().filter(|(c, _)| bits >> c & 1 == 1).map(|(_, c)| *c).collect()
+    };
+    let all = 0..1u32 << candidates.len();
+    let mut every = Vec::new();
+    for (by_first, by_rest) in all.clone().flat_map(|a| all.clone().map(move |b| (a, b))) {
+        for first in if by_first == by_rest { 0..=0 } else { 1..=LAYERS - 1 } {
+            let given = GivenUp { first, by_first: set(by_first), by_rest: set(by_rest) };
+            every.push((measure(&estimator.programs(Recompute::Given(given)).unwrap()), by_first == by_rest));
+        }
+    }
+    let arenas = || every.iter().filter(|(_, alike)| *alike).map(|(m, _)| m.2);
+    let (least, most) = (arenas().min().unwrap(), arenas().max().unwrap());
+    let mut gained = 0;
+    for step in 0..=10 {
+        let budget = least + (most - least) * step / 10;
+        let best = |alike: bool| {
+            let fitting = every.iter().filter(|(m, a)| m.2 <= budget && (*a || !alike));
+            fitting.map(|(m, _)| (m.0, m.1)).min().unwrap()
+        };
+        let Fit::Keep(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
+        let (flops, bytes, arena) = measure(&estimator.programs(recompute).unwrap());
+        assert!(arena <= budget);
+        assert_eq!((flops, bytes), best(false), "budget {budget}");
+        gained += usize::from((flops, bytes) < best(true));
+    }
+    assert!(gained > 4, "{gained}");
 }

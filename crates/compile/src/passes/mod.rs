@@ -14,7 +14,7 @@ pub use fuse::fuse;
 pub use optimizer::{AdamW, FIRST_STATS, Group, Optimizer, Rule, STATS};
 pub use precision::Precision;
 pub(crate) use recompute::{Again, Layers, again};
-pub use recompute::{Candidate, Recompute};
+pub use recompute::{Candidate, GivenUp, Recompute};
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};

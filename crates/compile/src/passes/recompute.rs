@@ -34,7 +34,25 @@ pub enum Recompute {
     /// What these ops make, by their names.
     Ops(Vec<String>),
     /// Exactly these values of the layers of each kind.
-    Given(BTreeSet<Candidate>),
+    Given(GivenUp),
+}
+
+/// Values that layers give up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GivenUp {
+    /// So many layers of every pipeline stage, from its first on, give up `by_first`; the others give up `by_rest`.
+    pub first: usize,
+    /// By the first layers.
+    pub by_first: BTreeSet<Candidate>,
+    /// By the others.
+    pub by_rest: BTreeSet<Candidate>,
+}
+
+impl GivenUp {
+    /// The same by all layers.
+    pub fn by_all(values: BTreeSet<Candidate>) -> Self {
+        Self { by_rest: values, ..Self::default() }
+    }
 }
 
 pub(super) fn recompute(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {

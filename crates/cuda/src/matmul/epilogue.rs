@@ -226,13 +226,14 @@ mod tests {
         ) -> bool {
             let (input, output) = (DType::BF16, DType::BF16);
             let shape = Shape { product, m: M, n: N, k: K, input, output, adds: false, y_stride: N, epilogue };
-            if let Err(error) = self.gpu.matmul.prepare(shape) {
+            let matmul = self.gpu.matmul(false).unwrap();
+            if let Err(error) = matmul.prepare(shape) {
                 println!("skipped: {error}");
                 return false;
             }
             let scratch = self.memory.base + self.used;
             // SAFETY: the operands have these sizes; the scratch lies behind them.
-            unsafe { self.gpu.matmul.multiply_with(&self.stream, &shape, factors, beside, to, scratch).unwrap() };
+            unsafe { matmul.multiply_with(&self.stream, &shape, factors, beside, to, scratch).unwrap() };
             self.stream.wait().unwrap();
             true
         }

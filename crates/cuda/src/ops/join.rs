@@ -54,6 +54,10 @@ fn of_segment(
             Some(slope) if worth(at, Epilogue::GeluSlope)? => vec![at, slope],
             _ => (at..at + count(program, &instrs[at..])).collect(),
         };
+        // What another stream makes is there once somebody has waited for it: at the first, or not at all.
+        if groups[at][1..].iter().any(|i| !instrs[*i].waits.is_empty()) {
+            groups[at].truncate(1);
+        }
         groups[at].iter().for_each(|i| done[*i] = true);
     }
     Ok(groups)
@@ -124,7 +128,6 @@ fn gelu_gradient_of(instrs: &[Instr], at: usize) -> Option<usize> {
     let gelu = at + 1 + instrs[at + 1..].iter().position(|i| reads(i, made))?;
     let kept = value(&instrs[gelu], 1)?;
     let there = !instrs[at..gelu].iter().any(|i| i.outputs.iter().flatten().any(|o| o.value == kept));
-    // What another stream makes is there once somebody has waited for it.
     let waits = instrs[at + 1..=gelu].iter().any(|i| !i.waits.is_empty());
     (instrs[gelu].op == Op::GeluGrad && in_place(product, &instrs[gelu]) && there && !waits).then_some(gelu)
 }

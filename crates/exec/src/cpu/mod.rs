@@ -1,12 +1,12 @@
 //! The CPU executor: all kernels in f32, on all cores, in one arena, without allocating while a step runs.
 
-mod arena;
+pub(crate) mod arena;
 mod attention;
 mod call;
 pub mod ceilings;
 mod columns;
+mod courier;
 mod dropout;
-mod exchange;
 mod float;
 mod gemm;
 mod head;
@@ -25,11 +25,11 @@ mod vocab;
 
 use crate::bound::check_scratch;
 use crate::comm::{Piece, Place};
-use crate::{ExecError, Executor, Timing};
+use crate::exchange::{Exchange, Exchanges, Link, exchanges};
+use crate::{ExecError, Executor, Rank, Timing};
 use arena::Arena;
 use call::{Bound, Call};
-pub use exchange::Link;
-use exchange::{Courier, Exchange, Exchanges};
+use courier::Courier;
 use float::{Bf16, F16, Float};
 use lockstep_ir::program::{Instr, Lifetime, Role, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
@@ -146,9 +146,7 @@ impl CpuExecutor {
             .map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>())
             .collect::<Result<Vec<_>, _>>()?;
         check_scratch(&program, &segments, |compute, gradients| profile(threads, compute, gradients))?;
-        let exchange = |i: &Instr| Exchange::new(&program, i, here);
-        let exchanges: Exchanges = program.segments.iter().map(|s| s.instrs.iter().map(exchange).collect()).collect();
-        let exchanges = Arc::new(exchanges);
+        let exchanges = Arc::new(exchanges(&program, here));
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
         let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
@@ -237,15 +235,6 @@ impl CpuExecutor {
         match &self.courier {
             Some(courier) => Ok(courier.wait(courier.handed())?),
             None => Ok(()),
-        }
-    }
-
-    /// Waits until the courier has given up what it was handed: nobody writes to the arena afterwards.
-    pub(crate) fn drain(&self) {
-        if let (Some(courier), Some(link)) = (&self.courier, &self.link) {
-            link.comm.fail("ended by another error");
-            // What went wrong is known.
-            let _ = courier.wait(courier.handed());
         }
     }
 
@@ -376,5 +365,16 @@ impl Executor for CpuExecutor {
             self.join()?;
         }
         Ok(())
+    }
+}
+
+impl Rank for CpuExecutor {
+    /// Waits until the courier has given up what it was handed.
+    fn drain(&self) {
+        if let (Some(courier), Some(link)) = (&self.courier, &self.link) {
+            link.comm.fail("ended by another error");
+            // What went wrong is known.
+            let _ = courier.wait(courier.handed());
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! A checkpoint becomes a Hugging Face folder.
 
 use super::{CONFIG, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
+use crate::plan::check_positions;
 use crate::{Part, Tokenizer, TrainError, Trained};
 use lockstep_checkpoint::{NewFolder, Source, TensorCopy, WeightsFolder};
 use lockstep_config::Config;
@@ -57,6 +58,7 @@ pub fn export(
     };
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
     let context = options.context.or(imported).unwrap_or(config.train.seq);
+    check_positions(config, context)?;
     // A model that came without its tokenizer goes without one: it is not made of bytes.
     let unknown = !checkpoint.state["imported"].is_null() && config.tokenizer_path().is_none();
     let tokenizer = if unknown { None } else { Some(Tokenizer::of(config)?) };

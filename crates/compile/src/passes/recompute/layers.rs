@@ -1,6 +1,6 @@
 //! Layers as recomputation sees them: which are alike, what backward reads of each, what leaves it.
 
-use super::Recompute;
+use super::{GivenUp, Recompute};
 use crate::passes::fuse;
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::{Graph, Op, ValueId};
@@ -24,6 +24,8 @@ pub(crate) struct Layers {
     pub(crate) nodes: Vec<Vec<usize>>,
     /// Kind of every layer: layers with the same ops and types are of one kind.
     pub(crate) kind_of: Vec<usize>,
+    /// How many layers of its pipeline stage come before each.
+    pub(crate) in_stage: Vec<usize>,
     /// Layers that give up their values together.
     block_of: Vec<usize>,
     /// The forward node that makes a value.
@@ -46,6 +48,8 @@ impl Layers {
             }
             block_of.push(blocks);
         }
+        let stage_start = |layer: usize| cuts.iter().copied().filter(|cut| *cut <= layer).max().unwrap_or(0);
+        let in_stage = (0..count).map(|layer| layer - stage_start(layer)).collect();
         let mut nodes = vec![Vec::new(); count];
         let mut made = vec![None; graph.values.len()];
         for (n, node) in graph.nodes.iter().enumerate().filter(|(_, n)| n.phase == Phase::Forward) {
@@ -72,7 +76,7 @@ impl Layers {
             let next = kinds.len();
             *kinds.entry(signature(graph, nodes)).or_insert(next)
         });
-        Self { kind_of: kind_of.collect(), nodes, block_of, made, leaves, read }
+        Self { kind_of: kind_of.collect(), nodes, in_stage, block_of, made, leaves, read }
     }
 
     /// The forward node that makes a value, where a reader of this layer may compute it again.
@@ -93,7 +97,8 @@ impl Layers {
                         Recompute::Selective => node.op.spec().cheap.contains(&output),
                         Recompute::Full | Recompute::Every(_) | Recompute::Sqrt => true,
                         Recompute::Ops(ops) => ops.iter().any(|op| op == node.op.name()),
-                        Recompute::Given(values) => {
+                        Recompute::Given(GivenUp { first, by_first, by_rest }) => {
+                            let values = if self.in_stage[layer] < *first { by_first } else { by_rest };
                             values.contains(&Candidate { kind: self.kind_of[layer], node: position, output })
                         }
                     };

@@ -18,7 +18,7 @@ fn program(model: &str, recompute: Recompute) -> StepProgram {
     let config = Config::parse(&format!("{model}[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
     let precision = Precision { compute: DType::BF16, gradients: DType::F32 };
     let context = Context {
-        device: super::super::profile("cuda", DType::BF16, DType::F32),
+        device: super::super::profile("cuda", DType::BF16, DType::F32, false),
         layout: Layout::single(1),
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
         precision,

@@ -1,13 +1,12 @@
-//! Instructions that ranks run together, and the thread that runs those which overlap with kernels.
+//! Instructions that ranks run together, as every executor runs them.
 
-use super::call::{At, Ptr};
+use crate::bound::At;
 use crate::comm::{Collective, CommError, Communicator, Group, Piece, Place};
+use crate::cpu::arena::Arena;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Coordinates, MeshAxis, Op, TensorType};
-use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// An instruction of several ranks, ready to run on one of them.
 pub struct Exchange {
@@ -29,6 +28,15 @@ struct PieceAt {
     output: Option<(At, usize)>,
     elements: usize,
     dtype: lockstep_ir::DType,
+    /// Ranks whose parts are in the input, and in the output.
+    parts: (usize, usize),
+}
+
+impl PieceAt {
+    fn range(&self, (at, offset): (At, usize), parts: usize, slot: Slot) -> Range<usize> {
+        let start = at.offset(slot) as usize + offset;
+        start..start + parts * self.elements * self.dtype.bytes()
+    }
 }
 
 impl Exchange {
@@ -85,7 +93,7 @@ impl Exchange {
             for row in 0..rows {
                 let input = input.map(|at| (at, start + row * bytes * of_input));
                 let output = output.map(|at| (at, start + row * bytes * of_output));
-                pieces.push(PieceAt { input, output, elements, dtype: part.dtype });
+                pieces.push(PieceAt { input, output, elements, dtype: part.dtype, parts: (of_input, of_output) });
             }
         }
         let place = Place { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
@@ -95,6 +103,16 @@ impl Exchange {
     /// How many pieces it has.
     pub fn pieces(&self) -> usize {
         self.pieces.len()
+    }
+
+    /// What it reads of the arena, in bytes.
+    pub fn reads(&self, slot: Slot) -> impl Iterator<Item = Range<usize>> + '_ {
+        self.pieces.iter().filter_map(move |p| Some(p.range(p.input?, p.parts.0, slot)))
+    }
+
+    /// What it writes of the arena, in bytes.
+    pub fn writes(&self, slot: Slot) -> impl Iterator<Item = Range<usize>> + '_ {
+        self.pieces.iter().filter_map(move |p| Some(p.range(p.output?, p.parts.1, slot)))
     }
 
     /// Runs it.
@@ -160,108 +178,39 @@ pub struct Link {
 /// Every instruction of several ranks, by segment and index.
 pub type Exchanges = Vec<Vec<Option<Exchange>>>;
 
-/// A thread that runs collectives while kernels go on, in the order in which they are handed over.
-pub struct Courier {
-    shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+/// Those of a program, for the rank at `here`.
+pub fn exchanges(program: &StepProgram, here: Coordinates) -> Exchanges {
+    let exchange = |i: &Instr| Exchange::new(program, i, here);
+    program.segments.iter().map(|s| s.instrs.iter().map(exchange).collect()).collect()
 }
 
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
+/// The arena of a device as the host sees it. Bytes that nobody exchanges take no memory.
+pub struct Mirror {
+    arena: Arena,
 }
 
-#[derive(Default)]
-struct State {
-    jobs: VecDeque<(usize, Slot)>,
-    handed: u64,
-    done: u64,
-    failed: Option<CommError>,
-    ends: bool,
-}
-
-fn lock(shared: &Shared) -> MutexGuard<'_, State> {
-    shared.state.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Courier {
-    /// Starts the thread.
-    ///
-    /// # Safety
-    /// `base` stays valid until the courier is dropped.
-    pub unsafe fn start(
-        exchanges: Arc<Exchanges>,
-        comm: Arc<dyn Communicator>,
-        base: *mut u8,
-    ) -> std::io::Result<Self> {
-        let most = exchanges.iter().map(Vec::len).max().unwrap_or(0);
-        let state = State { jobs: VecDeque::with_capacity(most), ..State::default() };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
-        let room = exchanges.iter().flatten().flatten().map(Exchange::pieces).max().unwrap_or(0);
-        let (theirs, base) = (shared.clone(), Ptr(base));
-        let name = format!("lockstep-comm-{}", comm.rank());
-        let work = move || {
-            let mut pieces = Vec::with_capacity(room);
-            loop {
-                let mut state = lock(&theirs);
-                while state.jobs.is_empty() && !state.ends {
-                    state = theirs.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                }
-                let Some((instr, slot)) = state.jobs.pop_front() else { return };
-                drop(state);
-                let work = AssertUnwindSafe(|| match &exchanges[slot.segment][instr] {
-                    // SAFETY: the caller of `start` vouches for the arena, the verifier for what overlaps.
-                    Some(exchange) => unsafe { exchange.run(comm.as_ref(), base.get(), slot, &mut pieces) },
-                    None => Ok(()),
-                });
-                let result = catch_unwind(work).unwrap_or_else(|_| {
-                    comm.fail("panicked");
-                    comm.failure().map_or(Ok(()), Err)
-                });
-                let mut state = lock(&theirs);
-                state.done += 1;
-                state.failed = state.failed.take().or(result.err());
-                drop(state);
-                theirs.changed.notify_all();
-            }
-        };
-        let thread = std::thread::Builder::new().name(name).spawn(work)?;
-        Ok(Self { shared, thread: Some(thread) })
+impl Mirror {
+    /// Of an arena of this many bytes; `None` where there is no room.
+    pub fn new(bytes: u64) -> Option<Self> {
+        Some(Self { arena: Arena::new(bytes)? })
     }
 
-    /// Hands over an instruction and returns its number.
-    pub fn hand(&self, instr: usize, slot: Slot) -> u64 {
-        let mut state = lock(&self.shared);
-        state.jobs.push_back((instr, slot));
-        state.handed += 1;
-        let number = state.handed;
-        drop(state);
-        self.shared.changed.notify_all();
-        number
+    /// Some of its bytes: what an exchange reads, or has written.
+    pub fn range(&mut self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.start <= range.end && range.end as u64 <= self.arena.bytes(), "{range:?} is outside the arena");
+        // SAFETY: the range is inside; other ranks touch what they were shown, while an exchange runs or in its outbox.
+        unsafe { std::slice::from_raw_parts_mut(self.arena.base().add(range.start), range.len()) }
     }
 
-    /// Instructions handed over so far.
-    pub fn handed(&self) -> u64 {
-        lock(&self.shared).handed
-    }
-
-    /// Waits until the instruction with this number, and all before it, have ended.
-    pub fn wait(&self, number: u64) -> Result<(), CommError> {
-        let mut state = lock(&self.shared);
-        while state.done < number {
-            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        state.failed.clone().map_or(Ok(()), Err)
-    }
-}
-
-impl Drop for Courier {
-    fn drop(&mut self) {
-        lock(&self.shared).ends = true;
-        self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // Panics there end the run like other failures.
-            let _ = thread.join();
-        }
+    /// Runs an exchange on these bytes.
+    pub fn run(
+        &mut self,
+        exchange: &Exchange,
+        comm: &dyn Communicator,
+        slot: Slot,
+        scratch: &mut Vec<Piece>,
+    ) -> Result<(), CommError> {
+        // SAFETY: the mirror is as large as the arena that the exchange was made for, and this call's alone.
+        unsafe { exchange.run(comm, self.arena.base(), slot, scratch) }
     }
 }

@@ -1,0 +1,96 @@
+//! Two keep-sets in one model: the first layers of a stage give up more, so that the others need not.
+//!
+//! Arenas are largest where the last layer ends, and the layers that backward comes to last are those whose values lie there
+//! longest. Pairs of sets are taken in order of what they cost at least; for each the fewest first layers that fit are found by
+//! halves. The search ends where no pair can be cheaper than the best so far, or after [`MIXING`] nodes.
+
+use super::{Search, Set, Stage};
+use crate::CompileError;
+use crate::passes::{GivenUp, Recompute};
+
+/// Nodes that the search may place.
+const MIXING: usize = 1 << 14;
+
+/// FLOPs, then bytes moved.
+type Price = (u128, u128);
+
+/// A policy of two sets that fits and is cheaper than `sets[alike]`, which fits by all layers.
+pub(super) fn cheaper(
+    search: &mut Search,
+    sets: &[Set],
+    alike: usize,
+    budget: u64,
+) -> Result<Option<Recompute>, CompileError> {
+    let front: Vec<usize> = search.front(sets);
+    let layers = search.stages.iter().map(|s| s.kinds.len()).max().unwrap_or(0);
+    let mut best: (Price, Option<(usize, usize, usize)>) = ((sets[alike].flops, sets[alike].moved), None);
+    let mut pairs = Vec::new();
+    for (f, &rest) in front.iter().enumerate().filter(|(_, s)| **s < alike) {
+        for &first in &front[f + 1..] {
+            let pair = (&sets[first], &sets[rest]);
+            let fits = |count: usize| search.stages.iter().all(|s| s.mixed_bound(pair, count) <= budget);
+            let count = least(0, layers, |count| Ok::<_, CompileError>(fits(count)))?;
+            if count <= layers {
+                pairs.push((price(search, pair, count), rest, first, count));
+            }
+        }
+    }
+    pairs.sort_unstable();
+    let limit = search.work + MIXING;
+    for (at_least, rest, first, count) in pairs {
+        if at_least >= best.0 || search.work >= limit {
+            break;
+        }
+        let count = least(count, layers, |count| {
+            let policy = policy(search, (&sets[first], &sets[rest]), count);
+            let programs = search.estimator.programs(policy)?;
+            search.work += search.estimator.derived.nodes.len();
+            Ok::<_, CompileError>(programs.iter().all(|p| p.arena_bytes <= budget))
+        })?;
+        let cost = price(search, (&sets[first], &sets[rest]), count);
+        if count <= layers && cost < best.0 {
+            best = (cost, Some((rest, first, count)));
+        }
+    }
+    Ok(best.1.map(|(rest, first, count)| policy(search, (&sets[first], &sets[rest]), count)))
+}
+
+/// The least of `from..=to` that is enough, where everything above is, too; one more than `to` if none is.
+fn least<E>(from: usize, to: usize, mut enough: impl FnMut(usize) -> Result<bool, E>) -> Result<usize, E> {
+    let (mut from, mut to) = (from, to + 1);
+    while from < to {
+        let middle = (from + to) / 2;
+        match enough(middle)? {
+            true => to = middle,
+            false => from = middle + 1,
+        }
+    }
+    Ok(from)
+}
+
+/// What the first `count` layers of every stage and the others compute again.
+fn price(search: &Search, (first, rest): (&Set, &Set), count: usize) -> Price {
+    let (mut flops, mut moved) = (0, 0);
+    for (position, kind) in search.stages.iter().flat_map(|s| s.kinds.iter().enumerate()) {
+        let set = if position < count { first } else { rest };
+        let (f, m) = search.kinds[*kind].price_of_one(set.given_up[*kind]);
+        (flops, moved) = (flops + f, moved + m);
+    }
+    (flops, moved)
+}
+
+fn policy(search: &Search, (first, rest): (&Set, &Set), count: usize) -> Recompute {
+    Recompute::Given(GivenUp { first: count, by_first: search.values(first), by_rest: search.values(rest) })
+}
+
+impl Stage {
+    /// Bytes that the arena has at least, where the first layers give up another set.
+    fn mixed_bound(&self, (first, rest): (&Set, &Set), count: usize) -> u64 {
+        let saved = |(position, kind): (usize, &usize)| {
+            let set = if position < count { first } else { rest };
+            let alike = self.kinds.iter().filter(|k| *k == kind).count() as u64;
+            self.saved(*kind, set.given_up[*kind]) / alike.max(1)
+        };
+        self.bound - self.kinds.iter().enumerate().map(saved).sum::<u64>()
+    }
+}

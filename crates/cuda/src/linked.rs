@@ -1,0 +1,61 @@
+//! A rank among others that share the device: what they exchange goes through the host.
+
+use crate::driver::{Address, Stream};
+use lockstep_exec::ExecError;
+use lockstep_exec::comm::{Piece, Place};
+use lockstep_exec::exchange::{Exchanges, Link, Mirror, exchanges};
+use lockstep_ir::program::Slot;
+use lockstep_ir::{Coordinates, StepProgram, units};
+
+/// A rank's connection, and the host's view of what it exchanges.
+pub struct Linked {
+    link: Link,
+    exchanges: Exchanges,
+    mirror: Mirror,
+    pieces: Vec<Piece>,
+}
+
+// SAFETY: `pieces` holds addresses in the mirror while an exchange runs; nobody looks at them afterwards.
+unsafe impl Send for Linked {}
+
+impl Linked {
+    /// Connects a rank that runs `program`.
+    pub fn new(program: &StepProgram, link: Link) -> Result<Self, ExecError> {
+        let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
+        let mirror = Mirror::new(program.arena_bytes).ok_or_else(too_large)?;
+        let exchanges = exchanges(program, link.coordinates);
+        Ok(Self { link, exchanges, mirror, pieces: Vec::new() })
+    }
+
+    /// Where the rank stands.
+    pub fn coordinates(&self) -> Coordinates {
+        self.link.coordinates
+    }
+
+    /// Tells the others where this rank is.
+    pub fn at(&self, op: &'static str, layer: Option<usize>, micro_batch: usize) {
+        self.link.comm.at(Place { op, layer, micro_batch });
+    }
+
+    /// Runs an instruction if ranks run it together, and says whether they do. Returns when its results are on the device.
+    ///
+    /// # Safety
+    /// `base` is the arena of the program, on the device that `stream` is of.
+    pub unsafe fn run(&mut self, stream: &Stream, base: Address, slot: Slot, instr: usize) -> Result<bool, ExecError> {
+        let Some(exchange) = &self.exchanges[slot.segment][instr] else { return Ok(false) };
+        for range in exchange.reads(slot) {
+            let from = base + range.start as u64;
+            // SAFETY: the verifier has checked that operands lie in the arena; the copy is waited for below.
+            unsafe { stream.to_host(self.mirror.range(range), from)? };
+        }
+        stream.wait()?;
+        self.mirror.run(exchange, self.link.comm.as_ref(), slot, &mut self.pieces)?;
+        for range in exchange.writes(slot) {
+            let to = base + range.start as u64;
+            // SAFETY: as above.
+            unsafe { stream.to_device(to, self.mirror.range(range))? };
+        }
+        stream.wait()?;
+        Ok(true)
+    }
+}
