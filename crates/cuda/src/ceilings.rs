@@ -1,7 +1,7 @@
 //! What the device can do at best, measured.
 
 use crate::driver::{Event, Memory, Stream};
-use crate::matmul::{Product, Shape, WORKSPACE, fill_random};
+use crate::matmul::{Epilogue, Product, Shape, WORKSPACE, fill_random};
 use crate::{CudaError, Gpu};
 use lockstep_ir::DType;
 
@@ -21,7 +21,7 @@ pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
         output: dtype,
         adds: false,
         y_stride: n,
-        bias: false,
+        epilogue: Epilogue::None,
     };
     let products = gpu.matmul(false)?;
     products.prepare(shape)?;

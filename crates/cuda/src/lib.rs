@@ -12,6 +12,7 @@ mod driver;
 mod error;
 mod executor;
 mod gpu;
+mod initial;
 mod kernels;
 mod library;
 mod linked;
