@@ -32,6 +32,7 @@ pub struct CudaExecutor {
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
+    notes: Vec<Note>,
     deterministic: bool,
     /// Where the program has several ranks.
     linked: Option<Linked>,
@@ -80,6 +81,12 @@ impl CudaExecutor {
             shapes.try_for_each(|shape| products.prepare(shape))?;
         }
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
+        let mut notes = attention.notes.clone();
+        if link.is_some() {
+            let text =
+                "ranks share one GPU and exchange through the host's memory: good to check a layout, slow to train";
+            notes.push(Note::Warning(text.into()));
+        }
         gpu.note_context()?;
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
@@ -105,6 +112,7 @@ impl CudaExecutor {
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
+            notes,
             deterministic,
             linked,
             staging: RefCell::new(Staging::new(device, staging)?),
@@ -221,7 +229,7 @@ impl Executor for CudaExecutor {
     }
 
     fn notes(&self) -> &[Note] {
-        &self.attention.notes
+        &self.notes
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
