@@ -273,7 +273,7 @@ fn as_json(shape: &str, precision: Precision, result: &BenchResult) -> Value {
 fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
     let mut text = format!(
         "{shape} on {}, batch {}, seq {}, {}: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the {} \
-         ({:.3} TFLOP/s)\narena {:.2} GiB, peak {:.2} GiB, first three steps {:.1} s, loss {:.4} nats\n",
+         ({:.3} TFLOP/s)\narena {:.2} GiB, peak {:.2} GiB, first step done {:.1} s after the start, loss {:.4} nats\n",
         r.device,
         r.batch,
         r.seq,
@@ -286,7 +286,7 @@ fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
         r.peak_tflops,
         r.arena_gib,
         r.peak_gib,
-        r.warm_up_s,
+        r.first_step_s,
         r.loss
     );
     if let Some(memory) = &r.gpu_memory {

@@ -64,7 +64,9 @@ pub struct BenchResult {
     pub peak_tflops: f64,
     /// What that is: a `matmul ceiling` that was measured, or a `published peak`.
     pub peak: &'static str,
-    /// Seconds of the first three steps, compilation included.
+    /// Seconds until the first step was done: compilation, libraries, plans, weights and all.
+    pub first_step_s: f64,
+    /// Seconds until the third was.
     pub warm_up_s: f64,
     /// Arena in bytes.
     pub arena_bytes: u64,
@@ -168,8 +170,8 @@ fn config_of(spec: &BenchSpec) -> Result<Config, TrainError> {
 
 /// Measures a step.
 pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
-    let config = config_of(spec)?;
     let start = Instant::now();
+    let config = config_of(spec)?;
     let plan = plan(&config)?;
     let mut session = Session::new(&config, &plan)?;
     let notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
@@ -187,7 +189,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         Device::Cuda { .. } => Some(gpu()?),
     };
     let arena_bytes = session.arena_bytes();
-    let mut late_bytes = None;
+    let (mut late_bytes, mut first_step_s) = (None, 0.0);
     for i in 0..3 {
         show(&format!("warm-up step {} of 3", i + 1));
         steps.push(match spec.timeline && i < 2 {
@@ -198,6 +200,9 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
             }
             false => session.run_step(scalars())?,
         });
+        if i == 0 {
+            first_step_s = start.elapsed().as_secs_f64();
+        }
         // The first step loads what libraries load late, the second records a graph.
         if let (Some(gpu), 1) = (&gpu, i) {
             late_bytes = gpu.late_bytes(arena_bytes).map_err(ExecError::from)?;
@@ -253,6 +258,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         mfu: flops / ceiling,
         peak_tflops: ceiling / 1e12,
         peak: plan.ceiling_name(),
+        first_step_s,
         warm_up_s,
         arena_bytes,
         gpu_memory,
