@@ -6,7 +6,7 @@ use crate::table::table;
 use crate::timeline::TimelineFile;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
-use lockstep_train::bench::{BenchResult, BenchSpec, GpuMemory, bench_train};
+use lockstep_train::bench::{BenchResult, BenchSpec, Determinism, GpuMemory, bench_deterministic, bench_train};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -72,6 +72,9 @@ struct Train {
     /// Threads; 0 for all cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    /// Also with train.deterministic, on a GPU: say what it costs, and whether two such runs give the same bits.
+    #[arg(long, conflicts_with_all = ["profile", "timeline"])]
+    deterministic: bool,
     /// Say where the time of a step goes, and write it to this file as a Chrome trace.
     #[arg(long, value_name = "TRACE.JSON")]
     profile: Option<PathBuf>,
@@ -196,15 +199,21 @@ fn run_train(args: Train) -> Result<(), Failure> {
         micro_batch: args.micro_batch,
         profile: args.profile.is_some(),
         timeline: args.timeline.is_some(),
+        deterministic: false,
     };
     let terminal = std::io::stderr().is_terminal();
     let mut last = Instant::now();
-    let result = bench_train(&spec, &mut |text| {
+    let mut show = |text: &str| {
         if terminal || last.elapsed().as_secs() >= 10 {
             let _ = writeln!(std::io::stderr(), "{text}");
             last = Instant::now();
         }
-    })?;
+    };
+    if args.deterministic {
+        let result = bench_deterministic(&spec, &mut show)?;
+        return report_determinism(shape, args.precision, args.format, &result);
+    }
+    let result = bench_train(&spec, &mut show)?;
     if let (Some(path), Some(profile)) = (&args.profile, &result.profile) {
         std::fs::write(path, profile.trace.to_string())?;
     }
@@ -218,6 +227,39 @@ fn run_train(args: Train) -> Result<(), Failure> {
         Format::Text => write!(out, "{}", as_text(shape, args.precision, &result))?,
     }
     Ok(())
+}
+
+fn report_determinism(shape: &str, precision: Precision, format: Format, r: &Determinism) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    match format {
+        Format::Json => {
+            let [usual, deterministic] = [&r.usual, &r.deterministic].map(|result| as_json(shape, precision, result));
+            let value = json!({
+                "usual": usual, "deterministic": deterministic, "ratio": r.ratio, "same_bits": r.same_bits,
+            });
+            writeln!(out, "{value}")?;
+        }
+        Format::Text => write!(
+            out,
+            "usual\n{}deterministic\n{}{:.0} tokens/s deterministic, {:.0} usual: {:.1}%\n{}",
+            as_text(shape, precision, &r.usual),
+            as_text(shape, precision, &r.deterministic),
+            r.deterministic.tokens_per_s,
+            r.usual.tokens_per_s,
+            100.0 * r.ratio,
+            if r.same_bits {
+                "two deterministic runs gave the same losses and gradient norms, bit for bit\n"
+            } else {
+                ""
+            }
+        )?,
+    }
+    match r.same_bits {
+        true => Ok(()),
+        false => Err(Failure::run(
+            "two deterministic runs gave different bits\nhint: this is a bug in Lockstep or a library it uses; please report it with the output of `lockstep doctor`".into(),
+        )),
+    }
 }
 
 fn as_json(shape: &str, precision: Precision, result: &BenchResult) -> Value {
@@ -250,6 +292,7 @@ fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
     if let Some(memory) = &r.gpu_memory {
         text.push_str(&memory_text(r.arena_bytes, memory));
     }
+    r.notes.iter().for_each(|note| text.push_str(&format!("{note}\n")));
     if let Some(profile) = &r.profile {
         let rows: Vec<Vec<String>> = profile
             .ops

@@ -53,7 +53,9 @@ fn check(device: &str) -> Result<(), Failure> {
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();
     let mut failed = 0;
-    for compute in [DType::F32, DType::BF16] {
+    // The processor is always deterministic.
+    let ways = [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)];
+    for (compute, deterministic) in ways.into_iter().filter(|(_, d)| gpu.is_some() || !d) {
         let outcomes = match &gpu {
             None => {
                 let profile = cpu::profile(threads, compute, DType::Fixed64);
@@ -61,8 +63,9 @@ fn check(device: &str) -> Result<(), Failure> {
                 conformance::run(&profile, compute, true, &mut { load })?
             }
             Some(gpu) => {
-                let profile = lockstep_cuda::profile("cuda", compute, DType::Fixed64);
-                let load = |p: StepProgram| Ok(Box::new(CudaExecutor::load(gpu, p)?) as Box<dyn Executor>);
+                let profile = lockstep_cuda::profile("cuda", compute, DType::Fixed64, deterministic);
+                let load =
+                    |p: StepProgram| Ok(Box::new(CudaExecutor::load(gpu, p, deterministic)?) as Box<dyn Executor>);
                 conformance::run(&profile, compute, false, &mut { load })?
             }
         };
@@ -73,9 +76,10 @@ fn check(device: &str) -> Result<(), Failure> {
         let worst = outcomes.iter().filter(|o| o.failure.is_none()).map(|o| o.error).fold(0.0, f64::max);
         let (count, limit) = (outcomes.len(), conformance::tolerance(compute));
         let passed = count - bad.len();
+        let how = if deterministic { ", deterministic" } else { "" };
         writeln!(
             out,
-            "{device}, {compute}: {passed} of {count} cases hold; largest error {worst:.1e} of an output's largest element (limit {limit:.1e})"
+            "{device}, {compute}{how}: {passed} of {count} cases hold; largest error {worst:.1e} of an output's largest element (limit {limit:.1e})"
         )?;
         failed += bad.len();
     }

@@ -42,6 +42,7 @@ impl Progress {
             Event::Saving { done, total } if done < total => self.saving(done, total),
             Event::Saving { .. } => {}
             Event::Warning(text) => self.say(&format!("warning: {text}")),
+            Event::Note(note) => self.say(&note.to_string()),
             Event::Initialised { from } => self.say(&format!("weights from {}", from.display())),
             Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir } => {
                 self.clear();

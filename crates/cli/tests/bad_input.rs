@@ -34,6 +34,15 @@ fn heads_that_do_not_divide() {
 }
 
 #[test]
+fn what_determinism_costs_where_it_costs_nothing() {
+    let text = Place::new().fails(2, &["bench", "train", "--shape", "15m", "--device", "cpu", "--deterministic"]);
+    assert_eq!(
+        text,
+        "error: runs on the processor always give the same bits: there is nothing to compare\nhint: use --device cuda\n"
+    );
+}
+
+#[test]
 fn a_missing_config() {
     let text = Place::new().fails(2, &["train", "nowhere.toml"]);
     assert!(text.contains("cannot read nowhere.toml") && text.contains("hint: "), "{text}");

@@ -132,6 +132,9 @@ tables! {
         validation_sequences: usize = Count(1, BATCH), Fixed("64"), Conduct;
         /// What computes: the processor, an NVIDIA GPU, or a GPU where one is found.
         device: String = Choice(&["auto", "cpu", "cuda"]), Fixed("\"auto\""), Conduct;
+        /// On a GPU, whether the same steps give the same bits every time, at the cost of time, and of scratch that grows with
+        /// the square of train.seq (explain shows it). The processor always does.
+        deterministic: bool = Bool, Fixed("false"), Conduct;
         /// CPU threads to compute with; 0 uses all cores.
         threads: usize = Count(0, 1024), Fixed("0"), Conduct;
     }

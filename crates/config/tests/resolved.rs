@@ -68,6 +68,7 @@ noise_scale = false  # default
 validate_every = 50  # default
 validation_sequences = 64  # default
 device = "auto"  # default
+deterministic = false  # default
 threads = 0  # default
 
 [precision]

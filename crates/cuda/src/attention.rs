@@ -1,15 +1,15 @@
 //! Attention: cuDNN's fused kernels where they take the shape, else kernels of our own.
 
+mod graph;
+mod plans;
+
+pub use plans::{Plans, Shared};
+
 use crate::call::Call;
-use crate::cudnn::{Builder, Cudnn, Data, Place, Plan, Pointwise, Reduction, TensorId};
-use crate::driver::{Address, Event, Memory, Stream};
-use crate::gpu::Gpu;
 use crate::kernels::args;
-use crate::matmul::fill_random;
 use crate::{CudaError, ops};
-use lockstep_exec::bound::Bound;
-use lockstep_ir::{DType, Op, Workspace};
-use std::collections::HashMap;
+use lockstep_ir::{DType, Workspace};
+use plans::{Operands, execute};
 
 /// What a plan may ask for besides what grows with the shape.
 const SLACK: u64 = 1 << 20;
@@ -22,331 +22,15 @@ pub fn scratch(compute: DType) -> Workspace {
     }
 }
 
-/// Scratch of the backward kernels. Ours: a sum of every row. cuDNN's: that, dQ in f32, and dK and dV of every query head.
-pub fn grad_scratch(compute: DType) -> Workspace {
-    match compute {
-        DType::BF16 => Workspace { fixed: SLACK + 2 * ops::ALIGNMENT, terms: vec![(8, "bsh"), (8, "bqs")] },
+/// Scratch of the backward kernels. Ours: a sum of every row. cuDNN's: that, dK and dV of every query head, and dQ in f32, or all
+/// of dS where it is deterministic.
+pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
+    let fixed = SLACK + 2 * ops::ALIGNMENT;
+    match (compute, deterministic) {
+        (DType::BF16, false) => Workspace { fixed, terms: vec![(8, "bsh"), (8, "bqs")] },
+        (DType::BF16, true) => Workspace { fixed, terms: vec![(4, "bsh"), (8, "bqs"), (2, "bqSS")] },
         _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
     }
-}
-
-/// The shape of an attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Shape {
-    batch: usize,
-    seq: usize,
-    heads: usize,
-    kv_heads: usize,
-    e: usize,
-    backward: bool,
-}
-
-impl Shape {
-    /// Of an instruction that cuDNN may run.
-    fn of(bound: &Bound) -> Option<Self> {
-        let backward = match bound.op {
-            Op::Attention { documents: false, window: None } => false,
-            Op::AttentionGrad { documents: false, window: None } => true,
-            _ => return None,
-        };
-        let size = |letter| bound.size(letter);
-        let (batch, seq, heads, kv_heads, e) = (size('b'), size('s'), size('q'), size('u'), size('e'));
-        let fits = bound.float == DType::BF16 && e.is_multiple_of(8) && e <= 256;
-        fits.then_some(Self { batch, seq, heads, kv_heads, e, backward })
-    }
-
-    /// Bytes of scratch that were planned for it, besides dQ.
-    fn most_scratch(&self) -> u64 {
-        let rows = (self.batch * self.heads * self.seq) as u64;
-        if self.backward { SLACK + 4 * rows * (self.e as u64 + 2) } else { SLACK }
-    }
-
-    fn dq_bytes(&self) -> u64 {
-        (4 * self.batch * self.heads * self.seq * self.e) as u64
-    }
-}
-
-/// Plans for the shapes of a program.
-pub struct Plans {
-    plans: HashMap<Shape, Plan>,
-    /// Where attention runs on kernels of our own: that, and why.
-    pub slow: Option<String>,
-}
-
-impl Plans {
-    /// Makes plans for all instructions that cuDNN takes.
-    pub fn new<'a>(gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>) -> Self {
-        let mut plans = Self { plans: HashMap::new(), slow: None };
-        let attends = |b: &&Bound| matches!(b.op, Op::Attention { .. } | Op::AttentionGrad { .. });
-        for bound in bounds.filter(attends) {
-            let made = match Shape::of(bound) {
-                None => Err("cuDNN is used in bf16, without windows and document masks".to_owned()),
-                Some(shape) if plans.plans.contains_key(&shape) => Ok(()),
-                Some(shape) => plans.make(gpu, shape).map_err(|e| e.to_string()),
-            };
-            if let Err(why) = made {
-                plans.slow.get_or_insert(format!("attention runs on a slow kernel: {why}"));
-            }
-        }
-        plans
-    }
-
-    fn make(&mut self, gpu: &Gpu, shape: Shape) -> Result<(), CudaError> {
-        let cudnn = gpu.cudnn()?;
-        let plan = match shape.backward {
-            true => backward_plan(gpu, cudnn, &shape)?,
-            false => forward_plan(gpu, cudnn, &shape)?,
-        };
-        self.plans.insert(shape, plan);
-        Ok(())
-    }
-
-    /// The plan of an instruction, if there is one.
-    fn of(&self, bound: &Bound) -> Option<(Shape, &Plan)> {
-        let shape = Shape::of(bound)?;
-        Some((shape, self.plans.get(&shape)?))
-    }
-}
-
-/// Numbers of tensors.
-mod id {
-    pub const Q: i64 = 1;
-    pub const K: i64 = 2;
-    pub const V: i64 = 3;
-    pub const O: i64 = 4;
-    pub const STATS: i64 = 5;
-    pub const DO: i64 = 6;
-    pub const DQ: i64 = 7;
-    pub const DK: i64 = 8;
-    pub const DV: i64 = 9;
-    pub const DQ_SUM: i64 = 10;
-    pub const SCALE: i64 = 20;
-    pub const MINUS_INFINITY: i64 = 21;
-    pub const ONE: i64 = 22;
-}
-
-/// A graph of attention under construction.
-struct Graph {
-    g: Builder,
-    b: i64,
-    h: i64,
-    kv: i64,
-    s: i64,
-    e: i64,
-    /// Elements of a row of packed Q·K·V.
-    width: i64,
-}
-
-impl Graph {
-    fn new(cudnn: &Cudnn, shape: &Shape) -> Self {
-        let [b, h, kv, s, e] = [shape.batch, shape.heads, shape.kv_heads, shape.seq, shape.e].map(|n| n as i64);
-        Self { g: Builder::new(cudnn), b, h, kv, s, e, width: (h + 2 * kv) * e }
-    }
-
-    /// Heads of packed Q·K·V.
-    fn packed(&mut self, heads: i64, id: i64) -> Result<TensorId, CudaError> {
-        let strides = [self.s * self.width, self.e, self.width, 1];
-        self.g.tensor([self.b, heads, self.s, self.e], strides, Data::Bf16, Place::Memory(id))
-    }
-
-    /// The same, turned.
-    fn packed_turned(&mut self, heads: i64, id: i64) -> Result<TensorId, CudaError> {
-        let strides = [self.s * self.width, self.e, 1, self.width];
-        self.g.tensor([self.b, heads, self.e, self.s], strides, Data::Bf16, Place::Memory(id))
-    }
-
-    /// Results, a row per position.
-    fn rows(&mut self, id: i64) -> Result<TensorId, CudaError> {
-        let strides = [self.s * self.h * self.e, self.e, self.h * self.e, 1];
-        self.g.tensor([self.b, self.h, self.s, self.e], strides, Data::Bf16, Place::Memory(id))
-    }
-
-    fn scores(&mut self, data: Data) -> Result<TensorId, CudaError> {
-        self.g.between([self.b, self.h, self.s, self.s], data)
-    }
-
-    /// Scores, seen turned.
-    fn scores_turned(&mut self) -> Result<TensorId, CudaError> {
-        let (h, s) = (self.h, self.s);
-        self.g.tensor([self.b, h, s, s], [h * s * s, s * s, 1, s], Data::Bf16, Place::Virtual)
-    }
-
-    /// A number per row of scores.
-    fn column(&mut self, place: Place) -> Result<TensorId, CudaError> {
-        let (h, s) = (self.h, self.s);
-        self.g.tensor([self.b, h, s, 1], [h * s, s, 1, 1], Data::Float, place)
-    }
-
-    fn heads_between(&mut self, data: Data) -> Result<TensorId, CudaError> {
-        self.g.between([self.b, self.h, self.s, self.e], data)
-    }
-
-    fn binary(&mut self, mode: Pointwise, x: TensorId, b: TensorId) -> Result<TensorId, CudaError> {
-        let y = self.scores(Data::Float)?;
-        self.g.pointwise(mode, (x, Some(b), None), y, None)?;
-        Ok(y)
-    }
-
-    /// Scores with those of later keys at −∞.
-    fn masked(&mut self, x: TensorId) -> Result<TensorId, CudaError> {
-        let (row, column) = (self.scores(Data::Int32)?, self.scores(Data::Int32)?);
-        self.g.pointwise(Pointwise::Index, (x, None, None), row, Some(2))?;
-        self.g.pointwise(Pointwise::Index, (x, None, None), column, Some(3))?;
-        let sees = self.scores(Data::Boolean)?;
-        self.g.pointwise(Pointwise::GreaterEqual, (row, Some(column), None), sees, None)?;
-        let (minus_infinity, y) = (self.g.value(id::MINUS_INFINITY)?, self.scores(Data::Float)?);
-        self.g.pointwise(Pointwise::Select, (x, Some(minus_infinity), Some(sees)), y, None)?;
-        Ok(y)
-    }
-}
-
-fn forward_plan(gpu: &Gpu, cudnn: &Cudnn, shape: &Shape) -> Result<Plan, CudaError> {
-    let mut g = Graph::new(cudnn, shape);
-    let (q, k, v) = (g.packed(g.h, id::Q)?, g.packed_turned(g.kv, id::K)?, g.packed(g.kv, id::V)?);
-    let raw = g.scores(Data::Float)?;
-    g.g.matmul(q, k, raw)?;
-    let scale = g.g.value(id::SCALE)?;
-    let scaled = g.binary(Pointwise::Mul, raw, scale)?;
-    let scores = g.masked(scaled)?;
-    let max = g.column(Place::Virtual)?;
-    g.g.reduce(Reduction::Max, scores, max)?;
-    let below = g.binary(Pointwise::Sub, scores, max)?;
-    let exp = g.scores(Data::Float)?;
-    g.g.pointwise(Pointwise::Exp, (below, None, None), exp, None)?;
-    let sum = g.column(Place::Virtual)?;
-    g.g.reduce(Reduction::Add, exp, sum)?;
-    let log = g.column(Place::Virtual)?;
-    g.g.pointwise(Pointwise::Log, (sum, None, None), log, None)?;
-    let stats = g.column(Place::Memory(id::STATS))?;
-    g.g.pointwise(Pointwise::Add, (max, Some(log), None), stats, None)?;
-    let p = g.scores(Data::Bf16)?;
-    g.g.pointwise(Pointwise::Div, (exp, Some(sum), None), p, None)?;
-    let o = g.rows(id::O)?;
-    g.g.matmul(p, v, o)?;
-    g.g.plan(&format!("forward {shape:?}"), shape.most_scratch(), &|plan| trial(gpu, shape, plan))
-}
-
-fn backward_plan(gpu: &Gpu, cudnn: &Cudnn, shape: &Shape) -> Result<Plan, CudaError> {
-    let mut g = Graph::new(cudnn, shape);
-    let q = g.packed(g.h, id::Q)?;
-    let (k, v) = (g.packed_turned(g.kv, id::K)?, g.packed_turned(g.kv, id::V)?);
-    let (o, dout, stats) = (g.rows(id::O)?, g.rows(id::DO)?, g.column(Place::Memory(id::STATS))?);
-    // What each row's gradients have in common.
-    let product = g.heads_between(Data::Float)?;
-    g.g.pointwise(Pointwise::Mul, (dout, Some(o), None), product, None)?;
-    let row_sum = g.column(Place::Virtual)?;
-    g.g.reduce(Reduction::Add, product, row_sum)?;
-    // Without this product by one, plans of cuDNN 9.14 and 9.19 give NaN.
-    let (one, common) = (g.g.value(id::ONE)?, g.column(Place::Virtual)?);
-    g.g.pointwise(Pointwise::Mul, (row_sum, Some(one), None), common, None)?;
-    // Probabilities again.
-    let raw = g.scores(Data::Float)?;
-    g.g.matmul(q, k, raw)?;
-    let scale = g.g.value(id::SCALE)?;
-    let scaled = g.binary(Pointwise::Mul, raw, scale)?;
-    let below = g.binary(Pointwise::Sub, scaled, stats)?;
-    let masked = g.masked(below)?;
-    let p = g.scores(Data::Float)?;
-    g.g.pointwise(Pointwise::Exp, (masked, None, None), p, None)?;
-    let p_turned = g.scores_turned()?;
-    g.g.reshape(p, p_turned)?;
-    let grouped = g.kv != g.h;
-    let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64| -> Result<(), CudaError> {
-        let out = g.packed(g.kv, id)?;
-        match grouped {
-            false => g.g.matmul(a, b, out),
-            true => {
-                let full = g.heads_between(Data::Bf16)?;
-                g.g.matmul(a, b, full)?;
-                g.g.reduce(Reduction::Add, full, out)
-            }
-        }
-    };
-    sum_into(&mut g, p_turned, dout, id::DV)?;
-    let dp = g.scores(Data::Float)?;
-    g.g.matmul(dout, v, dp)?;
-    let less = g.binary(Pointwise::Sub, dp, common)?;
-    let weighed = g.binary(Pointwise::Mul, less, p)?;
-    let ds = g.binary(Pointwise::Mul, weighed, scale)?;
-    let ds_turned = g.scores_turned()?;
-    g.g.reshape(ds, ds_turned)?;
-    sum_into(&mut g, ds_turned, q, id::DK)?;
-    let strides = [g.s * g.width, g.e, g.width, 1];
-    let k_rows = g.g.tensor([g.b, g.kv, g.s, g.e], strides, Data::Bf16, Place::Virtual)?;
-    g.g.reshape(k, k_rows)?;
-    let (h, s, e) = (g.h, g.s, g.e);
-    let dq_sum = g.g.tensor([g.b, h, s, e], [h * s * e, s * e, e, 1], Data::Float, Place::Memory(id::DQ_SUM))?;
-    g.g.matmul(ds, k_rows, dq_sum)?;
-    let dq = g.packed(g.h, id::DQ)?;
-    g.g.pointwise(Pointwise::Identity, (dq_sum, None, None), dq, None)?;
-    g.g.plan(&format!("backward {shape:?}"), shape.most_scratch(), &|plan| trial(gpu, shape, plan))
-}
-
-/// Where the operands of an attention stand.
-struct Operands {
-    qkv: Address,
-    o: Address,
-    lse: Address,
-    dout: Address,
-    dqkv: Address,
-    /// dQ in f32.
-    dq: Address,
-    scratch: Address,
-}
-
-/// Queues a plan.
-///
-/// # Safety
-/// The operands are as large as the shape says.
-unsafe fn execute(stream: &Stream, shape: &Shape, plan: &Plan, at: &Operands) -> Result<(), CudaError> {
-    // K and V stand behind Q in a row.
-    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
-    let bytes = DType::BF16.bytes();
-    let (k, v) = ((q * bytes) as u64, ((q + kv) * bytes) as u64);
-    let forward = [(id::Q, at.qkv), (id::K, at.qkv + k), (id::V, at.qkv + v), (id::O, at.o), (id::STATS, at.lse)];
-    let backward =
-        [(id::DO, at.dout), (id::DQ, at.dqkv), (id::DK, at.dqkv + k), (id::DV, at.dqkv + v), (id::DQ_SUM, at.dq)];
-    let values = [(id::SCALE, scale(shape.e)), (id::MINUS_INFINITY, f32::NEG_INFINITY), (id::ONE, 1.0)];
-    // SAFETY: the caller vouches.
-    unsafe {
-        match shape.backward {
-            false => plan.execute(stream, &forward, &values[..2], at.scratch),
-            true => plan.execute(stream, &[forward, backward].concat(), &values, at.scratch),
-        }
-    }
-}
-
-/// Seconds that a plan takes on random numbers.
-fn trial(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<f64, CudaError> {
-    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
-    let rows = (shape.batch * shape.seq) as u64;
-    let (wide, narrow) = (2 * rows * (q + 2 * kv) as u64, 2 * rows * q as u64);
-    let sizes = [wide, narrow, 4 * rows * shape.heads as u64, narrow, wide, shape.dq_bytes(), plan.workspace];
-    let sizes = sizes.map(|s| s.next_multiple_of(ops::ALIGNMENT));
-    // Where there is no room to try, the library's order counts.
-    if gpu.device.free_bytes()? < sizes.iter().sum::<u64>() + (256 << 20) {
-        return Ok(0.0);
-    }
-    let (memory, stream) = (Memory::new(&gpu.device, sizes.iter().sum())?, Stream::new(&gpu.device)?);
-    fill_random(&stream, memory.base, memory.bytes)?;
-    let mut next = memory.base;
-    let [qkv, o, lse, dout, dqkv, dq, scratch] = sizes.map(|size| {
-        let here = next;
-        next += size;
-        here
-    });
-    let at = Operands { qkv, o, lse, dout, dqkv, dq, scratch };
-    let (start, end) = (Event::new(&gpu.device)?, Event::new(&gpu.device)?);
-    // SAFETY: the operands are as large as the shape says.
-    unsafe { execute(&stream, shape, plan, &at)? };
-    start.record(&stream)?;
-    for _ in 0..3 {
-        // SAFETY: as above.
-        unsafe { execute(&stream, shape, plan, &at)? };
-    }
-    end.record(&stream)?;
-    end.wait()?;
-    end.since(&start)
 }
 
 /// Keys that a query sees at most.
@@ -427,5 +111,37 @@ pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError>
     unsafe {
         call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
         call.typed(("attention", "cached_attention"), [seq.div_ceil(WARPS), heads, batch], 32 * WARPS, args)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::plans::Shape;
+    use super::*;
+    use lockstep_ir::{Axis, Dim, Op, Section, TensorType};
+
+    #[test]
+    fn planned_scratch_has_room_for_dq_and_the_largest_plan() {
+        for (batch, seq, heads, kv_heads, e) in [(1, 1, 1, 1, 8), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)] {
+            let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq));
+            let of = |axis, count| Section { axis, count, unit: e };
+            let (q, kv) = (of(Axis::Heads, heads), of(Axis::KvHeads, kv_heads));
+            let rows = |sections: &[Section]| {
+                TensorType::new(DType::BF16, [b.clone(), s.clone(), Dim::packed(sections.to_vec())])
+            };
+            let lse = TensorType::new(DType::F32, [b.clone(), Dim::new(Axis::Heads, heads), s.clone()]);
+            let (o, qkv) = (rows(&[q]), rows(&[q, kv, kv]));
+            for deterministic in [false, true] {
+                let profile = ops::profile("cuda", DType::BF16, DType::F32, deterministic);
+                let op = Op::AttentionGrad { documents: false, window: None };
+                let planned = profile.workspace(&op, &[&o, &qkv, &o, &lse]).unwrap();
+                let shape = Shape { batch, seq, heads, kv_heads, e, window: None, backward: true, deterministic };
+                let used = shape.dq_bytes().next_multiple_of(ops::ALIGNMENT) + shape.most_scratch();
+                assert!(
+                    used <= planned && planned <= used + 2 * ops::ALIGNMENT,
+                    "{shape:?}: {used} of {planned} bytes"
+                );
+            }
+        }
     }
 }

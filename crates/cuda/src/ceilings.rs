@@ -20,14 +20,15 @@ pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
         y_stride: n,
         bias: false,
     };
-    gpu.matmul.prepare(shape)?;
+    let products = gpu.matmul(false)?;
+    products.prepare(shape)?;
     let bytes = (SIZE * SIZE * dtype.bytes()) as u64;
     let memory = Memory::new(&gpu.device, 3 * bytes + WORKSPACE)?;
     let stream = Stream::new(&gpu.device)?;
     fill_random(&stream, memory.base, 2 * bytes)?;
     let (x, w, y) = (memory.base, memory.base + bytes, memory.base + 2 * bytes);
     // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
-    let once = || unsafe { gpu.matmul.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
+    let once = || unsafe { products.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
     let flops = 2.0 * (SIZE as f64).powi(3);
     timed(gpu, &stream, 0.3, once).map(|seconds| flops / seconds)
 }

@@ -3,9 +3,10 @@
 use crate::driver::{Address, Device, Stream};
 use crate::library::{Name, functions};
 use crate::{CudaError, cache};
+use lockstep_ir::units;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 type Handle = *mut c_void;
 
@@ -77,6 +78,7 @@ pub enum Pointwise {
     Exp = 13,
     Log = 15,
     Identity = 21,
+    Greater = 302,
     GreaterEqual = 303,
     Index = 501,
     Select = 601,
@@ -104,12 +106,22 @@ struct Inner {
     functions: Functions,
     handle: Handle,
     device: Arc<Device>,
+    /// Whoever uses the handle holds this: it has one stream at a time.
+    alone: Mutex<()>,
 }
 
-// SAFETY: the handle may be used from any thread, one at a time; the executor that owns it is one.
+// SAFETY: the handle may be used from any thread, one at a time: see `Inner::alone`.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
+
+impl Inner {
+    /// The handle, for nobody else as long as the guard lives, with the device's context in this thread.
+    fn alone(&self) -> Result<(Handle, MutexGuard<'_, ()>), CudaError> {
+        self.device.enter()?;
+        Ok((self.handle, self.alone.lock().unwrap_or_else(|e| e.into_inner())))
+    }
+}
 
 impl Drop for Inner {
     fn drop(&mut self) {
@@ -137,13 +149,18 @@ pub struct Descriptor {
     handle: Handle,
 }
 
-// SAFETY: descriptors are not changed once they are made.
+// SAFETY: the library's functions may be called from any thread.
 unsafe impl Send for Descriptor {}
+// SAFETY: a descriptor is not changed once it is finished; what reads it with the handle is alone with that.
+unsafe impl Sync for Descriptor {}
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: created once, destroyed once.
-        unsafe { (self.cudnn.0.functions.unmake)(self.handle) };
+        // A plan has code on the device.
+        if self.cudnn.0.device.enter().is_ok() {
+            // SAFETY: created once, destroyed once.
+            unsafe { (self.cudnn.0.functions.unmake)(self.handle) };
+        }
     }
 }
 
@@ -155,7 +172,7 @@ impl Cudnn {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the address is valid for the call.
         let status = unsafe { (functions.create)(&mut handle) };
-        let cudnn = Cudnn(Arc::new(Inner { functions, handle, device: device.clone() }));
+        let cudnn = Cudnn(Arc::new(Inner { functions, handle, device: device.clone(), alone: Mutex::new(()) }));
         cudnn.check("cudnnCreate", status)?;
         Ok(cudnn)
     }
@@ -298,7 +315,10 @@ impl Builder {
         y: TensorId,
         axis: Option<i64>,
     ) -> Result<(), CudaError> {
-        let precision = if mode == Pointwise::GreaterEqual { Data::Boolean } else { Data::Float };
+        let precision = match mode {
+            Pointwise::Greater | Pointwise::GreaterEqual => Data::Boolean,
+            _ => Data::Float,
+        };
         let what = self.cudnn.make(descriptor::POINTWISE)?;
         what.set(0, kind::POINTWISE_MODE, &[mode as c_int])?.set(1, kind::DATA_TYPE, &[precision as c_int])?;
         if let Some(axis) = axis {
@@ -337,9 +357,9 @@ impl Builder {
         Ok(())
     }
 
-    /// The fastest of the library's first plans for the graph with at most `most` bytes of scratch, by `time`, which runs one and
-    /// says how long it took; `key` says what the graph is, so that its plan can be kept on disk.
-    pub fn plan(self, key: &str, most: u64, time: &dyn Fn(&Plan) -> Result<f64, CudaError>) -> Result<Plan, CudaError> {
+    /// A plan for the graph with at most `most` bytes of scratch: the fastest of the library's first by `time`, which runs one and
+    /// says how long it took, or without that the first; `key` says what the graph is, so that its plan can be kept on disk.
+    pub fn plan(self, key: &str, most: u64, time: Option<Timer>) -> Result<Plan, CudaError> {
         let cudnn = self.cudnn.clone();
         let device = &cudnn.0.device;
         let key = format!("{} {} {} {key}", device.name, device.processors, cudnn.version());
@@ -348,38 +368,26 @@ impl Builder {
         {
             return Ok(plan);
         }
-        const TRIED: usize = 3;
-        const HEURISTIC_A: c_int = 3;
-        let operations: Vec<Handle> = self.operations.iter().map(|o| o.handle).collect();
-        let graph = cudnn.make(descriptor::GRAPH)?;
-        graph.set(801, kind::DESCRIPTOR, &operations)?.set(800, kind::HANDLE, &[cudnn.0.handle])?;
-        let graph = graph.finish()?;
-        let heuristic = cudnn.make(descriptor::HEURISTIC)?;
-        heuristic.set_descriptor(201, &graph)?.set(200, kind::HEUR_MODE, &[HEURISTIC_A])?;
-        let heuristic = heuristic.finish()?;
-        let configs = (0..TRIED).map(|_| cudnn.make(descriptor::ENGINE_CONFIG)).collect::<Result<Vec<_>, _>>()?;
-        let mut handles: Vec<Handle> = configs.iter().map(|c| c.handle).collect();
-        let mut count = 0;
-        // SAFETY: the addresses are valid for the call.
-        let status = unsafe {
-            let (to, most) = (handles.as_mut_ptr().cast(), TRIED as i64);
-            (cudnn.0.functions.get)(heuristic.handle, 202, kind::DESCRIPTOR, most, &mut count, to)
-        };
-        cudnn.check("cudnnBackendGetAttribute", status)?;
-        let mut last = CudaError::Internal("cuDNN proposes no plan".into());
+        let mut last = CudaError::Unsupported("cuDNN proposes no plan".into());
         let mut best: Option<(f64, Plan)> = None;
-        for config in configs.iter().take(count as usize) {
-            let plan = cudnn.make(descriptor::PLAN)?;
-            plan.set(400, kind::HANDLE, &[cudnn.0.handle])?.set_descriptor(401, config)?;
-            match plan.finish().and_then(|plan| Plan::new(&cudnn, plan)) {
-                Ok(plan) if plan.workspace <= most => {
-                    let seconds = time(&plan)?;
-                    if best.as_ref().is_none_or(|(least, _)| seconds < *least) {
+        for config in self.proposals()? {
+            match Plan::of(&cudnn, &config) {
+                Ok(plan) if plan.workspace > most => {
+                    let [needs, has] = [plan.workspace, most].map(units::bytes);
+                    last =
+                        CudaError::Unsupported(format!("a plan of cuDNN needs {needs} of scratch, {has} are planned"));
+                }
+                Ok(plan) => match time.map_or(Ok(0.0), |time| time(&plan)) {
+                    Ok(seconds) if best.as_ref().is_none_or(|(least, _)| seconds < *least) => {
                         best = Some((seconds, plan));
                     }
-                }
-                Ok(plan) => last = CudaError::Internal(format!("a plan of cuDNN needs {} bytes", plan.workspace)),
+                    Ok(_) => {}
+                    Err(error) => last = error,
+                },
                 Err(error) => last = error,
+            }
+            if time.is_none() && best.is_some() {
+                break;
             }
         }
         let (_, plan) = best.ok_or(last)?;
@@ -388,7 +396,36 @@ impl Builder {
         }
         Ok(plan)
     }
+
+    /// The library's first proposals, best first.
+    fn proposals(&self) -> Result<Vec<Descriptor>, CudaError> {
+        const ASKED: usize = 3;
+        const HEURISTIC_A: c_int = 3;
+        let cudnn = &self.cudnn;
+        let (handle, _alone) = cudnn.0.alone()?;
+        let operations: Vec<Handle> = self.operations.iter().map(|o| o.handle).collect();
+        let graph = cudnn.make(descriptor::GRAPH)?;
+        graph.set(801, kind::DESCRIPTOR, &operations)?.set(800, kind::HANDLE, &[handle])?;
+        let graph = graph.finish()?;
+        let heuristic = cudnn.make(descriptor::HEURISTIC)?;
+        heuristic.set_descriptor(201, &graph)?.set(200, kind::HEUR_MODE, &[HEURISTIC_A])?;
+        let heuristic = heuristic.finish()?;
+        let mut configs = (0..ASKED).map(|_| cudnn.make(descriptor::ENGINE_CONFIG)).collect::<Result<Vec<_>, _>>()?;
+        let mut handles: Vec<Handle> = configs.iter().map(|c| c.handle).collect();
+        let mut count = 0;
+        // SAFETY: the addresses are valid for the call.
+        let status = unsafe {
+            let (to, most) = (handles.as_mut_ptr().cast(), ASKED as i64);
+            (cudnn.0.functions.get)(heuristic.handle, 202, kind::DESCRIPTOR, most, &mut count, to)
+        };
+        cudnn.check("cudnnBackendGetAttribute", status)?;
+        configs.truncate(count.max(0) as usize);
+        Ok(configs)
+    }
 }
+
+/// Runs a plan and gives the seconds that it took.
+pub type Timer<'a> = &'a dyn Fn(&Plan) -> Result<f64, CudaError>;
 
 /// A graph that can run.
 pub struct Plan {
@@ -425,8 +462,17 @@ impl Plan {
     }
 
     fn kept(cudnn: &Cudnn, text: &[u8]) -> Result<Self, CudaError> {
+        let (handle, _alone) = cudnn.0.alone()?;
         let plan = cudnn.make(descriptor::PLAN)?;
-        plan.set(400, kind::HANDLE, &[cudnn.0.handle])?.set(405, kind::CHAR, text)?;
+        plan.set(400, kind::HANDLE, &[handle])?.set(405, kind::CHAR, text)?;
+        Plan::new(cudnn, plan.finish()?)
+    }
+
+    /// The plan of a proposal, compiled.
+    fn of(cudnn: &Cudnn, config: &Descriptor) -> Result<Self, CudaError> {
+        let (handle, _alone) = cudnn.0.alone()?;
+        let plan = cudnn.make(descriptor::PLAN)?;
+        plan.set(400, kind::HANDLE, &[handle])?.set_descriptor(401, config)?;
         Plan::new(cudnn, plan.finish()?)
     }
 
@@ -442,8 +488,6 @@ impl Plan {
         scratch: Address,
     ) -> Result<(), CudaError> {
         let cudnn = &self.plan.cudnn;
-        // SAFETY: the stream is open.
-        cudnn.check("cudnnSetStream", unsafe { (cudnn.0.functions.set_stream)(cudnn.0.handle, stream.handle()) })?;
         let ids: Vec<i64> = operands.iter().map(|o| o.0).chain(values.iter().map(|v| v.0)).collect();
         let host = values.iter().map(|v| std::ptr::from_ref(&v.1) as Address);
         let addresses: Vec<Address> = operands.iter().map(|o| o.1).chain(host).collect();
@@ -454,8 +498,11 @@ impl Plan {
             &[scratch],
         )?;
         let pack = pack.finish()?;
+        let (handle, _alone) = cudnn.0.alone()?;
+        // SAFETY: the stream is open.
+        cudnn.check("cudnnSetStream", unsafe { (cudnn.0.functions.set_stream)(handle, stream.handle()) })?;
         // SAFETY: the caller vouches; the values outlive the call, which reads them.
-        let status = unsafe { (cudnn.0.functions.execute)(cudnn.0.handle, self.plan.handle, pack.handle) };
+        let status = unsafe { (cudnn.0.functions.execute)(handle, self.plan.handle, pack.handle) };
         cudnn.check("cudnnBackendExecute", status)
     }
 }

@@ -62,6 +62,9 @@ pub enum CudaError {
         /// What the compiler says.
         text: String,
     },
+    /// A library does not do it.
+    #[error("{0}")]
+    Unsupported(String),
     /// A bug.
     #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
     Internal(String),

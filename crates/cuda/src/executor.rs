@@ -10,7 +10,7 @@ use crate::staging::{Results, Staging};
 use crate::{CudaError, ops, staging};
 use lockstep_exec::bound::{Bound, check_scratch};
 use lockstep_exec::exchange::Link;
-use lockstep_exec::{ExecError, Executor, Rank, Ticket, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, Op, StepProgram, StepScalars, units};
 use std::borrow::Cow;
@@ -31,6 +31,7 @@ pub struct CudaExecutor {
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
+    deterministic: bool,
     /// Where the program has several ranks.
     linked: Option<Linked>,
     staging: RefCell<Staging>,
@@ -46,16 +47,21 @@ pub struct CudaExecutor {
 const STAGING: usize = 8 << 20;
 
 impl CudaExecutor {
-    /// Loads a program of one rank that was compiled for [`crate::profile`].
-    pub fn load(gpu: &Arc<Gpu>, program: StepProgram) -> Result<Self, ExecError> {
+    /// Loads a program of one rank that was compiled for [`crate::profile`], deterministic or not.
+    pub fn load(gpu: &Arc<Gpu>, program: StepProgram, deterministic: bool) -> Result<Self, ExecError> {
         match program.mesh.ranks() {
-            1 => Self::load_rank(gpu, program, None),
+            1 => Self::load_rank(gpu, program, deterministic, None),
             ranks => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
         }
     }
 
     /// The same for one of several ranks that share the device.
-    pub fn load_rank(gpu: &Arc<Gpu>, program: StepProgram, link: Option<Link>) -> Result<Self, ExecError> {
+    pub fn load_rank(
+        gpu: &Arc<Gpu>,
+        program: StepProgram,
+        deterministic: bool,
+        link: Option<Link>,
+    ) -> Result<Self, ExecError> {
         let here = link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
         let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
         let segments = program.segments.iter().map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>());
@@ -64,18 +70,19 @@ impl CudaExecutor {
         if let (Some(instr), None) = (together, &link) {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
-        check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients))?;
+        check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
         let joined: Vec<Vec<usize>> = program.segments.iter().map(|s| joined(&program, &s.instrs)).collect();
         // Products are tried out before the arena takes the memory.
+        let products = gpu.matmul(deterministic)?;
         for (bounds, joined) in segments.iter().zip(&joined) {
             for (bound, joined) in bounds.iter().zip(joined) {
                 // A product has its bias from the start, or never.
                 let with_bias = bound.op == Op::Linear && *joined > 1;
                 let shapes = ops::shapes(bound).into_iter().filter(|s| s.bias == with_bias);
-                shapes.into_iter().try_for_each(|shape| gpu.matmul.prepare(shape))?;
+                shapes.into_iter().try_for_each(|shape| products.prepare(shape))?;
             }
         }
-        let attention = Plans::new(gpu, segments.iter().flatten());
+        let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         gpu.note_context()?;
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
@@ -97,6 +104,7 @@ impl CudaExecutor {
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
+            deterministic,
             linked,
             staging: RefCell::new(Staging::new(device, staging)?),
             results: Results::default(),
@@ -125,10 +133,11 @@ impl CudaExecutor {
     }
 
     fn issue(&self, slot: Slot, instr: usize) -> Result<(), CudaError> {
+        let matmul = self.gpu.matmul(self.deterministic)?;
         let call = |instr: usize| Call {
             bound: &self.segments[slot.segment][instr],
             kernels: &self.gpu.kernels,
-            matmul: &self.gpu.matmul,
+            matmul,
             attention: &self.attention,
             stream: &self.stream,
             base: self.arena.base,
@@ -220,8 +229,8 @@ impl Executor for CudaExecutor {
         self.arena.bytes
     }
 
-    fn warning(&self) -> Option<&str> {
-        self.attention.slow.as_deref()
+    fn notes(&self) -> &[Note] {
+        &self.attention.notes
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {

@@ -4,7 +4,7 @@ use crate::cudnn::Cudnn;
 use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::Matmul;
-use crate::{CudaError, Nvml, Telemetry};
+use crate::{CudaError, Nvml, Telemetry, attention};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,10 @@ pub struct Gpu {
     /// The device.
     pub device: Arc<Device>,
     pub(crate) kernels: Kernels,
-    pub(crate) matmul: Matmul,
+    matmul: Matmul,
+    first_matmul: OnceLock<Result<Matmul, CudaError>>,
     cudnn: OnceLock<Result<Cudnn, CudaError>>,
+    pub(crate) attention: attention::Shared,
     nvml: Option<Nvml>,
     /// Bytes of its memory that were in use before this process had a context.
     others_bytes: Option<u64>,
@@ -42,8 +44,29 @@ impl Gpu {
         let others_bytes = nvml.as_ref().and_then(Nvml::used_bytes);
         let device = Device::open(ordinal)?;
         let (kernels, matmul) = (Kernels::load(&device)?, Matmul::open(&device, tune)?);
-        let (cudnn, bare, last_sample) = (OnceLock::new(), OnceLock::new(), Mutex::default());
-        Ok(Arc::new(Self { device, kernels, matmul, cudnn, nvml, others_bytes, bare, last_sample }))
+        Ok(Arc::new(Self {
+            device,
+            kernels,
+            matmul,
+            first_matmul: OnceLock::new(),
+            cudnn: OnceLock::new(),
+            attention: attention::Shared::default(),
+            nvml,
+            others_bytes,
+            bare: OnceLock::new(),
+            last_sample: Mutex::default(),
+        }))
+    }
+
+    /// Products: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.
+    pub(crate) fn matmul(&self, deterministic: bool) -> Result<&Matmul, CudaError> {
+        match deterministic {
+            false => Ok(&self.matmul),
+            true => {
+                let open = || Matmul::open(&self.device, false);
+                self.first_matmul.get_or_init(open).as_ref().map_err(Clone::clone)
+            }
+        }
     }
 
     pub(crate) fn cudnn(&self) -> Result<&Cudnn, CudaError> {

@@ -87,13 +87,7 @@ impl Library {
     }
 
     fn open_path(path: &Path) -> Option<Library> {
-        // The compiler looks for its other half where the system looks, unless it is open already.
-        if let Some(folder) =
-            path.parent().filter(|f| f.is_absolute() && path.to_string_lossy().contains("libnvrtc.so"))
-        {
-            let half = |p: &PathBuf| p.to_string_lossy().contains("libnvrtc-builtins.so");
-            entries(folder).iter().filter(|p| half(p)).for_each(|p| drop(Self::open_path(p)));
-        }
+        companions(path).iter().for_each(|part| drop(Self::open_path(part)));
         let text = CString::new(path.to_str()?).ok()?;
         // SAFETY: opening a library runs its initialisers; these are NVIDIA's, made for that.
         let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
@@ -127,6 +121,23 @@ fn real_path(handle: *mut c_void) -> Option<PathBuf> {
         let name = CStr::from_ptr((*map).name).to_str().ok()?;
         (!name.is_empty()).then(|| PathBuf::from(name))
     }
+}
+
+/// Other parts of a library that lie beside it. It looks for them where the system looks, and may find those of another version
+/// there, unless they are open already. Each comes after those that it needs.
+fn companions(path: &Path) -> Vec<PathBuf> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let Some(folder) = path.parent().filter(|f| f.is_absolute()) else { return Vec::new() };
+    if name.starts_with("libnvrtc.so") {
+        let other_half = |p: &PathBuf| p.to_string_lossy().contains("libnvrtc-builtins.so");
+        return entries(folder).into_iter().filter(other_half).collect();
+    }
+    let parts: &[&str] = match name.strip_prefix("libcudnn.so") {
+        Some(_) => &["graph", "ops", "heuristic", "engines_precompiled", "engines_runtime_compiled"],
+        None => &[],
+    };
+    let part = |part: &&str| folder.join(name.replace("libcudnn.so", &format!("libcudnn_{part}.so")));
+    parts.iter().map(part).filter(|p| p.exists()).collect()
 }
 
 fn in_folder(folder: &Path, files: &[&str]) -> Vec<PathBuf> {
@@ -191,3 +202,24 @@ macro_rules! functions {
     };
 }
 pub(crate) use functions;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_library_come_from_its_own_folder() {
+        let folder = std::env::temp_dir().join(format!("lockstep-library-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let files = ["libcudnn.so.9", "libcudnn_ops.so.9", "libcudnn_graph.so.9", "libnvrtc.so.13"];
+        files.iter().chain(&["libnvrtc-builtins.so.13.0"]).for_each(|f| std::fs::write(folder.join(f), "").unwrap());
+        let of = |name: &str| companions(&folder.join(name));
+        let (cudnn, nvrtc, ops) = (of("libcudnn.so.9"), of("libnvrtc.so.13"), of("libcudnn_ops.so.9"));
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(cudnn, ["libcudnn_graph.so.9", "libcudnn_ops.so.9"].map(|f| folder.join(f)));
+        assert_eq!(nvrtc, [folder.join("libnvrtc-builtins.so.13.0")]);
+        assert!(ops.is_empty());
+        // Where the system looks, it looks for all of them.
+        assert!(companions(Path::new("libcudnn.so.9")).is_empty());
+    }
+}

@@ -7,7 +7,7 @@ use lockstep_ir::DType;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 type Handle = *mut c_void;
 
@@ -128,6 +128,8 @@ pub struct Matmul {
     handle: Handle,
     device: Arc<Device>,
     plans: RwLock<HashMap<Shape, Arc<Plan>>>,
+    /// Held while a plan is made: two at once would time each other.
+    making: Mutex<()>,
     /// Whether proposals are timed: else the first is taken.
     tune: bool,
 }
@@ -166,7 +168,7 @@ impl Matmul {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the address is valid for the call.
         check("cublasLtCreate", unsafe { (lt.create)(&mut handle) })?;
-        Ok(Self { lt, handle, device: device.clone(), plans: RwLock::default(), tune })
+        Ok(Self { lt, handle, device: device.clone(), plans: RwLock::default(), making: Mutex::new(()), tune })
     }
 
     fn describe(&self, shape: &Shape) -> Result<Described, CudaError> {
@@ -240,6 +242,7 @@ impl Matmul {
 
     /// Makes the plan of a product, if it is not made yet.
     pub fn prepare(&self, shape: Shape) -> Result<(), CudaError> {
+        let _making = self.making.lock().unwrap_or_else(|e| e.into_inner());
         if self.plan(&shape).is_some() || shape.m * shape.n * shape.k == 0 {
             return Ok(());
         }

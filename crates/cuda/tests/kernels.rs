@@ -24,11 +24,13 @@ fn every_op_conforms_on_the_device() {
         return;
     }
     let gpu = Gpu::open(0, false).unwrap();
-    for compute in [DType::F32, DType::BF16] {
-        let load =
-            |p: StepProgram| -> Result<Box<dyn Executor>, ExecError> { Ok(Box::new(CudaExecutor::load(&gpu, p)?)) };
+    for (compute, deterministic) in [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)] {
+        let load = |p: StepProgram| -> Result<Box<dyn Executor>, ExecError> {
+            Ok(Box::new(CudaExecutor::load(&gpu, p, deterministic)?))
+        };
         let outcomes =
-            conformance::run(&profile("cuda", compute, DType::Fixed64), compute, false, &mut { load }).unwrap();
+            conformance::run(&profile("cuda", compute, DType::Fixed64, deterministic), compute, false, &mut { load })
+                .unwrap();
         let failed: Vec<_> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
         assert!(failed.is_empty(), "{failed:?}");
     }

@@ -82,9 +82,9 @@ pub trait Executor: Send {
         None
     }
 
-    /// What whoever waits for it should know: that something runs slower than it could, say.
-    fn warning(&self) -> Option<&str> {
-        None
+    /// What whoever waits for it should know.
+    fn notes(&self) -> &[Note] {
+        &[]
     }
 
     /// The ranks behind it, where it is several, for whoever wants what each of them has.
@@ -96,6 +96,24 @@ pub trait Executor: Send {
 /// A reading that was queued.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(pub u64);
+
+/// What an executor says of a program that it has loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// Something runs slower than it could.
+    Warning(String),
+    /// What something costs that was asked for.
+    Cost(String),
+}
+
+impl std::fmt::Display for Note {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Note::Warning(text) => write!(f, "warning: {text}"),
+            Note::Cost(text) => f.write_str(text),
+        }
+    }
+}
 
 /// When one instruction ran.
 #[derive(Clone, Copy, Debug, PartialEq)]

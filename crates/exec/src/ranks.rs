@@ -6,7 +6,7 @@
 use crate::comm::{Communicator, threads};
 use crate::cpu::CpuExecutor;
 use crate::exchange::Link;
-use crate::{ExecError, Executor, Timing};
+use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, Spread, StepProgram};
 use std::borrow::Cow;
@@ -30,6 +30,8 @@ pub struct Ranks {
     board: Arc<Board>,
     /// Of every tensor: its index in the programs of the stages that have it.
     tensors: BTreeMap<String, Vec<(usize, usize)>>,
+    /// What executors say, each thing once.
+    notes: Vec<Note>,
 }
 
 struct Worker {
@@ -87,12 +89,18 @@ impl Ranks {
             }
         }
         // Where a rank cannot be loaded, dropping this ends those that were.
-        let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors };
+        let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
         for (rank, comm) in threads(mesh.ranks(), patience).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
             let program = ranks.programs[coordinates.pp].clone();
             let link = Link { comm: comm.clone(), coordinates };
-            let executor = Arc::new(Mutex::new(load(program, link)?));
+            let executor = load(program, link)?;
+            for note in executor.notes() {
+                if !ranks.notes.contains(note) {
+                    ranks.notes.push(note.clone());
+                }
+            }
+            let executor = Arc::new(Mutex::new(executor));
             let (theirs, end, shared) = (executor.clone(), comm.clone(), ranks.board.clone());
             let work = move || serve(&theirs, end.as_ref(), &shared);
             let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}")).spawn(work);
@@ -214,6 +222,10 @@ fn serve(executor: &Mutex<Box<dyn Rank>>, comm: &dyn Communicator, board: &Board
 impl Executor for Ranks {
     fn arena_bytes(&self) -> u64 {
         self.rank_arena_bytes().iter().sum()
+    }
+
+    fn notes(&self) -> &[Note] {
+        &self.notes
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {

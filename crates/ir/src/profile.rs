@@ -25,13 +25,23 @@ pub struct DeviceProfile {
 pub struct Workspace {
     /// Bytes whatever the shapes.
     pub fixed: u64,
-    /// Bytes per product of the sizes behind these letters (see the op table).
+    /// Bytes per product of the sizes behind these letters (see the op table). An upper-case letter is the size of its lower-case
+    /// one in whole tiles of [`Workspace::TILE`].
     pub terms: Vec<(u64, &'static str)>,
 }
 
 impl Workspace {
+    /// What an upper-case letter of a term is a multiple of.
+    pub const TILE: usize = 128;
+
     fn bytes(&self, dims: &Dims) -> u64 {
-        self.fixed + self.terms.iter().map(|(bytes, letters)| bytes * dims.product(letters) as u64).sum::<u64>()
+        let size = |letter: char| match letter.is_ascii_uppercase() {
+            true => dims.size(letter.to_ascii_lowercase()).next_multiple_of(Self::TILE) as u128,
+            false => dims.size(letter) as u128,
+        };
+        let terms =
+            self.terms.iter().map(|(bytes, letters)| bytes * letters.chars().map(size).product::<u128>() as u64);
+        self.fixed + terms.sum::<u64>()
     }
 }
 
@@ -47,5 +57,31 @@ impl DeviceProfile {
     /// `bytes` rounded up to the alignment.
     pub fn align(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(self.alignment)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Axis, DType, Dim};
+
+    #[test]
+    fn upper_case_letters_of_a_term_count_whole_tiles() {
+        let profile = DeviceProfile {
+            name: String::new(),
+            alignment: 1,
+            cross_entropy_logits: 1,
+            cross_entropy_rows: 1,
+            workspaces: BTreeMap::from([("add", Workspace { fixed: 5, terms: vec![(2, "bSS"), (1, "bs")] })]),
+        };
+        let bytes = |seq: usize| {
+            let x = TensorType::new(
+                DType::F32,
+                [Dim::new(Axis::Batch, 3), Dim::new(Axis::Seq, seq), Dim::new(Axis::Embed, 7)],
+            );
+            profile.workspace(&Op::Add, &[&x, &x]).unwrap()
+        };
+        assert_eq!(bytes(128), 5 + 2 * 3 * 128 * 128 + 3 * 128);
+        assert_eq!(bytes(129), 5 + 2 * 3 * 256 * 256 + 3 * 129);
     }
 }

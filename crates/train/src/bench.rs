@@ -39,6 +39,8 @@ pub struct BenchSpec {
     pub profile: bool,
     /// Watch the memory of the first two steps.
     pub timeline: bool,
+    /// `train.deterministic`.
+    pub deterministic: bool,
 }
 
 /// The speed of a step.
@@ -75,6 +77,12 @@ pub struct BenchResult {
     pub peak_gib: f64,
     /// Loss of the last step.
     pub loss: f64,
+    /// Loss and norm of the gradient of every step, the first three included.
+    #[serde(skip)]
+    pub steps: Vec<(f64, f32)>,
+    /// What the executor says of the program.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// Where the time of one step went, if asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<Profile>,
@@ -140,8 +148,7 @@ pub struct OpTime {
     pub floor_s: f64,
 }
 
-/// Measures a step.
-pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
+fn config_of(spec: &BenchSpec) -> Result<Config, TrainError> {
     let (policy, budget) = match spec.recompute.split_once('=') {
         Some((policy, budget)) => (policy, format!("budget = \"{budget}\"\n")),
         None => (spec.recompute.as_str(), String::new()),
@@ -152,39 +159,45 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         spec.preset, spec.seq, spec.batch, spec.threads, spec.precision, spec.gradients, policy, budget
     );
     let mut overrides = vec![format!("train.device=\"{}\"", spec.device)];
+    overrides.push(format!("train.deterministic={}", spec.deterministic));
     if spec.micro_batch > 0 {
         overrides.push(format!("train.micro_batch={}", spec.micro_batch));
     }
-    let config = Config::parse(&text, "bench.toml", &overrides)?;
+    Ok(Config::parse(&text, "bench.toml", &overrides)?)
+}
+
+/// Measures a step.
+pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
+    let config = config_of(spec)?;
     let start = Instant::now();
     let plan = plan(&config)?;
     let mut session = Session::new(&config, &plan)?;
-    session.warning().into_iter().for_each(&mut *show);
+    let notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
     fill(&mut session, &config)?;
-    let mut steps = 0;
+    let mut next = 0;
     let mut scalars = || {
-        let scalars = step_scalars(&config, steps, steps, plan.tokens_per_step);
-        steps += 1;
+        let scalars = step_scalars(&config, next, next, plan.tokens_per_step);
+        next += 1;
         StepScalars { lr: 1e-4, ..scalars }
     };
-    let mut loss = 0.0;
+    let mut steps = Vec::new();
     let mut watched = Vec::new();
     let gpu = match plan.target {
         Device::Cpu => None,
-        Device::Cuda => Some(gpu()?),
+        Device::Cuda { .. } => Some(gpu()?),
     };
     let arena_bytes = session.arena_bytes();
     let mut late_bytes = None;
     for i in 0..3 {
         show(&format!("warm-up step {} of 3", i + 1));
-        loss = match spec.timeline && i < 2 {
+        steps.push(match spec.timeline && i < 2 {
             true => {
                 let (result, timings) = session.profile_step(scalars())?;
                 watched.push(timings);
-                result.loss
+                result
             }
-            false => session.run_step(scalars())?.loss,
-        };
+            false => session.run_step(scalars())?,
+        });
         // The first step loads what libraries load late, the second records a graph.
         if let (Some(gpu), 1) = (&gpu, i) {
             late_bytes = gpu.late_bytes(arena_bytes).map_err(ExecError::from)?;
@@ -206,7 +219,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         if !current.is_done() && i + 1 < count {
             ahead = Some(session.queue_run(scalars())?);
         }
-        loss = session.finish(current)?.loss;
+        steps.push(session.finish(current)?);
         let now = Instant::now();
         times.push((now - begun).as_secs_f64());
         begun = now;
@@ -245,9 +258,43 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         gpu_memory,
         arena_gib: plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
         peak_gib,
-        loss,
+        loss: steps.last().map_or(f64::NAN, |s| s.loss),
+        steps: steps.iter().map(|s| (s.loss, s.grad_norm)).collect(),
+        notes,
         timeline,
         profile: timings.map(|t| profile(&plan, &t, ceilings)).transpose()?,
+    })
+}
+
+/// What `train.deterministic` costs, and whether it holds.
+#[derive(Clone, Debug, Serialize)]
+pub struct Determinism {
+    /// The usual way.
+    pub usual: BenchResult,
+    /// The deterministic one.
+    pub deterministic: BenchResult,
+    /// Tokens per second of the latter as a share of the former.
+    pub ratio: f64,
+    /// Whether all steps gave the same losses and norms, bit for bit, when they were taken again from the same start.
+    pub same_bits: bool,
+}
+
+/// Measures a step the usual way, then deterministic, that one twice.
+pub fn bench_deterministic(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Determinism, TrainError> {
+    let [usual, deterministic] = [false, true].map(|deterministic| BenchSpec { deterministic, ..spec.clone() });
+    if Device::of(&config_of(&deterministic)?) == Device::Cpu {
+        return Err(TrainError::AlwaysDeterministic);
+    }
+    let usual = bench_train(&usual, &mut |text| show(&format!("usual: {text}")))?;
+    let mut run = |which: &str| bench_train(&deterministic, &mut |text| show(&format!("{which}: {text}")));
+    let (first, again) = (run("deterministic")?, run("deterministic again")?);
+    let bits =
+        |r: &BenchResult| r.steps.iter().map(|(loss, norm)| (loss.to_bits(), norm.to_bits())).collect::<Vec<_>>();
+    Ok(Determinism {
+        ratio: first.tokens_per_s / usual.tokens_per_s,
+        same_bits: bits(&first) == bits(&again),
+        usual,
+        deterministic: first,
     })
 }
 

@@ -17,18 +17,20 @@ pub enum Device {
     /// The processor.
     Cpu,
     /// An NVIDIA GPU.
-    Cuda,
+    Cuda {
+        /// Whether the same program on the same data gives the same bits every time.
+        deterministic: bool,
+    },
 }
 
 impl Device {
     /// What a config asks for. `auto` takes a GPU where there is one and the run has one rank: several would share it.
     pub fn of(config: &Config) -> Self {
+        let cuda = Device::Cuda { deterministic: config.train.deterministic };
         match config.train.device.as_str() {
-            "cuda" => Device::Cuda,
+            "cuda" => cuda,
             "auto" if config.layout().mesh.ranks() > 1 => Device::Cpu,
-            "auto" if Device::Cuda.check(config).is_ok() && lockstep_cuda::Device::count().is_ok_and(|n| n > 0) => {
-                Device::Cuda
-            }
+            "auto" if cuda.check(config).is_ok() && lockstep_cuda::Device::count().is_ok_and(|n| n > 0) => cuda,
             _ => Device::Cpu,
         }
     }
@@ -37,7 +39,7 @@ impl Device {
     pub fn name(self) -> &'static str {
         match self {
             Device::Cpu => "cpu",
-            Device::Cuda => "cuda",
+            Device::Cuda { .. } => "cuda",
         }
     }
 
@@ -45,7 +47,9 @@ impl Device {
     pub(crate) fn profile(self, threads: usize, precision: Precision) -> DeviceProfile {
         match self {
             Device::Cpu => cpu::profile(threads, precision.compute, precision.gradients),
-            Device::Cuda => lockstep_cuda::profile("cuda", precision.compute, precision.gradients),
+            Device::Cuda { deterministic } => {
+                lockstep_cuda::profile("cuda", precision.compute, precision.gradients, deterministic)
+            }
         }
     }
 
@@ -53,7 +57,7 @@ impl Device {
     pub(crate) fn ceilings(self, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
         match self {
             Device::Cpu => Ok((cpu::ceilings::matmul(threads, compute)?, cpu::ceilings::bandwidth(threads)?)),
-            Device::Cuda => {
+            Device::Cuda { .. } => {
                 let gpu = gpu()?;
                 let cuda = |r: Result<f64, CudaError>| r.map_err(ExecError::from);
                 let matmul = cuda(lockstep_cuda::ceilings::matmul(&gpu, compute))?;
@@ -67,14 +71,16 @@ impl Device {
         match (self.vendor_peak(compute)?, self) {
             (Some(peak), _) => Ok(peak),
             (None, Device::Cpu) => Ok(cpu::ceilings::matmul(threads, compute)?),
-            (None, Device::Cuda) => Ok(lockstep_cuda::ceilings::matmul(&*gpu()?, compute).map_err(ExecError::from)?),
+            (None, Device::Cuda { .. }) => {
+                Ok(lockstep_cuda::ceilings::matmul(&*gpu()?, compute).map_err(ExecError::from)?)
+            }
         }
     }
 
     /// The vendor's figure for dense matrix products, where it is known.
     pub(crate) fn vendor_peak(self, compute: DType) -> Result<Option<f64>, TrainError> {
         match (self, compute) {
-            (Device::Cuda, DType::BF16) => {
+            (Device::Cuda { .. }, DType::BF16) => {
                 Ok(hardware::Gpu::of_device(&gpu()?.device.name).map(|g| g.peak_flops_per_s))
             }
             _ => Ok(None),
@@ -85,9 +91,9 @@ impl Device {
     pub(crate) fn check(self, config: &Config) -> Result<(), TrainError> {
         let what = match self {
             Device::Cpu => return Ok(()),
-            Device::Cuda if config.precision.policy == "fp16" => "precision.policy = \"fp16\"",
-            Device::Cuda if config.train.reproducible => "train.reproducible",
-            Device::Cuda => return Ok(()),
+            Device::Cuda { .. } if config.precision.policy == "fp16" => "precision.policy = \"fp16\"",
+            Device::Cuda { .. } if config.train.reproducible => "train.reproducible",
+            Device::Cuda { .. } => return Ok(()),
         };
         Err(TrainError::NotOnDevice { what, device: self.name() })
     }
@@ -96,7 +102,7 @@ impl Device {
     pub(crate) fn peak_bytes(self) -> Result<u64, TrainError> {
         match self {
             Device::Cpu => Ok(peak_resident_bytes()),
-            Device::Cuda => {
+            Device::Cuda { .. } => {
                 let gpu = gpu()?;
                 Ok(gpu.device.memory - gpu.device.free_bytes().map_err(ExecError::from)?)
             }
@@ -107,7 +113,7 @@ impl Device {
     pub(crate) fn telemetry(self) -> Result<Option<Telemetry>, TrainError> {
         match self {
             Device::Cpu => Ok(None),
-            Device::Cuda => Ok(gpu()?.telemetry()),
+            Device::Cuda { .. } => Ok(gpu()?.telemetry()),
         }
     }
 
@@ -115,7 +121,7 @@ impl Device {
     pub(crate) fn context_bytes(self) -> Result<Option<u64>, TrainError> {
         match self {
             Device::Cpu => Ok(None),
-            Device::Cuda => Ok(gpu()?.context_bytes()),
+            Device::Cuda { .. } => Ok(gpu()?.context_bytes()),
         }
     }
 
@@ -123,7 +129,7 @@ impl Device {
     pub(crate) fn available_bytes(self) -> Result<Option<u64>, TrainError> {
         match self {
             Device::Cpu => Ok(cpu::available_bytes()),
-            Device::Cuda => Ok(Some(gpu()?.device.free_bytes().map_err(ExecError::from)?)),
+            Device::Cuda { .. } => Ok(Some(gpu()?.device.free_bytes().map_err(ExecError::from)?)),
         }
     }
 
@@ -131,7 +137,7 @@ impl Device {
     pub(crate) fn load(self, program: StepProgram, threads: usize) -> Result<Box<dyn Executor>, TrainError> {
         match self {
             Device::Cpu => Ok(Box::new(CpuExecutor::load(program, threads)?)),
-            Device::Cuda => Ok(Box::new(CudaExecutor::load(&gpu()?, program)?)),
+            Device::Cuda { deterministic } => Ok(Box::new(CudaExecutor::load(&gpu()?, program, deterministic)?)),
         }
     }
 
@@ -145,9 +151,11 @@ impl Device {
         match (self, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => self.load(programs[0].clone(), threads),
             (Device::Cpu, _) => Ok(Box::new(Ranks::on_cpu(programs, threads, patience)?)),
-            (Device::Cuda, _) => {
+            (Device::Cuda { deterministic }, _) => {
                 let gpu = gpu()?;
-                let load = |program, link| Ok(Box::new(CudaExecutor::load_rank(&gpu, program, Some(link))?) as _);
+                let load = |program, link| {
+                    Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, Some(link))?) as _)
+                };
                 Ok(Box::new(Ranks::load(programs, patience, load)?))
             }
         }

@@ -211,6 +211,9 @@ pub enum TrainError {
         /// The device.
         device: &'static str,
     },
+    /// What determinism costs was asked for where it costs nothing.
+    #[error("runs on the processor always give the same bits: there is nothing to compare\nhint: use --device cuda")]
+    AlwaysDeterministic,
     /// A path is neither a run directory nor a checkpoint.
     #[error(
         "{}: {}\nhint: {}",
@@ -332,6 +335,7 @@ impl TrainError {
                 | TrainError::Rounded { .. }
                 | TrainError::TooManyMicroBatches { .. }
                 | TrainError::NotOnDevice { .. }
+                | TrainError::AlwaysDeterministic
                 | TrainError::EmptyGroup { .. }
                 | TrainError::SplitGroup { .. }
                 | TrainError::NotTrained { .. }

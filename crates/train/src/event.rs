@@ -1,5 +1,6 @@
 use crate::Plan;
 use lockstep_cuda::Telemetry;
+use lockstep_exec::Note;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::Path;
 
@@ -94,6 +95,8 @@ pub enum Event<'a> {
     },
     /// Something is off but the run goes on.
     Warning(&'a str),
+    /// What the executor says of the program that it has loaded.
+    Note(&'a Note),
     /// A new run has the weights that the config names.
     Initialised {
         /// Where they came from.

@@ -125,7 +125,7 @@ fn start<'a>(
     data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let train = data.train(config)?;
     let mut session = Session::new(config, plan)?;
-    session.warning().into_iter().for_each(|text| show(Event::Warning(text)));
+    session.notes().iter().for_each(|note| show(Event::Note(note)));
     let mut loss_scale = LossScale::new(config);
     let (mut step, mut updates) = (0, 0);
     let (mut checkpoint, mut pending, mut noise) = (None, None, Noise::default());

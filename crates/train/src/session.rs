@@ -10,7 +10,7 @@ use lockstep_checkpoint::{Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{ExecError, Executor, Ticket, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Ticket, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::borrow::Cow;
@@ -107,9 +107,9 @@ impl Session {
         self.executor.arena_bytes()
     }
 
-    /// What the executor wants to be known: that something runs slower than it could, say.
-    pub fn warning(&self) -> Option<&str> {
-        self.executor.warning()
+    /// What the executor wants to be known.
+    pub fn notes(&self) -> &[Note] {
+        self.executor.notes()
     }
 
     /// The tensors that the program knows by name.

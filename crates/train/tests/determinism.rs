@@ -3,6 +3,7 @@
 mod common;
 
 use common::{losses, tiny, write_corpus};
+use lockstep_config::Config;
 
 #[test]
 fn the_same_config_twice_gives_the_same_bits_on_any_number_of_threads() {
@@ -55,4 +56,25 @@ fn bf16_is_deterministic_learns_as_well_and_keeps_its_promises_about_accumulatio
     assert!((last / reference - 1.0).abs() < 0.02, "bf16 {last}, fp32 {reference}");
     let whole = run("bf16", "reproducible = true", "d");
     assert_eq!(whole, run("bf16", "reproducible = true\nmicro_batch = 2", "e"));
+}
+
+#[test]
+fn determinism_has_its_scratch_on_a_gpu_and_changes_nothing_on_the_processor() {
+    let scratch = |device: &str, deterministic: bool| {
+        let text = format!(
+            "[model]\npreset = \"llama-15m\"\n[train]\nseq = 500\nglobal_batch = 4\ndevice = \"{device}\"\n\
+             deterministic = {deterministic}\n[precision]\npolicy = \"bf16\"\n"
+        );
+        let config = Config::parse(&text, "run.toml", &[]).unwrap();
+        let plan = lockstep_train::plan(&config).unwrap();
+        let program = plan.program();
+        let backward = program.segments.iter().flat_map(|s| &s.instrs).find(|i| i.op.name() == "attention_grad");
+        program.buffers[backward.unwrap().workspace.unwrap().0].bytes
+    };
+    assert_eq!(scratch("cpu", true), scratch("cpu", false));
+    // All of dS in whole tiles instead of dQ in f32.
+    let [heads, head_dim, tiles] = [6, 48, 512];
+    let more = 2 * 4 * heads * tiles * tiles - 4 * 4 * 500 * heads * head_dim;
+    let (with, without) = (scratch("cuda", true), scratch("cuda", false));
+    assert!(with.abs_diff(without + more) < 1024, "{with} and {without} bytes of scratch");
 }

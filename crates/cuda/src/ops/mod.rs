@@ -23,8 +23,9 @@ use std::collections::BTreeMap;
 /// Every buffer starts at a multiple of this.
 pub const ALIGNMENT: u64 = 256;
 
-/// What the compiler must know of this executor, for these types of parameters and of gradient sums.
-pub fn profile(name: &str, compute: DType, gradients: DType) -> DeviceProfile {
+/// What the compiler must know of this executor, for these types of parameters and of gradient sums, and for the same bits every
+/// time or not.
+pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool) -> DeviceProfile {
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
     let of = |fixed, terms: &[(u64, &'static str)]| Workspace { fixed, terms: terms.to_vec() };
     let share = |letters| if linear::apart(compute, gradients) { vec![(4, letters)] } else { Vec::new() };
@@ -49,7 +50,7 @@ pub fn profile(name: &str, compute: DType, gradients: DType) -> DeviceProfile {
         ("square_sum", fixed(ALIGNMENT)),
         ("orthogonalise", orthogonal::scratch()),
         ("attention", attention::scratch(compute)),
-        ("attention_grad", attention::grad_scratch(compute)),
+        ("attention_grad", attention::grad_scratch(compute, deterministic)),
         ("document_attention_grad", of(0, &[(4, "bqs")])),
         ("vocab_logits", fixed(WORKSPACE)),
         ("vocab_loss", of(0, &[(4, "bs")])),

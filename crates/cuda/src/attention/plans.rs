@@ -1,0 +1,249 @@
+//! Plans of cuDNN for the attentions of programs.
+
+use super::graph::{self, id};
+use super::{SLACK, scale};
+use crate::cudnn::Plan;
+use crate::driver::{Address, Event, Memory, Stream};
+use crate::gpu::Gpu;
+use crate::matmul::fill_random;
+use crate::{CudaError, ops};
+use lockstep_exec::Note;
+use lockstep_exec::bound::Bound;
+use lockstep_ir::{DType, Op, Workspace, units};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+/// The shape of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    pub batch: usize,
+    pub seq: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub e: usize,
+    /// Keys that a query sees at most, where that is fewer than a sequence has.
+    pub window: Option<usize>,
+    pub backward: bool,
+    /// The same bits every time: the library's first plan, and backward one that adds in one order.
+    pub deterministic: bool,
+}
+
+impl Shape {
+    /// Of an instruction that cuDNN may run.
+    fn of(bound: &Bound, deterministic: bool) -> Option<Self> {
+        let (window, backward) = match bound.op {
+            Op::Attention { documents: false, window } => (window, false),
+            Op::AttentionGrad { documents: false, window } => (window, true),
+            _ => return None,
+        };
+        let size = |letter| bound.size(letter);
+        let (batch, seq, heads, kv_heads, e) = (size('b'), size('s'), size('q'), size('u'), size('e'));
+        let window = window.filter(|w| *w < seq);
+        // A window is added to positions as a float, which holds whole numbers up to here.
+        let exact = window.is_none() || seq <= 1 << 23;
+        let fits = bound.float == DType::BF16 && e.is_multiple_of(8) && e <= 256 && exact;
+        fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic })
+    }
+
+    /// Bytes of scratch that were planned for its plan, besides dQ.
+    pub(super) fn most_scratch(&self) -> u64 {
+        let heads = (self.batch * self.heads) as u64;
+        let tiles = self.seq.next_multiple_of(Workspace::TILE) as u64;
+        match (self.backward, self.deterministic) {
+            (false, _) => SLACK,
+            (true, false) => SLACK + 4 * heads * self.seq as u64 * (self.e as u64 + 2),
+            (true, true) => SLACK + 4 * heads * self.seq as u64 * (self.e as u64 + 2) + 2 * heads * tiles * tiles,
+        }
+    }
+
+    /// Bytes of dQ in f32, where it is added up in no order.
+    pub(super) fn dq_bytes(&self) -> u64 {
+        match self.deterministic {
+            true => 0,
+            false => (4 * self.batch * self.heads * self.seq * self.e) as u64,
+        }
+    }
+
+    /// For people.
+    fn text(&self) -> String {
+        let Self { batch, seq, heads, kv_heads, e, .. } = self;
+        let window = self.window.map_or(String::new(), |w| format!(", a window of {w}"));
+        let which = if self.backward { ", backward" } else { ", forward" };
+        let how = if self.deterministic { ", deterministic" } else { "" };
+        format!("{batch} × {seq} tokens, {heads} heads ({kv_heads} of keys) of {e} elements{window}{which}{how}")
+    }
+}
+
+/// A plan, and what it costs where that was asked for.
+struct Made {
+    plan: Plan,
+    cost: Option<String>,
+}
+
+/// Plans that all programs on a device share, each made once.
+#[derive(Default)]
+pub struct Shared(Mutex<HashMap<Shape, Arc<Made>>>);
+
+impl Shared {
+    fn get(&self, gpu: &Gpu, shape: Shape) -> Result<Arc<Made>, CudaError> {
+        // Held while plans are timed: two at once would time each other.
+        let mut made = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(made) = made.get(&shape) {
+            return Ok(made.clone());
+        }
+        let plan = make(gpu, &shape)?;
+        let cost = (shape.backward && shape.deterministic).then(|| cost(gpu, &shape, &plan));
+        Ok(made.entry(shape).or_insert(Arc::new(Made { plan, cost })).clone())
+    }
+}
+
+fn make(gpu: &Gpu, shape: &Shape) -> Result<Plan, CudaError> {
+    let graph = graph::build(gpu.cudnn()?, shape)?;
+    let key = format!("attention {shape:?}");
+    match shape.deterministic {
+        true => graph.plan(&key, shape.most_scratch(), None),
+        false => {
+            // Where there is no room to try, the library's order counts.
+            let time = |plan: &Plan| Ok(trial(gpu, shape, plan)?.unwrap_or(0.0));
+            graph.plan(&key, shape.most_scratch(), Some(&time))
+        }
+    }
+}
+
+/// What a deterministic backward pass costs against the usual one.
+fn cost(gpu: &Gpu, shape: &Shape, plan: &Plan) -> String {
+    let usual = Shape { deterministic: false, ..*shape };
+    let [here, there] = [shape, &usual].map(|s| s.most_scratch() + s.dq_bytes());
+    let scratch = match here >= there {
+        true => format!("{} more scratch", units::bytes(here - there)),
+        false => format!("{} less scratch", units::bytes(there - here)),
+    };
+    let time = || Some((trial(gpu, shape, plan).ok()??, trial(gpu, &usual, &make(gpu, &usual).ok()?).ok()??));
+    match time() {
+        Some((here, there)) => format!(
+            "deterministic: attention's backward takes {:.2} ms instead of {:.2} ms per layer and micro-batch, with {scratch}",
+            here * 1e3,
+            there * 1e3
+        ),
+        None => format!("deterministic: attention's backward has {scratch}; there was no room to time it"),
+    }
+}
+
+/// Plans for the shapes of a program.
+pub struct Plans {
+    /// None where cuDNN has none.
+    plans: HashMap<Shape, Option<Arc<Made>>>,
+    deterministic: bool,
+    /// Where attention runs on kernels of our own and why; what plans cost.
+    pub notes: Vec<Note>,
+}
+
+impl Plans {
+    /// Makes plans for all instructions that cuDNN takes.
+    pub fn new<'a>(gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>, deterministic: bool) -> Self {
+        let mut plans = Self { plans: HashMap::new(), deterministic, notes: Vec::new() };
+        let attends = |b: &&Bound| matches!(b.op, Op::Attention { .. } | Op::AttentionGrad { .. });
+        for bound in bounds.filter(attends) {
+            let note = match Shape::of(bound, deterministic) {
+                None => Some(slow("cuDNN is used in bf16, without document masks, for heads of 8, 16, … 256 elements")),
+                Some(shape) if plans.plans.contains_key(&shape) => None,
+                Some(shape) => plans.add(gpu, shape),
+            };
+            plans.notes.extend(note.filter(|n| !plans.notes.contains(n)));
+        }
+        plans
+    }
+
+    fn add(&mut self, gpu: &Gpu, shape: Shape) -> Option<Note> {
+        let made = gpu.attention.get(gpu, shape);
+        self.plans.insert(shape, made.as_ref().ok().cloned());
+        match made {
+            Ok(made) => made.cost.clone().map(Note::Cost),
+            Err(CudaError::Library { name, .. }) => Some(slow(&format!("{name} was not found"))),
+            Err(error) => {
+                let why = error.to_string();
+                let why = why.lines().next().unwrap_or_default();
+                Some(slow(&format!("cuDNN gave no plan for {} ({why})", shape.text())))
+            }
+        }
+    }
+
+    /// The plan of an instruction, if there is one.
+    pub(super) fn of(&self, bound: &Bound) -> Option<(Shape, &Plan)> {
+        let shape = Shape::of(bound, self.deterministic)?;
+        Some((shape, &self.plans.get(&shape)?.as_ref()?.plan))
+    }
+}
+
+fn slow(why: &str) -> Note {
+    Note::Warning(format!("attention runs on a slow kernel: {why}"))
+}
+
+/// Where the operands of an attention stand.
+pub struct Operands {
+    pub qkv: Address,
+    pub o: Address,
+    pub lse: Address,
+    pub dout: Address,
+    pub dqkv: Address,
+    /// dQ in f32, where it is.
+    pub dq: Address,
+    pub scratch: Address,
+}
+
+/// Queues a plan.
+///
+/// # Safety
+/// The operands are as large as the shape says.
+pub unsafe fn execute(stream: &Stream, shape: &Shape, plan: &Plan, at: &Operands) -> Result<(), CudaError> {
+    // K and V stand behind Q in a row.
+    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
+    let bytes = DType::BF16.bytes();
+    let (k, v) = ((q * bytes) as u64, ((q + kv) * bytes) as u64);
+    let mut operands =
+        vec![(id::Q, at.qkv), (id::K, at.qkv + k), (id::V, at.qkv + v), (id::O, at.o), (id::STATS, at.lse)];
+    let mut values = vec![(id::SCALE, scale(shape.e)), (id::MINUS_INFINITY, f32::NEG_INFINITY)];
+    if let Some(window) = shape.window {
+        values.extend([(id::WINDOW, window as f32), (id::MINUS_INFINITY_BEFORE, f32::NEG_INFINITY)]);
+    }
+    if shape.backward {
+        operands.extend([(id::DO, at.dout), (id::DQ, at.dqkv), (id::DK, at.dqkv + k), (id::DV, at.dqkv + v)]);
+        operands.extend((!shape.deterministic).then_some((id::DQ_SUM, at.dq)));
+        values.push((id::ONE, 1.0));
+    }
+    // SAFETY: the caller vouches.
+    unsafe { plan.execute(stream, &operands, &values, at.scratch) }
+}
+
+/// Seconds that a plan takes on random numbers, if there is room.
+fn trial(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaError> {
+    const TIMES: usize = 3;
+    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
+    let rows = (shape.batch * shape.seq) as u64;
+    let (wide, narrow) = (2 * rows * (q + 2 * kv) as u64, 2 * rows * q as u64);
+    let sizes = [wide, narrow, 4 * rows * shape.heads as u64, narrow, wide, shape.dq_bytes(), plan.workspace];
+    let sizes = sizes.map(|s| s.next_multiple_of(ops::ALIGNMENT));
+    if gpu.device.free_bytes()? < sizes.iter().sum::<u64>() + (256 << 20) {
+        return Ok(None);
+    }
+    let (memory, stream) = (Memory::new(&gpu.device, sizes.iter().sum())?, Stream::new(&gpu.device)?);
+    fill_random(&stream, memory.base, memory.bytes)?;
+    let mut next = memory.base;
+    let [qkv, o, lse, dout, dqkv, dq, scratch] = sizes.map(|size| {
+        let here = next;
+        next += size;
+        here
+    });
+    let at = Operands { qkv, o, lse, dout, dqkv, dq, scratch };
+    let (start, end) = (Event::new(&gpu.device)?, Event::new(&gpu.device)?);
+    // SAFETY: the operands are as large as the shape says.
+    unsafe { execute(&stream, shape, plan, &at)? };
+    start.record(&stream)?;
+    for _ in 0..TIMES {
+        // SAFETY: as above.
+        unsafe { execute(&stream, shape, plan, &at)? };
+    }
+    end.record(&stream)?;
+    end.wait()?;
+    Ok(Some(end.since(&start)? / TIMES as f64))
+}
