@@ -56,6 +56,8 @@ const KINDS: [&str; 18] = [
 pub fn run(args: Args) -> Result<(), Failure> {
     let mut config = divided(args.config.load()?, &args.layouts)?;
     config.train.device = args.device;
+    // Bits are compared.
+    config.train.deterministic = config.train.device == "cuda";
     let layouts = layouts(&args.layouts, &config)?;
     let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
     // Nothing may be left out of what is said to be checked.

@@ -102,6 +102,15 @@ fn corpora_are_mixed_and_every_step_knows_its_documents() {
     let text = sample["text"].as_str().unwrap();
     assert!(text.contains(&format!("record {}: ", named - 1)), "{named}: {text}");
 
+    // Tokens are those of a sequence and the target of its last.
+    let text = place.fails(2, &["data", "inspect", "run", "--tokens"]);
+    assert!(text.contains("--tokens shows the tokens of a sample or a step\nhint: "), "{text}");
+    let step = json(&place.ok(&["data", "inspect", "run", "--step", "3", "--tokens", "--format", "json"]));
+    let lengths: Vec<_> =
+        step["step"]["samples"].as_array().unwrap().iter().map(|s| s["tokens"].as_array().unwrap().len()).collect();
+    assert_eq!(lengths, [33; 8]);
+    assert_eq!(samples[0]["tokens"], Value::Null);
+
     let text = place.ok(&["data", "inspect", "run", "--sample", &index]);
     assert!(text.contains("mixture: text 25.0%, records 75.0%") && text.contains("records.jsonl:"), "{text}");
     let text = place.ok(&["data", "inspect", "run/data"]);

@@ -28,25 +28,47 @@ struct Of<bf16> {
     }
 };
 
-// As many elements as 16 bytes hold.
+// As many elements as 16 bytes hold, as words: two bf16 are taken apart and rounded together by one instruction each.
 template <typename T>
 struct alignas(16) Pack {
     static const int N = 16 / sizeof(T);
-    T x[N];
+    u32 words[4];
 };
+
+static __device__ __forceinline__ void unpack(const Pack<float> &p, float *x) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = __uint_as_float(p.words[i]);
+}
+
+static __device__ __forceinline__ void unpack(const Pack<bf16> &p, float *x) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = __uint_as_float(p.words[i] << 16);
+        x[2 * i + 1] = __uint_as_float(p.words[i] & 0xffff0000u);
+    }
+}
+
+static __device__ __forceinline__ void pack(const float *x, Pack<float> &p) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.words[i] = __float_as_uint(x[i]);
+}
+
+static __device__ __forceinline__ void pack(const float *x, Pack<bf16> &p) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        // The first operand becomes the upper half.
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(p.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+}
 
 template <typename T>
 static __device__ __forceinline__ void load(const T *from, float *x) {
-    Pack<T> p = *reinterpret_cast<const Pack<T> *>(from);
-#pragma unroll
-    for (int i = 0; i < Pack<T>::N; i++) x[i] = to_f32(p.x[i]);
+    unpack(*reinterpret_cast<const Pack<T> *>(from), x);
 }
 
 template <typename T>
 static __device__ __forceinline__ void store(T *to, const float *x) {
     Pack<T> p;
-#pragma unroll
-    for (int i = 0; i < Pack<T>::N; i++) p.x[i] = Of<T>::f32(x[i]);
+    pack(x, p);
     *reinterpret_cast<Pack<T> *>(to) = p;
 }
 
@@ -74,6 +96,14 @@ static __device__ __forceinline__ float block_sum(float x, float *shared) {
     if (lane == 0) shared[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? shared[lane] : 0.0f);
+}
+
+// SplitMix64, as on the host.
+static __device__ __forceinline__ u64 hash_bits(u64 key, u64 counter) {
+    u64 z = key + counter * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
 }
 
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)

@@ -1,4 +1,4 @@
-// Biases, GELU, learned positions, dropout.
+// Biases, GELU, learned positions, dropout, initial values.
 
 // y = x + bias.
 template <typename T>
@@ -20,47 +20,86 @@ static __device__ void add_bias(const T *x, const T *bias, T *y, int d, int wide
     }
 }
 
-// Shares of Σ over rows of dy: block (c, s) has packs of columns c · threads … and rows s, s + blocks, …
-template <typename T>
-static __device__ void bias_grad(const T *dy, float *shares, i64 rows, int d, int wide) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (wide) {
-        const int N = Pack<T>::N;
-        i *= N;
-        if (i >= d) return;
-        float sum[N] = {};
-#pragma unroll 4
-        for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
-            float x[N];
-            load(dy + row * d + i, x);
-#pragma unroll
-            for (int j = 0; j < N; j++) sum[j] += x[j];
-        }
-#pragma unroll
-        for (int j = 0; j < N; j++) shares[(i64)blockIdx.y * d + i + j] = sum[j];
-    } else if (i < d) {
-        float sum = 0.0f;
-        for (i64 row = blockIdx.y; row < rows; row += gridDim.y) sum += to_f32(dy[row * d + i]);
-        shares[(i64)blockIdx.y * d + i] = sum;
-    }
-}
-
-// tanh by one exponential.
-static __device__ __forceinline__ float tanh_fast(float x) {
-    float e = __expf(-2.0f * fabsf(x));
-    float t = (1.0f - e) / (1.0f + e);
-    return x < 0.0f ? -t : t;
-}
-
 const float ROOT_2_OVER_PI = 0.7978845608028654f;
 
-static __device__ __forceinline__ float gelu_one(float x) {
-    return 0.5f * x * (1.0f + tanh_fast(ROOT_2_OVER_PI * (x + 0.044715f * x * x * x)));
+// 0.5 · (1 + tanh(u)) is 1 / (1 + e^(−2u)): one exponential, one reciprocal.
+static __device__ __forceinline__ float gelu_share(float x) {
+    float e = __expf(-2.0f * ROOT_2_OVER_PI * (x + 0.044715f * x * x * x));
+    return __fdividef(1.0f, 1.0f + e);
 }
 
+static __device__ __forceinline__ float gelu_one(float x) { return x * gelu_share(x); }
+
 static __device__ __forceinline__ float gelu_slope(float x) {
-    float t = tanh_fast(ROOT_2_OVER_PI * (x + 0.044715f * x * x * x));
-    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * ROOT_2_OVER_PI * (1.0f + 0.134145f * x * x);
+    float s = gelu_share(x);
+    return s + 2.0f * ROOT_2_OVER_PI * x * s * (1.0f - s) * (1.0f + 0.134145f * x * x);
+}
+
+// Warps of a block of `column_sums`.
+const int SUM_WARPS = 8;
+
+// Shares of Σ over rows of dy, or of dx = dy · gelu'(x), which is stored. A block has a line of 32 packs of columns (of columns,
+// where rows are not whole packs); its warps have rows blockIdx.y · warps + warp, on by as many as all blocks of the line have.
+template <typename T, int N, bool GELU>
+static __device__ __forceinline__ void column_sums(const T *dy, const T *x, T *dx, float *shares, i64 rows, int d) {
+    // Rows on their way together.
+    const int TOGETHER = GELU ? 2 : 4;
+    __shared__ float part[SUM_WARPS][N][33];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int column = (blockIdx.x * 32 + lane) * N;
+    i64 step = (i64)gridDim.y * SUM_WARPS;
+    float sum[N] = {};
+    if (column < d) {
+        for (i64 first = (i64)blockIdx.y * SUM_WARPS + warp; first < rows; first += step * TOGETHER) {
+            float g[TOGETHER][N], v[TOGETHER][N];
+#pragma unroll
+            for (int k = 0; k < TOGETHER; k++) {
+                i64 row = first + k * step, at = row * d + column;
+#pragma unroll
+                for (int j = 0; j < N; j++) g[k][j] = v[k][j] = 0.0f;
+                if (row >= rows) continue;
+                if (N > 1) {
+                    load(dy + at, g[k]);
+                    if (GELU) load(x + at, v[k]);
+                } else {
+                    g[k][0] = to_f32(dy[at]);
+                    if (GELU) v[k][0] = to_f32(x[at]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < TOGETHER; k++) {
+                i64 row = first + k * step, at = row * d + column;
+                if (GELU) {
+                    if (row >= rows) continue;
+#pragma unroll
+                    for (int j = 0; j < N; j++) g[k][j] *= gelu_slope(v[k][j]);
+                    // The sum is of what is stored.
+                    if (N > 1) {
+                        Pack<T> packed;
+                        pack(g[k], packed);
+                        *(Pack<T> *)(dx + at) = packed;
+                        unpack(packed, g[k]);
+                    } else {
+                        dx[at] = Of<T>::f32(g[k][0]);
+                        g[k][0] = to_f32(dx[at]);
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < N; j++) sum[j] += g[k][j];
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) part[warp][j][lane] = sum[j];
+    __syncthreads();
+    // A thread adds up a column.
+    int c = threadIdx.x;
+    column = blockIdx.x * 32 * N + c;
+    if (c >= 32 * N || column >= d) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < SUM_WARPS; w++) total += part[w][c % N][c / N];
+    shares[(i64)blockIdx.y * d + column] = total;
 }
 
 template <typename T>
@@ -149,14 +188,6 @@ static __device__ __forceinline__ u32 mix_small(u32 z) {
     return z ^ (z >> 16);
 }
 
-// SplitMix64, as on the host.
-static __device__ __forceinline__ u64 hash_bits(u64 key, u64 counter) {
-    u64 z = key + counter * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
 // Coins are a function of the sequence's key, the site, position and feature.
 template <typename T>
 static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site, u32 below,
@@ -172,12 +203,42 @@ static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq
     }
 }
 
+// Twelve 21-bit uniforms, centred: exact in integers, so the bits are the host's.
+static __device__ __forceinline__ float normal(u64 key, u64 counter) {
+    const u64 MASK = (1 << 21) - 1;
+    u64 sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u64 b = hash_bits(key, counter * 4 + i);
+        sum += (b & MASK) + ((b >> 21) & MASK) + ((b >> 42) & MASK);
+    }
+    return __ll2float_rn((i64)sum - 6 * (i64)MASK) * (1.0f / (1 << 21));
+}
+
+// Initial values: normal ones, or ones, times a number.
+template <typename T>
+static __device__ void initial(T *out, u64 key, float scale, int drawn, i64 n) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = Of<T>::f32((drawn ? normal(key, i) : 1.0f) * scale);
+}
+
 #define ELEMENTS(T, NAME)                                                                                              \
     extern "C" __global__ void add_bias_##NAME(const T *x, const T *bias, T *y, int d, int wide) {                     \
         add_bias<T>(x, bias, y, d, wide);                                                                              \
     }                                                                                                                  \
-    extern "C" __global__ void bias_grad_##NAME(const T *dy, float *shares, i64 rows, int d, int wide) {               \
-        bias_grad<T>(dy, shares, rows, d, wide);                                                                       \
+    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                       \
+        bias_grad_##NAME(const T *dy, float *shares, i64 rows, int d, int wide) {                                      \
+        if (wide)                                                                                                      \
+            column_sums<T, Pack<T>::N, false>(dy, 0, 0, shares, rows, d);                                              \
+        else                                                                                                           \
+            column_sums<T, 1, false>(dy, 0, 0, shares, rows, d);                                                       \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                       \
+        gelu_bias_grad_##NAME(const T *dy, const T *x, T *dx, float *shares, i64 rows, int d, int wide) {              \
+        if (wide)                                                                                                      \
+            column_sums<T, Pack<T>::N, true>(dy, x, dx, shares, rows, d);                                              \
+        else                                                                                                           \
+            column_sums<T, 1, true>(dy, x, dx, shares, rows, d);                                                       \
     }                                                                                                                  \
     extern "C" __global__ void gelu_##NAME(const T *x, T *y, i64 n) { gelu<T>(x, y, n); }                              \
     extern "C" __global__ void gelu_grad_##NAME(const T *dy, const T *x, T *dx, i64 n) { gelu_grad<T>(dy, x, dx, n); } \
@@ -189,6 +250,9 @@ static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq
                                                      int d, int batch, int seq, int whole, int first, int how,         \
                                                      int rows) {                                                       \
         positions_grad<T>(dx, starts, out, kind, add, d, batch, seq, whole, first, how, rows);                         \
+    }                                                                                                                  \
+    extern "C" __global__ void initial_##NAME(T *out, u64 key, float scale, int drawn, i64 n) {                        \
+        initial<T>(out, key, scale, drawn, n);                                                                         \
     }                                                                                                                  \
     extern "C" __global__ void dropout_##NAME(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site,  \
                                               u32 below, float scale) {                                                \

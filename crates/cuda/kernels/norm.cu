@@ -125,115 +125,147 @@ NORM(bf16, bf16, 4)
 NORM_ANY(float, f32)
 NORM_ANY(bf16, bf16)
 
-// The sums of one or two numbers of every thread, on every thread. Callers take turns between two places, so that one barrier
-// does: who is a turn ahead writes elsewhere.
-template <bool TWO>
-static __device__ __forceinline__ void block_sums(float &a, float &b, float *shared) {
-    int warps = blockDim.x >> 5, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    a = warp_sum(a);
-    if (TWO) b = warp_sum(b);
-    if (warps == 1) return;
-    if (lane == 0) {
-        shared[warp] = a;
-        if (TWO) shared[32 + warp] = b;
+// Sums of N numbers over a warp, N a power of 2: lanes hand over half of what they have at each step, so that lane l has the sum
+// of number l / (32 / N) at the end, in v[0].
+template <int N>
+static __device__ __forceinline__ void warp_sums(float (&v)[N], int lane) {
+    int step = 16;
+#pragma unroll
+    for (int n = N; n > 1; n >>= 1, step >>= 1) {
+        bool upper = lane & step;
+#pragma unroll
+        for (int i = 0; i < n / 2; i++) {
+            float keep = upper ? v[i + n / 2] : v[i], give = upper ? v[i] : v[i + n / 2];
+            v[i] = keep + __shfl_xor_sync(~0u, give, step);
+        }
     }
-    __syncthreads();
-    a = warp_sum(lane < warps ? shared[lane] : 0.0f);
-    if (TWO) b = warp_sum(lane < warps ? shared[32 + lane] : 0.0f);
+#pragma unroll
+    for (; step; step >>= 1) v[0] += __shfl_xor_sync(~0u, v[0], step);
 }
 
-// Gradients: dx (plus what reaches the sum on the residual path), and per block of rows a share of dw and of the bias's. Any may
-// be null.
-// A block takes rows blockIdx.x, blockIdx.x + blocks, …
-template <typename T, int CHUNKS, bool MEAN>
-static __device__ __forceinline__ void grad_rows(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum,
-                                 T *dx, float *shares, float *bias_shares, i64 rows, int d) {
-    __shared__ float sums[2][64];
-    const int N = Pack<T>::N;
-    Pack<T> weight[CHUNKS];
-    float dw[CHUNKS][N], db[MEAN ? CHUNKS : 1][N];
+// The sums of N numbers of every thread, on every thread. Callers take turns between two places, so that one barrier does: who is
+// a turn ahead writes elsewhere. Places of warps that are not there hold zeros.
+template <int N>
+static __device__ __forceinline__ void block_sums(float (&v)[N], float (*shared)[8]) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    warp_sums(v, lane);
+    if (lane % (32 / N) == 0) shared[lane / (32 / N)][warp] = v[0];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float4 a = *(float4 *)&shared[i][0], b = *(float4 *)&shared[i][4];
+        v[i] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+    }
+}
+
+// Gradients: dx (plus what reaches the sum on the residual path), and per block of threads a share of the gradients of the weight,
+// of the bias, and of a bias whose gradient is the sum of dx. Any may be null.
+// A block takes ROWS rows at a time, with one barrier for all of them: their loads are on their way together. Rows stay packed:
+// registers are what limits how many there can be.
+template <typename T, int CHUNKS, int ROWS, bool MEAN>
+static __device__ __forceinline__ void grad_rows(const T *dy, const T *x, const T *w, const float *mean, const float *rstd,
+                                                 const T *dsum, T *dx, float *shares, float *bias_shares,
+                                                 float *dx_shares, i64 rows, int d) {
+    const int N = Pack<T>::N, SUMS = MEAN ? 2 * ROWS : ROWS;
+    __shared__ alignas(16) float sums[2][SUMS][8];
+    for (int i = threadIdx.x; i < 2 * SUMS * 8; i += blockDim.x) (&sums[0][0][0])[i] = 0.0f;
+    __syncthreads();
+    Pack<T> weight[CHUNKS] = {};
+    float dw[CHUNKS][N] = {}, db[MEAN ? CHUNKS : 1][N] = {}, dsums[CHUNKS][N] = {};
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         int i = (c * blockDim.x + threadIdx.x) * N;
-#pragma unroll
-        for (int j = 0; j < N; j++) dw[c][j] = db[MEAN ? c : 0][j] = 0.0f;
         if (i < d && dx) weight[c] = *(const Pack<T> *)(w + i);
     }
-    // The next row is on its way while this one is summed.
-    Pack<T> next_g[CHUNKS], next_v[CHUNKS], next_more[CHUNKS];
-    float next_r = 0.0f, next_m = 0.0f;
     int turn = 0;
-    auto fetch = [&](i64 row) {
-        if (row < rows) {
-            next_r = rstd[row];
-            if (MEAN) next_m = mean[row];
-        }
+    float inverse = 1.0f / d;
+    for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
+        // Rows that are not there, and columns, are zeros.
+        Pack<T> g[ROWS][CHUNKS] = {}, v[ROWS][CHUNKS] = {}, more[ROWS][CHUNKS] = {};
+        float r[ROWS] = {}, shift[ROWS] = {}, part[SUMS] = {};
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            int i = (c * blockDim.x + threadIdx.x) * N;
-            if (i >= d || row >= rows) continue;
-            next_g[c] = *(const Pack<T> *)(dy + row * d + i);
-            next_v[c] = *(const Pack<T> *)(x + row * d + i);
-            if (dsum) next_more[c] = *(const Pack<T> *)(dsum + row * d + i);
-        }
-    };
-    fetch(blockIdx.x);
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        // Rows stay packed: registers are what limits how many are on their way.
-        Pack<T> g[CHUNKS], v[CHUNKS], more[CHUNKS];
-        float r = next_r, m = next_m, dot = 0.0f, total = 0.0f;
+        for (int k = 0; k < ROWS; k++) {
+            i64 row = first + k;
+            if (row >= rows) continue;
+            r[k] = rstd[row];
+            if (MEAN) shift[k] = mean[row];
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            int i = (c * blockDim.x + threadIdx.x) * N;
-            if (i >= d) continue;
-            g[c] = next_g[c];
-            v[c] = next_v[c];
-            more[c] = next_more[c];
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                float dy = to_f32(g[c].x[j]), normed = (to_f32(v[c].x[j]) - m) * r;
-                dw[c][j] += dy * normed;
-                if (MEAN) db[c][j] += dy;
-                dy *= to_f32(weight[c].x[j]);
-                dot += dy * normed;
-                if (MEAN) total += dy;
+            for (int c = 0; c < CHUNKS; c++) {
+                int i = (c * blockDim.x + threadIdx.x) * N;
+                if (i >= d) continue;
+                g[k][c] = *(const Pack<T> *)(dy + row * d + i);
+                v[k][c] = *(const Pack<T> *)(x + row * d + i);
+                if (dsum) more[k][c] = *(const Pack<T> *)(dsum + row * d + i);
             }
         }
-        fetch(row + gridDim.x);
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                float dy[N], normed[N], scale[N];
+                unpack(g[k][c], dy);
+                unpack(v[k][c], normed);
+                unpack(weight[c], scale);
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    normed[j] = (normed[j] - shift[k]) * r[k];
+                    dw[c][j] += dy[j] * normed[j];
+                    if (MEAN) db[c][j] += dy[j];
+                    dy[j] *= scale[j];
+                    part[k] += dy[j] * normed[j];
+                    if (MEAN) part[ROWS + k] += dy[j];
+                }
+            }
+        }
         if (!dx) continue;
-        block_sums<MEAN>(dot, total, sums[turn]);
+        block_sums<SUMS>(part, sums[turn]);
         turn ^= 1;
-        dot /= d;
-        total /= d;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            int i = (c * blockDim.x + threadIdx.x) * N;
-            if (i >= d) continue;
-            float out[N];
+        for (int k = 0; k < ROWS; k++) {
+            i64 row = first + k;
+            if (row >= rows) continue;
+            float dot = part[k] * inverse * r[k], total = MEAN ? part[ROWS + k] * inverse * r[k] : 0.0f;
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                float dy = to_f32(g[c].x[j]) * to_f32(weight[c].x[j]), normed = (to_f32(v[c].x[j]) - m) * r;
-                out[j] = r * (dy - (MEAN ? total : 0.0f) - normed * dot) + (dsum ? to_f32(more[c].x[j]) : 0.0f);
+            for (int c = 0; c < CHUNKS; c++) {
+                int i = (c * blockDim.x + threadIdx.x) * N;
+                if (i >= d) continue;
+                float dy[N], normed[N], scale[N], out[N];
+                unpack(g[k][c], dy);
+                unpack(v[k][c], normed);
+                unpack(weight[c], scale);
+                unpack(more[k][c], out);
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    normed[j] = (normed[j] - shift[k]) * r[k];
+                    out[j] = dy[j] * scale[j] * r[k] - normed[j] * dot + (out[j] - total);
+                }
+                Pack<T> packed;
+                pack(out, packed);
+                *(Pack<T> *)(dx + row * d + i) = packed;
+                // The gradient of that bias is of what is stored.
+                unpack(packed, out);
+#pragma unroll
+                for (int j = 0; j < N; j++) dsums[c][j] += out[j];
             }
-            store(dx + row * d + i, out);
         }
     }
-    if (!shares) return;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         int i = (c * blockDim.x + threadIdx.x) * N;
         if (i >= d) continue;
+        i64 at = (i64)blockIdx.x * d + i;
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            shares[(i64)blockIdx.x * d + i + j] = dw[c][j];
-            if (MEAN && bias_shares) bias_shares[(i64)blockIdx.x * d + i + j] = db[c][j];
+            if (shares) shares[at + j] = dw[c][j];
+            if (MEAN && bias_shares) bias_shares[at + j] = db[c][j];
+            if (dx_shares) dx_shares[at + j] = dsums[c][j];
         }
     }
 }
 
 template <typename T, bool MEAN>
 static __device__ __forceinline__ void grad_any(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum,
-                                T *dx, float *shares, float *bias_shares, i64 rows, int d) {
+                                T *dx, float *shares, float *bias_shares, float *dx_shares, i64 rows, int d) {
     __shared__ float shared[32], other[32];
     if (shares) {
         for (int i = threadIdx.x; i < d; i += blockDim.x) {
@@ -264,26 +296,34 @@ static __device__ __forceinline__ void grad_any(const T *dy, const T *x, const T
             dx[row * d + i] = Of<T>::f32(out);
         }
     }
+    if (!dx_shares) return;
+    // A thread adds up what it has written itself.
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        float sum = 0.0f;
+        for (i64 row = blockIdx.x; row < rows; row += gridDim.x) sum += to_f32(dx[row * d + i]);
+        dx_shares[(i64)blockIdx.x * d + i] = sum;
+    }
 }
 
-#define GRAD_ONE(T, KERNEL, BODY)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+#define GRAD_ONE(T, KERNEL, BLOCKS, BODY)                                                                              \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                          \
         KERNEL(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum, T *dx,        \
-               float *shares, float *bias_shares, i64 rows, int d) {                                                   \
-        BODY(dy, x, w, mean, rstd, dsum, dx, shares, bias_shares, rows, d);                                            \
+               float *shares, float *bias_shares, float *dx_shares, i64 rows, int d) {                                 \
+        BODY(dy, x, w, mean, rstd, dsum, dx, shares, bias_shares, dx_shares, rows, d);                                 \
     }
-#define GRAD(T, NAME, CHUNKS)                                                                                          \
-    GRAD_ONE(T, rms_norm_grad_##NAME##_##CHUNKS, (grad_rows<T, CHUNKS, false>))                                        \
-    GRAD_ONE(T, layer_norm_grad_##NAME##_##CHUNKS, (grad_rows<T, CHUNKS, true>))
+#define GRAD(T, NAME, CHUNKS, ROWS, BLOCKS)                                                                            \
+    GRAD_ONE(T, rms_norm_grad_##NAME##_##CHUNKS, BLOCKS, (grad_rows<T, CHUNKS, ROWS, false>))                          \
+    GRAD_ONE(T, layer_norm_grad_##NAME##_##CHUNKS, BLOCKS, (grad_rows<T, CHUNKS, ROWS, true>))
 #define GRAD_ANY(T, NAME)                                                                                              \
-    GRAD_ONE(T, rms_norm_grad_##NAME##_any, (grad_any<T, false>))                                                      \
-    GRAD_ONE(T, layer_norm_grad_##NAME##_any, (grad_any<T, true>))
-GRAD(float, f32, 1)
-GRAD(float, f32, 2)
-GRAD(float, f32, 4)
-GRAD(bf16, bf16, 1)
-GRAD(bf16, bf16, 2)
-GRAD(bf16, bf16, 4)
+    GRAD_ONE(T, rms_norm_grad_##NAME##_any, 1, (grad_any<T, false>))                                                   \
+    GRAD_ONE(T, layer_norm_grad_##NAME##_any, 1, (grad_any<T, true>))
+// Rows at a time and blocks of a multiprocessor: as the host counts.
+GRAD(float, f32, 1, 2, 3)
+GRAD(float, f32, 2, 1, 2)
+GRAD(float, f32, 4, 1, 1)
+GRAD(bf16, bf16, 1, 2, 3)
+GRAD(bf16, bf16, 2, 1, 2)
+GRAD(bf16, bf16, 4, 1, 1)
 GRAD_ANY(float, f32)
 GRAD_ANY(bf16, bf16)
 

@@ -1,9 +1,14 @@
 // Shares become sums, sums become other sums.
 
-// out[i] (+)= Σ over shares of shares[s][i], in order; a block has 32 columns and 32 lines of threads.
+// out[i] (+)= Σ over shares of shares[s][i], in order; a block has 32 columns and 32 lines of threads. There may be three sums, one
+// behind the other: line y of the grid has the y-th. `how`: the kind of accumulator, 4 more where it is added to.
 extern "C" __global__ void __launch_bounds__(1024)
-    add_shares(const float *shares, void *out, int kind, int add, i64 count, int d) {
+    add_shares(const float *shares, void *out_0, int how_0, void *out_1, int how_1, void *out_2, int how_2, i64 count,
+               int d) {
     __shared__ float part[32][33];
+    void *out = blockIdx.y == 0 ? out_0 : blockIdx.y == 1 ? out_1 : out_2;
+    int how = blockIdx.y == 0 ? how_0 : blockIdx.y == 1 ? how_1 : how_2;
+    shares += blockIdx.y * count * d;
     int column = threadIdx.x & 31, line = threadIdx.x >> 5;
     i64 i = (i64)blockIdx.x * 32 + column;
     float sum = 0.0f;
@@ -16,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     // A warp adds up a column.
     sum = warp_sum(part[column][line]);
     i = (i64)blockIdx.x * 32 + line;
-    if (column == 0 && i < d) sum_write(out, kind, i, sum, add);
+    if (column == 0 && i < d) sum_write(out, how & 3, i, sum, how >> 2);
 }
 
 // out (+)= x, of one kind of accumulator.

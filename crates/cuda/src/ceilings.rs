@@ -1,14 +1,17 @@
 //! What the device can do at best, measured.
 
 use crate::driver::{Event, Memory, Stream};
-use crate::matmul::{Product, Shape, WORKSPACE, fill_random};
+use crate::matmul::{Epilogue, Product, Shape, WORKSPACE, fill_random};
 use crate::{CudaError, Gpu};
 use lockstep_ir::DType;
 
 /// FLOP per second of a large product of random numbers, held for a third of a second: power, not the first burst, decides.
 pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
-    const SIZE: usize = 8192;
-    let (m, n, k) = (SIZE, SIZE, SIZE);
+    // Where others have most of the memory, a smaller product has to do.
+    let free = gpu.device.free_bytes()?;
+    let needed = |size: usize| 3 * (size * size * dtype.bytes()) as u64 + WORKSPACE;
+    let size = [8192, 4096, 2048].into_iter().find(|size| needed(*size) <= free / 2).unwrap_or(1024);
+    let (m, n, k) = (size, size, size);
     let shape = Shape {
         product: Product::Forward,
         m,
@@ -18,18 +21,18 @@ pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
         output: dtype,
         adds: false,
         y_stride: n,
-        bias: false,
+        epilogue: Epilogue::None,
     };
     let products = gpu.matmul(false)?;
     products.prepare(shape)?;
-    let bytes = (SIZE * SIZE * dtype.bytes()) as u64;
-    let memory = Memory::new(&gpu.device, 3 * bytes + WORKSPACE)?;
+    let bytes = (size * size * dtype.bytes()) as u64;
+    let memory = Memory::new(&gpu.device, needed(size))?;
     let stream = Stream::new(&gpu.device)?;
     fill_random(&stream, memory.base, 2 * bytes)?;
     let (x, w, y) = (memory.base, memory.base + bytes, memory.base + 2 * bytes);
     // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
     let once = || unsafe { products.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
-    let flops = 2.0 * (SIZE as f64).powi(3);
+    let flops = 2.0 * (size as f64).powi(3);
     timed(gpu, &stream, 0.3, once).map(|seconds| flops / seconds)
 }
 

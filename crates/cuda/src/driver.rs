@@ -52,7 +52,6 @@ functions! {
     error_text = c"cuGetErrorString": fn(c_int, *mut *const c_char) -> c_int;
 }
 
-const OUT_OF_MEMORY: c_int = 2;
 /// The oldest driver interface that the kernels and libraries are made for: CUDA 13.0.
 const LEAST_VERSION: c_int = 13000;
 
@@ -90,10 +89,11 @@ impl Driver {
                 if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
             }
         };
-        if status == OUT_OF_MEMORY {
-            return Err(CudaError::OutOfMemory);
-        }
-        Err(CudaError::Call { call, text: format!("{} ({})", text(self.error_text), text(self.error_name)) })
+        let text = match (text(self.error_text), text(self.error_name)) {
+            (_, name) if name.is_empty() => format!("status {status}"),
+            (said, name) => format!("{said} ({name}, {status})"),
+        };
+        Err(CudaError::of_status(call, status, text))
     }
 }
 
@@ -120,9 +120,13 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// How many devices there are.
+    /// How many devices there are that this driver is new enough for.
     pub fn count() -> Result<usize, CudaError> {
         let driver = Driver::get()?;
+        let version = driver.version();
+        if version < LEAST_VERSION {
+            return Err(CudaError::OldDriver { found: version, least: LEAST_VERSION });
+        }
         let mut count = 0;
         // SAFETY: the address is valid for the call.
         driver.check("cuDeviceGetCount", unsafe { (driver.device_count)(&mut count) })?;
@@ -144,10 +148,6 @@ impl Device {
     /// Opens device `ordinal`.
     pub fn open(ordinal: usize) -> Result<Arc<Device>, CudaError> {
         let driver = Driver::get()?;
-        let version = driver.version();
-        if version < LEAST_VERSION {
-            return Err(CudaError::OldDriver { found: version, least: LEAST_VERSION });
-        }
         if ordinal >= Self::count()? {
             return Err(CudaError::NoDevice);
         }

@@ -1,18 +1,28 @@
 //! What can go wrong on a device.
 
+use crate::library::{FOLDER_VARIABLE, Name};
+
+const MEMORY_HINT: &str = "end other programs on it (see `nvidia-smi`), lower train.micro_batch or train.seq, or set recompute.policy = \"selective\"";
+const RESUME: &str =
+    "no checkpoint that was written is harmed: the same command again goes on from the latest, if there is one";
+
 /// Why the device does not do what it should.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum CudaError {
-    /// A library is not there.
-    #[error("{name} was not found\nhint: {hint}; `lockstep doctor` shows where libraries are looked for")]
+    /// A library is not there, or not whole.
+    #[error(
+        "{} {problem}\nhint: {}; where it is installed elsewhere, name its folder in {FOLDER_VARIABLE}",
+        library.name(),
+        library.hint()
+    )]
     Library {
         /// The library.
-        name: &'static str,
-        /// How to get it.
-        hint: &'static str,
+        library: Name,
+        /// What is wrong with it.
+        problem: String,
     },
     /// A library is too old or too new.
-    #[error("{path} has no function {symbol}\nhint: {hint}")]
+    #[error("{path} has no function {symbol}: it is of another version\nhint: {hint}")]
     Symbol {
         /// The library.
         path: String,
@@ -37,15 +47,39 @@ pub enum CudaError {
         "no CUDA device was found\nhint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or train with train.device = \"cpu\""
     )]
     NoDevice,
+    /// The driver does not start.
+    #[error("the NVIDIA driver does not start: {text}\nhint: {hint}")]
+    Start {
+        /// What it says.
+        text: String,
+        /// What to do.
+        hint: &'static str,
+    },
     /// No memory is left.
-    #[error(
-        "the device has no memory left\nhint: end other programs on it (see `nvidia-smi`), lower train.micro_batch, or set recompute.policy = \"selective\""
-    )]
+    #[error("the device has no memory left\nhint: {MEMORY_HINT}")]
     OutOfMemory,
+    /// There is no room for the arena.
+    #[error("the device has no room for the arena of {arena}: {free} of {memory} are free\nhint: {MEMORY_HINT}")]
+    Arena {
+        /// What was asked for.
+        arena: String,
+        /// What is free.
+        free: String,
+        /// What the device has.
+        memory: String,
+    },
+    /// The device has stopped: nothing more can be done on it by this process.
+    #[error("the device was lost: {call} says {text}\nhint: {hint}; {RESUME}")]
+    Lost {
+        /// The function that told.
+        call: &'static str,
+        /// What it says.
+        text: String,
+        /// What to look at.
+        hint: &'static str,
+    },
     /// A call failed.
-    #[error(
-        "{call}: {text}\nhint: the device may have been lost: see `nvidia-smi` and the system log; the latest checkpoint is whole, and the same command goes on from it"
-    )]
+    #[error("{call} failed: {text}\nhint: see `nvidia-smi` and `lockstep doctor`; {RESUME}")]
     Call {
         /// The function.
         call: &'static str,
@@ -68,6 +102,77 @@ pub enum CudaError {
     /// A bug.
     #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
     Internal(String),
+}
+
+impl CudaError {
+    /// What a status of the driver means. `text` is what the driver says of it.
+    pub(crate) fn of_status(call: &'static str, status: i32, text: String) -> Self {
+        if let Some(hint) = start_hint(status) {
+            return CudaError::Start { text, hint };
+        }
+        match (status, lost_hint(status)) {
+            (2, _) => CudaError::OutOfMemory,
+            (100, _) => CudaError::NoDevice,
+            (_, Some(hint)) => CudaError::Lost { call, text, hint },
+            (_, None) => CudaError::Call { call, text },
+        }
+    }
+
+    /// The same for a status of cuBLASLt.
+    pub(crate) fn of_cublas(call: &'static str, status: i32) -> Self {
+        let text = match status {
+            1 => "not initialised",
+            3 => return CudaError::OutOfMemory,
+            7 => "invalid value",
+            8 => "not made for this device",
+            13 => "execution failed",
+            14 => "internal error",
+            15 => "not supported",
+            _ => "unknown",
+        };
+        let text = format!("{text} (cuBLAS status {status})");
+        match status {
+            13 | 14 => CudaError::Lost { call, text, hint: LOOK },
+            _ => CudaError::Call { call, text },
+        }
+    }
+
+    /// The error and its hint, a line each.
+    pub fn lines(&self) -> (String, String) {
+        let text = self.to_string();
+        let (problem, hint) = text.split_once("\nhint: ").unwrap_or((&text, ""));
+        (problem.to_owned(), hint.to_owned())
+    }
+}
+
+const LOOK: &str = "see `nvidia-smi` and, for lines with Xid, `dmesg`";
+
+/// What to do about a driver that does not start.
+fn start_hint(status: i32) -> Option<&'static str> {
+    match status {
+        34 => Some("libcuda.so.1 is a stub for building programs: take its folder out of LD_LIBRARY_PATH"),
+        802 => Some("the machine's NVSwitch is not up: start the service nvidia-fabricmanager"),
+        803 | 804 => {
+            Some("libcuda.so.1 is not of the version of the loaded kernel module: restart the machine after an update")
+        }
+        _ => None,
+    }
+}
+
+/// What to look at after a device has stopped with this status; nothing where it has not stopped.
+fn lost_hint(status: i32) -> Option<&'static str> {
+    match status {
+        46 => Some("another program may hold it alone, or it has fallen off the bus: see `nvidia-smi`"),
+        214 | 220 => Some(
+            "its memory or links are faulty: see `nvidia-smi -q`, reset it with `nvidia-smi --gpu-reset`, or use another",
+        ),
+        702 => Some("a kernel ran into the time limit of a device with a display: train on one without"),
+        700 | 701 | 710 | 714..=719 => Some(
+            "see `nvidia-smi` and, for lines with Xid, `dmesg`; where it happens again at the same step, please report it with your config",
+        ),
+        709 | 999 => Some(LOOK),
+        _ => None,
+    }
 }
 
 impl From<CudaError> for lockstep_exec::ExecError {

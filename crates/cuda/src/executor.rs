@@ -5,14 +5,15 @@ use crate::call::Call;
 use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::linked::Linked;
-use crate::ops::join;
+use crate::ops::join::{self, Groups};
 use crate::staging::{Results, Staging};
-use crate::{CudaError, ops, staging};
+use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, check_scratch};
 use lockstep_exec::exchange::Link;
+use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
 use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, Op, StepProgram, StepScalars, units};
+use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,13 +25,14 @@ use std::time::Instant;
 pub struct CudaExecutor {
     program: StepProgram,
     segments: Vec<Vec<Bound>>,
-    /// Of every instruction: how many from it on are done as one; 0 for those that another began.
-    joined: Vec<Vec<usize>>,
+    /// Of every instruction: those that are done with it as one.
+    joined: Vec<Groups>,
     tensors: BTreeMap<String, usize>,
     /// Entries that have run once, and what was recorded of those that ran twice.
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
+    notes: Vec<Note>,
     deterministic: bool,
     /// Where the program has several ranks.
     linked: Option<Linked>,
@@ -71,23 +73,29 @@ impl CudaExecutor {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
-        let joined: Vec<Vec<usize>> = program.segments.iter().map(|s| joined(&program, &s.instrs)).collect();
         // Products are tried out before the arena takes the memory.
         let products = gpu.matmul(deterministic)?;
-        for (bounds, joined) in segments.iter().zip(&joined) {
-            for (bound, joined) in bounds.iter().zip(joined) {
-                // A product has its bias from the start, or never.
-                let with_bias = bound.op == Op::Linear && *joined > 1;
-                let shapes = ops::shapes(bound).into_iter().filter(|s| s.bias == with_bias);
-                shapes.into_iter().try_for_each(|shape| products.prepare(shape))?;
-            }
+        let joined = join::groups(&program, &segments, &|shape| products.worth(shape))?;
+        for (bounds, groups) in segments.iter().zip(&joined) {
+            let mut shapes = groups.iter().flat_map(|group| join::shapes(bounds, group));
+            shapes.try_for_each(|shape| products.prepare(shape))?;
         }
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
+        let mut notes = attention.notes.clone();
+        if link.is_some() {
+            let text =
+                "ranks share one GPU and exchange through the host's memory: good to check a layout, slow to train";
+            notes.push(Note::Warning(text.into()));
+        }
         gpu.note_context()?;
         let device = &gpu.device;
         let arena = Memory::new(device, program.arena_bytes).map_err(|e| match e {
-            CudaError::OutOfMemory => ExecError::OutOfMemory(units::bytes(program.arena_bytes)),
-            other => other.into(),
+            CudaError::OutOfMemory => CudaError::Arena {
+                arena: units::bytes(program.arena_bytes),
+                free: device.free_bytes().map_or("none".to_owned(), units::bytes),
+                memory: units::bytes(device.memory),
+            },
+            other => other,
         })?;
         let linked = link.map(|link| Linked::new(&program, link)).transpose()?;
         let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
@@ -104,6 +112,7 @@ impl CudaExecutor {
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
+            notes,
             deterministic,
             linked,
             staging: RefCell::new(Staging::new(device, staging)?),
@@ -146,10 +155,10 @@ impl CudaExecutor {
         };
         // SAFETY: the arena is this program's.
         unsafe {
-            match self.joined[slot.segment][instr] {
-                0 => Ok(()),
-                1 => ops::issue(call(instr)),
-                count => join::issue_joined(&(instr..instr + count).map(call).collect::<Vec<_>>()),
+            match &self.joined[slot.segment][instr][..] {
+                [] => Ok(()),
+                [one] => ops::issue(call(*one)),
+                group => join::issue_joined(&group.iter().map(|i| call(*i)).collect::<Vec<_>>()),
             }
         }
     }
@@ -167,11 +176,12 @@ impl CudaExecutor {
 
     /// What came of a call. The device tells of errors late, at whatever is called next: they are of what was queued before.
     fn behind<T>(&self, called: Result<T, CudaError>) -> Result<T, ExecError> {
-        Ok(called.map_err(|error| match (error, &self.queued) {
-            (CudaError::Call { call, text }, Some(entry)) => {
-                CudaError::Call { call, text: format!("{text}, in `{entry}` or what was queued behind it") }
-            }
-            (error, _) => error,
+        let Some(entry) = &self.queued else { return Ok(called?) };
+        let more = |text: String| format!("{text}, in `{entry}` or what was queued behind it");
+        Ok(called.map_err(|error| match error {
+            CudaError::Call { call, text } => CudaError::Call { call, text: more(text) },
+            CudaError::Lost { call, text, hint } => CudaError::Lost { call, text: more(text), hint },
+            other => other,
         })?)
     }
 
@@ -218,23 +228,13 @@ fn input_bytes(program: &StepProgram) -> usize {
     inputs.map(|t| room(t) * slots(t)).sum()
 }
 
-fn joined(program: &StepProgram, instrs: &[Instr]) -> Vec<usize> {
-    let mut joined = Vec::with_capacity(instrs.len());
-    while joined.len() < instrs.len() {
-        let count = join::count(program, instrs, joined.len());
-        joined.push(count);
-        joined.extend(std::iter::repeat_n(0, count - 1));
-    }
-    joined
-}
-
 impl Executor for CudaExecutor {
     fn arena_bytes(&self) -> u64 {
         self.arena.bytes
     }
 
     fn notes(&self) -> &[Note] {
-        &self.attention.notes
+        &self.notes
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
@@ -246,6 +246,24 @@ impl Executor for CudaExecutor {
         // SAFETY: the address and size are the tensor's.
         let copied = unsafe { self.staging.get_mut().send(&self.stream, address, data) };
         self.behind(copied)
+    }
+
+    fn fill(&mut self, tensors: &[(&str, DType)], values: &Initial) -> Result<(), ExecError> {
+        let mut places = Vec::new();
+        for (name, dtype) in tensors {
+            let (_, address, bytes) = self.tensor(name, 0)?;
+            let fits = values.elements() * dtype.bytes() == bytes && matches!(dtype, DType::F32 | DType::BF16);
+            if !fits || !initial::drawn_here(values.init) {
+                return values.write(self, tensors);
+            }
+            places.push((address, *dtype));
+        }
+        self.gpu.device.enter()?;
+        for (address, dtype) in places {
+            // SAFETY: the tensor has as many elements.
+            unsafe { initial::draw(&self.gpu.kernels, &self.stream, address, dtype, values)? };
+        }
+        Ok(self.stream.wait()?)
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {

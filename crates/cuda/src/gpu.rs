@@ -3,8 +3,8 @@
 use crate::cudnn::Cudnn;
 use crate::driver::Device;
 use crate::kernels::Kernels;
-use crate::matmul::Matmul;
-use crate::{CudaError, Nvml, Telemetry, attention};
+use crate::matmul::{self, Matmul};
+use crate::{CudaError, Nvml, Telemetry, attention, nvrtc};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -44,18 +44,11 @@ impl Gpu {
         let others_bytes = nvml.as_ref().and_then(Nvml::used_bytes);
         let device = Device::open(ordinal)?;
         let (kernels, matmul) = (Kernels::load(&device)?, Matmul::open(&device, tune)?);
-        Ok(Arc::new(Self {
-            device,
-            kernels,
-            matmul,
-            first_matmul: OnceLock::new(),
-            cudnn: OnceLock::new(),
-            attention: attention::Shared::default(),
-            nvml,
-            others_bytes,
-            bare: OnceLock::new(),
-            last_sample: Mutex::default(),
-        }))
+        let (first_matmul, cudnn) = (OnceLock::new(), OnceLock::new());
+        let (bare, last_sample, attention) = (OnceLock::new(), Mutex::default(), attention::Shared::default());
+        let gpu =
+            Self { device, kernels, matmul, first_matmul, cudnn, attention, nvml, others_bytes, bare, last_sample };
+        Ok(Arc::new(gpu))
     }
 
     /// Products: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.
@@ -67,6 +60,19 @@ impl Gpu {
                 self.first_matmul.get_or_init(open).as_ref().map_err(Clone::clone)
             }
         }
+    }
+
+    /// Whether this machine has what [`Gpu::open`] needs: a device, a driver that is new enough, the libraries. Looked up once.
+    pub fn check() -> Result<(), CudaError> {
+        static CHECKED: OnceLock<Result<(), CudaError>> = OnceLock::new();
+        let check = || {
+            if Device::count()? == 0 {
+                return Err(CudaError::NoDevice);
+            }
+            nvrtc::version()?;
+            matmul::version().map(|_| ())
+        };
+        CHECKED.get_or_init(check).clone()
     }
 
     pub(crate) fn cudnn(&self) -> Result<&Cudnn, CudaError> {

@@ -1,5 +1,6 @@
 //! Shared libraries, found and opened while the program runs: the binary needs none of them to start.
 
+use crate::CudaError;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::{Path, PathBuf};
 
@@ -57,7 +58,7 @@ impl Name {
     /// The name for people.
     pub fn name(self) -> &'static str {
         match self {
-            Name::Driver => "driver",
+            Name::Driver => "NVIDIA driver",
             Name::Nvrtc => "NVRTC",
             Name::CublasLt => "cuBLASLt",
             Name::Cudnn => "cuDNN",
@@ -77,24 +78,42 @@ pub struct Library {
 impl Library {
     /// Opens a library: from the folder that the environment names, from where the system looks, from a CUDA installation, or
     /// from the packages of a Python environment.
-    pub fn open(name: Name) -> Option<Library> {
+    pub fn open(name: Name) -> Result<Library, CudaError> {
         let files = name.files();
+        let failed = |problem: String| CudaError::Library { library: name, problem };
         let named = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from);
-        let first = named.iter().flat_map(|folder| in_folder(folder, files));
-        let system = files.iter().map(PathBuf::from);
-        let found = first.chain(system).find_map(|path| Self::open_path(&path));
-        found.or_else(|| folders().iter().flat_map(|f| in_folder(f, files)).find_map(|path| Self::open_path(&path)))
+        let first: Vec<PathBuf> = named.iter().flat_map(|folder| in_folder(folder, files)).collect();
+        let only_first = !first.is_empty();
+        let system = files.iter().map(PathBuf::from).filter(|_| !only_first);
+        let others = folders().into_iter().flat_map(|f| in_folder(&f, files)).filter(|_| !only_first);
+        let mut why = None;
+        // What the named folder holds is used, or is an error.
+        for path in first.into_iter().chain(system).chain(others) {
+            match Self::open_path(&path) {
+                Ok(library) => return Ok(library),
+                // A name that the system does not know says nothing; a file that is there and does not open does.
+                Err(text) if !absent(&path, &text) => why = why.or(Some(text)),
+                Err(_) => {}
+            }
+        }
+        Err(failed(why.map_or("was not found".to_owned(), |text| format!("cannot be opened: {text}"))))
     }
 
-    fn open_path(path: &Path) -> Option<Library> {
+    fn open_path(path: &Path) -> Result<Library, String> {
         companions(path).iter().for_each(|part| drop(Self::open_path(part)));
-        let text = CString::new(path.to_str()?).ok()?;
+        let text = path.to_str().and_then(|p| CString::new(p).ok());
+        let text = text.ok_or_else(|| format!("{} is no name for a library", path.display()))?;
         // SAFETY: opening a library runs its initialisers; these are NVIDIA's, made for that.
         let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         if handle.is_null() {
-            return None;
+            // SAFETY: the system gives a text that lasts until its next call in this thread, or nothing.
+            let why = unsafe {
+                let text = libc::dlerror();
+                if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+            };
+            return Err(why);
         }
-        Some(Library { handle: handle as usize, path: real_path(handle).unwrap_or_else(|| path.to_owned()) })
+        Ok(Library { handle: handle as usize, path: real_path(handle).unwrap_or_else(|| path.to_owned()) })
     }
 
     /// The address of a function.
@@ -103,6 +122,11 @@ impl Library {
         let address = unsafe { libc::dlsym(self.handle as *mut c_void, name.as_ptr()) };
         (!address.is_null()).then_some(address)
     }
+}
+
+/// Whether the system's text only says that it knows no file of this name.
+fn absent(path: &Path, text: &str) -> bool {
+    !path.is_absolute() && text.starts_with(&format!("{}: ", path.display())) && text.contains("No such file")
 }
 
 /// Where an open library lies.
@@ -181,8 +205,7 @@ macro_rules! functions {
             /// Opens the library and finds its functions.
             pub fn open() -> Result<(Self, std::path::PathBuf), crate::CudaError> {
                 let name = $library;
-                let missing = || crate::CudaError::Library { name: name.name(), hint: name.hint() };
-                let library = crate::library::Library::open(name).ok_or_else(missing)?;
+                let library = crate::library::Library::open(name)?;
                 let table = Self {
                     $($field: {
                         let address = library.symbol($symbol).ok_or_else(|| crate::CudaError::Symbol {

@@ -1,6 +1,12 @@
 //! Matrix products by cuBLASLt. Plans are chosen once, by timing the library's first proposals on the device, and kept on disk.
 
-use crate::driver::{Address, Device, Event, Memory, Stream};
+mod epilogue;
+mod trial;
+
+pub use epilogue::{Beside, Epilogue};
+pub use trial::fill_random;
+
+use crate::driver::{Address, Device, Stream};
 use crate::library::{Name, functions};
 use crate::{CudaError, cache};
 use lockstep_ir::DType;
@@ -33,9 +39,6 @@ functions! {
 const COMPUTE_32F: c_int = 68;
 const DESC_TRANSA: c_int = 3;
 const DESC_TRANSB: c_int = 4;
-const DESC_EPILOGUE: c_int = 7;
-const DESC_BIAS_POINTER: c_int = 8;
-const EPILOGUE_BIAS: c_int = 4;
 const PREFERENCE_WORKSPACE: c_int = 1;
 const PREFERENCE_ALIGNMENT: [c_int; 4] = [5, 6, 7, 8];
 
@@ -92,8 +95,8 @@ pub struct Shape {
     pub adds: bool,
     /// Elements from one row of y to the next.
     pub y_stride: usize,
-    /// Whether each row of y gets a bias.
-    pub bias: bool,
+    /// What happens to the result on its way.
+    pub epilogue: Epilogue,
 }
 
 impl Shape {
@@ -101,6 +104,14 @@ impl Shape {
     fn alignment(&self) -> u32 {
         let rows = [self.k * self.input.bytes(), self.y_stride * self.input.bytes(), self.k * self.output.bytes()];
         rows.iter().map(|bytes| 1 << bytes.trailing_zeros().min(4)).min().unwrap_or(1)
+    }
+
+    /// Elements of a row of the result.
+    fn result_row(&self) -> usize {
+        match self.product {
+            Product::Forward => self.n,
+            Product::Input | Product::Weight => self.k,
+        }
     }
 }
 
@@ -112,7 +123,8 @@ struct Described {
     c: Handle,
 }
 
-// SAFETY: descriptions are not changed once they are made, but for the address of a bias, in one that nobody else has.
+// SAFETY: descriptions are not changed once they are made, but for addresses of an epilogue's operands, in one
+// that nobody else has.
 unsafe impl Send for Described {}
 // SAFETY: as above.
 unsafe impl Sync for Described {}
@@ -149,7 +161,7 @@ pub fn version() -> Result<(usize, PathBuf), CudaError> {
 fn check(call: &'static str, status: c_int) -> Result<(), CudaError> {
     match status {
         0 => Ok(()),
-        _ => Err(CudaError::Call { call, text: format!("status {status}") }),
+        _ => Err(CudaError::of_cublas(call, status)),
     }
 }
 
@@ -192,13 +204,13 @@ impl Matmul {
         // SAFETY: addresses and sizes are those of the values.
         unsafe {
             check("cublasLtMatmulDescCreate", (self.lt.desc_create)(&mut desc, COMPUTE_32F, code(DType::F32)))?;
-            let epilogue = shape.bias.then_some((DESC_EPILOGUE, EPILOGUE_BIAS));
-            for (which, turn) in [(DESC_TRANSA, turn_a), (DESC_TRANSB, turn_b)].into_iter().chain(epilogue) {
+            for (which, turn) in [(DESC_TRANSA, turn_a), (DESC_TRANSB, turn_b)] {
                 let turn: c_int = turn;
                 let status = (self.lt.desc_set)(desc, which, (&raw const turn).cast(), size_of::<c_int>());
                 check("cublasLtMatmulDescSetAttribute", status)?;
             }
         }
+        self.describe_epilogue(desc, shape)?;
         Ok(Described { desc, a: layout(a, input)?, b: layout(b, input)?, c: layout(c, output)? })
     }
 
@@ -283,94 +295,25 @@ impl Matmul {
         (status == 0 && proposal.workspace as u64 <= WORKSPACE).then_some(algorithm)
     }
 
-    /// Times proposals on random numbers: zeros would draw less power than real data do.
+    /// The fastest of several proposals. Where there is no room to try them, the library's own choice has to do.
     fn fastest(&self, shape: &Shape, d: &Described, proposals: &[Proposal]) -> Result<Algorithm, CudaError> {
-        let bytes = |rows: usize, columns: usize, dtype: DType| (rows * columns * dtype.bytes()) as u64;
-        let Shape { product, m, n, k, input, output, adds, y_stride, bias } = *shape;
-        let (x, w, y) = ((m, k), (n, k), (m, y_stride));
-        let (a, b, c) = match product {
-            Product::Forward => (w, x, y),
-            Product::Input => (w, y, x),
-            Product::Weight => (x, y, w),
-        };
-        let sizes = [bytes(a.0, a.1, input), bytes(b.0, b.1, input), bytes(c.0, c.1, output), WORKSPACE];
-        let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
-        // Where there is no room beside what is already there, the library's own choice has to do.
-        if self.device.free_bytes()? < total + (256 << 20) {
-            return Ok(proposals[0].algorithm);
-        }
-        let memory = Memory::new(&self.device, total)?;
-        let stream = Stream::new(&self.device)?;
-        let mut at = memory.base;
-        let [a, b, c, scratch] = sizes.map(|s| {
-            let here = at;
-            at += s.next_multiple_of(256);
-            here
-        });
-        for (address, size) in [(a, sizes[0]), (b, sizes[1]), (c, sizes[2])] {
-            fill_random(&stream, address, size)?;
-        }
-        let mut best: Option<(f64, Algorithm)> = None;
-        let (start, end) = (Event::new(&self.device)?, Event::new(&self.device)?);
-        let run = |p: &Proposal, times: usize| -> Result<f64, CudaError> {
-            let beta = if adds { 1.0 } else { 0.0 };
-            start.record(&stream)?;
-            for _ in 0..times {
-                if bias {
-                    self.set_bias(d, a)?;
-                }
-                // SAFETY: the matrices are as large as the shape says.
-                unsafe { self.call(d, &p.algorithm, &stream, (a, b, c), c, beta, scratch)? };
-            }
-            end.record(&stream)?;
-            end.wait()?;
-            end.since(&start)
-        };
+        let Some(trial) = self.trial(shape)? else { return Ok(proposals[0].algorithm) };
+        let (mut best, mut failed): (Option<(f64, Algorithm)>, _) = (None, None);
         for p in proposals {
-            // The first call loads code; a proposal that fails is none.
-            let Ok(once) = run(p, 1).and_then(|_| run(p, 1)) else { continue };
-            let times = ((2e-3 / once.max(1e-6)) as usize).clamp(2, 50);
-            let seconds = run(p, times)? / times as f64;
+            // A proposal that fails is none.
+            let seconds = match trial.seconds(shape, d, &p.algorithm, 0) {
+                Ok(seconds) => seconds,
+                Err(error) => {
+                    failed = Some(error);
+                    continue;
+                }
+            };
             if best.is_none_or(|(least, _)| seconds < least) {
                 best = Some((seconds, p.algorithm));
             }
         }
-        best.map(|(_, a)| a).ok_or_else(|| CudaError::Internal(format!("no proposal for {shape:?} runs")))
-    }
-
-    fn set_bias(&self, d: &Described, bias: Address) -> Result<(), CudaError> {
-        // SAFETY: the address and size are those of the value.
-        let status =
-            unsafe { (self.lt.desc_set)(d.desc, DESC_BIAS_POINTER, (&raw const bias).cast(), size_of::<Address>()) };
-        check("cublasLtMatmulDescSetAttribute", status)
-    }
-
-    /// As [`Matmul::multiply`] with a bias for every row of y.
-    ///
-    /// # Safety
-    /// As there; the bias has as many elements as a row.
-    pub unsafe fn multiply_with_bias(
-        &self,
-        stream: &Stream,
-        shape: &Shape,
-        factors: (Address, Address),
-        bias: Address,
-        to: Address,
-        scratch: Address,
-    ) -> Result<(), CudaError> {
-        if shape.m * shape.n * shape.k == 0 {
-            return Ok(());
-        }
-        let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} was not prepared")))?;
-        // Where the bias stands is part of the description: one of its own, since others may use the plan's.
-        let described = self.describe(shape)?;
-        self.set_bias(&described, bias)?;
-        let (a, b) = (factors.1, factors.0);
-        // SAFETY: the caller vouches.
-        let called = unsafe { self.call(&described, &plan.algorithm, stream, (a, b, to), to, 0.0, scratch) };
-        // SAFETY: made above.
-        unsafe { self.forget(&described) };
-        called
+        let none = || failed.unwrap_or_else(|| CudaError::Internal(format!("no proposal for {shape:?}")));
+        best.map(|(_, a)| a).ok_or_else(none)
     }
 
     /// Destroys descriptions.
@@ -461,26 +404,4 @@ impl Drop for Matmul {
             (self.lt.destroy)(self.handle);
         }
     }
-}
-
-/// Fills memory with bits that are sound numbers of moderate size in bf16 and in f32.
-pub fn fill_random(stream: &Stream, at: Address, bytes: u64) -> Result<(), CudaError> {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Sign and mantissa at random, the exponent near one.
-        (0x3f00 | ((state >> 33) as u16 & 0x80ff)).to_le_bytes()
-    };
-    let block: Vec<u8> = (0..(1 << 18)).flat_map(|_| next()).collect();
-    let mut done = bytes.min(block.len() as u64);
-    // SAFETY: all ranges lie in the memory and do not overlap; the first copy is done before the block goes.
-    unsafe {
-        stream.to_device(at, &block[..done as usize])?;
-        while done < bytes {
-            let here = done.min(bytes - done);
-            stream.copy(at + done, at, here as usize)?;
-            done += here;
-        }
-    }
-    stream.wait()
 }

@@ -12,7 +12,7 @@ pub struct Finding {
     /// What was found, or why nothing was.
     pub found: Result<String, String>,
     /// What to do where it is missing.
-    pub hint: &'static str,
+    pub hint: String,
     /// Whether nothing runs on a GPU without it.
     pub needed: bool,
 }
@@ -31,10 +31,10 @@ pub fn survey() -> Vec<Finding> {
         let bytes: usize = code.iter().map(|(_, c)| c.len()).sum();
         format!("{} sources compiled for sm_{capability}, {} KiB of machine code", code.len(), bytes / 1024)
     });
-    let hint = "see NVRTC above";
-    findings.push(Finding { what: "kernels".into(), found: compiled.map_err(|e| first_line(&e)), hint, needed: true });
+    let hint = "see NVRTC above".to_owned();
+    findings.push(Finding { what: "kernels".into(), found: compiled.map_err(|e| e.lines().0), hint, needed: true });
     let folder = cache::folder().map(|f| f.display().to_string()).ok_or_else(|| "no home folder".to_owned());
-    let hint = "set LOCKSTEP_CACHE to a folder";
+    let hint = "set LOCKSTEP_CACHE to a folder".to_owned();
     findings.push(Finding { what: "cache".into(), found: folder, hint, needed: false });
     findings
 }
@@ -55,32 +55,27 @@ fn device(d: &Device) -> Finding {
     if let Ok(nvml) = Nvml::open(&d.pci) {
         text += &format!(", {}", nvml.read());
     }
-    Finding { what: format!("device {}", d.ordinal()), found: Ok(text), hint: "", needed: true }
+    Finding { what: format!("device {}", d.ordinal()), found: Ok(text), hint: String::new(), needed: true }
 }
 
 fn no_device(error: CudaError) -> Finding {
-    let hint = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES";
-    Finding { what: "device".into(), found: Err(first_line(&error)), hint, needed: true }
-}
-
-fn first_line(error: &CudaError) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_owned()
+    let (problem, hint) = error.lines();
+    Finding { what: "device".into(), found: Err(problem), hint, needed: true }
 }
 
 fn library(name: Name) -> Finding {
     let at = |version: String, path: std::path::PathBuf| format!("{version}, {}", path.display());
     let dotted = |v: usize| format!("{}.{}.{}", v / 10000, v / 100 % 100, v % 100);
     let found = match name {
-        Name::Driver => Library::open(name).ok_or_else(|| "not found".to_owned()).map(|l| {
-            let version = Driver::get().map_or(0, Driver::version);
-            at(format!("speaks CUDA {}.{}", version / 1000, version % 1000 / 10), l.path)
+        Name::Driver => Driver::open().map(|(driver, path)| {
+            let version = driver.version();
+            at(format!("speaks CUDA {}.{}", version / 1000, version % 1000 / 10), path)
         }),
-        Name::Nvrtc => nvrtc::version()
-            .map(|((major, minor), path)| at(format!("{major}.{minor}"), path))
-            .map_err(|e| first_line(&e)),
-        Name::CublasLt => matmul::version().map(|(v, path)| at(dotted(v), path)).map_err(|e| first_line(&e)),
-        Name::Cudnn => cudnn::version().map(|(v, path)| at(dotted(v), path)).map_err(|e| first_line(&e)),
-        Name::Nvml => Library::open(name).ok_or_else(|| "not found".to_owned()).map(|l| l.path.display().to_string()),
+        Name::Nvrtc => nvrtc::version().map(|((major, minor), path)| at(format!("{major}.{minor}"), path)),
+        Name::CublasLt => matmul::version().map(|(v, path)| at(dotted(v), path)),
+        Name::Cudnn => cudnn::version().map(|(v, path)| at(dotted(v), path)),
+        Name::Nvml => Library::open(name).map(|l| l.path.display().to_string()),
     };
-    Finding { what: name.name().to_owned(), found, hint: name.hint(), needed: name.needed() }
+    let found = found.map_err(|e| e.lines().0);
+    Finding { what: name.name().to_owned(), found, hint: name.hint().to_owned(), needed: name.needed() }
 }

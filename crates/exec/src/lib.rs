@@ -9,11 +9,14 @@ pub mod comm;
 pub mod conformance;
 pub mod cpu;
 pub mod exchange;
+pub mod initial;
 mod ranks;
 pub mod reference;
 
 pub use ranks::{Rank, Ranks};
 
+use initial::Initial;
+use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
 use std::borrow::Cow;
 use std::ops::Range;
@@ -47,6 +50,12 @@ pub trait Executor: Send {
 
     /// Writes a tensor that the program knows by name; `micro_batch` counts for inputs only.
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError>;
+
+    /// Writes initial values to tensors that the program knows by name, the same to all of them, to each in its type. An executor
+    /// that draws them itself gives the bits that are drawn on the host.
+    fn fill(&mut self, tensors: &[(&str, DType)], values: &Initial) -> Result<(), ExecError> {
+        values.write(self, tensors)
+    }
 
     /// The bytes of a tensor that the program knows by name; `micro_batch` counts for outputs and inputs only.
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError>;
@@ -93,10 +102,6 @@ pub trait Executor: Send {
     }
 }
 
-/// A reading that was queued.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Ticket(pub u64);
-
 /// What an executor says of a program that it has loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Note {
@@ -114,6 +119,10 @@ impl std::fmt::Display for Note {
         }
     }
 }
+
+/// A reading that was queued.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ticket(pub u64);
 
 /// When one instruction ran.
 #[derive(Clone, Copy, Debug, PartialEq)]

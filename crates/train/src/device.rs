@@ -3,7 +3,7 @@
 use crate::TrainError;
 use lockstep_compile::Precision;
 use lockstep_config::Config;
-use lockstep_cuda::{CudaError, CudaExecutor, Gpu, Telemetry};
+use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks};
 use lockstep_ir::hardware;
@@ -30,9 +30,27 @@ impl Device {
         match config.train.device.as_str() {
             "cuda" => cuda,
             "auto" if config.layout().mesh.ranks() > 1 => Device::Cpu,
-            "auto" if cuda.check(config).is_ok() && lockstep_cuda::Device::count().is_ok_and(|n| n > 0) => cuda,
+            "auto" if cuda.check(config).is_ok() && Gpu::check().is_ok() => cuda,
             _ => Device::Cpu,
         }
+    }
+
+    /// Why `auto` takes the processor for one rank on a machine that has, or had, a GPU. One line.
+    pub(crate) fn not_taken(config: &Config) -> Option<String> {
+        if config.train.device != "auto" || config.layout().mesh.ranks() > 1 {
+            return None;
+        }
+        let (problem, hint) = match Gpu::check() {
+            // Most machines have no GPU: that is nothing to tell.
+            Err(CudaError::Library { library: LibraryName::Driver, .. }) => return None,
+            Err(error) => error.lines(),
+            Ok(()) => {
+                let cuda = Device::Cuda { deterministic: config.train.deterministic };
+                let error = cuda.check(config).err()?.to_string();
+                error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))?
+            }
+        };
+        Some(format!("training on the processor: {problem} ({hint})"))
     }
 
     /// The name in reports.

@@ -7,7 +7,7 @@ use crate::noise::{Measured, Noise, NoiseBits};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
-use crate::{Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
+use crate::{Device, Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
@@ -106,6 +106,9 @@ fn start<'a>(
 ) -> Result<Run<'a>, TrainError> {
     let found = latest(&dir.checkpoints())?;
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    if let Some(why) = Device::not_taken(config) {
+        show(Event::Warning(&why));
+    }
     if let Some(loaded) = &found.loaded {
         if !loaded.state["imported"].is_null() {
             return Err(TrainError::Imported { dir: dir.path().to_owned() });
@@ -124,6 +127,8 @@ fn start<'a>(
     let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
     data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let train = data.train(config)?;
+    // The arena may leave no memory to measure in.
+    let ceiling = plan.ceiling()?;
     let mut session = Session::new(config, plan)?;
     session.notes().iter().for_each(|note| show(Event::Note(note)));
     let mut loss_scale = LossScale::new(config);
@@ -148,7 +153,6 @@ fn start<'a>(
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
     }
-    let ceiling = plan.ceiling()?;
     dir.begin(&config.resolved_toml(), plan, step)?;
     let train_tokens = data.train_tokens();
     let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);

@@ -4,7 +4,7 @@ use crate::TrainError;
 use crate::initial::InitialWeights;
 use lockstep_checkpoint::{Bytes, CheckpointError, Group, Loaded, TensorRef};
 use lockstep_exec::Executor;
-use lockstep_exec::cpu;
+use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, StepProgram, TensorType, bf16, f16};
@@ -86,46 +86,6 @@ fn master<'a>(tensors: &'a [Tensor], parameter: &str) -> Option<&'a Tensor> {
     tensors.iter().find(is_master)
 }
 
-/// Writes f32 values to a tensor of any floating-point type.
-fn write(executor: &mut dyn Executor, tensor: &Tensor, data: &[f32]) -> Result<(), TrainError> {
-    let dtype = tensor.whole.dtype;
-    let mut bytes = vec![0u8; data.len() * dtype.bytes()];
-    in_parts(&mut bytes, dtype.bytes(), |first, part| {
-        let data = &data[first..];
-        match dtype {
-            DType::BF16 => put_numbers(part, data, |x| bf16::from_f32(x).to_le_bytes()),
-            DType::F16 => put_numbers(part, data, |x| f16::from_f32(x).to_le_bytes()),
-            _ => put_numbers(part, data, f32::to_le_bytes),
-        }
-    });
-    Ok(executor.write(&tensor.name, 0, &bytes)?)
-}
-
-/// Writes numbers as bytes, as many as there is room for.
-fn put_numbers<const N: usize>(bytes: &mut [u8], data: &[f32], f: impl Fn(f32) -> [u8; N]) {
-    bytes.as_chunks_mut().0.iter_mut().zip(data).for_each(|(to, x)| *to = f(*x));
-}
-
-/// Calls `f` for parts of `out` on all cores, each with the number of elements of `unit` before it. Parts are whole units.
-fn in_parts<T: Send>(out: &mut [T], unit: usize, f: impl Fn(usize, &mut [T]) + Sync) {
-    const PART: usize = 1 << 20;
-    let units = (PART / unit).max(1);
-    let count = out.len().div_ceil(units * unit);
-    let parts = std::sync::Mutex::new(out.chunks_mut(units * unit).enumerate());
-    let next = || parts.lock().unwrap_or_else(|e| e.into_inner()).next();
-    let work = || {
-        while let Some((i, part)) = next() {
-            f(i * units, part);
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..cpu::cores().min(count) {
-            scope.spawn(work);
-        }
-        work();
-    });
-}
-
 /// Where the parameters of a program come from.
 #[derive(Clone, Copy)]
 pub enum Weights<'a> {
@@ -160,27 +120,23 @@ pub(crate) fn load(
 /// Writes constants, and where asked for the initial value of every parameter.
 fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool, seed: u64) -> Result<(), TrainError> {
     for tensor in tensors {
-        let zeros = || vec![0.0f32; tensor.whole.elements()];
         let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
+        let own = (tensor.name.as_str(), tensor.whole.dtype);
         match &tensor.role {
             Role::State(State::Parameter(parameter)) if parameters => {
-                let mut data = zeros();
-                for part in parts(parameter, &tensor.whole) {
-                    let range = &mut data[part.start..part.start + part.elements];
-                    let columns = columns(&part.shape);
-                    in_parts(range, columns, |row, rows| {
-                        parameter.init.fill_from(seed, &part.name, columns, row, rows);
-                    });
-                }
-                write(executor, tensor, &data)?;
-                if let Some(original) = master(tensors, &tensor.name) {
-                    write(executor, original, &data)?;
-                }
+                let parts = parts(parameter, &tensor.whole);
+                let part = |p| -> InitialPart {
+                    let Part { name, shape, elements, .. }: &Part = p;
+                    InitialPart { name, columns: columns(shape), elements: *elements }
+                };
+                let values = Initial { init: &parameter.init, seed, parts: parts.iter().map(part).collect() };
+                let original = master(tensors, &tensor.name).map(|t| (t.name.as_str(), t.whole.dtype));
+                executor.fill(&[Some(own), original].into_iter().flatten().collect::<Vec<_>>(), &values)?;
             }
             Role::State(State::Constant(init)) => {
-                let mut data = zeros();
-                init.fill(seed, &tensor.name, columns(&tensor.whole.sizes()), &mut data);
-                write(executor, tensor, &data)?;
+                let (columns, elements) = (columns(&tensor.whole.sizes()), tensor.whole.elements());
+                let parts = vec![InitialPart { name: &tensor.name, columns, elements }];
+                executor.fill(&[own], &Initial { init, seed, parts })?;
             }
             _ => {}
         }

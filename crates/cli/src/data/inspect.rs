@@ -22,12 +22,20 @@ pub struct Args {
     /// Name the documents of a training step, counted from 1 as in metrics.jsonl.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     step: Option<u64>,
+    /// Show the token ids of that sample or step too: those of a sequence and the target of its last.
+    #[arg(long)]
+    tokens: bool,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
+    if args.tokens && args.sample.is_none() && args.step.is_none() {
+        return Err(Failure::request(
+            "--tokens shows the tokens of a sample or a step\nhint: name one: --sample 0, or --step 1".into(),
+        ));
+    }
     let Inspected { config, folder, data } = open(&args.path)?;
     let statistics = statistics::of(&folder, data.corpora());
     let order = match (&config, args.sample.is_some() || args.step.is_some()) {
@@ -41,12 +49,12 @@ pub fn run(args: Args) -> Result<(), Failure> {
             )));
         }
     };
-    let sample = order.as_ref().zip(args.sample).map(|(order, index)| order.sample(index, true));
+    let sample = order.as_ref().zip(args.sample).map(|(order, index)| order.sample(index, true, args.tokens));
     let step = match (&order, args.step, &config) {
         (Some(order), Some(step), Some(config)) => {
             let batches = config.batches();
             let samples = batches.at(step - 1).first_sample..batches.at(step).first_sample;
-            Some(StepSamples { step, samples: samples.map(|index| order.sample(index, false)).collect() })
+            Some(StepSamples { step, samples: samples.map(|index| order.sample(index, false, args.tokens)).collect() })
         }
         _ => None,
     };
@@ -124,6 +132,9 @@ struct Sample {
     documents: Vec<SampleDocument>,
     #[serde(skip_serializing_if = "Option::is_none")]
     text: Option<String>,
+    /// Those of the sequence, and the target of its last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tokens: Option<Vec<u32>>,
 }
 
 /// A document of a sample.
@@ -152,7 +163,7 @@ impl<'a> Order<'a> {
         Ok(Order { sampler: data.train(config)?, seq: config.train.seq, corpora, sources, tokenizers })
     }
 
-    fn sample(&self, index: u64, with_text: bool) -> Sample {
+    fn sample(&self, index: u64, with_text: bool, with_tokens: bool) -> Sample {
         let place = self.sampler.locate(index);
         let document = |document: &lockstep_data::Document| {
             let path = self.sources[place.corpus].get(document.origin.file as usize);
@@ -163,11 +174,10 @@ impl<'a> Order<'a> {
                 continued: document.continued || document.start < place.offset,
             }
         };
-        let text = with_text.then(|| {
-            let (mut tokens, mut targets) = (vec![0; self.seq], vec![0; self.seq]);
-            self.sampler.fill(index, &mut tokens, &mut targets);
-            self.tokenizers[place.corpus].decode(&tokens)
-        });
+        let (mut tokens, mut targets) = (vec![0; self.seq], vec![0; self.seq]);
+        self.sampler.fill(index, &mut tokens, &mut targets);
+        let text = with_text.then(|| self.tokenizers[place.corpus].decode(&tokens));
+        tokens.extend(targets.last());
         Sample {
             index,
             corpus: self.corpora[place.corpus].name.clone(),
@@ -175,6 +185,7 @@ impl<'a> Order<'a> {
             offset: place.offset,
             documents: self.sampler.documents(index).iter().map(document).collect(),
             text,
+            tokens: with_tokens.then_some(tokens),
         }
     }
 }
@@ -188,6 +199,10 @@ impl Sample {
             let record = document.record.map_or(String::new(), |record| format!(":{record}"));
             let begun = if document.continued { " (began earlier)" } else { "" };
             text.push_str(&format!("  {:>8}  {}{record}{begun}\n", document.start, printable(&document.file)));
+        }
+        if let Some(tokens) = &self.tokens {
+            let ids: Vec<String> = tokens.iter().map(u32::to_string).collect();
+            text.push_str(&format!("  tokens {}\n", ids.join(" ")));
         }
         text
     }

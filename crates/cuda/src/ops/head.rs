@@ -5,7 +5,7 @@ use super::linear::{padded, weight_product};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;
-use crate::matmul::{Product, Shape, WORKSPACE};
+use crate::matmul::{Epilogue, Product, Shape, WORKSPACE};
 use lockstep_ir::DType;
 use lockstep_ir::op::Rows;
 
@@ -65,7 +65,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize, scaled: bool) -> Res
             output: input,
             adds: false,
             y_stride: stride,
-            bias: false,
+            epilogue: Epilogue::None,
         };
         // SAFETY: the operands and the scratch have these sizes.
         unsafe {
@@ -131,7 +131,7 @@ pub unsafe fn vocab_logits(call: Call, rows: Rows) -> Result<(), CudaError> {
         output: DType::F32,
         adds: false,
         y_stride: v,
-        bias: false,
+        epilogue: Epilogue::None,
     };
     let args = args![logits, targets, statistics, v, part.first, part.entries];
     // SAFETY: the operands and the scratch have these sizes.
@@ -180,7 +180,7 @@ pub unsafe fn vocab_grad(call: Call, rows: Rows, scaled: bool) -> Result<(), Cud
                 output: input,
                 adds: false,
                 y_stride: v,
-                bias: false,
+                epilogue: Epilogue::None,
             };
             call.multiply(&shape, (dlogits, call.input(3)), dx, scratch)?;
         }

@@ -1,28 +1,135 @@
 //! Instructions that are done as one: the program says what is computed, the device may do neighbours in one pass.
 
 use super::norm::{self, Kind};
-use super::{issue, linear, optimizer};
+use super::{elements, issue, linear, optimizer};
 use crate::CudaError;
 use crate::call::Call;
+use crate::matmul::{Epilogue, Shape};
+use lockstep_exec::bound::Bound;
 use lockstep_ir::Op;
+use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Arg, BufferId, Instr, StepProgram};
 
-/// How many instructions, from `at` on, are done as one.
-pub fn count(program: &StepProgram, instrs: &[Instr], at: usize) -> usize {
-    match &instrs[at..] {
-        [product, bias, ..] if bias.op == Op::AddBias && product.op == Op::Linear && in_place(product, bias) => 2,
-        [weight, bias, input, ..]
-            if bias.op == Op::BiasGrad
-                && value(bias, 0) == value(weight, 0)
-                && wanted(bias)
-                && norm_gradients(program, weight, input) =>
-        {
-            3
+/// Of every instruction of a segment: those that are done with it as one, itself the first; none where it is done with another.
+pub type Groups = Vec<Vec<usize>>;
+
+/// What is done as one in each segment of a program. `worth` says whether a product takes less time with an epilogue than a kernel
+/// behind it.
+pub fn groups(
+    program: &StepProgram,
+    segments: &[Vec<Bound>],
+    worth: &dyn Fn(Shape) -> Result<bool, CudaError>,
+) -> Result<Vec<Groups>, CudaError> {
+    // A product takes GELU of its f32 sums, a kernel of what was stored: where one is computed again, by itself maybe, all are
+    // left to the kernel, so that they come out as the first time.
+    let again = |i: &Instr| i.op == Op::Gelu && i.phase != Phase::Forward;
+    let gelu = !program.segments.iter().any(|s| s.instrs.iter().any(again));
+    program
+        .segments
+        .iter()
+        .zip(segments)
+        .map(|(s, bounds)| of_segment(program, &s.instrs, bounds, gelu, worth))
+        .collect()
+}
+
+fn of_segment(
+    program: &StepProgram,
+    instrs: &[Instr],
+    bounds: &[Bound],
+    gelu: bool,
+    worth: &dyn Fn(Shape) -> Result<bool, CudaError>,
+) -> Result<Groups, CudaError> {
+    let worth = |at: usize, epilogue| linear::with_epilogue(&bounds[at], epilogue).map_or(Ok(false), worth);
+    let mut groups: Groups = vec![Vec::new(); instrs.len()];
+    let mut done = vec![false; instrs.len()];
+    for at in 0..instrs.len() {
+        if done[at] {
+            continue;
         }
-        [weight, input, ..] if norm_gradients(program, weight, input) => 2,
-        [first, ..] => instrs[at..].iter().take_while(|next| updates_alike(first, next)).count().max(1),
+        let slope = gelu_gradient_of(instrs, at);
+        groups[at] = match slope {
+            _ if gelu && product_with_gelu(program, &instrs[at..]) && worth(at, Epilogue::BiasGelu)? => {
+                (at..at + 3).collect()
+            }
+            Some(slope) if worth(at, Epilogue::GeluSlope)? => vec![at, slope],
+            _ => (at..at + count(program, &instrs[at..])).collect(),
+        };
+        // What another stream makes is there once somebody has waited for it: at the first, or not at all.
+        if groups[at][1..].iter().any(|i| !instrs[*i].waits.is_empty()) {
+            groups[at].truncate(1);
+        }
+        groups[at].iter().for_each(|i| done[*i] = true);
+    }
+    Ok(groups)
+}
+
+/// How many instructions, from the first on, are done as one.
+fn count(program: &StepProgram, instrs: &[Instr]) -> usize {
+    match instrs {
+        [product, bias, ..] if product_with_bias(product, bias) => 2,
+        [gelu, bias, ..] if gelu_and_bias_gradients(program, gelu, bias) => 2,
+        [weight, rest @ ..] if norm_gradients(program, weight, rest).is_some() => {
+            let input = norm_gradients(program, weight, rest).unwrap_or(0);
+            let after = rest.get(input + 1).is_some_and(|after| sums_rows_of(after, &rest[input]));
+            2 + input + usize::from(after)
+        }
+        [first, ..] => instrs.iter().take_while(|next| updates_alike(first, next)).count().max(1),
         [] => 1,
     }
+}
+
+/// The products that a group needs, so that they can be planned before anything runs.
+pub fn shapes(bounds: &[Bound], group: &[usize]) -> Vec<Shape> {
+    let ops: Vec<Op> = group.iter().map(|i| bounds[*i].op).collect();
+    let epilogue = match ops[..] {
+        [Op::Linear, Op::AddBias] => Some(Epilogue::Bias),
+        [Op::Linear, Op::AddBias, Op::Gelu] => Some(Epilogue::BiasGelu),
+        [Op::LinearGradInput, Op::GeluGrad] => Some(Epilogue::GeluSlope),
+        _ => None,
+    };
+    match (epilogue, group) {
+        (Some(epilogue), [product, ..]) => linear::with_epilogue(&bounds[*product], epilogue).into_iter().collect(),
+        _ => group.iter().flat_map(|i| linear::shapes(&bounds[*i])).collect(),
+    }
+}
+
+/// Whether a product is followed by its bias, in place.
+fn product_with_bias(product: &Instr, bias: &Instr) -> bool {
+    bias.op == Op::AddBias && product.op == Op::Linear && in_place(product, bias)
+}
+
+/// Whether a product and its bias are followed by a GELU that may be written while they are computed: it stands apart from all that
+/// they use.
+fn product_with_gelu(program: &StepProgram, instrs: &[Instr]) -> bool {
+    let [product, bias, gelu, ..] = instrs else { return false };
+    let (Some(Some(kept)), Some(read), Some(Some(out))) =
+        (bias.outputs.first(), gelu.inputs.first(), gelu.outputs.first())
+    else {
+        return false;
+    };
+    let used = product.inputs.iter().chain(&bias.inputs).map(|a| a.buffer).chain(product.workspace);
+    product_with_bias(product, bias)
+        && gelu.op == Op::Gelu
+        && kept.value == read.value
+        && !read.part
+        && !out.part
+        && used.chain([kept.buffer]).all(|buffer| !overlap(program, buffer, out.buffer))
+}
+
+/// The gradient of the GELU before a product, further on, if the product may compute it: it changes in place what the product has
+/// made, nobody reads that in between, and what else it reads is there already.
+fn gelu_gradient_of(instrs: &[Instr], at: usize) -> Option<usize> {
+    let product = &instrs[at];
+    let made = product.outputs.first()?.as_ref()?.value;
+    if product.op != Op::LinearGradInput {
+        return None;
+    }
+    let reads = |i: &Instr, v: usize| i.inputs.iter().any(|a| a.value == v);
+    let gelu = at + 1 + instrs[at + 1..].iter().position(|i| reads(i, made))?;
+    let kept = value(&instrs[gelu], 1)?;
+    let there = !instrs[at..gelu].iter().any(|i| i.outputs.iter().flatten().any(|o| o.value == kept));
+    let waits = instrs[at + 1..=gelu].iter().any(|i| !i.waits.is_empty());
+    (instrs[gelu].op == Op::GeluGrad && in_place(product, &instrs[gelu]) && there && !waits).then_some(gelu)
 }
 
 /// Whether two updates by AdamW may be one: they touch tensors of their own, with constants and numbers in common.
@@ -55,23 +162,55 @@ fn in_place(first: &Instr, second: &Instr) -> bool {
     made.value == read.value && made.buffer == changed.buffer && [made, read, changed].into_iter().all(whole)
 }
 
-/// Whether these are the gradients of one norm, of its weight and of its input, and may be computed together.
-fn norm_gradients(program: &StepProgram, weight: &Instr, input: &Instr) -> bool {
-    let Some((of, _, _)) = norm_gradient(&input.op) else { return false };
-    // The weight itself stands between the operands that both have.
-    let same = (0..weight.inputs.len()).all(|w| value(weight, w) == value(input, if w < 2 { w } else { w + 1 }));
-    // The scratch of the first must be free while the last writes.
+/// Whether this is the gradient of a bias: the sum over rows of all that the other has made.
+fn sums_rows_of(bias: &Instr, of: &Instr) -> bool {
+    let (Some(Some(made)), Some(read)) = (of.outputs.first(), bias.inputs.first()) else { return false };
+    bias.op == Op::BiasGrad && made.value == read.value && !made.part && !read.part && wanted(bias)
+}
+
+/// Whether two buffers share memory.
+fn overlap(program: &StepProgram, a: BufferId, b: BufferId) -> bool {
     let range = |b: BufferId| {
         let from = program.address(b, 0, 0);
         from..from + program.buffers[b.0].bytes
     };
-    let apart = match (weight.workspace, input.outputs.first().and_then(Option::as_ref)) {
-        (Some(scratch), Some(out)) => {
-            let (a, b) = (range(scratch), range(out.buffer));
-            a.end <= b.start || b.end <= a.start
+    let (a, b) = (range(a), range(b));
+    a.start < b.end && b.start < a.end
+}
+
+/// Whether these are the gradients of a GELU and of the bias before it, and may be computed together: the scratch of the second must
+/// be free while the first reads.
+fn gelu_and_bias_gradients(program: &StepProgram, gelu: &Instr, bias: &Instr) -> bool {
+    let free = |scratch: BufferId| gelu.inputs.iter().all(|read| !overlap(program, scratch, read.buffer));
+    gelu.op == Op::GeluGrad && sums_rows_of(bias, gelu) && wanted(gelu) && bias.workspace.is_some_and(free)
+}
+
+/// Where the gradient of a norm's input stands behind that of its weight, if they may be computed together: next to it, or behind
+/// that of its bias.
+fn norm_gradients(program: &StepProgram, weight: &Instr, rest: &[Instr]) -> Option<usize> {
+    match rest {
+        [input, ..] if of_one_norm(program, weight, input) => Some(0),
+        [bias, input, ..]
+            if bias.op == Op::BiasGrad
+                && value(bias, 0) == value(weight, 0)
+                && wanted(bias)
+                && of_one_norm(program, weight, input) =>
+        {
+            Some(1)
         }
-        _ => false,
-    };
+        _ => None,
+    }
+}
+
+/// Whether these are the gradients of one norm, of its weight and of its input, and may be computed together.
+fn of_one_norm(program: &StepProgram, weight: &Instr, input: &Instr) -> bool {
+    let Some((of, _, _)) = norm_gradient(&input.op) else { return false };
+    // The weight itself stands between the operands that both have.
+    let same = (0..weight.inputs.len()).all(|w| value(weight, w) == value(input, if w < 2 { w } else { w + 1 }));
+    // The scratch of the first must be free while the last writes.
+    let apart = weight
+        .workspace
+        .is_some_and(|scratch| input.outputs.iter().flatten().all(|out| !overlap(program, scratch, out.buffer)));
     weight.op == of && same && apart && wanted(weight) && wanted(input)
 }
 
@@ -86,7 +225,7 @@ fn norm_gradient(op: &Op) -> Option<(Op, Kind, bool)> {
     }
 }
 
-/// Queues instructions that [`count`] says are done as one.
+/// Queues instructions that are done as one: a group of [`groups`].
 ///
 /// # Safety
 /// As for [`issue`].
@@ -97,14 +236,22 @@ pub unsafe fn issue_joined(calls: &[Call]) -> Result<(), CudaError> {
             [call] => issue(*call),
             [first, ..] if matches!(first.bound.op, Op::AdamW { .. }) => optimizer::adamw_many(calls),
             [product, bias] if product.bound.op == Op::Linear => linear::forward_with_bias(*product, *bias),
-            [weight, rest @ ..] => match rest.last().and_then(|last| Some((last, norm_gradient(&last.bound.op)?))) {
-                Some((input, (_, kind, add))) => {
-                    let bias = (rest.len() > 1).then(|| rest[0]);
-                    norm::grad_both(*weight, bias, *input, kind, add)
-                }
-                None => Err(CudaError::Internal(format!("{} joins nothing", weight.bound.op.name()))),
-            },
+            [product, bias, gelu] if product.bound.op == Op::Linear => {
+                linear::forward_with_gelu(*product, *bias, *gelu)
+            }
+            [product, gelu] if product.bound.op == Op::LinearGradInput => linear::grad_input_of_gelu(*product, *gelu),
+            [gelu, bias] if gelu.bound.op == Op::GeluGrad => elements::gelu_bias_grad(*gelu, *bias),
+            [weight, rest @ ..] => {
+                let none = || CudaError::Internal(format!("{} joins nothing", weight.bound.op.name()));
+                let input = rest.iter().position(|c| norm_gradient(&c.bound.op).is_some()).ok_or_else(none)?;
+                let (_, kind, add) = norm_gradient(&rest[input].bound.op).ok_or_else(none)?;
+                let (bias, after) = (rest[..input].first().copied(), rest.get(input + 1).copied());
+                norm::grad_all(*weight, bias, (rest[input], kind, add), after)
+            }
             [] => Ok(()),
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,7 +2,7 @@
 
 use crate::CudaError;
 use crate::call::Call;
-use crate::matmul::{Product, Shape, WORKSPACE};
+use crate::matmul::{Beside, Epilogue, Product, Shape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::{DType, Op};
 
@@ -19,15 +19,12 @@ pub fn shapes(bound: &Bound) -> Vec<Shape> {
         output,
         adds: false,
         y_stride: n,
-        bias: false,
+        epilogue: Epilogue::None,
     };
     let sums = |shape: Shape| [shape, Shape { adds: true, ..shape }];
     let gradients = |output: usize| bound.outputs[output].map_or(DType::F32, |at| at.dtype);
     match bound.op {
-        Op::Linear => {
-            let shape = plain(Product::Forward, m, size('n'), input);
-            vec![shape, Shape { bias: true, ..shape }]
-        }
+        Op::Linear => vec![plain(Product::Forward, m, size('n'), input)],
         Op::LinearGradInput => vec![plain(Product::Input, m, size('n'), input)],
         Op::LinearGradWeight => {
             let (rows, output) = weight_rows(input, gradients(0), m, size('s'));
@@ -85,13 +82,39 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     unsafe { call.multiply(&shape, (call.input(0), call.input(1)), y, call.scratch()?) }
 }
 
+/// The product of an instruction that has one, with an epilogue.
+pub fn with_epilogue(bound: &Bound, epilogue: Epilogue) -> Option<Shape> {
+    shapes(bound).first().map(|shape| Shape { epilogue, ..*shape })
+}
+
+/// A product whose result goes to `to` by way of an epilogue.
+unsafe fn multiply_with(call: Call, epilogue: Epilogue, beside: Beside, to: u64) -> Result<(), CudaError> {
+    let none = || CudaError::Internal(format!("{} is no product", call.bound.op.name()));
+    let shape = with_epilogue(call.bound, epilogue).ok_or_else(none)?;
+    let factors = (call.input(0), call.input(1));
+    // SAFETY: the operands have these sizes.
+    unsafe { call.matmul.multiply_with(call.stream, &shape, factors, beside, to, call.scratch()?) }
+}
+
 /// y = x · wᵀ + bias.
 pub unsafe fn forward_with_bias(product: Call, bias: Call) -> Result<(), CudaError> {
     let Some(y) = bias.output(0) else { return Ok(()) };
-    let shape = shapes(product.bound)[1];
-    let (x, w, scratch) = (product.input(0), product.input(1), product.scratch()?);
     // SAFETY: the operands have these sizes.
-    unsafe { product.matmul.multiply_with_bias(product.stream, &shape, (x, w), bias.input(1), y, scratch) }
+    unsafe { multiply_with(product, Epilogue::Bias, Beside { bias: bias.input(1), matrix: 0 }, y) }
+}
+
+/// y = GELU of x · wᵀ + bias, which is kept.
+pub unsafe fn forward_with_gelu(product: Call, bias: Call, gelu: Call) -> Result<(), CudaError> {
+    let (Some(kept), Some(y)) = (bias.output(0), gelu.output(0)) else { return Ok(()) };
+    // SAFETY: the operands have these sizes.
+    unsafe { multiply_with(product, Epilogue::BiasGelu, Beside { bias: bias.input(1), matrix: kept }, y) }
+}
+
+/// dx = dy · w times the slope of the GELU before.
+pub unsafe fn grad_input_of_gelu(product: Call, gelu: Call) -> Result<(), CudaError> {
+    let Some(dx) = gelu.output(0) else { return Ok(()) };
+    // SAFETY: the operands have these sizes.
+    unsafe { multiply_with(product, Epilogue::GeluSlope, Beside { bias: 0, matrix: gelu.input(1) }, dx) }
 }
 
 /// dx = dy · w.
@@ -129,7 +152,17 @@ pub unsafe fn weight_product(
     let (Some(dw), Some(at)) = (call.output(output), call.bound.outputs[output]) else { return Ok(()) };
     let dw = dw + (first * k * at.dtype.bytes()) as u64;
     let input = call.float();
-    let shape = Shape { product: Product::Weight, m: rows, n, k, input, output: at.dtype, adds, y_stride, bias: false };
+    let shape = Shape {
+        product: Product::Weight,
+        m: rows,
+        n,
+        k,
+        input,
+        output: at.dtype,
+        adds,
+        y_stride,
+        epilogue: Epilogue::None,
+    };
     if !apart(input, at.dtype) {
         // SAFETY: the caller vouches.
         return unsafe { call.multiply(&shape, (dy, x), dw, scratch) };

@@ -11,7 +11,6 @@ mod optimizer;
 mod orthogonal;
 mod pointwise;
 
-pub use linear::shapes;
 use norm::Kind;
 
 use crate::call::Call;
@@ -29,7 +28,7 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
     let of = |fixed, terms: &[(u64, &'static str)]| Workspace { fixed, terms: terms.to_vec() };
     let share = |letters| if linear::apart(compute, gradients) { vec![(4, letters)] } else { Vec::new() };
-    let shares = |letter| of(0, &[(4 * norm::BLOCKS as u64, letter)]);
+    let shares = |count: usize, letter| of(0, &[(4 * count as u64, letter)]);
     let logits = (compute.bytes() as u64, "cv");
     // Rows of logits end in padding.
     let head = [&[logits, (8 * compute.bytes() as u64, "c"), (4, "bs")][..], &share("vk")].concat();
@@ -40,10 +39,10 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         ("linear_grad_weight", Workspace { fixed: WORKSPACE, terms: share("nk") }),
         ("linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head.clone() }),
         ("scaled_linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
-        ("rms_norm_grad_weight", shares("d")),
-        ("layer_norm_grad_weight", shares("d")),
-        ("qk_norm_grad_weight", shares("i")),
-        ("bias_grad", shares("d")),
+        ("rms_norm_grad_weight", shares(norm::SHARES, "d")),
+        ("layer_norm_grad_weight", shares(norm::SHARES, "d")),
+        ("qk_norm_grad_weight", shares(norm::SHARES, "i")),
+        ("bias_grad", shares(elements::SHARES, "d")),
         ("attention_scores_grad", of(0, &[(4, "bqs")])),
         ("embedding_grad", of(4 * ALIGNMENT, &[(8, "bs"), (8, "v")])),
         ("cross_entropy", of(0, &[(4, "bs")])),

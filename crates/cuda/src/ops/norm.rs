@@ -4,8 +4,8 @@ use crate::CudaError;
 use crate::call::{Call, suffix, sum_kind};
 use crate::kernels::args;
 
-/// Blocks that gradients take rows in; each has a share of the weight's gradient. Eight for each multiprocessor of an H100.
-pub const BLOCKS: usize = 1056;
+/// Shares of gradients that scratch has room for: three sums of three blocks for each multiprocessor of an H100.
+pub const SHARES: usize = 3 * 3 * 132;
 /// Most threads of a block that keeps a row.
 const THREADS: usize = 256;
 /// An operand that is not there.
@@ -29,21 +29,39 @@ impl Kind {
     }
 }
 
-/// The variant of a kernel for rows of `d` elements, and its threads: rows that divide into packs stay in registers.
-fn variant(call: Call, d: usize) -> (String, usize) {
-    let packs = d / call.pack();
-    let threads = packs.next_multiple_of(32).clamp(32, THREADS);
-    let chunks = packs.div_ceil(threads).next_power_of_two();
-    match call.wide(d) && chunks <= 4 {
-        true => (format!("{}_{chunks}", suffix(call.float())), threads),
-        false => (format!("{}_any", suffix(call.float())), THREADS),
+/// The variant of a kernel for rows of some length.
+struct Variant {
+    name: String,
+    threads: usize,
+    /// Rows that a block of the gradient's kernel takes at a time.
+    rows: usize,
+    /// Blocks of that kernel that run at the same time: each has a share of what is summed over rows. They do not depend on the
+    /// device, since the order of sums does on them.
+    blocks: usize,
+}
+
+impl Variant {
+    /// That for rows of `d` elements: rows that divide into packs stay in registers.
+    fn new(call: Call, d: usize) -> Self {
+        let packs = d / call.pack();
+        let threads = packs.next_multiple_of(32).clamp(32, THREADS);
+        let chunks = packs.div_ceil(threads).next_power_of_two();
+        // As the kernels are compiled: so many rows, and blocks of a multiprocessor, fit the registers.
+        let (kind, rows, blocks) = match (call.wide(d), chunks) {
+            (true, 1) => ("1", 2, 3),
+            (true, 2) => ("2", 1, 2),
+            (true, 4) => ("4", 1, 1),
+            _ => ("any", 1, 3),
+        };
+        let threads = if kind == "any" { THREADS } else { threads };
+        Self { name: format!("{}_{kind}", suffix(call.float())), threads, rows, blocks: blocks * 132 }
     }
 }
 
 /// y and the statistics of x, or of x + delta, which is kept too.
 pub unsafe fn forward(call: Call, norm: Kind, eps: f32, add: bool) -> Result<(), CudaError> {
     let d = call.size('d');
-    let (kind, threads) = variant(call, d);
+    let Variant { name: kind, threads, .. } = Variant::new(call, d);
     let (prefix, delta, weights) = if add { ("add_", Some(call.input(1)), 2) } else { ("", None, 1) };
     let (w, bias) = (call.input(weights), (norm == Kind::Layer).then(|| call.input(weights + 1)));
     let (sum, first) = if add { (call.output(0), 1) } else { (None, 0) };
@@ -68,70 +86,86 @@ fn statistics(call: Call, norm: Kind, first: usize) -> (Option<u64>, u64, usize)
 
 /// dx, plus what reaches the sum on the residual path.
 pub unsafe fn grad(call: Call, norm: Kind, add: bool) -> Result<(), CudaError> {
-    let rows = call.rows();
-    // A block per row: nothing is summed over rows.
+    let variant = Variant::new(call, call.size('d'));
+    // Every row on its way at once: nothing is summed over rows.
+    let blocks = call.rows().div_ceil(variant.rows);
     // SAFETY: the operands have these sizes.
-    unsafe { gradients(call, norm, add, rows, (None, None)) }
+    unsafe { gradients(call, norm, add, (&variant, blocks), [NONE; 3]) }
 }
 
+/// `shares`: of the weight's gradient, the bias's, and that of the bias whose gradient is the sum of dx.
 unsafe fn gradients(
     call: Call,
     norm: Kind,
     add: bool,
-    blocks: usize,
-    (shares, bias_shares): (Option<u64>, Option<u64>),
+    (variant, blocks): (&Variant, usize),
+    [weight, bias, after]: [Option<u64>; 3],
 ) -> Result<(), CudaError> {
     let Some(dx) = call.output(0) else { return Ok(()) };
     let (rows, d) = (call.rows(), call.size('d'));
-    let (kind, threads) = variant(call, d);
     let (mean, rstd, count) = statistics(call, norm, 3);
     let dsum = add.then(|| call.input(3 + count));
-    let name = format!("{}_grad_{kind}", norm.name());
-    let args = args![call.input(0), call.input(1), call.input(2), mean, rstd, dsum, dx, shares, bias_shares, rows, d];
+    let name = format!("{}_grad_{}", norm.name(), variant.name);
+    let (dy, x, w) = (call.input(0), call.input(1), call.input(2));
+    let args = args![dy, x, w, mean, rstd, dsum, dx, weight, bias, after, rows, d];
     // SAFETY: the operands have these sizes.
-    unsafe { call.plain(("norm", &name), [blocks, 1, 1], threads, args) }
+    unsafe { call.plain(("norm", &name), [blocks, 1, 1], variant.threads, args) }
 }
 
 /// dw (+)= Σ over rows of dy · normed x.
 pub unsafe fn grad_weight(call: Call, norm: Kind) -> Result<(), CudaError> {
     let (rows, d, shares) = (call.rows(), call.size('d'), call.scratch()?);
-    let (kind, threads) = variant(call, d);
-    let blocks = BLOCKS.min(rows);
+    let variant = Variant::new(call, d);
+    let blocks = variant.blocks.min(rows.div_ceil(variant.rows));
     let (mean, rstd, _) = statistics(call, norm, 2);
-    let name = format!("{}_grad_{kind}", norm.name());
-    let args = args![call.input(0), call.input(1), NONE, mean, rstd, NONE, NONE, shares, NONE, rows, d];
+    let name = format!("{}_grad_{}", norm.name(), variant.name);
+    let args = args![call.input(0), call.input(1), NONE, mean, rstd, NONE, NONE, shares, NONE, NONE, rows, d];
     // SAFETY: the operands have these sizes; the scratch has a share for every block.
     unsafe {
-        call.plain(("norm", &name), [blocks, 1, 1], threads, args)?;
-        add_shares(call, shares, blocks, d)
+        call.plain(("norm", &name), [blocks, 1, 1], variant.threads, args)?;
+        add_shares(&[call], shares, blocks, d)
     }
 }
 
-/// All gradients of a norm in one pass over its operands: of its weight, its bias where it has one, and its input.
-pub unsafe fn grad_both(weight: Call, bias: Option<Call>, input: Call, norm: Kind, add: bool) -> Result<(), CudaError> {
+/// All gradients of a norm in one pass over its operands: of its weight, its bias where it has one, its input, and of the bias
+/// `after` whose gradient is the sum of that over rows.
+pub unsafe fn grad_all(
+    weight: Call,
+    bias: Option<Call>,
+    (input, norm, add): (Call, Kind, bool),
+    after: Option<Call>,
+) -> Result<(), CudaError> {
     let (d, shares) = (input.size('d'), weight.scratch()?);
-    // Shares of the bias stand behind those of the weight.
-    let most = if bias.is_some() { BLOCKS / 2 } else { BLOCKS };
-    let blocks = most.min(input.rows());
-    let behind = shares + (4 * blocks * d) as u64;
-    // SAFETY: the operands have these sizes; the scratch has a share for every block; a row's dy is read before its dx is
+    let variant = Variant::new(input, d);
+    let blocks = variant.blocks.min(input.rows().div_ceil(variant.rows));
+    // Shares of one sum stand behind those of another.
+    let mut places = (0..).map(|i| shares + (4 * i * blocks * d) as u64);
+    let places = [Some(weight), bias, after].map(|sum| sum.and_then(|_| places.next()));
+    let sums: Vec<Call> = [Some(weight), bias, after].into_iter().flatten().collect();
+    // SAFETY: the operands have these sizes; the scratch has a share for every block and sum; a row's dy is read before its dx is
     // written.
     unsafe {
-        gradients(input, norm, add, blocks, (Some(shares), bias.map(|_| behind)))?;
-        add_shares(weight, shares, blocks, d)?;
-        bias.map_or(Ok(()), |bias| add_shares(bias, behind, blocks, d))
+        gradients(input, norm, add, (&variant, blocks), places)?;
+        add_shares(&sums, shares, blocks, d)
     }
 }
 
-/// The first output (+)= the sum of `count` shares of `d` numbers.
+/// The first output of each call, three at most, (+)= the sum of `count` shares of `d` numbers. The shares of one stand behind those
+/// of the other.
 ///
 /// # Safety
 /// There are so many.
-pub unsafe fn add_shares(call: Call, shares: u64, count: usize, d: usize) -> Result<(), CudaError> {
-    let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let args = args![shares, out, sum_kind(at.dtype), call.adds(0), count, d];
+pub unsafe fn add_shares(calls: &[Call], shares: u64, count: usize, d: usize) -> Result<(), CudaError> {
+    let Some(first) = calls.first() else { return Ok(()) };
+    let mut to = [(NONE, 0); 3];
+    for (to, call) in to.iter_mut().zip(calls) {
+        let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+        *to = (Some(out), sum_kind(at.dtype) + 4 * i32::from(call.adds(0)));
+    }
+    let [(a, how_a), (b, how_b), (c, how_c)] = to;
+    let args = args![shares, a, how_a, b, how_b, c, how_c, count, d];
     // SAFETY: the caller vouches.
-    unsafe { call.plain(("sums", "add_shares"), [d.div_ceil(32), 1, 1], 1024, args) }
+    unsafe { first.plain(("sums", "add_shares"), [d.div_ceil(32), calls.len(), 1], 1024, args) }
 }
 
 /// Warps of a block; each has a head.
@@ -160,11 +194,11 @@ pub unsafe fn heads_grad(call: Call) -> Result<(), CudaError> {
 pub unsafe fn heads_grad_weight(call: Call) -> Result<(), CudaError> {
     let [q, u, e] = ['q', 'u', 'e'].map(|c| call.size(c));
     let (rows, shares) = (call.rows(), call.scratch()?);
-    let blocks = BLOCKS.min(rows);
+    let blocks = SHARES.min(rows);
     let args = args![call.input(0), call.input(1), call.input(2), shares, rows, q, u, e];
     // SAFETY: the operands and the scratch have these sizes.
     unsafe {
         call.typed(("norm", "qk_norm_grad_weight"), [blocks, 1, 1], THREADS, args)?;
-        add_shares(call, shares, blocks, 2 * e)
+        add_shares(&[call], shares, blocks, 2 * e)
     }
 }

@@ -4,7 +4,7 @@ use super::ALIGNMENT;
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;
-use crate::matmul::{Product, Shape, WORKSPACE};
+use crate::matmul::{Epilogue, Product, Shape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
 use lockstep_ir::{DType, Workspace};
@@ -22,7 +22,7 @@ pub fn scratch() -> Workspace {
 fn products(rows: usize, columns: usize) -> [Shape; 3] {
     let shape = |product, m, n, k| {
         let dtype = DType::F32;
-        Shape { product, m, n, k, input: dtype, output: dtype, adds: false, y_stride: n, bias: false }
+        Shape { product, m, n, k, input: dtype, output: dtype, adds: false, y_stride: n, epilogue: Epilogue::None }
     };
     let short = rows.min(columns);
     let square = shape(Product::Forward, short, short, short);

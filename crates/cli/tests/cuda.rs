@@ -1,0 +1,258 @@
+//! What goes wrong on a GPU ends in one clear error that says what to do, and loses no checkpoint. No test here needs a GPU:
+//! a fake driver stands in for one.
+
+mod common;
+mod fake_cuda;
+
+use fake_cuda::Fake;
+use std::io::Write;
+
+/// A short run in bf16 with a checkpoint every second step.
+const TRAIN: [&str; 16] = [
+    "train",
+    "run.toml",
+    "--run-dir",
+    "run",
+    "--set",
+    "train.device=cuda",
+    "--set",
+    "precision.policy=bf16",
+    "--set",
+    "train.steps=12",
+    "--set",
+    "checkpoint.every=2",
+    "--set",
+    "train.validate_every=6",
+    "--set",
+    "train.validation_sequences=8",
+];
+
+/// The same, with another device.
+fn train_on(device: &'static str) -> Vec<&'static str> {
+    TRAIN.iter().map(|arg| if *arg == "train.device=cuda" { device } else { arg }).collect()
+}
+
+/// Steps of the checkpoints of a run.
+fn checkpoints(fake: &Fake) -> Vec<u64> {
+    let entries = std::fs::read_dir(fake.place.path("run/checkpoints")).into_iter().flatten();
+    let step = |e: std::fs::DirEntry| e.file_name().to_str()?.strip_prefix("step-")?.parse().ok();
+    let mut steps: Vec<u64> = entries.filter_map(|e| step(e.unwrap())).collect();
+    steps.sort();
+    steps
+}
+
+fn steps_of_metrics(fake: &Fake) -> Vec<u64> {
+    let lines = fake.place.trajectory("run");
+    lines.iter().map(|line| line.split(' ').next().unwrap().parse().unwrap()).collect()
+}
+
+/// A machine with libraries of its own in places where every program looks cannot be made to miss them.
+fn installed_here(fake: &Fake, what: &str) -> bool {
+    let report = fake.ok(&["doctor"], &[]);
+    let found = report.lines().any(|line| line.starts_with(what) && line.contains(" found "));
+    if found {
+        // Past the test runner, which hides what a test that passes prints.
+        let _ = writeln!(std::io::stderr(), "skipped: this machine has {what} itself");
+    }
+    found
+}
+
+#[test]
+fn doctor_reports_a_whole_installation() {
+    let fake = Fake::new();
+    let report = fake.ok(&["doctor"], &[]);
+    for part in [
+        "speaks CUDA 13.0",
+        "NVIDIA H200 (fake), compute capability 9.0, 132 multiprocessors, 1.0 GiB, 1.0 GiB free",
+        "500 W, 1800 MHz, 50 °C",
+        "sources compiled for sm_90",
+        "ready to train on the GPU: train.device = \"cuda\"",
+    ] {
+        assert!(report.contains(part), "{part} is not in\n{report}");
+    }
+    assert!(!report.contains("missing"), "{report}");
+}
+
+#[test]
+fn a_run_steps_saves_and_finishes() {
+    let fake = Fake::new();
+    let text = fake.ok(&TRAIN, &[]);
+    assert!(text.contains("finished 12 steps") && !text.contains("not finite"), "{text}");
+    assert_eq!(steps_of_metrics(&fake), (1..=12).collect::<Vec<_>>());
+    assert_eq!(checkpoints(&fake).last(), Some(&12));
+    // In fp32 the ceiling is measured too, and what is finished can be generated from and evaluated.
+    fake.ok(&["train", "run.toml", "--run-dir", "fp32", "--set", "train.device=cuda", "--set", "train.steps=4"], &[]);
+    fake.ok(&["eval", "run", "--validation"], &[]);
+}
+
+#[test]
+fn a_lost_device_ends_the_run_and_the_same_command_goes_on_from_the_checkpoint() {
+    for (status, name, advice) in [
+        (719, "unspecified launch failure (CUDA_ERROR_LAUNCH_FAILED, 719)", "for lines with Xid, `dmesg`"),
+        (214, "uncorrectable ECC error encountered (CUDA_ERROR_ECC_UNCORRECTABLE, 214)", "nvidia-smi --gpu-reset"),
+        (46, "busy or unavailable (CUDA_ERROR_DEVICE_UNAVAILABLE, 46)", "another program may hold it alone"),
+        (999, "unknown error (CUDA_ERROR_UNKNOWN, 999)", "see `nvidia-smi`"),
+    ] {
+        let fake = Fake::new();
+        let fault = format!("cuGraphLaunch:7={status}");
+        let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_LOSE", &fault)]);
+        assert!(text.starts_with("error: the device was lost: ") && text.contains(name), "{text}");
+        assert!(text.contains("\nhint: ") && text.contains(advice), "{text}");
+        assert!(text.contains("the same command again goes on from the latest"), "{text}");
+        let saved = *checkpoints(&fake).last().expect("a checkpoint before the device was lost");
+        assert!(saved < 12);
+        let text = fake.ok(&TRAIN, &[]);
+        assert!(text.contains(&format!("resuming at step {saved}")) && text.contains("finished 12 steps"), "{text}");
+        assert_eq!(steps_of_metrics(&fake), (1..=12).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before_it() {
+    let fake = Fake::new();
+    fake.ok(&TRAIN, &[]);
+    let whole = checkpoints(&fake);
+    // Going back to the last but one, its successor is written again: every copy from the device may fail.
+    let last = format!("run/checkpoints/step-{:08}", whole.last().unwrap());
+    std::fs::remove_dir_all(fake.place.path(&last)).unwrap();
+    let mut failed = 0;
+    for call in [1, 20, 40, 60, 80] {
+        let fault = format!("cuMemcpyDtoHAsync_v2:{call}=719");
+        let output = fake.command(&TRAIN, &[("FAKE_CUDA_FAIL", &fault)]).output().unwrap();
+        if output.status.success() {
+            break;
+        }
+        failed += 1;
+        assert_eq!(checkpoints(&fake), whole[..whole.len() - 1], "at copy {call}");
+    }
+    assert!(failed > 1, "{failed} runs failed");
+    let text = fake.ok(&TRAIN, &[]);
+    assert!(text.contains("finished 12 steps"), "{text}");
+    assert_eq!(checkpoints(&fake).last(), whole.last());
+}
+
+#[test]
+fn an_old_driver_is_refused_and_auto_says_why_it_takes_the_processor() {
+    let fake = Fake::new();
+    let old = [("FAKE_CUDA_VERSION", "12040")];
+    let text = fake.fails(1, &TRAIN, &old);
+    let problem = "the NVIDIA driver speaks CUDA 12.4, 13.0 is needed";
+    assert!(text.starts_with(&format!("error: {problem}\nhint: install driver 580 or newer")), "{text}");
+    let report = fake.ok(&["doctor"], &old);
+    assert!(report.contains(problem) && report.contains("device: install driver 580"), "{report}");
+    let text = fake.ok(&train_on("train.device=auto"), &old);
+    assert!(text.contains(&format!("warning: training on the processor: {problem} (install")), "{text}");
+}
+
+#[test]
+fn no_device_is_refused_and_auto_says_why_it_takes_the_processor() {
+    let fake = Fake::new();
+    let none = [("FAKE_CUDA_DEVICES", "0")];
+    let text = fake.fails(1, &TRAIN, &none);
+    assert!(text.starts_with("error: no CUDA device was found\nhint: check `nvidia-smi`"), "{text}");
+    let report = fake.ok(&["doctor"], &none);
+    assert!(report.contains("speaks CUDA 13.0") && report.contains("no CUDA device was found"), "{report}");
+    let text = fake.ok(&train_on("train.device=auto"), &none);
+    assert!(text.contains("warning: training on the processor: no CUDA device was found (check"), "{text}");
+    // What the device does not do is said too, where there is one.
+    let text =
+        fake.ok(&[&train_on("train.device=auto")[..], &["--fresh", "--set", "train.reproducible=true"]].concat(), &[]);
+    assert!(text.contains("warning: training on the processor: train.reproducible does not run with"), "{text}");
+    // And nothing where there is nothing of CUDA.
+    let bare = Fake::without(&fake_cuda::LIBRARIES);
+    if !installed_here(&bare, "NVIDIA driver") {
+        let text = bare.ok(&train_on("train.device=auto"), &[]);
+        assert!(!text.contains("warning"), "{text}");
+    }
+}
+
+#[test]
+fn a_driver_that_does_not_start_says_what_to_do() {
+    let fake = Fake::new();
+    let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cuInit:1=802")]);
+    assert!(text.starts_with("error: the NVIDIA driver does not start: system not yet initialized"), "{text}");
+    assert!(text.contains("hint: the machine's NVSwitch is not up: start the service nvidia-fabricmanager"), "{text}");
+}
+
+#[test]
+fn a_missing_library_is_named_with_the_package_to_install() {
+    for (file, name, package) in [
+        ("libcuda.so.1", "NVIDIA driver", "install the NVIDIA driver, version 580 or newer"),
+        ("libnvrtc.so.13", "NVRTC", "`pip install nvidia-cuda-nvrtc==13.0.88`"),
+        ("libcublasLt.so.13", "cuBLASLt", "`pip install nvidia-cublas`"),
+    ] {
+        let fake = Fake::without(&[file]);
+        if installed_here(&fake, name) {
+            continue;
+        }
+        let text = fake.fails(1, &TRAIN, &[]);
+        assert!(text.starts_with(&format!("error: {name} was not found\nhint: ")), "{text}");
+        assert!(text.contains(package) && text.contains("LOCKSTEP_CUDA_LIBRARIES"), "{text}");
+        let report = fake.ok(&["doctor"], &[]);
+        assert!(report.contains(package) && report.contains("ready to train on the processor"), "{report}");
+    }
+}
+
+#[test]
+fn a_library_that_is_not_whole_is_named_with_the_reason() {
+    let fake = Fake::new();
+    std::fs::write(fake.place.path("cuda/libnvrtc.so.13"), "cut off").unwrap();
+    let text = fake.fails(1, &TRAIN, &[]);
+    assert!(text.starts_with("error: NVRTC cannot be opened: ") && text.contains("file too short"), "{text}");
+    // What is whole and of another version lacks functions.
+    let empty = fake.place.path("empty.c");
+    std::fs::write(&empty, "").unwrap();
+    let args = ["-shared", "-o", "cuda/libnvrtc.so.13", "empty.c"];
+    assert!(std::process::Command::new("cc").args(args).current_dir(fake.place.path(".")).status().unwrap().success());
+    let text = fake.fails(1, &TRAIN, &[]);
+    assert!(text.contains("libnvrtc.so.13 has no function nvrtcVersion: it is of another version\nhint: "), "{text}");
+}
+
+#[test]
+fn without_cudnn_a_run_warns_and_goes_on() {
+    let fake = Fake::without(&["libcudnn.so.9"]);
+    if installed_here(&fake, "cuDNN") {
+        return;
+    }
+    let text = fake.ok(&TRAIN, &[]);
+    assert!(text.contains("warning: attention runs on a slow kernel: cuDNN was not found"), "{text}");
+    assert!(text.contains("nvidia-cudnn-cu13") && text.contains("finished 12 steps"), "{text}");
+}
+
+#[test]
+fn too_little_memory_is_refused_with_the_bill_and_a_refused_allocation_is_named() {
+    let fake = Fake::new();
+    let text = fake.fails(2, &TRAIN, &[("FAKE_CUDA_MEMORY", "30000000")]);
+    assert!(text.starts_with("error: the step needs ") && text.contains("MiB are free:"), "{text}");
+    assert!(text.contains("\n  parameters ") && text.contains("\nhint: "), "{text}");
+    // The memory is there by count, and still cannot be had in one piece.
+    let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_LARGEST", "20000000")]);
+    assert!(text.starts_with("error: the device has no room for the arena of "), "{text}");
+    assert!(text.contains("hint: end other programs on it (see `nvidia-smi`)"), "{text}");
+    assert!(checkpoints(&fake).is_empty());
+    fake.ok(&TRAIN, &[]);
+}
+
+#[test]
+fn a_library_that_fails_says_why() {
+    let fake = Fake::new();
+    // Where products are timed, and where their plans are known.
+    for _ in 0..2 {
+        let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cublasLtMatmul:1=3")]);
+        assert!(text.starts_with("error: the device has no memory left\nhint: end other programs"), "{text}");
+        let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cublasLtMatmul:1=13")]);
+        assert!(text.starts_with("error: the device was lost: cublasLtMatmul says execution failed"), "{text}");
+        let other = ["train", "run.toml", "--run-dir", "other", "--set", "train.device=cuda"];
+        fake.ok(&[&other[..], &["--set", "precision.policy=bf16"]].concat(), &[]);
+    }
+}
+
+#[test]
+fn ranks_that_share_a_lost_device_end_with_one_error() {
+    let fake = Fake::new();
+    let ranks = [&TRAIN[..], &["--set", "parallel.dp=2", "--set", "train.micro_batch=2"]].concat();
+    let text = fake.fails(1, &ranks, &[("FAKE_CUDA_LOSE", "cuLaunchKernel:200=719")]);
+    assert!(text.starts_with("error: rank ") && text.contains("the device was lost: "), "{text}");
+    let text = fake.ok(&ranks, &[]);
+    assert!(text.contains("finished 12 steps"), "{text}");
+}

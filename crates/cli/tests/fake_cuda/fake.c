@@ -1,0 +1,393 @@
+/* A driver, compiler and libraries without a device, for tests of everything around the kernels.
+ *
+ * One file is all of them: a test copies it under the names that Lockstep looks for. Device memory is memory of the host,
+ * copies happen at once, kernels and graphs do nothing, so losses and norms are zero. The environment says what goes wrong:
+ *
+ *   FAKE_CUDA_VERSION   what the driver speaks, as 1000 x major + 10 x minor (13000)
+ *   FAKE_CUDA_DEVICES   how many devices there are (1)
+ *   FAKE_CUDA_MEMORY    bytes of memory (1 GiB)
+ *   FAKE_CUDA_LARGEST   bytes of the largest piece that can be had of it (all)
+ *   FAKE_CUDA_FAIL      FUNCTION:N=STATUS  from the Nth call on, this function gives this status
+ *   FAKE_CUDA_LOSE      FUNCTION:N=STATUS  the Nth call succeeds, and every later call of anything gives this status: what a
+ *                                          kernel that goes wrong looks like
+ *
+ * A function that Lockstep starts to use is one line below: OK where nothing is to be done, MAKE where it gives a handle, GIVE
+ * where it gives a number. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t address;
+
+static size_t number(const char *variable, size_t otherwise) {
+    const char *text = getenv(variable);
+    return text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+/* FUNCTION:N=STATUS, and how many calls of it there were. */
+struct fault {
+    int known, count, at, status;
+    char function[96];
+};
+
+static int due(struct fault *fault, const char *variable, const char *function) {
+    if (!fault->known) {
+        const char *text = getenv(variable);
+        if (!text || sscanf(text, "%95[^:]:%d=%d", fault->function, &fault->at, &fault->status) != 3)
+            fault->function[0] = 0;
+        fault->known = 1;
+    }
+    return !strcmp(fault->function, function) && __atomic_add_fetch(&fault->count, 1, __ATOMIC_SEQ_CST) >= fault->at;
+}
+
+static int called(const char *function) {
+    static struct fault fail, lose;
+    static int lost;
+    if (lost)
+        return lost;
+    if (due(&fail, "FAKE_CUDA_FAIL", function))
+        return fail.status;
+    if (due(&lose, "FAKE_CUDA_LOSE", function))
+        lost = lose.status;
+    return 0;
+}
+
+#define TRY                            \
+    do {                               \
+        int status = called(__func__); \
+        if (status)                    \
+            return status;             \
+    } while (0)
+/* Does nothing, whatever it is given. */
+#define OK(name) \
+    int name() { return called(__func__); }
+/* Gives a value as its first, second or third argument. */
+#define GIVE(name, type, value)      \
+    int name(type *out) {            \
+        TRY;                         \
+        *out = (type)(value);        \
+        return 0;                    \
+    }
+#define GIVE_2(name, type, value)               \
+    int name(intptr_t first, type *out) {       \
+        (void)first;                            \
+        TRY;                                    \
+        *out = (type)(value);                   \
+        return 0;                               \
+    }
+#define GIVE_3(name, type, value)                              \
+    int name(intptr_t first, intptr_t second, type *out) {     \
+        (void)first, (void)second;                             \
+        TRY;                                                   \
+        *out = (type)(value);                                  \
+        return 0;                                              \
+    }
+/* Gives a handle. */
+#define MAKE(name) GIVE(name, void *, malloc(8))
+
+/* ---- the driver ---- */
+
+static size_t memory_used;
+
+int cuInit(unsigned flags) {
+    (void)flags;
+    TRY;
+    return number("FAKE_CUDA_DEVICES", 1) ? 0 : 100;
+}
+GIVE(cuDriverGetVersion, int, number("FAKE_CUDA_VERSION", 13000))
+GIVE(cuDeviceGetCount, int, number("FAKE_CUDA_DEVICES", 1))
+int cuDeviceGet(int *device, int ordinal) {
+    TRY;
+    *device = ordinal;
+    return 0;
+}
+int cuDeviceGetName(char *name, int size, int device) {
+    (void)device;
+    TRY;
+    snprintf(name, (size_t)size, "NVIDIA H200 (fake)");
+    return 0;
+}
+int cuDeviceGetPCIBusId(char *name, int size, int device) {
+    TRY;
+    snprintf(name, (size_t)size, "0000:%02x:00.0", device + 1);
+    return 0;
+}
+int cuDeviceGetAttribute(int *value, int which, int device) {
+    (void)device;
+    TRY;
+    switch (which) {
+    case 16: *value = 132; break; /* multiprocessors */
+    case 75: *value = 9; break;   /* compute capability */
+    case 76: *value = 0; break;
+    case 97: *value = 227 << 10; break; /* shared memory of a block, where asked for */
+    default: *value = 1;
+    }
+    return 0;
+}
+GIVE(cuDeviceTotalMem_v2, size_t, number("FAKE_CUDA_MEMORY", 1u << 30))
+int cuMemGetInfo_v2(size_t *available, size_t *total) {
+    TRY;
+    *total = number("FAKE_CUDA_MEMORY", 1u << 30);
+    *available = *total - memory_used;
+    return 0;
+}
+int cuMemAlloc_v2(address *at, size_t bytes) {
+    TRY;
+    size_t total = number("FAKE_CUDA_MEMORY", 1u << 30);
+    if (bytes > total - memory_used || bytes > number("FAKE_CUDA_LARGEST", total))
+        return 2;
+    size_t *block = calloc(1, bytes + 256);
+    if (!block)
+        return 2;
+    *block = bytes;
+    memory_used += bytes;
+    *at = (address)(uintptr_t)block + 256;
+    return 0;
+}
+int cuMemFree_v2(address at) {
+    TRY;
+    size_t *block = (size_t *)(uintptr_t)(at - 256);
+    memory_used -= *block;
+    free(block);
+    return 0;
+}
+int cuMemHostAlloc(void **at, size_t bytes, unsigned flags) {
+    (void)flags;
+    TRY;
+    *at = calloc(1, bytes);
+    return *at ? 0 : 2;
+}
+int cuMemAllocHost_v2(void **at, size_t bytes) { return cuMemHostAlloc(at, bytes, 0); }
+int cuMemFreeHost(void *at) {
+    TRY;
+    free(at);
+    return 0;
+}
+static int copy(const char *function, address to, address from, size_t bytes) {
+    int status = called(function);
+    if (!status)
+        memmove((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);
+    return status;
+}
+/* Addresses of the host and of the device are the same. */
+#define COPY(name) \
+    int name(address to, address from, size_t bytes) { return copy(__func__, to, from, bytes); }
+COPY(cuMemcpy)
+COPY(cuMemcpyAsync)
+COPY(cuMemcpyHtoD_v2)
+COPY(cuMemcpyHtoDAsync_v2)
+COPY(cuMemcpyDtoH_v2)
+COPY(cuMemcpyDtoHAsync_v2)
+COPY(cuMemcpyDtoD_v2)
+COPY(cuMemcpyDtoDAsync_v2)
+#define FILL(name, type)                                                  \
+    int name(address at, type value, size_t count) {                      \
+        TRY;                                                              \
+        for (size_t i = 0; sizeof value > 1 && i < count; i++)            \
+            ((type *)(uintptr_t)at)[i] = value;                           \
+        if (sizeof value == 1)                                            \
+            memset((void *)(uintptr_t)at, (int)value, count);             \
+        return 0;                                                         \
+    }
+FILL(cuMemsetD8Async, unsigned char)
+FILL(cuMemsetD8_v2, unsigned char)
+FILL(cuMemsetD32Async, unsigned)
+FILL(cuMemsetD32_v2, unsigned)
+
+MAKE(cuDevicePrimaryCtxRetain)
+MAKE(cuCtxGetCurrent)
+OK(cuDevicePrimaryCtxRelease_v2)
+OK(cuCtxSetCurrent)
+OK(cuCtxSynchronize)
+OK(cuMemHostRegister_v2)
+OK(cuMemHostUnregister)
+MAKE(cuStreamCreate)
+MAKE(cuStreamCreateWithPriority)
+OK(cuStreamDestroy_v2)
+OK(cuStreamSynchronize)
+OK(cuStreamQuery)
+OK(cuStreamWaitEvent)
+MAKE(cuEventCreate)
+OK(cuEventDestroy_v2)
+OK(cuEventRecord)
+OK(cuEventRecordWithFlags)
+OK(cuEventSynchronize)
+OK(cuEventQuery)
+GIVE(cuEventElapsedTime, float, 1)
+GIVE(cuEventElapsedTime_v2, float, 1)
+
+MAKE(cuModuleLoadData)
+MAKE(cuModuleLoadDataEx)
+OK(cuModuleUnload)
+MAKE(cuModuleGetFunction)
+OK(cuFuncSetAttribute)
+OK(cuLaunchKernel)
+OK(cuLaunchKernelEx)
+OK(cuLaunchHostFunc)
+OK(cuTensorMapEncodeTiled)
+GIVE(cuFuncGetAttribute, int, 1)
+GIVE(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 1)
+
+OK(cuStreamBeginCapture_v2)
+GIVE_2(cuStreamEndCapture, void *, malloc(8))
+MAKE(cuGraphInstantiateWithFlags)
+OK(cuGraphUpload)
+OK(cuGraphLaunch)
+OK(cuGraphDestroy)
+OK(cuGraphExecDestroy)
+
+static const struct {
+    int status;
+    const char *name, *text;
+} errors[] = {
+    {2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
+    {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"},
+    {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+    {802, "CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"},
+    {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
+};
+int cuGetErrorName(int status, const char **text) {
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
+        if (errors[i].status == status)
+            return *text = errors[i].name, 0;
+    return *text = NULL, 1;
+}
+int cuGetErrorString(int status, const char **text) {
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
+        if (errors[i].status == status)
+            return *text = errors[i].text, 0;
+    return *text = NULL, 1;
+}
+
+/* ---- the compiler: its machine code is none ---- */
+
+static const char code[64] = "\x7f" "ELF of a fake";
+
+int nvrtcVersion(int *major, int *minor) {
+    *major = 13;
+    *minor = 0;
+    return called(__func__);
+}
+MAKE(nvrtcCreateProgram)
+OK(nvrtcCompileProgram)
+GIVE_2(nvrtcGetCUBINSize, size_t, sizeof code)
+int nvrtcGetCUBIN(void *program, char *to) {
+    (void)program;
+    memcpy(to, code, sizeof code);
+    return called(__func__);
+}
+GIVE_2(nvrtcGetProgramLogSize, size_t, 1)
+GIVE_2(nvrtcGetProgramLog, char, 0)
+OK(nvrtcDestroyProgram)
+const char *nvrtcGetErrorString(int status) {
+    (void)status;
+    return "NVRTC_ERROR_COMPILATION";
+}
+
+/* ---- matrix products: two proposals for each, so that they are timed ---- */
+
+struct proposal {
+    uint64_t algorithm[8];
+    size_t workspace;
+    int state;
+    float waves;
+    int reserved[4];
+};
+
+size_t cublasLtGetVersion(void) { return 130100; }
+MAKE(cublasLtCreate)
+OK(cublasLtDestroy)
+MAKE(cublasLtMatmulDescCreate)
+OK(cublasLtMatmulDescSetAttribute)
+OK(cublasLtMatmulDescGetAttribute)
+OK(cublasLtMatmulDescDestroy)
+MAKE(cublasLtMatrixLayoutCreate)
+OK(cublasLtMatrixLayoutSetAttribute)
+OK(cublasLtMatrixLayoutDestroy)
+MAKE(cublasLtMatmulPreferenceCreate)
+OK(cublasLtMatmulPreferenceSetAttribute)
+OK(cublasLtMatmulPreferenceDestroy)
+int cublasLtMatmulAlgoGetHeuristic(void *handle, void *desc, void *a, void *b, void *c, void *d, void *preference,
+                                   int most, struct proposal *found, int *count) {
+    (void)handle, (void)desc, (void)a, (void)b, (void)c, (void)d, (void)preference;
+    TRY;
+    *count = most < 2 ? most : 2;
+    memset(found, 0, sizeof *found * (size_t)*count);
+    return 0;
+}
+int cublasLtMatmulAlgoCheck(void *handle, void *desc, void *a, void *b, void *c, void *d, void *algorithm,
+                            struct proposal *found) {
+    (void)handle, (void)desc, (void)a, (void)b, (void)c, (void)d, (void)algorithm;
+    TRY;
+    memset(found, 0, sizeof *found);
+    return 0;
+}
+OK(cublasLtMatmulAlgoCapGetAttribute)
+OK(cublasLtMatmulAlgoConfigGetAttribute)
+OK(cublasLtMatmulAlgoConfigSetAttribute)
+OK(cublasLtMatmul)
+
+/* ---- attention ---- */
+
+size_t cudnnGetVersion(void) { return 91400; }
+const char *cudnnGetErrorString(int status) {
+    (void)status;
+    return "CUDNN_STATUS_EXECUTION_FAILED";
+}
+MAKE(cudnnCreate)
+OK(cudnnDestroy)
+OK(cudnnSetStream)
+GIVE_2(cudnnBackendCreateDescriptor, void *, malloc(8))
+OK(cudnnBackendDestroyDescriptor)
+OK(cudnnBackendFinalize)
+OK(cudnnBackendSetAttribute)
+int cudnnBackendGetAttribute(void *descriptor, int attribute, int kind, int64_t most, int64_t *count, void *to) {
+    (void)descriptor, (void)attribute;
+    TRY;
+    *count = 1;
+    if (to && most > 0 && kind == 3) /* a number: the bytes of a plan's scratch */
+        *(int64_t *)to = 0;
+    if (to && most > 0 && kind == 24) /* a plan as text */
+        *(char *)to = 'p';
+    return 0;
+}
+OK(cudnnBackendExecute)
+
+/* ---- telemetry ---- */
+
+OK(nvmlInit_v2)
+OK(nvmlShutdown)
+GIVE_2(nvmlDeviceGetHandleByPciBusId_v2, void *, malloc(8))
+GIVE_2(nvmlDeviceGetHandleByIndex_v2, void *, malloc(8))
+GIVE_2(nvmlDeviceGetPowerUsage, unsigned, 500000)
+GIVE_2(nvmlDeviceGetEnforcedPowerLimit, unsigned, 700000)
+GIVE_2(nvmlDeviceGetPowerManagementLimit, unsigned, 700000)
+GIVE_2(nvmlDeviceGetTotalEnergyConsumption, unsigned long long, 1000)
+GIVE_2(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, 0)
+GIVE_2(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, 0)
+GIVE_3(nvmlDeviceGetTemperature, unsigned, 50)
+GIVE_3(nvmlDeviceGetClockInfo, unsigned, 1800)
+GIVE_3(nvmlDeviceGetMaxClockInfo, unsigned, 1980)
+int nvmlDeviceGetMemoryInfo(void *device, uint64_t memory[3]) {
+    (void)device;
+    TRY;
+    memory[0] = memory[1] = number("FAKE_CUDA_MEMORY", 1u << 30);
+    memory[2] = 0;
+    return 0;
+}
+int nvmlDeviceGetUtilizationRates(void *device, unsigned rates[2]) {
+    (void)device;
+    TRY;
+    rates[0] = rates[1] = 0;
+    return 0;
+}
+const char *nvmlErrorString(int status) {
+    (void)status;
+    return "Unknown Error";
+}

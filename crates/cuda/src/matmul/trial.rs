@@ -1,0 +1,111 @@
+//! Products timed on random numbers: zeros would draw less power than real data do.
+
+use super::epilogue::Beside;
+use super::{Algorithm, Described, Matmul, Product, Shape, WORKSPACE};
+use crate::CudaError;
+use crate::driver::{Address, Event, Memory, Stream};
+use lockstep_ir::DType;
+
+/// Room for the operands of a product, and a clock.
+pub(super) struct Trial<'a> {
+    matmul: &'a Matmul,
+    operands: (Address, Address, Address),
+    /// As large as the result.
+    beside: Address,
+    result_bytes: usize,
+    scratch: Address,
+    stream: Stream,
+    clock: (Event, Event),
+    _memory: Memory,
+}
+
+impl Matmul {
+    /// Room to try a product in; none where there is too little beside what is already there.
+    pub(super) fn trial(&self, shape: &Shape) -> Result<Option<Trial<'_>>, CudaError> {
+        let bytes = |rows: usize, columns: usize, dtype: DType| (rows * columns * dtype.bytes()) as u64;
+        let Shape { product, m, n, k, input, output, y_stride, epilogue, .. } = *shape;
+        let (x, w, y) = ((m, k), (n, k), (m, y_stride));
+        let (a, b, c) = match product {
+            Product::Forward => (w, x, y),
+            Product::Input => (w, y, x),
+            Product::Weight => (x, y, w),
+        };
+        let result = bytes(c.0, c.1, output);
+        let beside = if epilogue.has_matrix() { result } else { 0 };
+        let sizes = [bytes(a.0, a.1, input), bytes(b.0, b.1, input), result, beside, WORKSPACE];
+        let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
+        if self.device.free_bytes()? < total + (256 << 20) {
+            return Ok(None);
+        }
+        let memory = Memory::new(&self.device, total)?;
+        let stream = Stream::new(&self.device)?;
+        let mut at = memory.base;
+        let [a, b, c, beside, scratch] = sizes.map(|s| {
+            let here = at;
+            at += s.next_multiple_of(256);
+            here
+        });
+        for (address, size) in [a, b, c, beside].into_iter().zip(sizes).filter(|(_, size)| *size > 0) {
+            fill_random(&stream, address, size)?;
+        }
+        let clock = (Event::new(&self.device)?, Event::new(&self.device)?);
+        let (operands, result_bytes) = ((a, b, c), result as usize);
+        Ok(Some(Trial { matmul: self, operands, beside, result_bytes, scratch, stream, clock, _memory: memory }))
+    }
+}
+
+impl Trial<'_> {
+    /// Seconds of a product and as many copies of its result, having run it before: the first call loads code. The shape has the
+    /// sizes of the trial's.
+    pub(super) fn seconds(
+        &self,
+        shape: &Shape,
+        d: &Described,
+        algorithm: &Algorithm,
+        copies: usize,
+    ) -> Result<f64, CudaError> {
+        let (a, b, c) = self.operands;
+        let run = |times: usize| -> Result<f64, CudaError> {
+            let beta = if shape.adds { 1.0 } else { 0.0 };
+            // Any operand does as a bias.
+            self.matmul.place(d, shape.epilogue, Beside { bias: a, matrix: self.beside })?;
+            self.clock.0.record(&self.stream)?;
+            for _ in 0..times {
+                // SAFETY: the matrices are as large as the shape says.
+                unsafe { self.matmul.call(d, algorithm, &self.stream, (a, b, c), c, beta, self.scratch)? };
+                for _ in 0..copies {
+                    // SAFETY: both are as large as the result.
+                    unsafe { self.stream.copy(self.beside, c, self.result_bytes)? };
+                }
+            }
+            self.clock.1.record(&self.stream)?;
+            self.clock.1.wait()?;
+            self.clock.1.since(&self.clock.0)
+        };
+        run(1)?;
+        let times = ((2e-3 / run(1)?.max(1e-6)) as usize).clamp(2, 50);
+        Ok(run(times)? / times as f64)
+    }
+}
+
+/// Fills memory with bits that are sound numbers of moderate size in bf16 and in f32.
+pub fn fill_random(stream: &Stream, at: Address, bytes: u64) -> Result<(), CudaError> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Sign and mantissa at random, the exponent near one.
+        (0x3f00 | ((state >> 33) as u16 & 0x80ff)).to_le_bytes()
+    };
+    let block: Vec<u8> = (0..(1 << 18)).flat_map(|_| next()).collect();
+    let mut done = bytes.min(block.len() as u64);
+    // SAFETY: all ranges lie in the memory and do not overlap; the first copy is done before the block goes.
+    unsafe {
+        stream.to_device(at, &block[..done as usize])?;
+        while done < bytes {
+            let here = done.min(bytes - done);
+            stream.copy(at + done, at, here as usize)?;
+            done += here;
+        }
+    }
+    stream.wait()
+}

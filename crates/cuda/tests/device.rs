@@ -1,0 +1,29 @@
+//! Every op is right on a device.
+
+mod on_device;
+
+use lockstep_cuda::{CudaExecutor, Gpu, profile};
+use lockstep_exec::conformance;
+use lockstep_exec::{ExecError, Executor};
+use lockstep_ir::{DType, StepProgram};
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    on_device::run(&[
+        ("every_op_conforms_in_fp32", || conforms(DType::F32, false)),
+        ("every_op_conforms_in_bf16", || conforms(DType::BF16, false)),
+        ("every_op_conforms_in_bf16_deterministic", || conforms(DType::BF16, true)),
+    ])
+}
+
+fn conforms(compute: DType, deterministic: bool) {
+    let gpu = Gpu::open(0, false).unwrap();
+    let load = |p: StepProgram| -> Result<Box<dyn Executor>, ExecError> {
+        Ok(Box::new(CudaExecutor::load(&gpu, p, deterministic)?))
+    };
+    let profile = profile("cuda", compute, DType::Fixed64, deterministic);
+    let outcomes = conformance::run(&profile, compute, false, &mut { load }).unwrap();
+    assert!(!outcomes.is_empty());
+    let failed: Vec<_> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
+    assert!(failed.is_empty(), "{failed:?}");
+}

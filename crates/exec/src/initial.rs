@@ -1,0 +1,89 @@
+//! What tensors start as: drawn on the host, on all cores.
+
+use crate::{ExecError, Executor, cpu};
+use lockstep_ir::{DType, Init, bf16, f16};
+use std::sync::Mutex;
+
+/// The initial values of a tensor: those of its parts, one behind the other.
+pub struct Initial<'a> {
+    /// How they are drawn.
+    pub init: &'a Init,
+    /// The run's seed.
+    pub seed: u64,
+    /// The parts, in storage order.
+    pub parts: Vec<InitialPart<'a>>,
+}
+
+/// A part of a tensor that has a name of its own.
+pub struct InitialPart<'a> {
+    /// Its name: values are a function of it.
+    pub name: &'a str,
+    /// Elements of a row.
+    pub columns: usize,
+    /// All elements.
+    pub elements: usize,
+}
+
+impl Initial<'_> {
+    /// How many there are.
+    pub fn elements(&self) -> usize {
+        self.parts.iter().map(|part| part.elements).sum()
+    }
+
+    /// The values.
+    pub fn draw(&self) -> Vec<f32> {
+        let mut data = vec![0.0f32; self.elements()];
+        let mut rest = &mut data[..];
+        for InitialPart { name, columns, elements } in &self.parts {
+            let (range, behind) = rest.split_at_mut(*elements);
+            in_parts(range, *columns, |row, rows| self.init.fill_from(self.seed, name, *columns, row, rows));
+            rest = behind;
+        }
+        data
+    }
+
+    /// Writes them to tensors of an executor, to each in its type.
+    pub fn write<E: Executor + ?Sized>(&self, executor: &mut E, tensors: &[(&str, DType)]) -> Result<(), ExecError> {
+        let data = self.draw();
+        tensors.iter().try_for_each(|(name, dtype)| executor.write(name, 0, &encode(&data, *dtype)))
+    }
+}
+
+/// Numbers as the bytes of a floating-point type.
+pub fn encode(data: &[f32], dtype: DType) -> Vec<u8> {
+    let mut bytes = vec![0u8; data.len() * dtype.bytes()];
+    in_parts(&mut bytes, dtype.bytes(), |first, part| {
+        let data = &data[first..];
+        match dtype {
+            DType::BF16 => put_numbers(part, data, |x| bf16::from_f32(x).to_le_bytes()),
+            DType::F16 => put_numbers(part, data, |x| f16::from_f32(x).to_le_bytes()),
+            _ => put_numbers(part, data, f32::to_le_bytes),
+        }
+    });
+    bytes
+}
+
+/// Writes numbers as bytes, as many as there is room for.
+fn put_numbers<const N: usize>(bytes: &mut [u8], data: &[f32], f: impl Fn(f32) -> [u8; N]) {
+    bytes.as_chunks_mut().0.iter_mut().zip(data).for_each(|(to, x)| *to = f(*x));
+}
+
+/// Calls `f` for parts of `out` on all cores, each with the number of elements of `unit` before it. Parts are whole units.
+fn in_parts<T: Send>(out: &mut [T], unit: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+    const PART: usize = 1 << 20;
+    let units = (PART / unit).max(1);
+    let count = out.len().div_ceil(units * unit);
+    let parts = Mutex::new(out.chunks_mut(units * unit).enumerate());
+    let next = || parts.lock().unwrap_or_else(|e| e.into_inner()).next();
+    let work = || {
+        while let Some((i, part)) = next() {
+            f(i * units, part);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..cpu::cores().min(count) {
+            scope.spawn(work);
+        }
+        work();
+    });
+}
