@@ -159,7 +159,9 @@ impl Plans {
         self.plans.insert(shape, made.as_ref().ok().cloned());
         match made {
             Ok(made) => made.cost.clone().map(Note::Cost),
-            Err(CudaError::Library { library, problem }) => Some(slow(&format!("{} {problem}", library.name()))),
+            Err(CudaError::Library { library, problem }) => {
+                Some(slow(&format!("{} {problem} ({})", library.name(), library.hint())))
+            }
             Err(error) => {
                 let why = error.to_string();
                 let why = why.lines().next().unwrap_or_default();

@@ -34,10 +34,12 @@ impl Matmul {
         let beside = if epilogue.has_matrix() { result } else { 0 };
         let sizes = [bytes(a.0, a.1, input), bytes(b.0, b.1, input), result, beside, WORKSPACE];
         let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
-        if self.device.free_bytes()? < total + (256 << 20) {
-            return Ok(None);
-        }
-        let memory = Memory::new(&self.device, total)?;
+        let room = self.device.free_bytes()? >= total + (256 << 20);
+        let memory = match room.then(|| Memory::new(&self.device, total)) {
+            Some(Ok(memory)) => memory,
+            None | Some(Err(CudaError::OutOfMemory)) => return Ok(None),
+            Some(Err(error)) => return Err(error),
+        };
         let stream = Stream::new(&self.device)?;
         let mut at = memory.base;
         let [a, b, c, beside, scratch] = sizes.map(|s| {
