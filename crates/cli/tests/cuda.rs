@@ -80,6 +80,11 @@ fn a_run_steps_saves_and_finishes() {
     assert!(text.contains("finished 12 steps") && !text.contains("not finite"), "{text}");
     assert_eq!(steps_of_metrics(&fake), (1..=12).collect::<Vec<_>>());
     assert_eq!(checkpoints(&fake).last(), Some(&12));
+    // What the device tells is in the first lines, in every line of metrics, and in the progress line.
+    let lines = std::fs::read_to_string(fake.place.path("run/metrics.jsonl")).unwrap();
+    let told = r#""gpu_power_w":500.0,"gpu_temperature_c":50,"gpu_sm_clock_mhz":1800,"gpu_utilisation_percent":0"#;
+    assert!(lines.lines().all(|line| line.contains(told)), "{lines}");
+    assert!(text.contains("\nGPU memory: arena 0.") && text.contains(" left, 500 W, "), "{text}");
     // In fp32 the ceiling is measured too, and what is finished can be generated from and evaluated.
     fake.ok(&["train", "run.toml", "--run-dir", "fp32", "--set", "train.device=cuda", "--set", "train.steps=4"], &[]);
     fake.ok(&["eval", "run", "--validation"], &[]);
@@ -97,7 +102,7 @@ fn a_lost_device_ends_the_run_and_the_same_command_goes_on_from_the_checkpoint()
         let fault = format!("cuGraphLaunch:7={status}");
         let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_LOSE", &fault)]);
         assert!(text.starts_with("error: the device was lost: ") && text.contains(name), "{text}");
-        assert!(text.contains("\nhint: ") && text.contains(advice), "{text}");
+        assert!(text.contains("in `train` or what was queued behind it\nhint: ") && text.contains(advice), "{text}");
         assert!(text.contains("the same command again goes on from the latest"), "{text}");
         let saved = *checkpoints(&fake).last().expect("a checkpoint before the device was lost");
         assert!(saved < 12);

@@ -170,13 +170,18 @@ impl CudaExecutor {
         Ok(())
     }
 
-    /// What came of waiting. The device tells of errors late: they are of what was queued before.
-    fn behind<T>(&self, waited: Result<T, CudaError>) -> Result<T, ExecError> {
-        Ok(waited.map_err(|error| match (error, &self.queued) {
-            (CudaError::Call { call, text }, Some(entry)) => {
-                CudaError::Call { call, text: format!("{text}, in `{entry}` or what was queued behind it") }
-            }
-            (error, _) => error,
+    fn enter(&self) -> Result<(), ExecError> {
+        self.behind(self.gpu.device.enter())
+    }
+
+    /// What came of a call. The device tells of errors late, at whatever is called next: they are of what was queued before.
+    fn behind<T>(&self, called: Result<T, CudaError>) -> Result<T, ExecError> {
+        let Some(entry) = &self.queued else { return Ok(called?) };
+        let more = |text: String| format!("{text}, in `{entry}` or what was queued behind it");
+        Ok(called.map_err(|error| match error {
+            CudaError::Call { call, text } => CudaError::Call { call, text: more(text) },
+            CudaError::Lost { call, text, hint } => CudaError::Lost { call, text: more(text), hint },
+            other => other,
         })?)
     }
 
@@ -237,7 +242,7 @@ impl Executor for CudaExecutor {
         if data.len() != bytes || matches!(found.role, Role::Output | Role::StepOutput) {
             return Err(ExecError::Internal(format!("`{tensor}` takes {bytes} bytes, got {}", data.len())));
         }
-        self.gpu.device.enter()?;
+        self.enter()?;
         // SAFETY: the address and size are the tensor's.
         let copied = unsafe { self.staging.get_mut().send(&self.stream, address, data) };
         self.behind(copied)
@@ -271,7 +276,7 @@ impl Executor for CudaExecutor {
         if range.start > range.end || range.end > bytes {
             return Err(ExecError::Internal(format!("`{tensor}` has no bytes {range:?}")));
         }
-        self.gpu.device.enter()?;
+        self.enter()?;
         let mut data = vec![0u8; range.len()];
         // SAFETY: the address and size are of a range of the tensor.
         let from = address + range.start as u64;
@@ -280,10 +285,10 @@ impl Executor for CudaExecutor {
     }
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
-        self.gpu.device.enter()?;
+        self.enter()?;
         if let Some((name, graph)) = self.graphs.get_key_value(entry) {
             self.queued = Some(name.clone());
-            return Ok(self.stream.replay(graph)?);
+            return self.behind(self.stream.replay(graph));
         }
         let (name, schedule) = self.entry(entry)?;
         self.queued = Some(name.clone());
@@ -296,10 +301,10 @@ impl Executor for CudaExecutor {
         }
         if self.ran.insert(name.clone()) {
             // The first run loads what libraries load late.
-            return Ok(self.issue_all(&schedule)?);
+            return self.behind(self.issue_all(&schedule));
         }
-        let graph = self.stream.capture(|| self.issue_all(&schedule))?;
-        self.stream.replay(&graph)?;
+        let graph = self.behind(self.stream.capture(|| self.issue_all(&schedule)))?;
+        self.behind(self.stream.replay(&graph))?;
         self.graphs.insert(name, graph);
         Ok(())
     }
@@ -312,19 +317,20 @@ impl Executor for CudaExecutor {
                 ranges.push((address, bytes));
             }
         }
-        self.gpu.device.enter()?;
+        self.enter()?;
         // SAFETY: addresses and sizes are the tensors'.
-        Ok(Some(Ticket(unsafe { self.results.queue(&self.gpu.device, &self.stream, &ranges)? })))
+        let queued = unsafe { self.results.queue(&self.gpu.device, &self.stream, &ranges) };
+        Ok(Some(Ticket(self.behind(queued)?)))
     }
 
     fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
-        self.gpu.device.enter()?;
+        self.enter()?;
         let taken = self.results.take(ticket.0);
         self.behind(taken)
     }
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
-        self.gpu.device.enter()?;
+        self.enter()?;
         let (name, schedule) = self.entry(entry)?;
         self.queued = Some(name);
         if self.linked.is_some() {
