@@ -20,16 +20,30 @@ pub fn groups(
     segments: &[Vec<Bound>],
     worth: &dyn Fn(Shape) -> Result<bool, CudaError>,
 ) -> Result<Vec<Groups>, CudaError> {
-    // A product takes GELU of its f32 sums, a kernel of what was stored: where one is computed again, by itself maybe, all are
-    // left to the kernel, so that they come out as the first time.
-    let again = |i: &Instr| i.op == Op::Gelu && i.phase != Phase::Forward;
-    let gelu = !program.segments.iter().any(|s| s.instrs.iter().any(again));
+    // A product takes GELU of its f32 sums, a kernel of what was stored, and the sums themselves may be another plan's: where one
+    // is computed again, or what it is of, all are left to the kernel, so that they come out as the first time.
+    let gelu = !program.segments.iter().any(|s| computes_gelu_again(&s.instrs));
     program
         .segments
         .iter()
         .zip(segments)
         .map(|(s, bounds)| of_segment(program, &s.instrs, bounds, gelu, worth))
         .collect()
+}
+
+/// Whether a GELU is computed again, or only the sum with a bias that one, or its gradient, is of.
+fn computes_gelu_again(instrs: &[Instr]) -> bool {
+    let reads = |i: &Instr, sum| match i.op {
+        Op::Gelu => value(i, 0) == Some(sum),
+        Op::GeluGrad => value(i, 1) == Some(sum),
+        _ => false,
+    };
+    let again = |i: &Instr| match (i.op, i.outputs.first()) {
+        (Op::Gelu, _) => true,
+        (Op::AddBias, Some(Some(sum))) => instrs.iter().any(|other| reads(other, sum.value)),
+        _ => false,
+    };
+    instrs.iter().any(|i| i.phase != Phase::Forward && again(i))
 }
 
 fn of_segment(
@@ -70,7 +84,8 @@ fn count(program: &StepProgram, instrs: &[Instr]) -> usize {
         [gelu, bias, ..] if gelu_and_bias_gradients(program, gelu, bias) => 2,
         [weight, rest @ ..] if norm_gradients(program, weight, rest).is_some() => {
             let input = norm_gradients(program, weight, rest).unwrap_or(0);
-            let after = rest.get(input + 1).is_some_and(|after| sums_rows_of(after, &rest[input]));
+            let joins = |after: &Instr| sums_rows_of(after, &rest[input]) && spares_scratch(program, weight, after);
+            let after = rest.get(input + 1).is_some_and(joins);
             2 + input + usize::from(after)
         }
         [first, ..] => instrs.iter().take_while(|next| updates_alike(first, next)).count().max(1),
@@ -194,6 +209,7 @@ fn norm_gradients(program: &StepProgram, weight: &Instr, rest: &[Instr]) -> Opti
             if bias.op == Op::BiasGrad
                 && value(bias, 0) == value(weight, 0)
                 && wanted(bias)
+                && spares_scratch(program, weight, bias)
                 && of_one_norm(program, weight, input) =>
         {
             Some(1)
@@ -207,11 +223,13 @@ fn of_one_norm(program: &StepProgram, weight: &Instr, input: &Instr) -> bool {
     let Some((of, _, _)) = norm_gradient(&input.op) else { return false };
     // The weight itself stands between the operands that both have.
     let same = (0..weight.inputs.len()).all(|w| value(weight, w) == value(input, if w < 2 { w } else { w + 1 }));
-    // The scratch of the first must be free while the last writes.
-    let apart = weight
-        .workspace
-        .is_some_and(|scratch| input.outputs.iter().flatten().all(|out| !overlap(program, scratch, out.buffer)));
-    weight.op == of && same && apart && wanted(weight) && wanted(input)
+    weight.op == of && same && spares_scratch(program, weight, input) && wanted(weight) && wanted(input)
+}
+
+/// Whether what `with` writes stands apart from the scratch of the first: that is in use until all of them are done.
+fn spares_scratch(program: &StepProgram, first: &Instr, with: &Instr) -> bool {
+    let writes = |scratch| with.outputs.iter().flatten().any(|out| overlap(program, scratch, out.buffer));
+    first.workspace.is_some_and(|scratch| !writes(scratch))
 }
 
 /// Of the input gradient of a norm: the op of its weight's gradient, which norm, and whether it adds.

@@ -90,6 +90,14 @@ fn a_gelu_that_is_computed_again_comes_out_as_the_first_time() {
             assert!(!found.iter().any(|(ops, _)| ops.ends_with(" gelu")), "{recompute:?}: {found:?}");
         }
     }
+    // What a GELU is of may be computed again without it.
+    let program_of = |ops: &[&str]| program(GPT2, Recompute::Ops(ops.iter().map(|op| op.to_string()).collect()));
+    let sums = program_of(&["add_bias"]);
+    let again = |op: Op| sums.segments.iter().flat_map(|s| &s.instrs).any(|i| i.op == op && i.phase != Phase::Forward);
+    assert!(again(Op::AddBias) && !again(Op::Gelu));
+    check(joined(&sums, "forward", true), &[("linear add_bias", 8)]);
+    let others = program_of(&["layer_norm", "add_layer_norm"]);
+    check(joined(&others, "forward", true), &[("linear add_bias", 6), ("linear add_bias gelu", 2)]);
     // What is kept is there before the product; what is computed again is not.
     let slope = |recompute| {
         joined(&program(GPT2, recompute), "backward", true).contains(&("linear_grad_input gelu_grad".into(), 2))
@@ -102,4 +110,27 @@ fn a_gelu_that_is_computed_again_comes_out_as_the_first_time() {
 fn a_gelu_in_place_of_what_it_reads_is_left_to_its_kernel() {
     let program = program(GPT2, Recompute::None);
     check(joined(&program, "evaluate", true), &[("linear add_bias", 8)]);
+}
+
+#[test]
+fn what_is_written_where_a_norms_gradients_have_their_scratch_is_not_joined_with_them() {
+    let all = "layer_norm_grad_weight bias_grad add_layer_norm_grad bias_grad";
+    let first = |program: &StepProgram| {
+        let at = program.segments.iter().position(|s| s.name == "backward").unwrap();
+        let ops = |w: &[Instr]| w.iter().map(|i| i.op.name()).collect::<Vec<_>>().join(" ");
+        (at, program.segments[at].instrs.windows(4).position(|w| ops(w) == all).unwrap())
+    };
+    let fewer = "layer_norm_grad_weight bias_grad add_layer_norm_grad";
+    // Of the four: which one writes there, and whether those before it are still joined.
+    for (writer, still) in [(1, false), (2, false), (3, true)] {
+        let mut program = program(GPT2, Recompute::None);
+        let (segment, at) = first(&program);
+        let before = joined(&program, "backward", false);
+        let count = |found: &[(String, usize)], name: &str| found.iter().find(|f| f.0 == name).map_or(0, |f| f.1);
+        let scratch = program.segments[segment].instrs[at].workspace.unwrap();
+        program.segments[segment].instrs[at + writer].outputs[0].as_mut().unwrap().buffer = scratch;
+        let after = joined(&program, "backward", false);
+        assert_eq!(count(&after, all), count(&before, all) - 1, "{writer}: {after:?}");
+        assert_eq!(count(&after, fewer), count(&before, fewer) + usize::from(still), "{writer}: {after:?}");
+    }
 }
