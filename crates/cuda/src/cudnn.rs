@@ -1,5 +1,6 @@
 //! cuDNN's graphs, by its backend descriptors: tensors, operations, plans.
 
+use crate::best::Best;
 use crate::driver::{Address, Device, Stream};
 use crate::library::{Name, functions};
 use crate::{CudaError, cache};
@@ -136,11 +137,27 @@ impl Drop for Inner {
 #[derive(Clone)]
 pub struct Cudnn(Arc<Inner>);
 
+/// The oldest version that has the graphs of attention.
+const LEAST_VERSION: usize = 91400;
+
+impl Functions {
+    /// Opens the library, if it is new enough; with its version.
+    fn new_enough() -> Result<(Self, usize, PathBuf), CudaError> {
+        let (functions, path) = Functions::open()?;
+        // SAFETY: it takes nothing.
+        let version = unsafe { (functions.version)() };
+        if version < LEAST_VERSION {
+            let (major, minor, patch) = (version / 10000, version / 100 % 100, version % 100);
+            let problem = format!("{major}.{minor}.{patch} is too old: {}", path.display());
+            return Err(CudaError::Library { library: Name::Cudnn, problem });
+        }
+        Ok((functions, version, path))
+    }
+}
+
 /// The library's version, as 10000 × major + 100 × minor + patch, and where it was found.
 pub fn version() -> Result<(usize, PathBuf), CudaError> {
-    let (functions, path) = Functions::open()?;
-    // SAFETY: it takes nothing.
-    Ok((unsafe { (functions.version)() }, path))
+    Functions::new_enough().map(|(_, version, path)| (version, path))
 }
 
 /// A descriptor.
@@ -168,7 +185,7 @@ impl Cudnn {
     /// Opens the library for a device.
     pub fn open(device: &Arc<Device>) -> Result<Self, CudaError> {
         device.enter()?;
-        let (functions, _) = Functions::open()?;
+        let (functions, ..) = Functions::new_enough()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the address is valid for the call.
         let status = unsafe { (functions.create)(&mut handle) };
@@ -189,7 +206,7 @@ impl Cudnn {
         }
         // SAFETY: the library gives the address of a constant.
         let text = unsafe { CStr::from_ptr((self.0.functions.error)(status)) }.to_string_lossy().into_owned();
-        Err(CudaError::Call { call, text })
+        Err(CudaError::of_cudnn(call, status, text))
     }
 
     fn make(&self, what: c_int) -> Result<Descriptor, CudaError> {
@@ -358,7 +375,8 @@ impl Builder {
     }
 
     /// A plan for the graph with at most `most` bytes of scratch: the fastest of the library's first by `time`, which runs one and
-    /// says how long it took, or without that the first; `key` says what the graph is, so that its plan can be kept on disk.
+    /// says how long it took, or without that the first; `key` says what the graph is, so that its plan can be kept on disk, unless
+    /// there was no room to time them all.
     pub fn plan(self, key: &str, most: u64, time: Option<Timer>) -> Result<Plan, CudaError> {
         let cudnn = self.cudnn.clone();
         let device = &cudnn.0.device;
@@ -369,7 +387,7 @@ impl Builder {
             return Ok(plan);
         }
         let mut last = CudaError::Unsupported("cuDNN proposes no plan".into());
-        let mut best: Option<(f64, Plan)> = None;
+        let mut best = Best::new();
         for config in self.proposals()? {
             match Plan::of(&cudnn, &config) {
                 Ok(plan) if plan.workspace > most => {
@@ -377,21 +395,20 @@ impl Builder {
                     last =
                         CudaError::Unsupported(format!("a plan of cuDNN needs {needs} of scratch, {has} are planned"));
                 }
-                Ok(plan) => match time.map_or(Ok(0.0), |time| time(&plan)) {
-                    Ok(seconds) if best.as_ref().is_none_or(|(least, _)| seconds < *least) => {
-                        best = Some((seconds, plan));
-                    }
-                    Ok(_) => {}
+                // The first does.
+                Ok(plan) if time.is_none() => {
+                    best.add(Some(0.0), plan);
+                    break;
+                }
+                Ok(plan) => match time.map_or(Ok(None), |time| time(&plan)) {
+                    Ok(seconds) => best.add(seconds, plan),
                     Err(error) => last = error,
                 },
                 Err(error) => last = error,
             }
-            if time.is_none() && best.is_some() {
-                break;
-            }
         }
-        let (_, plan) = best.ok_or(last)?;
-        if let Some(text) = plan.text() {
+        let (plan, all_timed) = best.take().ok_or(last)?;
+        if let Some(text) = plan.text().filter(|_| all_timed) {
             cache::put("cudnn", &key, &text);
         }
         Ok(plan)
@@ -424,8 +441,8 @@ impl Builder {
     }
 }
 
-/// Runs a plan and gives the seconds that it took.
-pub type Timer<'a> = &'a dyn Fn(&Plan) -> Result<f64, CudaError>;
+/// Runs a plan and gives the seconds that it took; none where there was no room for it.
+pub type Timer<'a> = &'a dyn Fn(&Plan) -> Result<Option<f64>, CudaError>;
 
 /// A graph that can run.
 pub struct Plan {

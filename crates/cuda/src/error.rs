@@ -47,9 +47,11 @@ pub enum CudaError {
         "no CUDA device was found\nhint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or train with train.device = \"cpu\""
     )]
     NoDevice,
-    /// The driver does not start.
-    #[error("the NVIDIA driver does not start: {text}\nhint: {hint}")]
+    /// The driver does not start, or the device cannot be opened.
+    #[error("{what}: {text}\nhint: {hint}")]
     Start {
+        /// Which of the two.
+        what: &'static str,
         /// What it says.
         text: String,
         /// What to do.
@@ -107,15 +109,39 @@ pub enum CudaError {
 impl CudaError {
     /// What a status of the driver means. `text` is what the driver says of it.
     pub(crate) fn of_status(call: &'static str, status: i32, text: String) -> Self {
-        if let Some(hint) = start_hint(status) {
-            return CudaError::Start { text, hint };
+        // What fails at the start was never there to be lost.
+        let what = match call {
+            "cuInit" => Some("the NVIDIA driver does not start"),
+            "cuDevicePrimaryCtxRetain" => Some("the device cannot be opened"),
+            _ => None,
+        };
+        match (status, what, start_hint(status), lost_hint(status)) {
+            (2, ..) => CudaError::OutOfMemory,
+            (100, ..) => CudaError::NoDevice,
+            (46, Some(what), ..) => CudaError::Start { what, text, hint: HELD },
+            (_, what, Some(hint), _) => {
+                CudaError::Start { what: what.unwrap_or("the NVIDIA driver does not start"), text, hint }
+            }
+            (_, Some(what), None, hint) => CudaError::Start { what, text, hint: hint.unwrap_or(LOOK) },
+            (_, None, None, Some(hint)) => CudaError::Lost { call, text, hint },
+            (_, None, None, None) => CudaError::Call { call, text },
         }
-        match (status, lost_hint(status)) {
-            (2, _) => CudaError::OutOfMemory,
-            (100, _) => CudaError::NoDevice,
-            (_, Some(hint)) => CudaError::Lost { call, text, hint },
-            (_, None) => CudaError::Call { call, text },
+    }
+
+    /// The same for a status of cuDNN. `text` is what the library says of it.
+    pub(crate) fn of_cudnn(call: &'static str, status: i32, text: String) -> Self {
+        let text = format!("{text} (cuDNN status {status})");
+        match status {
+            4004 => CudaError::OutOfMemory,
+            // An execution that failed, by which library it may be.
+            5000..=5999 => CudaError::Lost { call, text, hint: LOOK },
+            _ => CudaError::Call { call, text },
         }
+    }
+
+    /// Whether nothing more can be done on the device by this process.
+    pub(crate) fn lost(&self) -> bool {
+        matches!(self, CudaError::Lost { .. })
     }
 
     /// The same for a status of cuBLASLt.
@@ -145,6 +171,7 @@ impl CudaError {
     }
 }
 
+const HELD: &str = "another program holds it alone, or its compute mode lets nobody in: see `nvidia-smi`; `nvidia-smi --compute-mode=DEFAULT` lets several in";
 const LOOK: &str = "see `nvidia-smi` and, for lines with Xid, `dmesg`";
 
 /// What to do about a driver that does not start.
@@ -152,9 +179,10 @@ fn start_hint(status: i32) -> Option<&'static str> {
     match status {
         34 => Some("libcuda.so.1 is a stub for building programs: take its folder out of LD_LIBRARY_PATH"),
         802 => Some("the machine's NVSwitch is not up: start the service nvidia-fabricmanager"),
-        803 | 804 => {
+        803 => {
             Some("libcuda.so.1 is not of the version of the loaded kernel module: restart the machine after an update")
         }
+        804 => Some("libcuda.so.1 of a folder cuda/compat does not run on this device: take it out of LD_LIBRARY_PATH"),
         _ => None,
     }
 }
@@ -163,11 +191,11 @@ fn start_hint(status: i32) -> Option<&'static str> {
 fn lost_hint(status: i32) -> Option<&'static str> {
     match status {
         46 => Some("another program may hold it alone, or it has fallen off the bus: see `nvidia-smi`"),
-        214 | 220 => Some(
+        214 | 220 | 226 => Some(
             "its memory or links are faulty: see `nvidia-smi -q`, reset it with `nvidia-smi --gpu-reset`, or use another",
         ),
         702 => Some("a kernel ran into the time limit of a device with a display: train on one without"),
-        700 | 701 | 710 | 714..=719 => Some(
+        700 | 710 | 714..=719 => Some(
             "see `nvidia-smi` and, for lines with Xid, `dmesg`; where it happens again at the same step, please report it with your config",
         ),
         709 | 999 => Some(LOOK),
@@ -178,5 +206,41 @@ fn lost_hint(status: i32) -> Option<&'static str> {
 impl From<CudaError> for lockstep_exec::ExecError {
     fn from(error: CudaError) -> Self {
         lockstep_exec::ExecError::Device(error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_means_what_the_driver_says_and_where() {
+        let start = ["cuInit", "cuDevicePrimaryCtxRetain"];
+        let of = |call, status| CudaError::of_status(call, status, "text".into());
+        for call in start {
+            for status in [34, 46, 214, 802, 803, 804, 999, 1] {
+                assert!(matches!(of(call, status), CudaError::Start { .. }), "{call} {status}");
+            }
+            assert!(matches!(of(call, 2), CudaError::OutOfMemory) && matches!(of(call, 100), CudaError::NoDevice));
+        }
+        assert!(of("cuDevicePrimaryCtxRetain", 46).to_string().contains("`nvidia-smi --compute-mode=DEFAULT`"));
+        assert!(of("cuInit", 804).to_string().contains("take it out of LD_LIBRARY_PATH"));
+        // While it runs.
+        for status in [46, 214, 220, 226, 700, 702, 709, 710, 714, 719, 999] {
+            assert!(of("cuStreamSynchronize", status).lost(), "{status}");
+        }
+        for status in [1, 400, 701] {
+            assert!(matches!(of("cuLaunchKernel", status), CudaError::Call { .. }), "{status}");
+        }
+    }
+
+    #[test]
+    fn a_status_of_a_library_means_what_it_says() {
+        let cublas = |status| CudaError::of_cublas("cublasLtMatmul", status);
+        assert!(cublas(13).lost() && cublas(14).lost() && matches!(cublas(3), CudaError::OutOfMemory));
+        assert!(matches!(cublas(15), CudaError::Call { .. }));
+        let cudnn = |status| CudaError::of_cudnn("cudnnBackendExecute", status, "text".into());
+        assert!(cudnn(5000).lost() && cudnn(5003).lost() && matches!(cudnn(4004), CudaError::OutOfMemory));
+        assert!(matches!(cudnn(3000), CudaError::Call { .. }) && cudnn(4000).to_string().contains("4000"));
     }
 }

@@ -4,6 +4,7 @@
 //! for when a device is asked for. `unsafe` is confined to calls of these libraries.
 
 mod attention;
+mod best;
 mod cache;
 mod call;
 pub mod ceilings;

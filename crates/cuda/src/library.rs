@@ -30,8 +30,8 @@ impl Name {
     fn files(self) -> &'static [&'static str] {
         match self {
             Name::Driver => &["libcuda.so.1"],
-            Name::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12"],
-            Name::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12"],
+            Name::Nvrtc => &["libnvrtc.so.13"],
+            Name::CublasLt => &["libcublasLt.so.13"],
             Name::Cudnn => &["libcudnn.so.9"],
             Name::Nvml => &["libnvidia-ml.so.1"],
         }
@@ -81,7 +81,7 @@ impl Library {
     pub fn open(name: Name) -> Result<Library, CudaError> {
         let files = name.files();
         let failed = |problem: String| CudaError::Library { library: name, problem };
-        let named = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from);
+        let named = folder_in(FOLDER_VARIABLE);
         let first: Vec<PathBuf> = named.iter().flat_map(|folder| in_folder(folder, files)).collect();
         let only_first = !first.is_empty();
         let system = files.iter().map(PathBuf::from).filter(|_| !only_first);
@@ -168,16 +168,22 @@ fn in_folder(folder: &Path, files: &[&str]) -> Vec<PathBuf> {
     files.iter().map(|file| folder.join(file)).filter(|path| path.exists()).collect()
 }
 
+/// The folder that a variable names, absolute: the parts of a library are looked for beside it.
+fn folder_in(variable: &str) -> Option<PathBuf> {
+    let folder = std::env::var_os(variable).filter(|folder| !folder.is_empty())?;
+    Some(std::path::absolute(&folder).unwrap_or_else(|_| folder.into()))
+}
+
 /// Other folders where such libraries are kept.
 fn folders() -> Vec<PathBuf> {
     let mut folders = Vec::new();
-    for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os) {
-        folders.push(Path::new(&home).join("lib64"));
+    for home in ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(folder_in) {
+        folders.push(home.join("lib64"));
     }
     folders.push(PathBuf::from("/usr/local/cuda/lib64"));
     // Packages of the active Python environment: site-packages/nvidia/*/lib.
-    for home in ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(std::env::var_os) {
-        for python in entries(&Path::new(&home).join("lib")) {
+    for home in ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(folder_in) {
+        for python in entries(&home.join("lib")) {
             for package in entries(&python.join("site-packages/nvidia")) {
                 folders.push(package.join("lib"));
             }

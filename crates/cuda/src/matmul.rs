@@ -6,6 +6,7 @@ mod trial;
 pub use epilogue::{Beside, Epilogue};
 pub use trial::fill_random;
 
+use crate::best::Best;
 use crate::driver::{Address, Device, Stream};
 use crate::library::{Name, functions};
 use crate::{CudaError, cache};
@@ -36,6 +37,8 @@ functions! {
     multiply = c"cublasLtMatmul": fn(Handle, Handle, *const f32, Address, Handle, Address, Handle, *const f32, Address, Handle, Address, Handle, *const Algorithm, Address, usize, Handle) -> c_int;
 }
 
+const INVALID_VALUE: c_int = 7;
+const NOT_SUPPORTED: c_int = 15;
 const COMPUTE_32F: c_int = 68;
 const DESC_TRANSA: c_int = 3;
 const DESC_TRANSB: c_int = 4;
@@ -142,6 +145,8 @@ pub struct Matmul {
     plans: RwLock<HashMap<Shape, Arc<Plan>>>,
     /// Held while a plan is made: two at once would time each other.
     making: Mutex<()>,
+    /// Whether products are worth their epilogues, as far as that was asked: one answer for as long as the process lives.
+    worth: Mutex<HashMap<Shape, bool>>,
     /// Whether proposals are timed: else the first is taken.
     tune: bool,
 }
@@ -180,7 +185,8 @@ impl Matmul {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the address is valid for the call.
         check("cublasLtCreate", unsafe { (lt.create)(&mut handle) })?;
-        Ok(Self { lt, handle, device: device.clone(), plans: RwLock::default(), making: Mutex::new(()), tune })
+        let (device, plans, making, worth) = (device.clone(), RwLock::default(), Mutex::new(()), Mutex::default());
+        Ok(Self { lt, handle, device, plans, making, worth, tune })
     }
 
     fn describe(&self, shape: &Shape) -> Result<Described, CudaError> {
@@ -214,7 +220,8 @@ impl Matmul {
         Ok(Described { desc, a: layout(a, input)?, b: layout(b, input)?, c: layout(c, output)? })
     }
 
-    fn proposals(&self, shape: &Shape, d: &Described, alignment: u32) -> Result<Vec<Proposal>, CudaError> {
+    /// The library's first proposals; none where it does not have the product.
+    fn proposals(&self, d: &Described, alignment: u32) -> Result<Vec<Proposal>, CudaError> {
         let mut preference = std::ptr::null_mut();
         let mut found = [NO_PROPOSAL; TRIED];
         let mut count = 0;
@@ -238,8 +245,10 @@ impl Matmul {
             let status =
                 (self.lt.heuristic)(self.handle, d.desc, a, b, c, c, preference, most, found.as_mut_ptr(), &mut count);
             (self.lt.preference_destroy)(preference);
-            check("cublasLtMatmulAlgoGetHeuristic", status)
-                .map_err(|e| CudaError::Internal(format!("{shape:?}: {e}")))?;
+            if matches!(status, INVALID_VALUE | NOT_SUPPORTED) {
+                return Ok(Vec::new());
+            }
+            check("cublasLtMatmulAlgoGetHeuristic", status)?;
         }
         Ok(found[..count as usize]
             .iter()
@@ -254,9 +263,17 @@ impl Matmul {
 
     /// Makes the plan of a product, if it is not made yet.
     pub fn prepare(&self, shape: Shape) -> Result<(), CudaError> {
+        match self.prepared(shape)? {
+            true => Ok(()),
+            false => Err(CudaError::Internal(format!("cuBLASLt proposes nothing for {shape:?}"))),
+        }
+    }
+
+    /// The same; false where the library does not have the product.
+    fn prepared(&self, shape: Shape) -> Result<bool, CudaError> {
         let _making = self.making.lock().unwrap_or_else(|e| e.into_inner());
         if self.plan(&shape).is_some() || shape.m * shape.n * shape.k == 0 {
-            return Ok(());
+            return Ok(true);
         }
         self.device.enter()?;
         let alignment = shape.alignment();
@@ -269,11 +286,16 @@ impl Matmul {
         let algorithm = match kept.and_then(|data| self.kept(&described, &data)) {
             Some(algorithm) => algorithm,
             None => {
-                let proposals = self.proposals(&shape, &described, alignment)?;
-                let none = || CudaError::Internal(format!("cuBLASLt proposes nothing for {shape:?}"));
-                let first = proposals.first().ok_or_else(none)?.algorithm;
-                let best = if proposals.len() > 1 { self.fastest(&shape, &described, &proposals)? } else { first };
-                if self.tune {
+                let (best, all_timed) = match &self.proposals(&described, alignment)?[..] {
+                    [] => {
+                        // SAFETY: made above.
+                        unsafe { self.forget(&described) };
+                        return Ok(false);
+                    }
+                    [only] => (only.algorithm, true),
+                    several => self.fastest(&shape, &described, several)?,
+                };
+                if self.tune && all_timed {
                     let bytes: Vec<u8> = best.0.iter().flat_map(|x| x.to_le_bytes()).collect();
                     cache::put("matmul", &key, &bytes);
                 }
@@ -282,7 +304,7 @@ impl Matmul {
         };
         let plan = Arc::new(Plan { described, algorithm });
         self.plans.write().unwrap_or_else(|e| e.into_inner()).insert(shape, plan);
-        Ok(())
+        Ok(true)
     }
 
     /// An algorithm from the cache, if the library still takes it.
@@ -295,25 +317,21 @@ impl Matmul {
         (status == 0 && proposal.workspace as u64 <= WORKSPACE).then_some(algorithm)
     }
 
-    /// The fastest of several proposals. Where there is no room to try them, the library's own choice has to do.
-    fn fastest(&self, shape: &Shape, d: &Described, proposals: &[Proposal]) -> Result<Algorithm, CudaError> {
-        let Some(trial) = self.trial(shape)? else { return Ok(proposals[0].algorithm) };
-        let (mut best, mut failed): (Option<(f64, Algorithm)>, _) = (None, None);
+    /// The fastest of several proposals, and whether all were timed. Where there is no room to try them, the library's own choice
+    /// has to do.
+    fn fastest(&self, shape: &Shape, d: &Described, proposals: &[Proposal]) -> Result<(Algorithm, bool), CudaError> {
+        let Some(trial) = self.trial(shape)? else { return Ok((proposals[0].algorithm, false)) };
+        let (mut best, mut failed) = (Best::new(), None);
         for p in proposals {
-            // A proposal that fails is none.
-            let seconds = match trial.seconds(shape, d, &p.algorithm, 0) {
-                Ok(seconds) => seconds,
-                Err(error) => {
-                    failed = Some(error);
-                    continue;
-                }
-            };
-            if best.is_none_or(|(least, _)| seconds < least) {
-                best = Some((seconds, p.algorithm));
+            match trial.seconds(shape, d, &p.algorithm, 0) {
+                Ok(seconds) => best.add(Some(seconds), p.algorithm),
+                Err(CudaError::OutOfMemory) => best.add(None, p.algorithm),
+                // A proposal that fails is none.
+                Err(error) => failed = Some(error),
             }
         }
         let none = || failed.unwrap_or_else(|| CudaError::Internal(format!("no proposal for {shape:?}")));
-        best.map(|(_, a)| a).ok_or_else(none)
+        best.take().ok_or_else(none)
     }
 
     /// Destroys descriptions.

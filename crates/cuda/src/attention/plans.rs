@@ -104,7 +104,7 @@ fn make(gpu: &Gpu, shape: &Shape) -> Result<Plan, CudaError> {
         true => graph.plan(&key, shape.most_scratch(), None),
         false => {
             // Where there is no room to try, the library's order counts.
-            let time = |plan: &Plan| Ok(trial(gpu, shape, plan)?.unwrap_or(0.0));
+            let time = |plan: &Plan| trial(gpu, shape, plan);
             graph.plan(&key, shape.most_scratch(), Some(&time))
         }
     }
@@ -219,6 +219,14 @@ pub unsafe fn execute(stream: &Stream, shape: &Shape, plan: &Plan, at: &Operands
 
 /// Seconds that a plan takes on random numbers, if there is room.
 fn trial(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaError> {
+    match seconds(gpu, shape, plan) {
+        // What is counted as free cannot always be had.
+        Err(CudaError::OutOfMemory) => Ok(None),
+        tried => tried,
+    }
+}
+
+fn seconds(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaError> {
     const TIMES: usize = 3;
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
     let rows = (shape.batch * shape.seq) as u64;

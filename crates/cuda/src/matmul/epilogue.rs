@@ -126,40 +126,65 @@ impl Matmul {
     }
 
     /// Whether a product takes GELU, or its slope, in less time than it takes without and a copy of the result, which is what a
-    /// kernel of its own would cost. Never where choices are not timed: such programs compute the same wherever they run.
+    /// kernel of its own would cost. Never where choices are not timed: such programs compute the same wherever they run. An answer
+    /// holds as long as the process lives; what could not be found out is a no until then.
     pub fn worth(&self, shape: Shape) -> Result<bool, CudaError> {
         // The library wants rows of whole packs beside the result.
         let fits = shape.input == DType::BF16 && shape.output == DType::BF16 && shape.result_row().is_multiple_of(8);
         if !self.tune || !fits || shape.m * shape.n * shape.k == 0 {
             return Ok(false);
         }
+        let mut known = self.worth.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(worth) = known.get(&shape) {
+            return Ok(*worth);
+        }
         self.device.enter()?;
         // SAFETY: it takes nothing.
         let version = unsafe { (self.lt.version)() };
         let key = format!("{} {} {version} {shape:?}", self.device.name, self.device.processors);
-        // A product that the library does not have is an answer too.
-        if let Some(kept) = cache::get("epilogue", &key) {
-            return Ok(kept == [1] && self.prepare(shape).is_ok());
-        }
-        let worth = match self.prepare(shape) {
-            Err(_) => false,
-            Ok(()) => {
-                let plain = Shape { epilogue: shape.epilogue.without_gelu(), ..shape };
-                self.prepare(plain)?;
-                let Some(trial) = self.trial(&shape)? else { return Ok(false) };
-                let seconds = |shape: &Shape, copies| -> Result<f64, CudaError> {
-                    let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} has no plan")))?;
-                    let described = self.describe(shape)?;
-                    let seconds = trial.seconds(shape, &described, &plan.algorithm, copies);
-                    // SAFETY: made above; the trial has waited for what used it.
-                    unsafe { self.forget(&described) };
-                    seconds
-                };
-                seconds(&shape, 0)? < seconds(&plain, 1)?
+        let worth = match cache::get("epilogue", &key) {
+            Some(kept) => possible(if kept == [1] { self.prepared(shape) } else { Ok(false) })?.unwrap_or(false),
+            None => {
+                let measured = possible(self.measure(shape))?.flatten();
+                if let Some(worth) = measured {
+                    cache::put("epilogue", &key, &[u8::from(worth)]);
+                }
+                measured.unwrap_or(false)
             }
         };
-        cache::put("epilogue", &key, &[u8::from(worth)]);
+        known.insert(shape, worth);
         Ok(worth)
+    }
+
+    /// What [`Matmul::worth`] asks, timed; none where there is no room for that. A product that the library does not have is an
+    /// answer too.
+    fn measure(&self, shape: Shape) -> Result<Option<bool>, CudaError> {
+        if !self.prepared(shape)? {
+            return Ok(Some(false));
+        }
+        let plain = Shape { epilogue: shape.epilogue.without_gelu(), ..shape };
+        self.prepare(plain)?;
+        // Plans that are made meanwhile would be timed beside it.
+        let _making = self.making.lock().unwrap_or_else(|e| e.into_inner());
+        let Some(trial) = self.trial(&shape)? else { return Ok(None) };
+        let seconds = |shape: &Shape, copies| -> Result<f64, CudaError> {
+            let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} has no plan")))?;
+            let described = self.describe(shape)?;
+            let seconds = trial.seconds(shape, &described, &plan.algorithm, copies);
+            // SAFETY: made above; the trial has waited for what used it.
+            unsafe { self.forget(&described) };
+            seconds
+        };
+        Ok(Some(seconds(&shape, 0)? < seconds(&plain, 1)?))
+    }
+}
+
+/// What came of a trial; none where it failed, unless the device was lost by it.
+fn possible<T>(tried: Result<T, CudaError>) -> Result<Option<T>, CudaError> {
+    match tried {
+        Ok(tried) => Ok(Some(tried)),
+        Err(error) if error.lost() => Err(error),
+        Err(_) => Ok(None),
     }
 }
 

@@ -22,6 +22,14 @@ pub(super) struct Trial<'a> {
 impl Matmul {
     /// Room to try a product in; none where there is too little beside what is already there.
     pub(super) fn trial(&self, shape: &Shape) -> Result<Option<Trial<'_>>, CudaError> {
+        match self.room(shape) {
+            // What is counted as free cannot always be had.
+            Err(CudaError::OutOfMemory) => Ok(None),
+            room => room,
+        }
+    }
+
+    fn room(&self, shape: &Shape) -> Result<Option<Trial<'_>>, CudaError> {
         let bytes = |rows: usize, columns: usize, dtype: DType| (rows * columns * dtype.bytes()) as u64;
         let Shape { product, m, n, k, input, output, y_stride, epilogue, .. } = *shape;
         let (x, w, y) = ((m, k), (n, k), (m, y_stride));
@@ -34,13 +42,10 @@ impl Matmul {
         let beside = if epilogue.has_matrix() { result } else { 0 };
         let sizes = [bytes(a.0, a.1, input), bytes(b.0, b.1, input), result, beside, WORKSPACE];
         let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
-        let room = self.device.free_bytes()? >= total + (256 << 20);
-        let memory = match room.then(|| Memory::new(&self.device, total)) {
-            Some(Ok(memory)) => memory,
-            None | Some(Err(CudaError::OutOfMemory)) => return Ok(None),
-            Some(Err(error)) => return Err(error),
-        };
-        let stream = Stream::new(&self.device)?;
+        if self.device.free_bytes()? < total + (256 << 20) {
+            return Ok(None);
+        }
+        let (memory, stream) = (Memory::new(&self.device, total)?, Stream::new(&self.device)?);
         let mut at = memory.base;
         let [a, b, c, beside, scratch] = sizes.map(|s| {
             let here = at;
