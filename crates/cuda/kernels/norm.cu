@@ -118,7 +118,6 @@ static __device__ __forceinline__ void norm_any(const T *x, const T *delta, cons
 NORM(float, f32, 1)
 NORM(float, f32, 2)
 NORM(float, f32, 4)
-NORM(float, f32, 8)
 NORM(bf16, bf16, 1)
 NORM(bf16, bf16, 2)
 NORM(bf16, bf16, 4)

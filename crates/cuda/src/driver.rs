@@ -359,10 +359,12 @@ impl Stream {
         // SAFETY: the capture was begun; the addresses are valid for the calls; the template is destroyed once.
         unsafe {
             let ended = driver.check("cuStreamEndCapture", (driver.capture_end)(self.handle, &mut graph));
-            worked?;
-            ended?;
-            let made = driver.check("cuGraphInstantiate", (driver.graph_instantiate)(&mut exec, graph, 0));
-            (driver.graph_destroy)(graph);
+            let mut instantiate =
+                || driver.check("cuGraphInstantiate", (driver.graph_instantiate)(&mut exec, graph, 0));
+            let made = worked.and(ended).and_then(|()| instantiate());
+            if !graph.is_null() {
+                (driver.graph_destroy)(graph);
+            }
             made?;
         }
         Ok(Graph { device: self.device.clone(), exec })

@@ -176,13 +176,7 @@ impl CudaExecutor {
 
     /// What came of a call. The device tells of errors late, at whatever is called next: they are of what was queued before.
     fn behind<T>(&self, called: Result<T, CudaError>) -> Result<T, ExecError> {
-        let Some(entry) = &self.queued else { return Ok(called?) };
-        let more = |text: String| format!("{text}, in `{entry}` or what was queued behind it");
-        Ok(called.map_err(|error| match error {
-            CudaError::Call { call, text } => CudaError::Call { call, text: more(text) },
-            CudaError::Lost { call, text, hint } => CudaError::Lost { call, text: more(text), hint },
-            other => other,
-        })?)
+        called.map_err(|error| with_entry(self.queued.as_deref(), error))
     }
 
     /// Runs an instruction of a program of several ranks.
@@ -190,10 +184,11 @@ impl CudaExecutor {
         let Some(linked) = &mut self.linked else { return Ok(()) };
         let layer = self.program.segments[slot.segment].instrs[instr].layer;
         linked.at(self.segments[slot.segment][instr].op.name(), layer, slot.micro_batch);
+        let failed = |error| with_entry(self.queued.as_deref(), error);
         // SAFETY: the arena is this program's.
-        match unsafe { linked.run(&self.stream, self.arena.base, slot, instr)? } {
+        match unsafe { linked.run(&self.stream, self.arena.base, (slot, instr), failed)? } {
             true => Ok(()),
-            false => Ok(self.issue(slot, instr)?),
+            false => self.behind(self.issue(slot, instr)),
         }
     }
 
@@ -205,7 +200,7 @@ impl CudaExecutor {
             for instr in 0..self.segments[slot.segment].len() {
                 let start = Instant::now();
                 self.run_linked(slot, instr)?;
-                self.stream.wait()?;
+                self.behind(self.stream.wait())?;
                 let (start_s, seconds) = ((start - begin).as_secs_f64(), start.elapsed().as_secs_f64());
                 timings.push(Timing { slot, instr, start_s, seconds });
             }
@@ -218,6 +213,19 @@ impl CudaExecutor {
         let entry = self.program.entry(name).ok_or_else(unknown)?;
         Ok((entry.name.clone(), entry.schedule.clone()))
     }
+}
+
+/// An error of the device with what was queued last.
+fn with_entry(queued: Option<&str>, error: CudaError) -> ExecError {
+    let more = |text: String| match queued {
+        Some(entry) => format!("{text}, in `{entry}` or what was queued behind it"),
+        None => text,
+    };
+    ExecError::from(match error {
+        CudaError::Call { call, text } => CudaError::Call { call, text: more(text) },
+        CudaError::Lost { call, text, hint } => CudaError::Lost { call, text: more(text), hint },
+        other => other,
+    })
 }
 
 /// Room for what a step is given: inputs of all micro-batches, and its scalars.
@@ -258,12 +266,12 @@ impl Executor for CudaExecutor {
             }
             places.push((address, *dtype));
         }
-        self.gpu.device.enter()?;
+        self.enter()?;
         for (address, dtype) in places {
             // SAFETY: the tensor has as many elements.
-            unsafe { initial::draw(&self.gpu.kernels, &self.stream, address, dtype, values)? };
+            self.behind(unsafe { initial::draw(&self.gpu.kernels, &self.stream, address, dtype, values) })?;
         }
-        Ok(self.stream.wait()?)
+        self.behind(self.stream.wait())
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
@@ -336,23 +344,24 @@ impl Executor for CudaExecutor {
         if self.linked.is_some() {
             return self.profile_linked(schedule);
         }
-        let event = || Event::new(&self.gpu.device);
-        let begin = event()?;
-        begin.record(&self.stream)?;
+        let mark = || {
+            let event = Event::new(&self.gpu.device)?;
+            event.record(&self.stream)?;
+            Ok(event)
+        };
+        let begin = self.behind(mark())?;
         let mut marks = Vec::new();
         for slot in schedule {
             for instr in 0..self.segments[slot.segment].len() {
-                self.issue(slot, instr)?;
-                let end = event()?;
-                end.record(&self.stream)?;
-                marks.push((slot, instr, end));
+                self.behind(self.issue(slot, instr))?;
+                marks.push((slot, instr, self.behind(mark())?));
             }
         }
         self.behind(self.stream.wait())?;
         let mut start_s = 0.0;
         let mut timings = Vec::new();
         for (slot, instr, end) in marks {
-            let now = end.since(&begin)?;
+            let now = self.behind(end.since(&begin))?;
             timings.push(Timing { slot, instr, start_s, seconds: now - start_s });
             start_s = now;
         }

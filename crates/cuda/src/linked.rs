@@ -1,5 +1,6 @@
 //! A rank among others that share the device: what they exchange goes through the host.
 
+use crate::CudaError;
 use crate::driver::{Address, Stream};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::{Piece, Place};
@@ -38,24 +39,31 @@ impl Linked {
     }
 
     /// Runs an instruction if ranks run it together, and says whether they do. Returns when its results are on the device.
+    /// `failed` says what an error of the device means.
     ///
     /// # Safety
     /// `base` is the arena of the program, on the device that `stream` is of.
-    pub unsafe fn run(&mut self, stream: &Stream, base: Address, slot: Slot, instr: usize) -> Result<bool, ExecError> {
+    pub unsafe fn run(
+        &mut self,
+        stream: &Stream,
+        base: Address,
+        (slot, instr): (Slot, usize),
+        failed: impl Fn(CudaError) -> ExecError,
+    ) -> Result<bool, ExecError> {
         let Some(exchange) = &self.exchanges[slot.segment][instr] else { return Ok(false) };
         for range in exchange.reads(slot) {
             let from = base + range.start as u64;
             // SAFETY: the verifier has checked that operands lie in the arena; the copy is waited for below.
-            unsafe { stream.to_host(self.mirror.range(range), from)? };
+            unsafe { stream.to_host(self.mirror.range(range), from) }.map_err(&failed)?;
         }
-        stream.wait()?;
+        stream.wait().map_err(&failed)?;
         self.mirror.run(exchange, self.link.comm.as_ref(), slot, &mut self.pieces)?;
         for range in exchange.writes(slot) {
             let to = base + range.start as u64;
             // SAFETY: as above.
-            unsafe { stream.to_device(to, self.mirror.range(range))? };
+            unsafe { stream.to_device(to, self.mirror.range(range)) }.map_err(&failed)?;
         }
-        stream.wait()?;
+        stream.wait().map_err(&failed)?;
         Ok(true)
     }
 }
