@@ -177,6 +177,22 @@ fn a_driver_that_does_not_start_says_what_to_do() {
     let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cuInit:1=802")]);
     assert!(text.starts_with("error: the NVIDIA driver does not start: system not yet initialized"), "{text}");
     assert!(text.contains("hint: the machine's NVSwitch is not up: start the service nvidia-fabricmanager"), "{text}");
+    // What fails before the first step was never there to be lost.
+    let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cuInit:1=999")]);
+    assert!(text.starts_with("error: the NVIDIA driver does not start: unknown error"), "{text}");
+    let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cuDevicePrimaryCtxRetain:1=46")]);
+    assert!(text.starts_with("error: the device cannot be opened: ") && text.contains("busy or unavailable"), "{text}");
+    assert!(text.contains("compute mode") && !text.contains("checkpoint"), "{text}");
+}
+
+#[test]
+fn a_folder_of_libraries_may_be_relative() {
+    let fake = Fake::new();
+    let report = fake.ok(&["doctor"], &[("LOCKSTEP_CUDA_LIBRARIES", "cuda")]);
+    let folder = fake.place.path("cuda").canonicalize().unwrap();
+    for file in fake_cuda::LIBRARIES {
+        assert!(report.contains(&folder.join(file).display().to_string()), "{report}");
+    }
 }
 
 #[test]
@@ -189,6 +205,11 @@ fn a_missing_library_is_named_with_the_package_to_install() {
         let fake = Fake::without(&[file]);
         if installed_here(&fake, name) {
             continue;
+        }
+        // One of CUDA 12 is none.
+        let other = file.replace(".so.13", ".so.12");
+        if other != file {
+            std::fs::copy(fake.place.path("fake.so"), fake.place.path("cuda").join(&other)).unwrap();
         }
         let text = fake.fails(1, &TRAIN, &[]);
         assert!(text.starts_with(&format!("error: {name} was not found\nhint: ")), "{text}");
@@ -225,6 +246,70 @@ fn without_cudnn_a_run_warns_and_goes_on() {
 }
 
 #[test]
+fn a_cudnn_that_is_too_old_is_none() {
+    let fake = Fake::new();
+    let old = [("FAKE_CUDNN_VERSION", "91300")];
+    let text = fake.ok(&TRAIN, &old);
+    assert!(text.contains("warning: attention runs on a slow kernel: cuDNN 9.13.0 is too old: "), "{text}");
+    assert!(text.contains("install cuDNN 9.14 or newer") && text.contains("finished 12 steps"), "{text}");
+    let report = fake.ok(&["doctor"], &old);
+    assert!(report.contains("9.13.0 is too old") && report.contains("ready to train on the GPU"), "{report}");
+}
+
+/// A model with GELUs, of so many layers, in bf16.
+fn train_gpt2(fake: &Fake, layers: usize) -> Vec<&'static str> {
+    let config = common::CONFIG.replace("[model]", "[model]\narchitecture = \"gpt2\"").replace("dim = 48", "dim = 64");
+    fake.place.config(&config.replace("kv_heads = 2\n", "").replace("layers = 2", &format!("layers = {layers}")));
+    [&TRAIN[..], &["--fresh"]].concat()
+}
+
+/// What is kept on disk of choices that were timed.
+fn kept(fake: &Fake) -> Vec<&'static str> {
+    let names = std::fs::read_dir(fake.place.path("cache")).into_iter().flatten();
+    let names: Vec<String> = names.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let kinds = ["cudnn", "epilogue", "matmul"];
+    kinds.into_iter().filter(|kind| names.iter().any(|name| name.starts_with(kind))).collect()
+}
+
+#[test]
+fn choices_that_could_not_be_timed_are_not_kept() {
+    let fake = Fake::new();
+    let train = train_gpt2(&fake, 2);
+    // Too little to try anything out beside the arena.
+    let text = fake.ok(&train, &[("FAKE_CUDA_MEMORY", "250000000")]);
+    assert!(text.contains("finished 12 steps") && !text.contains("slow kernel"), "{text}");
+    assert!(kept(&fake).is_empty(), "{:?}", kept(&fake));
+    // Memory that is gone while something is tried out.
+    for (fault, timed) in
+        [("cublasLtMatmul:1=3", &["cudnn"][..]), ("cudnnBackendExecute:1=4004", &["epilogue", "matmul"])]
+    {
+        let _ = std::fs::remove_dir_all(fake.place.path("cache"));
+        let text = fake.fails(1, &train, &[("FAKE_CUDA_FAIL", fault)]);
+        assert!(text.starts_with("error: the device has no memory left"), "{text}");
+        assert_eq!(kept(&fake), timed, "{fault}");
+    }
+    fake.ok(&train, &[]);
+    assert_eq!(kept(&fake), ["cudnn", "epilogue", "matmul"]);
+    // A plan that is known and fails.
+    let text = fake.fails(1, &train, &[("FAKE_CUDA_FAIL", "cudnnBackendExecute:1=5000")]);
+    assert!(text.starts_with("error: the device was lost: cudnnBackendExecute says "), "{text}");
+}
+
+#[test]
+fn without_a_cache_a_choice_is_timed_once_for_all_layers() {
+    let fake = Fake::new();
+    std::fs::write(fake.place.path("file"), "").unwrap();
+    let trials = |layers: usize| {
+        let train = train_gpt2(&fake, layers);
+        let cache = [("LOCKSTEP_CACHE", "file/cache"), ("FAKE_CUDA_COUNT", "cuEventElapsedTime")];
+        let text = fake.ok(&train, &cache);
+        let count = text.lines().find_map(|line| line.strip_prefix("fake: cuEventElapsedTime was called "));
+        count.unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    assert_eq!(trials(2), trials(6));
+}
+
+#[test]
 fn too_little_memory_is_refused_with_the_bill_and_a_refused_allocation_is_named() {
     let fake = Fake::new();
     let text = fake.fails(2, &TRAIN, &[("FAKE_CUDA_MEMORY", "30000000")]);
@@ -253,11 +338,31 @@ fn a_library_that_fails_says_why() {
 }
 
 #[test]
+fn a_product_that_the_library_does_not_have_is_told_from_a_library_that_fails() {
+    let fake = Fake::new();
+    let heuristic = |status: i32| {
+        let fault = format!("cublasLtMatmulAlgoGetHeuristic:1={status}");
+        let output = fake.command(&TRAIN, &[("FAKE_CUDA_FAIL", &fault)]).output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    for status in [7, 15] {
+        let text = heuristic(status);
+        assert!(text.contains("error: internal error: cuBLASLt proposes nothing for "), "{text}");
+    }
+    let text = heuristic(14);
+    assert!(text.contains("error: the device was lost: cublasLtMatmulAlgoGetHeuristic says "), "{text}");
+    let text = heuristic(3);
+    assert!(text.contains("error: the device has no memory left"), "{text}");
+}
+
+#[test]
 fn ranks_that_share_a_lost_device_end_with_one_error() {
     let fake = Fake::new();
     let ranks = [&TRAIN[..], &["--set", "parallel.dp=2", "--set", "train.micro_batch=2"]].concat();
     let text = fake.fails(1, &ranks, &[("FAKE_CUDA_LOSE", "cuLaunchKernel:200=719")]);
     assert!(text.starts_with("error: rank ") && text.contains("the device was lost: "), "{text}");
+    assert!(text.contains("` or what was queued behind it\nhint: "), "{text}");
     let text = fake.ok(&ranks, &[]);
     assert!(text.contains("finished 12 steps"), "{text}");
 }

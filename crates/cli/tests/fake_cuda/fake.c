@@ -8,11 +8,13 @@
  *   FAKE_CUDA_MEMORY    bytes of memory (1 GiB)
  *   FAKE_CUDA_LARGEST   bytes of the largest piece that can be had of it (all)
  *   FAKE_CUDA_FAIL      FUNCTION:N=STATUS  from the Nth call on, this function gives this status
- *   FAKE_CUDA_LOSE      FUNCTION:N=STATUS  the Nth call succeeds, and every later call of anything gives this status: what a
- *                                          kernel that goes wrong looks like
+ *   FAKE_CUDA_LOSE      FUNCTION:N=STATUS  the Nth call succeeds, and every later call of anything that the device has to do
+ *                                          with gives this status: what a kernel that goes wrong looks like
+ *   FAKE_CUDA_COUNT     FUNCTION  at the end, how often it was called is printed
+ *   FAKE_CUDNN_VERSION  cuDNN's version, as 10000 x major + 100 x minor + patch (91400)
  *
- * A function that Lockstep starts to use is one line below: OK where nothing is to be done, MAKE where it gives a handle, GIVE
- * where it gives a number. */
+ * A function that Lockstep starts to use is one line below: OK where nothing is to be done, HOST where a lost device does not
+ * matter besides, MAKE where it gives a handle, GIVE where it gives a number. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -43,9 +45,18 @@ static int due(struct fault *fault, const char *variable, const char *function) 
     return !strcmp(fault->function, function) && __atomic_add_fetch(&fault->count, 1, __ATOMIC_SEQ_CST) >= fault->at;
 }
 
+static int lost, counted;
+
+__attribute__((destructor)) static void print_count(void) {
+    if (counted)
+        fprintf(stderr, "fake: %s was called %d times\n", getenv("FAKE_CUDA_COUNT"), counted);
+}
+
 static int called(const char *function) {
     static struct fault fail, lose;
-    static int lost;
+    const char *count = getenv("FAKE_CUDA_COUNT");
+    if (count && !strcmp(count, function))
+        __atomic_add_fetch(&counted, 1, __ATOMIC_SEQ_CST);
     if (lost)
         return lost;
     if (due(&fail, "FAKE_CUDA_FAIL", function))
@@ -64,6 +75,12 @@ static int called(const char *function) {
 /* Does nothing, whatever it is given. */
 #define OK(name) \
     int name() { return called(__func__); }
+/* The same, on the host alone: a lost device does not matter. */
+#define HOST(name)                      \
+    int name() {                        \
+        int status = called(__func__);  \
+        return lost ? 0 : status;       \
+    }
 /* Gives a value as its first, second or third argument. */
 #define GIVE(name, type, value)      \
     int name(type *out) {            \
@@ -200,7 +217,7 @@ FILL(cuMemsetD32_v2, unsigned)
 MAKE(cuDevicePrimaryCtxRetain)
 MAKE(cuCtxGetCurrent)
 OK(cuDevicePrimaryCtxRelease_v2)
-OK(cuCtxSetCurrent)
+HOST(cuCtxSetCurrent)
 OK(cuCtxSynchronize)
 OK(cuMemHostRegister_v2)
 OK(cuMemHostUnregister)
@@ -335,7 +352,7 @@ OK(cublasLtMatmul)
 
 /* ---- attention ---- */
 
-size_t cudnnGetVersion(void) { return 91400; }
+size_t cudnnGetVersion(void) { return number("FAKE_CUDNN_VERSION", 91400); }
 const char *cudnnGetErrorString(int status) {
     (void)status;
     return "CUDNN_STATUS_EXECUTION_FAILED";
