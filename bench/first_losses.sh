@@ -16,13 +16,25 @@ steps=${STEPS:-5}
 folder=${2:-$(mktemp -d)}
 mkdir -p "$folder"
 given=${2:-}
+for name in weights hf run run.toml; do
+    [ ! -e "$folder/$name" ] || { echo "$folder has a $name already: name another folder, or remove it" >&2; exit 2; }
+done
 child=
 finish() {
     [ -z "$child" ] || kill -9 "$child" 2>/dev/null || true
-    [ -n "${KEEP:-}" ] || rm -rf "$folder/weights" "$folder/hf" "$folder/run" "$folder/run.toml"
+    [ -z "$child" ] || wait "$child" 2>/dev/null || true
+    [ -n "${KEEP:-}" ] || rm -rf "$folder/weights" "$folder/hf" "$folder/run" "$folder/run.toml" "$folder"/*.log
     [ -n "$given" ] || rmdir "$folder" 2>/dev/null || true
 }
 trap finish EXIT
+trap 'exit 130' INT TERM HUP
+# Runs a command that a signal to this script ends too.
+attend() {
+    "$@" &
+    child=$!
+    wait "$child" || { status=$?; child=; return "$status"; }
+    child=
+}
 
 tied=false precision=fp32
 case $size in tiny-tied*) tied=true ;; esac
@@ -49,6 +61,8 @@ rope_scaling = { factor = 32.0, low_freq_factor = 1.0, high_freq_factor = 4.0, o
     ;;
 esac
 
+half=$((batch / 2))
+[ "$half" -ge 1 ] || half=1
 cat >"$folder/run.toml" <<EOF
 [model]
 $model
@@ -58,8 +72,8 @@ paths = ["$repository/crates", "$repository/docs"]
 device = "${DEVICE:-auto}"
 seq = $seq
 global_batch = $batch
-micro_batch = $((batch / 2))
-validation_sequences = $((batch / 2))
+micro_batch = $half
+validation_sequences = $half
 [precision]
 policy = "$precision"
 [optimizer]
@@ -70,11 +84,11 @@ say() { echo "$(date +%H:%M:%S) $*" >&2; }
 
 say "drawing weights"
 # One step that moves nothing, by the rule with the smallest state.
-"$lockstep" train "$folder/run.toml" --run-dir "$folder/weights" --set train.steps=1 --set optimizer.warmup_steps=0 \
+attend "$lockstep" train "$folder/run.toml" --run-dir "$folder/weights" --set train.steps=1 --set optimizer.warmup_steps=0 \
     --set optimizer.name=sgd --set optimizer.lr=1e-30 --set optimizer.weight_decay=0 2>"$folder/weights.log" ||
     { cat "$folder/weights.log" >&2; exit 1; }
 say "exporting them"
-"$lockstep" checkpoint export "$folder/weights" --out "$folder/hf" 2>/dev/null
+attend "$lockstep" checkpoint export "$folder/weights" --out "$folder/hf" 2>/dev/null
 rm -rf "$folder/weights"
 
 say "training $steps steps from them"
@@ -92,6 +106,6 @@ child=
 rm -f "$folder/weights.log" "$folder/run.log"
 
 say "the same in PyTorch"
-"${PYTHON:-python3}" "$repository/bench/first_losses.py" --model "$folder/hf" --run "$folder/run" --lockstep "$lockstep" \
+attend "${PYTHON:-python3}" "$repository/bench/first_losses.py" --model "$folder/hf" --run "$folder/run" --lockstep "$lockstep" \
     --steps "$steps" ${BOUND:+--bound "$BOUND"}
 say "done"
