@@ -23,7 +23,8 @@ child=
 finish() {
     [ -z "$child" ] || kill -9 "$child" 2>/dev/null || true
     [ -z "$child" ] || wait "$child" 2>/dev/null || true
-    [ -n "${KEEP:-}" ] || rm -rf "$folder/weights" "$folder/hf" "$folder/run" "$folder/run.toml" "$folder"/*.log
+    [ -n "${KEEP:-}" ] || rm -rf "$folder/weights" "$folder/hf" "$folder/run" "$folder/run.toml" \
+        "$folder/weights.log" "$folder/run.log"
     [ -n "$given" ] || rmdir "$folder" 2>/dev/null || true
 }
 trap finish EXIT
