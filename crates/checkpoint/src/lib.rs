@@ -38,7 +38,6 @@ mod load;
 mod manifest;
 mod save;
 mod slice;
-
 mod stored;
 mod tensor_file;
 mod weights;
@@ -50,6 +49,5 @@ pub use find::{Found, latest};
 pub use folder::list;
 pub use load::{Loaded, TensorView, open};
 pub use save::{Group, TensorRef, save};
-
 pub use slice::Slice;
 pub use weights::{NewFolder, Source, TensorCopy, WeightsFolder, export, save_copies};

@@ -128,6 +128,8 @@ fn a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before_it() {
             break;
         }
         failed += 1;
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), text.matches("hint: ").count()), (Some(1), 1), "at copy {call}: {text}");
         assert_eq!(checkpoints(&fake), whole[..whole.len() - 1], "at copy {call}");
     }
     assert!(failed > 1, "{failed} runs failed");

@@ -7,7 +7,7 @@
 //! that save more for more gives a set that fits; and the walk over those that are cheaper yet ends after [`WORK`] nodes. It
 //! comes to its end on small graphs, so that the answer is the best there is; where it does not, the set that was found stands.
 //!
-//! What is left of the budget then is spent by [`mix`]: the first layers of a stage give up more than the others.
+//! What is left of the budget then is spent by [`mix`]: the first layers of a stage save more than the others.
 
 mod mix;
 #[cfg(test)]

@@ -65,13 +65,15 @@ impl Estimator {
     pub fn given_up(&self, values: &GivenUp) -> Vec<(String, Vec<String>)> {
         let GivenUp { first, by_first, by_rest } = values;
         let of = if self.cuts.is_empty() { "" } else { " of each stage" };
-        match first {
-            0 => vec![("all layers".into(), self.names(by_rest))],
-            _ => vec![
-                (format!("the first {first} layers{of}"), self.names(by_first)),
-                ("the other layers".into(), self.names(by_rest)),
-            ],
-        }
+        let layers = self.layers();
+        let others = layers.in_stage.iter().any(|position| position >= first);
+        let those = match first {
+            1 => format!("the first layer{of}"),
+            _ => format!("the first {first} layers{of}"),
+        };
+        let rows = [(those, by_first, *first > 0), ("the other layers".into(), by_rest, *first > 0 && others)];
+        let all = ("all layers".to_owned(), by_rest, *first == 0);
+        rows.into_iter().chain([all]).filter(|row| row.2).map(|(who, what, _)| (who, self.names(what))).collect()
     }
 
     /// What candidates are called: kind of layer, op and output.

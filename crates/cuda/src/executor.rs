@@ -97,7 +97,7 @@ impl CudaExecutor {
             },
             other => other,
         })?;
-        let linked = link.map(|link| Linked::new(&program, link)).transpose()?;
+        let linked = link.map(|link| Linked::new(&program, link));
         let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         let stream = Stream::new(device)?;
         // States start at zero.

@@ -29,7 +29,7 @@ pub use error::CudaError;
 pub use executor::CudaExecutor;
 pub use gpu::Gpu;
 pub use kernels::compile_all;
-pub use library::Name as LibraryName;
+pub use library::{NOT_FOUND, Name as LibraryName};
 pub use nvml::{Nvml, Telemetry};
 pub use ops::profile;
 pub use survey::{Finding, LIBRARIES, survey};

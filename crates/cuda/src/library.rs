@@ -22,6 +22,9 @@ pub enum Name {
 /// The folder that is searched first, if set: where a Python environment keeps its `nvidia` packages, say.
 pub const FOLDER_VARIABLE: &str = "LOCKSTEP_CUDA_LIBRARIES";
 
+/// What is wrong with a library that is nowhere.
+pub const NOT_FOUND: &str = "was not found";
+
 impl Name {
     /// All of them.
     pub const ALL: [Name; 5] = [Name::Driver, Name::Nvrtc, Name::CublasLt, Name::Cudnn, Name::Nvml];
@@ -96,7 +99,7 @@ impl Library {
                 Err(_) => {}
             }
         }
-        Err(failed(why.map_or("was not found".to_owned(), |text| format!("cannot be opened: {text}"))))
+        Err(failed(why.map_or(NOT_FOUND.to_owned(), |text| format!("cannot be opened: {text}"))))
     }
 
     fn open_path(path: &Path) -> Result<Library, String> {

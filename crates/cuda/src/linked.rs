@@ -6,7 +6,7 @@ use lockstep_exec::ExecError;
 use lockstep_exec::comm::{Piece, Place};
 use lockstep_exec::exchange::{Exchanges, Link, Mirror, exchanges};
 use lockstep_ir::program::Slot;
-use lockstep_ir::{Coordinates, StepProgram, units};
+use lockstep_ir::{Coordinates, StepProgram};
 
 /// A rank's connection, and the host's view of what it exchanges.
 pub struct Linked {
@@ -21,11 +21,9 @@ unsafe impl Send for Linked {}
 
 impl Linked {
     /// Connects a rank that runs `program`.
-    pub fn new(program: &StepProgram, link: Link) -> Result<Self, ExecError> {
-        let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
-        let mirror = Mirror::new(program.arena_bytes).ok_or_else(too_large)?;
+    pub fn new(program: &StepProgram, link: Link) -> Self {
         let exchanges = exchanges(program, link.coordinates);
-        Ok(Self { link, exchanges, mirror, pieces: Vec::new() })
+        Self { link, exchanges, mirror: Mirror::new(program.arena_bytes), pieces: Vec::new() }
     }
 
     /// Where the rank stands.

@@ -2,7 +2,7 @@
 
 use crate::bound::At;
 use crate::comm::{Collective, CommError, Communicator, Group, Piece, Place};
-use crate::cpu::arena::Arena;
+use crate::cpu::arena;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Coordinates, MeshAxis, Op, TensorType};
 use std::ops::Range;
@@ -184,22 +184,35 @@ pub fn exchanges(program: &StepProgram, here: Coordinates) -> Exchanges {
     program.segments.iter().map(|s| s.instrs.iter().map(exchange).collect()).collect()
 }
 
-/// The arena of a device as the host sees it. Bytes that nobody exchanges take no memory.
+/// The arena of a device as the host sees it. Bytes that nobody exchanges take no memory: the system gives pages when they are
+/// written.
 pub struct Mirror {
-    arena: Arena,
+    /// Touched by addresses only: other ranks read what they were shown.
+    _memory: Vec<u8>,
+    bytes: usize,
+    /// Where the arena starts in the memory.
+    base: *mut u8,
 }
 
+// SAFETY: it owns its memory.
+unsafe impl Send for Mirror {}
+
 impl Mirror {
-    /// Of an arena of this many bytes; `None` where there is no room.
-    pub fn new(bytes: u64) -> Option<Self> {
-        Some(Self { arena: Arena::new(bytes)? })
+    /// Of an arena of this many bytes.
+    pub fn new(bytes: u64) -> Self {
+        // Zeros that come from the system are not written here.
+        let (bytes, alignment) = (bytes as usize, arena::ALIGNMENT as usize);
+        let mut memory = vec![0; bytes + alignment];
+        let start = memory.as_mut_ptr();
+        let base = start.wrapping_add(start.align_offset(alignment));
+        Self { _memory: memory, bytes, base }
     }
 
     /// Some of its bytes: what an exchange reads, or has written.
     pub fn range(&mut self, range: Range<usize>) -> &mut [u8] {
-        assert!(range.start <= range.end && range.end as u64 <= self.arena.bytes(), "{range:?} is outside the arena");
+        assert!(range.start <= range.end && range.end <= self.bytes, "{range:?} is outside the arena");
         // SAFETY: the range is inside; other ranks touch what they were shown, while an exchange runs or in its outbox.
-        unsafe { std::slice::from_raw_parts_mut(self.arena.base().add(range.start), range.len()) }
+        unsafe { std::slice::from_raw_parts_mut(self.base.add(range.start), range.len()) }
     }
 
     /// Runs an exchange on these bytes.
@@ -211,6 +224,6 @@ impl Mirror {
         scratch: &mut Vec<Piece>,
     ) -> Result<(), CommError> {
         // SAFETY: the mirror is as large as the arena that the exchange was made for, and this call's alone.
-        unsafe { exchange.run(comm, self.arena.base(), slot, scratch) }
+        unsafe { exchange.run(comm, self.base, slot, scratch) }
     }
 }

@@ -82,7 +82,10 @@ fn in_parts<T: Send>(out: &mut [T], unit: usize, f: impl Fn(usize, &mut [T]) + S
     };
     std::thread::scope(|scope| {
         for _ in 1..cpu::cores().min(count) {
-            scope.spawn(work);
+            // Where the system gives no more threads, those that are there do it all.
+            if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                break;
+            }
         }
         work();
     });

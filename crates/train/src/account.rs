@@ -167,7 +167,11 @@ fn growth(config: &Config, plan: &Plan) -> Result<Vec<Growth>, TrainError> {
         let config = doubled(config, extent);
         let (forward, context, _) = prepare(&config, lockstep_model::build_form)?;
         let estimator = Estimator::new(&forward, &context)?;
-        let programs = estimator.programs(plan.recompute.clone())?;
+        let mut recompute = plan.recompute.clone();
+        if let (Recompute::Given(given_up), "depth") = (&mut recompute, extent) {
+            given_up.first *= 2;
+        }
+        let programs = estimator.programs(recompute)?;
         let model = estimator.model_flops().map_err(internal)?.model * context.layout.micro_batches as u128;
         let parameters: usize = forward.parameters().map(|(_, v, _)| v.ty.elements()).sum();
         let Some(bill) = largest(&programs).map(account::memory) else { continue };

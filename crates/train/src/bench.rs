@@ -151,8 +151,8 @@ pub struct OpTime {
 }
 
 fn config_of(spec: &BenchSpec) -> Result<Config, TrainError> {
-    let (policy, budget) = match spec.recompute.split_once('=') {
-        Some((policy, budget)) => (policy, format!("budget = \"{budget}\"\n")),
+    let (policy, budget) = match spec.recompute.strip_prefix("budget=") {
+        Some(budget) => ("budget", format!("budget = \"{budget}\"\n")),
         None => (spec.recompute.as_str(), String::new()),
     };
     let text = format!(

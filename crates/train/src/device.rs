@@ -3,7 +3,7 @@
 use crate::TrainError;
 use lockstep_compile::Precision;
 use lockstep_config::Config;
-use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, Telemetry};
+use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks};
 use lockstep_ir::hardware;
@@ -42,7 +42,7 @@ impl Device {
         }
         let (problem, hint) = match Gpu::check() {
             // Most machines have no GPU: that is nothing to tell.
-            Err(CudaError::Library { library: LibraryName::Driver, .. }) => return None,
+            Err(CudaError::Library { library: LibraryName::Driver, problem }) if problem == NOT_FOUND => return None,
             Err(error) => error.lines(),
             Ok(()) => {
                 let cuda = Device::Cuda { deterministic: config.train.deterministic };

@@ -19,7 +19,7 @@ pub enum TrainError {
     Data(#[from] DataError),
     /// A checkpoint cannot be written or read.
     #[error("{0}")]
-    Checkpoint(#[from] CheckpointError),
+    Checkpoint(CheckpointError),
     /// A bug in the compiler.
     #[error("{0}")]
     Compile(#[from] CompileError),
@@ -204,7 +204,9 @@ pub enum TrainError {
         most: usize,
     },
     /// The device does not do what the config asks for.
-    #[error("{what} does not run with train.device = \"{device}\"\nhint: set train.device = \"cpu\", or change it")]
+    #[error(
+        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the processor: train.device = \"cpu\", or --device cpu"
+    )]
     NotOnDevice {
         /// What.
         what: &'static str,
@@ -349,6 +351,19 @@ impl TrainError {
                 | TrainError::Positions { .. }
                 | TrainError::Sampling { .. }
         )
+    }
+}
+
+impl From<CheckpointError> for TrainError {
+    fn from(error: CheckpointError) -> Self {
+        match error {
+            // What is saved is fetched from the device: where that fails, the disk is not to blame.
+            CheckpointError::Io { action, path, cause } => match cause.downcast::<ExecError>() {
+                Ok(error) => TrainError::Exec(error),
+                Err(cause) => TrainError::Checkpoint(CheckpointError::Io { action, path, cause }),
+            },
+            error => TrainError::Checkpoint(error),
+        }
     }
 }
 

@@ -229,7 +229,7 @@ pub(crate) fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<u
     let (name, first) = (tensor.to_owned(), bytes.start);
     Bytes::new(bytes.len(), move |range, take| {
         let range = first + range.start..first + range.end;
-        take(&executor.read_range(&name, 0, range).map_err(|error| std::io::Error::other(error.to_string()))?)
+        take(&executor.read_range(&name, 0, range).map_err(std::io::Error::other)?)
     })
 }
 

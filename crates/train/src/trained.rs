@@ -21,6 +21,15 @@ pub struct Trained {
 impl Trained {
     /// Opens the latest whole checkpoint of a run directory, or the checkpoint in a folder.
     pub fn open(path: &Path) -> Result<Self, TrainError> {
+        let mut trained = Self::find(path)?;
+        // What a GPU has trained, any machine can use.
+        if trained.config.train.device == "cuda" {
+            trained.config.train.device = "auto".into();
+        }
+        Ok(trained)
+    }
+
+    fn find(path: &Path) -> Result<Self, TrainError> {
         let run_config = path.join("run.toml");
         if path.join("manifest.json").exists() {
             let checkpoint = open(path)?;

@@ -20,7 +20,8 @@ fn main() -> ExitCode {
         ("qwen3_steps_as_on_the_processor_in_bf16", || steps_alike(QWEN3, BF16)),
         ("a_run_of_the_device_goes_on_on_the_processor", || goes_on("cuda", "cpu")),
         ("a_run_of_the_processor_goes_on_on_the_device", || goes_on("cpu", "cuda")),
-        ("the_same_run_in_fp32_has_the_same_bits", the_same_bits),
+        ("the_same_run_in_fp32_has_the_same_bits", || the_same_bits("fp32", false)),
+        ("the_same_run_in_bf16_has_the_same_bits_if_deterministic", || the_same_bits("bf16", true)),
     ])
 }
 
@@ -93,13 +94,15 @@ fn goes_on(first: &str, second: &str) {
     check_alike(&changed, &whole, &FP32);
 }
 
-fn the_same_bits() {
+fn the_same_bits(policy: &str, deterministic: bool) {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
     for model in [LLAMA, GPT2] {
         let run = |name: &str| {
             let folder = dir.path().join(name);
-            let ran = run_to(&config(dir.path(), model, "fp32", "cuda"), &folder, STEPS);
+            let mut config = config(dir.path(), model, policy, "cuda");
+            config.train.deterministic = deterministic;
+            let ran = run_to(&config, &folder, STEPS);
             let steps: Vec<(f64, f32)> = ran.steps.iter().map(|m| (m.loss, m.grad_norm)).collect();
             let read = |file: &str| std::fs::read(ran.outcome.checkpoint.as_ref().unwrap().join(file)).unwrap();
             let files = ["model.safetensors", "optimizer.safetensors"].map(read);

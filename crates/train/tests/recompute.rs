@@ -134,6 +134,25 @@ fn a_budget_for_a_model_of_126_layers_is_found() {
     assert!(added(&found) > 0 && added(&found) < added(&full), "{} of {}", added(&found), added(&full));
 }
 
+/// Masks are other ones in every layer, layers of one kind all the same: else the search would not end.
+#[test]
+fn a_budget_with_dropout_takes_its_layers_as_alike() {
+    let text = |policy: &str| {
+        format!(
+            "[model]\npreset = \"gpt2\"\ndropout = 0.1\n[train]\nseq = 256\nglobal_batch = 4\n\
+             [recompute]\npolicy = \"{policy}\"\n"
+        )
+    };
+    let planned = |policy: &str| plan(&Config::parse(&text(policy), "run.toml", &[]).unwrap()).unwrap();
+    let [none, full] = ["none", "full"].map(planned);
+    let arena = |p: &Plan| p.memory.total_bytes;
+    let middle = (arena(&none) + arena(&full)) / 2;
+    let found = planned(&format!("budget\"\nbudget = \"{middle} B\"\n#"));
+    assert!(arena(&found) <= middle && found.step_flops.hardware < full.step_flops.hardware);
+    let Recompute::Given(given_up) = &found.recompute else { panic!("{:?}", found.recompute) };
+    assert!(given_up.by_first.iter().chain(&given_up.by_rest).all(|c| c.kind == 0), "{given_up:?}");
+}
+
 #[test]
 fn a_gpt_with_dropout_and_naive_attention_gives_the_same_bits_under_every_policy() {
     let config = |policy: &str| {

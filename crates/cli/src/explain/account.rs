@@ -28,7 +28,10 @@ fn policies(policies: &[PolicyCost]) -> String {
     let header = ["policy", "kept for backward", "arena", "less than none", "added FLOPs", "added"];
     let rows: Vec<_> = policies.iter().map(row).collect();
     let given_up = policies.iter().filter_map(|p| p.gives_up.as_ref());
-    let line = |(layers, names): &(String, Vec<String>)| format!("  {layers} compute again: {}\n", names.join(", "));
+    let line = |(layers, names): &(String, Vec<String>)| {
+        let names = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
+        format!("  computed again in {layers}: {names}\n")
+    };
     let given_up: String = given_up.flatten().map(line).collect();
     format!("\nrecompute policies, one step (* this config's)\n{}{given_up}", table(&header, &rows))
 }

@@ -1,4 +1,4 @@
-//! Two keep-sets in one model: the first layers of a stage give up more, so that the others need not.
+//! Two keep-sets in one model: the first layers of a stage save more bytes, so that the others need not.
 //!
 //! Arenas are largest where the last layer ends, and the layers that backward comes to last are those whose values lie there
 //! longest. Pairs of sets are taken in order of what they cost at least; for each the fewest first layers that fit are found by
@@ -11,6 +11,9 @@ use crate::passes::{GivenUp, Recompute};
 /// Nodes that the search may place.
 const MIXING: usize = 1 << 14;
 
+/// Sets that are paired; of more, some between the cheapest and the smallest are left out.
+const PAIRED: usize = 64;
+
 /// FLOPs, then bytes moved.
 type Price = (u128, u128);
 
@@ -22,6 +25,7 @@ pub(super) fn cheaper(
     budget: u64,
 ) -> Result<Option<Recompute>, CompileError> {
     let front: Vec<usize> = search.front(sets);
+    let front: Vec<usize> = front.iter().copied().step_by(front.len().div_ceil(PAIRED).max(1)).collect();
     let layers = search.stages.iter().map(|s| s.kinds.len()).max().unwrap_or(0);
     let mut best: (Price, Option<(usize, usize, usize)>) = ((sets[alike].flops, sets[alike].moved), None);
     let mut pairs = Vec::new();
@@ -71,10 +75,13 @@ fn least<E>(from: usize, to: usize, mut enough: impl FnMut(usize) -> Result<bool
 /// What the first `count` layers of every stage and the others compute again.
 fn price(search: &Search, (first, rest): (&Set, &Set), count: usize) -> Price {
     let (mut flops, mut moved) = (0, 0);
-    for (position, kind) in search.stages.iter().flat_map(|s| s.kinds.iter().enumerate()) {
-        let set = if position < count { first } else { rest };
-        let (f, m) = search.kinds[*kind].price_of_one(set.given_up[*kind]);
-        (flops, moved) = (flops + f, moved + m);
+    for (k, kind) in search.kinds.iter().enumerate() {
+        let layers = || search.stages.iter().flat_map(|s| s.kinds.iter().enumerate()).filter(|(_, of)| **of == k);
+        let by_first = layers().filter(|(position, _)| *position < count).count() as u128;
+        for (set, layers) in [(first, by_first), (rest, layers().count() as u128 - by_first)] {
+            let (f, m) = kind.price_of_one(set.given_up[k]);
+            (flops, moved) = (flops + f * layers, moved + m * layers);
+        }
     }
     (flops, moved)
 }
@@ -86,11 +93,13 @@ fn policy(search: &Search, (first, rest): (&Set, &Set), count: usize) -> Recompu
 impl Stage {
     /// Bytes that the arena has at least, where the first layers give up another set.
     fn mixed_bound(&self, (first, rest): (&Set, &Set), count: usize) -> u64 {
-        let saved = |(position, kind): (usize, &usize)| {
-            let set = if position < count { first } else { rest };
-            let alike = self.kinds.iter().filter(|k| *k == kind).count() as u64;
-            self.saved(*kind, set.given_up[*kind]) / alike.max(1)
+        let saved = |kind: usize| {
+            let positions = || self.kinds.iter().enumerate().filter(|(_, of)| **of == kind);
+            let by_first = positions().filter(|(position, _)| *position < count).count() as u64;
+            let layers = positions().count() as u64;
+            let one = |set: &Set| self.saved(kind, set.given_up[kind]) / layers.max(1);
+            by_first * one(first) + (layers - by_first) * one(rest)
         };
-        self.bound - self.kinds.iter().enumerate().map(saved).sum::<u64>()
+        self.bound - (0..self.saves.len()).map(saved).sum::<u64>()
     }
 }
