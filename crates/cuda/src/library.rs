@@ -17,6 +17,8 @@ pub enum Name {
     Cudnn,
     /// Power, clocks and memory of the device.
     Nvml,
+    /// Collectives between devices: looked for by `doctor`, not used so far.
+    Nccl,
 }
 
 /// The folder that is searched first, if set: where a Python environment keeps its `nvidia` packages, say.
@@ -27,7 +29,7 @@ pub const NOT_FOUND: &str = "was not found";
 
 impl Name {
     /// All of them.
-    pub const ALL: [Name; 5] = [Name::Driver, Name::Nvrtc, Name::CublasLt, Name::Cudnn, Name::Nvml];
+    pub const ALL: [Name; 6] = [Name::Driver, Name::Nvrtc, Name::CublasLt, Name::Cudnn, Name::Nvml, Name::Nccl];
 
     /// File names to try, best first.
     fn files(self) -> &'static [&'static str] {
@@ -37,6 +39,7 @@ impl Name {
             Name::CublasLt => &["libcublasLt.so.13"],
             Name::Cudnn => &["libcudnn.so.9"],
             Name::Nvml => &["libnvidia-ml.so.1"],
+            Name::Nccl => &["libnccl.so.2"],
         }
     }
 
@@ -50,6 +53,7 @@ impl Name {
                 "install cuDNN 9.14 or newer, or `pip install nvidia-cudnn-cu13`; without it attention runs on a slower kernel"
             }
             Name::Nvml => "it comes with the NVIDIA driver; without it there is no telemetry",
+            Name::Nccl => "not needed so far: a run uses one GPU; for several, `pip install nvidia-nccl-cu13`",
         }
     }
 
@@ -66,6 +70,7 @@ impl Name {
             Name::CublasLt => "cuBLASLt",
             Name::Cudnn => "cuDNN",
             Name::Nvml => "NVML",
+            Name::Nccl => "NCCL",
         }
     }
 }

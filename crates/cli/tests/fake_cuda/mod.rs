@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 /// The libraries, by the names that Lockstep looks for.
-pub const LIBRARIES: [&str; 5] =
-    ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13", "libcudnn.so.9", "libnvidia-ml.so.1"];
+pub const LIBRARIES: [&str; 6] =
+    ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13", "libcudnn.so.9", "libnvidia-ml.so.1", "libnccl.so.2"];
 
 /// A place with a fake installation in it.
 pub struct Fake {
