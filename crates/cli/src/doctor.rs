@@ -1,7 +1,6 @@
 //! `lockstep doctor`: what this machine has, what is missing and how to get it; whether kernels are right.
 
 use crate::failure::Failure;
-use crate::table::table;
 use lockstep_cuda::{CudaExecutor, Gpu, LIBRARIES, survey};
 use lockstep_exec::conformance::{self, Outcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
@@ -27,14 +26,15 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let memory = cpu::available_bytes().map_or("unknown".to_owned(), units::bytes);
     writeln!(out, "cpu: {} cores, {memory} free\n", cpu::cores())?;
     let findings = survey();
-    let rows: Vec<Vec<String>> = findings
-        .iter()
-        .map(|f| match &f.found {
-            Ok(text) => vec![f.what.clone(), "found".into(), text.clone()],
-            Err(text) => vec![f.what.clone(), "missing".into(), text.clone()],
-        })
-        .collect();
-    write!(out, "{}", table(&["CUDA", "", ""], &rows))?;
+    let width = findings.iter().map(|f| f.what.chars().count()).max().unwrap_or(0);
+    writeln!(out, "CUDA")?;
+    for f in &findings {
+        let (state, text) = match &f.found {
+            Ok(text) => ("found", text),
+            Err(text) => ("missing", text),
+        };
+        writeln!(out, "  {:<width$}  {state:<7}  {text}", f.what)?;
+    }
     for f in findings.iter().filter(|f| f.found.is_err() && !f.hint.is_empty()) {
         writeln!(out, "{}: {}", f.what, f.hint)?;
     }
