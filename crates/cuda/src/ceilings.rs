@@ -1,6 +1,6 @@
 //! What the device can do at best, measured.
 
-use crate::driver::{Event, Memory, Stream};
+use crate::driver::{Memory, Stream};
 use crate::matmul::{Epilogue, Product, Shape, WORKSPACE, fill_random};
 use crate::{CudaError, Gpu};
 use lockstep_ir::DType;
@@ -33,7 +33,7 @@ pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
     // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
     let once = || unsafe { products.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
     let flops = 2.0 * (size as f64).powi(3);
-    timed(gpu, &stream, 0.3, once).map(|seconds| flops / seconds)
+    timed(&stream, 0.3, once).map(|seconds| flops / seconds)
 }
 
 /// Bytes per second of a large copy, read and written.
@@ -43,20 +43,12 @@ pub fn bandwidth(gpu: &Gpu) -> Result<f64, CudaError> {
     let stream = Stream::new(&gpu.device)?;
     // SAFETY: the halves of the memory.
     let once = || unsafe { stream.copy(memory.base + BYTES, memory.base, BYTES as usize) };
-    timed(gpu, &stream, 0.1, once).map(|seconds| 2.0 * BYTES as f64 / seconds)
+    timed(&stream, 0.1, once).map(|seconds| 2.0 * BYTES as f64 / seconds)
 }
 
 /// Seconds of one call of `once`, over about this long.
-fn timed(gpu: &Gpu, stream: &Stream, seconds: f64, once: impl Fn() -> Result<(), CudaError>) -> Result<f64, CudaError> {
-    let (start, end) = (Event::new(&gpu.device)?, Event::new(&gpu.device)?);
-    let run = |times: usize| {
-        start.record(stream)?;
-        (0..times).try_for_each(|_| once())?;
-        end.record(stream)?;
-        end.wait()?;
-        Ok(end.since(&start)? / times as f64)
-    };
-    run(1)?;
-    let first = run(3)?;
-    run(((seconds / first) as usize).clamp(3, 10_000))
+fn timed(stream: &Stream, seconds: f64, once: impl Fn() -> Result<(), CudaError>) -> Result<f64, CudaError> {
+    stream.seconds(1, &once)?;
+    let first = stream.seconds(3, &once)?;
+    stream.seconds(((seconds / first) as usize).clamp(3, 10_000), &once)
 }

@@ -348,6 +348,16 @@ impl Stream {
             .check("cuMemsetD8Async", unsafe { (self.device.driver.set_bytes)(at, byte, bytes, self.handle) })
     }
 
+    /// Seconds that each of so many calls takes which `queue` puts here, one behind the other.
+    pub fn seconds(&self, times: usize, queue: impl Fn() -> Result<(), CudaError>) -> Result<f64, CudaError> {
+        let (start, end) = (Event::new(&self.device)?, Event::new(&self.device)?);
+        start.record(self)?;
+        (0..times).try_for_each(|_| queue())?;
+        end.record(self)?;
+        end.wait()?;
+        Ok(end.since(&start)? / times as f64)
+    }
+
     /// Records what `work` queues here instead of doing it.
     pub fn capture(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         const RELAXED: c_uint = 2;

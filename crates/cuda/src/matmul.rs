@@ -261,6 +261,15 @@ impl Matmul {
         self.plans.read().unwrap_or_else(|e| e.into_inner()).get(shape).cloned()
     }
 
+    /// The plan of a product that is about to run; none where it has no elements.
+    fn to_run(&self, shape: &Shape) -> Result<Option<Arc<Plan>>, CudaError> {
+        if shape.m * shape.n * shape.k == 0 {
+            return Ok(None);
+        }
+        let missing = || CudaError::Internal(format!("{shape:?} was not prepared"));
+        self.plan(shape).ok_or_else(missing).map(Some)
+    }
+
     /// Makes the plan of a product, if it is not made yet.
     pub fn prepare(&self, shape: Shape) -> Result<(), CudaError> {
         match self.prepared(shape)? {
@@ -362,10 +371,7 @@ impl Matmul {
         to: Address,
         scratch: Address,
     ) -> Result<(), CudaError> {
-        if shape.m * shape.n * shape.k == 0 {
-            return Ok(());
-        }
-        let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} was not prepared")))?;
+        let Some(plan) = self.to_run(shape)? else { return Ok(()) };
         let (a, b) = (second, first);
         let beta = if shape.adds { 1.0 } else { 0.0 };
         // SAFETY: the caller vouches.

@@ -3,7 +3,7 @@
 use super::graph::{self, id};
 use super::{SLACK, scale};
 use crate::cudnn::Plan;
-use crate::driver::{Address, Event, Memory, Stream};
+use crate::driver::{Address, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::matmul::fill_random;
 use crate::{CudaError, ops};
@@ -245,15 +245,9 @@ fn seconds(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaErr
         here
     });
     let at = Operands { qkv, o, lse, dout, dqkv, dq, scratch };
-    let (start, end) = (Event::new(&gpu.device)?, Event::new(&gpu.device)?);
     // SAFETY: the operands are as large as the shape says.
-    unsafe { execute(&stream, shape, plan, &at)? };
-    start.record(&stream)?;
-    for _ in 0..TIMES {
-        // SAFETY: as above.
-        unsafe { execute(&stream, shape, plan, &at)? };
-    }
-    end.record(&stream)?;
-    end.wait()?;
-    Ok(Some(end.since(&start)? / TIMES as f64))
+    let once = || unsafe { execute(&stream, shape, plan, &at) };
+    // The first call loads code.
+    once()?;
+    Ok(Some(stream.seconds(TIMES, once)?))
 }

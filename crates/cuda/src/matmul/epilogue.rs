@@ -108,10 +108,7 @@ impl Matmul {
         to: Address,
         scratch: Address,
     ) -> Result<(), CudaError> {
-        if shape.m * shape.n * shape.k == 0 {
-            return Ok(());
-        }
-        let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} was not prepared")))?;
+        let Some(plan) = self.to_run(shape)? else { return Ok(()) };
         // Where operands stand is part of the description: one of its own, since others may use the plan's.
         let described = self.describe(shape)?;
         let placed = self.place(&described, shape.epilogue, beside);

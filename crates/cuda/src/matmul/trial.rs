@@ -3,10 +3,10 @@
 use super::epilogue::Beside;
 use super::{Algorithm, Described, Matmul, Product, Shape, WORKSPACE};
 use crate::CudaError;
-use crate::driver::{Address, Event, Memory, Stream};
+use crate::driver::{Address, Memory, Stream};
 use lockstep_ir::DType;
 
-/// Room for the operands of a product, and a clock.
+/// Room for the operands of a product.
 pub(super) struct Trial<'a> {
     matmul: &'a Matmul,
     operands: (Address, Address, Address),
@@ -15,7 +15,6 @@ pub(super) struct Trial<'a> {
     result_bytes: usize,
     scratch: Address,
     stream: Stream,
-    clock: (Event, Event),
     _memory: Memory,
 }
 
@@ -55,9 +54,8 @@ impl Matmul {
         for (address, size) in [a, b, c, beside].into_iter().zip(sizes).filter(|(_, size)| *size > 0) {
             fill_random(&stream, address, size)?;
         }
-        let clock = (Event::new(&self.device)?, Event::new(&self.device)?);
         let (operands, result_bytes) = ((a, b, c), result as usize);
-        Ok(Some(Trial { matmul: self, operands, beside, result_bytes, scratch, stream, clock, _memory: memory }))
+        Ok(Some(Trial { matmul: self, operands, beside, result_bytes, scratch, stream, _memory: memory }))
     }
 }
 
@@ -72,26 +70,18 @@ impl Trial<'_> {
         copies: usize,
     ) -> Result<f64, CudaError> {
         let (a, b, c) = self.operands;
-        let run = |times: usize| -> Result<f64, CudaError> {
-            let beta = if shape.adds { 1.0 } else { 0.0 };
-            // Any operand does as a bias.
-            self.matmul.place(d, shape.epilogue, Beside { bias: a, matrix: self.beside })?;
-            self.clock.0.record(&self.stream)?;
-            for _ in 0..times {
-                // SAFETY: the matrices are as large as the shape says.
-                unsafe { self.matmul.call(d, algorithm, &self.stream, (a, b, c), c, beta, self.scratch)? };
-                for _ in 0..copies {
-                    // SAFETY: both are as large as the result.
-                    unsafe { self.stream.copy(self.beside, c, self.result_bytes)? };
-                }
-            }
-            self.clock.1.record(&self.stream)?;
-            self.clock.1.wait()?;
-            self.clock.1.since(&self.clock.0)
+        let beta = if shape.adds { 1.0 } else { 0.0 };
+        // Any operand does as a bias.
+        self.matmul.place(d, shape.epilogue, Beside { bias: a, matrix: self.beside })?;
+        let once = || {
+            // SAFETY: the matrices are as large as the shape says.
+            unsafe { self.matmul.call(d, algorithm, &self.stream, (a, b, c), c, beta, self.scratch)? };
+            // SAFETY: both are as large as the result.
+            (0..copies).try_for_each(|_| unsafe { self.stream.copy(self.beside, c, self.result_bytes) })
         };
-        run(1)?;
-        let times = ((2e-3 / run(1)?.max(1e-6)) as usize).clamp(2, 50);
-        Ok(run(times)? / times as f64)
+        once()?;
+        let times = ((2e-3 / self.stream.seconds(1, once)?.max(1e-6)) as usize).clamp(2, 50);
+        self.stream.seconds(times, once)
     }
 }
 
