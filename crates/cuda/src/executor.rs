@@ -8,11 +8,11 @@ use crate::linked::Linked;
 use crate::ops::join::{self, Groups};
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
-use lockstep_exec::bound::{Bound, check_scratch};
+use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::exchange::Link;
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
-use lockstep_ir::program::{Instr, Lifetime, Role, Slot, Tensor};
+use lockstep_ir::program::{Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -27,7 +27,7 @@ pub struct CudaExecutor {
     segments: Vec<Vec<Bound>>,
     /// Of every instruction: those that are done with it as one.
     joined: Vec<Groups>,
-    tensors: BTreeMap<String, usize>,
+    names: Names,
     /// Entries that have run once, and what was recorded of those that ran twice.
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
@@ -98,7 +98,6 @@ impl CudaExecutor {
             other => other,
         })?;
         let linked = link.map(|link| Linked::new(&program, link));
-        let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         let stream = Stream::new(device)?;
         // States start at zero.
         // SAFETY: all of the arena.
@@ -108,7 +107,7 @@ impl CudaExecutor {
         Ok(Self {
             segments,
             joined,
-            tensors,
+            names: Names::new(&program),
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
@@ -126,14 +125,7 @@ impl CudaExecutor {
     }
 
     fn tensor(&self, name: &str, micro_batch: usize) -> Result<(&Tensor, Address, usize), ExecError> {
-        let unknown = || ExecError::Internal(format!("the program has no tensor `{name}`"));
-        let tensor = &self.program.tensors[*self.tensors.get(name).ok_or_else(unknown)?];
-        let region = &self.program.regions[self.program.buffers[tensor.buffer.0].region];
-        if region.lifetime == Lifetime::MicroBatch && micro_batch >= region.slots {
-            return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
-        }
-        let before = if tensor.part { self.here().dp as u64 * tensor.ty.bytes() } else { 0 };
-        let offset = self.program.address(tensor.buffer, micro_batch, 0) + before;
+        let (tensor, offset) = self.names.find(&self.program, self.here(), (name, micro_batch))?;
         Ok((tensor, self.arena.base + offset, tensor.ty.bytes() as usize))
     }
 
@@ -246,10 +238,8 @@ impl Executor for CudaExecutor {
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
-        let (found, address, bytes) = self.tensor(tensor, micro_batch)?;
-        if data.len() != bytes || matches!(found.role, Role::Output | Role::StepOutput) {
-            return Err(ExecError::Internal(format!("`{tensor}` takes {bytes} bytes, got {}", data.len())));
-        }
+        let (found, address, _) = self.tensor(tensor, micro_batch)?;
+        check_write(found, data)?;
         self.enter()?;
         // SAFETY: the address and size are the tensor's.
         let copied = unsafe { self.staging.get_mut().send(&self.stream, address, data) };

@@ -2,7 +2,7 @@
 
 use crate::ExecError;
 use lockstep_ir::op::Elem;
-use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Slot, StepProgram, Sum};
+use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use lockstep_ir::{Axis, Coordinates, DType, DeviceProfile, Op, TypeError};
 use std::collections::BTreeMap;
 
@@ -157,6 +157,42 @@ impl Bound {
     /// The first position that the rank at `here` has of sequences of `seq`: all ranks that share one have equally many.
     pub fn first_position(&self, here: Coordinates, seq: usize) -> usize {
         if self.size('s') < seq { here.tp * self.size('s') } else { 0 }
+    }
+}
+
+/// The tensors of a program by name.
+pub struct Names(BTreeMap<String, usize>);
+
+impl Names {
+    /// Those of a program.
+    pub fn new(program: &StepProgram) -> Self {
+        Self(program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect())
+    }
+
+    /// A tensor, and where the rank at `here` has it in its arena, in bytes.
+    pub fn find<'p>(
+        &self,
+        program: &'p StepProgram,
+        here: Coordinates,
+        (name, micro_batch): (&str, usize),
+    ) -> Result<(&'p Tensor, u64), ExecError> {
+        let unknown = || ExecError::Internal(format!("the program has no tensor `{name}`"));
+        let tensor = &program.tensors[*self.0.get(name).ok_or_else(unknown)?];
+        let region = &program.regions[program.buffers[tensor.buffer.0].region];
+        if region.lifetime == Lifetime::MicroBatch && micro_batch >= region.slots {
+            return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
+        }
+        let before = if tensor.part { here.dp as u64 * tensor.ty.bytes() } else { 0 };
+        Ok((tensor, program.address(tensor.buffer, micro_batch, 0) + before))
+    }
+}
+
+/// Whether a host may write these bytes to a tensor.
+pub fn check_write(tensor: &Tensor, data: &[u8]) -> Result<(), ExecError> {
+    let (name, bytes) = (&tensor.name, tensor.ty.bytes());
+    match data.len() as u64 == bytes && !matches!(tensor.role, Role::Output | Role::StepOutput) {
+        true => Ok(()),
+        false => Err(ExecError::Internal(format!("`{name}` takes {bytes} bytes, got {}", data.len()))),
     }
 }
 

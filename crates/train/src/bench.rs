@@ -1,13 +1,13 @@
 //! The speed of a training step on random tokens, and where its time goes.
 
+use crate::compare::fill;
 use crate::device::gpu;
 use crate::schedule::step_scalars;
 use crate::{Device, MemoryTimeline, Plan, Session, TrainError, observed_timeline, plan};
 use lockstep_config::Config;
 use lockstep_exec::{ExecError, Timing};
 use lockstep_ir::program::Instr;
-use lockstep_ir::{StepProgram, StepScalars, counter};
-use lockstep_model::names;
+use lockstep_ir::{StepProgram, StepScalars};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -175,7 +175,10 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     let plan = plan(&config)?;
     let mut session = Session::new(&config, &plan)?;
     let notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
-    fill(&mut session, &config)?;
+    let positions = config.train.micro_batch * config.train.seq;
+    for m in 0..plan.layout.micro_batches {
+        fill(&mut session, &config, 0, m, m * positions, positions)?;
+    }
     let mut next = 0;
     let mut scalars = || {
         let scalars = step_scalars(&config, next, next, plan.tokens_per_step);
@@ -302,17 +305,6 @@ pub fn bench_deterministic(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Resu
         usual,
         deterministic: first,
     })
-}
-
-fn fill(session: &mut Session, config: &Config) -> Result<(), TrainError> {
-    for name in [names::TOKENS, names::TARGETS] {
-        let key = counter::key(0, name);
-        let id = |i: usize| (counter::bits(key, i as u64) % config.model.vocab_size as u64) as u32;
-        let positions = config.train.micro_batch * config.train.seq;
-        let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
-        session.executor().write(name, 0, &bytes)?;
-    }
-    Ok(())
 }
 
 fn profile(plan: &Plan, timings: &[Timing], (ceiling, bandwidth): (f64, f64)) -> Result<Profile, TrainError> {

@@ -256,7 +256,7 @@ fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
 }
 
 /// Writes random tokens to a micro-batch: those from `first` on of the step with this number, the same in every layout.
-fn fill(
+pub(crate) fn fill(
     session: &mut Session,
     config: &Config,
     step: u64,

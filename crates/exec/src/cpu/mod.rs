@@ -23,7 +23,7 @@ mod rules;
 mod simd;
 mod vocab;
 
-use crate::bound::check_scratch;
+use crate::bound::{Names, check_scratch, check_write};
 use crate::comm::{Piece, Place};
 use crate::exchange::{Exchange, Exchanges, Link, exchanges};
 use crate::{ExecError, Executor, Rank, Timing};
@@ -31,7 +31,7 @@ use arena::Arena;
 use call::{Bound, Call};
 use courier::Courier;
 use float::{Bf16, F16, Float};
-use lockstep_ir::program::{Instr, Lifetime, Role, Segment, Slot, Stream, Tensor};
+use lockstep_ir::program::{Instr, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
 use pool::Pool;
 use simd::Simd;
@@ -121,7 +121,7 @@ pub struct CpuExecutor {
     /// Room for the pieces of a collective, and the courier's numbers of the instructions of a segment.
     pieces: Vec<Piece>,
     numbers: Vec<u64>,
-    tensors: BTreeMap<String, usize>,
+    names: Names,
 }
 
 // SAFETY: `pieces` holds addresses in the arena while a collective runs; nobody looks at them afterwards.
@@ -149,7 +149,6 @@ impl CpuExecutor {
         let exchanges = Arc::new(exchanges(&program, here));
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
-        let tensors = program.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
         let overlaps = |s: &Segment| s.instrs.iter().any(|i| i.stream == Stream::Communication);
         let courier = match &link {
@@ -172,7 +171,7 @@ impl CpuExecutor {
             link,
             pieces: Vec::with_capacity(pieces),
             numbers: vec![0; longest],
-            tensors,
+            names: Names::new(&program),
             program,
         })
     }
@@ -183,18 +182,10 @@ impl CpuExecutor {
     }
 
     fn tensor(&self, name: &str, micro_batch: usize) -> Result<(&Tensor, *mut u8, usize), ExecError> {
-        let index = self.tensors.get(name);
-        let unknown = || ExecError::Internal(format!("the program has no tensor `{name}`"));
-        let tensor = &self.program.tensors[*index.ok_or_else(unknown)?];
-        let region = &self.program.regions[self.program.buffers[tensor.buffer.0].region];
-        if region.lifetime == Lifetime::MicroBatch && micro_batch >= region.slots {
-            return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
-        }
-        let here = self.link.as_ref().map_or(0, |l| l.coordinates.dp);
-        let before = if tensor.part { here * tensor.ty.bytes() as usize } else { 0 };
-        let offset = self.program.address(tensor.buffer, micro_batch, 0) as usize + before;
+        let here = self.link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
+        let (tensor, offset) = self.names.find(&self.program, here, (name, micro_batch))?;
         // SAFETY: the verifier has checked that every copy of every buffer lies in the arena.
-        Ok((tensor, unsafe { self.arena.base().add(offset) }, tensor.ty.bytes() as usize))
+        Ok((tensor, unsafe { self.arena.base().add(offset as usize) }, tensor.ty.bytes() as usize))
     }
 
     /// Runs one instruction, or hands it to the courier.
@@ -325,9 +316,7 @@ impl Executor for CpuExecutor {
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
         let (found, address, bytes) = self.tensor(tensor, micro_batch)?;
-        if data.len() != bytes || matches!(found.role, Role::Output | Role::StepOutput) {
-            return Err(ExecError::Internal(format!("`{tensor}` takes {bytes} bytes, got {}", data.len())));
-        }
+        check_write(found, data)?;
         // SAFETY: `&mut self`, so nothing runs; the address and size are the tensor's.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), address, bytes) };
         Ok(())
