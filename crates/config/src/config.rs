@@ -9,6 +9,7 @@ use lockstep_ir::legal::Shape;
 use lockstep_ir::{Layout, Mesh};
 
 use crate::error::{ConfigError, Location, Problem};
+use crate::inherit::{Inherited, NotInherited};
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
@@ -23,7 +24,12 @@ pub(crate) struct Provenance {
     pub base_dir: PathBuf,
     /// Of every key.
     pub origins: BTreeMap<&'static str, Origin>,
+    /// What the user should know of what was read, a line each.
+    pub warnings: Vec<String>,
 }
+
+/// Reads what a folder of weights decides.
+type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 
 /// Where one value came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,11 +38,23 @@ pub(crate) enum Origin {
     Preset(String),
     File { line: usize },
     Set,
+    /// From the folder that `train.init_from` names.
+    InitFrom,
 }
 
 impl Config {
     /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
+        Config::load_with(path, overrides, &|_| Ok(None))
+    }
+
+    /// The same, where `inherit` says what the weights decide that `train.init_from` names: their shape need not be written in
+    /// `[model]`, and what contradicts them is refused.
+    pub fn load_with(
+        path: &Path,
+        overrides: &[String],
+        inherit: &dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>,
+    ) -> Result<Config, ConfigError> {
         let name = path.display().to_string();
         let bytes = read_bounded(path).map_err(|error| {
             let problem = Problem::new(
@@ -53,20 +71,36 @@ impl Config {
             let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
             ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
         })?;
-        Config::read(text, &name, path, overrides)
+        Config::read(text, &name, path, overrides, inherit)
     }
 
     /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
     pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Config, ConfigError> {
-        Config::read(text, file_name, Path::new(file_name), overrides)
+        Config::read(text, file_name, Path::new(file_name), overrides, &|_| Ok(None))
     }
 
-    fn read(text: &str, name: &str, path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
+    fn read(
+        text: &str,
+        name: &str,
+        path: &Path,
+        overrides: &[String],
+        inherit: Inherit<'_>,
+    ) -> Result<Config, ConfigError> {
         let source = Source::new(name, text)?;
-        let resolved = resolve::resolve(&source, overrides)?;
-        let provenance =
-            Provenance { file_name: source.name.clone(), base_dir: folder_of(path), origins: resolved.origins };
+        let base_dir = folder_of(path);
+        let resolved = resolve::resolve(&source, overrides, &|folder| inherit(&base_dir.join(folder)))?;
+        let provenance = Provenance {
+            file_name: source.name.clone(),
+            origins: resolved.origins,
+            warnings: resolved.warnings,
+            base_dir,
+        };
         Ok(schema::build(&resolved.values, provenance))
+    }
+
+    /// What the user should know of what was read, a line each.
+    pub fn warnings(&self) -> &[String] {
+        &self.provenance.warnings
     }
 
     /// The folder of the config file.

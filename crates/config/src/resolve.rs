@@ -1,4 +1,4 @@
-//! Layers, lowest first: default, preset, file, `--set`. From them, one value for every key.
+//! Layers, lowest first: default, the weights of `train.init_from`, preset, file, `--set`. From them, one value for every key.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -10,6 +10,7 @@ use crate::config::Origin;
 use crate::declare::{Default, Key};
 use crate::document::Document;
 use crate::error::{ConfigError, Location, Problem};
+use crate::inherit::{self, Inherited, NotInherited};
 use crate::kind::{Reading, quote_list};
 use crate::presets;
 use crate::schema::KEYS;
@@ -52,6 +53,7 @@ impl Values {
 /// Where a value stands, in the order in which problems are reported.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
+    InitFrom,
     Preset(String),
     File { start: usize, end: usize },
     Override(usize),
@@ -61,6 +63,7 @@ impl Place {
     /// A higher layer wins over a lower one.
     fn layer(&self) -> usize {
         match self {
+            Place::InitFrom => 0,
             Place::Preset(_) => 1,
             Place::File { .. } => 2,
             Place::Override(_) => 3,
@@ -72,12 +75,23 @@ impl Place {
 pub(crate) struct Resolved {
     pub values: Values,
     pub origins: BTreeMap<&'static str, Origin>,
+    /// What the user should know of what was read, a line each.
+    pub warnings: Vec<String>,
 }
 
-/// Layers the file over its preset and the overrides over the file, fills the defaults and checks the whole.
-pub(crate) fn resolve(source: &Source<'_>, overrides: &[String]) -> Result<Resolved, ConfigError> {
+/// Says what the weights in a folder decide.
+type Inherit<'a> = &'a dyn Fn(&str) -> Result<Option<Inherited>, NotInherited>;
+
+/// Layers the file over its preset and the overrides over the file, fills what the weights of `train.init_from` decide and the
+/// defaults, and checks the whole.
+pub(crate) fn resolve(
+    source: &Source<'_>,
+    overrides: &[String],
+    inherit: Inherit<'_>,
+) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
-    let mut layers = Layers { source, overrides, values: Values::default(), places: BTreeMap::new() };
+    let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
+    let mut layers = Layers { source, overrides, values, places, warnings };
     for given in &document.given {
         layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
     }
@@ -86,16 +100,18 @@ pub(crate) fn resolve(source: &Source<'_>, overrides: &[String]) -> Result<Resol
         layers.set(key, value, Place::Override(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
+        layers.put_preset_over_the_file();
         for given in presets::values(&name) {
             if !layers.places.contains_key(given.key.path) {
                 layers.set(given.key, given.value, Place::Preset(name.clone()));
             }
         }
     }
+    layers.inherit(inherit)?;
     layers.check_required(&document)?;
     layers.fill_and_check()?;
     let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
-    Ok(Resolved { values: layers.values, origins })
+    Ok(Resolved { values: layers.values, origins, warnings: layers.warnings })
 }
 
 struct Layers<'a> {
@@ -103,6 +119,7 @@ struct Layers<'a> {
     overrides: &'a [String],
     values: Values,
     places: BTreeMap<&'static str, Place>,
+    warnings: Vec<String>,
 }
 
 impl Layers<'_> {
@@ -111,14 +128,85 @@ impl Layers<'_> {
         self.places.insert(key.path, place);
     }
 
-    fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
+    /// A preset that `--set` names wins over the shape that the file has, with a warning.
+    fn put_preset_over_the_file(&mut self) {
+        if !matches!(self.places.get("model.preset"), Some(Place::Override(_))) {
+            return;
+        }
+        let in_file = |(path, place): (&&'static str, &Place)| {
+            (inherit::is_of_presets(path) && matches!(place, Place::File { .. })).then_some(*path)
+        };
+        let paths: Vec<&'static str> = self.places.iter().filter_map(in_file).collect();
+        for path in &paths {
+            self.places.remove(path);
+            self.values.0.remove(path);
+        }
+        if !paths.is_empty() {
+            let (file, keys) = (&self.source.name, paths.join(", "));
+            self.warnings.push(format!("--set model.preset takes the place of keys of {file}: {keys}"));
+        }
+    }
+
+    /// Takes what the weights of `train.init_from` decide where nobody said it; who said otherwise is refused.
+    fn inherit(&mut self, inherit: Inherit<'_>) -> Result<(), ConfigError> {
+        let Some(Value::Text(folder)) = self.values.get("train.init_from") else { return Ok(()) };
+        let Inherited { name, text } = match inherit(folder) {
+            Ok(Some(inherited)) => inherited,
+            Ok(None) => return Ok(()),
+            // A run that goes on needs nothing from there, if its config is whole.
+            Err(_) if self.has_a_model() => return Ok(()),
+            Err(NotInherited { problem, hint }) => {
+                let place = self.places.get("train.init_from").cloned();
+                return Err(ConfigError::new(Problem::new(problem, hint), self.locate(place)));
+            }
+        };
+        let theirs = document::read(&Source::new(&name, &text)?)?;
+        let own_tokenizer = self.places.contains_key("data.tokenizer");
+        for given in theirs.given {
+            let path = given.key.path;
+            let Some(place) = self.places.get(path).cloned() else {
+                if path != "data.end_token" || !own_tokenizer {
+                    self.set(given.key, given.value, Place::InitFrom);
+                }
+                continue;
+            };
+            let ours = self.values.get(path).cloned();
+            if let (true, Some(ours)) = (inherit::is_shape(path), ours.filter(|ours| *ours != given.value)) {
+                let blamed = match &place {
+                    Place::Preset(preset) => format!("model.preset = \"{preset}\" has {path} = {ours}, which"),
+                    Place::InitFrom | Place::File { .. } | Place::Override(_) => format!("{path} = {ours}"),
+                };
+                let problem = Problem::new(
+                    format!("{blamed} contradicts the weights of train.init_from: {} in {name}", given.value),
+                    "leave it out: the shape of the model is taken from train.init_from",
+                );
+                let place = match place {
+                    Place::Preset(_) => self.places.get("model.preset").cloned(),
+                    Place::InitFrom | Place::File { .. } | Place::Override(_) => Some(place),
+                };
+                return Err(ConfigError::new(problem, self.locate(place)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether every key of the model that must be given is there.
+    fn has_a_model(&self) -> bool {
+        self.missing().is_none()
+    }
+
+    /// The first key that must be given and is not.
+    fn missing(&self) -> Option<&'static Key> {
         let required = |key: &Key| match key.default {
             Default::Required => true,
             Default::DerivedOrRequired(_, derive) => matches!(derive(&self.values), Ok(None)),
             Default::Fixed(_) | Default::Unset | Default::Derived(..) => false,
         };
-        let missing = |key: &&Key| self.values.get(key.path).is_none() && required(key);
-        let Some(key) = KEYS.iter().find(missing) else { return Ok(()) };
+        KEYS.iter().find(|key| self.values.get(key.path).is_none() && required(key))
+    }
+
+    fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
+        let Some(key) = self.missing() else { return Ok(()) };
         let names = quote_list(&presets::NAMES);
         let problem =
             Problem::new(format!("{} is not set", key.path), format!("set it, or choose a model.preset: {names}"));
@@ -164,6 +252,7 @@ impl Layers<'_> {
         let places = conflict.keys.iter().filter_map(|path| self.places.get(path));
         match places.min_by_key(|place| Reverse(place.layer())) {
             Some(Place::Preset(_)) => self.places.get("model.preset").cloned(),
+            Some(Place::InitFrom) => self.places.get("train.init_from").cloned(),
             place => place.cloned(),
         }
     }
@@ -172,7 +261,7 @@ impl Layers<'_> {
         match place {
             Some(Place::File { start, end }) => self.source.locate(&(start..end)),
             Some(Place::Override(index)) => overrides::location(&self.overrides[index]),
-            Some(Place::Preset(_)) | None => self.source.whole(),
+            Some(Place::InitFrom | Place::Preset(_)) | None => self.source.whole(),
         }
     }
 
@@ -182,6 +271,7 @@ impl Layers<'_> {
             Some(Place::Preset(name)) => Origin::Preset(name.clone()),
             Some(Place::File { start, .. }) => Origin::File { line: self.source.line_number(*start) },
             Some(Place::Override(_)) => Origin::Set,
+            Some(Place::InitFrom) => Origin::InitFrom,
         }
     }
 }

@@ -10,6 +10,7 @@ use std::thread::Scope;
 use serde::Deserializer;
 use serde::de::{self, IgnoredAny, MapAccess, Visitor};
 
+use crate::cut;
 use crate::holdout::Split;
 use crate::prepare::go_on;
 use crate::scan::SourceFile;
@@ -157,15 +158,15 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
     // What waits when the work is interrupted is not worked on.
     go_on(work.stop)?;
-    let Unit { content, split, origin, begins, ends, offset, after, input_bytes } = unit;
+    let Unit { content, context, split, origin, begins, ends, offset, after, input_bytes } = unit;
     let path = &work.files[origin.file as usize].path;
     let tokenizer = work.tokenizer;
     let (mut tokens, mut prompt) = (Vec::new(), 0);
     // A prompt is tokenised on its own, as it will be when the model is asked to go on.
     let mut completion = |before: &str, text: &str, tokens: &mut Vec<u8>| -> Result<usize, DataError> {
-        tokenizer.encode(before, tokens, work.stop)?;
+        tokenizer.encode("", before, tokens, work.stop)?;
         prompt = (tokens.len() / tokenizer.width() as usize) as u64;
-        tokenizer.encode(text, tokens, work.stop)?;
+        tokenizer.encode("", text, tokens, work.stop)?;
         Ok(before.len() + text.len())
     };
     let text_bytes = match content {
@@ -175,7 +176,7 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         }
         Content::Text(bytes) => {
             let text = std::str::from_utf8(&bytes).map_err(|error| not_utf8(path, origin, offset, &error))?;
-            tokenizer.encode(text, &mut tokens, work.stop)?;
+            tokenizer.encode(cut::characters(&context), text, &mut tokens, work.stop)?;
             text.len()
         }
         Content::JsonLine(line) => {
