@@ -14,6 +14,7 @@ use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::CorpusConfig;
+use crate::written::Change;
 
 /// Where the values of a config came from.
 #[derive(Clone, Debug)]
@@ -26,6 +27,18 @@ pub(crate) struct Provenance {
     pub origins: BTreeMap<&'static str, Origin>,
     /// What the user should know of what was read, a line each.
     pub warnings: Vec<String>,
+    /// What it was all made from.
+    pub given: Given,
+}
+
+/// What a config was read from.
+#[derive(Clone, Debug)]
+pub(crate) struct Given {
+    pub path: PathBuf,
+    pub text: String,
+    pub overrides: Vec<String>,
+    /// What was taken from the folder that `train.init_from` names.
+    pub inherited: Option<Inherited>,
 }
 
 /// Reads what a folder of weights decides.
@@ -40,6 +53,7 @@ pub(crate) enum Origin {
     Set,
     /// From the folder that `train.init_from` names.
     InitFrom,
+    Change { step: u64 },
 }
 
 impl Config {
@@ -71,12 +85,20 @@ impl Config {
             let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
             ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
         })?;
-        Config::read(text, &name, path, overrides, inherit)
+        Config::read(text, &name, path, overrides, &[], inherit)
     }
 
     /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
     pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Config, ConfigError> {
-        Config::read(text, file_name, Path::new(file_name), overrides, &|_| Ok(None))
+        Config::read(text, file_name, Path::new(file_name), overrides, &[], &|_| Ok(None))
+    }
+
+    /// The same config with what was changed in a run laid over it, the later changes over the earlier ones. They win over the
+    /// file and over `--set`: a run that is resumed by its first command keeps them.
+    pub fn with_changes(&self, changes: &[Change]) -> Result<Config, ConfigError> {
+        let Given { path, text, overrides, inherited } = &self.provenance.given;
+        let inherit = |_: &Path| Ok(inherited.clone());
+        Config::read(text, &self.provenance.file_name, path, overrides, changes, &inherit)
     }
 
     fn read(
@@ -84,21 +106,24 @@ impl Config {
         name: &str,
         path: &Path,
         overrides: &[String],
+        changes: &[Change],
         inherit: Inherit<'_>,
     ) -> Result<Config, ConfigError> {
         let source = Source::new(name, text)?;
         let base_dir = folder_of(path);
-        let resolved = resolve::resolve(&source, overrides, &|folder| inherit(&base_dir.join(folder)))?;
+        let resolved = resolve::resolve(&source, overrides, changes, &|folder| inherit(&base_dir.join(folder)))?;
+        let (path, text, overrides) = (path.to_owned(), text.to_owned(), overrides.to_vec());
         let provenance = Provenance {
             file_name: source.name.clone(),
+            base_dir,
             origins: resolved.origins,
             warnings: resolved.warnings,
-            base_dir,
+            given: Given { path, text, overrides, inherited: resolved.inherited },
         };
         Ok(schema::build(&resolved.values, provenance))
     }
 
-    /// What the user should know of what was read, a line each.
+    /// What the user should know of what was read, a line each: a schedule that was shortened, a preset that won over the file.
     pub fn warnings(&self) -> &[String] {
         &self.provenance.warnings
     }

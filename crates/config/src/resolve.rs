@@ -13,9 +13,11 @@ use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{self, Inherited, NotInherited};
 use crate::kind::{Reading, quote_list};
 use crate::presets;
+use crate::rules;
 use crate::schema::KEYS;
 use crate::source::Source;
 use crate::value::{Field, Value};
+use crate::written::Change;
 use crate::{document, overrides};
 
 /// The values of the keys, by path.
@@ -44,6 +46,11 @@ impl Values {
         }
     }
 
+    /// Gives a key another count.
+    pub(crate) fn set_count(&mut self, path: &'static str, count: u64) {
+        self.0.insert(path, Value::Count(count));
+    }
+
     /// The value as its typed field.
     pub(crate) fn take<T: Field>(&self, path: &str) -> T {
         T::from_value(self.get(path).cloned()).unwrap_or_else(|| panic!("{path}: its kind and its type disagree"))
@@ -57,6 +64,7 @@ enum Place {
     Preset(String),
     File { start: usize, end: usize },
     Override(usize),
+    Change(usize),
 }
 
 impl Place {
@@ -67,6 +75,7 @@ impl Place {
             Place::Preset(_) => 1,
             Place::File { .. } => 2,
             Place::Override(_) => 3,
+            Place::Change(_) => 4,
         }
     }
 }
@@ -77,27 +86,34 @@ pub(crate) struct Resolved {
     pub origins: BTreeMap<&'static str, Origin>,
     /// What the user should know of what was read, a line each.
     pub warnings: Vec<String>,
+    /// What was taken from the folder that `train.init_from` names.
+    pub inherited: Option<Inherited>,
 }
 
 /// Says what the weights in a folder decide.
 type Inherit<'a> = &'a dyn Fn(&str) -> Result<Option<Inherited>, NotInherited>;
 
-/// Layers the file over its preset and the overrides over the file, fills what the weights of `train.init_from` decide and the
-/// defaults, and checks the whole.
+/// Layers the file over its preset, the overrides over the file and the changes over the overrides, fills what the weights of
+/// `train.init_from` decide and the defaults, and checks the whole.
 pub(crate) fn resolve(
     source: &Source<'_>,
     overrides: &[String],
+    changes: &[Change],
     inherit: Inherit<'_>,
 ) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
     let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
-    let mut layers = Layers { source, overrides, values, places, warnings };
+    let mut layers = Layers { source, overrides, changes, values, places, warnings };
     for given in &document.given {
         layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
     }
     for (index, text) in overrides.iter().enumerate() {
-        let (key, value) = overrides::read(text)?;
+        let (key, value) = overrides::read(overrides::SET, text)?;
         layers.set(key, value, Place::Override(index));
+    }
+    for (index, change) in changes.iter().enumerate() {
+        let (key, value) = overrides::read(overrides::CHANGE, &change.text)?;
+        layers.set(key, value, Place::Change(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
         layers.put_preset_over_the_file();
@@ -107,16 +123,17 @@ pub(crate) fn resolve(
             }
         }
     }
-    layers.inherit(inherit)?;
+    let inherited = layers.inherit(inherit)?;
     layers.check_required(&document)?;
     layers.fill_and_check()?;
     let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
-    Ok(Resolved { values: layers.values, origins, warnings: layers.warnings })
+    Ok(Resolved { values: layers.values, origins, warnings: layers.warnings, inherited })
 }
 
 struct Layers<'a> {
     source: &'a Source<'a>,
     overrides: &'a [String],
+    changes: &'a [Change],
     values: Values,
     places: BTreeMap<&'static str, Place>,
     warnings: Vec<String>,
@@ -148,19 +165,20 @@ impl Layers<'_> {
     }
 
     /// Takes what the weights of `train.init_from` decide where nobody said it; who said otherwise is refused.
-    fn inherit(&mut self, inherit: Inherit<'_>) -> Result<(), ConfigError> {
-        let Some(Value::Text(folder)) = self.values.get("train.init_from") else { return Ok(()) };
-        let Inherited { name, text } = match inherit(folder) {
+    fn inherit(&mut self, inherit: Inherit<'_>) -> Result<Option<Inherited>, ConfigError> {
+        let Some(Value::Text(folder)) = self.values.get("train.init_from") else { return Ok(None) };
+        let inherited = match inherit(folder) {
             Ok(Some(inherited)) => inherited,
-            Ok(None) => return Ok(()),
+            Ok(None) => return Ok(None),
             // A run that goes on needs nothing from there, if its config is whole.
-            Err(_) if self.has_a_model() => return Ok(()),
+            Err(_) if self.missing().is_none() => return Ok(None),
             Err(NotInherited { problem, hint }) => {
                 let place = self.places.get("train.init_from").cloned();
                 return Err(ConfigError::new(Problem::new(problem, hint), self.locate(place)));
             }
         };
-        let theirs = document::read(&Source::new(&name, &text)?)?;
+        let Inherited { name, text } = &inherited;
+        let theirs = document::read(&Source::new(name, text)?)?;
         let own_tokenizer = self.places.contains_key("data.tokenizer");
         for given in theirs.given {
             let path = given.key.path;
@@ -174,7 +192,7 @@ impl Layers<'_> {
             if let (true, Some(ours)) = (inherit::is_shape(path), ours.filter(|ours| *ours != given.value)) {
                 let blamed = match &place {
                     Place::Preset(preset) => format!("model.preset = \"{preset}\" has {path} = {ours}, which"),
-                    Place::InitFrom | Place::File { .. } | Place::Override(_) => format!("{path} = {ours}"),
+                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => format!("{path} = {ours}"),
                 };
                 let problem = Problem::new(
                     format!("{blamed} contradicts the weights of train.init_from: {} in {name}", given.value),
@@ -182,17 +200,12 @@ impl Layers<'_> {
                 );
                 let place = match place {
                     Place::Preset(_) => self.places.get("model.preset").cloned(),
-                    Place::InitFrom | Place::File { .. } | Place::Override(_) => Some(place),
+                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => Some(place),
                 };
                 return Err(ConfigError::new(problem, self.locate(place)));
             }
         }
-        Ok(())
-    }
-
-    /// Whether every key of the model that must be given is there.
-    fn has_a_model(&self) -> bool {
-        self.missing().is_none()
+        Ok(Some(inherited))
     }
 
     /// The first key that must be given and is not.
@@ -224,6 +237,7 @@ impl Layers<'_> {
                 self.values.0.insert(key.path, fixed_default(key, text));
             }
         }
+        self.warnings.extend(rules::shorten_warmup(&mut self.values));
         for key in KEYS {
             let filled = match (self.values.get(key.path), &key.default) {
                 (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
@@ -237,6 +251,7 @@ impl Layers<'_> {
                 Err(conflict) => conflicts.push(conflict),
             }
         }
+        self.warnings.extend(rules::shorten_decay(&mut self.values));
         conflicts.extend(checks::CHECKS.iter().filter_map(|check| check(&self.values)));
         conflicts.extend(checks::layout_conflicts(&self.values));
         let located = conflicts.into_iter().map(|conflict| (self.blame(&conflict), conflict));
@@ -260,7 +275,8 @@ impl Layers<'_> {
     fn locate(&self, place: Option<Place>) -> Location {
         match place {
             Some(Place::File { start, end }) => self.source.locate(&(start..end)),
-            Some(Place::Override(index)) => overrides::location(&self.overrides[index]),
+            Some(Place::Override(index)) => overrides::location(overrides::SET, &self.overrides[index]),
+            Some(Place::Change(index)) => overrides::location(overrides::CHANGE, &self.changes[index].text),
             Some(Place::InitFrom | Place::Preset(_)) | None => self.source.whole(),
         }
     }
@@ -272,6 +288,7 @@ impl Layers<'_> {
             Some(Place::File { start, .. }) => Origin::File { line: self.source.line_number(*start) },
             Some(Place::Override(_)) => Origin::Set,
             Some(Place::InitFrom) => Origin::InitFrom,
+            Some(Place::Change(index)) => Origin::Change { step: self.changes[*index].step },
         }
     }
 }

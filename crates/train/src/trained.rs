@@ -1,6 +1,7 @@
 //! A trained model on disk: a run directory or one checkpoint.
 
-use crate::{TrainError, data_folder};
+use crate::data::require_vocabulary;
+use crate::{RunData, Tokenizer, TrainError, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::Config;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,26 @@ impl Trained {
         Ok(trained)
     }
 
+    /// Its tokenizer: the one that was saved with the checkpoint, or else the one beside the run's data. Only where there is
+    /// neither does the path that the config names count.
+    pub fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
+        let config = &self.config;
+        let Some(path) = config.tokenizer_path() else { return Tokenizer::of(config) };
+        let own = match self.checkpoint.attachment(TOKENIZER) {
+            Some(json) => {
+                let path = self.checkpoint.path.join(TOKENIZER);
+                lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.end_token.as_deref())?
+            }
+            None => match RunData::open(config, &self.data) {
+                Ok(Some(data)) => data.tokenizer()?,
+                _ if path.exists() => return Tokenizer::of(config),
+                _ => return Err(TrainError::NoTokenizer { path, checkpoint: self.checkpoint.path.clone() }),
+            },
+        };
+        require_vocabulary(config, own.vocabulary())?;
+        Ok(own.into())
+    }
+
     fn find(path: &Path) -> Result<Self, TrainError> {
         let run_config = path.join("run.toml");
         if path.join("manifest.json").exists() {
@@ -52,6 +73,9 @@ impl Trained {
         Ok(Self { config, checkpoint, warnings: found.warnings, data })
     }
 }
+
+/// The file of a checkpoint that holds the tokenizer it was trained with, where that is not bytes.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
 
 fn config_of(checkpoint: &Loaded) -> Result<Config, TrainError> {
     let manifest = checkpoint.path.join("manifest.json");
