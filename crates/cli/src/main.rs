@@ -71,7 +71,7 @@ struct ConfigArgs {
 
 impl ConfigArgs {
     fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        let config = lockstep_config::Config::load(&self.config, &self.set)?;
+        let config = lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_train::inherited)?;
         for warning in config.warnings() {
             let _ = writeln!(std::io::stderr(), "warning: {warning}");
         }

@@ -20,6 +20,7 @@ mod feed;
 mod generate;
 mod groups;
 mod hf;
+mod inherited;
 mod initial;
 mod loss_scale;
 mod noise;
@@ -50,6 +51,7 @@ pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, 
 pub use event::{Event, GpuMetrics, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
+pub use inherited::inherited;
 pub use noise::Measured;
 pub use plan::{Architecture, Plan, plan, plan_with};
 pub use run::{Outcome, RunOptions, run};
