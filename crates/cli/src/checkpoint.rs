@@ -112,7 +112,7 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
     let generate = if *tokenizer { format!("\n  lockstep generate {quoted} --prompt 'The'") } else { String::new() };
     writeln!(
         std::io::stderr(),
-        "\ntry next:{generate}\n  train from it: [model] of {out}/run.toml, and [train] init_from = \"{out}\""
+        "\ntry next:{generate}\n  train from it: [train] init_from = \"{out}\""
     )?;
     Ok(())
 }
