@@ -428,7 +428,7 @@ fn a_folder_is_used_as_it_is() {
     assert_eq!((ended.tokens.len(), ended.stop), (first, Stop::Separator));
     // It is no run.
     let error = place.export("hf", "again", ExportOptions::default()).unwrap_err();
-    assert!(error.contains("it is a Hugging Face folder already"), "{error}");
+    assert!(error.contains("it is a Hugging Face model"), "{error}");
     std::fs::remove_file(place.at("hf/tokenizer.json")).unwrap();
     let error = Trained::open(&place.at("hf")).unwrap().tokenizer().unwrap_err().to_string();
     assert!(error.contains("no tokenizer.json\nhint: "), "{error}");

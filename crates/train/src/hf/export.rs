@@ -53,8 +53,7 @@ pub fn export(
 ) -> Result<Exported, TrainError> {
     let trained = Trained::open(from)?;
     let Some(checkpoint) = trained.checkpoint() else {
-        let hint = "name a run or a checkpoint, or copy the folder";
-        return Err(unfit(from, "it is a Hugging Face folder already".into(), hint.into()).into());
+        return Err(TrainError::NotTrained { path: from.to_owned() });
     };
     let (config, kept) = (&trained.config, trained.kept()?);
     let dtype = match (options.dtype, config.precision.policy.as_str()) {
