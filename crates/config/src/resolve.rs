@@ -86,11 +86,7 @@ pub(crate) struct Resolved {
 
 /// Layers the file over its preset, the overrides over the file and the changes over the overrides, fills the defaults and
 /// checks the whole.
-pub(crate) fn resolve(
-    source: &Source<'_>,
-    overrides: &[String],
-    changes: &[Change],
-) -> Result<Resolved, ConfigError> {
+pub(crate) fn resolve(source: &Source<'_>, overrides: &[String], changes: &[Change]) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
     let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
     let mut layers = Layers { source, overrides, changes, values, places, warnings };

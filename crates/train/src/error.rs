@@ -1,3 +1,4 @@
+use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
@@ -6,7 +7,6 @@ use lockstep_exec::ExecError;
 use lockstep_ir::account::MemoryBill;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
-use crate::shell::shell_quoted;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -439,14 +439,17 @@ fn list(differences: &[Difference]) -> String {
 
 /// How to go on where the config has changed: with the changes that a run may take on, or without them.
 fn ways_on(differences: &[Difference]) -> String {
-    const ELSE: &str = "choose another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)";
+    const ELSE: &str =
+        "choose another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)";
     let given = differences.iter().filter(|d| d.changeable && !d.follows);
     let flags: Vec<String> =
         given.map(|d| format!("--change {}", shell_quoted(&format!("{}={}", d.path, d.ours)))).collect();
     let fixed: Vec<&str> = differences.iter().filter(|d| !d.changeable).map(|d| d.path).collect();
     match (flags.is_empty(), fixed.is_empty()) {
         (true, _) => format!("undo these changes to resume it, {ELSE}"),
-        (false, true) => format!("go on with the new values from here on: {}; or undo these changes, {ELSE}", flags.join(" ")),
+        (false, true) => {
+            format!("go on with the new values from here on: {}; or undo these changes, {ELSE}", flags.join(" "))
+        }
         (false, false) => format!(
             "a run cannot change {}: undo that; with the rest it goes on: {}; or {ELSE}",
             fixed.join(", "),

@@ -1,6 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::changes::{self, Course};
+use crate::data::way;
 use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
@@ -149,7 +150,9 @@ fn start<'a>(
     }
     for change in &course.undone {
         let (text, step) = (&change.text, change.step);
-        show(Event::Warning(&format!("{text} was changed at step {step}, which the run has yet to reach: it is undone")));
+        show(Event::Warning(&format!(
+            "{text} was changed at step {step}, which the run has yet to reach: it is undone"
+        )));
     }
     // A run that goes on has weights of its own.
     let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
@@ -259,6 +262,7 @@ fn start<'a>(
         held_out,
         ceiling,
         data,
+        prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
         tokenizer,
         sample_tokens: options.sample_tokens,
         pending,
@@ -285,6 +289,8 @@ struct Run<'a> {
     held_out: Option<(Sampler, u64)>,
     ceiling: f64,
     data: u64,
+    /// The way from the run directory to data that it shares.
+    prepared: Option<PathBuf>,
     tokenizer: Tokenizer,
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
@@ -463,6 +469,7 @@ impl Run<'_> {
         let state = json!({
             "tokens": self.tokens_before(step),
             "data": format!("{:016x}", self.data),
+            "prepared": self.prepared,
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
