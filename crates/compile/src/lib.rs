@@ -16,7 +16,7 @@ mod stage;
 pub use budget::{Fit, fit};
 pub use estimate::Estimator;
 pub use forward::compile_forward;
-pub use lower::OUTBOX;
+pub use lower::SEND_BUFFER_COPIES;
 pub use passes::{
     AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, GivenUp, Group, Optimizer, Pass, Precision, Recompute, Rule,
     STATS, TRAINING_PASSES, autodiff, fuse,

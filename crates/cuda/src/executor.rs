@@ -9,7 +9,7 @@ use crate::ops::join::{self, Groups};
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
-use lockstep_exec::exchange::Link;
+use lockstep_exec::call::Link;
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
 use lockstep_ir::program::{Instr, Role, Slot, Tensor};
@@ -84,7 +84,7 @@ impl CudaExecutor {
         let mut notes = attention.notes.clone();
         if link.is_some() {
             let text =
-                "ranks share one GPU and exchange through the host's memory: good to check a layout, slow to train";
+                "ranks share one GPU and communicate through the host's memory: good to check a layout, slow to train";
             notes.push(Note::Warning(text.into()));
         }
         gpu.note_context()?;

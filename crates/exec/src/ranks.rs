@@ -4,8 +4,8 @@
 //! stage; ranks of a stage share it.
 
 use crate::comm::{Communicator, threads};
+use crate::communication::Link;
 use crate::cpu::CpuExecutor;
-use crate::exchange::Link;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, Spread, StepProgram};
@@ -65,17 +65,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Ranks {
     /// Loads the programs of all stages on the CPU, each on its ranks, with `threads` kernel threads per rank.
-    pub fn on_cpu(programs: Vec<StepProgram>, threads: usize, patience: Duration) -> Result<Self, ExecError> {
-        Self::load(programs, patience, |program, link| {
+    pub fn on_cpu(programs: Vec<StepProgram>, threads: usize, timeout: Duration) -> Result<Self, ExecError> {
+        Self::load(programs, timeout, |program, link| {
             Ok(Box::new(CpuExecutor::load_rank(program, threads, Some(link))?))
         })
     }
 
     /// Loads the programs of all stages, each on its ranks; `load` makes the executor of one. A rank that waits longer than
-    /// `patience` for another that shows no sign of life ends the run.
+    /// `timeout` for another that shows no sign of life ends the run.
     pub fn load(
         programs: Vec<StepProgram>,
-        patience: Duration,
+        timeout: Duration,
         mut load: impl FnMut(StepProgram, Link) -> Result<Box<dyn Rank>, ExecError>,
     ) -> Result<Self, ExecError> {
         let Some(mesh) = programs.first().map(|p| p.mesh) else {
@@ -90,7 +90,7 @@ impl Ranks {
         }
         // Where a rank cannot be loaded, dropping this ends those that were.
         let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
-        for (rank, comm) in threads(mesh.ranks(), patience).into_iter().enumerate() {
+        for (rank, comm) in threads(mesh.ranks(), timeout).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
             let program = ranks.programs[coordinates.pp].clone();
             let link = Link { comm: comm.clone(), coordinates };

@@ -140,9 +140,9 @@ pub fn ops(program: &StepProgram, entry: &Entry) -> Result<Vec<OpCost>, TypeErro
     Ok(lines)
 }
 
-/// What the ranks of a stage exchange with others in an entry.
+/// What the ranks of a stage communicate in an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Exchange {
+pub struct Communication {
     /// Segment that asks for it.
     pub segment: &'static str,
     /// The op.
@@ -160,8 +160,8 @@ pub struct Exchange {
 }
 
 /// The collectives and messages of an entry by segment, op and axis, in order of first use.
-pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
-    let mut lines: Vec<Exchange> = Vec::new();
+pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication> {
+    let mut lines: Vec<Communication> = Vec::new();
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
@@ -189,10 +189,10 @@ pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
                 _ => (input, input * 2 * (n - 1) / n),
             };
             let (op, axis) = (instr.op.name(), axis.name());
-            let same = |l: &Exchange| (l.segment, l.op, l.axis, l.ranks) == (segment.name, op, axis, ranks);
+            let same = |l: &Communication| (l.segment, l.op, l.axis, l.ranks) == (segment.name, op, axis, ranks);
             let at = lines.iter().position(same).unwrap_or_else(|| {
                 let segment = segment.name;
-                lines.push(Exchange { segment, op, axis, ranks, calls: 0, bytes: 0, sent_bytes: 0 });
+                lines.push(Communication { segment, op, axis, ranks, calls: 0, bytes: 0, sent_bytes: 0 });
                 lines.len() - 1
             });
             lines[at].calls += runs;

@@ -164,17 +164,17 @@ impl Device {
         self,
         programs: Vec<StepProgram>,
         threads: usize,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Box<dyn Executor>, TrainError> {
         match (self, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => self.load(programs[0].clone(), threads),
-            (Device::Cpu, _) => Ok(Box::new(Ranks::on_cpu(programs, threads, patience)?)),
+            (Device::Cpu, _) => Ok(Box::new(Ranks::on_cpu(programs, threads, timeout)?)),
             (Device::Cuda { deterministic }, _) => {
                 let gpu = gpu()?;
                 let load = |program, link| {
                     Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, Some(link))?) as _)
                 };
-                Ok(Box::new(Ranks::load(programs, patience, load)?))
+                Ok(Box::new(Ranks::load(programs, timeout, load)?))
             }
         }
     }

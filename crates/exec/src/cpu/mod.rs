@@ -5,7 +5,7 @@ mod attention;
 mod call;
 pub mod ceilings;
 mod columns;
-mod courier;
+mod communication_thread;
 mod dropout;
 mod float;
 mod gemm;
@@ -25,11 +25,11 @@ mod vocab;
 
 use crate::bound::{Names, check_scratch, check_write};
 use crate::comm::{Piece, Place};
-use crate::exchange::{Exchange, Exchanges, Link, exchanges};
+use crate::communication::{CommunicationCall, CommunicationCalls, Link, communication_calls};
 use crate::{ExecError, Executor, Rank, Timing};
 use arena::Arena;
 use call::{Bound, Call};
-use courier::Courier;
+use communication_thread::CommunicationThread;
 use float::{Bf16, F16, Float};
 use lockstep_ir::program::{Instr, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
@@ -111,14 +111,14 @@ pub fn available_bytes() -> Option<u64> {
 pub struct CpuExecutor {
     program: StepProgram,
     /// Ended before the arena goes.
-    courier: Option<Courier>,
+    communication: Option<CommunicationThread>,
     arena: Arena,
     pool: Pool,
     simd: Simd,
     segments: Vec<Vec<Bound>>,
-    exchanges: Arc<Exchanges>,
+    communication_calls: Arc<CommunicationCalls>,
     link: Option<Link>,
-    /// Room for the pieces of a collective, and the courier's numbers of the instructions of a segment.
+    /// Room for the pieces of a collective, and the communication thread's numbers of the instructions of a segment.
     pieces: Vec<Piece>,
     numbers: Vec<u64>,
     names: Names,
@@ -146,28 +146,29 @@ impl CpuExecutor {
             .map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>())
             .collect::<Result<Vec<_>, _>>()?;
         check_scratch(&program, &segments, |compute, gradients| profile(threads, compute, gradients))?;
-        let exchanges = Arc::new(exchanges(&program, here));
+        let communication_calls = Arc::new(communication_calls(&program, here));
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
         let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
         let overlaps = |s: &Segment| s.instrs.iter().any(|i| i.stream == Stream::Communication);
-        let courier = match &link {
+        let communication = match &link {
             Some(link) if program.segments.iter().any(overlaps) => {
-                // SAFETY: the courier is dropped before the arena.
-                let courier = unsafe { Courier::start(exchanges.clone(), link.comm.clone(), arena.base()) };
-                Some(courier.map_err(|e| ExecError::Threads(1, e))?)
+                // SAFETY: the communication thread is dropped before the arena.
+                let communication =
+                    unsafe { CommunicationThread::start(communication_calls.clone(), link.comm.clone(), arena.base()) };
+                Some(communication.map_err(|e| ExecError::Threads(1, e))?)
             }
             _ => None,
         };
         let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
-        let pieces = exchanges.iter().flatten().flatten().map(Exchange::pieces).max().unwrap_or(0);
+        let pieces = communication_calls.iter().flatten().flatten().map(CommunicationCall::pieces).max().unwrap_or(0);
         Ok(Self {
             pool,
             simd: Simd::detect(),
-            courier,
+            communication,
             arena,
             segments,
-            exchanges,
+            communication_calls,
             link,
             pieces: Vec::with_capacity(pieces),
             numbers: vec![0; longest],
@@ -188,19 +189,19 @@ impl CpuExecutor {
         Ok((tensor, unsafe { self.arena.base().add(offset as usize) }, tensor.ty.bytes() as usize))
     }
 
-    /// Runs one instruction, or hands it to the courier.
+    /// Runs one instruction, or hands it to the communication thread.
     fn instr(&mut self, index: usize, slot: Slot) -> Result<(), ExecError> {
         let instr = &self.program.segments[slot.segment].instrs[index];
-        if let (Some(courier), Some(last)) = (&self.courier, instr.waits.iter().max()) {
-            courier.wait(self.numbers[*last])?;
+        if let (Some(communication), Some(last)) = (&self.communication, instr.waits.iter().max()) {
+            communication.wait(self.numbers[*last])?;
         }
-        match (&self.exchanges[slot.segment][index], &self.link) {
+        match (&self.communication_calls[slot.segment][index], &self.link) {
             (None, _) => self.kernel(index, slot),
             (Some(_), None) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
-            (Some(exchange), Some(link)) => match (&self.courier, instr.stream) {
-                (Some(courier), Stream::Communication) => self.numbers[index] = courier.hand(index, slot),
+            (Some(call), Some(link)) => match (&self.communication, instr.stream) {
+                (Some(communication), Stream::Communication) => self.numbers[index] = communication.hand(index, slot),
                 // SAFETY: the arena is this program's; the verifier has checked what runs at the same time.
-                _ => unsafe { exchange.run(link.comm.as_ref(), self.arena.base(), slot, &mut self.pieces)? },
+                _ => unsafe { call.run(link.comm.as_ref(), self.arena.base(), slot, &mut self.pieces)? },
             },
         }
         Ok(())
@@ -223,8 +224,8 @@ impl CpuExecutor {
 
     /// A segment ends when both streams have.
     fn join(&self) -> Result<(), ExecError> {
-        match &self.courier {
-            Some(courier) => Ok(courier.wait(courier.handed())?),
+        match &self.communication {
+            Some(communication) => Ok(communication.wait(communication.handed())?),
             None => Ok(()),
         }
     }
@@ -358,12 +359,12 @@ impl Executor for CpuExecutor {
 }
 
 impl Rank for CpuExecutor {
-    /// Waits until the courier has given up what it was handed.
+    /// Waits until the communication thread has ended what it was handed.
     fn drain(&self) {
-        if let (Some(courier), Some(link)) = (&self.courier, &self.link) {
+        if let (Some(communication), Some(link)) = (&self.communication, &self.link) {
             link.comm.fail("ended by another error");
             // What went wrong is known.
-            let _ = courier.wait(courier.handed());
+            let _ = communication.wait(communication.handed());
         }
     }
 }
