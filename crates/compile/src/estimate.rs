@@ -1,6 +1,6 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
-use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, GivenUp, Layers, Recompute, SPREADING, TRAINING_PASSES};
+use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, GivenUp, Layers, Recompute, SHARDING, TRAINING_PASSES};
 use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Graph, StepProgram, TypeError};
@@ -24,7 +24,7 @@ impl Estimator {
         };
         let stored = run(forward, 0..FORWARD_PASSES.len())?;
         let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
-        let evaluate = run(&evaluated(&stored), SPREADING)?;
+        let evaluate = run(&evaluated(&stored), SHARDING)?;
         let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
         let stages = 0..context.layout.mesh.pp;
         let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;
@@ -46,7 +46,7 @@ impl Estimator {
         Ok((0..context.layout.mesh.pp).map(program).collect::<Result<_, _>>()?)
     }
 
-    /// The graph with its backward pass, before anything is given up or spread over ranks.
+    /// The graph with its backward pass, before anything is given up or sharded over ranks.
     pub fn derived(&self) -> &Graph {
         &self.derived
     }

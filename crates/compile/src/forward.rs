@@ -3,7 +3,7 @@
 //! They hold no gradient and no optimizer state. States of the same name are one state; the inputs and outputs of an
 //! entry are its own, named after it.
 
-use crate::passes::SPREADING;
+use crate::passes::SHARDING;
 use crate::{CompileError, Context, FORWARD_PASSES, TRAINING_PASSES, check, lower, memory};
 use lockstep_ir::graph::{Source, Value};
 use lockstep_ir::verify::{self, Unsound};
@@ -20,7 +20,7 @@ pub fn compile_forward(entries: &[(&'static str, Graph)], context: &Context) -> 
             check(pass.name, verify::graph(&graph))?;
         }
         let mut graph = graph.without_dead_code();
-        for pass in &TRAINING_PASSES[SPREADING] {
+        for pass in &TRAINING_PASSES[SHARDING] {
             graph = (pass.run)(&graph, context)?;
             check(pass.name, verify::graph(&graph))?;
         }

@@ -21,7 +21,7 @@ pub use passes::{
     AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, GivenUp, Group, Optimizer, Pass, Precision, Recompute, Rule,
     STATS, TRAINING_PASSES, autodiff, fuse,
 };
-use passes::{DERIVED, SPREADING};
+use passes::{DERIVED, SHARDING};
 
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
@@ -124,7 +124,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         graph = after;
         if p + 1 == FORWARD_PASSES.len() {
             evaluate = evaluated(&graph);
-            for pass in &TRAINING_PASSES[SPREADING] {
+            for pass in &TRAINING_PASSES[SHARDING] {
                 evaluate = (pass.run)(&evaluate, context)?;
                 check(pass.name, verify::graph(&evaluate))?;
             }

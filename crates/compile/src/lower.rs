@@ -415,7 +415,7 @@ fn tensors(local: &Local, persistent: &Places) -> Vec<Tensor> {
             name: value.name.clone(),
             ty: local.ty(shown),
             whole: value.ty.clone(),
-            placement: g.get(shown).placement,
+            sharding: g.get(shown).sharding,
             buffer: persistent[i]?,
             part,
             role,

@@ -8,7 +8,7 @@ use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, Spread, StepProgram};
+use lockstep_ir::{Coordinates, Mesh, Placement, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -237,7 +237,7 @@ impl Executor for Ranks {
                 return Err(ExecError::Internal(format!("`{name}` takes {bytes} bytes, got {}", data.len())));
             }
             let mut local = vec![0; t.ty.bytes() as usize];
-            for run in t.placement.runs(&t.whole, &mesh, at) {
+            for run in t.sharding.runs(&t.whole, &mesh, at) {
                 let (from, to, len) = (run.whole * width, run.local * width, run.len * width);
                 local[to..to + len].copy_from_slice(&data[from..from + len]);
             }
@@ -249,18 +249,18 @@ impl Executor for Ranks {
         let mesh = self.mesh;
         let mut whole = Vec::new();
         self.on_ranks(tensor, |at, t, executor| {
-            if [t.placement.dp, t.placement.tp].contains(&Spread::Partial) {
+            if [t.sharding.dp, t.sharding.tp].contains(&Placement::Partial) {
                 return Err(ExecError::Internal(format!("`{}` is not summed over ranks", t.name)));
             }
             // Of ranks that hold the same, the first is enough.
-            let same = |spread, index| spread == Spread::Replicated && index > 0;
-            if same(t.placement.dp, at.dp) || same(t.placement.tp, at.tp) {
+            let same = |placement, index| placement == Placement::Replicated && index > 0;
+            if same(t.sharding.dp, at.dp) || same(t.sharding.tp, at.tp) {
                 return Ok(());
             }
             let width = t.whole.dtype.bytes();
             whole.resize(t.whole.bytes() as usize, 0);
             let local = executor.read(tensor, micro_batch)?;
-            for run in t.placement.runs(&t.whole, &mesh, at) {
+            for run in t.sharding.runs(&t.whole, &mesh, at) {
                 let (from, to, len) = (run.local * width, run.whole * width, run.len * width);
                 whole[to..to + len].copy_from_slice(&local[from..from + len]);
             }

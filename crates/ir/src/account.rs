@@ -3,7 +3,7 @@
 use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
-use crate::{Coordinates, MeshAxis, Op, Placement, Spread, timeline};
+use crate::{Coordinates, MeshAxis, Op, Placement, Sharding, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -209,8 +209,8 @@ pub fn padding(program: &StepProgram) -> u64 {
     let padding = |t: &Tensor, tp: usize| {
         // Data-parallel ranks hold the same, or together once what tensor parallelism leaves.
         let at = Coordinates { tp, ..Coordinates::default() };
-        let here = Placement { dp: Spread::Replicated, ..t.placement }.held(&t.whole, mesh, at);
-        let copies = if t.placement.dp == Spread::Flat && !t.part { 1 } else { mesh.dp };
+        let here = Sharding { dp: Placement::Replicated, ..t.sharding }.held(&t.whole, mesh, at);
+        let copies = if t.sharding.dp == Placement::Flat && !t.part { 1 } else { mesh.dp };
         program.buffers[t.buffer.0].bytes * mesh.dp as u64 - (here * t.whole.dtype.bytes() * copies) as u64
     };
     let states: Vec<&Tensor> = program.tensors.iter().filter(|t| matches!(t.role, Role::State(_))).collect();

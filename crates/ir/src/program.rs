@@ -2,7 +2,7 @@
 
 use crate::graph::{Phase, State};
 use crate::mesh::Mesh;
-use crate::{Op, Placement, TensorType, counter};
+use crate::{Op, Sharding, TensorType, counter};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -276,7 +276,7 @@ pub struct Tensor {
     /// Element type and shape of the whole.
     pub whole: TensorType,
     /// How the whole lies over the mesh.
-    pub placement: Placement,
+    pub sharding: Sharding,
     /// Where it is.
     pub buffer: BufferId,
     /// Whether it is this rank's part of the buffer (see [`Arg::part`]).

@@ -3,7 +3,7 @@
 use crate::graph::{Graph, Phase, Source, State};
 use crate::op::{Elem, Operand};
 use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::{DType, Op, Placement, Spread, TensorType, ValueId};
+use crate::{DType, Op, Placement, Sharding, TensorType, ValueId};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -36,8 +36,8 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
             || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
             || node.phase == Phase::Probe;
         let summand = |v: &&ValueId| {
-            let Placement { dp, tp } = graph.get(**v).placement;
-            [dp, tp].contains(&Spread::Partial)
+            let Sharding { dp, tp } = graph.get(**v).sharding;
+            [dp, tp].contains(&Placement::Partial)
         };
         if let Some(v) = node.inputs.iter().find(summand).filter(|_| !passes_on) {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));

@@ -50,10 +50,10 @@ pub const TRAINING_PASSES: [Pass; 7] = [
     Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
 ];
 
-/// Those of them that spread work over ranks: evaluation takes them without gradients.
-pub(crate) const SPREADING: std::ops::Range<usize> = 4..6;
+/// Those of them that shard work over ranks: evaluation takes them without gradients.
+pub(crate) const SHARDING: std::ops::Range<usize> = 4..6;
 
-/// Where gradients have been added, and nothing is recomputed or spread: stages are cut by what this costs.
+/// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
 pub(crate) const DERIVED: usize = 2;
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same

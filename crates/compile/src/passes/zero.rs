@@ -13,7 +13,7 @@
 use crate::Context;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Node, Phase, Source, State};
-use lockstep_ir::{Graph, Op, Spread, TypeError, ValueId};
+use lockstep_ir::{Graph, Op, Placement, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 pub(super) fn zero(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -158,13 +158,14 @@ fn sum_over_tensor_parallel(
         which.into_iter().zip(outputs).for_each(|(i, v)| now[i] = v);
         Ok(())
     };
-    let partial = |g: &Graph, v: ValueId| g.get(v).placement.tp == Spread::Partial;
+    let partial = |g: &Graph, v: ValueId| g.get(v).sharding.tp == Placement::Partial;
     apply(g, Op::AllReduce { axis: MeshAxis::Tp }, "whole", &partial)?;
     let mut counts: Vec<usize> = values.iter().map(|v| sharers(g, context, *v).0).filter(|n| *n > 1).collect();
     counts.sort_unstable();
     counts.dedup();
     for n in counts {
-        let shared = |g: &Graph, v: ValueId| sharers(g, context, v).0 == n && g.get(v).placement.tp == Spread::Split(0);
+        let shared =
+            |g: &Graph, v: ValueId| sharers(g, context, v).0 == n && g.get(v).sharding.tp == Placement::Split(0);
         apply(g, Op::SumShared { sharers: n }, "whole", &shared)?;
     }
     debug_assert!(mesh.tp > 1 || now == values);
@@ -174,18 +175,18 @@ fn sum_over_tensor_parallel(
 /// Tensor-parallel ranks that share a tensor's rows from some element on, and that element.
 pub(super) fn sharers(g: &Graph, context: &Context, v: ValueId) -> (usize, usize) {
     let (mesh, value) = (context.layout.mesh, g.get(v));
-    match value.placement.tp {
+    match value.sharding.tp {
         _ if mesh.tp == 1 => (1, 0),
-        Spread::Split(0) => {
-            let counts = value.placement.sharers(&value.ty.dims[0], &mesh);
+        Placement::Split(0) => {
+            let counts = value.sharding.sharers(&value.ty.dims[0], &mesh);
             let before = Some(counts.iter().take_while(|n| **n == 1).count()).filter(|n| *n < counts.len());
             let Some(before) = before else { return (1, 0) };
-            let local = lockstep_ir::Placement { dp: Spread::Replicated, ..value.placement }.local(&value.ty, &mesh);
+            let local = lockstep_ir::Sharding { dp: Placement::Replicated, ..value.sharding }.local(&value.ty, &mesh);
             let rows: usize = local.dims[0].sections[..before].iter().map(|s| s.size()).sum();
             (counts[before], rows * local.elements() / local.dims[0].size().max(1))
         }
-        Spread::Split(_) => (1, 0),
-        Spread::Replicated | Spread::Partial | Spread::Flat => (mesh.tp, 0),
+        Placement::Split(_) => (1, 0),
+        Placement::Replicated | Placement::Partial | Placement::Flat => (mesh.tp, 0),
     }
 }
 
@@ -219,7 +220,7 @@ fn scatter_into(
     let ranges = g.relay(op, whole, "scattered", phase, layer)?;
     let before = g.nodes.len();
     for (range, &state) in ranges.into_iter().zip(states) {
-        g.values[state.0].placement = g.get(range).placement;
+        g.values[state.0].sharding = g.get(range).sharding;
         let sum = g.relay(Op::Accumulate, &[range], "sum", phase, layer)?[0];
         g.values[sum.0].source = Source::Node { into: Some(state) };
     }
@@ -237,7 +238,7 @@ fn gather_parameters(g: &mut Graph) -> Result<(), TypeError> {
     units.iter().for_each(|u| nodes.push(all.by_ref().take(u.len()).collect()));
     let parameters: Vec<ValueId> = g.parameters().map(|(id, _, _)| id).collect();
     for v in parameters {
-        g.values[v.0].placement.dp = Spread::Flat;
+        g.values[v.0].sharding.dp = Placement::Flat;
     }
     // Forward and backward are segments of their own, so a unit is not gathered in one for the other.
     let mut gathers: Vec<Option<Node>> = Vec::new();
