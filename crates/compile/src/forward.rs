@@ -82,9 +82,9 @@ mod tests {
             ["one.tokens", "one.targets", "table", "w1", "w2", "one.loss", "two.tokens", "two.targets", "two.loss"]
         );
         assert!(program.entry("one").is_some() && program.entry("two").is_some());
-        let bill = account::memory(&program);
-        assert_eq!(bill.classes[Class::Gradients.name()] + bill.classes[Class::Optimizer.name()], 0);
-        assert_eq!(bill.total_bytes, program.arena_bytes);
+        let memory = account::memory(&program);
+        assert_eq!(memory.classes[Class::Gradients.name()] + memory.classes[Class::Optimizer.name()], 0);
+        assert_eq!(memory.total_bytes, program.arena_bytes);
     }
 
     #[test]

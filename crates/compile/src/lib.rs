@@ -18,8 +18,8 @@ pub use estimate::Estimator;
 pub use forward::compile_forward;
 pub use lower::SEND_BUFFER_COPIES;
 pub use passes::{
-    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, GivenUp, Group, Optimizer, Pass, Precision, Recompute, Rule,
-    STATS, TRAINING_PASSES, autodiff, fuse,
+    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Recomputed,
+    Rule, STATS, TRAINING_PASSES, autodiff, fuse,
 };
 use passes::{DERIVED, SHARDING};
 
@@ -39,7 +39,7 @@ pub struct Context {
     pub optimizer: Optimizer,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,
-    /// What is computed again in backward.
+    /// What is recomputed in backward.
     pub recompute: Recompute,
     /// What steps do besides.
     pub steps: Steps,

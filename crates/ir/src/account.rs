@@ -7,22 +7,22 @@ use crate::{Coordinates, MeshAxis, Op, Placement, Sharding, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The memory bill of a program.
+/// The memory breakdown of a program.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct MemoryBill {
+pub struct MemoryBreakdown {
     /// Size of the arena; the classes sum to it.
     pub total_bytes: u64,
     /// Bytes by class name.
     pub classes: BTreeMap<&'static str, u64>,
     /// Bytes of persistent and saved buffers by layer (`None`: embedding, head and what belongs to no layer).
-    pub layers: Vec<LayerBill>,
+    pub layers: Vec<LayerBreakdown>,
     /// When most bytes are in use.
     pub peak: Moment,
 }
 
-/// One layer's part of the bill.
+/// One layer's part of the breakdown.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LayerBill {
+pub struct LayerBreakdown {
     /// Layer index; `None` for what belongs to no layer.
     pub layer: Option<usize>,
     /// Bytes by class name.
@@ -46,8 +46,8 @@ pub struct Moment {
     pub live_bytes: u64,
 }
 
-/// The bill of the training step, or of evaluation where there is no training step.
-pub fn memory(program: &StepProgram) -> MemoryBill {
+/// The breakdown of the training step, or of evaluation where there is no training step.
+pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     let mut classes: BTreeMap<&'static str, u64> = Class::ALL.iter().map(|c| (c.name(), 0)).collect();
     let mut layers: BTreeMap<Option<usize>, BTreeMap<&'static str, u64>> = BTreeMap::new();
     for (r, region) in program.regions.iter().enumerate() {
@@ -74,10 +74,10 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
         }
     }
     let entry = program.entry(StepProgram::TRAIN).or(program.entries.first());
-    MemoryBill {
+    MemoryBreakdown {
         total_bytes: program.arena_bytes,
         classes,
-        layers: layers.into_iter().map(|(layer, classes)| LayerBill { layer, classes }).collect(),
+        layers: layers.into_iter().map(|(layer, classes)| LayerBreakdown { layer, classes }).collect(),
         peak: entry.map(|e| peak(program, e)).unwrap_or_default(),
     }
 }

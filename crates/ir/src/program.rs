@@ -30,7 +30,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// All classes, in the order in which bills list them.
+    /// All classes, in the order in which breakdowns list them.
     pub const ALL: [Class; 6] = [
         Class::Parameters,
         Class::Gradients,
@@ -40,7 +40,7 @@ impl Class {
         Class::Communication,
     ];
 
-    /// The name in bills.
+    /// The name in memory breakdowns.
     pub const fn name(self) -> &'static str {
         match self {
             Class::Parameters => "parameters",

@@ -33,9 +33,9 @@ fn every_policy_gives_the_same_bits_on_every_layout() {
             .to_vec();
     for keys in ["", "[precision]\npolicy = \"bf16\""] {
         let run = |policy: &str| compare(&config(policy, keys), &layouts, 3, &mut |_| ()).unwrap();
-        let kept = run("none");
+        let saved = run("none");
         for policy in POLICIES[1..].iter().map(ToString::to_string).chain(chosen(&layouts, keys)) {
-            for (with, without) in run(&policy).iter().zip(&kept) {
+            for (with, without) in run(&policy).iter().zip(&saved) {
                 assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
                 assert!(with.kept, "{policy}: {with:?}");
             }
@@ -149,8 +149,8 @@ fn a_budget_with_dropout_takes_its_layers_as_alike() {
     let middle = (arena(&none) + arena(&full)) / 2;
     let found = planned(&format!("budget\"\nbudget = \"{middle} B\"\n#"));
     assert!(arena(&found) <= middle && found.step_flops.hardware < full.step_flops.hardware);
-    let Recompute::Given(given_up) = &found.recompute else { panic!("{:?}", found.recompute) };
-    assert!(given_up.by_first.iter().chain(&given_up.by_rest).all(|c| c.kind == 0), "{given_up:?}");
+    let Recompute::Values(recomputed) = &found.recompute else { panic!("{:?}", found.recompute) };
+    assert!(recomputed.by_first.iter().chain(&recomputed.by_rest).all(|c| c.kind == 0), "{recomputed:?}");
 }
 
 #[test]
@@ -165,11 +165,11 @@ fn a_gpt_with_dropout_and_naive_attention_gives_the_same_bits_under_every_policy
     };
     let layouts: Vec<Layout> = ["tp=2,sp", "pp=2"].map(|l| l.parse().unwrap()).to_vec();
     let run = |policy: &str| compare(&config(policy), &layouts, 3, &mut |_| ()).unwrap();
-    let kept = run("none\"");
+    let saved = run("none\"");
     let budget = plan(&config("selective\"")).unwrap().memory.total_bytes;
     let list = "list\"\nops = [\"layer_norm\", \"attention_scores\", \"add_bias\", \"gelu\"]".to_owned();
     for policy in ["selective\"".to_owned(), "full\"".to_owned(), list, format!("budget\"\nbudget = \"{budget} B\"")] {
-        for (with, without) in run(&policy).iter().zip(&kept) {
+        for (with, without) in run(&policy).iter().zip(&saved) {
             assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
             assert!(with.kept, "{policy}: {with:?}");
         }

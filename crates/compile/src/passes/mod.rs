@@ -13,8 +13,8 @@ pub use autodiff::autodiff;
 pub use fuse::fuse;
 pub use optimizer::{AdamW, FIRST_STATS, Group, Optimizer, Rule, STATS};
 pub use precision::Precision;
-pub(crate) use recompute::{Again, Layers, again};
-pub use recompute::{Candidate, GivenUp, Recompute};
+pub use recompute::{Candidate, Recompute, Recomputed};
+pub(crate) use recompute::{Layers, Recomputation, recomputation};
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};
