@@ -30,7 +30,7 @@ static __device__ __forceinline__ float gelu_share(float x) {
 
 static __device__ __forceinline__ float gelu_one(float x) { return x * gelu_share(x); }
 
-static __device__ __forceinline__ float gelu_slope(float x) {
+static __device__ __forceinline__ float gelu_derivative(float x) {
     float s = gelu_share(x);
     return s + 2.0f * ROOT_2_OVER_PI * x * s * (1.0f - s) * (1.0f + 0.134145f * x * x);
 }
@@ -72,7 +72,7 @@ static __device__ __forceinline__ void column_sums(const T *dy, const T *x, T *d
                 if (GELU) {
                     if (row >= rows) continue;
 #pragma unroll
-                    for (int j = 0; j < N; j++) g[k][j] *= gelu_slope(v[k][j]);
+                    for (int j = 0; j < N; j++) g[k][j] *= gelu_derivative(v[k][j]);
                     // The sum is of what is stored.
                     if (N > 1) {
                         Pack<T> packed;
@@ -126,10 +126,10 @@ static __device__ void gelu_grad(const T *dy, const T *x, T *dx, i64 n) {
         load(x + i, v);
         load(dy + i, g);
 #pragma unroll
-        for (int j = 0; j < N; j++) v[j] = g[j] * gelu_slope(v[j]);
+        for (int j = 0; j < N; j++) v[j] = g[j] * gelu_derivative(v[j]);
         store(dx + i, v);
     } else {
-        for (; i < n; i++) dx[i] = Of<T>::f32(to_f32(dy[i]) * gelu_slope(to_f32(x[i])));
+        for (; i < n; i++) dx[i] = Of<T>::f32(to_f32(dy[i]) * gelu_derivative(to_f32(x[i])));
     }
 }
 

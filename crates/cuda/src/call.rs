@@ -111,7 +111,7 @@ impl Call<'_> {
         unsafe { self.kernels.launch(self.stream, kernel, grid, threads, args) }
     }
 
-    /// Queues a product whose scratch starts at `scratch`.
+    /// Queues a matmul whose scratch starts at `scratch`.
     ///
     /// # Safety
     /// The matrices are as large as the shape says.

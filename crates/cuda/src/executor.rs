@@ -73,12 +73,12 @@ impl CudaExecutor {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
-        // Products are tried out before the arena takes the memory.
-        let products = gpu.matmul(deterministic)?;
-        let joined = join::groups(&program, &segments, &|shape| products.worth(shape))?;
+        // Matmuls are tried out before the arena takes the memory.
+        let gemms = gpu.matmul(deterministic)?;
+        let joined = join::groups(&program, &segments, &|shape| gemms.worth(shape))?;
         for (bounds, groups) in segments.iter().zip(&joined) {
             let mut shapes = groups.iter().flat_map(|group| join::shapes(bounds, group));
-            shapes.try_for_each(|shape| products.prepare(shape))?;
+            shapes.try_for_each(|shape| gemms.prepare(shape))?;
         }
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         let mut notes = attention.notes.clone();

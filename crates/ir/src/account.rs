@@ -114,7 +114,7 @@ pub struct OpCost {
     pub op: &'static str,
     /// Number of calls.
     pub calls: u64,
-    /// Matrix-product FLOPs that the hardware is asked for.
+    /// Matmul FLOPs that the hardware is asked for.
     pub flops: f64,
     /// Bytes of all operands: read once, written once, sums read and written.
     pub bytes: u64,
@@ -233,7 +233,7 @@ pub fn flops(program: &StepProgram, entry: &Entry) -> Result<Flops, TypeError> {
 /// What one call costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
-    /// Matrix-product FLOPs.
+    /// Matmul FLOPs.
     pub flops: Flops,
     /// Bytes of all operands: read once, written once, sums read and written.
     pub bytes: u64,

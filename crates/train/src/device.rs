@@ -74,12 +74,12 @@ impl Device {
     /// FLOP per second of a large matrix product, and bytes per second of a copy, both measured.
     pub(crate) fn ceilings(self, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
         match self {
-            Device::Cpu => Ok((cpu::ceilings::matmul(threads, compute)?, cpu::ceilings::bandwidth(threads)?)),
+            Device::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
             Device::Cuda { .. } => {
                 let gpu = gpu()?;
                 let cuda = |r: Result<f64, CudaError>| r.map_err(ExecError::from);
-                let matmul = cuda(lockstep_cuda::ceilings::matmul(&gpu, compute))?;
-                Ok((matmul, cuda(lockstep_cuda::ceilings::bandwidth(&gpu))?))
+                let matmul = cuda(lockstep_cuda::peaks::matmul(&gpu, compute))?;
+                Ok((matmul, cuda(lockstep_cuda::peaks::bandwidth(&gpu))?))
             }
         }
     }
@@ -88,9 +88,9 @@ impl Device {
     pub(crate) fn peak(self, threads: usize, compute: DType) -> Result<f64, TrainError> {
         match (self.vendor_peak(compute)?, self) {
             (Some(peak), _) => Ok(peak),
-            (None, Device::Cpu) => Ok(cpu::ceilings::matmul(threads, compute)?),
+            (None, Device::Cpu) => Ok(cpu::peaks::matmul(threads, compute)?),
             (None, Device::Cuda { .. }) => {
-                Ok(lockstep_cuda::ceilings::matmul(&*gpu()?, compute).map_err(ExecError::from)?)
+                Ok(lockstep_cuda::peaks::matmul(&*gpu()?, compute).map_err(ExecError::from)?)
             }
         }
     }

@@ -57,7 +57,7 @@ fn policies_trade_bytes_for_flops() {
     assert!(activations(&selective) < activations(&none) * 9 / 10);
     assert!(activations(&full) < activations(&none) / 4);
     assert_eq!(activations(&every), activations(&sqrt));
-    // No matrix product is computed twice; all of a layer but its last product is.
+    // No matmul is computed twice; all of a layer but its last matmul is.
     assert_eq!(selective.step_flops.hardware, none.step_flops.hardware);
     let forward = none.step_flops.model / 3;
     let added = (full.step_flops.hardware - none.step_flops.hardware) as f64;
@@ -97,7 +97,7 @@ fn a_budget_is_kept_and_an_impossible_one_names_the_least() {
     let [none, selective, full] = ["none", "selective", "full"].map(|p| planned(p).unwrap());
     let arena = |p: &Plan| p.memory.total_bytes;
     assert_eq!(budget(arena(&none)).unwrap().program(), none.program());
-    // What selective recomputation reaches without a matrix product, a budget does too.
+    // What selective recomputation reaches without a matmul, a budget does too.
     let same = budget(arena(&selective)).unwrap();
     assert!(arena(&same) <= arena(&selective));
     assert_eq!(same.step_flops, none.step_flops);

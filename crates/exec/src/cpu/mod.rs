@@ -3,7 +3,6 @@
 pub(crate) mod arena;
 mod attention;
 mod call;
-pub mod ceilings;
 mod columns;
 mod communication_thread;
 mod dropout;
@@ -16,6 +15,7 @@ mod loss;
 mod norm;
 mod optimizer;
 mod orthogonal;
+pub mod peaks;
 mod pointwise;
 mod pool;
 mod positions;
@@ -43,28 +43,28 @@ use std::time::Instant;
 /// What the compiler must know of this executor: alignment, and the scratch of every kernel, for these types of parameters
 /// and of gradient sums.
 pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfile {
-    let (product, per_k) = gemm::scratch_bytes(threads);
-    let (product, per_k) = (product.next_multiple_of(64) as u64, per_k as u64);
+    let (gemm, per_k) = gemm::scratch_bytes(threads);
+    let (gemm, per_k) = (gemm.next_multiple_of(64) as u64, per_k as u64);
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
     // A result that is rounded is summed whole.
     let rounded = |letter| match compute {
-        DType::BF16 | DType::F16 => Workspace { fixed: product, terms: vec![(per_k, letter)] },
-        _ => fixed(product),
+        DType::BF16 | DType::F16 => Workspace { fixed: gemm, terms: vec![(per_k, letter)] },
+        _ => fixed(gemm),
     };
-    // A sum that is not in f32 needs each product once, on its own.
+    // A sum that is not in f32 needs each matmul once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
     let (head, per_letters) = head::scratch_bytes(compute, threads);
     let of = |(fixed, terms)| Workspace { fixed, terms };
     let attention = attention::scratch(compute, threads);
     let backward = attention::grad_scratch(compute, threads);
     let loss_head = Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() };
-    let vocab_grad = Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
+    let vocab_grad = Workspace { fixed: gemm, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
     let rounds = if compute == DType::F32 { 0 } else { per_k };
-    let naive = |terms: &[_]| Workspace { fixed: product + attention::naive::SLACK as u64, terms: terms.to_vec() };
+    let naive = |terms: &[_]| Workspace { fixed: gemm + attention::naive::SLACK as u64, terms: terms.to_vec() };
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
-        ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
+        ("linear_grad_weight", Workspace { fixed: gemm, terms: share("nk") }),
         ("linear_cross_entropy", loss_head.clone()),
         ("scaled_linear_cross_entropy", loss_head),
         ("attention", of(attention.terms("s", "se"))),
@@ -77,11 +77,11 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("attention_scores_grad", naive(&[(rounds, "t"), (4, "st"), (4, "te")])),
         ("attention_mix", naive(&[(rounds, "t")])),
         ("attention_mix_grad", naive(&[(rounds, "e"), (4, "te")])),
-        ("vocab_logits", fixed(product)),
+        ("vocab_logits", fixed(gemm)),
         ("vocab_grad", vocab_grad.clone()),
         ("scaled_vocab_grad", vocab_grad),
         ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
-        ("orthogonalise", of(orthogonal::scratch(product))),
+        ("orthogonalise", of(orthogonal::scratch(gemm))),
     ]);
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),

@@ -60,7 +60,7 @@ pub struct Spec {
     /// Dimensions that ranks may share the op along, as groups of letters that are split together. An operand without a
     /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
     pub splits: &'static [&'static str],
-    /// Outputs that are worth computing again: they follow from what backward keeps anyway, and cost no matrix product, or a
+    /// Outputs that are worth computing again: they follow from what backward keeps anyway, and cost no matmul, or a
     /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.

@@ -58,7 +58,7 @@ fn check(found: Vec<(String, usize)>, expected: &[(&str, usize)]) {
 }
 
 #[test]
-fn products_take_gelu_and_its_slope_where_that_is_faster() {
+fn matmuls_fuse_gelu_and_its_derivative_where_that_is_faster() {
     let program = program(GPT2, Recompute::None);
     check(joined(&program, "forward", true), &[("linear add_bias", 6), ("linear add_bias gelu", 2)]);
     check(
@@ -98,12 +98,12 @@ fn a_gelu_that_is_computed_again_comes_out_as_the_first_time() {
     check(joined(&sums, "forward", true), &[("linear add_bias", 8)]);
     let others = program_of(&["layer_norm", "add_layer_norm"]);
     check(joined(&others, "forward", true), &[("linear add_bias", 6), ("linear add_bias gelu", 2)]);
-    // What is kept is there before the product; what is computed again is not.
-    let slope = |recompute| {
+    // What is kept is there before the matmul; what is computed again is not.
+    let derivative = |recompute| {
         joined(&program(GPT2, recompute), "backward", true).contains(&("linear_grad_input gelu_grad".into(), 2))
     };
-    assert!(slope(Recompute::Selective));
-    assert!(!slope(Recompute::Full));
+    assert!(derivative(Recompute::Selective));
+    assert!(!derivative(Recompute::Full));
 }
 
 #[test]
