@@ -188,17 +188,17 @@ static __device__ __forceinline__ u32 mix_small(u32 z) {
     return z ^ (z >> 16);
 }
 
-// Coins are a function of the sequence's key, the site, position and feature.
+// The mask is a function of the sequence's key, the site, position and feature.
 template <typename T>
 static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site, u32 below,
                                float scale) {
     i64 row = blockIdx.x;
     i64 b = row / seq, s = row % seq + first;
     u64 key = (u64)keys[2 * b] | (u64)keys[2 * b + 1] << 32;
-    u64 coins = hash_bits(hash_bits(key, site), (u64)s);
+    u64 mask = hash_bits(hash_bits(key, site), (u64)s);
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        u32 z = mix_small((u32)coins + (u32)i * 0x9e3779b9u);
-        z = mix_small(z ^ (u32)(coins >> 32));
+        u32 z = mix_small((u32)mask + (u32)i * 0x9e3779b9u);
+        z = mix_small(z ^ (u32)(mask >> 32));
         y[row * d + i] = z < below ? Of<T>::f32(0.0f) : Of<T>::f32(to_f32(x[row * d + i]) * scale);
     }
 }

@@ -1,4 +1,4 @@
-//! The CUDA executor: a step program in one allocation of one device, replayed as a recorded graph.
+//! The CUDA executor: a step program in one allocation of one device, replayed as a CUDA graph.
 
 use crate::attention::Plans;
 use crate::call::Call;
@@ -28,7 +28,7 @@ pub struct CudaExecutor {
     /// Of every instruction: those that are done with it as one.
     joined: Vec<Groups>,
     names: Names,
-    /// Entries that have run once, and what was recorded of those that ran twice.
+    /// Entries that have run once, and the CUDA graphs of those that ran twice.
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
@@ -38,7 +38,7 @@ pub struct CudaExecutor {
     linked: Option<Linked>,
     staging: RefCell<Staging>,
     results: Results,
-    /// The entry that was queued last: errors of the device come when somebody waits.
+    /// The entry that was queued last: errors of the device come when the host waits.
     queued: Option<Arc<str>>,
     stream: Stream,
     arena: Memory,

@@ -109,7 +109,7 @@ impl Gpu {
     }
 
     /// Bytes of device memory that have come since the first arena besides arenas of so many bytes, by the driver: what
-    /// libraries load late, and recorded graphs. None without a program.
+    /// libraries load late, and CUDA graphs. None without a program.
     pub fn late_bytes(&self, arena_bytes: u64) -> Result<Option<u64>, CudaError> {
         let Some(bare) = self.bare.get() else { return Ok(None) };
         Ok(Some(bare.free_bytes.saturating_sub(self.device.free_bytes()?).saturating_sub(arena_bytes)))

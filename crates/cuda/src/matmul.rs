@@ -118,7 +118,7 @@ impl Shape {
     }
 }
 
-/// Matrices and which of them are turned, as the library sees them: column by column.
+/// Matrices and which of them are transposed, as the library sees them: column by column.
 struct Described {
     desc: Handle,
     a: Handle,
@@ -193,7 +193,7 @@ impl Matmul {
         let Shape { gemm, m, n, k, input, output, y_stride, .. } = *shape;
         // Row by row is column by column of the transpose: x is [k, m], w is [k, n], y is [n, m].
         let (x, w, y) = ((k, m, k), (k, n, k), (n, m, y_stride));
-        let (a, b, c, turn_a, turn_b) = match gemm {
+        let (a, b, c, transpose_a, transpose_b) = match gemm {
             Gemm::Forward => (w, x, y, 1, 0),
             Gemm::Input => (w, y, x, 0, 0),
             Gemm::Weight => (x, y, w, 0, 1),
@@ -210,9 +210,9 @@ impl Matmul {
         // SAFETY: addresses and sizes are those of the values.
         unsafe {
             check("cublasLtMatmulDescCreate", (self.lt.desc_create)(&mut desc, COMPUTE_32F, code(DType::F32)))?;
-            for (which, turn) in [(DESC_TRANSA, turn_a), (DESC_TRANSB, turn_b)] {
-                let turn: c_int = turn;
-                let status = (self.lt.desc_set)(desc, which, (&raw const turn).cast(), size_of::<c_int>());
+            for (which, transpose) in [(DESC_TRANSA, transpose_a), (DESC_TRANSB, transpose_b)] {
+                let transpose: c_int = transpose;
+                let status = (self.lt.desc_set)(desc, which, (&raw const transpose).cast(), size_of::<c_int>());
                 check("cublasLtMatmulDescSetAttribute", status)?;
             }
         }

@@ -235,9 +235,9 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 /// a (m × k, or its transpose in memory) · b (k × n, or its transpose in memory).
-fn matmul((m, n, k): (usize, usize, usize), a: &[f64], a_turned: bool, b: &[f64], b_turned: bool) -> Vec<f64> {
-    let a_at = |i: usize, l: usize| if a_turned { a[l * m + i] } else { a[i * k + l] };
-    let b_at = |l: usize, j: usize| if b_turned { b[j * k + l] } else { b[l * n + j] };
+fn matmul((m, n, k): (usize, usize, usize), a: &[f64], a_transposed: bool, b: &[f64], b_transposed: bool) -> Vec<f64> {
+    let a_at = |i: usize, l: usize| if a_transposed { a[l * m + i] } else { a[i * k + l] };
+    let b_at = |l: usize, j: usize| if b_transposed { b[j * k + l] } else { b[l * n + j] };
     let element = |at: usize| (0..k).map(|l| a_at(at / n, l) * b_at(l, at % n)).sum();
     (0..m * n).map(element).collect()
 }

@@ -116,7 +116,7 @@ pub struct OpCost {
     pub calls: u64,
     /// Matmul FLOPs that the hardware is asked for.
     pub flops: f64,
-    /// Bytes of all operands: read once, written once, sums read and written.
+    /// Bytes moved: operands read once, results written once, accumulators read and written.
     pub bytes: u64,
 }
 
@@ -176,7 +176,7 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
             let input = total(&mut instr.inputs.iter());
             let output = total(&mut instr.outputs.iter().flatten());
             let n = ranks as u64;
-            // A ring passes a part on n − 1 times, twice for a sum that everybody gets.
+            // A ring passes a part on n − 1 times, twice for an all-reduce.
             let (whole, sent) = match instr.op {
                 Op::AllGather { .. } => (input * n, input * (n - 1)),
                 Op::ReduceScatter { .. } => (output * n, output * (n - 1)),
@@ -235,7 +235,7 @@ pub fn flops(program: &StepProgram, entry: &Entry) -> Result<Flops, TypeError> {
 pub struct Cost {
     /// Matmul FLOPs.
     pub flops: Flops,
-    /// Bytes of all operands: read once, written once, sums read and written.
+    /// Bytes moved: operands read once, results written once, accumulators read and written.
     pub bytes: u64,
 }
 
@@ -247,7 +247,7 @@ impl Instr {
         let read = self.inputs.iter().map(|a| a.ty.bytes());
         let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 });
         let mut flops = self.op.flops(&types, &wanted)?;
-        // An op of the forward pass that runs in backward is computed again: the model does not need it.
+        // An op of the forward pass that runs in backward is recomputed: the model does not need it.
         if self.phase == Phase::InputGrad && self.op.spec().gradient_reads.is_some() {
             (flops.model, flops.causal) = (0, 0);
         }

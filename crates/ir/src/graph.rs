@@ -14,7 +14,7 @@ pub enum Phase {
     Forward,
     /// Backward, input gradients: what the layer below waits for (B).
     InputGrad,
-    /// Backward, weight gradients: nobody waits for them before the optimizer (W).
+    /// Backward, weight gradients: not needed before the optimizer (W).
     WeightGrad,
     /// Once per step, as soon as the last micro-batch's weight gradients of a layer are there: sums over ranks.
     Reduce,
@@ -52,7 +52,7 @@ pub enum State {
         /// Which moment; checkpoints use this.
         which: &'static str,
     },
-    /// The f32 original of a parameter that is kept in bf16.
+    /// The f32 master weights of a parameter that is stored in bf16 or fp16.
     Master {
         /// Name of the parameter's value.
         of: String,
@@ -102,7 +102,7 @@ pub struct Value {
     pub ty: TensorType,
     /// Where it comes from.
     pub source: Source,
-    /// How it lies over the mesh.
+    /// Its sharding over the mesh.
     pub sharding: Sharding,
 }
 
@@ -113,7 +113,7 @@ pub struct Node {
     pub op: Op,
     /// Inputs, in the op table's order.
     pub inputs: Vec<ValueId>,
-    /// Outputs, in the op table's order; `None` where nobody wants one.
+    /// Outputs, in the op table's order; `None` where unused.
     pub outputs: Vec<Option<ValueId>>,
     /// Which part of the step it belongs to.
     pub phase: Phase,
@@ -188,7 +188,7 @@ impl Graph {
         Ok(ids)
     }
 
-    /// Adds a node that changes how values lie over the mesh; its outputs are called `<input>.<suffix>`.
+    /// Adds a node that changes the sharding of values; its outputs are called `<input>.<suffix>`.
     pub fn relay(
         &mut self,
         op: Op,
@@ -260,7 +260,7 @@ impl Graph {
         readers
     }
 
-    /// Drops outputs that nobody reads, and nodes left without any.
+    /// Drops unused outputs, and nodes left without any.
     pub fn without_dead_code(mut self) -> Self {
         let mut wanted = vec![false; self.values.len()];
         let kept = self.updates.iter().chain(&self.parts).map(|(_, v)| v);

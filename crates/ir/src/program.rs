@@ -64,7 +64,7 @@ pub enum Lifetime {
     Saved,
     /// Inside one segment: one copy, shared by all segments.
     Frame,
-    /// As `Frame`, for entries that save nothing: lies over the saved region and the frame.
+    /// As `Frame`, for entries that save nothing: overlays the saved region and the frame.
     Overlay,
 }
 
@@ -152,7 +152,7 @@ pub struct Instr {
     pub op: Op,
     /// Inputs, in the op table's order.
     pub inputs: Vec<Arg>,
-    /// Outputs, in the op table's order; `None` where nobody wants one.
+    /// Outputs, in the op table's order; `None` where unused.
     pub outputs: Vec<Option<Arg>>,
     /// Scratch, live during this call only.
     pub workspace: Option<BufferId>,
@@ -275,7 +275,7 @@ pub struct Tensor {
     pub ty: TensorType,
     /// Element type and shape of the whole.
     pub whole: TensorType,
-    /// How the whole lies over the mesh.
+    /// The sharding of the whole.
     pub sharding: Sharding,
     /// Where it is.
     pub buffer: BufferId,

@@ -31,15 +31,16 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         if let Some(v) = node.inputs.iter().find(|v| !defined[v.0]) {
             return Err(unsound(at, format!("reads `{}` before it is defined", graph.get(*v).name)));
         }
-        // A summand is no number yet: only sums, what passes it on as it is, and what looks at a rank's own may read one.
+        // A partial sum must be reduced before use: only reductions, ops that pass it on and those that look at a rank's own part
+        // may read one.
         let passes_on = node.op.communicates()
             || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
             || node.phase == Phase::Probe;
-        let summand = |v: &&ValueId| {
+        let partial_sum = |v: &&ValueId| {
             let Sharding { dp, tp } = graph.get(**v).sharding;
             [dp, tp].contains(&Placement::Partial)
         };
-        if let Some(v) = node.inputs.iter().find(summand).filter(|_| !passes_on) {
+        if let Some(v) = node.inputs.iter().find(partial_sum).filter(|_| !passes_on) {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
         }
         if node.phase < phase && (phase == Phase::Update || node.phase == Phase::Forward) {
@@ -320,7 +321,7 @@ impl Walk<'_> {
         Ok(memory)
     }
 
-    /// Where an operand lies.
+    /// Where an operand is.
     fn range(&self, arg: &Arg, slot: Slot) -> Range {
         let whole = self.buffer(arg.buffer, slot);
         match arg.part {

@@ -253,10 +253,10 @@ fn update(
         Rule::Lion { .. } => vec![moment(g, "m")],
         Rule::Sgd { .. } | Rule::Muon { .. } => vec![moment(g, "momentum")],
     };
-    // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
+    // Where the parameter is in bf16 or fp16 (mixed precision), the update works on its f32 master weights and rounds once more.
     let rounded = g.ty(w).dtype != DType::F32;
     let whole_here = g.get(w).sharding.dp != Placement::Flat;
-    let original = match (rounded, sharded && whole_here) {
+    let master = match (rounded, sharded && whole_here) {
         (true, _) => state(g, format!("master.{name}"), State::Master { of: name.clone() }),
         (false, true) => g.relay(Op::Shard { axis: MeshAxis::Dp }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
@@ -264,17 +264,17 @@ fn update(
     let (op, reads) = match rule {
         Rule::AdamW(AdamW { beta1, beta2, eps }) => {
             let op = Op::AdamW { beta1, beta2, eps, decay, lr_scale };
-            (op, vec![original, t.gradient, moments[0], moments[1], scalars, stats])
+            (op, vec![master, t.gradient, moments[0], moments[1], scalars, stats])
         }
         Rule::Lion { beta1, beta2 } => {
-            (Op::Lion { beta1, beta2, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+            (Op::Lion { beta1, beta2, decay, lr_scale }, vec![master, t.gradient, moments[0], scalars, stats])
         }
         Rule::Sgd { momentum } => {
-            (Op::Sgd { momentum, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+            (Op::Sgd { momentum, decay, lr_scale }, vec![master, t.gradient, moments[0], scalars, stats])
         }
         Rule::Muon { momentum, .. } => {
             let direction = direction(g, momentum, t.gradient, moments[0], stats, sharding)?;
-            (Op::Descend { decay, lr_scale }, vec![original, direction, scalars, stats])
+            (Op::Descend { decay, lr_scale }, vec![master, direction, scalars, stats])
         }
     };
     let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
@@ -287,7 +287,7 @@ fn update(
     g.updates.extend(moments.into_iter().zip(new[1..copy].iter().copied()));
     let moved = if rounded { new[copy] } else { new[0] };
     if rounded {
-        g.updates.push((original, new[0]));
+        g.updates.push((master, new[0]));
     } else if let Some(node) = g.nodes.last_mut() {
         node.outputs[copy] = None;
     }

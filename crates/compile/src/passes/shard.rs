@@ -1,4 +1,4 @@
-//! Shard: says how every value lies over the data- and tensor-parallel ranks, and inserts the collectives that follow.
+//! Shard: gives every value its sharding over data- and tensor-parallel ranks, and inserts the collectives that follow.
 //!
 //! One sweep in order. Seeds: inputs are split by sequences; a parameter with heads, hidden units or vocabulary entries is
 //! split along them; the residual stream is whole on every tensor-parallel rank, or split by positions with sequence
@@ -46,7 +46,7 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
     Ok(g)
 }
 
-/// How a value lies before any op has been looked at.
+/// The sharding of a value before any op has been looked at.
 fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     let mesh = context.layout.mesh;
     let over = |many: usize, placement: Option<Placement>| placement.filter(|_| many > 1).unwrap_or_default();
@@ -97,8 +97,8 @@ impl Sweep<'_> {
         Ok(())
     }
 
-    /// Chooses the dimension that ranks along `axis` share this node along, gathers inputs that are split otherwise, and says
-    /// how the outputs lie.
+    /// Chooses the dimension that ranks along `axis` share this node along, gathers inputs that are split otherwise, and
+    /// gives the outputs their placement.
     fn shard(&mut self, g: &mut Graph, node: &mut Node, axis: MeshAxis) -> Result<(), TypeError> {
         let spec = node.op.spec();
         let count = node.inputs.len();

@@ -1,14 +1,14 @@
-//! ZeRO: adds up gradients over ranks, and shards gradients and parameters over data-parallel ranks.
+//! ZeRO (FSDP at level 3): reduces gradients over ranks, and shards gradients and parameters over data-parallel ranks.
 //!
 //! A unit is what one layer does in one direction: a run of nodes of the same layer. Gradients of a unit travel in one
 //! collective, as soon as the unit has made the last of them:
 //!
 //! - levels 0 and 1: once per step, in the last micro-batch: summed whole (0) or each rank's flat range (1);
-//! - levels 2 and 3: for every micro-batch; only a rank's flat range is kept.
+//! - levels 2 and 3: for every micro-batch; a rank stores only its flat range.
 //!
-//! At level 3 parameters are kept as flat ranges too, and gathered for a unit while the unit before it computes.
+//! At level 3 parameters are stored as flat ranges too, and gathered for a unit while the unit before it computes.
 //!
-//! Before that, what tensor-parallel ranks hold as partial sums or share is added up between them.
+//! Before that, what tensor-parallel ranks hold as partial sums or share is reduced between them.
 
 use crate::Context;
 use lockstep_ir::MeshAxis;
@@ -110,7 +110,7 @@ fn reduce_once(g: &mut Graph, context: &Context, states: &[ValueId], layer: Opti
     reduce(g, context, states, Phase::Reduce, layer).map(|_| ())
 }
 
-/// Adds up gradient sums over all ranks that hold summands, and returns what they have become.
+/// Reduces partial gradient sums over all ranks, and returns the results.
 pub(super) fn reduce(
     g: &mut Graph,
     context: &Context,

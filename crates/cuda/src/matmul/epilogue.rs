@@ -20,7 +20,7 @@ pub enum Epilogue {
     None,
     /// Each row gets a bias.
     Bias,
-    /// Each row gets a bias and is kept in a matrix beside the result, which is GELU of it.
+    /// Each row gets a bias and is saved in a matrix beside the result, which is GELU of it.
     BiasGelu,
     /// It is multiplied by the derivative of GELU at a matrix beside it.
     GeluDerivative,
@@ -55,7 +55,7 @@ impl Epilogue {
         matches!(self, Epilogue::BiasGelu | Epilogue::GeluDerivative)
     }
 
-    /// What is left of it where another kernel takes GELU, or its derivative.
+    /// What is left of it where another kernel computes GELU, or its derivative.
     fn without_gelu(self) -> Self {
         match self {
             Epilogue::Bias | Epilogue::BiasGelu => Epilogue::Bias,
@@ -122,7 +122,7 @@ impl Matmul {
         called
     }
 
-    /// Whether a matmul takes GELU, or its derivative, in less time than it takes without and a copy of the result, which is what a
+    /// Whether a matmul fuses GELU, or its derivative, into its epilogue in less time than it takes without and a copy of the result, which is what a
     /// kernel of its own would cost. Never where choices are not timed: such programs compute the same wherever they run. An answer
     /// holds as long as the process lives; what could not be found out is a no until then.
     pub fn worth(&self, shape: Shape) -> Result<bool, CudaError> {

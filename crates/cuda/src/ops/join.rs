@@ -20,9 +20,9 @@ pub fn groups(
     segments: &[Vec<Bound>],
     worth: &dyn Fn(Shape) -> Result<bool, CudaError>,
 ) -> Result<Vec<Groups>, CudaError> {
-    // A matmul takes GELU of its f32 sums, a kernel of what was stored, and the sums themselves may be another plan's: where one
-    // is computed again, or what it is of, all are left to the kernel, so that they come out as the first time.
-    let gelu = !program.segments.iter().any(|s| computes_gelu_again(&s.instrs));
+    // A matmul that fuses GELU applies it to its f32 sums, a kernel of what was stored, and the sums themselves may be another plan's: where one
+    // is recomputed, or its input, all are left to the kernel, so that they come out as the first time.
+    let gelu = !program.segments.iter().any(|s| recomputes_gelu(&s.instrs));
     program
         .segments
         .iter()
@@ -31,19 +31,19 @@ pub fn groups(
         .collect()
 }
 
-/// Whether a GELU is computed again, or only the sum with a bias that one, or its gradient, is of.
-fn computes_gelu_again(instrs: &[Instr]) -> bool {
+/// Whether a GELU is recomputed, or only the biased sum that is its input or that of its gradient.
+fn recomputes_gelu(instrs: &[Instr]) -> bool {
     let reads = |i: &Instr, sum| match i.op {
         Op::Gelu => value(i, 0) == Some(sum),
         Op::GeluGrad => value(i, 1) == Some(sum),
         _ => false,
     };
-    let again = |i: &Instr| match (i.op, i.outputs.first()) {
+    let recomputed = |i: &Instr| match (i.op, i.outputs.first()) {
         (Op::Gelu, _) => true,
         (Op::AddBias, Some(Some(sum))) => instrs.iter().any(|other| reads(other, sum.value)),
         _ => false,
     };
-    instrs.iter().any(|i| i.phase != Phase::Forward && again(i))
+    instrs.iter().any(|i| i.phase != Phase::Forward && recomputed(i))
 }
 
 fn of_segment(
@@ -68,7 +68,7 @@ fn of_segment(
             Some(derivative) if worth(at, Epilogue::GeluDerivative)? => vec![at, derivative],
             _ => (at..at + count(program, &instrs[at..])).collect(),
         };
-        // What another stream makes is there once somebody has waited for it: at the first, or not at all.
+        // What another stream makes is there once it has been waited for: at the first, or not at all.
         if groups[at][1..].iter().any(|i| !instrs[*i].waits.is_empty()) {
             groups[at].truncate(1);
         }
@@ -132,7 +132,7 @@ fn product_with_gelu(program: &StepProgram, instrs: &[Instr]) -> bool {
 }
 
 /// The gradient of the GELU before a matmul, further on, if the matmul may compute it: it changes in place what the matmul has
-/// made, nobody reads that in between, and what else it reads is there already.
+/// made, nothing reads that in between, and what else it reads is there already.
 fn gelu_gradient_of(instrs: &[Instr], at: usize) -> Option<usize> {
     let gemm = &instrs[at];
     let made = gemm.outputs.first()?.as_ref()?.value;

@@ -100,7 +100,7 @@ pub unsafe fn forward_with_bias(gemm: Call, bias: Call) -> Result<(), CudaError>
     unsafe { multiply_with(gemm, Epilogue::Bias, Beside { bias: bias.input(1), matrix: 0 }, y) }
 }
 
-/// y = GELU of x · wᵀ + bias, which is kept.
+/// y = GELU of x · wᵀ + bias, which is saved.
 pub unsafe fn forward_with_gelu(gemm: Call, bias: Call, gelu: Call) -> Result<(), CudaError> {
     let (Some(kept), Some(y)) = (bias.output(0), gelu.output(0)) else { return Ok(()) };
     // SAFETY: the operands have these sizes.

@@ -11,7 +11,7 @@ pub struct MessageQueue {
     gate: Gate<State>,
 }
 
-/// Messages `taken..offered` lie in the sender's send buffer.
+/// Messages `taken..offered` are in the sender's send buffer.
 struct State {
     send_buffer: SendBuffer,
     /// The first message that went into this send buffer.
@@ -38,7 +38,7 @@ pub struct SendBuffer {
 unsafe impl Send for SendBuffer {}
 
 impl State {
-    /// Where a message of the current send buffer lies.
+    /// Where a message of the current send buffer is.
     ///
     /// # Safety
     /// The send buffer is valid.

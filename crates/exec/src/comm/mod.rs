@@ -22,11 +22,11 @@ use std::fmt;
 /// What a group of ranks does together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collective {
-    /// Everybody gets the sum of everybody's tensor.
+    /// Every rank gets the sum of all tensors.
     AllReduce,
     /// The i-th rank of the group gets the i-th part of the sum.
     ReduceScatter,
-    /// Everybody gets everybody's tensor, in the order of the group.
+    /// Every rank gets all tensors, in the order of the group.
     AllGather,
 }
 

@@ -1,12 +1,12 @@
 //! Ranks that are threads of one process.
 //!
 //! **Collectives.** A group has a rendezvous, made when it first acts. A collective goes in stages; a stage ends when all
-//! members have arrived, under the rendezvous's lock, which orders the memory accesses of one stage before those of the next.
-//! First everybody says what it wants, and the last to arrive compares. Then everybody works on its share straight in the
-//! others' memory, each writing only what nobody else touches: `AllReduce` adds one slice per member, waits, and copies
-//! the other slices. At the end all wait, so that nobody returns while its memory is read.
+//! members have arrived, under its lock, which orders the memory accesses of one stage before those of the next.
+//! First each says what it asks for, and the last to arrive compares. Then each works on its part straight in the
+//! others' memory, writing only what no other member touches: `AllReduce` adds one slice per member, waits, and copies
+//! the other slices. At the end all wait, so that none returns while its memory is read.
 //!
-//! **Messages** lie in the sender's send buffer; a message queue counts how many were offered and taken.
+//! **Messages** are in the sender's send buffer; a message queue counts how many were offered and taken.
 //!
 //! **Failure.** The first error is kept and returned to all. Whoever waits looks for it every few milliseconds. A rank
 //! that gives up first closes the rendezvous, or its message queues, and waits for those who are just copying, so that no memory is

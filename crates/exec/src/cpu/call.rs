@@ -36,7 +36,7 @@ impl Call<'_> {
         self.at(&self.bound.inputs[i]).cast()
     }
 
-    /// Address of an output, if somebody wants it.
+    /// Address of an output; none where it is unused.
     pub fn output<T>(&self, i: usize) -> Option<*mut T> {
         self.bound.outputs[i].as_ref().map(|at| self.at(at).cast())
     }

@@ -29,7 +29,7 @@ const MOST_BLOCKS: usize = 72;
 const MOST_DX_ROWS: usize = 192;
 /// Rows of a chunk that one matmul into dw takes.
 const DW_DEPTH: usize = 512;
-/// The least share of a block in its row that is told apart from nothing: its inverse must be a number.
+/// The least share of a block in its row that differs from zero: its inverse must be finite.
 const LEAST_SHARE: f32 = 1.0 / (1u128 << 100) as f32;
 
 /// Columns of a block. An odd number of steps, so that the rows of a block do not fall on the same cache sets; about 2 KiB of
@@ -41,7 +41,7 @@ const fn block(v: usize, element: usize) -> usize {
     (if steps > most { steps } else { most } | 1) * BLOCK_STEP
 }
 
-/// Where things lie in the scratch, as offsets in bytes.
+/// Where things are in the scratch, as offsets in bytes.
 #[derive(Clone, Copy)]
 struct Layout {
     /// W as the right-hand side of the logits: v columns, k deep.

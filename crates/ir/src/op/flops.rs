@@ -8,7 +8,7 @@ use crate::TensorType;
 pub struct Flops {
     /// What the model needs: every query over all keys, or over as many as its window has.
     pub model: u128,
-    /// The same with what the mask hides left out: half of causal attention, and what lies before a window. The diagonal counts
+    /// The same with what the mask hides left out: half of causal attention, and what is before a sliding window. The diagonal counts
     /// half: `s²/2` pairs of positions, `s·w − w²/2` in a window of `w`.
     pub causal: u128,
     /// What this op really asks of the hardware, recomputed scores included; keys as for the model, or all

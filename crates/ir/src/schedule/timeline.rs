@@ -38,7 +38,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// The share of all stages' time in which they compute nothing. Of GPipe and 1F1B with p equal stages, m micro-batches
+    /// Pipeline bubble: the fraction of all stages' time in which they are idle. Of GPipe and 1F1B with p equal stages, m micro-batches
     /// and free transfers it is (p - 1) / (m + p - 1).
     pub fn bubble(&self) -> f64 {
         let whole = self.total * self.slots.len() as f64;
@@ -153,7 +153,7 @@ impl std::fmt::Display for Stuck {
 }
 
 /// When the slots of every stage run. A slot starts when the one before it is done and its inputs are there: a
-/// neighbour's message, and for a backward pass the forward pass of its own stage. A slot is done when its result lies in the
+/// neighbour's message, and for a backward pass the forward pass of its own stage. A slot is done when its result is in the
 /// send buffer of its stage and direction, which holds `copies`; a copy is free again when the slot that needs it has started.
 ///
 /// # Panics
@@ -198,7 +198,7 @@ struct Stage<'a> {
     slots: &'a [PipeSlot],
     ran: Vec<(PipeSlot, f64, f64)>,
     done: BTreeSet<PipeSlot>,
-    /// When the last slot's result lay in its send buffer.
+    /// When the last slot's result was in its send buffer.
     free: f64,
     /// A slot has ended and its result is not in the send buffer yet.
     sending: bool,
