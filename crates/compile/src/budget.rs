@@ -20,7 +20,7 @@ use lockstep_ir::program::{Lifetime, StepProgram};
 use lockstep_ir::{Graph, TypeError, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Nodes that a search may place before it is content with what it has.
+/// Nodes that a search may place before it settles for what it has.
 const WORK: usize = 1 << 16;
 
 /// Values of one kind of layer that are decided about, the largest first; the others are saved.

@@ -35,7 +35,7 @@ pub struct Context {
     pub device: DeviceProfile,
     /// What was chosen for the run.
     pub layout: Layout,
-    /// How parameters move.
+    /// The optimizer.
     pub optimizer: Optimizer,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,

@@ -239,7 +239,7 @@ struct Range {
 }
 
 impl Range {
-    fn meets(&self, other: &Range) -> bool {
+    fn overlaps(&self, other: &Range) -> bool {
         self.region == other.region && self.copy == other.copy && self.start < other.end && other.start < self.end
     }
 }
@@ -355,9 +355,9 @@ impl Walk<'_> {
             pending.push(Pending { instr: i, reads, writes });
             return Ok(());
         }
-        let meet = |a: &[Range], b: &[Range]| a.iter().any(|x| b.iter().any(|y| x.meets(y)));
+        let overlap = |a: &[Range], b: &[Range]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
         for p in pending.iter() {
-            if meet(&writes, &p.reads) || meet(&writes, &p.writes) || meet(&reads, &p.writes) {
+            if overlap(&writes, &p.reads) || overlap(&writes, &p.writes) || overlap(&reads, &p.writes) {
                 return Err(format!("{} touches what instruction {} still works on", instr.op.name(), p.instr));
             }
         }
@@ -384,7 +384,7 @@ impl Walk<'_> {
                 return Err(format!("{name} reads `{}`, the buffer holds {what}", program.values[arg.value]));
             }
         }
-        let shares = |a: BufferId, b: BufferId| self.buffer(a, slot).meets(&self.buffer(b, slot));
+        let shares = |a: BufferId, b: BufferId| self.buffer(a, slot).overlaps(&self.buffer(b, slot));
         let outputs: Vec<&Arg> = instr.outputs.iter().flatten().collect();
         let operands = instr.inputs.iter().chain(outputs.iter().copied()).map(|a| a.buffer);
         if let Some(w) = instr.workspace

@@ -101,7 +101,7 @@ fn holds_against_all(context: &Context) {
         if step % 4 > 0 {
             continue;
         }
-        // Layers that differ are never dearer.
+        // Layers that differ never cost more.
         let Fit::Recompute(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
         let (flops, bytes, arena) = measure(&estimator.programs(recompute).unwrap());
         assert!(arena <= budget && (flops, bytes) <= best, "budget {budget}");

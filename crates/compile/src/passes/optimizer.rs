@@ -8,7 +8,7 @@ use lockstep_ir::graph::{Phase, Source, State};
 use lockstep_ir::{Axis, DType, Graph, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
-/// How parameters move.
+/// The optimizer: update rules, parameter groups and clipping.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Optimizer {
     /// By which rule.

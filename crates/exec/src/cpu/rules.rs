@@ -1,4 +1,4 @@
-//! The rules by which parameters move. All work in f32, in place, and round a copy of the new weights where asked for.
+//! Update rules of optimizers. All work in f32, in place, and round a copy of the new weights where asked for.
 
 use super::call::{At, Call, Ptr};
 use super::float::{Bf16, F16};

@@ -1,4 +1,4 @@
-//! The rules by which parameters move, but for AdamW.
+//! Update rules of optimizers, but for AdamW.
 
 use super::{matmul, scalars};
 use lockstep_ir::TensorType;

@@ -182,7 +182,7 @@ pub fn forward<T: Float>(call: Call, documents: bool, window: Option<usize>) {
     });
 }
 
-/// Into how many tasks the panels of a key-value head are dealt, so that every thread has a few; each packs its keys again.
+/// Into how many tasks the panels of a key-value head are split, so that every thread has a few; each packs its own keys.
 pub(super) fn parts(pairs: usize, panels: usize, threads: usize) -> usize {
     (3 * threads).div_ceil(pairs).min(panels).max(1)
 }
