@@ -9,7 +9,7 @@ use crate::ops::join::{self, Groups};
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
-use lockstep_exec::call::Link;
+use lockstep_exec::communication::Link;
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
 use lockstep_ir::program::{Instr, Role, Slot, Tensor};

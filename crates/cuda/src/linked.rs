@@ -3,8 +3,8 @@
 use crate::CudaError;
 use crate::driver::{Address, Stream};
 use lockstep_exec::ExecError;
-use lockstep_exec::call::{CommunicationCalls, Link, Mirror, communication_calls};
 use lockstep_exec::comm::{Piece, Place};
+use lockstep_exec::communication::{CommunicationCalls, Link, Mirror, communication_calls};
 use lockstep_ir::program::Slot;
 use lockstep_ir::{Coordinates, StepProgram};
 
