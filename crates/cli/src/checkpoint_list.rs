@@ -26,7 +26,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         Format::Json => writeln!(out, "{:#}", json!({ "checkpoints": found }))?,
         Format::Text if found.is_empty() => writeln!(out, "{}: no checkpoints yet", args.run.display())?,
         Format::Text => {
-            write!(out, "{}", table(&["step", "size", "saved", "val loss", ""], &found.iter().map(row).collect::<Vec<_>>()))?;
+            write!(
+                out,
+                "{}",
+                table(&["step", "size", "saved", "val loss", ""], &found.iter().map(row).collect::<Vec<_>>())
+            )?;
         }
     }
     Ok(())
@@ -59,7 +63,8 @@ fn civil(days: i64) -> (i64, i64, i64) {
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let shifted = (5 * day_of_year + 2) / 153;
-    let (day, month) = (day_of_year - (153 * shifted + 2) / 5 + 1, if shifted < 10 { shifted + 3 } else { shifted - 9 });
+    let (day, month) =
+        (day_of_year - (153 * shifted + 2) / 5 + 1, if shifted < 10 { shifted + 3 } else { shifted - 9 });
     (era * 400 + year_of_era + i64::from(month <= 2), month, day)
 }
 

@@ -31,7 +31,8 @@ fn every_signal_that_asks_to_stop_saves_and_gives_exit_code_75() {
     let place = Place::new();
     for (n, signal) in [libc::SIGINT, libc::SIGTERM, libc::SIGUSR1].into_iter().enumerate() {
         let dir = format!("run-{n}");
-        let args = ["train", "run.toml", "--run-dir", &dir, "--set", "train.steps=100000", "--set", "checkpoint.every=0"];
+        let args =
+            ["train", "run.toml", "--run-dir", &dir, "--set", "train.steps=100000", "--set", "checkpoint.every=0"];
         let child = place.command(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let lines =
             || std::fs::read_to_string(place.path(&dir).join("metrics.jsonl")).map_or(0, |text| text.lines().count());
@@ -60,7 +61,10 @@ fn a_finished_run_is_extended_and_later_resumes_keep_it() {
     place.ok(&TRAIN);
     // From a constant schedule, more steps are the same run.
     let (_, err) = shown(&place, &with(&["--change", "train.steps=30"]));
-    assert!(err.contains("from step 20 on: train.steps = 30, 20 before\n") && err.contains("resuming at step 20"), "{err}");
+    assert!(
+        err.contains("from step 20 on: train.steps = 30, 20 before\n") && err.contains("resuming at step 20"),
+        "{err}"
+    );
     assert!(!err.contains("learning rate"), "{err}");
     let text = place.ok(&with(&["--change", "train.steps=40"]));
     assert!(text.contains("finished 40 steps"), "{text}");
@@ -153,7 +157,7 @@ fn a_run_goes_back_to_a_step_and_nothing_is_lost() {
     assert_eq!(place.trajectory("run/old-1"), whole);
     assert!(place.ok(&["generate", "run/old-1", "--prompt", "line", "--max-tokens", "2"]).starts_with("line"));
     assert_eq!(events(&place, "set_aside")[0]["checkpoints"], serde_json::json!([15, 20]));
-    // Back before the change, it is undone, and the run is the one that it was.
+    // With the value changed back, the run is the one that it was.
     let (_, err) = shown(&place, &with(&["--resume-from", "10", "--change", "optimizer.lr=3e-3"]));
     assert!(err.contains("kept in run/old-2"), "{err}");
     assert_eq!(place.trajectory("run"), whole);
@@ -185,8 +189,8 @@ fn a_smoke_test_shortens_the_warmup_and_validation_can_be_skipped() {
     assert!(err.starts_with(expected), "{err}");
     assert!(out.contains("finished 1 step; checkpoint "), "{out}");
     let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
-    // A quarter of the sequences trained on, in whole micro-batches.
-    assert!(resolved.contains("validation_sequences = 8  # default\n"), "{resolved}");
+    // A quarter of the sequences trained on.
+    assert!(resolved.contains("validation_sequences = 2  # default\n"), "{resolved}");
     let args = ["train", "run.toml", "--run-dir", "none", "--set", "train.validation_sequences=0"];
     let (out, err) = shown(&place, &args);
     assert!(!out.contains("validation") && !err.contains("validation"), "{out}{err}");
@@ -205,8 +209,7 @@ fn what_to_try_next_works_as_it_is_printed() {
     assert_eq!(lines.len(), 2, "no validation is offered where nothing is held out: {err}");
     let (_, err) = shown(&place, &TRAIN);
     for line in lines.into_iter().chain(err.split("try next:\n").nth(1).unwrap().lines()) {
-        let output =
-            std::process::Command::new("sh").args(["-c", line]).current_dir(place.path(".")).output().unwrap();
+        let output = std::process::Command::new("sh").args(["-c", line]).current_dir(place.path(".")).output().unwrap();
         assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
 }

@@ -122,16 +122,14 @@ pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Resul
     Ok(Value::Ramp(counted))
 }
 
-/// 64 sequences; in a short run a quarter of what is trained on between two validations, in whole micro-batches.
+/// 64 sequences; in a short run a quarter of what is trained on between two validations. The same for every layout.
 pub(crate) fn default_validation_sequences(values: &Values) -> Derived {
     const USUAL: u64 = 64;
     let count = |path: &str| values.count(path);
     let sequences = || {
         let (steps, every) = (count("train.steps")?, count("train.validate_every")?);
         let between = if every == 0 { steps } else { every.min(steps) };
-        let share = between.saturating_mul(count("train.global_batch")?) / 4;
-        let at_once = count("train.micro_batch")?.saturating_mul(count("parallel.dp")?).max(1);
-        Some(share.div_ceil(at_once).max(1).saturating_mul(at_once).min(USUAL))
+        Some((between.saturating_mul(count("train.global_batch")?) / 4).clamp(1, USUAL))
     };
     Ok(Some(Value::Count(sequences().unwrap_or(USUAL))))
 }

@@ -86,7 +86,9 @@ pub(crate) fn shorten_warmup(values: &mut Values) -> Option<String> {
     let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
     (steps > 0 && warmup > steps).then(|| {
         values.set_count("optimizer.warmup_steps", steps);
-        format!("optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: the warmup is shortened to {steps}")
+        format!(
+            "optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: the warmup is shortened to {steps}"
+        )
     })
 }
 

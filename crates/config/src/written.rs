@@ -81,10 +81,15 @@ impl Config {
             ours: text(self.decisive(key)),
             theirs: text(other.decisive(key)),
             changeable: key.effect == Effect::Changeable,
-            follows: matches!(self.provenance.origins.get(key.path), Some(Origin::Default) | None),
+            follows: !self.is_given(key.path),
         };
         let differ = |key: &&Key| key.effect != Effect::Conduct && self.decisive(key) != other.decisive(key);
         KEYS.iter().filter(differ).map(difference).collect()
+    }
+
+    /// Whether somebody gave the key `table.key`, or a preset: its value is no default.
+    pub fn is_given(&self, path: &str) -> bool {
+        !matches!(self.provenance.origins.get(path), Some(Origin::Default) | None)
     }
 
     /// The value of the key `table.key` as TOML; `not set` where it has none.

@@ -196,8 +196,8 @@ fn of_two_that_prepare_one_folder_the_second_waits_and_takes_what_the_first_made
     std::thread::scope(|scope| {
         let mut second = None;
         let first = prepare_with(&spec, &out, &options(1), &mut |_| {
-            let waits = waits.clone();
-            let prepare_second = || {
+            let (waits, spec, out) = (waits.clone(), spec.clone(), out.clone());
+            let prepare_second = move || {
                 let adopting = PrepareOptions { adopt: true, ..options(1) };
                 let mut seen = Vec::new();
                 let prepared = prepare_with(&spec, &out, &adopting, &mut |progress| {

@@ -255,6 +255,7 @@ fn data_json_reads_well() {
   "files": 1,
   "empty_files": 1,
   "listing": "LISTING",
+  "content": "c014dddceff1c34a",
   "vocabulary": 256,
   "separator": 0,
   "train": {

@@ -84,17 +84,21 @@ pub(crate) fn course(
     let same = |c: &Change| [&earlier, &before].iter().all(|other| other.value(c.key()) == now.value(c.key()));
     given.retain(|change| !same(change));
     changes.extend(given.iter().cloned());
-    // Warmup lies behind a run that goes on: its default must not grow with the steps.
-    let warmup = before.optimizer.warmup_steps;
-    if !changes.is_empty() && now.optimizer.warmup_steps != warmup && follows(&now, &before, WARMUP) {
-        changes.push(Change { step, text: format!("{WARMUP}={warmup}") });
+    let kept = KEPT.iter().filter(|key| !now.is_given(key) && now.value(key) != before.value(key));
+    let kept: Vec<Change> = kept.map(|key| Change { step, text: format!("{key}={}", before.value(key)) }).collect();
+    if !changes.is_empty() {
+        changes.extend(kept);
     }
     now = config.with_changes(&changes)?;
 
     let differences = now.differences(&before);
     let is_given = |d: &Difference| given.iter().any(|change| change.key() == d.path);
     if let Some(fixed) = differences.iter().find(|d| !d.changeable && is_given(d)) {
-        return Err(TrainError::CannotChange { key: fixed.path, before: fixed.theirs.clone(), now: fixed.ours.clone() });
+        return Err(TrainError::CannotChange {
+            key: fixed.path,
+            before: fixed.theirs.clone(),
+            now: fixed.ours.clone(),
+        });
     }
     let accounted = |d: &Difference| {
         d.changeable && (changes.iter().any(|c| c.key() == d.path) || (d.follows && !changes.is_empty()))
@@ -124,9 +128,7 @@ pub(crate) fn course(
     Ok(Course { config: now, changes, new, undone, rates })
 }
 
-const WARMUP: &str = "optimizer.warmup_steps";
+/// Keys whose defaults follow the number of steps and must not grow with it: warmup lies behind a run that goes on, and its
+/// validation losses are to be compared.
+const KEPT: [&str; 2] = ["optimizer.warmup_steps", "train.validation_sequences"];
 const RAMP: &str = "train.batch_ramp";
-
-fn follows(now: &Config, before: &Config, path: &str) -> bool {
-    now.differences(before).iter().any(|d| d.path == path && d.follows)
-}

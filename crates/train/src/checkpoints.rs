@@ -40,7 +40,8 @@ pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, TrainError> {
         step,
         bytes: bytes(&path),
         unix_s: told(&events, step, "unix_s", Some("checkpoint")).or_else(|| modified(&path)),
-        val_loss: told(&metrics, step, "val_loss", None).or_else(|| told(&events, step, "val_loss", Some("validation"))),
+        val_loss: told(&metrics, step, "val_loss", None)
+            .or_else(|| told(&events, step, "val_loss", Some("validation"))),
         whole: looks_whole(&path),
         path,
     };

@@ -7,7 +7,7 @@ use lockstep_data::{
     Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Survey, Tokenizer, TokenizerSpec,
     is_current, is_same_text, prepare_with, survey,
 };
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 /// The prepared corpora of a run, in the order of the config.
@@ -41,6 +41,14 @@ pub enum Existing {
 /// The folder of a run's prepared data: `data.prepared`, or else one in the run directory.
 pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
     config.prepared_dir().unwrap_or_else(|| run_dir.join("data"))
+}
+
+/// The way from a folder to another, so that it is found where both were moved.
+pub(crate) fn way(from: &Path, to: &Path) -> Option<PathBuf> {
+    let (from, to) = (from.canonicalize().ok()?, to.canonicalize().ok()?);
+    let common = from.components().zip(to.components()).take_while(|(a, b)| a == b).count();
+    let up = from.components().skip(common).map(|_| Component::ParentDir);
+    Some(up.chain(to.components().skip(common)).collect())
 }
 
 /// Prepares the data of a run before it starts, in `out` or where the run will look for them. Gives the folder too.
@@ -186,7 +194,9 @@ impl RunData {
         stop: &AtomicBool,
         warn: &mut dyn FnMut(&str),
     ) -> Result<(), TrainError> {
-        for (corpus, Wanted { spec, folder, .. }) in self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes)) {
+        for (corpus, Wanted { spec, folder, .. }) in
+            self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes))
+        {
             let before = corpus.data.spec();
             let (ours, theirs) = (settings(&spec), settings(before));
             if ours == theirs {

@@ -1,12 +1,12 @@
+use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
-use lockstep_ir::account::MemoryBill;
+use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
-use crate::shell::shell_quoted;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -165,7 +165,7 @@ pub enum TrainError {
     )]
     DoesNotFit {
         /// What it needs.
-        memory: Box<MemoryBill>,
+        memory: Box<MemoryBreakdown>,
         /// Ranks that share the memory.
         ranks: usize,
         /// Bytes that are free.
@@ -439,14 +439,17 @@ fn list(differences: &[Difference]) -> String {
 
 /// How to go on where the config has changed: with the changes that a run may take on, or without them.
 fn ways_on(differences: &[Difference]) -> String {
-    const ELSE: &str = "choose another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)";
+    const ELSE: &str =
+        "choose another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)";
     let given = differences.iter().filter(|d| d.changeable && !d.follows);
     let flags: Vec<String> =
         given.map(|d| format!("--change {}", shell_quoted(&format!("{}={}", d.path, d.ours)))).collect();
     let fixed: Vec<&str> = differences.iter().filter(|d| !d.changeable).map(|d| d.path).collect();
     match (flags.is_empty(), fixed.is_empty()) {
         (true, _) => format!("undo these changes to resume it, {ELSE}"),
-        (false, true) => format!("go on with the new values from here on: {}; or undo these changes, {ELSE}", flags.join(" ")),
+        (false, true) => {
+            format!("go on with the new values from here on: {}; or undo these changes, {ELSE}", flags.join(" "))
+        }
         (false, false) => format!(
             "a run cannot change {}: undo that; with the rest it goes on: {}; or {ELSE}",
             fixed.join(", "),
@@ -477,12 +480,12 @@ fn steps(steps: &[u64]) -> String {
     }
 }
 
-fn bill(memory: &MemoryBill) -> String {
+fn bill(memory: &MemoryBreakdown) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
 }
 
-fn smaller(memory: &MemoryBill) -> &'static str {
+fn smaller(memory: &MemoryBreakdown) -> &'static str {
     let steady: u64 =
         [Class::Parameters, Class::Gradients, Class::Optimizer].iter().map(|c| memory.classes[c.name()]).sum();
     match steady * 2 > memory.total_bytes {

@@ -1,5 +1,5 @@
-use crate::changes::Changed;
 use crate::Plan;
+use crate::changes::Changed;
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use serde::{Deserialize, Deserializer, Serialize};

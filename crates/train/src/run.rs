@@ -1,7 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::changes::{self, Course};
-use crate::data::unused_vocabulary;
+use crate::data::{unused_vocabulary, way};
 use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::hf::{ATTACHMENT, Kept};
 use crate::initial::InitialWeights;
@@ -151,7 +151,9 @@ fn start<'a>(
     }
     for change in &course.undone {
         let (text, step) = (&change.text, change.step);
-        show(Event::Warning(&format!("{text} was changed at step {step}, which the run has yet to reach: it is undone")));
+        show(Event::Warning(&format!(
+            "{text} was changed at step {step}, which the run has yet to reach: it is undone"
+        )));
     }
     // A run that goes on has weights of its own.
     let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
@@ -269,6 +271,7 @@ fn start<'a>(
         held_out,
         ceiling,
         data,
+        prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
         tokenizer,
         kept: kept.to_json(),
         sample_tokens: options.sample_tokens,
@@ -296,6 +299,8 @@ struct Run<'a> {
     held_out: Option<(Sampler, u64)>,
     ceiling: f64,
     data: u64,
+    /// The way from the run directory to data that it shares.
+    prepared: Option<PathBuf>,
     tokenizer: Tokenizer,
     /// What came beside the weights of the Hugging Face model that it started from, as an attachment.
     kept: Option<Vec<u8>>,
@@ -477,6 +482,7 @@ impl Run<'_> {
         let state = json!({
             "tokens": self.tokens_before(step),
             "data": format!("{:016x}", self.data),
+            "prepared": self.prepared,
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,

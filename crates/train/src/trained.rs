@@ -133,9 +133,9 @@ impl Trained {
         if path.join("manifest.json").exists() {
             let checkpoint = open(path)?;
             let config = config_of(&checkpoint)?;
-            // `RUN/checkpoints/step-…`, where nobody has moved it.
+            // `RUN/checkpoints/step-…`, unless it was moved.
             let run = path.canonicalize().ok().and_then(|p| Some(p.parent()?.parent()?.to_owned()));
-            let data = data_folder(&config, &run.unwrap_or_else(|| path.to_owned()));
+            let data = data_of(&config, &checkpoint, &run.unwrap_or_else(|| path.to_owned()));
             let model = Model::Checkpoint(checkpoint.into());
             return Ok(Self { config, model, warnings: Vec::new(), data });
         }
@@ -154,13 +154,22 @@ impl Trained {
             true => Config::load(&run_config, &[])?,
             false => config_of(&checkpoint)?,
         };
-        let data = data_folder(&config, path);
+        let data = data_of(&config, &checkpoint, path);
         Ok(Self { config, model: Model::Checkpoint(checkpoint.into()), warnings: found.warnings, data })
     }
 }
 
 /// The file of a checkpoint that holds the tokenizer it was trained with, where that is not bytes.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
+
+/// The folder of a run's data. Shared ones that are not where they were may have moved along with the run.
+fn data_of(config: &Config, checkpoint: &Loaded, run: &Path) -> PathBuf {
+    let folder = data_folder(config, run);
+    match checkpoint.state["prepared"].as_str() {
+        Some(way) if !folder.exists() => run.join(way),
+        _ => folder,
+    }
+}
 
 fn config_of(checkpoint: &Loaded) -> Result<Config, TrainError> {
     let manifest = checkpoint.path.join("manifest.json");
