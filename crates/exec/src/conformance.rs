@@ -305,7 +305,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::SquareSum { .. } => vec![(state(), Normal), (act(d), Normal), (StepScalars::ty(), Scalars)],
         Op::MergeSums => vec![(sum(), Below(1000)), (sum(), Below(1000)), (sum(), Below(1000))],
         Op::GradientNorm => vec![(sum(), Squares), (StepScalars::ty(), Scalars)],
-        Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Targets(50))],
+        Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))],
         Op::VocabLoss => {
             vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Targets(50))]
         }
