@@ -56,7 +56,7 @@ fn the_loss_is_the_mean_over_the_tokens_of_completions() {
     assert!(count > 20 && count < 8 * SEQ / 2, "{count}");
     let scalars = StepScalars { lr: 0.0, inverse_count: 1.0, clip: 1.0, bias1: 1.0, bias2: 1.0, loss_scale: 1.0 };
     let step = session.step(&samples, Batch { first_sample: 0, sequences: 8 }, scalars).unwrap();
-    let expected = sum / f64::from(count);
+    let expected = sum / count as f64;
     assert!((step.loss - expected).abs() < 1e-6, "{} and {expected}", step.loss);
 }
 
