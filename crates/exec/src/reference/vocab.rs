@@ -1,6 +1,6 @@
 //! The output head over parts of the vocabulary.
 
-use super::{is_counted, log_sum_exp, product};
+use super::{is_counted, log_sum_exp, matmul};
 use lockstep_ir::op::{Dims, Rows};
 
 /// Numbers of a position and part.
@@ -9,7 +9,7 @@ const STATISTICS: usize = 3;
 pub(super) fn logits(dims: &Dims, x: &[f64], w: &[f64], targets: &[f64], rows: Rows, parts: usize) -> [Vec<f64>; 2] {
     let (k, v) = (dims.size('k'), dims.size('v'));
     let chunk = &x[rows.first * k..(rows.first + rows.count) * k];
-    let logits = product((rows.count, v, k), chunk, false, w, true);
+    let logits = matmul((rows.count, v, k), chunk, false, w, true);
     let size = v.div_ceil(parts);
     let mut statistics = vec![0.0; parts * rows.count * STATISTICS];
     for a in 0..parts {
@@ -52,7 +52,7 @@ pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows, seed: f64) -> [Vec<f64
     let seed = |i: usize| if is_counted(x[4][rows.first + i / v]) { seed } else { 0.0 };
     let element = |(i, x): (usize, &f64)| seed(i) * ((x - lse[i / v]).exp() - hit(i));
     let dlogits: Vec<f64> = x[0].iter().enumerate().map(element).collect();
-    let dx = product((rows.count, k, v), &dlogits, false, x[3], false);
-    let dw = product((v, k, rows.count), &dlogits, true, chunk, false);
+    let dx = matmul((rows.count, k, v), &dlogits, false, x[3], false);
+    let dw = matmul((v, k, rows.count), &dlogits, true, chunk, false);
     [dx, dw]
 }
