@@ -49,11 +49,15 @@ type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 pub(crate) enum Origin {
     Default,
     Preset(String),
-    File { line: usize },
+    File {
+        line: usize,
+    },
     Set,
     /// From the folder that `train.init_from` names.
     InitFrom,
-    Change { step: u64 },
+    Change {
+        step: u64,
+    },
 }
 
 impl Config {

@@ -192,7 +192,9 @@ impl Layers<'_> {
             if let (true, Some(ours)) = (inherit::is_shape(path), ours.filter(|ours| *ours != given.value)) {
                 let blamed = match &place {
                     Place::Preset(preset) => format!("model.preset = \"{preset}\" has {path} = {ours}, which"),
-                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => format!("{path} = {ours}"),
+                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => {
+                        format!("{path} = {ours}")
+                    }
                 };
                 let problem = Problem::new(
                     format!("{blamed} contradicts the weights of train.init_from: {} in {name}", given.value),

@@ -45,7 +45,8 @@ fn the_model_and_the_tokenizer_are_those_of_the_weights() {
 
 #[test]
 fn what_agrees_may_be_said_and_what_is_no_shape_may_be_changed() {
-    let agreeing = "[model]\nlayers = 2\nrope_theta = 5e5\n[data]\ntokenizer = \"bytes\"\n[train]\ninit_from = \"hf\"\n";
+    let agreeing =
+        "[model]\nlayers = 2\nrope_theta = 5e5\n[data]\ntokenizer = \"bytes\"\n[train]\ninit_from = \"hf\"\n";
     let config = load(agreeing, &["model.dim=32"]).unwrap();
     assert_eq!((config.model.rope_theta, config.data.tokenizer.as_str(), config.data.end_token), (5e5, "bytes", None));
 }

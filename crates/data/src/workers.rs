@@ -181,7 +181,7 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         }
         Content::JsonLine(line) => {
             let line = std::str::from_utf8(&line).map_err(|error| not_utf8(path, origin, offset, &error))?;
-            let (before, text) = texts_of(line, work.fields)
+            let [before, text] = texts_of(line, work.fields)
                 .map_err(|(problem, hint)| DataError::record(path, origin.record, problem, hint))?;
             completion(&before, &text, &mut tokens)?
         }
@@ -212,7 +212,7 @@ fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::st
 
 /// The strings in the fields of a JSON object, prompt and text; empty where a field is null or not asked for. The problem
 /// and a hint where it has none.
-fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<(Cow<'a, str>, Cow<'a, str>), (String, &'static str)> {
+fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<[Cow<'a, str>; 2], (String, &'static str)> {
     const HINT: &str = "every line is a JSON object; data.text_field names the field with the text";
     const PROMPT_HINT: &str = "data.prompt_field names the field with the prompt; null or \"\" stands for no prompt";
     let mut json = serde_json::Deserializer::from_str(line);
@@ -227,7 +227,7 @@ fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<(Cow<'a, str>, Cow<
                 (None, Some(field)) => return Err((format!("the object has no field {field:?}"), PROMPT_HINT)),
             };
             match prompt.len().max(text.len()) <= MAX_RECORD_BYTES {
-                true => Ok((prompt, text)),
+                true => Ok([prompt, text]),
                 false => Err((format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20), "divide the document")),
             }
         }

@@ -186,13 +186,14 @@ pub fn write_config(model: &ModelConfig, beside: Beside) -> Result<Value, HfErro
         let problem = format!("model.architecture = \"{}\" is not a Hugging Face model", model.architecture);
         refused(&problem, "there is no folder to export it to")
     })?;
-    if family.whole_heads && model.dim % model.heads != 0 {
+    if family.whole_heads && !model.dim.is_multiple_of(model.heads) {
         let problem = format!(
             "model.dim = {} is no multiple of model.heads = {}, and transformers refuses such a {} model, with model.head_dim or \
              without",
             model.dim, model.heads, family.name
         );
-        let hint = "model.architecture = \"mistral\" without a sliding window computes the same, and may have such heads";
+        let hint =
+            "model.architecture = \"mistral\" without a sliding window computes the same, and may have such heads";
         return Err(refused(&problem, hint));
     }
     let mut fields = Map::new();

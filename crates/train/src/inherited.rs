@@ -1,14 +1,14 @@
 //! What the weights decide that `train.init_from` names: the shape of the model, and its tokenizer.
 
+use crate::TrainError;
 use crate::hf::{self, quoted};
 use crate::trained::{TOKENIZER, Trained};
-use crate::TrainError;
 use lockstep_checkpoint::list;
-use lockstep_config::{Config, Inherited, NotInherited};
+use lockstep_config::{Inherited, NotInherited};
 use std::path::Path;
 
 /// The keys of a config that the weights in a folder decide (a Hugging Face model, a run directory or a checkpoint), for
-/// [`Config::load_with`].
+/// [`Config::load_with`](lockstep_config::Config::load_with).
 pub fn inherited(folder: &Path) -> Result<Option<Inherited>, NotInherited> {
     if !folder.exists() {
         let problem = format!("train.init_from: {}: no such folder", folder.display());

@@ -205,13 +205,9 @@ mod tests {
         std::fs::write(&path, SPACES).unwrap();
         let spec = lockstep_data::TokenizerSpec::file(&path, None).unwrap();
         let tokenizer = Arc::new(lockstep_data::Tokenizer::open(&spec).unwrap());
-        for tokens in [
-            &[2, 2, 3, 1, 2, 4, 5, 6, 2, 3][..],
-            &[1, 1, 2, 3, 3],
-            &[4, 5, 6, 4, 5, 6, 3],
-            &[2, 4, 5],
-            &[3, 7, 2, 7],
-        ] {
+        for tokens in
+            [&[2, 2, 3, 1, 2, 4, 5, 6, 2, 3][..], &[1, 1, 2, 3, 3], &[4, 5, 6, 4, 5, 6, 3], &[2, 4, 5], &[3, 7, 2, 7]]
+        {
             let mut stream = TextStream::new(Tokenizer::File(tokenizer.clone()));
             let pieces: String = tokens.iter().map(|token| stream.push(*token)).collect();
             assert_eq!(pieces + &stream.finish(), tokenizer.decode(tokens), "{tokens:?}");

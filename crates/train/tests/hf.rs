@@ -7,9 +7,7 @@ use common::run_with;
 use hf_folder::{CASES, Model};
 use lockstep_config::Config;
 use lockstep_ir::{DType, bf16};
-use lockstep_train::{
-    ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
-};
+use lockstep_train::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs::read;
@@ -332,7 +330,11 @@ fn check_instruct(place: &Place, run: &str) {
     }
     let config = json_of(&place.at(&format!("{out}/config.json")));
     assert_eq!((&config["bos_token_id"], &config["pad_token_id"]), (&json!(1), &json!(3)), "{run}");
-    assert_eq!((&config["eos_token_id"], &config["max_position_embeddings"]), (&json!([0, 7, 9]), &json!(512)), "{run}");
+    assert_eq!(
+        (&config["eos_token_id"], &config["max_position_embeddings"]),
+        (&json!([0, 7, 9]), &json!(512)),
+        "{run}"
+    );
     assert_eq!(
         std::fs::read(place.at(&format!("{out}/tokenizer.json"))).unwrap(),
         std::fs::read(place.at("hf/tokenizer.json")).unwrap(),
@@ -386,7 +388,9 @@ fn what_an_instruct_model_needs_goes_through_import_training_and_export() {
     })
     .unwrap();
     assert!(
-        warnings.iter().any(|w| w.starts_with("model.vocab_size = 1000, and data.tokenizer (\"bytes\") has 256 tokens")),
+        warnings
+            .iter()
+            .any(|w| w.starts_with("model.vocab_size = 1000, and data.tokenizer (\"bytes\") has 256 tokens")),
         "{warnings:?}"
     );
     place.export("bytes", "bytes-out", ExportOptions::default()).unwrap();
@@ -418,9 +422,8 @@ fn a_folder_is_used_as_it_is() {
     let mut generator = Generator::new(&trained.config, 64, trained.weights()).unwrap();
     let sampling = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
     let mut listen = |_| std::ops::ControlFlow::Continue(());
-    let mut run = |ends: &[u32]| {
-        generate(&mut generator, &tokenizer, ends, &[40, 41], 20, &sampling, &mut listen).unwrap()
-    };
+    let mut run =
+        |ends: &[u32]| generate(&mut generator, &tokenizer, ends, &[40, 41], 20, &sampling, &mut listen).unwrap();
     let free = run(&[]);
     assert_eq!(free.tokens.len(), 20);
     let ended = run(&[0, free.tokens[5]]);
