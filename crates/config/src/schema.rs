@@ -32,7 +32,7 @@ const STEPS: u64 = 1 << 40;
 tables! {
     /// The shape of the model.
     model: ModelConfig {
-        /// A public shape that fills the other model keys; keys given explicitly win over it.
+        /// A public shape that fills the other model keys; keys given beside it win over it, and one that --set names wins over the file.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct;
         /// The family of models the shape belongs to.
         architecture: String =

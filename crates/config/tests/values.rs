@@ -45,10 +45,12 @@ fn every_preset_is_accepted() {
 }
 
 #[test]
-fn explicit_keys_win_over_the_preset_wherever_each_is_given() {
+fn explicit_keys_win_over_a_preset_beside_or_below_them() {
     let config = parse("[model]\nlayers = 2\npreset = \"llama-29m\"\n");
     assert_eq!((config.model.layers, config.model.dim), (2, 512));
-    let config = parse_set("[model]\nlayers = 2\n", &["model.preset=llama-29m"]);
+    let config = parse_set("[model]\npreset = \"llama-29m\"\n", &["model.layers=2"]);
+    assert_eq!((config.model.layers, config.model.dim), (2, 512));
+    let config = parse_set("[model]\nlayers = 3\n", &["model.preset=llama-29m", "model.layers=2"]);
     assert_eq!((config.model.layers, config.model.dim), (2, 512));
 }
 
@@ -170,7 +172,7 @@ fn a_budget_is_a_number_of_bytes_with_its_unit() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 71);
+    assert_eq!(paths.len(), 72);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());
