@@ -23,7 +23,11 @@ pub(crate) struct Provenance {
     pub base_dir: PathBuf,
     /// Of every key.
     pub origins: BTreeMap<&'static str, Origin>,
+    /// What the user should know of what was read, a line each.
+    pub warnings: Vec<String>,
 }
+
+const MICRO_BATCH: &str = "train.micro_batch";
 
 /// Where one value came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +36,8 @@ pub(crate) enum Origin {
     Preset(String),
     File { line: usize },
     Set,
+    /// A default that was found when the machine was known; the text says how.
+    Found(String),
 }
 
 impl Config {
@@ -65,8 +71,39 @@ impl Config {
         let source = Source::new(name, text)?;
         let resolved = resolve::resolve(&source, overrides)?;
         let provenance =
-            Provenance { file_name: source.name.clone(), base_dir: folder_of(path), origins: resolved.origins };
+            Provenance {
+                file_name: source.name.clone(),
+                base_dir: folder_of(path),
+                origins: resolved.origins,
+                warnings: resolved.warnings,
+            };
         Ok(schema::build(&resolved.values, provenance))
+    }
+
+    /// What the user should know of what was read, a line each: keys given by an old name.
+    pub fn warnings(&self) -> &[String] {
+        &self.provenance.warnings
+    }
+
+    /// The preset that gave a key its value, if one did.
+    pub fn preset_of(&self, path: &str) -> Option<&str> {
+        match self.provenance.origins.get(path) {
+            Some(Origin::Preset(name)) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// Whether nobody gave `train.micro_batch`, so that another default may take its place.
+    pub fn micro_batch_is_default(&self) -> bool {
+        matches!(self.provenance.origins.get(MICRO_BATCH), Some(Origin::Default))
+    }
+
+    /// The same run with another default of `train.micro_batch`; `how` it was found is its origin in [`Config::resolved_toml`].
+    pub fn with_default_micro_batch(&self, sequences: usize, how: &str) -> Config {
+        let mut config = self.clone();
+        config.train.micro_batch = sequences;
+        config.provenance.origins.insert(MICRO_BATCH, Origin::Found(how.to_owned()));
+        config
     }
 
     /// The folder of the config file.

@@ -3,14 +3,14 @@
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::declare::Key;
+use crate::declare::{Key, Named};
 use crate::error::{ConfigError, Location, Problem};
 use crate::kind::Reading;
 use crate::source::quoted;
 use crate::value::Value;
 
 /// Reads one override. The value is TOML; a word that is not TOML is taken as a string.
-pub(crate) fn read(text: &str) -> Result<(&'static Key, Value), ConfigError> {
+pub(crate) fn read(text: &str) -> Result<(Named, Value), ConfigError> {
     read_parts(text).map_err(|problem| ConfigError::new(problem, location(text)))
 }
 
@@ -19,7 +19,7 @@ pub(crate) fn location(text: &str) -> Location {
     Location::Override(quoted(text))
 }
 
-fn read_parts(text: &str) -> Result<(&'static Key, Value), Problem> {
+fn read_parts(text: &str) -> Result<(Named, Value), Problem> {
     const FORM: &str = "write --set table.key=value, such as --set train.steps=100";
     let (path, value) =
         text.split_once('=').ok_or_else(|| Problem::new(format!("{} sets no value", quoted(text)), FORM))?;
@@ -29,7 +29,7 @@ fn read_parts(text: &str) -> Result<(&'static Key, Value), Problem> {
         Err(problem) => Problem::new(format!("{} is not a key", quoted(path)), problem.hint),
     })?;
     Key::check_table(table)?;
-    let key = Key::find(table, name)?;
+    let named = Key::find(table, name)?;
     if value.is_empty() {
         return Err(Problem::new(format!("{path} is set to nothing"), FORM));
     }
@@ -43,6 +43,6 @@ fn read_parts(text: &str) -> Result<(&'static Key, Value), Problem> {
             return Err(Problem::new(problem, "close every quote and bracket; quote the whole argument for the shell"));
         }
     };
-    let value = key.kind.read(Reading { path: key.path, text: value }, &parsed)?;
-    Ok((key, value))
+    let value = named.key.kind.read(Reading { path: named.key.path, text: value }, &parsed)?;
+    Ok((named, value))
 }

@@ -13,7 +13,7 @@ use crate::error::{ConfigError, Location, Problem};
 use crate::kind::{Reading, quote_list};
 use crate::presets;
 use crate::schema::KEYS;
-use crate::source::Source;
+use crate::source::{self, Source};
 use crate::value::{Field, Value};
 use crate::{document, overrides};
 
@@ -72,18 +72,28 @@ impl Place {
 pub(crate) struct Resolved {
     pub values: Values,
     pub origins: BTreeMap<&'static str, Origin>,
+    /// What the user should know of what was read, a line each.
+    pub warnings: Vec<String>,
 }
 
 /// Layers the file over its preset and the overrides over the file, fills the defaults and checks the whole.
 pub(crate) fn resolve(source: &Source<'_>, overrides: &[String]) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
     let mut layers = Layers { source, overrides, values: Values::default(), places: BTreeMap::new() };
+    let mut warnings = Vec::new();
+    let mut renamed = |key: &Key, old: Option<&str>, place: String| {
+        let text = |old| format!("{}.{old} is now called {}: {place}", key.table, key.path);
+        warnings.extend(old.map(text));
+    };
     for given in &document.given {
+        let line = source.line_number(given.span.start);
+        renamed(given.key, given.old_name, format!("{}:{line}", source.name));
         layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
     }
     for (index, text) in overrides.iter().enumerate() {
-        let (key, value) = overrides::read(text)?;
-        layers.set(key, value, Place::Override(index));
+        let (named, value) = overrides::read(text)?;
+        renamed(named.key, named.old_name, format!("--set {}", source::quoted(text)));
+        layers.set(named.key, value, Place::Override(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
         for given in presets::values(&name) {
@@ -95,7 +105,7 @@ pub(crate) fn resolve(source: &Source<'_>, overrides: &[String]) -> Result<Resol
     layers.check_required(&document)?;
     layers.fill_and_check()?;
     let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
-    Ok(Resolved { values: layers.values, origins })
+    Ok(Resolved { values: layers.values, origins, warnings })
 }
 
 struct Layers<'a> {

@@ -256,7 +256,7 @@ fn settings(spec: &PrepareSpec) -> String {
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
     match config.tokenizer_path() {
         None => Ok(TokenizerSpec::Bytes),
-        Some(path) => TokenizerSpec::file(&path, config.data.end_token.clone()),
+        Some(path) => TokenizerSpec::file(&path, config.data.eos_token.clone()),
     }
 }
 

@@ -80,7 +80,7 @@ impl Session {
         }
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
-        let patience = std::time::Duration::from_secs_f64(config.parallel.patience);
+        let patience = std::time::Duration::from_secs_f64(config.parallel.timeout);
         let executor = plan.target.load_all(programs, plan.threads, patience)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
