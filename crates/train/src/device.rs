@@ -97,11 +97,9 @@ impl Device {
 
     /// The vendor's figure for dense matrix products, where it is known.
     pub(crate) fn vendor_peak(self, compute: DType) -> Result<Option<f64>, TrainError> {
-        match (self, compute) {
-            (Device::Cuda { .. }, DType::BF16) => {
-                Ok(hardware::Gpu::of_device(&gpu()?.device.name).map(|g| g.peak_flops_per_s))
-            }
-            _ => Ok(None),
+        match self {
+            Device::Cpu => Ok(None),
+            Device::Cuda { .. } => Ok(hardware::Gpu::of_device(&gpu()?.device.name).map(|g| g.peak(compute))),
         }
     }
 

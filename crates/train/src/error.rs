@@ -6,6 +6,7 @@ use lockstep_exec::ExecError;
 use lockstep_ir::account::MemoryBill;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
+use crate::fit::Saving;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -116,8 +117,8 @@ pub enum TrainError {
         units::bytes(memory.total_bytes),
         if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
         units::bytes(*available),
-        bill(memory),
-        smaller(memory)
+        breakdown(memory),
+        smaller(savings, *ranks)
     )]
     DoesNotFit {
         /// What it needs.
@@ -126,6 +127,8 @@ pub enum TrainError {
         ranks: usize,
         /// Bytes that are free.
         available: u64,
+        /// What would save some.
+        savings: Vec<Saving>,
     },
     /// An op of `recompute.ops` makes nothing that could be computed again.
     #[error(
@@ -371,18 +374,24 @@ fn list(differences: &[Difference]) -> String {
     differences.iter().map(|d| format!("\n  {}: {} before, {} now", d.path, d.theirs, d.ours)).collect()
 }
 
-fn bill(memory: &MemoryBill) -> String {
+fn breakdown(memory: &MemoryBill) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
 }
 
-fn smaller(memory: &MemoryBill) -> &'static str {
-    let steady: u64 =
-        [Class::Parameters, Class::Gradients, Class::Optimizer].iter().map(|c| memory.classes[c.name()]).sum();
-    match steady * 2 > memory.total_bytes {
-        true => "choose a smaller model, or a machine with more memory",
-        false => "lower train.micro_batch or train.seq",
+fn smaller(savings: &[Saving], ranks: usize) -> String {
+    const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
+    if savings.is_empty() {
+        return LAST.to_owned();
     }
+    let width = savings.iter().map(|saving| saving.change.len()).max().unwrap_or(0);
+    let line = |s: &Saving| {
+        let fits = if s.fits { ", and fits" } else { "" };
+        format!("\n  {:<width$}  saves {}{fits}", s.change, units::bytes(s.saved_bytes))
+    };
+    let each = if ranks > 1 { ", on the rank that needs most" } else { "" };
+    let none = if savings.iter().any(|saving| saving.fits) { String::new() } else { format!("\n  none fits: {LAST}") };
+    format!("each of these saves memory{each}:{}{none}", savings.iter().map(line).collect::<String>())
 }
 
 fn hint(cause: &std::io::Error) -> &'static str {

@@ -103,7 +103,7 @@ pub(crate) fn training_context(config: &Config) -> (Context, usize) {
 }
 
 /// Settles what only the layers can tell: whether a list of ops is one, and what a budget allows.
-fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), TrainError> {
+pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), TrainError> {
     let listed = matches!(context.recompute, Recompute::Ops(_));
     if !listed && config.recompute.budget.is_none() {
         return Ok(());

@@ -4,21 +4,24 @@ use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise, NoiseBits};
+use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
+use crate::settled;
 use crate::{Device, Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{Loaded, latest, list};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_ir::StepScalars;
 use serde_json::json;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// How a run is started.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct RunOptions {
     /// Where its files go.
     pub dir: PathBuf,
@@ -26,10 +29,12 @@ pub struct RunOptions {
     pub fresh: bool,
     /// Most tokens of the sample that a finished run gives; 0 for none.
     pub sample_tokens: usize,
+    /// Steps to profile, from 1 on, the last included.
+    pub profile_steps: Option<RangeInclusive<u64>>,
 }
 
 /// How a run ended.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Outcome {
     /// Steps finished.
     pub step: u64,
@@ -45,6 +50,8 @@ pub struct Outcome {
     pub checkpoint: Option<PathBuf>,
     /// A text by the trained model, if the run is finished and one was asked for.
     pub sample: Option<Sample>,
+    /// Where the time of the steps went that were to be profiled, if the run came to them.
+    pub profile: Option<Profile>,
 }
 
 impl Outcome {
@@ -62,6 +69,7 @@ impl Outcome {
             noise_scale: None,
             checkpoint: last.map(|(_, path)| path),
             sample: None,
+            profile: None,
         }
     }
 }
@@ -78,12 +86,16 @@ pub fn run(
     show: &mut dyn FnMut(Event),
 ) -> Result<Outcome, TrainError> {
     config.require_data()?;
+    let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
     // What can be refused without touching the directory is refused first.
     let plan = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
     let error = match start(config, &plan, dir, options.sample_tokens, stop, show) {
-        Ok(run) => return run.go(stop, show),
+        Ok(mut run) => {
+            run.profile_steps = options.profile_steps.clone();
+            return run.go(stop, show);
+        }
         Err(error) => error,
     };
     if let Some(aside) = aside {
@@ -176,6 +188,7 @@ fn start<'a>(
         noise_scale: None,
         checkpoint,
         sample: None,
+        profile: None,
     };
     let data = data.fingerprint();
     let batches = config.batches();
@@ -196,6 +209,8 @@ fn start<'a>(
         sample_tokens,
         pending,
         outcome,
+        profile_steps: None,
+        profiled: Vec::new(),
     })
 }
 
@@ -222,6 +237,8 @@ struct Run<'a> {
     pending: Option<StepMetrics>,
     sample_tokens: usize,
     outcome: Outcome,
+    profile_steps: Option<RangeInclusive<u64>>,
+    profiled: Vec<ProfiledStep>,
 }
 
 impl Run<'_> {
@@ -292,7 +309,14 @@ impl Run<'_> {
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
             }
         }
-        Ok(self.outcome)
+        let Run { session, plan, profiled, mut outcome, .. } = self;
+        if !profiled.is_empty() {
+            // The arena may leave no memory to measure in.
+            drop(session);
+            let peaks = plan.target.ceilings(plan.threads, plan.precision.compute)?;
+            outcome.profile = Some(profile(plan, &profiled, peaks)?);
+        }
+        Ok(outcome)
     }
 
     /// Tokens of the first `steps` steps.
@@ -312,7 +336,12 @@ impl Run<'_> {
     /// Whether the result of this step must be known before the next begins.
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
-        counts_updates || self.validates(step) || self.due(step, self.config.checkpoint.every)
+        // What runs beside a profiled step would be in its times.
+        self.profiles(step + 1) || counts_updates || self.validates(step) || self.due(step, self.config.checkpoint.every)
+    }
+
+    fn profiles(&self, step: u64) -> bool {
+        self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
     }
 
     /// Gives the executor the step after the first `before`.
@@ -323,7 +352,14 @@ impl Run<'_> {
         let loss_scale = self.loss_scale;
         let seed = loss_scale.map_or(1.0, |scale| scale.seed(tokens));
         let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, before, self.updates, tokens) };
-        let work = self.session.queue_step(&self.train, batch, scalars)?;
+        let work = match self.profiles(before + 1) {
+            false => self.session.queue_step(&self.train, batch, scalars)?,
+            true => {
+                let (result, timings) = self.session.profile_batch(&self.train, batch, scalars)?;
+                self.profiled.push(ProfiledStep { step: before + 1, timings });
+                QueuedStep::done(result)
+            }
+        };
         // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
         // step's bias correction counts one update too many.
         self.updates += 1;

@@ -1,6 +1,7 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
 use crate::feed::{Feed, Scored, losses};
+use crate::fit::{Room, savings};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
@@ -62,6 +63,11 @@ enum Queued {
 }
 
 impl QueuedStep {
+    /// A step that has run already.
+    pub(crate) fn done(result: StepResult) -> Self {
+        Self(Queued::Done(result))
+    }
+
     /// Whether it has run already. Else another step may be queued behind it before its result is taken.
     pub fn is_done(&self) -> bool {
         matches!(self.0, Queued::Done(_))
@@ -76,7 +82,10 @@ impl Session {
         if let Some(available) = plan.target.available_bytes()?
             && total > available
         {
-            return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), ranks, available });
+            let room = Room { bytes: available, shared: true, place: String::new() };
+            // What cannot be estimated saves nothing that anybody knows of.
+            let savings = savings(config, &room).unwrap_or_default();
+            return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), ranks, available, savings });
         }
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
@@ -174,12 +183,18 @@ impl Session {
 
     /// Gives the executor a training step on these samples of the global order. At most two steps are queued at a time.
     pub fn queue_step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+        let micro_batches = self.load_batch(data, batch)?;
+        self.queue_micro_batches(micro_batches, scalars)
+    }
+
+    /// Gives the executor the inputs of a step, and says in how many micro-batches.
+    fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
         for m in 0..micro_batches {
             let first = batch.first_sample + (m * self.feed.batch()) as u64;
             self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
         }
-        self.queue_micro_batches(micro_batches, scalars)
+        Ok(micro_batches)
     }
 
     /// Waits for a step and gives what came of it. Steps are finished in the order in which they were queued.
@@ -207,15 +222,41 @@ impl Session {
 
     /// As [`Session::run_step`], and tells when each instruction ran.
     pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
+        self.profile_micro_batches(self.micro_batches, scalars)
+    }
+
+    /// As [`Session::step`], and tells when each instruction ran.
+    pub fn profile_batch(
+        &mut self,
+        data: &Sampler,
+        batch: Batch,
+        scalars: StepScalars,
+    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
+        let micro_batches = self.load_batch(data, batch)?;
+        self.profile_micro_batches(micro_batches, scalars)
+    }
+
+    fn profile_micro_batches(
+        &mut self,
+        micro_batches: usize,
+        scalars: StepScalars,
+    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
         self.write_scalars(scalars)?;
-        let timings = self.executor.profile(StepProgram::TRAIN)?;
-        Ok((self.result(self.micro_batches, |name, m| self.executor.read(name, m))?, timings))
+        let entry = self.entry(micro_batches).to_owned();
+        let timings = self.executor.profile(&entry)?;
+        Ok((self.result(micro_batches, |name, m| self.executor.read(name, m))?, timings))
+    }
+
+    /// The entry of a step of so many micro-batches.
+    fn entry(&self, micro_batches: usize) -> &str {
+        let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
+        smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry)
     }
 
     fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
-        let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
-        self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
+        let entry = self.entry(micro_batches).to_owned();
+        self.executor.run(&entry)?;
         // In the order in which `result` asks for them.
         let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
         let count = if self.first.is_some() { 3 } else { 2 };
