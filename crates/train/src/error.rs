@@ -3,7 +3,7 @@ use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
-use lockstep_ir::account::MemoryBill;
+use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
 use crate::fit::Saving;
@@ -122,7 +122,7 @@ pub enum TrainError {
     )]
     DoesNotFit {
         /// What it needs.
-        memory: Box<MemoryBill>,
+        memory: Box<MemoryBreakdown>,
         /// Ranks that share the memory.
         ranks: usize,
         /// Bytes that are free.
@@ -374,7 +374,7 @@ fn list(differences: &[Difference]) -> String {
     differences.iter().map(|d| format!("\n  {}: {} before, {} now", d.path, d.theirs, d.ours)).collect()
 }
 
-fn breakdown(memory: &MemoryBill) -> String {
+fn breakdown(memory: &MemoryBreakdown) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
 }

@@ -6,7 +6,7 @@ use crate::plan::{hardware_flops, prepare, settle_policy};
 use crate::{Device, TrainError};
 use lockstep_compile::{Estimator, Recompute};
 use lockstep_config::Config;
-use lockstep_ir::account::{self, MemoryBill};
+use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, legal, units};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -49,7 +49,7 @@ impl Room {
     }
 
     /// What a plan of these stages needs of it.
-    fn needs(&self, stages: &[MemoryBill], ranks: usize) -> u64 {
+    fn needs(&self, stages: &[MemoryBreakdown], ranks: usize) -> u64 {
         let arenas = stages.iter().map(|stage| stage.total_bytes);
         match self.shared {
             true => arenas.map(|bytes| bytes * (ranks / stages.len().max(1)) as u64).sum(),
@@ -58,7 +58,7 @@ impl Room {
     }
 
     /// Whether a plan of these stages fits.
-    pub fn verdict(&self, stages: &[MemoryBill], ranks: usize) -> Verdict {
+    pub fn verdict(&self, stages: &[MemoryBreakdown], ranks: usize) -> Verdict {
         let planned_bytes = self.needs(stages, ranks);
         Verdict { fits: planned_bytes <= self.bytes, planned_bytes, memory_bytes: self.bytes, place: self.place.clone() }
     }
@@ -77,7 +77,7 @@ impl std::fmt::Display for Verdict {
 /// Programs of a config that nobody will run.
 struct Estimate {
     programs: Vec<StepProgram>,
-    stages: Vec<MemoryBill>,
+    stages: Vec<MemoryBreakdown>,
 }
 
 impl Estimate {
@@ -270,7 +270,7 @@ pub struct LayoutCost {
     /// Sequences that a rank computes at once.
     pub micro_batch: usize,
     /// Bytes of the rank with the largest arena.
-    pub memory: MemoryBill,
+    pub memory: MemoryBreakdown,
     /// Bytes that such a rank sends in collectives in a step, in a ring.
     pub sent_bytes: u64,
     /// Whether it fits, where the memory is known.
@@ -286,14 +286,14 @@ pub fn layout_costs(config: &Config, layouts: &[Layout], room: Option<&Room>) ->
         let largest = found.stages.iter().zip(&found.programs).max_by_key(|(stage, _)| stage.total_bytes);
         let Some((memory, program)) = largest else { continue };
         let entry = program.entry(StepProgram::TRAIN);
-        let exchanges = entry.map_or(Vec::new(), |entry| account::exchanges(program, entry));
+        let collectives = entry.map_or(Vec::new(), |entry| account::communication(program, entry));
         let ranks = layout.mesh.ranks();
         rows.push(LayoutCost {
             layout: layout.to_string(),
             ranks,
             micro_batch: config.train.micro_batch,
             memory: memory.clone(),
-            sent_bytes: exchanges.iter().map(|exchange| exchange.sent_bytes).sum(),
+            sent_bytes: collectives.iter().map(|collective| collective.sent_bytes).sum(),
             verdict: room.map(|room| room.verdict(&found.stages, ranks)),
         });
     }
