@@ -75,7 +75,9 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
     let guess = called.or_else(|| nearest(path, names));
     let hint = match guess {
         Some(guess) => format!("did you mean `{guess}`?"),
-        None => "`lockstep config` lists all keys; `lockstep config --search WORDS` finds them by what they mean".to_owned(),
+        None => {
+            "`lockstep config` lists all keys; `lockstep config --search WORDS` finds them by what they mean".to_owned()
+        }
     };
     Err(Failure::request(format!("{path} is not a key of the config\nhint: {hint}")))
 }

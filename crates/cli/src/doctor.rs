@@ -1,11 +1,14 @@
 //! `lockstep doctor`: what this machine has, what is missing and how to get it; whether kernels are right.
 
+use crate::Format;
 use crate::failure::Failure;
-use lockstep_cuda::{CudaExecutor, Gpu, LIBRARIES, survey};
+use crate::style;
+use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
 use lockstep_exec::conformance::{self, Outcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, StepProgram, units};
+use serde_json::{Value, json};
 use std::io::Write;
 
 #[derive(clap::Args)]
@@ -16,6 +19,9 @@ pub struct Args {
     /// Whose kernels are checked.
     #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu", requires = "conformance")]
     device: String,
+    /// How to print what this machine has.
+    #[arg(long, value_enum, default_value = "text", conflicts_with = "conformance")]
+    format: Format,
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
@@ -23,6 +29,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
         return check(&args.device);
     }
     let mut out = std::io::stdout().lock();
+    if args.format == Format::Json {
+        writeln!(out, "{:#}", as_json(&survey()))?;
+        return Ok(());
+    }
     let memory = cpu::available_bytes().map_or("unknown".to_owned(), units::bytes);
     writeln!(out, "cpu: {} cores, {memory} free\n", cpu::cores())?;
     let findings = survey();
@@ -33,19 +43,44 @@ pub fn run(args: Args) -> Result<(), Failure> {
             Ok(text) => ("found", text),
             Err(text) => ("missing", text),
         };
-        writeln!(out, "  {:<width$}  {state:<7}  {text}", f.what)?;
+        writeln!(
+            out,
+            "  {:<width$}  {}  {text}",
+            f.what,
+            style::verdict(f.found.is_ok() || !f.needed, &format!("{state:<7}"))
+        )?;
     }
     for f in findings.iter().filter(|f| f.found.is_err() && !f.hint.is_empty()) {
         writeln!(out, "{}: {}", f.what, f.hint)?;
     }
-    match findings.iter().all(|f| f.found.is_ok() || !f.needed) {
+    match ready(&findings) {
         true => writeln!(out, "\nready to train on the GPU: train.device = \"cuda\"")?,
         false => writeln!(
             out,
-            "\nready to train on the processor; a GPU needs what is missing ({LIBRARIES} names a folder to look in first)"
+            "\nready to train on the CPU; a GPU needs what is missing ({LIBRARIES} names a folder to look in first)"
         )?,
     }
     Ok(())
+}
+
+fn as_json(findings: &[Finding]) -> Value {
+    let finding = |f: &Finding| {
+        let (found, text) = match &f.found {
+            Ok(text) => (true, text),
+            Err(text) => (false, text),
+        };
+        json!({ "what": f.what, "found": found, "detail": text, "hint": f.hint, "needed": f.needed })
+    };
+    json!({
+        "cpu": { "cores": cpu::cores(), "free_bytes": cpu::available_bytes() },
+        "cuda": findings.iter().map(finding).collect::<Vec<_>>(),
+        "gpu_ready": ready(findings),
+    })
+}
+
+/// Whether all is there that training on a GPU needs.
+fn ready(findings: &[Finding]) -> bool {
+    findings.iter().all(|f| f.found.is_ok() || !f.needed)
 }
 
 fn check(device: &str) -> Result<(), Failure> {

@@ -29,7 +29,8 @@ fn fitted(header: &[&str], rows: &[Vec<String>], columns: usize) -> String {
     let all: Vec<usize> = (0..header.len()).collect();
     let most: Vec<usize> = all.iter().copied().filter(|c| !header[*c].starts_with('~')).collect();
     let ways = [(&all, false, 2), (&all, true, 2), (&most, false, 2), (&most, true, 2), (&most, true, 1)];
-    let made: Vec<Grid> = ways.into_iter().map(|(kept, broken, gap)| Grid::new(header, rows, kept, broken, gap)).collect();
+    let made: Vec<Grid> =
+        ways.into_iter().map(|(kept, broken, gap)| Grid::new(header, rows, kept, broken, gap)).collect();
     let fits = |grid: &&Grid| grid.width() <= columns;
     match made.iter().find(fits) {
         Some(grid) => grid.text(),
@@ -63,7 +64,8 @@ impl Grid {
         let height = titles.iter().map(Vec::len).max().unwrap_or(0);
         // Titles stand at the bottom of their lines.
         let line = |n: usize| {
-            let at = |title: &Vec<String>| (n + title.len()).checked_sub(height).map_or(String::new(), |i| title[i].clone());
+            let at =
+                |title: &Vec<String>| (n + title.len()).checked_sub(height).map_or(String::new(), |i| title[i].clone());
             titles.iter().map(at).collect::<Vec<_>>()
         };
         let lines: Vec<Vec<String>> = (0..height).map(line).chain(body.iter().cloned()).collect();
@@ -162,10 +164,18 @@ mod tests {
         let rows = [row(&["linear", "1.00 GiB", "1234"])];
         let header = ["op", "bytes moved", "~exact"];
         assert_eq!(fitted(&header, &rows, 40), "  op      bytes moved  exact\n  linear     1.00 GiB   1234\n");
-        assert_eq!(fitted(&header, &rows, 26), "             bytes\n  op         moved  exact\n  linear  1.00 GiB   1234\n");
+        assert_eq!(
+            fitted(&header, &rows, 26),
+            "             bytes\n  op         moved  exact\n  linear  1.00 GiB   1234\n"
+        );
         assert_eq!(fitted(&header, &rows, 20), "             bytes\n  op         moved\n  linear  1.00 GiB\n");
         let long = [row(&["a very long name indeed", "1.00 GiB"])];
-        assert_eq!(fitted(&["op", "bytes"], &long, 24), "  op               bytes\n  a very long…  1.00 GiB\n".replace("  1.00", " 1.00").replace("    bytes", "   bytes"));
+        assert_eq!(
+            fitted(&["op", "bytes"], &long, 24),
+            "  op               bytes\n  a very long…  1.00 GiB\n"
+                .replace("  1.00", " 1.00")
+                .replace("    bytes", "   bytes")
+        );
     }
 
     #[test]

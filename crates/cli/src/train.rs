@@ -2,11 +2,14 @@
 
 use crate::ConfigArgs;
 use crate::failure::Failure;
+use crate::profile::{as_text, write_trace};
 use crate::progress::Progress;
+use crate::style;
 use crate::terminal::printable;
 use lockstep_train::{Outcome, RunOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::io::Write;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -21,21 +24,51 @@ pub struct Args {
     /// Start over: what the run directory holds is moved to a folder inside it.
     #[arg(long)]
     fresh: bool,
+    /// Profile these steps, first and last: 5:8. Prints the time per op and writes a Chrome trace into the run directory.
+    #[arg(long, value_name = "FIRST:LAST", value_parser = steps)]
+    profile_steps: Option<RangeInclusive<u64>>,
+}
+
+/// `5:8`, or one step alone.
+fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
+    let (first, last) = text.split_once(':').unwrap_or((text, text));
+    match (first.trim().parse(), last.trim().parse()) {
+        (Ok(first), Ok(last)) if 1 <= first && first <= last => Ok(first..=last),
+        _ => Err("give the first and the last step, counted from 1, such as 5:8".into()),
+    }
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?;
     let dir = args.config.run_dir(args.run_dir);
     let stop = on_interrupt()?;
-    let options = RunOptions { dir: dir.clone(), fresh: args.fresh, sample_tokens: SAMPLE_TOKENS };
+    let profile_steps = args.profile_steps.clone();
+    let options = RunOptions { dir: dir.clone(), fresh: args.fresh, sample_tokens: SAMPLE_TOKENS, profile_steps };
     let mut progress = Progress::new(config.train.steps);
     let result = lockstep_train::run(&config, &options, &stop, &mut |event| progress.show(event));
     progress.clear();
     let outcome = result?;
+    if let Some(steps) = &args.profile_steps {
+        show_profile(steps, &outcome, &dir)?;
+    }
     writeln!(std::io::stdout(), "{}", summary(&outcome, &config, &dir))?;
     if outcome.finished {
         let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &args.config.config, &dir));
     }
+    Ok(())
+}
+
+/// Prints where the time of the profiled steps went, and writes their trace.
+fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> Result<(), Failure> {
+    let (first, last) = (steps.start(), steps.end());
+    let Some(profile) = &outcome.profile else {
+        let text = format!("warning: no step from {first} to {last} was taken: nothing to profile");
+        let _ = writeln!(std::io::stderr(), "{}", style::message(&text));
+        return Ok(());
+    };
+    write_trace(profile, &dir.join(format!("profile-{first}-{last}.json")))?;
+    let mean = if profile.steps == 1 { String::new() } else { format!(", mean of {} steps", profile.steps) };
+    write!(std::io::stdout(), "time per op of a step{mean}\n{}", as_text(profile))?;
     Ok(())
 }
 

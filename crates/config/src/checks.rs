@@ -169,13 +169,17 @@ fn head_dim_is_even(values: &Values) -> Option<Conflict> {
 }
 
 fn sliding_windows_are_of_mistral(values: &Values) -> Option<Conflict> {
-    let (window, Value::Text(architecture)) = (values.count("model.sliding_window")?, values.get("model.architecture")?) else {
+    let (window, Value::Text(architecture)) =
+        (values.count("model.sliding_window")?, values.get("model.architecture")?)
+    else {
         return None;
     };
     (architecture != "mistral").then(|| {
         Conflict::new(
             &["model.sliding_window", "model.architecture"],
-            format!("model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"),
+            format!(
+                "model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"
+            ),
             "use model.architecture = \"mistral\": llama with a sliding window; or remove model.sliding_window",
         )
     })

@@ -34,7 +34,9 @@ const MICRO_BATCH: &str = "train.micro_batch";
 pub(crate) enum Origin {
     Default,
     Preset(String),
-    File { line: usize },
+    File {
+        line: usize,
+    },
     Set,
     /// A default that was found when the machine was known; the text says how.
     Found(String),
@@ -70,13 +72,12 @@ impl Config {
     fn read(text: &str, name: &str, path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
         let source = Source::new(name, text)?;
         let resolved = resolve::resolve(&source, overrides)?;
-        let provenance =
-            Provenance {
-                file_name: source.name.clone(),
-                base_dir: folder_of(path),
-                origins: resolved.origins,
-                warnings: resolved.warnings,
-            };
+        let provenance = Provenance {
+            file_name: source.name.clone(),
+            base_dir: folder_of(path),
+            origins: resolved.origins,
+            warnings: resolved.warnings,
+        };
         Ok(schema::build(&resolved.values, provenance))
     }
 
@@ -96,6 +97,14 @@ impl Config {
     /// Whether nobody gave `train.micro_batch`, so that another default may take its place.
     pub fn micro_batch_is_default(&self) -> bool {
         matches!(self.provenance.origins.get(MICRO_BATCH), Some(Origin::Default))
+    }
+
+    /// How the default of `train.micro_batch` was found, where it is not the whole batch.
+    pub fn micro_batch_found(&self) -> Option<&str> {
+        match self.provenance.origins.get(MICRO_BATCH) {
+            Some(Origin::Found(how)) => Some(how),
+            _ => None,
+        }
     }
 
     /// The same run with another default of `train.micro_batch`; `how` it was found is its origin in [`Config::resolved_toml`].

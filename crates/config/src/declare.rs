@@ -113,7 +113,8 @@ impl Key {
             return Ok(named);
         }
         let shown = crate::source::quoted(name);
-        let list = || format!("the keys of [{table}] are {}", siblings().map(|key| key.name).collect::<Vec<_>>().join(", "));
+        let list =
+            || format!("the keys of [{table}] are {}", siblings().map(|key| key.name).collect::<Vec<_>>().join(", "));
         if let Some(what) = search::missing(table, name) {
             return Err(Problem::new(format!("{table}.{shown}: {what} is not there yet"), list()));
         }

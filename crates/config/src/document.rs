@@ -72,8 +72,7 @@ fn read_key(
     name: &Spanned<std::borrow::Cow<'_, str>>,
     value: &Spanned<DeValue<'_>>,
 ) -> Result<Given, Problem> {
-    let Named { key, old_name } =
-        Key::find(table, name.get_ref()).map_err(|problem| problem.within(name.span()))?;
+    let Named { key, old_name } = Key::find(table, name.get_ref()).map_err(|problem| problem.within(name.span()))?;
     let reading = Reading { path: key.path, text: source.text };
     let read = key.kind.read(reading, value)?;
     Ok(Given { key, value: read, span: value.span(), old_name })

@@ -38,7 +38,10 @@ fn a_preset_alone_is_a_config() {
 #[test]
 fn a_preset_has_the_sequence_length_of_its_pre_training_and_explicit_keys_win() {
     let seq = |name: &str| parse(&format!("[model]\npreset = \"{name}\"\n")).train.seq;
-    assert_eq!(["llama-3.1-8b", "llama-3-70b", "gpt2", "llama-2-7b", "qwen3-8b"].map(seq), [8192, 8192, 1024, 4096, 4096]);
+    assert_eq!(
+        ["llama-3.1-8b", "llama-3-70b", "gpt2", "llama-2-7b", "qwen3-8b"].map(seq),
+        [8192, 8192, 1024, 4096, 4096]
+    );
     let config = parse_set("[model]\npreset = \"llama-3.1-8b\"\n[train]\nseq = 512\n", &["precision.policy=fp32"]);
     assert_eq!((config.train.seq, config.precision.policy.as_str()), (512, "fp32"));
     assert_eq!(config.preset_of("train.seq"), None);
@@ -51,7 +54,8 @@ fn llama_3_1_scales_its_rope_and_llama_3_does_not() {
     let scaling = |name: &str| parse(&format!("[model]\npreset = \"{name}\"\n")).model.rope_scaling;
     assert_eq!(scaling("llama-3-8b"), None);
     for size in ["8b", "70b", "405b"] {
-        let found = scaling(&format!("llama-3.1-{size}")).map(|s| (s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context));
+        let found = scaling(&format!("llama-3.1-{size}"))
+            .map(|s| (s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context));
         assert_eq!(found, Some((8.0, 1.0, 4.0, 8192)), "{size}");
     }
 }

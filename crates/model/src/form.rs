@@ -159,7 +159,8 @@ impl Side {
             Side::NextToken { start, count, cache: [batch, context], .. } => {
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
-                let out = g.op(Op::CachedAttention { window: m.sliding_window }, &[qkv, cache, *start, *count], &at("o"))?;
+                let out =
+                    g.op(Op::CachedAttention { window: m.sliding_window }, &[qkv, cache, *start, *count], &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }

@@ -2,8 +2,8 @@
 
 use crate::compare::fill;
 use crate::device::gpu;
-use crate::schedule::step_scalars;
 use crate::profile::{Profile, ProfiledStep, profile};
+use crate::schedule::step_scalars;
 use crate::{Device, MemoryTimeline, Session, TrainError, observed_timeline, plan};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;

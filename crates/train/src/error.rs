@@ -1,3 +1,4 @@
+use crate::fit::Saving;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
@@ -6,7 +7,6 @@ use lockstep_exec::ExecError;
 use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
-use crate::fit::Saving;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.

@@ -60,7 +60,12 @@ impl Room {
     /// Whether a plan of these stages fits.
     pub fn verdict(&self, stages: &[MemoryBreakdown], ranks: usize) -> Verdict {
         let planned_bytes = self.needs(stages, ranks);
-        Verdict { fits: planned_bytes <= self.bytes, planned_bytes, memory_bytes: self.bytes, place: self.place.clone() }
+        Verdict {
+            fits: planned_bytes <= self.bytes,
+            planned_bytes,
+            memory_bytes: self.bytes,
+            place: self.place.clone(),
+        }
     }
 }
 
@@ -141,17 +146,15 @@ fn with_micro_batch(config: &Config, sequences: usize) -> Config {
 }
 
 /// The config with the default of `train.micro_batch` that fits: the whole batch of a rank, or where that does not fit, the
-/// largest divisor that does; where none does, the whole batch. A value that somebody gave stays.
+/// largest divisor that does; where none does, one sequence. A value that somebody gave stays.
 pub fn with_fitting_micro_batch(config: &Config, room: &Room) -> Result<Config, TrainError> {
     if !config.micro_batch_is_default() || config.train.micro_batch == 1 || fits(config, room)? {
         return Ok(config.clone());
     }
+    let memory = format!("{} {}", units::bytes(room.bytes), room.place);
     Ok(match largest_divisor(config, room)? {
-        Some(sequences) => {
-            let how = format!("the largest that fits {} {}", units::bytes(room.bytes), room.place);
-            config.with_default_micro_batch(sequences, &how)
-        }
-        None => config.clone(),
+        Some(sequences) => config.with_default_micro_batch(sequences, &format!("the largest that fits {memory}")),
+        None => config.with_default_micro_batch(1, &format!("not even one sequence fits {memory}")),
     })
 }
 
@@ -163,6 +166,9 @@ pub fn settled(config: &Config, dir: Option<&Path>) -> Result<Config, TrainError
     let begun = dir.map(|dir| dir.join("run.toml")).filter(|path| path.is_file());
     if let Some(before) = begun.and_then(|path| Config::load(&path, &[]).ok()) {
         let sequences = before.train.micro_batch;
+        if sequences == config.train.micro_batch {
+            return Ok(config.clone());
+        }
         // Another layout may have to divide the batch in another way.
         if legal::check(&config.layout(), &with_micro_batch(config, sequences).shape()).is_empty() {
             return Ok(config.with_default_micro_batch(sequences, "as the run began"));
@@ -210,11 +216,7 @@ pub fn largest_micro_batches(config: &Config, bytes: u64) -> Result<Vec<LargestM
 
 /// The largest size that fits, where one sequence does. Arenas grow in a line, nearly: it is followed to a guess, and the guess
 /// put right by halves.
-fn largest(
-    bytes: u64,
-    one: u64,
-    arena: &mut dyn FnMut(usize) -> Result<u64, TrainError>,
-) -> Result<usize, TrainError> {
+fn largest(bytes: u64, one: u64, arena: &mut dyn FnMut(usize) -> Result<u64, TrainError>) -> Result<usize, TrainError> {
     let (mut fits, mut known) = (1, one);
     let mut over = None;
     let each = arena(2)?.saturating_sub(one).max(1);

@@ -44,7 +44,8 @@ pub use error::TrainError;
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use event::{Event, GpuMetrics, StepMetrics};
 pub use fit::{
-    LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs, settled, with_fitting_micro_batch,
+    LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs, settled,
+    with_fitting_micro_batch,
 };
 pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use hf::{ExportOptions, Exported, Imported, export, import};

@@ -87,6 +87,9 @@ pub fn run(
 ) -> Result<Outcome, TrainError> {
     config.require_data()?;
     let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
+    if let Some(how) = config.micro_batch_found() {
+        show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
+    }
     // What can be refused without touching the directory is refused first.
     let plan = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
@@ -337,7 +340,10 @@ impl Run<'_> {
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
         // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1) || counts_updates || self.validates(step) || self.due(step, self.config.checkpoint.every)
+        self.profiles(step + 1)
+            || counts_updates
+            || self.validates(step)
+            || self.due(step, self.config.checkpoint.every)
     }
 
     fn profiles(&self, step: u64) -> bool {

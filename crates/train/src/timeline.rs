@@ -3,10 +3,10 @@
 use crate::TrainError;
 use crate::plan::internal;
 use lockstep_exec::Timing;
-use lockstep_ir::{DType, StepProgram};
 use lockstep_ir::hardware::Gpu;
 use lockstep_ir::program::Class;
 use lockstep_ir::timeline::{self, Point};
+use lockstep_ir::{DType, StepProgram};
 
 /// Memory over time.
 #[derive(Clone, Debug, PartialEq)]

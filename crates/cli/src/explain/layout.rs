@@ -1,7 +1,7 @@
-//! What each rank role holds and exchanges, and how a pipeline fills.
+//! What each rank role holds and communicates, and how a pipeline fills.
 
 use super::memory;
-use crate::table::table;
+use crate::table::{columns, table};
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::schedule::{Costs, Timeline, evaluate};
 use lockstep_ir::{StepProgram, units};
@@ -93,9 +93,9 @@ pub(super) fn as_text(plan: &Plan) -> String {
     let mut text = format!("layout: {layout}, {} ranks\n", layout.mesh.ranks());
     if let Some(timeline) = timeline(plan) {
         text.push_str(&format!(
-            "pipeline: bubble {:.1}% with free transfers; one line per stage, F forward, B backward\n{}",
+            "pipeline: bubble {:.1}% with free transfers;\none line per stage, F forward, B backward\n{}",
             100.0 * timeline.bubble(),
-            timeline.picture(100)
+            timeline.picture(columns() - 10)
         ));
     }
     for (role, bill) in roles(plan).iter().zip(&plan.stages) {
@@ -119,8 +119,8 @@ pub(super) fn as_text(plan: &Plan) -> String {
             ]
         };
         let rows: Vec<Vec<String>> = role.exchanges.iter().map(row).collect();
-        let header = ["segment and op", "along", "calls", "whole tensors", "sent by a rank"];
-        text.push_str(&format!("\nexchanges of one step (sent: in a ring)\n{}", table(&header, &rows)));
+        let header = ["segment and op", "along", "calls", "~whole tensors", "sent by a rank"];
+        text.push_str(&format!("\ncommunication of one step, in bytes (sent: in a ring)\n{}", table(&header, &rows)));
     }
     text
 }
