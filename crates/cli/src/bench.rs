@@ -1,4 +1,4 @@
-//! `lockstep bench`: this machine's ceilings; `lockstep bench train`: the speed of a training step.
+//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step.
 
 use crate::Format;
 use crate::failure::Failure;
@@ -22,7 +22,7 @@ pub struct Args {
     #[command(subcommand)]
     what: Option<What>,
     #[command(flatten)]
-    ceilings: Ceilings,
+    peaks: Peaks,
 }
 
 #[derive(clap::Subcommand)]
@@ -32,7 +32,7 @@ enum What {
 }
 
 #[derive(clap::Args)]
-struct Ceilings {
+struct Peaks {
     /// Threads; 0 for all cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -180,11 +180,11 @@ impl Train {
 pub fn run(args: Args) -> Result<(), Failure> {
     match args.what {
         Some(What::Train(train)) => run_train(train),
-        None => run_ceilings(args.ceilings),
+        None => run_peaks(args.peaks),
     }
 }
 
-fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
+fn run_peaks(args: Peaks) -> Result<(), Failure> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
     let matmul = cpu::peaks::matmul(threads, DType::F32)?;
     let matmul_bf16 = cpu::peaks::matmul(threads, DType::BF16)?;
@@ -206,7 +206,7 @@ fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
         vec!["memory (copy, read + write)".to_owned(), rate(bandwidth)],
         vec![format!("disk write and sync ({})", args.disk.display()), rate(disk)],
     ];
-    write!(out, "{}", table(&[&format!("ceiling, {threads} threads"), "best"], &rows))?;
+    write!(out, "{}", table(&[&format!("measured peak, {threads} threads"), "best"], &rows))?;
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::style;
+use crate::table::wrapped;
 use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
 use lockstep_exec::conformance::{self, Outcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
@@ -51,14 +52,16 @@ pub fn run(args: Args) -> Result<(), Failure> {
         )?;
     }
     for f in findings.iter().filter(|f| f.found.is_err() && !f.hint.is_empty()) {
-        writeln!(out, "{}: {}", f.what, f.hint)?;
+        write!(out, "{}", wrapped(&format!("{}: {}", f.what, f.hint), "  "))?;
     }
     match ready(&findings) {
         true => writeln!(out, "\nready to train on the GPU: train.device = \"cuda\"")?,
-        false => writeln!(
-            out,
-            "\nready to train on the CPU; a GPU needs what is missing ({LIBRARIES} names a folder to look in first)"
-        )?,
+        false => {
+            let text = format!(
+                "ready to train on the CPU; a GPU needs what is missing ({LIBRARIES} names a folder to look in first)"
+            );
+            write!(out, "\n{}", wrapped(&text, "  "))?;
+        }
     }
     Ok(())
 }
@@ -88,7 +91,7 @@ fn check(device: &str) -> Result<(), Failure> {
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();
     let mut failed = 0;
-    // The processor is always deterministic.
+    // The CPU is always deterministic.
     let ways = [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)];
     for (compute, deterministic) in ways.into_iter().filter(|(_, d)| gpu.is_some() || !d) {
         let outcomes = match &gpu {

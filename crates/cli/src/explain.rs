@@ -222,22 +222,22 @@ fn ramp_text(config: &Config) -> String {
     format!("batch ramp, the step above being the largest:\n{lines}")
 }
 
-/// A rank's bill, by class and by layer.
-pub(crate) fn memory(bill: &MemoryBreakdown) -> String {
-    let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / bill.total_bytes.max(1) as f64);
+/// A rank's memory breakdown, by class and by layer.
+pub(crate) fn memory(breakdown: &MemoryBreakdown) -> String {
+    let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / breakdown.total_bytes.max(1) as f64);
     let class_row = |c: &Class| {
-        let bytes = bill.classes[c.name()];
+        let bytes = breakdown.classes[c.name()];
         vec![c.name().to_owned(), units::bytes(bytes), share(bytes), thousands(bytes)]
     };
     let mut classes: Vec<Vec<String>> = Class::ALL.iter().map(class_row).collect();
     classes.push(vec![
         "total".into(),
-        units::bytes(bill.total_bytes),
-        share(bill.total_bytes),
-        thousands(bill.total_bytes),
+        units::bytes(breakdown.total_bytes),
+        share(breakdown.total_bytes),
+        thousands(breakdown.total_bytes),
     ]);
     let names: Vec<&str> = Class::ALL.iter().map(|c| c.name()).filter(|n| *n != "communication").collect();
-    let rows: Vec<Vec<String>> = grouped_layers(bill)
+    let rows: Vec<Vec<String>> = grouped_layers(breakdown)
         .into_iter()
         .map(|(label, classes)| {
             let cells = names.iter().map(|n| units::bytes(classes.get(n).copied().unwrap_or(0)));
@@ -245,23 +245,27 @@ pub(crate) fn memory(bill: &MemoryBreakdown) -> String {
         })
         .collect();
     let header: Vec<&str> = ["layer"].into_iter().chain(names.iter().copied()).collect();
-    let p = &bill.peak;
+    let p = &breakdown.peak;
     let layer = p.layer.map_or(String::new(), |l| format!(" of layer {l}"));
-    format!(
-        "memory breakdown: one arena\n{}\n  peak: {} live in {}, micro-batch {}, at {}{layer}\n\nmemory by layer (temporary buffers are shared by all)\n{}",
-        table(&["class", "size", "share", "bytes"], &classes),
+    let peak = format!(
+        "  peak: {} live in {}, micro-batch {}, at {}{layer}",
         units::bytes(p.live_bytes),
         p.segment,
         p.micro_batch,
-        p.op,
+        p.op
+    );
+    format!(
+        "memory breakdown: one arena\n{}\n{}\nmemory by layer (temporary buffers are shared by all)\n{}",
+        table(&["class", "size", "share", "~bytes"], &classes),
+        wrapped(&peak, "    "),
         table(&header, &rows)
     )
 }
 
-/// Layers with equal bills as one row: `0 to 15 (each)`.
-fn grouped_layers(bill: &MemoryBreakdown) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
+/// Layers with equal breakdowns as one row: `0 to 15 (each)`.
+fn grouped_layers(breakdown: &MemoryBreakdown) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
     let mut rows: Vec<(Option<(usize, usize)>, _)> = Vec::new();
-    for line in &bill.layers {
+    for line in &breakdown.layers {
         match (rows.last_mut(), line.layer) {
             (Some((Some((_, last)), classes)), Some(layer)) if *classes == line.classes => *last = layer,
             _ => rows.push((line.layer.map(|l| (l, l)), line.classes.clone())),

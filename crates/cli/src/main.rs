@@ -27,7 +27,7 @@ use std::process::ExitCode;
 
 /// Trains large language models.
 #[derive(Parser)]
-#[command(name = "lockstep", version)]
+#[command(name = "lockstep", version, max_term_width = 80)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -83,7 +83,7 @@ fn output_fits_80_columns_and_has_no_escapes_where_nobody_looks() {
         &["explain", "run.toml"],
         &[&["explain", "run.toml"], &parallel[..]].concat(),
         &["explain", "run.toml", "--fit", "16MiB"],
-        &["explain", "run.toml", "--layouts", "dp=2;tp=2;pp=2;dp=2,zero=3,tp=2,sp,pp=2;dp=4,zero=1;dp=8,zero=2"],
+        &["explain", "run.toml", "--layouts", "dp=2;tp=2;pp=2;dp=2,zero=1,tp=2,sp,pp=2;dp=4,zero=1;dp=8,zero=2"],
         &["config"],
         &["help", "bench"],
         &["bench", "train", "run.toml", "--steps", "1", "--profile", "trace.json"],

@@ -108,7 +108,7 @@ fn layouts_are_shown_side_by_side() {
 #[test]
 fn a_run_that_does_not_fit_says_what_saves_memory() {
     let place = Place::new();
-    let set = ["--set", "train.seq=65536", "--set", "train.global_batch=65536", "--set", "train.micro_batch=65536"];
+    let set = ["--set", "train.global_batch=4194304", "--set", "train.micro_batch=4194304"];
     let error = place.fails(2, &[&["train", "run.toml"], &set[..]].concat());
     for part in [
         "the step needs ",
