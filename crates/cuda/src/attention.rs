@@ -1,15 +1,20 @@
 //! Attention: cuDNN's fused kernels where they take the shape, else kernels of our own.
 
+mod documents;
 mod graph;
 mod plans;
 
+pub use documents::Written;
 pub use plans::{Plans, Shared};
 
 use crate::call::Call;
+use crate::cudnn::Plan;
+use crate::driver::Address;
 use crate::kernels::args;
 use crate::{CudaError, ops};
 use lockstep_ir::{DType, Workspace};
-use plans::{Operands, execute};
+use documents::Room;
+use plans::{Operands, Ragged, Shape, execute};
 
 /// What a plan may ask for besides what grows with the shape.
 const SLACK: u64 = 1 << 20;
@@ -33,6 +38,27 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     }
 }
 
+/// Scratch of the forward kernels where documents are apart: cuDNN's, log-sum-exps position by position, and the table of documents.
+pub fn document_scratch(compute: DType) -> Workspace {
+    match compute {
+        DType::BF16 => {
+            Workspace { fixed: SLACK + documents::ROUNDING, terms: vec![(4, "bqs"), (documents::TABLE, "bs")] }
+        }
+        _ => Workspace::default(),
+    }
+}
+
+/// The same of the backward kernels: dQ in f32, dK and dV of every query head, three numbers of every row, the table.
+pub fn document_grad_scratch(compute: DType) -> Workspace {
+    match compute {
+        DType::BF16 => Workspace {
+            fixed: SLACK + documents::ROUNDING,
+            terms: vec![(8, "bsh"), (12, "bqs"), (documents::TABLE, "bs")],
+        },
+        _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
+    }
+}
+
 /// Keys that a query sees at most.
 pub(crate) fn keys_seen(window: Option<usize>) -> usize {
     window.unwrap_or(i32::MAX as usize).min(i32::MAX as usize)
@@ -51,8 +77,12 @@ pub unsafe fn forward(call: Call, documents: bool, window: Option<usize>) -> Res
     let (e, qkv) = (call.size('e'), call.input(0));
     if let Some((shape, plan)) = call.attention.of(call.bound) {
         let scratch = call.scratch()?;
+        if documents {
+            // SAFETY: the operands have these sizes.
+            return unsafe { document_forward(call, &shape, plan, (qkv, o)) };
+        }
         let lse = call.output(1).unwrap_or(scratch + SLACK);
-        let at = Operands { qkv, o, lse, dout: 0, dqkv: 0, dq: 0, scratch };
+        let at = Operands { qkv, o, lse, dout: 0, dqkv: 0, dq: 0, scratch, ragged: None };
         // SAFETY: the operands have these sizes.
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
@@ -63,6 +93,76 @@ pub unsafe fn forward(call: Call, documents: bool, window: Option<usize>) -> Res
     check_head(e)?;
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("attention", "attention"), grid, 32 * WARPS, args) }
+}
+
+/// [`forward`] where every document is an entry of the library's batch.
+unsafe fn document_forward(
+    call: Call,
+    shape: &Shape,
+    plan: &Plan,
+    (qkv, o): (Address, Address),
+) -> Result<(), CudaError> {
+    let mut room = Room(call.scratch()?);
+    let (scratch, stats) = (room.take(SLACK), room.take(shape.row_bytes()));
+    // SAFETY: the operands have these sizes, and the scratch has room for all.
+    unsafe {
+        let table = documents::table(call, shape, call.input(1), &mut room)?;
+        let ragged = Some(Ragged { table, dk: 0, dv: 0, row_sum: 0 });
+        let at = Operands { qkv, o, lse: stats, dout: 0, dqkv: 0, dq: 0, scratch, ragged };
+        execute(call.stream, shape, plan, &at)?;
+        match call.output(1) {
+            Some(lse) => documents::swap(call, (stats, lse), shape.seq, shape.heads),
+            None => Ok(()),
+        }
+    }
+}
+
+/// [`grad`] where every document is an entry of the library's batch. The library adds dQ up in no order: where the same bits are
+/// asked for, dQ is computed once more by a kernel of our own.
+unsafe fn document_grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Result<(), CudaError> {
+    let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
+    let mut room = Room(call.scratch()?);
+    let (delta, scratch, stats) = (room.take(shape.row_bytes()), room.take(SLACK), room.take(shape.row_bytes()));
+    let dq = room.take(shape.dq_bytes());
+    let (dk, dv, row_sum) =
+        (room.take(shape.dq_bytes() / 2), room.take(shape.dq_bytes() / 2), room.take(shape.row_bytes()));
+    // SAFETY: the operands have these sizes, and the scratch has room for all.
+    unsafe {
+        let table = documents::table(call, shape, starts, &mut room)?;
+        documents::swap(call, (lse, stats), shape.heads, shape.seq)?;
+        let at = Operands {
+            qkv,
+            o,
+            lse: stats,
+            dout,
+            dqkv,
+            dq,
+            scratch,
+            ragged: Some(Ragged { table, dk, dv, row_sum }),
+        };
+        execute(call.stream, shape, plan, &at)?;
+    }
+    if !call.attention.deterministic {
+        return Ok(());
+    }
+    let (seq, heads, kv_heads, e, batch) = (shape.seq, shape.heads, shape.kv_heads, shape.e, shape.batch);
+    let window = keys_seen(shape.window);
+    let rows = [seq.div_ceil(WARPS), heads, batch];
+    // SAFETY: as above.
+    unsafe {
+        call.typed(("attention", "attention_delta"), rows, 32 * WARPS, args![dout, o, delta, seq, heads, kv_heads, e])?;
+        if documents::has_ordered_dq(call.bound) {
+            let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, window, scale(e)];
+            return call.plain(
+                ("attention_dq", &format!("attention_dq_{e}")),
+                [seq.div_ceil(64), heads, batch],
+                128,
+                args,
+            );
+        }
+        let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, e, window, scale(e)];
+        call.typed(("attention", "attention_grad_query"), rows, 32 * WARPS, args)
+    }
 }
 
 /// Our own kernels keep a head in the registers of a warp.
@@ -79,8 +179,12 @@ pub unsafe fn grad(call: Call, documents: bool, window: Option<usize>) -> Result
     let (e, seq, heads, kv_heads) = (call.size('e'), call.size('s'), call.size('q'), call.size('u'));
     let (dout, qkv, o, lse, scratch) = (call.input(0), call.input(1), call.input(2), call.input(3), call.scratch()?);
     if let Some((shape, plan)) = call.attention.of(call.bound) {
+        if documents {
+            // SAFETY: the operands have these sizes.
+            return unsafe { document_grad(call, &shape, plan, dqkv) };
+        }
         let rest = scratch + shape.dq_bytes().next_multiple_of(ops::ALIGNMENT);
-        let at = Operands { qkv, o, lse, dout, dqkv, dq: scratch, scratch: rest };
+        let at = Operands { qkv, o, lse, dout, dqkv, dq: scratch, scratch: rest, ragged: None };
         // SAFETY: the operands have these sizes; the scratch has room for dQ and the plan.
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
@@ -135,7 +239,7 @@ mod tests {
                 let profile = ops::profile("cuda", DType::BF16, DType::F32, deterministic);
                 let op = Op::AttentionGrad { documents: false, window: None };
                 let planned = profile.workspace(&op, &[&o, &qkv, &o, &lse]).unwrap();
-                let shape = Shape { batch, seq, heads, kv_heads, e, window: None, backward: true, deterministic };
+                let shape = Shape { batch, seq, heads, kv_heads, e, window: None, backward: true, deterministic, documents: None };
                 let used = shape.dq_bytes().next_multiple_of(ops::ALIGNMENT) + shape.most_scratch();
                 assert!(
                     used <= planned && planned <= used + 2 * ops::ALIGNMENT,
