@@ -12,8 +12,8 @@ use crate::cudnn::Plan;
 use crate::driver::Address;
 use crate::kernels::args;
 use crate::{CudaError, ops};
-use lockstep_ir::{DType, Workspace};
 use documents::Room;
+use lockstep_ir::{DType, Workspace};
 use plans::{Operands, Ragged, Shape, execute};
 
 /// What a plan may ask for besides what grows with the shape.
@@ -48,12 +48,13 @@ pub fn document_scratch(compute: DType) -> Workspace {
     }
 }
 
-/// The same of the backward kernels: dQ in f32, dK and dV of every query head, three numbers of every row, the table.
+/// The same of the backward kernels: dQ in f32 and in rows of its own, K, V and their gradients of every query head in such rows,
+/// three numbers of every row, the table.
 pub fn document_grad_scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace {
             fixed: SLACK + documents::ROUNDING,
-            terms: vec![(8, "bsh"), (12, "bqs"), (documents::TABLE, "bs")],
+            terms: vec![(14, "bsh"), (12, "bqs"), (documents::TABLE, "bs")],
         },
         _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
     }
@@ -107,7 +108,8 @@ unsafe fn document_forward(
     // SAFETY: the operands have these sizes, and the scratch has room for all.
     unsafe {
         let table = documents::table(call, shape, call.input(1), &mut room)?;
-        let ragged = Some(Ragged { table, dk: 0, dv: 0, row_sum: 0 });
+        let inputs = columns(shape).map(|(first, _)| qkv + 2 * first as u64);
+        let ragged = Some(Ragged { table, inputs, gradients: [0; 3], row_sum: 0 });
         let at = Operands { qkv, o, lse: stats, dout: 0, dqkv: 0, dq: 0, scratch, ragged };
         execute(call.stream, shape, plan, &at)?;
         match call.output(1) {
@@ -121,26 +123,34 @@ unsafe fn document_forward(
 /// asked for, dQ is computed once more by a kernel of our own.
 unsafe fn document_grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Result<(), CudaError> {
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
+    let columns = columns(shape);
     let mut room = Room(call.scratch()?);
     let (delta, scratch, stats) = (room.take(shape.row_bytes()), room.take(SLACK), room.take(shape.row_bytes()));
-    let dq = room.take(shape.dq_bytes());
-    let (dk, dv, row_sum) =
-        (room.take(shape.dq_bytes() / 2), room.take(shape.dq_bytes() / 2), room.take(shape.row_bytes()));
+    let (dq, row_sum) = (room.take(shape.dq_bytes()), room.take(shape.row_bytes()));
+    let mut rows = || room.take(shape.dq_bytes() / 2);
+    let mut inputs = columns.map(|(first, _)| qkv + 2 * first as u64);
+    let mut gradients = columns.map(|(first, _)| dqkv + 2 * first as u64);
+    // dQ in rows of its own: the library takes its sum in f32 to lie as dQ does.
+    gradients[0] = rows();
+    if shape.grouped() {
+        (inputs[1], inputs[2], gradients[1], gradients[2]) = (rows(), rows(), rows(), rows());
+    }
     // SAFETY: the operands have these sizes, and the scratch has room for all.
     unsafe {
         let table = documents::table(call, shape, starts, &mut room)?;
         documents::swap(call, (lse, stats), shape.heads, shape.seq)?;
-        let at = Operands {
-            qkv,
-            o,
-            lse: stats,
-            dout,
-            dqkv,
-            dq,
-            scratch,
-            ragged: Some(Ragged { table, dk, dv, row_sum }),
-        };
-        execute(call.stream, shape, plan, &at)?;
+        for (to, columns) in inputs.into_iter().zip(columns) {
+            if to != qkv + 2 * columns.0 as u64 {
+                documents::rows(call, shape, "spread_heads", (qkv, to), columns)?;
+            }
+        }
+        let ragged = Some(Ragged { table, inputs, gradients, row_sum });
+        execute(call.stream, shape, plan, &Operands { qkv, o, lse: stats, dout, dqkv, dq, scratch, ragged })?;
+        for (from, columns) in gradients.into_iter().zip(columns) {
+            if from != dqkv + 2 * columns.0 as u64 {
+                documents::rows(call, shape, "sum_heads", (from, dqkv), columns)?;
+            }
+        }
     }
     if !call.attention.deterministic {
         return Ok(());
@@ -163,6 +173,12 @@ unsafe fn document_grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -
         let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, e, window, scale(e)];
         call.typed(("attention", "attention_grad_query"), rows, 32 * WARPS, args)
     }
+}
+
+/// Where Q, K and V are in packed rows: their first elements, and how many.
+fn columns(shape: &Shape) -> [(usize, usize); 3] {
+    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
+    [(0, q), (q, kv), (q + kv, kv)]
 }
 
 /// Our own kernels keep a head in the registers of a warp.
@@ -239,7 +255,17 @@ mod tests {
                 let profile = ops::profile("cuda", DType::BF16, DType::F32, deterministic);
                 let op = Op::AttentionGrad { documents: false, window: None };
                 let planned = profile.workspace(&op, &[&o, &qkv, &o, &lse]).unwrap();
-                let shape = Shape { batch, seq, heads, kv_heads, e, window: None, backward: true, deterministic, documents: None };
+                let shape = Shape {
+                    batch,
+                    seq,
+                    heads,
+                    kv_heads,
+                    e,
+                    window: None,
+                    backward: true,
+                    deterministic,
+                    documents: None,
+                };
                 let used = shape.dq_bytes().next_multiple_of(ops::ALIGNMENT) + shape.most_scratch();
                 assert!(
                     used <= planned && planned <= used + 2 * ops::ALIGNMENT,

@@ -11,8 +11,8 @@ use lockstep_ir::program::{Instr, StepProgram};
 use lockstep_ir::{DType, Op};
 use std::collections::BTreeMap;
 
-/// Bytes of the table per position: four offsets and a length.
-pub const TABLE: u64 = 4 * 8 + 4;
+/// Bytes of the table per position: three offsets and a length.
+pub const TABLE: u64 = 3 * 8 + 4;
 
 /// Bytes of scratch besides what grows: an element more per array of offsets, and whole alignments.
 pub const ROUNDING: u64 = 16 * ops::ALIGNMENT;
@@ -89,8 +89,8 @@ impl Room {
 /// Where documents stand, for a plan.
 #[derive(Clone, Copy)]
 pub struct Table {
-    /// Where each starts, in elements: rows of packed Q·K·V, of heads, of key heads, of statistics.
-    pub offsets: [Address; 4],
+    /// Where each starts, in elements: rows of packed Q·K·V, of heads, of statistics.
+    pub offsets: [Address; 3],
     /// How many positions each has.
     pub lengths: Address,
 }
@@ -102,14 +102,11 @@ pub struct Table {
 pub unsafe fn table(call: Call, shape: &Shape, starts: Address, room: &mut Room) -> Result<Table, CudaError> {
     let (tokens, bound) = (shape.batch * shape.seq, shape.documents.unwrap_or_default());
     let bytes = (8 * (tokens as u64 + 1)).next_multiple_of(ops::ALIGNMENT);
-    let offsets = [(); 4].map(|()| room.take(bytes));
+    let offsets = [(); 3].map(|()| room.take(bytes));
     let lengths = room.take(4 * tokens as u64);
-    let (heads, kv_heads) = (shape.heads * shape.e, shape.kv_heads * shape.e);
-    let rows = [heads + 2 * kv_heads, heads, kv_heads, shape.heads];
-    let apart = bytes / 8;
-    let args = args![
-        starts, offsets[0], lengths, tokens, shape.seq, bound, apart, rows[0], rows[1], rows[2], rows[3]
-    ];
+    let heads = shape.heads * shape.e;
+    let rows = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
+    let args = args![starts, offsets[0], lengths, tokens, shape.seq, bound, bytes / 8, rows[0], rows[1], rows[2]];
     // SAFETY: the arrays have room for as many documents as there are positions.
     unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args)? };
     Ok(Table { offsets, lengths })
@@ -123,6 +120,26 @@ pub unsafe fn swap(call: Call, (from, to): (Address, Address), rows: usize, colu
     let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
     // SAFETY: the caller vouches.
     unsafe { call.plain(("documents", "swap_statistics"), grid, 256, args![from, to, rows, columns]) }
+}
+
+/// Queues a copy between columns of packed rows and rows of all query heads: `spread_heads` gives every query head its key head,
+/// `sum_heads` adds up what query heads have of one.
+///
+/// # Safety
+/// Both are as large as the shape says.
+pub unsafe fn rows(
+    call: Call,
+    shape: &Shape,
+    kernel: &str,
+    (from, to): (Address, Address),
+    (first, count): (usize, usize),
+) -> Result<(), CudaError> {
+    let (heads, width) = (shape.heads * shape.e, (shape.heads + 2 * shape.kv_heads) * shape.e);
+    let columns = if kernel == "sum_heads" { count } else { heads };
+    let packs = shape.batch * shape.seq * columns / 8;
+    let args = args![from, to, packs, shape.e / 8, count / 8, heads / 8, first / 8, width / 8];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("documents", kernel), [packs.div_ceil(256), 1, 1], 256, args) }
 }
 
 /// Whether dQ of heads of `e` elements can be added up in one order on tensor cores.

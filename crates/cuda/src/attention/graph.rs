@@ -30,11 +30,9 @@ pub mod id {
     pub const WINDOW: i64 = 23;
     pub const MINUS_INFINITY_BEFORE: i64 = 24;
     pub const MINUS_INFINITY_PADDING: i64 = 25;
-    pub const DK_FULL: i64 = 11;
-    pub const DV_FULL: i64 = 12;
     pub const ROW_SUM: i64 = 13;
-    /// Where documents start: in rows of packed Q·K·V, of heads, of key heads, of statistics.
-    pub const OFFSETS: [i64; 4] = [30, 31, 32, 33];
+    /// Where documents start: in rows of packed Q·K·V, of heads, of statistics.
+    pub const OFFSETS: [i64; 3] = [30, 31, 32];
     pub const LENGTHS: i64 = 34;
 }
 
@@ -43,7 +41,6 @@ pub mod id {
 struct Documents {
     packed: TensorId,
     heads: TensorId,
-    kv_heads: TensorId,
     stats: TensorId,
     lengths: TensorId,
 }
@@ -80,38 +77,53 @@ impl Graph {
             None => None,
             Some(_) => {
                 let mut offsets = |kind: usize| column(b + 1, Data::Int64, id::OFFSETS[kind]);
-                let (packed, heads, kv_heads, stats) = (offsets(0)?, offsets(1)?, offsets(2)?, offsets(3)?);
-                Some(Documents { packed, heads, kv_heads, stats, lengths: column(b, Data::Int32, id::LENGTHS)? })
+                let (packed, heads, stats) = (offsets(0)?, offsets(1)?, offsets(2)?);
+                Some(Documents { packed, heads, stats, lengths: column(b, Data::Int32, id::LENGTHS)? })
             }
         };
         Ok(Self { g, b, h, kv, s, e, width: (h + 2 * kv) * e, window: shape.window.is_some(), documents })
     }
 
-    /// A view of packed Q·K·V.
-    fn in_rows(&mut self, (heads, turned): (i64, bool), place: Place) -> Result<TensorId, CudaError> {
-        let (mut dims, mut strides) =
-            ([self.b, heads, self.s, self.e], [self.s * self.width, self.e, self.width, 1]);
+    /// Heads in rows of `width` elements.
+    fn in_rows(
+        &mut self,
+        (heads, width): (i64, i64),
+        turned: bool,
+        data: Data,
+        (place, offsets): (Place, Option<TensorId>),
+    ) -> Result<TensorId, CudaError> {
+        let (mut dims, mut strides) = ([self.b, heads, self.s, self.e], [self.s * width, self.e, width, 1]);
         if turned {
             dims.swap(2, 3);
             strides.swap(2, 3);
         }
-        self.g.ragged((dims, strides), Data::Bf16, place, self.documents.map(|d| d.packed))
+        self.g.ragged((dims, strides), data, place, offsets)
     }
 
     /// Heads of packed Q·K·V.
-    fn packed(&mut self, heads: i64, id: i64) -> Result<TensorId, CudaError> {
-        self.in_rows((heads, false), Place::Memory(id))
+    fn packed(&mut self, heads: i64, turned: bool, place: Place) -> Result<TensorId, CudaError> {
+        self.in_rows((heads, self.width), turned, Data::Bf16, (place, self.documents.map(|d| d.packed)))
     }
 
-    /// The same, transposed.
-    fn packed_turned(&mut self, heads: i64, id: i64) -> Result<TensorId, CudaError> {
-        self.in_rows((heads, true), Place::Memory(id))
+    /// K, V or their gradients in a backward pass: packed, or, where documents are apart and queries share keys, a key head per
+    /// query head in rows of their own (the library's own sums over such heads fail with documents).
+    fn keys(&mut self, turned: bool, place: Place) -> Result<TensorId, CudaError> {
+        match self.documents {
+            Some(d) if self.grouped() => {
+                self.in_rows((self.h, self.h * self.e), turned, Data::Bf16, (place, Some(d.heads)))
+            }
+            _ => self.packed(self.kv, turned, place),
+        }
+    }
+
+    /// Whether several queries share a key.
+    fn grouped(&self) -> bool {
+        self.kv != self.h
     }
 
     /// A row of all query heads per position.
     fn head_rows(&mut self, data: Data, id: i64, offsets: Option<TensorId>) -> Result<TensorId, CudaError> {
-        let strides = [self.s * self.h * self.e, self.e, self.h * self.e, 1];
-        self.g.ragged(([self.b, self.h, self.s, self.e], strides), data, Place::Memory(id), offsets)
+        self.in_rows((self.h, self.h * self.e), false, data, (Place::Memory(id), offsets))
     }
 
     /// Results, a row per position.
@@ -216,7 +228,8 @@ impl Graph {
 
 fn forward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
-    let (q, k, v) = (g.packed(g.h, id::Q)?, g.packed_turned(g.kv, id::K)?, g.packed(g.kv, id::V)?);
+    let q = g.packed(g.h, false, Place::Memory(id::Q))?;
+    let (k, v) = (g.packed(g.kv, true, Place::Memory(id::K))?, g.packed(g.kv, false, Place::Memory(id::V))?);
     let raw = g.scores(Data::Float)?;
     g.matmul(q, k, raw, Product::Scores)?;
     let scale = g.g.value(id::SCALE)?;
@@ -243,8 +256,8 @@ fn forward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
 
 fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
-    let q = g.packed(g.h, id::Q)?;
-    let (k, v) = (g.packed_turned(g.kv, id::K)?, g.packed_turned(g.kv, id::V)?);
+    let q = g.packed(g.h, false, Place::Memory(id::Q))?;
+    let (k, v) = (g.keys(true, Place::Memory(id::K))?, g.keys(true, Place::Memory(id::V))?);
     let (o, dout, stats) = (g.rows(id::O)?, g.rows(id::DO)?, g.stats(id::STATS)?);
     // What each row's gradients have in common.
     let product = g.heads_between(Data::Float)?;
@@ -270,25 +283,16 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     g.g.pointwise(Pointwise::Exp, (masked, None, None), p)?;
     let p_turned = g.scores_turned()?;
     g.g.reshape(p, p_turned)?;
-    let grouped = g.kv != g.h;
-    let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64, full: i64| -> Result<(), CudaError> {
-        let out = g.packed(g.kv, id)?;
-        if !grouped {
+    let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64| -> Result<(), CudaError> {
+        let out = g.keys(false, Place::Memory(id))?;
+        if !g.grouped() || g.documents.is_some() {
             return g.matmul(a, b, out, Product::OverKeys);
         }
-        // Between operations it would have room for documents of the longest length each.
-        let full = match g.documents {
-            None => g.heads_between(Data::Bf16)?,
-            // The library takes offsets of key heads as many times as there are queries to a key.
-            Some(d) => {
-                let wrong = std::env::var("RAGGED_FULL").is_ok_and(|x| x == "2");
-                g.head_rows(Data::Bf16, full, Some(if wrong { d.heads } else { d.kv_heads }))?
-            }
-        };
+        let full = g.heads_between(Data::Bf16)?;
         g.matmul(a, b, full, Product::OverKeys)?;
         g.g.reduce(Reduction::Add, full, out)
     };
-    sum_into(&mut g, p_turned, dout, id::DV, id::DV_FULL)?;
+    sum_into(&mut g, p_turned, dout, id::DV)?;
     let dp = g.scores(Data::Float)?;
     g.matmul(dout, v, dp, Product::Scores)?;
     let less = g.binary(Pointwise::Sub, dp, common)?;
@@ -296,10 +300,14 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     let ds = g.binary(Pointwise::Mul, weighed, scale)?;
     let ds_turned = g.scores_turned()?;
     g.g.reshape(ds, ds_turned)?;
-    sum_into(&mut g, ds_turned, q, id::DK, id::DK_FULL)?;
-    let k_rows = g.in_rows((g.kv, false), Place::Virtual)?;
+    sum_into(&mut g, ds_turned, q, id::DK)?;
+    let k_rows = g.keys(false, Place::Virtual)?;
     g.g.reshape(k, k_rows)?;
-    let dq = g.packed(g.h, id::DQ)?;
+    // Documents: the library takes the sum in f32 to lie as dQ does, which would be thrice its size in packed rows.
+    let dq = match g.documents {
+        None => g.packed(g.h, false, Place::Memory(id::DQ))?,
+        Some(_) => g.rows(id::DQ)?,
+    };
     if shape.deterministic {
         // The library adds this product up in one order, over all of dS in scratch.
         g.matmul(ds, k_rows, dq, Product::OverKeys)?;

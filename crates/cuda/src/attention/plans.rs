@@ -55,6 +55,11 @@ impl Shape {
         fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents })
     }
 
+    /// Whether several queries share a key.
+    pub(super) fn grouped(&self) -> bool {
+        self.heads != self.kv_heads
+    }
+
     /// Bytes of a number of every row of every query head.
     pub(super) fn row_bytes(&self) -> u64 {
         (4 * self.batch * self.heads * self.seq) as u64
@@ -247,9 +252,10 @@ pub struct Operands {
 /// What a plan of documents needs besides.
 pub struct Ragged {
     pub table: Table,
-    /// dK and dV of every query head.
-    pub dk: Address,
-    pub dv: Address,
+    /// Q, K and V.
+    pub inputs: [Address; 3],
+    /// dQ, dK and dV.
+    pub gradients: [Address; 3],
     /// A number of every row.
     pub row_sum: Address,
 }
@@ -263,27 +269,28 @@ pub unsafe fn execute(stream: &Stream, shape: &Shape, plan: &Plan, at: &Operands
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
     let bytes = DType::BF16.bytes();
     let (k, v) = ((q * bytes) as u64, ((q + kv) * bytes) as u64);
-    let mut operands =
-        vec![(id::Q, at.qkv), (id::K, at.qkv + k), (id::V, at.qkv + v), (id::O, at.o), (id::STATS, at.lse)];
+    let packed = |rows| [rows, rows + k, rows + v];
+    let (inputs, gradients) = match &at.ragged {
+        None => (packed(at.qkv), packed(at.dqkv)),
+        Some(ragged) => (ragged.inputs, ragged.gradients),
+    };
+    let mut operands: Vec<_> = [id::Q, id::K, id::V].into_iter().zip(inputs).collect();
+    operands.extend([(id::O, at.o), (id::STATS, at.lse)]);
     let mut values = vec![(id::SCALE, scale(shape.e)), (id::MINUS_INFINITY, f32::NEG_INFINITY)];
     if let Some(window) = shape.window {
         values.extend([(id::WINDOW, window as f32), (id::MINUS_INFINITY_BEFORE, f32::NEG_INFINITY)]);
     }
     if shape.backward {
-        operands.extend([(id::DO, at.dout), (id::DQ, at.dqkv), (id::DK, at.dqkv + k), (id::DV, at.dqkv + v)]);
+        operands.push((id::DO, at.dout));
+        operands.extend([id::DQ, id::DK, id::DV].into_iter().zip(gradients));
         operands.extend((!shape.deterministic).then_some((id::DQ_SUM, at.dq)));
         values.push((id::ONE, 1.0));
     }
     if let Some(ragged) = &at.ragged {
         operands.extend(id::OFFSETS.into_iter().zip(ragged.table.offsets));
         operands.push((id::LENGTHS, ragged.table.lengths));
+        operands.extend(shape.backward.then_some((id::ROW_SUM, ragged.row_sum)));
         values.push((id::MINUS_INFINITY_PADDING, f32::NEG_INFINITY));
-        if shape.backward {
-            operands.push((id::ROW_SUM, ragged.row_sum));
-            operands.extend(
-                [(id::DK_FULL, ragged.dk), (id::DV_FULL, ragged.dv)].into_iter().filter(|_| shape.heads != shape.kv_heads),
-            );
-        }
     }
     // SAFETY: the caller vouches.
     unsafe { plan.execute(stream, &operands, &values, at.scratch) }
