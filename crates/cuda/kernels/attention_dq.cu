@@ -10,7 +10,7 @@ static __device__ __forceinline__ void matrices(u32 *r, u32 at) {
                  : "r"(at));
 }
 
-static __device__ __forceinline__ void matrices_turned(u32 *r, u32 at) {
+static __device__ __forceinline__ void matrices_transposed(u32 *r, u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at));
@@ -135,7 +135,7 @@ static __device__ void dq(const bf16 *dout, const bf16 *qkv, const float *lse, c
 #pragma unroll
             for (int e = 0; e < E / 16; e++) {
                 u32 m[4];
-                matrices_turned(m, shared_address(&k_tile[key_row][e * 16 + half]));
+                matrices_transposed(m, shared_address(&k_tile[key_row][e * 16 + half]));
                 multiply_add(sum[2 * e], ds, m[0], m[1]);
                 multiply_add(sum[2 * e + 1], ds, m[2], m[3]);
             }

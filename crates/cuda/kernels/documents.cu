@@ -42,7 +42,7 @@ extern "C" __global__ void document_table(const u32 *starts, i64 *offsets, u32 *
 
 // Statistics head by head [batch, heads, seq] from those position by position [batch, seq, heads], or the other way round.
 // Grid: (positions ÷ 32, heads ÷ 32, batch), blocks of 256.
-extern "C" __global__ void swap_statistics(const float *from, float *to, int rows, int columns) {
+extern "C" __global__ void transpose_statistics(const float *from, float *to, int rows, int columns) {
     __shared__ float tile[32][33];
     int x = threadIdx.x & 31, row = blockIdx.x * 32, column = blockIdx.y * 32;
     i64 base = (i64)blockIdx.z * rows * columns;
@@ -55,7 +55,7 @@ extern "C" __global__ void swap_statistics(const float *from, float *to, int row
 
 // Heads of packed rows, `count` packs of 16 bytes from `first` on, `e` each, into rows of as many heads as queries have: key heads
 // as often as queries share them.
-extern "C" __global__ void spread_heads(const Pack<bf16> *from, Pack<bf16> *to, i64 packs, int e, int count, int heads, int first,
+extern "C" __global__ void repeat_heads(const Pack<bf16> *from, Pack<bf16> *to, i64 packs, int e, int count, int heads, int first,
                                         int width) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= packs) return;

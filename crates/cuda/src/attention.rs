@@ -1,20 +1,18 @@
 //! Attention: cuDNN's fused kernels where they take the shape, else kernels of our own.
 
-mod documents;
+pub mod documents;
 mod graph;
 mod plans;
+mod table;
 
-pub use documents::Written;
 pub use plans::{Plans, Shared};
+pub use table::Written;
 
 use crate::call::Call;
-use crate::cudnn::Plan;
-use crate::driver::Address;
 use crate::kernels::args;
 use crate::{CudaError, ops};
-use documents::Room;
 use lockstep_ir::{DType, Workspace};
-use plans::{Operands, Ragged, Shape, execute};
+use plans::{Operands, execute};
 
 /// What a plan may ask for besides what grows with the shape.
 const SLACK: u64 = 1 << 20;
@@ -38,28 +36,6 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     }
 }
 
-/// Scratch of the forward kernels where documents are apart: cuDNN's, log-sum-exps position by position, and the table of documents.
-pub fn document_scratch(compute: DType) -> Workspace {
-    match compute {
-        DType::BF16 => {
-            Workspace { fixed: SLACK + documents::ROUNDING, terms: vec![(4, "bqs"), (documents::TABLE, "bs")] }
-        }
-        _ => Workspace::default(),
-    }
-}
-
-/// The same of the backward kernels: dQ in f32 and in rows of its own, K, V and their gradients of every query head in such rows,
-/// three numbers of every row, the table.
-pub fn document_grad_scratch(compute: DType) -> Workspace {
-    match compute {
-        DType::BF16 => Workspace {
-            fixed: SLACK + documents::ROUNDING,
-            terms: vec![(14, "bsh"), (12, "bqs"), (documents::TABLE, "bs")],
-        },
-        _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
-    }
-}
-
 /// Keys that a query sees at most.
 pub(crate) fn keys_seen(window: Option<usize>) -> usize {
     window.unwrap_or(i32::MAX as usize).min(i32::MAX as usize)
@@ -77,11 +53,11 @@ pub unsafe fn forward(call: Call, documents: bool, window: Option<usize>) -> Res
     let Some(o) = call.output(0) else { return Ok(()) };
     let (e, qkv) = (call.size('e'), call.input(0));
     if let Some((shape, plan)) = call.attention.of(call.bound) {
-        let scratch = call.scratch()?;
         if documents {
             // SAFETY: the operands have these sizes.
-            return unsafe { document_forward(call, &shape, plan, (qkv, o)) };
+            return unsafe { documents::forward(call, &shape, plan, (qkv, o)) };
         }
+        let scratch = call.scratch()?;
         let lse = call.output(1).unwrap_or(scratch + SLACK);
         let at = Operands { qkv, o, lse, dout: 0, dqkv: 0, dq: 0, scratch, ragged: None };
         // SAFETY: the operands have these sizes.
@@ -94,91 +70,6 @@ pub unsafe fn forward(call: Call, documents: bool, window: Option<usize>) -> Res
     check_head(e)?;
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("attention", "attention"), grid, 32 * WARPS, args) }
-}
-
-/// [`forward`] where every document is an entry of the library's batch.
-unsafe fn document_forward(
-    call: Call,
-    shape: &Shape,
-    plan: &Plan,
-    (qkv, o): (Address, Address),
-) -> Result<(), CudaError> {
-    let mut room = Room(call.scratch()?);
-    let (scratch, stats) = (room.take(SLACK), room.take(shape.row_bytes()));
-    // SAFETY: the operands have these sizes, and the scratch has room for all.
-    unsafe {
-        let table = documents::table(call, shape, call.input(1), &mut room)?;
-        let inputs = columns(shape).map(|(first, _)| qkv + 2 * first as u64);
-        let ragged = Some(Ragged { table, inputs, gradients: [0; 3], row_sum: 0 });
-        let at = Operands { qkv, o, lse: stats, dout: 0, dqkv: 0, dq: 0, scratch, ragged };
-        execute(call.stream, shape, plan, &at)?;
-        match call.output(1) {
-            Some(lse) => documents::swap(call, (stats, lse), shape.seq, shape.heads),
-            None => Ok(()),
-        }
-    }
-}
-
-/// [`grad`] where every document is an entry of the library's batch. The library adds dQ up in no order: where the same bits are
-/// asked for, dQ is computed once more by a kernel of our own.
-unsafe fn document_grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Result<(), CudaError> {
-    let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
-    let columns = columns(shape);
-    let mut room = Room(call.scratch()?);
-    let (delta, scratch, stats) = (room.take(shape.row_bytes()), room.take(SLACK), room.take(shape.row_bytes()));
-    let (dq, row_sum) = (room.take(shape.dq_bytes()), room.take(shape.row_bytes()));
-    let mut rows = || room.take(shape.dq_bytes() / 2);
-    let mut inputs = columns.map(|(first, _)| qkv + 2 * first as u64);
-    let mut gradients = columns.map(|(first, _)| dqkv + 2 * first as u64);
-    // dQ in rows of its own: the library takes its sum in f32 to lie as dQ does.
-    gradients[0] = rows();
-    if shape.grouped() {
-        (inputs[1], inputs[2], gradients[1], gradients[2]) = (rows(), rows(), rows(), rows());
-    }
-    // SAFETY: the operands have these sizes, and the scratch has room for all.
-    unsafe {
-        let table = documents::table(call, shape, starts, &mut room)?;
-        documents::swap(call, (lse, stats), shape.heads, shape.seq)?;
-        for (to, columns) in inputs.into_iter().zip(columns) {
-            if to != qkv + 2 * columns.0 as u64 {
-                documents::rows(call, shape, "spread_heads", (qkv, to), columns)?;
-            }
-        }
-        let ragged = Some(Ragged { table, inputs, gradients, row_sum });
-        execute(call.stream, shape, plan, &Operands { qkv, o, lse: stats, dout, dqkv, dq, scratch, ragged })?;
-        for (from, columns) in gradients.into_iter().zip(columns) {
-            if from != dqkv + 2 * columns.0 as u64 {
-                documents::rows(call, shape, "sum_heads", (from, dqkv), columns)?;
-            }
-        }
-    }
-    if !call.attention.deterministic {
-        return Ok(());
-    }
-    let (seq, heads, kv_heads, e, batch) = (shape.seq, shape.heads, shape.kv_heads, shape.e, shape.batch);
-    let window = keys_seen(shape.window);
-    let rows = [seq.div_ceil(WARPS), heads, batch];
-    // SAFETY: as above.
-    unsafe {
-        call.typed(("attention", "attention_delta"), rows, 32 * WARPS, args![dout, o, delta, seq, heads, kv_heads, e])?;
-        if documents::has_ordered_dq(call.bound) {
-            let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, window, scale(e)];
-            return call.plain(
-                ("attention_dq", &format!("attention_dq_{e}")),
-                [seq.div_ceil(64), heads, batch],
-                128,
-                args,
-            );
-        }
-        let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, e, window, scale(e)];
-        call.typed(("attention", "attention_grad_query"), rows, 32 * WARPS, args)
-    }
-}
-
-/// Where Q, K and V are in packed rows: their first elements, and how many.
-fn columns(shape: &Shape) -> [(usize, usize); 3] {
-    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
-    [(0, q), (q, kv), (q + kv, kv)]
 }
 
 /// Our own kernels keep a head in the registers of a warp.
@@ -197,7 +88,7 @@ pub unsafe fn grad(call: Call, documents: bool, window: Option<usize>) -> Result
     if let Some((shape, plan)) = call.attention.of(call.bound) {
         if documents {
             // SAFETY: the operands have these sizes.
-            return unsafe { document_grad(call, &shape, plan, dqkv) };
+            return unsafe { documents::grad(call, &shape, plan, dqkv) };
         }
         let rest = scratch + shape.dq_bytes().next_multiple_of(ops::ALIGNMENT);
         let at = Operands { qkv, o, lse, dout, dqkv, dq: scratch, scratch: rest, ragged: None };

@@ -88,12 +88,12 @@ impl Graph {
     fn in_rows(
         &mut self,
         (heads, width): (i64, i64),
-        turned: bool,
+        transposed: bool,
         data: Data,
         (place, offsets): (Place, Option<TensorId>),
     ) -> Result<TensorId, CudaError> {
         let (mut dims, mut strides) = ([self.b, heads, self.s, self.e], [self.s * width, self.e, width, 1]);
-        if turned {
+        if transposed {
             dims.swap(2, 3);
             strides.swap(2, 3);
         }
@@ -101,18 +101,18 @@ impl Graph {
     }
 
     /// Heads of packed Q·K·V.
-    fn packed(&mut self, heads: i64, turned: bool, place: Place) -> Result<TensorId, CudaError> {
-        self.in_rows((heads, self.width), turned, Data::Bf16, (place, self.documents.map(|d| d.packed)))
+    fn packed(&mut self, heads: i64, transposed: bool, place: Place) -> Result<TensorId, CudaError> {
+        self.in_rows((heads, self.width), transposed, Data::Bf16, (place, self.documents.map(|d| d.packed)))
     }
 
     /// K, V or their gradients in a backward pass: packed, or, where documents are apart and queries share keys, a key head per
     /// query head in rows of their own (the library's own sums over such heads fail with documents).
-    fn keys(&mut self, turned: bool, place: Place) -> Result<TensorId, CudaError> {
+    fn keys(&mut self, transposed: bool, place: Place) -> Result<TensorId, CudaError> {
         match self.documents {
             Some(d) if self.grouped() => {
-                self.in_rows((self.h, self.h * self.e), turned, Data::Bf16, (place, Some(d.heads)))
+                self.in_rows((self.h, self.h * self.e), transposed, Data::Bf16, (place, Some(d.heads)))
             }
-            _ => self.packed(self.kv, turned, place),
+            _ => self.packed(self.kv, transposed, place),
         }
     }
 
@@ -167,8 +167,8 @@ impl Graph {
         self.g.between([self.b, self.h, self.s, self.s], data)
     }
 
-    /// Scores, seen turned.
-    fn scores_turned(&mut self) -> Result<TensorId, CudaError> {
+    /// Scores, seen transposed.
+    fn scores_transposed(&mut self) -> Result<TensorId, CudaError> {
         let (h, s) = (self.h, self.s);
         self.g.tensor([self.b, h, s, s], [h * s * s, s * s, 1, s], Data::Bf16, Place::Virtual)
     }
@@ -281,8 +281,8 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     let masked = g.masked(below)?;
     let p = g.scores(Data::Float)?;
     g.g.pointwise(Pointwise::Exp, (masked, None, None), p)?;
-    let p_turned = g.scores_turned()?;
-    g.g.reshape(p, p_turned)?;
+    let p_transposed = g.scores_transposed()?;
+    g.g.reshape(p, p_transposed)?;
     let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64| -> Result<(), CudaError> {
         let out = g.keys(false, Place::Memory(id))?;
         if !g.grouped() || g.documents.is_some() {
@@ -292,15 +292,15 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
         g.matmul(a, b, full, Product::OverKeys)?;
         g.g.reduce(Reduction::Add, full, out)
     };
-    sum_into(&mut g, p_turned, dout, id::DV)?;
+    sum_into(&mut g, p_transposed, dout, id::DV)?;
     let dp = g.scores(Data::Float)?;
     g.matmul(dout, v, dp, Product::Scores)?;
     let less = g.binary(Pointwise::Sub, dp, common)?;
     let weighed = g.binary(Pointwise::Mul, less, p)?;
     let ds = g.binary(Pointwise::Mul, weighed, scale)?;
-    let ds_turned = g.scores_turned()?;
-    g.g.reshape(ds, ds_turned)?;
-    sum_into(&mut g, ds_turned, q, id::DK)?;
+    let ds_transposed = g.scores_transposed()?;
+    g.g.reshape(ds, ds_transposed)?;
+    sum_into(&mut g, ds_transposed, q, id::DK)?;
     let k_rows = g.keys(false, Place::Virtual)?;
     g.g.reshape(k, k_rows)?;
     // Documents: the library takes the sum in f32 to lie as dQ does, which would be thrice its size in packed rows.

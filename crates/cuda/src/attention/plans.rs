@@ -1,7 +1,7 @@
 //! Plans of cuDNN for the attentions of programs.
 
-use super::documents::Table;
 use super::graph::{self, id};
+use super::table::Table;
 use super::{SLACK, scale};
 use crate::cudnn::Plan;
 use crate::driver::{Address, Memory, Stream};
