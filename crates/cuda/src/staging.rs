@@ -1,4 +1,4 @@
-//! Page-locked memory between host and device: a ring of two buffers for what goes there, two slots for results on their way back.
+//! Pinned memory between host and device: a ring of two buffers for what goes there, two slots for results on their way back.
 
 use crate::CudaError;
 use crate::driver::{Address, Device, Event, Pinned, Stream};

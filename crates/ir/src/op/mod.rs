@@ -63,7 +63,7 @@ pub enum Op {
     AddRmsNormGrad,
     /// Weight gradient of either norm.
     RmsNormGradWeight,
-    /// Norms every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
+    /// Normalises every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
     /// that of all K heads; V stays as it is.
     QkNorm {
         /// Added to the mean square.
@@ -109,7 +109,7 @@ pub enum Op {
         /// As in `AddPositions`.
         documents: bool,
     },
-    /// Rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
+    /// RoPE: rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
     Rope {
         /// Rotate backwards: the gradient.
         inverse: bool,
@@ -125,7 +125,7 @@ pub enum Op {
         /// A query sees the keys from the start of its document on, a number on the device for every position. A start
         /// after its position counts as that position.
         documents: bool,
-        /// A query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
+        /// Sliding window: a query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
         window: Option<usize>,
     },
     /// Gradient of `Attention`; recomputes the scores tile by tile.
@@ -147,7 +147,7 @@ pub enum Op {
         /// As in `Attention`.
         window: Option<usize>,
     },
-    /// The values of packed Q·K·V, added up by such weights.
+    /// The values of packed Q·K·V, summed with such weights.
     AttentionMix {
         /// As in `Attention`: keys before it weigh nothing.
         window: Option<usize>,
@@ -173,10 +173,10 @@ pub enum Op {
     Gelu,
     /// Gradient of `Gelu`.
     GeluGrad,
-    /// Each element either 0 or scaled by 1 / (1 − rate), by a coin that is a function of the sequence's key, the site, and
-    /// position and feature (`counter::row_bits`): any rank of any layout throws the same. Its gradient is the same op.
+    /// Each element either 0 or scaled by 1 / (1 − rate), by a mask that is a function of the sequence's key, the site,
+    /// position and feature (`counter::row_bits`): any rank of any layout draws the same. Its gradient is the same op.
     Dropout {
-        /// The share of elements that become 0.
+        /// The fraction of elements that become 0.
         rate: f32,
         /// The place in the model.
         site: u64,
