@@ -354,14 +354,15 @@ impl Run<'_> {
     fn queue(&mut self, before: u64) -> Result<Queued, TrainError> {
         let start = Instant::now();
         let batch = self.batches.at(before);
-        let tokens = batch.sequences as u64 * self.config.train.seq as u64;
-        let loss_scale = self.loss_scale;
-        let seed = loss_scale.map_or(1.0, |scale| scale.seed(tokens));
-        let scalars = StepScalars { loss_scale: seed, ..step_scalars(self.config, before, self.updates, tokens) };
+        let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
+        let scalars = |targets| {
+            let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));
+            StepScalars { loss_scale: seed, ..step_scalars(config, before, updates, targets) }
+        };
         let work = match self.profiles(before + 1) {
-            false => self.session.queue_step(&self.train, batch, scalars)?,
+            false => self.session.queue_step(&self.train, batch, &scalars)?,
             true => {
-                let (result, timings) = self.session.profile_batch(&self.train, batch, scalars)?;
+                let (result, timings) = self.session.profile_batch(&self.train, batch, &scalars)?;
                 self.profiled.push(ProfiledStep { step: before + 1, timings });
                 QueuedStep::done(result)
             }

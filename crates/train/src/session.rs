@@ -1,6 +1,6 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
-use crate::feed::{Feed, Scored, losses};
+use crate::feed::{Feed, Scored, counted, losses};
 use crate::fit::{Room, savings};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
@@ -27,6 +27,8 @@ pub struct Session {
     smaller: Vec<(usize, String)>,
     first: Option<First>,
     feed: Feed,
+    /// Targets that count in the step whose inputs the executor holds.
+    targets: u64,
 }
 
 /// What the gradients of the first micro-batch are of.
@@ -41,7 +43,7 @@ struct First {
 /// What a step gave.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepResult {
-    /// Mean loss per token of the global batch.
+    /// Mean loss per target that counts of the global batch.
     pub loss: f64,
     /// Norm of the mean gradient.
     pub grad_norm: f32,
@@ -59,7 +61,7 @@ enum Queued {
     /// The executor runs steps to their end.
     Done(StepResult),
     /// The step runs, or waits for those before it.
-    Later { micro_batches: usize, ticket: Ticket },
+    Later { micro_batches: usize, targets: u64, ticket: Ticket },
 }
 
 impl QueuedStep {
@@ -105,6 +107,7 @@ impl Session {
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
+            targets: plan.tokens_per_step,
             smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
         };
         state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
@@ -177,23 +180,32 @@ impl Session {
 
     /// One training step on these samples of the global order.
     pub fn step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        let queued = self.queue_step(data, batch, scalars)?;
+        let queued = self.queue_step(data, batch, &|_| scalars)?;
         self.finish(queued)
     }
 
-    /// Gives the executor a training step on these samples of the global order. At most two steps are queued at a time.
-    pub fn queue_step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    /// Gives the executor a training step on these samples of the global order. `scalars` are those of a step with so many targets
+    /// that count. At most two steps are queued at a time.
+    pub fn queue_step(
+        &mut self,
+        data: &Sampler,
+        batch: Batch,
+        scalars: &dyn Fn(u64) -> StepScalars,
+    ) -> Result<QueuedStep, TrainError> {
         let micro_batches = self.load_batch(data, batch)?;
-        self.queue_micro_batches(micro_batches, scalars)
+        self.queue_micro_batches(micro_batches, scalars(self.targets))
     }
 
     /// Gives the executor the inputs of a step, and says in how many micro-batches.
     fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
+        let mut targets = 0;
         for m in 0..micro_batches {
             let first = batch.first_sample + (m * self.feed.batch()) as u64;
-            self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
+            targets += self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
         }
+        // A step of prompts alone has a loss and a gradient of 0.
+        self.targets = targets.max(1);
         Ok(micro_batches)
     }
 
@@ -201,10 +213,10 @@ impl Session {
     pub fn finish(&mut self, step: QueuedStep) -> Result<StepResult, TrainError> {
         match step.0 {
             Queued::Done(result) => Ok(result),
-            Queued::Later { micro_batches, ticket } => {
+            Queued::Later { micro_batches, targets, ticket } => {
                 let mut taken = self.executor.take(ticket)?.into_iter();
                 let none = || ExecError::Internal("a queued reading gave too little".into());
-                self.result(micro_batches, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
+                self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
             }
         }
     }
@@ -230,10 +242,10 @@ impl Session {
         &mut self,
         data: &Sampler,
         batch: Batch,
-        scalars: StepScalars,
+        scalars: &dyn Fn(u64) -> StepScalars,
     ) -> Result<(StepResult, Vec<Timing>), TrainError> {
         let micro_batches = self.load_batch(data, batch)?;
-        self.profile_micro_batches(micro_batches, scalars)
+        self.profile_micro_batches(micro_batches, scalars(self.targets))
     }
 
     fn profile_micro_batches(
@@ -242,27 +254,20 @@ impl Session {
         scalars: StepScalars,
     ) -> Result<(StepResult, Vec<Timing>), TrainError> {
         self.write_scalars(scalars)?;
-        let entry = self.entry(micro_batches).to_owned();
-        let timings = self.executor.profile(&entry)?;
-        Ok((self.result(micro_batches, |name, m| self.executor.read(name, m))?, timings))
-    }
-
-    /// The entry of a step of so many micro-batches.
-    fn entry(&self, micro_batches: usize) -> &str {
-        let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
-        smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry)
+        let timings = self.executor.profile(entry(&self.smaller, micro_batches))?;
+        let result = self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
+        Ok((result, timings))
     }
 
     fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
-        let entry = self.entry(micro_batches).to_owned();
-        self.executor.run(&entry)?;
+        self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
         let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
         let count = if self.first.is_some() { 3 } else { 2 };
         Ok(QueuedStep(match self.executor.read_later(&results[..count])? {
-            Some(ticket) => Queued::Later { micro_batches, ticket },
-            None => Queued::Done(self.result(micro_batches, |name, m| self.executor.read(name, m))?),
+            Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
+            None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
         }))
     }
 
@@ -276,6 +281,7 @@ impl Session {
     fn result<'a>(
         &self,
         micro_batches: usize,
+        targets: u64,
         mut read: impl FnMut(&str, usize) -> Result<Cow<'a, [u8]>, ExecError>,
     ) -> Result<StepResult, TrainError> {
         let mut sum = 0.0;
@@ -292,18 +298,26 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
-        let tokens = (micro_batches * self.feed.batch() * self.feed.seq()) as f64;
-        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan(), first })
+        Ok(StepResult { loss: sum / targets as f64, grad_norm, applied: !factor.is_nan(), first })
     }
 
-    /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.
+    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.
     pub fn evaluate(&mut self, data: &Sampler, sequences: u64, stop: &AtomicBool) -> Result<Option<f64>, TrainError> {
-        let mut sum = 0.0;
+        let (mut sum, mut targets) = (0.0, 0);
         let executor = self.executor.as_mut();
-        let add = &mut |scored: Scored<'_>| sum += scored.loss;
+        let add = &mut |scored: Scored<'_>| {
+            sum += scored.loss;
+            targets += counted(scored.targets);
+        };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
-        Ok(whole.then(|| sum / (sequences * self.feed.seq() as u64) as f64))
+        Ok(whole.then(|| sum / targets.max(1) as f64))
     }
+}
+
+/// The entry of a step of so many micro-batches.
+fn entry(smaller: &[(usize, String)], micro_batches: usize) -> &str {
+    let smaller = smaller.iter().find(|(count, _)| *count == micro_batches);
+    smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry)
 }
 
 /// A norm and the factor on gradients.
