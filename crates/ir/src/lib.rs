@@ -25,6 +25,7 @@ pub mod roles;
 mod scalars;
 pub mod schedule;
 mod shape;
+pub mod squares;
 pub mod timeline;
 pub mod units;
 pub mod verify;

@@ -25,8 +25,16 @@ pub struct Session {
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
     first: Option<First>,
+    /// Whether gradients are summed in fixed point, with no loss scale but this session's.
+    fixed_point: bool,
     feed: Feed,
 }
+
+/// Sums of gradients in fixed point reach 2²⁶. A step whose sums leave that range is run again with a loss scale that is this
+/// factor smaller, up to so many times: then the largest sums of f32 fit. Both are exact, and what is lost below the unit is
+/// less than 2⁻⁴⁰ of the largest sum.
+const NARROWER: f32 = 1.0 / (1 << 21) as f32;
+const NARROWINGS: usize = 5;
 
 /// What the gradients of the first micro-batch are of.
 #[derive(Clone, Copy)]
@@ -92,6 +100,7 @@ impl Session {
         };
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
+            fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
             tensors,
             executor,
@@ -212,7 +221,25 @@ impl Session {
         Ok((self.result(self.micro_batches, |name, m| self.executor.read(name, m))?, timings))
     }
 
-    fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    fn queue_micro_batches(
+        &mut self,
+        micro_batches: usize,
+        mut scalars: StepScalars,
+    ) -> Result<QueuedStep, TrainError> {
+        for _ in 0..NARROWINGS {
+            let queued = self.queue_once(micro_batches, scalars)?;
+            match &queued.0 {
+                // The update was suppressed: weights and moments are as before.
+                Queued::Done(r) if self.fixed_point && !r.applied && r.loss.is_finite() => {
+                    scalars.loss_scale *= NARROWER;
+                }
+                _ => return Ok(queued),
+            }
+        }
+        self.queue_once(micro_batches, scalars)
+    }
+
+    fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
         let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
         self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
