@@ -499,7 +499,9 @@ fn check(
     }
     if *op == Op::GradientNorm {
         // The norm and the factor are of different magnitudes.
-        [&mut found, &mut expected].map(|outputs| *outputs = outputs[0].iter().map(|x| vec![*x]).collect());
+        for outputs in [&mut found, &mut expected] {
+            *outputs = outputs[0].iter().map(|x| vec![*x]).collect();
+        }
     }
     let limit = tolerance(if way == Way::Summed(DType::BF16) { DType::BF16 } else { compute });
     let mut error = 0.0f64;

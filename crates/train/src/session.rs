@@ -10,7 +10,7 @@ use lockstep_checkpoint::{Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{ExecError, Executor, Note, Ticket, Timing};
+use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::borrow::Cow;
@@ -57,6 +57,8 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+    /// When it was done, where the device has a clock.
+    pub time: Option<DeviceTime>,
 }
 
 /// A step that was given to the executor.
@@ -196,9 +198,11 @@ impl Session {
         match step.0 {
             Queued::Done(result) => Ok(result),
             Queued::Later { micro_batches, ticket } => {
-                let mut taken = self.executor.take(ticket)?.into_iter();
+                let taken = self.executor.take(ticket)?;
+                let mut tensors = taken.tensors.into_iter();
                 let none = || ExecError::Internal("a queued reading gave too little".into());
-                self.result(micro_batches, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
+                let result = self.result(micro_batches, |_, _| Ok(Cow::Owned(tensors.next().ok_or_else(none)?)))?;
+                Ok(StepResult { time: taken.time, ..result })
             }
         }
     }
@@ -279,7 +283,7 @@ impl Session {
             }
         };
         let tokens = (micro_batches * self.feed.batch() * self.feed.seq()) as f64;
-        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan(), first })
+        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan(), first, time: None })
     }
 
     /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last.
