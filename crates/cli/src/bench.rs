@@ -140,9 +140,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
 
 fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
-    let matmul = cpu::ceilings::matmul(threads, DType::F32)?;
-    let matmul_bf16 = cpu::ceilings::matmul(threads, DType::BF16)?;
-    let bandwidth = cpu::ceilings::bandwidth(threads)?;
+    let matmul = cpu::peaks::matmul(threads, DType::F32)?;
+    let matmul_bf16 = cpu::peaks::matmul(threads, DType::BF16)?;
+    let bandwidth = cpu::peaks::bandwidth(threads)?;
     let disk = disk(&args.disk)?;
     let mut out = std::io::stdout().lock();
     if args.format == Format::Json {

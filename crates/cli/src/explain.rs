@@ -10,7 +10,7 @@ use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
 use lockstep_config::{BatchStage, Config};
-use lockstep_ir::account::{MemoryBill, OpCost, ops};
+use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepProgram, units};
 use lockstep_train::{Plan, TrainError, account, plan, planned_timeline};
@@ -202,7 +202,7 @@ fn ramp_text(config: &Config) -> String {
 }
 
 /// A rank's bill, by class and by layer.
-pub(crate) fn memory(bill: &MemoryBill) -> String {
+pub(crate) fn memory(bill: &MemoryBreakdown) -> String {
     let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / bill.total_bytes.max(1) as f64);
     let class_row = |c: &Class| {
         let bytes = bill.classes[c.name()];
@@ -238,7 +238,7 @@ pub(crate) fn memory(bill: &MemoryBill) -> String {
 }
 
 /// Layers with equal bills as one row: `0 to 15 (each)`.
-fn grouped_layers(bill: &MemoryBill) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
+fn grouped_layers(bill: &MemoryBreakdown) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
     let mut rows: Vec<(Option<(usize, usize)>, _)> = Vec::new();
     for line in &bill.layers {
         match (rows.last_mut(), line.layer) {

@@ -328,7 +328,7 @@ fn too_little_memory_is_refused_with_the_bill_and_a_refused_allocation_is_named(
 #[test]
 fn a_library_that_fails_says_why() {
     let fake = Fake::new();
-    // Where products are timed, and where their plans are known.
+    // Where matmuls are timed, and where their plans are known.
     for _ in 0..2 {
         let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cublasLtMatmul:1=3")]);
         assert!(text.starts_with("error: the device has no memory left\nhint: end other programs"), "{text}");
@@ -340,7 +340,7 @@ fn a_library_that_fails_says_why() {
 }
 
 #[test]
-fn a_product_that_the_library_does_not_have_is_told_from_a_library_that_fails() {
+fn a_matmul_that_the_library_does_not_have_is_told_from_a_library_that_fails() {
     let fake = Fake::new();
     let heuristic = |status: i32| {
         let fault = format!("cublasLtMatmulAlgoGetHeuristic:1={status}");

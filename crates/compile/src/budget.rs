@@ -1,29 +1,29 @@
-//! The cheapest keep-set whose arena fits a budget.
+//! The cheapest set of recomputed activations whose arena fits a budget.
 //!
-//! A keep-set says for every kind of layer which of the values that backward reads are given up. Its price is the FLOPs that are
-//! computed again, then the bytes that these calls move. Prices follow from one layer of each kind. Arenas do not: what is
-//! computed again needs room as well, so sets are lowered and placed in order of price until one fits. Three things keep that
-//! short: a set is passed over where the states and what it saves are over the budget already; a search by halves along the sets
-//! that save more for more gives a set that fits; and the walk over those that are cheaper yet ends after [`WORK`] nodes. It
-//! comes to its end on small graphs, so that the answer is the best there is; where it does not, the set that was found stands.
+//! A set says for every kind of layer which of the values that backward reads are recomputed instead of saved. Its cost is the
+//! recomputed FLOPs, then the bytes that these calls move. Costs follow from one layer of each kind. Arenas do not: what is
+//! recomputed needs memory as well, so sets are lowered and placed in order of cost until one fits. Three things keep that
+//! short: a set is skipped where the states and what it saves are over the budget already; a binary search along the sets that
+//! free more for more gives a set that fits; and the walk over cheaper sets ends after [`WORK`] nodes. On small graphs it
+//! completes, so that the answer is optimal; where it does not, the set that was found is used.
 //!
-//! What is left of the budget then is spent by [`mix`]: the first layers of a stage save more than the others.
+//! What is left of the budget then is spent by [`mix`]: the first layers of a stage recompute more than the others.
 
 mod mix;
 #[cfg(test)]
 mod tests;
 
-use crate::passes::{Again, Candidate, GivenUp, Layers, Recompute, again};
+use crate::passes::{Candidate, Layers, Recomputation, Recompute, Recomputed, recomputation};
 use crate::{CompileError, Estimator};
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Lifetime, StepProgram};
 use lockstep_ir::{Graph, TypeError, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Nodes that a search may place before it is content with what it has.
+/// Nodes that a search may place before it settles for what it has.
 const WORK: usize = 1 << 16;
 
-/// Values of one kind of layer that are decided about, the largest first; the others are kept.
+/// Values of one kind of layer that are decided about, the largest first; the others are saved.
 const MOST: usize = 16;
 
 /// Sets that are looked at one by one; where kinds have more together, only the best of each kind are combined.
@@ -32,13 +32,13 @@ const COMBINATIONS: usize = 1 << MOST;
 /// What a search found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// The cheapest keep-set that fits.
-    Keep(Recompute),
+    /// The cheapest policy that fits.
+    Recompute(Recompute),
     /// None does: the least bytes that an arena can have.
     Least(u64),
 }
 
-/// Finds the cheapest keep-set under which the arena of every rank has at most `budget` bytes.
+/// Finds the cheapest set of recomputed values under which the arena of every rank has at most `budget` bytes.
 pub fn fit(estimator: &Estimator, budget: u64) -> Result<Fit, CompileError> {
     let mut search = Search::new(estimator)?;
     let sets = search.sets()?;
@@ -46,17 +46,17 @@ pub fn fit(estimator: &Estimator, budget: u64) -> Result<Fit, CompileError> {
         None => search.least(sets).map(Fit::Least),
         Some(found) => {
             let mixed = mix::cheaper(&mut search, &sets, found, budget)?;
-            Ok(Fit::Keep(mixed.unwrap_or_else(|| search.policy(&sets[found]))))
+            Ok(Fit::Recompute(mixed.unwrap_or_else(|| search.policy(&sets[found]))))
         }
     }
 }
 
-/// Values that are given up, of every kind: bits in the order of its candidates.
+/// Values that are recomputed, of every kind: bits in the order of its candidates.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Set {
     flops: u128,
     moved: u128,
-    given_up: Vec<u64>,
+    recomputed: Vec<u64>,
 }
 
 struct Search<'a> {
@@ -74,20 +74,20 @@ struct Kind {
     calls: Vec<Call>,
     /// Bytes of every value that its layers make, by bit.
     bytes: Vec<u64>,
-    /// Bits: values that backward reads, values that are kept whatever is decided, and each candidate's.
+    /// Bits: values that backward reads, values that are saved whatever is decided, and each candidate's.
     read: u64,
     stays: u64,
     bits: Vec<u64>,
     layers: u64,
 }
 
-/// A forward node of a layer, and what computing it again takes.
+/// A forward node of a layer, and what recomputing it takes.
 struct Call {
     outputs: u64,
-    /// Made even where nobody reads them.
+    /// Made even where they are unused.
     always: u64,
     plain: Cost,
-    /// From kept outputs: which, and the price.
+    /// From saved outputs: which, and the cost.
     shorter: Option<(u64, Cost)>,
 }
 
@@ -97,12 +97,12 @@ struct Cost {
     read_bytes: u64,
 }
 
-/// What a pipeline stage's arena holds whatever is given up, and what it saves by giving up.
+/// What a pipeline stage's arena holds whatever is recomputed, and the bytes that recomputation frees.
 struct Stage {
     /// States, host buffers, all saved values, and the largest operands that any one call has in the frame.
     bound: u64,
     /// By kind: bytes of each candidate in all layers of the stage and all micro-batches in flight.
-    saves: Vec<Vec<u64>>,
+    frees: Vec<Vec<u64>>,
     /// The kind of each of its layers.
     kinds: Vec<usize>,
 }
@@ -132,15 +132,15 @@ impl<'a> Search<'a> {
         Ok(search)
     }
 
-    /// Sets that save more than all that are cheaper, of sets from the cheapest on.
+    /// Sets that free more than all that are cheaper, of sets from the cheapest on.
     fn front(&self, sets: &[Set]) -> Vec<usize> {
         let mut least = u64::MAX;
-        let mut saves_more = |set: &Set| {
+        let mut frees_more = |set: &Set| {
             let before = least;
             least = least.min(self.bound(set));
             least < before
         };
-        (0..sets.len()).filter(|s| saves_more(&sets[*s])).collect()
+        (0..sets.len()).filter(|s| frees_more(&sets[*s])).collect()
     }
 
     /// The cheapest set that fits where all layers of a kind do the same.
@@ -163,15 +163,15 @@ impl<'a> Search<'a> {
         Ok(found)
     }
 
-    /// All keep-sets, cheapest first.
+    /// All sets, cheapest first.
     fn sets(&self) -> Result<Vec<Set>, CompileError> {
         let decisions: usize = self.kinds.iter().map(|k| k.bits.len()).sum();
         let all = 1usize.checked_shl(decisions as u32).is_some_and(|sets| sets <= COMBINATIONS);
-        let mut sets = vec![Set { flops: 0, moved: 0, given_up: Vec::new() }];
+        let mut sets = vec![Set { flops: 0, moved: 0, recomputed: Vec::new() }];
         for (k, kind) in self.kinds.iter().enumerate() {
             let mut own: Vec<(u128, u128, u64)> = (0..1u64 << kind.bits.len())
                 .map(|chosen| {
-                    let (flops, moved) = kind.price(chosen);
+                    let (flops, moved) = kind.cost(chosen);
                     (flops, moved, chosen)
                 })
                 .collect();
@@ -179,26 +179,26 @@ impl<'a> Search<'a> {
             if !all {
                 let mut most = None;
                 own.retain(|(_, _, chosen)| {
-                    let saves: u64 = self.stages.iter().map(|s| s.saved(k, *chosen)).sum();
-                    let better = most.is_none_or(|most| saves > most);
-                    most = most.max(Some(saves));
+                    let frees: u64 = self.stages.iter().map(|s| s.freed(k, *chosen)).sum();
+                    let better = most.is_none_or(|most| frees > most);
+                    most = most.max(Some(frees));
                     better
                 });
             }
             let join = |set: &Set, (flops, moved, chosen): &(u128, u128, u64)| Set {
                 flops: set.flops + flops,
                 moved: set.moved + moved,
-                given_up: set.given_up.iter().copied().chain([*chosen]).collect(),
+                recomputed: set.recomputed.iter().copied().chain([*chosen]).collect(),
             };
             sets = sets.iter().flat_map(|set| own.iter().map(move |chosen| join(set, chosen))).collect();
             sets.sort_unstable();
             if !all {
-                // Sets that cost more than another and save no more are of no use, whatever is added to them.
+                // Sets that cost more than another and free no more are of no use, whatever is added to them.
                 let mut most = None;
                 sets.retain(|set| {
-                    let saves: u64 = self.stages.iter().map(|s| s.saves(&set.given_up)).sum();
-                    let better = most.is_none_or(|most| saves > most);
-                    most = most.max(Some(saves));
+                    let frees: u64 = self.stages.iter().map(|s| s.frees(&set.recomputed)).sum();
+                    let better = most.is_none_or(|most| frees > most);
+                    most = most.max(Some(frees));
                     better
                 });
             }
@@ -208,22 +208,22 @@ impl<'a> Search<'a> {
 
     /// Bytes that the arena has at least.
     fn bound(&self, set: &Set) -> u64 {
-        self.stages.iter().map(|s| s.bound - s.saves(&set.given_up)).max().unwrap_or(0)
+        self.stages.iter().map(|s| s.bound - s.frees(&set.recomputed)).max().unwrap_or(0)
     }
 
     /// Bytes of the largest arena.
     fn arena(&mut self, set: &Set) -> Result<u64, CompileError> {
-        if let Some(known) = self.known.get(&set.given_up) {
+        if let Some(known) = self.known.get(&set.recomputed) {
             return Ok(*known);
         }
         let programs = self.estimator.programs(self.policy(set))?;
-        Ok(self.note(set.given_up.clone(), &programs))
+        Ok(self.note(set.recomputed.clone(), &programs))
     }
 
-    fn note(&mut self, given_up: Vec<u64>, programs: &[StepProgram]) -> u64 {
+    fn note(&mut self, recomputed: Vec<u64>, programs: &[StepProgram]) -> u64 {
         let arena = programs.iter().map(|p| p.arena_bytes).max().unwrap_or(0);
         self.work += self.estimator.derived.nodes.len();
-        self.known.insert(given_up, arena);
+        self.known.insert(recomputed, arena);
         arena
     }
 
@@ -233,7 +233,7 @@ impl<'a> Search<'a> {
 
     fn values(&self, set: &Set) -> BTreeSet<Candidate> {
         let mut values = BTreeSet::new();
-        for (kind, chosen) in self.kinds.iter().zip(&set.given_up) {
+        for (kind, chosen) in self.kinds.iter().zip(&set.recomputed) {
             values.extend(kind.candidates.iter().enumerate().filter(|(c, _)| chosen >> c & 1 == 1).map(|(_, c)| *c));
         }
         values
@@ -241,10 +241,10 @@ impl<'a> Search<'a> {
 
     fn policy(&self, set: &Set) -> Recompute {
         let values = self.values(set);
-        if values.is_empty() { Recompute::None } else { Recompute::Given(GivenUp::by_all(values)) }
+        if values.is_empty() { Recompute::None } else { Recompute::Values(Recomputed::by_all(values)) }
     }
 
-    /// The least arena of all sets: those that may have it are placed, the likeliest first.
+    /// The least arena of all sets: those that may have it are placed, by increasing lower bound.
     fn least(&mut self, mut sets: Vec<Set>) -> Result<u64, CompileError> {
         sets.sort_by_key(|set| self.bound(set));
         let mut least = self.known.values().min().copied().unwrap_or(u64::MAX);
@@ -271,7 +271,7 @@ impl Kind {
         // A layer of more values than a word has bits decides about the first of them.
         let bit = |v: ValueId| values.iter().position(|x| *x == v).filter(|b| *b < 64).map_or(0, |b| 1u64 << b);
         let all = |vs: &mut dyn Iterator<Item = ValueId>| vs.fold(0, |bits, v| bits | bit(v));
-        let cost = |Again { op, inputs, outputs }: Again| -> Result<Cost, TypeError> {
+        let cost = |Recomputation { op, inputs, outputs }: Recomputation| -> Result<Cost, TypeError> {
             let types: Vec<_> = inputs.iter().map(|v| graph.ty(*v)).collect();
             let wanted: Vec<bool> = outputs.iter().map(Option::is_some).collect();
             Ok(Cost {
@@ -282,14 +282,14 @@ impl Kind {
         };
         let mut calls = Vec::new();
         for node in &nodes {
-            let (plain, from_kept) = (again(node, &|_| false), again(node, &|_| true));
-            let from = all(&mut from_kept.inputs.iter().copied()) & all(&mut node.outputs.iter().flatten().copied());
+            let (plain, from_saved) = (recomputation(node, &|_| false), recomputation(node, &|_| true));
+            let from = all(&mut from_saved.inputs.iter().copied()) & all(&mut node.outputs.iter().flatten().copied());
             let always = node.op.spec().always_made.iter().filter_map(|o| node.outputs[*o]);
             calls.push(Call {
                 outputs: all(&mut node.outputs.iter().flatten().copied()),
                 always: all(&mut always.into_iter()),
                 plain: cost(plain)?,
-                shorter: if from == 0 { None } else { Some((from, cost(from_kept)?)) },
+                shorter: if from == 0 { None } else { Some((from, cost(from_saved)?)) },
             });
         }
         let read = all(&mut values.iter().copied().filter(|v| layers.is_wanted(*v).1));
@@ -306,17 +306,17 @@ impl Kind {
         })
     }
 
-    /// FLOPs and bytes of computing again what all layers of the kind give up.
-    fn price(&self, chosen: u64) -> (u128, u128) {
-        let (flops, moved) = self.price_of_one(chosen);
+    /// FLOPs and bytes moved of what all layers of the kind recompute.
+    fn cost(&self, chosen: u64) -> (u128, u128) {
+        let (flops, moved) = self.cost_of_one(chosen);
         (flops * u128::from(self.layers), moved * u128::from(self.layers))
     }
 
     /// The same for one layer.
-    fn price_of_one(&self, chosen: u64) -> (u128, u128) {
-        let kept =
-            (0..self.bits.len()).filter(|c| chosen >> c & 1 == 0).fold(self.stays, |kept, c| kept | self.bits[c]);
-        let mut needed = self.read & !kept;
+    fn cost_of_one(&self, chosen: u64) -> (u128, u128) {
+        let saved =
+            (0..self.bits.len()).filter(|c| chosen >> c & 1 == 0).fold(self.stays, |saved, c| saved | self.bits[c]);
+        let mut needed = self.read & !saved;
         let (mut flops, mut moved) = (0, 0u64);
         for call in self.calls.iter().rev().filter(|call| call.outputs != 0) {
             let wanted = call.outputs & needed;
@@ -324,14 +324,14 @@ impl Kind {
                 continue;
             }
             let (cost, always) = match &call.shorter {
-                Some((from, cost)) if from & kept == *from => (cost, 0),
+                Some((from, cost)) if from & saved == *from => (cost, 0),
                 _ => (&call.plain, call.always),
             };
             flops += cost.flops;
             let written = wanted | always;
             let bytes = (0..self.bytes.len()).filter(|b| written >> b & 1 == 1).map(|b| self.bytes[b]);
             moved += cost.read_bytes + bytes.sum::<u64>();
-            needed |= cost.reads & !kept;
+            needed |= cost.reads & !saved;
         }
         (flops, u128::from(moved))
     }
@@ -354,7 +354,7 @@ impl Stage {
             let names = of_kind.filter_map(|(nodes, _)| value(nodes)).map(|v| graph.get(v).name.as_str());
             names.filter_map(|name| saved.get(name)).sum::<u64>() * slots
         };
-        let saves = kinds.iter().enumerate().map(|(k, kind)| kind.candidates.iter().map(|c| bytes(k, c)).collect());
+        let frees = kinds.iter().enumerate().map(|(k, kind)| kind.candidates.iter().map(|c| bytes(k, c)).collect());
         let without_frame =
             program.regions.iter().filter(|r| !matches!(r.lifetime, Lifetime::Frame | Lifetime::Overlay));
         let frame = program.segments.iter().flat_map(|s| &s.instrs).map(|i| {
@@ -364,14 +364,14 @@ impl Stage {
             in_frame.map(|b| program.buffers[b].bytes).sum::<u64>()
         });
         let bound = without_frame.map(|r| r.bytes()).sum::<u64>() + frame.max().unwrap_or(0);
-        Self { bound, saves: saves.collect(), kinds: own }
+        Self { bound, frees: frees.collect(), kinds: own }
     }
 
-    fn saved(&self, kind: usize, chosen: u64) -> u64 {
-        self.saves[kind].iter().enumerate().filter(|(c, _)| chosen >> c & 1 == 1).map(|(_, bytes)| bytes).sum()
+    fn freed(&self, kind: usize, chosen: u64) -> u64 {
+        self.frees[kind].iter().enumerate().filter(|(c, _)| chosen >> c & 1 == 1).map(|(_, bytes)| bytes).sum()
     }
 
-    fn saves(&self, given_up: &[u64]) -> u64 {
-        given_up.iter().enumerate().map(|(kind, chosen)| self.saved(kind, *chosen)).sum()
+    fn frees(&self, recomputed: &[u64]) -> u64 {
+        recomputed.iter().enumerate().map(|(kind, chosen)| self.freed(kind, *chosen)).sum()
     }
 }

@@ -1,6 +1,6 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
-use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, GivenUp, Layers, Recompute, SPREADING, TRAINING_PASSES};
+use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, Layers, Recompute, Recomputed, SHARDING, TRAINING_PASSES};
 use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Graph, StepProgram, TypeError};
@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 /// What all policies share, and what is left to do for one.
 pub struct Estimator {
-    /// The graph with its backward pass, before anything is given up.
+    /// The graph with its backward pass, before recomputation.
     pub(crate) derived: Graph,
     /// What each stage evaluates.
     evaluate: Vec<Graph>,
@@ -24,7 +24,7 @@ impl Estimator {
         };
         let stored = run(forward, 0..FORWARD_PASSES.len())?;
         let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
-        let evaluate = run(&evaluated(&stored), SPREADING)?;
+        let evaluate = run(&evaluated(&stored), SHARDING)?;
         let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
         let stages = 0..context.layout.mesh.pp;
         let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;
@@ -46,7 +46,7 @@ impl Estimator {
         Ok((0..context.layout.mesh.pp).map(program).collect::<Result<_, _>>()?)
     }
 
-    /// The graph with its backward pass, before anything is given up or spread over ranks.
+    /// The graph with its backward pass, before recomputation and sharding.
     pub fn derived(&self) -> &Graph {
         &self.derived
     }
@@ -56,14 +56,14 @@ impl Estimator {
         model_flops(&self.derived)
     }
 
-    /// Names of the ops whose outputs a layer keeps for backward and could compute again instead.
+    /// Names of the ops whose outputs a layer saves for backward and could recompute instead.
     pub fn recomputable(&self) -> BTreeSet<&'static str> {
         self.layers().ops(&self.derived)
     }
 
-    /// Which layers give up which values, by op and output.
-    pub fn given_up(&self, values: &GivenUp) -> Vec<(String, Vec<String>)> {
-        let GivenUp { first, by_first, by_rest } = values;
+    /// Which layers recompute which values, by op and output.
+    pub fn recomputed_values(&self, values: &Recomputed) -> Vec<(String, Vec<String>)> {
+        let Recomputed { first, by_first, by_rest } = values;
         let of = if self.cuts.is_empty() { "" } else { " of each stage" };
         let layers = self.layers();
         let others = layers.in_stage.iter().any(|position| position >= first);

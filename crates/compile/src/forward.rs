@@ -3,7 +3,7 @@
 //! They hold no gradient and no optimizer state. States of the same name are one state; the inputs and outputs of an
 //! entry are its own, named after it.
 
-use crate::passes::SPREADING;
+use crate::passes::SHARDING;
 use crate::{CompileError, Context, FORWARD_PASSES, TRAINING_PASSES, check, lower, memory};
 use lockstep_ir::graph::{Source, Value};
 use lockstep_ir::verify::{self, Unsound};
@@ -20,7 +20,7 @@ pub fn compile_forward(entries: &[(&'static str, Graph)], context: &Context) -> 
             check(pass.name, verify::graph(&graph))?;
         }
         let mut graph = graph.without_dead_code();
-        for pass in &TRAINING_PASSES[SPREADING] {
+        for pass in &TRAINING_PASSES[SHARDING] {
             graph = (pass.run)(&graph, context)?;
             check(pass.name, verify::graph(&graph))?;
         }
@@ -82,9 +82,9 @@ mod tests {
             ["one.tokens", "one.targets", "table", "w1", "w2", "one.loss", "two.tokens", "two.targets", "two.loss"]
         );
         assert!(program.entry("one").is_some() && program.entry("two").is_some());
-        let bill = account::memory(&program);
-        assert_eq!(bill.classes[Class::Gradients.name()] + bill.classes[Class::Optimizer.name()], 0);
-        assert_eq!(bill.total_bytes, program.arena_bytes);
+        let memory = account::memory(&program);
+        assert_eq!(memory.classes[Class::Gradients.name()] + memory.classes[Class::Optimizer.name()], 0);
+        assert_eq!(memory.total_bytes, program.arena_bytes);
     }
 
     #[test]

@@ -16,12 +16,12 @@ mod stage;
 pub use budget::{Fit, fit};
 pub use estimate::Estimator;
 pub use forward::compile_forward;
-pub use lower::OUTBOX;
+pub use lower::SEND_BUFFER_COPIES;
 pub use passes::{
-    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, GivenUp, Group, Optimizer, Pass, Precision, Recompute, Rule,
-    STATS, TRAINING_PASSES, autodiff, fuse,
+    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Recomputed,
+    Rule, STATS, TRAINING_PASSES, autodiff, fuse,
 };
-use passes::{DERIVED, SPREADING};
+use passes::{DERIVED, SHARDING};
 
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
@@ -35,11 +35,11 @@ pub struct Context {
     pub device: DeviceProfile,
     /// What was chosen for the run.
     pub layout: Layout,
-    /// How parameters move.
+    /// The optimizer.
     pub optimizer: Optimizer,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,
-    /// What is computed again in backward.
+    /// What is recomputed in backward.
     pub recompute: Recompute,
     /// What steps do besides.
     pub steps: Steps,
@@ -124,7 +124,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         graph = after;
         if p + 1 == FORWARD_PASSES.len() {
             evaluate = evaluated(&graph);
-            for pass in &TRAINING_PASSES[SPREADING] {
+            for pass in &TRAINING_PASSES[SHARDING] {
                 evaluate = (pass.run)(&evaluate, context)?;
                 check(pass.name, verify::graph(&evaluate))?;
             }

@@ -4,7 +4,7 @@ use crate::Context;
 use lockstep_ir::Mesh;
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::Rows;
-use lockstep_ir::{Graph, Op, Placement, Spread, TensorType, ValueId};
+use lockstep_ir::{Graph, Op, Placement, Sharding, TensorType, ValueId};
 
 pub(crate) struct Local<'a> {
     pub(crate) graph: &'a Graph,
@@ -75,17 +75,17 @@ impl<'a> Local<'a> {
         match value.source {
             // What is added to a sum has the sum's type.
             Source::Node { into: Some(sum) } => self.ty(sum),
-            _ => value.placement.local(&value.ty, &self.mesh),
+            _ => value.sharding.local(&value.ty, &self.mesh),
         }
     }
 
     /// Bytes of the buffer that holds a value.
     pub(crate) fn bytes(&self, v: ValueId) -> u64 {
         let value = self.graph.get(v);
-        match self.padded[v.0] && value.placement.dp != Spread::Flat {
+        match self.padded[v.0] && value.sharding.dp != Placement::Flat {
             false => self.ty(v).bytes(),
             true => {
-                let range = Placement { dp: Spread::Flat, ..value.placement };
+                let range = Sharding { dp: Placement::Flat, ..value.sharding };
                 range.local(&value.ty, &self.mesh).bytes() * self.mesh.dp as u64
             }
         }
@@ -128,6 +128,6 @@ impl<'a> Local<'a> {
             Source::Node { into: Some(sum) } => self.graph.get(sum),
             _ => self.graph.get(table),
         };
-        matches!(table.placement.tp, Spread::Split(_)).then(|| table.ty.dims[0].size())
+        matches!(table.sharding.tp, Placement::Split(_)).then(|| table.ty.dims[0].size())
     }
 }

@@ -34,11 +34,11 @@ pub(crate) struct UnplacedBuffer {
 }
 
 /// Messages that a stage may have on the way to another before it waits.
-pub const OUTBOX: usize = 2;
+pub const SEND_BUFFER_COPIES: usize = 2;
 
 /// Lowers what one stage runs of a training graph, and of the evaluation graph that shares its states.
 pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: usize) -> Result<Unplaced, TypeError> {
-    let mut lowering = Lowering { buffers: Vec::new(), outboxes: BTreeMap::new(), context };
+    let mut lowering = Lowering { buffers: Vec::new(), send_buffers: BTreeMap::new(), context };
     let local = Local::new(train, context);
     let persistent = lowering.persistent(&local);
     let of = |phases: &[Phase]| train.nodes.iter().filter(|n| phases.contains(&n.phase)).collect::<Vec<_>>();
@@ -116,7 +116,7 @@ pub(crate) fn lower_forward(
     entries: &[(&'static str, usize)],
     context: &Context,
 ) -> Result<Unplaced, TypeError> {
-    let mut lowering = Lowering { buffers: Vec::new(), outboxes: BTreeMap::new(), context };
+    let mut lowering = Lowering { buffers: Vec::new(), send_buffers: BTreeMap::new(), context };
     let local = Local::new(g, context);
     let persistent = lowering.persistent(&local);
     let mut nodes = g.nodes.iter();
@@ -179,7 +179,7 @@ impl Shared {
 struct Lowering<'a> {
     buffers: Vec<UnplacedBuffer>,
     /// Where messages wait, by stage, tag and size.
-    outboxes: BTreeMap<(usize, u32), BufferId>,
+    send_buffers: BTreeMap<(usize, u32), BufferId>,
     context: &'a Context,
 }
 
@@ -288,16 +288,16 @@ impl Lowering<'_> {
         temporary: Lifetime,
     ) -> Result<Option<BufferId>, TypeError> {
         if let Op::Send { stage, tag } = op {
-            let bytes = OUTBOX as u64 * node.inputs.iter().map(|v| local.bytes(*v)).sum::<u64>();
-            if let Some(known) = self.outboxes.get(&(stage, tag)) {
+            let bytes = SEND_BUFFER_COPIES as u64 * node.inputs.iter().map(|v| local.bytes(*v)).sum::<u64>();
+            if let Some(known) = self.send_buffers.get(&(stage, tag)) {
                 let buffer = &mut self.buffers[known.0];
                 buffer.bytes = buffer.bytes.max(bytes);
                 return Ok(Some(*known));
             }
-            let name = format!("outbox to stage {stage}");
-            let outbox = self.buffer(&name, Class::Communication, None, Lifetime::Run, bytes);
-            self.outboxes.insert((stage, tag), outbox);
-            return Ok(Some(outbox));
+            let name = format!("send buffer to stage {stage}");
+            let send_buffer = self.buffer(&name, Class::Communication, None, Lifetime::Run, bytes);
+            self.send_buffers.insert((stage, tag), send_buffer);
+            return Ok(Some(send_buffer));
         }
         if op.communicates() {
             return Ok(None);
@@ -415,7 +415,7 @@ fn tensors(local: &Local, persistent: &Places) -> Vec<Tensor> {
             name: value.name.clone(),
             ty: local.ty(shown),
             whole: value.ty.clone(),
-            placement: g.get(shown).placement,
+            sharding: g.get(shown).sharding,
             buffer: persistent[i]?,
             part,
             role,

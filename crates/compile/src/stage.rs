@@ -1,7 +1,7 @@
 //! Stages: cuts a graph between layers into what each pipeline stage runs.
 //!
 //! The residual stream and its gradient are what crosses a cut; they are sent and received by the stages on both sides. A
-//! parameter that two stages use (a tied table) is held and updated by both: they exchange its gradient sums and add them in the
+//! parameter that two stages use (a tied table) is held and updated by both: they send each other its gradient sums and add them in the
 //! same order.
 
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
@@ -154,7 +154,7 @@ fn update(
         };
         let known = |has: &BTreeSet<ValueId>, v: &ValueId| has.contains(v) || optimizer(v);
         if node.op == Op::AddState {
-            exchange(g, out, has, &mut node, stage, made_in);
+            sum_tied_gradient(g, out, has, &mut node, stage, made_in);
         }
         let spec = node.op.spec();
         if spec.variadic {
@@ -178,7 +178,7 @@ fn update(
 }
 
 /// Where another stage has summed the gradient of the same table: sends ours, receives theirs.
-fn exchange(
+fn sum_tied_gradient(
     g: &Graph,
     out: &mut Graph,
     has: &mut BTreeSet<ValueId>,

@@ -128,7 +128,7 @@ fn zero_needs_dp_and_shares_gradients_only_without_stages() {
     check(
         &format!("{TINY}[parallel]\nzero = 1\n"),
         "
-parallel.zero = 1 shares state among dp ranks, and parallel.dp = 1
+parallel.zero = 1 shards state over dp ranks, and parallel.dp = 1
   --> run.toml:4
   |
 4 | zero = 1

@@ -30,7 +30,7 @@ static __device__ __forceinline__ float gelu_share(float x) {
 
 static __device__ __forceinline__ float gelu_one(float x) { return x * gelu_share(x); }
 
-static __device__ __forceinline__ float gelu_slope(float x) {
+static __device__ __forceinline__ float gelu_derivative(float x) {
     float s = gelu_share(x);
     return s + 2.0f * ROOT_2_OVER_PI * x * s * (1.0f - s) * (1.0f + 0.134145f * x * x);
 }
@@ -72,7 +72,7 @@ static __device__ __forceinline__ void column_sums(const T *dy, const T *x, T *d
                 if (GELU) {
                     if (row >= rows) continue;
 #pragma unroll
-                    for (int j = 0; j < N; j++) g[k][j] *= gelu_slope(v[k][j]);
+                    for (int j = 0; j < N; j++) g[k][j] *= gelu_derivative(v[k][j]);
                     // The sum is of what is stored.
                     if (N > 1) {
                         Pack<T> packed;
@@ -126,10 +126,10 @@ static __device__ void gelu_grad(const T *dy, const T *x, T *dx, i64 n) {
         load(x + i, v);
         load(dy + i, g);
 #pragma unroll
-        for (int j = 0; j < N; j++) v[j] = g[j] * gelu_slope(v[j]);
+        for (int j = 0; j < N; j++) v[j] = g[j] * gelu_derivative(v[j]);
         store(dx + i, v);
     } else {
-        for (; i < n; i++) dx[i] = Of<T>::f32(to_f32(dy[i]) * gelu_slope(to_f32(x[i])));
+        for (; i < n; i++) dx[i] = Of<T>::f32(to_f32(dy[i]) * gelu_derivative(to_f32(x[i])));
     }
 }
 
@@ -188,17 +188,17 @@ static __device__ __forceinline__ u32 mix_small(u32 z) {
     return z ^ (z >> 16);
 }
 
-// Coins are a function of the sequence's key, the site, position and feature.
+// The mask is a function of the sequence's key, the site, position and feature.
 template <typename T>
 static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site, u32 below,
                                float scale) {
     i64 row = blockIdx.x;
     i64 b = row / seq, s = row % seq + first;
     u64 key = (u64)keys[2 * b] | (u64)keys[2 * b + 1] << 32;
-    u64 coins = hash_bits(hash_bits(key, site), (u64)s);
+    u64 mask = hash_bits(hash_bits(key, site), (u64)s);
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        u32 z = mix_small((u32)coins + (u32)i * 0x9e3779b9u);
-        z = mix_small(z ^ (u32)(coins >> 32));
+        u32 z = mix_small((u32)mask + (u32)i * 0x9e3779b9u);
+        z = mix_small(z ^ (u32)(mask >> 32));
         y[row * d + i] = z < below ? Of<T>::f32(0.0f) : Of<T>::f32(to_f32(x[row * d + i]) * scale);
     }
 }

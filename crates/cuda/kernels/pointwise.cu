@@ -18,10 +18,10 @@ static __device__ void embed(const u32 *tokens, const T *table, T *out, int d, i
     }
 }
 
-// Turns the first `turned` columns of a row, head by head; the others are copied if `out` is apart. `positions`: 0 the row's
+// RoPE: rotates the first `rotated` columns of a row, head by head; the others are copied if `out` is apart. `positions`: 0 the row's
 // place in its sequence, 1 from starts[sequence] on, 2 from the start of its document.
 template <typename T>
-static __device__ void turn(const T *in, const float *table, const u32 *starts, T *out, int seq, int width, int turned,
+static __device__ void rotate(const T *in, const float *table, const u32 *starts, T *out, int seq, int width, int rotated,
                             int e, int table_rows, float sign, int positions, int wide) {
     i64 row = blockIdx.x;
     i64 place = row % seq;
@@ -39,7 +39,7 @@ static __device__ void turn(const T *in, const float *table, const u32 *starts, 
     if (wide) {
         const int N = Pack<T>::N;
         int per_head = half / N;
-        for (int w = threadIdx.x; w < turned / e * per_head; w += blockDim.x) {
+        for (int w = threadIdx.x; w < rotated / e * per_head; w += blockDim.x) {
             int head = w / per_head, i = w % per_head * N;
             float a[N], b[N], x[N], y[N];
             load(in + head * e + i, a);
@@ -54,10 +54,10 @@ static __device__ void turn(const T *in, const float *table, const u32 *starts, 
             store(out + head * e + half + i, y);
         }
         if (in != out)
-            for (int i = turned + threadIdx.x * N; i < width; i += blockDim.x * N)
+            for (int i = rotated + threadIdx.x * N; i < width; i += blockDim.x * N)
                 *(Pack<T> *)(out + i) = *(const Pack<T> *)(in + i);
     } else {
-        for (int w = threadIdx.x; w < turned / e * half; w += blockDim.x) {
+        for (int w = threadIdx.x; w < rotated / e * half; w += blockDim.x) {
             int head = w / half, i = w % half;
             float c = angles[i], s = angles[half + i] * sign;
             float a = to_f32(in[head * e + i]), b = to_f32(in[head * e + half + i]);
@@ -65,7 +65,7 @@ static __device__ void turn(const T *in, const float *table, const u32 *starts, 
             out[head * e + half + i] = Of<T>::f32(b * c + a * s);
         }
         if (in != out)
-            for (int i = turned + threadIdx.x; i < width; i += blockDim.x) out[i] = in[i];
+            for (int i = rotated + threadIdx.x; i < width; i += blockDim.x) out[i] = in[i];
     }
 }
 
@@ -159,9 +159,9 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
         embed<T>(tokens, table, out, d, first, entries, wide);                                                         \
     }                                                                                                                  \
     extern "C" __global__ void rope_##NAME(const T *in, const float *table, const u32 *starts, T *out, int seq,        \
-                                           int width, int turned, int e, int table_rows, float sign, int positions,    \
+                                           int width, int rotated, int e, int table_rows, float sign, int positions,    \
                                            int wide) {                                                                 \
-        turn<T>(in, table, starts, out, seq, width, turned, e, table_rows, sign, positions, wide);                     \
+        rotate<T>(in, table, starts, out, seq, width, rotated, e, table_rows, sign, positions, wide);                     \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_##NAME(const T *gate_up, T *y, int f, int wide) {                                \
         swiglu<T>(gate_up, y, f, wide);                                                                                \

@@ -1,4 +1,4 @@
-//! What took time to find out, kept on disk: machine code of kernels, plans of matrix products and attention.
+//! What took time to find out, kept on disk: machine code of kernels, plans of matmuls and attention.
 
 use crate::CudaError;
 use std::path::PathBuf;

@@ -44,7 +44,7 @@ impl Call<'_> {
         self.at(&self.bound.inputs[i])
     }
 
-    /// Address of an output, if somebody wants it.
+    /// Address of an output; none where it is unused.
     pub fn output(&self, i: usize) -> Option<Address> {
         self.bound.outputs[i].as_ref().map(|at| self.at(at))
     }
@@ -111,7 +111,7 @@ impl Call<'_> {
         unsafe { self.kernels.launch(self.stream, kernel, grid, threads, args) }
     }
 
-    /// Queues a product whose scratch starts at `scratch`.
+    /// Queues a matmul whose scratch starts at `scratch`.
     ///
     /// # Safety
     /// The matrices are as large as the shape says.

@@ -233,7 +233,7 @@ impl Drop for Memory {
     }
 }
 
-/// Page-locked host memory, which the device copies from and to by itself.
+/// Pinned host memory, which the device copies from and to by itself.
 pub struct Pinned {
     device: Arc<Device>,
     data: *mut u8,
@@ -308,7 +308,7 @@ impl Stream {
     /// Copies to the device.
     ///
     /// # Safety
-    /// `to` has room for the data; page-locked data stay as they are until the copy is done.
+    /// `to` has room for the data; pinned data stay as they are until the copy is done.
     pub unsafe fn to_device(&self, to: Address, data: &[u8]) -> Result<(), CudaError> {
         // SAFETY: the caller vouches.
         let status = unsafe { (self.device.driver.copy_to_device)(to, data.as_ptr().cast(), data.len(), self.handle) };
@@ -380,7 +380,7 @@ impl Stream {
         Ok(Graph { device: self.device.clone(), exec })
     }
 
-    /// Does what was recorded.
+    /// Launches the CUDA graph.
     pub fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
         // SAFETY: both are open.
         self.device.driver.check("cuGraphLaunch", unsafe { (self.device.driver.graph_launch)(graph.exec, self.handle) })
@@ -396,7 +396,7 @@ impl Drop for Stream {
     }
 }
 
-/// Recorded work.
+/// A CUDA graph.
 pub struct Graph {
     device: Arc<Device>,
     exec: Handle,

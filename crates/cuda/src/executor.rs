@@ -1,4 +1,4 @@
-//! The CUDA executor: a step program in one allocation of one device, replayed as a recorded graph.
+//! The CUDA executor: a step program in one allocation of one device, replayed as a CUDA graph.
 
 use crate::attention::Plans;
 use crate::call::Call;
@@ -9,7 +9,7 @@ use crate::ops::join::{self, Groups};
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
-use lockstep_exec::exchange::Link;
+use lockstep_exec::communication::Link;
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing};
 use lockstep_ir::program::{Instr, Role, Slot, Tensor};
@@ -28,7 +28,7 @@ pub struct CudaExecutor {
     /// Of every instruction: those that are done with it as one.
     joined: Vec<Groups>,
     names: Names,
-    /// Entries that have run once, and what was recorded of those that ran twice.
+    /// Entries that have run once, and the CUDA graphs of those that ran twice.
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
@@ -38,7 +38,7 @@ pub struct CudaExecutor {
     linked: Option<Linked>,
     staging: RefCell<Staging>,
     results: Results,
-    /// The entry that was queued last: errors of the device come when somebody waits.
+    /// The entry that was queued last: errors of the device come when the host waits.
     queued: Option<Arc<str>>,
     stream: Stream,
     arena: Memory,
@@ -73,18 +73,18 @@ impl CudaExecutor {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
-        // Products are tried out before the arena takes the memory.
-        let products = gpu.matmul(deterministic)?;
-        let joined = join::groups(&program, &segments, &|shape| products.worth(shape))?;
+        // Matmuls are tried out before the arena takes the memory.
+        let gemms = gpu.matmul(deterministic)?;
+        let joined = join::groups(&program, &segments, &|shape| gemms.worth(shape))?;
         for (bounds, groups) in segments.iter().zip(&joined) {
             let mut shapes = groups.iter().flat_map(|group| join::shapes(bounds, group));
-            shapes.try_for_each(|shape| products.prepare(shape))?;
+            shapes.try_for_each(|shape| gemms.prepare(shape))?;
         }
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         let mut notes = attention.notes.clone();
         if link.is_some() {
             let text =
-                "ranks share one GPU and exchange through the host's memory: good to check a layout, slow to train";
+                "ranks share one GPU and communicate through the host's memory: good to check a layout, slow to train";
             notes.push(Note::Warning(text.into()));
         }
         gpu.note_context()?;

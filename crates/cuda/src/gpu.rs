@@ -1,4 +1,4 @@
-//! A device with what programs on it share: kernels, plans of products, cuDNN; and what it tells of itself.
+//! A device with what programs on it share: kernels, plans of matmuls, cuDNN; and what it tells of itself.
 
 use crate::cudnn::Cudnn;
 use crate::driver::Device;
@@ -36,7 +36,7 @@ struct Bare {
 const SAMPLE_EVERY: Duration = Duration::from_secs(1);
 
 impl Gpu {
-    /// Opens device `ordinal`: compiles or loads kernels, opens cuBLASLt. `tune` says whether products are timed to find the
+    /// Opens device `ordinal`: compiles or loads kernels, opens cuBLASLt. `tune` says whether matmuls are timed to find the
     /// best way to compute them; else the library's first proposal is taken.
     pub fn open(ordinal: usize, tune: bool) -> Result<Arc<Self>, CudaError> {
         // Training does without NVML.
@@ -51,7 +51,7 @@ impl Gpu {
         Ok(Arc::new(gpu))
     }
 
-    /// Products: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.
+    /// Matmuls: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.
     pub(crate) fn matmul(&self, deterministic: bool) -> Result<&Matmul, CudaError> {
         match deterministic {
             false => Ok(&self.matmul),
@@ -109,7 +109,7 @@ impl Gpu {
     }
 
     /// Bytes of device memory that have come since the first arena besides arenas of so many bytes, by the driver: what
-    /// libraries load late, and recorded graphs. None without a program.
+    /// libraries load late, and CUDA graphs. None without a program.
     pub fn late_bytes(&self, arena_bytes: u64) -> Result<Option<u64>, CudaError> {
         let Some(bare) = self.bare.get() else { return Ok(None) };
         Ok(Some(bare.free_bytes.saturating_sub(self.device.free_bytes()?).saturating_sub(arena_bytes)))

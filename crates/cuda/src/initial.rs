@@ -7,7 +7,7 @@ use crate::kernels::{Kernels, args};
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::{DType, Init, counter};
 
-/// Whether the device can draw such values: those that integers and one product of floats make.
+/// Whether the device can draw such values: those that integers and one multiplication of floats make.
 pub fn drawn_here(init: &Init) -> bool {
     match init {
         Init::Normal { .. } | Init::Ones | Init::Zeros => true,

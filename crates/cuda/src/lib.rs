@@ -7,7 +7,6 @@ mod attention;
 mod best;
 mod cache;
 mod call;
-pub mod ceilings;
 mod cudnn;
 mod driver;
 mod error;
@@ -21,6 +20,7 @@ mod matmul;
 mod nvml;
 mod nvrtc;
 mod ops;
+pub mod peaks;
 mod staging;
 mod survey;
 

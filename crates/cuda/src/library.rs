@@ -11,7 +11,7 @@ pub enum Name {
     Driver,
     /// The compiler of kernels.
     Nvrtc,
-    /// Matrix products.
+    /// Matmuls.
     CublasLt,
     /// Fused attention.
     Cudnn,

@@ -1,29 +1,29 @@
-//! A rank among others that share the device: what they exchange goes through the host.
+//! A rank among others that share the device: they communicate through the host.
 
 use crate::CudaError;
 use crate::driver::{Address, Stream};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::{Piece, Place};
-use lockstep_exec::exchange::{Exchanges, Link, Mirror, exchanges};
+use lockstep_exec::communication::{CommunicationCalls, Link, Mirror, communication_calls};
 use lockstep_ir::program::Slot;
 use lockstep_ir::{Coordinates, StepProgram};
 
-/// A rank's connection, and the host's view of what it exchanges.
+/// A rank's connection, and the host's view of what it communicates.
 pub struct Linked {
     link: Link,
-    exchanges: Exchanges,
+    communication_calls: CommunicationCalls,
     mirror: Mirror,
     pieces: Vec<Piece>,
 }
 
-// SAFETY: `pieces` holds addresses in the mirror while an exchange runs; nobody looks at them afterwards.
+// SAFETY: `pieces` holds addresses in the mirror while a communication call runs; nobody looks at them afterwards.
 unsafe impl Send for Linked {}
 
 impl Linked {
     /// Connects a rank that runs `program`.
     pub fn new(program: &StepProgram, link: Link) -> Self {
-        let exchanges = exchanges(program, link.coordinates);
-        Self { link, exchanges, mirror: Mirror::new(program.arena_bytes), pieces: Vec::new() }
+        let communication_calls = communication_calls(program, link.coordinates);
+        Self { link, communication_calls, mirror: Mirror::new(program.arena_bytes), pieces: Vec::new() }
     }
 
     /// Where the rank stands.
@@ -48,15 +48,15 @@ impl Linked {
         (slot, instr): (Slot, usize),
         failed: impl Fn(CudaError) -> ExecError,
     ) -> Result<bool, ExecError> {
-        let Some(exchange) = &self.exchanges[slot.segment][instr] else { return Ok(false) };
-        for range in exchange.reads(slot) {
+        let Some(call) = &self.communication_calls[slot.segment][instr] else { return Ok(false) };
+        for range in call.reads(slot) {
             let from = base + range.start as u64;
             // SAFETY: the verifier has checked that operands lie in the arena; the copy is waited for below.
             unsafe { stream.to_host(self.mirror.range(range), from) }.map_err(&failed)?;
         }
         stream.wait().map_err(&failed)?;
-        self.mirror.run(exchange, self.link.comm.as_ref(), slot, &mut self.pieces)?;
-        for range in exchange.writes(slot) {
+        self.mirror.run(call, self.link.comm.as_ref(), slot, &mut self.pieces)?;
+        for range in call.writes(slot) {
             let to = base + range.start as u64;
             // SAFETY: as above.
             unsafe { stream.to_device(to, self.mirror.range(range)) }.map_err(&failed)?;

@@ -1,4 +1,4 @@
-//! Matrix products by cuBLASLt. Plans are chosen once, by timing the library's first proposals on the device, and kept on disk.
+//! Matmuls by cuBLASLt. Plans are chosen once, by timing the library's first proposals on the device, and kept on disk.
 
 mod epilogue;
 mod trial;
@@ -45,7 +45,7 @@ const DESC_TRANSB: c_int = 4;
 const PREFERENCE_WORKSPACE: c_int = 1;
 const PREFERENCE_ALIGNMENT: [c_int; 4] = [5, 6, 7, 8];
 
-/// How the library computes a product; its bytes may be kept and used again with the same version.
+/// How the library computes a matmul; its bytes may be kept and used again with the same version.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Algorithm([u64; 8]);
@@ -68,9 +68,9 @@ pub const WORKSPACE: u64 = 32 << 20;
 /// Proposals that are timed.
 const TRIED: usize = 8;
 
-/// Which product of activations `x [m, k]`, weights `w [n, k]` and results `y [m, n]`, all row by row.
+/// Which matmul of activations `x [m, k]`, weights `w [n, k]` and results `y [m, n]`, all row by row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Product {
+pub enum Gemm {
     /// y = x · wᵀ.
     Forward,
     /// x = y · w.
@@ -79,11 +79,11 @@ pub enum Product {
     Weight,
 }
 
-/// A product with its sizes and types.
+/// A matmul with its sizes and types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
     /// Which.
-    pub product: Product,
+    pub gemm: Gemm,
     /// Rows of activations.
     pub m: usize,
     /// Columns of y.
@@ -111,14 +111,14 @@ impl Shape {
 
     /// Elements of a row of the result.
     fn result_row(&self) -> usize {
-        match self.product {
-            Product::Forward => self.n,
-            Product::Input | Product::Weight => self.k,
+        match self.gemm {
+            Gemm::Forward => self.n,
+            Gemm::Input | Gemm::Weight => self.k,
         }
     }
 }
 
-/// Matrices and which of them are turned, as the library sees them: column by column.
+/// Matrices and which of them are transposed, as the library sees them: column by column.
 struct Described {
     desc: Handle,
     a: Handle,
@@ -145,7 +145,7 @@ pub struct Matmul {
     plans: RwLock<HashMap<Shape, Arc<Plan>>>,
     /// Held while a plan is made: two at once would time each other.
     making: Mutex<()>,
-    /// Whether products are worth their epilogues, as far as that was asked: one answer for as long as the process lives.
+    /// Whether matmuls are worth their epilogues, as far as that was asked: one answer for as long as the process lives.
     worth: Mutex<HashMap<Shape, bool>>,
     /// Whether proposals are timed: else the first is taken.
     tune: bool,
@@ -190,13 +190,13 @@ impl Matmul {
     }
 
     fn describe(&self, shape: &Shape) -> Result<Described, CudaError> {
-        let Shape { product, m, n, k, input, output, y_stride, .. } = *shape;
+        let Shape { gemm, m, n, k, input, output, y_stride, .. } = *shape;
         // Row by row is column by column of the transpose: x is [k, m], w is [k, n], y is [n, m].
         let (x, w, y) = ((k, m, k), (k, n, k), (n, m, y_stride));
-        let (a, b, c, turn_a, turn_b) = match product {
-            Product::Forward => (w, x, y, 1, 0),
-            Product::Input => (w, y, x, 0, 0),
-            Product::Weight => (x, y, w, 0, 1),
+        let (a, b, c, transpose_a, transpose_b) = match gemm {
+            Gemm::Forward => (w, x, y, 1, 0),
+            Gemm::Input => (w, y, x, 0, 0),
+            Gemm::Weight => (x, y, w, 0, 1),
         };
         let layout = |(rows, columns, stride): (usize, usize, usize), dtype| {
             let mut layout = std::ptr::null_mut();
@@ -210,9 +210,9 @@ impl Matmul {
         // SAFETY: addresses and sizes are those of the values.
         unsafe {
             check("cublasLtMatmulDescCreate", (self.lt.desc_create)(&mut desc, COMPUTE_32F, code(DType::F32)))?;
-            for (which, turn) in [(DESC_TRANSA, turn_a), (DESC_TRANSB, turn_b)] {
-                let turn: c_int = turn;
-                let status = (self.lt.desc_set)(desc, which, (&raw const turn).cast(), size_of::<c_int>());
+            for (which, transpose) in [(DESC_TRANSA, transpose_a), (DESC_TRANSB, transpose_b)] {
+                let transpose: c_int = transpose;
+                let status = (self.lt.desc_set)(desc, which, (&raw const transpose).cast(), size_of::<c_int>());
                 check("cublasLtMatmulDescSetAttribute", status)?;
             }
         }
@@ -220,7 +220,7 @@ impl Matmul {
         Ok(Described { desc, a: layout(a, input)?, b: layout(b, input)?, c: layout(c, output)? })
     }
 
-    /// The library's first proposals; none where it does not have the product.
+    /// The library's first proposals; none where it does not have the matmul.
     fn proposals(&self, d: &Described, alignment: u32) -> Result<Vec<Proposal>, CudaError> {
         let mut preference = std::ptr::null_mut();
         let mut found = [NO_PROPOSAL; TRIED];
@@ -261,7 +261,7 @@ impl Matmul {
         self.plans.read().unwrap_or_else(|e| e.into_inner()).get(shape).cloned()
     }
 
-    /// The plan of a product that is about to run; none where it has no elements.
+    /// The plan of a matmul that is about to run; none where it has no elements.
     fn to_run(&self, shape: &Shape) -> Result<Option<Arc<Plan>>, CudaError> {
         if shape.m * shape.n * shape.k == 0 {
             return Ok(None);
@@ -270,7 +270,7 @@ impl Matmul {
         self.plan(shape).ok_or_else(missing).map(Some)
     }
 
-    /// Makes the plan of a product, if it is not made yet.
+    /// Makes the plan of a matmul, if it is not made yet.
     pub fn prepare(&self, shape: Shape) -> Result<(), CudaError> {
         match self.prepared(shape)? {
             true => Ok(()),
@@ -278,7 +278,7 @@ impl Matmul {
         }
     }
 
-    /// The same; false where the library does not have the product.
+    /// The same; false where the library does not have the matmul.
     fn prepared(&self, shape: Shape) -> Result<bool, CudaError> {
         let _making = self.making.lock().unwrap_or_else(|e| e.into_inner());
         if self.plan(&shape).is_some() || shape.m * shape.n * shape.k == 0 {
@@ -357,7 +357,7 @@ impl Matmul {
         }
     }
 
-    /// Queues a product: `to` = factors, plus `plus` if the shape says that it adds. Factors stand in the order of the product's
+    /// Queues a matmul: `to` = factors, plus `plus` if the shape says that it adds. Factors stand in the order of the matmul's
     /// definition: (x, w), (y, w) or (y, x).
     ///
     /// # Safety
@@ -378,7 +378,7 @@ impl Matmul {
         unsafe { self.call(&plan.described, &plan.algorithm, stream, (a, b, plus), to, beta, scratch) }
     }
 
-    #[allow(clippy::too_many_arguments, reason = "a product has that many operands")]
+    #[allow(clippy::too_many_arguments, reason = "a matmul has that many operands")]
     unsafe fn call(
         &self,
         d: &Described,

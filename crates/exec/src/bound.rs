@@ -69,7 +69,7 @@ pub struct Bound {
     pub op: Op,
     /// In the op table's order.
     pub inputs: Vec<At>,
-    /// In the op table's order; `None` where nobody wants one.
+    /// In the op table's order; `None` where unused.
     pub outputs: Vec<Option<At>>,
     /// Scratch.
     pub workspace: Option<At>,

@@ -139,7 +139,7 @@ fn sizes(op: &Op) -> Vec<Size> {
 enum Draw {
     /// Normal.
     Normal,
-    /// Normal, a quarter as large: weights whose products are logits as models have them.
+    /// Normal, a quarter as large: weights whose matmuls give logits as models have them.
     Quarter,
     /// Normal, this many times as large.
     Scaled(f64),

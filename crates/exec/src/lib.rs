@@ -6,9 +6,9 @@
 
 pub mod bound;
 pub mod comm;
+pub mod communication;
 pub mod conformance;
 pub mod cpu;
-pub mod exchange;
 pub mod initial;
 mod ranks;
 pub mod reference;

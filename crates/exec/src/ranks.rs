@@ -4,11 +4,11 @@
 //! stage; ranks of a stage share it.
 
 use crate::comm::{Communicator, threads};
+use crate::communication::Link;
 use crate::cpu::CpuExecutor;
-use crate::exchange::Link;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, Spread, StepProgram};
+use lockstep_ir::{Coordinates, Mesh, Placement, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -65,17 +65,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Ranks {
     /// Loads the programs of all stages on the CPU, each on its ranks, with `threads` kernel threads per rank.
-    pub fn on_cpu(programs: Vec<StepProgram>, threads: usize, patience: Duration) -> Result<Self, ExecError> {
-        Self::load(programs, patience, |program, link| {
+    pub fn on_cpu(programs: Vec<StepProgram>, threads: usize, timeout: Duration) -> Result<Self, ExecError> {
+        Self::load(programs, timeout, |program, link| {
             Ok(Box::new(CpuExecutor::load_rank(program, threads, Some(link))?))
         })
     }
 
     /// Loads the programs of all stages, each on its ranks; `load` makes the executor of one. A rank that waits longer than
-    /// `patience` for another that shows no sign of life ends the run.
+    /// `timeout` for another that shows no sign of life ends the run.
     pub fn load(
         programs: Vec<StepProgram>,
-        patience: Duration,
+        timeout: Duration,
         mut load: impl FnMut(StepProgram, Link) -> Result<Box<dyn Rank>, ExecError>,
     ) -> Result<Self, ExecError> {
         let Some(mesh) = programs.first().map(|p| p.mesh) else {
@@ -90,7 +90,7 @@ impl Ranks {
         }
         // Where a rank cannot be loaded, dropping this ends those that were.
         let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
-        for (rank, comm) in threads(mesh.ranks(), patience).into_iter().enumerate() {
+        for (rank, comm) in threads(mesh.ranks(), timeout).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
             let program = ranks.programs[coordinates.pp].clone();
             let link = Link { comm: comm.clone(), coordinates };
@@ -237,7 +237,7 @@ impl Executor for Ranks {
                 return Err(ExecError::Internal(format!("`{name}` takes {bytes} bytes, got {}", data.len())));
             }
             let mut local = vec![0; t.ty.bytes() as usize];
-            for run in t.placement.runs(&t.whole, &mesh, at) {
+            for run in t.sharding.runs(&t.whole, &mesh, at) {
                 let (from, to, len) = (run.whole * width, run.local * width, run.len * width);
                 local[to..to + len].copy_from_slice(&data[from..from + len]);
             }
@@ -249,18 +249,18 @@ impl Executor for Ranks {
         let mesh = self.mesh;
         let mut whole = Vec::new();
         self.on_ranks(tensor, |at, t, executor| {
-            if [t.placement.dp, t.placement.tp].contains(&Spread::Partial) {
+            if [t.sharding.dp, t.sharding.tp].contains(&Placement::Partial) {
                 return Err(ExecError::Internal(format!("`{}` is not summed over ranks", t.name)));
             }
             // Of ranks that hold the same, the first is enough.
-            let same = |spread, index| spread == Spread::Replicated && index > 0;
-            if same(t.placement.dp, at.dp) || same(t.placement.tp, at.tp) {
+            let same = |placement, index| placement == Placement::Replicated && index > 0;
+            if same(t.sharding.dp, at.dp) || same(t.sharding.tp, at.tp) {
                 return Ok(());
             }
             let width = t.whole.dtype.bytes();
             whole.resize(t.whole.bytes() as usize, 0);
             let local = executor.read(tensor, micro_batch)?;
-            for run in t.placement.runs(&t.whole, &mesh, at) {
+            for run in t.sharding.runs(&t.whole, &mesh, at) {
                 let (from, to, len) = (run.local * width, run.whole * width, run.len * width);
                 whole[to..to + len].copy_from_slice(&local[from..from + len]);
             }

@@ -51,9 +51,9 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             }
             vec![table]
         }
-        Op::Linear => vec![product((rows, dims.size('n'), dims.size('k')), x[0], false, x[1], true)],
-        Op::LinearGradInput => vec![product((rows, dims.size('k'), dims.size('n')), x[0], false, x[1], false)],
-        Op::LinearGradWeight => vec![product((dims.size('n'), dims.size('k'), rows), x[0], true, x[1], false)],
+        Op::Linear => vec![matmul((rows, dims.size('n'), dims.size('k')), x[0], false, x[1], true)],
+        Op::LinearGradInput => vec![matmul((rows, dims.size('k'), dims.size('n')), x[0], false, x[1], false)],
+        Op::LinearGradWeight => vec![matmul((dims.size('n'), dims.size('k'), rows), x[0], true, x[1], false)],
         Op::AddBias => vec![x[0].iter().enumerate().map(|(i, x0)| x0 + x[1][i % x[1].len()]).collect()],
         Op::BiasGrad => vec![column_sums(x[0], dims.size('d'), |i| x[0][i])],
         Op::RmsNorm { eps } => norm(x[0], x[1], f64::from(eps)).into(),
@@ -151,11 +151,11 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::LinearCrossEntropy { scaled, .. } => {
             let seed = if scaled { f64::from(scalars(x[3]).loss_scale) } else { 1.0 };
             let (k, v) = (dims.size('k'), dims.size('v'));
-            let logits = product((rows, v, k), x[0], false, x[1], true);
+            let logits = matmul((rows, v, k), x[0], false, x[1], true);
             let [loss, _] = cross_entropy(&dims, &logits, x[2]);
             let dlogits: Vec<f64> = cross_entropy_grad(&logits, x[2]).iter().map(|d| d * seed).collect();
-            let dx = product((rows, k, v), &dlogits, false, x[1], false);
-            let dw = product((v, k, rows), &dlogits, true, x[0], false);
+            let dx = matmul((rows, k, v), &dlogits, false, x[1], false);
+            let dw = matmul((v, k, rows), &dlogits, true, x[0], false);
             vec![loss, dx, dw]
         }
         Op::AddState => vec![add(x[0], x[1])],
@@ -240,9 +240,9 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 /// a (m × k, or its transpose in memory) · b (k × n, or its transpose in memory).
-fn product((m, n, k): (usize, usize, usize), a: &[f64], a_turned: bool, b: &[f64], b_turned: bool) -> Vec<f64> {
-    let a_at = |i: usize, l: usize| if a_turned { a[l * m + i] } else { a[i * k + l] };
-    let b_at = |l: usize, j: usize| if b_turned { b[j * k + l] } else { b[l * n + j] };
+fn matmul((m, n, k): (usize, usize, usize), a: &[f64], a_transposed: bool, b: &[f64], b_transposed: bool) -> Vec<f64> {
+    let a_at = |i: usize, l: usize| if a_transposed { a[l * m + i] } else { a[i * k + l] };
+    let b_at = |l: usize, j: usize| if b_transposed { b[j * k + l] } else { b[l * n + j] };
     let element = |at: usize| (0..k).map(|l| a_at(at / n, l) * b_at(l, at % n)).sum();
     (0..m * n).map(element).collect()
 }

@@ -3,26 +3,26 @@
 use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
-use crate::{Coordinates, MeshAxis, Op, Placement, Spread, timeline};
+use crate::{Coordinates, MeshAxis, Op, Placement, Sharding, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The memory bill of a program.
+/// The memory breakdown of a program.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct MemoryBill {
+pub struct MemoryBreakdown {
     /// Size of the arena; the classes sum to it.
     pub total_bytes: u64,
     /// Bytes by class name.
     pub classes: BTreeMap<&'static str, u64>,
     /// Bytes of persistent and saved buffers by layer (`None`: embedding, head and what belongs to no layer).
-    pub layers: Vec<LayerBill>,
+    pub layers: Vec<LayerBreakdown>,
     /// When most bytes are in use.
     pub peak: Moment,
 }
 
-/// One layer's part of the bill.
+/// One layer's part of the breakdown.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LayerBill {
+pub struct LayerBreakdown {
     /// Layer index; `None` for what belongs to no layer.
     pub layer: Option<usize>,
     /// Bytes by class name.
@@ -46,8 +46,8 @@ pub struct Moment {
     pub live_bytes: u64,
 }
 
-/// The bill of the training step, or of evaluation where there is no training step.
-pub fn memory(program: &StepProgram) -> MemoryBill {
+/// The breakdown of the training step, or of evaluation where there is no training step.
+pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     let mut classes: BTreeMap<&'static str, u64> = Class::ALL.iter().map(|c| (c.name(), 0)).collect();
     let mut layers: BTreeMap<Option<usize>, BTreeMap<&'static str, u64>> = BTreeMap::new();
     for (r, region) in program.regions.iter().enumerate() {
@@ -74,10 +74,10 @@ pub fn memory(program: &StepProgram) -> MemoryBill {
         }
     }
     let entry = program.entry(StepProgram::TRAIN).or(program.entries.first());
-    MemoryBill {
+    MemoryBreakdown {
         total_bytes: program.arena_bytes,
         classes,
-        layers: layers.into_iter().map(|(layer, classes)| LayerBill { layer, classes }).collect(),
+        layers: layers.into_iter().map(|(layer, classes)| LayerBreakdown { layer, classes }).collect(),
         peak: entry.map(|e| peak(program, e)).unwrap_or_default(),
     }
 }
@@ -114,9 +114,9 @@ pub struct OpCost {
     pub op: &'static str,
     /// Number of calls.
     pub calls: u64,
-    /// Matrix-product FLOPs that the hardware is asked for.
+    /// Matmul FLOPs that the hardware is asked for.
     pub flops: f64,
-    /// Bytes of all operands: read once, written once, sums read and written.
+    /// Bytes moved: operands read once, results written once, accumulators read and written.
     pub bytes: u64,
 }
 
@@ -140,9 +140,9 @@ pub fn ops(program: &StepProgram, entry: &Entry) -> Result<Vec<OpCost>, TypeErro
     Ok(lines)
 }
 
-/// What the ranks of a stage exchange with others in an entry.
+/// What the ranks of a stage communicate in an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Exchange {
+pub struct Communication {
     /// Segment that asks for it.
     pub segment: &'static str,
     /// The op.
@@ -160,8 +160,8 @@ pub struct Exchange {
 }
 
 /// The collectives and messages of an entry by segment, op and axis, in order of first use.
-pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
-    let mut lines: Vec<Exchange> = Vec::new();
+pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication> {
+    let mut lines: Vec<Communication> = Vec::new();
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
@@ -176,7 +176,7 @@ pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
             let input = total(&mut instr.inputs.iter());
             let output = total(&mut instr.outputs.iter().flatten());
             let n = ranks as u64;
-            // A ring passes a part on n − 1 times, twice for a sum that everybody gets.
+            // A ring passes a part on n − 1 times, twice for an all-reduce.
             let (whole, sent) = match instr.op {
                 Op::AllGather { .. } => (input * n, input * (n - 1)),
                 Op::ReduceScatter { .. } => (output * n, output * (n - 1)),
@@ -189,10 +189,10 @@ pub fn exchanges(program: &StepProgram, entry: &Entry) -> Vec<Exchange> {
                 _ => (input, input * 2 * (n - 1) / n),
             };
             let (op, axis) = (instr.op.name(), axis.name());
-            let same = |l: &Exchange| (l.segment, l.op, l.axis, l.ranks) == (segment.name, op, axis, ranks);
+            let same = |l: &Communication| (l.segment, l.op, l.axis, l.ranks) == (segment.name, op, axis, ranks);
             let at = lines.iter().position(same).unwrap_or_else(|| {
                 let segment = segment.name;
-                lines.push(Exchange { segment, op, axis, ranks, calls: 0, bytes: 0, sent_bytes: 0 });
+                lines.push(Communication { segment, op, axis, ranks, calls: 0, bytes: 0, sent_bytes: 0 });
                 lines.len() - 1
             });
             lines[at].calls += runs;
@@ -209,8 +209,8 @@ pub fn padding(program: &StepProgram) -> u64 {
     let padding = |t: &Tensor, tp: usize| {
         // Data-parallel ranks hold the same, or together once what tensor parallelism leaves.
         let at = Coordinates { tp, ..Coordinates::default() };
-        let here = Placement { dp: Spread::Replicated, ..t.placement }.held(&t.whole, mesh, at);
-        let copies = if t.placement.dp == Spread::Flat && !t.part { 1 } else { mesh.dp };
+        let here = Sharding { dp: Placement::Replicated, ..t.sharding }.held(&t.whole, mesh, at);
+        let copies = if t.sharding.dp == Placement::Flat && !t.part { 1 } else { mesh.dp };
         program.buffers[t.buffer.0].bytes * mesh.dp as u64 - (here * t.whole.dtype.bytes() * copies) as u64
     };
     let states: Vec<&Tensor> = program.tensors.iter().filter(|t| matches!(t.role, Role::State(_))).collect();
@@ -233,9 +233,9 @@ pub fn flops(program: &StepProgram, entry: &Entry) -> Result<Flops, TypeError> {
 /// What one call costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
-    /// Matrix-product FLOPs.
+    /// Matmul FLOPs.
     pub flops: Flops,
-    /// Bytes of all operands: read once, written once, sums read and written.
+    /// Bytes moved: operands read once, results written once, accumulators read and written.
     pub bytes: u64,
 }
 
@@ -247,7 +247,7 @@ impl Instr {
         let read = self.inputs.iter().map(|a| a.ty.bytes());
         let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 });
         let mut flops = self.op.flops(&types, &wanted)?;
-        // An op of the forward pass that runs in backward is computed again: the model does not need it.
+        // An op of the forward pass that runs in backward is recomputed: the model does not need it.
         if self.phase == Phase::InputGrad && self.op.spec().gradient_reads.is_some() {
             (flops.model, flops.causal) = (0, 0);
         }

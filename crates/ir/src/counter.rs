@@ -43,7 +43,7 @@ pub fn row(sample: u64, site: u64, position: u64) -> u64 {
 #[inline(always)]
 pub fn row_bits(row: u64, i: u32) -> u32 {
     let z = mix_small((row as u32).wrapping_add(i.wrapping_mul(0x9e37_79b9)));
-    // Rows whose first halves are near each other do not share a stretch: the second half goes between the rounds.
+    // Rows whose first halves are near each other do not share a sequence: the second half goes between the rounds.
     mix_small(z ^ (row >> 32) as u32)
 }
 

@@ -1,6 +1,6 @@
 //! The graph: what is computed, in global shapes, before anything is placed.
 
-use crate::{Init, Op, Placement, Spread, TensorType, TypeError};
+use crate::{Init, Op, Placement, Sharding, TensorType, TypeError};
 use std::fmt::Write;
 
 /// Index of a value in its graph.
@@ -14,7 +14,7 @@ pub enum Phase {
     Forward,
     /// Backward, input gradients: what the layer below waits for (B).
     InputGrad,
-    /// Backward, weight gradients: nobody waits for them before the optimizer (W).
+    /// Backward, weight gradients: not needed before the optimizer (W).
     WeightGrad,
     /// Once per step, as soon as the last micro-batch's weight gradients of a layer are there: sums over ranks.
     Reduce,
@@ -52,7 +52,7 @@ pub enum State {
         /// Which moment; checkpoints use this.
         which: &'static str,
     },
-    /// The f32 original of a parameter that is kept in bf16.
+    /// The f32 master weights of a parameter that is stored in bf16 or fp16.
     Master {
         /// Name of the parameter's value.
         of: String,
@@ -102,8 +102,8 @@ pub struct Value {
     pub ty: TensorType,
     /// Where it comes from.
     pub source: Source,
-    /// How it lies over the mesh.
-    pub placement: Placement,
+    /// Its sharding over the mesh.
+    pub sharding: Sharding,
 }
 
 /// One operation of the graph.
@@ -113,7 +113,7 @@ pub struct Node {
     pub op: Op,
     /// Inputs, in the op table's order.
     pub inputs: Vec<ValueId>,
-    /// Outputs, in the op table's order; `None` where nobody wants one.
+    /// Outputs, in the op table's order; `None` where unused.
     pub outputs: Vec<Option<ValueId>>,
     /// Which part of the step it belongs to.
     pub phase: Phase,
@@ -188,7 +188,7 @@ impl Graph {
         Ok(ids)
     }
 
-    /// Adds a node that changes how values lie over the mesh; its outputs are called `<input>.<suffix>`.
+    /// Adds a node that changes the sharding of values; its outputs are called `<input>.<suffix>`.
     pub fn relay(
         &mut self,
         op: Op,
@@ -199,12 +199,12 @@ impl Graph {
     ) -> Result<Vec<ValueId>, TypeError> {
         let outputs = self.node(op, inputs, "", phase, layer)?;
         for (&from, &to) in inputs.iter().zip(&outputs) {
-            let before = self.get(from).placement;
+            let before = self.get(from).sharding;
             self.values[to.0].name = format!("{}.{suffix}", self.get(from).name);
-            self.values[to.0].placement = match op {
-                Op::AllReduce { axis } | Op::AllGather { axis, .. } => before.with(axis, Spread::Replicated),
-                Op::ReduceScatter { axis, dim } => before.with(axis, dim.map_or(Spread::Flat, Spread::Split)),
-                Op::Shard { axis } => before.with(axis, Spread::Flat),
+            self.values[to.0].sharding = match op {
+                Op::AllReduce { axis } | Op::AllGather { axis, .. } => before.with(axis, Placement::Replicated),
+                Op::ReduceScatter { axis, dim } => before.with(axis, dim.map_or(Placement::Flat, Placement::Split)),
+                Op::Shard { axis } => before.with(axis, Placement::Flat),
                 _ => before,
             };
         }
@@ -260,7 +260,7 @@ impl Graph {
         readers
     }
 
-    /// Drops outputs that nobody reads, and nodes left without any.
+    /// Drops unused outputs, and nodes left without any.
     pub fn without_dead_code(mut self) -> Self {
         let mut wanted = vec![false; self.values.len()];
         let kept = self.updates.iter().chain(&self.parts).map(|(_, v)| v);
@@ -301,17 +301,17 @@ impl Graph {
     }
 
     fn value(&mut self, name: impl Into<String>, ty: TensorType, source: Source) -> ValueId {
-        self.values.push(Value { name: name.into(), ty, source, placement: Placement::REPLICATED });
+        self.values.push(Value { name: name.into(), ty, source, sharding: Sharding::REPLICATED });
         ValueId(self.values.len() - 1)
     }
 }
 
-/// A placement behind a type, where there is something to say.
-struct At(Placement);
+/// A sharding behind a type, where there is something to say.
+struct At(Sharding);
 
 impl std::fmt::Display for At {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if self.0 == Placement::REPLICATED { Ok(()) } else { write!(f, " @({})", self.0) }
+        if self.0 == Sharding::REPLICATED { Ok(()) } else { write!(f, " @({})", self.0) }
     }
 }
 
@@ -332,7 +332,7 @@ impl std::fmt::Display for Graph {
                 Source::Node { .. } | Source::Sum => continue,
             };
             if !used[i].is_empty() || kind == "gradient" {
-                writeln!(f, "{kind:<9} {}: {}{}", v.name, v.ty, At(v.placement))?;
+                writeln!(f, "{kind:<9} {}: {}{}", v.name, v.ty, At(v.sharding))?;
             }
         }
         for node in &self.nodes {
@@ -343,7 +343,7 @@ impl std::fmt::Display for Graph {
                     None => line.push('_'),
                     Some(v) => {
                         let value = self.get(*v);
-                        write!(line, "{}: {}{}", value.name, value.ty, At(value.placement))?;
+                        write!(line, "{}: {}{}", value.name, value.ty, At(value.sharding))?;
                         if let Source::Node { into: Some(state) } = value.source {
                             write!(line, " += {}", self.get(state).name)?;
                         }

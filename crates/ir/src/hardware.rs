@@ -7,7 +7,7 @@ use serde::Serialize;
 pub struct Gpu {
     /// The name that commands take.
     pub name: &'static str,
-    /// FLOP per second of dense 16-bit matrix products with 32-bit sums: bf16, or fp16 where there is no bf16 (V100).
+    /// FLOP per second of dense 16-bit matmuls with 32-bit sums: bf16, or fp16 where there is no bf16 (V100).
     pub peak_flops_per_s: f64,
     /// Memory in bytes.
     pub memory_bytes: u64,

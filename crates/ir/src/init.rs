@@ -23,15 +23,15 @@ pub enum Init {
     },
 }
 
-/// The frequency scaling that Llama 3.1 introduced: long wavelengths are stretched by `factor`, short ones kept, those
-/// between blended.
+/// The frequency scaling that Llama 3.1 introduced: low frequencies are divided by `factor`, high ones left as they
+/// are, those between interpolated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RopeScaling {
     /// How much longer the context becomes.
     pub factor: f64,
-    /// Wavelengths above `original_context / low_freq_factor` are stretched in full.
+    /// Wavelengths above `original_context / low_freq_factor` are scaled in full.
     pub low_freq_factor: f64,
-    /// Wavelengths below `original_context / high_freq_factor` are kept.
+    /// Wavelengths below `original_context / high_freq_factor` are left as they are.
     pub high_freq_factor: f64,
     /// Context length of the unscaled model.
     pub original_context: f64,
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn rope_scaling_keeps_short_waves_and_stretches_long_ones() {
+    fn rope_scaling_divides_low_frequencies_and_leaves_high_ones() {
         let s = RopeScaling { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192.0 };
         assert_eq!(s.apply(1.0), 1.0);
         assert_eq!(s.apply(1e-5), 1e-5 / 8.0);

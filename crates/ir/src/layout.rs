@@ -12,7 +12,7 @@ pub struct Layout {
     pub micro_batches: usize,
     /// The ranks.
     pub mesh: Mesh,
-    /// What dp ranks hold only a share of: nothing (0), optimizer state (1), gradients too (2), parameters too (3).
+    /// ZeRO level, what is sharded over dp ranks: nothing (0), optimizer state (1), gradients too (2), parameters too (3).
     pub zero: u8,
     /// Whether tp ranks split the sequence where they do not split the matrices.
     pub sequence_parallel: bool,

@@ -38,7 +38,7 @@ impl Shape {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}\nhint: use {nearest}")]
 pub struct Refusal {
-    /// The key of the config that is likeliest at fault: `parallel.tp`, say.
+    /// The key of the config that is most likely at fault: `parallel.tp`, say.
     pub key: &'static str,
     /// The other keys that take part.
     pub with: &'static [&'static str],
@@ -189,7 +189,7 @@ fn zero(layout: &Layout) -> Option<Refusal> {
         4.. => Some(refuse(&[], format!("parallel.zero = {zero} is no stage of ZeRO"), "zero = 3")),
         _ if dp == 1 => Some(refuse(
             &["parallel.dp"],
-            format!("parallel.zero = {zero} shares state among dp ranks, and parallel.dp = 1"),
+            format!("parallel.zero = {zero} shards state over dp ranks, and parallel.dp = 1"),
             "zero = 0, or dp = 2 or more",
         )),
         2.. if pp > 1 => Some(refuse(

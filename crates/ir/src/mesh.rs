@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// What the ranks along an axis of the mesh share out.
+/// What the ranks along an axis of the mesh divide among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MeshAxis {

@@ -2,7 +2,7 @@
 
 use crate::graph::{Phase, State};
 use crate::mesh::Mesh;
-use crate::{Op, Placement, TensorType, counter};
+use crate::{Op, Sharding, TensorType, counter};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// All classes, in the order in which bills list them.
+    /// All classes, in the order in which breakdowns list them.
     pub const ALL: [Class; 6] = [
         Class::Parameters,
         Class::Gradients,
@@ -40,7 +40,7 @@ impl Class {
         Class::Communication,
     ];
 
-    /// The name in bills.
+    /// The name in memory breakdowns.
     pub const fn name(self) -> &'static str {
         match self {
             Class::Parameters => "parameters",
@@ -64,7 +64,7 @@ pub enum Lifetime {
     Saved,
     /// Inside one segment: one copy, shared by all segments.
     Frame,
-    /// As `Frame`, for entries that save nothing: lies over the saved region and the frame.
+    /// As `Frame`, for entries that save nothing: overlays the saved region and the frame.
     Overlay,
 }
 
@@ -152,7 +152,7 @@ pub struct Instr {
     pub op: Op,
     /// Inputs, in the op table's order.
     pub inputs: Vec<Arg>,
-    /// Outputs, in the op table's order; `None` where nobody wants one.
+    /// Outputs, in the op table's order; `None` where unused.
     pub outputs: Vec<Option<Arg>>,
     /// Scratch, live during this call only.
     pub workspace: Option<BufferId>,
@@ -275,8 +275,8 @@ pub struct Tensor {
     pub ty: TensorType,
     /// Element type and shape of the whole.
     pub whole: TensorType,
-    /// How the whole lies over the mesh.
-    pub placement: Placement,
+    /// The sharding of the whole.
+    pub sharding: Sharding,
     /// Where it is.
     pub buffer: BufferId,
     /// Whether it is this rank's part of the buffer (see [`Arg::part`]).

@@ -1,7 +1,7 @@
 //! The programs of all pipeline stages together: what one sends, another receives, in an order that can run.
 //!
 //! Ranks of one stage run the same program, so their collectives match by themselves. Between stages this check walks all
-//! programs at once, one rank of each, with the outboxes that they have.
+//! programs at once, one rank of each, with the send buffers that they have.
 
 use crate::program::{Entry, Instr, Slot, StepProgram};
 use crate::{DType, MeshAxis, Op};
@@ -76,7 +76,7 @@ fn steps<'a>(program: &'a StepProgram, entry: &'a Entry) -> Vec<Step<'a>> {
 fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
     let all: Vec<Vec<Step>> = programs.iter().zip(entries).map(|(p, e)| steps(p, e)).collect();
     let mut next = vec![0; programs.len()];
-    let mut mail: BTreeMap<(usize, usize, u32), VecDeque<Payload>> = BTreeMap::new();
+    let mut messages: BTreeMap<(usize, usize, u32), VecDeque<Payload>> = BTreeMap::new();
     let place = |stage: usize, step: &Step| {
         let segment = programs[stage].segments[step.slot.segment].name;
         let (entry, op, m) = (&entries[stage].name, step.instr.op.name(), step.slot.micro_batch);
@@ -96,19 +96,19 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                     Op::Send { stage: to, tag } => {
                         known(to)?;
                         let message: u64 = step.instr.inputs.iter().map(|a| a.ty.bytes()).sum();
-                        let outbox = step.instr.workspace.map_or(0, |w| programs[stage].buffers[w.0].bytes);
-                        let waiting = mail.entry((stage, to, tag)).or_default();
-                        if outbox < message {
-                            return Err(mismatch(at(), format!("an outbox of {outbox} bytes for {message}")));
+                        let send_buffer = step.instr.workspace.map_or(0, |w| programs[stage].buffers[w.0].bytes);
+                        let waiting = messages.entry((stage, to, tag)).or_default();
+                        if send_buffer < message {
+                            return Err(mismatch(at(), format!("a send buffer of {send_buffer} bytes for {message}")));
                         }
-                        if waiting.len() as u64 >= outbox / message.max(1) {
+                        if waiting.len() as u64 >= send_buffer / message.max(1) {
                             break;
                         }
                         waiting.push_back(here);
                     }
                     Op::Receive { stage: from, tag } => {
                         known(from)?;
-                        let Some(sent) = mail.entry((from, stage, tag)).or_default().pop_front() else { break };
+                        let Some(sent) = messages.entry((from, stage, tag)).or_default().pop_front() else { break };
                         if sent != here {
                             return Err(mismatch(at(), format!("expects {here}, stage {from} sends {sent}")));
                         }
@@ -148,7 +148,7 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
             (0..programs.len()).filter_map(|s| all[s].get(next[s]).map(|step| place(s, step))).collect();
         return Err(mismatch(place(stage, step), format!("can never run; waiting: {}", waits.join("; "))));
     }
-    match mail.iter().find(|(_, waiting)| !waiting.is_empty()) {
+    match messages.iter().find(|(_, waiting)| !waiting.is_empty()) {
         Some(((from, to, _), waiting)) => {
             let reason = format!("{} messages of stage {from} are never received", waiting.len());
             Err(mismatch(format!("{}, stage {to}", entries[*to].name), reason))

@@ -48,7 +48,7 @@ impl StepScalars {
 
 /// Fixed-point reals for order-independent sums (`DType::Fixed64`).
 ///
-/// A real `x` is stored as the integer `x · 2³⁶`, so sums keep 1.5e-11 everywhere and reach ±6.7e7. What does not fit,
+/// A real `x` is stored as the integer `x · 2³⁶`, so sums resolve 1.5e-11 everywhere and reach ±6.7e7. What does not fit,
 /// and what is not finite, becomes [`fixed::POISON`], which stays and reads back as NaN. A partial sum that leaves the range
 /// counts even where the whole one would come back: only inside the range does the order not matter.
 pub mod fixed {

@@ -3,7 +3,7 @@
 use crate::graph::{Graph, Phase, Source, State};
 use crate::op::{Elem, Operand};
 use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::{DType, Op, Placement, Spread, TensorType, ValueId};
+use crate::{DType, Op, Placement, Sharding, TensorType, ValueId};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -31,15 +31,16 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         if let Some(v) = node.inputs.iter().find(|v| !defined[v.0]) {
             return Err(unsound(at, format!("reads `{}` before it is defined", graph.get(*v).name)));
         }
-        // A summand is no number yet: only sums, what passes it on as it is, and what looks at a rank's own may read one.
+        // A partial sum must be reduced before use: only reductions, ops that pass it on and those that look at a rank's own part
+        // may read one.
         let passes_on = node.op.communicates()
             || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
             || node.phase == Phase::Probe;
-        let summand = |v: &&ValueId| {
-            let Placement { dp, tp } = graph.get(**v).placement;
-            [dp, tp].contains(&Spread::Partial)
+        let partial_sum = |v: &&ValueId| {
+            let Sharding { dp, tp } = graph.get(**v).sharding;
+            [dp, tp].contains(&Placement::Partial)
         };
-        if let Some(v) = node.inputs.iter().find(summand).filter(|_| !passes_on) {
+        if let Some(v) = node.inputs.iter().find(partial_sum).filter(|_| !passes_on) {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
         }
         if node.phase < phase && (phase == Phase::Update || node.phase == Phase::Forward) {
@@ -238,7 +239,7 @@ struct Range {
 }
 
 impl Range {
-    fn meets(&self, other: &Range) -> bool {
+    fn overlaps(&self, other: &Range) -> bool {
         self.region == other.region && self.copy == other.copy && self.start < other.end && other.start < self.end
     }
 }
@@ -320,7 +321,7 @@ impl Walk<'_> {
         Ok(memory)
     }
 
-    /// Where an operand lies.
+    /// Where an operand is.
     fn range(&self, arg: &Arg, slot: Slot) -> Range {
         let whole = self.buffer(arg.buffer, slot);
         match arg.part {
@@ -354,9 +355,9 @@ impl Walk<'_> {
             pending.push(Pending { instr: i, reads, writes });
             return Ok(());
         }
-        let meet = |a: &[Range], b: &[Range]| a.iter().any(|x| b.iter().any(|y| x.meets(y)));
+        let overlap = |a: &[Range], b: &[Range]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
         for p in pending.iter() {
-            if meet(&writes, &p.reads) || meet(&writes, &p.writes) || meet(&reads, &p.writes) {
+            if overlap(&writes, &p.reads) || overlap(&writes, &p.writes) || overlap(&reads, &p.writes) {
                 return Err(format!("{} touches what instruction {} still works on", instr.op.name(), p.instr));
             }
         }
@@ -383,7 +384,7 @@ impl Walk<'_> {
                 return Err(format!("{name} reads `{}`, the buffer holds {what}", program.values[arg.value]));
             }
         }
-        let shares = |a: BufferId, b: BufferId| self.buffer(a, slot).meets(&self.buffer(b, slot));
+        let shares = |a: BufferId, b: BufferId| self.buffer(a, slot).overlaps(&self.buffer(b, slot));
         let outputs: Vec<&Arg> = instr.outputs.iter().flatten().collect();
         let operands = instr.inputs.iter().chain(outputs.iter().copied()).map(|a| a.buffer);
         if let Some(w) = instr.workspace

@@ -12,7 +12,7 @@ use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, Tenso
 /// What a family of models has besides what all of them share.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Decoder {
-    /// Whether every head of Q and K is normed before it is turned.
+    /// Whether every head of Q and K is normalised before RoPE (QK norm).
     pub(crate) qk_norm: bool,
     /// Whether the projections to Q, K and V have a bias.
     pub(crate) qkv_bias: bool,

@@ -121,7 +121,7 @@ impl Side {
         Ok(g.op(op, &inputs, name)?[0])
     }
 
-    /// Rotary positions: the Q and K of packed Q·K·V, turned.
+    /// RoPE on the Q and K of packed Q·K·V.
     pub fn rotate(
         &self,
         g: &mut Graph,
@@ -166,7 +166,7 @@ impl Side {
         }
     }
 
-    /// The positions whose logits somebody wants.
+    /// The positions whose logits are used.
     pub fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
         match self {
             Side::NextToken { count, several: true, .. } => Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0]),

@@ -76,7 +76,7 @@ fn project(
 ) -> Result<ValueId, TypeError> {
     let bias = zeros(g, &format!("{ours}.bias"), dims[0].clone(), &[format!("{theirs}.bias")]);
     let w = matrix(g, &format!("{ours}.weight"), dims, init, &[format!("{theirs}.weight")]);
-    let y = g.op(Op::Linear, &[x, w], &format!("{ours}.product"))?[0];
+    let y = g.op(Op::Linear, &[x, w], &format!("{ours}.matmul"))?[0];
     Ok(g.op(Op::AddBias, &[y, bias], ours)?[0])
 }
 

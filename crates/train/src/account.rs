@@ -110,7 +110,7 @@ fn policies(
     let mut costs = Vec::new();
     for (row, (policy, recompute)) in all.into_iter().enumerate() {
         let gives_up = match &recompute {
-            Recompute::Given(values) => Some(estimator.given_up(values)),
+            Recompute::Values(values) => Some(estimator.recomputed_values(values)),
             _ => None,
         };
         let made;
@@ -168,8 +168,8 @@ fn growth(config: &Config, plan: &Plan) -> Result<Vec<Growth>, TrainError> {
         let (forward, context, _) = prepare(&config, lockstep_model::build_form)?;
         let estimator = Estimator::new(&forward, &context)?;
         let mut recompute = plan.recompute.clone();
-        if let (Recompute::Given(given_up), "depth") = (&mut recompute, extent) {
-            given_up.first *= 2;
+        if let (Recompute::Values(recomputed), "depth") = (&mut recompute, extent) {
+            recomputed.first *= 2;
         }
         let programs = estimator.programs(recompute)?;
         let model = estimator.model_flops().map_err(internal)?.model * context.layout.micro_batches as u128;

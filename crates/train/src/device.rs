@@ -74,12 +74,12 @@ impl Device {
     /// FLOP per second of a large matrix product, and bytes per second of a copy, both measured.
     pub(crate) fn ceilings(self, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
         match self {
-            Device::Cpu => Ok((cpu::ceilings::matmul(threads, compute)?, cpu::ceilings::bandwidth(threads)?)),
+            Device::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
             Device::Cuda { .. } => {
                 let gpu = gpu()?;
                 let cuda = |r: Result<f64, CudaError>| r.map_err(ExecError::from);
-                let matmul = cuda(lockstep_cuda::ceilings::matmul(&gpu, compute))?;
-                Ok((matmul, cuda(lockstep_cuda::ceilings::bandwidth(&gpu))?))
+                let matmul = cuda(lockstep_cuda::peaks::matmul(&gpu, compute))?;
+                Ok((matmul, cuda(lockstep_cuda::peaks::bandwidth(&gpu))?))
             }
         }
     }
@@ -88,9 +88,9 @@ impl Device {
     pub(crate) fn peak(self, threads: usize, compute: DType) -> Result<f64, TrainError> {
         match (self.vendor_peak(compute)?, self) {
             (Some(peak), _) => Ok(peak),
-            (None, Device::Cpu) => Ok(cpu::ceilings::matmul(threads, compute)?),
+            (None, Device::Cpu) => Ok(cpu::peaks::matmul(threads, compute)?),
             (None, Device::Cuda { .. }) => {
-                Ok(lockstep_cuda::ceilings::matmul(&*gpu()?, compute).map_err(ExecError::from)?)
+                Ok(lockstep_cuda::peaks::matmul(&*gpu()?, compute).map_err(ExecError::from)?)
             }
         }
     }
@@ -164,17 +164,17 @@ impl Device {
         self,
         programs: Vec<StepProgram>,
         threads: usize,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Box<dyn Executor>, TrainError> {
         match (self, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => self.load(programs[0].clone(), threads),
-            (Device::Cpu, _) => Ok(Box::new(Ranks::on_cpu(programs, threads, patience)?)),
+            (Device::Cpu, _) => Ok(Box::new(Ranks::on_cpu(programs, threads, timeout)?)),
             (Device::Cuda { deterministic }, _) => {
                 let gpu = gpu()?;
                 let load = |program, link| {
                     Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, Some(link))?) as _)
                 };
-                Ok(Box::new(Ranks::load(programs, patience, load)?))
+                Ok(Box::new(Ranks::load(programs, timeout, load)?))
             }
         }
     }

@@ -3,7 +3,7 @@ use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
-use lockstep_ir::account::MemoryBill;
+use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
 use std::path::{Path, PathBuf};
@@ -121,7 +121,7 @@ pub enum TrainError {
     )]
     DoesNotFit {
         /// What it needs.
-        memory: Box<MemoryBill>,
+        memory: Box<MemoryBreakdown>,
         /// Ranks that share the memory.
         ranks: usize,
         /// Bytes that are free.
@@ -371,12 +371,12 @@ fn list(differences: &[Difference]) -> String {
     differences.iter().map(|d| format!("\n  {}: {} before, {} now", d.path, d.theirs, d.ours)).collect()
 }
 
-fn bill(memory: &MemoryBill) -> String {
+fn bill(memory: &MemoryBreakdown) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
 }
 
-fn smaller(memory: &MemoryBill) -> &'static str {
+fn smaller(memory: &MemoryBreakdown) -> &'static str {
     let steady: u64 =
         [Class::Parameters, Class::Gradients, Class::Optimizer].iter().map(|c| memory.classes[c.name()]).sum();
     match steady * 2 > memory.total_bytes {

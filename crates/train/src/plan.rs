@@ -4,7 +4,7 @@ use lockstep_compile::{
 };
 use lockstep_config::{Config, ModelConfig, nearest};
 use lockstep_exec::cpu;
-use lockstep_ir::account::{self, MemoryBill};
+use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{DType, Graph, Layout, StepProgram, TypeError};
 use lockstep_model::Form;
@@ -38,9 +38,9 @@ pub struct Plan {
     /// What is computed again in backward.
     pub recompute: Recompute,
     /// Bytes by class, layer and moment of the rank that needs most.
-    pub memory: MemoryBill,
+    pub memory: MemoryBreakdown,
     /// The same for a rank of each pipeline stage.
-    pub stages: Vec<MemoryBill>,
+    pub stages: Vec<MemoryBreakdown>,
 }
 
 impl Plan {
@@ -119,7 +119,7 @@ fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Res
     }
     if let Some(budget) = config.recompute.budget {
         context.recompute = match fit(&estimator, budget.0)? {
-            Fit::Keep(recompute) => recompute,
+            Fit::Recompute(recompute) => recompute,
             Fit::Least(least) => return Err(TrainError::OverBudget { budget: budget.0, least }),
         };
     }
@@ -196,7 +196,7 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
     let whole = compiled.model_flops().map_err(internal)?;
     let micro_batches = context.layout.micro_batches as u128;
     let step_flops = Flops { model: whole.model * micro_batches, causal: whole.causal * micro_batches, hardware };
-    let stages: Vec<MemoryBill> = compiled.programs.iter().map(account::memory).collect();
+    let stages: Vec<MemoryBreakdown> = compiled.programs.iter().map(account::memory).collect();
     Ok(Plan {
         layout: context.layout,
         recompute: context.recompute,

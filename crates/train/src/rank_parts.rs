@@ -64,7 +64,7 @@ fn parts_of<'a>(
             continue;
         }
         if runs_of.as_ref().is_none_or(|(of, _)| *of != tensor.name) {
-            runs_of = Some((&tensor.name, tensor.placement.first_runs(&tensor.whole, &mesh, at)));
+            runs_of = Some((&tensor.name, tensor.sharding.first_runs(&tensor.whole, &mesh, at)));
         }
         let runs = runs_of.as_ref().map_or(&[][..], |(_, runs)| runs);
         let runs: Vec<Run> = runs.iter().filter_map(|run| within(*run, &part)).collect();

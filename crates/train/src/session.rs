@@ -90,8 +90,8 @@ impl Session {
         }
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
-        let patience = std::time::Duration::from_secs_f64(config.parallel.patience);
-        let executor = plan.target.load_all(programs, plan.threads, patience)?;
+        let timeout = std::time::Duration::from_secs_f64(config.parallel.patience);
+        let executor = plan.target.load_all(programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
         let batch = config.train.micro_batch * plan.layout.mesh.dp;

@@ -1,7 +1,7 @@
 //! What ranks exchange and hold, against what is known from the literature.
 
 use lockstep_config::Config;
-use lockstep_ir::account::{self, Exchange};
+use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::Role;
 use lockstep_ir::{Layout, StepProgram};
@@ -30,8 +30,8 @@ fn per_layer(layout: &str, dim: usize, segments: &[&str], op: &str, axis: &str) 
     let total = |layers: usize| {
         let plan = planned(&config(layers, dim, ""), layout);
         let program = plan.program();
-        let all = account::exchanges(program, program.entry(StepProgram::TRAIN).unwrap());
-        let mine = |e: &&Exchange| segments.contains(&e.segment) && (e.op, e.axis) == (op, axis);
+        let all = account::communication(program, program.entry(StepProgram::TRAIN).unwrap());
+        let mine = |e: &&Communication| segments.contains(&e.segment) && (e.op, e.axis) == (op, axis);
         all.iter().filter(mine).fold((0, 0), |(calls, bytes), e| (calls + e.calls, bytes + e.bytes))
     };
     let ((calls, bytes), (fewer, less)) = (total(3), total(2));
@@ -88,7 +88,7 @@ fn stages_exchange_the_residual_stream_and_its_gradient() {
     let plan = planned(&config(4, 64, ""), "pp=2");
     let calls = |stage: usize, op: &str| {
         let program = &plan.compiled.programs[stage];
-        let all = account::exchanges(program, program.entry(StepProgram::TRAIN).unwrap());
+        let all = account::communication(program, program.entry(StepProgram::TRAIN).unwrap());
         all.iter().filter(|e| e.op == op).fold((0, 0), |(c, b), e| (c + e.calls, b + e.bytes))
     };
     let m = MICRO_BATCHES;

@@ -66,7 +66,7 @@ fn a_layer_of_full_attention_takes_24_s_d_squared_and_12_s_squared_d() {
 }
 
 #[test]
-fn full_recomputation_repeats_the_forward_pass_of_layers_but_their_last_product() {
+fn full_recomputation_repeats_the_forward_pass_of_layers_but_their_last_matmul() {
     let text = "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 2048\nglobal_batch = 2\nmicro_batch = 1\n";
     let (plan, account) = planned(text);
     let layer = form(&account, "attention FLOPs").program + form(&account, "MLP FLOPs").program;
@@ -78,7 +78,7 @@ fn full_recomputation_repeats_the_forward_pass_of_layers_but_their_last_product(
     assert_eq!(full.added_flops, added * 32.0 * 2.0);
     assert!((0.2..0.25).contains(&full.added_share), "{}", full.added_share);
     assert_eq!(full.added_share, full.added_flops / plan.step_flops.hardware as f64);
-    // Attention that never stores its scores leaves selective recomputation no product to repeat.
+    // Attention that never stores its scores leaves selective recomputation no matmul to repeat.
     let selective = account.policies.iter().find(|p| p.policy == "selective").unwrap();
     assert_eq!(selective.added_flops, 0.0);
     assert!(selective.less_than_none_bytes > 0 && full.less_than_none_bytes > selective.less_than_none_bytes);
@@ -136,16 +136,16 @@ fn a_gpt_layer_keeps_what_korthikanti_et_al_count_and_every_difference_has_a_nam
     let sbh = s * h;
     // Beside each: the term of the paper, for a batch of one in 16 bits.
     let mut terms = vec![
-        ("n1", 2 * sbh),                    // input of the projection to Q, K and V
-        ("qkv.product", 6 * sbh),           // Q and K (4), V (2); the bias is added in place
-        ("p", 2 * a * s * s),               // output of the softmax
-        ("o", 2 * sbh),                     // input of the output projection
-        ("ffn_out.product", 2 * sbh),       // input of a layer norm: the stream, where the last product was
-        ("attention_out.product", 2 * sbh), // input of the other: bias, dropout and addition in place
-        ("n2", 2 * sbh),                    // input of the first product of the MLP
-        ("up.product", 8 * sbh),            // input of GELU
-        ("hidden", 8 * sbh),                // input of the second product
-        ("n1.mean", 4 * s),                 // statistics of the norms, in f32: the paper leaves them out
+        ("n1", 2 * sbh),                   // input of the projection to Q, K and V
+        ("qkv.matmul", 6 * sbh),           // Q and K (4), V (2); the bias is added in place
+        ("p", 2 * a * s * s),              // output of the softmax
+        ("o", 2 * sbh),                    // input of the output projection
+        ("ffn_out.matmul", 2 * sbh),       // input of a layer norm: the stream, where the last matmul was
+        ("attention_out.matmul", 2 * sbh), // input of the other: bias, dropout and addition in place
+        ("n2", 2 * sbh),                   // input of the first matmul of the MLP
+        ("up.matmul", 8 * sbh),            // input of GELU
+        ("hidden", 8 * sbh),               // input of the second matmul
+        ("n1.mean", 4 * s),                // statistics of the norms, in f32: the paper leaves them out
         ("n1.rstd", 4 * s),
         ("n2.mean", 4 * s),
         ("n2.rstd", 4 * s),
@@ -163,7 +163,7 @@ fn a_gpt_layer_keeps_what_korthikanti_et_al_count_and_every_difference_has_a_nam
 }
 
 #[test]
-fn selective_recomputation_of_naive_attention_adds_one_product_of_it() {
+fn selective_recomputation_of_naive_attention_adds_one_matmul_of_it() {
     let (plan, account) = gpt(96, 12288, 96, 2048, "none");
     let of = |policy: &str| account.policies.iter().find(|p| p.policy == policy).unwrap();
     let (l, s, h) = (96.0, 2048.0, 12288.0);

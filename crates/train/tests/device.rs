@@ -27,7 +27,7 @@ fn main() -> ExitCode {
 
 /// Norms with one weight, no bias; two key heads for four.
 const LLAMA: &str = "kv_heads = 2\nffn = 160\ntied_embeddings = true";
-/// Norms and projections with biases: products with their bias, all gradients of a norm at once.
+/// Norms and projections with biases: matmuls with their bias, all gradients of a norm at once.
 const GPT2: &str = "architecture = \"gpt2\"\npositions = 32\nffn = 256";
 /// Norms over the heads of Q and K.
 const QWEN3: &str = "architecture = \"qwen3\"\nkv_heads = 2\nffn = 160";

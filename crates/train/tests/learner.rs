@@ -35,7 +35,7 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
         steps: Steps::default(),
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();
-    let exchanges = account::exchanges(&program, program.entry("product").unwrap());
+    let exchanges = account::communication(&program, program.entry("product").unwrap());
     let found: Vec<_> = exchanges.iter().map(|e| (e.op, e.axis, e.ranks, e.calls, e.bytes)).collect();
     assert_eq!(found, [("all_reduce", "tp", 2, 1, 8)]);
     let sizes = |name: &str| program.tensor(name).unwrap().ty.sizes();

@@ -33,9 +33,9 @@ fn every_policy_gives_the_same_bits_on_every_layout() {
             .to_vec();
     for keys in ["", "[precision]\npolicy = \"bf16\""] {
         let run = |policy: &str| compare(&config(policy, keys), &layouts, 3, &mut |_| ()).unwrap();
-        let kept = run("none");
+        let saved = run("none");
         for policy in POLICIES[1..].iter().map(ToString::to_string).chain(chosen(&layouts, keys)) {
-            for (with, without) in run(&policy).iter().zip(&kept) {
+            for (with, without) in run(&policy).iter().zip(&saved) {
                 assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
                 assert!(with.kept, "{policy}: {with:?}");
             }
@@ -57,7 +57,7 @@ fn policies_trade_bytes_for_flops() {
     assert!(activations(&selective) < activations(&none) * 9 / 10);
     assert!(activations(&full) < activations(&none) / 4);
     assert_eq!(activations(&every), activations(&sqrt));
-    // No matrix product is computed twice; all of a layer but its last product is.
+    // No matmul is computed twice; all of a layer but its last matmul is.
     assert_eq!(selective.step_flops.hardware, none.step_flops.hardware);
     let forward = none.step_flops.model / 3;
     let added = (full.step_flops.hardware - none.step_flops.hardware) as f64;
@@ -97,7 +97,7 @@ fn a_budget_is_kept_and_an_impossible_one_names_the_least() {
     let [none, selective, full] = ["none", "selective", "full"].map(|p| planned(p).unwrap());
     let arena = |p: &Plan| p.memory.total_bytes;
     assert_eq!(budget(arena(&none)).unwrap().program(), none.program());
-    // What selective recomputation reaches without a matrix product, a budget does too.
+    // What selective recomputation reaches without a matmul, a budget does too.
     let same = budget(arena(&selective)).unwrap();
     assert!(arena(&same) <= arena(&selective));
     assert_eq!(same.step_flops, none.step_flops);
@@ -149,8 +149,8 @@ fn a_budget_with_dropout_takes_its_layers_as_alike() {
     let middle = (arena(&none) + arena(&full)) / 2;
     let found = planned(&format!("budget\"\nbudget = \"{middle} B\"\n#"));
     assert!(arena(&found) <= middle && found.step_flops.hardware < full.step_flops.hardware);
-    let Recompute::Given(given_up) = &found.recompute else { panic!("{:?}", found.recompute) };
-    assert!(given_up.by_first.iter().chain(&given_up.by_rest).all(|c| c.kind == 0), "{given_up:?}");
+    let Recompute::Values(recomputed) = &found.recompute else { panic!("{:?}", found.recompute) };
+    assert!(recomputed.by_first.iter().chain(&recomputed.by_rest).all(|c| c.kind == 0), "{recomputed:?}");
 }
 
 #[test]
@@ -165,11 +165,11 @@ fn a_gpt_with_dropout_and_naive_attention_gives_the_same_bits_under_every_policy
     };
     let layouts: Vec<Layout> = ["tp=2,sp", "pp=2"].map(|l| l.parse().unwrap()).to_vec();
     let run = |policy: &str| compare(&config(policy), &layouts, 3, &mut |_| ()).unwrap();
-    let kept = run("none\"");
+    let saved = run("none\"");
     let budget = plan(&config("selective\"")).unwrap().memory.total_bytes;
     let list = "list\"\nops = [\"layer_norm\", \"attention_scores\", \"add_bias\", \"gelu\"]".to_owned();
     for policy in ["selective\"".to_owned(), "full\"".to_owned(), list, format!("budget\"\nbudget = \"{budget} B\"")] {
-        for (with, without) in run(&policy).iter().zip(&kept) {
+        for (with, without) in run(&policy).iter().zip(&saved) {
             assert_eq!(with.losses, without.losses, "{policy}, {}", with.layout);
             assert!(with.kept, "{policy}: {with:?}");
         }

@@ -124,7 +124,7 @@ fn a_rank_that_fails_ends_the_run_with_its_name_op_and_layer() {
 }
 
 #[test]
-fn a_rank_that_stalls_ends_the_run_within_its_patience() {
+fn a_rank_that_stalls_ends_the_run_within_its_timeout() {
     let mut p = programs("pp = 2");
     remove(&mut p[0], is_send);
     let mut ranks = Ranks::on_cpu(p, 1, Duration::from_millis(500)).unwrap();

@@ -1,4 +1,4 @@
-//! A tensor in chunks, converted and turned round on the way.
+//! A tensor in chunks, converted and transposed on the way.
 
 use lockstep_ir::DType;
 
@@ -27,7 +27,7 @@ impl Source<'_> {
         if let (true, [rows, columns]) = (copy.transposed, copy.shape.as_slice()) {
             let (rows, columns) = (*rows, *columns);
             let block = (BLOCK_BYTES / (columns * width).max(1)).clamp(1, rows.max(1));
-            let mut turned = Vec::new();
+            let mut transposed = Vec::new();
             for first in (0..rows).step_by(block) {
                 let count = block.min(rows - first);
                 raw.resize(count * columns * width, 0);
@@ -40,12 +40,12 @@ impl Source<'_> {
                         }
                     }
                 }
-                turned.resize(raw.len(), 0);
+                transposed.resize(raw.len(), 0);
                 match width {
-                    4 => transpose::<4>(&raw, &mut turned, columns, count),
-                    _ => transpose::<2>(&raw, &mut turned, columns, count),
+                    4 => transpose::<4>(&raw, &mut transposed, columns, count),
+                    _ => transpose::<2>(&raw, &mut transposed, columns, count),
                 }
-                for chunk in turned.chunks(CHUNK_BYTES) {
+                for chunk in transposed.chunks(CHUNK_BYTES) {
                     float.convert(chunk, dtype, &mut converted);
                     give(&converted)?;
                 }

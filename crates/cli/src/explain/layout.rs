@@ -2,7 +2,7 @@
 
 use super::memory;
 use crate::table::table;
-use lockstep_ir::account::{self, Exchange};
+use lockstep_ir::account::{self, Communication};
 use lockstep_ir::schedule::{Costs, Timeline, evaluate};
 use lockstep_ir::{StepProgram, units};
 use lockstep_train::Plan;
@@ -11,13 +11,13 @@ use serde_json::{Value, json};
 /// A rank role: the ranks of one pipeline stage.
 struct Role<'a> {
     program: &'a StepProgram,
-    exchanges: Vec<Exchange>,
+    exchanges: Vec<Communication>,
     padding: u64,
 }
 
 fn roles(plan: &Plan) -> Vec<Role<'_>> {
     let role = |program| {
-        let exchanges = StepProgram::entry(program, StepProgram::TRAIN).map(|e| account::exchanges(program, e));
+        let exchanges = StepProgram::entry(program, StepProgram::TRAIN).map(|e| account::communication(program, e));
         Role { program, exchanges: exchanges.unwrap_or_default(), padding: account::padding(program) }
     };
     plan.compiled.programs.iter().map(role).collect()
@@ -50,7 +50,12 @@ fn timeline(plan: &Plan) -> Option<Timeline> {
         instrs.iter().filter_map(|i| i.cost().ok()).map(|c| c.flops.hardware as f64).sum::<f64>()
     };
     let costs = |segment| plan.compiled.programs.iter().map(|p| cost(p, segment)).collect();
-    evaluate(&slots, &Costs { forward: costs(0), backward: costs(1), transfer: 0.0 }, lockstep_compile::OUTBOX).ok()
+    evaluate(
+        &slots,
+        &Costs { forward: costs(0), backward: costs(1), transfer: 0.0 },
+        lockstep_compile::SEND_BUFFER_COPIES,
+    )
+    .ok()
 }
 
 pub(super) fn as_json(plan: &Plan) -> Value {
@@ -104,7 +109,7 @@ pub(super) fn as_text(plan: &Plan) -> String {
             let padding = units::bytes(role.padding);
             text.push_str(&format!("  padding in states: {padding} on all ranks of the stage\n"));
         }
-        let row = |e: &Exchange| {
+        let row = |e: &Communication| {
             vec![
                 format!("{} {}", e.segment, e.op),
                 format!("{} × {}", e.axis, e.ranks),

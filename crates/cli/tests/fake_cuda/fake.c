@@ -307,7 +307,7 @@ const char *nvrtcGetErrorString(int status) {
     return "NVRTC_ERROR_COMPILATION";
 }
 
-/* ---- matrix products: two proposals for each, so that they are timed ---- */
+/* ---- matmuls: two proposals for each, so that they are timed ---- */
 
 struct proposal {
     uint64_t algorithm[8];

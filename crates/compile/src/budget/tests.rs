@@ -1,8 +1,8 @@
-//! The search against all keep-sets there are.
+//! The search against all sets there are.
 
 use super::{Fit, Search, fit};
 use crate::passes::tests::small_model;
-use crate::{Candidate, Context, Estimator, GivenUp, Recompute};
+use crate::{Candidate, Context, Estimator, Recompute, Recomputed};
 use lockstep_ir::graph::{Parameter, Phase, State};
 use lockstep_ir::program::StepProgram;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, Op, Section, TensorType, ValueId};
@@ -56,9 +56,9 @@ fn layers(attend: &[bool]) -> (Graph, Context) {
     (g, context)
 }
 
-/// What programs really cost: FLOPs and bytes of what is computed again on all stages, and the largest arena.
+/// What programs really cost: FLOPs and bytes of what is recomputed on all stages, and the largest arena.
 fn measure(programs: &[StepProgram]) -> (u128, u64, u64) {
-    let again = |p: &StepProgram| {
+    let recomputation = |p: &StepProgram| {
         let segment = p.segments.iter().find(|s| s.name == "backward").unwrap();
         let calls =
             segment.instrs.iter().filter(|i| i.phase == Phase::InputGrad && i.op.spec().gradient_reads.is_some());
@@ -66,7 +66,10 @@ fn measure(programs: &[StepProgram]) -> (u128, u64, u64) {
         costs.fold((0, 0), |(flops, bytes), c| (flops + c.flops.hardware, bytes + c.bytes))
     };
     let arena = programs.iter().map(|p| p.arena_bytes).max().unwrap();
-    programs.iter().map(again).fold((0, 0, arena), |(f, b, arena), (flops, bytes)| (f + flops, b + bytes, arena))
+    programs
+        .iter()
+        .map(recomputation)
+        .fold((0, 0, arena), |(f, b, arena), (flops, bytes)| (f + flops, b + bytes, arena))
 }
 
 fn holds_against_all(context: &Context) {
@@ -80,7 +83,7 @@ fn holds_against_all(context: &Context) {
         .map(|bits| {
             let chosen = candidates.iter().enumerate().filter(|(c, _)| bits >> c & 1 == 1).map(|(_, c)| *c);
             let set: BTreeSet<Candidate> = chosen.collect();
-            measure(&estimator.programs(Recompute::Given(GivenUp::by_all(set))).unwrap())
+            measure(&estimator.programs(Recompute::Values(Recomputed::by_all(set))).unwrap())
         })
         .collect();
     let (least, most) = (all.iter().map(|a| a.2).min().unwrap(), all.iter().map(|a| a.2).max().unwrap());
@@ -98,13 +101,13 @@ fn holds_against_all(context: &Context) {
         if step % 4 > 0 {
             continue;
         }
-        // Layers that differ are never dearer.
-        let Fit::Keep(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
+        // Layers that differ never cost more.
+        let Fit::Recompute(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
         let (flops, bytes, arena) = measure(&estimator.programs(recompute).unwrap());
         assert!(arena <= budget && (flops, bytes) <= best, "budget {budget}");
     }
     assert!(answers.len() > 4, "{answers:?}");
-    assert_eq!(fit(&estimator, most).unwrap(), Fit::Keep(Recompute::None));
+    assert_eq!(fit(&estimator, most).unwrap(), Fit::Recompute(Recompute::None));
     assert_eq!(fit(&estimator, least - 1).unwrap(), Fit::Least(least));
 }
 
@@ -123,7 +126,7 @@ fn the_cheapest_set_that_fits_is_found_over_stages() {
 
 /// Every pair of sets and every number of first layers, on layers of one kind.
 #[test]
-fn first_layers_that_give_up_more_make_it_cheaper() {
+fn first_layers_that_recompute_more_make_it_cheaper() {
     const LAYERS: usize = 4;
     let (graph, context) = layers(&[false; LAYERS]);
     let estimator = Estimator::new(&graph, &context).unwrap();
@@ -135,8 +138,8 @@ fn first_layers_that_give_up_more_make_it_cheaper() {
     let mut every = Vec::new();
     for (by_first, by_rest) in all.clone().flat_map(|a| all.clone().map(move |b| (a, b))) {
         for first in if by_first == by_rest { 0..=0 } else { 1..=LAYERS - 1 } {
-            let given = GivenUp { first, by_first: set(by_first), by_rest: set(by_rest) };
-            every.push((measure(&estimator.programs(Recompute::Given(given)).unwrap()), by_first == by_rest));
+            let given = Recomputed { first, by_first: set(by_first), by_rest: set(by_rest) };
+            every.push((measure(&estimator.programs(Recompute::Values(given)).unwrap()), by_first == by_rest));
         }
     }
     let arenas = || every.iter().filter(|(_, alike)| *alike).map(|(m, _)| m.2);
@@ -148,7 +151,7 @@ fn first_layers_that_give_up_more_make_it_cheaper() {
             let fitting = every.iter().filter(|(m, a)| m.2 <= budget && (*a || !alike));
             fitting.map(|(m, _)| (m.0, m.1)).min().unwrap()
         };
-        let Fit::Keep(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
+        let Fit::Recompute(recompute) = fit(&estimator, budget).unwrap() else { panic!("{budget} is possible") };
         let (flops, bytes, arena) = measure(&estimator.programs(recompute).unwrap());
         assert!(arena <= budget);
         assert_eq!((flops, bytes), best(false), "budget {budget}");

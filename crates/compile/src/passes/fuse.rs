@@ -37,7 +37,7 @@ fn add_norm(g: &mut Graph) {
     while n < g.nodes.len() {
         if let Some(op) = adding(g.nodes[n].op) {
             let x = g.nodes[n].inputs[0];
-            // The sum moves from where it was added to where it is normed, so nobody may read it in between.
+            // The sum moves from where it was added to where it is normed, so nothing may read it in between.
             let add = producer(g, x).filter(|&a| {
                 let same_layer = g.nodes[a].layer == g.nodes[n].layer;
                 same_layer && g.nodes[a].op == Op::Add && g.readers()[x.0].first() == Some(&n)
@@ -119,7 +119,7 @@ return    loss
     }
 
     #[test]
-    fn logits_that_somebody_reads_stay() {
+    fn logits_that_are_used_stay() {
         let (mut before, context) = small_model();
         let logits = before.values.iter().position(|v| v.name == "logits").unwrap();
         before.outputs.push(lockstep_ir::ValueId(logits));

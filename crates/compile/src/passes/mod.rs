@@ -13,8 +13,8 @@ pub use autodiff::autodiff;
 pub use fuse::fuse;
 pub use optimizer::{AdamW, FIRST_STATS, Group, Optimizer, Rule, STATS};
 pub use precision::Precision;
-pub(crate) use recompute::{Again, Layers, again};
-pub use recompute::{Candidate, GivenUp, Recompute};
+pub use recompute::{Candidate, Recompute, Recomputed};
+pub(crate) use recompute::{Layers, Recomputation, recomputation};
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};
@@ -50,10 +50,10 @@ pub const TRAINING_PASSES: [Pass; 7] = [
     Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
 ];
 
-/// Those of them that spread work over ranks: evaluation takes them without gradients.
-pub(crate) const SPREADING: std::ops::Range<usize> = 4..6;
+/// Those of them that shard work over ranks: evaluation takes them without gradients.
+pub(crate) const SHARDING: std::ops::Range<usize> = 4..6;
 
-/// Where gradients have been added, and nothing is recomputed or spread: stages are cut by what this costs.
+/// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
 pub(crate) const DERIVED: usize = 2;
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same

@@ -5,10 +5,10 @@ use super::zero;
 use crate::Context;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Phase, Source, State};
-use lockstep_ir::{Axis, DType, Graph, Op, Placement, Spread, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, DType, Graph, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
-/// How parameters move.
+/// The optimizer: update rules, parameter groups and clipping.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Optimizer {
     /// By which rule.
@@ -126,11 +126,11 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
         };
         let copies = copies(g, context, [first, second])?;
         let sum = g.node(Op::AddState, &[first, second], &format!("{name}.sum"), Phase::Update, None)?[0];
-        g.values[sum.0].placement = g.get(first).placement;
+        g.values[sum.0].sharding = g.get(first).sharding;
         g.updates.push((first, sum));
         // Sums that were scattered for every micro-batch need no more.
-        let gradient = match g.get(first).placement.dp {
-            Spread::Flat => sum,
+        let gradient = match g.get(first).sharding.dp {
+            Placement::Flat => sum,
             _ => {
                 let whole = zero::reduce(g, context, &[sum], Phase::Update, None)?[0];
                 // Its range lives where the first sum does.
@@ -175,7 +175,7 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
         read.push(match uses[..] {
             [first, second] => {
                 let sum = g.node(Op::AddState, &[first, second], &format!("{name}.first"), Phase::Probe, None)?[0];
-                g.values[sum.0].placement = g.get(first).placement;
+                g.values[sum.0].sharding = g.get(first).sharding;
                 sum
             }
             _ => uses[0],
@@ -236,11 +236,11 @@ fn update(
     let (lr_scale, decay) = (group.lr_scale, group.decay.unwrap_or(usual));
     let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
     let sharded = context.layout.zero >= 1 && context.layout.mesh.dp > 1;
-    let spread = if sharded { Spread::Flat } else { Spread::Replicated };
-    let placement = Placement { dp: spread, ..g.get(w).placement };
+    let placement = if sharded { Placement::Flat } else { Placement::Replicated };
+    let sharding = Sharding { dp: placement, ..g.get(w).sharding };
     let state = |g: &mut Graph, name: String, state: State| {
         let id = g.state(name, ty.clone(), state);
-        g.values[id.0].placement = placement;
+        g.values[id.0].sharding = sharding;
         id
     };
     let moment = |g: &mut Graph, which| state(g, format!("{which}.{name}"), State::Moment { of: name.clone(), which });
@@ -253,10 +253,10 @@ fn update(
         Rule::Lion { .. } => vec![moment(g, "m")],
         Rule::Sgd { .. } | Rule::Muon { .. } => vec![moment(g, "momentum")],
     };
-    // Where the parameter itself is rounded, the update works on its f32 original and rounds once more.
+    // Where the parameter is in bf16 or fp16 (mixed precision), the update works on its f32 master weights and rounds once more.
     let rounded = g.ty(w).dtype != DType::F32;
-    let whole_here = g.get(w).placement.dp != Spread::Flat;
-    let original = match (rounded, sharded && whole_here) {
+    let whole_here = g.get(w).sharding.dp != Placement::Flat;
+    let master = match (rounded, sharded && whole_here) {
         (true, _) => state(g, format!("master.{name}"), State::Master { of: name.clone() }),
         (false, true) => g.relay(Op::Shard { axis: MeshAxis::Dp }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
@@ -264,21 +264,21 @@ fn update(
     let (op, reads) = match rule {
         Rule::AdamW(AdamW { beta1, beta2, eps }) => {
             let op = Op::AdamW { beta1, beta2, eps, decay, lr_scale };
-            (op, vec![original, t.gradient, moments[0], moments[1], scalars, stats])
+            (op, vec![master, t.gradient, moments[0], moments[1], scalars, stats])
         }
         Rule::Lion { beta1, beta2 } => {
-            (Op::Lion { beta1, beta2, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+            (Op::Lion { beta1, beta2, decay, lr_scale }, vec![master, t.gradient, moments[0], scalars, stats])
         }
         Rule::Sgd { momentum } => {
-            (Op::Sgd { momentum, decay, lr_scale }, vec![original, t.gradient, moments[0], scalars, stats])
+            (Op::Sgd { momentum, decay, lr_scale }, vec![master, t.gradient, moments[0], scalars, stats])
         }
         Rule::Muon { momentum, .. } => {
-            let direction = direction(g, momentum, t.gradient, moments[0], stats, placement)?;
-            (Op::Descend { decay, lr_scale }, vec![original, direction, scalars, stats])
+            let direction = direction(g, momentum, t.gradient, moments[0], stats, sharding)?;
+            (Op::Descend { decay, lr_scale }, vec![master, direction, scalars, stats])
         }
     };
     let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
-    new.iter().for_each(|v| g.values[v.0].placement = placement);
+    new.iter().for_each(|v| g.values[v.0].sharding = sharding);
     // Weights first, then the moments that the op itself moves, then the rounded copy.
     let copy = new.len() - 1;
     if rounded {
@@ -287,7 +287,7 @@ fn update(
     g.updates.extend(moments.into_iter().zip(new[1..copy].iter().copied()));
     let moved = if rounded { new[copy] } else { new[0] };
     if rounded {
-        g.updates.push((original, new[0]));
+        g.updates.push((master, new[0]));
     } else if let Some(node) = g.nodes.last_mut() {
         node.outputs[copy] = None;
     }
@@ -311,21 +311,21 @@ fn direction(
     gradient: ValueId,
     moment: ValueId,
     stats: ValueId,
-    placement: Placement,
+    sharding: Sharding,
 ) -> Result<ValueId, TypeError> {
     let name = format!("{}.update", g.get(moment).name);
     let moved = g.node(Op::Momentum { momentum }, &[gradient, moment, stats], &name, Phase::Update, None)?;
-    moved.iter().for_each(|v| g.values[v.0].placement = placement);
+    moved.iter().for_each(|v| g.values[v.0].sharding = sharding);
     g.values[moved[0].0].name = format!("{}.next", g.get(moment).name);
     g.values[moved[1].0].name = name.clone();
     g.updates.push((moment, moved[0]));
-    let (axis, sharded) = (MeshAxis::Dp, placement.dp == Spread::Flat);
+    let (axis, sharded) = (MeshAxis::Dp, sharding.dp == Placement::Flat);
     let whole = match sharded {
         true => g.relay(Op::AllGather { axis, dim: None }, &[moved[1]], "whole", Phase::Update, None)?[0],
         false => moved[1],
     };
     let direction = g.node(Op::Orthogonalise, &[whole], &format!("{name}.orthogonal"), Phase::Update, None)?[0];
-    g.values[direction.0].placement = g.get(whole).placement;
+    g.values[direction.0].sharding = g.get(whole).sharding;
     match sharded {
         true => Ok(g.relay(Op::Shard { axis }, &[direction], "range", Phase::Update, None)?[0]),
         false => Ok(direction),

@@ -1,14 +1,14 @@
-//! Recompute: gives up forward values that backward reads, and computes them again where backward needs them.
+//! Recompute (activation checkpointing): forward values that backward reads are recomputed instead of saved.
 //!
-//! What a layer keeps of the values that backward reads is its keep-set; the stream that enters it is always kept, a value that
-//! backward does not read never is. A value that is not kept is computed again right before the first node that reads it, from
-//! kept values, by the same ops: losses and gradients have the same bits under every policy. Values of `every = k` layers are
-//! given up together, and a block never crosses two pipeline stages.
+//! A policy says which of these values a layer saves; the residual stream that enters it is always saved, a value that backward
+//! does not read never is. A value that is not saved is recomputed right before the first node that reads it, from saved
+//! values, by the same ops: losses and gradients have the same bits under every policy. With `every = k`, blocks of `k` layers
+//! save only what enters the first, and a block never crosses two pipeline stages.
 
 mod layers;
 
 pub use layers::Candidate;
-pub(crate) use layers::{Again, Layers, again};
+pub(crate) use layers::{Layers, Recomputation, recomputation};
 
 use crate::Context;
 use crate::stage;
@@ -16,13 +16,13 @@ use lockstep_ir::graph::{Node, Phase, Source, Value};
 use lockstep_ir::{Graph, TypeError, ValueId};
 use std::collections::BTreeSet;
 
-/// What is computed again in backward.
+/// What is recomputed in backward.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Recompute {
-    /// Nothing: everything that backward reads is kept.
+    /// Nothing: everything that backward reads is saved.
     #[default]
     None,
-    /// What the op table calls cheap: norms and activation functions, which cost no matrix product, and the weights of naive
+    /// What the op table calls cheap: norms and activation functions, which cost no matmul, and the weights of naive
     /// attention, which cost one and are large.
     Selective,
     /// All of a layer but what enters it.
@@ -34,13 +34,13 @@ pub enum Recompute {
     /// What these ops make, by their names.
     Ops(Vec<String>),
     /// Exactly these values of the layers of each kind.
-    Given(GivenUp),
+    Values(Recomputed),
 }
 
-/// Values that layers give up.
+/// Values that layers recompute.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct GivenUp {
-    /// So many layers of every pipeline stage, from its first on, give up `by_first`; the others give up `by_rest`.
+pub struct Recomputed {
+    /// So many layers of every pipeline stage, from its first on, recompute `by_first`; the others recompute `by_rest`.
     pub first: usize,
     /// By the first layers.
     pub by_first: BTreeSet<Candidate>,
@@ -48,7 +48,7 @@ pub struct GivenUp {
     pub by_rest: BTreeSet<Candidate>,
 }
 
-impl GivenUp {
+impl Recomputed {
     /// The same by all layers.
     pub fn by_all(values: BTreeSet<Candidate>) -> Self {
         Self { by_rest: values, ..Self::default() }
@@ -59,14 +59,14 @@ pub(super) fn recompute(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     let count = graph.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
     let block = match context.recompute {
         Recompute::None => return Ok(graph.clone()),
-        Recompute::Selective | Recompute::Full | Recompute::Ops(_) | Recompute::Given(_) => 1,
+        Recompute::Selective | Recompute::Full | Recompute::Ops(_) | Recompute::Values(_) => 1,
         Recompute::Every(k) => k.max(1),
         Recompute::Sqrt => ((count as f64).sqrt().round() as usize).max(1),
     };
     // A block ends where a stage does.
     let layers = Layers::new(graph, block, &stage::cut(graph, context.layout.mesh.pp)?);
     let mut rewrite =
-        Rewrite { kept: layers.kept(graph, &context.recompute), copies: vec![None; graph.values.len()], layers };
+        Rewrite { saved: layers.saved(graph, &context.recompute), copies: vec![None; graph.values.len()], layers };
     let mut g = graph.clone();
     g.nodes.clear();
     for node in &graph.nodes {
@@ -83,19 +83,19 @@ pub(super) fn recompute(graph: &Graph, context: &Context) -> Result<Graph, TypeE
 
 struct Rewrite {
     layers: Layers,
-    kept: Vec<bool>,
-    /// Values that have been computed again.
+    saved: Vec<bool>,
+    /// Recomputed values.
     copies: Vec<Option<ValueId>>,
 }
 
 impl Rewrite {
-    /// The value to read in backward: itself if it is kept, else a copy that is computed here if it has not been before.
+    /// The value to read in backward: itself if it is saved, else a copy that is computed here if it has not been before.
     fn value(&mut self, graph: &Graph, g: &mut Graph, v: ValueId, reader: Option<usize>) -> Result<ValueId, TypeError> {
         if let Some(copy) = self.copies[v.0] {
             return Ok(copy);
         }
-        let Some(node) = self.layers.made_here(graph, v, reader).filter(|_| !self.kept[v.0]) else { return Ok(v) };
-        let Again { op, inputs, outputs } = again(node, &|v| self.kept[v.0]);
+        let Some(node) = self.layers.made_here(graph, v, reader).filter(|_| !self.saved[v.0]) else { return Ok(v) };
+        let Recomputation { op, inputs, outputs } = recomputation(node, &|v| self.saved[v.0]);
         let mut reads = Vec::new();
         for x in inputs {
             reads.push(self.value(graph, g, x, node.layer)?);
@@ -104,7 +104,7 @@ impl Rewrite {
         for output in outputs {
             copies.push(output.map(|v| {
                 let value = graph.get(v);
-                let name = format!("{}.again", value.name);
+                let name = format!("{}.recomputed", value.name);
                 g.values.push(Value { name, source: Source::Node { into: None }, ..value.clone() });
                 let copy = ValueId(g.values.len() - 1);
                 self.copies[v.0] = Some(copy);

@@ -1,4 +1,4 @@
-//! Shard: says how every value lies over the data- and tensor-parallel ranks, and inserts the collectives that follow.
+//! Shard: gives every value its sharding over data- and tensor-parallel ranks, and inserts the collectives that follow.
 //!
 //! One sweep in order. Seeds: inputs are split by sequences; a parameter with heads, hidden units or vocabulary entries is
 //! split along them; the residual stream is whole on every tensor-parallel rank, or split by positions with sequence
@@ -13,7 +13,7 @@ use super::vocab;
 use crate::Context;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Node, Phase, Source, State};
-use lockstep_ir::{Axis, Graph, Op, Placement, Spread, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axis, Graph, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -26,7 +26,7 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
         vocab::split_head(&mut g, context)?;
     }
     for value in &mut g.values {
-        value.placement = seed(&value.source, &value.ty, context);
+        value.sharding = seed(&value.source, &value.ty, context);
     }
     let nodes = std::mem::take(&mut g.nodes);
     let mut sweep = Sweep { context, now: (0..g.values.len()).map(ValueId).collect(), gathered: BTreeMap::new() };
@@ -46,18 +46,18 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
     Ok(g)
 }
 
-/// How a value lies before any op has been looked at.
-fn seed(source: &Source, ty: &TensorType, context: &Context) -> Placement {
+/// The sharding of a value before any op has been looked at.
+fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     let mesh = context.layout.mesh;
-    let over = |many: usize, spread: Option<Spread>| spread.filter(|_| many > 1).unwrap_or_default();
+    let over = |many: usize, placement: Option<Placement>| placement.filter(|_| many > 1).unwrap_or_default();
     match source {
-        Source::Input => Placement { dp: over(mesh.dp, Some(Spread::Split(0))), tp: Spread::Replicated },
+        Source::Input => Sharding { dp: over(mesh.dp, Some(Placement::Split(0))), tp: Placement::Replicated },
         Source::State(State::Parameter(_) | State::Gradient) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
             let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| parallel(s.axis)));
-            Placement { dp: Spread::Replicated, tp: over(mesh.tp, dim.map(Spread::Split)) }
+            Sharding { dp: Placement::Replicated, tp: over(mesh.tp, dim.map(Placement::Split)) }
         }
-        Source::State(_) | Source::Node { .. } | Source::Sum => Placement::REPLICATED,
+        Source::State(_) | Source::Node { .. } | Source::Sum => Sharding::REPLICATED,
     }
 }
 
@@ -74,7 +74,7 @@ impl Sweep<'_> {
         node.inputs = node.inputs.iter().map(|v| self.now[v.0]).collect();
         for axis in [MeshAxis::Dp, MeshAxis::Tp] {
             if self.context.layout.mesh.size(axis) > 1 {
-                self.spread(g, &mut node, axis)?;
+                self.shard(g, &mut node, axis)?;
             }
         }
         let (phase, layer) = (node.phase, node.layer);
@@ -84,8 +84,8 @@ impl Sweep<'_> {
         g.nodes.push(node);
         for v in made {
             if let Source::Node { into: Some(state) } = g.get(v).source {
-                g.values[state.0].placement = g.get(v).placement;
-            } else if g.get(v).placement.tp == Spread::Partial && !waits {
+                g.values[state.0].sharding = g.get(v).sharding;
+            } else if g.get(v).sharding.tp == Placement::Partial && !waits {
                 let axis = MeshAxis::Tp;
                 let (op, suffix) = match self.context.layout.sequence_parallel {
                     true => (Op::ReduceScatter { axis, dim: Some(1) }, "scattered"),
@@ -97,16 +97,16 @@ impl Sweep<'_> {
         Ok(())
     }
 
-    /// Chooses the dimension that ranks along `axis` share this node along, gathers inputs that are split otherwise, and says
-    /// how the outputs lie.
-    fn spread(&mut self, g: &mut Graph, node: &mut Node, axis: MeshAxis) -> Result<(), TypeError> {
+    /// Chooses the dimension that ranks along `axis` share this node along, gathers inputs that are split otherwise, and
+    /// gives the outputs their placement.
+    fn shard(&mut self, g: &mut Graph, node: &mut Node, axis: MeshAxis) -> Result<(), TypeError> {
         let spec = node.op.spec();
         let count = node.inputs.len();
         let letter = |dims: &str, dim: usize| dims.chars().nth(dim).unwrap_or('*');
         let group_of = |letter: char| spec.splits.iter().copied().find(|group| group.contains(letter));
         let mut chosen: Option<&'static str> = None;
-        let mut consider = |dims: &str, spread: Spread| {
-            if let Spread::Split(dim) = spread
+        let mut consider = |dims: &str, placement: Placement| {
+            if let Placement::Split(dim) = placement
                 && let Some(group) = group_of(letter(dims, dim))
                 && (chosen.is_none() || chosen == Some("s"))
             {
@@ -117,34 +117,34 @@ impl Sweep<'_> {
             if let Some(v) = v
                 && let Source::Node { into: Some(state) } = g.get(*v).source
             {
-                consider(node.op.output(o).dims, g.get(state).placement.over(axis));
+                consider(node.op.output(o).dims, g.get(state).sharding.over(axis));
             }
         }
         for (i, v) in node.inputs.iter().enumerate() {
-            consider(node.op.input(i, count).dims, g.get(*v).placement.over(axis));
+            consider(node.op.input(i, count).dims, g.get(*v).sharding.over(axis));
         }
         let chosen = chosen.unwrap_or("");
         let mut partial = false;
         for i in 0..count {
             let dims = node.op.input(i, count).dims;
-            match g.get(node.inputs[i]).placement.over(axis) {
-                Spread::Split(dim) if !chosen.contains(letter(dims, dim)) => {
+            match g.get(node.inputs[i]).sharding.over(axis) {
+                Placement::Split(dim) if !chosen.contains(letter(dims, dim)) => {
                     node.inputs[i] = self.gather(g, node.inputs[i], axis, dim, node)?;
                 }
-                Spread::Partial => partial = true,
-                Spread::Replicated | Spread::Split(_) | Spread::Flat => {}
+                Placement::Partial => partial = true,
+                Placement::Replicated | Placement::Split(_) | Placement::Flat => {}
             }
         }
         let shared = !chosen.is_empty();
         for (o, v) in node.outputs.iter().enumerate() {
             let Some(v) = v else { continue };
             let dim = node.op.output(o).dims.chars().position(|c| chosen.contains(c));
-            let spread = match dim {
-                Some(dim) => Spread::Split(dim),
-                None if shared || partial => Spread::Partial,
-                None => Spread::Replicated,
+            let placement = match dim {
+                Some(dim) => Placement::Split(dim),
+                None if shared || partial => Placement::Partial,
+                None => Placement::Replicated,
             };
-            g.values[v.0].placement = g.get(*v).placement.with(axis, spread);
+            g.values[v.0].sharding = g.get(*v).sharding.with(axis, placement);
         }
         Ok(())
     }

@@ -1,19 +1,19 @@
-//! ZeRO: adds up gradients over ranks, and shards gradients and parameters over data-parallel ranks.
+//! ZeRO (FSDP at level 3): reduces gradients over ranks, and shards gradients and parameters over data-parallel ranks.
 //!
 //! A unit is what one layer does in one direction: a run of nodes of the same layer. Gradients of a unit travel in one
 //! collective, as soon as the unit has made the last of them:
 //!
 //! - levels 0 and 1: once per step, in the last micro-batch: summed whole (0) or each rank's flat range (1);
-//! - levels 2 and 3: for every micro-batch; only a rank's flat range is kept.
+//! - levels 2 and 3: for every micro-batch; a rank stores only its flat range.
 //!
-//! At level 3 parameters are kept as flat ranges too, and gathered for a unit while the unit before it computes.
+//! At level 3 parameters are stored as flat ranges too, and gathered for a unit while the unit before it computes.
 //!
-//! Before that, what tensor-parallel ranks hold as partial sums or share is added up between them.
+//! Before that, what tensor-parallel ranks hold as partial sums or share is reduced between them.
 
 use crate::Context;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Node, Phase, Source, State};
-use lockstep_ir::{Graph, Op, Spread, TypeError, ValueId};
+use lockstep_ir::{Graph, Op, Placement, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 pub(super) fn zero(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -110,7 +110,7 @@ fn reduce_once(g: &mut Graph, context: &Context, states: &[ValueId], layer: Opti
     reduce(g, context, states, Phase::Reduce, layer).map(|_| ())
 }
 
-/// Adds up gradient sums over all ranks that hold summands, and returns what they have become.
+/// Reduces partial gradient sums over all ranks, and returns the results.
 pub(super) fn reduce(
     g: &mut Graph,
     context: &Context,
@@ -158,13 +158,14 @@ fn sum_over_tensor_parallel(
         which.into_iter().zip(outputs).for_each(|(i, v)| now[i] = v);
         Ok(())
     };
-    let partial = |g: &Graph, v: ValueId| g.get(v).placement.tp == Spread::Partial;
+    let partial = |g: &Graph, v: ValueId| g.get(v).sharding.tp == Placement::Partial;
     apply(g, Op::AllReduce { axis: MeshAxis::Tp }, "whole", &partial)?;
     let mut counts: Vec<usize> = values.iter().map(|v| sharers(g, context, *v).0).filter(|n| *n > 1).collect();
     counts.sort_unstable();
     counts.dedup();
     for n in counts {
-        let shared = |g: &Graph, v: ValueId| sharers(g, context, v).0 == n && g.get(v).placement.tp == Spread::Split(0);
+        let shared =
+            |g: &Graph, v: ValueId| sharers(g, context, v).0 == n && g.get(v).sharding.tp == Placement::Split(0);
         apply(g, Op::SumShared { sharers: n }, "whole", &shared)?;
     }
     debug_assert!(mesh.tp > 1 || now == values);
@@ -174,18 +175,18 @@ fn sum_over_tensor_parallel(
 /// Tensor-parallel ranks that share a tensor's rows from some element on, and that element.
 pub(super) fn sharers(g: &Graph, context: &Context, v: ValueId) -> (usize, usize) {
     let (mesh, value) = (context.layout.mesh, g.get(v));
-    match value.placement.tp {
+    match value.sharding.tp {
         _ if mesh.tp == 1 => (1, 0),
-        Spread::Split(0) => {
-            let counts = value.placement.sharers(&value.ty.dims[0], &mesh);
+        Placement::Split(0) => {
+            let counts = value.sharding.sharers(&value.ty.dims[0], &mesh);
             let before = Some(counts.iter().take_while(|n| **n == 1).count()).filter(|n| *n < counts.len());
             let Some(before) = before else { return (1, 0) };
-            let local = lockstep_ir::Placement { dp: Spread::Replicated, ..value.placement }.local(&value.ty, &mesh);
+            let local = lockstep_ir::Sharding { dp: Placement::Replicated, ..value.sharding }.local(&value.ty, &mesh);
             let rows: usize = local.dims[0].sections[..before].iter().map(|s| s.size()).sum();
             (counts[before], rows * local.elements() / local.dims[0].size().max(1))
         }
-        Spread::Split(_) => (1, 0),
-        Spread::Replicated | Spread::Partial | Spread::Flat => (mesh.tp, 0),
+        Placement::Split(_) => (1, 0),
+        Placement::Replicated | Placement::Partial | Placement::Flat => (mesh.tp, 0),
     }
 }
 
@@ -219,7 +220,7 @@ fn scatter_into(
     let ranges = g.relay(op, whole, "scattered", phase, layer)?;
     let before = g.nodes.len();
     for (range, &state) in ranges.into_iter().zip(states) {
-        g.values[state.0].placement = g.get(range).placement;
+        g.values[state.0].sharding = g.get(range).sharding;
         let sum = g.relay(Op::Accumulate, &[range], "sum", phase, layer)?[0];
         g.values[sum.0].source = Source::Node { into: Some(state) };
     }
@@ -237,7 +238,7 @@ fn gather_parameters(g: &mut Graph) -> Result<(), TypeError> {
     units.iter().for_each(|u| nodes.push(all.by_ref().take(u.len()).collect()));
     let parameters: Vec<ValueId> = g.parameters().map(|(id, _, _)| id).collect();
     for v in parameters {
-        g.values[v.0].placement.dp = Spread::Flat;
+        g.values[v.0].sharding.dp = Placement::Flat;
     }
     // Forward and backward are segments of their own, so a unit is not gathered in one for the other.
     let mut gathers: Vec<Option<Node>> = Vec::new();

@@ -1,4 +1,4 @@
-//! What a product does with its result before it is stored.
+//! What a matmul does with its result before it is stored.
 
 use super::{Described, Matmul, Shape, check};
 use crate::driver::{Address, Stream};
@@ -20,10 +20,10 @@ pub enum Epilogue {
     None,
     /// Each row gets a bias.
     Bias,
-    /// Each row gets a bias and is kept in a matrix beside the result, which is GELU of it.
+    /// Each row gets a bias and is saved in a matrix beside the result, which is GELU of it.
     BiasGelu,
-    /// It is multiplied by the slope of GELU at a matrix beside it.
-    GeluSlope,
+    /// It is multiplied by the derivative of GELU at a matrix beside it.
+    GeluDerivative,
 }
 
 /// Where the operands of an epilogue stand; 0 where it has none.
@@ -42,7 +42,7 @@ impl Epilogue {
             Epilogue::None => 1,
             Epilogue::Bias => 4,
             Epilogue::BiasGelu => 164,
-            Epilogue::GeluSlope => 192,
+            Epilogue::GeluDerivative => 192,
         }
     }
 
@@ -52,14 +52,14 @@ impl Epilogue {
 
     /// Whether a matrix as large as the result stands beside it.
     pub(super) fn has_matrix(self) -> bool {
-        matches!(self, Epilogue::BiasGelu | Epilogue::GeluSlope)
+        matches!(self, Epilogue::BiasGelu | Epilogue::GeluDerivative)
     }
 
-    /// What is left of it where another kernel takes GELU, or its slope.
+    /// What is left of it where another kernel computes GELU, or its derivative.
     fn without_gelu(self) -> Self {
         match self {
             Epilogue::Bias | Epilogue::BiasGelu => Epilogue::Bias,
-            Epilogue::None | Epilogue::GeluSlope => Epilogue::None,
+            Epilogue::None | Epilogue::GeluDerivative => Epilogue::None,
         }
     }
 }
@@ -71,7 +71,7 @@ impl Matmul {
         check("cublasLtMatmulDescSetAttribute", status)
     }
 
-    /// Adds a shape's epilogue to the description of its product.
+    /// Adds a shape's epilogue to the description of its matmul.
     pub(super) fn describe_epilogue(&self, desc: *mut c_void, shape: &Shape) -> Result<(), CudaError> {
         if shape.epilogue == Epilogue::None {
             return Ok(());
@@ -122,7 +122,7 @@ impl Matmul {
         called
     }
 
-    /// Whether a product takes GELU, or its slope, in less time than it takes without and a copy of the result, which is what a
+    /// Whether a matmul fuses GELU, or its derivative, into its epilogue in less time than it takes without and a copy of the result, which is what a
     /// kernel of its own would cost. Never where choices are not timed: such programs compute the same wherever they run. An answer
     /// holds as long as the process lives; what could not be found out is a no until then.
     pub fn worth(&self, shape: Shape) -> Result<bool, CudaError> {
@@ -153,7 +153,7 @@ impl Matmul {
         Ok(worth)
     }
 
-    /// What [`Matmul::worth`] asks, timed; none where there is no room for that. A product that the library does not have is an
+    /// What [`Matmul::worth`] asks, timed; none where there is no room for that. A matmul that the library does not have is an
     /// answer too.
     fn measure(&self, shape: Shape) -> Result<Option<bool>, CudaError> {
         if !self.prepared(shape)? {
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
     use crate::driver::{Device, Memory};
     use crate::gpu::Gpu;
-    use crate::matmul::{Product, WORKSPACE};
+    use crate::matmul::{Gemm, WORKSPACE};
     use lockstep_exec::initial::encode;
     use lockstep_ir::{bf16, counter};
 
@@ -204,7 +204,7 @@ mod tests {
         (0..count as u64).map(|i| bf16::to_f32(bf16::from_f32(counter::normal(key, i) * scale))).collect()
     }
 
-    /// GELU and its slope.
+    /// GELU and its derivative.
     fn gelu(x: f64) -> (f64, f64) {
         let root = (2.0 / std::f64::consts::PI).sqrt();
         let (u, du) = (root * (x + 0.044715 * x * x * x), root * (1.0 + 0.134145 * x * x));
@@ -237,17 +237,17 @@ mod tests {
             bytes.as_chunks::<2>().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect()
         }
 
-        /// Runs a product with an epilogue; false where the library has none.
+        /// Runs a matmul with an epilogue; false where the library has none.
         fn run(
             &self,
-            product: Product,
+            gemm: Gemm,
             epilogue: Epilogue,
             factors: (Address, Address),
             beside: Beside,
             to: Address,
         ) -> bool {
             let (input, output) = (DType::BF16, DType::BF16);
-            let shape = Shape { product, m: M, n: N, k: K, input, output, adds: false, y_stride: N, epilogue };
+            let shape = Shape { gemm, m: M, n: N, k: K, input, output, adds: false, y_stride: N, epilogue };
             let matmul = self.gpu.matmul(false).unwrap();
             if let Err(error) = matmul.prepare(shape) {
                 println!("skipped: {error}");
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn products_take_gelu_and_its_slope() {
+    fn matmuls_fuse_gelu_and_its_derivative() {
         if !Device::count().is_ok_and(|n| n > 0) {
             println!("skipped: no CUDA device");
             return;
@@ -282,7 +282,7 @@ mod tests {
         let [at_x, at_w, at_bias, at_dy, at_kept] = [&x, &w, &bias, &dy, &kept].map(|data| bench.put(data));
         let [to, beside] = [(); 2].map(|()| bench.put(&vec![f32::NAN; M * N]));
 
-        if bench.run(Product::Forward, Epilogue::BiasGelu, (at_x, at_w), Beside { bias: at_bias, matrix: beside }, to) {
+        if bench.run(Gemm::Forward, Epilogue::BiasGelu, (at_x, at_w), Beside { bias: at_bias, matrix: beside }, to) {
             let sum = |i: usize| {
                 let (row, column) = (i / N, i % N);
                 (0..K).map(|k| f64::from(x[row * K + k]) * f64::from(w[column * K + k])).sum::<f64>()
@@ -292,13 +292,13 @@ mod tests {
             close("what is kept", &bench.get(beside, M * N), &sums);
             close("GELU", &bench.get(to, M * N), &sums.iter().map(|x| gelu(*x).0).collect::<Vec<_>>());
         }
-        if bench.run(Product::Input, Epilogue::GeluSlope, (at_dy, at_w), Beside { bias: 0, matrix: at_kept }, to) {
+        if bench.run(Gemm::Input, Epilogue::GeluDerivative, (at_dy, at_w), Beside { bias: 0, matrix: at_kept }, to) {
             let of = |i: usize| {
                 let (row, column) = (i / K, i % K);
                 let sum = (0..N).map(|n| f64::from(dy[row * N + n]) * f64::from(w[n * K + column])).sum::<f64>();
                 sum * gelu(f64::from(kept[i])).1
             };
-            close("slope", &bench.get(to, M * K), &(0..M * K).map(of).collect::<Vec<_>>());
+            close("derivative", &bench.get(to, M * K), &(0..M * K).map(of).collect::<Vec<_>>());
         }
     }
 }

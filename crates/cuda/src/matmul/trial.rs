@@ -1,12 +1,12 @@
-//! Products timed on random numbers: zeros would draw less power than real data do.
+//! Matmuls timed on random numbers: zeros would draw less power than real data do.
 
 use super::epilogue::Beside;
-use super::{Algorithm, Described, Matmul, Product, Shape, WORKSPACE};
+use super::{Algorithm, Described, Gemm, Matmul, Shape, WORKSPACE};
 use crate::CudaError;
 use crate::driver::{Address, Memory, Stream};
 use lockstep_ir::DType;
 
-/// Room for the operands of a product.
+/// Room for the operands of a matmul.
 pub(super) struct Trial<'a> {
     matmul: &'a Matmul,
     operands: (Address, Address, Address),
@@ -19,7 +19,7 @@ pub(super) struct Trial<'a> {
 }
 
 impl Matmul {
-    /// Room to try a product in; none where there is too little beside what is already there.
+    /// Room to try a matmul in; none where there is too little beside what is already there.
     pub(super) fn trial(&self, shape: &Shape) -> Result<Option<Trial<'_>>, CudaError> {
         match self.room(shape) {
             // What is counted as free cannot always be had.
@@ -30,12 +30,12 @@ impl Matmul {
 
     fn room(&self, shape: &Shape) -> Result<Option<Trial<'_>>, CudaError> {
         let bytes = |rows: usize, columns: usize, dtype: DType| (rows * columns * dtype.bytes()) as u64;
-        let Shape { product, m, n, k, input, output, y_stride, epilogue, .. } = *shape;
+        let Shape { gemm, m, n, k, input, output, y_stride, epilogue, .. } = *shape;
         let (x, w, y) = ((m, k), (n, k), (m, y_stride));
-        let (a, b, c) = match product {
-            Product::Forward => (w, x, y),
-            Product::Input => (w, y, x),
-            Product::Weight => (x, y, w),
+        let (a, b, c) = match gemm {
+            Gemm::Forward => (w, x, y),
+            Gemm::Input => (w, y, x),
+            Gemm::Weight => (x, y, w),
         };
         let result = bytes(c.0, c.1, output);
         let beside = if epilogue.has_matrix() { result } else { 0 };
@@ -60,7 +60,7 @@ impl Matmul {
 }
 
 impl Trial<'_> {
-    /// Seconds of a product and as many copies of its result, having run it before: the first call loads code. The shape has the
+    /// Seconds of a matmul and as many copies of its result, having run it before: the first call loads code. The shape has the
     /// sizes of the trial's.
     pub(super) fn seconds(
         &self,

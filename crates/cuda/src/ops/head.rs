@@ -5,7 +5,7 @@ use super::linear::{padded, weight_product};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;
-use crate::matmul::{Epilogue, Product, Shape, WORKSPACE};
+use crate::matmul::{Epilogue, Gemm, Shape, WORKSPACE};
 use lockstep_ir::DType;
 use lockstep_ir::op::Rows;
 
@@ -32,14 +32,14 @@ pub fn chunk_sizes(m: usize, seq: usize, rows: usize, fixed: bool) -> Vec<usize>
     sizes
 }
 
-/// Columns of a vocabulary: first and count. Products of sizes that are no multiple of 8 are many times slower, so what is left
+/// Columns of a vocabulary: first and count. Matmuls of sizes that are no multiple of 8 are many times slower, so what is left
 /// over goes on its own.
 pub fn column_parts(v: usize) -> Vec<(usize, usize)> {
     let whole = v / 8 * 8;
     [(0, whole), (whole, v - whole)].into_iter().filter(|(_, count)| *count > 0).collect()
 }
 
-/// Loss, dx and dw. Scratch: a product's; logits of a chunk; losses of all rows; for sums in fixed point dw once.
+/// Loss, dx and dw. Scratch: a matmul's; logits of a chunk; losses of all rows; for sums in fixed point dw once.
 pub unsafe fn linear_cross_entropy(call: Call, rows: usize, scaled: bool) -> Result<(), CudaError> {
     let (m, seq, k, v) = (call.rows(), call.size('s'), call.size('k'), call.size('v'));
     let (x, w, targets) = (call.input(0), call.input(1), call.input(2));
@@ -57,7 +57,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize, scaled: bool) -> Res
     for (c, (first, count)) in chunks(m, seq, rows, fixed).into_iter().enumerate() {
         let at = (first * k) as u64 * bytes;
         let forward = Shape {
-            product: Product::Forward,
+            gemm: Gemm::Forward,
             m: count,
             n: v,
             k,
@@ -82,7 +82,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize, scaled: bool) -> Res
             for &(first, n) in &parts {
                 let (dlogits, w) = (logits + first as u64 * bytes, w + (first * k) as u64 * bytes);
                 if let Some(dx) = call.output(1) {
-                    let shape = Shape { product: Product::Input, n, adds: first > 0, ..forward };
+                    let shape = Shape { gemm: Gemm::Input, n, adds: first > 0, ..forward };
                     call.multiply(&shape, (dlogits, w), dx + at, scratch)?;
                 }
                 let sizes = (count, count, n, k);
@@ -123,7 +123,7 @@ pub unsafe fn vocab_logits(call: Call, rows: Rows) -> Result<(), CudaError> {
     let x = call.input(0) + (rows.first * k * input.bytes()) as u64;
     let targets = call.input(2) + 4 * rows.first as u64;
     let shape = Shape {
-        product: Product::Forward,
+        gemm: Gemm::Forward,
         m: rows.count,
         n: v,
         k,
@@ -157,7 +157,7 @@ pub unsafe fn vocab_loss(call: Call) -> Result<(), CudaError> {
     unsafe { call.plain(("loss", "sum_losses"), [call.size('b'), 1, 1], 256, args![losses, loss, call.size('s')]) }
 }
 
-/// This part's share of dx, and dw. Scratch: a product's; dlogits in the compute type; for sums in fixed point dw once.
+/// This part's share of dx, and dw. Scratch: a matmul's; dlogits in the compute type; for sums in fixed point dw once.
 pub unsafe fn vocab_grad(call: Call, rows: Rows, scaled: bool) -> Result<(), CudaError> {
     let (k, v, parts, part, input) = (call.size('k'), call.size('v'), call.size('a'), call.vocab_part(), call.float());
     let x = call.input(2) + (rows.first * k * input.bytes()) as u64;
@@ -172,7 +172,7 @@ pub unsafe fn vocab_grad(call: Call, rows: Rows, scaled: bool) -> Result<(), Cud
         call.typed(("loss", "vocab_grad"), [count, 1, 1], row_threads(call, v), args)?;
         if let Some(dx) = call.output(0) {
             let shape = Shape {
-                product: Product::Input,
+                gemm: Gemm::Input,
                 m: count,
                 n: v,
                 k,

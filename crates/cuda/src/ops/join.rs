@@ -13,16 +13,16 @@ use lockstep_ir::program::{Arg, BufferId, Instr, StepProgram};
 /// Of every instruction of a segment: those that are done with it as one, itself the first; none where it is done with another.
 pub type Groups = Vec<Vec<usize>>;
 
-/// What is done as one in each segment of a program. `worth` says whether a product takes less time with an epilogue than a kernel
+/// What is done as one in each segment of a program. `worth` says whether a matmul takes less time with an epilogue than a kernel
 /// behind it.
 pub fn groups(
     program: &StepProgram,
     segments: &[Vec<Bound>],
     worth: &dyn Fn(Shape) -> Result<bool, CudaError>,
 ) -> Result<Vec<Groups>, CudaError> {
-    // A product takes GELU of its f32 sums, a kernel of what was stored, and the sums themselves may be another plan's: where one
-    // is computed again, or what it is of, all are left to the kernel, so that they come out as the first time.
-    let gelu = !program.segments.iter().any(|s| computes_gelu_again(&s.instrs));
+    // A matmul that fuses GELU applies it to its f32 sums, a kernel of what was stored, and the sums themselves may be another plan's: where one
+    // is recomputed, or its input, all are left to the kernel, so that they come out as the first time.
+    let gelu = !program.segments.iter().any(|s| recomputes_gelu(&s.instrs));
     program
         .segments
         .iter()
@@ -31,19 +31,19 @@ pub fn groups(
         .collect()
 }
 
-/// Whether a GELU is computed again, or only the sum with a bias that one, or its gradient, is of.
-fn computes_gelu_again(instrs: &[Instr]) -> bool {
+/// Whether a GELU is recomputed, or only the biased sum that is its input or that of its gradient.
+fn recomputes_gelu(instrs: &[Instr]) -> bool {
     let reads = |i: &Instr, sum| match i.op {
         Op::Gelu => value(i, 0) == Some(sum),
         Op::GeluGrad => value(i, 1) == Some(sum),
         _ => false,
     };
-    let again = |i: &Instr| match (i.op, i.outputs.first()) {
+    let recomputed = |i: &Instr| match (i.op, i.outputs.first()) {
         (Op::Gelu, _) => true,
         (Op::AddBias, Some(Some(sum))) => instrs.iter().any(|other| reads(other, sum.value)),
         _ => false,
     };
-    instrs.iter().any(|i| i.phase != Phase::Forward && again(i))
+    instrs.iter().any(|i| i.phase != Phase::Forward && recomputed(i))
 }
 
 fn of_segment(
@@ -60,15 +60,15 @@ fn of_segment(
         if done[at] {
             continue;
         }
-        let slope = gelu_gradient_of(instrs, at);
-        groups[at] = match slope {
+        let derivative = gelu_gradient_of(instrs, at);
+        groups[at] = match derivative {
             _ if gelu && product_with_gelu(program, &instrs[at..]) && worth(at, Epilogue::BiasGelu)? => {
                 (at..at + 3).collect()
             }
-            Some(slope) if worth(at, Epilogue::GeluSlope)? => vec![at, slope],
+            Some(derivative) if worth(at, Epilogue::GeluDerivative)? => vec![at, derivative],
             _ => (at..at + count(program, &instrs[at..])).collect(),
         };
-        // What another stream makes is there once somebody has waited for it: at the first, or not at all.
+        // What another stream makes is there once it has been waited for: at the first, or not at all.
         if groups[at][1..].iter().any(|i| !instrs[*i].waits.is_empty()) {
             groups[at].truncate(1);
         }
@@ -80,7 +80,7 @@ fn of_segment(
 /// How many instructions, from the first on, are done as one.
 fn count(program: &StepProgram, instrs: &[Instr]) -> usize {
     match instrs {
-        [product, bias, ..] if product_with_bias(product, bias) => 2,
+        [gemm, bias, ..] if matmul_with_bias(gemm, bias) => 2,
         [gelu, bias, ..] if gelu_and_bias_gradients(program, gelu, bias) => 2,
         [weight, rest @ ..] if norm_gradients(program, weight, rest).is_some() => {
             let input = norm_gradients(program, weight, rest).unwrap_or(0);
@@ -93,37 +93,37 @@ fn count(program: &StepProgram, instrs: &[Instr]) -> usize {
     }
 }
 
-/// The products that a group needs, so that they can be planned before anything runs.
+/// The matmuls that a group needs, so that they can be planned before anything runs.
 pub fn shapes(bounds: &[Bound], group: &[usize]) -> Vec<Shape> {
     let ops: Vec<Op> = group.iter().map(|i| bounds[*i].op).collect();
     let epilogue = match ops[..] {
         [Op::Linear, Op::AddBias] => Some(Epilogue::Bias),
         [Op::Linear, Op::AddBias, Op::Gelu] => Some(Epilogue::BiasGelu),
-        [Op::LinearGradInput, Op::GeluGrad] => Some(Epilogue::GeluSlope),
+        [Op::LinearGradInput, Op::GeluGrad] => Some(Epilogue::GeluDerivative),
         _ => None,
     };
     match (epilogue, group) {
-        (Some(epilogue), [product, ..]) => linear::with_epilogue(&bounds[*product], epilogue).into_iter().collect(),
+        (Some(epilogue), [gemm, ..]) => linear::with_epilogue(&bounds[*gemm], epilogue).into_iter().collect(),
         _ => group.iter().flat_map(|i| linear::shapes(&bounds[*i])).collect(),
     }
 }
 
-/// Whether a product is followed by its bias, in place.
-fn product_with_bias(product: &Instr, bias: &Instr) -> bool {
-    bias.op == Op::AddBias && product.op == Op::Linear && in_place(product, bias)
+/// Whether a matmul is followed by its bias, in place.
+fn matmul_with_bias(gemm: &Instr, bias: &Instr) -> bool {
+    bias.op == Op::AddBias && gemm.op == Op::Linear && in_place(gemm, bias)
 }
 
-/// Whether a product and its bias are followed by a GELU that may be written while they are computed: it stands apart from all that
+/// Whether a matmul and its bias are followed by a GELU that may be written while they are computed: it stands apart from all that
 /// they use.
 fn product_with_gelu(program: &StepProgram, instrs: &[Instr]) -> bool {
-    let [product, bias, gelu, ..] = instrs else { return false };
+    let [gemm, bias, gelu, ..] = instrs else { return false };
     let (Some(Some(kept)), Some(read), Some(Some(out))) =
         (bias.outputs.first(), gelu.inputs.first(), gelu.outputs.first())
     else {
         return false;
     };
-    let used = product.inputs.iter().chain(&bias.inputs).map(|a| a.buffer).chain(product.workspace);
-    product_with_bias(product, bias)
+    let used = gemm.inputs.iter().chain(&bias.inputs).map(|a| a.buffer).chain(gemm.workspace);
+    matmul_with_bias(gemm, bias)
         && gelu.op == Op::Gelu
         && kept.value == read.value
         && !read.part
@@ -131,12 +131,12 @@ fn product_with_gelu(program: &StepProgram, instrs: &[Instr]) -> bool {
         && used.chain([kept.buffer]).all(|buffer| !overlap(program, buffer, out.buffer))
 }
 
-/// The gradient of the GELU before a product, further on, if the product may compute it: it changes in place what the product has
-/// made, nobody reads that in between, and what else it reads is there already.
+/// The gradient of the GELU before a matmul, further on, if the matmul may compute it: it changes in place what the matmul has
+/// made, nothing reads that in between, and what else it reads is there already.
 fn gelu_gradient_of(instrs: &[Instr], at: usize) -> Option<usize> {
-    let product = &instrs[at];
-    let made = product.outputs.first()?.as_ref()?.value;
-    if product.op != Op::LinearGradInput {
+    let gemm = &instrs[at];
+    let made = gemm.outputs.first()?.as_ref()?.value;
+    if gemm.op != Op::LinearGradInput {
         return None;
     }
     let reads = |i: &Instr, v: usize| i.inputs.iter().any(|a| a.value == v);
@@ -144,7 +144,7 @@ fn gelu_gradient_of(instrs: &[Instr], at: usize) -> Option<usize> {
     let kept = value(&instrs[gelu], 1)?;
     let there = !instrs[at..gelu].iter().any(|i| i.outputs.iter().flatten().any(|o| o.value == kept));
     let waits = instrs[at + 1..=gelu].iter().any(|i| !i.waits.is_empty());
-    (instrs[gelu].op == Op::GeluGrad && in_place(product, &instrs[gelu]) && there && !waits).then_some(gelu)
+    (instrs[gelu].op == Op::GeluGrad && in_place(gemm, &instrs[gelu]) && there && !waits).then_some(gelu)
 }
 
 /// Whether two updates by AdamW may be one: they touch tensors of their own, with constants and numbers in common.
@@ -253,11 +253,9 @@ pub unsafe fn issue_joined(calls: &[Call]) -> Result<(), CudaError> {
         match calls {
             [call] => issue(*call),
             [first, ..] if matches!(first.bound.op, Op::AdamW { .. }) => optimizer::adamw_many(calls),
-            [product, bias] if product.bound.op == Op::Linear => linear::forward_with_bias(*product, *bias),
-            [product, bias, gelu] if product.bound.op == Op::Linear => {
-                linear::forward_with_gelu(*product, *bias, *gelu)
-            }
-            [product, gelu] if product.bound.op == Op::LinearGradInput => linear::grad_input_of_gelu(*product, *gelu),
+            [gemm, bias] if gemm.bound.op == Op::Linear => linear::forward_with_bias(*gemm, *bias),
+            [gemm, bias, gelu] if gemm.bound.op == Op::Linear => linear::forward_with_gelu(*gemm, *bias, *gelu),
+            [gemm, gelu] if gemm.bound.op == Op::LinearGradInput => linear::grad_input_of_gelu(*gemm, *gelu),
             [gelu, bias] if gelu.bound.op == Op::GeluGrad => elements::gelu_bias_grad(*gelu, *bias),
             [weight, rest @ ..] => {
                 let none = || CudaError::Internal(format!("{} joins nothing", weight.bound.op.name()));

@@ -1,17 +1,17 @@
-//! Matrix products of activations and weights.
+//! Matmuls of activations and weights.
 
 use crate::CudaError;
 use crate::call::Call;
-use crate::matmul::{Beside, Epilogue, Product, Shape, WORKSPACE};
+use crate::matmul::{Beside, Epilogue, Gemm, Shape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::{DType, Op};
 
-/// The products that an instruction may ask for, so that they can be planned before anything runs.
+/// The matmuls that an instruction may ask for, so that they can be planned before anything runs.
 pub fn shapes(bound: &Bound) -> Vec<Shape> {
     let size = |letter| bound.size(letter);
     let (m, input) = (size('b') * size('s'), bound.float);
-    let plain = |product, m, n, output| Shape {
-        product,
+    let plain = |gemm, m, n, output| Shape {
+        gemm,
         m,
         n,
         k: size('k'),
@@ -24,11 +24,11 @@ pub fn shapes(bound: &Bound) -> Vec<Shape> {
     let sums = |shape: Shape| [shape, Shape { adds: true, ..shape }];
     let gradients = |output: usize| bound.outputs[output].map_or(DType::F32, |at| at.dtype);
     match bound.op {
-        Op::Linear => vec![plain(Product::Forward, m, size('n'), input)],
-        Op::LinearGradInput => vec![plain(Product::Input, m, size('n'), input)],
+        Op::Linear => vec![plain(Gemm::Forward, m, size('n'), input)],
+        Op::LinearGradInput => vec![plain(Gemm::Input, m, size('n'), input)],
         Op::LinearGradWeight => {
             let (rows, output) = weight_rows(input, gradients(0), m, size('s'));
-            sums(plain(Product::Weight, rows, size('n'), output)).to_vec()
+            sums(plain(Gemm::Weight, rows, size('n'), output)).to_vec()
         }
         Op::LinearCrossEntropy { rows, .. } => {
             let fixed = gradients(2) == DType::Fixed64 && bound.outputs[2].is_some();
@@ -36,22 +36,19 @@ pub fn shapes(bound: &Bound) -> Vec<Shape> {
             for count in super::head::chunk_sizes(m, size('s'), rows, fixed) {
                 let (_, output) = weight_rows(input, gradients(2), count, count);
                 for (first, columns) in super::head::column_parts(size('v')) {
-                    let of = |product, output| Shape {
-                        y_stride: padded(size('v')),
-                        ..plain(product, count, columns, output)
-                    };
-                    shapes
-                        .extend([of(Product::Forward, input), Shape { adds: first > 0, ..of(Product::Input, input) }]);
-                    shapes.extend(sums(of(Product::Weight, output)));
+                    let of =
+                        |gemm, output| Shape { y_stride: padded(size('v')), ..plain(gemm, count, columns, output) };
+                    shapes.extend([of(Gemm::Forward, input), Shape { adds: first > 0, ..of(Gemm::Input, input) }]);
+                    shapes.extend(sums(of(Gemm::Weight, output)));
                 }
             }
             shapes
         }
-        Op::VocabLogits { rows, .. } => vec![plain(Product::Forward, rows.count, size('v'), DType::F32)],
+        Op::VocabLogits { rows, .. } => vec![plain(Gemm::Forward, rows.count, size('v'), DType::F32)],
         Op::VocabGrad { rows, .. } => {
             let (_, output) = weight_rows(input, gradients(1), rows.count, rows.count);
-            let weight = sums(plain(Product::Weight, rows.count, size('v'), output));
-            [&[plain(Product::Input, rows.count, size('v'), input)][..], &weight].concat()
+            let weight = sums(plain(Gemm::Weight, rows.count, size('v'), output));
+            [&[plain(Gemm::Input, rows.count, size('v'), input)][..], &weight].concat()
         }
         Op::Orthogonalise => super::orthogonal::shapes(bound),
         _ => Vec::new(),
@@ -63,12 +60,12 @@ pub fn padded(vocab: usize) -> usize {
     vocab.next_multiple_of(8)
 }
 
-/// Whether a product into a sum of this type is made in f32 first: cuBLASLt neither adds in fixed point nor rounds f32 to bf16.
+/// Whether a matmul into a sum of this type is made in f32 first: cuBLASLt neither adds in fixed point nor rounds f32 to bf16.
 pub fn apart(compute: DType, gradients: DType) -> bool {
     gradients == DType::Fixed64 || (compute == DType::F32 && gradients == DType::BF16)
 }
 
-/// Rows of one product into a weight gradient, and its type: sums in fixed point take a sequence at a time.
+/// Rows of one matmul into a weight gradient, and its type: sums in fixed point take a sequence at a time.
 fn weight_rows(compute: DType, gradients: DType, rows: usize, seq: usize) -> (usize, DType) {
     let rows = if gradients == DType::Fixed64 { seq } else { rows };
     (rows, if apart(compute, gradients) { DType::F32 } else { gradients })
@@ -82,14 +79,14 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     unsafe { call.multiply(&shape, (call.input(0), call.input(1)), y, call.scratch()?) }
 }
 
-/// The product of an instruction that has one, with an epilogue.
+/// The matmul of an instruction that has one, with an epilogue.
 pub fn with_epilogue(bound: &Bound, epilogue: Epilogue) -> Option<Shape> {
     shapes(bound).first().map(|shape| Shape { epilogue, ..*shape })
 }
 
-/// A product whose result goes to `to` by way of an epilogue.
+/// A matmul whose result goes to `to` by way of an epilogue.
 unsafe fn multiply_with(call: Call, epilogue: Epilogue, beside: Beside, to: u64) -> Result<(), CudaError> {
-    let none = || CudaError::Internal(format!("{} is no product", call.bound.op.name()));
+    let none = || CudaError::Internal(format!("{} is no matmul", call.bound.op.name()));
     let shape = with_epilogue(call.bound, epilogue).ok_or_else(none)?;
     let factors = (call.input(0), call.input(1));
     // SAFETY: the operands have these sizes.
@@ -97,24 +94,24 @@ unsafe fn multiply_with(call: Call, epilogue: Epilogue, beside: Beside, to: u64)
 }
 
 /// y = x · wᵀ + bias.
-pub unsafe fn forward_with_bias(product: Call, bias: Call) -> Result<(), CudaError> {
+pub unsafe fn forward_with_bias(gemm: Call, bias: Call) -> Result<(), CudaError> {
     let Some(y) = bias.output(0) else { return Ok(()) };
     // SAFETY: the operands have these sizes.
-    unsafe { multiply_with(product, Epilogue::Bias, Beside { bias: bias.input(1), matrix: 0 }, y) }
+    unsafe { multiply_with(gemm, Epilogue::Bias, Beside { bias: bias.input(1), matrix: 0 }, y) }
 }
 
-/// y = GELU of x · wᵀ + bias, which is kept.
-pub unsafe fn forward_with_gelu(product: Call, bias: Call, gelu: Call) -> Result<(), CudaError> {
+/// y = GELU of x · wᵀ + bias, which is saved.
+pub unsafe fn forward_with_gelu(gemm: Call, bias: Call, gelu: Call) -> Result<(), CudaError> {
     let (Some(kept), Some(y)) = (bias.output(0), gelu.output(0)) else { return Ok(()) };
     // SAFETY: the operands have these sizes.
-    unsafe { multiply_with(product, Epilogue::BiasGelu, Beside { bias: bias.input(1), matrix: kept }, y) }
+    unsafe { multiply_with(gemm, Epilogue::BiasGelu, Beside { bias: bias.input(1), matrix: kept }, y) }
 }
 
-/// dx = dy · w times the slope of the GELU before.
-pub unsafe fn grad_input_of_gelu(product: Call, gelu: Call) -> Result<(), CudaError> {
+/// dx = dy · w times the derivative of the GELU before.
+pub unsafe fn grad_input_of_gelu(gemm: Call, gelu: Call) -> Result<(), CudaError> {
     let Some(dx) = gelu.output(0) else { return Ok(()) };
     // SAFETY: the operands have these sizes.
-    unsafe { multiply_with(product, Epilogue::GeluSlope, Beside { bias: 0, matrix: gelu.input(1) }, dx) }
+    unsafe { multiply_with(gemm, Epilogue::GeluDerivative, Beside { bias: 0, matrix: gelu.input(1) }, dx) }
 }
 
 /// dx = dy · w.
@@ -152,17 +149,8 @@ pub unsafe fn weight_product(
     let (Some(dw), Some(at)) = (call.output(output), call.bound.outputs[output]) else { return Ok(()) };
     let dw = dw + (first * k * at.dtype.bytes()) as u64;
     let input = call.float();
-    let shape = Shape {
-        product: Product::Weight,
-        m: rows,
-        n,
-        k,
-        input,
-        output: at.dtype,
-        adds,
-        y_stride,
-        epilogue: Epilogue::None,
-    };
+    let shape =
+        Shape { gemm: Gemm::Weight, m: rows, n, k, input, output: at.dtype, adds, y_stride, epilogue: Epilogue::None };
     if !apart(input, at.dtype) {
         // SAFETY: the caller vouches.
         return unsafe { call.multiply(&shape, (dy, x), dw, scratch) };

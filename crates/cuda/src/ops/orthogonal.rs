@@ -1,10 +1,10 @@
-//! The nearest orthogonal matrix, by Newton–Schulz iterations on cuBLASLt products in f32.
+//! The nearest orthogonal matrix, by Newton–Schulz iterations on cuBLASLt matmuls in f32.
 
 use super::ALIGNMENT;
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;
-use crate::matmul::{Epilogue, Product, Shape, WORKSPACE};
+use crate::matmul::{Epilogue, Gemm, Shape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
 use lockstep_ir::{DType, Workspace};
@@ -12,31 +12,29 @@ use lockstep_ir::{DType, Workspace};
 /// Shares of a norm.
 const SHARES: usize = 256;
 
-/// A product's; the matrix and what is added to it; two squares of its shorter side; shares of the norm.
+/// A matmul's; the matrix and what is added to it; two squares of its shorter side; shares of the norm.
 pub fn scratch() -> Workspace {
     let fixed = WORKSPACE + (8 * SHARES) as u64 + 5 * ALIGNMENT;
     Workspace { fixed, terms: vec![(8, "nk"), (8, "aa")] }
 }
 
 /// The Gram matrix of the shorter side, its square, and the polynomial times the matrix.
-fn products(rows: usize, columns: usize) -> [Shape; 3] {
-    let shape = |product, m, n, k| {
+fn gemms(rows: usize, columns: usize) -> [Shape; 3] {
+    let shape = |gemm, m, n, k| {
         let dtype = DType::F32;
-        Shape { product, m, n, k, input: dtype, output: dtype, adds: false, y_stride: n, epilogue: Epilogue::None }
+        Shape { gemm, m, n, k, input: dtype, output: dtype, adds: false, y_stride: n, epilogue: Epilogue::None }
     };
     let short = rows.min(columns);
-    let square = shape(Product::Forward, short, short, short);
+    let square = shape(Gemm::Forward, short, short, short);
     match rows <= columns {
-        true => [shape(Product::Forward, rows, rows, columns), square, shape(Product::Input, rows, rows, columns)],
-        false => {
-            [shape(Product::Weight, rows, columns, columns), square, shape(Product::Forward, rows, columns, columns)]
-        }
+        true => [shape(Gemm::Forward, rows, rows, columns), square, shape(Gemm::Input, rows, rows, columns)],
+        false => [shape(Gemm::Weight, rows, columns, columns), square, shape(Gemm::Forward, rows, columns, columns)],
     }
 }
 
-/// All products of an instruction.
+/// All matmuls of an instruction.
 pub fn shapes(bound: &Bound) -> Vec<Shape> {
-    bound.sections.iter().flat_map(|rows| products(*rows, bound.size('k'))).collect()
+    bound.sections.iter().flat_map(|rows| gemms(*rows, bound.size('k'))).collect()
 }
 
 pub unsafe fn orthogonalise(call: Call) -> Result<(), CudaError> {
@@ -64,7 +62,7 @@ unsafe fn section(call: Call, input: u64, out: u64, rows: usize, columns: usize)
     let (work, shares) = (take(WORKSPACE), take((8 * SHARES) as u64));
     let [x, next] = [(); 2].map(|()| take(4 * n as u64));
     let [gram, square] = [(); 2].map(|()| take((4 * short * short) as u64));
-    let [gram_of, square_of, times] = products(rows, columns);
+    let [gram_of, square_of, times] = gemms(rows, columns);
     let [a, b, c] = COEFFICIENTS;
     let each = |n: usize| [n.div_ceil(THREADS), 1, 1];
     let mix = |x: u64, y: u64, to: u64, n: usize, a: f32, b: f32| {

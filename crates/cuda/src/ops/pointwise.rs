@@ -15,25 +15,25 @@ enum Positions {
 pub unsafe fn rope(call: Call, inverse: bool, documents: bool) -> Result<(), CudaError> {
     let positions = if documents { Positions::Document } else { Positions::Sequence };
     // SAFETY: as the caller says.
-    unsafe { turn(call, if inverse { -1.0 } else { 1.0 }, positions) }
+    unsafe { rotate(call, if inverse { -1.0 } else { 1.0 }, positions) }
 }
 
 pub unsafe fn rope_at(call: Call) -> Result<(), CudaError> {
     // SAFETY: as the caller says.
-    unsafe { turn(call, 1.0, Positions::From) }
+    unsafe { rotate(call, 1.0, Positions::From) }
 }
 
-unsafe fn turn(call: Call, sign: f32, positions: Positions) -> Result<(), CudaError> {
+unsafe fn rotate(call: Call, sign: f32, positions: Positions) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
     let starts = (call.bound.inputs.len() > 2).then(|| call.input(2));
     let (e, width) = (call.size('e'), call.size('p'));
-    let turned = (call.size('q') + call.size('u')) * e;
+    let rotated = (call.size('q') + call.size('u')) * e;
     let wide = call.wide(e / 2) && call.wide(width);
-    let work = if wide { turned / 2 / call.pack() } else { turned / 2 };
+    let work = if wide { rotated / 2 / call.pack() } else { rotated / 2 };
     let threads = work.next_multiple_of(32).clamp(32, THREADS);
     let (qkv, table) = (call.input(0), call.input(1));
     let (seq, rows) = (call.size('s'), call.size('t'));
-    let args = args![qkv, table, starts, out, seq, width, turned, e, rows, sign, positions as i32, wide];
+    let args = args![qkv, table, starts, out, seq, width, rotated, e, rows, sign, positions as i32, wide];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("pointwise", "rope"), [call.rows(), 1, 1], threads, args) }
 }

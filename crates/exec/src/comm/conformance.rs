@@ -18,7 +18,7 @@ pub type Make<'a> = &'a dyn Fn(usize) -> Vec<Arc<dyn Communicator>>;
 const KINDS: [Collective; 3] = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
 const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
 
-/// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a patience of some
+/// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a timeout of some
 /// seconds for it.
 pub fn check(make: Make<'_>) -> Result<(), String> {
     SECTIONS.iter().try_for_each(|section| section(make))

@@ -6,8 +6,8 @@
 //! the rank, its op and its layer.
 
 pub mod conformance;
-mod mail;
-mod meeting;
+mod message_queue;
+mod rendezvous;
 mod sum;
 #[cfg(test)]
 mod tests;
@@ -22,11 +22,11 @@ use std::fmt;
 /// What a group of ranks does together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collective {
-    /// Everybody gets the sum of everybody's tensor.
+    /// Every rank gets the sum of all tensors.
     AllReduce,
     /// The i-th rank of the group gets the i-th part of the sum.
     ReduceScatter,
-    /// Everybody gets everybody's tensor, in the order of the group.
+    /// Every rank gets all tensors, in the order of the group.
     AllGather,
 }
 
@@ -226,14 +226,14 @@ pub trait Communicator: Send + Sync {
         place: Place,
     ) -> Result<(), CommError>;
 
-    /// Copies `bytes` bytes into the next of `copies` parts of `outbox`, each of `bytes` bytes (waiting until the receiver
+    /// Copies `bytes` bytes into the next of `copies` parts of `send_buffer`, each of `bytes` bytes (waiting until the receiver
     /// has taken what was there), and offers it to `to`; returns without waiting for the receiver. `tag` separates
     /// independent streams of messages between the same two ranks; one stream is used by one thread at a time.
     ///
-    /// A change of outbox, copies or bytes within a stream first waits until everything offered has been taken.
+    /// A change of send buffer, copies or bytes within a stream first waits until everything offered has been taken.
     ///
     /// # Safety
-    /// `data` is valid for `bytes` bytes, and `outbox` for `copies` times as many. The outbox is the stream's alone and
+    /// `data` is valid for `bytes` bytes, and `send_buffer` for `copies` times as many. The send buffer is the stream's alone and
     /// stays valid until all that was sent is taken, or a call has returned an error, or [`leave`](Self::leave) or
     /// [`fail`](Self::fail) has returned.
     #[allow(clippy::too_many_arguments)]
@@ -243,7 +243,7 @@ pub trait Communicator: Send + Sync {
         tag: u32,
         data: *const u8,
         bytes: usize,
-        outbox: *mut u8,
+        send_buffer: *mut u8,
         copies: usize,
         place: Place,
     ) -> Result<(), CommError>;

@@ -17,7 +17,7 @@ enum Fault {
     WritesBeforeItAgrees,
     MixesChannels,
     MixesTags,
-    OverrunsTheOutbox,
+    OverrunsTheSendBuffer,
     ForgetsFailures,
 }
 
@@ -69,14 +69,14 @@ impl Communicator for Wrong {
         tag: u32,
         data: *const u8,
         bytes: usize,
-        outbox: *mut u8,
+        send_buffer: *mut u8,
         copies: usize,
         place: Place,
     ) -> Result<(), CommError> {
         let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
-        let copies = if self.1 == Fault::OverrunsTheOutbox { copies + 1 } else { copies };
+        let copies = if self.1 == Fault::OverrunsTheSendBuffer { copies + 1 } else { copies };
         // SAFETY: the caller vouches; one copy more is in the margin of the suite's buffers.
-        unsafe { self.0.send(to, tag, data, bytes, outbox, copies, place) }
+        unsafe { self.0.send(to, tag, data, bytes, send_buffer, copies, place) }
     }
 
     unsafe fn receive(
@@ -121,7 +121,7 @@ fn the_suite_refuses_wrong_communicators() {
         (Fault::ForgetsAPiece, one_by_one, ["by", WRONG]),
         (Fault::MixesChannels, at_once, ["two channels of one group", ""]),
         (Fault::MixesTags, messages, ["a message from rank 0", "comes out wrong"]),
-        (Fault::OverrunsTheOutbox, messages, ["a message goes", "beyond the outbox"]),
+        (Fault::OverrunsTheSendBuffer, messages, ["a message goes", "beyond the send buffer"]),
         (Fault::WritesBeforeItAgrees, endings, ["refused", "touches memory"]),
         (Fault::ForgetsFailures, endings, ["the error should say", "rank 2 failed"]),
     ] {

@@ -1,21 +1,21 @@
 //! Ranks that are threads of one process.
 //!
-//! **Collectives.** A group has a meeting, made when it first acts. A collective goes in stages; a stage ends when all
-//! members have arrived, under the meeting's lock, which orders the memory accesses of one stage before those of the next.
-//! First everybody says what it wants, and the last to arrive compares. Then everybody works on its share straight in the
-//! others' memory, each writing only what nobody else touches: `AllReduce` adds one slice per member, waits, and copies
-//! the other slices. At the end all wait, so that nobody returns while its memory is read.
+//! **Collectives.** A group has a rendezvous, made when it first acts. A collective goes in stages; a stage ends when all
+//! members have arrived, under its lock, which orders the memory accesses of one stage before those of the next.
+//! First each says what it asks for, and the last to arrive compares. Then each works on its part straight in the
+//! others' memory, writing only what no other member touches: `AllReduce` adds one slice per member, waits, and copies
+//! the other slices. At the end all wait, so that none returns while its memory is read.
 //!
-//! **Messages** lie in the sender's outbox; a mailbox counts how many were offered and taken.
+//! **Messages** are in the sender's send buffer; a message queue counts how many were offered and taken.
 //!
 //! **Failure.** The first error is kept and returned to all. Whoever waits looks for it every few milliseconds. A rank
-//! that gives up first closes the meeting, or its mailboxes, and waits for those who are just copying, so that no memory is
+//! that gives up first closes the rendezvous, or its message queues, and waits for those who are just copying, so that no memory is
 //! freed under a reader.
 //!
 //! Locks are held for bookkeeping only, never while tensors are touched. In the steady state nothing is allocated.
 
-use super::mail::{Mailbox, Outbox};
-use super::meeting::{Meeting, copy};
+use super::message_queue::{MessageQueue, SendBuffer};
+use super::rendezvous::{Rendezvous, copy};
 use super::world::World;
 use super::{Collective, CommError, Communicator, Group, Piece, Place, sum};
 use std::collections::HashMap;
@@ -23,13 +23,13 @@ use std::hash::Hash;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-/// As many communicators as ranks, in one process. A rank that waits longer than `patience` without any sign of life from
+/// As many communicators as ranks, in one process. A rank that waits longer than `timeout` without any sign of life from
 /// the rank it waits for gives up. A rank that itself waits is as alive as the one that it waits for.
-pub fn threads(ranks: usize, patience: Duration) -> Vec<Arc<dyn Communicator>> {
+pub fn threads(ranks: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
     let shared = Arc::new(Shared {
-        world: World::new(ranks, patience),
-        meetings: RwLock::new(HashMap::new()),
-        mail: RwLock::new(HashMap::new()),
+        world: World::new(ranks, timeout),
+        rendezvous: RwLock::new(HashMap::new()),
+        queues: RwLock::new(HashMap::new()),
     });
     (0..ranks).map(|rank| Arc::new(Threads { shared: shared.clone(), rank }) as Arc<dyn Communicator>).collect()
 }
@@ -38,9 +38,9 @@ type Table<K, V> = RwLock<HashMap<K, Arc<V>>>;
 
 struct Shared {
     world: World,
-    meetings: Table<Group, Meeting>,
+    rendezvous: Table<Group, Rendezvous>,
     /// By sender, receiver and tag.
-    mail: Table<(usize, usize, u32), Mailbox>,
+    queues: Table<(usize, usize, u32), MessageQueue>,
 }
 
 /// One rank.
@@ -89,14 +89,14 @@ impl Threads {
     }
 
     /// What this rank has sent from.
-    fn outgoing(&self) -> Vec<Arc<Mailbox>> {
-        let mail = self.shared.mail.read().unwrap_or_else(PoisonError::into_inner);
-        mail.values().filter(|mailbox| mailbox.from == self.rank).cloned().collect()
+    fn outgoing(&self) -> Vec<Arc<MessageQueue>> {
+        let queues = self.shared.queues.read().unwrap_or_else(PoisonError::into_inner);
+        queues.values().filter(|queue| queue.from == self.rank).cloned().collect()
     }
 
-    /// Keeps others away from this rank's outboxes.
+    /// Keeps others away from this rank's send buffers.
     fn withdraw(&self) {
-        self.outgoing().iter().for_each(|mailbox| mailbox.close());
+        self.outgoing().iter().for_each(|queue| queue.close());
     }
 
     /// This rank's place in the group, after a look at what it asks for.
@@ -114,12 +114,12 @@ impl Threads {
         Ok(index)
     }
 
-    fn mailbox(&self, from: usize, to: usize, tag: u32, place: Place) -> Result<Arc<Mailbox>, CommError> {
+    fn queue(&self, from: usize, to: usize, tag: u32, place: Place) -> Result<Arc<MessageQueue>, CommError> {
         if from.max(to) >= self.ranks() {
             let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
             return Err(self.refuse(place, reason));
         }
-        Ok(entry(&self.shared.mail, &(from, to, tag), || Mailbox::new(from, to)))
+        Ok(entry(&self.shared.queues, &(from, to, tag), || MessageQueue::new(from, to)))
     }
 }
 
@@ -153,9 +153,9 @@ impl Communicator for Threads {
                 }
                 return Ok(());
             }
-            let meeting = entry(&self.shared.meetings, group, || Meeting::new(group));
+            let rendezvous = entry(&self.shared.rendezvous, group, || Rendezvous::new(group));
             // SAFETY: the caller vouches.
-            unsafe { meeting.act(self.world(), index, kind, pieces, place) }
+            unsafe { rendezvous.act(self.world(), index, kind, pieces, place) }
         };
         self.end(act())
     }
@@ -166,18 +166,18 @@ impl Communicator for Threads {
         tag: u32,
         data: *const u8,
         bytes: usize,
-        outbox: *mut u8,
+        send_buffer: *mut u8,
         copies: usize,
         place: Place,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
             if copies == 0 {
-                return Err(self.refuse(place, "a message without an outbox"));
+                return Err(self.refuse(place, "a message without a send buffer"));
             }
-            let mailbox = self.mailbox(self.rank, to, tag, place)?;
+            let queue = self.queue(self.rank, to, tag, place)?;
             // SAFETY: the caller vouches.
-            unsafe { mailbox.send(self.world(), data, Outbox { memory: outbox, bytes, copies }, place) }
+            unsafe { queue.send(self.world(), data, SendBuffer { memory: send_buffer, bytes, copies }, place) }
         };
         self.end(act())
     }
@@ -192,9 +192,9 @@ impl Communicator for Threads {
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
-            let mailbox = self.mailbox(from, self.rank, tag, place)?;
+            let queue = self.queue(from, self.rank, tag, place)?;
             // SAFETY: the caller vouches.
-            unsafe { mailbox.receive(self.world(), data, bytes, place) }
+            unsafe { queue.receive(self.world(), data, bytes, place) }
         };
         self.end(act())
     }
@@ -202,8 +202,8 @@ impl Communicator for Threads {
     fn leave(&self) {
         self.world().leave(self.rank);
         let place = Place { op: "leave", layer: None, micro_batch: 0 };
-        for mailbox in self.outgoing() {
-            if mailbox.flush(self.world(), place).is_err() {
+        for queue in self.outgoing() {
+            if queue.flush(self.world(), place).is_err() {
                 break;
             }
         }

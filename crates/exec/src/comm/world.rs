@@ -75,7 +75,7 @@ pub struct World {
     /// Tells this world from others of the process.
     id: u64,
     start: Instant,
-    patience: Duration,
+    timeout: Duration,
     lives: Vec<Life>,
     failure: OnceLock<CommError>,
 }
@@ -87,7 +87,7 @@ thread_local! {
 }
 
 impl World {
-    pub fn new(ranks: usize, patience: Duration) -> Self {
+    pub fn new(ranks: usize, timeout: Duration) -> Self {
         static WORLDS: AtomicU64 = AtomicU64::new(0);
         let life = |_| Life {
             alive: AtomicU64::new(0),
@@ -97,7 +97,7 @@ impl World {
         Self {
             id: WORLDS.fetch_add(1, Ordering::Relaxed),
             start: Instant::now(),
-            patience,
+            timeout,
             lives: (0..ranks).map(life).collect(),
             failure: OnceLock::new(),
         }
@@ -201,7 +201,7 @@ impl World {
         let Some(other) = awaited().min_by_key(|&rank| alive(rank)) else { return Ok(()) };
         self.lives[me].alive.fetch_max(alive(other), Ordering::Relaxed);
         lock(&self.lives[me].whereabouts).waits = Some((other, place));
-        if self.now().saturating_sub(alive(other).max(started)) > self.patience.as_nanos() as u64 {
+        if self.now().saturating_sub(alive(other).max(started)) > self.timeout.as_nanos() as u64 {
             return Err(self.stalled(me, place, other));
         }
         Ok(())

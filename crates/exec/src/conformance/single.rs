@@ -5,7 +5,7 @@ use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::{DType, DeviceProfile, Mesh, Op, Placement, TensorType, bf16, f16, fixed};
+use lockstep_ir::{DType, DeviceProfile, Mesh, Op, Sharding, TensorType, bf16, f16, fixed};
 
 /// A program of one instruction, run for two micro-batches where it sums.
 pub(super) fn single_op(
@@ -39,9 +39,9 @@ pub(super) fn single_op(
             bytes,
         });
         end += profile.align(bytes);
-        let (role, placement) = (Role::State(State::Gradient), Placement::REPLICATED);
+        let (role, sharding) = (Role::State(State::Gradient), Sharding::REPLICATED);
         let (ty, whole) = (ty.clone(), ty.clone());
-        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, placement, buffer, part: false, role });
+        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, sharding, buffer, part: false, role });
         values.push(name);
         args.push(Arg { buffer, value: i, ty, sum: Sum::No, part: false });
     }

@@ -36,7 +36,7 @@ impl Call<'_> {
         self.at(&self.bound.inputs[i]).cast()
     }
 
-    /// Address of an output, if somebody wants it.
+    /// Address of an output; none where it is unused.
     pub fn output<T>(&self, i: usize) -> Option<*mut T> {
         self.bound.outputs[i].as_ref().map(|at| self.at(at).cast())
     }
@@ -60,7 +60,7 @@ impl Call<'_> {
         }
     }
 
-    /// Bytes at the start of a matrix product's scratch that the product itself uses; its results are in f32.
+    /// Bytes at the start of a matmul's scratch that the matmul itself uses; its results are in f32.
     pub fn gemm_scratch(&self) -> usize {
         super::gemm::scratch_bytes(self.pool.threads()).0.next_multiple_of(64)
     }

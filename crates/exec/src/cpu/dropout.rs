@@ -5,7 +5,7 @@ use super::float::Float;
 use super::simd::{self, vectorised};
 use lockstep_ir::counter;
 
-/// y `[b, s, d]` = x / (1 − rate), or 0 by coins from keys `[b, 2]`, in sequences of `seq` of which this rank may have a part.
+/// y `[b, s, d]` = x / (1 − rate), or 0 by a mask drawn from keys `[b, 2]`, in sequences of `seq` of which this rank may have a part.
 pub fn dropout<T: Float>(call: Call, rate: f32, site: u64, seq: usize) {
     let (here, d, first) = (call.size('s'), call.size('d'), call.first_position(seq));
     let (x, keys) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
@@ -17,8 +17,8 @@ pub fn dropout<T: Float>(call: Call, rate: f32, site: u64, seq: usize) {
             unsafe {
                 let key = keys.slice(row / here * 2, 2);
                 let key = u64::from(key[0]) | u64::from(key[1]) << 32;
-                let coins = counter::row(key, site, (first + row % here) as u64);
-                dropout_row(call.simd, x.at(row * d), y.at(row * d), d, coins, below, scale);
+                let mask = counter::row(key, site, (first + row % here) as u64);
+                dropout_row(call.simd, x.at(row * d), y.at(row * d), d, mask, below, scale);
             }
         }
     });
@@ -26,7 +26,7 @@ pub fn dropout<T: Float>(call: Call, rate: f32, site: u64, seq: usize) {
 
 vectorised! {
     /// `y` may be the memory of `x`.
-    unsafe fn dropout_row<T>(x: *const T, y: *mut T, d: usize, coins: u64, below: u32, scale: f32) -> () {
-        simd::map([x], [y], d, |[x], i| [if counter::row_bits(coins, i as u32) < below { 0.0 } else { x * scale }]);
+    unsafe fn dropout_row<T>(x: *const T, y: *mut T, d: usize, mask: u64, below: u32, scale: f32) -> () {
+        simd::map([x], [y], d, |[x], i| [if counter::row_bits(mask, i as u32) < below { 0.0 } else { x * scale }]);
     }
 }

@@ -6,7 +6,7 @@ use lockstep_ir::{DType, bf16, f16};
 pub trait Float: Copy + Send + Sync + 'static {
     /// Its name in the IR.
     const DTYPE: DType;
-    /// What numbers of any size are kept in between two products.
+    /// What numbers of any size are stored in between two matmuls.
     type Kept: Float;
     /// Its value.
     fn to(self) -> f32;

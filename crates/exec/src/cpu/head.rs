@@ -8,7 +8,7 @@
 //! - dx = Σ over blocks of factor · (E · W), less the target's row of W;
 //! - dw of a block = Eᵀ · (factor · x), less x at its targets,
 //!
-//! where "less" is in the target's own `e`: it becomes `(p − 1) / factor` before any product is taken. One exponential per
+//! where "less" is in the target's own `e`: it becomes `(p − 1) / factor` before any matmul. One exponential per
 //! logit, no other pass over them. Blocks depend on the vocabulary alone, so a row's bits do not depend on other rows.
 
 use super::call::{Accumulator, Call, Ptr};
@@ -25,11 +25,11 @@ const ROWS: usize = 96;
 const BLOCK_STEP: usize = 96;
 /// Most blocks of a vocabulary.
 const MOST_BLOCKS: usize = 72;
-/// Most rows of one product into dx.
+/// Most rows of one matmul into dx.
 const MOST_DX_ROWS: usize = 192;
-/// Rows of a chunk that one product into dw takes.
+/// Rows of a chunk that one matmul into dw takes.
 const DW_DEPTH: usize = 512;
-/// The least share of a block in its row that is told apart from nothing: its inverse must be a number.
+/// The least share of a block in its row that differs from zero: its inverse must be finite.
 const LEAST_SHARE: f32 = 1.0 / (1u128 << 100) as f32;
 
 /// Columns of a block. An odd number of steps, so that the rows of a block do not fall on the same cache sets; about 2 KiB of
@@ -41,7 +41,7 @@ const fn block(v: usize, element: usize) -> usize {
     (if steps > most { steps } else { most } | 1) * BLOCK_STEP
 }
 
-/// Where things lie in the scratch, as offsets in bytes.
+/// Where things are in the scratch, as offsets in bytes.
 #[derive(Clone, Copy)]
 struct Layout {
     /// W as the right-hand side of the logits: v columns, k deep.
@@ -104,7 +104,7 @@ impl Layout {
     }
 }
 
-/// Bytes of what is kept of a number between two products.
+/// Bytes of a number as it is stored between two matmuls.
 fn kept_bytes(compute: DType) -> usize {
     match compute {
         DType::BF16 => 2,

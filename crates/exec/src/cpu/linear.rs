@@ -29,7 +29,7 @@ pub fn grad_weight<T: Float>(call: Call) {
     let (batch, seq, n, k) = (call.size('b'), call.size('s'), call.size('n'), call.size('k'));
     let Some(dw) = call.accumulator(0) else { return };
     let scratch: *mut f32 = call.scratch();
-    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the product's.
+    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the matmul's.
     unsafe {
         let share = scratch.byte_add(call.gemm_scratch());
         weight_product::<T>(call, (batch, seq, n, k), call.input(0), call.input(1), dw, scratch, share);
@@ -40,7 +40,7 @@ pub fn grad_weight<T: Float>(call: Call) {
 /// sums, so that a group's share does not depend on its neighbours.
 ///
 /// # Safety
-/// The operands have these sizes; `scratch` holds a product's scratch, and `share` n · k floats for sums that are not in f32.
+/// The operands have these sizes; `scratch` holds a matmul's scratch, and `share` n · k floats for sums that are not in f32.
 pub unsafe fn weight_product<T: Float>(
     call: Call,
     (groups, rows, n, k): (usize, usize, usize, usize),
@@ -52,7 +52,7 @@ pub unsafe fn weight_product<T: Float>(
 ) {
     // SAFETY: the caller vouches; tasks convert disjoint ranges.
     unsafe {
-        let product = |first: usize, rows: usize, target: Target| {
+        let matmul = |first: usize, rows: usize, target: Target| {
             let dy = Matrix::rows(dy.add(first * n), n).transposed();
             let x = Matrix::rows(x.add(first * k), k);
             gemm(call.pool, call.simd, (n, k, rows), dy, x, target, scratch);
@@ -61,10 +61,10 @@ pub unsafe fn weight_product<T: Float>(
         let share = Ptr(share.cast_const());
         match dw {
             Accumulator::Float { sum, add } => {
-                product(0, groups * rows, Target::F32 { ptr: sum, stride: k, add });
+                matmul(0, groups * rows, Target::F32 { ptr: sum, stride: k, add });
             }
             Accumulator::Bf16 { sum, add } => {
-                product(0, groups * rows, apart);
+                matmul(0, groups * rows, apart);
                 let sum = Ptr(sum);
                 call.rows(n * k, |from, to| {
                     add_rounded(call.simd, share.at(from), sum.at(from), to - from, add);
@@ -73,7 +73,7 @@ pub unsafe fn weight_product<T: Float>(
             Accumulator::Fixed { sum, add } => {
                 let sum = Ptr(sum);
                 for group in 0..groups {
-                    product(group * rows, rows, apart);
+                    matmul(group * rows, rows, apart);
                     call.rows(n * k, |from, to| {
                         add_fixed(call.simd, share.at(from), sum.at(from), to - from, add || group > 0);
                     });

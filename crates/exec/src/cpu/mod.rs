@@ -3,9 +3,8 @@
 pub(crate) mod arena;
 mod attention;
 mod call;
-pub mod ceilings;
 mod columns;
-mod courier;
+mod communication_thread;
 mod dropout;
 mod float;
 mod gemm;
@@ -16,6 +15,7 @@ mod loss;
 mod norm;
 mod optimizer;
 mod orthogonal;
+pub mod peaks;
 mod pointwise;
 mod pool;
 mod positions;
@@ -25,11 +25,11 @@ mod vocab;
 
 use crate::bound::{Names, check_scratch, check_write};
 use crate::comm::{Piece, Place};
-use crate::exchange::{Exchange, Exchanges, Link, exchanges};
+use crate::communication::{CommunicationCall, CommunicationCalls, Link, communication_calls};
 use crate::{ExecError, Executor, Rank, Timing};
 use arena::Arena;
 use call::{Bound, Call};
-use courier::Courier;
+use communication_thread::CommunicationThread;
 use float::{Bf16, F16, Float};
 use lockstep_ir::program::{Instr, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
@@ -43,28 +43,28 @@ use std::time::Instant;
 /// What the compiler must know of this executor: alignment, and the scratch of every kernel, for these types of parameters
 /// and of gradient sums.
 pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfile {
-    let (product, per_k) = gemm::scratch_bytes(threads);
-    let (product, per_k) = (product.next_multiple_of(64) as u64, per_k as u64);
+    let (gemm, per_k) = gemm::scratch_bytes(threads);
+    let (gemm, per_k) = (gemm.next_multiple_of(64) as u64, per_k as u64);
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
     // A result that is rounded is summed whole.
     let rounded = |letter| match compute {
-        DType::BF16 | DType::F16 => Workspace { fixed: product, terms: vec![(per_k, letter)] },
-        _ => fixed(product),
+        DType::BF16 | DType::F16 => Workspace { fixed: gemm, terms: vec![(per_k, letter)] },
+        _ => fixed(gemm),
     };
-    // A sum that is not in f32 needs each product once, on its own.
+    // A sum that is not in f32 needs each matmul once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
     let (head, per_letters) = head::scratch_bytes(compute, threads);
     let of = |(fixed, terms)| Workspace { fixed, terms };
     let attention = attention::scratch(compute, threads);
     let backward = attention::grad_scratch(compute, threads);
     let loss_head = Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() };
-    let vocab_grad = Workspace { fixed: product, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
+    let vocab_grad = Workspace { fixed: gemm, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
     let rounds = if compute == DType::F32 { 0 } else { per_k };
-    let naive = |terms: &[_]| Workspace { fixed: product + attention::naive::SLACK as u64, terms: terms.to_vec() };
+    let naive = |terms: &[_]| Workspace { fixed: gemm + attention::naive::SLACK as u64, terms: terms.to_vec() };
     let workspaces = BTreeMap::from([
         ("linear", rounded("k")),
         ("linear_grad_input", rounded("n")),
-        ("linear_grad_weight", Workspace { fixed: product, terms: share("nk") }),
+        ("linear_grad_weight", Workspace { fixed: gemm, terms: share("nk") }),
         ("linear_cross_entropy", loss_head.clone()),
         ("scaled_linear_cross_entropy", loss_head),
         ("attention", of(attention.terms("s", "se"))),
@@ -77,11 +77,11 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         ("attention_scores_grad", naive(&[(rounds, "t"), (4, "st"), (4, "te")])),
         ("attention_mix", naive(&[(rounds, "t")])),
         ("attention_mix_grad", naive(&[(rounds, "e"), (4, "te")])),
-        ("vocab_logits", fixed(product)),
+        ("vocab_logits", fixed(gemm)),
         ("vocab_grad", vocab_grad.clone()),
         ("scaled_vocab_grad", vocab_grad),
         ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
-        ("orthogonalise", of(orthogonal::scratch(product))),
+        ("orthogonalise", of(orthogonal::scratch(gemm))),
     ]);
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
@@ -111,14 +111,14 @@ pub fn available_bytes() -> Option<u64> {
 pub struct CpuExecutor {
     program: StepProgram,
     /// Ended before the arena goes.
-    courier: Option<Courier>,
+    communication: Option<CommunicationThread>,
     arena: Arena,
     pool: Pool,
     simd: Simd,
     segments: Vec<Vec<Bound>>,
-    exchanges: Arc<Exchanges>,
+    communication_calls: Arc<CommunicationCalls>,
     link: Option<Link>,
-    /// Room for the pieces of a collective, and the courier's numbers of the instructions of a segment.
+    /// Room for the pieces of a collective, and the communication thread's numbers of the instructions of a segment.
     pieces: Vec<Piece>,
     numbers: Vec<u64>,
     names: Names,
@@ -146,28 +146,29 @@ impl CpuExecutor {
             .map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>())
             .collect::<Result<Vec<_>, _>>()?;
         check_scratch(&program, &segments, |compute, gradients| profile(threads, compute, gradients))?;
-        let exchanges = Arc::new(exchanges(&program, here));
+        let communication_calls = Arc::new(communication_calls(&program, here));
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
         let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
         let overlaps = |s: &Segment| s.instrs.iter().any(|i| i.stream == Stream::Communication);
-        let courier = match &link {
+        let communication = match &link {
             Some(link) if program.segments.iter().any(overlaps) => {
-                // SAFETY: the courier is dropped before the arena.
-                let courier = unsafe { Courier::start(exchanges.clone(), link.comm.clone(), arena.base()) };
-                Some(courier.map_err(|e| ExecError::Threads(1, e))?)
+                // SAFETY: the communication thread is dropped before the arena.
+                let communication =
+                    unsafe { CommunicationThread::start(communication_calls.clone(), link.comm.clone(), arena.base()) };
+                Some(communication.map_err(|e| ExecError::Threads(1, e))?)
             }
             _ => None,
         };
         let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
-        let pieces = exchanges.iter().flatten().flatten().map(Exchange::pieces).max().unwrap_or(0);
+        let pieces = communication_calls.iter().flatten().flatten().map(CommunicationCall::pieces).max().unwrap_or(0);
         Ok(Self {
             pool,
             simd: Simd::detect(),
-            courier,
+            communication,
             arena,
             segments,
-            exchanges,
+            communication_calls,
             link,
             pieces: Vec::with_capacity(pieces),
             numbers: vec![0; longest],
@@ -188,19 +189,19 @@ impl CpuExecutor {
         Ok((tensor, unsafe { self.arena.base().add(offset as usize) }, tensor.ty.bytes() as usize))
     }
 
-    /// Runs one instruction, or hands it to the courier.
+    /// Runs one instruction, or hands it to the communication thread.
     fn instr(&mut self, index: usize, slot: Slot) -> Result<(), ExecError> {
         let instr = &self.program.segments[slot.segment].instrs[index];
-        if let (Some(courier), Some(last)) = (&self.courier, instr.waits.iter().max()) {
-            courier.wait(self.numbers[*last])?;
+        if let (Some(communication), Some(last)) = (&self.communication, instr.waits.iter().max()) {
+            communication.wait(self.numbers[*last])?;
         }
-        match (&self.exchanges[slot.segment][index], &self.link) {
+        match (&self.communication_calls[slot.segment][index], &self.link) {
             (None, _) => self.kernel(index, slot),
             (Some(_), None) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
-            (Some(exchange), Some(link)) => match (&self.courier, instr.stream) {
-                (Some(courier), Stream::Communication) => self.numbers[index] = courier.hand(index, slot),
+            (Some(call), Some(link)) => match (&self.communication, instr.stream) {
+                (Some(communication), Stream::Communication) => self.numbers[index] = communication.hand(index, slot),
                 // SAFETY: the arena is this program's; the verifier has checked what runs at the same time.
-                _ => unsafe { exchange.run(link.comm.as_ref(), self.arena.base(), slot, &mut self.pieces)? },
+                _ => unsafe { call.run(link.comm.as_ref(), self.arena.base(), slot, &mut self.pieces)? },
             },
         }
         Ok(())
@@ -223,8 +224,8 @@ impl CpuExecutor {
 
     /// A segment ends when both streams have.
     fn join(&self) -> Result<(), ExecError> {
-        match &self.courier {
-            Some(courier) => Ok(courier.wait(courier.handed())?),
+        match &self.communication {
+            Some(communication) => Ok(communication.wait(communication.handed())?),
             None => Ok(()),
         }
     }
@@ -358,12 +359,12 @@ impl Executor for CpuExecutor {
 }
 
 impl Rank for CpuExecutor {
-    /// Waits until the courier has given up what it was handed.
+    /// Waits until the communication thread has ended what it was handed.
     fn drain(&self) {
-        if let (Some(courier), Some(link)) = (&self.courier, &self.link) {
+        if let (Some(communication), Some(link)) = (&self.communication, &self.link) {
             link.comm.fail("ended by another error");
             // What went wrong is known.
-            let _ = courier.wait(courier.handed());
+            let _ = communication.wait(communication.handed());
         }
     }
 }

@@ -14,7 +14,7 @@ pub fn forward<T: Float>(call: Call, eps: f32, add: bool, layer: bool) {
     let w = Ptr(call.input::<T>(first + 1));
     let bias = Ptr(if layer { call.input::<T>(first + 2) } else { std::ptr::null() });
     let or_null = |p: Option<*mut T>| Ptr(p.unwrap_or(std::ptr::null_mut()));
-    // The sum is what is normed, so it is made whether anybody else reads it or not (the op table says so).
+    // The sum is what is normed, so it is made even where it is unused (the op table says so).
     let sum = or_null(if add { Some(call.output(0).expect("a norm that adds makes its sum")) } else { None });
     let y = or_null(call.output(first));
     let statistics = |i: usize| Ptr(call.output::<f32>(i).unwrap_or(std::ptr::null_mut()));

@@ -9,9 +9,9 @@ use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
 /// Parts that the elements of a matrix are cut into to take its norm.
 const PARTS: usize = 64;
 
-/// Scratch: a product's, the parts of a norm, two square matrices and a whole one.
-pub fn scratch(product: u64) -> (u64, Vec<(u64, &'static str)>) {
-    (product + 8 * PARTS as u64, vec![(8, "aa"), (4, "nk")])
+/// Scratch: a matmul's, the parts of a norm, two square matrices and a whole one.
+pub fn scratch(gemm: u64) -> (u64, Vec<(u64, &'static str)>) {
+    (gemm + 8 * PARTS as u64, vec![(8, "aa"), (4, "nk")])
 }
 
 /// Every section of the rows on its own.

@@ -1,4 +1,4 @@
-//! The rules by which parameters move. All work in f32, in place, and round a copy of the new weights where asked for.
+//! Update rules of optimizers. All work in f32, in place, and round a copy of the new weights where asked for.
 
 use super::call::{At, Call, Ptr};
 use super::float::{Bf16, F16};
@@ -220,7 +220,7 @@ fn blocks(call: Call, input: usize, factor: f32, f: impl Fn(Grad, usize, usize) 
     });
 }
 
-/// Rounds the new weights, output 0, to output `to` where somebody wants it.
+/// Rounds the new weights, output 0, to output `to` where it is used.
 fn copy(call: Call, to: usize, factor: f32) {
     let At { elements, .. } = call.bound.inputs[0];
     let (Some(w), Some(copy), Some(at)) = (call.output::<f32>(0), call.output::<u16>(to), call.bound.outputs[to])

@@ -82,7 +82,7 @@ pub fn loss(call: Call) {
 
 /// This part's share of dx `[c, k]`, and dw.
 ///
-/// Scratch: a product's; dlogits in the compute type; dx in f32; for sums that are not in f32 dw once.
+/// Scratch: a matmul's; dlogits in the compute type; dx in f32; for sums that are not in f32 dw once.
 pub fn grad<T: Float>(call: Call, rows: Rows, scaled: bool) {
     let (k, v, parts) = (call.size('k'), call.size('v'), call.size('a'));
     let (logits, statistics) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));

@@ -1,6 +1,6 @@
-//! The rules by which parameters move, but for AdamW.
+//! Update rules of optimizers, but for AdamW.
 
-use super::{product, scalars};
+use super::{matmul, scalars};
 use lockstep_ir::TensorType;
 use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
 
@@ -58,10 +58,10 @@ fn newton_schulz(matrix: &[f64], rows: usize, columns: usize) -> Vec<f64> {
     let norm = matrix.iter().map(|x| x * x).sum::<f64>().sqrt() + f64::from(EPS);
     let mut x: Vec<f64> = matrix.iter().map(|x| x / norm).collect();
     for _ in 0..ITERATIONS {
-        let gram = product((rows, rows, columns), &x, false, &x, true);
-        let square = product((rows, rows, rows), &gram, false, &gram, false);
+        let gram = matmul((rows, rows, columns), &x, false, &x, true);
+        let square = matmul((rows, rows, rows), &gram, false, &gram, false);
         let polynomial: Vec<f64> = gram.iter().zip(&square).map(|(g, s)| b * g + c * s).collect();
-        let next = product((rows, columns, rows), &polynomial, false, &x, false);
+        let next = matmul((rows, columns, rows), &polynomial, false, &x, false);
         x = x.iter().zip(next).map(|(x, next)| a * x + next).collect();
     }
     x.iter().map(|x| x * f64::from(scale(rows, columns))).collect()

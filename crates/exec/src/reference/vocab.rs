@@ -1,6 +1,6 @@
 //! The output head over parts of the vocabulary.
 
-use super::{log_sum_exp, product};
+use super::{log_sum_exp, matmul};
 use lockstep_ir::op::{Dims, Rows};
 
 /// Numbers of a position and part.
@@ -9,7 +9,7 @@ const STATISTICS: usize = 3;
 pub(super) fn logits(dims: &Dims, x: &[f64], w: &[f64], targets: &[f64], rows: Rows, parts: usize) -> [Vec<f64>; 2] {
     let (k, v) = (dims.size('k'), dims.size('v'));
     let chunk = &x[rows.first * k..(rows.first + rows.count) * k];
-    let logits = product((rows.count, v, k), chunk, false, w, true);
+    let logits = matmul((rows.count, v, k), chunk, false, w, true);
     let size = v.div_ceil(parts);
     let mut statistics = vec![0.0; parts * rows.count * STATISTICS];
     for a in 0..parts {
@@ -49,7 +49,7 @@ pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows, seed: f64) -> [Vec<f64
     let hit = |i: usize| if x[4][rows.first + i / v] as usize == i % v { 1.0 } else { 0.0 };
     let lse: Vec<f64> = (0..rows.count).map(|row| combine(x[1], parts, row).0).collect();
     let dlogits: Vec<f64> = x[0].iter().enumerate().map(|(i, x)| seed * ((x - lse[i / v]).exp() - hit(i))).collect();
-    let dx = product((rows.count, k, v), &dlogits, false, x[3], false);
-    let dw = product((v, k, rows.count), &dlogits, true, chunk, false);
+    let dx = matmul((rows.count, k, v), &dlogits, false, x[3], false);
+    let dw = matmul((v, k, rows.count), &dlogits, true, chunk, false);
     [dx, dw]
 }

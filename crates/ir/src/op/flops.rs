@@ -1,14 +1,14 @@
-//! What ops cost in matrix products.
+//! What ops cost in matmuls.
 
 use super::{Op, TypeError, newton_schulz};
 use crate::TensorType;
 
-/// Floating-point operations of one call, multiply and add counted as two; matrix products only.
+/// Floating-point operations of one call, multiply and add counted as two; matmuls only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
     /// What the model needs: every query over all keys, or over as many as its window has.
     pub model: u128,
-    /// The same with what the mask hides left out: half of causal attention, and what lies before a window. The diagonal counts
+    /// The same with what the mask hides left out: half of causal attention, and what is before a sliding window. The diagonal counts
     /// half: `s²/2` pairs of positions, `s·w − w²/2` in a window of `w`.
     pub causal: u128,
     /// What this op really asks of the hardware, recomputed scores included; keys as for the model, or all
@@ -29,7 +29,7 @@ impl std::ops::Add for Flops {
 }
 
 impl Op {
-    /// Matrix-product FLOPs of one call with these input types; `wanted` says which outputs are asked for.
+    /// Matmul FLOPs of one call with these input types; `wanted` says which outputs are asked for.
     pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
         let dims = self.bind(inputs)?;
         let same = |n| Flops { model: n, causal: n, hardware: n };
@@ -47,10 +47,10 @@ impl Op {
         };
         Ok(match self {
             Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
-            // One product for the logits, one for each gradient that somebody wants.
+            // One matmul for the logits, one for each gradient that is used.
             Op::LinearCrossEntropy { .. } => {
-                let products = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
-                same(2 * products * dims.product("bskv"))
+                let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
+                same(2 * matmuls * dims.product("bskv"))
             }
             Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
             Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),

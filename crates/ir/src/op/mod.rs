@@ -147,7 +147,7 @@ pub enum Op {
         /// As in `Attention`.
         window: Option<usize>,
     },
-    /// The values of packed Q·K·V, added up by such weights.
+    /// The values of packed Q·K·V, summed with such weights.
     AttentionMix {
         /// As in `Attention`: keys before it weigh nothing.
         window: Option<usize>,
@@ -173,10 +173,10 @@ pub enum Op {
     Gelu,
     /// Gradient of `Gelu`.
     GeluGrad,
-    /// Each element either 0 or scaled by 1 / (1 − rate), by a coin that is a function of the sequence's key, the site, and
-    /// position and feature (`counter::row_bits`): any rank of any layout throws the same. Its gradient is the same op.
+    /// Each element either 0 or scaled by 1 / (1 − rate), by a mask that is a function of the sequence's key, the site,
+    /// position and feature (`counter::row_bits`): any rank of any layout draws the same. Its gradient is the same op.
     Dropout {
-        /// The share of elements that become 0.
+        /// The fraction of elements that become 0.
         rate: f32,
         /// The place in the model.
         site: u64,

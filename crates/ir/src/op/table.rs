@@ -51,7 +51,7 @@ pub struct Spec {
     pub variadic: bool,
     /// (input, output) pairs that may share memory, if the input is not read afterwards.
     pub in_place: &'static [(usize, usize)],
-    /// Outputs that the op makes even where nobody reads them: it works on them itself.
+    /// Outputs that the op makes even where they are unused: it works on them itself.
     pub always_made: &'static [usize],
     /// Whether those pairs must share memory: the op changes a state, or a part of it, where it is.
     pub always_in_place: bool,
@@ -60,7 +60,7 @@ pub struct Spec {
     /// Dimensions that ranks may share the op along, as groups of letters that are split together. An operand without a
     /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
     pub splits: &'static [&'static str],
-    /// Outputs that are worth computing again: they follow from what backward keeps anyway, and cost no matrix product, or a
+    /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
     /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
@@ -121,7 +121,7 @@ const fn row(
     }
 }
 
-/// A row of an op that changes how tensors lie over the mesh, several at once.
+/// A row of an op that changes the sharding of tensors, several at once.
 const fn collective(name: &'static str, in_place: &'static [(usize, usize)]) -> Spec {
     const X: &[Operand] = &[any("x")];
     Spec { variadic: true, each: true, ..row(name, X, X, in_place, None) }

@@ -38,7 +38,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// The share of all stages' time in which they compute nothing. Of GPipe and 1F1B with p equal stages, m micro-batches
+    /// Pipeline bubble: the fraction of all stages' time in which they are idle. Of GPipe and 1F1B with p equal stages, m micro-batches
     /// and free transfers it is (p - 1) / (m + p - 1).
     pub fn bubble(&self) -> f64 {
         let whole = self.total * self.slots.len() as f64;
@@ -89,7 +89,7 @@ impl Timeline {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the pipeline stops before its end: {}\nhint: order the slots of neighbouring stages alike, each backward pass after \
-     its forward pass, or give outboxes more copies",
+     its forward pass, or give send buffers more copies",
     stuck.iter().map(Stuck::to_string).collect::<Vec<_>>().join("; ")
 )]
 pub struct Deadlock {
@@ -122,11 +122,11 @@ pub enum WaitsFor {
         /// Its slot.
         slot: PipeSlot,
     },
-    /// Room in the outbox: a neighbour has yet to take an earlier result.
+    /// Room in the send buffer: a neighbour has yet to take an earlier result.
     Room {
         /// The neighbour.
         stage: usize,
-        /// Its slot that would take the oldest of these results; none where the outbox holds nothing at all.
+        /// Its slot that would take the oldest of these results; none where the send buffer holds nothing at all.
         slot: Option<PipeSlot>,
     },
     /// Nothing can help it: it stands twice among the slots of its stage.
@@ -145,7 +145,7 @@ impl std::fmt::Display for Stuck {
                 write!(f, "stage {stage} after {slot} waits for stage {to} to start {taker}")
             }
             WaitsFor::Room { stage: to, slot: None } => {
-                write!(f, "stage {stage} after {slot} waits for an outbox to stage {to}, which has no copies")
+                write!(f, "stage {stage} after {slot} waits for a send buffer to stage {to}, which has no copies")
             }
             WaitsFor::Repeated => write!(f, "stage {stage} has {slot} twice"),
         }
@@ -153,8 +153,8 @@ impl std::fmt::Display for Stuck {
 }
 
 /// When the slots of every stage run. A slot starts when the one before it is done and its inputs are there: a
-/// neighbour's message, and for a backward pass the forward pass of its own stage. A slot is done when its result lies in the
-/// outbox of its stage and direction, which holds `copies`; a copy is free again when the slot that needs it has started.
+/// neighbour's message, and for a backward pass the forward pass of its own stage. A slot is done when its result is in the
+/// send buffer of its stage and direction, which holds `copies`; a copy is free again when the slot that needs it has started.
 ///
 /// # Panics
 ///
@@ -185,7 +185,7 @@ pub fn evaluate(slots: &[Vec<PipeSlot>], costs: &Costs, copies: usize) -> Result
 
 /// One direction of a stage's results.
 #[derive(Default)]
-struct Outbox {
+struct SendBuffer {
     /// When each result arrives, by micro-batch.
     arrivals: BTreeMap<usize, f64>,
     /// Results that were sent and not taken, oldest first.
@@ -198,16 +198,16 @@ struct Stage<'a> {
     slots: &'a [PipeSlot],
     ran: Vec<(PipeSlot, f64, f64)>,
     done: BTreeSet<PipeSlot>,
-    /// When the last slot's result lay in its outbox.
+    /// When the last slot's result was in its send buffer.
     free: f64,
-    /// A slot has ended and its result is not in the outbox yet.
+    /// A slot has ended and its result is not in the send buffer yet.
     sending: bool,
-    outbox: [Outbox; 2],
+    send_buffer: [SendBuffer; 2],
 }
 
 impl<'a> Stage<'a> {
     fn new(slots: &'a [PipeSlot]) -> Self {
-        Stage { slots, ran: vec![], done: BTreeSet::new(), free: 0.0, sending: false, outbox: Default::default() }
+        Stage { slots, ran: vec![], done: BTreeSet::new(), free: 0.0, sending: false, send_buffer: Default::default() }
     }
 }
 
@@ -234,19 +234,19 @@ fn step(stages: &mut [Stage<'_>], stage: usize, costs: &Costs, copies: usize) ->
     if let (true, Some(&(slot, _, end))) = (this.sending, this.ran.last()) {
         let mut sent = end;
         if let Some(to) = receiver(stage, slot.work, count) {
-            let outbox = &mut stages[stage].outbox[slot.work as usize];
-            if outbox.untaken.len() >= copies {
-                let slot_there = outbox.untaken.first().map(|&micro_batch| PipeSlot { micro_batch, ..slot });
+            let send_buffer = &mut stages[stage].send_buffer[slot.work as usize];
+            if send_buffer.untaken.len() >= copies {
+                let slot_there = send_buffer.untaken.first().map(|&micro_batch| PipeSlot { micro_batch, ..slot });
                 let waits_for = WaitsFor::Room { stage: to, slot: slot_there };
                 return Err(Stuck { stage, slot, index: stages[stage].ran.len() - 1, waits_for });
             }
             // Of the results before it, all but `copies - 1` had to be taken first.
-            let before = outbox.untaken.len() + outbox.taken.len();
-            if let Some(&room) = before.checked_sub(copies).and_then(|index| outbox.taken.get(index)) {
+            let before = send_buffer.untaken.len() + send_buffer.taken.len();
+            if let Some(&room) = before.checked_sub(copies).and_then(|index| send_buffer.taken.get(index)) {
                 sent = sent.max(room);
             }
-            outbox.arrivals.insert(slot.micro_batch, sent + costs.transfer);
-            outbox.untaken.push(slot.micro_batch);
+            send_buffer.arrivals.insert(slot.micro_batch, sent + costs.transfer);
+            send_buffer.untaken.push(slot.micro_batch);
         }
         let this = &mut stages[stage];
         this.free = sent;
@@ -265,13 +265,13 @@ fn step(stages: &mut [Stage<'_>], stage: usize, costs: &Costs, copies: usize) ->
     }
     let mut start = this.free;
     if let Some(from) = sender(stage, slot.work, count) {
-        let outbox = &mut stages[from].outbox[slot.work as usize];
-        let Some(arrival) = outbox.arrivals.get(&slot.micro_batch) else {
+        let send_buffer = &mut stages[from].send_buffer[slot.work as usize];
+        let Some(arrival) = send_buffer.arrivals.get(&slot.micro_batch) else {
             return Err(stuck(WaitsFor::Result { stage: from, slot }));
         };
         start = start.max(*arrival);
-        outbox.untaken.retain(|&untaken| untaken != slot.micro_batch);
-        outbox.taken.push(start);
+        send_buffer.untaken.retain(|&untaken| untaken != slot.micro_batch);
+        send_buffer.taken.push(start);
     }
     let this = &mut stages[stage];
     this.ran.push((slot, start, start + costs.of(stage, slot.work)));
@@ -393,7 +393,7 @@ mod tests {
         assert_eq!(
             found.to_string(),
             "the pipeline stops before its end: stage 0 at B0 waits for B0 of stage 1; stage 1 at B1 waits for its own F1\n\
-             hint: order the slots of neighbouring stages alike, each backward pass after its forward pass, or give outboxes \
+             hint: order the slots of neighbouring stages alike, each backward pass after its forward pass, or give send buffers \
              more copies"
         );
         assert_eq!(found.stuck[1].index, 1);
@@ -413,13 +413,16 @@ mod tests {
     }
 
     #[test]
-    fn an_outbox_that_is_full_forever_is_named_and_a_larger_one_ends_it() {
+    fn a_send_buffer_that_is_full_forever_is_named_and_a_larger_one_ends_it() {
         let crossed = ["F0 F1 B0 B1", "F1 F0 B0 B1"];
         let lines: Vec<_> = deadlock(&crossed, 1).stuck.iter().map(Stuck::to_string).collect();
         assert_eq!(lines, ["stage 0 after F1 waits for stage 1 to start F0", "stage 1 at F1 waits for F1 of stage 0"]);
         assert!(evaluate(&written(&crossed), &Costs::equal(2, 1.0, 2.0), 2).is_ok());
         let none = deadlock(&["F0", "F0"], 0);
-        assert_eq!(none.stuck[0].to_string(), "stage 0 after F0 waits for an outbox to stage 1, which has no copies");
+        assert_eq!(
+            none.stuck[0].to_string(),
+            "stage 0 after F0 waits for a send buffer to stage 1, which has no copies"
+        );
         let untaken = deadlock(&["F0 F1", "F0 B0"], 0);
         assert_eq!(untaken.stuck.len(), 2);
     }

@@ -1,12 +1,12 @@
 //! Layers as recomputation sees them: which are alike, what backward reads of each, what leaves it.
 
-use super::{GivenUp, Recompute};
+use super::{Recompute, Recomputed};
 use crate::passes::fuse;
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::{Graph, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A value that the layers of a kind may keep or give up.
+/// A value that the layers of a kind may save or recompute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Candidate {
     /// The kind of layer: kinds are counted in order of their first layer.
@@ -26,7 +26,7 @@ pub(crate) struct Layers {
     pub(crate) kind_of: Vec<usize>,
     /// How many layers of its pipeline stage come before each.
     pub(crate) in_stage: Vec<usize>,
-    /// Layers that give up their values together.
+    /// Layers that are recomputed together.
     block_of: Vec<usize>,
     /// The forward node that makes a value.
     made: Vec<Option<usize>>,
@@ -79,37 +79,37 @@ impl Layers {
         Self { kind_of: kind_of.collect(), nodes, in_stage, block_of, made, leaves, read }
     }
 
-    /// The forward node that makes a value, where a reader of this layer may compute it again.
+    /// The forward node that makes a value, where a reader of this layer may recompute it.
     pub(super) fn made_here<'a>(&self, graph: &'a Graph, v: ValueId, reader: Option<usize>) -> Option<&'a Node> {
         let node = &graph.nodes[self.made[v.0]?];
         (self.block_of[node.layer?] == self.block_of[reader?]).then_some(node)
     }
 
-    /// Which values every layer keeps: what leaves it, and what backward reads of the rest unless the policy gives it up.
-    pub(super) fn kept(&self, graph: &Graph, policy: &Recompute) -> Vec<bool> {
-        let mut kept = self.leaves.clone();
+    /// Which values every layer saves: what leaves it, and what backward reads of the rest unless the policy recomputes it.
+    pub(super) fn saved(&self, graph: &Graph, policy: &Recompute) -> Vec<bool> {
+        let mut saved = self.leaves.clone();
         for (layer, nodes) in self.nodes.iter().enumerate() {
             for (position, &n) in nodes.iter().enumerate() {
                 let node = &graph.nodes[n];
                 for (output, v) in node.outputs.iter().enumerate().filter_map(|(o, v)| Some((o, (*v)?))) {
-                    let given_up = match policy {
+                    let recomputed = match policy {
                         Recompute::None => false,
                         Recompute::Selective => node.op.spec().cheap.contains(&output),
                         Recompute::Full | Recompute::Every(_) | Recompute::Sqrt => true,
                         Recompute::Ops(ops) => ops.iter().any(|op| op == node.op.name()),
-                        Recompute::Given(GivenUp { first, by_first, by_rest }) => {
+                        Recompute::Values(Recomputed { first, by_first, by_rest }) => {
                             let values = if self.in_stage[layer] < *first { by_first } else { by_rest };
                             values.contains(&Candidate { kind: self.kind_of[layer], node: position, output })
                         }
                     };
-                    kept[v.0] |= self.read[v.0] && !given_up;
+                    saved[v.0] |= self.read[v.0] && !recomputed;
                 }
             }
         }
-        kept
+        saved
     }
 
-    /// The values that the layers of all kinds may give up: what backward reads of them and no other layer does.
+    /// The values that the layers of all kinds may recompute: what backward reads of them and no other layer does.
     pub(crate) fn candidates(&self, graph: &Graph) -> BTreeMap<Candidate, ValueId> {
         let mut all = BTreeMap::new();
         for (kind, layer) in self.representatives() {
@@ -130,7 +130,7 @@ impl Layers {
         (0..kinds).filter_map(|kind| Some((kind, self.kind_of.iter().position(|k| *k == kind)?)))
     }
 
-    /// Names of the ops whose outputs some layer may give up.
+    /// Names of the ops whose outputs some layer may recompute.
     pub(crate) fn ops(&self, graph: &Graph) -> BTreeSet<&'static str> {
         let name = |v: &ValueId| self.made[v.0].map(|n| graph.nodes[n].op.name());
         self.candidates(graph).values().filter_map(name).collect()
@@ -158,20 +158,20 @@ fn signature(graph: &Graph, nodes: &[usize]) -> String {
     nodes.iter().map(node).collect()
 }
 
-/// How a node is computed again.
-pub(crate) struct Again {
+/// How a node is recomputed.
+pub(crate) struct Recomputation {
     pub op: Op,
     pub inputs: Vec<ValueId>,
     pub outputs: Vec<Option<ValueId>>,
 }
 
-/// The node itself; a norm whose sum is kept starts from the sum.
-pub(crate) fn again(node: &Node, kept: &dyn Fn(ValueId) -> bool) -> Again {
+/// The node itself; a norm whose sum is saved starts from the sum.
+pub(crate) fn recomputation(node: &Node, saved: &dyn Fn(ValueId) -> bool) -> Recomputation {
     let (op, inputs, outputs) = match (fuse::not_adding(node.op), &node.inputs[..], &node.outputs[..]) {
-        (Some(norm), [_, _, vectors @ ..], [Some(sum), normed @ ..]) if kept(*sum) => {
+        (Some(norm), [_, _, vectors @ ..], [Some(sum), normed @ ..]) if saved(*sum) => {
             (norm, [&[*sum], vectors].concat(), normed.to_vec())
         }
         (_, inputs, outputs) => (node.op, inputs.to_vec(), outputs.to_vec()),
     };
-    Again { op, inputs, outputs }
+    Recomputation { op, inputs, outputs }
 }

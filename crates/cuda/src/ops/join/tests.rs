@@ -58,7 +58,7 @@ fn check(found: Vec<(String, usize)>, expected: &[(&str, usize)]) {
 }
 
 #[test]
-fn products_take_gelu_and_its_slope_where_that_is_faster() {
+fn matmuls_fuse_gelu_and_its_derivative_where_that_is_faster() {
     let program = program(GPT2, Recompute::None);
     check(joined(&program, "forward", true), &[("linear add_bias", 6), ("linear add_bias gelu", 2)]);
     check(
@@ -82,7 +82,7 @@ fn gradients_of_gelu_and_bias_go_together_where_products_take_neither() {
 }
 
 #[test]
-fn a_gelu_that_is_computed_again_comes_out_as_the_first_time() {
+fn a_recomputed_gelu_has_the_bits_of_the_first() {
     for recompute in [Recompute::Selective, Recompute::Full] {
         let program = program(GPT2, recompute.clone());
         for segment in ["forward", "backward"] {
@@ -90,20 +90,21 @@ fn a_gelu_that_is_computed_again_comes_out_as_the_first_time() {
             assert!(!found.iter().any(|(ops, _)| ops.ends_with(" gelu")), "{recompute:?}: {found:?}");
         }
     }
-    // What a GELU is of may be computed again without it.
+    // The input of a GELU may be recomputed without it.
     let program_of = |ops: &[&str]| program(GPT2, Recompute::Ops(ops.iter().map(|op| op.to_string()).collect()));
     let sums = program_of(&["add_bias"]);
-    let again = |op: Op| sums.segments.iter().flat_map(|s| &s.instrs).any(|i| i.op == op && i.phase != Phase::Forward);
-    assert!(again(Op::AddBias) && !again(Op::Gelu));
+    let recomputed =
+        |op: Op| sums.segments.iter().flat_map(|s| &s.instrs).any(|i| i.op == op && i.phase != Phase::Forward);
+    assert!(recomputed(Op::AddBias) && !recomputed(Op::Gelu));
     check(joined(&sums, "forward", true), &[("linear add_bias", 8)]);
     let others = program_of(&["layer_norm", "add_layer_norm"]);
     check(joined(&others, "forward", true), &[("linear add_bias", 6), ("linear add_bias gelu", 2)]);
-    // What is kept is there before the product; what is computed again is not.
-    let slope = |recompute| {
+    // What was saved is there before the matmul; what is recomputed is not.
+    let derivative = |recompute| {
         joined(&program(GPT2, recompute), "backward", true).contains(&("linear_grad_input gelu_grad".into(), 2))
     };
-    assert!(slope(Recompute::Selective));
-    assert!(!slope(Recompute::Full));
+    assert!(derivative(Recompute::Selective));
+    assert!(!derivative(Recompute::Full));
 }
 
 #[test]

@@ -69,11 +69,12 @@ fn disagree(make: Make<'_>, what: &str, most: Wish<'_>, one: Wish<'_>) -> Result
 /// The receiver expects another size than was sent.
 fn message_sizes(make: Make<'_>) -> Result<(), String> {
     together(make, 2, "messages of another size than expected", |comm| {
-        let (mut data, mut outbox) = (Buffer::new(64), Buffer::new(64));
+        let (mut data, mut send_buffer) = (Buffer::new(64), Buffer::new(64));
         comm.at(PLACE);
         let text = if comm.rank() == 0 {
             // SAFETY: both buffers are large enough; this rank fails or leaves before they go.
-            unsafe { comm.send(1, 0, data.pointer(), 40, outbox.pointer(), 1, PLACE) }.map_err(|e| e.to_string())?;
+            unsafe { comm.send(1, 0, data.pointer(), 40, send_buffer.pointer(), 1, PLACE) }
+                .map_err(|e| e.to_string())?;
             let start = Instant::now();
             loop {
                 if let Some(error) = comm.failure() {

@@ -23,14 +23,14 @@ fn send(
     to: usize,
     tag: u32,
     text: &[u8],
-    outbox: &mut Buffer,
+    send_buffer: &mut Buffer,
     copies: usize,
 ) -> Result<(), String> {
     let mut data = Buffer::new(text.len());
     data.bytes_mut().copy_from_slice(text);
     comm.at(PLACE);
-    // SAFETY: the outbox has room for the copies and lives until the rank has left.
-    let result = unsafe { comm.send(to, tag, data.pointer(), text.len(), outbox.pointer(), copies, PLACE) };
+    // SAFETY: the send buffer has room for the copies and lives until the rank has left.
+    let result = unsafe { comm.send(to, tag, data.pointer(), text.len(), send_buffer.pointer(), copies, PLACE) };
     data.bytes_mut().fill(0);
     result.map_err(|e| e.to_string())
 }
@@ -57,22 +57,22 @@ fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
         together(make, ranks, &format!("a ring of messages with {copies} copies"), |comm| {
             let me = comm.rank();
             let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
-            let mut outbox = Buffer::new(bytes * copies);
+            let mut send_buffer = Buffer::new(bytes * copies);
             let ahead = copies as u64;
-            let run = |outbox: &mut Buffer| {
+            let run = |send_buffer: &mut Buffer| {
                 for number in 0..MESSAGES + ahead {
                     delay(number, me);
                     if number >= ahead {
                         receive(comm, before, 7, &text(before, 7, number - ahead, bytes))?;
                     }
                     if number < MESSAGES {
-                        send(comm, next, 7, &text(me, 7, number, bytes), outbox, copies)?;
+                        send(comm, next, 7, &text(me, 7, number, bytes), send_buffer, copies)?;
                     }
                 }
                 Ok(())
             };
-            let result = run(&mut outbox).and_then(|()| {
-                if outbox.intact() { Ok(()) } else { Err("a message goes beyond the outbox".to_owned()) }
+            let result = run(&mut send_buffer).and_then(|()| {
+                if send_buffer.intact() { Ok(()) } else { Err("a message goes beyond the send buffer".to_owned()) }
             });
             end(comm, result)
         })?;
@@ -83,13 +83,13 @@ fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
 /// Streams of different tags do not disturb each other, whatever order they are taken in.
 fn tags(make: Make<'_>) -> Result<(), String> {
     together(make, 2, "messages with tags", |comm| {
-        let mut outboxes: Vec<Buffer> = (0..3).map(|_| Buffer::new(2 * 9)).collect();
+        let mut send_buffers: Vec<Buffer> = (0..3).map(|_| Buffer::new(2 * 9)).collect();
         let mut run = || {
             for round in 0..10 {
                 for number in 2 * round..2 * round + 2 {
-                    for (tag, outbox) in (0..3).zip(&mut outboxes) {
+                    for (tag, send_buffer) in (0..3).zip(&mut send_buffers) {
                         if comm.rank() == 0 {
-                            send(comm, 1, tag, &text(0, tag, number, 9), outbox, 2)?;
+                            send(comm, 1, tag, &text(0, tag, number, 9), send_buffer, 2)?;
                         }
                     }
                 }
@@ -108,17 +108,17 @@ fn tags(make: Make<'_>) -> Result<(), String> {
     })
 }
 
-/// A stream may change its outbox and the size of its messages.
+/// A stream may change its send buffer and the size of its messages.
 fn shapes(make: Make<'_>) -> Result<(), String> {
     together(make, 2, "messages of changing size", |comm| {
-        let mut outboxes = [Buffer::new(30), Buffer::new(200)];
+        let mut send_buffers = [Buffer::new(30), Buffer::new(200)];
         let mut run = || {
             for number in 0..30u64 {
                 let large = number / 3 % 2;
                 let (bytes, copies) = [(10, 3), (100, 2)][large as usize];
                 let text = text(0, 0, number, bytes);
                 if comm.rank() == 0 {
-                    send(comm, 1, 0, &text, &mut outboxes[large as usize], copies)?;
+                    send(comm, 1, 0, &text, &mut send_buffers[large as usize], copies)?;
                 } else {
                     receive(comm, 0, 0, &text)?;
                 }
@@ -130,14 +130,14 @@ fn shapes(make: Make<'_>) -> Result<(), String> {
     })
 }
 
-/// What a rank sent before it left arrives, though its outbox is gone afterwards.
+/// What a rank sent before it left arrives, though its send buffer is gone afterwards.
 fn last_words(make: Make<'_>) -> Result<(), String> {
     together(make, 2, "messages of a rank that leaves", |comm| {
         if comm.rank() == 0 {
-            let mut outbox = Buffer::new(200);
-            let result = (0..2).try_for_each(|number| send(comm, 1, 0, &text(0, 0, number, 100), &mut outbox, 2));
+            let mut send_buffer = Buffer::new(200);
+            let result = (0..2).try_for_each(|number| send(comm, 1, 0, &text(0, 0, number, 100), &mut send_buffer, 2));
             let result = end(comm, result);
-            outbox.bytes_mut().fill(0);
+            send_buffer.bytes_mut().fill(0);
             return result;
         }
         std::thread::sleep(std::time::Duration::from_millis(30));
@@ -145,7 +145,7 @@ fn last_words(make: Make<'_>) -> Result<(), String> {
     })
 }
 
-/// Ends a rank's program before its outboxes go.
+/// Ends a rank's program before its send buffers go.
 fn end(comm: &dyn Communicator, result: Result<(), String>) -> Result<(), String> {
     match &result {
         Ok(()) => comm.leave(),

@@ -4,7 +4,7 @@ use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
 use super::super::simd::{self, Simd, vectorised};
-use super::forward::{hide, round_rows, turn_rows};
+use super::forward::{hide, round_rows, transpose_rows};
 use super::{KEYS, Mask, Pieces, Shape, whole};
 
 /// Queries of a tile: as many as keys, so that tiles meet the diagonal at their corners.
@@ -15,10 +15,10 @@ const PANELS: usize = QUERIES / NR;
 #[derive(Clone, Copy)]
 pub(super) struct Buffers {
     unit: Unit,
-    /// Keys and values as the rows of left operands, `e` deep; keys turned, as deep as there are positions.
+    /// Keys and values as the rows of left operands, `e` deep; keys transposed, as deep as there are positions.
     keys: Packed,
     values: Packed,
-    keys_turned: Packed,
+    keys_transposed: Packed,
     /// Sums of dk and dv over all queries that read them: rows of `stride` floats.
     dk: *mut f32,
     dv: *mut f32,
@@ -37,9 +37,9 @@ pub(super) struct Buffers {
     /// Weights and gradients of scores as left operands: keys are rows.
     p_rows: Packed,
     ds_rows: Packed,
-    /// Sums of dq: panels of `e` rows of NR, and one of them turned.
+    /// Sums of dq: panels of `e` rows of NR, and one of them transposed.
     dq: *mut f32,
-    turned: *mut f32,
+    transposed: *mut f32,
     /// Per query: lse, and what softmax's gradient takes away.
     lse: *mut [f32; QUERIES],
     dots: *mut [f32; QUERIES],
@@ -56,7 +56,7 @@ impl Buffers {
             unit,
             keys: Packed::a(unit, pieces.take(unit.bytes(rows, e)), e),
             values: Packed::a(unit, pieces.take(unit.bytes(rows, e)), e),
-            keys_turned: Packed::a(unit, pieces.take(unit.bytes(lines, positions)), positions),
+            keys_transposed: Packed::a(unit, pieces.take(unit.bytes(lines, positions)), positions),
             dk: pieces.take(rows * lines * 4),
             dv: pieces.take(rows * lines * 4),
             stride: lines,
@@ -71,7 +71,7 @@ impl Buffers {
             p_rows: Packed::a(unit, pieces.take(unit.bytes(KEYS, QUERIES)), QUERIES),
             ds_rows: Packed::a(unit, pieces.take(unit.bytes(KEYS, QUERIES)), QUERIES),
             dq: pieces.take(PANELS * lines * NR * 4),
-            turned: pieces.take(lines * NR * 4),
+            transposed: pieces.take(lines * NR * 4),
             lse: pieces.take(QUERIES * 4),
             dots: pieces.take(QUERIES * 4),
         };
@@ -135,7 +135,7 @@ pub fn grad<T: Float>(call: Call, documents: bool, window: Option<usize>) {
             let value = Matrix::rows(qkv.at(shape.v(b, 0, kv)), width);
             pack_a(simd, key, seq, e, t.keys);
             pack_a(simd, value, seq, e, t.values);
-            pack_a(simd, key.transposed(), e, seq, t.keys_turned);
+            pack_a(simd, key.transposed(), e, seq, t.keys_transposed);
             t.dk.write_bytes(0, seq.next_multiple_of(KEYS) * t.stride);
             t.dv.write_bytes(0, seq.next_multiple_of(KEYS) * t.stride);
             for h in kv * group..(kv + 1) * group {
@@ -152,7 +152,7 @@ pub fn grad<T: Float>(call: Call, documents: bool, window: Option<usize>) {
                     query_tile(simd, &t, query, dout, q0, rows, mask, e, scale);
                     for first in (0..rows).step_by(NR) {
                         let (dq, to) = (t.dq.add(first * t.stride), dqkv.at(shape.q(b, q0 + first, h)));
-                        turn_rows(simd, dq, t.turned, to, width, NR.min(rows - first), e);
+                        transpose_rows(simd, dq, t.transposed, to, width, NR.min(rows - first), e);
                     }
                 }
             }
@@ -199,7 +199,7 @@ unsafe fn query_tile<T: Float>(
                 t.panel::<T>(simd, p, seen, keys, scale);
                 let ds = Packed::b(unit, t.ds_panels.add(p * t.ds_bytes), KEYS);
                 let dq = into(t.dq.add(columns * t.stride), NR, true);
-                multiply::<T>(simd, (lines, NR, seen), t.keys_turned.rows_deep(unit, k0), ds, dq);
+                multiply::<T>(simd, (lines, NR, seen), t.keys_transposed.rows_deep(unit, k0), ds, dq);
             }
             // Rows of keys that on the diagonal are read from the same panel on.
             let step = NR.next_multiple_of(unit.rows());

@@ -12,16 +12,16 @@ pub(super) struct Buffers {
     unit: Unit,
     /// Keys as the rows of a left operand, `e` deep.
     keys: Packed,
-    /// Values turned: `e` rows of a left operand, as deep as there are positions.
+    /// Values transposed: `e` rows of a left operand, as deep as there are positions.
     values: Packed,
     /// A panel of queries, `e` deep.
     query: *mut u8,
     /// KEYS rows of NR scores, and the weights as a right operand.
     scores: *mut f32,
     weights: *mut u8,
-    /// `e` rows of NR sums, and the same turned.
+    /// `e` rows of NR sums, and the same transposed.
     out: *mut f32,
-    turned: *mut f32,
+    transposed: *mut f32,
     /// Per query: largest score and sum of weights so far.
     lanes: *mut Lanes,
 }
@@ -44,7 +44,7 @@ impl Buffers {
             scores: pieces.take(KEYS * NR * 4),
             weights: pieces.take(KEYS * NR * 4),
             out: pieces.take(rows * NR * 4),
-            turned: pieces.take(rows * NR * 4),
+            transposed: pieces.take(rows * NR * 4),
             lanes: pieces.take(size_of::<Lanes>()),
         };
         (buffers, pieces.used)
@@ -116,7 +116,7 @@ impl Buffers {
                 let row = &mut *out.cast::<[f32; NR]>().add(row);
                 row.iter_mut().zip(&(*lanes).sums).for_each(|(x, sum)| *x /= sum);
             }
-            turn_rows(simd, out, self.turned, o, stride, queries, e);
+            transpose_rows(simd, out, self.transposed, o, stride, queries, e);
             if !lse.is_null() {
                 (0..queries).for_each(|l| *lse.add(l) = (*lanes).maxima[l] + (*lanes).sums[l].ln());
             }
@@ -182,7 +182,7 @@ pub fn forward<T: Float>(call: Call, documents: bool, window: Option<usize>) {
     });
 }
 
-/// Into how many tasks the panels of a key-value head are dealt, so that every thread has a few; each packs its keys again.
+/// Into how many tasks the panels of a key-value head are split, so that every thread has a few; each packs its own keys.
 pub(super) fn parts(pairs: usize, panels: usize, threads: usize) -> usize {
     (3 * threads).div_ceil(pairs).min(panels).max(1)
 }
@@ -239,11 +239,11 @@ vectorised! {
     }
 }
 
-/// `e` rows of `NR` sums become `queries` rows of `e` elements, by way of `turned`.
-pub(super) unsafe fn turn_rows<T: Float>(
+/// `e` rows of `NR` sums become `queries` rows of `e` elements, by way of `transposed`.
+pub(super) unsafe fn transpose_rows<T: Float>(
     simd: Simd,
     sums: *const f32,
-    turned: *mut f32,
+    transposed: *mut f32,
     to: *mut T,
     stride: usize,
     queries: usize,
@@ -251,8 +251,8 @@ pub(super) unsafe fn turn_rows<T: Float>(
 ) {
     // SAFETY: the caller vouches for the ranges.
     unsafe {
-        transpose(simd, (e, NR), sums, NR, turned, e);
-        round_rows(simd, turned, e, to, stride, queries, e);
+        transpose(simd, (e, NR), sums, NR, transposed, e);
+        round_rows(simd, transposed, e, to, stride, queries, e);
     }
 }
 

@@ -4,10 +4,10 @@
 //! `h / (q / u)`.
 //!
 //! A task owns a key-value head of a sequence, or some of the queries that read it, and packs the keys and values once. Tiles are
-//! turned: rows are keys, columns are the queries of a panel. So maxima and sums go down the columns in vector registers, and
-//! weights already lie as the next product takes them. Keys are visited in tiles counted from position 0 and sums go in key order,
+//! transposed: rows are keys, columns are the queries of a panel. So maxima and sums go down the columns in vector registers, and
+//! weights are already laid out as the next matmul reads them. Keys are visited in tiles counted from position 0 and sums go in key order,
 //! so a query's bits do not depend on the queries around it. Scores, sums and gradient sums are in f32; weights and score gradients
-//! are stored in the compute type for the next product.
+//! are stored in the compute type for the next matmul.
 
 mod backward;
 mod cached;
@@ -115,7 +115,7 @@ impl Mask {
     }
 }
 
-/// Rows of a product whose target has room for whole tiles: tile registers write them whole.
+/// Rows of a matmul whose target has room for whole tiles: tile registers write them whole.
 fn whole(unit: Unit, rows: usize) -> usize {
     match unit {
         Unit::Vector => rows,

@@ -1,4 +1,4 @@
-//! Attention whose weights exist as a matrix: p `[b, q, s, t]`, a product per head. Slow and large on purpose: it shows what the
+//! Attention whose weights exist as a matrix: p `[b, q, s, t]`, a matmul per head. Slow and large on purpose: it shows what the
 //! tiled kernels save.
 
 use super::super::call::{Call, Ptr};
@@ -20,7 +20,7 @@ pub fn scores<T: Float>(call: Call, documents: bool, window: Option<usize>) {
     let Some(p) = call.output::<T>(0).map(Ptr) else { return };
     let mut pieces = Pieces { base: call.scratch(), used: 0 };
     let raw: *mut f32 = pieces.take(seq * seq * 4);
-    let (raw, product) = (Ptr(raw), pieces.take(0));
+    let (raw, gemm_scratch) = (Ptr(raw), pieces.take(0));
     for (b, h) in heads(&call, shape) {
         // SAFETY: sizes come from the operands' types; the verifier keeps outputs and scratch apart from inputs. Rows from .. to
         // belong to one task.
@@ -28,7 +28,7 @@ pub fn scores<T: Float>(call: Call, documents: bool, window: Option<usize>) {
             let query = Matrix::rows(qkv.add(shape.q(b, 0, h)), shape.width);
             let key = Matrix::rows(qkv.add(shape.k(b, 0, h / shape.group)), shape.width).transposed();
             let target = Target::F32 { ptr: raw.get(), stride: seq, add: false };
-            gemm(call.pool, call.simd, (seq, seq, e), query, key, target, product);
+            gemm(call.pool, call.simd, (seq, seq, e), query, key, target, gemm_scratch);
             let mask = Ptr(Mask::of(starts.get(), b, seq, window));
             call.rows(seq, |from, to| {
                 for s in from..to {
@@ -64,7 +64,7 @@ pub fn mix_grad<T: Float>(call: Call) {
     let (dout, p, qkv) = (call.input::<T>(0), call.input::<T>(1), call.input::<T>(2));
     let (dp, dqkv) = (call.output::<T>(0), call.output::<T>(1));
     let mut pieces = Pieces { base: call.scratch(), used: 0 };
-    let (sums, product) = (pieces.take(seq * e * 4), pieces.take(0));
+    let (sums, gemm_scratch) = (pieces.take(seq * e * 4), pieces.take(0));
     for (b, h) in heads(&call, shape) {
         // SAFETY: as in `scores`; sections of dqkv are apart.
         unsafe {
@@ -72,12 +72,12 @@ pub fn mix_grad<T: Float>(call: Call) {
             let dout = Matrix::rows(dout.add(shape.o(b, 0, h)), all * e);
             if let Some(dp) = dp {
                 let value = Matrix::rows(qkv.add(shape.v(b, 0, h / group)), width).transposed();
-                gemm(call.pool, call.simd, (seq, seq, e), dout, value, Target::new(dp.add(at), seq), product);
+                gemm(call.pool, call.simd, (seq, seq, e), dout, value, Target::new(dp.add(at), seq), gemm_scratch);
             }
             if let Some(dqkv) = dqkv {
                 let weights = Matrix::rows(p.add(at), seq).transposed();
                 let target = Target::F32 { ptr: sums, stride: e, add: h % group > 0 };
-                gemm(call.pool, call.simd, (seq, e, seq), weights, dout, target, product);
+                gemm(call.pool, call.simd, (seq, e, seq), weights, dout, target, gemm_scratch);
                 finish_head(&call, shape, h, sums, dqkv.add(shape.v(b, 0, h / group)));
             }
         }
@@ -96,7 +96,7 @@ pub fn scores_grad<T: Float>(call: Call) {
     let Some(dqkv) = call.output::<T>(0) else { return };
     let mut pieces = Pieces { base: call.scratch(), used: 0 };
     let ds: *mut T = pieces.take(seq * seq * size_of::<T>());
-    let (ds, sums, product) = (Ptr(ds), pieces.take(seq * e * 4), pieces.take(0));
+    let (ds, sums, gemm_scratch) = (Ptr(ds), pieces.take(seq * e * 4), pieces.take(0));
     for (b, h) in heads(&call, shape) {
         // SAFETY: as in `scores`; sections of dqkv are apart.
         unsafe {
@@ -111,9 +111,9 @@ pub fn scores_grad<T: Float>(call: Call) {
             let key = Matrix::rows(qkv.add(shape.k(b, 0, h / group)), width);
             let query = Matrix::rows(qkv.add(shape.q(b, 0, h)), width);
             let target = Target::new(dqkv.add(shape.q(b, 0, h)), width);
-            gemm(call.pool, call.simd, (seq, e, seq), ds, key, target, product);
+            gemm(call.pool, call.simd, (seq, e, seq), ds, key, target, gemm_scratch);
             let target = Target::F32 { ptr: sums, stride: e, add: h % group > 0 };
-            gemm(call.pool, call.simd, (seq, e, seq), ds.transposed(), query, target, product);
+            gemm(call.pool, call.simd, (seq, e, seq), ds.transposed(), query, target, gemm_scratch);
             finish_head(&call, shape, h, sums, dqkv.add(shape.k(b, 0, h / group)));
         }
     }

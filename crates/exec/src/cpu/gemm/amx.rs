@@ -44,11 +44,11 @@ pub unsafe fn pack_b(b: Matrix<Bf16>, width: usize, depth: usize, to: *mut u32) 
         for (step, k) in (0..depth).step_by(K).enumerate() {
             let (from, to, deep) = (b.part(k, 0), to.add(step * STEP), K.min(depth - k));
             if b.row_stride == 1 && b.column_stride.is_multiple_of(2) && deep.is_multiple_of(2) {
-                // Columns of B are contiguous: a pair of k is one word, words turn.
+                // Columns of B are contiguous: a pair of k is one word, words are transposed.
                 for first in (0..NR).step_by(16) {
                     let lines = width.saturating_sub(first).min(16);
                     let words = from.ptr.wrapping_add(first * b.column_stride).cast();
-                    turn(words, b.column_stride / 2, lines, deep / 2, to.add(first * 16));
+                    transpose_words(words, b.column_stride / 2, lines, deep / 2, to.add(first * 16));
                 }
             } else if b.column_stride == 1 {
                 interleave(from.ptr, b.row_stride, width, deep, to);
@@ -60,7 +60,7 @@ pub unsafe fn pack_b(b: Matrix<Bf16>, width: usize, depth: usize, to: *mut u32) 
 }
 
 /// Turns up to 16 lines of up to 16 words: a register of 16 × 16 words, what is missing as zeros.
-unsafe fn turn(from: *const u32, stride: usize, lines: usize, words: usize, to: *mut u32) {
+unsafe fn transpose_words(from: *const u32, stride: usize, lines: usize, words: usize, to: *mut u32) {
     // SAFETY: the caller vouches for the lines and a register behind `to`.
     unsafe {
         if lines < 16 {
@@ -177,7 +177,7 @@ pub unsafe fn pack_a(a: Matrix<Bf16>, rows: usize, depth: usize, to: *mut u32) {
             let (from, to, deep) = (a.part(0, k), to.add(step * STEP), K.min(depth - k));
             let mut words = [0u32; STEP];
             if a.row_stride == 1 {
-                // Pairs of k become words, then words turn: two blocks of 16 rows.
+                // Pairs of k become words, then words are transposed: two blocks of 16 rows.
                 interleave(from.ptr, a.column_stride, rows, deep, words.as_mut_ptr());
             } else {
                 gather(from.transposed(), rows, deep, words.as_mut_ptr());

@@ -1,4 +1,4 @@
-//! Matrix products: C = A·B or C += A·B, operands in f32, bf16 or f16 with any strides, sums in f32.
+//! Matmuls: C = A·B or C += A·B, operands in f32, bf16 or f16 with any strides, sums in f32.
 //!
 //! Written by hand for two promises that general libraries do not give: an element of C is the same bits whatever the
 //! number of rows and columns around it (its products are added in k order, in fixed blocks), and all scratch comes from
@@ -61,12 +61,12 @@ impl<T> Matrix<T> {
     }
 }
 
-/// Where a product goes: rows of `stride` elements.
+/// Where the result goes: rows of `stride` elements.
 #[derive(Clone, Copy)]
 pub enum Target {
     /// In f32, added to what is there where `add` says so.
     F32 { ptr: *mut f32, stride: usize, add: bool },
-    /// Added in f32 to what is there, each row of the product times its own factor.
+    /// Added in f32 to what is there, each row of the result times its own factor.
     Scaled { ptr: *mut f32, stride: usize, factors: *const f32 },
     /// Rounded to bf16.
     Bf16 { ptr: *mut Bf16, stride: usize },
@@ -75,7 +75,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// A product in the operands' own type.
+    /// A result in the operands' own type.
     pub fn new<T: Float>(ptr: *mut T, stride: usize) -> Self {
         match T::DTYPE {
             DType::BF16 => Target::Bf16 { ptr: ptr.cast(), stride },
@@ -120,7 +120,7 @@ fn k_block(unit: Unit, k: usize) -> usize {
     k.div_ceil(k.div_ceil(most).max(1)).next_multiple_of(K_STEP)
 }
 
-/// Scratch of a product on `threads` threads as (bytes, bytes per element of k).
+/// Scratch of a matmul on `threads` threads as (bytes, bytes per element of k).
 ///
 /// The second part counts for rounded results only: they are rounded once, so k is not cut into blocks.
 pub const fn scratch_bytes(threads: usize) -> (usize, usize) {
@@ -184,7 +184,7 @@ pub unsafe fn gemm<T: Float>(
     }
 }
 
-/// The same product of one panel of rows: every thread packs a panel of B where it needs it and goes on to the next.
+/// The same matmul of one panel of rows: every thread packs a panel of B where it needs it and goes on to the next.
 #[allow(clippy::too_many_arguments)]
 unsafe fn few_rows<T: Float>(
     pool: &Pool,

@@ -1,4 +1,4 @@
-//! Operands packed for tiles, and products of them. A caller that multiplies the same operand more than once packs it once.
+//! Operands packed for tiles, and matmuls of them. A caller that multiplies the same operand more than once packs it once.
 
 use super::{Matrix, NR, Target, amx, vector};
 use crate::cpu::float::{Bf16, Float};

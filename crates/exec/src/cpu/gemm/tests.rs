@@ -25,7 +25,7 @@ fn scratch(threads: usize, k: usize) -> Vec<f32> {
     vec![f32::NAN; (fixed + per_k * k) / 4]
 }
 
-fn product<T: Float>(
+fn matmul<T: Float>(
     simd: Simd,
     threads: usize,
     (m, n, k): (usize, usize, usize),
@@ -62,7 +62,7 @@ fn agrees<T: Float>(tolerance: f64) {
                 (0..k).map(term).sum()
             };
             for simd in units() {
-                let c = product(simd, 2, (m, n, k), ta.matrix(&a, m, k), tb.matrix(&b, k, n));
+                let c = matmul(simd, 2, (m, n, k), ta.matrix(&a, m, k), tb.matrix(&b, k, n));
                 let worst = (0..m * n).map(|at| (f64::from(c[at]) - exact(at / n, at % n)).abs()).fold(0.0, f64::max);
                 assert!(worst <= tolerance * (k as f64).sqrt(), "{simd:?} {m}×{n}×{k} {ta:?} {tb:?}: {worst}");
             }
@@ -85,9 +85,9 @@ fn row_is_its_own<T: Float>() {
     let (n, k) = (70, 1600);
     let (a, b) = (random::<T>(200 * k, "a"), random::<T>(k * n, "b"));
     let rows = |from: usize| Matrix::rows(a[from * k..].as_ptr(), k);
-    let many = product(Simd::detect(), 2, (200, n, k), rows(0), Matrix::rows(b.as_ptr(), n));
+    let many = matmul(Simd::detect(), 2, (200, n, k), rows(0), Matrix::rows(b.as_ptr(), n));
     for row in [0, 5, 96, 199] {
-        let one = product(Simd::detect(), 1, (1, n, k), rows(row), Matrix::rows(b.as_ptr(), n));
+        let one = matmul(Simd::detect(), 1, (1, n, k), rows(row), Matrix::rows(b.as_ptr(), n));
         assert_eq!(one, many[row * n..(row + 1) * n], "{}", T::DTYPE);
     }
 }
@@ -109,7 +109,7 @@ fn a_bf16_result_is_the_f32_result_rounded_once() {
         let target = Target::new(rounded.as_mut_ptr(), n);
         // SAFETY: the vectors have the sizes given.
         unsafe { gemm(&pool, simd, (m, n, k), a, b, target, scratch(2, k).as_mut_ptr()) };
-        let whole = product(simd, 2, (m, n, k), a, b);
+        let whole = matmul(simd, 2, (m, n, k), a, b);
         for (r, w) in rounded.iter().zip(whole) {
             assert!((r.to() - w).abs() <= w.abs() * 0.004 + 1e-6, "{simd:?}: {} and {w}", r.to());
         }

@@ -59,10 +59,10 @@ pub unsafe fn transpose_16(
 /// Never called: without AVX-512, packing goes element by element.
 #[cfg(not(target_arch = "x86_64"))]
 pub unsafe fn transpose_16(_: *const u32, _: usize, _: usize, _: usize, _: *mut u32, _: usize) {
-    unreachable!("blocks are turned on AVX-512 machines only");
+    unreachable!("blocks are transposed on AVX-512 machines only");
 }
 
-/// A matrix of `rows` × `columns` floats turned: `to[j · to_stride + i] = from[i · from_stride + j]`.
+/// A matrix of `rows` × `columns` floats transposed: `to[j · to_stride + i] = from[i · from_stride + j]`.
 ///
 /// # Safety
 /// The ranges lie in valid memory and do not overlap.

@@ -154,7 +154,7 @@ mod avx512 {
         let mut sums = [[_mm512_setzero_ps(); 2]; R];
         // SAFETY: prefetching reads nothing; the packed panels hold MR · depth and NR · depth floats.
         unsafe {
-            // What the sums are stored to is on its way while they are made. Small products have it at hand.
+            // What the sums are stored to is on its way while they are made. Small matmuls have it at hand.
             for i in 0..if depth < 128 { 0 } else { rows } {
                 let line = c.wrapping_add(i * stride).cast();
                 _mm_prefetch::<_MM_HINT_T0>(line);

@@ -1,4 +1,4 @@
-//! What this machine can do at best: the measured peaks that kernels are held against.
+//! The machine's measured peaks, which kernels are compared with: matmul FLOP/s and memory bandwidth.
 
 use super::call::Ptr;
 use super::float::{Bf16, Float};
@@ -37,15 +37,15 @@ fn settled(mut run: impl FnMut() -> f64) -> f64 {
     best
 }
 
-/// The speed of large matrix products on `threads` threads, operands in f32 or bf16, in FLOP per second.
+/// The speed of a large matmul on `threads` threads, operands in f32 or bf16, in FLOP per second.
 pub fn matmul(threads: usize, operands: DType) -> Result<f64, ExecError> {
     match operands {
-        DType::BF16 => product::<Bf16>(threads),
-        _ => product::<f32>(threads),
+        DType::BF16 => matmul_of::<Bf16>(threads),
+        _ => matmul_of::<f32>(threads),
     }
 }
 
-fn product<T: Float>(threads: usize) -> Result<f64, ExecError> {
+fn matmul_of<T: Float>(threads: usize) -> Result<f64, ExecError> {
     const N: usize = 1024;
     let (pool, simd) = (start(threads)?, Simd::detect());
     let (a, b) = (vec![T::of(1.0); N * N], vec![T::of(1.0); N * N]);

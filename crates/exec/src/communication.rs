@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// An instruction of several ranks, ready to run on one of them.
-pub struct Exchange {
+pub struct CommunicationCall {
     what: What,
     place: Place,
     /// Bytes of a tensor's buffer behind the tensor, which are to be zero.
@@ -19,7 +19,7 @@ pub struct Exchange {
 
 enum What {
     Together(Collective, Group),
-    Send { to: usize, tag: u32, outbox: At, copies: usize },
+    Send { to: usize, tag: u32, send_buffer: At, copies: usize },
     Receive { from: usize, tag: u32 },
 }
 
@@ -39,7 +39,7 @@ impl PieceAt {
     }
 }
 
-impl Exchange {
+impl CommunicationCall {
     /// Resolves an instruction for the rank at `here`; `None` if a rank runs it alone.
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
         let mesh = &program.mesh;
@@ -56,10 +56,10 @@ impl Exchange {
             Op::ReduceScatter { axis, .. } => What::Together(Collective::ReduceScatter, along(axis)),
             Op::AllGather { axis, .. } => What::Together(Collective::AllGather, along(axis)),
             Op::Send { stage, tag } => {
-                let outbox = At::buffer(program, instr.workspace?);
+                let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
                 let copies = (program.buffers[instr.workspace?.0].bytes / message.max(1)) as usize;
-                What::Send { to: peer(stage), tag, outbox, copies }
+                What::Send { to: peer(stage), tag, send_buffer, copies }
             }
             Op::Receive { stage, tag } => What::Receive { from: peer(stage), tag },
             _ => return None,
@@ -144,9 +144,11 @@ impl Exchange {
             }
             match &self.what {
                 What::Together(kind, group) => comm.collective(*kind, group, scratch, place),
-                What::Send { to, tag, outbox, copies } => {
-                    let outbox = outbox.address(base, slot);
-                    scratch.iter().try_for_each(|p| comm.send(*to, *tag, p.input, p.bytes(), outbox, *copies, place))
+                What::Send { to, tag, send_buffer, copies } => {
+                    let send_buffer = send_buffer.address(base, slot);
+                    scratch
+                        .iter()
+                        .try_for_each(|p| comm.send(*to, *tag, p.input, p.bytes(), send_buffer, *copies, place))
                 }
                 What::Receive { from, tag } => {
                     scratch.iter().try_for_each(|p| comm.receive(*from, *tag, p.output, p.bytes(), place))
@@ -156,7 +158,7 @@ impl Exchange {
     }
 }
 
-/// A tensor as pieces that ranks exchange: how many rows, and the first element that counts.
+/// A tensor as pieces that ranks communicate: how many rows, and the first element that counts.
 fn rows(op: &Op, part: &TensorType) -> (usize, usize) {
     let before = |dim: usize| part.dims[..dim].iter().map(|d| d.size()).product();
     match op {
@@ -176,15 +178,15 @@ pub struct Link {
 }
 
 /// Every instruction of several ranks, by segment and index.
-pub type Exchanges = Vec<Vec<Option<Exchange>>>;
+pub type CommunicationCalls = Vec<Vec<Option<CommunicationCall>>>;
 
 /// Those of a program, for the rank at `here`.
-pub fn exchanges(program: &StepProgram, here: Coordinates) -> Exchanges {
-    let exchange = |i: &Instr| Exchange::new(program, i, here);
-    program.segments.iter().map(|s| s.instrs.iter().map(exchange).collect()).collect()
+pub fn communication_calls(program: &StepProgram, here: Coordinates) -> CommunicationCalls {
+    let call = |i: &Instr| CommunicationCall::new(program, i, here);
+    program.segments.iter().map(|s| s.instrs.iter().map(call).collect()).collect()
 }
 
-/// The arena of a device as the host sees it. Bytes that nobody exchanges take no memory: the system gives pages when they are
+/// The arena of a device as the host sees it. Bytes that are not communicated take no memory: the system gives pages when they are
 /// written.
 pub struct Mirror {
     /// Touched by addresses only: other ranks read what they were shown.
@@ -208,22 +210,22 @@ impl Mirror {
         Self { _memory: memory, bytes, base }
     }
 
-    /// Some of its bytes: what an exchange reads, or has written.
+    /// Some of its bytes: what a communication call reads, or has written.
     pub fn range(&mut self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.bytes, "{range:?} is outside the arena");
-        // SAFETY: the range is inside; other ranks touch what they were shown, while an exchange runs or in its outbox.
+        // SAFETY: the range is inside; other ranks touch what they were shown, while a communication call runs or in its send buffer.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(range.start), range.len()) }
     }
 
-    /// Runs an exchange on these bytes.
+    /// Runs a communication call on these bytes.
     pub fn run(
         &mut self,
-        exchange: &Exchange,
+        call: &CommunicationCall,
         comm: &dyn Communicator,
         slot: Slot,
         scratch: &mut Vec<Piece>,
     ) -> Result<(), CommError> {
-        // SAFETY: the mirror is as large as the arena that the exchange was made for, and this call's alone.
-        unsafe { exchange.run(comm, self.base, slot, scratch) }
+        // SAFETY: the mirror is as large as the arena that the call was made for, and this call's alone.
+        unsafe { call.run(comm, self.base, slot, scratch) }
     }
 }

@@ -1,11 +1,11 @@
-//! How a tensor lies over the mesh: whole on every rank, split along a dimension, cut flat into ranges, or as partial sums.
+//! Sharding of a tensor over the mesh: replicated, split along a dimension, cut flat into ranges, or partial sums.
 
 use crate::mesh::{Coordinates, Mesh, MeshAxis};
 use crate::{Axis, Dim, Section, TensorType};
 
-/// How a tensor lies over one mesh axis.
+/// Placement of a tensor along one mesh axis.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Spread {
+pub enum Placement {
     /// Every rank has all of it.
     #[default]
     Replicated,
@@ -14,20 +14,20 @@ pub enum Spread {
     Split(usize),
     /// Every rank has a contiguous range of the elements, all equally long, the last filled up with padding.
     Flat,
-    /// Every rank has a summand.
+    /// Every rank has a partial sum; the tensor is the sum over ranks.
     Partial,
 }
 
-/// How a tensor lies over the mesh. Pipeline stages hold different tensors, so `pp` has no part in it.
+/// Sharding of a tensor: its placement along each mesh axis. Pipeline stages hold different tensors, so `pp` has no part in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Placement {
+pub struct Sharding {
     /// Over data-parallel ranks: `Flat` ranges are of what the other axes leave.
-    pub dp: Spread,
+    pub dp: Placement,
     /// Over tensor-parallel ranks.
-    pub tp: Spread,
+    pub tp: Placement,
 }
 
-/// Elements of a [`Spread::Flat`] range are a multiple of this, so that sums over blocks of as many elements do not depend on
+/// Elements of a [`Placement::Flat`] range are a multiple of this, so that sums over blocks of as many elements do not depend on
 /// where ranges end.
 pub const FLAT_BLOCK: usize = 64;
 
@@ -53,24 +53,24 @@ fn part_count(section: Section, of: usize) -> usize {
     section.count.div_ceil(of)
 }
 
-impl Placement {
+impl Sharding {
     /// Whole everywhere.
-    pub const REPLICATED: Placement = Placement { dp: Spread::Replicated, tp: Spread::Replicated };
+    pub const REPLICATED: Sharding = Sharding { dp: Placement::Replicated, tp: Placement::Replicated };
 
     /// Over one axis.
-    pub fn over(&self, axis: MeshAxis) -> Spread {
+    pub fn over(&self, axis: MeshAxis) -> Placement {
         match axis {
             MeshAxis::Dp => self.dp,
             MeshAxis::Tp => self.tp,
-            MeshAxis::Pp => Spread::Replicated,
+            MeshAxis::Pp => Placement::Replicated,
         }
     }
 
-    /// The same with another spread over one axis.
-    pub fn with(self, axis: MeshAxis, spread: Spread) -> Self {
+    /// The same with another placement along one axis.
+    pub fn with(self, axis: MeshAxis, placement: Placement) -> Self {
         match axis {
-            MeshAxis::Dp => Self { dp: spread, ..self },
-            MeshAxis::Tp => Self { tp: spread, ..self },
+            MeshAxis::Dp => Self { dp: placement, ..self },
+            MeshAxis::Tp => Self { tp: placement, ..self },
             MeshAxis::Pp => self,
         }
     }
@@ -80,16 +80,16 @@ impl Placement {
         let mut ty = ty.clone();
         for axis in [MeshAxis::Tp, MeshAxis::Dp] {
             match self.over(axis) {
-                Spread::Split(dim) => {
+                Placement::Split(dim) => {
                     for section in &mut ty.dims[dim].sections {
                         section.count = part_count(*section, mesh.size(axis));
                     }
                 }
-                Spread::Flat => {
+                Placement::Flat => {
                     let len = ty.elements().div_ceil(mesh.size(axis)).next_multiple_of(FLAT_BLOCK);
                     ty.dims = vec![Dim::new(Axis::Flat, len)];
                 }
-                Spread::Replicated | Spread::Partial => {}
+                Placement::Replicated | Placement::Partial => {}
             }
         }
         ty
@@ -102,26 +102,26 @@ impl Placement {
 
     /// Elements that flat ranges are cut from, padding included.
     fn tp_local(&self, ty: &TensorType, mesh: &Mesh) -> usize {
-        Placement { dp: Spread::Replicated, ..*self }.local(ty, mesh).elements()
+        Sharding { dp: Placement::Replicated, ..*self }.local(ty, mesh).elements()
     }
 
     /// How many elements of the whole a rank has: without padding.
     pub fn held(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> usize {
         let extent = |d: usize, dim: &Dim| {
-            let axis = [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Spread::Split(d));
+            let axis = [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Placement::Split(d));
             axis.map_or(dim.size(), |a| ranges(dim, mesh.size(a), at.get(a)).0.iter().map(|r| r.len).sum())
         };
         let all: usize = ty.dims.iter().enumerate().map(|(d, dim)| extent(d, dim)).product();
         match self.dp {
             // Padding stands behind all elements, but where it is in an inner dimension.
-            Spread::Flat if matches!(self.tp, Spread::Split(dim) if dim > 0) && all < self.tp_local(ty, mesh) => {
+            Placement::Flat if matches!(self.tp, Placement::Split(dim) if dim > 0) && all < self.tp_local(ty, mesh) => {
                 self.runs(ty, mesh, at).iter().map(|r| r.len).sum()
             }
-            Spread::Flat => {
+            Placement::Flat => {
                 let len = self.local(ty, mesh).elements();
                 all.saturating_sub(at.dp * len).min(len)
             }
-            Spread::Replicated | Spread::Split(_) | Spread::Partial => all,
+            Placement::Replicated | Placement::Split(_) | Placement::Partial => all,
         }
     }
 
@@ -132,7 +132,7 @@ impl Placement {
 
     /// The elements that a rank has and none before it on its stage, in order: over all ranks, every element once.
     pub fn first_runs(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> Vec<Run> {
-        let repeats = |axis| self.over(axis) == Spread::Replicated && at.get(axis) > 0;
+        let repeats = |axis| self.over(axis) == Placement::Replicated && at.get(axis) > 0;
         match repeats(MeshAxis::Dp) || repeats(MeshAxis::Tp) {
             true => Vec::new(),
             false => self.runs_of(ty, mesh, at, first_ranges),
@@ -141,7 +141,8 @@ impl Placement {
 
     /// The elements that a rank has of the ranges that `ranges` gives of split dimensions.
     fn runs_of(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates, ranges: Ranges) -> Vec<Run> {
-        let split = |dim: usize| [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Spread::Split(dim));
+        let split =
+            |dim: usize| [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Placement::Split(dim));
         // Ranges of each dimension as (start in the whole, start on the rank, length), and the rank's extent.
         let mut runs = vec![Run { whole: 0, local: 0, len: 1 }];
         for (d, dim) in ty.dims.iter().enumerate() {
@@ -151,7 +152,7 @@ impl Placement {
             };
             runs = nest(&runs, &ranges, dim.size(), extent);
         }
-        if self.dp == Spread::Flat {
+        if self.dp == Placement::Flat {
             let len = self.tp_local(ty, mesh).div_ceil(mesh.dp).next_multiple_of(FLAT_BLOCK);
             let (from, to) = (at.dp * len, (at.dp + 1) * len);
             runs = runs.into_iter().filter_map(|r| clip(r, from, to)).collect();
@@ -215,16 +216,16 @@ fn clip(run: Run, from: usize, to: usize) -> Option<Run> {
     (start < end).then(|| Run { whole: run.whole + (start - run.local), local: start - from, len: end - start })
 }
 
-impl std::fmt::Display for Placement {
+impl std::fmt::Display for Sharding {
     /// `dp: split batch, tp: partial`, nothing where every rank has all of it.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut first = true;
         for axis in [MeshAxis::Dp, MeshAxis::Tp] {
             let text = match self.over(axis) {
-                Spread::Replicated => continue,
-                Spread::Split(dim) => format!("split {dim}"),
-                Spread::Flat => "flat".into(),
-                Spread::Partial => "partial".into(),
+                Placement::Replicated => continue,
+                Placement::Split(dim) => format!("split {dim}"),
+                Placement::Flat => "flat".into(),
+                Placement::Partial => "partial".into(),
             };
             write!(f, "{}{}: {text}", if first { "" } else { ", " }, axis.name())?;
             first = false;
@@ -240,15 +241,15 @@ mod tests {
 
     /// Writes the index of every element through the runs of all ranks and checks that each rank's elements are where its
     /// local shape says.
-    fn covers(ty: &TensorType, placement: Placement, mesh: Mesh) {
+    fn covers(ty: &TensorType, sharding: Sharding, mesh: Mesh) {
         let mut seen = vec![0; ty.elements()];
         let mut first = vec![0; ty.elements()];
         for rank in 0..mesh.ranks() {
-            let local = placement.local(ty, &mesh).elements();
+            let local = sharding.local(ty, &mesh).elements();
             let mut taken = vec![false; local];
-            let held: usize = placement.runs(ty, &mesh, mesh.coordinates(rank)).iter().map(|r| r.len).sum();
-            assert_eq!(held, placement.held(ty, &mesh, mesh.coordinates(rank)), "{placement} of {ty} on rank {rank}");
-            for r in placement.runs(ty, &mesh, mesh.coordinates(rank)) {
+            let held: usize = sharding.runs(ty, &mesh, mesh.coordinates(rank)).iter().map(|r| r.len).sum();
+            assert_eq!(held, sharding.held(ty, &mesh, mesh.coordinates(rank)), "{sharding} of {ty} on rank {rank}");
+            for r in sharding.runs(ty, &mesh, mesh.coordinates(rank)) {
                 (0..r.len).for_each(|i| {
                     seen[r.whole + i] += 1;
                     assert!(
@@ -257,7 +258,7 @@ mod tests {
                     );
                 });
             }
-            for r in placement.first_runs(ty, &mesh, mesh.coordinates(rank)) {
+            for r in sharding.first_runs(ty, &mesh, mesh.coordinates(rank)) {
                 (0..r.len).for_each(|i| first[r.whole + i] += 1);
                 assert!(
                     (0..r.len).all(|i| taken[r.local + i]),
@@ -265,8 +266,8 @@ mod tests {
                 );
             }
         }
-        assert!(first.iter().all(|n| *n == 1), "{placement} of {ty} on {mesh:?}: an element has not one first holder");
-        assert!(seen.iter().all(|n| *n > 0), "{placement} of {ty} on {mesh:?} leaves elements out");
+        assert!(first.iter().all(|n| *n == 1), "{sharding} of {ty} on {mesh:?}: an element has not one first holder");
+        assert!(seen.iter().all(|n| *n > 0), "{sharding} of {ty} on {mesh:?} leaves elements out");
     }
 
     #[test]
@@ -282,15 +283,15 @@ mod tests {
             let batch = Dim::new(Axis::Batch, dp * (1 + draw(6, 3)));
             for dims in [vec![packed.clone(), plain.clone()], vec![plain.clone(), packed.clone()]] {
                 let ty = TensorType::new(DType::F32, dims);
-                for tp in [Spread::Replicated, Spread::Split(0), Spread::Split(1)] {
-                    for dp in [Spread::Replicated, Spread::Flat] {
-                        covers(&ty, Placement { dp, tp }, mesh);
+                for tp in [Placement::Replicated, Placement::Split(0), Placement::Split(1)] {
+                    for dp in [Placement::Replicated, Placement::Flat] {
+                        covers(&ty, Sharding { dp, tp }, mesh);
                     }
                 }
             }
             let ty = TensorType::new(DType::F32, [batch, plain, packed]);
-            for tp in [Spread::Replicated, Spread::Split(1), Spread::Split(2)] {
-                covers(&ty, Placement { dp: Spread::Split(0), tp }, mesh);
+            for tp in [Placement::Replicated, Placement::Split(1), Placement::Split(2)] {
+                covers(&ty, Sharding { dp: Placement::Split(0), tp }, mesh);
             }
         }
     }
@@ -301,10 +302,10 @@ mod tests {
         let heads = |axis, count| Section { axis, count, unit: 2 };
         let packed = Dim::packed([heads(Axis::Heads, 4), heads(Axis::KvHeads, 2)]);
         let ty = TensorType::new(DType::F32, [packed]);
-        let placement = Placement { tp: Spread::Split(0), ..Placement::REPLICATED };
-        assert_eq!(placement.local(&ty, &mesh).to_string(), "f32[heads:1×2+kv_heads:1×2]");
-        assert_eq!(placement.sharers(&ty.dims[0], &mesh), [1, 2]);
-        let of = |tp| placement.runs(&ty, &mesh, Coordinates { dp: 0, tp, pp: 0 });
+        let sharding = Sharding { tp: Placement::Split(0), ..Sharding::REPLICATED };
+        assert_eq!(sharding.local(&ty, &mesh).to_string(), "f32[heads:1×2+kv_heads:1×2]");
+        assert_eq!(sharding.sharers(&ty.dims[0], &mesh), [1, 2]);
+        let of = |tp| sharding.runs(&ty, &mesh, Coordinates { dp: 0, tp, pp: 0 });
         let run = |whole, local| Run { whole, local, len: 2 };
         assert_eq!(of(1), [run(2, 0), run(8, 2)]);
         assert_eq!(of(2), [run(4, 0), run(10, 2)]);
@@ -314,9 +315,9 @@ mod tests {
     fn flat_ranges_are_of_what_tensor_parallelism_leaves() {
         let mesh = Mesh { dp: 2, tp: 2, pp: 1 };
         let ty = TensorType::new(DType::F32, [Dim::new(Axis::Ffn, 4), Dim::new(Axis::Embed, 50)]);
-        let placement = Placement { dp: Spread::Flat, tp: Spread::Split(0) };
-        assert_eq!(placement.local(&ty, &mesh).elements(), 64);
-        let runs = placement.runs(&ty, &mesh, Coordinates { dp: 1, tp: 1, pp: 0 });
+        let sharding = Sharding { dp: Placement::Flat, tp: Placement::Split(0) };
+        assert_eq!(sharding.local(&ty, &mesh).elements(), 64);
+        let runs = sharding.runs(&ty, &mesh, Coordinates { dp: 1, tp: 1, pp: 0 });
         assert_eq!(runs, [Run { whole: 164, local: 0, len: 36 }]);
     }
 }

@@ -14,7 +14,7 @@ struct Call {
     place: Place,
 }
 
-/// State of a meeting; a stage ends when all members have arrived.
+/// State of a rendezvous; a stage ends when all members have arrived.
 struct Turn {
     /// Counts the stages that have ended.
     stage: u64,
@@ -29,8 +29,8 @@ struct Turn {
     closed: bool,
 }
 
-/// The meeting of one group. Made when the group first acts, used for all its collectives.
-pub struct Meeting {
+/// The rendezvous of one group. Made when the group first acts, used for all its collectives.
+pub struct Rendezvous {
     members: Vec<usize>,
     /// What each member wants. Written by the member under the lock before it arrives; read by others from the end of that
     /// first stage until they arrive at the end of the last.
@@ -39,11 +39,11 @@ pub struct Meeting {
 }
 
 // SAFETY: `calls` and what they point to are read and written in the turns that the gate gives, see there.
-unsafe impl Send for Meeting {}
+unsafe impl Send for Rendezvous {}
 // SAFETY: as above.
-unsafe impl Sync for Meeting {}
+unsafe impl Sync for Rendezvous {}
 
-impl Meeting {
+impl Rendezvous {
     pub fn new(group: &Group) -> Self {
         let n = group.ranks.len();
         let turn =

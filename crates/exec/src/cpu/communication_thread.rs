@@ -2,7 +2,7 @@
 
 use super::call::Ptr;
 use crate::comm::{CommError, Communicator};
-use crate::exchange::{Exchange, Exchanges};
+use crate::communication::{CommunicationCall, CommunicationCalls};
 use lockstep_ir::program::Slot;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 /// A thread that runs collectives while kernels go on, in the order in which they are handed over.
-pub struct Courier {
+pub struct CommunicationThread {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -33,20 +33,20 @@ fn lock(shared: &Shared) -> MutexGuard<'_, State> {
     shared.state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Courier {
+impl CommunicationThread {
     /// Starts the thread.
     ///
     /// # Safety
-    /// `base` stays valid until the courier is dropped.
+    /// `base` stays valid until the communication thread is dropped.
     pub unsafe fn start(
-        exchanges: Arc<Exchanges>,
+        communication_calls: Arc<CommunicationCalls>,
         comm: Arc<dyn Communicator>,
         base: *mut u8,
     ) -> std::io::Result<Self> {
-        let most = exchanges.iter().map(Vec::len).max().unwrap_or(0);
+        let most = communication_calls.iter().map(Vec::len).max().unwrap_or(0);
         let state = State { jobs: VecDeque::with_capacity(most), ..State::default() };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
-        let room = exchanges.iter().flatten().flatten().map(Exchange::pieces).max().unwrap_or(0);
+        let room = communication_calls.iter().flatten().flatten().map(CommunicationCall::pieces).max().unwrap_or(0);
         let (theirs, base) = (shared.clone(), Ptr(base));
         let name = format!("lockstep-comm-{}", comm.rank());
         let work = move || {
@@ -58,9 +58,9 @@ impl Courier {
                 }
                 let Some((instr, slot)) = state.jobs.pop_front() else { return };
                 drop(state);
-                let work = AssertUnwindSafe(|| match &exchanges[slot.segment][instr] {
+                let work = AssertUnwindSafe(|| match &communication_calls[slot.segment][instr] {
                     // SAFETY: the caller of `start` vouches for the arena, the verifier for what overlaps.
-                    Some(exchange) => unsafe { exchange.run(comm.as_ref(), base.get(), slot, &mut pieces) },
+                    Some(call) => unsafe { call.run(comm.as_ref(), base.get(), slot, &mut pieces) },
                     None => Ok(()),
                 });
                 let result = catch_unwind(work).unwrap_or_else(|_| {
@@ -104,7 +104,7 @@ impl Courier {
     }
 }
 
-impl Drop for Courier {
+impl Drop for CommunicationThread {
     fn drop(&mut self) {
         lock(&self.shared).ends = true;
         self.shared.changed.notify_all();

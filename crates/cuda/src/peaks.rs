@@ -1,19 +1,19 @@
-//! What the device can do at best, measured.
+//! The device's measured peaks: matmul FLOP/s and memory bandwidth.
 
 use crate::driver::{Memory, Stream};
-use crate::matmul::{Epilogue, Product, Shape, WORKSPACE, fill_random};
+use crate::matmul::{Epilogue, Gemm, Shape, WORKSPACE, fill_random};
 use crate::{CudaError, Gpu};
 use lockstep_ir::DType;
 
-/// FLOP per second of a large product of random numbers, held for a third of a second: power, not the first burst, decides.
+/// FLOP per second of a large matmul of random numbers, held for a third of a second: power, not the first burst, decides.
 pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
-    // Where others have most of the memory, a smaller product has to do.
+    // Where others have most of the memory, a smaller matmul has to do.
     let free = gpu.device.free_bytes()?;
     let needed = |size: usize| 3 * (size * size * dtype.bytes()) as u64 + WORKSPACE;
     let size = [8192, 4096, 2048].into_iter().find(|size| needed(*size) <= free / 2).unwrap_or(1024);
     let (m, n, k) = (size, size, size);
     let shape = Shape {
-        product: Product::Forward,
+        gemm: Gemm::Forward,
         m,
         n,
         k,
@@ -23,15 +23,15 @@ pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
         y_stride: n,
         epilogue: Epilogue::None,
     };
-    let products = gpu.matmul(false)?;
-    products.prepare(shape)?;
+    let gemms = gpu.matmul(false)?;
+    gemms.prepare(shape)?;
     let bytes = (size * size * dtype.bytes()) as u64;
     let memory = Memory::new(&gpu.device, needed(size))?;
     let stream = Stream::new(&gpu.device)?;
     fill_random(&stream, memory.base, 2 * bytes)?;
     let (x, w, y) = (memory.base, memory.base + bytes, memory.base + 2 * bytes);
     // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
-    let once = || unsafe { products.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
+    let once = || unsafe { gemms.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
     let flops = 2.0 * (size as f64).powi(3);
     timed(&stream, 0.3, once).map(|seconds| flops / seconds)
 }
