@@ -123,7 +123,8 @@ mod tests {
         assert_eq!(forward.stored(), parts.stored());
         // Ranks add what is stored limb by limb.
         let mut stored = [0; LIMBS];
-        xs.chunks(50).for_each(|xs| stored.iter_mut().zip(sum(xs).stored()).for_each(|(a, b)| *a = fixed::merge(*a, b)));
+        xs.chunks(50)
+            .for_each(|xs| stored.iter_mut().zip(sum(xs).stored()).for_each(|(a, b)| *a = fixed::merge(*a, b)));
         assert_eq!(Squares::from_stored(&stored).value().to_bits(), forward.value().to_bits());
         // From the smallest on, f64 loses nothing that counts.
         assert!((forward.value() / xs.iter().sum::<f64>() - 1.0).abs() < 1e-12);

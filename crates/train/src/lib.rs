@@ -35,7 +35,7 @@ mod trained;
 
 pub use account::{Account, Growth, PolicyCost, account};
 pub use closed_forms::ClosedForm;
-pub use compare::{Comparison, Promise, compare, shrink};
+pub use compare::{Comparison, Criterion, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use device::Device;
 pub use error::TrainError;

@@ -291,9 +291,11 @@ impl Run<'_> {
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
-        if self.outcome.finished {
+        if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
             let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
-            match sample(self.config, &self.session, self.plan.parameters, text, self.sample_tokens) {
+            // Its memory is enough for the sample too.
+            drop(self.session);
+            match sample(self.config, checkpoint, self.plan.parameters, text, self.sample_tokens) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),

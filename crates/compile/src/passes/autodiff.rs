@@ -330,7 +330,9 @@ fn scale(g: &mut Graph) -> Result<(), TypeError> {
             node.inputs.push(scalars);
         }
         if node.op == Op::CrossEntropy {
-            let reason = "has no loss scale where it stands alone: f16 and fixed point need it fused with the output head".into();
+            let reason =
+                "has no loss scale where it stands alone: f16 and fixed point need it fused with the output head"
+                    .into();
             return Err(TypeError { op: node.op.name(), reason });
         }
     }

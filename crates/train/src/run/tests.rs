@@ -124,7 +124,14 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     if how.late {
         run.session = run.session.with_executor(|inner| {
             let most = most.clone();
-            Box::new(Late { inner, under_way: VecDeque::new(), readings: 0, spoiled: how.spoiled, clock: how.clock, most })
+            Box::new(Late {
+                inner,
+                under_way: VecDeque::new(),
+                readings: 0,
+                spoiled: how.spoiled,
+                clock: how.clock,
+                most,
+            })
         });
     }
     let outcome = run.go(&stop, &mut show);
@@ -172,8 +179,10 @@ fn the_time_of_a_step_is_the_devices_up_to_the_last() {
     let run = dir.path().join("run");
     go(&config, &run, How { late: true, clock: true, ..How::default() }).outcome.unwrap();
     let lines = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let times: Vec<f64> =
-        lines.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()["step_s"].as_f64().unwrap()).collect();
+    let times: Vec<f64> = lines
+        .lines()
+        .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()["step_s"].as_f64().unwrap())
+        .collect();
     // Those that begin behind nothing have what the host did before, here much less than a second.
     assert!(times.len() == 9 && times.iter().all(|t| (1.0..1.5).contains(t)), "{times:?}");
     assert_eq!(times.iter().filter(|t| **t == 1.0).count(), 5, "{times:?}");
