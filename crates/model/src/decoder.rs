@@ -1,4 +1,4 @@
-//! The decoder that Llama and its relatives share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+//! The decoder that Llama and its relatives share: RMSNorm, RoPE, grouped-query attention (GQA), SwiGLU.
 //!
 //! A family is a [`Decoder`]: what it has besides. Each has a file of its own.
 

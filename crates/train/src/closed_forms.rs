@@ -159,7 +159,7 @@ fn gradient_bytes(config: &Config) -> f64 {
     }
 }
 
-/// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 originals of 16-bit weights.
+/// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 master weights of 16-bit weights.
 fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<ClosedForm> {
     let m = &config.model;
     let moments = if config.precision.policy == "fp32" { 8.0 } else { 12.0 };

@@ -3,7 +3,7 @@
 use lockstep_config::Config;
 use serde::{Deserialize, Serialize};
 
-/// The scale now, and how it has fared. Always a power of 2, so that taking it out of gradients again is exact.
+/// The scale now, and how it has fared. Always a power of 2, so that dividing gradients by it is exact.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct LossScale {
     scale: u64,

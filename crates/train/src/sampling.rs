@@ -6,11 +6,11 @@ use lockstep_ir::counter;
 /// How the next token is drawn. A token is a pure function of the logits, the seed and its position in the text.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; 0 takes the likeliest token.
+    /// Divides the logits; 0 is greedy decoding.
     pub temperature: f64,
-    /// Draw from this many of the likeliest tokens only.
+    /// Top-k: sample from this many of the most probable tokens only.
     pub top_k: Option<usize>,
-    /// Draw from the likeliest tokens that together have this share of the probability only.
+    /// Top-p (nucleus): sample from the most probable tokens that together have this probability only.
     pub top_p: f64,
     /// Seed of the draws.
     pub seed: u64,
@@ -21,11 +21,7 @@ impl Sampling {
     pub fn check(&self) -> Result<(), TrainError> {
         let wrong = |option, value: String, hint| Err(TrainError::Sampling { option, value, hint });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
-            return wrong(
-                "temperature",
-                self.temperature.to_string(),
-                "0 takes the likeliest token, 1 samples as trained",
-            );
+            return wrong("temperature", self.temperature.to_string(), "0 is greedy decoding, 1 samples as trained");
         }
         if self.top_k == Some(0) {
             return wrong("top-k", "0".to_owned(), "give at least 1, or leave it out");
@@ -94,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn temperature_0_takes_the_first_of_the_likeliest() {
+    fn temperature_0_takes_the_first_of_the_most_probable() {
         assert_eq!(counts(sampling(0.0, None, 1.0)), [0, 10_000, 0, 0]);
     }
 

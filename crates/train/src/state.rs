@@ -66,9 +66,9 @@ pub(crate) fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, 
     for tensor in tensors {
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
         let parts = parts(parameter, &tensor.whole);
-        // Where the parameter itself is rounded, its f32 original is what counts.
-        let original = master(tensors, &tensor.name).unwrap_or(tensor);
-        result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), original, p.clone())));
+        // Of a parameter in bf16 or fp16, the f32 master weights count.
+        let master = master(tensors, &tensor.name).unwrap_or(tensor);
+        result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), master, p.clone())));
         for moment in tensors {
             let Role::State(State::Moment { of, which }) = &moment.role else { continue };
             if *of == tensor.name {
@@ -80,7 +80,7 @@ pub(crate) fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, 
     result
 }
 
-/// The f32 original of a parameter that is kept rounded.
+/// The f32 master weights of a parameter that is stored in bf16 or fp16.
 fn master<'a>(tensors: &'a [Tensor], parameter: &str) -> Option<&'a Tensor> {
     let is_master = |t: &&Tensor| matches!(&t.role, Role::State(State::Master { of }) if of == parameter);
     tensors.iter().find(is_master)
@@ -130,8 +130,8 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
                     InitialPart { name, columns: columns(shape), elements: *elements }
                 };
                 let values = Initial { init: &parameter.init, seed, parts: parts.iter().map(part).collect() };
-                let original = master(tensors, &tensor.name).map(|t| (t.name.as_str(), t.whole.dtype));
-                executor.fill(&[Some(own), original].into_iter().flatten().collect::<Vec<_>>(), &values)?;
+                let master = master(tensors, &tensor.name).map(|t| (t.name.as_str(), t.whole.dtype));
+                executor.fill(&[Some(own), master].into_iter().flatten().collect::<Vec<_>>(), &values)?;
             }
             Role::State(State::Constant(init)) => {
                 let (columns, elements) = (columns(&tensor.whole.sizes()), tensor.whole.elements());
@@ -196,13 +196,13 @@ pub(crate) fn start_from(
     Ok(())
 }
 
-/// Writes the f32 values of a stored tensor, and those of the parameter that it is the original of. They are rounded in place.
+/// Writes the f32 values of a stored tensor, and those of the parameter whose master weights it holds. They are rounded in place.
 fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<(), TrainError> {
     let parameter = match &tensor.role {
         Role::State(State::Master { of }) => tensors.iter().find(|t| t.name == *of),
         _ => None,
     };
-    // Rounding is in place, so the original goes first.
+    // Rounding is in place, so the master weights go first.
     for to in [Some(tensor), parameter].into_iter().flatten() {
         round(data, to.whole.dtype);
         executor.write(&to.name, 0, data)?;

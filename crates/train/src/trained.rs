@@ -34,7 +34,7 @@ impl Trained {
         if path.join("manifest.json").exists() {
             let checkpoint = open(path)?;
             let config = config_of(&checkpoint)?;
-            // `RUN/checkpoints/step-…`, where nobody has moved it.
+            // `RUN/checkpoints/step-…`, unless it was moved.
             let run = path.canonicalize().ok().and_then(|p| Some(p.parent()?.parent()?.to_owned()));
             let data = data_folder(&config, &run.unwrap_or_else(|| path.to_owned()));
             return Ok(Self { config, checkpoint, warnings: Vec::new(), data });

@@ -1,4 +1,4 @@
-//! What ranks exchange and hold, against what is known from the literature.
+//! What ranks communicate and hold, against what is known from the literature.
 
 use lockstep_config::Config;
 use lockstep_ir::account::{self, Communication};
@@ -84,7 +84,7 @@ fn gradients_travel_once_per_step_at_levels_0_and_1_and_once_per_micro_batch_abo
 }
 
 #[test]
-fn stages_exchange_the_residual_stream_and_its_gradient() {
+fn stages_send_the_residual_stream_and_its_gradient() {
     let plan = planned(&config(4, 64, ""), "pp=2");
     let calls = |stage: usize, op: &str| {
         let program = &plan.compiled.programs[stage];

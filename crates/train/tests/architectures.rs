@@ -82,17 +82,17 @@ fn check_recompute(model: &str) {
 }
 
 #[test]
-fn gpt2_computes_the_same_again() {
+fn gpt2_recomputes_the_same() {
     check_recompute(GPT2);
 }
 
 #[test]
-fn gpt2_drops_the_same_again() {
+fn gpt2_recomputes_the_same_dropout_masks() {
     check_recompute(GPT2_DROPOUT);
 }
 
 #[test]
-fn qwen2_computes_the_same_again() {
+fn qwen2_recomputes_the_same() {
     check_recompute(QWEN2);
 }
 

@@ -59,7 +59,7 @@ fn bf16_is_deterministic_learns_as_well_and_keeps_its_promises_about_accumulatio
 }
 
 #[test]
-fn determinism_has_its_scratch_on_a_gpu_and_changes_nothing_on_the_processor() {
+fn determinism_has_its_scratch_on_a_gpu_and_changes_nothing_on_the_cpu() {
     let scratch = |device: &str, deterministic: bool| {
         let text = format!(
             "[model]\npreset = \"llama-15m\"\n[train]\nseq = 500\nglobal_batch = 4\ndevice = \"{device}\"\n\

@@ -1,4 +1,4 @@
-//! Whole runs on a device beside the same runs on the processor.
+//! Whole runs on a device beside the same runs on the CPU.
 
 mod common;
 #[path = "../../cuda/tests/on_device/mod.rs"]
@@ -12,14 +12,14 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     on_device::run(&[
-        ("llama_steps_as_on_the_processor_in_fp32", || steps_alike(LLAMA, FP32)),
-        ("llama_steps_as_on_the_processor_in_bf16", || steps_alike(LLAMA, BF16)),
-        ("gpt2_steps_as_on_the_processor_in_fp32", || steps_alike(GPT2, FP32)),
-        ("gpt2_steps_as_on_the_processor_in_bf16", || steps_alike(GPT2, BF16)),
-        ("qwen3_steps_as_on_the_processor_in_fp32", || steps_alike(QWEN3, FP32)),
-        ("qwen3_steps_as_on_the_processor_in_bf16", || steps_alike(QWEN3, BF16)),
-        ("a_run_of_the_device_goes_on_on_the_processor", || goes_on("cuda", "cpu")),
-        ("a_run_of_the_processor_goes_on_on_the_device", || goes_on("cpu", "cuda")),
+        ("llama_steps_as_on_the_cpu_in_fp32", || steps_alike(LLAMA, FP32)),
+        ("llama_steps_as_on_the_cpu_in_bf16", || steps_alike(LLAMA, BF16)),
+        ("gpt2_steps_as_on_the_cpu_in_fp32", || steps_alike(GPT2, FP32)),
+        ("gpt2_steps_as_on_the_cpu_in_bf16", || steps_alike(GPT2, BF16)),
+        ("qwen3_steps_as_on_the_cpu_in_fp32", || steps_alike(QWEN3, FP32)),
+        ("qwen3_steps_as_on_the_cpu_in_bf16", || steps_alike(QWEN3, BF16)),
+        ("a_run_of_the_device_resumes_on_the_cpu", || goes_on("cuda", "cpu")),
+        ("a_run_of_the_cpu_resumes_on_the_device", || goes_on("cpu", "cuda")),
         ("the_same_run_in_fp32_has_the_same_bits", || the_same_bits("fp32", false)),
         ("the_same_run_in_bf16_has_the_same_bits_if_deterministic", || the_same_bits("bf16", true)),
     ])
@@ -32,7 +32,7 @@ const GPT2: &str = "architecture = \"gpt2\"\npositions = 32\nffn = 256";
 /// Norms over the heads of Q and K.
 const QWEN3: &str = "architecture = \"qwen3\"\nkv_heads = 2\nffn = 160";
 
-/// A precision, and how far losses and gradient norms may be from the processor's.
+/// A precision, and how far losses and gradient norms may be from the CPU's.
 struct Bound {
     policy: &'static str,
     loss: f64,
@@ -66,7 +66,7 @@ fn check_alike(found: &[StepMetrics], expected: &[StepMetrics], bound: &Bound) {
         norm = norm.max(apart(a.grad_norm.into(), b.grad_norm.into()));
         val = val.max(a.val_loss.zip(b.val_loss).map_or(0.0, |(a, b)| apart(a, b)));
     }
-    println!("    losses differ by {loss:.1e}, gradient norms by {norm:.1e}, held-out losses by {val:.1e}");
+    println!("    losses differ by {loss:.1e}, gradient norms by {norm:.1e}, validation losses by {val:.1e}");
     assert!(loss <= bound.loss && val <= bound.loss, "losses may differ by {:.0e}", bound.loss);
     assert!(norm <= bound.norm, "gradient norms may differ by {:.0e}", bound.norm);
     let learned = expected[0].loss - expected[expected.len() - 1].loss;

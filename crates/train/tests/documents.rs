@@ -41,7 +41,7 @@ fn token_losses(model: &str, tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64>
     let seq = inputs.len();
     let form = Form::Loss { batch: 1, seq, context: seq, documents: starts.is_some() };
     let mut forward = build_form(&config.model, form).unwrap();
-    // Logits that somebody wants are not fused away.
+    // Logits that are used are not fused away.
     let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
     forward.outputs.push(ValueId(logits));
     let program = compile(&forward, &context).unwrap().programs.remove(0);

@@ -104,7 +104,7 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     let context = Context { device, layout: Layout::single(micro_batches), optimizer, precision, recompute, steps };
     let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
     if !fused {
-        // Logits that somebody wants are not fused away.
+        // Logits that are used are not fused away.
         let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
         forward.outputs.push(lockstep_ir::ValueId(logits));
     }

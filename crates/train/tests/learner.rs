@@ -35,8 +35,8 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
         steps: Steps::default(),
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();
-    let exchanges = account::communication(&program, program.entry("product").unwrap());
-    let found: Vec<_> = exchanges.iter().map(|e| (e.op, e.axis, e.ranks, e.calls, e.bytes)).collect();
+    let calls = account::communication(&program, program.entry("product").unwrap());
+    let found: Vec<_> = calls.iter().map(|e| (e.op, e.axis, e.ranks, e.calls, e.bytes)).collect();
     assert_eq!(found, [("all_reduce", "tp", 2, 1, 8)]);
     let sizes = |name: &str| program.tensor(name).unwrap().ty.sizes();
     assert_eq!((sizes("a"), sizes("b")), (vec![1, 2], vec![2, 1]));

@@ -170,15 +170,15 @@ fn parallel(keys: &str) -> lockstep_train::Plan {
 }
 
 #[test]
-fn a_summand_that_nobody_adds_up_is_refused() {
+fn a_partial_sum_that_is_not_reduced_is_refused() {
     let plan = parallel("tp = 2");
     let stage = plan.compiled.stages.iter().find(|s| s.pass.name == "shard").unwrap();
     let mut graph = stage.graph.clone();
     let at = graph.nodes.iter().position(|n| n.op.name() == "all_reduce").unwrap();
     let node = graph.nodes.remove(at);
-    let (summand, sum) = (node.inputs[0], node.outputs[0].unwrap());
+    let (partial, sum) = (node.inputs[0], node.outputs[0].unwrap());
     for v in graph.nodes.iter_mut().flat_map(|n| &mut n.inputs).filter(|v| **v == sum) {
-        *v = summand;
+        *v = partial;
     }
     let error = verify::graph(&graph).unwrap_err().to_string();
     assert!(error.contains("which is not summed over ranks"), "{error}");
@@ -195,7 +195,7 @@ fn two_micro_batches_in_flight_in_one_slot_are_refused() {
 }
 
 #[test]
-fn a_sum_that_nobody_has_begun_is_refused() {
+fn a_sum_that_was_not_begun_is_refused() {
     let mut program = parallel("dp = 2\nzero = 2").compiled.programs.swap_remove(0);
     let mut outputs = program.segments.iter_mut().flat_map(|s| &mut s.instrs).flat_map(|i| &mut i.outputs).flatten();
     let first = outputs.find(|a| program.values[a.value].ends_with(".here")).unwrap();

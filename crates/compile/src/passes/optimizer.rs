@@ -1,4 +1,4 @@
-//! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter moved.
+//! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
 use super::autodiff::{self, gradient_name};
 use super::zero;
@@ -98,7 +98,7 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
             next.push((layers[t.parameter.0], t.parameter, range));
         }
     }
-    // Where each rank has moved its range of a parameter, the ranges of a layer's parameters are gathered at once.
+    // Where each rank has updated its range of a parameter, the ranges of a layer's parameters are gathered at once.
     next.sort_by_key(|(layer, w, _)| (*layer, *w));
     for layer in next.chunk_by(|a, b| a.0 == b.0) {
         let ranges: Vec<ValueId> = layer.iter().map(|(_, _, range)| *range).collect();
@@ -221,7 +221,7 @@ fn norm(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId)
     Ok(g.node(Op::GradientNorm, &[total, scalars], STATS, Phase::Update, None)?[0])
 }
 
-/// Moves a parameter, or this rank's range of it: returns that range where the others must learn of it.
+/// Updates a parameter, or this rank's range of it: returns that range where the others must learn of it.
 fn update(
     g: &mut Graph,
     context: &Context,
@@ -279,7 +279,7 @@ fn update(
     };
     let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
     new.iter().for_each(|v| g.values[v.0].sharding = sharding);
-    // Weights first, then the moments that the op itself moves, then the rounded copy.
+    // Weights first, then the moments that the op itself updates, then the rounded copy.
     let copy = new.len() - 1;
     if rounded {
         g.values[new[copy].0].ty.dtype = g.ty(w).dtype;

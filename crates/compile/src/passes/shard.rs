@@ -3,7 +3,7 @@
 //! One sweep in order. Seeds: inputs are split by sequences; a parameter with heads, hidden units or vocabulary entries is
 //! split along them; the residual stream is whole on every tensor-parallel rank, or split by positions with sequence
 //! parallelism. Everything else follows from the op table: a letter that is split in one operand is split in all, and a split
-//! letter that an output lacks leaves partial sums, which are added up at once (activations) or after the last micro-batch
+//! letter that an output lacks leaves partial sums, which are reduced at once (activations) or after the last micro-batch
 //! (gradients). Where two letters would be split over the same ranks, positions give way and are gathered; backward gathers
 //! what forward saved split again.
 //!
@@ -79,7 +79,7 @@ impl Sweep<'_> {
         }
         let (phase, layer) = (node.phase, node.layer);
         let made: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
-        // Chunks of dx are joined before they are added up.
+        // Chunks of dx are joined before they are reduced.
         let waits = matches!(node.op, Op::VocabGrad { .. });
         g.nodes.push(node);
         for v in made {
@@ -97,7 +97,7 @@ impl Sweep<'_> {
         Ok(())
     }
 
-    /// Chooses the dimension that ranks along `axis` share this node along, gathers inputs that are split otherwise, and
+    /// Chooses the dimension along which this node is sharded over `axis`, gathers inputs that are split otherwise, and
     /// gives the outputs their placement.
     fn shard(&mut self, g: &mut Graph, node: &mut Node, axis: MeshAxis) -> Result<(), TypeError> {
         let spec = node.op.spec();

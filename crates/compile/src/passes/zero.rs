@@ -138,7 +138,7 @@ pub(super) fn reduce(
     Ok(done)
 }
 
-/// Adds up what tensor-parallel ranks hold as partial sums, and rows that neighbours share.
+/// Reduces what tensor-parallel ranks hold as partial sums, and rows that neighbours share.
 fn sum_over_tensor_parallel(
     g: &mut Graph,
     context: &Context,
@@ -205,7 +205,7 @@ fn gather_into_temporary(g: &mut Graph, nodes: &[Node], state: ValueId) -> Value
     id
 }
 
-/// Sends each rank its flat range of the sums over data-parallel ranks, and returns the nodes that add it to the gradient.
+/// Reduce-scatters sums over data-parallel ranks into flat ranges, and returns the nodes that add it to the gradient.
 fn scatter_into(
     g: &mut Graph,
     whole: &[ValueId],
@@ -227,7 +227,7 @@ fn scatter_into(
     Ok(g.nodes.split_off(before))
 }
 
-/// Keeps parameters as flat ranges and gathers each unit's before the unit in front of it computes.
+/// Shards parameters into flat ranges and gathers each unit's before the unit in front of it computes.
 fn gather_parameters(g: &mut Graph) -> Result<(), TypeError> {
     let axis = MeshAxis::Dp;
     let parameter = |g: &Graph, v: &ValueId| matches!(g.get(*v).source, Source::State(State::Parameter(_)));

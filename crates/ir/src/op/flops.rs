@@ -6,7 +6,7 @@ use crate::TensorType;
 /// Floating-point operations of one call, multiply and add counted as two; matmuls only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
-    /// What the model needs: every query over all keys, or over as many as its window has.
+    /// What the model needs: every query over all keys, or over as many as its sliding window has.
     pub model: u128,
     /// The same with what the mask hides left out: half of causal attention, and what is before a sliding window. The diagonal counts
     /// half: `s²/2` pairs of positions, `s·w − w²/2` in a window of `w`.

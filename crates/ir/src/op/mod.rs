@@ -63,7 +63,7 @@ pub enum Op {
     AddRmsNormGrad,
     /// Weight gradient of either norm.
     RmsNormGradWeight,
-    /// Norms every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
+    /// Normalises every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
     /// that of all K heads; V stays as it is.
     QkNorm {
         /// Added to the mean square.
@@ -109,7 +109,7 @@ pub enum Op {
         /// As in `AddPositions`.
         documents: bool,
     },
-    /// Rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
+    /// RoPE: rotates the Q and K sections of packed Q·K·V by position (rotate-half convention).
     Rope {
         /// Rotate backwards: the gradient.
         inverse: bool,
@@ -125,7 +125,7 @@ pub enum Op {
         /// A query sees the keys from the start of its document on, a number on the device for every position. A start
         /// after its position counts as that position.
         documents: bool,
-        /// A query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
+        /// Sliding window: a query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
         window: Option<usize>,
     },
     /// Gradient of `Attention`; recomputes the scores tile by tile.

@@ -57,7 +57,7 @@ pub struct Spec {
     pub always_in_place: bool,
     /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
     pub gradient_reads: Option<&'static [Saved]>,
-    /// Dimensions that ranks may share the op along, as groups of letters that are split together. An operand without a
+    /// Dimensions along which the op may be sharded, as groups of letters that are split together. An operand without a
     /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
     pub splits: &'static [&'static str],
     /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
