@@ -12,7 +12,7 @@ pub use ops::ops;
 use crate::reference;
 use crate::{ExecError, Executor};
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::Elem;
+use lockstep_ir::op::{Elem, IGNORED_TARGET};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{
     Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, counter, squares, verify,
@@ -120,13 +120,16 @@ struct Size {
     magnitude: f64,
 }
 
+/// Positions of the size that libraries take too.
+const LIBRARY_SEQ: usize = 192;
+
 /// Sizes to try an op at: tiled kernels get sequences of several tiles and heads wider than a tile.
 fn sizes(op: &Op) -> Vec<Size> {
     let size = |batch, seq, head_dim| Size { batch, seq, head_dim, magnitude: 1.0 };
     let mut sizes = vec![size(1, 60, 20), size(3, 60, 20)];
     if matches!(op, Op::Attention { .. } | Op::AttentionGrad { .. }) {
         // The last is one that libraries take too.
-        sizes.extend([size(1, 300, 20), size(1, 140, 150), size(2, 192, 64)]);
+        sizes.extend([size(1, 300, 20), size(1, 140, 150), size(2, LIBRARY_SEQ, 64)]);
     }
     if matches!(op, Op::SquareSum { .. } | Op::GradientNorm) {
         sizes.extend([1e-18, 1e8, 1e18, 1e34].map(|magnitude| Size { magnitude, ..size(1, 60, 20) }));
@@ -147,6 +150,8 @@ enum Draw {
     Positive,
     /// Token ids below this bound.
     Below(u32),
+    /// The same as targets, a quarter of them ignored.
+    Targets(u32),
     /// Whole numbers from the first to the second.
     Between(u32, u32),
     /// Where the document of each position starts: documents of one position up to most of the sequence, one that starts
@@ -204,7 +209,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let number = || TensorType::new(DType::U32, [b.clone()]);
     let sum = || TensorType::new(DType::Fixed64, [Dim::new(Axis::Scalar, squares::LIMBS)]);
     let statistics = |rows| t(&[Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)]);
-    use Draw::{Below, Between, Normal, Of, Positive, Quarter, Scalars, Scaled, Squares, Starts, Stats};
+    use Draw::{Below, Between, Normal, Of, Positive, Quarter, Scalars, Scaled, Squares, Starts, Stats, Targets};
     let inputs = match op {
         Op::Embedding => vec![(ids(), Below(50)), (t(&[v, d]), Normal)],
         Op::EmbeddingGrad { .. } => vec![(act(d), Normal), (ids(), Below(50))],
@@ -305,14 +310,14 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             vec![(act(d.clone()), Normal), (keys, Below(u32::MAX))]
         }
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
-        Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
+        Op::CrossEntropy => vec![(act(v), Normal), (ids(), Targets(50))],
         Op::CrossEntropyGrad => {
-            vec![(act(v), Normal), (ids(), Below(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
+            vec![(act(v), Normal), (ids(), Targets(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
         }
         Op::LinearCrossEntropy { scaled, .. } => {
             // Enough columns for several blocks of a kernel that cuts the vocabulary.
             let table = t(&[Dim::new(Axis::Vocab, 400), d.clone()]);
-            let inputs = [(act(d), Normal), (table, Quarter), (ids(), Below(400))];
+            let inputs = [(act(d), Normal), (table, Quarter), (ids(), Targets(400))];
             inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
         Op::AddState => vec![(state(), Normal), (state(), Normal)],
@@ -323,7 +328,9 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::MergeSums => vec![(sum(), Below(1000)), (sum(), Below(1000)), (sum(), Below(1000))],
         Op::GradientNorm => vec![(sum(), Squares(3.51 * magnitude)), (StepScalars::ty(), Scalars)],
         Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))],
-        Op::VocabLoss => vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Below(50))],
+        Op::VocabLoss => {
+            vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Targets(50))]
+        }
         Op::VocabGrad { rows, scaled } => {
             let logits = Op::VocabLogits { rows, parts: 1 };
             let inputs = [
@@ -331,7 +338,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
                 (statistics(23), Of(logits, 1, &[2, 3, 4])),
                 (act(d.clone()), Normal),
                 (t(&[v, d]), Normal),
-                (ids(), Below(50)),
+                (ids(), Targets(50)),
             ];
             inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
@@ -408,6 +415,11 @@ fn draw(op: &Op, inputs: &[Input], seed: u64) -> Vec<Vec<f64>> {
             Draw::Below(bound) => {
                 (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % u64::from(*bound)) as f64).collect()
             }
+            Draw::Targets(bound) => {
+                let target =
+                    |bits: u64| if bits >> 62 == 0 { u64::from(IGNORED_TARGET) } else { bits % u64::from(*bound) };
+                (0..ty.elements()).map(|j| target(counter::bits(key, j as u64)) as f64).collect()
+            }
             Draw::Between(low, high) => {
                 let range = u64::from(high - low + 1);
                 (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % range + u64::from(*low)) as f64).collect()
@@ -448,7 +460,8 @@ fn starts(ty: &TensorType, key: u64) -> Vec<f64> {
         if position == 0 || position + 1 == seq || (!long && bits.is_multiple_of(20)) || position == 18 {
             start = position;
         }
-        if bits % 50 == 7 { f64::from(u32::MAX) } else { start as f64 }
+        // Libraries take documents that are apart: at the length that they take, there is no such start.
+        if bits % 50 == 7 && seq != LIBRARY_SEQ { f64::from(u32::MAX) } else { start as f64 }
     };
     (0..ty.elements()).map(at).collect()
 }
