@@ -153,6 +153,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     tokens_can_be_counted,
     noise_scale_has_two_sizes,
     data_have_one_form,
+    prompts_go_with_the_rest,
     end_token_has_a_tokenizer,
     recompute_has_its_keys,
 ];
@@ -349,6 +350,24 @@ fn tokens_can_be_counted(values: &Values) -> Option<Conflict> {
 }
 
 /// The noise scale compares the gradient of one micro-batch with that of a step.
+fn prompts_go_with_the_rest(values: &Values) -> Option<Conflict> {
+    let prompt = values.get("data.prompt_field")?;
+    if values.get("data.text_field") == Some(prompt) {
+        return Some(Conflict::new(
+            &["data.prompt_field", "data.text_field"],
+            format!("data.prompt_field = {prompt} is also data.text_field"),
+            "name the field with the prompt, and in data.text_field the one with what comes after it",
+        ));
+    }
+    (values.switch("train.noise_scale") == Some(true)).then(|| {
+        Conflict::new(
+            &["train.noise_scale", "data.prompt_field"],
+            "train.noise_scale is not measured where data.prompt_field leaves some targets out".into(),
+            "leave out one of the two",
+        )
+    })
+}
+
 fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
     if !values.switch("train.noise_scale")? {
         return None;

@@ -85,6 +85,9 @@ tables! {
         extensions: Vec<String> = Texts(EXTENSIONS), Fixed(TEXT_EXTENSIONS), Conduct;
         /// The field of a JSON line, or the column of a Parquet file, that holds the text.
         text_field: String = Text(FIELD), Fixed("\"text\""), Conduct;
+        /// The field or column whose text stands before it as a prompt: the model reads it, and only the text after it counts in
+        /// the loss (completion-only loss, for fine-tuning). If not set, every token counts.
+        prompt_field: Option<String> = Text(FIELD), Unset, Trajectory;
         /// How text becomes tokens: "bytes", or the path of a Hugging Face tokenizer.json, relative to the config file's
         /// folder.
         tokenizer: String = Text(TOKENIZER), Fixed("\"bytes\""), Trajectory;

@@ -49,6 +49,7 @@ paths = ["/home/ada/docs", "/home/ada/it's \"quoted\" \\ here\u000A"]  # run.tom
 corpora = []  # default
 extensions = ["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "jsonl.zst", "parquet", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]  # default
 text_field = "text"  # default
+# prompt_field is not set
 tokenizer = "bytes"  # default
 # end_token is not set
 # prepared is not set

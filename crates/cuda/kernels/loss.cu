@@ -1,5 +1,8 @@
 // Cross-entropy over rows of logits, one block of up to 1024 threads per row.
 
+// The target of a position whose loss does not count: no loss, no gradient.
+#define IGNORED_TARGET 0xffffffffu
+
 // The largest of a row and the sum of exponentials below it, on every thread.
 template <typename T>
 static __device__ void maximum_and_sum(const T *x, int n, int wide, float &max, float &sum) {
@@ -62,11 +65,11 @@ static __device__ void cross_entropy(const T *logits, const u32 *targets, float 
     float hit = to_f32(x[target]);
     __syncthreads();
     if (threadIdx.x == 0) {
-        losses[row] = log_sum - hit;
+        losses[row] = targets[row] == IGNORED_TARGET ? 0.0f : log_sum - hit;
         if (lse) lse[row] = log_sum;
     }
     if (!out) return;
-    float seed = scale ? *scale : 1.0f;
+    float seed = targets[row] == IGNORED_TARGET ? 0.0f : scale ? *scale : 1.0f;
     T *y = out + row * stride;
     if (wide) {
         for (int i = threadIdx.x * N; i < v; i += blockDim.x * N) {
@@ -87,9 +90,10 @@ template <typename T>
 static __device__ void cross_entropy_grad(const T *logits, const u32 *targets, const float *lse, T *out, int v) {
     i64 row = blockIdx.x;
     int target = targets[row] < (u32)v ? targets[row] : v - 1;
+    float seed = targets[row] == IGNORED_TARGET ? 0.0f : 1.0f;
     for (int i = threadIdx.x; i < v; i += blockDim.x)
         out[row * v + i] =
-            Of<T>::f32(__expf(to_f32(logits[row * v + i]) - lse[row]) - (i == target ? 1.0f : 0.0f));
+            Of<T>::f32(seed * (__expf(to_f32(logits[row * v + i]) - lse[row]) - (i == target ? 1.0f : 0.0f)));
 }
 
 // Of each sequence, the sum of its rows' losses, in order.
@@ -138,19 +142,20 @@ static __device__ void combine(const float *statistics, int parts, i64 rows, i64
     lse = max + logf(sum);
 }
 
-extern "C" __global__ void vocab_losses(const float *statistics, float *losses, int parts, i64 rows) {
+extern "C" __global__ void vocab_losses(const float *statistics, const u32 *targets, float *losses, int parts,
+                                        i64 rows) {
     i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     float lse, target;
     combine(statistics, parts, rows, row, lse, target);
-    losses[row] = lse - target;
+    losses[row] = targets[row] == IGNORED_TARGET ? 0.0f : lse - target;
 }
 
 template <typename T>
 static __device__ void vocab_grad(const float *logits, const float *statistics, const u32 *targets, T *out,
                                   const float *scale, int parts, int v, int first, int entries) {
-    float seed = scale ? *scale : 1.0f;
     i64 row = blockIdx.x;
+    float seed = targets[row] == IGNORED_TARGET ? 0.0f : scale ? *scale : 1.0f;
     float lse, hit;
     combine(statistics, parts, gridDim.x, row, lse, hit);
     i64 target = (i64)targets[row] - first;

@@ -95,8 +95,8 @@ impl Partial {
     }
 
     /// Starts the next part.
-    pub(crate) fn begin(&self, width: Width, validation: bool) -> Result<PartWriter, DataError> {
-        let create = |split| ShardWriter::create(&self.folder, &shard_name(split, self.parts.len()), width);
+    pub(crate) fn begin(&self, width: Width, validation: bool, prompts: bool) -> Result<PartWriter, DataError> {
+        let create = |split| ShardWriter::create(&self.folder, &shard_name(split, self.parts.len()), width, prompts);
         let validation = if validation { Some(create(Split::Validation)?) } else { None };
         Ok(PartWriter { train: create(Split::Train)?, validation, after: None, input_bytes: 0 })
     }
@@ -191,7 +191,7 @@ impl PartWriter {
             Split::Validation => self.validation.as_mut().expect("held-out text has a shard"),
         };
         if unit.begins || shard.is_empty() {
-            shard.document(unit.origin, !unit.begins);
+            shard.document(unit.origin, !unit.begins, unit.prompt);
         }
         shard.tokens(&unit.tokens, unit.text_bytes)
     }

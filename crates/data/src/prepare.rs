@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::holdout::HoldOut;
 use crate::partial::{Part, Partial};
 use crate::prepared::{DATA_JSON, Description, FILES_JSONL, TOKENIZER_JSON, files_jsonl, hexadecimal};
-use crate::scan::{Found, scan};
-use crate::source::{Cursor, Reading, Units};
+use crate::scan::{Form, Found, scan};
+use crate::source::{Cursor, Fields, Reading, Units};
 use crate::workers::{Queue, Work, Workers};
 use crate::{DataError, Prepared, SplitSummary, Tokenizer, TokenizerSpec};
 
@@ -30,6 +30,9 @@ pub struct PrepareSpec {
     pub extensions: Vec<String>,
     /// The field of a JSON line, or the column of a Parquet file, that holds the text.
     pub text_field: String,
+    /// The field or column whose text stands before it as a prompt, which is read and not predicted. Only records have one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt_field: Option<String>,
     /// What makes tokens of the text.
     pub tokenizer: TokenizerSpec,
     /// The share of the text to hold out for validation, at least 0 and below 1.
@@ -58,6 +61,7 @@ impl Default for PrepareSpec {
             paths: Vec::new(),
             extensions: Vec::new(),
             text_field: "text".to_owned(),
+            prompt_field: None,
             tokenizer: TokenizerSpec::Bytes,
             validation_fraction: 0.0,
             seed: 0,
@@ -136,6 +140,7 @@ pub fn prepare_with(
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Prepared, DataError> {
     let found = scan(spec, out, options.stop)?;
+    require_records(spec, &found)?;
     // Before it is read: a file that changes meanwhile is then told from what was read.
     let content = found.content(options.stop)?;
     let holdout = HoldOut::choose(spec.validation_fraction, spec.seed, &found.files)?;
@@ -157,6 +162,19 @@ pub fn prepare_with(
     }
     partial.install(tokenizer.source().is_some())?;
     Prepared::load(out)
+}
+
+/// Refuses text without fields where the spec names one for prompts.
+fn require_records(spec: &PrepareSpec, found: &Found) -> Result<(), DataError> {
+    let Some(field) = &spec.prompt_field else { return Ok(()) };
+    match found.files.iter().find(|file| file.form == Form::Text) {
+        None => Ok(()),
+        Some(file) => Err(DataError::source(
+            &file.path,
+            format!("data.prompt_field names the field {field:?}, and this is plain text without fields"),
+            "use JSON lines (.jsonl, .jsonl.zst) or Parquet, and choose them with data.extensions where a folder has others",
+        )),
+    }
 }
 
 /// Whether `prepared` is what preparing `spec` now would give, by the lengths and samples of the content of the files.
@@ -205,9 +223,13 @@ impl Task<'_> {
         let start = partial.parts.last().map_or(Cursor::default(), |part| part.after);
         progress(at(start, partial.parts.last().map_or(0, |part| part.input_bytes)));
 
-        let (stop, text_field, cut_anywhere) = (self.options.stop, &*self.spec.text_field, self.tokenizer.is_bytes());
-        let work = Work { files: &self.found.files, text_field, tokenizer: self.tokenizer, stop };
-        let reading = Reading { found: self.found, holdout: self.holdout, text_field, cut_anywhere, stop };
+        let (stop, cut_anywhere) = (self.options.stop, self.tokenizer.is_bytes());
+        let fields = Fields { text: &self.spec.text_field, prompt: self.spec.prompt_field.as_deref() };
+        let work = Work { files: &self.found.files, fields, tokenizer: self.tokenizer, stop };
+        let reading = Reading { found: self.found, holdout: self.holdout, fields, cut_anywhere, stop };
+        let begin = |partial: &Partial| {
+            partial.begin(self.tokenizer.width(), self.holdout.is_active(), fields.prompt.is_some())
+        };
         let mut units = Units::from(start, reading);
         let queue = Queue::new(None);
         std::thread::scope(|scope| {
@@ -233,7 +255,7 @@ impl Task<'_> {
                     let unit = unit?;
                     let open = match &mut part {
                         Some(open) => open,
-                        none => none.insert(partial.begin(self.tokenizer.width(), self.holdout.is_active())?),
+                        none => none.insert(begin(partial)?),
                     };
                     open.append(&unit)?;
                     progress(at(unit.after, unit.input_bytes));
@@ -245,7 +267,7 @@ impl Task<'_> {
             end.unwrap_or(Ok(()))?;
             // There is at least one part, though it be empty.
             if part.is_none() && partial.parts.is_empty() {
-                part = Some(partial.begin(self.tokenizer.width(), self.holdout.is_active())?);
+                part = Some(begin(partial)?);
             }
             part.map_or(Ok(()), |part| partial.finish(part, start))
         })?;

@@ -146,7 +146,14 @@ impl Sampler {
         self.locate(global_sample_index).offset
     }
 
-    /// Writes a sample's tokens, and as targets the token after each. Does not allocate.
+    /// The corpus of a sample, and the offset in it of the sample's first token.
+    pub fn source(&self, global_sample_index: u64) -> (&TokenStream, u64) {
+        let Place { corpus, offset, .. } = self.locate(global_sample_index);
+        (&self.corpora[corpus].tokens, offset)
+    }
+
+    /// Writes a sample's tokens, and as targets the token after each, those of prompts as
+    /// [`IGNORED_TARGET`](lockstep_ir::op::IGNORED_TARGET). Does not allocate.
     ///
     /// # Panics
     ///
@@ -154,10 +161,9 @@ impl Sampler {
     pub fn fill(&self, global_sample_index: u64, tokens: &mut [u32], targets: &mut [u32]) {
         assert_eq!(tokens.len() as u64, self.seq, "tokens have the sequence length");
         assert_eq!(targets.len() as u64, self.seq, "targets have the sequence length");
-        let Place { corpus, offset, .. } = self.locate(global_sample_index);
-        let stream = &self.corpora[corpus].tokens;
+        let (stream, offset) = self.source(global_sample_index);
         stream.copy(offset, tokens);
-        stream.copy(offset + 1, targets);
+        stream.copy_targets(offset, targets);
     }
 
     /// Writes, for each position of a sample, where in the sequence its document starts: 0 for the document that the
@@ -168,14 +174,13 @@ impl Sampler {
     /// If the slice does not have the sequence length.
     pub fn document_starts(&self, global_sample_index: u64, starts: &mut [u32]) {
         assert_eq!(starts.len() as u64, self.seq, "starts have the sequence length");
-        let Place { corpus, offset, .. } = self.locate(global_sample_index);
-        self.corpora[corpus].tokens.document_starts(offset, starts);
+        let (stream, offset) = self.source(global_sample_index);
+        stream.document_starts(offset, starts);
     }
 
     /// The documents that a sample's tokens are from, in order. The first may have begun before the sample.
     pub fn documents(&self, global_sample_index: u64) -> Vec<Document> {
-        let Place { corpus, offset, .. } = self.locate(global_sample_index);
-        let tokens = &self.corpora[corpus].tokens;
+        let (tokens, offset) = self.source(global_sample_index);
         let mut documents = vec![tokens.document_at(offset)];
         tokens.documents_beginning_in(offset + 1, offset + self.seq, |document| documents.push(document));
         documents
@@ -191,11 +196,11 @@ mod tests {
 
     /// A shard of these tokens, with documents at these offsets; the first is continued where they do not begin with 0.
     fn shard(folder: &std::path::Path, tokens: &[u8], documents: &[u64]) -> Arc<Shard> {
-        let mut writer = ShardWriter::create(folder, "a.shard", Width::One).unwrap();
+        let mut writer = ShardWriter::create(folder, "a.shard", Width::One, false).unwrap();
         let continued = !documents.starts_with(&[0]);
         let starts = [&[0][..continued as usize], documents, &[tokens.len() as u64]].concat();
         for (index, range) in starts.windows(2).enumerate().filter(|_| !tokens.is_empty()) {
-            writer.document(Origin { file: 0, record: range[0] }, continued && index == 0);
+            writer.document(Origin { file: 0, record: range[0] }, continued && index == 0, 0);
             writer.tokens(&tokens[range[0] as usize..range[1] as usize], 0).unwrap();
         }
         writer.finish().unwrap().0.publish().unwrap();

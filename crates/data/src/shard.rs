@@ -14,8 +14,10 @@ use crate::{DataError, ShardFault};
 pub(crate) const HEADER_BYTES: usize = 64;
 const MAGIC: [u8; 8] = *b"LKSHARD1";
 const VERSION: u32 = 2;
-/// Bytes of one entry of the document table: its start and its origin.
-pub(crate) const ENTRY_BYTES: usize = 16;
+/// Bytes of one entry of the document table: its start and its origin, and where there are prompts the prompt's tokens.
+pub(crate) const fn entry_bytes(prompts: bool) -> usize {
+    if prompts { 24 } else { 16 }
+}
 
 /// Payloads below this are hashed whenever they are opened; it takes a few milliseconds.
 const VERIFY_ON_OPEN_BYTES: usize = 64 << 20;
@@ -38,9 +40,10 @@ const VERIFY_PIECE_BYTES: usize = 16 << 20;
 /// | 24..32 | xxh3-64 of everything after the header, u64 |
 /// | 32..40 | number of documents in the table, u64 |
 /// | 40..44 | 1 if the first document began in the shard before, else 0, u32 |
-/// | 44..64 | zero |
+/// | 44..48 | 1 if the table says how long prompts are, else 0, u32 |
+/// | 48..64 | zero |
 /// | 64.. | the tokens |
-/// | after them | per document: the offset of its first token, u64, and its [`Origin`], u64; nothing after that |
+/// | after them | per document: the offset of its first token, u64, its [`Origin`], u64, and where there are prompts the number of its tokens that are prompt, u64; nothing after that |
 ///
 /// A document's tokens run up to the next one's first. The first document starts at 0 and no two start together.
 #[derive(Debug)]
@@ -81,6 +84,8 @@ pub struct Document {
     pub origin: Origin,
     /// Whether it began in the shard before, so that `start` is only where this shard has it.
     pub continued: bool,
+    /// Tokens at its beginning that are a prompt: they are read and not predicted.
+    pub prompt: u64,
 }
 
 impl Shard {
@@ -139,7 +144,11 @@ impl Shard {
             None => self.is_empty(),
             Some(first) => first == 0 && starts.try_fold(0, |last, next| (next > last).then_some(next)).is_some(),
         };
-        if sound && self.documents().checked_sub(1).is_none_or(|last| self.start(last) < self.len()) {
+        let within = |index: u64| {
+            let end = if index + 1 < self.documents() { self.start(index + 1) } else { self.len() };
+            self.start(index) < end && self.prompt(index) <= end - self.start(index)
+        };
+        if sound && (0..self.documents()).all(within) {
             return Ok(());
         }
         Err(DataError::shard(&self.path, ShardFault::Documents))
@@ -171,8 +180,13 @@ impl Shard {
     ///
     /// If there is none.
     pub fn document(&self, index: u64) -> Document {
-        let origin = Origin::unpack(self.entry(index, 8));
-        Document { start: self.start(index), origin, continued: index == 0 && self.header.continued }
+        let (start, origin, prompt) = (self.start(index), Origin::unpack(self.entry(index, 8)), self.prompt(index));
+        Document { start, origin, continued: index == 0 && self.header.continued, prompt }
+    }
+
+    /// Whether documents may begin with a prompt.
+    pub(crate) fn has_prompts(&self) -> bool {
+        self.header.prompts
     }
 
     /// The place in the table of the first document that starts at or after a token.
@@ -192,10 +206,15 @@ impl Shard {
         self.entry(index, 0)
     }
 
+    fn prompt(&self, index: u64) -> u64 {
+        if self.header.prompts { self.entry(index, 16) } else { 0 }
+    }
+
     fn entry(&self, index: u64, field: usize) -> u64 {
         assert!(index < self.documents(), "document {index} is outside a table of {}", self.documents());
-        let table = self.map.len() - self.header.documents as usize * ENTRY_BYTES;
-        let at = table + index as usize * ENTRY_BYTES + field;
+        let each = entry_bytes(self.header.prompts);
+        let table = self.map.len() - self.header.documents as usize * each;
+        let at = table + index as usize * each + field;
         u64::from_le_bytes(std::array::from_fn(|i| self.map[at + i]))
     }
 
@@ -281,6 +300,7 @@ pub(crate) struct Header {
     pub(crate) hash: u64,
     pub(crate) documents: u64,
     pub(crate) continued: bool,
+    pub(crate) prompts: bool,
 }
 
 impl Header {
@@ -293,6 +313,7 @@ impl Header {
         bytes[24..32].copy_from_slice(&self.hash.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.documents.to_le_bytes());
         bytes[40..44].copy_from_slice(&u32::from(self.continued).to_le_bytes());
+        bytes[44..48].copy_from_slice(&u32::from(self.prompts).to_le_bytes());
         bytes
     }
 
@@ -313,15 +334,16 @@ impl Header {
         let tokens = u64::from_le_bytes(field(bytes, 16));
         let hash = u64::from_le_bytes(field(bytes, 24));
         let documents = u64::from_le_bytes(field(bytes, 32));
-        let continued = match u32::from_le_bytes(field(bytes, 40)) {
-            0 => false,
-            1 => true,
-            _ => return Err(ShardFault::Reserved),
+        let flag = |at| match u32::from_le_bytes(field(bytes, at)) {
+            0 => Ok(false),
+            1 => Ok(true),
+            _ => Err(ShardFault::Reserved),
         };
-        if bytes[44..].iter().any(|&byte| byte != 0) {
+        let (continued, prompts) = (flag(40)?, flag(44)?);
+        if bytes[48..].iter().any(|&byte| byte != 0) {
             return Err(ShardFault::Reserved);
         }
-        Ok(Header { width, tokens, hash, documents, continued })
+        Ok(Header { width, tokens, hash, documents, continued, prompts })
     }
 
     /// The length of a file with this header.
@@ -329,7 +351,7 @@ impl Header {
         let bytes = |count: u64, each: usize| usize::try_from(count).ok()?.checked_mul(each);
         let tokens = bytes(self.tokens, self.width as usize).and_then(|tokens| tokens.checked_add(HEADER_BYTES));
         let tokens = tokens.ok_or(ShardFault::Count { tokens: self.tokens })?;
-        bytes(self.documents, ENTRY_BYTES)
+        bytes(self.documents, entry_bytes(self.prompts))
             .and_then(|table| table.checked_add(tokens))
             .ok_or(ShardFault::DocumentCount { documents: self.documents })
     }

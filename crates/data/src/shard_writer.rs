@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::new_file::NewFile;
 use crate::prepared::hexadecimal;
-use crate::shard::{ENTRY_BYTES, HEADER_BYTES, Header, Width};
+use crate::shard::{HEADER_BYTES, Header, Width, entry_bytes};
 use crate::{DataError, Origin};
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -40,11 +40,13 @@ pub(crate) struct ShardWriter {
     /// The document table so far, as it will stand in the file.
     table: Vec<u8>,
     continued: bool,
+    /// Whether the table says how long prompts are.
+    prompts: bool,
 }
 
 impl ShardWriter {
     /// Starts the shard `folder/name`.
-    pub(crate) fn create(folder: &Path, name: &str, width: Width) -> Result<Self, DataError> {
+    pub(crate) fn create(folder: &Path, name: &str, width: Width, prompts: bool) -> Result<Self, DataError> {
         let out = BufWriter::with_capacity(BUFFER_BYTES, NewFile::create(folder, name)?);
         let mut writer = ShardWriter {
             out,
@@ -55,17 +57,22 @@ impl ShardWriter {
             tokens: 0,
             table: Vec::new(),
             continued: false,
+            prompts,
         };
         writer.write(&[0; HEADER_BYTES])?;
         Ok(writer)
     }
 
-    /// Begins a document; with the first tokens of a shard it may be the rest of one (`continued`).
-    pub(crate) fn document(&mut self, origin: Origin, continued: bool) {
+    /// Begins a document, with so many tokens of a prompt; with the first tokens of a shard it may be the rest of one
+    /// (`continued`).
+    pub(crate) fn document(&mut self, origin: Origin, continued: bool, prompt: u64) {
         debug_assert!(!continued || self.tokens == 0, "only the first document of a shard is continued");
         self.continued |= continued;
         self.table.extend(self.tokens.to_le_bytes());
         self.table.extend(origin.pack().to_le_bytes());
+        if self.prompts {
+            self.table.extend(prompt.to_le_bytes());
+        }
     }
 
     /// Appends tokens, as bytes of the shard's width, that `text_bytes` bytes of text became.
@@ -96,13 +103,14 @@ impl ShardWriter {
         let table = std::mem::take(&mut self.table);
         self.hasher.update(&table);
         self.write(&table)?;
-        let documents = (table.len() / ENTRY_BYTES) as u64;
+        let documents = (table.len() / entry_bytes(self.prompts)) as u64;
         let header = Header {
             width: self.width,
             tokens: self.tokens,
             hash: self.hasher.digest(),
             documents,
             continued: self.continued,
+            prompts: self.prompts,
         };
         let summary = ShardSummary {
             file: self.name,

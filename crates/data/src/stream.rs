@@ -4,6 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use lockstep_ir::op::IGNORED_TARGET;
+
 use crate::{DataError, Document, Shard};
 
 /// Shards end to end. Where one ends and the next begins cannot be told from the tokens: a sequence may span both.
@@ -81,6 +83,36 @@ impl TokenStream {
             self.shards[shard].copy(offset - self.starts[shard], now);
             offset += here as u64;
             tokens = rest;
+        }
+    }
+
+    /// Copies the token after each of those from `offset` on, what is to be predicted; tokens of prompts are
+    /// [`IGNORED_TARGET`]. Does not allocate.
+    ///
+    /// # Panics
+    ///
+    /// If the range ends after the last token.
+    pub fn copy_targets(&self, offset: u64, targets: &mut [u32]) {
+        let (from, to) = (offset + 1, offset + 1 + targets.len() as u64);
+        self.copy(from, targets);
+        if targets.is_empty() || !self.shards.iter().any(|shard| shard.has_prompts()) {
+            return;
+        }
+        let mut ignore = |document: Document| {
+            let end = (document.start + document.prompt).clamp(from, to);
+            targets[(document.start.max(from) - from) as usize..(end - from) as usize].fill(IGNORED_TARGET);
+        };
+        ignore(self.document_at(from));
+        self.documents_beginning_in(from + 1, to, ignore);
+    }
+
+    /// Calls `visit` with the place of every separator among the `count` tokens from `from` on, counted from `from`: the
+    /// last token of each document that ends there.
+    pub fn separators(&self, from: u64, count: u64, mut visit: impl FnMut(u64)) {
+        let to = from + count;
+        self.documents_beginning_in(from + 1, to + 1, |document| visit(document.start - 1 - from));
+        if count > 0 && to == self.len() {
+            visit(count - 1);
         }
     }
 

@@ -13,7 +13,7 @@ use serde::de::{self, IgnoredAny, MapAccess, Visitor};
 use crate::holdout::Split;
 use crate::prepare::go_on;
 use crate::scan::SourceFile;
-use crate::source::{Content, Cursor, MAX_RECORD_BYTES, Unit};
+use crate::source::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit};
 use crate::{DataError, Origin, Tokenizer};
 
 /// Units with about this much text are handed to a thread at once.
@@ -29,6 +29,8 @@ pub(crate) struct Tokenised {
     /// As bytes of the tokenizer's width, with the separator if the document ends.
     pub(crate) tokens: Vec<u8>,
     pub(crate) text_bytes: u64,
+    /// Tokens at the beginning that are a prompt.
+    pub(crate) prompt: u64,
     pub(crate) split: Split,
     pub(crate) origin: Origin,
     pub(crate) begins: bool,
@@ -40,7 +42,7 @@ pub(crate) struct Tokenised {
 #[derive(Clone, Copy)]
 pub(crate) struct Work<'a> {
     pub(crate) files: &'a [SourceFile],
-    pub(crate) text_field: &'a str,
+    pub(crate) fields: Fields<'a>,
     pub(crate) tokenizer: &'a Tokenizer,
     pub(crate) stop: &'a AtomicBool,
 }
@@ -109,7 +111,7 @@ impl Workers {
 
     /// Adds the next unit.
     pub(crate) fn add(&mut self, unit: Unit) {
-        self.batch_bytes += unit.content.bytes().len();
+        self.batch_bytes += unit.content.len();
         self.batch.push(unit);
         if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_UNITS {
             self.flush();
@@ -158,7 +160,14 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
     let Unit { content, split, origin, begins, ends, offset, after, input_bytes } = unit;
     let path = &work.files[origin.file as usize].path;
     let tokenizer = work.tokenizer;
-    let mut tokens = Vec::new();
+    let (mut tokens, mut prompt) = (Vec::new(), 0);
+    // A prompt is tokenised on its own, as it will be when the model is asked to go on.
+    let mut completion = |before: &str, text: &str, tokens: &mut Vec<u8>| -> Result<usize, DataError> {
+        tokenizer.encode(before, tokens, work.stop)?;
+        prompt = (tokens.len() / tokenizer.width() as usize) as u64;
+        tokenizer.encode(text, tokens, work.stop)?;
+        Ok(before.len() + text.len())
+    };
     let text_bytes = match content {
         Content::Text(bytes) if tokenizer.is_bytes() => {
             tokens = bytes;
@@ -171,10 +180,13 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         }
         Content::JsonLine(line) => {
             let line = std::str::from_utf8(&line).map_err(|error| not_utf8(path, origin, offset, &error))?;
-            let text = text_of(line, work.text_field)
+            let (before, text) = texts_of(line, work.fields)
                 .map_err(|(problem, hint)| DataError::record(path, origin.record, problem, hint))?;
-            tokenizer.encode(&text, &mut tokens, work.stop)?;
-            text.len()
+            completion(&before, &text, &mut tokens)?
+        }
+        Content::Completion { prompt, text } => {
+            let utf8 = |bytes| std::str::from_utf8(bytes).map_err(|error| not_utf8(path, origin, offset, &error));
+            completion(utf8(&prompt)?, utf8(&text)?, &mut tokens)?
         }
     };
     // A document without text leaves no trace, not even a separator.
@@ -182,7 +194,7 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         tokenizer.width().append(&[tokenizer.separator()], &mut tokens);
     }
     let text_bytes = text_bytes as u64;
-    Ok(Tokenised { tokens, text_bytes, split, origin, begins, after, input_bytes })
+    Ok(Tokenised { tokens, text_bytes, prompt, split, origin, begins, after, input_bytes })
 }
 
 fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::str::Utf8Error) -> DataError {
@@ -197,15 +209,27 @@ fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::st
     }
 }
 
-/// The string in one field of a JSON object; none where the field is null. The problem and a hint where it has none.
-fn text_of<'a>(line: &'a str, field: &str) -> Result<Cow<'a, str>, (String, &'static str)> {
+/// The strings in the fields of a JSON object, prompt and text; empty where a field is null or not asked for. The problem
+/// and a hint where it has none.
+fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<(Cow<'a, str>, Cow<'a, str>), (String, &'static str)> {
     const HINT: &str = "every line is a JSON object; data.text_field names the field with the text";
+    const PROMPT_HINT: &str = "data.prompt_field names the field with the prompt; null or \"\" stands for no prompt";
     let mut json = serde_json::Deserializer::from_str(line);
-    let found = json.deserialize_map(Field(field)).and_then(|found| json.end().map(|()| found));
+    let found = json.deserialize_map(Wanted(fields)).and_then(|found| json.end().map(|()| found));
+    let field = fields.text;
     match found {
-        Ok(Some(text)) if text.len() <= MAX_RECORD_BYTES => Ok(text),
-        Ok(Some(_)) => Err((format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20), "divide the document")),
-        Ok(None) => Err((format!("the object has no field {field:?}"), HINT)),
+        Ok(Found { text: None, .. }) => Err((format!("the object has no field {field:?}"), HINT)),
+        Ok(Found { text: Some(text), prompt }) => {
+            let prompt = match (prompt, fields.prompt) {
+                (Some(prompt), _) => prompt,
+                (None, None) => Cow::Borrowed(""),
+                (None, Some(field)) => return Err((format!("the object has no field {field:?}"), PROMPT_HINT)),
+            };
+            match prompt.len().max(text.len()) <= MAX_RECORD_BYTES {
+                true => Ok((prompt, text)),
+                false => Err((format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20), "divide the document")),
+            }
+        }
         Err(error) => {
             // The library names the line of the text it was given, which is always the first.
             let text = error.to_string();
@@ -216,23 +240,35 @@ fn text_of<'a>(line: &'a str, field: &str) -> Result<Cow<'a, str>, (String, &'st
     }
 }
 
-/// Finds one field without keeping the others.
-struct Field<'f>(&'f str);
+/// Finds the fields that are read without keeping the others.
+struct Wanted<'f>(Fields<'f>);
 
-impl<'de> Visitor<'de> for Field<'_> {
-    type Value = Option<Cow<'de, str>>;
+/// The fields that were there.
+#[derive(Default)]
+struct Found<'a> {
+    text: Option<Cow<'a, str>>,
+    prompt: Option<Cow<'a, str>>,
+}
+
+impl<'de> Visitor<'de> for Wanted<'_> {
+    type Value = Found<'de>;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("a JSON object")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut found = None;
+        let mut found = Found::default();
         while let Some(Text(key)) = map.next_key()? {
-            match key == self.0 {
-                true => found = Some(map.next_value::<Option<Text>>()?.map_or(Cow::Borrowed(""), |text| text.0)),
-                false => drop(map.next_value::<IgnoredAny>()?),
-            }
+            let slot = if key == self.0.text {
+                &mut found.text
+            } else if self.0.prompt == Some(&*key) {
+                &mut found.prompt
+            } else {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            };
+            *slot = Some(map.next_value::<Option<Text>>()?.map_or(Cow::Borrowed(""), |text| text.0));
         }
         Ok(found)
     }

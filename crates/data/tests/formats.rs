@@ -5,7 +5,8 @@ mod common;
 use std::fs;
 
 use common::{Case, fixture, tokenizer, tokens};
-use lockstep_data::{DataError, PrepareSpec, Prepared, Tokenizer, TokenizerSpec};
+use lockstep_data::{DataError, PrepareOptions, PrepareSpec, Prepared, Tokenizer, TokenizerSpec, prepare_with};
+use lockstep_ir::op::IGNORED_TARGET;
 
 /// What trains, with `|` for the separators.
 fn train_text(prepared: &Prepared) -> String {
@@ -63,6 +64,94 @@ fn every_row_of_a_parquet_file_is_a_document() {
         let last = prepared.train().document_at(prepared.train().len() - 1);
         assert_eq!(last.origin.record, 300);
     }
+}
+
+#[test]
+fn a_codec_that_is_not_read_is_named() {
+    for codec in ["brotli", "lz4"] {
+        let case = Case::new(&[("a.parquet", &fs::read(fixture(&format!("rows.{codec}.bin"))).unwrap())]);
+        assert_eq!(
+            case.error(&case.spec(&["a.parquet"])),
+            format!(
+                "ROOT/a.parquet: its column \"text\" is compressed with {codec}, which is not supported\n\
+                 hint: write the file again with zstd, snappy, gzip or no compression"
+            )
+        );
+    }
+}
+
+/// What is to be predicted of all tokens but the first, with `|` for separators and `.` for what does not count.
+fn targets(prepared: &Prepared) -> String {
+    let mut targets = vec![0; prepared.train().len() as usize - 1];
+    prepared.train().copy_targets(0, &mut targets);
+    // Wherever a sample begins, it has the same targets.
+    for from in 1..targets.len() {
+        let mut rest = vec![0; targets.len() - from];
+        prepared.train().copy_targets(from as u64, &mut rest);
+        assert_eq!(rest, targets[from..]);
+    }
+    let shown = |target: &u32| match *target {
+        IGNORED_TARGET => '.',
+        0 => '|',
+        byte => char::from(byte as u8),
+    };
+    targets.iter().map(shown).collect()
+}
+
+#[test]
+fn a_prompt_stands_before_the_text_and_does_not_count() {
+    let lines = "{\"prompt\": \"ab\", \"text\": \"cd\"}\n{\"text\": \"x\", \"prompt\": null}\n\
+                 {\"prompt\": \"\", \"text\": \"\"}\n{\"prompt\": \"pq\", \"text\": \"\"}\n{\"prompt\": \"r\", \"text\": \"st\"}\n";
+    let case = Case::new(&[("a.jsonl", lines.as_bytes())]);
+    let spec = PrepareSpec { prompt_field: Some("prompt".into()), ..case.spec(&["a.jsonl"]) };
+    let prepared = case.prepare(&spec).unwrap();
+    assert_eq!(train_text(&prepared), "abcd|x|pq|rst|");
+    assert_eq!(targets(&prepared), ".cd|x|..|.st|");
+    assert_eq!(prepared.train_summary().bytes, 10);
+    // Over several shards too.
+    let options = PrepareOptions { part_bytes: 1, ..PrepareOptions::default() };
+    let parts = prepare_with(&spec, &case.path("parts"), &options, &mut |_| ()).unwrap();
+    assert!(parts.train().shards().len() > 2);
+    assert_eq!(targets(&parts), ".cd|x|..|.st|");
+    // Without the field everything counts.
+    assert_eq!(targets(&case.prepare(&case.spec(&["a.jsonl"])).unwrap()), "d|x|st|");
+
+    let spec = PrepareSpec { tokenizer: tokenizer(), ..spec };
+    let prepared = case.prepare(&spec).unwrap();
+    let tokenizer = prepared.tokenizer().unwrap();
+    let (prompt, text) = (tokenizer.tokens("ab").unwrap(), tokenizer.tokens("cd").unwrap());
+    let all = [prompt.clone(), text.clone(), vec![tokenizer.separator()]].concat();
+    assert_eq!(tokens(prepared.train())[..all.len()], all, "a prompt is tokenised on its own");
+    assert_eq!(prepared.train().document_at(0).prompt, prompt.len() as u64);
+}
+
+#[test]
+fn prompts_of_parquet_files_are_a_column() {
+    let case = Case::new(&[("a.parquet", &fs::read(fixture("prompts.bin")).unwrap())]);
+    let spec = |prompt: &str| PrepareSpec {
+        text_field: "answer".into(),
+        prompt_field: Some(prompt.into()),
+        ..case.spec(&["a.parquet"])
+    };
+    assert_eq!(targets(&case.prepare(&spec("question")).unwrap()), "............three|four|five|");
+    fs::remove_dir_all(case.path("out")).unwrap();
+    let error = case.error(&spec("query"));
+    assert!(error.ends_with("hint: name the column with the prompt in data.prompt_field"), "{error}");
+}
+
+#[test]
+fn prompts_that_are_not_there_are_refused() {
+    let case =
+        Case::new(&[("a.jsonl", b"{\"prompt\": \"a\", \"text\": \"b\"}\n{\"text\": \"c\"}\n"), ("b.txt", b"text")]);
+    let error = |file: &str| case.error(&PrepareSpec { prompt_field: Some("prompt".into()), ..case.spec(&[file]) });
+    assert_eq!(
+        error("a.jsonl"),
+        "ROOT/a.jsonl:2: the object has no field \"prompt\"\n\
+         hint: data.prompt_field names the field with the prompt; null or \"\" stands for no prompt"
+    );
+    assert!(
+        error("b.txt").starts_with("ROOT/b.txt: data.prompt_field names the field \"prompt\", and this is plain text")
+    );
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
 
 use crate::ExecError;
-use lockstep_ir::op::Elem;
+use lockstep_ir::op::{Elem, IGNORED_TARGET};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use lockstep_ir::{Axis, Coordinates, DType, DeviceProfile, Op, TypeError};
 use std::collections::BTreeMap;
@@ -95,9 +95,12 @@ pub struct VocabPart {
 }
 
 impl VocabPart {
-    /// Where a token stands in this part; `None` if it is in another.
+    /// Where a target stands in this part; `None` if it is in another, or ignored.
     #[inline(always)]
     pub fn find(&self, token: u32) -> Option<usize> {
+        if token == IGNORED_TARGET {
+            return None;
+        }
         let token = token as usize;
         assert!(token < self.whole, "token {token} is outside the vocabulary of {}", self.whole);
         token.checked_sub(self.first).filter(|i| *i < self.entries)

@@ -11,7 +11,7 @@ pub use ops::ops;
 use crate::reference;
 use crate::{ExecError, Executor};
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::Elem;
+use lockstep_ir::op::{Elem, IGNORED_TARGET};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Graph, Op, Section, StepScalars, TensorType, counter, verify};
 use single::{decode, encode, single_op};
@@ -130,6 +130,8 @@ enum Draw {
     Positive,
     /// Token ids below this bound.
     Below(u32),
+    /// The same as targets, a quarter of them ignored.
+    Targets(u32),
     /// Whole numbers from the first to the second.
     Between(u32, u32),
     /// Where the document of each position starts: documents of one position up to most of the sequence, one that starts
@@ -187,7 +189,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
     let number = || TensorType::new(DType::U32, [b.clone()]);
     let sum = || TensorType::new(DType::Fixed64, [Dim::new(Axis::Scalar, 4)]);
     let statistics = |rows| t(&[Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)]);
-    use Draw::{Below, Between, Normal, Of, Positive, Quarter, Scalars, Squares, Starts, Stats};
+    use Draw::{Below, Between, Normal, Of, Positive, Quarter, Scalars, Squares, Starts, Stats, Targets};
     let inputs = match op {
         Op::Embedding => vec![(ids(), Below(50)), (t(&[v, d]), Normal)],
         Op::EmbeddingGrad { .. } => vec![(act(d), Normal), (ids(), Below(50))],
@@ -288,14 +290,14 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
             vec![(act(d.clone()), Normal), (keys, Below(u32::MAX))]
         }
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
-        Op::CrossEntropy => vec![(act(v), Normal), (ids(), Below(50))],
+        Op::CrossEntropy => vec![(act(v), Normal), (ids(), Targets(50))],
         Op::CrossEntropyGrad => {
-            vec![(act(v), Normal), (ids(), Below(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
+            vec![(act(v), Normal), (ids(), Targets(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
         }
         Op::LinearCrossEntropy { scaled, .. } => {
             // Enough columns for several blocks of a kernel that cuts the vocabulary.
             let table = t(&[Dim::new(Axis::Vocab, 400), d.clone()]);
-            let inputs = [(act(d), Normal), (table, Quarter), (ids(), Below(400))];
+            let inputs = [(act(d), Normal), (table, Quarter), (ids(), Targets(400))];
             inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
         Op::AddState => vec![(state(), Normal), (state(), Normal)],
@@ -304,7 +306,9 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         Op::MergeSums => vec![(sum(), Below(1000)), (sum(), Below(1000)), (sum(), Below(1000))],
         Op::GradientNorm => vec![(sum(), Squares), (StepScalars::ty(), Scalars)],
         Op::VocabLogits { .. } => vec![(act(d.clone()), Normal), (t(&[v, d]), Normal), (ids(), Below(50))],
-        Op::VocabLoss => vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Below(50))],
+        Op::VocabLoss => {
+            vec![(statistics(23), Positive), (statistics(batch * seq - 23), Positive), (ids(), Targets(50))]
+        }
         Op::VocabGrad { rows, scaled } => {
             let logits = Op::VocabLogits { rows, parts: 1 };
             let inputs = [
@@ -312,7 +316,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
                 (statistics(23), Of(logits, 1, &[2, 3, 4])),
                 (act(d.clone()), Normal),
                 (t(&[v, d]), Normal),
-                (ids(), Below(50)),
+                (ids(), Targets(50)),
             ];
             inputs.into_iter().chain(scaled.then(|| (StepScalars::ty(), Scalars))).collect()
         }
@@ -387,6 +391,11 @@ fn draw(op: &Op, inputs: &[Input]) -> Vec<Vec<f64>> {
             Draw::Positive => (0..ty.elements()).map(|j| f64::from((normal(j).abs() + 0.1) as f32)).collect(),
             Draw::Below(bound) => {
                 (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % u64::from(*bound)) as f64).collect()
+            }
+            Draw::Targets(bound) => {
+                let target =
+                    |bits: u64| if bits >> 62 == 0 { u64::from(IGNORED_TARGET) } else { bits % u64::from(*bound) };
+                (0..ty.elements()).map(|j| target(counter::bits(key, j as u64)) as f64).collect()
             }
             Draw::Between(low, high) => {
                 let range = u64::from(high - low + 1);

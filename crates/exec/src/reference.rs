@@ -8,7 +8,7 @@ mod rules;
 mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
-use lockstep_ir::op::Dims;
+use lockstep_ir::op::{Dims, IGNORED_TARGET};
 use lockstep_ir::{Graph, Op, StepScalars, ValueId, counter};
 
 /// Evaluates a graph. `feed` gives inputs and states (token ids as whole numbers); gradient states start at zero. Returns every
@@ -191,7 +191,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![w, m, v]
         }
         Op::VocabLogits { rows, parts } => vocab::logits(&dims, x[0], x[1], x[2], rows, parts).into(),
-        Op::VocabLoss => vec![vocab::loss(&dims, &x[..x.len() - 1])],
+        Op::VocabLoss => vec![vocab::loss(&dims, &x[..x.len() - 1], x[x.len() - 1])],
         Op::VocabGrad { rows, scaled } => {
             let seed = if scaled { f64::from(scalars(x[5]).loss_scale) } else { 1.0 };
             vocab::grad(&dims, x, rows, seed).into()
@@ -472,7 +472,10 @@ fn log_sum_exp(x: &[f64]) -> f64 {
 fn cross_entropy(dims: &Dims, logits: &[f64], targets: &[f64]) -> [Vec<f64>; 2] {
     let v = logits.len() / targets.len();
     let lse: Vec<f64> = logits.chunks(v).map(log_sum_exp).collect();
-    let token = |row: usize| lse[row] - logits[row * v + targets[row] as usize];
+    let token = |row: usize| match is_counted(targets[row]) {
+        true => lse[row] - logits[row * v + targets[row] as usize],
+        false => 0.0,
+    };
     let seq = dims.size('s');
     let loss = (0..dims.size('b')).map(|b| (b * seq..(b + 1) * seq).map(token).sum()).collect();
     [loss, lse]
@@ -482,5 +485,14 @@ fn cross_entropy_grad(logits: &[f64], targets: &[f64]) -> Vec<f64> {
     let v = logits.len() / targets.len();
     let lse: Vec<f64> = logits.chunks(v).map(log_sum_exp).collect();
     let hit = |i: usize| if targets[i / v] as usize == i % v { 1.0 } else { 0.0 };
-    logits.iter().enumerate().map(|(i, x)| (x - lse[i / v]).exp() - hit(i)).collect()
+    let element = |(i, x): (usize, &f64)| match is_counted(targets[i / v]) {
+        true => (x - lse[i / v]).exp() - hit(i),
+        false => 0.0,
+    };
+    logits.iter().enumerate().map(element).collect()
+}
+
+/// Whether a position's loss counts.
+fn is_counted(target: f64) -> bool {
+    target != f64::from(IGNORED_TARGET)
 }

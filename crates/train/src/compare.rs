@@ -4,6 +4,7 @@ use crate::schedule::step_scalars;
 use crate::{Session, TrainError, feed, plan};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
+use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, f16, fixed};
 use lockstep_model::names;
@@ -264,13 +265,19 @@ pub(crate) fn fill(
     first: usize,
     positions: usize,
 ) -> Result<(), TrainError> {
+    let seq = config.train.seq;
     for name in [names::TOKENS, names::TARGETS] {
         let key = counter::key(step, name);
         let id = |i: usize| (counter::bits(key, (first + i) as u64) % config.model.vocab_size as u64) as u32;
+        // A prompt of another length in every sequence, or none.
+        let ignored = |i: usize| {
+            let (sequence, position) = ((first + i) / seq, (first + i) % seq);
+            config.data.prompt_field.is_some() && name == names::TARGETS && position < sequence % 4 * seq / 4
+        };
+        let id = |i: usize| if ignored(i) { IGNORED_TARGET } else { id(i) };
         let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
         session.executor().write(name, micro_batch, &bytes)?;
     }
-    let seq = config.train.seq;
     if config.model.dropout > 0.0 && step != u64::MAX {
         let sample = |b: usize| step * config.train.global_batch as u64 + (first / seq + b) as u64;
         let keys = (0..positions / seq).flat_map(|b| feed::dropout_key(config.train.seed, sample(b)));

@@ -324,7 +324,8 @@ fn settings(spec: &PrepareSpec) -> String {
         plain.display().to_string()
     };
     let paths: Vec<String> = spec.paths.iter().map(plain).collect();
-    format!("{} (extensions {}; field {})", paths.join(", "), spec.extensions.join(" "), spec.text_field)
+    let prompt = spec.prompt_field.as_ref().map_or(String::new(), |field| format!("; prompt {field}"));
+    format!("{} (extensions {}; field {}{prompt})", paths.join(", "), spec.extensions.join(" "), spec.text_field)
 }
 
 /// The tokenizer that a config names.
@@ -350,6 +351,7 @@ fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Want
         paths,
         extensions: config.data.extensions.clone(),
         text_field: config.data.text_field.clone(),
+        prompt_field: config.data.prompt_field.clone(),
         tokenizer: tokenizer.clone(),
         validation_fraction: config.data.validation_fraction,
         seed: config.train.seed,

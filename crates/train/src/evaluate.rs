@@ -1,6 +1,6 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
-use crate::feed::{Feed, Scored, Sequences, Stretch};
+use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
 use crate::{Device, RunData, Tokenizer, TrainError, Trained};
@@ -9,6 +9,7 @@ use lockstep_config::{Config, ModelConfig};
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
+use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_model::{Form, build_form};
 use serde::Serialize;
 use serde_json::json;
@@ -124,6 +125,7 @@ pub fn evaluate(
                 paths: paths.clone(),
                 extensions,
                 text_field: config.data.text_field.clone(),
+                prompt_field: config.data.prompt_field.clone(),
                 tokenizer: tokenizer_spec(&tokenizer, config, folder.path())?,
                 validation_fraction: 0.0,
                 seed: 0,
@@ -136,13 +138,15 @@ pub fn evaluate(
     let total = cut.sequences * seq as u64 + cut.rest as u64;
     let mut all = Sum::default();
     let mut corpora = vec![Sum::default(); material.names().len()];
-    let mut scored = |Scored { index, loss, targets }: Scored<'_>| {
-        let (tokens, bytes) = (targets.len() as u64, tokenizer.byte_count(targets));
+    let mut done = 0;
+    let mut scored = |Scored { index, loss, targets, source: (stream, from) }: Scored<'_>| {
+        let (tokens, bytes) = (counted(targets), text_bytes(&tokenizer, stream, from + 1, targets));
         all.add(tokens, bytes, loss);
+        done += targets.len() as u64;
         if let Material::HeldOut { samples, .. } = &material {
             corpora[samples.locate(index).corpus].add(tokens, bytes, loss);
         }
-        show(EvaluateProgress::Evaluating { done: all.tokens, total });
+        show(EvaluateProgress::Evaluating { done, total });
     };
     let mut model = Model::load(trained, seq, cut)?;
     model.score(&material, cut, &mut scored)?;
@@ -158,6 +162,20 @@ fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Resu
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| TrainError::io("write", &path, e))?;
     Ok(TokenizerSpec::file(&path, config.data.end_token.clone())?)
+}
+
+/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. Separators are none.
+fn text_bytes(tokenizer: &Tokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> u64 {
+    let mut separators = Vec::new();
+    stream.separators(from, targets.len() as u64, |at| separators.push(at as usize));
+    let mut bytes = 0;
+    let mut start = 0;
+    for end in separators.into_iter().chain([targets.len()]) {
+        let runs = targets[start.min(end)..end].split(|target| *target == IGNORED_TARGET);
+        bytes += runs.map(|tokens| tokenizer.byte_count(tokens)).sum::<u64>();
+        start = end + 1;
+    }
+    bytes
 }
 
 /// What a model is evaluated on.
@@ -250,12 +268,12 @@ impl Model {
         if let Some(feed) = &mut self.whole {
             let whole: &dyn Sequences = match material {
                 Material::HeldOut { samples, .. } => samples,
-                Material::Text(tokens) => &Stretch { tokens, from: 0 },
+                Material::Text(tokens) => &Stretch { tokens, from: 0, seq: feed.seq() },
             };
             feed.evaluate(executor, StepProgram::EVALUATE, cut.sequences, whole, &never, scored)?;
         }
         if let (Some(feed), Material::Text(tokens)) = (&mut self.rest, material) {
-            let rest = Stretch { tokens, from: tokens.len() - 1 - cut.rest as u64 };
+            let rest = Stretch { tokens, from: tokens.len() - 1 - cut.rest as u64, seq: cut.rest };
             feed.evaluate(executor, StepProgram::EVALUATE_REST, 1, &rest, &never, scored)?;
         }
         Ok(())

@@ -3,6 +3,7 @@
 use crate::TrainError;
 use lockstep_data::{Sampler, TokenStream};
 use lockstep_exec::Executor;
+use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, counter};
 use lockstep_model::names;
@@ -10,20 +11,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where sequences come from, by their index.
 pub(crate) trait Sequences {
-    /// Writes a sequence's tokens, and as targets the token after each.
-    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]);
-
-    /// Writes, for each position of a sequence, where in the sequence its document starts.
-    fn document_starts(&self, index: u64, starts: &mut [u32]);
+    /// The tokens that a sequence is a part of, and where among them it begins.
+    fn source(&self, index: u64) -> (&TokenStream, u64);
 }
 
 impl Sequences for Sampler {
-    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]) {
-        Sampler::fill(self, index, tokens, targets);
-    }
-
-    fn document_starts(&self, index: u64, starts: &mut [u32]) {
-        Sampler::document_starts(self, index, starts);
+    fn source(&self, index: u64) -> (&TokenStream, u64) {
+        Sampler::source(self, index)
     }
 }
 
@@ -32,18 +26,19 @@ pub(crate) struct Stretch<'a> {
     pub(crate) tokens: &'a TokenStream,
     /// The first token of the first.
     pub(crate) from: u64,
+    /// Tokens of a sequence.
+    pub(crate) seq: usize,
 }
 
 impl Sequences for Stretch<'_> {
-    fn fill(&self, index: u64, tokens: &mut [u32], targets: &mut [u32]) {
-        let at = self.from + index * tokens.len() as u64;
-        self.tokens.copy(at, tokens);
-        self.tokens.copy(at + 1, targets);
+    fn source(&self, index: u64) -> (&TokenStream, u64) {
+        (self.tokens, self.from + index * self.seq as u64)
     }
+}
 
-    fn document_starts(&self, index: u64, starts: &mut [u32]) {
-        self.tokens.document_starts(self.from + index * starts.len() as u64, starts);
-    }
+/// How many targets count in the loss.
+pub(crate) fn counted(targets: &[u32]) -> u64 {
+    targets.iter().filter(|target| **target != IGNORED_TARGET).count() as u64
 }
 
 /// A sequence that was evaluated.
@@ -54,6 +49,8 @@ pub(crate) struct Scored<'a> {
     pub(crate) loss: f64,
     /// What was predicted.
     pub(crate) targets: &'a [u32],
+    /// Where its tokens are from.
+    pub(crate) source: (&'a TokenStream, u64),
 }
 
 /// The key of a sequence's dropout, as two words: a function of the run's seed and the sequence's place in the order of all.
@@ -116,7 +113,8 @@ impl Feed {
         &self.names[4]
     }
 
-    /// Writes a micro-batch: the sequences from `first` on, and the `last` one again where there are no more.
+    /// Writes a micro-batch: the sequences from `first` on, and the `last` one again where there are no more. Gives how many of
+    /// its targets count.
     pub(crate) fn load(
         &mut self,
         executor: &mut dyn Executor,
@@ -124,13 +122,15 @@ impl Feed {
         data: &dyn Sequences,
         first: u64,
         last: u64,
-    ) -> Result<(), TrainError> {
+    ) -> Result<u64, TrainError> {
         for b in 0..self.batch {
             let range = b * self.seq..(b + 1) * self.seq;
             let index = (first + b as u64).min(last);
-            data.fill(index, &mut self.tokens[range.clone()], &mut self.targets[range.clone()]);
+            let (stream, offset) = data.source(index);
+            stream.copy(offset, &mut self.tokens[range.clone()]);
+            stream.copy_targets(offset, &mut self.targets[range.clone()]);
             if let Some(starts) = &mut self.starts {
-                data.document_starts(index, &mut starts[range]);
+                stream.document_starts(offset, &mut starts[range]);
             }
             if let Some(keys) = &mut self.keys {
                 keys[2 * b..2 * b + 2].copy_from_slice(&dropout_key(self.seed, index));
@@ -143,7 +143,7 @@ impl Feed {
             self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
             executor.write(name, micro_batch, &self.bytes)?;
         }
-        Ok(())
+        Ok(counted(&self.targets))
     }
 
     /// Calls `scored` with every one of the first `sequences` sequences, in order; false if `stop` came before the last.
@@ -168,7 +168,8 @@ impl Feed {
             let bytes = executor.read(self.loss(), 0)?;
             for (b, loss) in losses(&bytes).enumerate().take(count as usize) {
                 let targets = &self.targets[b * self.seq..(b + 1) * self.seq];
-                scored(Scored { index: first + b as u64, loss, targets });
+                let index = first + b as u64;
+                scored(Scored { index, loss, targets, source: data.source(index) });
             }
             first += count;
         }

@@ -1,6 +1,6 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
-use crate::feed::{Feed, Scored, losses};
+use crate::feed::{Feed, Scored, counted, losses};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
@@ -26,6 +26,8 @@ pub struct Session {
     smaller: Vec<(usize, String)>,
     first: Option<First>,
     feed: Feed,
+    /// Targets that count in the step whose inputs the executor holds.
+    targets: u64,
 }
 
 /// What the gradients of the first micro-batch are of.
@@ -40,7 +42,7 @@ struct First {
 /// What a step gave.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepResult {
-    /// Mean loss per token of the global batch.
+    /// Mean loss per target that counts of the global batch.
     pub loss: f64,
     /// Norm of the mean gradient.
     pub grad_norm: f32,
@@ -58,7 +60,7 @@ enum Queued {
     /// The executor runs steps to their end.
     Done(StepResult),
     /// The step runs, or waits for those before it.
-    Later { micro_batches: usize, ticket: Ticket },
+    Later { micro_batches: usize, targets: u64, ticket: Ticket },
 }
 
 impl QueuedStep {
@@ -90,6 +92,7 @@ impl Session {
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
+            targets: plan.tokens_per_step,
             smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
         };
         state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
@@ -162,28 +165,37 @@ impl Session {
 
     /// One training step on these samples of the global order.
     pub fn step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<StepResult, TrainError> {
-        let queued = self.queue_step(data, batch, scalars)?;
+        let queued = self.queue_step(data, batch, &|_| scalars)?;
         self.finish(queued)
     }
 
-    /// Gives the executor a training step on these samples of the global order. At most two steps are queued at a time.
-    pub fn queue_step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    /// Gives the executor a training step on these samples of the global order. `scalars` are those of a step with so many targets
+    /// that count. At most two steps are queued at a time.
+    pub fn queue_step(
+        &mut self,
+        data: &Sampler,
+        batch: Batch,
+        scalars: &dyn Fn(u64) -> StepScalars,
+    ) -> Result<QueuedStep, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
+        let mut targets = 0;
         for m in 0..micro_batches {
             let first = batch.first_sample + (m * self.feed.batch()) as u64;
-            self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
+            targets += self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
         }
-        self.queue_micro_batches(micro_batches, scalars)
+        // A step of prompts alone has a loss and a gradient of 0.
+        self.targets = targets.max(1);
+        self.queue_micro_batches(micro_batches, scalars(self.targets))
     }
 
     /// Waits for a step and gives what came of it. Steps are finished in the order in which they were queued.
     pub fn finish(&mut self, step: QueuedStep) -> Result<StepResult, TrainError> {
         match step.0 {
             Queued::Done(result) => Ok(result),
-            Queued::Later { micro_batches, ticket } => {
+            Queued::Later { micro_batches, targets, ticket } => {
                 let mut taken = self.executor.take(ticket)?.into_iter();
                 let none = || ExecError::Internal("a queued reading gave too little".into());
-                self.result(micro_batches, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
+                self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
             }
         }
     }
@@ -203,7 +215,8 @@ impl Session {
     pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
         self.write_scalars(scalars)?;
         let timings = self.executor.profile(StepProgram::TRAIN)?;
-        Ok((self.result(self.micro_batches, |name, m| self.executor.read(name, m))?, timings))
+        let result = self.result(self.micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
+        Ok((result, timings))
     }
 
     fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
@@ -214,8 +227,8 @@ impl Session {
         let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
         let count = if self.first.is_some() { 3 } else { 2 };
         Ok(QueuedStep(match self.executor.read_later(&results[..count])? {
-            Some(ticket) => Queued::Later { micro_batches, ticket },
-            None => Queued::Done(self.result(micro_batches, |name, m| self.executor.read(name, m))?),
+            Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
+            None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
         }))
     }
 
@@ -229,6 +242,7 @@ impl Session {
     fn result<'a>(
         &self,
         micro_batches: usize,
+        targets: u64,
         mut read: impl FnMut(&str, usize) -> Result<Cow<'a, [u8]>, ExecError>,
     ) -> Result<StepResult, TrainError> {
         let mut sum = 0.0;
@@ -245,11 +259,10 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
-        let tokens = (micro_batches * self.feed.batch() * self.feed.seq()) as f64;
-        Ok(StepResult { loss: sum / tokens, grad_norm, applied: !factor.is_nan(), first })
+        Ok(StepResult { loss: sum / targets as f64, grad_norm, applied: !factor.is_nan(), first })
     }
 
-    /// Mean loss per token over the first `sequences` samples of `data`; `None` if `stop` came before the last. `progress`
+    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last. `progress`
     /// hears how many are done.
     pub fn evaluate(
         &mut self,
@@ -258,14 +271,15 @@ impl Session {
         stop: &AtomicBool,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Option<f64>, TrainError> {
-        let mut sum = 0.0;
+        let (mut sum, mut targets) = (0.0, 0);
         let executor = self.executor.as_mut();
         let add = &mut |scored: Scored<'_>| {
             sum += scored.loss;
+            targets += counted(scored.targets);
             progress(scored.index + 1);
         };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
-        Ok(whole.then(|| sum / (sequences * self.feed.seq() as u64) as f64))
+        Ok(whole.then(|| sum / targets.max(1) as f64))
     }
 }
 

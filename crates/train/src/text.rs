@@ -61,14 +61,12 @@ impl Tokenizer {
         }
     }
 
-    /// Number of bytes of text that tokens stand for, separators left out.
+    /// Number of bytes of text that tokens stand for, which are of one document and without its separator.
     pub fn byte_count(&self, tokens: &[u32]) -> u64 {
         match self {
-            Tokenizer::Bytes => tokens.iter().filter(|t| **t != self.separator()).count() as u64,
-            Tokenizer::File(tokenizer) => {
-                let documents = tokens.split(|t| *t == self.separator());
-                documents.map(|tokens| tokenizer.decode(tokens).len() as u64).sum()
-            }
+            Tokenizer::Bytes => tokens.len() as u64,
+            Tokenizer::File(_) if tokens.is_empty() => 0,
+            Tokenizer::File(tokenizer) => tokenizer.decode(tokens).len() as u64,
         }
     }
 }

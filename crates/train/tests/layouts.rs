@@ -73,6 +73,17 @@ fn with_documents_kept_apart() {
 }
 
 #[test]
+fn with_prompts_that_do_not_count() {
+    let prompts = "[data]\nprompt_field = \"prompt\"\ndocument_mask = true";
+    let found = check(&config("", &format!("micro_batch = 1\n{prompts}")), &LAYOUTS);
+    check(&config("tied_embeddings = true", &format!("micro_batch = 2\n{BF16}\n{prompts}")), &LAYOUTS);
+    // Something is left out, and not everything.
+    let whole = check(&config("", "micro_batch = 1\n[data]\ndocument_mask = true"), &["dp=2"]);
+    let share = found[0].losses[0].0 / whole[0].losses[0].0;
+    assert!(share > 0.5 && share < 0.75, "{share}");
+}
+
+#[test]
 fn with_accumulation_in_bf16() {
     check(&config("", &format!("micro_batch = 1\n{BF16}")), &LAYOUTS);
 }

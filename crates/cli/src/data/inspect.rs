@@ -147,6 +147,13 @@ struct SampleDocument {
     start: u64,
     /// Whether it began before the sample.
     continued: bool,
+    /// Its first tokens that are a prompt, which does not count in the loss.
+    #[serde(skip_serializing_if = "is_zero")]
+    prompt: u64,
+}
+
+fn is_zero(n: &u64) -> bool {
+    *n == 0
 }
 
 #[derive(Serialize)]
@@ -172,12 +179,14 @@ impl<'a> Order<'a> {
                 record: Some(document.origin.record).filter(|&record| record > 0),
                 start: document.start.saturating_sub(place.offset),
                 continued: document.continued || document.start < place.offset,
+                prompt: document.prompt,
             }
         };
-        let (mut tokens, mut targets) = (vec![0; self.seq], vec![0; self.seq]);
-        self.sampler.fill(index, &mut tokens, &mut targets);
-        let text = with_text.then(|| self.tokenizers[place.corpus].decode(&tokens));
-        tokens.extend(targets.last());
+        // A sample's last target is the token after it.
+        let mut tokens = vec![0; self.seq + 1];
+        let (stream, offset) = self.sampler.source(index);
+        stream.copy(offset, &mut tokens);
+        let text = with_text.then(|| self.tokenizers[place.corpus].decode(&tokens[..self.seq]));
         Sample {
             index,
             corpus: self.corpora[place.corpus].name.clone(),
@@ -198,7 +207,12 @@ impl Sample {
         for document in &self.documents {
             let record = document.record.map_or(String::new(), |record| format!(":{record}"));
             let begun = if document.continued { " (began earlier)" } else { "" };
-            text.push_str(&format!("  {:>8}  {}{record}{begun}\n", document.start, printable(&document.file)));
+            let prompt = match document.prompt {
+                0 => String::new(),
+                1 => ", prompt of 1 token".to_owned(),
+                tokens => format!(", prompt of {} tokens", thousands(tokens)),
+            };
+            text.push_str(&format!("  {:>8}  {}{record}{begun}{prompt}\n", document.start, printable(&document.file)));
         }
         if let Some(tokens) = &self.tokens {
             let ids: Vec<String> = tokens.iter().map(u32::to_string).collect();

@@ -146,9 +146,11 @@ pub unsafe fn vocab_loss(call: Call) -> Result<(), CudaError> {
     let Some(loss) = call.output(0) else { return Ok(()) };
     let (parts, losses) = (call.size('a'), call.scratch()?);
     let mut done = 0;
-    for (c, at) in call.bound.inputs[..call.bound.inputs.len() - 1].iter().enumerate() {
-        let rows = at.elements / (parts * 3);
-        let args = args![call.input(c), losses + 4 * done as u64, parts, rows];
+    let chunks = call.bound.inputs.len() - 1;
+    let targets = call.input(chunks);
+    for (c, at) in call.bound.inputs[..chunks].iter().enumerate() {
+        let (rows, place) = (at.elements / (parts * 3), 4 * done as u64);
+        let args = args![call.input(c), targets + place, losses + place, parts, rows];
         // SAFETY: chunks together have the positions of all sequences.
         unsafe { call.plain(("loss", "vocab_losses"), [rows.div_ceil(THREADS), 1, 1], THREADS, args)? };
         done += rows;

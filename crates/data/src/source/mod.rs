@@ -44,12 +44,23 @@ pub(crate) enum Content {
     Text(Vec<u8>),
     /// A JSON object with the text in a field.
     JsonLine(Vec<u8>),
+    /// A prompt and the text after it.
+    Completion { prompt: Vec<u8>, text: Vec<u8> },
+}
+
+/// The fields of records, or columns, that are read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fields<'a> {
+    pub(crate) text: &'a str,
+    pub(crate) prompt: Option<&'a str>,
 }
 
 impl Content {
-    pub(crate) fn bytes(&self) -> &[u8] {
+    /// How many bytes it has.
+    pub(crate) fn len(&self) -> usize {
         match self {
-            Content::Text(bytes) | Content::JsonLine(bytes) => bytes,
+            Content::Text(bytes) | Content::JsonLine(bytes) => bytes.len(),
+            Content::Completion { prompt, text } => prompt.len() + text.len(),
         }
     }
 }
@@ -80,7 +91,7 @@ impl Cursor {
 pub(crate) struct Reading<'a> {
     pub(crate) found: &'a Found,
     pub(crate) holdout: &'a HoldOut,
-    pub(crate) text_field: &'a str,
+    pub(crate) fields: Fields<'a>,
     /// Where tokens are bytes, long text needs no fitting place to cut.
     pub(crate) cut_anywhere: bool,
     /// Ends the work, also while it goes to the place where it left off.
@@ -120,7 +131,7 @@ impl<'a> Units<'a> {
 
     /// The next unit; none after the last.
     pub(crate) fn next(&mut self) -> Result<Option<Unit>, DataError> {
-        let Reading { found, holdout, text_field, cut_anywhere, stop } = self.reading;
+        let Reading { found, holdout, fields, cut_anywhere, stop } = self.reading;
         while let Some(file) = found.files.get(self.at.file as usize) {
             let at = self.at;
             let open = match &mut self.open {
@@ -128,7 +139,7 @@ impl<'a> Units<'a> {
                 closed => closed.insert(match file.form {
                     Form::Text => Open::Text(Text::open(file, at)?),
                     Form::Lines { compressed } => Open::Lines(Lines::open(file, compressed, at, stop)?),
-                    Form::Rows => Open::Rows(Box::new(Rows::open(file, text_field, at, stop)?)),
+                    Form::Rows => Open::Rows(Box::new(Rows::open(file, fields, at, stop)?)),
                 }),
             };
             let read = match open {

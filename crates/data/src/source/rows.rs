@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parquet::basic::Type as Physical;
+use parquet::basic::{Compression, Type as Physical};
 use parquet::column::reader::ColumnReader;
 use parquet::data_type::ByteArray;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
 use super::pages::Pages;
-use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
+use super::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit, record};
 use crate::DataError;
 use crate::guard::caught;
 use crate::holdout::HoldOut;
@@ -21,62 +21,125 @@ use crate::scan::SourceFile;
 /// Rows that are decoded at a time.
 const BATCH_ROWS: usize = 64;
 
-/// Reads one column of strings. A row without a value is an empty document.
+/// Reads the columns of strings that are asked for. A row without a value is an empty document, or has no prompt.
 pub(super) struct Rows {
     reader: SerializedFileReader<Pages>,
-    column: usize,
-    optional: bool,
-    /// The row group that is next, and the open one's column.
-    next_group: usize,
-    open: Option<ColumnReader>,
-    ready: VecDeque<ByteArray>,
+    text: Column,
+    prompt: Option<Column>,
     rows: u64,
 }
 
 impl Rows {
-    pub(super) fn open(file: &SourceFile, field: &str, at: Cursor, stop: &AtomicBool) -> Result<Self, DataError> {
+    pub(super) fn open(
+        file: &SourceFile,
+        fields: Fields<'_>,
+        at: Cursor,
+        stop: &AtomicBool,
+    ) -> Result<Self, DataError> {
         let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
         let (pages, begun) = Pages::new(opened);
         let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
         begun.store(true, Ordering::Relaxed);
-        let (column, optional, rows) = find_column(file, &reader, field)?;
-        let mut this = Rows { reader, column, optional, next_group: 0, open: None, ready: VecDeque::new(), rows };
-        let mut left = this.skip_groups(at.records);
-        while left > 0 {
-            go_on(stop)?;
-            left = this.skip_rows(left).map_err(|cause| damaged(file, &cause))?;
+        let text = Column::find(file, &reader, fields.text, "name the column with the text in data.text_field")?;
+        let hint = "name the column with the prompt in data.prompt_field";
+        let prompt = fields.prompt.map(|field| Column::find(file, &reader, field, hint)).transpose()?;
+        let rows = reader.metadata().file_metadata().num_rows().max(0) as u64;
+        let mut this = Rows { reader, text, prompt, rows };
+        for column in [Some(&mut this.text), this.prompt.as_mut()].into_iter().flatten() {
+            let mut left = column.skip_groups(&this.reader, at.records);
+            while left > 0 {
+                go_on(stop)?;
+                left = column.skip_rows(&this.reader, left).map_err(|cause| damaged(file, &cause))?;
+            }
         }
         Ok(this)
     }
 
     pub(super) fn next(&mut self, file: &SourceFile, holdout: &HoldOut, at: Cursor) -> Result<Option<Unit>, DataError> {
+        let row = at.records + 1;
+        let refuse = |cause: String| damaged_row(file, row, &cause);
+        let text = self.text.next(&self.reader).map_err(refuse)?;
+        let prompt = self.prompt.as_mut().map(|column| column.next(&self.reader)).transpose().map_err(refuse)?;
+        let content = match (text, prompt) {
+            (Some(text), None) => Content::Text(text),
+            (Some(text), Some(Some(prompt))) => Content::Completion { prompt, text },
+            (None, _) | (_, Some(None)) if at.records != self.rows => {
+                return Err(damaged(file, &format!("it has {} rows where it says {}", at.records, self.rows)));
+            }
+            (None, _) | (_, Some(None)) => return Ok(None),
+        };
+        if content.len() > MAX_RECORD_BYTES {
+            let problem = format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20);
+            return Err(DataError::record(&file.path, row, problem, "divide the document"));
+        }
+        let share = row as f64 / self.rows.max(1) as f64;
+        let input_bytes = ((file.bytes as f64 * share) as u64).min(file.bytes);
+        Ok(Some(record(content, holdout, at, 0, input_bytes)))
+    }
+}
+
+/// One column of strings.
+struct Column {
+    index: usize,
+    optional: bool,
+    /// The row group that is next, and the open one's column.
+    next_group: usize,
+    open: Option<ColumnReader>,
+    ready: VecDeque<ByteArray>,
+}
+
+impl Column {
+    /// The column of a name; `hint` says where the name comes from.
+    fn find(
+        file: &SourceFile,
+        reader: &SerializedFileReader<Pages>,
+        field: &str,
+        hint: &'static str,
+    ) -> Result<Self, DataError> {
+        let refuse = |problem: String| DataError::source(&file.path, problem, hint);
+        let metadata = reader.metadata();
+        let schema = metadata.file_metadata().schema_descr();
+        let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
+        let Some(index) = names.iter().position(|name| name == field) else {
+            let shown: String = names.join(", ").chars().filter(|c| !c.is_control()).take(200).collect();
+            return Err(refuse(format!("it has no column {field:?}; its columns are {shown}")));
+        };
+        let column = schema.column(index);
+        if column.physical_type() != Physical::BYTE_ARRAY || column.max_rep_level() > 0 {
+            return Err(refuse(format!("its column {field:?} does not hold strings")));
+        }
+        let codecs = metadata.row_groups().iter().filter_map(|group| group.columns().get(index));
+        if let Some(codec) = codecs.map(|chunk| chunk.compression()).find_map(unreadable_codec) {
+            let problem = format!("its column {field:?} is compressed with {codec}, which is not supported");
+            return Err(DataError::source(
+                &file.path,
+                problem,
+                "write the file again with zstd, snappy, gzip or no compression",
+            ));
+        }
+        let optional = column.max_def_level() > 0;
+        Ok(Column { index, optional, next_group: 0, open: None, ready: VecDeque::new() })
+    }
+
+    /// The text of the next row; none after the last.
+    fn next(&mut self, reader: &SerializedFileReader<Pages>) -> Result<Option<Vec<u8>>, String> {
         while self.ready.is_empty() {
-            if !self.fill().map_err(|cause| damaged_row(file, at.records + 1, &cause))? {
-                return match at.records == self.rows {
-                    true => Ok(None),
-                    false => Err(damaged(file, &format!("it has {} rows where it says {}", at.records, self.rows))),
-                };
+            if !self.fill(reader)? {
+                return Ok(None);
             }
         }
-        let Some(value) = self.ready.pop_front() else { return Ok(None) };
-        if value.len() > MAX_RECORD_BYTES {
-            let problem = format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20);
-            return Err(DataError::record(&file.path, at.records + 1, problem, "divide the document"));
-        }
-        let share = (at.records + 1) as f64 / self.rows.max(1) as f64;
-        let input_bytes = ((file.bytes as f64 * share) as u64).min(file.bytes);
-        let text = if value.is_empty() { Vec::new() } else { value.data().to_vec() };
-        Ok(Some(record(Content::Text(text), holdout, at, 0, input_bytes)))
+        let text = |value: ByteArray| if value.is_empty() { Vec::new() } else { value.data().to_vec() };
+        Ok(self.ready.pop_front().map(text))
     }
 
     /// Decodes some rows more, or opens the next row group; false after the last.
-    fn fill(&mut self) -> Result<bool, String> {
+    fn fill(&mut self, reader: &SerializedFileReader<Pages>) -> Result<bool, String> {
         if self.open.is_none() {
-            if self.next_group == self.reader.num_row_groups() {
+            if self.next_group == reader.num_row_groups() {
                 return Ok(false);
             }
             let group = self.next_group;
-            let column = guarded(|| self.reader.get_row_group(group)?.get_column_reader(self.column))?;
+            let column = guarded(|| reader.get_row_group(group)?.get_column_reader(self.index))?;
             self.next_group += 1;
             self.open = Some(column);
         }
@@ -100,9 +163,9 @@ impl Rows {
     }
 
     /// Leaves out whole row groups without reading them; gives how many of `rows` rows are still to leave out.
-    fn skip_groups(&mut self, mut rows: u64) -> u64 {
-        while self.next_group < self.reader.num_row_groups() {
-            let group = self.reader.metadata().row_group(self.next_group).num_rows().max(0) as u64;
+    fn skip_groups(&mut self, reader: &SerializedFileReader<Pages>, mut rows: u64) -> u64 {
+        while self.next_group < reader.num_row_groups() {
+            let group = reader.metadata().row_group(self.next_group).num_rows().max(0) as u64;
             if rows < group {
                 break;
             }
@@ -113,8 +176,8 @@ impl Rows {
     }
 
     /// Leaves out some of the next `rows` rows; gives how many are left.
-    fn skip_rows(&mut self, rows: u64) -> Result<u64, String> {
-        if self.ready.is_empty() && !self.fill()? {
+    fn skip_rows(&mut self, reader: &SerializedFileReader<Pages>, rows: u64) -> Result<u64, String> {
+        if self.ready.is_empty() && !self.fill(reader)? {
             return Err("it has fewer rows than before".into());
         }
         let here = self.ready.len().min(usize::try_from(rows).unwrap_or(usize::MAX));
@@ -123,26 +186,14 @@ impl Rows {
     }
 }
 
-/// The column's index, whether rows may have none, and the number of rows.
-fn find_column(
-    file: &SourceFile,
-    reader: &SerializedFileReader<Pages>,
-    field: &str,
-) -> Result<(usize, bool, u64), DataError> {
-    let refuse =
-        |problem: String| DataError::source(&file.path, problem, "name the column with the text in data.text_field");
-    let metadata = reader.metadata().file_metadata();
-    let schema = metadata.schema_descr();
-    let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
-    let Some(index) = names.iter().position(|name| name == field) else {
-        let shown: String = names.join(", ").chars().filter(|c| !c.is_control()).take(200).collect();
-        return Err(refuse(format!("it has no column {field:?}; its columns are {shown}")));
-    };
-    let column = schema.column(index);
-    if column.physical_type() != Physical::BYTE_ARRAY || column.max_rep_level() > 0 {
-        return Err(refuse(format!("its column {field:?} does not hold strings")));
+/// The name of a codec that the library was built without.
+fn unreadable_codec(codec: Compression) -> Option<&'static str> {
+    match codec {
+        Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_) => None,
+        Compression::BROTLI(_) => Some("brotli"),
+        Compression::LZ4 | Compression::LZ4_RAW => Some("lz4"),
+        Compression::LZO => Some("lzo"),
     }
-    Ok((index, column.max_def_level() > 0, metadata.num_rows().max(0) as u64))
 }
 
 /// What the library says, even where a file made up to hurt makes it panic.

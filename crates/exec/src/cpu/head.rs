@@ -15,7 +15,7 @@ use super::call::{Accumulator, Call, Ptr};
 use super::float::Float;
 use super::gemm::{K_STEP, Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b};
 use super::linear::{add_fixed, add_rounded};
-use super::pointwise::checked_token;
+use super::pointwise::checked_target;
 use super::simd::{self, Simd, vectorised};
 use lockstep_ir::DType;
 
@@ -266,8 +266,8 @@ impl Head<'_> {
                 for r in 0..here {
                     let row = first + r;
                     let (logits, at) = (logits.add(r * width), j * self.most_rows + row);
-                    let target = checked_token(*targets.at(row), self.v);
-                    if target / self.columns == j {
+                    let target = checked_target(*targets.at(row), self.v);
+                    if let Some(target) = target.filter(|target| target / self.columns == j) {
                         *self.part::<f32>(self.at.targets).add(row) = *logits.add(target % self.columns);
                     }
                     let to = if wanted { self.e::<T::Kept>(j).add(row * width) } else { std::ptr::null_mut() };
@@ -291,7 +291,13 @@ impl Head<'_> {
                     let maxima = (0..self.blocks).map(|j| *factors.at(at(j)));
                     let top = maxima.fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
                     let mut sum = 0.0;
-                    let (target, logit) = (checked_token(*targets.at(row), self.v), *logits.at(row));
+                    // What is ignored has no loss, and factors of 0 make its gradients 0.
+                    let Some(target) = checked_target(*targets.at(row), self.v) else {
+                        (0..self.blocks).for_each(|j| *factors.at(at(j)) = 0.0);
+                        *losses.at(row) = 0.0;
+                        continue;
+                    };
+                    let logit = *logits.at(row);
                     let (hit, before) = (target / self.columns, *factors.at(at(target / self.columns)));
                     for j in 0..self.blocks {
                         let share = simd::exp(*factors.at(at(j)) - top);

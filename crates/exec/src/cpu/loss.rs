@@ -2,7 +2,7 @@
 
 use super::call::{Call, Ptr};
 use super::float::Float;
-use super::pointwise::checked_token;
+use super::pointwise::checked_target;
 use super::simd::{self, Simd, vectorised};
 
 /// logits `[b, s, v]`, targets `[b, s]` → loss `[b]` (f64), lse `[b, s]`.
@@ -18,7 +18,9 @@ pub fn cross_entropy<T: Float>(call: Call) {
             unsafe {
                 let x = logits.at(row * v);
                 let row_lse = log_sum_exp(call.simd, x, v);
-                total += f64::from(row_lse - (*x.add(checked_token(*targets.at(row), v))).to());
+                if let Some(target) = checked_target(*targets.at(row), v) {
+                    total += f64::from(row_lse - (*x.add(target)).to());
+                }
                 if let Some(lse) = lse {
                     *lse.at(row) = row_lse;
                 }
@@ -31,7 +33,7 @@ pub fn cross_entropy<T: Float>(call: Call) {
     });
 }
 
-/// dlogits = softmax(logits) − one-hot(target).
+/// dlogits = softmax(logits) − one-hot(target); 0 where the target is ignored.
 pub fn cross_entropy_grad<T: Float>(call: Call) {
     let (rows, v) = (call.size('b') * call.size('s'), call.size('v'));
     let (logits, targets) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
@@ -41,8 +43,12 @@ pub fn cross_entropy_grad<T: Float>(call: Call) {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task; targets are checked.
             unsafe {
-                let target = checked_token(*targets.at(row), v);
-                softmax_minus_hit(call.simd, logits.at(row * v), out.at(row * v), v, *lse.at(row), target);
+                match checked_target(*targets.at(row), v) {
+                    Some(target) => {
+                        softmax_minus_hit(call.simd, logits.at(row * v), out.at(row * v), v, *lse.at(row), target);
+                    }
+                    None => out.slice(row * v, v).fill(T::of(0.0)),
+                }
             }
         }
     });

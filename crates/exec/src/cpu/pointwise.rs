@@ -4,6 +4,7 @@ use super::call::{Accumulator, Call, Ptr};
 use super::float::{Bf16, Float};
 use super::simd::{self, vectorised};
 use lockstep_ir::fixed;
+use lockstep_ir::op::IGNORED_TARGET;
 
 /// x `[rows, d]` = table `[v, d]` at tokens `[rows]`; zeros for tokens of another rank's part.
 pub fn embedding<T: Float>(call: Call) {
@@ -76,6 +77,12 @@ pub fn add_rows<T: Float>(call: Call, v: usize, to: impl Fn(usize) -> Option<usi
 pub fn checked_token(token: u32, vocab: usize) -> usize {
     assert!((token as usize) < vocab, "token {token} is outside the vocabulary of {vocab}");
     token as usize
+}
+
+/// A target as an index into `vocab` logits; `None` where it is not counted.
+#[inline(always)]
+pub fn checked_target(target: u32, vocab: usize) -> Option<usize> {
+    (target != IGNORED_TARGET).then(|| checked_token(target, vocab))
 }
 
 /// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position.

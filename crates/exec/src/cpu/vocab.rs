@@ -10,7 +10,7 @@ use super::gemm::{Matrix, Target, gemm};
 use super::linear::weight_product;
 use super::loss::maximum_and_sum;
 use super::simd::{self, vectorised};
-use lockstep_ir::op::Rows;
+use lockstep_ir::op::{IGNORED_TARGET, Rows};
 
 /// Numbers of a position and part.
 const STATISTICS: usize = 3;
@@ -63,6 +63,7 @@ pub fn loss(call: Call) {
     let (batch, seq, parts) = (call.size('b'), call.size('s'), call.size('a'));
     let Some(loss) = call.output::<f64>(0) else { return };
     let chunks = call.bound.inputs.len() - 1;
+    let targets = Ptr(call.input::<u32>(chunks));
     let mut position = 0;
     for c in 0..chunks {
         let rows = call.bound.inputs[c].elements / (parts * STATISTICS);
@@ -72,7 +73,8 @@ pub fn loss(call: Call) {
             unsafe {
                 let (lse, target) = combine(statistics, parts, rows, row);
                 let at = loss.add(position / seq);
-                *at = if position.is_multiple_of(seq) { 0.0 } else { *at } + f64::from(lse - target);
+                let loss = if *targets.at(position) == IGNORED_TARGET { 0.0 } else { f64::from(lse - target) };
+                *at = if position.is_multiple_of(seq) { 0.0 } else { *at } + loss;
             }
             position += 1;
         }
@@ -99,7 +101,8 @@ pub fn grad<T: Float>(call: Call, rows: Rows, scaled: bool) {
         call.ranges(count, 4, |from, to| {
             for row in from..to {
                 let (lse, _) = combine(statistics, parts, count, row);
-                let hit = part.find(*targets.at(rows.first + row));
+                let target = *targets.at(rows.first + row);
+                let (hit, seed) = (part.find(target), if target == IGNORED_TARGET { 0.0 } else { seed });
                 softmax_minus_hit(call.simd, logits.at(row * v), out.at(row * v), v, lse, hit, seed);
             }
         });

@@ -1,6 +1,6 @@
 //! The output head over parts of the vocabulary.
 
-use super::{log_sum_exp, matmul};
+use super::{is_counted, log_sum_exp, matmul};
 use lockstep_ir::op::{Dims, Rows};
 
 /// Numbers of a position and part.
@@ -34,11 +34,12 @@ fn combine(statistics: &[f64], parts: usize, row: usize) -> (f64, f64) {
     (log_sum_exp(&lse), (0..parts).map(|a| part(a)[2]).fold(f64::NEG_INFINITY, f64::max))
 }
 
-pub(super) fn loss(dims: &Dims, chunks: &[&[f64]]) -> Vec<f64> {
+pub(super) fn loss(dims: &Dims, chunks: &[&[f64]], targets: &[f64]) -> Vec<f64> {
     let (parts, seq) = (dims.size('a'), dims.size('s'));
     let rows = |chunk: &[f64]| chunk.len() / parts / STATISTICS;
     let each = chunks.iter().flat_map(|c| (0..rows(c)).map(|row| combine(c, parts, row)));
-    let losses: Vec<f64> = each.map(|(lse, target)| lse - target).collect();
+    let counted = |((lse, logit), target): ((f64, f64), &f64)| if is_counted(*target) { lse - logit } else { 0.0 };
+    let losses: Vec<f64> = each.zip(targets).map(counted).collect();
     losses.chunks(seq).map(|sequence| sequence.iter().sum()).collect()
 }
 
@@ -48,7 +49,9 @@ pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows, seed: f64) -> [Vec<f64
     let chunk = &x[2][rows.first * k..(rows.first + rows.count) * k];
     let hit = |i: usize| if x[4][rows.first + i / v] as usize == i % v { 1.0 } else { 0.0 };
     let lse: Vec<f64> = (0..rows.count).map(|row| combine(x[1], parts, row).0).collect();
-    let dlogits: Vec<f64> = x[0].iter().enumerate().map(|(i, x)| seed * ((x - lse[i / v]).exp() - hit(i))).collect();
+    let seed = |i: usize| if is_counted(x[4][rows.first + i / v]) { seed } else { 0.0 };
+    let element = |(i, x): (usize, &f64)| seed(i) * ((x - lse[i / v]).exp() - hit(i));
+    let dlogits: Vec<f64> = x[0].iter().enumerate().map(element).collect();
     let dx = matmul((rows.count, k, v), &dlogits, false, x[3], false);
     let dw = matmul((v, k, rows.count), &dlogits, true, chunk, false);
     [dx, dw]

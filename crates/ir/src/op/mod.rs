@@ -27,6 +27,9 @@ pub use table::{Elem, Operand, Saved, Spec};
 use crate::mesh::MeshAxis;
 use crate::{DType, TensorType};
 
+/// The target of a position whose loss does not count (a token of a prompt, say): it adds neither loss nor gradient.
+pub const IGNORED_TARGET: u32 = u32::MAX;
+
 /// An operation with its attributes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Op {
@@ -185,7 +188,8 @@ pub enum Op {
     },
     /// Elementwise sum.
     Add,
-    /// Sum of token losses per sequence, with the log-sum-exp of each row of logits.
+    /// Sum of token losses per sequence, with the log-sum-exp of each row of logits. A position whose target is
+    /// [`IGNORED_TARGET`] has no loss, here and in the other ops of the output head.
     CrossEntropy,
     /// Gradient of the sum of token losses.
     CrossEntropyGrad,
