@@ -3,6 +3,7 @@
 
 mod bench;
 mod checkpoint;
+mod checkpoint_list;
 mod config_command;
 mod data;
 mod doctor;
@@ -18,12 +19,13 @@ mod train;
 mod verify;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Trains large language models.
 #[derive(Parser)]
-#[command(name = "lockstep", version, disable_help_subcommand = true)]
+#[command(name = "lockstep", version, disable_help_subcommand = true, after_help = failure::EXIT_CODES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -32,6 +34,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
+    #[command(after_help = failure::EXIT_CODES)]
     Train(train::Args),
     /// Continue a text with a trained model, as it comes.
     Generate(generate::Args),
@@ -48,7 +51,7 @@ enum Command {
     /// Prepare data, and look at prepared data.
     #[command(subcommand)]
     Data(data::Command),
-    /// Import a Hugging Face model, or export to one.
+    /// List the checkpoints of a run; import a Hugging Face model, or export to one.
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
     /// List every config key with its type, default and meaning.
@@ -68,7 +71,11 @@ struct ConfigArgs {
 
 impl ConfigArgs {
     fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        lockstep_config::Config::load(&self.config, &self.set)
+        let config = lockstep_config::Config::load(&self.config, &self.set)?;
+        for warning in config.warnings() {
+            let _ = writeln!(std::io::stderr(), "warning: {warning}");
+        }
+        Ok(config)
     }
 
     /// The run directory that was given, or the one that goes with the config's name.
@@ -88,7 +95,9 @@ enum Format {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Train(args) => train::run(args),
+        Command::Train(args) => {
+            return train::run(args).unwrap_or_else(|failure| failure.report());
+        }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),

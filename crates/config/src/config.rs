@@ -13,6 +13,7 @@ use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::CorpusConfig;
+use crate::written::Change;
 
 /// Where the values of a config came from.
 #[derive(Clone, Debug)]
@@ -23,6 +24,18 @@ pub(crate) struct Provenance {
     pub base_dir: PathBuf,
     /// Of every key.
     pub origins: BTreeMap<&'static str, Origin>,
+    /// What the user should know of what was read, a line each.
+    pub warnings: Vec<String>,
+    /// What it was all made from.
+    pub given: Given,
+}
+
+/// What a config was read from.
+#[derive(Clone, Debug)]
+pub(crate) struct Given {
+    pub path: PathBuf,
+    pub text: String,
+    pub overrides: Vec<String>,
 }
 
 /// Where one value came from.
@@ -32,6 +45,7 @@ pub(crate) enum Origin {
     Preset(String),
     File { line: usize },
     Set,
+    Change { step: u64 },
 }
 
 impl Config {
@@ -53,20 +67,43 @@ impl Config {
             let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
             ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
         })?;
-        Config::read(text, &name, path, overrides)
+        Config::read(text, &name, path, overrides, &[])
     }
 
     /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
     pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Config, ConfigError> {
-        Config::read(text, file_name, Path::new(file_name), overrides)
+        Config::read(text, file_name, Path::new(file_name), overrides, &[])
     }
 
-    fn read(text: &str, name: &str, path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
+    /// The same config with what was changed in a run laid over it, the later changes over the earlier ones. They win over the
+    /// file and over `--set`: a run that is resumed by its first command keeps them.
+    pub fn with_changes(&self, changes: &[Change]) -> Result<Config, ConfigError> {
+        let Given { path, text, overrides } = &self.provenance.given;
+        Config::read(text, &self.provenance.file_name, path, overrides, changes)
+    }
+
+    fn read(
+        text: &str,
+        name: &str,
+        path: &Path,
+        overrides: &[String],
+        changes: &[Change],
+    ) -> Result<Config, ConfigError> {
         let source = Source::new(name, text)?;
-        let resolved = resolve::resolve(&source, overrides)?;
-        let provenance =
-            Provenance { file_name: source.name.clone(), base_dir: folder_of(path), origins: resolved.origins };
+        let resolved = resolve::resolve(&source, overrides, changes)?;
+        let provenance = Provenance {
+            file_name: source.name.clone(),
+            base_dir: folder_of(path),
+            origins: resolved.origins,
+            warnings: resolved.warnings,
+            given: Given { path: path.to_owned(), text: text.to_owned(), overrides: overrides.to_vec() },
+        };
         Ok(schema::build(&resolved.values, provenance))
+    }
+
+    /// What the user should know of what was read, a line each: a schedule that was shortened.
+    pub fn warnings(&self) -> &[String] {
+        &self.provenance.warnings
     }
 
     /// The folder of the config file.

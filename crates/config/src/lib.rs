@@ -45,4 +45,4 @@ pub use schema::{
 };
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScaling};
-pub use written::Difference;
+pub use written::{Change, Difference};

@@ -5,7 +5,7 @@
 use crate::checks;
 use crate::config::Provenance;
 use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
-use crate::declare::Effect::{Conduct, Trajectory};
+use crate::declare::Effect::{Changeable, Conduct, Trajectory};
 use crate::declare::{Key, tables};
 use crate::kind::Kind::{
     Bool, Choice, Corpora, Count, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text, Texts,
@@ -63,14 +63,14 @@ tables! {
         window: Option<usize> = Count(1, EXTENT), Unset, Trajectory;
         /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
         /// matrix of its weights kept for the backward pass, so that memory grows with the square of the sequence.
-        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Trajectory;
+        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Changeable;
         /// What norms add to the mean square, or to the variance, before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory;
         /// Whether the output head uses the embedding's weights.
         tied_embeddings: bool = Bool, Derived("true for gpt2, else false", checks::default_tied), Trajectory;
         /// The share of elements that training sets to 0 behind gpt2's embedding and in front of every addition to the
         /// residual stream; attention weights are not dropped. The same on every layout.
-        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Trajectory;
+        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Changeable;
         /// Standard deviation of the initial weights.
         init_std: f64 = Float(POSITIVE), Fixed("0.02"), Trajectory;
     }
@@ -98,7 +98,7 @@ tables! {
         prepared: Option<String> = Text(FOLDER), Unset, Conduct;
         /// Whether a token attends to its own document only, with positions counted from its start, where a sequence holds
         /// several.
-        document_mask: bool = Bool, Fixed("false"), Trajectory;
+        document_mask: bool = Bool, Fixed("false"), Changeable;
         /// The share of the data held out for validation.
         validation_fraction: f64 = Float(UP_TO_HALF), Fixed("0.05"), Trajectory;
     }
@@ -106,14 +106,14 @@ tables! {
     /// The training loop.
     train: TrainConfig {
         /// How many optimizer steps the run has.
-        steps: u64 = Count(0, STEPS), Fixed("1000"), Trajectory;
+        steps: u64 = Count(0, STEPS), Fixed("1000"), Changeable;
         /// Tokens per sequence.
         seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory;
         /// Sequences per optimizer step.
         global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory;
         /// Other sizes of steps, each from so many tokens on that the run has seen: global_batch is the first. Steps are counted as
         /// ever, by train.steps and the learning rate too. Memory is that of the largest size.
-        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Trajectory;
+        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Changeable;
         /// Sequences that a rank computes at once; times `parallel.dp`, it divides the global batch.
         micro_batch: usize =
             Sequences(BATCH), Derived("train.global_batch / parallel.dp", checks::default_micro_batch), Conduct;
@@ -125,15 +125,17 @@ tables! {
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
         /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is computed again with
         /// a larger unit.
-        reproducible: bool = Bool, Fixed("false"), Trajectory;
+        reproducible: bool = Bool, Fixed("false"), Changeable;
         /// Whether to estimate the gradient noise scale, the batch above which more sequences help little, from the gradients of the
         /// first micro-batch and of the whole step. It reads every gradient once more per step, and takes a second gradient of
         /// tied embeddings as scratch.
         noise_scale: bool = Bool, Fixed("false"), Conduct;
         /// Steps from one validation to the next; 0 validates only at the start and the end.
         validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct;
-        /// The most held-out sequences that one validation reads.
-        validation_sequences: usize = Count(1, BATCH), Fixed("64"), Conduct;
+        /// The most held-out sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
+        /// the sequences that are trained on from one validation to the next, so that validation stays a small part of it.
+        validation_sequences: usize =
+            Count(0, BATCH), Derived("64, less in a short run", checks::default_validation_sequences), Conduct;
         /// What computes: the processor, an NVIDIA GPU, or a GPU where one is found.
         device: String = Choice(&["auto", "cpu", "cuda"]), Fixed("\"auto\""), Conduct;
         /// On a GPU, whether the same steps give the same bits every time, at the cost of time, and of scratch that grows with
@@ -147,15 +149,15 @@ tables! {
     precision: PrecisionConfig {
         /// fp32: everything in fp32. bf16: parameters and activations in bf16, with fp32 originals, moments, norms, softmax,
         /// sums and losses. fp16: the same in fp16, with a loss scale that finds its size by itself.
-        policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Trajectory;
+        policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Changeable;
         /// What gradients are summed in; train.reproducible sums in fixed point instead.
-        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory;
+        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Changeable;
         /// What fp16 runs multiply the mean loss by at first, so that small gradients do not vanish. A gradient that is not finite
         /// halves it and leaves the weights as they are.
         loss_scale: Option<f64> = Float(POWER_OF_TWO), Derived("65536 for fp16", rules::default_loss_scale), Trajectory;
         /// Steps with finite gradients after which the loss scale doubles.
         growth_interval: Option<u64> =
-            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Trajectory;
+            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Changeable;
     }
 
     /// How the work is split among ranks.
@@ -199,36 +201,36 @@ tables! {
         /// for the matrices of layers, adamw for embeddings, output head, norms and biases; the learning rate is adamw's.
         name: String = Choice(&["adamw", "lion", "sgd", "muon"]), Fixed("\"adamw\""), Trajectory;
         /// The highest learning rate, reached after warmup.
-        lr: f64 = Float(POSITIVE), Fixed("3e-4"), Trajectory;
+        lr: f64 = Float(POSITIVE), Fixed("3e-4"), Changeable;
         /// How the learning rate goes after warmup. cosine, linear: falls over the rest of the run. wsd: stays, and falls in a
         /// line over the last decay_steps. constant: stays.
-        schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Trajectory;
+        schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Changeable;
         /// The schedule ends at this share of the learning rate.
         min_lr_ratio: Option<f64> =
-            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Trajectory;
+            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Changeable;
         /// Steps over which the learning rate rises from 0.
-        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Trajectory;
+        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Changeable;
         /// The last steps of a run over which wsd lets the learning rate fall.
         decay_steps: Option<u64> =
-            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Trajectory;
+            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Changeable;
         /// Decay of the first moment; for lion, the share of the moment in the update.
-        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Trajectory;
+        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Changeable;
         /// Decay of the second moment; for lion, of its only one.
         beta2: Option<f64> =
-            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Trajectory;
+            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Changeable;
         /// What is added to the root of the second moment.
-        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Trajectory;
+        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Changeable;
         /// Decay of the momentum of sgd and muon.
         momentum: Option<f64> =
-            Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Trajectory;
+            Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Changeable;
         /// Decoupled weight decay, per step and unit of learning rate.
-        weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Trajectory;
+        weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Changeable;
         /// The largest norm of the whole gradient; 0 turns clipping off.
-        grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Trajectory;
+        grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Changeable;
         /// Other numbers for the parameters whose Hugging Face name matches a pattern (`*` any text, `?` any letter): a factor
         /// on the learning rate, another weight decay. The first that matches counts. Norms and biases have no decay
         /// unless a group gives them one.
-        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Trajectory;
+        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Changeable;
     }
 
     /// What is saved.

@@ -55,6 +55,18 @@ impl Plan {
         self.target.peak(threads, self.precision.compute)
     }
 
+    /// Bytes of the arenas of all ranks, which must be free.
+    pub(crate) fn require_memory(&self) -> Result<u64, TrainError> {
+        let ranks = self.layout.mesh.ranks();
+        let total = self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum();
+        match self.target.available_bytes()? {
+            Some(available) if total > available => {
+                Err(TrainError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available })
+            }
+            _ => Ok(total),
+        }
+    }
+
     /// What kind of number MFU is a share of.
     pub fn ceiling_name(&self) -> &'static str {
         match self.target.vendor_peak(self.precision.compute) {

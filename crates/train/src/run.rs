@@ -1,5 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
+use crate::changes::{self, Course};
+use crate::data::way;
 use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
@@ -7,8 +9,9 @@ use crate::noise::{Measured, Noise, NoiseBits};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
-use crate::{Device, Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
-use lockstep_checkpoint::{Loaded, latest, list};
+use crate::trained::TOKENIZER;
+use crate::{Device, Existing, Plan, RunData, RunDir, Tokenizer, TrainError, data_folder, learning_rate, plan};
+use lockstep_checkpoint::{About, Found, latest, list, open};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
@@ -19,12 +22,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How a run is started.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct RunOptions {
     /// Where its files go.
     pub dir: PathBuf,
     /// Set a run that is there aside and start over.
     pub fresh: bool,
+    /// The step whose checkpoint a run goes on from; the latest if not given. Later ones are set aside.
+    pub resume_from: Option<u64>,
+    /// What a run that goes on does otherwise from here on, as `table.key=value`.
+    pub change: Vec<String>,
     /// Most tokens of the sample that a finished run gives; 0 for none.
     pub sample_tokens: usize,
 }
@@ -36,9 +43,11 @@ pub struct Outcome {
     pub step: u64,
     /// Whether all steps of the config are done; if not, the run was interrupted.
     pub finished: bool,
-    /// Held-out loss before the first step of this call, if it was taken.
+    /// Steps of the run, as it was changed.
+    pub steps: u64,
+    /// Validation loss before the first step of this call, if it was taken.
     pub first_val_loss: Option<f64>,
-    /// Last held-out loss.
+    /// Last validation loss.
     pub last_val_loss: Option<f64>,
     /// Gradient noise scale, in sequences, where it is asked for and known.
     pub noise_scale: Option<f64>,
@@ -50,7 +59,7 @@ pub struct Outcome {
 
 impl Outcome {
     /// Interrupted while data were prepared or checked: the run is where its last checkpoint left it.
-    fn before_the_first_step(options: &RunOptions) -> Self {
+    fn before_the_first_step(options: &RunOptions, steps: u64) -> Self {
         let last = match options.fresh {
             true => None,
             false => list(&options.dir.join("checkpoints")).unwrap_or_default().pop(),
@@ -58,6 +67,7 @@ impl Outcome {
         Self {
             step: last.as_ref().map_or(0, |(step, _)| *step),
             finished: false,
+            steps,
             first_val_loss: None,
             last_val_loss: None,
             noise_scale: None,
@@ -83,10 +93,12 @@ pub fn run(
 ) -> Result<Outcome, TrainError> {
     config.require_data()?;
     // What can be refused without touching the directory is refused first.
-    let plan = plan(config)?;
+    let unchanged = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
+    let (found, course) = resume(config, options)?;
+    let plan = if course.changes.is_empty() { unchanged } else { plan(&course.config)? };
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
-    let error = match start(config, &plan, dir, options.sample_tokens, stop, show) {
+    let error = match start(&course, &plan, dir, found, options, stop, show) {
         Ok(run) => return run.go(stop, show),
         Err(error) => error,
     };
@@ -94,30 +106,57 @@ pub fn run(
         aside.undo();
     }
     match error {
-        TrainError::Data(DataError::Interrupted) => Ok(Outcome::before_the_first_step(options)),
+        TrainError::Data(DataError::Interrupted) => {
+            Ok(Outcome::before_the_first_step(options, course.config.train.steps))
+        }
         error => Err(error),
     }
 }
 
+/// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
+pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Course), TrainError> {
+    let dir = options.dir.join("checkpoints");
+    let found = match options.resume_from {
+        _ if options.fresh => Found { loaded: None, warnings: Vec::new() },
+        None => latest(&dir)?,
+        Some(step) => {
+            let there = list(&dir)?;
+            let Some((_, path)) = there.iter().find(|(saved, _)| *saved == step) else {
+                let there = there.iter().map(|(saved, _)| *saved).collect();
+                return Err(TrainError::NoSuchStep { dir: options.dir.clone(), step, there });
+            };
+            Found { loaded: Some(open(path)?), warnings: Vec::new() }
+        }
+    };
+    if let Some(loaded) = &found.loaded
+        && !loaded.state["imported"].is_null()
+    {
+        return Err(TrainError::Imported { dir: options.dir.clone() });
+    }
+    let course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    Ok((found, course))
+}
+
 /// Everything before the first step.
 fn start<'a>(
-    config: &'a Config,
+    course: &'a Course,
     plan: &'a Plan,
     mut dir: RunDir,
-    sample_tokens: usize,
+    found: Found,
+    options: &RunOptions,
     stop: &AtomicBool,
     show: &mut dyn FnMut(Event),
 ) -> Result<Run<'a>, TrainError> {
-    let found = latest(&dir.checkpoints())?;
+    let config = &course.config;
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
     if let Some(why) = Device::not_taken(config) {
         show(Event::Warning(&why));
     }
-    if let Some(loaded) = &found.loaded {
-        if !loaded.state["imported"].is_null() {
-            return Err(TrainError::Imported { dir: dir.path().to_owned() });
-        }
-        refuse_changes(config, &dir, loaded)?;
+    for change in &course.undone {
+        let (text, step) = (&change.text, change.step);
+        show(Event::Warning(&format!(
+            "{text} was changed at step {step}, which the run has yet to reach: it is undone"
+        )));
     }
     // A run that goes on has weights of its own.
     let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
@@ -129,7 +168,9 @@ fn start<'a>(
     let existing = if started { Existing::Keep } else { Existing::Refresh };
     let folder = data_folder(config, dir.path());
     let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
-    data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
+    data.refuse_other_text(config, &folder, stop, &mut |text| show(Event::Warning(text)))?;
+    data.verify(stop, &mut |done, total| show(Event::Checking { done, total }))?;
+    let tokenizer = Tokenizer::from(data.tokenizer()?);
     let train = data.train(config)?;
     // The arena may leave no memory to measure in.
     let ceiling = plan.ceiling()?;
@@ -149,7 +190,9 @@ fn start<'a>(
         // A checkpoint of a run that did not measure has none.
         noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
         if loss_scale.is_some() {
-            loss_scale = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(loss_scale);
+            // A checkpoint of a run in another precision has none.
+            let saved: Option<LossScale> = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(None);
+            loss_scale = saved.or(loss_scale);
         }
         checkpoint = Some(loaded.path);
     }
@@ -157,16 +200,41 @@ fn start<'a>(
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
     }
-    dir.begin(&config.resolved_toml(), plan, step)?;
+    let (later, aside) = match options.resume_from {
+        Some(step) => dir.set_later_aside(step)?,
+        None => (Vec::new(), None),
+    };
+    let written = step - u64::from(pending.is_some());
+    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, plan, step, written)? {
+        let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
+        show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
+    }
+    if let Some(to) = &aside {
+        show(Event::SetAside { step, later: &later, to });
+        dir.event("set_aside", json!({ "step": step, "checkpoints": later, "folder": to }))?;
+    }
+    for changed in &course.new {
+        show(Event::Changed { step, changed });
+        let mut fields = json!(changed);
+        fields["step"] = json!(step);
+        dir.event("change", fields)?;
+    }
+    if let Some((before, now)) = course.rates {
+        show(Event::RateChanged { before, now });
+    }
     let train_tokens = data.train_tokens();
     let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);
-    show(Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir: dir.path() });
+    let steps = config.train.steps;
+    show(Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, steps, from_step, dir: dir.path() });
     let init_from = initial.as_ref().map(|weights| weights.path());
     let begun = json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling, "init_from": init_from });
     dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
-    let held_out = data.held_out(config.train.seq, &mut |text| show(Event::Warning(text)));
+    let held_out = match most {
+        0 => None,
+        _ => data.held_out(config.train.seq, &mut |text| show(Event::Warning(text))),
+    };
     let held_out = held_out.map(|(samples, _)| {
         let count = samples.samples_before_repeat().min(most);
         (samples, count)
@@ -175,6 +243,7 @@ fn start<'a>(
     let outcome = Outcome {
         step,
         finished,
+        steps,
         first_val_loss: None,
         last_val_loss: None,
         noise_scale: None,
@@ -198,7 +267,9 @@ fn start<'a>(
         ceiling,
         measured: Instant::now(),
         data,
-        sample_tokens,
+        prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
+        tokenizer,
+        sample_tokens: options.sample_tokens,
         pending,
         outcome,
     })
@@ -219,12 +290,15 @@ struct Run<'a> {
     session: Session,
     dir: RunDir,
     train: Sampler,
-    /// Held-out samples and how many of them one validation reads.
+    /// Held-out samples and how many of them one validation reads; none where there is no validation.
     held_out: Option<(Sampler, u64)>,
     ceiling: f64,
     /// When that was measured.
     measured: Instant,
     data: u64,
+    /// The way from the run directory to data that it shares.
+    prepared: Option<PathBuf>,
+    tokenizer: Tokenizer,
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
     sample_tokens: usize,
@@ -295,7 +369,7 @@ impl Run<'_> {
             let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
             // Its memory is enough for the sample too.
             drop(self.session);
-            match sample(self.config, checkpoint, self.plan.parameters, text, self.sample_tokens) {
+            match sample(self.config, &self.tokenizer, checkpoint, self.plan.parameters, text, self.sample_tokens) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
@@ -410,7 +484,10 @@ impl Run<'_> {
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
         self.measure_again()?;
         let Some((sampler, sequences)) = &self.held_out else { return Ok(None) };
-        let Some(loss) = self.session.evaluate(sampler, *sequences, stop)? else { return Ok(None) };
+        let seq = self.config.train.seq as u64;
+        let total = sequences * seq;
+        let mut heard = |done| show(Event::Validating { done: done * seq, total });
+        let Some(loss) = self.session.evaluate(sampler, *sequences, stop, &mut heard)? else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
         show(Event::Validated { step, loss });
@@ -423,6 +500,7 @@ impl Run<'_> {
         let state = json!({
             "tokens": self.tokens_before(step),
             "data": format!("{:016x}", self.data),
+            "prepared": self.prepared,
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
@@ -431,7 +509,10 @@ impl Run<'_> {
             "updates": self.updates,
         });
         let progress = &mut |done, total| show(Event::Saving { done, total });
-        let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;
+        // A checkpoint needs nothing around it to be used.
+        let tokenizer: Vec<(&str, &[u8])> = self.tokenizer.json().map(|json| (TOKENIZER, json)).into_iter().collect();
+        let about = About { state: &state, attachments: &tokenizer };
+        let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
         self.dir.event("checkpoint", json!({ "step": step }))?;
         show(Event::Saved { step, path: &path });
         self.outcome.checkpoint = Some(path);
@@ -461,16 +542,6 @@ struct Step {
     /// Whether gradients that are not finite are the loss scale's fault.
     searched: bool,
     line: StepMetrics,
-}
-
-/// Refuses to continue a run whose config has changed. The checkpoint itself says what it was made with.
-fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<(), TrainError> {
-    let before = Config::parse(checkpoint.state["config"].as_str().unwrap_or_default(), "checkpoint", &[])?;
-    let differences = config.differences(&before);
-    match differences.is_empty() {
-        true => Ok(()),
-        false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),
-    }
 }
 
 #[cfg(test)]

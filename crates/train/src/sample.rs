@@ -28,12 +28,12 @@ const LONGEST: Duration = Duration::from_millis(1500);
 /// Continues the beginning of `data` by up to `max_tokens` tokens, with the parameters of a checkpoint.
 pub(crate) fn sample(
     config: &Config,
+    tokenizer: &Tokenizer,
     checkpoint: &Path,
     parameters: u64,
     data: &Sampler,
     max_tokens: usize,
 ) -> Result<Option<Sample>, TrainError> {
-    let tokenizer = Tokenizer::of(config)?;
     let seq = config.train.seq;
     if parameters > LARGEST_MODEL || max_tokens == 0 {
         return Ok(None);
@@ -53,7 +53,7 @@ pub(crate) fn sample(
     let sampling = Sampling { temperature: 0.8, top_k: None, top_p: 0.95, seed: config.train.seed };
     let mut stream = TextStream::new(tokenizer.clone());
     let mut text = String::new();
-    generate(&mut generator, &tokenizer, &tokens, max_tokens, &sampling, &mut |token| {
+    generate(&mut generator, tokenizer, &tokens, max_tokens, &sampling, &mut |token| {
         text.push_str(&stream.push(token));
         if begun.elapsed() < LONGEST { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;

@@ -6,7 +6,7 @@ use crate::noise::Measured;
 use crate::rank_parts;
 use crate::state::{self, Weights};
 use crate::{Plan, TrainError};
-use lockstep_checkpoint::{Draft, Loaded, save};
+use lockstep_checkpoint::{About, Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
@@ -83,13 +83,7 @@ impl QueuedStep {
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
-        let ranks = plan.layout.mesh.ranks();
-        let total: u64 = plan.stages.iter().map(|m| m.total_bytes * (ranks / plan.stages.len()) as u64).sum();
-        if let Some(available) = plan.target.available_bytes()?
-            && total > available
-        {
-            return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), ranks, available });
-        }
+        let total = plan.require_memory()?;
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
         let timeout = std::time::Duration::from_secs_f64(config.parallel.patience);
@@ -158,24 +152,24 @@ impl Session {
     }
 
     /// Writes parameters and moments as the checkpoint of `step` in `dir`, and gives its path. Several ranks write their parts
-    /// at once. `progress` hears the bytes written and the bytes in all; `state` and `keep` are as for [`save`].
-    pub fn save(
+    /// at once. `progress` hears the bytes written and the bytes in all; `about` and `keep` are as for [`save`].
+    pub fn save<'a>(
         &self,
         dir: &Path,
         step: u64,
-        state: &serde_json::Value,
+        about: impl Into<About<'a>>,
         keep: usize,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, TrainError> {
         match self.executor.ranks() {
             None => {
                 let groups = state::groups(&self.tensors, self.executor.as_ref());
-                Ok(save(dir, step, &groups, state, keep, progress)?)
+                Ok(save(dir, step, &groups, about, keep, progress)?)
             }
             Some(ranks) => {
                 let draft = Draft::begin(dir, step)?;
                 rank_parts::write(ranks, &self.tensors, &draft, progress)?;
-                Ok(draft.publish(state, keep)?)
+                Ok(draft.publish(about, keep)?)
             }
         }
     }
@@ -301,13 +295,21 @@ impl Session {
         Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, time: None })
     }
 
-    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.
-    pub fn evaluate(&mut self, data: &Sampler, sequences: u64, stop: &AtomicBool) -> Result<Option<f64>, TrainError> {
+    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last. `progress`
+    /// hears how many are done.
+    pub fn evaluate(
+        &mut self,
+        data: &Sampler,
+        sequences: u64,
+        stop: &AtomicBool,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Option<f64>, TrainError> {
         let (mut sum, mut targets) = (0.0, 0);
         let executor = self.executor.as_mut();
         let add = &mut |scored: Scored<'_>| {
             sum += scored.loss;
             targets += counted(scored.targets);
+            progress(scored.index + 1);
         };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
         Ok(whole.then(|| sum / targets.max(1) as f64))

@@ -37,7 +37,7 @@ type Trajectory = Vec<(u64, f64, f32, Option<f64>)>;
 /// Runs a config up to a step and gives its trajectory; stopped there, it leaves a checkpoint.
 fn run_to(config: &Config, dir: &Path, last: u64) -> Trajectory {
     let stop = AtomicBool::new(false);
-    let options = RunOptions { dir: dir.to_owned(), fresh: false, sample_tokens: 0 };
+    let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let mut steps = Vec::new();
     let outcome = run(config, &options, &stop, &mut |event| match event {
         Event::Stepped(m) => {

@@ -120,7 +120,9 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
         _ => {}
     };
     let plan = plan(config).unwrap();
-    let mut run = start(config, &plan, RunDir::open(dir).unwrap(), 0, &stop, &mut show).unwrap();
+    let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
+    let (found, course) = resume(config, &options).unwrap();
+    let mut run = start(&course, &plan, RunDir::open(dir).unwrap(), found, &options, &stop, &mut show).unwrap();
     if how.late {
         run.session = run.session.with_executor(|inner| {
             let most = most.clone();

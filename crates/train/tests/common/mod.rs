@@ -54,7 +54,7 @@ pub struct Ran {
 #[allow(dead_code)] // not every test binary stops runs
 pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
     let stop = AtomicBool::new(false);
-    let options = RunOptions { dir: run_dir.to_owned(), fresh: false, sample_tokens: 0 };
+    let options = RunOptions { dir: run_dir.to_owned(), ..RunOptions::default() };
     let (mut steps, mut skipped) = (Vec::new(), Vec::new());
     let outcome = run(config, &options, &stop, &mut |event| match event {
         Event::Stepped(m) => {
@@ -73,7 +73,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
 
 /// Runs a config with an observer.
 pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
-    let options = RunOptions { dir: run_dir.to_owned(), fresh: false, sample_tokens: 0 };
+    let options = RunOptions { dir: run_dir.to_owned(), ..RunOptions::default() };
     run(config, &options, &AtomicBool::new(false), show)
 }
 
