@@ -20,7 +20,8 @@ fn the_closing_sample_fits_into_the_planned_memory() {
     let config = Config::load(&dir.path().join("run.toml"), &[]).unwrap();
     let planned = plan(&config).unwrap().memory.total_bytes as usize;
     let most = |sample_tokens: usize| {
-        let options = RunOptions { dir: dir.path().join(format!("run-{sample_tokens}")), fresh: false, sample_tokens };
+        let options =
+            RunOptions { dir: dir.path().join(format!("run-{sample_tokens}")), sample_tokens, ..Default::default() };
         let (grown, outcome) = growth(|| run(&config, &options, &AtomicBool::new(false), &mut |_| ()).unwrap());
         assert_eq!(outcome.sample.is_some(), sample_tokens > 0);
         grown
