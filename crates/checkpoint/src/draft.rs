@@ -9,7 +9,7 @@ use lockstep_ir::DType;
 use crate::bytes::Bytes;
 use crate::error::CheckpointError;
 use crate::manifest::{FileEntry, IN_PARTS, Manifest};
-use crate::save::{TemporaryFolder, write_synced};
+use crate::save::{About, TemporaryFolder, write_synced};
 use crate::slice::Slice;
 use crate::stored;
 use crate::tensor_file::{Item, Place, TensorFile, rank_file_name};
@@ -85,8 +85,8 @@ impl Draft {
     }
 
     /// Gives the checkpoint its name, if its parts make up every tensor, removes the oldest beyond `keep`, and returns its
-    /// path. `state` and `keep` are as for [`save`](crate::save).
-    pub fn publish(mut self, state: &serde_json::Value, keep: usize) -> Result<PathBuf, CheckpointError> {
+    /// path. `about` and `keep` are as for [`save`](crate::save).
+    pub fn publish<'a>(mut self, about: impl Into<About<'a>>, keep: usize) -> Result<PathBuf, CheckpointError> {
         let written = self.written.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut written = std::mem::take(written);
         written.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));
@@ -97,7 +97,9 @@ impl Draft {
             files.push(entry.clone());
         }
         stored::join(contents).map_err(|(file, cause)| self.refused(format!("{}: {cause}", files[file].name)))?;
-        let manifest = Manifest { format: IN_PARTS, step: self.step, files, state: state.clone() };
+        let About { state, attachments } = about.into();
+        let attachments = self.temporary.attach(attachments)?;
+        let manifest = Manifest { format: IN_PARTS, step: self.step, files, attachments, state: state.clone() };
         self.temporary.finish(&self.dir, &manifest, keep)
     }
 

@@ -9,6 +9,7 @@
 //!     manifest.json               step, state, length and checksum of every file, and of itself
 //!     model.safetensors           one standard safetensors file per group
 //!     optimizer.safetensors
+//!     tokenizer.json              files of other kinds that its writer attached
 //!   step-00000150/                of a run of several ranks
 //!     manifest.json
 //!     model-00000.safetensors     one file per group and rank that holds something: tensors, or slices of them
@@ -48,6 +49,6 @@ pub use error::CheckpointError;
 pub use find::{Found, latest};
 pub use folder::list;
 pub use load::{Loaded, TensorView, open};
-pub use save::{Group, TensorRef, save};
+pub use save::{About, Group, TensorRef, looks_whole, save};
 pub use slice::Slice;
 pub use weights::{NewFolder, Source, TensorCopy, WeightsFolder, export, save_copies};

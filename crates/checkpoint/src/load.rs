@@ -26,6 +26,7 @@ pub struct Loaded {
     /// The state that its writer gave.
     pub state: serde_json::Value,
     files: Vec<MappedFile>,
+    attachments: Vec<MappedFile>,
     groups: BTreeMap<String, BTreeMap<String, Stored>>,
 }
 
@@ -120,6 +121,11 @@ impl Loaded {
         Ok(TensorView { dtype: *dtype, shape, pieces, files: &self.files })
     }
 
+    /// The bytes of a file that was saved with it, if it has one of this name.
+    pub fn attachment(&self, name: &str) -> Option<&[u8]> {
+        self.attachments.iter().find(|file| file.name == name).map(|file| &file.map[..])
+    }
+
     /// The names of the tensors of `group`, ascending.
     pub fn names(&self, group: &str) -> Result<Vec<&str>, CheckpointError> {
         Ok(self.group(group)?.keys().map(String::as_str).collect())
@@ -155,11 +161,19 @@ pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
         files.push(file);
         contents.push((group, places));
     }
+    let attachments = manifest.attachments.iter().map(|entry| open_mapped(path, entry)).collect::<Result<_, _>>()?;
     let groups = stored::join(contents).map_err(|(file, cause)| damaged(path, &files[file].name, cause))?;
-    Ok(Loaded { step: manifest.step, path: path.to_owned(), state: manifest.state, files, groups })
+    Ok(Loaded { step: manifest.step, path: path.to_owned(), state: manifest.state, files, attachments, groups })
 }
 
 fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<String, Place>), CheckpointError> {
+    let file = open_mapped(folder, entry)?;
+    let places = tensor_file::read_header(&file.map).map_err(|cause| damaged(folder, &entry.name, cause))?;
+    Ok((file, places))
+}
+
+/// A file whose length and checksum are those of its entry.
+fn open_mapped(folder: &Path, entry: &FileEntry) -> Result<MappedFile, CheckpointError> {
     let (mut file, bytes) = open_regular(folder, &entry.name)?;
     let wrong = |cause: String| damaged(folder, &entry.name, cause);
     if bytes != entry.bytes {
@@ -170,8 +184,7 @@ fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<S
         return Err(wrong("checksum differs".to_owned()));
     }
     let map = map(&file).at("map", &path)?;
-    let places = tensor_file::read_header(&map).map_err(wrong)?;
-    Ok((MappedFile { name: entry.name.clone(), map }, places))
+    Ok(MappedFile { name: entry.name.clone(), map })
 }
 
 /// Reads rather than maps: a disk error is then an error, not a signal.
@@ -210,7 +223,7 @@ mod tests {
             let xxh3_128 = checksum(xxh3_128(bytes));
             entries.push(FileEntry { name: (*name).to_owned(), bytes: bytes.len() as u64, xxh3_128 });
         }
-        let manifest = Manifest { format, step: 1, files: entries, state: ().into() };
+        let manifest = Manifest { format, step: 1, files: entries, attachments: Vec::new(), state: ().into() };
         fs::write(folder.path().join(manifest::NAME), manifest.seal().unwrap()).unwrap();
         open(folder.path()).map_err(|error| error.to_string())
     }

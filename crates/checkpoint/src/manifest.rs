@@ -15,6 +15,8 @@
 //! Format 1 has a file for each group, `<group>.safetensors`. Format 2 has a file for each group and rank that holds
 //! something of it, `<group>-<rank>.safetensors`; which elements those are, the files themselves say.
 //!
+//! Either may have `attachments`, files of any kind that belong to the checkpoint, listed as `files` are.
+//!
 //! The frame around the body is fixed to the byte, so no change anywhere in the file goes unseen. It stays the same in
 //! every version of the format, so that a build can name a version it does not know.
 
@@ -48,6 +50,9 @@ pub(crate) struct Manifest {
     pub(crate) step: u64,
     /// By ascending name.
     pub(crate) files: Vec<FileEntry>,
+    /// Files that hold no tensors, by ascending name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) attachments: Vec<FileEntry>,
     pub(crate) state: serde_json::Value,
 }
 
@@ -106,7 +111,11 @@ impl Manifest {
         if !manifest.files.is_sorted_by(|a, b| a.name < b.name) {
             return Err(damaged("files are not in order"));
         }
-        match manifest.files.iter().find(|file| group_of(&file.name).is_none()) {
+        if !manifest.attachments.is_sorted_by(|a, b| a.name < b.name) {
+            return Err(damaged("attachments are not in order"));
+        }
+        let odd = manifest.files.iter().find(|file| group_of(&file.name).is_none());
+        match odd.or(manifest.attachments.iter().find(|file| !is_attachment(&file.name))) {
             Some(file) => Err(Unreadable::Damaged(format!("refused the file name {:?}", file.name))),
             None => Ok(manifest),
         }
@@ -130,6 +139,12 @@ impl Manifest {
             Unreadable::UnknownFormat(found) => CheckpointError::UnknownFormat { path: folder.to_owned(), found },
         })
     }
+}
+
+/// Whether a file that holds no tensors may have a name: lower-case letters, digits, `_` and `-`, and `.json`.
+fn is_attachment(name: &str) -> bool {
+    let plain = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'_' || c == b'-';
+    name != NAME && name.strip_suffix(".json").is_some_and(|stem| !stem.is_empty() && stem.bytes().all(plain))
 }
 
 /// Opens a plain file of the checkpoint at `folder`, and tells its length.
@@ -169,7 +184,7 @@ mod tests {
 
     fn example() -> Manifest {
         let file = FileEntry { name: "model.safetensors".into(), bytes: 16, xxh3_128: checksum(7) };
-        Manifest { format: WHOLE, step: 100, files: vec![file], state: json!({"position": 5}) }
+        Manifest { format: WHOLE, step: 100, files: vec![file], attachments: Vec::new(), state: json!({"position": 5}) }
     }
 
     fn check_refused(manifest: &Manifest, expected: &str) {
@@ -219,6 +234,18 @@ mod tests {
             let mut manifest = Manifest { format: IN_PARTS, ..example() };
             manifest.files[0].name = name.into();
             check_refused(&manifest, "refused the file name");
+        }
+    }
+
+    #[test]
+    fn attachments_have_plain_names_of_their_own() {
+        let attached = |name: &str| {
+            let file = FileEntry { name: name.into(), bytes: 1, xxh3_128: checksum(7) };
+            Manifest { attachments: vec![file], ..example() }
+        };
+        assert!(attached("tokenizer.json").seal().is_ok());
+        for name in ["manifest.json", "../tokenizer.json", "a/b.json", ".json", "a.txt", "model.safetensors", ""] {
+            check_refused(&attached(name), "refused the file name");
         }
     }
 

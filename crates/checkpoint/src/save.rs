@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use lockstep_ir::DType;
+use xxhash_rust::xxh3::xxh3_128;
 
 use crate::bytes::Bytes;
 use crate::error::{AtPath, CheckpointError};
@@ -35,6 +36,21 @@ pub struct Group<'a> {
     pub tensors: Vec<TensorRef<'a>>,
 }
 
+/// What a checkpoint holds besides tensors.
+#[derive(Debug, Clone, Copy)]
+pub struct About<'a> {
+    /// What its writer wants to know of it.
+    pub state: &'a serde_json::Value,
+    /// Files with their names, `tokenizer.json` say.
+    pub attachments: &'a [(&'a str, &'a [u8])],
+}
+
+impl<'a> From<&'a serde_json::Value> for About<'a> {
+    fn from(state: &'a serde_json::Value) -> Self {
+        Self { state, attachments: &[] }
+    }
+}
+
 /// Writes the checkpoint of `step` into `dir`, removes the oldest beyond `keep`, and returns the new one's path.
 ///
 /// The checkpoint appears under its name only when every byte of it is on the disk; one of the same step is replaced.
@@ -46,16 +62,18 @@ pub struct Group<'a> {
 ///
 /// One writer at a time: temporary folders in `dir` are taken for those of killed writers and removed. A kill in the
 /// instant between the two renames of a *replacement* leaves neither of that step's checkpoints, and others untouched.
-pub fn save(
+pub fn save<'a>(
     dir: &Path,
     step: u64,
     groups: &[Group<'_>],
-    state: &serde_json::Value,
+    about: impl Into<About<'a>>,
     keep: usize,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<PathBuf, CheckpointError> {
     let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
-    let mut manifest = Manifest { format: WHOLE, step, files: Vec::new(), state: state.clone() };
+    let About { state, attachments } = about.into();
+    let mut manifest =
+        Manifest { format: WHOLE, step, files: Vec::new(), attachments: Vec::new(), state: state.clone() };
     manifest.seal().map_err(refused)?;
     let files = lay_out(groups).map_err(refused)?;
 
@@ -72,6 +90,7 @@ pub fn save(
         let xxh3_128 = write_synced(&path, |to| file.write(to, &mut wrote))?;
         manifest.files.push(FileEntry { name: name.clone(), bytes: file.bytes(), xxh3_128 });
     }
+    manifest.attachments = temporary.attach(attachments)?;
     temporary.finish(dir, &manifest, keep)
 }
 
@@ -123,9 +142,10 @@ fn prune(dir: &Path, written: u64, keep: usize) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-fn looks_whole(path: &Path) -> bool {
+/// Whether a checkpoint has a sound manifest and files of the right length; their contents are not read.
+pub fn looks_whole(path: &Path) -> bool {
     let right_length = |file: &FileEntry| fs::metadata(path.join(&file.name)).is_ok_and(|m| m.len() == file.bytes);
-    Manifest::read(path).is_ok_and(|manifest| manifest.files.iter().all(right_length))
+    Manifest::read(path).is_ok_and(|m| m.files.iter().chain(&m.attachments).all(right_length))
 }
 
 /// A folder that is gone when this value is, unless it was published.
@@ -143,6 +163,18 @@ impl TemporaryFolder {
         let path = folder::temporary_path(dir, step);
         fs::create_dir(&path).at("create", &path)?;
         Ok(TemporaryFolder { path, published: false })
+    }
+
+    /// Writes files that hold no tensors, and makes them durable.
+    pub(crate) fn attach(&self, attachments: &[(&str, &[u8])]) -> Result<Vec<FileEntry>, CheckpointError> {
+        let mut entries = Vec::with_capacity(attachments.len());
+        for (name, bytes) in attachments {
+            write_synced(&self.path.join(name), |to| to.write_all(bytes))?;
+            let xxh3_128 = manifest::checksum(xxh3_128(bytes));
+            entries.push(FileEntry { name: (*name).to_owned(), bytes: bytes.len() as u64, xxh3_128 });
+        }
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
     }
 
     /// Adds the manifest to the files, gives the folder its name and removes the oldest checkpoints beyond `keep`.

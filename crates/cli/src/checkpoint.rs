@@ -1,16 +1,19 @@
-//! `lockstep checkpoint`: models of Hugging Face in and out.
+//! `lockstep checkpoint`: those of a run, and models of Hugging Face in and out.
 
 use crate::Format;
+use crate::checkpoint_list;
 use crate::failure::Failure;
 use crate::progress::Progress;
 use lockstep_ir::{DType, units};
-use lockstep_train::{ExportOptions, Exported, Imported, export, import};
+use lockstep_train::{ExportOptions, Exported, Imported, export, import, shell_quoted};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
 
 #[derive(clap::Subcommand)]
 pub enum Command {
+    /// List the checkpoints of a run: step, size, time, validation loss.
+    List(checkpoint_list::Args),
     /// Make a run directory of a Hugging Face model: to start from, to generate with, to evaluate.
     Import(ImportArgs),
     /// Write a trained model as a Hugging Face folder.
@@ -60,6 +63,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
     let mut progress = Progress::new(0);
     let mut show = |done, total| progress.work("writing weights", done, total, units::bytes);
     match command {
+        Command::List(args) => checkpoint_list::run(&args),
         Command::Import(args) => {
             let result = import(&args.from, &args.out, &mut show);
             progress.clear();
@@ -81,6 +85,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
 fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
     let Imported { config, parameters, context, tokenizer } = result;
     let (model, out) = (&config.model, args.out.display());
+    let quoted = shell_quoted(&args.out.display().to_string());
     let mut stdout = std::io::stdout().lock();
     if args.format == Format::Json {
         let (architecture, vocab) = (&model.architecture, model.vocab_size);
@@ -103,9 +108,11 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
         let note = "note: it comes without a tokenizer.json: set data.tokenizer in run.toml, or its tokens are bytes";
         writeln!(std::io::stderr(), "{note}")?;
     }
+    // Without its tokenizer a model cannot read a prompt.
+    let generate = if *tokenizer { format!("\n  lockstep generate {quoted} --prompt 'The'") } else { String::new() };
     writeln!(
         std::io::stderr(),
-        "\ntry next:\n  lockstep generate {out} --prompt 'The'\n  train from it: [model] of {out}/run.toml, and [train] init_from = \"{out}\""
+        "\ntry next:{generate}\n  train from it: [model] of {out}/run.toml, and [train] init_from = \"{out}\""
     )?;
     Ok(())
 }

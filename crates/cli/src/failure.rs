@@ -3,68 +3,84 @@
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
+/// Exit codes, for `--help`.
+pub const EXIT_CODES: &str = "\
+Exit codes:
+  0   done
+  1   the run failed
+  2   the request was wrong
+  75  interrupted (SIGINT, SIGTERM, SIGUSR1, SIGHUP) with everything saved: the same command goes on";
+
+/// Nothing is wrong: somebody asked to stop, and the same command goes on. Batch systems requeue on it (EX_TEMPFAIL).
+pub const INTERRUPTED: u8 = 75;
+
 /// What to print, and whose fault it was.
 #[derive(Debug)]
 pub struct Failure {
     text: String,
-    request: bool,
+    code: u8,
     reader_gone: bool,
 }
 
 impl Failure {
     /// A request that cannot be meant; `text` ends with a hint.
     pub fn request(text: String) -> Self {
-        Self::new(text, true)
+        Self::new(text, 2)
     }
 
     /// A run that has failed; `text` ends with a hint.
     pub fn run(text: String) -> Self {
-        Self::new(text, false)
+        Self::new(text, 1)
     }
 
-    /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed, 0 where whoever read
-    /// our output has had enough.
+    /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed, 75 where it was
+    /// interrupted, 0 where whoever read our output has had enough.
     pub fn report(&self) -> ExitCode {
         if self.reader_gone {
             return ExitCode::SUCCESS;
         }
         // Where nobody listens any more, the exit code still tells.
         let _ = writeln!(std::io::stderr(), "{}", crate::style::message(&format!("error: {}", self.text)));
-        ExitCode::from(if self.request { 2 } else { 1 })
+        ExitCode::from(self.code)
     }
 
-    fn new(text: String, request: bool) -> Self {
-        Self { text, request, reader_gone: false }
+    fn new(text: String, code: u8) -> Self {
+        Self { text, code, reader_gone: false }
     }
 }
 
 impl From<lockstep_config::ConfigError> for Failure {
     fn from(error: lockstep_config::ConfigError) -> Self {
-        Self::new(error.to_string(), true)
+        Self::new(error.to_string(), 2)
     }
 }
 
 impl From<lockstep_train::TrainError> for Failure {
     fn from(error: lockstep_train::TrainError) -> Self {
-        Self::new(error.to_string(), error.is_request())
+        let code = match (error.is_interrupt(), error.is_request()) {
+            (true, _) => INTERRUPTED,
+            (false, true) => 2,
+            (false, false) => 1,
+        };
+        Self::new(error.to_string(), code)
     }
 }
 
 impl From<lockstep_data::DataError> for Failure {
     fn from(error: lockstep_data::DataError) -> Self {
-        Self::new(error.to_string(), true)
+        Self::new(error.to_string(), 2)
     }
 }
 
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         let reader_gone = error.kind() == ErrorKind::BrokenPipe;
-        Self { reader_gone, ..Self::new(format!("{error}\nhint: check where the output goes"), false) }
+        Self { reader_gone, ..Self::new(format!("{error}\nhint: check where the output goes"), 1) }
     }
 }
 
 impl From<lockstep_exec::ExecError> for Failure {
     fn from(error: lockstep_exec::ExecError) -> Self {
-        Self::new(error.to_string(), false)
+        Self::new(error.to_string(), 1)
     }
 }

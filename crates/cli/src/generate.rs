@@ -53,7 +53,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     trained.warnings.iter().for_each(|w| {
         let _ = writeln!(std::io::stderr(), "warning: {w}");
     });
-    let tokenizer = Tokenizer::of(&trained.config)?;
+    let tokenizer = trained.tokenizer()?;
     let tokens = tokenizer.encode(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
     let mut generator = Generator::new(&trained.config, context, Weights::Checkpoint(&trained.checkpoint))?;

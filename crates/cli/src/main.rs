@@ -3,6 +3,7 @@
 
 mod bench;
 mod checkpoint;
+mod checkpoint_list;
 mod config_command;
 mod data;
 mod doctor;
@@ -27,7 +28,7 @@ use std::process::ExitCode;
 
 /// Trains large language models.
 #[derive(Parser)]
-#[command(name = "lockstep", version, max_term_width = 80)]
+#[command(name = "lockstep", version, max_term_width = 80, after_help = failure::EXIT_CODES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -36,6 +37,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
+    #[command(after_help = failure::EXIT_CODES)]
     Train(train::Args),
     /// Continue a text with a trained model, as it comes.
     Generate(generate::Args),
@@ -52,7 +54,7 @@ enum Command {
     /// Prepare data, and look at prepared data.
     #[command(subcommand)]
     Data(data::Command),
-    /// Import a Hugging Face model, or export to one.
+    /// List the checkpoints of a run; import a Hugging Face model, or export to one.
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
     /// List the config keys with type, default and meaning, or find some.
@@ -106,7 +108,9 @@ enum Format {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Train(args) => train::run(args),
+        Command::Train(args) => {
+            return train::run(args).unwrap_or_else(|failure| failure.report());
+        }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),

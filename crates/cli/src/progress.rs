@@ -1,21 +1,26 @@
 //! What a run shows while it goes: a bar on a terminal, a plain line every ten seconds elsewhere.
 
+use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_ir::units;
-use lockstep_train::{Event, StepMetrics};
+use lockstep_train::{Changed, Event, StepMetrics};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 /// Shows a run's events on stderr.
 pub struct Progress {
+    /// Nothing but warnings is shown.
+    quiet: bool,
     bar: Option<ProgressBar>,
     steps: u64,
     /// When the first step of this call began, and which it was.
     begun: Option<(Instant, u64)>,
-    /// When the check of the data began.
-    checking: Option<Instant>,
+    /// When the check of the data or the validation that is under way began.
+    working: Option<Instant>,
     last_line: Option<Instant>,
     val_loss: Option<f64>,
+    /// What the bar shows of the last step.
+    shown: (u64, Vec<Field>),
 }
 
 const LINE_EVERY: Duration = Duration::from_secs(10);
@@ -26,37 +31,60 @@ const SHORT: Duration = Duration::from_secs(2);
 impl Progress {
     /// For a run of this many steps.
     pub fn new(steps: u64) -> Self {
-        Self { bar: None, steps, begun: None, checking: None, last_line: None, val_loss: None }
+        let (begun, working, last_line) = (None, None, None);
+        Self { quiet: false, bar: None, steps, begun, working, last_line, val_loss: None, shown: (0, Vec::new()) }
+    }
+
+    /// One that shows nothing but warnings.
+    pub fn quiet(self) -> Self {
+        Self { quiet: true, ..self }
     }
 
     /// Shows one event.
     pub fn show(&mut self, event: Event) {
         match event {
-            Event::Preparing(p) => self.work("preparing data", p.bytes_done, p.bytes_total, units::bytes),
-            Event::Checking { done, total } => {
-                // Most data are checked in no time: nobody needs to hear of it.
-                if self.checking.get_or_insert_with(Instant::now).elapsed() >= SHORT {
-                    self.work("checking data", done, total, units::bytes);
-                }
+            Event::Warning(text) => self.warn(text),
+            Event::Skipped { step } => {
+                self.warn(&format!("step {step}: the gradient is not finite, update left out"));
             }
-            Event::Saving { done, total } if done < total => self.saving(done, total),
-            Event::Saving { .. } => {}
-            Event::Warning(text) => self.say(&format!("warning: {text}")),
+            _ if self.quiet => {}
+            Event::Preparing(p) => self.preparing("data", p),
+            // Most data are checked in no time: nobody needs to hear of it.
+            Event::Checking { done, total } => self.long_work("checking data", done, total, units::bytes),
+            Event::Saving { done, total } if done < total => {
+                self.work("saving a checkpoint", done, total, units::bytes);
+            }
+            Event::Saving { .. } => self.show_steps(),
             Event::Note(note) => self.say(&note.to_string()),
             Event::Initialised { from } => self.say(&format!("weights from {}", from.display())),
-            Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir } => {
+            Event::Changed { step, changed } => self.say(&format!("from step {step} on: {}", change(changed))),
+            Event::RateChanged { before, now } => self.say(&format!(
+                "the schedule with these values counts from here on: learning rate {now:.3e} next, {before:.3e} without them"
+            )),
+            Event::SetAside { step, later, to } => self.say(&format!(
+                "back to step {step}: {} checkpoint{} of later steps and the metrics after it are kept in {}",
+                later.len(),
+                if later.len() == 1 { "" } else { "s" },
+                to.display()
+            )),
+            Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+                self.steps = steps;
                 self.clear();
+                self.working = None;
                 self.say(&format!(
-                    "{} parameters, {} training tokens, arena {} ({} bytes){}, {}",
+                    "{} parameters, {} training tokens, {}",
                     units::count(plan.parameters),
                     units::count(train_tokens),
+                    plan.device
+                ));
+                self.say(&format!(
+                    "arena {} ({} bytes){}",
                     units::bytes(plan.memory.total_bytes),
                     plan.memory.total_bytes,
                     match plan.layout.mesh.ranks() {
                         1 => String::new(),
                         ranks => format!(" at most on each of {ranks} ranks ({})", plan.layout),
-                    },
-                    plan.device
+                    }
                 ));
                 if let Some(context) = context_bytes {
                     let [arena, context] = [arena_bytes, context].map(units::gib);
@@ -71,20 +99,22 @@ impl Progress {
                     if from_step == 0 { "starting".to_owned() } else { format!("resuming at step {from_step}") };
                 self.say(&format!("{resumed}, files in {}", dir.display()));
                 self.begun = Some((Instant::now(), from_step));
+                self.shown = (from_step, Vec::new());
                 if std::io::stderr().is_terminal() {
-                    let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {wide_msg}");
-                    let bar = ProgressBar::with_draw_target(Some(self.steps), ProgressDrawTarget::stderr());
-                    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-                    bar.set_position(from_step);
-                    self.bar = Some(bar);
+                    self.bar = Some(bar());
+                    self.show_steps();
                 }
             }
-            Event::Validated { step, loss } => {
-                self.val_loss = Some(loss);
-                self.say(&format!("step {step}: held-out loss {loss:.4} nats per token"));
+            Event::Validating { done, total } => {
+                self.long_work("validating", done, total, |n| format!("{} tokens", units::count(n)));
             }
-            Event::Skipped { step } => {
-                self.say(&format!("warning: step {step}: the gradient is not finite, update left out"));
+            Event::Validated { step, loss } => {
+                self.working = None;
+                self.val_loss = Some(loss);
+                self.say(&format!("step {step}: validation loss {loss:.4} nats per token"));
+                // The time that is left is that of steps.
+                self.begun = self.begun.map(|(at, from)| (if from == step { Instant::now() } else { at }, from));
+                self.show_steps();
             }
             Event::Saved { step, path } => self.say(&format!("step {step}: saved {}", path.display())),
             Event::Stepped(metrics) => self.step(metrics),
@@ -98,51 +128,62 @@ impl Progress {
         }
     }
 
+    /// Data that are prepared, or that another process prepares.
+    pub fn preparing(&mut self, what: &str, at: lockstep_data::Progress) {
+        if at.waiting {
+            self.clear();
+            if self.due() {
+                self.say(&format!("waiting for another process that prepares {what}"));
+            }
+            return;
+        }
+        self.work(&format!("preparing {what}"), at.bytes_done, at.bytes_total, units::bytes);
+    }
+
     fn step(&mut self, m: &StepMetrics) {
         let left = self.begun.map_or(0.0, |(start, from)| {
-            start.elapsed().as_secs_f64() / (m.step - from).max(1) as f64 * (self.steps - m.step) as f64
+            start.elapsed().as_secs_f64() / (m.step - from).max(1) as f64 * self.steps.saturating_sub(m.step) as f64
         });
-        let held_out = self.val_loss.map_or(String::new(), |l| format!(", held-out {l:.3}"));
-        // Last, since a narrow terminal cuts the line.
-        let power = m.gpu.gpu_power_w.map_or(String::new(), |power| format!(", {power:.0} W"));
-        let memory = m.gpu.gpu_memory_bytes.map_or(String::new(), |bytes| format!(", {}", units::bytes(bytes)));
-        let text = format!(
-            "loss {:.3}{held_out}, {} tokens/s, MFU {:.0}%, {} left{power}{memory}",
-            m.loss,
-            units::count(m.tokens_per_s as u64),
-            100.0 * m.mfu,
-            units::seconds(left)
-        );
-        if let Some(bar) = &self.bar {
-            bar.set_position(m.step);
-            bar.set_message(text);
+        let fields = [
+            Some((0, format!("loss {:.3}", m.loss))),
+            self.val_loss.map(|loss| (3, format!("val loss {loss:.3}"))),
+            Some((2, format!("{} tokens/s", units::count(m.tokens_per_s as u64)))),
+            Some((4, format!("MFU {:.0}%", 100.0 * m.mfu))),
+            Some((1, format!("{} left", units::seconds(left)))),
+            m.gpu.gpu_power_w.map(|power| (5, format!("{power:.0} W"))),
+            m.gpu.gpu_memory_bytes.map(|bytes| (6, units::bytes(bytes))),
+        ];
+        let fields: Vec<Field> = fields.into_iter().flatten().map(|(rank, text)| Field { rank, text }).collect();
+        self.shown = (m.step, fields);
+        if self.bar.is_some() {
+            self.show_steps();
         } else if m.step == self.steps || self.due() {
-            self.say(&format!("step {}/{}: {text}", m.step, self.steps));
+            let texts: Vec<&str> = self.shown.1.iter().map(|field| field.text.as_str()).collect();
+            self.say(&format!("step {}/{}: {}", m.step, self.steps, texts.join(", ")));
         }
     }
 
-    fn saving(&mut self, done: u64, total: u64) {
-        match &self.bar {
-            Some(bar) => {
-                bar.set_message(format!("saving a checkpoint: {} of {}", units::bytes(done), units::bytes(total)))
-            }
-            None => self.work("saving a checkpoint", done, total, units::bytes),
+    /// The bar of the steps, with the last one's fields.
+    fn show_steps(&self) {
+        let (step, fields) = &self.shown;
+        if let (Some(bar), true) = (&self.bar, self.begun.is_some()) {
+            bar.set_message(line(columns(), (*step, self.steps), &format!("{step}/{}", self.steps), fields));
+        }
+    }
+
+    /// As [`work`](Self::work), where it takes long enough to be worth a word.
+    fn long_work(&mut self, what: &str, done: u64, total: u64, amount: fn(u64) -> String) {
+        if self.working.get_or_insert_with(Instant::now).elapsed() >= SHORT {
+            self.work(what, done, total, amount);
         }
     }
 
     /// A long operation outside of the steps, counted in what `amount` writes.
     pub fn work(&mut self, what: &str, done: u64, total: u64, amount: fn(u64) -> String) {
         let text = || format!("{what}: {} of {}", amount(done), amount(total));
-        if std::io::stderr().is_terminal() {
-            let bar = self.bar.get_or_insert_with(|| {
-                let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-                let style = ProgressStyle::with_template("{bar:24} {msg}");
-                bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-                bar
-            });
-            bar.set_length(total);
-            bar.set_position(done);
-            bar.set_message(text());
+        if self.quiet {
+        } else if std::io::stderr().is_terminal() {
+            self.bar.get_or_insert_with(bar).set_message(line(columns(), (done, total), &text(), &[]));
         } else if self.due() {
             self.say(&text());
         }
@@ -158,6 +199,10 @@ impl Progress {
         due
     }
 
+    fn warn(&self, text: &str) {
+        self.say(&format!("warning: {text}"));
+    }
+
     fn say(&self, text: &str) {
         // A run goes on where nobody reads its log any more.
         let print = || {
@@ -167,5 +212,90 @@ impl Progress {
             Some(bar) => bar.suspend(print),
             None => print(),
         }
+    }
+}
+
+/// A key with its values.
+pub fn change(changed: &Changed) -> String {
+    let Changed { key, before, now, follows } = changed;
+    format!("{key} = {now}, {before} before{}", if *follows { " (follows)" } else { "" })
+}
+
+/// Something to show of a step.
+struct Field {
+    /// The larger, the sooner it is left out.
+    rank: usize,
+    text: String,
+}
+
+/// Widest and narrowest bar.
+const BAR: (usize, usize) = (24, 8);
+
+/// A line with a bar that is shorter than `width` columns: fields are left out whole, the last in rank first.
+fn line(width: usize, (done, total): (u64, u64), head: &str, fields: &[Field]) -> String {
+    let text = |most: usize| {
+        let kept: Vec<&str> = fields.iter().filter(|f| f.rank < most).map(|f| f.text.as_str()).collect();
+        if kept.is_empty() { head.to_owned() } else { format!("{head} {}", kept.join(", ")) }
+    };
+    let room = |text: &str| (width.max(1) - 1).checked_sub(text.chars().count() + 1);
+    let ranks = fields.iter().map(|f| f.rank + 1).max().unwrap_or(0);
+    let fitting = (0..=ranks).rev().map(text).find(|text| room(text).is_some_and(|room| room >= BAR.1));
+    let Some(text) = fitting else { return head.chars().take(width.max(1) - 1).collect() };
+    let cells = room(&text).unwrap_or(0).min(BAR.0);
+    let full = (done.min(total) as u128 * cells as u128 / u128::from(total.max(1))) as usize;
+    format!("{}{} {text}", "█".repeat(full), "░".repeat(cells - full))
+}
+
+fn columns() -> usize {
+    Term::stderr().size_checked().map_or(80, |(_, columns)| columns.into())
+}
+
+fn bar() -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+    bar.set_style(ProgressStyle::with_template("{msg}").unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(width: usize) -> String {
+        let fields = [
+            (0, "loss 2.027"),
+            (3, "val loss 2.126"),
+            (2, "9.93K tokens/s"),
+            (4, "MFU 71%"),
+            (1, "40.5 s left"),
+            (5, "690 W"),
+            (6, "102 GiB"),
+        ];
+        let fields = fields.map(|(rank, text)| Field { rank, text: text.to_owned() });
+        line(width, (101, 200), "101/200", &fields)
+    }
+
+    #[test]
+    fn a_line_is_shorter_than_the_terminal_and_leaves_out_whole_fields() {
+        let all = "101/200 loss 2.027, val loss 2.126, 9.93K tokens/s, MFU 71%, 40.5 s left, 690 W, 102 GiB";
+        for width in 1..200 {
+            let line = shown(width);
+            assert!(line.chars().count() < width.max(2), "{width}: {line}");
+            let text = line.trim_start_matches(['█', '░', ' ']);
+            if width > 30 {
+                let (head, fields) = text.split_once(' ').unwrap_or((text, ""));
+                assert_eq!(head, "101/200", "{width}");
+                let known: Vec<&str> = all["101/200 ".len()..].split(", ").collect();
+                let whole = |field: &str| field.is_empty() || known.contains(&field);
+                assert!(fields.split(", ").all(whole), "{width}: {line}");
+            }
+        }
+        assert_eq!(shown(200), format!("{}{} {all}", "█".repeat(12), "░".repeat(12)));
+    }
+
+    #[test]
+    fn eighty_columns_show_what_matters_most() {
+        assert_eq!(shown(80), "███████░░░░░░░░ 101/200 loss 2.027, val loss 2.126, 9.93K tokens/s, 40.5 s left");
+        assert_eq!(shown(45), "██████░░░░░░ 101/200 loss 2.027, 40.5 s left");
+        assert_eq!(shown(40), "██████████░░░░░░░░░░ 101/200 loss 2.027");
     }
 }

@@ -1,16 +1,19 @@
 //! `lockstep train`.
 
 use crate::ConfigArgs;
-use crate::failure::Failure;
+use crate::failure::{Failure, INTERRUPTED};
 use crate::profile::{as_text, write_trace};
-use crate::progress::Progress;
+use crate::progress::{Progress, change};
 use crate::style;
 use crate::terminal::printable;
-use lockstep_train::{Outcome, RunOptions};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use lockstep_config::Config;
+use lockstep_ir::units;
+use lockstep_train::{DryData, DryRun, Outcome, RunOptions, dry_run, shell_quoted};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::io::Write;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -27,6 +30,21 @@ pub struct Args {
     /// Profile these steps, first and last: 5:8. Prints the time per op and writes a Chrome trace into the run directory.
     #[arg(long, value_name = "FIRST:LAST", value_parser = steps)]
     profile_steps: Option<RangeInclusive<u64>>,
+    /// Resume from the checkpoint of this step instead of the latest. Later checkpoints and the metrics as they were are
+    /// moved to a folder inside the run directory; `checkpoint list` shows which steps there are.
+    #[arg(long, value_name = "STEP", conflicts_with = "fresh")]
+    resume_from: Option<u64>,
+    /// Resume with another value from here on: --change train.steps=2000, --change optimizer.lr=1e-4. The run directory
+    /// records it with its step, and later resumes keep it. What would corrupt the run is refused: the shape of the model,
+    /// the order of the data.
+    #[arg(long, value_name = "KEY=VALUE", conflicts_with = "fresh")]
+    change: Vec<String>,
+    /// Show nothing but warnings, errors and the final line.
+    #[arg(long)]
+    quiet: bool,
+    /// Check the config, the run directory, the data's paths and the memory, say what would be done, and start nothing.
+    #[arg(long)]
+    dry_run: bool,
 }
 
 /// `5:8`, or one step alone.
@@ -38,24 +56,53 @@ fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
     }
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<ExitCode, Failure> {
     let config = args.config.load()?;
     let dir = args.config.run_dir(args.run_dir);
     let stop = on_interrupt()?;
-    let profile_steps = args.profile_steps.clone();
-    let options = RunOptions { dir: dir.clone(), fresh: args.fresh, sample_tokens: SAMPLE_TOKENS, profile_steps };
-    let mut progress = Progress::new(config.train.steps);
+    let rewinds = args.resume_from.is_some();
+    let options = RunOptions {
+        dir: dir.clone(),
+        fresh: args.fresh,
+        resume_from: args.resume_from,
+        change: args.change,
+        sample_tokens: if args.quiet { 0 } else { SAMPLE_TOKENS },
+        profile_steps: args.profile_steps.clone(),
+    };
+    if args.dry_run {
+        let dry = dry_run(&config, &options, &stop)?;
+        for warning in &dry.warnings {
+            let _ = writeln!(std::io::stderr(), "warning: {warning}");
+        }
+        write!(std::io::stdout(), "{}", dry_summary(&dry, &dir))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let steps = config.train.steps;
+    let mut progress = if args.quiet { Progress::new(steps).quiet() } else { Progress::new(steps) };
     let result = lockstep_train::run(&config, &options, &stop, &mut |event| progress.show(event));
     progress.clear();
     let outcome = result?;
     if let Some(steps) = &args.profile_steps {
         show_profile(steps, &outcome, &dir)?;
     }
-    writeln!(std::io::stdout(), "{}", summary(&outcome, &config, &dir))?;
-    if outcome.finished {
-        let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &args.config.config, &dir));
+    let (details, last) = summary(&outcome, &config, &dir);
+    let mut out = std::io::stdout();
+    if !args.quiet {
+        write!(out, "{details}")?;
     }
-    Ok(())
+    writeln!(out, "{last}")?;
+    if !outcome.finished {
+        let without = if rewinds { " without --resume-from" } else { "" };
+        let what = if outcome.checkpoint.is_some() { "resumes" } else { "starts the run" };
+        if !args.quiet {
+            writeln!(out, "the same command again{without} {what}")?;
+        }
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
+    if !args.quiet {
+        let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &config, &dir));
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints where the time of the profiled steps went, and writes their trace.
@@ -75,7 +122,7 @@ fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> R
 /// A flag that an interrupt sets. A second one ends the process at once; what is on the disk stays whole.
 pub fn on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
+    for signal in [SIGINT, SIGTERM, SIGUSR1, SIGHUP] {
         signal_hook::flag::register_conditional_default(signal, stop.clone())?;
         signal_hook::flag::register(signal, stop.clone())?;
     }
@@ -85,27 +132,36 @@ pub fn on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
 /// Most tokens of the sample at the end of a run.
 const SAMPLE_TOKENS: usize = 200;
 
+/// A context in which a prompt of a word leaves room for more.
+const ROOM: usize = 16;
+
 /// What the model writes now, and what to try next. On stderr: the result of the command is the summary.
-fn afterwards(outcome: &Outcome, config: &Path, dir: &Path) -> String {
+fn afterwards(outcome: &Outcome, config: &Config, dir: &Path) -> String {
     let mut text = String::new();
-    let mut prompt = "The".to_owned();
+    let mut prompt = (config.train.seq >= ROOM).then(|| "The".to_owned());
     if let Some(sample) = &outcome.sample {
         text = format!(
             "\na sample: the model continues {:?} from the data\n{}\n",
             sample.prompt,
             printable(sample.text.trim_end())
         );
-        prompt = first_words(&sample.prompt).unwrap_or(prompt);
+        prompt = first_words(&sample.prompt).or(prompt);
     }
     // As it was called, so that the lines can be copied.
-    let lockstep = std::env::args().next().unwrap_or_else(|| "lockstep".to_owned());
-    let (config, dir) = (config.display(), dir.display());
-    text + &format!(
-        "\ntry next:\n  {lockstep} generate {dir} --prompt '{prompt}'\n  {lockstep} eval {dir} --validation\n  {lockstep} explain {config}\n"
-    )
+    let lockstep = shell_quoted(&std::env::args().next().unwrap_or_else(|| "lockstep".to_owned()));
+    let quoted = |path: &Path| shell_quoted(&path.display().to_string());
+    text += "\ntry next:\n";
+    if let Some(prompt) = prompt {
+        text += &format!("  {lockstep} generate {} --prompt {}\n", quoted(dir), shell_quoted(&prompt));
+    }
+    if outcome.last_val_loss.is_some() {
+        text += &format!("  {lockstep} eval {} --validation\n", quoted(dir));
+    }
+    // As resolved: it needs none of the options of this call.
+    text + &format!("  {lockstep} explain {}\n", quoted(&dir.join("run.toml")))
 }
 
-/// The beginning of a text as far as it can stand between single quotes on a command line.
+/// The beginning of a text that is easy to type.
 fn first_words(text: &str) -> Option<String> {
     let plain = text.trim_start().split(|c: char| c.is_control() || "'!\\".contains(c)).next()?.trim_end();
     (!plain.is_empty()).then(|| plain.to_owned())
@@ -116,28 +172,69 @@ pub fn default_run_dir(config: &Path) -> PathBuf {
     PathBuf::from("runs").join(config.file_stem().unwrap_or("run".as_ref()))
 }
 
-fn summary(outcome: &Outcome, config: &lockstep_config::Config, dir: &Path) -> String {
-    let steps = config.train.steps;
+/// `1 step`, `2 steps`.
+fn count(n: u64, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
+/// How a run ended: what there is to know, and in one line.
+fn summary(outcome: &Outcome, config: &Config, dir: &Path) -> (String, String) {
+    let steps = outcome.steps;
     let Some(path) = &outcome.checkpoint else {
-        return format!("interrupted before the first step of {steps}\nthe same command again starts the run");
+        return (String::new(), format!("interrupted before the first step of {steps}"));
     };
     let checkpoint = path.display();
     if !outcome.finished {
-        return format!(
-            "interrupted after step {} of {steps}; checkpoint {checkpoint}\nthe same command again resumes",
-            outcome.step
-        );
+        let step = outcome.step;
+        return (String::new(), format!("interrupted after step {step} of {steps}; checkpoint {checkpoint}"));
     }
     let losses = match (outcome.first_val_loss, outcome.last_val_loss) {
-        (Some(first), Some(last)) => format!("held-out loss {first:.3} -> {last:.3} nats per token\n"),
+        (Some(first), Some(last)) => format!("validation loss {first:.3} -> {last:.3} nats per token\n"),
         _ => String::new(),
     };
     let noise = outcome.noise_scale.map_or(String::new(), |sequences| {
-        let tokens = lockstep_ir::units::count((sequences * config.train.seq as f64).round() as u64);
+        let tokens = units::count((sequences * config.train.seq as f64).round() as u64);
         format!("gradient noise scale {sequences:.1} sequences: a critical batch of {tokens} tokens\n")
     });
-    format!(
-        "{losses}{noise}finished {steps} steps; checkpoint {checkpoint}, metrics {}",
-        dir.join("metrics.jsonl").display()
-    )
+    let metrics = dir.join("metrics.jsonl");
+    let last = format!("finished {}; checkpoint {checkpoint}, metrics {}", count(steps, "step"), metrics.display());
+    (losses + &noise, last)
+}
+
+/// What a run would do.
+fn dry_summary(dry: &DryRun, dir: &Path) -> String {
+    let DryRun { config, plan, from_step, .. } = dry;
+    let (steps, seq) = (config.train.steps, config.train.seq);
+    let begin = match from_step {
+        0 => "would start".to_owned(),
+        step => format!("would resume at step {step}"),
+    };
+    let mut lines = vec![("run", format!("{}: {begin}", dir.display()))];
+    lines.extend(dry.changed.iter().map(|changed| ("change", change(changed))));
+    if !dry.later.is_empty() {
+        lines.push(("", format!("{} would be set aside", count(dry.later.len() as u64, "later checkpoint"))));
+    }
+    lines.push(("model", format!("{}, {} parameters", config.model.architecture, units::count(plan.parameters))));
+    let folder = dry.data_folder.display();
+    lines.push((
+        "data",
+        match dry.data {
+            DryData::Prepared { train_tokens } => {
+                format!("{folder}: prepared, {} training tokens", units::count(train_tokens))
+            }
+            DryData::Text { files, bytes } => {
+                format!("{}, {}, to be prepared in {folder}", count(files, "file"), units::bytes(bytes))
+            }
+        },
+    ));
+    let tokens = |steps: u64| units::count(config.batches().at(steps).first_sample.saturating_mul(seq as u64));
+    let left = steps.saturating_sub(*from_step);
+    lines.push(("steps", format!("{left} of {steps}, in sequences of {seq} tokens; {} tokens in all", tokens(steps))));
+    let free = dry.available_bytes.map_or(String::new(), |free| format!("; {} are free", units::bytes(free)));
+    lines.push(("memory", format!("arena {} ({} bytes){free}", units::bytes(dry.arena_bytes), dry.arena_bytes)));
+    let classes = plan.memory.classes.iter().filter(|(_, bytes)| **bytes > 0);
+    lines.extend(classes.map(|(class, bytes)| ("", format!("{class:<13} {}", units::bytes(*bytes)))));
+    lines.push(("device", plan.device.clone()));
+    let text: String = lines.iter().map(|(name, text)| format!("{name:<8}{text}\n")).collect();
+    text + "dry run: nothing was started or written\n"
 }

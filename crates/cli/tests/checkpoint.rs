@@ -37,10 +37,21 @@ fn a_trained_model_goes_out_comes_in_and_is_trained_on() {
     for from in ["moved", "models/hf", "run"] {
         let dir = format!("next-{}", from.replace('/', "-"));
         let set = format!("train.init_from={from}");
-        let output = place.run(&["train", "run.toml", "--run-dir", &dir, "--set", &set, "--set", "train.steps=4"]);
+        let output = place.run(&[
+            "train",
+            "run.toml",
+            "--run-dir",
+            &dir,
+            "--set",
+            &set,
+            "--set",
+            "train.steps=4",
+            "--set",
+            "train.validation_sequences=10",
+        ]);
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success() && text.contains("weights from ") && !text.contains("warning"), "{text}");
-        let first = text.lines().find(|line| line.starts_with("step 0: held-out loss")).unwrap();
+        let first = text.lines().find(|line| line.starts_with("step 0: validation loss")).unwrap();
         let last: f64 = place.trajectory("run").last().unwrap().rsplit(' ').next().unwrap().parse().unwrap();
         assert!(first.contains(&format!("{last:.4} nats")), "{from}: {first}, {last}");
     }

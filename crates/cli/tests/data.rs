@@ -195,14 +195,14 @@ fn an_interrupt_stops_preparation_at_once_and_the_same_command_finishes_it() {
     let set = ["--set", "data.prepared=prepared"];
     let prepare = [&["data", "prepare", "run.toml"], &set[..]].concat();
     let output = interrupted(&prepare, libc::SIGINT);
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(75));
     let text = String::from_utf8(output.stderr).unwrap();
     let expected =
         "error: preparing data was interrupted\nhint: the same command again goes on after the last finished part";
     assert!(text.contains(expected), "{text}");
     let train = [&["train", "run.toml", "--run-dir", "run"], &set[..]].concat();
     let output = interrupted(&train, libc::SIGTERM);
-    assert!(output.status.success());
+    assert_eq!(output.status.code(), Some(75));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.starts_with("interrupted before the first step of 20\nthe same command again starts"), "{text}");
 

@@ -36,7 +36,7 @@ fn an_interrupt_saves_and_the_same_command_resumes() {
     // SAFETY: sends a signal to our own child.
     unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
     let output = child.wait_with_output().unwrap();
-    assert!(output.status.success());
+    assert_eq!(output.status.code(), Some(75));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.starts_with("interrupted after step ") && text.contains("the same command again resumes"), "{text}");
     let text = place.ok(&args("stopped"));
@@ -83,8 +83,8 @@ fn a_changed_config_is_refused_with_the_differences_and_fresh_keeps_the_old_run(
         "error: run holds a run with another config:\n  \
          train.seq: 32 before, 16 now\n  \
          optimizer.lr: 0.003 before, 0.001 now\n\
-         hint: undo these changes to resume it, choose another --run-dir, or give --fresh to start over (the old run is \
-         kept in a folder inside)\n"
+         hint: a run cannot change train.seq: undo that; with the rest it goes on: --change optimizer.lr=0.001; or choose \
+         another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)\n"
     );
     place.ok(&[&changed[..], &["--fresh"]].concat());
     assert!(place.path("run/old-1/checkpoints/step-00000020").exists());

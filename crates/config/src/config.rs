@@ -13,6 +13,7 @@ use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::CorpusConfig;
+use crate::written::Change;
 
 /// Where the values of a config came from.
 #[derive(Clone, Debug)]
@@ -25,6 +26,16 @@ pub(crate) struct Provenance {
     pub origins: BTreeMap<&'static str, Origin>,
     /// What the user should know of what was read, a line each.
     pub warnings: Vec<String>,
+    /// What it was all made from.
+    pub given: Given,
+}
+
+/// What a config was read from.
+#[derive(Clone, Debug)]
+pub(crate) struct Given {
+    pub path: PathBuf,
+    pub text: String,
+    pub overrides: Vec<String>,
 }
 
 const MICRO_BATCH: &str = "train.micro_batch";
@@ -40,6 +51,9 @@ pub(crate) enum Origin {
     Set,
     /// A default that was found when the machine was known; the text says how.
     Found(String),
+    Change {
+        step: u64,
+    },
 }
 
 impl Config {
@@ -61,27 +75,47 @@ impl Config {
             let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
             ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
         })?;
-        Config::read(text, &name, path, overrides)
+        Config::read(text, &name, path, overrides, &[])
     }
 
     /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
     pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Config, ConfigError> {
-        Config::read(text, file_name, Path::new(file_name), overrides)
+        Config::read(text, file_name, Path::new(file_name), overrides, &[])
     }
 
-    fn read(text: &str, name: &str, path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
+    /// The same config with what was changed in a run laid over it, the later changes over the earlier ones. They win over the
+    /// file and over `--set`: a run that is resumed by its first command keeps them.
+    pub fn with_changes(&self, changes: &[Change]) -> Result<Config, ConfigError> {
+        let Given { path, text, overrides } = &self.provenance.given;
+        let config = Config::read(text, &self.provenance.file_name, path, overrides, changes)?;
+        Ok(match self.micro_batch_found() {
+            Some(how) if config.micro_batch_is_default() => {
+                config.with_default_micro_batch(self.train.micro_batch, how)
+            }
+            _ => config,
+        })
+    }
+
+    fn read(
+        text: &str,
+        name: &str,
+        path: &Path,
+        overrides: &[String],
+        changes: &[Change],
+    ) -> Result<Config, ConfigError> {
         let source = Source::new(name, text)?;
-        let resolved = resolve::resolve(&source, overrides)?;
+        let resolved = resolve::resolve(&source, overrides, changes)?;
         let provenance = Provenance {
             file_name: source.name.clone(),
             base_dir: folder_of(path),
             origins: resolved.origins,
             warnings: resolved.warnings,
+            given: Given { path: path.to_owned(), text: text.to_owned(), overrides: overrides.to_vec() },
         };
         Ok(schema::build(&resolved.values, provenance))
     }
 
-    /// What the user should know of what was read, a line each: keys given by an old name.
+    /// What the user should know of what was read, a line each: keys given by an old name, a schedule that was shortened.
     pub fn warnings(&self) -> &[String] {
         &self.provenance.warnings
     }

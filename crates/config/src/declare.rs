@@ -75,8 +75,10 @@ impl Default {
 /// Whether a run may be resumed with another value of the key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// It changes the losses: no.
+    /// It says what the weights or the data mean, or how a run begins: no.
     Trajectory,
+    /// It changes the losses from the step on at which it changes: where the user says so, with `--change`.
+    Changeable,
     /// It changes only how the run is carried out or watched: yes.
     Conduct,
 }

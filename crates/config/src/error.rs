@@ -62,8 +62,8 @@ pub(crate) enum Location {
     File { name: String },
     /// A span of one line; `caret` counts characters of `text`.
     Line { name: String, number: usize, text: String, caret: Range<usize> },
-    /// An override from the command line.
-    Override(String),
+    /// A value from the command line, with its option.
+    Option(String),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,7 +78,7 @@ impl fmt::Display for Report {
         writeln!(f, "{}", self.text)?;
         match &self.location {
             Location::File { name } => writeln!(f, "  --> {name}")?,
-            Location::Override(text) => writeln!(f, "  --> --set {text}")?,
+            Location::Option(text) => writeln!(f, "  --> {text}")?,
             Location::Line { name, number, text, caret } => {
                 let number = number.to_string();
                 let gutter = " ".repeat(number.len());

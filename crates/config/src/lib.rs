@@ -47,4 +47,4 @@ pub use schema::{
 pub use search::{Found, keys_at, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScaling};
-pub use written::Difference;
+pub use written::{Change, Difference};

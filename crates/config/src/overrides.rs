@@ -1,4 +1,4 @@
-//! `--set table.key=value`: one key from the command line.
+//! `--set table.key=value` and `--change table.key=value`: one key from the command line.
 
 use toml::Spanned;
 use toml::de::DeValue;
@@ -9,29 +9,34 @@ use crate::kind::Reading;
 use crate::source::quoted;
 use crate::value::Value;
 
-/// Reads one override. The value is TOML; a word that is not TOML is taken as a string.
-pub(crate) fn read(text: &str) -> Result<(Named, Value), ConfigError> {
-    read_parts(text).map_err(|problem| ConfigError::new(problem, location(text)))
+/// The option of a value that is laid over the file.
+pub(crate) const SET: &str = "--set";
+/// The option of a value that a run takes on when it is resumed.
+pub(crate) const CHANGE: &str = "--change";
+
+/// Reads what an option gives. The value is TOML; a word that is not TOML is taken as a string.
+pub(crate) fn read(option: &str, text: &str) -> Result<(Named, Value), ConfigError> {
+    read_parts(option, text).map_err(|problem| ConfigError::new(problem, location(option, text)))
 }
 
-/// The place of an override, to show in an error.
-pub(crate) fn location(text: &str) -> Location {
-    Location::Override(quoted(text))
+/// The place of an option, to show in an error.
+pub(crate) fn location(option: &str, text: &str) -> Location {
+    Location::Option(format!("{option} {}", quoted(text)))
 }
 
-fn read_parts(text: &str) -> Result<(Named, Value), Problem> {
-    const FORM: &str = "write --set table.key=value, such as --set train.steps=100";
+fn read_parts(option: &str, text: &str) -> Result<(Named, Value), Problem> {
+    let form = || format!("write {option} table.key=value, such as {option} train.steps=100");
     let (path, value) =
-        text.split_once('=').ok_or_else(|| Problem::new(format!("{} sets no value", quoted(text)), FORM))?;
+        text.split_once('=').ok_or_else(|| Problem::new(format!("{} sets no value", quoted(text)), form()))?;
     let (path, value) = (path.trim(), value.trim());
     let (table, name) = path.split_once('.').ok_or_else(|| match Key::check_table(path) {
-        Ok(()) => Problem::new(format!("{path} is a table, not a key"), FORM),
+        Ok(()) => Problem::new(format!("{path} is a table, not a key"), form()),
         Err(problem) => Problem::new(format!("{} is not a key", quoted(path)), problem.hint),
     })?;
     Key::check_table(table)?;
     let named = Key::find(table, name)?;
     if value.is_empty() {
-        return Err(Problem::new(format!("{path} is set to nothing"), FORM));
+        return Err(Problem::new(format!("{path} is set to nothing"), form()));
     }
     let parsed = match DeValue::parse(value) {
         Ok(parsed) => parsed,

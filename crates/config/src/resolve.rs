@@ -12,9 +12,11 @@ use crate::document::Document;
 use crate::error::{ConfigError, Location, Problem};
 use crate::kind::{Reading, quote_list};
 use crate::presets;
+use crate::rules;
 use crate::schema::KEYS;
 use crate::source::{self, Source};
 use crate::value::{Field, Value};
+use crate::written::Change;
 use crate::{document, overrides};
 
 /// The values of the keys, by path.
@@ -43,6 +45,11 @@ impl Values {
         }
     }
 
+    /// Gives a key another count.
+    pub(crate) fn set_count(&mut self, path: &'static str, count: u64) {
+        self.0.insert(path, Value::Count(count));
+    }
+
     /// The value as its typed field.
     pub(crate) fn take<T: Field>(&self, path: &str) -> T {
         T::from_value(self.get(path).cloned()).unwrap_or_else(|| panic!("{path}: its kind and its type disagree"))
@@ -55,6 +62,7 @@ enum Place {
     Preset(String),
     File { start: usize, end: usize },
     Override(usize),
+    Change(usize),
 }
 
 impl Place {
@@ -64,6 +72,7 @@ impl Place {
             Place::Preset(_) => 1,
             Place::File { .. } => 2,
             Place::Override(_) => 3,
+            Place::Change(_) => 4,
         }
     }
 }
@@ -76,24 +85,26 @@ pub(crate) struct Resolved {
     pub warnings: Vec<String>,
 }
 
-/// Layers the file over its preset and the overrides over the file, fills the defaults and checks the whole.
-pub(crate) fn resolve(source: &Source<'_>, overrides: &[String]) -> Result<Resolved, ConfigError> {
+/// Layers the file over its preset, the overrides over the file and the changes over the overrides, fills the defaults and
+/// checks the whole.
+pub(crate) fn resolve(source: &Source<'_>, overrides: &[String], changes: &[Change]) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
-    let mut layers = Layers { source, overrides, values: Values::default(), places: BTreeMap::new() };
-    let mut warnings = Vec::new();
-    let mut renamed = |key: &Key, old: Option<&str>, place: String| {
-        let text = |old| format!("{}.{old} is now called {}: {place}", key.table, key.path);
-        warnings.extend(old.map(text));
-    };
+    let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
+    let mut layers = Layers { source, overrides, changes, values, places, warnings };
     for given in &document.given {
         let line = source.line_number(given.span.start);
-        renamed(given.key, given.old_name, format!("{}:{line}", source.name));
+        layers.renamed(given.key, given.old_name, format!("{}:{line}", source.name));
         layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
     }
     for (index, text) in overrides.iter().enumerate() {
-        let (named, value) = overrides::read(text)?;
-        renamed(named.key, named.old_name, format!("--set {}", source::quoted(text)));
+        let (named, value) = overrides::read(overrides::SET, text)?;
+        layers.renamed(named.key, named.old_name, format!("--set {}", source::quoted(text)));
         layers.set(named.key, value, Place::Override(index));
+    }
+    for (index, change) in changes.iter().enumerate() {
+        let (named, value) = overrides::read(overrides::CHANGE, &change.text)?;
+        layers.renamed(named.key, named.old_name, format!("--change {}", source::quoted(&change.text)));
+        layers.set(named.key, value, Place::Change(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
         for given in presets::values(&name) {
@@ -105,20 +116,28 @@ pub(crate) fn resolve(source: &Source<'_>, overrides: &[String]) -> Result<Resol
     layers.check_required(&document)?;
     layers.fill_and_check()?;
     let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
-    Ok(Resolved { values: layers.values, origins, warnings })
+    Ok(Resolved { values: layers.values, origins, warnings: layers.warnings })
 }
 
 struct Layers<'a> {
     source: &'a Source<'a>,
     overrides: &'a [String],
+    changes: &'a [Change],
     values: Values,
     places: BTreeMap<&'static str, Place>,
+    warnings: Vec<String>,
 }
 
 impl Layers<'_> {
     fn set(&mut self, key: &'static Key, value: Value, place: Place) {
         self.values.0.insert(key.path, value);
         self.places.insert(key.path, place);
+    }
+
+    /// Warns of a key that is given by an old name.
+    fn renamed(&mut self, key: &Key, old: Option<&str>, place: String) {
+        let text = |old| format!("{}.{old} is now called {}: {place}", key.table, key.path);
+        self.warnings.extend(old.map(text));
     }
 
     fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
@@ -146,6 +165,7 @@ impl Layers<'_> {
                 self.values.0.insert(key.path, fixed_default(key, text));
             }
         }
+        self.warnings.extend(rules::shorten_warmup(&mut self.values));
         for key in KEYS {
             let filled = match (self.values.get(key.path), &key.default) {
                 (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
@@ -159,6 +179,7 @@ impl Layers<'_> {
                 Err(conflict) => conflicts.push(conflict),
             }
         }
+        self.warnings.extend(rules::shorten_decay(&mut self.values));
         conflicts.extend(checks::CHECKS.iter().filter_map(|check| check(&self.values)));
         conflicts.extend(checks::layout_conflicts(&self.values));
         let located = conflicts.into_iter().map(|conflict| (self.blame(&conflict), conflict));
@@ -181,7 +202,8 @@ impl Layers<'_> {
     fn locate(&self, place: Option<Place>) -> Location {
         match place {
             Some(Place::File { start, end }) => self.source.locate(&(start..end)),
-            Some(Place::Override(index)) => overrides::location(&self.overrides[index]),
+            Some(Place::Override(index)) => overrides::location(overrides::SET, &self.overrides[index]),
+            Some(Place::Change(index)) => overrides::location(overrides::CHANGE, &self.changes[index].text),
             Some(Place::Preset(_)) | None => self.source.whole(),
         }
     }
@@ -192,6 +214,7 @@ impl Layers<'_> {
             Some(Place::Preset(name)) => Origin::Preset(name.clone()),
             Some(Place::File { start, .. }) => Origin::File { line: self.source.line_number(*start) },
             Some(Place::Override(_)) => Origin::Set,
+            Some(Place::Change(index)) => Origin::Change { step: self.changes[*index].step },
         }
     }
 }

@@ -81,23 +81,26 @@ pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
     })
 }
 
-pub(crate) fn schedule_ends_with_the_run(values: &Values) -> Option<Conflict> {
+/// Lets a given warmup end with the run, and says so: a few steps of a long run are a smoke test, not a mistake.
+pub(crate) fn shorten_warmup(values: &mut Values) -> Option<String> {
     let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
-    if steps > 0 && warmup > steps {
-        return Some(Conflict::new(
-            &["optimizer.warmup_steps", "train.steps"],
-            format!("optimizer.warmup_steps = {warmup} is more than train.steps = {steps}"),
-            format!("choose at most {steps} warmup steps"),
-        ));
-    }
-    let decay = values.count("optimizer.decay_steps")?;
-    (steps > 0 && u128::from(warmup) + u128::from(decay) > u128::from(steps)).then(|| {
-        Conflict::new(
-            &["optimizer.decay_steps", "optimizer.warmup_steps", "train.steps"],
-            format!(
-                "optimizer.warmup_steps = {warmup} and optimizer.decay_steps = {decay} are more than train.steps = {steps}"
-            ),
-            format!("choose at most {} decay steps", steps - warmup),
+    (steps > 0 && warmup > steps).then(|| {
+        values.set_count("optimizer.warmup_steps", steps);
+        format!(
+            "optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: the warmup is shortened to {steps}"
+        )
+    })
+}
+
+/// The same for the decay of wsd, which has what warmup leaves of the run.
+pub(crate) fn shorten_decay(values: &mut Values) -> Option<String> {
+    let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
+    let (decay, rest) = (values.count("optimizer.decay_steps")?, steps.saturating_sub(warmup));
+    (steps > 0 && decay > rest).then(|| {
+        values.set_count("optimizer.decay_steps", rest);
+        format!(
+            "optimizer.warmup_steps = {warmup} and optimizer.decay_steps = {decay} are more than train.steps = {steps}: \
+             the decay is shortened to {rest}"
         )
     })
 }

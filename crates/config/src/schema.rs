@@ -6,7 +6,7 @@
 use crate::checks;
 use crate::config::Provenance;
 use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
-use crate::declare::Effect::{Conduct, Trajectory};
+use crate::declare::Effect::{Changeable, Conduct, Trajectory};
 use crate::declare::{Key, tables};
 use crate::kind::Kind::{
     Bool, Choice, Corpora, Count, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text, Texts,
@@ -70,7 +70,7 @@ tables! {
         sliding_window: Option<usize> = Count(1, EXTENT), Unset, Trajectory, finds ["sliding window", "SWA", "local attention", "attention window"], was ["window"];
         /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
         /// matrix of its weights saved for the backward pass, so that memory grows with the square of the sequence.
-        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Trajectory, finds ["FlashAttention", "flash attention", "SDPA", "attn_implementation"];
+        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Changeable, finds ["FlashAttention", "flash attention", "SDPA", "attn_implementation"];
         /// What norms add to the mean square, or to the variance, before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory, finds ["rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"];
         /// Whether the output head uses the embedding's weights.
@@ -78,7 +78,7 @@ tables! {
             finds ["tie_word_embeddings", "weight tying", "tied weights"];
         /// Probability of dropout behind gpt2's embedding and in front of every addition to the residual stream; attention
         /// weights are not dropped. The same mask on every layout.
-        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Trajectory, finds ["resid_pdrop", "embd_pdrop", "hidden_dropout"];
+        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Changeable, finds ["resid_pdrop", "embd_pdrop", "hidden_dropout"];
         /// Standard deviation of the initial weights.
         init_std: f64 = Float(POSITIVE), Fixed("0.02"), Trajectory, finds ["initializer_range", "init_method_std", "weight initialization"];
     }
@@ -107,7 +107,7 @@ tables! {
         prepared: Option<String> = Text(FOLDER), Unset, Conduct, finds ["tokenized data", "data cache", "packed data"];
         /// Whether a token attends to its own document only, with positions counted from its start, where a packed sequence
         /// holds several.
-        document_mask: bool = Bool, Fixed("false"), Trajectory,
+        document_mask: bool = Bool, Fixed("false"), Changeable,
             finds ["document masking", "packing", "intra-document masking", "block-diagonal attention", "reset_attention_mask", "cross-document attention", "variable length", "varlen"];
         /// The share of the data held out for validation.
         validation_fraction: f64 = Float(UP_TO_HALF), Fixed("0.05"), Trajectory, finds ["validation split", "held-out", "eval split", "val_split"];
@@ -116,14 +116,14 @@ tables! {
     /// The training loop.
     train: TrainConfig {
         /// How many optimizer steps the run has.
-        steps: u64 = Count(0, STEPS), Fixed("1000"), Trajectory, finds ["max_steps", "train_iters", "iterations", "max_iters", "epochs", "num_train_epochs"];
+        steps: u64 = Count(0, STEPS), Fixed("1000"), Changeable, finds ["max_steps", "train_iters", "iterations", "max_iters", "epochs", "num_train_epochs"];
         /// Sequence length: tokens per sequence.
         seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory, finds ["sequence length", "seq_len", "seq_length", "context length", "block_size", "max_seq_length", "max_seq_len", "context"];
         /// Global batch size: sequences per optimizer step.
         global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory, finds ["batch size", "global batch size", "batch", "train_batch_size"];
         /// Batch size warmup: other sizes of steps, each from so many tokens on that the run has seen: global_batch is the
         /// first. Steps are counted as ever, by train.steps and the learning rate too. Memory is that of the largest size.
-        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Trajectory, finds ["batch size warmup", "batch ramp-up", "rampup_batch_size"];
+        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Changeable, finds ["batch size warmup", "batch ramp-up", "rampup_batch_size"];
         /// Micro-batch size: sequences that a rank computes at once. Times `parallel.dp`, it divides the global batch; the
         /// quotient is the number of gradient accumulation steps. Where the whole batch does not fit the memory, the default
         /// is the largest size that does.
@@ -137,16 +137,20 @@ tables! {
         init_from: Option<String> = Text(FOLDER), Unset, Trajectory,
             finds ["fine-tuning", "finetuning", "pretrained", "continued pre-training", "SFT", "model_name_or_path", "load checkpoint", "warm start"];
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any gradient accumulation; costs time and
-        /// 4 extra bytes per parameter.
-        reproducible: bool = Bool, Fixed("false"), Trajectory, finds ["reproducibility", "bit-identical", "batch invariant"];
+        /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is computed again with
+        /// a larger unit.
+        reproducible: bool = Bool, Fixed("false"), Changeable, finds ["reproducibility", "bit-identical", "batch invariant"];
         /// Whether to estimate the gradient noise scale, the batch above which more sequences help little, from the gradients of the
         /// first micro-batch and of the whole step. It reads every gradient once more per step, and takes a second gradient of
         /// tied embeddings as workspace.
         noise_scale: bool = Bool, Fixed("false"), Conduct, finds ["gradient noise scale", "critical batch size", "GNS"];
         /// Steps from one validation to the next; 0 validates only at the start and the end.
         validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct, finds ["eval_interval", "eval_steps", "validation interval", "val_check_interval"];
-        /// The most held-out sequences that one validation reads.
-        validation_sequences: usize = Count(1, BATCH), Fixed("64"), Conduct, finds ["eval_iters", "validation batches"];
+        /// The most held-out sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
+        /// the sequences that are trained on from one validation to the next, so that validation stays a small part of it.
+        validation_sequences: usize =
+            Count(0, BATCH), Derived("64, less in a short run", checks::default_validation_sequences), Conduct,
+            finds ["eval_iters", "validation batches", "skip validation"];
         /// What computes: the CPU, an NVIDIA GPU, or a GPU where one is found.
         device: String = Choice(&["auto", "cpu", "cuda"]), Fixed("\"auto\""), Conduct, finds ["GPU", "CUDA", "accelerator"];
         /// On a GPU, whether the same steps give the same bits every time, at the cost of time, and of workspace that grows with
@@ -160,17 +164,17 @@ tables! {
     precision: PrecisionConfig {
         /// fp32: everything in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
         /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling.
-        policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Trajectory,
+        policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Changeable,
             finds ["mixed precision", "AMP", "autocast", "dtype", "torch_dtype", "master weights", "bf16", "fp16", "half precision", "bfloat16"];
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
-        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Trajectory, finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
+        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Changeable, finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite
         /// halves it and skips the update.
         loss_scale: Option<f64> = Float(POWER_OF_TWO), Derived("65536 for fp16", rules::default_loss_scale), Trajectory,
             finds ["GradScaler", "dynamic loss scaling", "loss scaling", "initial_loss_scale"];
         /// Steps with finite gradients after which the loss scale doubles.
         growth_interval: Option<u64> =
-            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Trajectory, finds ["loss_scale_window"];
+            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Changeable, finds ["loss_scale_window"];
     }
 
     /// How the work is split among ranks.
@@ -216,37 +220,37 @@ tables! {
         /// for the matrices of layers, adamw for embeddings, output head, norms and biases; the learning rate is adamw's.
         name: String = Choice(&["adamw", "lion", "sgd", "muon"]), Fixed("\"adamw\""), Trajectory, finds ["Adam", "AdamW", "Lion", "SGD", "Muon", "optimizer type"];
         /// Peak learning rate, reached after warmup.
-        lr: f64 = Float(POSITIVE), Fixed("3e-4"), Trajectory, finds ["learning rate", "peak learning rate", "max_lr"];
+        lr: f64 = Float(POSITIVE), Fixed("3e-4"), Changeable, finds ["learning rate", "peak learning rate", "max_lr"];
         /// Learning rate schedule after warmup. cosine, linear: decay over the rest of the run. wsd: constant, then linear
         /// decay over the last decay_steps. constant: no decay.
-        schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Trajectory,
+        schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Changeable,
             finds ["lr schedule", "learning rate schedule", "lr_scheduler_type", "lr_decay_style", "WSD", "warmup-stable-decay", "cosine decay", "linear decay"];
         /// Final learning rate as a share of the peak.
         min_lr_ratio: Option<f64> =
-            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Trajectory, finds ["min_lr", "final learning rate"];
+            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Changeable, finds ["min_lr", "final learning rate"];
         /// Steps of linear warmup, from a learning rate of 0.
-        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Trajectory, finds ["warmup", "linear warmup", "lr_warmup_iters", "warmup_ratio"];
+        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Changeable, finds ["warmup", "linear warmup", "lr_warmup_iters", "warmup_ratio"];
         /// Steps of linear decay at the end of a run with the wsd schedule.
         decay_steps: Option<u64> =
-            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Trajectory, finds ["cooldown", "lr_decay_iters", "annealing"];
+            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Changeable, finds ["cooldown", "lr_decay_iters", "annealing"];
         /// Decay of the first moment; for lion, the share of the moment in the update.
-        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Trajectory, finds ["adam_beta1", "betas"];
+        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Changeable, finds ["adam_beta1", "betas"];
         /// Decay of the second moment; for lion, of its only one.
         beta2: Option<f64> =
-            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Trajectory, finds ["adam_beta2", "betas"];
+            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Changeable, finds ["adam_beta2", "betas"];
         /// What is added to the root of the second moment.
-        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Trajectory, finds ["epsilon", "adam_epsilon", "adam_eps"];
+        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Changeable, finds ["epsilon", "adam_epsilon", "adam_eps"];
         /// Momentum of sgd and muon.
         momentum: Option<f64> =
-            Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Trajectory;
+            Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Changeable;
         /// Decoupled weight decay, per step and unit of learning rate.
-        weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Trajectory, finds ["wd", "L2"];
+        weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Changeable, finds ["wd", "L2"];
         /// Gradient clipping: the largest norm of the whole gradient; 0 turns clipping off.
-        grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Trajectory, finds ["gradient clipping", "clip_grad", "max_grad_norm", "clip_grad_norm"];
+        grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Changeable, finds ["gradient clipping", "clip_grad", "max_grad_norm", "clip_grad_norm"];
         /// Parameter groups: other numbers for the parameters whose Hugging Face name matches a pattern (`*` any text, `?` any
         /// letter): a factor on the learning rate, another weight decay. The first that matches counts. Norms and biases have no
         /// weight decay unless a group gives them one.
-        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Trajectory, finds ["param groups", "parameter groups", "layer-wise learning rate", "no weight decay"];
+        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Changeable, finds ["param groups", "parameter groups", "layer-wise learning rate", "no weight decay"];
     }
 
     /// What is saved.

@@ -3,13 +3,30 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::config::Origin;
 use crate::declare::{Effect, Key};
 use crate::schema::{Config, KEYS};
 use crate::source::printable;
 use crate::value::Value;
+
+/// A value that a run took on when it was resumed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Change {
+    /// Steps that were done before it.
+    pub step: u64,
+    /// `table.key=value`.
+    #[serde(rename = "change")]
+    pub text: String,
+}
+
+impl Change {
+    /// The key, as it was written.
+    pub fn key(&self) -> &str {
+        self.text.split('=').next().unwrap_or_default().trim()
+    }
+}
 
 /// A key with different values in two configs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -20,6 +37,10 @@ pub struct Difference {
     pub ours: String,
     /// The value of the other config.
     pub theirs: String,
+    /// Whether a run may take on another value when it is resumed.
+    pub changeable: bool,
+    /// Whether nobody gave our value: it follows from others.
+    pub follows: bool,
 }
 
 impl Config {
@@ -44,11 +65,25 @@ impl Config {
 
     /// The keys that change the trajectory of a run and differ between the two configs.
     pub fn differences(&self, other: &Config) -> Vec<Difference> {
-        let text = |value: Option<Value>| value.map_or("not set".into(), |value| value.to_string());
-        KEYS.iter()
-            .filter(|key| key.effect == Effect::Trajectory && self.decisive(key) != other.decisive(key))
-            .map(|key| Difference { path: key.path, ours: text(self.decisive(key)), theirs: text(other.decisive(key)) })
-            .collect()
+        let difference = |key: &Key| Difference {
+            path: key.path,
+            ours: text(self.decisive(key)),
+            theirs: text(other.decisive(key)),
+            changeable: key.effect == Effect::Changeable,
+            follows: !self.is_given(key.path),
+        };
+        let differ = |key: &&Key| key.effect != Effect::Conduct && self.decisive(key) != other.decisive(key);
+        KEYS.iter().filter(differ).map(difference).collect()
+    }
+
+    /// Whether somebody gave the key `table.key`, or a preset: its value is no default.
+    pub fn is_given(&self, path: &str) -> bool {
+        !matches!(self.provenance.origins.get(path), Some(Origin::Default) | None)
+    }
+
+    /// The value of the key `table.key` as TOML; `not set` where it has none.
+    pub fn value(&self, path: &str) -> String {
+        text(KEYS.iter().find(|key| key.path == path).and_then(|key| self.written(key)))
     }
 
     /// The part of a value that changes a run: where files are does not, what they are called does.
@@ -92,9 +127,14 @@ impl Config {
             Some(Origin::File { line }) => format!("{}:{line}", printable(&file)),
             Some(Origin::Set) => "--set".into(),
             Some(Origin::Found(how)) => format!("default: {how}"),
+            Some(Origin::Change { step }) => format!("--change at step {step}"),
             Some(Origin::Default) | None => "default".into(),
         }
     }
+}
+
+fn text(value: Option<Value>) -> String {
+    value.map_or("not set".into(), |value| value.to_string())
 }
 
 /// Compares values, not origins; paths as resolved.

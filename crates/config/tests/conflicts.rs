@@ -187,19 +187,6 @@ hint: give at most 4294967296 sequences
 }
 
 #[test]
-fn warmup_must_end_with_the_run() {
-    check_set(
-        &format!("{TINY}[optimizer]\nwarmup_steps = 100\n"),
-        &["train.steps=50"],
-        "
-optimizer.warmup_steps = 100 is more than train.steps = 50
-  --> --set train.steps=50
-hint: choose at most 50 warmup steps
-",
-    );
-}
-
-#[test]
 fn sizes_past_any_machine_are_refused() {
     check(
         &format!("{TINY}layers = 16777216\nffn = 16777216\n"),
@@ -299,19 +286,6 @@ recompute.budget = \"4 gigs\" is not a size
 5 | budget = \"4 gigs\"
   |          ^^^^^^^^
 hint: give a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB, GB, TB; B)
-",
-    );
-}
-
-#[test]
-fn a_schedule_must_end_with_the_run() {
-    check_set(
-        &format!("{TINY}[optimizer]\nschedule = \"wsd\"\nwarmup_steps = 40\ndecay_steps = 20\n"),
-        &["train.steps=50"],
-        "
-optimizer.warmup_steps = 40 and optimizer.decay_steps = 20 are more than train.steps = 50
-  --> --set train.steps=50
-hint: choose at most 10 decay steps
 ",
     );
 }

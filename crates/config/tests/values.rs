@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use lockstep_config::{Config, RopeScaling, presets, schema};
+use lockstep_config::{Change, Config, RopeScaling, presets, schema};
 use lockstep_ir::{Layout, legal};
 
 fn parse(text: &str) -> Config {
@@ -245,4 +245,58 @@ fn a_tokenizer_is_bytes_or_a_path_from_the_folder_of_the_config() {
     let config = parse_set(TINY, &["data.tokenizer=tokenizer.json", "data.prepared=../data"]);
     assert_eq!(config.tokenizer_path().as_deref(), Some(Path::new("/home/ada/tokenizer.json")));
     assert_eq!(config.prepared_dir().as_deref(), Some(Path::new("/home/ada/../data")));
+}
+
+#[test]
+fn a_schedule_that_is_longer_than_the_run_is_shortened_with_a_warning() {
+    let check = |keys: &str, steps: &str, expected: (u64, Option<u64>), warnings: &[&str]| {
+        let config = parse_set(&format!("{TINY}[optimizer]\n{keys}\n"), &[steps]);
+        assert_eq!((config.optimizer.warmup_steps, config.optimizer.decay_steps), expected, "{keys}");
+        assert_eq!(config.warnings(), warnings, "{keys}");
+        // What is written into a run directory reads back as the same.
+        let again = parse(&config.resolved_toml());
+        assert!(again == config && again.warnings().is_empty(), "{keys}");
+    };
+    let long = "optimizer.warmup_steps = 100 is more than train.steps = 3: the warmup is shortened to 3";
+    check("warmup_steps = 100", "train.steps=3", (3, None), &[long]);
+    check("warmup_steps = 3", "train.steps=3", (3, None), &[]);
+    let decay = "optimizer.warmup_steps = 40 and optimizer.decay_steps = 20 are more than train.steps = 50: the decay is \
+                 shortened to 10";
+    check("schedule = \"wsd\"\nwarmup_steps = 40\ndecay_steps = 20", "train.steps=50", (40, Some(10)), &[decay]);
+    check("warmup_steps = 40", "train.steps=0", (40, None), &[]);
+}
+
+#[test]
+fn validation_is_a_small_part_of_a_short_run() {
+    let check = |train: &str, expected: usize| {
+        let config = parse(&format!("{TINY}[train]\n{train}\n"));
+        assert_eq!(config.train.validation_sequences, expected, "{train}");
+    };
+    check("", 64);
+    check("steps = 1", 2);
+    check("steps = 1\nglobal_batch = 2", 1);
+    check("steps = 20\nmicro_batch = 2", 40);
+    check("validate_every = 5", 10);
+    check("steps = 10\nvalidate_every = 0", 20);
+    check("validation_sequences = 0", 0);
+}
+
+#[test]
+fn changes_win_over_everything_and_say_when_they_were_made() {
+    let change = |step, text: &str| Change { step, text: text.to_owned() };
+    let config = parse_set(&format!("{TINY}[optimizer]\nlr = 1e-3\n"), &["train.steps=50"]);
+    let changed = config.with_changes(&[change(10, "optimizer.lr=2e-3"), change(20, "train.steps=90")]).unwrap();
+    assert_eq!((changed.optimizer.lr, changed.train.steps), (2e-3, 90));
+    let text = changed.resolved_toml();
+    assert!(
+        text.contains("lr = 0.002  # --change at step 10\n") && text.contains("steps = 90  # --change at step 20\n")
+    );
+    let differences = changed.differences(&config);
+    let found: Vec<_> = differences.iter().map(|d| (d.path, d.changeable, d.follows)).collect();
+    let expected =
+        [("train.steps", true, false), ("optimizer.lr", true, false), ("optimizer.warmup_steps", true, true)];
+    assert_eq!(found, expected);
+    assert_eq!((changed.value("train.steps"), config.value("model.window")), ("90".into(), "not set".into()));
+    let error = config.with_changes(&[change(1, "train.steps=x")]).unwrap_err().to_string();
+    assert!(error.contains("--> --change train.steps=x"), "{error}");
 }

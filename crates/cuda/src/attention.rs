@@ -17,7 +17,7 @@ use plans::{Operands, execute};
 /// What a plan may ask for besides what grows with the shape.
 const SLACK: u64 = 1 << 20;
 
-/// Scratch of the forward kernels: cuDNN's, and log-sum-exps that nobody else wants.
+/// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "bqs")] },

@@ -108,13 +108,6 @@ pub enum DataError {
         hint: &'static str,
     },
 
-    /// Another process prepares the folder.
-    #[error("{path}: another process prepares data in it\nhint: wait for it, or choose another folder")]
-    Busy {
-        /// The folder.
-        path: PathBuf,
-    },
-
     /// The weight of a corpus is not one.
     #[error("weight {value} is not greater than 0\nhint: give every corpus a weight above 0, or leave it out")]
     Weight {

@@ -34,7 +34,9 @@ mod tokenizer;
 mod workers;
 
 pub use error::{DataError, ShardFault};
-pub use prepare::{PrepareOptions, PrepareSpec, Progress, is_current, prepare, prepare_with};
+pub use prepare::{
+    PrepareOptions, PrepareSpec, Progress, Survey, is_current, is_same_text, prepare, prepare_with, survey,
+};
 pub use prepared::{Prepared, SplitSummary};
 pub use sampler::{Corpus, Place, Sampler};
 pub use shard::{Document, Origin, Shard};

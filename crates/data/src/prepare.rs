@@ -3,13 +3,14 @@
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::holdout::HoldOut;
 use crate::partial::{Part, Partial};
-use crate::prepared::{DATA_JSON, Description, FILES_JSONL, TOKENIZER_JSON, files_jsonl};
+use crate::prepared::{DATA_JSON, Description, FILES_JSONL, TOKENIZER_JSON, files_jsonl, hexadecimal};
 use crate::scan::{Form, Found, scan};
 use crate::source::{Cursor, Fields, Reading, Units};
 use crate::workers::{Queue, Work, Workers};
@@ -40,6 +41,19 @@ pub struct PrepareSpec {
     pub seed: u64,
 }
 
+impl PrepareSpec {
+    /// Whether the same text becomes the same tokens, wherever the text and the tokenizer are.
+    pub fn reads_alike(&self, other: &PrepareSpec) -> bool {
+        let anywhere = |spec: &PrepareSpec| PrepareSpec {
+            paths: Vec::new(),
+            extensions: Vec::new(),
+            tokenizer: spec.tokenizer.anywhere(),
+            ..spec.clone()
+        };
+        anywhere(self) == anywhere(other)
+    }
+}
+
 impl Default for PrepareSpec {
     /// No text: bytes of any files, nothing held out.
     fn default() -> Self {
@@ -64,6 +78,8 @@ pub struct PrepareOptions<'a> {
     pub part_bytes: u64,
     /// Set to end the work soon, with [`DataError::Interrupted`].
     pub stop: &'a AtomicBool,
+    /// Whether to take what is there if it is what would be made: another process may have just made it.
+    pub adopt: bool,
 }
 
 /// What stops nothing.
@@ -80,7 +96,7 @@ pub(crate) fn go_on(stop: &AtomicBool) -> Result<(), DataError> {
 impl Default for PrepareOptions<'_> {
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        PrepareOptions { threads, part_bytes: 256 << 20, stop: &NEVER }
+        PrepareOptions { threads, part_bytes: 256 << 20, stop: &NEVER, adopt: false }
     }
 }
 
@@ -95,6 +111,8 @@ pub struct Progress {
     pub files_done: u64,
     /// Files to read in all.
     pub files_total: u64,
+    /// Whether another process prepares the folder, and this one waits for it.
+    pub waiting: bool,
 }
 
 /// Prepares with all cores; see [`prepare_with`].
@@ -113,7 +131,8 @@ pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress
 /// Finished parts are kept in a hidden folder in `out`, and the same call takes them over if it is repeated after an
 /// interruption, unless a file has changed since. `options.stop` interrupts within the time of tokenising some 100 KB. The data set takes its place whole, `data.json` last; so a folder
 /// that has one is complete, and an earlier one stays as it was if reading or writing fails. Memory does not grow with
-/// the size of the files. `progress` is called at least once per MiB of text.
+/// the size of the files. `progress` is called at least once per MiB of text, and ten times a second while another process
+/// that prepares the same folder is waited for.
 pub fn prepare_with(
     spec: &PrepareSpec,
     out: &Path,
@@ -122,14 +141,22 @@ pub fn prepare_with(
 ) -> Result<Prepared, DataError> {
     let found = scan(spec, out, options.stop)?;
     require_records(spec, &found)?;
+    // Before it is read: a file that changes meanwhile is then told from what was read.
+    let content = found.content(options.stop)?;
     let holdout = HoldOut::choose(spec.validation_fraction, spec.seed, &found.files)?;
     let tokenizer = Tokenizer::open(&spec.tokenizer)?;
     fs::create_dir_all(out).map_err(|cause| DataError::unwritable(out, cause))?;
-    let _lock = lock(out)?;
+    let _lock = lock(out, options.stop, &mut || progress(Progress { waiting: true, ..Progress::default() }))?;
+    if options.adopt
+        && let Some(made) = Prepared::open(out)?
+        && is_current(spec, &made, options.stop)?
+    {
+        return Ok(made);
+    }
 
     let mut partial = Partial::open(out, key(spec, &found, options)?)?;
     if !partial.installing() {
-        let task = Task { spec, found: &found, holdout: &holdout, tokenizer: &tokenizer, options };
+        let task = Task { spec, found: &found, content, holdout: &holdout, tokenizer: &tokenizer, options };
         task.write_parts(&mut partial, progress)?;
         task.describe(&partial)?;
     }
@@ -150,14 +177,35 @@ fn require_records(spec: &PrepareSpec, found: &Found) -> Result<(), DataError> {
     }
 }
 
-/// Whether `out` holds what preparing `spec` now would give, by the names and lengths of the files.
+/// Whether `prepared` is what preparing `spec` now would give, by the lengths and samples of the content of the files.
 pub fn is_current(spec: &PrepareSpec, prepared: &Prepared, stop: &AtomicBool) -> Result<bool, DataError> {
-    Ok(prepared.spec() == spec && prepared.listing() == scan(spec, prepared.folder(), stop)?.listing())
+    Ok(spec.reads_alike(prepared.spec()) && is_same_text(spec, prepared, stop)?)
+}
+
+/// Whether the text that `spec` names now is what was prepared, by the same marks.
+pub fn is_same_text(spec: &PrepareSpec, prepared: &Prepared, stop: &AtomicBool) -> Result<bool, DataError> {
+    prepared.is_of(&scan(spec, prepared.folder(), stop)?, stop)
+}
+
+/// The text that a spec names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Survey {
+    /// Files with text.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Looks for the text of `spec`, to be prepared in `out`, and reads none of it.
+pub fn survey(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Survey, DataError> {
+    let found = scan(spec, out, stop)?;
+    Ok(Survey { files: found.files.len() as u64, bytes: found.files.iter().map(|file| file.bytes).sum() })
 }
 
 struct Task<'a> {
     spec: &'a PrepareSpec,
     found: &'a Found,
+    content: u64,
     holdout: &'a HoldOut,
     tokenizer: &'a Tokenizer,
     options: &'a PrepareOptions<'a>,
@@ -240,6 +288,7 @@ impl Task<'_> {
             files: self.found.files.len() as u64,
             empty_files: self.found.empty_files,
             listing: self.found.listing(),
+            content: Some(hexadecimal(self.content)),
             vocabulary: self.tokenizer.vocabulary(),
             separator: self.tokenizer.separator(),
             train: SplitSummary::of(train.collect()),
@@ -264,15 +313,23 @@ fn key(spec: &PrepareSpec, found: &Found, options: &PrepareOptions<'_>) -> Resul
     Ok(hasher.digest())
 }
 
-/// Keeps other processes out of a folder until it is dropped.
-fn lock(folder: &Path) -> Result<File, DataError> {
+/// Keeps other processes out of a folder until it is dropped; waits for one that is there.
+fn lock(folder: &Path, stop: &AtomicBool, waiting: &mut dyn FnMut()) -> Result<File, DataError> {
     let opened = File::open(folder).map_err(|cause| DataError::unreadable(folder, cause))?;
-    match opened.try_lock() {
-        Ok(()) => Ok(opened),
-        Err(TryLockError::WouldBlock) => Err(DataError::Busy { path: folder.to_owned() }),
-        Err(TryLockError::Error(cause)) => Err(DataError::unwritable(folder, cause)),
+    loop {
+        match opened.try_lock() {
+            Ok(()) => return Ok(opened),
+            Err(TryLockError::WouldBlock) => {
+                go_on(stop)?;
+                waiting();
+                std::thread::sleep(LOOK_AGAIN);
+            }
+            Err(TryLockError::Error(cause)) => return Err(DataError::unwritable(folder, cause)),
+        }
     }
 }
+
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {

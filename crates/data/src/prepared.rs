@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
@@ -135,9 +136,13 @@ impl Prepared {
         hasher.digest()
     }
 
-    /// The names and lengths of the files that were read, as a number.
-    pub(crate) fn listing(&self) -> u64 {
-        self.description.listing
+    /// Whether this is the text that was read. Data that were prepared before content was looked at know it by its paths and
+    /// lengths.
+    pub(crate) fn is_of(&self, found: &Found, stop: &AtomicBool) -> Result<bool, DataError> {
+        match &self.description.content {
+            Some(content) => Ok(*content == hexadecimal(found.content(stop)?)),
+            None => Ok(self.description.listing == found.listing()),
+        }
     }
 }
 
@@ -188,6 +193,9 @@ pub(crate) struct Description {
     pub(crate) empty_files: u64,
     #[serde(with = "hexadecimal")]
     pub(crate) listing: u64,
+    /// What the text is known by; see [`Found::content`].
+    #[serde(default)]
+    pub(crate) content: Option<String>,
     pub(crate) vocabulary: u32,
     pub(crate) separator: u32,
     pub(crate) train: SplitSummary,
@@ -246,11 +254,16 @@ fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStre
     Ok(Arc::new(TokenStream::new(shards)))
 }
 
+/// 16 digits.
+pub(crate) fn hexadecimal(value: u64) -> String {
+    format!("{value:016x}")
+}
+
 pub(crate) mod hexadecimal {
     use serde::{Deserialize, Deserializer, Serializer, de};
 
     pub fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&format!("{value:016x}"))
+        serializer.serialize_str(&super::hexadecimal(*value))
     }
 
     pub fn deserialize<'a, D: Deserializer<'a>>(deserializer: D) -> Result<u64, D::Error> {

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, FileType};
-use std::io;
+use std::fs::{self, File, FileType};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -20,7 +20,8 @@ const SKIPPED_FOLDERS: [&str; 3] = ["target", "node_modules", "runs"];
 const MARKERS: [&[&str]; 2] = [&[DATA_JSON, TRAIN_SHARD], &["run.toml", "plan.json", "events.jsonl"]];
 
 /// What a run writes into its folder, beside the prepared data.
-const RUN_ENTRIES: [&str; 5] = ["run.toml", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints"];
+const RUN_ENTRIES: [&str; 6] =
+    ["run.toml", "plan.json", "changes.json", "metrics.jsonl", "events.jsonl", "checkpoints"];
 
 /// The text that a spec names.
 #[derive(Debug)]
@@ -65,7 +66,50 @@ impl Form {
     }
 }
 
+/// What is read of a long file to tell whether it is the same: so many blocks of so many bytes, evenly over the file.
+const SAMPLE_BLOCKS: u64 = 4;
+const SAMPLE_BYTES: u64 = 16 << 10;
+
+impl SourceFile {
+    /// Adds its form, its length and samples of its content; short files count in full.
+    fn sample(&self, hasher: &mut Xxh3) -> io::Result<()> {
+        let form = match self.form {
+            Form::Text => 0,
+            Form::Lines { compressed: false } => 1,
+            Form::Lines { compressed: true } => 2,
+            Form::Rows => 3,
+        };
+        hasher.update(&[form]);
+        hasher.update(&self.bytes.to_le_bytes());
+        let mut file = File::open(&self.path)?;
+        let (blocks, length) = match self.bytes <= SAMPLE_BLOCKS * SAMPLE_BYTES {
+            true => (1, self.bytes),
+            false => (SAMPLE_BLOCKS, SAMPLE_BYTES),
+        };
+        let mut block = Vec::new();
+        for n in 0..blocks {
+            let last = self.bytes - length;
+            file.seek(SeekFrom::Start((u128::from(last) * u128::from(n) / u128::from(blocks.max(2) - 1)) as u64))?;
+            block.clear();
+            file.by_ref().take(length).read_to_end(&mut block)?;
+            hasher.update(&block);
+        }
+        Ok(())
+    }
+}
+
 impl Found {
+    /// A number that differs where other text would be read, by the forms, lengths and samples of the content of all files in
+    /// order. Where they are and what they are called does not matter.
+    pub(crate) fn content(&self, stop: &AtomicBool) -> Result<u64, DataError> {
+        let mut hasher = Xxh3::new();
+        for file in &self.files {
+            go_on(stop)?;
+            file.sample(&mut hasher).map_err(|cause| DataError::unreadable(&file.path, cause))?;
+        }
+        Ok(hasher.digest())
+    }
+
     /// A number that differs where another file would be read, or a file of another length.
     pub(crate) fn listing(&self) -> u64 {
         let mut hasher = Xxh3::new();

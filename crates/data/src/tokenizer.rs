@@ -22,7 +22,7 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Tokens that end a document, by the names that published tokenizers give them.
 const END_TOKENS: [&str; 4] = ["<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>"];
 
-/// Which tokenizer to use. Two are equal only if they make the same tokens.
+/// Which tokenizer to use, and where it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum TokenizerSpec {
@@ -49,6 +49,15 @@ impl TokenizerSpec {
         }
         let xxh3 = xxh3_64(&read(path)?);
         Ok(TokenizerSpec::File { path: path.to_owned(), xxh3, end_token })
+    }
+
+    /// The same tokenizer with no place: it is known by its hash.
+    pub(crate) fn anywhere(&self) -> Self {
+        let mut spec = self.clone();
+        if let TokenizerSpec::File { path, .. } = &mut spec {
+            path.clear();
+        }
+        spec
     }
 }
 
@@ -77,6 +86,11 @@ impl Tokenizer {
                 Tokenizer::parse(path, source, end_token.as_deref())
             }
         }
+    }
+
+    /// The tokenizer of a `tokenizer.json` that was read from `path`.
+    pub fn of_json(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
+        Tokenizer::parse(path, source, end_token)
     }
 
     /// The tokenizer whose tokens are bytes.
@@ -131,8 +145,8 @@ impl Tokenizer {
         matches!(self.model, Model::Bytes)
     }
 
-    /// The `tokenizer.json` it was read from.
-    pub(crate) fn source(&self) -> Option<&[u8]> {
+    /// The bytes of the `tokenizer.json` it was read from.
+    pub fn source(&self) -> Option<&[u8]> {
         match &self.model {
             Model::Bytes => None,
             Model::File { source, .. } => Some(source),

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{Case, contents, fixture, tokenizer, tokens};
-use lockstep_data::{DataError, PrepareOptions, PrepareSpec, TokenizerSpec, prepare_with};
+use lockstep_data::{DataError, PrepareOptions, PrepareSpec, TokenizerSpec, is_current, prepare_with};
 use lockstep_ir::counter;
 
 /// Files of every form, with a long text that spans parts.
@@ -189,14 +189,76 @@ fn damaged_parts_are_made_again() {
 }
 
 #[test]
-fn two_processes_do_not_prepare_one_folder() {
+fn of_two_that_prepare_one_folder_the_second_waits_and_takes_what_the_first_made() {
     let (case, spec) = case();
     let out = case.path("out");
+    let (waits, waited) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let mut second = None;
+        let first = prepare_with(&spec, &out, &options(1), &mut |_| {
+            let (waits, spec, out) = (waits.clone(), spec.clone(), out.clone());
+            let prepare_second = move || {
+                let adopting = PrepareOptions { adopt: true, ..options(1) };
+                let mut seen = Vec::new();
+                let prepared = prepare_with(&spec, &out, &adopting, &mut |progress| {
+                    seen.push(progress.waiting);
+                    let _ = waits.send(());
+                });
+                (prepared.unwrap().fingerprint(), seen)
+            };
+            if second.is_none() {
+                second = Some(scope.spawn(prepare_second));
+                waited.recv().unwrap();
+            }
+        })
+        .unwrap();
+        let (fingerprint, seen) = second.unwrap().join().unwrap();
+        assert_eq!(fingerprint, first.fingerprint());
+        assert!(seen.iter().all(|waiting| *waiting), "it prepared nothing itself");
+    });
+}
+
+#[test]
+fn one_that_waits_can_be_stopped() {
+    let (case, spec) = case();
+    let out = case.path("out");
+    let stop = AtomicBool::new(false);
+    let stoppable = PrepareOptions { stop: &stop, ..options(1) };
     let mut inner = None;
     prepare_with(&spec, &out, &options(1), &mut |_| {
-        inner.get_or_insert_with(|| prepare_with(&spec, &out, &options(1), &mut |_| ()).unwrap_err().to_string());
+        inner.get_or_insert_with(|| {
+            let stopped = prepare_with(&spec, &out, &stoppable, &mut |_| stop.store(true, Ordering::Relaxed));
+            stopped.unwrap_err().to_string()
+        });
     })
     .unwrap();
-    let error = inner.unwrap();
-    assert!(error.contains("another process prepares data in it\nhint: "), "{error}");
+    assert!(inner.unwrap().contains("interrupted"));
+}
+
+#[test]
+fn prepared_data_are_known_by_content_not_by_place() {
+    let (case, spec) = case();
+    let prepared = prepare_with(&spec, &case.path("out"), &options(1), &mut |_| ()).unwrap();
+    let never = AtomicBool::new(false);
+    let current = |spec: &PrepareSpec| is_current(spec, &prepared, &never).unwrap();
+    assert!(current(&spec));
+    let moved = case.path("elsewhere");
+    fs::create_dir(&moved).unwrap();
+    let names: Vec<_> = (0..).zip(&spec.paths).map(|(n, path)| (moved.join(format!("{n}")), path)).collect();
+    for (to, from) in &names {
+        // Names end as before: extensions say what a file holds.
+        let to = to.with_extension(from.file_name().unwrap());
+        fs::copy(from, to).unwrap();
+    }
+    let paths = names.iter().map(|(to, from)| to.with_extension(from.file_name().unwrap())).collect();
+    let elsewhere = PrepareSpec { paths, ..spec.clone() };
+    assert!(current(&elsewhere));
+    assert!(!current(&PrepareSpec { seed: 99, ..elsewhere.clone() }));
+    // The same length, another last letter.
+    let first = &elsewhere.paths[0];
+    let mut bytes = fs::read(first).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(first, bytes).unwrap();
+    assert!(!current(&elsewhere));
 }

@@ -255,6 +255,7 @@ fn data_json_reads_well() {
   "files": 1,
   "empty_files": 1,
   "listing": "LISTING",
+  "content": "c014dddceff1c34a",
   "vocabulary": 256,
   "separator": 0,
   "train": {
@@ -351,7 +352,7 @@ fn progress_runs_from_nothing_to_everything() {
     prepare(&case.spec(0.0), &case.out(), &mut |progress| seen.push(progress)).unwrap();
     let bytes_total = (3 << 20) + 1;
     let (first, last) = (seen[0], *seen.last().unwrap());
-    assert_eq!(first, Progress { bytes_done: 0, bytes_total, files_done: 0, files_total: 2 });
+    assert_eq!(first, Progress { bytes_done: 0, bytes_total, files_done: 0, files_total: 2, waiting: false });
     assert_eq!(last, Progress { bytes_done: bytes_total, files_done: 2, ..first });
     assert!(seen.is_sorted_by_key(|progress| (progress.bytes_done, progress.files_done)));
     assert!(seen.windows(2).all(|pair| pair[1].bytes_done - pair[0].bytes_done <= 1 << 20));

@@ -4,10 +4,10 @@ use crate::{RunDir, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
-    Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Tokenizer, TokenizerSpec, is_current,
-    prepare_with,
+    Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Survey, Tokenizer, TokenizerSpec,
+    is_current, is_same_text, prepare_with, survey,
 };
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 /// The prepared corpora of a run, in the order of the config.
@@ -34,13 +34,21 @@ pub enum Existing {
     Keep,
     /// Those that were prepared with the same settings.
     Reuse,
-    /// Of those, the ones whose files have the same names and lengths as then.
+    /// Those whose text is what the config names now, wherever it is.
     Refresh,
 }
 
 /// The folder of a run's prepared data: `data.prepared`, or else one in the run directory.
 pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
     config.prepared_dir().unwrap_or_else(|| run_dir.join("data"))
+}
+
+/// The way from a folder to another, so that it is found where both were moved.
+pub(crate) fn way(from: &Path, to: &Path) -> Option<PathBuf> {
+    let (from, to) = (from.canonicalize().ok()?, to.canonicalize().ok()?);
+    let common = from.components().zip(to.components()).take_while(|(a, b)| a == b).count();
+    let up = from.components().skip(common).map(|_| Component::ParentDir);
+    Some(up.chain(to.components().skip(common)).collect())
 }
 
 /// Prepares the data of a run before it starts, in `out` or where the run will look for them. Gives the folder too.
@@ -95,7 +103,7 @@ impl RunData {
         let tokenizer = tokenizer_spec(config)?;
         // Before an hour of work, not after it.
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
-        let mut options = PrepareOptions { stop, ..PrepareOptions::default() };
+        let mut options = PrepareOptions { stop, adopt: true, ..PrepareOptions::default() };
         if config.train.threads > 0 {
             options.threads = config.train.threads;
         }
@@ -103,9 +111,13 @@ impl RunData {
         let mut corpora = Vec::new();
         for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
             let found = match Prepared::open(&folder)? {
-                Some(data) if shared && *data.spec() != spec => return Err(TrainError::SharedData { dir: folder }),
-                Some(data) if existing == Existing::Refresh => is_current(&spec, &data, stop)?.then_some(data),
-                found => found.filter(|data| *data.spec() == spec),
+                Some(data) if existing == Existing::Refresh => match is_current(&spec, &data, stop)? {
+                    true => Some(data),
+                    // Text that has changed where it is takes its own place; nothing else does.
+                    false if shared && !is_from(&spec, &data) => return Err(TrainError::SharedData { dir: folder }),
+                    false => None,
+                },
+                found => found.filter(|data| is_from(&spec, data)),
             };
             let data = match found {
                 Some(data) => data,
@@ -114,6 +126,35 @@ impl RunData {
             corpora.push(RunCorpus { name, weight, data });
         }
         Ok(RunData { corpora })
+    }
+
+    /// What [`RunData::prepare`] would find: the corpora under `folder` where all are there and would be taken as they are;
+    /// else the text that would be prepared. Writes nothing.
+    pub(crate) fn look(
+        config: &Config,
+        folder: &Path,
+        existing: Existing,
+        stop: &AtomicBool,
+    ) -> Result<Result<Self, Survey>, TrainError> {
+        config.require_data()?;
+        let open = RunData::open(config, folder)?;
+        if let (Existing::Keep, Some(data)) = (existing, open) {
+            return Ok(Ok(data));
+        }
+        let tokenizer = tokenizer_spec(config)?;
+        require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
+        let (mut text, mut corpora) = (Survey { files: 0, bytes: 0 }, Vec::new());
+        for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
+            let Survey { files, bytes } = survey(&spec, &folder, stop)?;
+            text = Survey { files: text.files + files, bytes: text.bytes + bytes };
+            if let Some(data) = Prepared::open(&folder)?
+                && is_current(&spec, &data, stop)?
+            {
+                corpora.push(RunCorpus { name, weight, data });
+            }
+        }
+        let all = corpora.len() == config.data.corpora.len().max(1);
+        Ok(if all { Ok(RunData { corpora }) } else { Err(text) })
     }
 
     /// Opens the corpora under `folder`; none where one of them is not prepared.
@@ -144,23 +185,46 @@ impl RunData {
         Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
     }
 
-    /// Refuses data that were prepared from other paths or in another way than the config says now, and data that are not
-    /// what was prepared: every token is read once. `progress` hears of the bytes done and of all; `stop` ends it with
-    /// [`DataError::Interrupted`].
-    pub fn refuse_changes(
+    /// Refuses data that were prepared from other text or in another way than the config says now. The text is known by its
+    /// content, so it may have moved; of text that is gone, a warning is all there is to say.
+    pub fn refuse_other_text(
         &self,
         config: &Config,
         folder: &Path,
         stop: &AtomicBool,
-        progress: &mut dyn FnMut(u64, u64),
+        warn: &mut dyn FnMut(&str),
     ) -> Result<(), TrainError> {
-        // The data keep their tokenizer; the file that it came from may be gone.
-        for (corpus, wanted) in self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes)) {
-            let (ours, theirs) = (settings(&wanted.spec), settings(corpus.data.spec()));
-            if ours != theirs {
-                return Err(TrainError::OtherData { dir: wanted.folder, before: theirs, now: ours });
+        for (corpus, Wanted { spec, folder, .. }) in
+            self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes))
+        {
+            let before = corpus.data.spec();
+            let (ours, theirs) = (settings(&spec), settings(before));
+            if ours == theirs {
+                continue;
+            }
+            // The data keep their tokenizer; the file that it came from may be gone.
+            let spec = PrepareSpec { tokenizer: before.tokenizer.clone(), ..spec };
+            let same = match is_same_text(&spec, &corpus.data, stop) {
+                Err(DataError::MissingPath { path }) => {
+                    warn(&format!(
+                        "{}: no such file or folder; the run goes on with the text that it was begun with, in {}",
+                        path.display(),
+                        folder.display()
+                    ));
+                    true
+                }
+                same => same?,
+            };
+            if !same || !spec.reads_alike(before) {
+                return Err(TrainError::OtherData { dir: folder, before: theirs, now: ours });
             }
         }
+        Ok(())
+    }
+
+    /// Refuses data that are not what was prepared: every token is read once. `progress` hears of the bytes done and of all;
+    /// `stop` ends it with [`DataError::Interrupted`].
+    pub fn verify(&self, stop: &AtomicBool, progress: &mut dyn FnMut(u64, u64)) -> Result<(), DataError> {
         let streams =
             || self.corpora.iter().flat_map(|c| [Some(c.data.train()), c.data.validation()].into_iter().flatten());
         let total = streams().map(|tokens| tokens.payload_bytes()).sum();
@@ -172,6 +236,11 @@ impl RunData {
             })?;
         }
         Ok(())
+    }
+
+    /// The tokenizer that made the tokens, from the copy beside them.
+    pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
+        self.corpora.first().map_or_else(|| Ok(Tokenizer::bytes()), |corpus| corpus.data.tokenizer())
     }
 
     /// The corpora, in the order of the config.
@@ -230,6 +299,12 @@ impl RunData {
     fn vocabulary(&self) -> u32 {
         self.corpora.iter().map(|corpus| corpus.data.vocabulary()).max().unwrap_or(0)
     }
+}
+
+/// Whether data were prepared from these paths, in this way.
+fn is_from(spec: &PrepareSpec, data: &Prepared) -> bool {
+    let (now, then) = (spec, data.spec());
+    now.reads_alike(then) && now.paths == then.paths && now.extensions == then.extensions
 }
 
 /// What decides which text is read, for comparison: paths without `.` and `..`, extensions, field.

@@ -1,4 +1,5 @@
 use crate::fit::Saving;
+use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
@@ -52,17 +53,60 @@ pub enum TrainError {
         dir: PathBuf,
     },
     /// The run directory holds a run with another config.
-    #[error(
-        "{} holds a run with another config:{}\nhint: undo these changes to resume it, choose another --run-dir, or \
-         give --fresh to start over (the old run is kept in a folder inside)",
-        dir.display(),
-        list(differences)
-    )]
+    #[error("{} holds a run with another config:{}\nhint: {}", dir.display(), list(differences), ways_on(differences))]
     ConfigChanged {
         /// The run directory.
         dir: PathBuf,
         /// What differs.
         differences: Vec<Difference>,
+    },
+    /// A run may not take on another value of this key.
+    #[error(
+        "--change {key}: a run that has begun cannot go from {before} to {now}\nhint: {}: start another run, or give --fresh to \
+         start over (the old run is kept in a folder inside)",
+        why_fixed(key)
+    )]
+    CannotChange {
+        /// `table.key`.
+        key: &'static str,
+        /// Its value in the run.
+        before: String,
+        /// The value that was asked for.
+        now: String,
+    },
+    /// Changes were asked for where there is no run to change.
+    #[error("{} has no checkpoint, so there is no run to change\nhint: give the values with --set instead of --change", dir.display())]
+    NothingToChange {
+        /// The run directory.
+        dir: PathBuf,
+    },
+    /// A run is to have fewer steps than it has done.
+    #[error(
+        "train.steps = {steps} is less than the {step} steps that the run has done\nhint: choose at least {step}, or go back with \
+         --resume-from STEP (`lockstep checkpoint list` shows which there are)"
+    )]
+    StepsDone {
+        /// Asked for.
+        steps: u64,
+        /// Done.
+        step: u64,
+    },
+    /// There is no checkpoint of a step.
+    #[error(
+        "{} has no checkpoint of step {step}\nhint: {}",
+        dir.display(),
+        match &there[..] {
+            [] => "there is none of any step: start without --resume-from".to_owned(),
+            there => format!("there are those of {}", steps(there)),
+        }
+    )]
+    NoSuchStep {
+        /// The run directory.
+        dir: PathBuf,
+        /// The step that was asked for.
+        step: u64,
+        /// Steps that have one.
+        there: Vec<u64>,
     },
     /// Another process trains in this directory.
     #[error("{} is in use by another process\nhint: wait for it, or choose another --run-dir", dir.display())]
@@ -255,6 +299,18 @@ pub enum TrainError {
         /// The manifest.
         path: PathBuf,
     },
+    /// The tokenizer of a checkpoint is gone.
+    #[error(
+        "{}: the tokenizer of {} is not there any more\nhint: put it back; checkpoints that this version saves hold their own",
+        path.display(),
+        checkpoint.display()
+    )]
+    NoTokenizer {
+        /// Where it was.
+        path: PathBuf,
+        /// The checkpoint.
+        checkpoint: PathBuf,
+    },
     /// A run has no held-out data, or they are gone.
     #[error("{} holds no held-out text\nhint: name text to evaluate on: --data PATH", dir.display())]
     NoHeldOut {
@@ -319,9 +375,14 @@ impl TrainError {
         TrainError::Io { action, path: path.to_owned(), cause }
     }
 
+    /// Whether nothing is wrong: somebody asked to stop, and the same command goes on.
+    pub fn is_interrupt(&self) -> bool {
+        matches!(self, TrainError::Data(DataError::Interrupted))
+    }
+
     /// Whether the request was wrong, rather than the run.
     pub fn is_request(&self) -> bool {
-        if let TrainError::Data(DataError::Interrupted) = self {
+        if self.is_interrupt() {
             return false;
         }
         matches!(
@@ -331,6 +392,10 @@ impl TrainError {
                 | TrainError::Vocabulary { .. }
                 | TrainError::SharedData { .. }
                 | TrainError::ConfigChanged { .. }
+                | TrainError::CannotChange { .. }
+                | TrainError::NothingToChange { .. }
+                | TrainError::StepsDone { .. }
+                | TrainError::NoSuchStep { .. }
                 | TrainError::Locked { .. }
                 | TrainError::DataChanged { .. }
                 | TrainError::OtherData { .. }
@@ -348,6 +413,7 @@ impl TrainError {
                 | TrainError::Checkpoint(CheckpointError::Unfit { .. })
                 | TrainError::NoCheckpoint { .. }
                 | TrainError::NoConfig { .. }
+                | TrainError::NoTokenizer { .. }
                 | TrainError::NoHeldOut { .. }
                 | TrainError::EmptyPrompt
                 | TrainError::ContextFull { .. }
@@ -372,6 +438,49 @@ impl From<CheckpointError> for TrainError {
 
 fn list(differences: &[Difference]) -> String {
     differences.iter().map(|d| format!("\n  {}: {} before, {} now", d.path, d.theirs, d.ours)).collect()
+}
+
+/// How to go on where the config has changed: with the changes that a run may take on, or without them.
+fn ways_on(differences: &[Difference]) -> String {
+    const ELSE: &str =
+        "choose another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)";
+    let given = differences.iter().filter(|d| d.changeable && !d.follows);
+    let flags: Vec<String> =
+        given.map(|d| format!("--change {}", shell_quoted(&format!("{}={}", d.path, d.ours)))).collect();
+    let fixed: Vec<&str> = differences.iter().filter(|d| !d.changeable).map(|d| d.path).collect();
+    match (flags.is_empty(), fixed.is_empty()) {
+        (true, _) => format!("undo these changes to resume it, {ELSE}"),
+        (false, true) => {
+            format!("go on with the new values from here on: {}; or undo these changes, {ELSE}", flags.join(" "))
+        }
+        (false, false) => format!(
+            "a run cannot change {}: undo that; with the rest it goes on: {}; or {ELSE}",
+            fixed.join(", "),
+            flags.join(" ")
+        ),
+    }
+}
+
+/// Why a run keeps the value of a key.
+fn why_fixed(key: &str) -> &'static str {
+    match key.split_once('.') {
+        Some(("model", _)) => "its weights belong to the model they were trained as",
+        Some(("data", _)) | Some(("train", "seq" | "global_batch" | "batch_ramp" | "seed")) => {
+            "samples would be left out or seen twice"
+        }
+        Some(("optimizer", _)) => "its optimizer state belongs to the optimizer it was made by",
+        _ => "it only counts when a run begins",
+    }
+}
+
+/// `5, 10 and 15`.
+fn steps(steps: &[u64]) -> String {
+    let text: Vec<String> = steps.iter().map(u64::to_string).collect();
+    match &text[..] {
+        [] => String::new(),
+        [only] => format!("step {only}"),
+        [first @ .., last] => format!("steps {} and {last}", first.join(", ")),
+    }
 }
 
 fn breakdown(memory: &MemoryBreakdown) -> String {

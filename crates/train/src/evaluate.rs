@@ -3,17 +3,17 @@
 use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
-use crate::{Device, RunData, Tokenizer, TrainError, Trained, data};
+use crate::{Device, RunData, Tokenizer, TrainError, Trained};
 use lockstep_compile::{CompileError, compile_forward};
 use lockstep_config::{Config, ModelConfig};
-use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, prepare};
+use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_model::{Form, build_form};
 use serde::Serialize;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -112,7 +112,7 @@ pub fn evaluate(
     show: &mut dyn FnMut(EvaluateProgress<'_>),
 ) -> Result<Evaluation, TrainError> {
     let config = &trained.config;
-    let tokenizer = Tokenizer::of(config)?;
+    let tokenizer = trained.tokenizer()?;
     let seq = seq.unwrap_or(config.train.seq).max(1);
     check_positions(config, seq)?;
     // Removed when this function returns; an open shard stays readable.
@@ -126,11 +126,11 @@ pub fn evaluate(
                 extensions,
                 text_field: config.data.text_field.clone(),
                 prompt_field: config.data.prompt_field.clone(),
-                tokenizer: data::tokenizer_spec(config)?,
+                tokenizer: tokenizer_spec(&tokenizer, config, folder.path())?,
                 validation_fraction: 0.0,
                 seed: 0,
             };
-            let prepared = prepare(&spec, folder.path(), &mut |p| show(EvaluateProgress::Preparing(p)))?;
+            let prepared = prepare(&spec, &folder.path().join("data"), &mut |p| show(EvaluateProgress::Preparing(p)))?;
             Material::Text(prepared.train().clone())
         }
     };
@@ -154,6 +154,14 @@ pub fn evaluate(
     let corpora = named.map(|(name, sum)| CorpusEvaluation { name: name.clone(), score: sum.score() }).collect();
     let arena_bytes = model.executor.arena_bytes();
     Ok(Evaluation { score: all.score(), seq, corpora, arena_bytes })
+}
+
+/// The tokenizer of a model for preparing text in a folder of its own.
+fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Result<TokenizerSpec, TrainError> {
+    let Some(json) = tokenizer.json() else { return Ok(TokenizerSpec::Bytes) };
+    let path = folder.join("tokenizer.json");
+    std::fs::write(&path, json).map_err(|e| TrainError::io("write", &path, e))?;
+    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?)
 }
 
 /// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. Separators are none.
@@ -200,7 +208,12 @@ impl Material {
     fn cut(&self, config: &Config, seq: usize) -> Cut {
         match self {
             Material::HeldOut { count, .. } => {
-                Cut { sequences: (*count).min(config.train.validation_sequences as u64), rest: 0 }
+                // A run without validation has held-out text all the same.
+                let most = match config.train.validation_sequences {
+                    0 => u64::MAX,
+                    most => most as u64,
+                };
+                Cut { sequences: (*count).min(most), rest: 0 }
             }
             Material::Text(tokens) => {
                 // A document has a byte and a separator at least, so there is something to predict.

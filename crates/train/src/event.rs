@@ -1,4 +1,5 @@
 use crate::Plan;
+use crate::changes::Changed;
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -93,6 +94,29 @@ pub enum Event<'a> {
         /// Bytes in all.
         total: u64,
     },
+    /// A key has another value from this step on.
+    Changed {
+        /// Steps finished.
+        step: u64,
+        /// The key and its values.
+        changed: &'a Changed,
+    },
+    /// What was changed changes the learning rate of the next step: the new schedule counts from here on.
+    RateChanged {
+        /// As it would have been.
+        before: f64,
+        /// As it is.
+        now: f64,
+    },
+    /// The run goes back to an earlier step, and what came after it was moved out of the way.
+    SetAside {
+        /// Steps finished, again.
+        step: u64,
+        /// Steps of the checkpoints that were moved.
+        later: &'a [u64],
+        /// The folder that has them now, and the metrics.
+        to: &'a Path,
+    },
     /// Something is off but the run goes on.
     Warning(&'a str),
     /// What the executor says of the program that it has loaded.
@@ -114,12 +138,21 @@ pub enum Event<'a> {
         context_bytes: Option<u64>,
         /// Training tokens that the data hold.
         train_tokens: u64,
+        /// Steps of the run.
+        steps: u64,
         /// Step that the run resumes from; 0 for a new run.
         from_step: u64,
         /// Where the run's files are.
         dir: &'a Path,
     },
-    /// A held-out loss was taken.
+    /// A validation is under way.
+    Validating {
+        /// Tokens done.
+        done: u64,
+        /// Tokens in all.
+        total: u64,
+    },
+    /// A validation loss was taken.
     Validated {
         /// Steps finished.
         step: u64,

@@ -1,3 +1,4 @@
+use crate::fit::{Room, savings};
 use crate::{Device, TrainError, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
@@ -53,6 +54,21 @@ impl Plan {
     pub(crate) fn ceiling(&self) -> Result<f64, TrainError> {
         let threads = (self.threads * self.layout.mesh.ranks()).min(cpu::cores().max(self.threads));
         self.target.peak(threads, self.precision.compute)
+    }
+
+    /// Bytes of the arenas of all ranks, which must be free.
+    pub(crate) fn require_memory(&self, config: &Config) -> Result<u64, TrainError> {
+        let ranks = self.layout.mesh.ranks();
+        let total = self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum();
+        match self.target.available_bytes()? {
+            Some(available) if total > available => {
+                let room = Room { bytes: available, shared: true, place: String::new() };
+                // What cannot be estimated saves nothing that anybody knows of.
+                let savings = savings(config, &room).unwrap_or_default();
+                Err(TrainError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
+            }
+            _ => Ok(total),
+        }
     }
 
     /// What kind of number MFU is a share of.

@@ -1,5 +1,7 @@
 //! One run, from its config to its last checkpoint.
 
+use crate::changes::{self, Course};
+use crate::data::way;
 use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
@@ -9,16 +11,18 @@ use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
-use crate::{Device, Existing, Plan, RunData, RunDir, TrainError, data_folder, learning_rate, plan};
-use lockstep_checkpoint::{Loaded, latest, list};
+use crate::trained::TOKENIZER;
+use crate::{Device, Existing, Plan, RunData, RunDir, Tokenizer, TrainError, data_folder, learning_rate, plan};
+use lockstep_checkpoint::{About, Found, latest, list, open};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
+use lockstep_exec::DeviceTime;
 use lockstep_ir::StepScalars;
 use serde_json::json;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// How a run is started.
 #[derive(Clone, Debug, Default)]
@@ -27,6 +31,10 @@ pub struct RunOptions {
     pub dir: PathBuf,
     /// Set a run that is there aside and start over.
     pub fresh: bool,
+    /// The step whose checkpoint a run goes on from; the latest if not given. Later ones are set aside.
+    pub resume_from: Option<u64>,
+    /// What a run that goes on does otherwise from here on, as `table.key=value`.
+    pub change: Vec<String>,
     /// Most tokens of the sample that a finished run gives; 0 for none.
     pub sample_tokens: usize,
     /// Steps to profile, from 1 on, the last included.
@@ -40,9 +48,11 @@ pub struct Outcome {
     pub step: u64,
     /// Whether all steps of the config are done; if not, the run was interrupted.
     pub finished: bool,
-    /// Held-out loss before the first step of this call, if it was taken.
+    /// Steps of the run, as it was changed.
+    pub steps: u64,
+    /// Validation loss before the first step of this call, if it was taken.
     pub first_val_loss: Option<f64>,
-    /// Last held-out loss.
+    /// Last validation loss.
     pub last_val_loss: Option<f64>,
     /// Gradient noise scale, in sequences, where it is asked for and known.
     pub noise_scale: Option<f64>,
@@ -56,7 +66,7 @@ pub struct Outcome {
 
 impl Outcome {
     /// Interrupted while data were prepared or checked: the run is where its last checkpoint left it.
-    fn before_the_first_step(options: &RunOptions) -> Self {
+    fn before_the_first_step(options: &RunOptions, steps: u64) -> Self {
         let last = match options.fresh {
             true => None,
             false => list(&options.dir.join("checkpoints")).unwrap_or_default().pop(),
@@ -64,6 +74,7 @@ impl Outcome {
         Self {
             step: last.as_ref().map_or(0, |(step, _)| *step),
             finished: false,
+            steps,
             first_val_loss: None,
             last_val_loss: None,
             noise_scale: None,
@@ -73,6 +84,9 @@ impl Outcome {
         }
     }
 }
+
+/// The least time from one measurement of the matmul peak to the next, which takes a second at most.
+const MEASURE_EVERY: Duration = Duration::from_secs(120);
 
 /// Steps in a row whose gradients may be non-finite before the run gives up.
 const MOST_SKIPPED: u64 = 3;
@@ -91,10 +105,12 @@ pub fn run(
         show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
     }
     // What can be refused without touching the directory is refused first.
-    let plan = plan(config)?;
+    let unchanged = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
+    let (found, course) = resume(config, options)?;
+    let plan = if course.changes.is_empty() { unchanged } else { plan(&course.config)? };
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
-    let error = match start(config, &plan, dir, options.sample_tokens, stop, show) {
+    let error = match start(&course, &plan, dir, found, options, stop, show) {
         Ok(mut run) => {
             run.profile_steps = options.profile_steps.clone();
             return run.go(stop, show);
@@ -105,30 +121,57 @@ pub fn run(
         aside.undo();
     }
     match error {
-        TrainError::Data(DataError::Interrupted) => Ok(Outcome::before_the_first_step(options)),
+        TrainError::Data(DataError::Interrupted) => {
+            Ok(Outcome::before_the_first_step(options, course.config.train.steps))
+        }
         error => Err(error),
     }
 }
 
+/// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
+pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Course), TrainError> {
+    let dir = options.dir.join("checkpoints");
+    let found = match options.resume_from {
+        _ if options.fresh => Found { loaded: None, warnings: Vec::new() },
+        None => latest(&dir)?,
+        Some(step) => {
+            let there = list(&dir)?;
+            let Some((_, path)) = there.iter().find(|(saved, _)| *saved == step) else {
+                let there = there.iter().map(|(saved, _)| *saved).collect();
+                return Err(TrainError::NoSuchStep { dir: options.dir.clone(), step, there });
+            };
+            Found { loaded: Some(open(path)?), warnings: Vec::new() }
+        }
+    };
+    if let Some(loaded) = &found.loaded
+        && !loaded.state["imported"].is_null()
+    {
+        return Err(TrainError::Imported { dir: options.dir.clone() });
+    }
+    let course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    Ok((found, course))
+}
+
 /// Everything before the first step.
 fn start<'a>(
-    config: &'a Config,
+    course: &'a Course,
     plan: &'a Plan,
     mut dir: RunDir,
-    sample_tokens: usize,
+    found: Found,
+    options: &RunOptions,
     stop: &AtomicBool,
     show: &mut dyn FnMut(Event),
 ) -> Result<Run<'a>, TrainError> {
-    let found = latest(&dir.checkpoints())?;
+    let config = &course.config;
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
     if let Some(why) = Device::not_taken(config) {
         show(Event::Warning(&why));
     }
-    if let Some(loaded) = &found.loaded {
-        if !loaded.state["imported"].is_null() {
-            return Err(TrainError::Imported { dir: dir.path().to_owned() });
-        }
-        refuse_changes(config, &dir, loaded)?;
+    for change in &course.undone {
+        let (text, step) = (&change.text, change.step);
+        show(Event::Warning(&format!(
+            "{text} was changed at step {step}, which the run has yet to reach: it is undone"
+        )));
     }
     // A run that goes on has weights of its own.
     let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
@@ -140,7 +183,9 @@ fn start<'a>(
     let existing = if started { Existing::Keep } else { Existing::Refresh };
     let folder = data_folder(config, dir.path());
     let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
-    data.refuse_changes(config, &folder, stop, &mut |done, total| show(Event::Checking { done, total }))?;
+    data.refuse_other_text(config, &folder, stop, &mut |text| show(Event::Warning(text)))?;
+    data.verify(stop, &mut |done, total| show(Event::Checking { done, total }))?;
+    let tokenizer = Tokenizer::from(data.tokenizer()?);
     let train = data.train(config)?;
     // The arena may leave no memory to measure in.
     let ceiling = plan.ceiling()?;
@@ -160,7 +205,9 @@ fn start<'a>(
         // A checkpoint of a run that did not measure has none.
         noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
         if loss_scale.is_some() {
-            loss_scale = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(loss_scale);
+            // A checkpoint of a run in another precision has none.
+            let saved: Option<LossScale> = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(None);
+            loss_scale = saved.or(loss_scale);
         }
         checkpoint = Some(loaded.path);
     }
@@ -168,16 +215,41 @@ fn start<'a>(
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
     }
-    dir.begin(&config.resolved_toml(), plan, step)?;
+    let (later, aside) = match options.resume_from {
+        Some(step) => dir.set_later_aside(step)?,
+        None => (Vec::new(), None),
+    };
+    let written = step - u64::from(pending.is_some());
+    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, plan, step, written)? {
+        let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
+        show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
+    }
+    if let Some(to) = &aside {
+        show(Event::SetAside { step, later: &later, to });
+        dir.event("set_aside", json!({ "step": step, "checkpoints": later, "folder": to }))?;
+    }
+    for changed in &course.new {
+        show(Event::Changed { step, changed });
+        let mut fields = json!(changed);
+        fields["step"] = json!(step);
+        dir.event("change", fields)?;
+    }
+    if let Some((before, now)) = course.rates {
+        show(Event::RateChanged { before, now });
+    }
     let train_tokens = data.train_tokens();
     let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);
-    show(Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, from_step, dir: dir.path() });
+    let steps = config.train.steps;
+    show(Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, steps, from_step, dir: dir.path() });
     let init_from = initial.as_ref().map(|weights| weights.path());
     let begun = json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling, "init_from": init_from });
     dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
-    let held_out = data.held_out(config.train.seq, &mut |text| show(Event::Warning(text)));
+    let held_out = match most {
+        0 => None,
+        _ => data.held_out(config.train.seq, &mut |text| show(Event::Warning(text))),
+    };
     let held_out = held_out.map(|(samples, _)| {
         let count = samples.samples_before_repeat().min(most);
         (samples, count)
@@ -186,6 +258,7 @@ fn start<'a>(
     let outcome = Outcome {
         step,
         finished,
+        steps,
         first_val_loss: None,
         last_val_loss: None,
         noise_scale: None,
@@ -208,8 +281,11 @@ fn start<'a>(
         train,
         held_out,
         ceiling,
+        measured: Instant::now(),
         data,
-        sample_tokens,
+        prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
+        tokenizer,
+        sample_tokens: options.sample_tokens,
         pending,
         outcome,
         profile_steps: None,
@@ -232,10 +308,15 @@ struct Run<'a> {
     session: Session,
     dir: RunDir,
     train: Sampler,
-    /// Held-out samples and how many of them one validation reads.
+    /// Held-out samples and how many of them one validation reads; none where there is no validation.
     held_out: Option<(Sampler, u64)>,
     ceiling: f64,
+    /// When that was measured.
+    measured: Instant,
     data: u64,
+    /// The way from the run directory to data that it shares.
+    prepared: Option<PathBuf>,
+    tokenizer: Tokenizer,
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
     sample_tokens: usize,
@@ -261,11 +342,11 @@ impl Run<'_> {
         while ahead.is_some() || (self.outcome.step < steps && !stop.load(Ordering::SeqCst)) {
             let current = match ahead.take() {
                 Some(queued) => queued,
-                None => self.queue(self.outcome.step)?,
+                None => self.queue(self.outcome.step, false)?,
             };
             // A device that is given its next step before this one is done never waits for the host.
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.load(Ordering::SeqCst) {
-                ahead = Some(self.queue(current.step)?);
+                ahead = Some(self.queue(current.step, true)?);
             }
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
@@ -304,22 +385,21 @@ impl Run<'_> {
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
-        if self.outcome.finished {
+        // Its memory is enough for the sample too, and for measuring peaks.
+        drop(self.session);
+        if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
             let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
-            match sample(self.config, &self.session, self.plan.parameters, text, self.sample_tokens) {
+            match sample(self.config, &self.tokenizer, checkpoint, self.plan.parameters, text, self.sample_tokens) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
             }
         }
-        let Run { session, plan, profiled, mut outcome, .. } = self;
-        if !profiled.is_empty() {
-            // The arena may leave no memory to measure in.
-            drop(session);
-            let peaks = plan.target.ceilings(plan.threads, plan.precision.compute)?;
-            outcome.profile = Some(profile(plan, &profiled, peaks)?);
+        if !self.profiled.is_empty() {
+            let peaks = self.plan.target.ceilings(self.plan.threads, self.plan.precision.compute)?;
+            self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
-        Ok(outcome)
+        Ok(self.outcome)
     }
 
     /// Tokens of the first `steps` steps.
@@ -350,8 +430,8 @@ impl Run<'_> {
         self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
     }
 
-    /// Gives the executor the step after the first `before`.
-    fn queue(&mut self, before: u64) -> Result<Queued, TrainError> {
+    /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
+    fn queue(&mut self, before: u64, behind: bool) -> Result<Queued, TrainError> {
         let start = Instant::now();
         let batch = self.batches.at(before);
         let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
@@ -370,11 +450,12 @@ impl Run<'_> {
         // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
         // step's bias correction counts one update too many.
         self.updates += 1;
-        Ok(Queued { step: before + 1, work, start, batch, loss_scale, lr: learning_rate(self.config, before) })
+        let (lr, queued) = (learning_rate(self.config, before), Instant::now());
+        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, lr })
     }
 
     fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, batch, loss_scale, lr } = queued;
+        let Queued { step, work, start, queued, behind, batch, loss_scale, lr } = queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
         self.updates -= u64::from(!result.applied);
@@ -386,16 +467,20 @@ impl Run<'_> {
             self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
         }
         self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
-        // A step that was queued while another ran began when that one was done.
-        let start = self.last_result.map_or(start, |last| last.max(start));
         let now = Instant::now();
+        let step_s = match (result.time, behind) {
+            // The host looks at results when it has queued another step, and at once when there is none: only the device knows
+            // when they were ready.
+            (Some(DeviceTime { since_last: Some(seconds), .. }), true) => seconds,
+            (Some(DeviceTime { since_begin, .. }), _) => (queued - start).as_secs_f64() + since_begin,
+            // A step that was queued while another ran began when that one was done.
+            (None, _) => (now - self.last_result.map_or(start, |last| last.max(start))).as_secs_f64(),
+        };
         self.last_result = Some(now);
-        let step_s = (now - start).as_secs_f64();
         let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let tokens_per_s = tokens as f64 / step_s;
         let achieved = self.plan.model_flops_per_token() * tokens_per_s;
-        // A ceiling that was measured while the machine was busy is none. A device that is a step ahead of a host that was
-        // held up seems faster than it is.
+        // A peak that was measured while the machine was busy is none.
         if self.plan.target == Device::Cpu {
             self.ceiling = self.ceiling.max(achieved);
         }
@@ -420,9 +505,28 @@ impl Run<'_> {
         Ok(Step { step, applied: result.applied, searched, line })
     }
 
+    /// Measures the peak that MFU is a share of once more, where it was measured on a machine that may have been busy. The best
+    /// counts: what another program takes is no part of the machine's peak.
+    fn measure_again(&mut self) -> Result<(), TrainError> {
+        if self.plan.target != Device::Cpu || self.measured.elapsed() < MEASURE_EVERY {
+            return Ok(());
+        }
+        let found = self.plan.ceiling()?;
+        self.measured = Instant::now();
+        if found > self.ceiling {
+            self.ceiling = found;
+            self.dir.event("matmul_peak", json!({ "step": self.outcome.step, "ceiling_flops": found }))?;
+        }
+        Ok(())
+    }
+
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
+        self.measure_again()?;
         let Some((sampler, sequences)) = &self.held_out else { return Ok(None) };
-        let Some(loss) = self.session.evaluate(sampler, *sequences, stop)? else { return Ok(None) };
+        let seq = self.config.train.seq as u64;
+        let total = sequences * seq;
+        let mut heard = |done| show(Event::Validating { done: done * seq, total });
+        let Some(loss) = self.session.evaluate(sampler, *sequences, stop, &mut heard)? else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
         show(Event::Validated { step, loss });
@@ -435,6 +539,7 @@ impl Run<'_> {
         let state = json!({
             "tokens": self.tokens_before(step),
             "data": format!("{:016x}", self.data),
+            "prepared": self.prepared,
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.pending,
@@ -443,7 +548,10 @@ impl Run<'_> {
             "updates": self.updates,
         });
         let progress = &mut |done, total| show(Event::Saving { done, total });
-        let path = self.session.save(&self.dir.checkpoints(), step, &state, self.config.checkpoint.keep, progress)?;
+        // A checkpoint needs nothing around it to be used.
+        let tokenizer: Vec<(&str, &[u8])> = self.tokenizer.json().map(|json| (TOKENIZER, json)).into_iter().collect();
+        let about = About { state: &state, attachments: &tokenizer };
+        let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
         self.dir.event("checkpoint", json!({ "step": step }))?;
         show(Event::Saved { step, path: &path });
         self.outcome.checkpoint = Some(path);
@@ -456,7 +564,11 @@ struct Queued {
     /// Its number, from 1 on.
     step: u64,
     work: QueuedStep,
+    /// When the host began with it, and when the executor had it.
     start: Instant,
+    queued: Instant,
+    /// Whether the executor had another to finish then.
+    behind: bool,
     batch: Batch,
     loss_scale: Option<LossScale>,
     lr: f64,
@@ -469,16 +581,6 @@ struct Step {
     /// Whether gradients that are not finite are the loss scale's fault.
     searched: bool,
     line: StepMetrics,
-}
-
-/// Refuses to continue a run whose config has changed. The checkpoint itself says what it was made with.
-fn refuse_changes(config: &Config, dir: &RunDir, checkpoint: &Loaded) -> Result<(), TrainError> {
-    let before = Config::parse(checkpoint.state["config"].as_str().unwrap_or_default(), "checkpoint", &[])?;
-    let differences = config.differences(&before);
-    match differences.is_empty() {
-        true => Ok(()),
-        false => Err(TrainError::ConfigChanged { dir: dir.path().to_owned(), differences }),
-    }
 }
 
 #[cfg(test)]

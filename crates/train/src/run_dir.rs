@@ -1,6 +1,9 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
+use crate::changes::{self, CHANGES};
 use crate::{Plan, StepMetrics, TrainError};
+use lockstep_checkpoint::list;
+use lockstep_config::Change;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -17,7 +20,12 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 6] = [CONFIG, PLAN, METRICS, EVENTS, "data", "checkpoints"];
+const OURS: [&str; 7] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, "data", CHECKPOINTS];
+
+/// Those that say what a run was, without its weights and its data.
+const RECORDS: [&str; 5] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS];
+
+const CHECKPOINTS: &str = "checkpoints";
 
 /// A run that was moved out of the way.
 pub struct Aside {
@@ -64,15 +72,14 @@ impl RunDir {
 
     /// Folder of checkpoints.
     pub fn checkpoints(&self) -> PathBuf {
-        self.path.join("checkpoints")
+        self.path.join(CHECKPOINTS)
     }
 
     /// Moves a run that is here (our own files, nothing else) into a folder `old-1`, `old-2` … inside.
     pub fn set_aside(&self) -> Result<Aside, TrainError> {
         let ours = OURS.map(|name| self.path.join(name));
         let moved: Vec<PathBuf> = ours.into_iter().filter(|p| p.exists()).collect();
-        let free = (1..).map(|n| self.path.join(format!("old-{n}"))).find(|p| !p.exists());
-        let aside = Aside { from: self.path.clone(), to: free.unwrap_or_else(|| self.path.join("old")) };
+        let aside = Aside { from: self.path.clone(), to: self.free_folder() };
         if moved.is_empty() {
             return Ok(aside);
         }
@@ -84,9 +91,48 @@ impl RunDir {
         Ok(aside)
     }
 
-    /// Writes `run.toml` and `plan.json`, cuts `metrics.jsonl` back to `step`, and opens the logs.
-    pub fn begin(&mut self, resolved: &str, plan: &Plan, step: u64) -> Result<(), TrainError> {
+    fn free_folder(&self) -> PathBuf {
+        let free = (1..).map(|n| self.path.join(format!("old-{n}"))).find(|p| !p.exists());
+        free.unwrap_or_else(|| self.path.join("old"))
+    }
+
+    /// Moves the checkpoints after `step` into a folder `old-1`, `old-2` … inside, with a copy of what else tells of the run,
+    /// so that the folder is a run directory of its own. Gives their steps, and the folder if there were any.
+    pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>), TrainError> {
+        let mut later = list(&self.checkpoints())?;
+        later.retain(|(saved, _)| *saved > step);
+        if later.is_empty() {
+            return Ok((Vec::new(), None));
+        }
+        let aside = self.free_folder();
+        let to = aside.join(CHECKPOINTS);
+        fs::create_dir_all(&to).map_err(|e| TrainError::io("create", &to, e))?;
+        for from in RECORDS.map(|name| self.path.join(name)).iter().filter(|p| p.exists()) {
+            let copy = aside.join(from.file_name().unwrap_or_default());
+            fs::copy(from, copy).map_err(|e| TrainError::io("copy", from, e))?;
+        }
+        // The latest goes first: whatever stops this, the run is one that could have been.
+        for (_, from) in later.iter().rev() {
+            let name = from.file_name().unwrap_or_default();
+            fs::rename(from, to.join(name)).map_err(|e| TrainError::io("move", from, e))?;
+        }
+        Ok((later.into_iter().map(|(saved, _)| saved).collect(), Some(aside)))
+    }
+
+    /// Writes `run.toml`, `plan.json` and `changes.json`, cuts `metrics.jsonl` back to `step`, and opens the logs. Gives the
+    /// steps from and to which `metrics.jsonl` should have lines up to `written` and has none, where that is news.
+    pub fn begin(
+        &mut self,
+        resolved: &str,
+        changes: &[Change],
+        plan: &Plan,
+        step: u64,
+        written: u64,
+    ) -> Result<Vec<(u64, u64)>, TrainError> {
         self.replace(CONFIG, resolved.as_bytes())?;
+        if !changes.is_empty() || self.path.join(CHANGES).exists() {
+            self.replace(CHANGES, changes::written(changes).as_bytes())?;
+        }
         let summary = json!({
             "lockstep": env!("CARGO_PKG_VERSION"),
             "program": format!("{:016x}", plan.program().fingerprint()),
@@ -97,24 +143,38 @@ impl RunDir {
             "memory": plan.memory,
         });
         self.replace(PLAN, format!("{summary:#}\n").as_bytes())?;
-        let metrics = self.path.join(METRICS);
-        if metrics.exists() {
-            let text = fs::read(&metrics).map_err(|e| TrainError::io("read", &metrics, e))?;
-            self.replace(METRICS, &lines_up_to(&text, step))?;
+        let mut metrics = self.read(METRICS)?;
+        if let Some(text) = &mut metrics {
+            *text = lines_up_to(text, step);
+            self.replace(METRICS, text)?;
         }
-        let events = self.path.join(EVENTS);
-        if events.exists() {
-            let mut text = fs::read(&events).map_err(|e| TrainError::io("read", &events, e))?;
+        let mut events = self.read(EVENTS)?;
+        if let Some(text) = &mut events {
             // A torn last line is dropped.
             text.truncate(text.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1));
-            self.replace(EVENTS, &text)?;
+            self.replace(EVENTS, text)?;
         }
+        let mut gaps = gaps(&metrics.unwrap_or_default(), written);
+        let known: Vec<Value> = values(&events.unwrap_or_default()).filter(|v| v["event"] == GAP).collect();
+        gaps.retain(|(from, to)| !known.iter().any(|v| v["from"] == *from && v["to"] == *to));
         let append = |name: &str| {
             let path = self.path.join(name);
             OpenOptions::new().create(true).append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))
         };
         (self.metrics, self.events) = (Some(append(METRICS)?), Some(append(EVENTS)?));
-        Ok(())
+        for (from, to) in &gaps {
+            self.event(GAP, json!({ "step": step, "from": from, "to": to }))?;
+        }
+        Ok(gaps)
+    }
+
+    /// The bytes of one of its files; none where there is no such file.
+    fn read(&self, name: &str) -> Result<Option<Vec<u8>>, TrainError> {
+        let path = self.path.join(name);
+        match fs::read(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            text => text.map(Some).map_err(|e| TrainError::io("read", &path, e)),
+        }
     }
 
     /// Adds a line to `metrics.jsonl`.
@@ -155,6 +215,22 @@ fn append(dir: &Path, name: &str, file: &mut Option<File>, line: &impl Serialize
     file.write_all(text.as_bytes()).map_err(|e| TrainError::io("write", &dir.join(name), e))
 }
 
+/// The event of lines of metrics that are gone.
+const GAP: &str = "metrics_gap";
+
+/// The objects of a file of lines.
+fn values(text: &[u8]) -> impl Iterator<Item = Value> {
+    text.split(|b| *b == b'\n').filter_map(|line| serde_json::from_slice(line).ok())
+}
+
+/// The steps from 1 up to `last` that have no line, as ranges with both ends.
+fn gaps(metrics: &[u8], last: u64) -> Vec<(u64, u64)> {
+    let mut steps: Vec<u64> = values(metrics).filter_map(|v| v["step"].as_u64()).filter(|s| *s <= last).collect();
+    steps.sort_unstable();
+    let ends = [0].into_iter().chain(steps.iter().copied()).zip(steps.iter().copied().chain([last + 1]));
+    ends.filter(|(before, after)| before + 1 < *after).map(|(before, after)| (before + 1, after - 1)).collect()
+}
+
 /// The whole lines of a metrics file that are about steps up to `step`: later ones will be made again, and a torn last line
 /// is dropped.
 fn lines_up_to(text: &[u8], step: u64) -> Vec<u8> {
@@ -174,5 +250,18 @@ mod tests {
     fn metrics_are_cut_back_to_the_step_that_a_run_resumes_from() {
         let text = b"{\"step\":1}\n{\"step\":2}\nnonsense\n{\"step\":3}\n{\"step\":2";
         assert_eq!(lines_up_to(text, 2), b"{\"step\":1}\n{\"step\":2}\n");
+    }
+
+    #[test]
+    fn steps_without_a_line_are_found() {
+        let check = |steps: &[u64], last, expected: &[(u64, u64)]| {
+            let text: String = steps.iter().map(|step| format!("{{\"step\":{step}}}\n")).collect();
+            assert_eq!(gaps(text.as_bytes(), last), expected, "{steps:?} {last}");
+        };
+        check(&[1, 2, 3], 3, &[]);
+        check(&[], 0, &[]);
+        check(&[], 4, &[(1, 4)]);
+        check(&[1, 2, 5, 7, 8], 10, &[(3, 4), (6, 6), (9, 10)]);
+        check(&[1, 1, 2, 3], 2, &[]);
     }
 }

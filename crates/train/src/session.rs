@@ -1,17 +1,16 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
 use crate::feed::{Feed, Scored, counted, losses};
-use crate::fit::{Room, savings};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
 use crate::state::{self, Weights};
 use crate::{Plan, TrainError};
-use lockstep_checkpoint::{Draft, Loaded, save};
+use lockstep_checkpoint::{About, Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{ExecError, Executor, Note, Ticket, Timing};
+use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::borrow::Cow;
@@ -26,10 +25,18 @@ pub struct Session {
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
     first: Option<First>,
+    /// Whether gradients are summed in fixed point, with no loss scale but this session's.
+    fixed_point: bool,
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
 }
+
+/// Sums of gradients in fixed point reach 2²⁶. A step whose sums leave that range is run again with a loss scale that is this
+/// factor smaller, up to so many times: then the largest sums of f32 fit. Both are exact, and what is lost below the unit is
+/// less than 2⁻⁴⁰ of the largest sum.
+const NARROWER: f32 = 1.0 / (1 << 21) as f32;
+const NARROWINGS: usize = 5;
 
 /// What the gradients of the first micro-batch are of.
 #[derive(Clone, Copy)]
@@ -52,6 +59,8 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+    /// When it was done, where the device has a clock.
+    pub time: Option<DeviceTime>,
 }
 
 /// A step that was given to the executor.
@@ -79,16 +88,7 @@ impl QueuedStep {
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
-        let ranks = plan.layout.mesh.ranks();
-        let total: u64 = plan.stages.iter().map(|m| m.total_bytes * (ranks / plan.stages.len()) as u64).sum();
-        if let Some(available) = plan.target.available_bytes()?
-            && total > available
-        {
-            let room = Room { bytes: available, shared: true, place: String::new() };
-            // What cannot be estimated saves nothing that anybody knows of.
-            let savings = savings(config, &room).unwrap_or_default();
-            return Err(TrainError::DoesNotFit { memory: Box::new(plan.memory.clone()), ranks, available, savings });
-        }
+        let total = plan.require_memory(config)?;
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
         let timeout = std::time::Duration::from_secs_f64(config.parallel.timeout);
@@ -103,6 +103,7 @@ impl Session {
         };
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
+            fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
             tensors,
             executor,
@@ -156,24 +157,24 @@ impl Session {
     }
 
     /// Writes parameters and moments as the checkpoint of `step` in `dir`, and gives its path. Several ranks write their parts
-    /// at once. `progress` hears the bytes written and the bytes in all; `state` and `keep` are as for [`save`].
-    pub fn save(
+    /// at once. `progress` hears the bytes written and the bytes in all; `about` and `keep` are as for [`save`].
+    pub fn save<'a>(
         &self,
         dir: &Path,
         step: u64,
-        state: &serde_json::Value,
+        about: impl Into<About<'a>>,
         keep: usize,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, TrainError> {
         match self.executor.ranks() {
             None => {
                 let groups = state::groups(&self.tensors, self.executor.as_ref());
-                Ok(save(dir, step, &groups, state, keep, progress)?)
+                Ok(save(dir, step, &groups, about, keep, progress)?)
             }
             Some(ranks) => {
                 let draft = Draft::begin(dir, step)?;
                 rank_parts::write(ranks, &self.tensors, &draft, progress)?;
-                Ok(draft.publish(state, keep)?)
+                Ok(draft.publish(about, keep)?)
             }
         }
     }
@@ -214,9 +215,12 @@ impl Session {
         match step.0 {
             Queued::Done(result) => Ok(result),
             Queued::Later { micro_batches, targets, ticket } => {
-                let mut taken = self.executor.take(ticket)?.into_iter();
+                let taken = self.executor.take(ticket)?;
+                let mut tensors = taken.tensors.into_iter();
                 let none = || ExecError::Internal("a queued reading gave too little".into());
-                self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
+                let result =
+                    self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(tensors.next().ok_or_else(none)?)))?;
+                Ok(StepResult { time: taken.time, ..result })
             }
         }
     }
@@ -259,7 +263,25 @@ impl Session {
         Ok((result, timings))
     }
 
-    fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    fn queue_micro_batches(
+        &mut self,
+        micro_batches: usize,
+        mut scalars: StepScalars,
+    ) -> Result<QueuedStep, TrainError> {
+        for _ in 0..NARROWINGS {
+            let queued = self.queue_once(micro_batches, scalars)?;
+            match &queued.0 {
+                // The update was suppressed: weights and moments are as before.
+                Queued::Done(r) if self.fixed_point && !r.applied && r.loss.is_finite() => {
+                    scalars.loss_scale *= NARROWER;
+                }
+                _ => return Ok(queued),
+            }
+        }
+        self.queue_once(micro_batches, scalars)
+    }
+
+    fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
@@ -298,16 +320,25 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
-        Ok(StepResult { loss: sum / targets as f64, grad_norm, applied: !factor.is_nan(), first })
+        let loss = sum / targets as f64;
+        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, time: None })
     }
 
-    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.
-    pub fn evaluate(&mut self, data: &Sampler, sequences: u64, stop: &AtomicBool) -> Result<Option<f64>, TrainError> {
+    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last. `progress`
+    /// hears how many are done.
+    pub fn evaluate(
+        &mut self,
+        data: &Sampler,
+        sequences: u64,
+        stop: &AtomicBool,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Option<f64>, TrainError> {
         let (mut sum, mut targets) = (0.0, 0);
         let executor = self.executor.as_mut();
         let add = &mut |scored: Scored<'_>| {
             sum += scored.loss;
             targets += counted(scored.targets);
+            progress(scored.index + 1);
         };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
         Ok(whole.then(|| sum / targets.max(1) as f64))

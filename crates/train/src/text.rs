@@ -15,12 +15,26 @@ pub enum Tokenizer {
     File(Arc<lockstep_data::Tokenizer>),
 }
 
+impl From<lockstep_data::Tokenizer> for Tokenizer {
+    fn from(tokenizer: lockstep_data::Tokenizer) -> Self {
+        if tokenizer.is_bytes() { Tokenizer::Bytes } else { Tokenizer::File(Arc::new(tokenizer)) }
+    }
+}
+
 impl Tokenizer {
-    /// The tokenizer of a run.
+    /// The tokenizer that a config names, where it is now. A trained model has its own: [`Trained::tokenizer`](crate::Trained::tokenizer).
     pub fn of(config: &Config) -> Result<Self, TrainError> {
         let tokenizer = lockstep_data::Tokenizer::open(&data::tokenizer_spec(config)?)?;
         require_vocabulary(config, tokenizer.vocabulary())?;
-        Ok(if tokenizer.is_bytes() { Tokenizer::Bytes } else { Tokenizer::File(Arc::new(tokenizer)) })
+        Ok(tokenizer.into())
+    }
+
+    /// The bytes of its `tokenizer.json`, if it has one.
+    pub fn json(&self) -> Option<&[u8]> {
+        match self {
+            Tokenizer::Bytes => None,
+            Tokenizer::File(tokenizer) => tokenizer.source(),
+        }
     }
 
     /// Tokens that stand for text; a model's vocabulary may be larger.

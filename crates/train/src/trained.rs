@@ -1,6 +1,7 @@
 //! A trained model on disk: a run directory or one checkpoint.
 
-use crate::{TrainError, data_folder};
+use crate::data::require_vocabulary;
+use crate::{RunData, Tokenizer, TrainError, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::Config;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,26 @@ impl Trained {
         Ok(trained)
     }
 
+    /// Its tokenizer: the one that was saved with the checkpoint, or else the one beside the run's data. Only where there is
+    /// neither does the path that the config names count.
+    pub fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
+        let config = &self.config;
+        let Some(path) = config.tokenizer_path() else { return Tokenizer::of(config) };
+        let own = match self.checkpoint.attachment(TOKENIZER) {
+            Some(json) => {
+                let path = self.checkpoint.path.join(TOKENIZER);
+                lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?
+            }
+            None => match RunData::open(config, &self.data) {
+                Ok(Some(data)) => data.tokenizer()?,
+                _ if path.exists() => return Tokenizer::of(config),
+                _ => return Err(TrainError::NoTokenizer { path, checkpoint: self.checkpoint.path.clone() }),
+            },
+        };
+        require_vocabulary(config, own.vocabulary())?;
+        Ok(own.into())
+    }
+
     fn find(path: &Path) -> Result<Self, TrainError> {
         let run_config = path.join("run.toml");
         if path.join("manifest.json").exists() {
@@ -36,7 +57,7 @@ impl Trained {
             let config = config_of(&checkpoint)?;
             // `RUN/checkpoints/step-…`, unless it was moved.
             let run = path.canonicalize().ok().and_then(|p| Some(p.parent()?.parent()?.to_owned()));
-            let data = data_folder(&config, &run.unwrap_or_else(|| path.to_owned()));
+            let data = data_of(&config, &checkpoint, &run.unwrap_or_else(|| path.to_owned()));
             return Ok(Self { config, checkpoint, warnings: Vec::new(), data });
         }
         if !run_config.exists() && !path.join("checkpoints").exists() {
@@ -48,8 +69,20 @@ impl Trained {
             true => Config::load(&run_config, &[])?,
             false => config_of(&checkpoint)?,
         };
-        let data = data_folder(&config, path);
+        let data = data_of(&config, &checkpoint, path);
         Ok(Self { config, checkpoint, warnings: found.warnings, data })
+    }
+}
+
+/// The file of a checkpoint that holds the tokenizer it was trained with, where that is not bytes.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+
+/// The folder of a run's data. Shared ones that are not where they were may have moved along with the run.
+fn data_of(config: &Config, checkpoint: &Loaded, run: &Path) -> PathBuf {
+    let folder = data_folder(config, run);
+    match checkpoint.state["prepared"].as_str() {
+        Some(way) if !folder.exists() => run.join(way),
+        _ => folder,
     }
 }
 

@@ -38,7 +38,7 @@ pub fn save_copies(
         progress(done, total);
     })?;
     let files = vec![FileEntry { name, bytes: total, xxh3_128 }];
-    temporary.finish(dir, &Manifest { format: WHOLE, step, files, state: state.clone() }, 1)
+    temporary.finish(dir, &Manifest { format: WHOLE, step, files, attachments: Vec::new(), state: state.clone() }, 1)
 }
 
 /// Writes copies of tensors to `folder` as `model.safetensors`, or, beyond `most` bytes, as shards with an index: as other

@@ -30,8 +30,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let stop = on_interrupt()?;
     let mut progress = Progress::new(0);
     let result = prepare_data(&config, &run_dir, args.out.as_deref(), &stop, &mut |corpus, at| {
-        let what = if corpus.is_empty() { "preparing data".to_owned() } else { format!("preparing {corpus}") };
-        progress.work(&what, at.bytes_done, at.bytes_total, lockstep_ir::units::bytes);
+        let what = if corpus.is_empty() { "data" } else { corpus };
+        progress.preparing(what, at);
     });
     progress.clear();
     let (data, folder) = result?;

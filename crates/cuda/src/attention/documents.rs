@@ -84,7 +84,7 @@ pub unsafe fn forward(call: Call, shape: &Shape, plan: &Plan, (qkv, o): (Address
 }
 
 /// dqkv from dO, qkv, o and the log-sum-exps. cuDNN adds dQ up with atomic additions: where the same bits are asked for, a kernel of
-/// our own computes it again, in one order. Its sums over query heads that share a key head (GQA) fail with documents, so every
+/// our own recomputes it, in one order. Its sums over query heads that share a key head (GQA) fail with documents, so every
 /// query head gets its key head, and gradients are added up here.
 ///
 /// # Safety

@@ -271,7 +271,7 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
         None => g.column(Place::Virtual)?,
     };
     g.g.pointwise(Pointwise::Mul, (row_sum, Some(one), None), common)?;
-    // Probabilities again.
+    // Recompute the probabilities.
     let raw = g.scores(Data::Float)?;
     g.matmul(q, k, raw, Product::Scores)?;
     let scale = g.g.value(id::SCALE)?;

@@ -50,7 +50,7 @@ impl Shape {
             true => Some(most?.min(batch * seq)),
             false => None,
         };
-        // With documents the same plan serves both: what it adds up in no order is computed again.
+        // With documents the same plan serves both: what it sums in no order is recomputed.
         let deterministic = deterministic && documents.is_none();
         fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents })
     }

@@ -61,7 +61,7 @@ pub fn export(
     check_positions(config, context)?;
     // A model that came without its tokenizer goes without one: it is not made of bytes.
     let unknown = !checkpoint.state["imported"].is_null() && config.tokenizer_path().is_none();
-    let tokenizer = if unknown { None } else { Some(Tokenizer::of(config)?) };
+    let tokenizer = if unknown { None } else { Some(trained.tokenizer()?) };
     let beside = Beside {
         context,
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
@@ -126,7 +126,7 @@ fn tokenizer_files(
             (TOKENIZER_CONFIG, format!("{described:#}\n").into_bytes()),
         ]);
     };
-    let bytes = std::fs::read(&path).map_err(|e| TrainError::io("read", &path, e))?;
+    let bytes = tokenizer.json().unwrap_or_default().to_vec();
     let folder = path.parent().unwrap_or(Path::new("."));
     let beside = match folder.join(TOKENIZER_CONFIG).exists() {
         true => WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?,
