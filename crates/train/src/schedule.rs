@@ -1,7 +1,7 @@
 use lockstep_config::Config;
 use lockstep_ir::StepScalars;
 
-/// Learning rate of step `step` (counted from 0): a line up over the warm-up steps, then as the schedule says.
+/// Learning rate of step `step` (counted from 0): linear warmup, then as the schedule says.
 pub fn learning_rate(config: &Config, step: u64) -> f64 {
     let (o, steps) = (&config.optimizer, config.train.steps);
     if step < o.warmup_steps {
