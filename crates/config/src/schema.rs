@@ -123,7 +123,8 @@ tables! {
         /// a Hugging Face model; if not set, weights are drawn.
         init_from: Option<String> = Text(FOLDER), Unset, Trajectory;
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any accumulation; costs time and
-        /// 4 extra bytes per parameter.
+        /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is computed again with
+        /// a larger unit.
         reproducible: bool = Bool, Fixed("false"), Changeable;
         /// Whether to estimate the gradient noise scale, the batch above which more sequences help little, from the gradients of the
         /// first micro-batch and of the whole step. It reads every gradient once more per step, and takes a second gradient of

@@ -41,7 +41,7 @@ pub use account::{Account, Growth, PolicyCost, account};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
 pub use closed_forms::ClosedForm;
-pub use compare::{Comparison, Promise, compare, shrink};
+pub use compare::{Comparison, Criterion, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use device::Device;
 pub use dry_run::{DryData, DryRun, dry_run};

@@ -14,11 +14,12 @@ use crate::{Device, Existing, Plan, RunData, RunDir, Tokenizer, TrainError, data
 use lockstep_checkpoint::{About, Found, latest, list, open};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
+use lockstep_exec::DeviceTime;
 use lockstep_ir::StepScalars;
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// How a run is started.
 #[derive(Clone, Debug, Default)]
@@ -75,6 +76,9 @@ impl Outcome {
         }
     }
 }
+
+/// The least time from one measurement of the matmul peak to the next, which takes a second at most.
+const MEASURE_EVERY: Duration = Duration::from_secs(120);
 
 /// Steps in a row whose gradients may be non-finite before the run gives up.
 const MOST_SKIPPED: u64 = 3;
@@ -261,6 +265,7 @@ fn start<'a>(
         train,
         validation_samples,
         ceiling,
+        measured: Instant::now(),
         data,
         prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
         tokenizer,
@@ -288,6 +293,8 @@ struct Run<'a> {
     /// Validation samples and how many of them one validation reads; none where there is no validation.
     validation_samples: Option<(Sampler, u64)>,
     ceiling: f64,
+    /// When that was measured.
+    measured: Instant,
     data: u64,
     /// The way from the run directory to data that it shares.
     prepared: Option<PathBuf>,
@@ -315,11 +322,11 @@ impl Run<'_> {
         while ahead.is_some() || (self.outcome.step < steps && !stop.load(Ordering::SeqCst)) {
             let current = match ahead.take() {
                 Some(queued) => queued,
-                None => self.queue(self.outcome.step)?,
+                None => self.queue(self.outcome.step, false)?,
             };
             // A device that is given its next step before this one is done never waits for the host.
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.load(Ordering::SeqCst) {
-                ahead = Some(self.queue(current.step)?);
+                ahead = Some(self.queue(current.step, true)?);
             }
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
@@ -358,10 +365,12 @@ impl Run<'_> {
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
-        if self.outcome.finished {
+        if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
             let text =
                 self.validation_samples.as_ref().map_or(&self.train, |(validation_samples, _)| validation_samples);
-            match sample(self.config, &self.tokenizer, &self.session, self.plan.parameters, text, self.sample_tokens) {
+            // Its memory is enough for the sample too.
+            drop(self.session);
+            match sample(self.config, &self.tokenizer, checkpoint, self.plan.parameters, text, self.sample_tokens) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
@@ -390,8 +399,8 @@ impl Run<'_> {
         counts_updates || self.validates(step) || self.due(step, self.config.checkpoint.every)
     }
 
-    /// Gives the executor the step after the first `before`.
-    fn queue(&mut self, before: u64) -> Result<Queued, TrainError> {
+    /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
+    fn queue(&mut self, before: u64, behind: bool) -> Result<Queued, TrainError> {
         let start = Instant::now();
         let batch = self.batches.at(before);
         let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
@@ -403,11 +412,12 @@ impl Run<'_> {
         // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
         // step's bias correction counts one update too many.
         self.updates += 1;
-        Ok(Queued { step: before + 1, work, start, batch, loss_scale, lr: learning_rate(self.config, before) })
+        let (lr, queued) = (learning_rate(self.config, before), Instant::now());
+        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, lr })
     }
 
     fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, batch, loss_scale, lr } = queued;
+        let Queued { step, work, start, queued, behind, batch, loss_scale, lr } = queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
         self.updates -= u64::from(!result.applied);
@@ -419,16 +429,20 @@ impl Run<'_> {
             self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
         }
         self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
-        // A step that was queued while another ran began when that one was done.
-        let start = self.last_result.map_or(start, |last| last.max(start));
         let now = Instant::now();
+        let step_s = match (result.time, behind) {
+            // The host looks at results when it has queued another step, and at once when there is none: only the device knows
+            // when they were ready.
+            (Some(DeviceTime { since_last: Some(seconds), .. }), true) => seconds,
+            (Some(DeviceTime { since_begin, .. }), _) => (queued - start).as_secs_f64() + since_begin,
+            // A step that was queued while another ran began when that one was done.
+            (None, _) => (now - self.last_result.map_or(start, |last| last.max(start))).as_secs_f64(),
+        };
         self.last_result = Some(now);
-        let step_s = (now - start).as_secs_f64();
         let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let tokens_per_s = tokens as f64 / step_s;
         let achieved = self.plan.model_flops_per_token() * tokens_per_s;
-        // A ceiling that was measured while the machine was busy is none. A device that is a step ahead of a host that was
-        // held up seems faster than it is.
+        // A peak that was measured while the machine was busy is none.
         if self.plan.target == Device::Cpu {
             self.ceiling = self.ceiling.max(achieved);
         }
@@ -453,7 +467,23 @@ impl Run<'_> {
         Ok(Step { step, applied: result.applied, searched, line })
     }
 
+    /// Measures the peak that MFU is a share of once more, where it was measured on a machine that may have been busy. The best
+    /// counts: what another program takes is no part of the machine's peak.
+    fn measure_again(&mut self) -> Result<(), TrainError> {
+        if self.plan.target != Device::Cpu || self.measured.elapsed() < MEASURE_EVERY {
+            return Ok(());
+        }
+        let found = self.plan.ceiling()?;
+        self.measured = Instant::now();
+        if found > self.ceiling {
+            self.ceiling = found;
+            self.dir.event("matmul_peak", json!({ "step": self.outcome.step, "ceiling_flops": found }))?;
+        }
+        Ok(())
+    }
+
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
+        self.measure_again()?;
         let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
@@ -496,7 +526,11 @@ struct Queued {
     /// Its number, from 1 on.
     step: u64,
     work: QueuedStep,
+    /// When the host began with it, and when the executor had it.
     start: Instant,
+    queued: Instant,
+    /// Whether the executor had another to finish then.
+    behind: bool,
     batch: Batch,
     loss_scale: Option<LossScale>,
     lr: f64,

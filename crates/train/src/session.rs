@@ -10,7 +10,7 @@ use lockstep_checkpoint::{About, Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{ExecError, Executor, Note, Ticket, Timing};
+use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::borrow::Cow;
@@ -25,10 +25,18 @@ pub struct Session {
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
     first: Option<First>,
+    /// Whether gradients are summed in fixed point, with no loss scale but this session's.
+    fixed_point: bool,
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
 }
+
+/// Sums of gradients in fixed point reach 2²⁶. A step whose sums leave that range is run again with a loss scale that is this
+/// factor smaller, up to so many times: then the largest sums of f32 fit. Both are exact, and what is lost below the unit is
+/// less than 2⁻⁴⁰ of the largest sum.
+const NARROWER: f32 = 1.0 / (1 << 21) as f32;
+const NARROWINGS: usize = 5;
 
 /// What the gradients of the first micro-batch are of.
 #[derive(Clone, Copy)]
@@ -51,6 +59,8 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+    /// When it was done, where the device has a clock.
+    pub time: Option<DeviceTime>,
 }
 
 /// A step that was given to the executor.
@@ -88,6 +98,7 @@ impl Session {
         };
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
+            fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
             tensors,
             executor,
@@ -193,9 +204,12 @@ impl Session {
         match step.0 {
             Queued::Done(result) => Ok(result),
             Queued::Later { micro_batches, targets, ticket } => {
-                let mut taken = self.executor.take(ticket)?.into_iter();
+                let taken = self.executor.take(ticket)?;
+                let mut tensors = taken.tensors.into_iter();
                 let none = || ExecError::Internal("a queued reading gave too little".into());
-                self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
+                let result =
+                    self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(tensors.next().ok_or_else(none)?)))?;
+                Ok(StepResult { time: taken.time, ..result })
             }
         }
     }
@@ -219,7 +233,25 @@ impl Session {
         Ok((result, timings))
     }
 
-    fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    fn queue_micro_batches(
+        &mut self,
+        micro_batches: usize,
+        mut scalars: StepScalars,
+    ) -> Result<QueuedStep, TrainError> {
+        for _ in 0..NARROWINGS {
+            let queued = self.queue_once(micro_batches, scalars)?;
+            match &queued.0 {
+                // The update was suppressed: weights and moments are as before.
+                Queued::Done(r) if self.fixed_point && !r.applied && r.loss.is_finite() => {
+                    scalars.loss_scale *= NARROWER;
+                }
+                _ => return Ok(queued),
+            }
+        }
+        self.queue_once(micro_batches, scalars)
+    }
+
+    fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
         let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
         self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
@@ -259,7 +291,8 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
-        Ok(StepResult { loss: sum / targets as f64, grad_norm, applied: !factor.is_nan(), first })
+        let loss = sum / targets as f64;
+        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last. `progress`
