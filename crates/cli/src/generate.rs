@@ -27,10 +27,10 @@ pub struct Args {
     /// 0 is greedy decoding, 1 samples as trained.
     #[arg(long, value_name = "T", default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f64,
-    /// Top-k sampling: only from the K most probable tokens.
+    /// Top-k sampling: from the K most probable tokens only.
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Top-p (nucleus) sampling: only from the most probable tokens that have this share of the probability.
+    /// Top-p (nucleus) sampling: from the most probable tokens that together have this probability only.
     #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
     top_p: f64,
     /// Seed of the draws: the same seed gives the same text.

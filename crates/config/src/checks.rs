@@ -10,7 +10,7 @@ use lockstep_ir::{Layout, Mesh};
 
 /// Keys that do not go together.
 pub(crate) struct Conflict {
-    /// The keys at fault, the likeliest first.
+    /// The keys at fault, the most likely first.
     pub keys: Vec<&'static str>,
     pub problem: Problem,
 }

@@ -189,7 +189,7 @@ impl Layers<'_> {
         }
     }
 
-    /// The likeliest of the keys in conflict that stands in the highest layer; for a value out of a
+    /// The most likely of the keys in conflict that stands in the highest layer; for a value out of a
     /// preset, the key that chose the preset.
     fn blame(&self, conflict: &Conflict) -> Option<Place> {
         let places = conflict.keys.iter().filter_map(|path| self.places.get(path));

@@ -43,7 +43,7 @@ pub struct BenchResult {
     pub tokens_per_s: f64,
     /// Model FLOPs per second, in 10¹².
     pub tflops: f64,
-    /// Share of the matmul ceiling.
+    /// Share of the measured matmul peak.
     pub mfu: f64,
     /// What `mfu` is of, in 10¹² FLOP per second.
     pub peak_tflops: f64,
@@ -84,7 +84,7 @@ pub struct BenchResult {
 pub struct GpuMemory {
     /// Bytes of the context, kernels and libraries, measured before the arena was allocated.
     pub context_bytes: u64,
-    /// Bytes that libraries loaded late and recorded graphs had added after two steps, by the driver.
+    /// Bytes that libraries loaded late and CUDA graphs had added after two steps, by the driver.
     pub libraries_and_graphs_bytes: u64,
     /// Bytes in use after the last step, by NVML.
     pub nvml_bytes: u64,

@@ -200,7 +200,7 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<ClosedForm> {
     if m.architecture == "gpt2" && naive && c == 2.0 {
         forms.push(ClosedForm {
             note: Some(
-                "less 2 · S · b · D for two masks of dropout, which are computed again from their keys; less 3 · heads · S² · b \
+                "less 2 · S · b · D for two masks of dropout, which are recomputed from their keys; less 3 · heads · S² · b \
                  for dropout of attention weights, which there is none of; more 16 · S · b for statistics of norms in f32",
             ),
             ..form(

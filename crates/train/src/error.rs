@@ -174,7 +174,7 @@ pub enum TrainError {
         /// What would save some.
         savings: Vec<Saving>,
     },
-    /// An op of `recompute.ops` makes nothing that could be computed again.
+    /// An op of `recompute.ops` makes nothing that could be recomputed.
     #[error(
         "recompute.ops: \"{op}\" makes nothing that a layer of this model keeps for backward\nhint: {}choose of {}",
         guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
@@ -185,10 +185,10 @@ pub enum TrainError {
         op: String,
         /// What was perhaps meant.
         guess: Option<String>,
-        /// Ops whose outputs can be computed again.
+        /// Ops whose outputs can be recomputed.
         known: Vec<&'static str>,
     },
-    /// No choice of what is computed again lets the arena fit.
+    /// No choice of what is recomputed lets the arena fit.
     #[error(
         "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever a layer computes \
          again\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
@@ -252,7 +252,7 @@ pub enum TrainError {
     },
     /// The device does not do what the config asks for.
     #[error(
-        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the processor: train.device = \"cpu\", or --device cpu"
+        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the CPU: train.device = \"cpu\", or --device cpu"
     )]
     NotOnDevice {
         /// What.
@@ -261,7 +261,7 @@ pub enum TrainError {
         device: &'static str,
     },
     /// What determinism costs was asked for where it costs nothing.
-    #[error("runs on the processor always give the same bits: there is nothing to compare\nhint: use --device cuda")]
+    #[error("runs on the CPU always give the same bits: there is nothing to compare\nhint: use --device cuda")]
     AlwaysDeterministic,
     /// A path is neither a run directory nor a checkpoint.
     #[error(
@@ -311,9 +311,9 @@ pub enum TrainError {
         /// The checkpoint.
         checkpoint: PathBuf,
     },
-    /// A run has no held-out data, or they are gone.
-    #[error("{} holds no held-out text\nhint: name text to evaluate on: --data PATH", dir.display())]
-    NoHeldOut {
+    /// A run has no validation text, or it is gone.
+    #[error("{} holds no validation text\nhint: name text to evaluate on: --data PATH", dir.display())]
+    NoValidationText {
         /// The folder of prepared data.
         dir: PathBuf,
     },
@@ -414,7 +414,7 @@ impl TrainError {
                 | TrainError::NoCheckpoint { .. }
                 | TrainError::NoConfig { .. }
                 | TrainError::NoTokenizer { .. }
-                | TrainError::NoHeldOut { .. }
+                | TrainError::NoValidationText { .. }
                 | TrainError::EmptyPrompt
                 | TrainError::ContextFull { .. }
                 | TrainError::Positions { .. }

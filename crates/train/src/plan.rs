@@ -36,7 +36,7 @@ pub struct Plan {
     pub smaller_steps: Vec<usize>,
     /// FLOPs of one step, on all ranks.
     pub step_flops: Flops,
-    /// What is computed again in backward.
+    /// What is recomputed in backward.
     pub recompute: Recompute,
     /// Bytes by class, layer and moment of the rank that needs most.
     pub memory: MemoryBreakdown,
@@ -75,7 +75,7 @@ impl Plan {
     pub fn ceiling_name(&self) -> &'static str {
         match self.target.vendor_peak(self.precision.compute) {
             Ok(Some(_)) => "published peak",
-            _ => "matmul ceiling",
+            _ => "measured matmul peak",
         }
     }
 
@@ -231,7 +231,7 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
     })
 }
 
-/// What a config wants to be computed again in backward.
+/// What a config wants to be recomputed in backward.
 fn recompute(config: &Config) -> Recompute {
     match config.recompute.policy.as_str() {
         "selective" => Recompute::Selective,

@@ -246,11 +246,11 @@ fn start<'a>(
     dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
-    let held_out = match most {
+    let validation_samples = match most {
         0 => None,
-        _ => data.held_out(config.train.seq, &mut |text| show(Event::Warning(text))),
+        _ => data.validation_samples(config.train.seq, &mut |text| show(Event::Warning(text))),
     };
-    let held_out = held_out.map(|(samples, _)| {
+    let validation_samples = validation_samples.map(|(samples, _)| {
         let count = samples.samples_before_repeat().min(most);
         (samples, count)
     });
@@ -279,7 +279,7 @@ fn start<'a>(
         session,
         dir,
         train,
-        held_out,
+        validation_samples,
         ceiling,
         measured: Instant::now(),
         data,
@@ -308,8 +308,8 @@ struct Run<'a> {
     session: Session,
     dir: RunDir,
     train: Sampler,
-    /// Held-out samples and how many of them one validation reads; none where there is no validation.
-    held_out: Option<(Sampler, u64)>,
+    /// Validation samples and how many of them one validation reads; none where there is no validation.
+    validation_samples: Option<(Sampler, u64)>,
     ceiling: f64,
     /// When that was measured.
     measured: Instant,
@@ -388,7 +388,8 @@ impl Run<'_> {
         // Its memory is enough for the sample too, and for measuring peaks.
         drop(self.session);
         if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
-            let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
+            let text =
+                self.validation_samples.as_ref().map_or(&self.train, |(validation_samples, _)| validation_samples);
             match sample(self.config, &self.tokenizer, checkpoint, self.plan.parameters, text, self.sample_tokens) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
@@ -413,7 +414,7 @@ impl Run<'_> {
     }
 
     fn validates(&self, step: u64) -> bool {
-        self.held_out.is_some() && self.due(step, self.config.train.validate_every)
+        self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
     }
 
     /// Whether the result of this step must be known before the next begins.
@@ -522,7 +523,7 @@ impl Run<'_> {
 
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
         self.measure_again()?;
-        let Some((sampler, sequences)) = &self.held_out else { return Ok(None) };
+        let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
         let mut heard = |done| show(Event::Validating { done: done * seq, total });
