@@ -43,11 +43,11 @@ impl Progress {
     /// Shows one event.
     pub fn show(&mut self, event: Event) {
         match event {
-            Event::Warning(text) => return self.warn(text),
+            Event::Warning(text) => self.warn(text),
             Event::Skipped { step } => {
-                return self.warn(&format!("step {step}: the gradient is not finite, update left out"));
+                self.warn(&format!("step {step}: the gradient is not finite, update left out"));
             }
-            _ if self.quiet => return,
+            _ if self.quiet => {}
             Event::Preparing(p) => self.preparing("data", p),
             // Most data are checked in no time: nobody needs to hear of it.
             Event::Checking { done, total } => self.long_work("checking data", done, total, units::bytes),

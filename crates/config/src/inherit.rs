@@ -40,6 +40,6 @@ pub(crate) fn is_shape(path: &str) -> bool {
 
 /// Keys of `[model]` that a preset decides, by its table or by leaving them out; the others say how a model is trained.
 pub(crate) fn is_of_presets(path: &str) -> bool {
-    let more = ["model.rope_theta", "model.rope_scaling", "model.window", "model.norm_eps"];
+    let more = ["model.rope_theta", "model.rope_scaling", "model.sliding_window", "model.norm_eps"];
     is_shape(path) || more.contains(&path)
 }

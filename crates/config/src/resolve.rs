@@ -15,7 +15,7 @@ use crate::kind::{Reading, quote_list};
 use crate::presets;
 use crate::rules;
 use crate::schema::KEYS;
-use crate::source::Source;
+use crate::source::{self, Source};
 use crate::value::{Field, Value};
 use crate::written::Change;
 use crate::{document, overrides};
@@ -105,15 +105,19 @@ pub(crate) fn resolve(
     let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
     let mut layers = Layers { source, overrides, changes, values, places, warnings };
     for given in &document.given {
+        let line = source.line_number(given.span.start);
+        layers.renamed(given.key, given.old_name, format!("{}:{line}", source.name));
         layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
     }
     for (index, text) in overrides.iter().enumerate() {
-        let (key, value) = overrides::read(overrides::SET, text)?;
-        layers.set(key, value, Place::Override(index));
+        let (named, value) = overrides::read(overrides::SET, text)?;
+        layers.renamed(named.key, named.old_name, format!("--set {}", source::quoted(text)));
+        layers.set(named.key, value, Place::Override(index));
     }
     for (index, change) in changes.iter().enumerate() {
-        let (key, value) = overrides::read(overrides::CHANGE, &change.text)?;
-        layers.set(key, value, Place::Change(index));
+        let (named, value) = overrides::read(overrides::CHANGE, &change.text)?;
+        layers.renamed(named.key, named.old_name, format!("--change {}", source::quoted(&change.text)));
+        layers.set(named.key, value, Place::Change(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
         layers.put_preset_over_the_file();
@@ -143,6 +147,12 @@ impl Layers<'_> {
     fn set(&mut self, key: &'static Key, value: Value, place: Place) {
         self.values.0.insert(key.path, value);
         self.places.insert(key.path, place);
+    }
+
+    /// Warns of a key that is given by an old name.
+    fn renamed(&mut self, key: &Key, old: Option<&str>, place: String) {
+        let text = |old| format!("{}.{old} is now called {}: {place}", key.table, key.path);
+        self.warnings.extend(old.map(text));
     }
 
     /// A preset that `--set` names wins over the shape that the file has, with a warning.
@@ -183,7 +193,7 @@ impl Layers<'_> {
         for given in theirs.given {
             let path = given.key.path;
             let Some(place) = self.places.get(path).cloned() else {
-                if path != "data.end_token" || !own_tokenizer {
+                if path != "data.eos_token" || !own_tokenizer {
                     self.set(given.key, given.value, Place::InitFrom);
                 }
                 continue;
@@ -263,7 +273,7 @@ impl Layers<'_> {
         }
     }
 
-    /// The likeliest of the keys in conflict that stands in the highest layer; for a value out of a
+    /// The most likely of the keys in conflict that stands in the highest layer; for a value out of a
     /// preset, the key that chose the preset.
     fn blame(&self, conflict: &Conflict) -> Option<Place> {
         let places = conflict.keys.iter().filter_map(|path| self.places.get(path));

@@ -4,7 +4,7 @@ use lockstep_config::{Config, Inherited, NotInherited};
 use std::path::Path;
 
 const THEIRS: &str = "[model]\narchitecture = \"qwen2\"\nvocab_size = 300\nlayers = 2\ndim = 32\nheads = 4\nkv_heads = 2\n\
-                      ffn = 48\nrope_theta = 10000.0\n[data]\ntokenizer = \"/hf/tokenizer.json\"\nend_token = \"<end>\"\n";
+                      ffn = 48\nrope_theta = 10000.0\n[data]\ntokenizer = \"/hf/tokenizer.json\"\neos_token = \"<end>\"\n";
 
 /// A config file beside which there is a folder `hf` of weights.
 fn load(text: &str, set: &[&str]) -> Result<Config, String> {
@@ -31,7 +31,7 @@ fn the_model_and_the_tokenizer_are_those_of_the_weights() {
     for line in [
         "vocab_size = 300  # train.init_from\n",
         "tokenizer = \"/hf/tokenizer.json\"  # train.init_from\n",
-        "end_token = \"<end>\"  # train.init_from\n",
+        "eos_token = \"<end>\"  # train.init_from\n",
         "head_dim = 8  # default\n",
     ] {
         assert!(text.contains(line), "{line}{text}");
@@ -48,7 +48,7 @@ fn what_agrees_may_be_said_and_what_is_no_shape_may_be_changed() {
     let agreeing =
         "[model]\nlayers = 2\nrope_theta = 5e5\n[data]\ntokenizer = \"bytes\"\n[train]\ninit_from = \"hf\"\n";
     let config = load(agreeing, &["model.dim=32"]).unwrap();
-    assert_eq!((config.model.rope_theta, config.data.tokenizer.as_str(), config.data.end_token), (5e5, "bytes", None));
+    assert_eq!((config.model.rope_theta, config.data.tokenizer.as_str(), config.data.eos_token), (5e5, "bytes", None));
 }
 
 #[test]

@@ -1,9 +1,12 @@
 //! Attention: cuDNN's fused kernels where they take the shape, else kernels of our own.
 
+pub mod documents;
 mod graph;
 mod plans;
+mod table;
 
 pub use plans::{Plans, Shared};
+pub use table::Written;
 
 use crate::call::Call;
 use crate::kernels::args;
@@ -14,7 +17,7 @@ use plans::{Operands, execute};
 /// What a plan may ask for besides what grows with the shape.
 const SLACK: u64 = 1 << 20;
 
-/// Scratch of the forward kernels: cuDNN's, and log-sum-exps that nobody else wants.
+/// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "bqs")] },
@@ -50,9 +53,13 @@ pub unsafe fn forward(call: Call, documents: bool, window: Option<usize>) -> Res
     let Some(o) = call.output(0) else { return Ok(()) };
     let (e, qkv) = (call.size('e'), call.input(0));
     if let Some((shape, plan)) = call.attention.of(call.bound) {
+        if documents {
+            // SAFETY: the operands have these sizes.
+            return unsafe { documents::forward(call, &shape, plan, (qkv, o)) };
+        }
         let scratch = call.scratch()?;
         let lse = call.output(1).unwrap_or(scratch + SLACK);
-        let at = Operands { qkv, o, lse, dout: 0, dqkv: 0, dq: 0, scratch };
+        let at = Operands { qkv, o, lse, dout: 0, dqkv: 0, dq: 0, scratch, ragged: None };
         // SAFETY: the operands have these sizes.
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
@@ -79,8 +86,12 @@ pub unsafe fn grad(call: Call, documents: bool, window: Option<usize>) -> Result
     let (e, seq, heads, kv_heads) = (call.size('e'), call.size('s'), call.size('q'), call.size('u'));
     let (dout, qkv, o, lse, scratch) = (call.input(0), call.input(1), call.input(2), call.input(3), call.scratch()?);
     if let Some((shape, plan)) = call.attention.of(call.bound) {
+        if documents {
+            // SAFETY: the operands have these sizes.
+            return unsafe { documents::grad(call, &shape, plan, dqkv) };
+        }
         let rest = scratch + shape.dq_bytes().next_multiple_of(ops::ALIGNMENT);
-        let at = Operands { qkv, o, lse, dout, dqkv, dq: scratch, scratch: rest };
+        let at = Operands { qkv, o, lse, dout, dqkv, dq: scratch, scratch: rest, ragged: None };
         // SAFETY: the operands have these sizes; the scratch has room for dQ and the plan.
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
@@ -135,7 +146,17 @@ mod tests {
                 let profile = ops::profile("cuda", DType::BF16, DType::F32, deterministic);
                 let op = Op::AttentionGrad { documents: false, window: None };
                 let planned = profile.workspace(&op, &[&o, &qkv, &o, &lse]).unwrap();
-                let shape = Shape { batch, seq, heads, kv_heads, e, window: None, backward: true, deterministic };
+                let shape = Shape {
+                    batch,
+                    seq,
+                    heads,
+                    kv_heads,
+                    e,
+                    window: None,
+                    backward: true,
+                    deterministic,
+                    documents: None,
+                };
                 let used = shape.dq_bytes().next_multiple_of(ops::ALIGNMENT) + shape.most_scratch();
                 assert!(
                     used <= planned && planned <= used + 2 * ops::ALIGNMENT,

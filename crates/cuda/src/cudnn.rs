@@ -34,6 +34,7 @@ mod kind {
     pub const DATA_TYPE: c_int = 1;
     pub const BOOLEAN: c_int = 2;
     pub const INT64: c_int = 3;
+    pub const DOUBLE: c_int = 5;
     pub const VOID_PTR: c_int = 6;
     pub const HEUR_MODE: c_int = 8;
     pub const POINTWISE_MODE: c_int = 14;
@@ -66,6 +67,7 @@ pub enum Data {
     Float = 0,
     Int32 = 4,
     Bf16 = 9,
+    Int64 = 10,
     Boolean = 11,
 }
 
@@ -81,6 +83,8 @@ pub enum Pointwise {
     Identity = 21,
     Greater = 302,
     GreaterEqual = 303,
+    Less = 304,
+    And = 400,
     Index = 501,
     Select = 601,
 }
@@ -268,6 +272,17 @@ impl Builder {
         data: Data,
         place: Place,
     ) -> Result<TensorId, CudaError> {
+        self.ragged((dims, strides), data, place, None)
+    }
+
+    /// Declares a tensor whose batch entries start at `offsets`, in elements, where those are given.
+    pub fn ragged(
+        &mut self,
+        (dims, strides): ([i64; 4], [i64; 4]),
+        data: Data,
+        place: Place,
+        offsets: Option<TensorId>,
+    ) -> Result<TensorId, CudaError> {
         let t = self.cudnn.make(descriptor::TENSOR)?;
         let id = match place {
             Place::Memory(id) | Place::Value(id) => id,
@@ -290,6 +305,9 @@ impl Builder {
                 t.set(908, kind::BOOLEAN, &[true])?;
             }
         }
+        if let Some(offsets) = offsets {
+            t.set_descriptor(913, self.handle(offsets))?;
+        }
         self.tensors.push((t.finish()?, dims));
         Ok(TensorId(self.tensors.len() - 1))
     }
@@ -309,16 +327,30 @@ impl Builder {
         &self.tensors[t.0].0
     }
 
-    /// c = a · b.
-    pub fn matmul(&mut self, a: TensorId, b: TensorId, c: TensorId) -> Result<(), CudaError> {
+    /// c = a · b; `sizes` are the rows of a, the columns of b and what is between in each batch entry, where they are fewer than
+    /// the tensors say.
+    pub fn matmul(
+        &mut self,
+        (a, b): (TensorId, TensorId),
+        c: TensorId,
+        sizes: [Option<TensorId>; 3],
+    ) -> Result<(), CudaError> {
         let what = self.cudnn.make(descriptor::MATMUL)?;
         what.set(1500, kind::DATA_TYPE, &[Data::Float as c_int])?;
+        if sizes.iter().any(Option::is_some) {
+            what.set(1503, kind::DOUBLE, &[0f64])?;
+        }
         let what = what.finish()?;
         let op = self.cudnn.make(descriptor::OPERATION_MATMUL)?;
         op.set_descriptor(1520, self.handle(a))?
             .set_descriptor(1521, self.handle(b))?
             .set_descriptor(1522, self.handle(c))?
             .set_descriptor(1523, &what)?;
+        for (attribute, size) in (1525..).zip(sizes) {
+            if let Some(size) = size {
+                op.set_descriptor(attribute, self.handle(size))?;
+            }
+        }
         self.parts.push(what);
         self.operations.push(op.finish()?);
         Ok(())
@@ -328,14 +360,35 @@ impl Builder {
     pub fn pointwise(
         &mut self,
         mode: Pointwise,
-        (x, b, t): (TensorId, Option<TensorId>, Option<TensorId>),
+        operands: (TensorId, Option<TensorId>, Option<TensorId>),
         y: TensorId,
-        axis: Option<i64>,
     ) -> Result<(), CudaError> {
         let precision = match mode {
-            Pointwise::Greater | Pointwise::GreaterEqual => Data::Boolean,
-            _ => Data::Float,
+            Pointwise::Greater | Pointwise::GreaterEqual | Pointwise::Less | Pointwise::And => Data::Boolean,
+            Pointwise::Add
+            | Pointwise::Mul
+            | Pointwise::Div
+            | Pointwise::Sub
+            | Pointwise::Exp
+            | Pointwise::Log
+            | Pointwise::Identity
+            | Pointwise::Index
+            | Pointwise::Select => Data::Float,
         };
+        self.elementwise((mode, precision, None), operands, y)
+    }
+
+    /// y = each element's index along a dimension of x, computed in `precision`.
+    pub fn index(&mut self, x: TensorId, y: TensorId, axis: i64, precision: Data) -> Result<(), CudaError> {
+        self.elementwise((Pointwise::Index, precision, Some(axis)), (x, None, None), y)
+    }
+
+    fn elementwise(
+        &mut self,
+        (mode, precision, axis): (Pointwise, Data, Option<i64>),
+        (x, b, t): (TensorId, Option<TensorId>, Option<TensorId>),
+        y: TensorId,
+    ) -> Result<(), CudaError> {
         let what = self.cudnn.make(descriptor::POINTWISE)?;
         what.set(0, kind::POINTWISE_MODE, &[mode as c_int])?.set(1, kind::DATA_TYPE, &[precision as c_int])?;
         if let Some(axis) = axis {

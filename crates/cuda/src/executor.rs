@@ -1,6 +1,6 @@
 //! The CUDA executor: a step program in one allocation of one device, replayed as a CUDA graph.
 
-use crate::attention::Plans;
+use crate::attention::{Plans, Written};
 use crate::call::Call;
 use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;
@@ -11,7 +11,7 @@ use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::communication::Link;
 use lockstep_exec::initial::Initial;
-use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing};
 use lockstep_ir::program::{Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
@@ -32,6 +32,7 @@ pub struct CudaExecutor {
     ran: BTreeSet<Arc<str>>,
     graphs: BTreeMap<Arc<str>, Graph>,
     attention: Plans,
+    documents: Written,
     notes: Vec<Note>,
     deterministic: bool,
     /// Where the program has several ranks.
@@ -111,6 +112,7 @@ impl CudaExecutor {
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
             attention,
+            documents: Written::new(&program),
             notes,
             deterministic,
             linked,
@@ -159,6 +161,19 @@ impl CudaExecutor {
         for slot in schedule {
             (0..self.segments[slot.segment].len()).try_for_each(|instr| self.issue(*slot, instr))?;
         }
+        Ok(())
+    }
+
+    /// Makes plans for the documents that the host wrote, where those that there are do not take as many. Graphs are captured anew.
+    fn fit_documents(&mut self) -> Result<(), ExecError> {
+        let most = self.documents.most();
+        if self.attention.fits(most) {
+            return Ok(());
+        }
+        self.behind(self.stream.wait())?;
+        self.graphs.clear();
+        self.ran.clear();
+        self.attention.fit(&self.gpu, self.segments.iter().flatten(), most);
         Ok(())
     }
 
@@ -240,6 +255,7 @@ impl Executor for CudaExecutor {
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
         let (found, address, _) = self.tensor(tensor, micro_batch)?;
         check_write(found, data)?;
+        self.documents.note(tensor, micro_batch, data);
         self.enter()?;
         // SAFETY: the address and size are the tensor's.
         let copied = unsafe { self.staging.get_mut().send(&self.stream, address, data) };
@@ -284,6 +300,9 @@ impl Executor for CudaExecutor {
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.enter()?;
+        let begun = self.results.begin(&self.gpu.device, &self.stream);
+        self.behind(begun)?;
+        self.fit_documents()?;
         if let Some((name, graph)) = self.graphs.get_key_value(entry) {
             self.queued = Some(name.clone());
             return self.behind(self.stream.replay(graph));
@@ -321,7 +340,7 @@ impl Executor for CudaExecutor {
         Ok(Some(Ticket(self.behind(queued)?)))
     }
 
-    fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
+    fn take(&mut self, ticket: Ticket) -> Result<Taken, ExecError> {
         self.enter()?;
         let taken = self.results.take(ticket.0);
         self.behind(taken)
@@ -329,6 +348,7 @@ impl Executor for CudaExecutor {
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
         self.enter()?;
+        self.fit_documents()?;
         let (name, schedule) = self.entry(entry)?;
         self.queued = Some(name);
         if self.linked.is_some() {

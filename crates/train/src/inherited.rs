@@ -38,8 +38,8 @@ fn keys(folder: &Path) -> Result<Inherited, TrainError> {
         (Some(path), own) => own.unwrap_or(path).to_string_lossy().into_owned(),
     };
     let mut text = format!("{}\n[data]\ntokenizer = {}\n", config.model_toml(), quoted(&tokenizer));
-    if let Some(token) = &config.data.end_token {
-        text += &format!("end_token = {}\n", quoted(token));
+    if let Some(token) = &config.data.eos_token {
+        text += &format!("eos_token = {}\n", quoted(token));
     }
     Ok(Inherited { name: folder.display().to_string(), text })
 }

@@ -18,10 +18,14 @@ fn main() -> ExitCode {
         ("gpt2_steps_as_on_the_cpu_in_bf16", || steps_alike(GPT2, BF16)),
         ("qwen3_steps_as_on_the_cpu_in_fp32", || steps_alike(QWEN3, FP32)),
         ("qwen3_steps_as_on_the_cpu_in_bf16", || steps_alike(QWEN3, BF16)),
+        ("documents_are_apart_as_on_the_cpu", || documents_alike(LLAMA, "")),
+        ("documents_with_a_sliding_window_are_apart_as_on_the_cpu", || documents_alike(WINDOW, "")),
+        ("documents_are_apart_as_on_the_cpu_if_deterministic", || documents_alike(WINDOW, DETERMINISTIC)),
         ("a_run_of_the_device_resumes_on_the_cpu", || goes_on("cuda", "cpu")),
         ("a_run_of_the_cpu_resumes_on_the_device", || goes_on("cpu", "cuda")),
         ("the_same_run_in_fp32_has_the_same_bits", || the_same_bits("fp32", false)),
         ("the_same_run_in_bf16_has_the_same_bits_if_deterministic", || the_same_bits("bf16", true)),
+        ("documents_have_the_same_bits_if_deterministic", documents_the_same_bits),
     ])
 }
 
@@ -31,6 +35,10 @@ const LLAMA: &str = "kv_heads = 2\nffn = 160\ntied_embeddings = true";
 const GPT2: &str = "architecture = \"gpt2\"\npositions = 32\nffn = 256";
 /// Norms over the heads of Q and K.
 const QWEN3: &str = "architecture = \"qwen3\"\nkv_heads = 2\nffn = 160";
+
+/// Heads of 32 elements, which see 20 keys at most.
+const WINDOW: &str = "architecture = \"mistral\"\nhead_dim = 32\nkv_heads = 2\nffn = 160\nwindow = 20";
+const DETERMINISTIC: &str = "deterministic = true";
 
 /// A precision, and how far losses and gradient norms may be from the CPU's.
 struct Bound {
@@ -92,6 +100,48 @@ fn goes_on(first: &str, second: &str) {
     let mut changed = part(first, "changed", STEPS / 2);
     changed.extend(part(second, "changed", STEPS));
     check_alike(&changed, &whole, &FP32);
+}
+
+/// Long documents, and stretches of documents of a byte: micro-batches have from a few documents to more than the first plans take.
+fn write_documents(dir: &Path) {
+    let line = |i: u64| format!("{{\"text\": \"the square of {i} is {}, and so on, and so on\"}}\n", i * i);
+    let short = |i: u64| format!("{{\"text\": \"{}\"}}\n", i % 10);
+    let block = |b: u64| -> String { (0..40).map(|i| line(b + i)).chain((0..600).map(|i| short(b + i))).collect() };
+    std::fs::write(dir.join("documents.jsonl"), (0..8).map(block).collect::<String>()).unwrap();
+}
+
+/// The same with documents apart, in bf16, with more lines for `[train]`.
+fn with_documents(dir: &Path, model: &str, device: &str, train: &str) -> Config {
+    let text = format!(
+        "[model]\nvocab_size = 256\nlayers = 2\ndim = 64\nheads = 4\n{model}\n\
+         [data]\npaths = [\"documents.jsonl\"]\ndocument_mask = true\n[optimizer]\nlr = 3e-3\nwarmup_steps = 4\n\
+         [train]\nsteps = {STEPS}\nseq = 96\nglobal_batch = 8\nmicro_batch = 4\ndevice = \"{device}\"\n{train}\n\
+         [precision]\npolicy = \"bf16\"\n"
+    );
+    std::fs::write(dir.join("run.toml"), text).unwrap();
+    Config::load(&dir.join("run.toml"), &[]).unwrap()
+}
+
+fn documents_alike(model: &str, train: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    write_documents(dir.path());
+    let run = |device: &str, train: &str| {
+        run_to(&with_documents(dir.path(), model, device, train), &dir.path().join(device), STEPS).steps
+    };
+    check_alike(&run("cuda", train), &run("cpu", ""), &BF16);
+}
+
+fn documents_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    write_documents(dir.path());
+    let run = |name: &str| {
+        let ran = run_to(&with_documents(dir.path(), WINDOW, "cuda", DETERMINISTIC), &dir.path().join(name), STEPS);
+        let model = std::fs::read(ran.outcome.checkpoint.as_ref().unwrap().join("model.safetensors")).unwrap();
+        (ran.steps.iter().map(|m| (m.loss, m.grad_norm)).collect::<Vec<_>>(), model)
+    };
+    let (first, second) = (run("first"), run("second"));
+    assert_eq!(first.0, second.0);
+    assert!(first.1 == second.1, "losses agree, weights do not");
 }
 
 fn the_same_bits(policy: &str, deterministic: bool) {

@@ -29,6 +29,28 @@ pub mod id {
     pub const ONE: i64 = 22;
     pub const WINDOW: i64 = 23;
     pub const MINUS_INFINITY_BEFORE: i64 = 24;
+    pub const MINUS_INFINITY_PADDING: i64 = 25;
+    pub const ROW_SUM: i64 = 13;
+    /// Where documents start: in rows of packed Q·K·V, of heads, of statistics.
+    pub const OFFSETS: [i64; 3] = [30, 31, 32];
+    pub const LENGTHS: i64 = 34;
+}
+
+/// Documents as entries of the batch: where each starts in the tensors of a kind of row, and how long it is.
+#[derive(Clone, Copy)]
+struct Documents {
+    packed: TensorId,
+    heads: TensorId,
+    stats: TensorId,
+    lengths: TensorId,
+}
+
+/// What a matmul of attention makes.
+enum Product {
+    /// Rows are queries, columns keys.
+    Scores,
+    /// Rows are queries or keys, and it sums over keys or queries.
+    OverKeys,
 }
 
 /// A graph of attention under construction.
@@ -42,38 +64,111 @@ struct Graph {
     /// Elements of a row of packed Q·K·V.
     width: i64,
     window: bool,
+    documents: Option<Documents>,
 }
 
 impl Graph {
-    fn new(cudnn: &Cudnn, shape: &Shape) -> Self {
-        let [b, h, kv, s, e] = [shape.batch, shape.heads, shape.kv_heads, shape.seq, shape.e].map(|n| n as i64);
-        Self { g: Builder::new(cudnn), b, h, kv, s, e, width: (h + 2 * kv) * e, window: shape.window.is_some() }
+    fn new(cudnn: &Cudnn, shape: &Shape) -> Result<Self, CudaError> {
+        let entries = shape.documents.unwrap_or(shape.batch);
+        let [b, h, kv, s, e] = [entries, shape.heads, shape.kv_heads, shape.seq, shape.e].map(|n| n as i64);
+        let mut g = Builder::new(cudnn);
+        let mut column = |count, data, id| g.tensor([count, 1, 1, 1], [1; 4], data, Place::Memory(id));
+        let documents = match shape.documents {
+            None => None,
+            Some(_) => {
+                let mut offsets = |kind: usize| column(b + 1, Data::Int64, id::OFFSETS[kind]);
+                let (packed, heads, stats) = (offsets(0)?, offsets(1)?, offsets(2)?);
+                Some(Documents { packed, heads, stats, lengths: column(b, Data::Int32, id::LENGTHS)? })
+            }
+        };
+        Ok(Self { g, b, h, kv, s, e, width: (h + 2 * kv) * e, window: shape.window.is_some(), documents })
+    }
+
+    /// Heads in rows of `width` elements.
+    fn in_rows(
+        &mut self,
+        (heads, width): (i64, i64),
+        transposed: bool,
+        data: Data,
+        (place, offsets): (Place, Option<TensorId>),
+    ) -> Result<TensorId, CudaError> {
+        let (mut dims, mut strides) = ([self.b, heads, self.s, self.e], [self.s * width, self.e, width, 1]);
+        if transposed {
+            dims.swap(2, 3);
+            strides.swap(2, 3);
+        }
+        self.g.ragged((dims, strides), data, place, offsets)
     }
 
     /// Heads of packed Q·K·V.
-    fn packed(&mut self, heads: i64, id: i64) -> Result<TensorId, CudaError> {
-        let strides = [self.s * self.width, self.e, self.width, 1];
-        self.g.tensor([self.b, heads, self.s, self.e], strides, Data::Bf16, Place::Memory(id))
+    fn packed(&mut self, heads: i64, transposed: bool, place: Place) -> Result<TensorId, CudaError> {
+        self.in_rows((heads, self.width), transposed, Data::Bf16, (place, self.documents.map(|d| d.packed)))
     }
 
-    /// The same, turned.
-    fn packed_turned(&mut self, heads: i64, id: i64) -> Result<TensorId, CudaError> {
-        let strides = [self.s * self.width, self.e, 1, self.width];
-        self.g.tensor([self.b, heads, self.e, self.s], strides, Data::Bf16, Place::Memory(id))
+    /// K, V or their gradients in a backward pass: packed, or, where documents are apart and queries share keys, a key head per
+    /// query head in rows of their own (the library's own sums over such heads fail with documents).
+    fn keys(&mut self, transposed: bool, place: Place) -> Result<TensorId, CudaError> {
+        match self.documents {
+            Some(d) if self.grouped() => {
+                self.in_rows((self.h, self.h * self.e), transposed, Data::Bf16, (place, Some(d.heads)))
+            }
+            _ => self.packed(self.kv, transposed, place),
+        }
+    }
+
+    /// Whether several queries share a key.
+    fn grouped(&self) -> bool {
+        self.kv != self.h
+    }
+
+    /// A row of all query heads per position.
+    fn head_rows(&mut self, data: Data, id: i64, offsets: Option<TensorId>) -> Result<TensorId, CudaError> {
+        self.in_rows((self.h, self.h * self.e), false, data, (Place::Memory(id), offsets))
     }
 
     /// Results, a row per position.
     fn rows(&mut self, id: i64) -> Result<TensorId, CudaError> {
-        let strides = [self.s * self.h * self.e, self.e, self.h * self.e, 1];
-        self.g.tensor([self.b, self.h, self.s, self.e], strides, Data::Bf16, Place::Memory(id))
+        self.head_rows(Data::Bf16, id, self.documents.map(|d| d.heads))
+    }
+
+    /// Statistics in memory: position by position where documents are apart, head by head otherwise.
+    fn stats(&mut self, id: i64) -> Result<TensorId, CudaError> {
+        let (h, s) = (self.h, self.s);
+        match self.documents {
+            None => self.column(Place::Memory(id)),
+            Some(d) => {
+                self.g.ragged(([self.b, h, s, 1], [h * s, 1, h, 1]), Data::Float, Place::Memory(id), Some(d.stats))
+            }
+        }
+    }
+
+    /// Scores = a · b, or what scores turn into.
+    fn matmul(&mut self, a: TensorId, b: TensorId, c: TensorId, of: Product) -> Result<(), CudaError> {
+        let lengths = self.documents.map(|d| d.lengths);
+        let sizes = match of {
+            Product::Scores => [lengths, lengths, None],
+            Product::OverKeys => [lengths, None, lengths],
+        };
+        self.g.matmul((a, b), c, sizes)
+    }
+
+    /// Scores with those of positions behind the end of a document at −∞.
+    fn padded(&mut self, x: TensorId) -> Result<TensorId, CudaError> {
+        let Some(Documents { lengths, .. }) = self.documents else { return Ok(x) };
+        let (row, column) = self.indices(x, Data::Int32)?;
+        let mut inside = [self.scores(Data::Boolean)?, self.scores(Data::Boolean)?];
+        for (index, y) in [row, column].into_iter().zip(&mut inside) {
+            self.g.pointwise(Pointwise::Less, (index, Some(lengths), None), *y)?;
+        }
+        self.kept(x, (Pointwise::And, inside[0], inside[1]), id::MINUS_INFINITY_PADDING)
     }
 
     fn scores(&mut self, data: Data) -> Result<TensorId, CudaError> {
         self.g.between([self.b, self.h, self.s, self.s], data)
     }
 
-    /// Scores, seen turned.
-    fn scores_turned(&mut self) -> Result<TensorId, CudaError> {
+    /// Scores, seen transposed.
+    fn scores_transposed(&mut self) -> Result<TensorId, CudaError> {
         let (h, s) = (self.h, self.s);
         self.g.tensor([self.b, h, s, s], [h * s * s, s * s, 1, s], Data::Bf16, Place::Virtual)
     }
@@ -90,29 +185,29 @@ impl Graph {
 
     fn binary(&mut self, mode: Pointwise, x: TensorId, b: TensorId) -> Result<TensorId, CudaError> {
         let y = self.scores(Data::Float)?;
-        self.g.pointwise(mode, (x, Some(b), None), y, None)?;
+        self.g.pointwise(mode, (x, Some(b), None), y)?;
         Ok(y)
     }
 
     /// Scores with those of keys that a query does not see at −∞: later ones, and those before its window. The library knows
     /// this graph by its form: two masks one after the other, each with indices of its own, and a window that is a float.
     fn masked(&mut self, x: TensorId) -> Result<TensorId, CudaError> {
-        let (row, column) = self.indices(x)?;
+        let (row, column) = self.indices(x, Data::Float)?;
         let earlier = self.kept(x, (Pointwise::GreaterEqual, row, column), id::MINUS_INFINITY)?;
         if !self.window {
             return Ok(earlier);
         }
-        let (row, column) = self.indices(earlier)?;
+        let (row, column) = self.indices(earlier, Data::Float)?;
         let window = self.g.value(id::WINDOW)?;
         let end = self.binary(Pointwise::Add, column, window)?;
         self.kept(earlier, (Pointwise::Greater, end, row), id::MINUS_INFINITY_BEFORE)
     }
 
     /// The query and the key of each score.
-    fn indices(&mut self, x: TensorId) -> Result<(TensorId, TensorId), CudaError> {
+    fn indices(&mut self, x: TensorId, precision: Data) -> Result<(TensorId, TensorId), CudaError> {
         let (row, column) = (self.scores(Data::Int32)?, self.scores(Data::Int32)?);
-        self.g.pointwise(Pointwise::Index, (x, None, None), row, Some(2))?;
-        self.g.pointwise(Pointwise::Index, (x, None, None), column, Some(3))?;
+        self.g.index(x, row, 2, precision)?;
+        self.g.index(x, column, 3, precision)?;
         Ok((row, column))
     }
 
@@ -124,96 +219,106 @@ impl Graph {
         minus_infinity: i64,
     ) -> Result<TensorId, CudaError> {
         let sees = self.scores(Data::Boolean)?;
-        self.g.pointwise(mode, (a, Some(b), None), sees, None)?;
+        self.g.pointwise(mode, (a, Some(b), None), sees)?;
         let (minus_infinity, y) = (self.g.value(minus_infinity)?, self.scores(Data::Float)?);
-        self.g.pointwise(Pointwise::Select, (x, Some(minus_infinity), Some(sees)), y, None)?;
+        self.g.pointwise(Pointwise::Select, (x, Some(minus_infinity), Some(sees)), y)?;
         Ok(y)
     }
 }
 
 fn forward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
-    let mut g = Graph::new(cudnn, shape);
-    let (q, k, v) = (g.packed(g.h, id::Q)?, g.packed_turned(g.kv, id::K)?, g.packed(g.kv, id::V)?);
+    let mut g = Graph::new(cudnn, shape)?;
+    let q = g.packed(g.h, false, Place::Memory(id::Q))?;
+    let (k, v) = (g.packed(g.kv, true, Place::Memory(id::K))?, g.packed(g.kv, false, Place::Memory(id::V))?);
     let raw = g.scores(Data::Float)?;
-    g.g.matmul(q, k, raw)?;
+    g.matmul(q, k, raw, Product::Scores)?;
     let scale = g.g.value(id::SCALE)?;
     let scaled = g.binary(Pointwise::Mul, raw, scale)?;
-    let scores = g.masked(scaled)?;
+    let padded = g.padded(scaled)?;
+    let scores = g.masked(padded)?;
     let max = g.column(Place::Virtual)?;
     g.g.reduce(Reduction::Max, scores, max)?;
     let below = g.binary(Pointwise::Sub, scores, max)?;
     let exp = g.scores(Data::Float)?;
-    g.g.pointwise(Pointwise::Exp, (below, None, None), exp, None)?;
+    g.g.pointwise(Pointwise::Exp, (below, None, None), exp)?;
     let sum = g.column(Place::Virtual)?;
     g.g.reduce(Reduction::Add, exp, sum)?;
     let log = g.column(Place::Virtual)?;
-    g.g.pointwise(Pointwise::Log, (sum, None, None), log, None)?;
-    let stats = g.column(Place::Memory(id::STATS))?;
-    g.g.pointwise(Pointwise::Add, (max, Some(log), None), stats, None)?;
+    g.g.pointwise(Pointwise::Log, (sum, None, None), log)?;
+    let stats = g.stats(id::STATS)?;
+    g.g.pointwise(Pointwise::Add, (max, Some(log), None), stats)?;
     let p = g.scores(Data::Bf16)?;
-    g.g.pointwise(Pointwise::Div, (exp, Some(sum), None), p, None)?;
+    g.g.pointwise(Pointwise::Div, (exp, Some(sum), None), p)?;
     let o = g.rows(id::O)?;
-    g.g.matmul(p, v, o)?;
+    g.matmul(p, v, o, Product::OverKeys)?;
     Ok(g.g)
 }
 
 fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
-    let mut g = Graph::new(cudnn, shape);
-    let q = g.packed(g.h, id::Q)?;
-    let (k, v) = (g.packed_turned(g.kv, id::K)?, g.packed_turned(g.kv, id::V)?);
-    let (o, dout, stats) = (g.rows(id::O)?, g.rows(id::DO)?, g.column(Place::Memory(id::STATS))?);
+    let mut g = Graph::new(cudnn, shape)?;
+    let q = g.packed(g.h, false, Place::Memory(id::Q))?;
+    let (k, v) = (g.keys(true, Place::Memory(id::K))?, g.keys(true, Place::Memory(id::V))?);
+    let (o, dout, stats) = (g.rows(id::O)?, g.rows(id::DO)?, g.stats(id::STATS)?);
     // What each row's gradients have in common.
     let product = g.heads_between(Data::Float)?;
-    g.g.pointwise(Pointwise::Mul, (dout, Some(o), None), product, None)?;
+    g.g.pointwise(Pointwise::Mul, (dout, Some(o), None), product)?;
     let row_sum = g.column(Place::Virtual)?;
     g.g.reduce(Reduction::Add, product, row_sum)?;
     // Without this product by one, plans of cuDNN 9.14 and 9.19 give NaN.
-    let (one, common) = (g.g.value(id::ONE)?, g.column(Place::Virtual)?);
-    g.g.pointwise(Pointwise::Mul, (row_sum, Some(one), None), common, None)?;
-    // Probabilities again.
+    let one = g.g.value(id::ONE)?;
+    let common = match g.documents {
+        Some(_) => g.stats(id::ROW_SUM)?,
+        None => g.column(Place::Virtual)?,
+    };
+    g.g.pointwise(Pointwise::Mul, (row_sum, Some(one), None), common)?;
+    // Recompute the probabilities.
     let raw = g.scores(Data::Float)?;
-    g.g.matmul(q, k, raw)?;
+    g.matmul(q, k, raw, Product::Scores)?;
     let scale = g.g.value(id::SCALE)?;
     let scaled = g.binary(Pointwise::Mul, raw, scale)?;
-    let below = g.binary(Pointwise::Sub, scaled, stats)?;
+    let padded = g.padded(scaled)?;
+    let below = g.binary(Pointwise::Sub, padded, stats)?;
     let masked = g.masked(below)?;
     let p = g.scores(Data::Float)?;
-    g.g.pointwise(Pointwise::Exp, (masked, None, None), p, None)?;
-    let p_turned = g.scores_turned()?;
-    g.g.reshape(p, p_turned)?;
-    let grouped = g.kv != g.h;
+    g.g.pointwise(Pointwise::Exp, (masked, None, None), p)?;
+    let p_transposed = g.scores_transposed()?;
+    g.g.reshape(p, p_transposed)?;
     let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64| -> Result<(), CudaError> {
-        let out = g.packed(g.kv, id)?;
-        match grouped {
-            false => g.g.matmul(a, b, out),
-            true => {
-                let full = g.heads_between(Data::Bf16)?;
-                g.g.matmul(a, b, full)?;
-                g.g.reduce(Reduction::Add, full, out)
-            }
+        let out = g.keys(false, Place::Memory(id))?;
+        if !g.grouped() || g.documents.is_some() {
+            return g.matmul(a, b, out, Product::OverKeys);
         }
+        let full = g.heads_between(Data::Bf16)?;
+        g.matmul(a, b, full, Product::OverKeys)?;
+        g.g.reduce(Reduction::Add, full, out)
     };
-    sum_into(&mut g, p_turned, dout, id::DV)?;
+    sum_into(&mut g, p_transposed, dout, id::DV)?;
     let dp = g.scores(Data::Float)?;
-    g.g.matmul(dout, v, dp)?;
+    g.matmul(dout, v, dp, Product::Scores)?;
     let less = g.binary(Pointwise::Sub, dp, common)?;
     let weighed = g.binary(Pointwise::Mul, less, p)?;
     let ds = g.binary(Pointwise::Mul, weighed, scale)?;
-    let ds_turned = g.scores_turned()?;
-    g.g.reshape(ds, ds_turned)?;
-    sum_into(&mut g, ds_turned, q, id::DK)?;
-    let strides = [g.s * g.width, g.e, g.width, 1];
-    let k_rows = g.g.tensor([g.b, g.kv, g.s, g.e], strides, Data::Bf16, Place::Virtual)?;
+    let ds_transposed = g.scores_transposed()?;
+    g.g.reshape(ds, ds_transposed)?;
+    sum_into(&mut g, ds_transposed, q, id::DK)?;
+    let k_rows = g.keys(false, Place::Virtual)?;
     g.g.reshape(k, k_rows)?;
-    let dq = g.packed(g.h, id::DQ)?;
+    // Documents: the library takes the sum in f32 to lie as dQ does, which would be thrice its size in packed rows.
+    let dq = match g.documents {
+        None => g.packed(g.h, false, Place::Memory(id::DQ))?,
+        Some(_) => g.rows(id::DQ)?,
+    };
     if shape.deterministic {
         // The library adds this product up in one order, over all of dS in scratch.
-        g.g.matmul(ds, k_rows, dq)?;
+        g.matmul(ds, k_rows, dq, Product::OverKeys)?;
         return Ok(g.g);
     }
     let (h, s, e) = (g.h, g.s, g.e);
-    let dq_sum = g.g.tensor([g.b, h, s, e], [h * s * e, s * e, e, 1], Data::Float, Place::Memory(id::DQ_SUM))?;
-    g.g.matmul(ds, k_rows, dq_sum)?;
-    g.g.pointwise(Pointwise::Identity, (dq_sum, None, None), dq, None)?;
+    let dq_sum = match g.documents {
+        None => g.g.tensor([g.b, h, s, e], [h * s * e, s * e, e, 1], Data::Float, Place::Memory(id::DQ_SUM))?,
+        Some(d) => g.head_rows(Data::Float, id::DQ_SUM, Some(d.heads))?,
+    };
+    g.matmul(ds, k_rows, dq_sum, Product::OverKeys)?;
+    g.g.pointwise(Pointwise::Identity, (dq_sum, None, None), dq)?;
     Ok(g.g)
 }

@@ -1,6 +1,7 @@
 //! Plans of cuDNN for the attentions of programs.
 
 use super::graph::{self, id};
+use super::table::Table;
 use super::{SLACK, scale};
 use crate::cudnn::Plan;
 use crate::driver::{Address, Memory, Stream};
@@ -26,14 +27,16 @@ pub struct Shape {
     pub backward: bool,
     /// The same bits every time: the library's first plan, and backward one that adds in one order.
     pub deterministic: bool,
+    /// Documents that a micro-batch has at most, where they are apart.
+    pub documents: Option<usize>,
 }
 
 impl Shape {
-    /// Of an instruction that cuDNN may run.
-    fn of(bound: &Bound, deterministic: bool) -> Option<Self> {
-        let (window, backward) = match bound.op {
-            Op::Attention { documents: false, window } => (window, false),
-            Op::AttentionGrad { documents: false, window } => (window, true),
+    /// Of an instruction that cuDNN may run, with at most `most` documents.
+    fn of(bound: &Bound, deterministic: bool, most: Option<usize>) -> Option<Self> {
+        let (documents, window, backward) = match bound.op {
+            Op::Attention { documents, window } => (documents, window, false),
+            Op::AttentionGrad { documents, window } => (documents, window, true),
             _ => return None,
         };
         let size = |letter| bound.size(letter);
@@ -41,8 +44,25 @@ impl Shape {
         let window = window.filter(|w| *w < seq);
         // A window is added to positions as a float, which holds whole numbers up to here.
         let exact = window.is_none() || seq <= 1 << 23;
-        let fits = bound.float == DType::BF16 && e.is_multiple_of(8) && e <= 256 && exact;
-        fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic })
+        let step = if documents { 16 } else { 8 };
+        let fits = bound.float == DType::BF16 && e.is_multiple_of(step) && e <= 256 && exact;
+        let documents = match documents {
+            true => Some(most?.min(batch * seq)),
+            false => None,
+        };
+        // With documents the same plan serves both: what it sums in no order is recomputed.
+        let deterministic = deterministic && documents.is_none();
+        fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents })
+    }
+
+    /// Whether several queries share a key.
+    pub(super) fn grouped(&self) -> bool {
+        self.heads != self.kv_heads
+    }
+
+    /// Bytes of a number of every row of every query head.
+    pub(super) fn row_bytes(&self) -> u64 {
+        (4 * self.batch * self.heads * self.seq) as u64
     }
 
     /// Bytes of scratch that were planned for its plan, besides dQ.
@@ -50,6 +70,7 @@ impl Shape {
         let heads = (self.batch * self.heads) as u64;
         let tiles = self.seq.next_multiple_of(Workspace::TILE) as u64;
         match (self.backward, self.deterministic) {
+            _ if self.documents.is_some() => SLACK,
             (false, _) => SLACK,
             (true, false) => SLACK + 4 * heads * self.seq as u64 * (self.e as u64 + 2),
             (true, true) => SLACK + 4 * heads * self.seq as u64 * (self.e as u64 + 2) + 2 * heads * tiles * tiles,
@@ -70,7 +91,10 @@ impl Shape {
         let window = self.window.map_or(String::new(), |w| format!(", a window of {w}"));
         let which = if self.backward { ", backward" } else { ", forward" };
         let how = if self.deterministic { ", deterministic" } else { "" };
-        format!("{batch} × {seq} tokens, {heads} heads ({kv_heads} of keys) of {e} elements{window}{which}{how}")
+        let documents = self.documents.map_or(String::new(), |d| format!(" of at most {d} documents"));
+        format!(
+            "{batch} × {seq} tokens{documents}, {heads} heads ({kv_heads} of keys) of {e} elements{window}{which}{how}"
+        )
     }
 }
 
@@ -100,7 +124,8 @@ impl Shared {
 fn make(gpu: &Gpu, shape: &Shape) -> Result<Plan, CudaError> {
     let graph = graph::build(gpu.cudnn()?, shape)?;
     let key = format!("attention {shape:?}");
-    match shape.deterministic {
+    // Plans of documents are made while a program runs too: the library's order counts.
+    match shape.deterministic || shape.documents.is_some() {
         true => graph.plan(&key, shape.most_scratch(), None),
         false => {
             // Where there is no room to try, the library's order counts.
@@ -129,11 +154,17 @@ fn cost(gpu: &Gpu, shape: &Shape, plan: &Plan) -> String {
     }
 }
 
+/// Documents of a micro-batch that the first plans are made for.
+const FIRST_DOCUMENTS: usize = 64;
+
 /// Plans for the shapes of a program.
 pub struct Plans {
     /// None where cuDNN has none.
     plans: HashMap<Shape, Option<Arc<Made>>>,
-    deterministic: bool,
+    /// The same bits every time.
+    pub(super) deterministic: bool,
+    /// Documents of a micro-batch that plans are made for; none where starts are no cut into documents, which our own kernels take.
+    documents: Option<usize>,
     /// Where attention runs on kernels of our own and why; what plans cost.
     pub notes: Vec<Note>,
 }
@@ -141,17 +172,40 @@ pub struct Plans {
 impl Plans {
     /// Makes plans for all instructions that cuDNN takes.
     pub fn new<'a>(gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>, deterministic: bool) -> Self {
-        let mut plans = Self { plans: HashMap::new(), deterministic, notes: Vec::new() };
+        let documents = Some(FIRST_DOCUMENTS);
+        let mut plans = Self { plans: HashMap::new(), deterministic, documents, notes: Vec::new() };
+        plans.make(gpu, bounds);
+        plans
+    }
+
+    fn make<'a>(&mut self, gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>) {
         let attends = |b: &&Bound| matches!(b.op, Op::Attention { .. } | Op::AttentionGrad { .. });
         for bound in bounds.filter(attends) {
-            let note = match Shape::of(bound, deterministic) {
-                None => Some(slow("cuDNN is used in bf16, without document masks, for heads of 8, 16, … 256 elements")),
-                Some(shape) if plans.plans.contains_key(&shape) => None,
-                Some(shape) => plans.add(gpu, shape),
+            let note = match Shape::of(bound, self.deterministic, self.documents) {
+                None => Some(slow(
+                    "cuDNN is used in bf16, for heads of 8, 16, … 256 elements (16, 32, … with document masks)",
+                )),
+                Some(shape) if self.plans.contains_key(&shape) => None,
+                Some(shape) => self.add(gpu, shape),
             };
-            plans.notes.extend(note.filter(|n| !plans.notes.contains(n)));
+            self.notes.extend(note.filter(|n| !self.notes.contains(n)));
         }
-        plans
+    }
+
+    /// Whether its plans take micro-batches of so many documents; `None` is no cut into documents.
+    pub fn fits(&self, documents: Option<usize>) -> bool {
+        match (self.documents, documents) {
+            (Some(planned), Some(most)) => most <= planned,
+            (planned, most) => planned == most,
+        }
+    }
+
+    /// Makes plans for micro-batches of so many documents.
+    pub fn fit<'a>(&mut self, gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>, documents: Option<usize>) {
+        self.documents = documents.map(|most| most.next_power_of_two().max(FIRST_DOCUMENTS));
+        if self.documents.is_some() {
+            self.make(gpu, bounds);
+        }
     }
 
     fn add(&mut self, gpu: &Gpu, shape: Shape) -> Option<Note> {
@@ -172,7 +226,7 @@ impl Plans {
 
     /// The plan of an instruction, if there is one.
     pub(super) fn of(&self, bound: &Bound) -> Option<(Shape, &Plan)> {
-        let shape = Shape::of(bound, self.deterministic)?;
+        let shape = Shape::of(bound, self.deterministic, self.documents)?;
         Some((shape, &self.plans.get(&shape)?.as_ref()?.plan))
     }
 }
@@ -191,6 +245,19 @@ pub struct Operands {
     /// dQ in f32, where it is.
     pub dq: Address,
     pub scratch: Address,
+    /// Where documents are apart.
+    pub ragged: Option<Ragged>,
+}
+
+/// What a plan of documents needs besides.
+pub struct Ragged {
+    pub table: Table,
+    /// Q, K and V.
+    pub inputs: [Address; 3],
+    /// dQ, dK and dV.
+    pub gradients: [Address; 3],
+    /// A number of every row.
+    pub row_sum: Address,
 }
 
 /// Queues a plan.
@@ -202,16 +269,28 @@ pub unsafe fn execute(stream: &Stream, shape: &Shape, plan: &Plan, at: &Operands
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
     let bytes = DType::BF16.bytes();
     let (k, v) = ((q * bytes) as u64, ((q + kv) * bytes) as u64);
-    let mut operands =
-        vec![(id::Q, at.qkv), (id::K, at.qkv + k), (id::V, at.qkv + v), (id::O, at.o), (id::STATS, at.lse)];
+    let packed = |rows| [rows, rows + k, rows + v];
+    let (inputs, gradients) = match &at.ragged {
+        None => (packed(at.qkv), packed(at.dqkv)),
+        Some(ragged) => (ragged.inputs, ragged.gradients),
+    };
+    let mut operands: Vec<_> = [id::Q, id::K, id::V].into_iter().zip(inputs).collect();
+    operands.extend([(id::O, at.o), (id::STATS, at.lse)]);
     let mut values = vec![(id::SCALE, scale(shape.e)), (id::MINUS_INFINITY, f32::NEG_INFINITY)];
     if let Some(window) = shape.window {
         values.extend([(id::WINDOW, window as f32), (id::MINUS_INFINITY_BEFORE, f32::NEG_INFINITY)]);
     }
     if shape.backward {
-        operands.extend([(id::DO, at.dout), (id::DQ, at.dqkv), (id::DK, at.dqkv + k), (id::DV, at.dqkv + v)]);
+        operands.push((id::DO, at.dout));
+        operands.extend([id::DQ, id::DK, id::DV].into_iter().zip(gradients));
         operands.extend((!shape.deterministic).then_some((id::DQ_SUM, at.dq)));
         values.push((id::ONE, 1.0));
+    }
+    if let Some(ragged) = &at.ragged {
+        operands.extend(id::OFFSETS.into_iter().zip(ragged.table.offsets));
+        operands.push((id::LENGTHS, ragged.table.lengths));
+        operands.extend(shape.backward.then_some((id::ROW_SUM, ragged.row_sum)));
+        values.push((id::MINUS_INFINITY_PADDING, f32::NEG_INFINITY));
     }
     // SAFETY: the caller vouches.
     unsafe { plan.execute(stream, &operands, &values, at.scratch) }
@@ -244,7 +323,7 @@ fn seconds(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaErr
         next += size;
         here
     });
-    let at = Operands { qkv, o, lse, dout, dqkv, dq, scratch };
+    let at = Operands { qkv, o, lse, dout, dqkv, dq, scratch, ragged: None };
     // SAFETY: the operands are as large as the shape says.
     let once = || unsafe { execute(&stream, shape, plan, &at) };
     // The first call loads code.

@@ -25,7 +25,7 @@ struct Turn {
     touching: usize,
     /// Which members are in a collective.
     inside: Vec<bool>,
-    /// A member has given up: no stage ends any more.
+    /// A member has failed: no stage ends any more.
     closed: bool,
 }
 

@@ -92,7 +92,7 @@ fn tokenizer_keys(folder: &Path, name: &str) -> Result<String, TrainError> {
     if !folder.join(TOKENIZER).exists() {
         return Ok(String::new());
     }
-    let end = end_token(folder)?.map_or(String::new(), |token| format!("end_token = {}\n", quoted(&token)));
+    let end = end_token(folder)?.map_or(String::new(), |token| format!("eos_token = {}\n", quoted(&token)));
     Ok(format!("\n[data]\ntokenizer = {}\n{end}", quoted(name)))
 }
 

@@ -1,0 +1,183 @@
+//! Attention with document masks: every document is an entry of cuDNN's batch.
+
+use super::plans::{Operands, Ragged, Shape, execute};
+use super::table::{self, Room, Table};
+use super::{SLACK, WARPS, keys_seen, scale};
+use crate::CudaError;
+use crate::call::Call;
+use crate::cudnn::Plan;
+use crate::driver::Address;
+use crate::kernels::args;
+use lockstep_ir::{DType, Workspace};
+
+/// Scratch of the forward kernels: cuDNN's, log-sum-exps position by position, and the table of documents.
+pub fn scratch(compute: DType) -> Workspace {
+    match compute {
+        DType::BF16 => Workspace { fixed: SLACK + table::ROUNDING, terms: vec![(4, "bqs"), (table::BYTES, "bs")] },
+        _ => Workspace::default(),
+    }
+}
+
+/// Scratch of the backward kernels: see [`GradScratch`]. Without cuDNN, a number per row.
+pub fn grad_scratch(compute: DType) -> Workspace {
+    match compute {
+        DType::BF16 => {
+            Workspace { fixed: SLACK + table::ROUNDING, terms: vec![(14, "bsh"), (12, "bqs"), (table::BYTES, "bs")] }
+        }
+        _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
+    }
+}
+
+/// Where things are in the scratch of a backward pass.
+struct GradScratch {
+    /// Of cuDNN.
+    plan: Address,
+    /// Σ dO · O of every row, for our own kernel.
+    delta: Address,
+    /// The same, for cuDNN; and log-sum-exps position by position.
+    row_sum: Address,
+    stats: Address,
+    /// dQ in f32, where atomic additions go.
+    dq_sum: Address,
+    /// dQ in rows of its own: the library takes its sum in f32 to lie as dQ does.
+    dq: Address,
+    /// With GQA, K, V, dK and dV of every query head.
+    heads: Option<[Address; 4]>,
+    table: Table,
+}
+
+impl GradScratch {
+    fn new(shape: &Shape, room: &mut Room) -> Self {
+        let (rows, heads) = (shape.row_bytes(), shape.dq_bytes() / 2);
+        Self {
+            plan: room.take(SLACK),
+            delta: room.take(rows),
+            row_sum: room.take(rows),
+            stats: room.take(rows),
+            dq_sum: room.take(shape.dq_bytes()),
+            dq: room.take(heads),
+            heads: shape.grouped().then(|| [(); 4].map(|()| room.take(heads))),
+            table: Table::new(shape, room),
+        }
+    }
+}
+
+/// o, and the log-sum-exp of each row of scores.
+///
+/// # Safety
+/// The operands of the call are as large as the shape says.
+pub unsafe fn forward(call: Call, shape: &Shape, plan: &Plan, (qkv, o): (Address, Address)) -> Result<(), CudaError> {
+    let mut room = Room(call.scratch()?);
+    let (scratch, stats, table) = (room.take(SLACK), room.take(shape.row_bytes()), Table::new(shape, &mut room));
+    let inputs = sections(shape).map(|(first, _)| qkv + 2 * first as u64);
+    let ragged = Some(Ragged { table, inputs, gradients: [0; 3], row_sum: 0 });
+    let at = Operands { qkv, o, lse: stats, dout: 0, dqkv: 0, dq: 0, scratch, ragged };
+    // SAFETY: the operands have these sizes, and the scratch has room for all.
+    unsafe {
+        table.fill(call, shape, call.input(1))?;
+        execute(call.stream, shape, plan, &at)?;
+        match call.output(1) {
+            Some(lse) => table::transpose(call, (stats, lse), shape.seq, shape.heads),
+            None => Ok(()),
+        }
+    }
+}
+
+/// dqkv from dO, qkv, o and the log-sum-exps. cuDNN adds dQ up with atomic additions: where the same bits are asked for, a kernel of
+/// our own recomputes it, in one order. Its sums over query heads that share a key head (GQA) fail with documents, so every
+/// query head gets its key head, and gradients are added up here.
+///
+/// # Safety
+/// The operands of the call are as large as the shape says.
+pub unsafe fn grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Result<(), CudaError> {
+    let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
+    let at = GradScratch::new(shape, &mut Room(call.scratch()?));
+    let sections = sections(shape);
+    let [q, k, v] = sections.map(|(first, _)| qkv + 2 * first as u64);
+    let [_, dk, dv] = sections.map(|(first, _)| dqkv + 2 * first as u64);
+    let (inputs, gradients) = match at.heads {
+        Some([k, v, dk, dv]) => ([q, k, v], [at.dq, dk, dv]),
+        None => ([q, k, v], [at.dq, dk, dv]),
+    };
+    let [of_q, of_k, of_v] = sections;
+    // SAFETY: the operands have these sizes, and the scratch has room for all.
+    unsafe {
+        at.table.fill(call, shape, starts)?;
+        table::transpose(call, (lse, at.stats), shape.heads, shape.seq)?;
+        if at.heads.is_some() {
+            table::repeat_heads(call, shape, (qkv, inputs[1]), of_k)?;
+            table::repeat_heads(call, shape, (qkv, inputs[2]), of_v)?;
+        }
+        let ragged = Some(Ragged { table: at.table, inputs, gradients, row_sum: at.row_sum });
+        let operands = Operands { qkv, o, lse: at.stats, dout, dqkv, dq: at.dq_sum, scratch: at.plan, ragged };
+        execute(call.stream, shape, plan, &operands)?;
+        if at.heads.is_some() {
+            table::sum_heads(call, shape, (gradients[1], dqkv), of_k)?;
+            table::sum_heads(call, shape, (gradients[2], dqkv), of_v)?;
+        }
+        match call.attention.deterministic {
+            false => table::sum_heads(call, shape, (at.dq, dqkv), of_q),
+            true => ordered_dq(call, shape, at.delta, dqkv),
+        }
+    }
+}
+
+/// dQ, added up in one order.
+unsafe fn ordered_dq(call: Call, shape: &Shape, delta: Address, dqkv: Address) -> Result<(), CudaError> {
+    let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
+    let (seq, heads, kv_heads, e, batch) = (shape.seq, shape.heads, shape.kv_heads, shape.e, shape.batch);
+    let (window, rows) = (keys_seen(shape.window), [seq.div_ceil(WARPS), heads, batch]);
+    // SAFETY: the operands have these sizes.
+    unsafe {
+        call.typed(("attention", "attention_delta"), rows, 32 * WARPS, args![dout, o, delta, seq, heads, kv_heads, e])?;
+        if TENSOR_CORE_HEADS.contains(&e) {
+            let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, window, scale(e)];
+            let (name, grid) = (format!("attention_dq_{e}"), [seq.div_ceil(QUERIES), heads, batch]);
+            return call.plain(("attention_dq", &name), grid, 2 * QUERIES, args);
+        }
+        let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, e, window, scale(e)];
+        call.typed(("attention", "attention_grad_query"), rows, 32 * WARPS, args)
+    }
+}
+
+/// Elements of heads that the kernel on tensor cores takes.
+const TENSOR_CORE_HEADS: [usize; 4] = [32, 64, 96, 128];
+/// Queries of a block of it.
+const QUERIES: usize = 64;
+
+/// Where Q, K and V are in packed rows: their first elements, and how many.
+fn sections(shape: &Shape) -> [(usize, usize); 3] {
+    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
+    [(0, q), (q, kv), (q + kv, kv)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops;
+    use lockstep_ir::{Axis, Dim, Op, Section, TensorType};
+
+    #[test]
+    fn planned_scratch_has_room_for_all_that_documents_need() {
+        for (batch, seq, heads, kv_heads, e) in [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)] {
+            let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq));
+            let of = |axis, count| Section { axis, count, unit: e };
+            let (q, kv) = (of(Axis::Heads, heads), of(Axis::KvHeads, kv_heads));
+            let rows = |sections: &[Section]| {
+                TensorType::new(DType::BF16, [b.clone(), s.clone(), Dim::packed(sections.to_vec())])
+            };
+            let lse = TensorType::new(DType::F32, [b.clone(), Dim::new(Axis::Heads, heads), s.clone()]);
+            let starts = TensorType::new(DType::U32, [b.clone(), s.clone()]);
+            let (o, qkv) = (rows(&[q]), rows(&[q, kv, kv]));
+            let profile = ops::profile("cuda", DType::BF16, DType::F32, false);
+            let op = Op::AttentionGrad { documents: true, window: None };
+            let planned = profile.workspace(&op, &[&o, &qkv, &o, &lse, &starts]).unwrap();
+            let documents = Some(batch * seq);
+            let shape =
+                Shape { batch, seq, heads, kv_heads, e, window: None, backward: true, deterministic: false, documents };
+            let mut room = Room(0);
+            GradScratch::new(&shape, &mut room);
+            assert!(room.0 <= planned, "{shape:?}: {} of {planned} bytes", room.0);
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The table of documents that cuDNN reads: where each starts and how long it is are numbers on the device, so one plan serves every
+//! batch of at most as many documents.
+
+use super::plans::Shape;
+use crate::call::Call;
+use crate::driver::Address;
+use crate::kernels::args;
+use crate::{CudaError, ops};
+use lockstep_ir::program::{Instr, StepProgram};
+use lockstep_ir::{DType, Op};
+use std::collections::BTreeMap;
+
+/// Bytes of the table per position: three offsets and a length.
+pub const BYTES: u64 = 3 * 8 + 4;
+
+/// Bytes of scratch besides what grows: an element more per array of offsets, and whole alignments.
+pub const ROUNDING: u64 = 16 * ops::ALIGNMENT;
+
+/// How many documents rows of `seq` positions hold, by where the document of each position starts; none where that is no cut of
+/// the rows into documents. A start after its position counts as the position, as in every kernel.
+pub fn count(starts: &[u8], seq: usize) -> Option<usize> {
+    let (mut documents, mut current) = (0, 0);
+    for (i, bytes) in starts.as_chunks::<4>().0.iter().enumerate() {
+        let position = i % seq.max(1);
+        let start = (u32::from_le_bytes(*bytes) as usize).min(position);
+        if start == position {
+            (documents, current) = (documents + 1, position);
+        } else if start != current {
+            return None;
+        }
+    }
+    Some(documents)
+}
+
+/// What the host wrote of documents: by tensor and micro-batch, how many there are.
+#[derive(Default)]
+pub struct Written {
+    /// Tensors that attention reads starts from, and positions of their rows.
+    tensors: BTreeMap<String, usize>,
+    counts: BTreeMap<(String, usize), Option<usize>>,
+}
+
+impl Written {
+    /// Of a program.
+    pub fn new(program: &StepProgram) -> Self {
+        let instrs = program.segments.iter().flat_map(|s| &s.instrs);
+        let read = |i: &Instr| Some(i.inputs[starts_input(&i.op)?].buffer);
+        let buffers: Vec<_> = instrs.filter_map(read).collect();
+        let of = program.tensors.iter().filter(|t| t.ty.dtype == DType::U32 && buffers.contains(&t.buffer));
+        let tensors = of.map(|t| (t.name.to_string(), t.ty.dims[1].size())).collect();
+        Self { tensors, counts: BTreeMap::new() }
+    }
+
+    /// Counts the documents of a tensor that the host writes, if it is one of starts.
+    pub fn note(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) {
+        if let Some(seq) = self.tensors.get(tensor) {
+            self.counts.insert((tensor.to_owned(), micro_batch), count(data, *seq));
+        }
+    }
+
+    /// The most documents of a micro-batch; none where starts are no cut into documents.
+    pub fn most(&self) -> Option<usize> {
+        self.counts.values().try_fold(0, |most, count| Some(most.max((*count)?)))
+    }
+}
+
+/// Which input says where documents start.
+pub fn starts_input(op: &Op) -> Option<usize> {
+    match op {
+        Op::Attention { documents: true, .. } => Some(1),
+        Op::AttentionGrad { documents: true, .. } => Some(4),
+        _ => None,
+    }
+}
+
+/// Bytes of scratch that are given out one behind the other.
+pub struct Room(pub Address);
+
+impl Room {
+    /// The next so many bytes.
+    pub fn take(&mut self, bytes: u64) -> Address {
+        let here = self.0;
+        self.0 += bytes.next_multiple_of(ops::ALIGNMENT);
+        here
+    }
+}
+
+/// Where documents are, for a plan.
+#[derive(Clone, Copy)]
+pub struct Table {
+    /// Where each starts, in elements: rows of packed Q·K·V, of heads, of statistics.
+    pub offsets: [Address; 3],
+    /// How many positions each has.
+    pub lengths: Address,
+    /// Elements between two arrays of offsets.
+    apart: u64,
+}
+
+impl Table {
+    /// Room for as many documents as there are positions.
+    pub fn new(shape: &Shape, room: &mut Room) -> Self {
+        let tokens = (shape.batch * shape.seq) as u64;
+        let bytes = (8 * (tokens + 1)).next_multiple_of(ops::ALIGNMENT);
+        Self { offsets: [(); 3].map(|()| room.take(bytes)), lengths: room.take(4 * tokens), apart: bytes / 8 }
+    }
+
+    /// Queues what fills it from where the document of each position starts.
+    ///
+    /// # Safety
+    /// Its addresses and the starts are of the call's arena.
+    pub unsafe fn fill(&self, call: Call, shape: &Shape, starts: Address) -> Result<(), CudaError> {
+        let (tokens, bound) = (shape.batch * shape.seq, shape.documents.unwrap_or_default());
+        let heads = shape.heads * shape.e;
+        let [packed, rows, stats] = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
+        let args =
+            args![starts, self.offsets[0], self.lengths, tokens, shape.seq, bound, self.apart, packed, rows, stats];
+        // SAFETY: the caller vouches.
+        unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args) }
+    }
+}
+
+/// Queues the transposition of `rows` × `columns` statistics of every sequence.
+///
+/// # Safety
+/// Both have as many elements.
+pub unsafe fn transpose(
+    call: Call,
+    (from, to): (Address, Address),
+    rows: usize,
+    columns: usize,
+) -> Result<(), CudaError> {
+    let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("documents", "transpose_statistics"), grid, 256, args![from, to, rows, columns]) }
+}
+
+/// Queues a copy of the key heads of a section of packed rows, one for every query head.
+///
+/// # Safety
+/// Both are as large as the shape says.
+pub unsafe fn repeat_heads(
+    call: Call,
+    shape: &Shape,
+    (packed, rows): (Address, Address),
+    section: (usize, usize),
+) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { copy_heads(call, shape, ("repeat_heads", shape.heads * shape.e), (packed, rows), section) }
+}
+
+/// Queues the way back: what query heads have of one head of the section is added up.
+///
+/// # Safety
+/// Both are as large as the shape says.
+pub unsafe fn sum_heads(
+    call: Call,
+    shape: &Shape,
+    (rows, packed): (Address, Address),
+    section: (usize, usize),
+) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { copy_heads(call, shape, ("sum_heads", section.1), (rows, packed), section) }
+}
+
+unsafe fn copy_heads(
+    call: Call,
+    shape: &Shape,
+    (kernel, written): (&str, usize),
+    (from, to): (Address, Address),
+    (first, count): (usize, usize),
+) -> Result<(), CudaError> {
+    let (heads, width) = (shape.heads * shape.e, (shape.heads + 2 * shape.kv_heads) * shape.e);
+    let packs = shape.batch * shape.seq * written / 8;
+    let args = args![from, to, packs, shape.e / 8, count / 8, heads / 8, first / 8, width / 8];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("documents", kernel), [packs.div_ceil(256), 1, 1], 256, args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::count;
+
+    fn documents(starts: &[u32], seq: usize) -> Option<usize> {
+        count(&starts.iter().flat_map(|s| s.to_le_bytes()).collect::<Vec<_>>(), seq)
+    }
+
+    #[test]
+    fn documents_are_counted_where_starts_cut_rows_into_them() {
+        assert_eq!(documents(&[0, 0, 0, 0], 4), Some(1));
+        assert_eq!(documents(&[0, 0, 0, 0], 2), Some(2));
+        assert_eq!(documents(&[0, 0, 2, 2, 0, 1, 1, 3], 4), Some(5));
+        // After its position: a document of its own.
+        assert_eq!(documents(&[0, u32::MAX, 2, 2], 4), Some(3));
+        // The third position returns to the first document, the last to a place inside one.
+        assert_eq!(documents(&[0, u32::MAX, 0, 0], 4), None);
+        assert_eq!(documents(&[0, 0, 0, 2], 4), None);
+    }
+}
