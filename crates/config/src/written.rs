@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Origin;
 use crate::declare::{Effect, Key};
+use crate::overrides;
 use crate::schema::{Config, KEYS};
 use crate::source::printable;
 use crate::value::Value;
@@ -22,9 +23,10 @@ pub struct Change {
 }
 
 impl Change {
-    /// The key, as it was written.
+    /// The key, `table.key`; whatever stands before the value where there is no such key.
     pub fn key(&self) -> &str {
-        self.text.split('=').next().unwrap_or_default().trim()
+        let written = || self.text.split('=').next().unwrap_or_default().trim();
+        overrides::read(overrides::CHANGE, &self.text).map_or_else(|_| written(), |(key, ..)| key.path)
     }
 }
 

@@ -57,6 +57,7 @@ pub enum DryData {
 pub fn dry_run(config: &Config, options: &RunOptions, stop: &AtomicBool) -> Result<DryRun, TrainError> {
     config.require_data()?;
     let (Found { loaded, mut warnings }, course) = resume(config, options)?;
+    warnings.extend(course.warnings);
     let config = course.config;
     let plan = plan(&config)?;
     let arena_bytes = plan.require_memory()?;

@@ -148,6 +148,7 @@ fn start<'a>(
     if let Some(why) = Device::not_taken(config) {
         show(Event::Warning(&why));
     }
+    course.warnings.iter().for_each(|w| show(Event::Warning(w)));
     for change in &course.undone {
         let (text, step) = (&change.text, change.step);
         show(Event::Warning(&format!(
