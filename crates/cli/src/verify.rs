@@ -1,5 +1,6 @@
 //! `lockstep verify`: layouts against one rank, by running both.
 
+use crate::explain::compare::{parse, split};
 use crate::failure::Failure;
 use crate::table::table;
 use crate::{ConfigArgs, Format};
@@ -13,8 +14,8 @@ use std::io::Write;
 pub struct Args {
     #[command(flatten)]
     config: ConfigArgs,
-    /// A layout to check, such as dp=2,zero=1,tp=2,sp,pp=2; may be given several times. By default the config's own, or, where
-    /// that is one rank, every kind of layout that fits the model on up to 8 ranks.
+    /// A layout to check, such as dp=2,zero=1,tp=2,sp,pp=2; several behind semicolons, or given several times. By default the config's own, or, where
+    /// that is one rank, every kind of layout that fits the model on up to 12 ranks.
     #[arg(long = "layouts", value_name = "LAYOUT")]
     layouts: Vec<String>,
     /// Steps to compare.
@@ -31,27 +32,53 @@ pub struct Args {
     format: Format,
 }
 
-/// What is tried where nobody says otherwise.
+/// What is tried where nobody says otherwise. `a` is the least size of an axis that fits the model, `b` the next.
 const KINDS: [&str; 18] = [
-    "dp=2",
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3",
-    "dp=4,zero=3",
-    "tp=2",
-    "tp=2,sp",
-    "tp=4,sp",
-    "pp=2",
-    "pp=2,gpipe",
-    "pp=4",
-    "dp=2,tp=2",
-    "dp=2,zero=1,tp=2,sp",
-    "dp=2,zero=3,tp=2,sp",
-    "dp=2,zero=1,pp=2",
-    "tp=2,sp,pp=2",
-    "dp=2,tp=2,pp=2",
-    "dp=2,zero=1,tp=2,sp,pp=2,gpipe",
+    "dp=a",
+    "dp=a,zero=1",
+    "dp=a,zero=2",
+    "dp=a,zero=3",
+    "dp=b,zero=3",
+    "tp=a",
+    "tp=a,sp",
+    "tp=b,sp",
+    "pp=a",
+    "pp=a,gpipe",
+    "pp=b",
+    "dp=a,tp=a",
+    "dp=a,zero=1,tp=a,sp",
+    "dp=a,zero=3,tp=a,sp",
+    "dp=a,zero=1,pp=a",
+    "tp=a,sp,pp=a",
+    "dp=a,tp=a,pp=a",
+    "dp=a,zero=1,tp=a,sp,pp=a,gpipe",
 ];
+
+/// Largest size of an axis, and most ranks, of what is tried.
+const LARGEST_AXIS: usize = 8;
+const MOST_RANKS: usize = 12;
+
+/// The kinds of layouts in sizes that divide this model and batch.
+fn kinds(config: &Config) -> Vec<Layout> {
+    let sizes = |axis: &str, fits: &dyn Fn(&usize) -> bool| -> Vec<(String, String)> {
+        let found: Vec<usize> = (2..=LARGEST_AXIS).filter(fits).take(2).collect();
+        ["a", "b"].iter().zip(found).map(|(name, size)| (format!("{axis}={name}"), format!("{axis}={size}"))).collect()
+    };
+    let shape = config.shape();
+    let legal = |text: String| text.parse::<Layout>().is_ok_and(|l| legal::check(&l, &shape).is_empty());
+    let all = [
+        // Micro-batches are made to fit.
+        sizes("dp", &|dp| config.train.global_batch.is_multiple_of(*dp)),
+        sizes("tp", &|tp| legal(format!("tp={tp}"))),
+        sizes("pp", &|pp| legal(format!("pp={pp}"))),
+    ]
+    .concat();
+    let named = |kind: &&str| {
+        let text = all.iter().fold(kind.to_string(), |text, (name, size)| text.replace(name, size));
+        text.parse::<Layout>().ok().filter(|layout| layout.mesh.ranks() <= MOST_RANKS)
+    };
+    KINDS.iter().filter_map(|kind| named(&kind)).collect()
+}
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let mut config = divided(args.config.load()?, &args.layouts)?;
@@ -123,12 +150,13 @@ pub fn run(args: Args) -> Result<(), Failure> {
 
 /// The config with micro-batches that all data-parallel layouts can share the batch in: a layout is checked for its sums, and
 /// those take any accumulation.
-fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
-    let kinds = KINDS.iter().map(|kind| kind.to_string());
-    let all: Vec<String> = if given.is_empty() { kinds.collect() } else { given.to_vec() };
-    let parsed = all.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
+pub(crate) fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
+    let all = match given {
+        [] => kinds(&config),
+        _ => split(given).iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?,
+    };
     let global = config.train.global_batch;
-    let dps: Vec<usize> = parsed.iter().map(|l| l.mesh.dp).filter(|dp| global.is_multiple_of(*dp)).collect();
+    let dps: Vec<usize> = all.iter().map(|l| l.mesh.dp).filter(|dp| global.is_multiple_of(*dp)).collect();
     let fits = |micro: &usize| dps.iter().all(|dp| global.is_multiple_of(dp * micro));
     if let Some(micro) = (1..=config.train.micro_batch).rev().find(fits) {
         config.train.micro_batch = micro;
@@ -136,8 +164,9 @@ fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
     Ok(config)
 }
 
-fn parse(text: &str) -> Result<Layout, Failure> {
-    text.parse().map_err(|e| Failure::request(format!("--layouts {text}: {e}")))
+/// The layouts that were named, checked.
+pub(crate) fn named(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
+    split(given).iter().map(|text| fit(parse(text)?, config)).collect()
 }
 
 /// The layouts that were asked for, checked; or all kinds that fit.
@@ -148,10 +177,9 @@ fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
         return fit(own, config).map(|layout| vec![layout]);
     }
     if given.is_empty() {
-        let all = KINDS.iter().filter_map(|kind| kind.parse::<Layout>().ok());
-        return Ok(all.filter(|layout| legal::check(layout, &shape).is_empty()).collect());
+        return Ok(kinds(config).into_iter().filter(|layout| legal::check(layout, &shape).is_empty()).collect());
     }
-    given.iter().map(|text| fit(parse(text)?, config)).collect()
+    named(given, config)
 }
 
 fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
@@ -161,28 +189,38 @@ fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
     }
 }
 
+/// Every criterion of every layout with its bound.
 fn as_text(results: &[Comparison]) -> String {
-    let row = |c: &Comparison| {
-        let promise = match c.promise {
-            Promise::Identical => "same bits".to_owned(),
-            Promise::Close { loss, gradient, .. } => format!("loss {loss:.0e}, gradients {gradient:.0e}"),
-        };
-        let share = |x: f64| if x == 0.0 { "0".to_owned() } else { format!("{x:.1e}") };
-        let verdict = if c.kept { "kept" } else { "BROKEN" };
-        vec![
-            c.layout.clone(),
-            c.ranks.to_string(),
-            share(c.loss_difference),
-            share(c.gradient_difference),
-            if c.identical { "-".to_owned() } else { c.worst_gradient.clone() },
-            promise,
-            verdict.to_owned(),
-        ]
-    };
-    let rows: Vec<Vec<String>> = results.iter().map(row).collect();
-    let header = ["layout", "ranks", "loss differs by", "gradients by", "most in", "promised", ""];
+    let share = |x: f64| if x == 0.0 { "0".to_owned() } else { format!("{x:.1e}") };
+    let mut rows = Vec::new();
+    for c in results {
+        for (i, criterion) in c.criteria.iter().enumerate() {
+            let first = |text: String| if i == 0 { text } else { String::new() };
+            let (found, bound) = match c.promise {
+                Promise::Identical if c.identical => ("none".to_owned(), "none".to_owned()),
+                Promise::Identical => ("some".to_owned(), "none".to_owned()),
+                Promise::Close { .. } => {
+                    let raised = if criterion.raised { "*" } else { "" };
+                    (share(criterion.found), format!("{}{raised}", share(criterion.bound)))
+                }
+            };
+            let verdict = if criterion.is_kept() { "kept" } else { "BROKEN" };
+            let at = if criterion.found == 0.0 { String::new() } else { criterion.at.clone() };
+            let start = [first(c.layout.clone()), first(c.ranks.to_string()), criterion.name.to_owned()];
+            rows.push([&start[..], &[found, bound, verdict.to_owned(), at]].concat());
+        }
+    }
+    let raised = results.iter().flat_map(|c| &c.criteria).any(|c| c.raised);
+    let header = ["layout", "ranks", "of", "differs by", "at most", "", "where"];
     format!(
-        "{}differences are shares: of one rank's loss, and of the largest element of a gradient tensor\n",
-        table(&header, &rows)
+        "{}every step starts from one rank's state. Differences are shares: of one rank's loss and norm; of the largest element\n\
+         of a gradient or of an optimizer state; for updates, of a tensor's elements whose update is another, among those with a\n\
+         gradient well away from zero\n{}",
+        table(&header, &rows),
+        if raised {
+            "* more than is promised elsewhere: one rank differs by a 32nd of it when its weights change in their last bit\n"
+        } else {
+            ""
+        }
     )
 }

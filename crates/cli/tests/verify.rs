@@ -52,6 +52,21 @@ fn a_layout_that_does_not_fit_the_model_is_refused_and_one_that_does_survives_ma
 }
 
 #[test]
+fn sizes_of_layouts_are_those_that_divide_the_model() {
+    let place = Place::new();
+    place.config(
+        &WIDE.replace("heads = 8", "heads = 9").replace("dim = 32", "dim = 36").replace("ffn = 64", "ffn = 63"),
+    );
+    let text = place.ok(&["verify", "run.toml", "--steps", "1"]);
+    assert!(text.contains("tp=3 sp") && text.contains("dp=2 tp=3") && !text.contains("tp=2"), "{text}");
+    // Every criterion with its bound.
+    for criterion in ["loss", "gradients", "gradient norm", "optimizer state", "updates", "evaluation loss", "bits"] {
+        assert!(text.contains(criterion), "{criterion} in {text}");
+    }
+    assert!(text.contains("1.0e-5") && text.contains("1.0e-4") && text.contains("kept"), "{text}");
+}
+
+#[test]
 fn explain_shows_every_stage_with_its_bytes_and_exchanges() {
     let place = Place::new();
     place.config(&format!("{WIDE}[parallel]\ndp = 2\nzero = 1\ntp = 2\npp = 2\n"));

@@ -1,18 +1,49 @@
 // The update: gradient norm as an exact integer, clipping, and the rules by which parameters move. Scalars: learning rate,
 // 1 ÷ targets, clip, 1 − β₁ᵗ, 1 − β₂ᵗ, loss scale.
 
-const double UNIT = 18446744073709551616.0;
-const double MOST = 1099511627776.0;
+// A sum of squares is an integer in units of 2^-352, as lockstep_ir::squares has it: limbs of 32 bits in 64, the rest carries.
+const int LIMBS = 21;
+const int LOWEST = -352;
 
-// Adds a non-negative number to an integer in units of 2^-64, in two halves. Returns whether it counts.
-static __device__ __forceinline__ bool integer_add(double x, u64 &low, u64 &high) {
-    if (!(x <= MOST)) return false;
-    u64 whole = (u64)x;
-    u64 rest = (u64)((x - (double)whole) * UNIT);
-    low += rest;
-    high += whole + (low < rest);
-    return true;
-}
+// A number touches three limbs. Numbers of one magnitude touch the same, so a thread keeps the limbs of the last in registers.
+struct Window {
+    int first;
+    u64 part[3];
+
+    __device__ __forceinline__ Window() : first(-1), part{0, 0, 0} {}
+
+    __device__ __forceinline__ void flush(u64 *limbs) {
+#pragma unroll
+        for (int l = 0; l < 3; l++) {
+            if (part[l]) atomicAdd(limbs + first + l, part[l]);
+            part[l] = 0;
+        }
+    }
+
+    // Adds a non-negative number. Returns whether it counts.
+    __device__ __forceinline__ bool add(double x, u64 *limbs) {
+        u64 bits = (u64)__double_as_longlong(x);
+        if (!bits) return true;
+        int exponent = (int)(bits >> 52);
+        u64 mantissa = (bits & (((u64)1 << 52) - 1)) | (u64)(exponent > 0) << 52;
+        int place = exponent - 1075 - LOWEST;
+        if (place < 0) {
+            mantissa = place > -64 ? mantissa >> -place : 0;
+            place = 0;
+        }
+        int here = place / 32, shift = place % 32;
+        if (here + 3 > LIMBS) return false;
+        if (here != first) {
+            if (first >= 0) flush(limbs);
+            first = here;
+        }
+        u64 low = mantissa << shift;
+        part[0] += low & 0xffffffffu;
+        part[1] += low >> 32;
+        part[2] += shift ? mantissa >> (64 - shift) : 0;
+        return true;
+    }
+};
 
 static __device__ __forceinline__ float to_f32(i64 x) { return fixed_to(x); }
 
@@ -58,8 +89,8 @@ struct Many {
     }
 };
 
-// totals: four parts of 32 bits as sums of 64 bits, and whether some number did not count. Blocks of 64 elements are added in
-// f64 by 16 lanes, then as integers.
+// totals: the limbs, and how often a number did not count. Blocks of 64 elements are added in f64 by 16 lanes, then as integers,
+// which do not mind the order.
 struct Squares {
     const void *grad;
     i64 n, tail;
@@ -77,9 +108,11 @@ static __device__ void square_sum(const Many<Squares> &tensors, const float *sca
     i64 n = tensors.entries[tensor].n;
     i64 end = start + SQUARES_CHUNK < n ? start + SQUARES_CHUNK : n;
     const int AT_ONCE = 4;
-    __shared__ u64 parts[32][5];
+    __shared__ u64 limbs[LIMBS + 1];
+    if (threadIdx.x <= LIMBS) limbs[threadIdx.x] = 0;
+    __syncthreads();
     double inverse = (double)(scalars[1] / scalars[5]);
-    u64 low = 0, high = 0;
+    Window window;
     bool sound = true;
     i64 stride = blockDim.x * 4;
     i64 whole = tail < n ? tail : n;
@@ -119,24 +152,23 @@ static __device__ void square_sum(const Many<Squares> &tensors, const float *sca
             }
         }
         if ((threadIdx.x & 15) < AT_ONCE) {
-            sound = integer_add(mine, low, high) && sound;
-            sound = integer_add(mine_shared, low, high) && sound;
+            sound = window.add(mine, limbs) && sound;
+            sound = window.add(mine_shared, limbs) && sound;
         }
     }
-    // Parts of 32 bits, so that no sum overflows; integers do not mind the order.
-    u64 limbs[5] = {low & 0xffffffffu, low >> 32, high & 0xffffffffu, high >> 32, sound ? 0ull : 1ull};
+    // The lanes of a warp mostly have one window: those that have the highest are added up first.
+    int top = __reduce_max_sync(~0u, window.first);
+    if (window.first >= 0 && window.first != top) window.flush(limbs);
 #pragma unroll
-    for (int l = 0; l < 5; l++) {
+    for (int l = 0; l < 3; l++) {
 #pragma unroll
-        for (int step = 16; step; step >>= 1) limbs[l] += __shfl_xor_sync(~0u, limbs[l], step);
-        if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5][l] = limbs[l];
+        for (int step = 16; step; step >>= 1) window.part[l] += __shfl_xor_sync(~0u, window.part[l], step);
     }
+    window.first = top;
+    if ((threadIdx.x & 31) == 0 && top >= 0) window.flush(limbs);
+    if (!sound) atomicAdd(limbs + LIMBS, (u64)1);
     __syncthreads();
-    if (threadIdx.x < 5) {
-        u64 sum = 0;
-        for (int w = 0; w < (int)(blockDim.x >> 5); w++) sum += parts[w][threadIdx.x];
-        if (sum) atomicAdd(totals + threadIdx.x, sum);
-    }
+    if (threadIdx.x <= LIMBS && limbs[threadIdx.x]) atomicAdd(totals + threadIdx.x, limbs[threadIdx.x]);
 }
 
 #define SQUARE_SUM(G, NAME)                                                                                            \
@@ -148,35 +180,55 @@ SQUARE_SUM(float, f32)
 SQUARE_SUM(bf16, bf16)
 SQUARE_SUM(i64, fixed)
 
-extern "C" __global__ void square_sum_end(const u64 *totals, i64 *out) {
+// Limbs below 2^32, all but the last.
+static __device__ __forceinline__ void carry_limbs(u64 *limbs) {
     u64 carry = 0;
-    for (int l = 0; l < 4; l++) {
-        carry += totals[l];
-        out[l] = totals[4] ? POISON : (i64)(carry & 0xffffffffu);
+#pragma unroll
+    for (int l = 0; l < LIMBS - 1; l++) {
+        carry += limbs[l];
+        limbs[l] = carry & 0xffffffffu;
         carry >>= 32;
     }
+    limbs[LIMBS - 1] += carry;
+}
+
+extern "C" __global__ void square_sum_end(const u64 *totals, i64 *out) {
+    u64 limbs[LIMBS];
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++) limbs[l] = totals[l];
+    bool sound = totals[LIMBS] == 0;
+    carry_limbs(limbs);
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++) out[l] = sound ? (i64)limbs[l] : POISON;
 }
 
 // out = Σ of sums, which stand one behind the other in `sums` as addresses.
 extern "C" __global__ void merge_sum(const i64 *x, i64 *out, int add) {
     int l = threadIdx.x;
-    if (l < 4) out[l] = add ? fixed_merge(out[l], x[l]) : x[l];
+    if (l < LIMBS) out[l] = add ? fixed_merge(out[l], x[l]) : x[l];
 }
 
 extern "C" __global__ void gradient_norm(const i64 *sum, const float *scalars, float *stats) {
-    double total = 0.0, scale = 1.0;
+    u64 limbs[LIMBS];
     bool sound = true;
-    for (int l = 0; l < 4; l++) {
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++) {
         sound = sound && sum[l] != POISON;
-        total += (double)sum[l] * scale;
-        scale *= 4294967296.0;
+        limbs[l] = (u64)sum[l];
     }
-    total /= UNIT;
+    // Sums over ranks have carries; without them every way to the same integer gives the same bits.
+    carry_limbs(limbs);
+    double shrunk = 0.0;
+#pragma unroll
+    for (int l = 0; l < LIMBS; l++) shrunk = shrunk * 0x1p-32 + (double)limbs[l];
+    // 2^(LOWEST + 32 (LIMBS - 1)).
+    double total = shrunk * 0x1p288;
     float nan = __uint_as_float(0x7fc00000u);
-    float norm = sound && total <= MOST ? (float)sqrt(total) : nan;
-    float clip = norm > scalars[2] ? scalars[2] / norm : 1.0f;
+    float norm = sound ? (float)sqrt(total) : nan;
+    // In f64, since a ratio of two f32 need not be one.
+    double clip = norm > scalars[2] ? (double)scalars[2] / (double)norm : 1.0;
     stats[0] = norm;
-    stats[1] = isfinite(norm) ? scalars[1] / scalars[5] * clip : nan;
+    stats[1] = isfinite(norm) ? (float)((double)(scalars[1] / scalars[5]) * clip) : nan;
 }
 
 struct Moved {

@@ -11,7 +11,7 @@ use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::communication::Link;
 use lockstep_exec::initial::Initial;
-use lockstep_exec::{ExecError, Executor, Note, Rank, Ticket, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing};
 use lockstep_ir::program::{Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
@@ -300,6 +300,8 @@ impl Executor for CudaExecutor {
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.enter()?;
+        let begun = self.results.begin(&self.gpu.device, &self.stream);
+        self.behind(begun)?;
         self.fit_documents()?;
         if let Some((name, graph)) = self.graphs.get_key_value(entry) {
             self.queued = Some(name.clone());
@@ -338,7 +340,7 @@ impl Executor for CudaExecutor {
         Ok(Some(Ticket(self.behind(queued)?)))
     }
 
-    fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
+    fn take(&mut self, ticket: Ticket) -> Result<Taken, ExecError> {
         self.enter()?;
         let taken = self.results.take(ticket.0);
         self.behind(taken)

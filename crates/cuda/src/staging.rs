@@ -1,7 +1,8 @@
-//! Pinned memory between host and device: a ring of two buffers for what goes there, two slots for results on their way back.
+//! Pinned memory between host and device: a ring of two buffers for what goes there, slots for results on their way back.
 
 use crate::CudaError;
 use crate::driver::{Address, Device, Event, Pinned, Stream};
+use lockstep_exec::{DeviceTime, Taken};
 use std::sync::Arc;
 
 /// Copies start at multiples of this many bytes.
@@ -107,7 +108,10 @@ impl Ring {
 /// Results that the device copies to the host behind the work that makes them.
 #[derive(Default)]
 pub struct Results {
-    slots: [Option<Slot>; 2],
+    /// One more than may be under way: the last that was taken still says when it was ready.
+    slots: [Option<Slot>; 3],
+    /// Where the device began the entry that the next reading is of.
+    begun: Option<Event>,
     /// Readings queued so far, and those that were taken.
     queued: u64,
     taken: u64,
@@ -116,11 +120,27 @@ pub struct Results {
 struct Slot {
     memory: Pinned,
     sizes: Vec<usize>,
+    /// Before the entry.
+    begun: Option<Event>,
     /// After the last copy.
     done: Event,
 }
 
 impl Results {
+    /// Readings that may be under way.
+    const UNDER_WAY: u64 = 2;
+
+    /// Marks the begin of an entry.
+    pub fn begin(&mut self, device: &Arc<Device>, stream: &Stream) -> Result<(), CudaError> {
+        let event = match self.begun.take() {
+            Some(event) => event,
+            None => Event::new(device)?,
+        };
+        event.record(stream)?;
+        self.begun = Some(event);
+        Ok(())
+    }
+
     /// Queues copies of these ranges and gives the number of the reading, from 0 on. Two may be under way.
     ///
     /// # Safety
@@ -132,17 +152,22 @@ impl Results {
         ranges: &[(Address, usize)],
     ) -> Result<u64, CudaError> {
         let number = self.queued;
-        if number - self.taken == self.slots.len() as u64 {
+        if number - self.taken == Self::UNDER_WAY {
             return Err(CudaError::Internal("a third reading was queued before the first was taken".into()));
         }
         let bytes = ranges.iter().map(|(_, bytes)| bytes).sum();
         let index = (number % self.slots.len() as u64) as usize;
         let slot = match self.slots[index].take().filter(|slot| slot.memory.bytes() >= bytes) {
             Some(slot) => slot,
-            None => Slot { memory: Pinned::new(device, bytes)?, sizes: Vec::new(), done: Event::new(device)? },
+            None => {
+                let (memory, done) = (Pinned::new(device, bytes)?, Event::new(device)?);
+                Slot { memory, sizes: Vec::new(), begun: None, done }
+            }
         };
         let slot = self.slots[index].insert(slot);
         slot.sizes.clear();
+        // The event that this slot had begins a later entry.
+        std::mem::swap(&mut slot.begun, &mut self.begun);
         let mut at = 0;
         for (from, bytes) in ranges {
             // SAFETY: the caller vouches for the ranges; the memory is read only after the event.
@@ -156,15 +181,24 @@ impl Results {
     }
 
     /// Waits for the oldest reading, which is the one of this number, and gives its ranges.
-    pub fn take(&mut self, number: u64) -> Result<Vec<Vec<u8>>, CudaError> {
-        let slot = self.slots[(number % self.slots.len() as u64) as usize].as_mut();
+    pub fn take(&mut self, number: u64) -> Result<Taken, CudaError> {
+        let count = self.slots.len() as u64;
+        let index = |number: u64| (number % count) as usize;
+        let last = number.checked_sub(1).and_then(|last| self.slots[index(last)].take());
+        let slot = self.slots[index(number)].as_mut();
         let (Some(slot), true, true) = (slot, number == self.taken, number < self.queued) else {
             return Err(CudaError::Internal(format!("reading {number} is not the next one")));
         };
         slot.done.wait()?;
         self.taken += 1;
+        let since_last = last.as_ref().map(|last| slot.done.since(&last.done)).transpose()?;
+        let since_begin = slot.begun.as_ref().map(|begun| slot.done.since(begun)).transpose()?;
         let mut rest = &*slot.memory.slice();
-        Ok(slot.sizes.iter().map(|bytes| rest.split_off(..*bytes).unwrap_or_default().to_vec()).collect())
+        let tensors = slot.sizes.iter().map(|bytes| rest.split_off(..*bytes).unwrap_or_default().to_vec()).collect();
+        if let Some(last) = last {
+            self.slots[index(number - 1)] = Some(last);
+        }
+        Ok(Taken { tensors, time: since_begin.map(|since_begin| DeviceTime { since_begin, since_last }) })
     }
 }
 

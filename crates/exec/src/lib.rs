@@ -79,7 +79,7 @@ pub trait Executor: Send {
     }
 
     /// Waits for what `read_later` queued, and gives it in its order, micro-batch by micro-batch.
-    fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
+    fn take(&mut self, ticket: Ticket) -> Result<Taken, ExecError> {
         Err(ExecError::Internal(format!("nothing was queued as {ticket:?}")))
     }
 
@@ -123,6 +123,24 @@ impl std::fmt::Display for Note {
 /// A reading that was queued.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(pub u64);
+
+/// A reading that has come.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Taken {
+    /// The bytes of its tensors, in the order in which they were asked for.
+    pub tensors: Vec<Vec<u8>>,
+    /// When it was ready, where the device has a clock of its own: the host may have looked late.
+    pub time: Option<DeviceTime>,
+}
+
+/// Times of a reading by the device's clock, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceTime {
+    /// Since the device began the entry that the reading is of.
+    pub since_begin: f64,
+    /// Since the reading before it was ready; none for the first.
+    pub since_last: Option<f64>,
+}
 
 /// When one instruction ran.
 #[derive(Clone, Copy, Debug, PartialEq)]

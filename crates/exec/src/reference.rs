@@ -9,7 +9,8 @@ mod vocab;
 
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::{Dims, IGNORED_TARGET};
-use lockstep_ir::{Graph, Op, StepScalars, ValueId, counter};
+use lockstep_ir::squares::{LIMBS, Squares};
+use lockstep_ir::{Graph, Op, StepScalars, ValueId, counter, fixed};
 
 /// Evaluates a graph. `feed` gives inputs and states (token ids as whole numbers); gradient states start at zero. Returns every
 /// value that was computed; a sum into a state is also found under the state.
@@ -205,15 +206,19 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
     }
 }
 
-/// A number as the four parts that `Op::SquareSum` gives, each a fixed-point number.
+/// A number as the parts that `Op::SquareSum` gives, each a fixed-point number.
 pub(crate) fn limbs(x: f64) -> Vec<f64> {
-    let integer = (x * (1u128 << 64) as f64) as u128;
-    (0..4).map(|l| f64::from((integer >> (32 * l)) as u32) / (1u64 << 36) as f64).collect()
+    let mut sum = Squares::ZERO;
+    sum.add(x);
+    sum.stored().map(|limb| limb as f64 / (1u64 << 36) as f64).to_vec()
 }
 
 /// Back from there.
 pub(crate) fn from_limbs(x: &[f64]) -> f64 {
-    x.iter().enumerate().map(|(l, x)| x * (1u64 << 36) as f64 * 2f64.powi(32 * l as i32 - 64)).sum()
+    let mut stored = [0; LIMBS];
+    let limb = |x: f64| if x.is_nan() { fixed::POISON } else { (x * (1u64 << 36) as f64) as i64 };
+    stored.iter_mut().zip(x).for_each(|(to, x)| *to = limb(*x));
+    Squares::from_stored(&stored).value()
 }
 
 fn scalars(x: &[f64]) -> StepScalars {

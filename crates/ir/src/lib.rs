@@ -25,6 +25,7 @@ mod scalars;
 pub mod schedule;
 mod shape;
 mod sharding;
+pub mod squares;
 pub mod timeline;
 pub mod units;
 pub mod verify;

@@ -13,7 +13,8 @@ pub struct StepScalars {
     pub bias1: f32,
     /// 1 − β₂ᵗ.
     pub bias2: f32,
-    /// What gradients start with instead of 1, so that small ones do not vanish in f16: a power of 2. 1 elsewhere.
+    /// What gradients start with instead of 1, a power of 2: large where small ones would vanish in f16, small where large ones
+    /// would leave the range of fixed-point sums. 1 elsewhere.
     pub loss_scale: f32,
 }
 
@@ -48,7 +49,8 @@ impl StepScalars {
 /// Fixed-point reals for order-independent sums (`DType::Fixed64`).
 ///
 /// A real `x` is stored as the integer `x · 2³⁶`, so sums resolve 1.5e-11 everywhere and reach ±6.7e7. What does not fit,
-/// and what is not finite, becomes [`fixed::POISON`], which stays and reads back as NaN.
+/// and what is not finite, becomes [`fixed::POISON`], which stays and reads back as NaN. A partial sum that leaves the range
+/// counts even where the whole one would come back: only inside the range does the order not matter.
 pub mod fixed {
     /// The mark of a sum that has left the range.
     pub const POISON: i64 = i64::MIN;

@@ -1,76 +1,23 @@
-//! Layouts against one rank: the same model, batch and steps, and how far apart losses and gradients are.
+//! Layouts against one rank: the same model, batch and steps, and how far apart losses, gradients and updates are.
+//!
+//! Every step of a layout starts from one rank's state before that step, so that a difference is of that step and not of what grew
+//! from earlier ones. How far apart two right programs may be depends on the state: one rank is also run from weights that are
+//! changed in their last bit, and where that alone moves a number a lot, a layout may move it too.
+
+mod judge;
+
+pub use judge::{Comparison, Criterion, Promise};
 
 use crate::schedule::step_scalars;
 use crate::{Session, TrainError, feed, plan};
+use judge::judge;
 use lockstep_config::Config;
+use lockstep_exec::ExecError;
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, f16, fixed};
 use lockstep_model::names;
-use serde::Serialize;
-
-/// What a layout promises about one rank's numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Promise {
-    /// The same bits.
-    Identical,
-    /// Sums are taken in another order: differences stay below these shares.
-    Close {
-        /// Of the loss, at every step.
-        loss: f64,
-        /// Of a gradient tensor's largest element after the first step, and of norms.
-        gradient: f64,
-        /// Of how far the learning rate could have moved parameters, as the root of the mean square of a tensor.
-        parameters: f64,
-    },
-}
-
-impl Promise {
-    /// What a layout promises for a config.
-    pub fn of(layout: &Layout, config: &Config) -> Self {
-        let same_sums = layout.mesh.tp == 1 && (layout.mesh.dp == 1 || config.train.reproducible);
-        let rounds = config.precision.policy != "fp32" || config.precision.gradients == "bf16";
-        match (same_sums, rounds) {
-            (true, _) => Promise::Identical,
-            (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4, parameters: 0.1 },
-            (false, true) => Promise::Close { loss: 2e-3, gradient: 5e-2, parameters: 0.5 },
-        }
-    }
-}
-
-/// What one layout gave, beside one rank.
-#[derive(Clone, Debug, Serialize)]
-pub struct Comparison {
-    /// The layout, in short.
-    pub layout: String,
-    /// Its ranks.
-    pub ranks: usize,
-    /// Losses of one rank and of the layout, step by step, in nats per token.
-    pub losses: Vec<(f64, f64)>,
-    /// The largest difference of a loss, as a share of one rank's.
-    pub loss_difference: f64,
-    /// The largest difference of a gradient element, as a share of its tensor's largest element.
-    pub gradient_difference: f64,
-    /// The tensor with that difference.
-    pub worst_gradient: String,
-    /// The largest difference of a gradient norm, as a share of one rank's.
-    pub norm_difference: f64,
-    /// The largest difference of a parameter tensor after the last step: root of the mean square, as a share of how far the
-    /// learning rate could have moved it.
-    pub parameter_difference: f64,
-    /// The difference of the loss of an evaluation after the last step, as a share of one rank's.
-    pub evaluation_difference: f64,
-    /// Whether every loss, norm, gradient and parameter has the same bits.
-    pub identical: bool,
-    /// What the layout promises.
-    pub promise: Promise,
-    /// Whether it keeps the promise.
-    pub kept: bool,
-    /// Bytes of the arena of a rank of each stage.
-    pub arena_bytes: Vec<u64>,
-}
 
 /// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. What fits these
 /// layouts before fits them after; query heads per key head stay, and so does accumulation up to a bound.
@@ -98,7 +45,7 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     t.seq = fit(t.seq, 64, tp);
     // What was shorter than a sequence stays so.
     let share = |window: usize| (window * t.seq / config.train.seq).max(1);
-    m.window = m.window.map(|w| if w < config.train.seq { share(w) } else { w });
+    m.sliding_window = m.sliding_window.map(|w| if w < config.train.seq { share(w) } else { w });
     let rounds = config.train.global_batch / config.train.micro_batch;
     t.micro_batch = t.micro_batch.min(2);
     let least = fit(rounds, 8, dp).min(rounds);
@@ -111,7 +58,7 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         ("model.head_dim", config.model.head_dim, small.model.head_dim),
         ("model.ffn", config.model.ffn, small.model.ffn),
         ("model.vocab_size", config.model.vocab_size, small.model.vocab_size),
-        ("model.window", config.model.window.unwrap_or(0), small.model.window.unwrap_or(0)),
+        ("model.sliding_window", config.model.sliding_window.unwrap_or(0), small.model.sliding_window.unwrap_or(0)),
         ("train.seq", config.train.seq, small.train.seq),
         ("train.global_batch", config.train.global_batch, small.train.global_batch),
         ("train.micro_batch", config.train.micro_batch, small.train.micro_batch),
@@ -124,14 +71,83 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Losses, gradient norms and first gradients of a run.
+/// What a run gave.
+#[derive(Clone)]
 struct Trace {
-    losses: Vec<f64>,
-    norms: Vec<f32>,
-    gradients: Vec<(String, Vec<f64>)>,
-    parameters: Vec<(String, Vec<f64>)>,
+    steps: Vec<Step>,
+    /// Parameters, master weights and moments before each step, and after the last. Of a run that starts its steps from another's
+    /// states: those that it started from.
+    starts: Vec<Vec<Stored>>,
+    /// The sum of losses of an evaluation, from the last state.
     evaluated: f64,
     arena_bytes: Vec<u64>,
+}
+
+#[derive(Clone)]
+struct Step {
+    loss: f64,
+    norm: f32,
+    /// As they were when the optimizer read them; of tied uses, their sum.
+    gradients: Vec<Stored>,
+    /// Parameters, master weights and moments after the step.
+    after: Vec<Stored>,
+}
+
+/// A tensor as a device has it.
+#[derive(Clone)]
+struct Stored {
+    name: String,
+    state: State,
+    dtype: DType,
+    bytes: Vec<u8>,
+}
+
+impl Stored {
+    fn numbers(&self) -> Vec<f64> {
+        let bytes = &self.bytes;
+        match self.dtype {
+            DType::BF16 => {
+                bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect()
+            }
+            DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
+            DType::Fixed64 => {
+                bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
+            }
+            DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
+            DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
+            DType::F32 => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
+        }
+    }
+
+    /// The same with every number moved by about one unit in its last place, up or down: what forward and backward read.
+    fn disturbed(&self) -> Self {
+        let mut moved = self.clone();
+        if !matches!(self.state, State::Parameter(_)) {
+            return moved;
+        }
+        let key = counter::key(0, &self.name);
+        let up = |i: usize| counter::bits(key, i as u64).is_multiple_of(2);
+        match self.dtype {
+            DType::F32 => {
+                for (i, b) in moved.bytes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                    let x = f32::from_le_bytes(*b);
+                    *b = (x * if up(i) { 1.0 + f32::EPSILON } else { 1.0 - f32::EPSILON }).to_le_bytes();
+                }
+            }
+            DType::BF16 | DType::F16 => {
+                for (i, b) in moved.bytes.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    // The bits of neighbours are neighbours; zero and what is not finite stay.
+                    let bits = u16::from_le_bytes(*b);
+                    let mask = if self.dtype == DType::BF16 { 0x7f80 } else { 0x7c00 };
+                    if bits & 0x7fff != 0 && bits & mask != mask {
+                        *b = (if up(i) { bits ^ 1 } else { bits }).to_le_bytes();
+                    }
+                }
+            }
+            DType::F64 | DType::U32 | DType::Fixed64 => {}
+        }
+        moved
+    }
 }
 
 /// Runs `steps` steps on random tokens with one rank and with each layout.
@@ -145,115 +161,76 @@ pub fn compare(
     let mut config = config.clone();
     config.train.batch_ramp.clear();
     config.train.noise_scale = false;
-    let single = trace(&config.at(&Layout::single(1)), steps)?;
+    let alone = config.at(&Layout::single(1));
+    let single = trace(&alone, steps, None)?;
+    // Only where bits may differ is it of interest how much.
+    let mut disturbed = None;
+    if layouts.iter().any(|layout| Promise::of(layout, &config.at(layout)) != Promise::Identical) {
+        let starts = single.starts.iter().map(|states| states.iter().map(Stored::disturbed).collect()).collect();
+        disturbed = Some(trace(&alone, steps, Some(starts))?);
+    }
     let mut result = Vec::new();
     for layout in layouts {
         let config = config.at(layout);
-        let comparison = judge(layout, &config, &single, &trace(&config, steps)?);
+        let parallel = trace(&config, steps, Some(single.starts.clone()))?;
+        let comparison = judge(layout, Promise::of(layout, &config), &single, disturbed.as_ref(), &parallel);
         show(&comparison);
         result.push(comparison);
     }
     Ok(result)
 }
 
-fn judge(layout: &Layout, config: &Config, single: &Trace, parallel: &Trace) -> Comparison {
-    let losses: Vec<(f64, f64)> = single.losses.iter().copied().zip(parallel.losses.iter().copied()).collect();
-    // A number beside none is infinitely far.
-    let apart = |a: f64, b: f64, of: f64| match (a.is_nan(), b.is_nan()) {
-        (true, true) => 0.0,
-        (false, false) if a == b => 0.0,
-        (false, false) => Some((a - b).abs() / of).filter(|x| x.is_finite()).unwrap_or(f64::INFINITY),
-        _ => f64::INFINITY,
-    };
-    let worse = f64::max;
-    let pairs = single.norms.iter().zip(&parallel.norms);
-    let norm_difference = pairs.map(|(a, b)| apart(f64::from(*a), f64::from(*b), f64::from(a.abs()))).fold(0.0, worse);
-    let evaluation_difference = apart(single.evaluated, parallel.evaluated, single.evaluated.abs());
-    let loss_difference = losses.iter().map(|(a, b)| apart(*a, *b, a.abs())).fold(0.0, worse);
-    let (mut gradient_difference, mut worst_gradient) = (0.0, String::new());
-    for (name, ours) in &single.gradients {
-        let theirs = parallel.gradients.iter().find(|(n, _)| n == name).map(|(_, g)| g.as_slice()).unwrap_or_default();
-        let largest = ours.iter().fold(1e-30, |m: f64, x| m.max(x.abs()));
-        let difference = match ours.len() == theirs.len() {
-            true => ours.iter().zip(theirs).map(|(a, b)| apart(*a, *b, largest)).fold(0.0, worse),
-            false => f64::INFINITY,
-        };
-        if difference > gradient_difference {
-            (gradient_difference, worst_gradient) = (difference, name.clone());
-        }
-    }
-    // Adam moves an element by its gradient's sign first, so single elements may differ by a step: the mean square counts.
-    let far = config.optimizer.lr * single.losses.len() as f64;
-    let mut parameter_difference = 0.0;
-    for ((_, ours), (_, theirs)) in single.parameters.iter().zip(&parallel.parameters) {
-        let squares: f64 = ours.iter().zip(theirs).map(|(a, b)| apart(*a, *b, far).powi(2)).sum();
-        parameter_difference = worse(parameter_difference, (squares / ours.len().max(1) as f64).sqrt());
-    }
-    let differences =
-        [loss_difference, gradient_difference, norm_difference, parameter_difference, evaluation_difference];
-    let identical = differences == [0.0; 5];
-    let promise = Promise::of(layout, config);
-    let kept = match promise {
-        Promise::Identical => identical,
-        Promise::Close { loss, gradient, parameters } => {
-            let losses = loss_difference.max(evaluation_difference);
-            let moved = parameter_difference <= parameters;
-            losses <= loss && gradient_difference.max(norm_difference) <= gradient && moved
-        }
-    };
-    Comparison {
-        layout: layout.to_string(),
-        ranks: layout.mesh.ranks(),
-        losses,
-        loss_difference,
-        gradient_difference,
-        worst_gradient,
-        norm_difference,
-        parameter_difference,
-        evaluation_difference,
-        identical,
-        promise,
-        kept,
-        arena_bytes: parallel.arena_bytes.clone(),
-    }
-}
-
-fn trace(config: &Config, steps: usize) -> Result<Trace, TrainError> {
+/// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
+fn trace(config: &Config, steps: usize, starts: Option<Vec<Vec<Stored>>>) -> Result<Trace, TrainError> {
     let plan = plan(config)?;
     let mut session = Session::new(config, &plan)?;
     let positions = config.train.micro_batch * plan.layout.mesh.dp * config.train.seq;
-    let mut trace = Trace {
-        losses: Vec::new(),
-        norms: Vec::new(),
-        gradients: Vec::new(),
-        parameters: Vec::new(),
-        evaluated: 0.0,
-        arena_bytes: plan.stages.iter().map(|m| m.total_bytes).collect(),
-    };
+    let mut ran = Vec::new();
+    let mut own = vec![states(&mut session, is_kept)?];
     for step in 0..steps {
+        if let Some(starts) = &starts {
+            write(&mut session, &starts[step])?;
+        }
         for m in 0..plan.layout.micro_batches {
             fill(&mut session, config, step as u64, m, m * positions, positions)?;
         }
         let scalars = step_scalars(config, step as u64, step as u64, plan.tokens_per_step);
         let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
-        trace.losses.push(result.loss);
-        trace.norms.push(result.grad_norm);
-        if step == 0 {
-            trace.gradients =
-                states(&mut session, |t| t.role == Role::State(State::Gradient) && !t.name.ends_with(".2"))?;
+        let is_gradient = |t: &Tensor| t.role == Role::State(State::Gradient) && !t.name.ends_with(".2");
+        let gradients = states(&mut session, is_gradient)?;
+        let after = states(&mut session, is_kept)?;
+        if starts.is_none() {
+            own.push(after.clone());
         }
+        ran.push(Step { loss: result.loss, norm: result.grad_norm, gradients, after });
     }
-    trace.parameters = states(&mut session, |t| matches!(t.role, Role::State(State::Parameter(_))))?;
+    let starts = starts.unwrap_or(own);
+    write(&mut session, &starts[steps])?;
     // The same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
+    let mut evaluated = 0.0;
     let sequences = config.train.global_batch;
     let batch = config.train.micro_batch * plan.layout.mesh.dp;
     for first in (0..sequences).step_by(batch) {
         fill(&mut session, config, u64::MAX, 0, first * config.train.seq, positions)?;
         session.executor().run(StepProgram::EVALUATE)?;
         let losses = session.executor().read(names::LOSS, 0)?;
-        trace.evaluated = losses.as_chunks().0.iter().fold(trace.evaluated, |sum, b| sum + f64::from_le_bytes(*b));
+        evaluated = losses.as_chunks().0.iter().fold(evaluated, |sum, b| sum + f64::from_le_bytes(*b));
     }
-    Ok(trace)
+    Ok(Trace { steps: ran, starts, evaluated, arena_bytes: plan.stages.iter().map(|m| m.total_bytes).collect() })
+}
+
+/// What a step starts from and changes.
+fn is_kept(tensor: &Tensor) -> bool {
+    matches!(tensor.role, Role::State(State::Parameter(_) | State::Master { .. } | State::Moment { .. }))
+}
+
+fn write(session: &mut Session, states: &[Stored]) -> Result<(), TrainError> {
+    let known = session.tensors().iter().filter(|t| is_kept(t)).count();
+    if known != states.len() {
+        let text = format!("one rank has {} states, a layout of the same model {known}", states.len());
+        return Err(ExecError::Internal(text).into());
+    }
+    states.iter().try_for_each(|state| Ok(session.executor().write(&state.name, 0, &state.bytes)?))
 }
 
 /// Writes random tokens to a micro-batch: those from `first` on of the step with this number, the same in every layout.
@@ -296,24 +273,19 @@ pub(crate) fn fill(
     Ok(())
 }
 
-/// Some of the states, whole. Gradients are as they were when the optimizer read them; of tied uses, their sum.
-fn states(session: &mut Session, wanted: impl Fn(&Tensor) -> bool) -> Result<Vec<(String, Vec<f64>)>, TrainError> {
-    let tensors: Vec<(String, DType)> =
-        session.tensors().iter().filter(|t| wanted(t)).map(|t| (t.name.clone(), t.whole.dtype)).collect();
+/// Some of the states, whole.
+fn states(session: &mut Session, wanted: impl Fn(&Tensor) -> bool) -> Result<Vec<Stored>, TrainError> {
     let mut result = Vec::new();
-    for (name, dtype) in tensors {
-        let bytes = session.executor().read(&name, 0)?;
-        let data = match dtype {
-            DType::BF16 => {
-                bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect()
-            }
-            DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
-            DType::Fixed64 => {
-                bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
-            }
-            _ => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
-        };
-        result.push((name, data));
+    for tensor in session.tensors().iter().filter(|t| wanted(t)) {
+        let Role::State(state) = &tensor.role else { continue };
+        let (name, state, dtype) = (tensor.name.clone(), state.clone(), tensor.whole.dtype);
+        result.push(Stored { name, state, dtype, bytes: Vec::new() });
+    }
+    for stored in &mut result {
+        stored.bytes = session.executor().read(&stored.name, 0)?.into_owned();
     }
     Ok(result)
 }
+
+#[cfg(test)]
+mod tests;

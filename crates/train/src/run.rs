@@ -6,19 +6,23 @@ use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise, NoiseBits};
+use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
+use crate::settled;
 use crate::trained::TOKENIZER;
 use crate::{Device, Existing, Plan, RunData, RunDir, Tokenizer, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{About, Found, latest, list, open};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
+use lockstep_exec::DeviceTime;
 use lockstep_ir::StepScalars;
 use serde_json::json;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// How a run is started.
 #[derive(Clone, Debug, Default)]
@@ -33,10 +37,12 @@ pub struct RunOptions {
     pub change: Vec<String>,
     /// Most tokens of the sample that a finished run gives; 0 for none.
     pub sample_tokens: usize,
+    /// Steps to profile, from 1 on, the last included.
+    pub profile_steps: Option<RangeInclusive<u64>>,
 }
 
 /// How a run ended.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Outcome {
     /// Steps finished.
     pub step: u64,
@@ -54,6 +60,8 @@ pub struct Outcome {
     pub checkpoint: Option<PathBuf>,
     /// A text by the trained model, if the run is finished and one was asked for.
     pub sample: Option<Sample>,
+    /// Where the time of the steps went that were to be profiled, if the run came to them.
+    pub profile: Option<Profile>,
 }
 
 impl Outcome {
@@ -72,9 +80,13 @@ impl Outcome {
             noise_scale: None,
             checkpoint: last.map(|(_, path)| path),
             sample: None,
+            profile: None,
         }
     }
 }
+
+/// The least time from one measurement of the matmul peak to the next, which takes a second at most.
+const MEASURE_EVERY: Duration = Duration::from_secs(120);
 
 /// Steps in a row whose gradients may be non-finite before the run gives up.
 const MOST_SKIPPED: u64 = 3;
@@ -88,6 +100,10 @@ pub fn run(
     show: &mut dyn FnMut(Event),
 ) -> Result<Outcome, TrainError> {
     config.require_data()?;
+    let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
+    if let Some(how) = config.micro_batch_found() {
+        show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
+    }
     // What can be refused without touching the directory is refused first.
     let unchanged = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
@@ -95,7 +111,10 @@ pub fn run(
     let plan = if course.changes.is_empty() { unchanged } else { plan(&course.config)? };
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
     let error = match start(&course, &plan, dir, found, options, stop, show) {
-        Ok(run) => return run.go(stop, show),
+        Ok(mut run) => {
+            run.profile_steps = options.profile_steps.clone();
+            return run.go(stop, show);
+        }
         Err(error) => error,
     };
     if let Some(aside) = aside {
@@ -228,11 +247,11 @@ fn start<'a>(
     dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
-    let held_out = match most {
+    let validation_samples = match most {
         0 => None,
-        _ => data.held_out(config.train.seq, &mut |text| show(Event::Warning(text))),
+        _ => data.validation_samples(config.train.seq, &mut |text| show(Event::Warning(text))),
     };
-    let held_out = held_out.map(|(samples, _)| {
+    let validation_samples = validation_samples.map(|(samples, _)| {
         let count = samples.samples_before_repeat().min(most);
         (samples, count)
     });
@@ -246,6 +265,7 @@ fn start<'a>(
         noise_scale: None,
         checkpoint,
         sample: None,
+        profile: None,
     };
     let data = data.fingerprint();
     let batches = config.batches();
@@ -260,14 +280,17 @@ fn start<'a>(
         session,
         dir,
         train,
-        held_out,
+        validation_samples,
         ceiling,
+        measured: Instant::now(),
         data,
         prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
         tokenizer,
         sample_tokens: options.sample_tokens,
         pending,
         outcome,
+        profile_steps: None,
+        profiled: Vec::new(),
     })
 }
 
@@ -286,9 +309,11 @@ struct Run<'a> {
     session: Session,
     dir: RunDir,
     train: Sampler,
-    /// Held-out samples and how many of them one validation reads; none where there is no validation.
-    held_out: Option<(Sampler, u64)>,
+    /// Validation samples and how many of them one validation reads; none where there is no validation.
+    validation_samples: Option<(Sampler, u64)>,
     ceiling: f64,
+    /// When that was measured.
+    measured: Instant,
     data: u64,
     /// The way from the run directory to data that it shares.
     prepared: Option<PathBuf>,
@@ -297,6 +322,8 @@ struct Run<'a> {
     pending: Option<StepMetrics>,
     sample_tokens: usize,
     outcome: Outcome,
+    profile_steps: Option<RangeInclusive<u64>>,
+    profiled: Vec<ProfiledStep>,
 }
 
 impl Run<'_> {
@@ -316,11 +343,11 @@ impl Run<'_> {
         while ahead.is_some() || (self.outcome.step < steps && !stop.load(Ordering::SeqCst)) {
             let current = match ahead.take() {
                 Some(queued) => queued,
-                None => self.queue(self.outcome.step)?,
+                None => self.queue(self.outcome.step, false)?,
             };
             // A device that is given its next step before this one is done never waits for the host.
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.load(Ordering::SeqCst) {
-                ahead = Some(self.queue(current.step)?);
+                ahead = Some(self.queue(current.step, true)?);
             }
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
@@ -359,13 +386,20 @@ impl Run<'_> {
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
-        if self.outcome.finished {
-            let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
-            match sample(self.config, &self.tokenizer, &self.session, self.plan.parameters, text, self.sample_tokens) {
+        // Its memory is enough for the sample too, and for measuring peaks.
+        drop(self.session);
+        if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
+            let text =
+                self.validation_samples.as_ref().map_or(&self.train, |(validation_samples, _)| validation_samples);
+            match sample(self.config, &self.tokenizer, checkpoint, self.plan.parameters, text, self.sample_tokens) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
             }
+        }
+        if !self.profiled.is_empty() {
+            let peaks = self.plan.target.ceilings(self.plan.threads, self.plan.precision.compute)?;
+            self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
         Ok(self.outcome)
     }
@@ -381,17 +415,25 @@ impl Run<'_> {
     }
 
     fn validates(&self, step: u64) -> bool {
-        self.held_out.is_some() && self.due(step, self.config.train.validate_every)
+        self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
     }
 
     /// Whether the result of this step must be known before the next begins.
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
-        counts_updates || self.validates(step) || self.due(step, self.config.checkpoint.every)
+        // What runs beside a profiled step would be in its times.
+        self.profiles(step + 1)
+            || counts_updates
+            || self.validates(step)
+            || self.due(step, self.config.checkpoint.every)
     }
 
-    /// Gives the executor the step after the first `before`.
-    fn queue(&mut self, before: u64) -> Result<Queued, TrainError> {
+    fn profiles(&self, step: u64) -> bool {
+        self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
+    }
+
+    /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
+    fn queue(&mut self, before: u64, behind: bool) -> Result<Queued, TrainError> {
         let start = Instant::now();
         let batch = self.batches.at(before);
         let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
@@ -399,15 +441,23 @@ impl Run<'_> {
             let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));
             StepScalars { loss_scale: seed, ..step_scalars(config, before, updates, targets) }
         };
-        let work = self.session.queue_step(&self.train, batch, &scalars)?;
+        let work = match self.profiles(before + 1) {
+            false => self.session.queue_step(&self.train, batch, &scalars)?,
+            true => {
+                let (result, timings) = self.session.profile_batch(&self.train, batch, &scalars)?;
+                self.profiled.push(ProfiledStep { step: before + 1, timings });
+                QueuedStep::done(result)
+            }
+        };
         // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
         // step's bias correction counts one update too many.
         self.updates += 1;
-        Ok(Queued { step: before + 1, work, start, batch, loss_scale, lr: learning_rate(self.config, before) })
+        let (lr, queued) = (learning_rate(self.config, before), Instant::now());
+        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, lr })
     }
 
     fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, batch, loss_scale, lr } = queued;
+        let Queued { step, work, start, queued, behind, batch, loss_scale, lr } = queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
         self.updates -= u64::from(!result.applied);
@@ -419,16 +469,20 @@ impl Run<'_> {
             self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
         }
         self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
-        // A step that was queued while another ran began when that one was done.
-        let start = self.last_result.map_or(start, |last| last.max(start));
         let now = Instant::now();
+        let step_s = match (result.time, behind) {
+            // The host looks at results when it has queued another step, and at once when there is none: only the device knows
+            // when they were ready.
+            (Some(DeviceTime { since_last: Some(seconds), .. }), true) => seconds,
+            (Some(DeviceTime { since_begin, .. }), _) => (queued - start).as_secs_f64() + since_begin,
+            // A step that was queued while another ran began when that one was done.
+            (None, _) => (now - self.last_result.map_or(start, |last| last.max(start))).as_secs_f64(),
+        };
         self.last_result = Some(now);
-        let step_s = (now - start).as_secs_f64();
         let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let tokens_per_s = tokens as f64 / step_s;
         let achieved = self.plan.model_flops_per_token() * tokens_per_s;
-        // A ceiling that was measured while the machine was busy is none. A device that is a step ahead of a host that was
-        // held up seems faster than it is.
+        // A peak that was measured while the machine was busy is none.
         if self.plan.target == Device::Cpu {
             self.ceiling = self.ceiling.max(achieved);
         }
@@ -453,8 +507,24 @@ impl Run<'_> {
         Ok(Step { step, applied: result.applied, searched, line })
     }
 
+    /// Measures the peak that MFU is a share of once more, where it was measured on a machine that may have been busy. The best
+    /// counts: what another program takes is no part of the machine's peak.
+    fn measure_again(&mut self) -> Result<(), TrainError> {
+        if self.plan.target != Device::Cpu || self.measured.elapsed() < MEASURE_EVERY {
+            return Ok(());
+        }
+        let found = self.plan.ceiling()?;
+        self.measured = Instant::now();
+        if found > self.ceiling {
+            self.ceiling = found;
+            self.dir.event("matmul_peak", json!({ "step": self.outcome.step, "ceiling_flops": found }))?;
+        }
+        Ok(())
+    }
+
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
-        let Some((sampler, sequences)) = &self.held_out else { return Ok(None) };
+        self.measure_again()?;
+        let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
         let mut heard = |done| show(Event::Validating { done: done * seq, total });
@@ -496,7 +566,11 @@ struct Queued {
     /// Its number, from 1 on.
     step: u64,
     work: QueuedStep,
+    /// When the host began with it, and when the executor had it.
     start: Instant,
+    queued: Instant,
+    /// Whether the executor had another to finish then.
+    behind: bool,
     batch: Batch,
     loss_scale: Option<LossScale>,
     lr: f64,

@@ -1,10 +1,13 @@
-//! A short text at the end of a run, so that a number is not all there is to see.
+//! A short text at the end of a run, so that a number is not all there is to see. It is made when the memory of the training step
+//! is free again, so that it takes no more than was planned.
 
-use crate::session::Session;
+use crate::state::Weights;
 use crate::{Generator, Sampling, TextStream, Tokenizer, TrainError, generate};
+use lockstep_checkpoint::open;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// A text that a model has continued.
@@ -22,11 +25,11 @@ const PROMPT: usize = 32;
 const LARGEST_MODEL: u64 = 200_000_000;
 const LONGEST: Duration = Duration::from_millis(1500);
 
-/// Continues the beginning of `data` by up to `max_tokens` tokens, with the parameters of a running session.
+/// Continues the beginning of `data` by up to `max_tokens` tokens, with the parameters of a checkpoint.
 pub(crate) fn sample(
     config: &Config,
     tokenizer: &Tokenizer,
-    session: &Session,
+    checkpoint: &Path,
     parameters: u64,
     data: &Sampler,
     max_tokens: usize,
@@ -43,9 +46,10 @@ pub(crate) fn sample(
     if tokens.is_empty() || tokens.len() >= seq {
         return Ok(None);
     }
-    let begun = Instant::now();
     let context = seq.min(tokens.len() + max_tokens);
-    let mut generator = Generator::new(config, context, session.weights())?;
+    let checkpoint = open(checkpoint)?;
+    let mut generator = Generator::new(config, context, Weights::Checkpoint(&checkpoint))?;
+    let begun = Instant::now();
     let sampling = Sampling { temperature: 0.8, top_k: None, top_p: 0.95, seed: config.train.seed };
     let mut stream = TextStream::new(tokenizer.clone());
     let mut text = String::new();

@@ -10,7 +10,7 @@ use lockstep_checkpoint::{About, Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{ExecError, Executor, Note, Ticket, Timing};
+use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, StepScalars};
 use std::borrow::Cow;
@@ -25,10 +25,18 @@ pub struct Session {
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
     first: Option<First>,
+    /// Whether gradients are summed in fixed point, with no loss scale but this session's.
+    fixed_point: bool,
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
 }
+
+/// Sums of gradients in fixed point reach 2²⁶. A step whose sums leave that range is run again with a loss scale that is this
+/// factor smaller, up to so many times: then the largest sums of f32 fit. Both are exact, and what is lost below the unit is
+/// less than 2⁻⁴⁰ of the largest sum.
+const NARROWER: f32 = 1.0 / (1 << 21) as f32;
+const NARROWINGS: usize = 5;
 
 /// What the gradients of the first micro-batch are of.
 #[derive(Clone, Copy)]
@@ -51,6 +59,8 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+    /// When it was done, where the device has a clock.
+    pub time: Option<DeviceTime>,
 }
 
 /// A step that was given to the executor.
@@ -64,6 +74,11 @@ enum Queued {
 }
 
 impl QueuedStep {
+    /// A step that has run already.
+    pub(crate) fn done(result: StepResult) -> Self {
+        Self(Queued::Done(result))
+    }
+
     /// Whether it has run already. Else another step may be queued behind it before its result is taken.
     pub fn is_done(&self) -> bool {
         matches!(self.0, Queued::Done(_))
@@ -73,10 +88,10 @@ impl QueuedStep {
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
-        let total = plan.require_memory()?;
+        let total = plan.require_memory(config)?;
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
-        let timeout = std::time::Duration::from_secs_f64(config.parallel.patience);
+        let timeout = std::time::Duration::from_secs_f64(config.parallel.timeout);
         let executor = plan.target.load_all(programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
@@ -88,6 +103,7 @@ impl Session {
         };
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
+            fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
             tensors,
             executor,
@@ -177,6 +193,12 @@ impl Session {
         batch: Batch,
         scalars: &dyn Fn(u64) -> StepScalars,
     ) -> Result<QueuedStep, TrainError> {
+        let micro_batches = self.load_batch(data, batch)?;
+        self.queue_micro_batches(micro_batches, scalars(self.targets))
+    }
+
+    /// Gives the executor the inputs of a step, and says in how many micro-batches.
+    fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
         let mut targets = 0;
         for m in 0..micro_batches {
@@ -185,7 +207,7 @@ impl Session {
         }
         // A step of prompts alone has a loss and a gradient of 0.
         self.targets = targets.max(1);
-        self.queue_micro_batches(micro_batches, scalars(self.targets))
+        Ok(micro_batches)
     }
 
     /// Waits for a step and gives what came of it. Steps are finished in the order in which they were queued.
@@ -193,9 +215,12 @@ impl Session {
         match step.0 {
             Queued::Done(result) => Ok(result),
             Queued::Later { micro_batches, targets, ticket } => {
-                let mut taken = self.executor.take(ticket)?.into_iter();
+                let taken = self.executor.take(ticket)?;
+                let mut tensors = taken.tensors.into_iter();
                 let none = || ExecError::Internal("a queued reading gave too little".into());
-                self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(taken.next().ok_or_else(none)?)))
+                let result =
+                    self.result(micro_batches, targets, |_, _| Ok(Cow::Owned(tensors.next().ok_or_else(none)?)))?;
+                Ok(StepResult { time: taken.time, ..result })
             }
         }
     }
@@ -213,16 +238,52 @@ impl Session {
 
     /// As [`Session::run_step`], and tells when each instruction ran.
     pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
+        self.profile_micro_batches(self.micro_batches, scalars)
+    }
+
+    /// As [`Session::step`], and tells when each instruction ran.
+    pub fn profile_batch(
+        &mut self,
+        data: &Sampler,
+        batch: Batch,
+        scalars: &dyn Fn(u64) -> StepScalars,
+    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
+        let micro_batches = self.load_batch(data, batch)?;
+        self.profile_micro_batches(micro_batches, scalars(self.targets))
+    }
+
+    fn profile_micro_batches(
+        &mut self,
+        micro_batches: usize,
+        scalars: StepScalars,
+    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
         self.write_scalars(scalars)?;
-        let timings = self.executor.profile(StepProgram::TRAIN)?;
-        let result = self.result(self.micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
+        let timings = self.executor.profile(entry(&self.smaller, micro_batches))?;
+        let result = self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
         Ok((result, timings))
     }
 
-    fn queue_micro_batches(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    fn queue_micro_batches(
+        &mut self,
+        micro_batches: usize,
+        mut scalars: StepScalars,
+    ) -> Result<QueuedStep, TrainError> {
+        for _ in 0..NARROWINGS {
+            let queued = self.queue_once(micro_batches, scalars)?;
+            match &queued.0 {
+                // The update was suppressed: weights and moments are as before.
+                Queued::Done(r) if self.fixed_point && !r.applied && r.loss.is_finite() => {
+                    scalars.loss_scale *= NARROWER;
+                }
+                _ => return Ok(queued),
+            }
+        }
+        self.queue_once(micro_batches, scalars)
+    }
+
+    fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
-        let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
-        self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
+        self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
         let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
         let count = if self.first.is_some() { 3 } else { 2 };
@@ -259,7 +320,8 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
-        Ok(StepResult { loss: sum / targets as f64, grad_norm, applied: !factor.is_nan(), first })
+        let loss = sum / targets as f64;
+        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last. `progress`
@@ -281,6 +343,12 @@ impl Session {
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
         Ok(whole.then(|| sum / targets.max(1) as f64))
     }
+}
+
+/// The entry of a step of so many micro-batches.
+fn entry(smaller: &[(usize, String)], micro_batches: usize) -> &str {
+    let smaller = smaller.iter().find(|(count, _)| *count == micro_batches);
+    smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry)
 }
 
 /// A norm and the factor on gradients.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{losses, tiny, write_corpus};
+use common::{Ran, losses, run_to, tiny, write_corpus};
 use lockstep_config::Config;
 
 #[test]
@@ -77,4 +77,30 @@ fn determinism_has_its_scratch_on_a_gpu_and_changes_nothing_on_the_cpu() {
     let more = 2 * 4 * heads * tiles * tiles - 4 * 4 * 500 * heads * head_dim;
     let (with, without) = (scratch("cuda", true), scratch("cuda", false));
     assert!(with.abs_diff(without + more) < 1024, "{with} and {without} bytes of scratch");
+}
+
+#[test]
+fn a_finite_gradient_of_any_size_is_clipped_and_applied() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let run = |std: &str, reproducible: bool, micro_batch: usize| {
+        let keys = format!("steps = 8\nvalidate_every = 0\nreproducible = {reproducible}\nmicro_batch = {micro_batch}");
+        let set = [format!("model.init_std={std}"), "optimizer.lr=1e-9".to_owned()];
+        let config = Config::parse(&tiny(dir.path(), &keys).resolved_toml(), "run.toml", &set).unwrap();
+        let name = format!("run-{std}-{reproducible}-{micro_batch}");
+        let Ran { steps, skipped, .. } = run_to(&config, &dir.path().join(name), 2);
+        assert_eq!(skipped, [0; 0], "init_std {std}");
+        steps.iter().map(|m| m.grad_norm).collect::<Vec<f32>>()
+    };
+    let mut largest = 0.0f32;
+    for std in ["0.02", "100", "3e4"] {
+        let (plain, fixed) = (run(std, false, 8), run(std, true, 8));
+        for (a, b) in plain.iter().zip(&fixed) {
+            assert!((a / b - 1.0).abs() < 1e-3, "init_std {std}: {plain:?} and {fixed:?}");
+        }
+        assert_eq!(fixed, run(std, true, 2), "init_std {std}");
+        largest = largest.max(plain[0]);
+    }
+    // Sums over 256 tokens are beyond the range of fixed point at first.
+    assert!(largest > 1.5e6, "{largest}");
 }

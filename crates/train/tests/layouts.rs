@@ -146,3 +146,26 @@ fn random_models_on_random_layouts() {
     }
     assert!(tried >= 20, "{tried}");
 }
+
+#[test]
+fn rules_that_look_at_signs_raise_no_alarm() {
+    // The gradient of a key's bias is zero but for rounding.
+    let text = "[model]\narchitecture = \"gpt2\"\nvocab_size = 131\nlayers = 4\ndim = 48\nheads = 12\nffn = 96\n\
+                [train]\nseq = 12\nglobal_batch = 8\nthreads = 2\nmicro_batch = 1\n[optimizer]\nname = \"lion\"\n";
+    let layouts = ["tp=2", "tp=2,sp", "tp=3", "tp=3,sp", "tp=4,sp", "dp=2,tp=2", "dp=2,zero=3,tp=2,sp", "tp=2,sp,pp=2"];
+    for precision in ["", BF16] {
+        check(&Config::parse(&format!("{text}{precision}\n"), "run.toml", &[]).unwrap(), &layouts);
+    }
+}
+
+#[test]
+fn high_learning_rates_raise_no_alarm() {
+    for name in ["adamw", "lion", "sgd", "muon"] {
+        for lr in ["0.3", "30.0"] {
+            let keys = format!("micro_batch = 1\n[optimizer]\nname = \"{name}\"\nlr = {lr}\ngrad_clip = 0.0");
+            // Muon needs whole matrices.
+            let layouts = ["dp=2,zero=1", "dp=4", "tp=2", "tp=4,sp", "dp=2,zero=3,tp=2,sp"];
+            check(&config("", &keys), if name == "muon" { &layouts[..2] } else { &layouts });
+        }
+    }
+}

@@ -5,9 +5,10 @@
 //! each W stands right behind the B that feeds it. Every use of a parameter gets an accumulator of its own (two uses of a
 //! tied table are added once, by the optimizer pass), named `grad.<parameter>` and `grad.<parameter>.2`.
 //!
-//! In f16, gradients start with the step's loss scale instead of 1; the optimizer takes it out again.
+//! In f16, and where gradients are summed in fixed point, they start with the step's loss scale instead of 1; the optimizer
+//! takes it out again.
 
-use crate::Context;
+use crate::{Context, Precision};
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::op::Saved;
 use lockstep_ir::{DType, Graph, Op, StepScalars, TensorType, TypeError, ValueId};
@@ -15,7 +16,8 @@ use lockstep_ir::{DType, Graph, Op, StepScalars, TensorType, TypeError, ValueId}
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    if context.precision.compute == DType::F16 {
+    let Precision { compute, gradients } = context.precision;
+    if compute == DType::F16 || gradients == DType::Fixed64 {
         scale(&mut g)?;
     }
     let forward = g.nodes.clone();
@@ -328,7 +330,9 @@ fn scale(g: &mut Graph) -> Result<(), TypeError> {
             node.inputs.push(scalars);
         }
         if node.op == Op::CrossEntropy {
-            let reason = "has no loss scale where it stands alone: f16 needs it fused with the output head".into();
+            let reason =
+                "has no loss scale where it stands alone: f16 and fixed point need it fused with the output head"
+                    .into();
             return Err(TypeError { op: node.op.name(), reason });
         }
     }

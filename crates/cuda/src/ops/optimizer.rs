@@ -3,6 +3,7 @@
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix, sum_kind};
 use crate::kernels::{Value, args};
+use lockstep_ir::squares::LIMBS;
 use lockstep_ir::{DType, Op};
 
 fn each(n: usize) -> [usize; 3] {
@@ -85,7 +86,7 @@ impl<const WORDS: usize> Many<WORDS> {
     }
 }
 
-/// Scratch: four parts of the sum, and a mark.
+/// Scratch: the limbs of the sum, and a mark.
 pub unsafe fn square_sum(call: Call, sharers: usize, tail: usize) -> Result<(), CudaError> {
     /// Elements of a block of threads.
     const CHUNK: usize = THREADS * 4 * 8;
@@ -93,8 +94,8 @@ pub unsafe fn square_sum(call: Call, sharers: usize, tail: usize) -> Result<(), 
     let (totals, last) = (call.scratch()?, call.bound.inputs.len() - 1);
     let args = args![call.input(last), totals, 1.0 / sharers as f64];
     let gradients = &call.bound.inputs[..last];
-    // SAFETY: the operands have as many elements; the scratch has five numbers.
-    unsafe { call.stream.fill(totals, 0, 40)? };
+    // SAFETY: the operands have as many elements; the scratch has as many numbers.
+    unsafe { call.stream.fill(totals, 0, (LIMBS + 1) * 8)? };
     for dtype in [DType::F32, DType::BF16, DType::Fixed64] {
         let name = format!("square_sum_{}", suffix(dtype));
         let mut many = Many::<3>::new();
@@ -111,14 +112,14 @@ pub unsafe fn square_sum(call: Call, sharers: usize, tail: usize) -> Result<(), 
         // SAFETY: as above.
         unsafe { many.launch(call, &name, args)? };
     }
-    // SAFETY: the scratch has five numbers, the output four.
+    // SAFETY: the scratch has the limbs and a mark, the output the limbs.
     unsafe { call.plain(("optimizer", "square_sum_end"), [1, 1, 1], 1, args![totals, out]) }
 }
 
 pub unsafe fn merge_sums(call: Call) -> Result<(), CudaError> {
     let Some(total) = call.output(0) else { return Ok(()) };
     (0..call.bound.inputs.len()).try_for_each(|i| {
-        // SAFETY: all have four parts.
+        // SAFETY: all have as many parts, fewer than 32.
         unsafe { call.plain(("optimizer", "merge_sum"), [1, 1, 1], 32, args![call.input(i), total, i > 0]) }
     })
 }

@@ -3,14 +3,13 @@
 use super::call::{At, Call, Ptr};
 use super::float::{Bf16, Float};
 use super::simd::vectorised;
+use lockstep_ir::squares::{LIMBS, Squares};
 use lockstep_ir::{DType, FLAT_BLOCK, fixed};
 
 /// Tasks that the squares of one gradient are cut into.
 const TASKS: usize = 64;
-/// Scratch of `square_sum`: an integer for every task, and whether it is sound.
-pub const NORM_SCRATCH: usize = TASKS * std::mem::size_of::<Option<u128>>();
-/// Parts of an integer of 128 bits.
-const LIMBS: usize = 4;
+/// Scratch of `square_sum`: a sum for every task.
+pub const NORM_SCRATCH: usize = TASKS * std::mem::size_of::<Squares>();
 
 /// A gradient as a function of the index.
 #[inline(always)]
@@ -25,16 +24,6 @@ pub(super) fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
     }
 }
 
-/// Units of sums of squares: 2⁻⁶⁴.
-const UNIT: f64 = (1u128 << 64) as f64;
-/// The largest sum of squares that counts: more is no longer a gradient. Sums of many ranks' shares stay far below 2¹²⁸ units.
-const MOST: f64 = (1u64 << 40) as f64;
-
-/// A non-negative number as an integer in units; `None` if it is too large or not finite.
-fn to_integer(x: f64) -> Option<u128> {
-    (x <= MOST).then_some((x * UNIT) as u128)
-}
-
 /// The sum of squares of mean gradients. Squares are added in f64 over fixed blocks of a tensor and blocks as integers, so the
 /// sum does not depend on how ranks and threads share the blocks.
 pub fn square_sum(call: Call, sharers: usize, tail: usize) {
@@ -44,8 +33,8 @@ pub fn square_sum(call: Call, sharers: usize, tail: usize) {
     let scalars = call.scalars(count);
     let inverse = f64::from(scalars.inverse());
     let share = 1.0 / sharers as f64;
-    let totals = Ptr(call.scratch::<Option<u128>>());
-    let mut total = Some(0u128);
+    let totals = Ptr(call.scratch::<Squares>());
+    let mut total = Squares::ZERO;
     for (i, &At { elements, dtype, flat, .. }) in inputs[..count].iter().enumerate() {
         let grad = Ptr(call.input::<u8>(i));
         // Where a flat range starts in the tensor that it was cut from.
@@ -59,29 +48,31 @@ pub fn square_sum(call: Call, sharers: usize, tail: usize) {
                 _ => (from..to).map(|i| (f64::from(read(dtype, grad, i)) * inverse).powi(2)).sum(),
             }
         };
-        let block = |from: usize, to: usize| {
+        let block = |sum: &mut Squares, from: usize, to: usize| {
             let shared = tail.saturating_sub(start).clamp(from, to);
-            let own = to_integer(if from < shared { squares(from, shared) } else { 0.0 })?;
-            let rest = to_integer(if shared < to { squares(shared, to) * share } else { 0.0 })?;
-            own.checked_add(rest)
+            if from < shared {
+                sum.add(squares(from, shared));
+            }
+            if shared < to {
+                sum.add(squares(shared, to) * share);
+            }
         };
         let blocks = elements.div_ceil(FLAT_BLOCK);
         let grain = blocks.div_ceil(TASKS).max(1);
         call.ranges(blocks, grain, |from, to| {
-            let mut blocks = (from..to).map(|b| block(b * FLAT_BLOCK, elements.min((b + 1) * FLAT_BLOCK)));
-            let sum = blocks.try_fold(0u128, |sum, block| sum.checked_add(block?));
+            let mut sum = Squares::ZERO;
+            (from..to).for_each(|b| block(&mut sum, b * FLAT_BLOCK, elements.min((b + 1) * FLAT_BLOCK)));
             // SAFETY: every task has a total of its own.
             unsafe { *totals.at(from / grain) = sum };
         });
         for task in 0..blocks.div_ceil(grain) {
             // SAFETY: written above.
-            total = total.zip(unsafe { *totals.at(task) }).and_then(|(a, b)| a.checked_add(b));
+            total.merge(unsafe { &*totals.at(task) });
         }
     }
-    if let Some(sum) = call.output::<i64>(0) {
-        let limb = |l: usize| total.map_or(fixed::POISON, |t| i64::from((t >> (32 * l)) as u32));
-        // SAFETY: the sum has as many parts.
-        (0..LIMBS).for_each(|l| unsafe { *sum.add(l) = limb(l) });
+    if let Some(sum) = call.output::<[i64; LIMBS]>(0) {
+        // SAFETY: the op table says that the sum has as many parts.
+        unsafe { *sum = total.stored() };
     }
 }
 
@@ -95,15 +86,14 @@ pub fn merge_sums(call: Call) {
     }
 }
 
-/// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite.
+/// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite in f32.
 pub fn gradient_norm(call: Call) {
-    // SAFETY: the operands' types say so.
-    let (limbs, scalars) = unsafe { (Ptr(call.input::<i64>(0)).slice(0, LIMBS), call.scalars(1)) };
-    let sound = !limbs.contains(&fixed::POISON);
-    let sum = limbs.iter().enumerate().map(|(l, x)| *x as f64 * 2f64.powi(32 * l as i32)).sum::<f64>() / UNIT;
-    let norm = if sound && sum <= MOST { sum.sqrt() as f32 } else { f32::NAN };
-    let clip = if norm > scalars.clip { scalars.clip / norm } else { 1.0 };
-    let factor = if norm.is_finite() { scalars.inverse() * clip } else { f32::NAN };
+    // SAFETY: the op table says that the sum has as many parts.
+    let (sum, scalars) = unsafe { (Squares::from_stored(&*call.input(0)), call.scalars(1)) };
+    let norm = sum.value().sqrt() as f32;
+    // In f64, since a ratio of two f32 need not be one.
+    let clip = if norm > scalars.clip { f64::from(scalars.clip) / f64::from(norm) } else { 1.0 };
+    let factor = if norm.is_finite() { (f64::from(scalars.inverse()) * clip) as f32 } else { f32::NAN };
     if let Some(stats) = call.output::<f32>(0) {
         // SAFETY: stats has two elements.
         unsafe {

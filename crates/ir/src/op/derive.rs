@@ -1,7 +1,7 @@
 //! Letters of an op that none of its inputs has as they are.
 
 use super::{Dims, Op, TypeError};
-use crate::{Axis, Dim, Section};
+use crate::{Axis, Dim, Section, squares};
 
 impl Op {
     /// Fills in the letters that follow from attributes or from the sections of a packed dimension.
@@ -82,7 +82,7 @@ impl Op {
                 dims.set('c', &Dim::new(Axis::Seq, *rows));
             }
             Op::SquareSum { .. } => {
-                dims.set('m', &Dim::new(Axis::Scalar, 4));
+                dims.set('m', &Dim::new(Axis::Scalar, squares::LIMBS));
             }
             Op::Orthogonalise => {
                 let (rows, columns) = (dims.get('n').cloned(), dims.size('k'));

@@ -205,8 +205,9 @@ pub enum Op {
     AddState,
     /// Adds a value to its sum over micro-batches.
     Accumulate,
-    /// The sum of the squares of mean gradients, as an integer of 128 bits in four parts: exact, so that it does not depend on
-    /// who adds what to what. Elements from `tail` on stand on `sharers` ranks and count in shares.
+    /// The sum of the squares of mean gradients, as a wide integer in parts ([`crate::squares`]): exact over the range of f32,
+    /// so that it does not depend on who adds what to what. Elements from `tail` on stand on `sharers` ranks and count in
+    /// shares.
     SquareSum {
         /// Ranks that hold the elements from `tail` on.
         sharers: usize,

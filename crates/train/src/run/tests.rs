@@ -1,8 +1,8 @@
-//! A run on an executor that answers late, as a GPU does, against the same run on the processor.
+//! A run on an executor that answers late, as a GPU does, against the same run on the CPU.
 
 use super::*;
 use lockstep_compile::STATS;
-use lockstep_exec::{ExecError, Executor, Ticket, Timing};
+use lockstep_exec::{ExecError, Executor, Taken, Ticket, Timing};
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::path::Path;
@@ -16,6 +16,8 @@ struct Late {
     readings: u64,
     /// A reading that says that the update was left out.
     spoiled: Option<u64>,
+    /// Whether it has a clock.
+    clock: bool,
     /// Most steps that were under way at a time.
     most: Arc<AtomicUsize>,
 }
@@ -59,10 +61,12 @@ impl Executor for Late {
         Ok(Some(Ticket(number)))
     }
 
-    fn take(&mut self, ticket: Ticket) -> Result<Vec<Vec<u8>>, ExecError> {
-        let (number, bytes) = self.under_way.pop_front().expect("a reading was queued");
+    fn take(&mut self, ticket: Ticket) -> Result<Taken, ExecError> {
+        let (number, tensors) = self.under_way.pop_front().expect("a reading was queued");
         assert_eq!(number, ticket.0);
-        Ok(bytes)
+        // A device whose steps take a second each, whatever the host sees.
+        let time = DeviceTime { since_begin: 1.0, since_last: Some(1.0) };
+        Ok(Taken { tensors, time: self.clock.then_some(time) })
     }
 }
 
@@ -82,6 +86,7 @@ fn config(dir: &Path, keys: &str) -> Config {
 struct How {
     late: bool,
     spoiled: Option<u64>,
+    clock: bool,
     /// The step at which it is told to stop.
     stop_at: Option<u64>,
 }
@@ -124,7 +129,14 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     if how.late {
         run.session = run.session.with_executor(|inner| {
             let most = most.clone();
-            Box::new(Late { inner, under_way: VecDeque::new(), readings: 0, spoiled: how.spoiled, most })
+            Box::new(Late {
+                inner,
+                under_way: VecDeque::new(),
+                readings: 0,
+                spoiled: how.spoiled,
+                clock: how.clock,
+                most,
+            })
         });
     }
     let outcome = run.go(&stop, &mut show);
@@ -167,6 +179,23 @@ fn a_run_that_is_a_step_ahead_writes_what_another_writes() {
 }
 
 #[test]
+fn the_time_of_a_step_is_the_devices_up_to_the_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = "steps = 9\nvalidate_every = 4\nvalidation_sequences = 4\n[checkpoint]\nevery = 6";
+    let config = config(dir.path(), keys);
+    let run = dir.path().join("run");
+    go(&config, &run, How { late: true, clock: true, ..How::default() }).outcome.unwrap();
+    let lines = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let times: Vec<f64> = lines
+        .lines()
+        .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()["step_s"].as_f64().unwrap())
+        .collect();
+    // Those that begin behind nothing have what the host did before, here much less than a second.
+    assert!(times.len() == 9 && times.iter().all(|t| (1.0..1.5).contains(t)), "{times:?}");
+    assert_eq!(times.iter().filter(|t| **t == 1.0).count(), 5, "{times:?}");
+}
+
+#[test]
 fn a_run_that_is_stopped_ends_with_the_step_that_was_queued() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), "steps = 12\nvalidate_every = 0\n[checkpoint]\nevery = 0");
@@ -178,7 +207,7 @@ fn a_run_that_is_stopped_ends_with_the_step_that_was_queued() {
     assert_eq!(first.events.last().unwrap(), "saved 6");
     let second = go(&config, &stopped, How { late: true, ..How::default() });
     let steps = |seen: &Seen| seen.events.iter().filter(|e| e.starts_with("stepped")).cloned().collect::<Vec<_>>();
-    // Held-out losses aside, of which a new call takes one.
+    // Validation losses aside, of which a new call takes one.
     let both: Vec<String> = [steps(&first), steps(&second)].concat();
     assert_eq!(both, steps(&whole));
 }
@@ -187,7 +216,7 @@ fn a_run_that_is_stopped_ends_with_the_step_that_was_queued() {
 fn a_step_that_is_left_out_is_told_once_and_not_counted() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), "steps = 8\nvalidate_every = 0\n[checkpoint]\nevery = 0");
-    let seen = go(&config, &dir.path().join("run"), How { late: true, spoiled: Some(3), stop_at: None });
+    let seen = go(&config, &dir.path().join("run"), How { late: true, spoiled: Some(3), ..How::default() });
     let order: Vec<&str> = seen.events.iter().filter_map(|e| e.split(':').next()).collect();
     assert_eq!(order[4..7], ["skipped 4", "stepped 4", "stepped 5"]);
     assert_eq!(updates(&seen), 7);

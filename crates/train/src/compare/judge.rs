@@ -1,0 +1,333 @@
+//! What a layout promises, and whether it is kept: every number that is compared, with its bound.
+
+use super::{Stored, Trace};
+use lockstep_config::Config;
+use lockstep_ir::graph::State;
+use lockstep_ir::{DType, Layout};
+use serde::Serialize;
+
+/// What a layout promises about one rank's numbers, step by step from the same state.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Promise {
+    /// The same bits.
+    Identical,
+    /// Sums are taken in another order: differences stay below these shares.
+    Close {
+        /// Of the loss, in training and evaluation.
+        loss: f64,
+        /// Of a gradient tensor's largest element, and of norms.
+        gradient: f64,
+        /// Of the update of an element whose gradient is well away from zero.
+        update: f64,
+    },
+}
+
+impl Promise {
+    /// What a layout promises for a config.
+    pub fn of(layout: &Layout, config: &Config) -> Self {
+        let same_sums = layout.mesh.tp == 1 && (layout.mesh.dp == 1 || config.train.reproducible);
+        let rounds = config.precision.policy != "fp32" || config.precision.gradients == "bf16";
+        match (same_sums, rounds) {
+            (true, _) => Promise::Identical,
+            (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4, update: 0.1 },
+            (false, true) => Promise::Close { loss: 2e-3, gradient: 5e-2, update: 0.5 },
+        }
+    }
+}
+
+/// One thing that is compared, where it comes closest to its bound or leaves it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Criterion {
+    /// What is compared.
+    pub name: &'static str,
+    /// How far apart it is.
+    pub found: f64,
+    /// How far apart it may be.
+    pub bound: f64,
+    /// Whether the bound is more than what is promised, because one rank alone differs by a part of it when its weights
+    /// change in the last bit.
+    pub raised: bool,
+    /// The step, from 1 on, and where it is of tensors, which.
+    pub at: String,
+}
+
+impl Criterion {
+    /// Whether it is inside its bound.
+    pub fn is_kept(&self) -> bool {
+        self.found <= self.bound
+    }
+}
+
+/// What one layout gave, beside one rank.
+#[derive(Clone, Debug, Serialize)]
+pub struct Comparison {
+    /// The layout, in short.
+    pub layout: String,
+    /// Its ranks.
+    pub ranks: usize,
+    /// Losses of one rank and of the layout, step by step, in nats per token.
+    pub losses: Vec<(f64, f64)>,
+    /// The largest difference of a loss, as a share of one rank's.
+    pub loss_difference: f64,
+    /// The largest difference of a gradient element, as a share of its tensor's largest element.
+    pub gradient_difference: f64,
+    /// Whether every loss, norm, gradient, parameter and moment has the same bits.
+    pub identical: bool,
+    /// What the layout promises.
+    pub promise: Promise,
+    /// All that is compared.
+    pub criteria: Vec<Criterion>,
+    /// Whether the layout keeps its promise: all of them are inside their bounds.
+    pub kept: bool,
+    /// Bytes of the arena of a rank of each stage.
+    pub arena_bytes: Vec<u64>,
+}
+
+/// What is compared. The order is that of reports.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Loss,
+    Gradient,
+    Norm,
+    Moment,
+    Update,
+    Evaluation,
+}
+
+impl Kind {
+    const ALL: [Kind; 6] = [Kind::Loss, Kind::Gradient, Kind::Norm, Kind::Moment, Kind::Update, Kind::Evaluation];
+
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Loss => "loss",
+            Kind::Gradient => "gradients",
+            Kind::Norm => "gradient norm",
+            Kind::Moment => "optimizer state",
+            Kind::Update => "updates",
+            Kind::Evaluation => "evaluation loss",
+        }
+    }
+}
+
+/// A difference, of the kinds that [`Kind`] has.
+struct Difference {
+    kind: Kind,
+    step: usize,
+    tensor: String,
+    value: f64,
+}
+
+/// A layout may move a number this many times as far as a change of the weights in their last bit does.
+const CHAOS: f64 = 32.0;
+/// Of a tensor's counted elements, this share may have another update: where momentum and gradient cancel, a rule that looks at
+/// signs goes either way.
+const OTHER_UPDATES: f64 = 0.02;
+/// As many in any case, however small the tensor.
+const FREE: usize = 2;
+
+pub(super) fn judge(
+    layout: &Layout,
+    promise: Promise,
+    single: &Trace,
+    disturbed: Option<&Trace>,
+    parallel: &Trace,
+) -> Comparison {
+    let identical = same_bits(single, parallel);
+    let loose = Promise::Close { loss: 0.0, gradient: 1e-4, update: 0.1 };
+    let measure = if promise == Promise::Identical { loose } else { promise };
+    let found = differences(single, parallel, measure);
+    let largest = |kind: Kind| found.iter().filter(|d| d.kind == kind).map(|d| d.value).fold(0.0, f64::max);
+    let criteria = match promise {
+        Promise::Identical => {
+            let differing = if identical { 0.0 } else { 1.0 };
+            let at = found.iter().find(|d| d.value > 0.0).map(at).unwrap_or_default();
+            vec![Criterion { name: "bits", found: differing, bound: 0.0, raised: false, at }]
+        }
+        Promise::Close { .. } => {
+            let natural = disturbed.map(|disturbed| differences(single, disturbed, promise)).unwrap_or_default();
+            Kind::ALL.into_iter().filter_map(|kind| criterion(kind, promise, &found, &natural)).collect()
+        }
+    };
+    Comparison {
+        layout: layout.to_string(),
+        ranks: layout.mesh.ranks(),
+        losses: single.steps.iter().zip(&parallel.steps).map(|(a, b)| (a.loss, b.loss)).collect(),
+        loss_difference: largest(Kind::Loss),
+        gradient_difference: largest(Kind::Gradient),
+        identical,
+        promise,
+        kept: criteria.iter().all(Criterion::is_kept),
+        criteria,
+        arena_bytes: parallel.arena_bytes.clone(),
+    }
+}
+
+fn at(d: &Difference) -> String {
+    match (d.kind, d.tensor.as_str()) {
+        (Kind::Evaluation, _) => "after the last step".to_owned(),
+        (_, "") => format!("step {}", d.step + 1),
+        (_, tensor) => format!("step {}, {tensor}", d.step + 1),
+    }
+}
+
+/// The difference of a kind that comes closest to its bound. `natural` has the same list for one rank whose weights were changed in
+/// the last bit.
+fn criterion(kind: Kind, promise: Promise, found: &[Difference], natural: &[Difference]) -> Option<Criterion> {
+    let Promise::Close { loss, gradient, .. } = promise else { return None };
+    let promised = match kind {
+        Kind::Loss | Kind::Evaluation => loss,
+        Kind::Gradient | Kind::Norm => gradient,
+        // Squares of gradients, and the norm that clips them.
+        Kind::Moment => 4.0 * gradient,
+        Kind::Update => OTHER_UPDATES,
+    };
+    let criteria = found.iter().enumerate().filter(|(_, d)| d.kind == kind).map(|(i, d)| {
+        let chaos = natural.get(i).map_or(0.0, |n| CHAOS * n.value);
+        Criterion { name: kind.name(), found: d.value, bound: promised.max(chaos), raised: chaos > promised, at: at(d) }
+    });
+    // What is farthest outside, or closest to the border.
+    let share = |c: &Criterion| if c.found == 0.0 { 0.0 } else { c.found / c.bound };
+    criteria.max_by(|a, b| {
+        let kept = |c: &Criterion| !c.is_kept();
+        kept(a).cmp(&kept(b)).then(share(a).total_cmp(&share(b)))
+    })
+}
+
+/// A number beside none is infinitely far from it.
+fn apart(a: f64, b: f64) -> f64 {
+    match (a.is_nan(), b.is_nan()) {
+        (true, true) => 0.0,
+        (false, false) if a == b => 0.0,
+        (false, false) => Some((a - b).abs()).filter(|x| x.is_finite()).unwrap_or(f64::INFINITY),
+        _ => f64::INFINITY,
+    }
+}
+
+fn same_bits(a: &Trace, b: &Trace) -> bool {
+    let same = |a: f64, b: f64| a == b || (a.is_nan() && b.is_nan());
+    let all_same = |a: &[Stored], b: &[Stored]| {
+        a.len() == b.len()
+            && a.iter().all(|a| {
+                find(b, &a.name).is_some_and(|b| {
+                    a.bytes == b.bytes || {
+                        let (a, b) = (a.numbers(), b.numbers());
+                        a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(*a, b))
+                    }
+                })
+            })
+    };
+    let step = |(a, b): (&super::Step, &super::Step)| {
+        same(a.loss, b.loss)
+            && same(a.norm.into(), b.norm.into())
+            && all_same(&a.gradients, &b.gradients)
+            && all_same(&a.after, &b.after)
+    };
+    same(a.evaluated, b.evaluated) && a.steps.iter().zip(&b.steps).all(step)
+}
+
+fn find<'a>(states: &'a [Stored], name: &str) -> Option<&'a Stored> {
+    states.iter().find(|s| s.name == name)
+}
+
+fn largest(x: &[f64]) -> f64 {
+    x.iter().fold(0.0, |m: f64, x| m.max(x.abs()))
+}
+
+/// Every difference of two runs of the same steps, always in the same order.
+fn differences(a: &Trace, b: &Trace, promise: Promise) -> Vec<Difference> {
+    let mut all = Vec::new();
+    let relative = |a: f64, b: f64| apart(a, b) / a.abs().max(f64::MIN_POSITIVE);
+    for (step, (ours, theirs)) in a.steps.iter().zip(&b.steps).enumerate() {
+        let mut push =
+            |kind, tensor: &str, value| all.push(Difference { kind, step, tensor: tensor.to_owned(), value });
+        push(Kind::Loss, "", relative(ours.loss, theirs.loss));
+        push(Kind::Norm, "", relative(ours.norm.into(), theirs.norm.into()));
+        let gradients: Vec<Vec<f64>> = ours.gradients.iter().map(Stored::numbers).collect();
+        // A tensor whose gradient is nothing but rounding has no size of its own.
+        let least = 1e-3 * gradients.iter().map(|g| largest(g)).fold(0.0, f64::max);
+        for (gradient, x) in ours.gradients.iter().zip(&gradients) {
+            push(Kind::Gradient, &gradient.name, most(x, find(&theirs.gradients, &gradient.name), least));
+        }
+        for state in &ours.after {
+            let x = state.numbers();
+            if let State::Moment { .. } = &state.state {
+                push(Kind::Moment, &state.name, most(&x, find(&theirs.after, &state.name), 0.0));
+                continue;
+            }
+            let Some((parameter, counted)) = updated(state, &ours.after) else { continue };
+            let gradient = ours.gradients.iter().position(|g| g.name == format!("grad.{parameter}"));
+            let changes = [(a, &ours.after), (b, &theirs.after)].map(|(run, after)| {
+                let (before, after) = (find(&run.starts[step], &state.name)?, find(after, &state.name)?);
+                let (before, after) = (before.numbers(), after.numbers());
+                (before.len() == x.len() && after.len() == x.len())
+                    .then(|| after.iter().zip(&before).map(|(a, b)| a - b).collect::<Vec<f64>>())
+            });
+            let value = match (changes, gradient.map(|g| &gradients[g])) {
+                ([Some(ours), Some(theirs)], Some(g)) if g.len() == x.len() => {
+                    other_updates([&ours, &theirs], &x, g, least, counted, promise)
+                }
+                _ => f64::INFINITY,
+            };
+            push(Kind::Update, &parameter, value);
+        }
+    }
+    let step = a.steps.len();
+    let value = relative(a.evaluated, b.evaluated);
+    all.push(Difference { kind: Kind::Evaluation, step, tensor: String::new(), value });
+    all
+}
+
+/// The largest difference of an element, as a share of the tensor's largest, or of `least` where that is more.
+fn most(x: &[f64], other: Option<&Stored>, least: f64) -> f64 {
+    let y = other.map(Stored::numbers).unwrap_or_default();
+    if x.len() != y.len() {
+        return f64::INFINITY;
+    }
+    let difference = x.iter().zip(&y).map(|(a, b)| apart(*a, *b)).fold(0.0, f64::max);
+    if difference == 0.0 { 0.0 } else { difference / largest(x).max(least) }
+}
+
+/// The parameter that a state is the one updated of, and the rounding of its numbers: the master weights where there are
+/// some, else the parameter itself.
+fn updated(state: &Stored, all: &[Stored]) -> Option<(String, f64)> {
+    let rounding = match state.dtype {
+        DType::BF16 => 2f64.powi(-7),
+        DType::F16 => 2f64.powi(-10),
+        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => 2f64.powi(-22),
+    };
+    match &state.state {
+        State::Master { of } => Some((of.clone(), rounding)),
+        State::Parameter(_) => {
+            let has_master = all.iter().any(|s| matches!(&s.state, State::Master { of } if *of == state.name));
+            (!has_master).then(|| (state.name.clone(), rounding))
+        }
+        _ => None,
+    }
+}
+
+/// The share of elements with another update, of those whose gradient is well away from zero: rules that look at signs turn the
+/// rounding of a gradient that is zero into a whole step.
+fn other_updates(
+    [ours, theirs]: [&[f64]; 2],
+    parameter: &[f64],
+    gradient: &[f64],
+    least: f64,
+    rounding: f64,
+    promise: Promise,
+) -> f64 {
+    let Promise::Close { gradient: bound, update, .. } = promise else { return 0.0 };
+    let away = (100.0 * bound).min(0.2) * largest(gradient).max(least);
+    let usual = (ours.iter().map(|x| x * x).sum::<f64>() / ours.len().max(1) as f64).sqrt();
+    let (mut counted, mut other) = (0, 0);
+    for i in 0..ours.len() {
+        if gradient[i].abs() < away || away == 0.0 {
+            continue;
+        }
+        counted += 1;
+        let accepted = update * ours[i].abs().max(usual) + rounding * parameter[i].abs();
+        // Not: more than accepted. NaN is outside.
+        other += usize::from(!(apart(ours[i], theirs[i]) <= accepted));
+    }
+    other.saturating_sub(FREE) as f64 / f64::from(counted.max(1))
+}
