@@ -26,7 +26,7 @@ impl Change {
     /// The key, `table.key`; whatever stands before the value where there is no such key.
     pub fn key(&self) -> &str {
         let written = || self.text.split('=').next().unwrap_or_default().trim();
-        overrides::read(overrides::CHANGE, &self.text).map_or_else(|_| written(), |(key, ..)| key.path)
+        overrides::read(overrides::CHANGE, &self.text).map_or_else(|_| written(), |(named, _)| named.key.path)
     }
 }
 

@@ -148,7 +148,11 @@ pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Co
     {
         return Err(TrainError::Imported { dir: options.dir.clone() });
     }
-    let course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    let mut course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    if !course.changes.is_empty() {
+        // What is found out about a config is not part of what it was read from.
+        course.config = settled(&course.config, Some(&options.dir))?;
+    }
     Ok((found, course))
 }
 
