@@ -137,7 +137,7 @@ tables! {
         init_from: Option<String> = Text(FOLDER), Unset, Trajectory,
             finds ["fine-tuning", "finetuning", "pretrained", "continued pre-training", "SFT", "model_name_or_path", "load checkpoint", "warm start"];
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any gradient accumulation; costs time and
-        /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is computed again with
+        /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is repeated with
         /// a larger unit.
         reproducible: bool = Bool, Fixed("false"), Changeable, finds ["reproducibility", "bit-identical", "batch invariant"];
         /// Whether to estimate the gradient noise scale, the batch above which more sequences help little, from the gradients of the

@@ -375,7 +375,7 @@ impl TrainError {
         TrainError::Io { action, path: path.to_owned(), cause }
     }
 
-    /// Whether nothing is wrong: somebody asked to stop, and the same command goes on.
+    /// Whether nothing is wrong: the run was asked to stop, and the same command goes on.
     pub fn is_interrupt(&self) -> bool {
         matches!(self, TrainError::Data(DataError::Interrupted))
     }
