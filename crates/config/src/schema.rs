@@ -146,7 +146,7 @@ tables! {
         noise_scale: bool = Bool, Fixed("false"), Conduct, finds ["gradient noise scale", "critical batch size", "GNS"];
         /// Steps from one validation to the next; 0 validates only at the start and the end.
         validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct, finds ["eval_interval", "eval_steps", "validation interval", "val_check_interval"];
-        /// The most held-out sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
+        /// The most sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
         /// the sequences that are trained on from one validation to the next, so that validation stays a small part of it.
         validation_sequences: usize =
             Count(0, BATCH), Derived("64, less in a short run", checks::default_validation_sequences), Conduct,
