@@ -45,7 +45,7 @@ impl Progress {
         match event {
             Event::Warning(text) => self.warn(text),
             Event::Skipped { step } => {
-                self.warn(&format!("step {step}: the gradient is not finite, update left out"));
+                self.warn(&format!("step {step}: the gradient is not finite, update skipped"));
             }
             _ if self.quiet => {}
             Event::Preparing(p) => self.preparing("data", p),

@@ -75,7 +75,7 @@ pub(crate) fn formulas(
         form("of both, in the forward pass", "a third".into(), (attention + mlp) / 3.0, per_sequence(layer.forward)),
         form(
             "FLOPs that full recomputation adds to them",
-            "a third less the last product, 2 · S · D · F".into(),
+            "a third less the last matmul, 2 · S · D · F".into(),
             (attention + mlp) / 3.0 - 2.0 * s * d * ffn,
             full_flops / (layers * sequences * plan.layout.micro_batches as f64),
         ),
@@ -196,7 +196,7 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let closed = positions * (c * elements + 4.0 * (scores + norms + turned));
     let formula =
         format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {products} · F{}{text}) + 4 · {})", shown.0, shown.1);
-    let mut forms = vec![form("bytes that a layer keeps for backward", formula, closed, program)];
+    let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];
     if m.architecture == "gpt2" && naive && c == 2.0 {
         forms.push(Formula {
             note: Some(

@@ -161,7 +161,7 @@ fn a_gpt_layer_keeps_what_korthikanti_et_al_count_and_every_difference_has_a_nam
     let statistics = 16 * s;
     assert_eq!(paper.closed, (34 * sbh + 5 * a * s * s) as f64);
     assert_eq!(paper.program, (34 * sbh + 5 * a * s * s + statistics - absent.iter().sum::<u64>()) as f64);
-    assert_eq!(paper.program, form(&account, "bytes that a layer keeps").closed);
+    assert_eq!(paper.program, form(&account, "bytes that a layer saves").closed);
 }
 
 #[test]
