@@ -46,7 +46,7 @@ impl Progress {
         match event {
             Event::Warning(text) => self.warn(text),
             Event::Skipped { step } => {
-                self.warn(&format!("step {step}: the gradient is not finite, update left out"));
+                self.warn(&format!("step {step}: the gradient is not finite, update skipped"));
             }
             _ if self.quiet => {}
             Event::Preparing(p) => self.preparing("data", p),
@@ -68,7 +68,7 @@ impl Progress {
                 if later.len() == 1 { "" } else { "s" },
                 to.display()
             )),
-            Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+            Event::Started { plan, matmul_peak, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
                 self.steps = steps;
                 self.clear();
                 self.working = None;
@@ -93,8 +93,8 @@ impl Progress {
                 }
                 self.say(&format!(
                     "MFU is measured against this machine's {}, {}/s",
-                    plan.ceiling_name(),
-                    units::flops(ceiling)
+                    plan.peak_name(),
+                    units::flops(matmul_peak)
                 ));
                 let resumed =
                     if from_step == 0 { "starting".to_owned() } else { format!("resuming at step {from_step}") };

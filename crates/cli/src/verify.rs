@@ -32,7 +32,7 @@ pub struct Args {
     format: Format,
 }
 
-/// What is tried where nobody says otherwise. `a` is the least size of an axis that fits the model, `b` the next.
+/// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
 const KINDS: [&str; 18] = [
     "dp=a",
     "dp=a,zero=1",

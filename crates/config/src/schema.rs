@@ -163,7 +163,7 @@ tables! {
             finds ["fine-tuning", "finetuning", "pretrained", "continued pre-training", "SFT", "model_name_or_path",
                 "load checkpoint", "warm start"];
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any gradient accumulation; costs time and
-        /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is computed again with
+        /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is repeated with
         /// a larger unit.
         reproducible: bool = Bool, Fixed("false"), Changeable,
             finds ["reproducibility", "bit-identical", "batch invariant"];
@@ -174,7 +174,7 @@ tables! {
         /// Steps from one validation to the next; 0 validates only at the start and the end.
         validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct,
             finds ["eval_interval", "eval_steps", "validation interval", "val_check_interval"];
-        /// The most held-out sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
+        /// The most sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
         /// the sequences that are trained on from one validation to the next, so that validation stays a small part of it.
         validation_sequences: usize =
             Count(0, BATCH), Derived("64, less in a short run", checks::default_validation_sequences), Conduct,

@@ -79,7 +79,7 @@ impl std::fmt::Display for Verdict {
     }
 }
 
-/// Programs of a config that nobody will run.
+/// Programs of a config that will not run.
 struct Estimate {
     programs: Vec<StepProgram>,
     stages: Vec<MemoryBreakdown>,
@@ -154,7 +154,7 @@ fn with_micro_batch(config: &Config, sequences: usize) -> Config {
 }
 
 /// The config with the default of `train.micro_batch` that fits: the whole batch of a rank, or where that does not fit, the
-/// largest divisor that does; where none does, the least. A value that somebody gave stays.
+/// largest divisor that does; where none does, the least. A given value stays.
 pub fn with_fitting_micro_batch(config: &Config, room: &Room) -> Result<Config, TrainError> {
     if !config.micro_batch_is_default() || config.train.micro_batch == 1 || fits(config, room)? {
         return Ok(config.clone());
