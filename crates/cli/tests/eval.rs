@@ -64,7 +64,8 @@ fn a_mixture_is_evaluated_as_a_whole_and_per_corpus() {
                 { name = \"few\", paths = [\"few.jsonl\"], weight = 1 }, \
                 { name = \"records\", paths = [\"records.jsonl\"], weight = 3 }]";
     place.config(&CONFIG.replace("paths = [\"corpus\"]", data));
-    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    // As many as the weights divide.
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.validation_sequences=64"]);
     let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
     let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
     for from in ["run", "run/checkpoints/step-00000020"] {

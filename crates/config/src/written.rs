@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Origin;
 use crate::declare::{Effect, Key};
+use crate::overrides;
 use crate::schema::{Config, KEYS};
 use crate::source::printable;
 use crate::value::Value;
@@ -22,9 +23,10 @@ pub struct Change {
 }
 
 impl Change {
-    /// The key, as it was written.
+    /// The key, `table.key`; whatever stands before the value where there is no such key.
     pub fn key(&self) -> &str {
-        self.text.split('=').next().unwrap_or_default().trim()
+        let written = || self.text.split('=').next().unwrap_or_default().trim();
+        overrides::read(overrides::CHANGE, &self.text).map_or_else(|_| written(), |(named, _)| named.key.path)
     }
 }
 
@@ -39,7 +41,7 @@ pub struct Difference {
     pub theirs: String,
     /// Whether a run may take on another value when it is resumed.
     pub changeable: bool,
-    /// Whether nobody gave our value: it follows from others.
+    /// Whether our value was not given: it follows from others.
     pub follows: bool,
 }
 
@@ -87,7 +89,7 @@ impl Config {
         KEYS.iter().filter(differ).map(difference).collect()
     }
 
-    /// Whether somebody gave the key `table.key`, or a preset: its value is no default.
+    /// Whether the user gave the key `table.key`, or a preset: its value is no default.
     pub fn is_given(&self, path: &str) -> bool {
         !matches!(self.provenance.origins.get(path), Some(Origin::Default) | None)
     }

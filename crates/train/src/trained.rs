@@ -178,3 +178,36 @@ fn config_of(checkpoint: &Loaded) -> Result<Config, TrainError> {
         None => Err(TrainError::NoConfig { path: manifest }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_data::{PrepareSpec, TokenizerSpec, prepare};
+    use serde_json::json;
+    use std::fs;
+
+    #[test]
+    fn a_checkpoint_that_holds_no_tokenizer_uses_the_one_beside_the_data() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures/tokenizer.json");
+        fs::copy(fixture, path(TOKENIZER)).unwrap();
+        fs::write(path("text.txt"), "a short text, but long enough\n".repeat(50)).unwrap();
+        let tokenizer = TokenizerSpec::file(&path(TOKENIZER), None).unwrap();
+        let spec = PrepareSpec { paths: vec![path("text.txt")], tokenizer, ..PrepareSpec::default() };
+        prepare(&spec, &path("run/data"), &mut |_| ()).unwrap();
+        let config = format!(
+            "[model]\nvocab_size = 1000\nlayers = 1\ndim = 16\nheads = 2\nffn = 32\n[data]\npaths = [\"text.txt\"]\ntokenizer = {:?}\n",
+            path(TOKENIZER)
+        );
+        let state = json!({ "config": config });
+        lockstep_checkpoint::save(&path("run/checkpoints"), 1, &[], &state, 1, &mut |_, _| {}).unwrap();
+        let trained = Trained::open(&path("run")).unwrap();
+        let before = trained.tokenizer().unwrap().encode("a short text").unwrap();
+        fs::remove_file(path(TOKENIZER)).unwrap();
+        assert_eq!(trained.tokenizer().unwrap().encode("a short text").unwrap(), before);
+        fs::remove_dir_all(path("run/data")).unwrap();
+        let error = trained.tokenizer().unwrap_err().to_string();
+        assert!(error.contains("is not there any more\nhint: put it back"), "{error}");
+    }
+}
