@@ -119,6 +119,16 @@ fn every_byte_but_the_first_is_predicted_whatever_the_length() {
 }
 
 #[test]
+fn bytes_of_value_0_are_bytes_of_text() {
+    let place = trained();
+    std::fs::write(place.path("some.txt"), b"a\0b\0\0c").unwrap();
+    std::fs::write(place.path("more.txt"), b"\0\0").unwrap();
+    let evaluation = json(&place, &["run", "--data", "some.txt", "more.txt", "--seq", "4"]);
+    // All but the first, and the two separators.
+    assert_eq!((&evaluation["tokens"], &evaluation["bytes"]), (&9.into(), &7.into()));
+}
+
+#[test]
 fn longer_sequences_and_other_cuts_see_the_same_text() {
     let place = trained();
     let tokens = |args: &[&str]| {

@@ -65,6 +65,17 @@ impl Config {
         text
     }
 
+    /// The keys of `[model]` as TOML, without the preset that some of them may be from.
+    pub fn model_toml(&self) -> String {
+        let mut text = "[model]\n".to_owned();
+        for key in KEYS.iter().filter(|key| key.table == "model" && key.name != "preset") {
+            if let Some(value) = (key.get)(self) {
+                let _ = writeln!(text, "{} = {value}", key.name);
+            }
+        }
+        text
+    }
+
     /// The keys that change the trajectory of a run and differ between the two configs.
     pub fn differences(&self, other: &Config) -> Vec<Difference> {
         let difference = |key: &Key| Difference {
@@ -128,6 +139,7 @@ impl Config {
             Some(Origin::Preset(name)) => format!("preset {name}"),
             Some(Origin::File { line }) => format!("{}:{line}", printable(&file)),
             Some(Origin::Set) => "--set".into(),
+            Some(Origin::InitFrom) => "train.init_from".into(),
             Some(Origin::Found(how)) => format!("default: {how}"),
             Some(Origin::Change { step }) => format!("--change at step {step}"),
             Some(Origin::Default) | None => "default".into(),

@@ -223,10 +223,10 @@ impl Task<'_> {
         let start = partial.parts.last().map_or(Cursor::default(), |part| part.after);
         progress(at(start, partial.parts.last().map_or(0, |part| part.input_bytes)));
 
-        let (stop, cut_anywhere) = (self.options.stop, self.tokenizer.is_bytes());
+        let (stop, tokenizer) = (self.options.stop, self.tokenizer);
         let fields = Fields { text: &self.spec.text_field, prompt: self.spec.prompt_field.as_deref() };
-        let work = Work { files: &self.found.files, fields, tokenizer: self.tokenizer, stop };
-        let reading = Reading { found: self.found, holdout: self.holdout, fields, cut_anywhere, stop };
+        let work = Work { files: &self.found.files, fields, tokenizer, stop };
+        let reading = Reading { found: self.found, holdout: self.holdout, fields, tokenizer, stop };
         let begin = |partial: &Partial| {
             partial.begin(self.tokenizer.width(), self.holdout.is_active(), fields.prompt.is_some())
         };

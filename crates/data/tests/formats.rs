@@ -6,6 +6,7 @@ use std::fs;
 
 use common::{Case, fixture, tokenizer, tokens};
 use lockstep_data::{DataError, PrepareOptions, PrepareSpec, Prepared, Tokenizer, TokenizerSpec, prepare_with};
+use lockstep_ir::counter;
 use lockstep_ir::op::IGNORED_TARGET;
 
 /// What trains, with `|` for the separators.
@@ -209,6 +210,51 @@ fn a_long_text_is_cut_where_the_tokens_stay_the_same() {
     let lines: Vec<_> = all.split_inclusive(|token| one[one.len() - 2] == *token).collect();
     assert_eq!(lines.len(), 10_001, "a line ends with the same token everywhere");
     assert_eq!(lines[7], &one[..one.len() - 1]);
+}
+
+/// A tokenizer as Llama 2 has it: a space is put before every text, and nothing divides it into words.
+const WHOLE_TEXT: &str = r#"{
+    "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+    "normalizer": { "type": "Sequence", "normalizers": [
+        { "type": "Prepend", "prepend": "_" }, { "type": "Replace", "pattern": { "String": " " }, "content": "_" } ] },
+    "pre_tokenizer": null, "post_processor": null,
+    "decoder": { "type": "Replace", "pattern": { "String": "_" }, "content": " " },
+    "model": { "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+        "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+        "vocab": { "</s>": 0, "_": 1, "a": 2, "b": 3, "c": 4, "\n": 5, "ab": 6, "_a": 7, "_ab": 8, "bc": 9, "abc": 10, "__": 11 },
+        "merges": [["a", "b"], ["_", "ab"], ["b", "c"], ["ab", "c"], ["_", "a"], ["_", "_"]] } }"#;
+
+#[test]
+fn the_tokens_of_a_long_text_are_those_of_the_whole_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    fs::write(&path, WHOLE_TEXT).unwrap();
+    let letters = |alphabet: &[&str], n: usize| -> String {
+        (0..n).map(|i| alphabet[(counter::bits(9, i as u64) % alphabet.len() as u64) as usize]).collect()
+    };
+    let cases = [
+        (TokenizerSpec::file(&path, None).unwrap(), letters(&["a", "b", "c"], 300_000)),
+        (TokenizerSpec::file(&path, None).unwrap(), letters(&["ab", "c", " ", "bc", "a", "\n"], 300_000)),
+        (tokenizer(), letters(&["let", "x", "fn", "e", "th", "\u{e9}"], 150_000)),
+        (tokenizer(), letters(&["the ", "a, ", "\n", "\n\n", "  ", "of", "! "], 150_000)),
+    ];
+    for (index, (spec, text)) in cases.into_iter().enumerate() {
+        let TokenizerSpec::File { path, .. } = &spec else { unreachable!() };
+        let theirs = tokenizers::Tokenizer::from_file(path).unwrap();
+        let whole = theirs.encode_fast(&*text, false).unwrap().get_ids().to_vec();
+        assert!(text.len() > 2 << 17);
+        assert!(Tokenizer::open(&spec).unwrap().tokens(&text).unwrap() == whole, "{index}: a text");
+        // As a file it is cut once more, into units.
+        let (long, ids) = match index {
+            0..2 => (text.clone() + &text + &text + &text, None),
+            _ => (text.clone(), Some(&whole)),
+        };
+        let whole = ids.cloned().unwrap_or_else(|| theirs.encode_fast(&*long, false).unwrap().get_ids().to_vec());
+        let case = Case::new(&[("a.txt", long.as_bytes())]);
+        let prepared = case.prepare(&PrepareSpec { tokenizer: spec, ..case.spec(&["a.txt"]) }).unwrap();
+        let found = tokens(prepared.train());
+        assert!(found[..found.len() - 1] == whole, "{index}: a file");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::plan::{check_positions, forward_context};
-use crate::state::{self, Weights};
+use crate::state;
 use crate::{Device, RunData, Tokenizer, TrainError, Trained};
 use lockstep_compile::{CompileError, compile_forward};
 use lockstep_config::{Config, ModelConfig};
@@ -191,7 +191,8 @@ impl Material {
     fn validation(trained: &Trained, seq: usize, warn: &mut dyn FnMut(&str)) -> Result<Self, TrainError> {
         let missing = || TrainError::NoValidationText { dir: trained.data.clone() };
         let data = RunData::open(&trained.config, &trained.data)?.ok_or_else(missing)?;
-        if trained.checkpoint.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
+        let of_run = trained.checkpoint().map(|checkpoint| &checkpoint.state["data"]);
+        if of_run != Some(&json!(format!("{:016x}", data.fingerprint()))) {
             return Err(TrainError::DataChanged { dir: trained.data.clone() });
         }
         if let Some((samples, names)) = data.validation_samples(seq, warn) {
@@ -251,7 +252,7 @@ impl Model {
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
         let mut executor = Device::of(config).load(program.clone(), threads)?;
-        state::load(&program.tensors, executor.as_mut(), Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
+        state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq, config.train.seed);
         Ok(Self {
             executor,

@@ -138,11 +138,12 @@ pub struct Generated {
     pub generate_s: f64,
 }
 
-/// Continues a prompt by up to `max_tokens` tokens, each shown to `listen` as it comes. Prompt and continuation together
-/// never leave the context.
+/// Continues a prompt by up to `max_tokens` tokens, each shown to `listen` as it comes, or up to one of the tokens `ends`. Prompt
+/// and continuation together never leave the context.
 pub fn generate(
     generator: &mut Generator,
     tokenizer: &Tokenizer,
+    ends: &[u32],
     prompt: &[u32],
     max_tokens: usize,
     sampling: &Sampling,
@@ -176,7 +177,7 @@ pub fn generate(
         let Some(token) = sampling.choose(&generator.logits[..known], position as u64) else {
             return Err(TrainError::Logits { position });
         };
-        if token == tokenizer.separator() {
+        if ends.contains(&token) {
             break Stop::Separator;
         }
         tokens.push(token);

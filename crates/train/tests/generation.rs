@@ -192,9 +192,8 @@ fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
             heard.push(token);
             ControlFlow::Continue(())
         };
-        let text =
-            generate(&mut generator, &tokenizer, &tokenizer.encode(prompt).unwrap(), max_tokens, &sampling, listen)
-                .unwrap();
+        let (ends, prompt) = ([tokenizer.separator()], tokenizer.encode(prompt).unwrap());
+        let text = generate(&mut generator, &tokenizer, &ends, &prompt, max_tokens, &sampling, listen).unwrap();
         assert_eq!(text.tokens, heard);
         // Tokens that stand for no text are never drawn.
         assert!(heard.iter().all(|t| *t < 256));
