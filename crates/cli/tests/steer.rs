@@ -203,6 +203,12 @@ fn a_smoke_test_shortens_the_warmup_and_validation_can_be_skipped() {
     let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
     // A quarter of the sequences trained on.
     assert!(resolved.contains("validation_sequences = 2  # default\n"), "{resolved}");
+    // A smoke test becomes the run: there is room again for the warmup.
+    let (out, err) = shown(&place, &with(&["--change", "train.steps=6"]));
+    assert!(
+        out.contains("finished 6 steps") && err.contains("optimizer.warmup_steps = 4, 1 before (follows)"),
+        "{err}"
+    );
     let args = ["train", "run.toml", "--run-dir", "none", "--set", "train.validation_sequences=0"];
     let (out, err) = shown(&place, &args);
     assert!(!out.contains("validation") && !err.contains("validation"), "{out}{err}");

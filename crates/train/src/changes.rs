@@ -112,9 +112,17 @@ pub(crate) fn course(
             now: fixed.ours.clone(),
         });
     }
-    let accounted = |d: &Difference| {
-        d.changeable && (changes.iter().any(|c| c.key() == d.path) || (d.follows && !changes.is_empty()))
+    let is_changed = |path: &str| changes.iter().any(|change| change.key() == path);
+    // With more steps there is room again for what a short run had to cut.
+    let was_cut = |d: &Difference| {
+        let (o, steps) = (&before.optimizer, before.train.steps);
+        let scheduled = o.warmup_steps + o.decay_steps.unwrap_or(0);
+        is_changed("train.steps")
+            && ["optimizer.warmup_steps", "optimizer.decay_steps"].contains(&d.path)
+            && scheduled == steps
     };
+    let accounted =
+        |d: &Difference| d.changeable && (is_changed(d.path) || (d.follows && !changes.is_empty()) || was_cut(d));
     let others: Vec<Difference> = differences.iter().filter(|d| !accounted(d)).cloned().collect();
     if !others.is_empty() {
         return Err(TrainError::ConfigChanged { dir: dir.to_owned(), differences: others });
