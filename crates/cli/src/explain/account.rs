@@ -33,7 +33,10 @@ fn policies(policies: &[PolicyCost]) -> String {
         wrapped(&format!("  recomputed in {layers}: {names}"), "    ")
     };
     let recomputed: String = recomputed.flatten().map(line).collect();
-    format!("\nrecompute policies, one step (* this config's)\n{}{recomputed}", table(&header, &rows))
+    format!(
+        "\nrecompute policies (activation checkpointing), one step (* this config's)\n{}{recomputed}",
+        table(&header, &rows)
+    )
 }
 
 fn scaling(scaling: &[Scaling]) -> String {
