@@ -1,12 +1,16 @@
-//! `lockstep bench`: this machine's ceilings; `lockstep bench train`: the speed of a training step.
+//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step.
 
 use crate::Format;
 use crate::failure::Failure;
+use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
+use crate::warn;
+use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
 use lockstep_train::bench::{BenchResult, BenchSpec, Determinism, GpuMemory, bench_deterministic, bench_train};
+use lockstep_train::settled;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -18,17 +22,17 @@ pub struct Args {
     #[command(subcommand)]
     what: Option<What>,
     #[command(flatten)]
-    ceilings: Ceilings,
+    peaks: Peaks,
 }
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// Time a training step of a public shape on random tokens: forward, backward, clipping, AdamW.
+    /// Time a training step of a config or a preset, on random tokens: forward, backward, clipping, the optimizer.
     Train(Train),
 }
 
 #[derive(clap::Args)]
-struct Ceilings {
+struct Peaks {
     /// Threads; 0 for all cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -42,36 +46,45 @@ struct Ceilings {
 
 #[derive(clap::Args)]
 struct Train {
-    /// 15m, 29m, 124m, 1b, gpt2-xl or 8b.
-    #[arg(long, value_name = "NAME")]
-    shape: Shape,
-    /// Sequences of a step [default: the shape's].
+    /// Config file of the run whose step is timed; its data are not read.
+    #[arg(value_name = "RUN.TOML", conflicts_with_all = ["preset", "shape"], required_unless_present_any = ["preset", "shape"])]
+    config: Option<PathBuf>,
+    /// A preset instead of a config: llama-124m, llama-3.2-1b, … (`lockstep config` lists them).
+    #[arg(long, value_name = "NAME", conflicts_with = "shape")]
+    preset: Option<String>,
+    /// Old name of --preset: 15m, 29m, 124m, 1b, gpt2-xl or 8b, in fp32 unless --precision is given.
+    #[arg(long, value_name = "NAME", hide = true)]
+    shape: Option<Shape>,
+    /// Override a key: --set train.seq=2048.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Sequences of a step: train.global_batch.
     #[arg(long)]
     batch: Option<usize>,
-    /// Tokens of a sequence [default: the shape's].
+    /// Tokens of a sequence: train.seq.
     #[arg(long)]
     seq: Option<usize>,
-    /// Types: fp32, or bf16 with fp32 originals and sums.
-    #[arg(long, value_enum, default_value = "fp32")]
-    precision: Precision,
-    /// What computes: the processor, a GPU, or a GPU where one is found.
-    #[arg(long, value_parser = ["auto", "cpu", "cuda"], default_value = "auto")]
-    device: String,
-    /// Type of gradient sums.
-    #[arg(long, value_enum, default_value = "fp32")]
-    gradients: Precision,
-    /// What is computed again in backward: a value of recompute.policy, or as little as fits: budget=40GiB.
-    #[arg(long, value_name = "POLICY", default_value = "none")]
-    recompute: String,
-    /// Sequences computed at once [default: all of a step].
-    #[arg(long, default_value_t = 0)]
-    micro_batch: usize,
+    /// Types: fp32, or bf16 with fp32 master weights and sums: precision.policy.
+    #[arg(long, value_parser = ["fp32", "bf16", "fp16"])]
+    precision: Option<String>,
+    /// What computes: the CPU, a GPU, or a GPU where one is found: train.device.
+    #[arg(long, value_parser = ["auto", "cpu", "cuda"])]
+    device: Option<String>,
+    /// Type of gradient sums: precision.gradients.
+    #[arg(long, value_parser = ["fp32", "bf16"])]
+    gradients: Option<String>,
+    /// What is recomputed in backward: a value of recompute.policy, or as little as fits: budget=40GiB.
+    #[arg(long, value_name = "POLICY")]
+    recompute: Option<String>,
+    /// Sequences computed at once: train.micro_batch.
+    #[arg(long)]
+    micro_batch: Option<usize>,
     /// Timed steps; the median counts.
     #[arg(long, default_value_t = 8)]
     steps: usize,
-    /// Threads; 0 for all cores.
-    #[arg(long, default_value_t = 0)]
-    threads: usize,
+    /// Threads; 0 for all cores: train.threads.
+    #[arg(long)]
+    threads: Option<usize>,
     /// Also with train.deterministic, on a GPU: say what it costs, and whether two such runs give the same bits.
     #[arg(long, conflicts_with_all = ["profile", "timeline"])]
     deterministic: bool,
@@ -84,21 +97,6 @@ struct Train {
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
-}
-
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Precision {
-    Fp32,
-    Bf16,
-}
-
-impl Precision {
-    fn name(self) -> &'static str {
-        match self {
-            Precision::Fp32 => "fp32",
-            Precision::Bf16 => "bf16",
-        }
-    }
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -131,14 +129,62 @@ impl Shape {
     }
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
-    match args.what {
-        Some(What::Train(train)) => run_train(train),
-        None => run_ceilings(args.ceilings),
+impl Train {
+    /// The config of the step, and what it is called.
+    fn config(&self) -> Result<(String, Config), Failure> {
+        let mut overrides = self.set.clone();
+        let mut set = |key: &str, value: Option<String>| overrides.extend(value.map(|value| format!("{key}={value}")));
+        let quoted = |text: &String| format!("\"{text}\"");
+        set("train.global_batch", self.batch.map(|n| n.to_string()));
+        set("train.seq", self.seq.map(|n| n.to_string()));
+        set("train.micro_batch", self.micro_batch.map(|n| n.to_string()));
+        set("train.threads", self.threads.map(|n| n.to_string()));
+        set("train.device", self.device.as_ref().map(quoted));
+        set("precision.policy", self.precision.as_ref().map(quoted));
+        set("precision.gradients", self.gradients.as_ref().map(quoted));
+        match self.recompute.as_ref().map(|policy| (policy, policy.strip_prefix("budget="))) {
+            Some((_, Some(budget))) => {
+                set("recompute.policy", Some("budget".into()));
+                set("recompute.budget", Some(format!("\"{budget}\"")));
+            }
+            Some((policy, None)) => set("recompute.policy", Some(quoted(policy))),
+            None => {}
+        }
+        let preset = |name: &str, more: &str| {
+            let text = format!(
+                "[model]\npreset = \"{name}\"\n[optimizer]\nlr = 1e-4\nweight_decay = 0.01\nbeta2 = 0.999\n{more}"
+            );
+            Config::parse(&text, "--preset", &overrides)
+        };
+        let (name, config) = match (&self.config, &self.preset, self.shape) {
+            (Some(path), ..) => {
+                let name = path.file_stem().map_or("run".into(), |stem| stem.to_string_lossy().into_owned());
+                (name, Config::load(path, &overrides)?)
+            }
+            (None, Some(name), _) => (name.clone(), preset(name, "")?),
+            (None, None, Some(shape)) => {
+                let (name, known, seq, batch) = shape.row();
+                warn(&[format!("--shape {name} is now called --preset {known}")]);
+                let usual = format!("[train]\nseq = {seq}\nglobal_batch = {batch}\n[precision]\npolicy = \"fp32\"\n");
+                (name.to_owned(), preset(known, &usual)?)
+            }
+            (None, None, None) => {
+                return Err(Failure::request("nothing to time\nhint: name a config file, or a --preset".into()));
+            }
+        };
+        warn(config.warnings());
+        Ok((name, settled(&config, None)?))
     }
 }
 
-fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<(), Failure> {
+    match args.what {
+        Some(What::Train(train)) => run_train(train),
+        None => run_peaks(args.peaks),
+    }
+}
+
+fn run_peaks(args: Peaks) -> Result<(), Failure> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
     let matmul = cpu::peaks::matmul(threads, DType::F32)?;
     let matmul_bf16 = cpu::peaks::matmul(threads, DType::BF16)?;
@@ -160,7 +206,7 @@ fn run_ceilings(args: Ceilings) -> Result<(), Failure> {
         vec!["memory (copy, read + write)".to_owned(), rate(bandwidth)],
         vec![format!("disk write and sync ({})", args.disk.display()), rate(disk)],
     ];
-    write!(out, "{}", table(&[&format!("ceiling, {threads} threads"), "best"], &rows))?;
+    write!(out, "{}", table(&[&format!("measured peak, {threads} threads"), "best"], &rows))?;
     Ok(())
 }
 
@@ -185,22 +231,9 @@ fn disk(folder: &Path) -> Result<f64, std::io::Error> {
 
 fn run_train(args: Train) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
-    let (shape, preset, seq, batch) = args.shape.row();
-    let spec = BenchSpec {
-        preset: preset.to_owned(),
-        batch: args.batch.unwrap_or(batch),
-        seq: args.seq.unwrap_or(seq),
-        steps: args.steps,
-        threads: args.threads,
-        precision: args.precision.name().to_owned(),
-        device: args.device,
-        gradients: args.gradients.name().to_owned(),
-        recompute: args.recompute,
-        micro_batch: args.micro_batch,
-        profile: args.profile.is_some(),
-        timeline: args.timeline.is_some(),
-        deterministic: false,
-    };
+    let (name, config) = args.config()?;
+    let spec =
+        BenchSpec { config, steps: args.steps, profile: args.profile.is_some(), timeline: args.timeline.is_some() };
     let terminal = std::io::stderr().is_terminal();
     let mut last = Instant::now();
     let mut show = |text: &str| {
@@ -211,29 +244,29 @@ fn run_train(args: Train) -> Result<(), Failure> {
     };
     if args.deterministic {
         let result = bench_deterministic(&spec, &mut show)?;
-        return report_determinism(shape, args.precision, args.format, &result);
+        return report_determinism(&name, args.format, &result);
     }
     let result = bench_train(&spec, &mut show)?;
     if let (Some(path), Some(profile)) = (&args.profile, &result.profile) {
-        std::fs::write(path, profile.trace.to_string())?;
+        write_trace(profile, path)?;
     }
     if let (Some(file), Some(timeline)) = (&timeline, &result.timeline) {
-        let title = format!("memory of the first two steps, {shape} at batch {}, seq {}", result.batch, result.seq);
+        let title = format!("memory of the first two steps, {name} at batch {}, seq {}", result.batch, result.seq);
         file.write("", &title, timeline)?;
     }
     let mut out = std::io::stdout().lock();
     match args.format {
-        Format::Json => writeln!(out, "{}", as_json(shape, args.precision, &result))?,
-        Format::Text => write!(out, "{}", as_text(shape, args.precision, &result))?,
+        Format::Json => writeln!(out, "{}", as_json(&name, &result))?,
+        Format::Text => write!(out, "{}", as_text(&name, &result))?,
     }
     Ok(())
 }
 
-fn report_determinism(shape: &str, precision: Precision, format: Format, r: &Determinism) -> Result<(), Failure> {
+fn report_determinism(name: &str, format: Format, r: &Determinism) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     match format {
         Format::Json => {
-            let [usual, deterministic] = [&r.usual, &r.deterministic].map(|result| as_json(shape, precision, result));
+            let [usual, deterministic] = [&r.usual, &r.deterministic].map(|result| as_json(name, result));
             let value = json!({
                 "usual": usual, "deterministic": deterministic, "ratio": r.ratio, "same_bits": r.same_bits,
             });
@@ -242,8 +275,8 @@ fn report_determinism(shape: &str, precision: Precision, format: Format, r: &Det
         Format::Text => write!(
             out,
             "usual\n{}deterministic\n{}{:.0} tokens/s deterministic, {:.0} usual: {:.1}%\n{}",
-            as_text(shape, precision, &r.usual),
-            as_text(shape, precision, &r.deterministic),
+            as_text(name, &r.usual),
+            as_text(name, &r.deterministic),
             r.deterministic.tokens_per_s,
             r.usual.tokens_per_s,
             100.0 * r.ratio,
@@ -262,22 +295,23 @@ fn report_determinism(shape: &str, precision: Precision, format: Format, r: &Det
     }
 }
 
-fn as_json(shape: &str, precision: Precision, result: &BenchResult) -> Value {
+fn as_json(name: &str, result: &BenchResult) -> Value {
     let mut value = json!(result);
-    for (key, field) in [("peer", json!("lockstep")), ("shape", json!(shape)), ("precision", json!(precision.name()))] {
-        value[key] = field;
+    for (key, field) in [("peer", "lockstep"), ("name", name), ("shape", name)] {
+        value[key] = json!(field);
     }
     value
 }
 
-fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
+fn as_text(name: &str, r: &BenchResult) -> String {
+    let micro_batch = if r.micro_batch == r.batch { String::new() } else { format!(" ({} at once)", r.micro_batch) };
     let mut text = format!(
-        "{shape} on {}, batch {}, seq {}, {}: {:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s = {:.0}% of the {} \
-         ({:.3} TFLOP/s)\narena {:.2} GiB, peak {:.2} GiB, first step done {:.1} s after the start, loss {:.4} nats\n",
+        "{name} on {}, batch {}{micro_batch}, seq {}, {}\n{:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s\nMFU {:.0}% of the \
+         {} ({:.3} TFLOP/s)\narena {:.2} GiB, peak {:.2} GiB, loss {:.4} nats\nfirst step done {:.1} s after the start\n",
         r.device,
         r.batch,
         r.seq,
-        precision.name(),
+        r.precision,
         r.tokens_per_s,
         r.step_s * 1e3,
         r.tflops,
@@ -286,23 +320,15 @@ fn as_text(shape: &str, precision: Precision, r: &BenchResult) -> String {
         r.peak_tflops,
         r.arena_gib,
         r.peak_gib,
+        r.loss,
         r.first_step_s,
-        r.loss
     );
     if let Some(memory) = &r.gpu_memory {
         text.push_str(&memory_text(r.arena_bytes, memory));
     }
     r.notes.iter().for_each(|note| text.push_str(&format!("{note}\n")));
     if let Some(profile) = &r.profile {
-        let rows: Vec<Vec<String>> = profile
-            .ops
-            .iter()
-            .map(|o| {
-                let [ms, floor] = [o.seconds, o.floor_s].map(|s| format!("{:.2} ms", s * 1e3));
-                vec![o.op.to_owned(), o.calls.to_string(), ms, floor, format!("{:.1}×", o.seconds / o.floor_s)]
-            })
-            .collect();
-        text.push_str(&table(&["op", "calls", "time", "floor", "of floor"], &rows));
+        text.push_str(&as_table(profile));
     }
     text
 }

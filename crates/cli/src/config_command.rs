@@ -1,33 +1,93 @@
-//! `lockstep config`: every key, from the schema.
+//! `lockstep config`: the keys of a config, from the schema.
 
 use crate::Format;
 use crate::failure::Failure;
+use crate::style;
+use crate::table::wrapped;
+use lockstep_config::{Found, KeyDoc, keys_at, nearest, presets, schema, search};
 use std::io::Write;
 
 #[derive(clap::Args)]
 pub struct Args {
+    /// Show one key or one table: train.seq, seq, parallel.
+    #[arg(value_name = "KEY", conflicts_with = "search")]
+    key: Option<String>,
+    /// Find keys by what they are called elsewhere: fsdp, "master weights", "activation checkpointing".
+    #[arg(long, value_name = "WORDS")]
+    search: Option<String>,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
-    let keys = lockstep_config::schema();
+    let whole = args.key.is_none() && args.search.is_none();
+    let (keys, missing) = match (&args.key, &args.search) {
+        (Some(path), _) => (at(path)?, Vec::new()),
+        (None, Some(words)) => searched(words)?,
+        (None, None) => (schema(), Vec::new()),
+    };
     let mut out = std::io::stdout().lock();
     if args.format == Format::Json {
         writeln!(out, "{:#}", serde_json::json!(keys))?;
         return Ok(());
     }
+    for what in missing {
+        writeln!(out, "{what} is not there yet")?;
+    }
     let mut table = "";
     for key in &keys {
         let (section, name) = key.path.split_once('.').unwrap_or(("", key.path));
         if section != table {
-            writeln!(out, "{}[{section}]", if table.is_empty() { "" } else { "\n" })?;
+            writeln!(out, "{}{}", if table.is_empty() { "" } else { "\n" }, style::heading(&format!("[{section}]")))?;
             table = section;
         }
-        writeln!(out, "{name} = {}  ({})\n    {}", key.default, key.type_text, key.meaning)?;
+        write!(out, "{}", entry(key, name, !whole))?;
     }
-    let presets: Vec<&str> = lockstep_config::presets().collect();
-    writeln!(out, "\npresets: {}", presets.join(", "))?;
+    if whole {
+        let names: Vec<&str> = presets().collect();
+        write!(out, "\n{}", wrapped(&format!("presets: {}", names.join(", ")), ""))?;
+    }
     Ok(())
+}
+
+/// A key, its default, type and meaning; with what else it is called, where somebody asked for it.
+fn entry(key: &KeyDoc, name: &str, names: bool) -> String {
+    let mut text = wrapped(&format!("{} = {}  ({})", style::name(name), key.default, key.type_text), "        ");
+    text += &wrapped(&format!("    {}", key.meaning), "    ");
+    if names && !key.synonyms.is_empty() {
+        text += &wrapped(&format!("    also called: {}", key.synonyms.join(", ")), "    ");
+    }
+    if names && !key.old_names.is_empty() {
+        text += &format!("    old name: {}\n", key.old_names.join(", "));
+    }
+    text
+}
+
+fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
+    let found = keys_at(path);
+    if !found.is_empty() {
+        return Ok(found);
+    }
+    let keys = schema();
+    let names = keys.iter().flat_map(|key| [Some(key.path), key.path.split('.').next_back()].into_iter().flatten());
+    let called = search(path).keys.first().map(|key| key.path);
+    let guess = called.or_else(|| nearest(path, names));
+    let hint = match guess {
+        Some(guess) => format!("did you mean `{guess}`?"),
+        None => {
+            "`lockstep config` lists all keys; `lockstep config --search WORDS` finds them by what they mean".to_owned()
+        }
+    };
+    Err(Failure::request(format!("{path} is not a key of the config\nhint: {hint}")))
+}
+
+fn searched(words: &str) -> Result<(Vec<KeyDoc>, Vec<&'static str>), Failure> {
+    let Found { keys, missing } = search(words);
+    match keys.is_empty() && missing.is_empty() {
+        false => Ok((keys, missing)),
+        true => Err(Failure::request(format!(
+            "no key goes by \"{words}\"\nhint: try one word of it, or list all keys with `lockstep config`"
+        ))),
+    }
 }

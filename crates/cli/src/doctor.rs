@@ -1,11 +1,15 @@
 //! `lockstep doctor`: what this machine has, what is missing and how to get it; whether kernels are right.
 
+use crate::Format;
 use crate::failure::Failure;
-use lockstep_cuda::{CudaExecutor, Gpu, LIBRARIES, survey};
+use crate::style;
+use crate::table::wrapped;
+use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
 use lockstep_exec::conformance::{self, Outcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, StepProgram, units};
+use serde_json::{Value, json};
 use std::io::Write;
 
 #[derive(clap::Args)]
@@ -19,6 +23,9 @@ pub struct Args {
     /// Whose kernels are checked.
     #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu", requires = "conformance")]
     device: String,
+    /// How to print what this machine has.
+    #[arg(long, value_enum, default_value = "text", conflicts_with = "conformance")]
+    format: Format,
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
@@ -26,6 +33,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
         return check(&args.device, args.seed);
     }
     let mut out = std::io::stdout().lock();
+    if args.format == Format::Json {
+        writeln!(out, "{:#}", as_json(&survey()))?;
+        return Ok(());
+    }
     let memory = cpu::available_bytes().map_or("unknown".to_owned(), units::bytes);
     writeln!(out, "cpu: {} cores, {memory} free\n", cpu::cores())?;
     let findings = survey();
@@ -36,19 +47,46 @@ pub fn run(args: Args) -> Result<(), Failure> {
             Ok(text) => ("found", text),
             Err(text) => ("missing", text),
         };
-        writeln!(out, "  {:<width$}  {state:<7}  {text}", f.what)?;
+        writeln!(
+            out,
+            "  {:<width$}  {}  {text}",
+            f.what,
+            style::verdict(f.found.is_ok() || !f.needed, &format!("{state:<7}"))
+        )?;
     }
     for f in findings.iter().filter(|f| f.found.is_err() && !f.hint.is_empty()) {
-        writeln!(out, "{}: {}", f.what, f.hint)?;
+        write!(out, "{}", wrapped(&format!("{}: {}", f.what, f.hint), "  "))?;
     }
-    match findings.iter().all(|f| f.found.is_ok() || !f.needed) {
+    match ready(&findings) {
         true => writeln!(out, "\nready to train on the GPU: train.device = \"cuda\"")?,
-        false => writeln!(
-            out,
-            "\nready to train on the processor; a GPU needs what is missing ({LIBRARIES} names a folder to look in first)"
-        )?,
+        false => {
+            let text = format!(
+                "ready to train on the CPU; a GPU needs what is missing ({LIBRARIES} names a folder to look in first)"
+            );
+            write!(out, "\n{}", wrapped(&text, "  "))?;
+        }
     }
     Ok(())
+}
+
+fn as_json(findings: &[Finding]) -> Value {
+    let finding = |f: &Finding| {
+        let (found, text) = match &f.found {
+            Ok(text) => (true, text),
+            Err(text) => (false, text),
+        };
+        json!({ "what": f.what, "found": found, "detail": text, "hint": f.hint, "needed": f.needed })
+    };
+    json!({
+        "cpu": { "cores": cpu::cores(), "free_bytes": cpu::available_bytes() },
+        "cuda": findings.iter().map(finding).collect::<Vec<_>>(),
+        "gpu_ready": ready(findings),
+    })
+}
+
+/// Whether all is there that training on a GPU needs.
+fn ready(findings: &[Finding]) -> bool {
+    findings.iter().all(|f| f.found.is_ok() || !f.needed)
 }
 
 fn check(device: &str, seed: u64) -> Result<(), Failure> {
@@ -56,7 +94,7 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();
     let mut failed = 0;
-    // The processor is always deterministic.
+    // The CPU is always deterministic.
     let ways = [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)];
     for (compute, deterministic) in ways.into_iter().filter(|(_, d)| gpu.is_some() || !d) {
         let outcomes = match &gpu {

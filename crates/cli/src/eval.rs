@@ -18,7 +18,7 @@ pub struct Args {
     /// Text files, or folders to search for them.
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "validation", conflicts_with = "validation")]
     data: Vec<PathBuf>,
-    /// The run's own held-out text: the sequences that its validation reads.
+    /// The run's own validation text: the sequences that its validation reads.
     #[arg(long)]
     validation: bool,
     /// Tokens per sequence; train.seq of the run if not given.

@@ -1,11 +1,13 @@
-//! `lockstep explain`: the program's memory bill, FLOPs and ops, without running it.
+//! `lockstep explain`: the program's memory breakdown, FLOPs and ops, without running it.
 
 mod account;
+pub(crate) mod compare;
 mod cost;
 mod layout;
 
 use crate::failure::Failure;
-use crate::table::{table, thousands};
+use crate::style;
+use crate::table::{table, thousands, wrapped};
 use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
@@ -13,7 +15,7 @@ use lockstep_config::{BatchStage, Config};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepProgram, units};
-use lockstep_train::{Plan, TrainError, account, plan, planned_timeline};
+use lockstep_train::{Plan, TrainError, Verdict, account, plan, planned_timeline};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -27,6 +29,8 @@ pub struct Args {
     verbose: bool,
     #[command(flatten)]
     cost: cost::CostArgs,
+    #[command(flatten)]
+    compare: compare::CompareArgs,
     /// Also draw the memory of the first two steps into this file: .svg, or .json for a Chrome trace. Of several stages, each
     /// gets a file of its own (-stage0, -stage1 …). Time counts in instructions, or with --gpu in seconds at its peak rates.
     #[arg(long, value_name = "FILE")]
@@ -38,11 +42,13 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
-    if timeline.is_none() {
-        args.cost.refuse_unused()?;
+    let gpu = args.cost.find_gpu()?;
+    let (config, room) = compare::placed(args.config.load()?, gpu)?;
+    if let Some(shown) = args.compare.instead(&config, room.as_ref())? {
+        return shown.print(args.format);
     }
-    let config = args.config.load()?;
     let plan = plan(&config)?;
+    let verdict = room.map(|room| room.verdict(&plan.stages, plan.layout.mesh.ranks()));
     let program = plan.program();
     let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let ops = match program.entry(StepProgram::TRAIN) {
@@ -58,7 +64,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 true => (format!("-stage{}", program.stage), format!(", stage {}", program.stage)),
                 false => (String::new(), String::new()),
             };
-            let drawn = planned_timeline(program, 2, args.cost.find_gpu()?)?;
+            let drawn = planned_timeline(program, 2, gpu.map(|gpu| (gpu, plan.precision.compute)))?;
             let name = units::count(plan.parameters);
             file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
         }
@@ -71,10 +77,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
             value["growth"] = json!(account.growth);
             value["closed_forms"] = json!(account.closed_forms);
             value["cost"] = json!(cost.map(|c| c.as_json()));
+            value["fits"] = json!(verdict);
             writeln!(out, "{value:#}")?;
         }
         Format::Text => {
-            write!(out, "{}", as_text(&config, &plan, &ops))?;
+            write!(out, "{}", as_text(&config, &plan, &ops, verdict.as_ref()))?;
             write!(out, "{}", account::as_text(&account))?;
             write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
             if args.verbose {
@@ -121,43 +128,57 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
     })
 }
 
-fn as_text(config: &Config, plan: &Plan, ops: &[OpCost]) -> String {
+fn as_text(config: &Config, plan: &Plan, ops: &[OpCost], verdict: Option<&Verdict>) -> String {
     let (model, train) = (&config.model, &config.train);
     let per_token = |flops: u128| units::flops(flops as f64 / plan.tokens_per_step as f64);
     let flops = plan.step_flops;
     let several = plan.layout.mesh.ranks() > 1;
+    let plural = |n: usize, more: &'static str| if n == 1 { "" } else { more };
+    let preset = |path: &str| config.preset_of(path).map_or(String::new(), |name| format!(" (preset {name})"));
     [
-        format!(
-            "{}: {} parameters ({}), {} layers, dim {}, {} heads, {} kv heads\n",
-            model.architecture,
-            thousands(plan.parameters),
-            units::count(plan.parameters),
-            model.layers,
-            model.dim,
-            model.heads,
-            model.kv_heads
+        wrapped(
+            &format!(
+                "{}: {} parameters ({}), {} layers, dim {}, {} heads, {} kv heads",
+                model.architecture,
+                thousands(plan.parameters),
+                units::count(plan.parameters),
+                model.layers,
+                model.dim,
+                model.heads,
+                model.kv_heads
+            ),
+            "  ",
         ),
-        format!(
-            "step: {} sequences × {} tokens = {} tokens, in {} micro-batch{} of {} sequence{}; {}\n{}\n",
-            config.batches().largest(),
-            train.seq,
-            thousands(plan.tokens_per_step),
-            config.accumulation_steps(),
-            if config.accumulation_steps() == 1 { "" } else { "es" },
-            train.micro_batch,
-            if train.micro_batch == 1 { "" } else { "s" },
-            plan.device,
-            ramp_text(config)
+        wrapped(
+            &format!(
+                "step: {} sequences × {} tokens{} = {} tokens, in {} micro-batch{} of {} sequence{}{}; {}{}; {}",
+                config.batches().largest(),
+                train.seq,
+                preset("train.seq"),
+                thousands(plan.tokens_per_step),
+                config.accumulation_steps(),
+                plural(config.accumulation_steps(), "es"),
+                train.micro_batch,
+                plural(train.micro_batch, "s"),
+                config.micro_batch_found().map_or(String::new(), |how| format!(" ({how})")),
+                config.precision.policy,
+                preset("precision.policy"),
+                plan.device,
+            ),
+            "  ",
         ),
+        verdict.map_or(String::new(), |v| format!("{}\n", style::verdict(v.fits, &v.to_string()))),
+        format!("{}\n", ramp_text(config)),
         match plan.layout.mesh.ranks() {
             1 => memory(&plan.memory),
             _ => layout::as_text(plan),
         },
         format!(
-            "\nFLOPs per token (matrix products)\n  {:<10} {}  6 × matmul parameters + 12 × layers × seq × heads × head_dim\n  \
-             {:<10} {}  the same, masked half of attention left out\n  {:<10} {}  with recomputation\n",
+            "\nFLOPs per token (matmuls)\n  {:<10} {:<12} 6 × matmul parameters + 12 × layers × seq × heads ×\n  {:23} head_dim\n  \
+             {:<10} {:<12} the same without the masked half of attention\n  {:<10} {:<12} with recomputation\n",
             "model",
             per_token(flops.model),
+            "",
             "causal",
             per_token(flops.causal),
             "hardware",
@@ -201,22 +222,22 @@ fn ramp_text(config: &Config) -> String {
     format!("batch ramp, the step above being the largest:\n{lines}")
 }
 
-/// A rank's bill, by class and by layer.
-pub(crate) fn memory(bill: &MemoryBreakdown) -> String {
-    let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / bill.total_bytes.max(1) as f64);
+/// A rank's memory breakdown, by class and by layer.
+pub(crate) fn memory(breakdown: &MemoryBreakdown) -> String {
+    let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / breakdown.total_bytes.max(1) as f64);
     let class_row = |c: &Class| {
-        let bytes = bill.classes[c.name()];
+        let bytes = breakdown.classes[c.name()];
         vec![c.name().to_owned(), units::bytes(bytes), share(bytes), thousands(bytes)]
     };
     let mut classes: Vec<Vec<String>> = Class::ALL.iter().map(class_row).collect();
     classes.push(vec![
         "total".into(),
-        units::bytes(bill.total_bytes),
-        share(bill.total_bytes),
-        thousands(bill.total_bytes),
+        units::bytes(breakdown.total_bytes),
+        share(breakdown.total_bytes),
+        thousands(breakdown.total_bytes),
     ]);
     let names: Vec<&str> = Class::ALL.iter().map(|c| c.name()).filter(|n| *n != "communication").collect();
-    let rows: Vec<Vec<String>> = grouped_layers(bill)
+    let rows: Vec<Vec<String>> = grouped_layers(breakdown)
         .into_iter()
         .map(|(label, classes)| {
             let cells = names.iter().map(|n| units::bytes(classes.get(n).copied().unwrap_or(0)));
@@ -224,23 +245,27 @@ pub(crate) fn memory(bill: &MemoryBreakdown) -> String {
         })
         .collect();
     let header: Vec<&str> = ["layer"].into_iter().chain(names.iter().copied()).collect();
-    let p = &bill.peak;
+    let p = &breakdown.peak;
     let layer = p.layer.map_or(String::new(), |l| format!(" of layer {l}"));
-    format!(
-        "memory: one arena\n{}\n  peak: {} live in {}, micro-batch {}, at {}{layer}\n\nmemory by layer (temporary buffers are shared by all)\n{}",
-        table(&["class", "size", "share", "bytes"], &classes),
+    let peak = format!(
+        "  peak: {} live in {}, micro-batch {}, at {}{layer}",
         units::bytes(p.live_bytes),
         p.segment,
         p.micro_batch,
-        p.op,
+        p.op
+    );
+    format!(
+        "memory breakdown: one arena\n{}\n{}\nmemory by layer (temporary buffers are shared by all)\n{}",
+        table(&["class", "size", "share", "~bytes"], &classes),
+        wrapped(&peak, "    "),
         table(&header, &rows)
     )
 }
 
-/// Layers with equal bills as one row: `0 to 15 (each)`.
-fn grouped_layers(bill: &MemoryBreakdown) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
+/// Layers with equal breakdowns as one row: `0 to 15 (each)`.
+fn grouped_layers(breakdown: &MemoryBreakdown) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
     let mut rows: Vec<(Option<(usize, usize)>, _)> = Vec::new();
-    for line in &bill.layers {
+    for line in &breakdown.layers {
         match (rows.last_mut(), line.layer) {
             (Some((Some((_, last)), classes)), Some(layer)) if *classes == line.classes => *last = layer,
             _ => rows.push((line.layer.map(|l| (l, l)), line.classes.clone())),
@@ -259,7 +284,7 @@ fn op_table(ops: &[OpCost]) -> String {
         let flops = if o.flops == 0.0 { "-".to_owned() } else { units::flops(o.flops) };
         vec![format!("{} {}", o.segment, o.op), o.calls.to_string(), flops, units::bytes(o.bytes)]
     };
-    table(&["segment and op", "calls", "products", "operands"], &ops.iter().map(row).collect::<Vec<_>>())
+    table(&["segment and op", "calls", "matmul FLOPs", "bytes moved"], &ops.iter().map(row).collect::<Vec<_>>())
 }
 
 fn passes(plan: &Plan) -> String {

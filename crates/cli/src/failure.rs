@@ -40,7 +40,7 @@ impl Failure {
             return ExitCode::SUCCESS;
         }
         // Where nobody listens any more, the exit code still tells.
-        let _ = writeln!(std::io::stderr(), "error: {}", self.text);
+        let _ = writeln!(std::io::stderr(), "{}", crate::style::message(&format!("error: {}", self.text)));
         ExitCode::from(self.code)
     }
 

@@ -24,13 +24,13 @@ pub struct Args {
     /// Most tokens to write.
     #[arg(long, value_name = "N", default_value_t = 256)]
     max_tokens: usize,
-    /// 0 takes the likeliest token, 1 draws as trained.
+    /// 0 is greedy decoding, 1 samples as trained.
     #[arg(long, value_name = "T", default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f64,
-    /// Draw from the K likeliest tokens only.
+    /// Top-k sampling: from the K most probable tokens only.
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Draw from the likeliest tokens that have this share of the probability only.
+    /// Top-p (nucleus) sampling: from the most probable tokens that together have this probability only.
     #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
     top_p: f64,
     /// Seed of the draws: the same seed gives the same text.

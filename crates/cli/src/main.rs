@@ -11,21 +11,24 @@ mod eval;
 mod explain;
 mod failure;
 mod generate;
+mod manual;
+mod profile;
 mod progress;
+mod style;
 mod table;
 mod terminal;
 mod timeline;
 mod train;
 mod verify;
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Trains large language models.
 #[derive(Parser)]
-#[command(name = "lockstep", version, disable_help_subcommand = true, after_help = failure::EXIT_CODES)]
+#[command(name = "lockstep", version, max_term_width = 80, after_help = failure::EXIT_CODES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -44,7 +47,7 @@ enum Command {
     Explain(explain::Args),
     /// Show by running that layouts compute what one rank computes.
     Verify(verify::Args),
-    /// Measure this machine's ceilings, or the speed of a training step.
+    /// Measure this machine's peak matmul, memory and disk rates, or the speed of a training step.
     Bench(bench::Args),
     /// Show what this machine has to train on and what is missing; check kernels.
     Doctor(doctor::Args),
@@ -54,8 +57,12 @@ enum Command {
     /// List the checkpoints of a run; import a Hugging Face model, or export to one.
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
-    /// List every config key with its type, default and meaning.
+    /// List the config keys with type, default and meaning, or find some.
     Config(config_command::Args),
+    /// Print a completion script for a shell: lockstep completions bash.
+    Completions(manual::CompletionArgs),
+    /// Print the manual page, or write those of all commands into a folder.
+    Man(manual::ManArgs),
 }
 
 /// The config file and what is laid over it.
@@ -72,15 +79,21 @@ struct ConfigArgs {
 impl ConfigArgs {
     fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
         let config = lockstep_config::Config::load(&self.config, &self.set)?;
-        for warning in config.warnings() {
-            let _ = writeln!(std::io::stderr(), "warning: {warning}");
-        }
+        warn(config.warnings());
         Ok(config)
     }
 
     /// The run directory that was given, or the one that goes with the config's name.
     fn run_dir(&self, given: Option<PathBuf>) -> PathBuf {
         given.unwrap_or_else(|| train::default_run_dir(&self.config))
+    }
+}
+
+/// Says on stderr what the user should know of a config.
+fn warn(warnings: &[String]) {
+    for warning in warnings {
+        // Where nobody listens, nobody is warned.
+        let _ = writeln!(std::io::stderr(), "{}", style::message(&format!("warning: {warning}")));
     }
 }
 
@@ -107,6 +120,8 @@ fn main() -> ExitCode {
         Command::Data(command) => data::run(command),
         Command::Checkpoint(command) => checkpoint::run(command),
         Command::Config(args) => config_command::run(args),
+        Command::Completions(args) => manual::completions(args, &mut Cli::command()),
+        Command::Man(args) => manual::man(args, Cli::command()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

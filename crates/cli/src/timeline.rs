@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use lockstep_ir::program::Class;
 use lockstep_train::{Clock, MemoryTimeline};
 use serde_json::{Value, json};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Where a timeline goes.
@@ -39,8 +40,16 @@ impl TimelineFile {
         };
         let failed =
             |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --timeline", path.display()));
-        std::fs::write(&path, text).map_err(failed)
+        std::fs::write(&path, text).map_err(failed)?;
+        wrote("memory over time", &path);
+        Ok(())
     }
+}
+
+/// Says on stderr which file has what; the result of the command is on stdout.
+pub fn wrote(what: &str, path: &Path) {
+    // Where nobody listens, the file still is there.
+    let _ = writeln!(std::io::stderr(), "wrote {}: {what}", path.display());
 }
 
 /// A counter of bytes by class and the instructions beside it, in the format of Chrome's trace viewer.
@@ -58,7 +67,9 @@ fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
         events.push(json!({
             "name": mark.op, "cat": mark.segment, "ph": "X", "pid": 0, "tid": 0,
             "ts": mark.start * scale, "dur": (mark.end - mark.start) * scale,
-            "args": { "layer": mark.layer, "micro_batch": mark.micro_batch, "step": mark.step },
+            "args": {
+                "layer": mark.layer, "micro_batch": mark.micro_batch, "step": mark.step, "bytes": mark.moved_bytes,
+            },
         }));
     }
     json!({
@@ -67,7 +78,7 @@ fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
             "title": title,
             "clock": match timeline.clock {
                 Clock::Instructions => "instructions".to_owned(),
-                Clock::Floor(gpu) => format!("seconds at the peak rates of {gpu}"),
+                Clock::Floor(gpu) => format!("seconds at the peak rates of {gpu}, collectives not timed"),
                 Clock::Measured => "seconds".to_owned(),
             },
             "arena_bytes": timeline.arena_bytes,

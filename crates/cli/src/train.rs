@@ -2,13 +2,16 @@
 
 use crate::ConfigArgs;
 use crate::failure::{Failure, INTERRUPTED};
+use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
+use crate::style;
 use crate::terminal::printable;
 use lockstep_config::Config;
 use lockstep_ir::units;
 use lockstep_train::{DryData, DryRun, Outcome, RunOptions, dry_run, shell_quoted};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::io::Write;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,6 +27,9 @@ pub struct Args {
     /// Start over: what the run directory holds is moved to a folder inside it.
     #[arg(long)]
     fresh: bool,
+    /// Profile these steps, first and last: 5:8. Prints the time per op and writes a Chrome trace into the run directory.
+    #[arg(long, value_name = "FIRST:LAST", value_parser = steps)]
+    profile_steps: Option<RangeInclusive<u64>>,
     /// Resume from the checkpoint of this step instead of the latest. Later checkpoints and the metrics as they were are
     /// moved to a folder inside the run directory; `checkpoint list` shows which steps there are.
     #[arg(long, value_name = "STEP", conflicts_with = "fresh")]
@@ -41,6 +47,15 @@ pub struct Args {
     dry_run: bool,
 }
 
+/// `5:8`, or one step alone.
+fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
+    let (first, last) = text.split_once(':').unwrap_or((text, text));
+    match (first.trim().parse(), last.trim().parse()) {
+        (Ok(first), Ok(last)) if 1 <= first && first <= last => Ok(first..=last),
+        _ => Err("give the first and the last step, counted from 1, such as 5:8".into()),
+    }
+}
+
 pub fn run(args: Args) -> Result<ExitCode, Failure> {
     let config = args.config.load()?;
     let dir = args.config.run_dir(args.run_dir);
@@ -52,6 +67,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
         resume_from: args.resume_from,
         change: args.change,
         sample_tokens: if args.quiet { 0 } else { SAMPLE_TOKENS },
+        profile_steps: args.profile_steps.clone(),
     };
     if args.dry_run {
         let dry = dry_run(&config, &options, &stop)?;
@@ -66,6 +82,9 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     let result = lockstep_train::run(&config, &options, &stop, &mut |event| progress.show(event));
     progress.clear();
     let outcome = result?;
+    if let Some(steps) = &args.profile_steps {
+        show_profile(steps, &outcome, &dir)?;
+    }
     let (details, last) = summary(&outcome, &config, &dir);
     let mut out = std::io::stdout();
     if !args.quiet {
@@ -84,6 +103,20 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
         let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &config, &dir));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Prints where the time of the profiled steps went, and writes their trace.
+fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> Result<(), Failure> {
+    let (first, last) = (steps.start(), steps.end());
+    let Some(profile) = &outcome.profile else {
+        let text = format!("warning: no step from {first} to {last} was taken: nothing to profile");
+        let _ = writeln!(std::io::stderr(), "{}", style::message(&text));
+        return Ok(());
+    };
+    write_trace(profile, &dir.join(format!("profile-{first}-{last}.json")))?;
+    let mean = if profile.steps == 1 { String::new() } else { format!(", mean of {} steps", profile.steps) };
+    write!(std::io::stdout(), "time per op of a step{mean}\n{}", as_text(profile))?;
+    Ok(())
 }
 
 /// A flag that an interrupt sets. A second one ends the process at once; what is on the disk stays whole.

@@ -1,5 +1,6 @@
 //! `lockstep verify`: layouts against one rank, by running both.
 
+use crate::explain::compare::{parse, split};
 use crate::failure::Failure;
 use crate::table::table;
 use crate::{ConfigArgs, Format};
@@ -13,7 +14,7 @@ use std::io::Write;
 pub struct Args {
     #[command(flatten)]
     config: ConfigArgs,
-    /// A layout to check, such as dp=2,zero=1,tp=2,sp,pp=2; may be given several times. By default the config's own, or, where
+    /// A layout to check, such as dp=2,zero=1,tp=2,sp,pp=2; several behind semicolons, or given several times. By default the config's own, or, where
     /// that is one rank, every kind of layout that fits the model on up to 12 ranks.
     #[arg(long = "layouts", value_name = "LAYOUT")]
     layouts: Vec<String>,
@@ -149,10 +150,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
 
 /// The config with micro-batches that all data-parallel layouts can share the batch in: a layout is checked for its sums, and
 /// those take any accumulation.
-fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
+pub(crate) fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
     let all = match given {
         [] => kinds(&config),
-        _ => given.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?,
+        _ => split(given).iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?,
     };
     let global = config.train.global_batch;
     let dps: Vec<usize> = all.iter().map(|l| l.mesh.dp).filter(|dp| global.is_multiple_of(*dp)).collect();
@@ -163,8 +164,9 @@ fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
     Ok(config)
 }
 
-fn parse(text: &str) -> Result<Layout, Failure> {
-    text.parse().map_err(|e| Failure::request(format!("--layouts {text}: {e}")))
+/// The layouts that were named, checked.
+pub(crate) fn named(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
+    split(given).iter().map(|text| fit(parse(text)?, config)).collect()
 }
 
 /// The layouts that were asked for, checked; or all kinds that fit.
@@ -177,7 +179,7 @@ fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
     if given.is_empty() {
         return Ok(kinds(config).into_iter().filter(|layout| legal::check(layout, &shape).is_empty()).collect());
     }
-    given.iter().map(|text| fit(parse(text)?, config)).collect()
+    named(given, config)
 }
 
 fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {

@@ -38,7 +38,7 @@ fn what_determinism_costs_where_it_costs_nothing() {
     let text = Place::new().fails(2, &["bench", "train", "--shape", "15m", "--device", "cpu", "--deterministic"]);
     assert_eq!(
         text,
-        "error: runs on the processor always give the same bits: there is nothing to compare\nhint: use --device cuda\n"
+        "error: runs on the CPU always give the same bits: there is nothing to compare\nhint: use --device cuda\n"
     );
 }
 

@@ -139,7 +139,7 @@ fn a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before_it() {
 }
 
 #[test]
-fn an_old_driver_is_refused_and_auto_says_why_it_takes_the_processor() {
+fn an_old_driver_is_refused_and_auto_says_why_it_takes_the_cpu() {
     let fake = Fake::new();
     let old = [("FAKE_CUDA_VERSION", "12040")];
     let text = fake.fails(1, &TRAIN, &old);
@@ -148,11 +148,11 @@ fn an_old_driver_is_refused_and_auto_says_why_it_takes_the_processor() {
     let report = fake.ok(&["doctor"], &old);
     assert!(report.contains(problem) && report.contains("device: install driver 580"), "{report}");
     let text = fake.ok(&train_on("train.device=auto"), &old);
-    assert!(text.contains(&format!("warning: training on the processor: {problem} (install")), "{text}");
+    assert!(text.contains(&format!("warning: training on the CPU: {problem} (install")), "{text}");
 }
 
 #[test]
-fn no_device_is_refused_and_auto_says_why_it_takes_the_processor() {
+fn no_device_is_refused_and_auto_says_why_it_takes_the_cpu() {
     let fake = Fake::new();
     let none = [("FAKE_CUDA_DEVICES", "0")];
     let text = fake.fails(1, &TRAIN, &none);
@@ -160,11 +160,11 @@ fn no_device_is_refused_and_auto_says_why_it_takes_the_processor() {
     let report = fake.ok(&["doctor"], &none);
     assert!(report.contains("speaks CUDA 13.0") && report.contains("no CUDA device was found"), "{report}");
     let text = fake.ok(&train_on("train.device=auto"), &none);
-    assert!(text.contains("warning: training on the processor: no CUDA device was found (check"), "{text}");
+    assert!(text.contains("warning: training on the CPU: no CUDA device was found (check"), "{text}");
     // What the device does not do is said too, where there is one.
     let text =
         fake.ok(&[&train_on("train.device=auto")[..], &["--fresh", "--set", "train.reproducible=true"]].concat(), &[]);
-    assert!(text.contains("warning: training on the processor: train.reproducible does not run with"), "{text}");
+    assert!(text.contains("warning: training on the CPU: train.reproducible does not run with"), "{text}");
     // And nothing where there is nothing of CUDA.
     let bare = Fake::without(&fake_cuda::LIBRARIES);
     if !installed_here(&bare, "NVIDIA driver") {
@@ -217,7 +217,7 @@ fn a_missing_library_is_named_with_the_package_to_install() {
         assert!(text.starts_with(&format!("error: {name} was not found\nhint: ")), "{text}");
         assert!(text.contains(package) && text.contains("LOCKSTEP_CUDA_LIBRARIES"), "{text}");
         let report = fake.ok(&["doctor"], &[]);
-        assert!(report.contains(package) && report.contains("ready to train on the processor"), "{report}");
+        assert!(report.contains(package) && report.contains("ready to train on the CPU"), "{report}");
     }
 }
 

@@ -21,7 +21,7 @@ fn number(object: &Value, field: &str) -> f64 {
 }
 
 #[test]
-fn the_held_out_loss_is_the_one_that_the_run_logged() {
+fn the_validation_loss_is_the_one_that_the_run_logged() {
     let place = trained();
     let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
     let logged = |step: usize| {
@@ -72,7 +72,7 @@ fn a_mixture_is_evaluated_as_a_whole_and_per_corpus() {
         assert_eq!(all["loss"], last["val_loss"]);
         let corpora = all["corpora"].as_array().unwrap();
         let names: Vec<_> = corpora.iter().map(|corpus| corpus["name"].as_str().unwrap()).collect();
-        assert_eq!(names, ["text", "records"], "the held-out text of the other is not one sequence");
+        assert_eq!(names, ["text", "records"], "the validation text of the other is not one sequence");
         let total = |field: &str| corpora.iter().map(|corpus| number(corpus, field)).sum::<f64>();
         assert_eq!((total("tokens"), total("bytes")), (number(&all, "tokens"), number(&all, "bytes")));
         assert_eq!(number(&corpora[1], "tokens"), 3.0 * number(&corpora[0], "tokens"));
@@ -85,7 +85,7 @@ fn a_mixture_is_evaluated_as_a_whole_and_per_corpus() {
     let columns = ["corpus", "loss", "perplexity", "bits", "per", "byte", "tokens", "bytes"];
     assert!(text.lines().any(|line| line.split_whitespace().eq(columns)), "{text}");
     assert!(text.contains("\n  records ") && text.contains("in sequences of 16"), "{text}");
-    assert!(warning.contains("warning: the held-out text of few has"), "{warning}");
+    assert!(warning.contains("warning: the validation text of few has"), "{warning}");
     assert_eq!(json(&place, &["run", "--data", "corpus"])["corpora"], serde_json::json!([]));
     let text = place.fails(2, &["eval", "run", "--validation", "--seq", "100000"]);
     assert!(text.contains("tokens are too few for a sequence of 100000"), "{text}");
@@ -149,5 +149,5 @@ fn mistakes_are_named_with_a_hint() {
     }
     std::fs::remove_dir_all(place.path("run/data")).unwrap();
     let text = place.fails(2, &["eval", "run", "--validation"]);
-    assert_eq!(text, "error: run/data holds no held-out text\nhint: name text to evaluate on: --data PATH\n");
+    assert_eq!(text, "error: run/data holds no validation text\nhint: name text to evaluate on: --data PATH\n");
 }

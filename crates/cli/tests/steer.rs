@@ -196,7 +196,7 @@ fn a_smoke_test_shortens_the_warmup_and_validation_can_be_skipped() {
     assert!(!out.contains("validation") && !err.contains("validation"), "{out}{err}");
     let metrics = std::fs::read_to_string(place.path("none/metrics.jsonl")).unwrap();
     assert!(!metrics.contains("val_loss"), "{metrics}");
-    // Held-out text there is all the same.
+    // Validation text there is all the same.
     place.ok(&["eval", "none", "--validation"]);
 }
 

@@ -10,7 +10,7 @@ use lockstep_ir::{Layout, Mesh};
 
 /// Keys that do not go together.
 pub(crate) struct Conflict {
-    /// The keys at fault, the likeliest first.
+    /// The keys at fault, the most likely first.
     pub keys: Vec<&'static str>,
     pub problem: Problem,
 }
@@ -141,7 +141,7 @@ pub(crate) const MAX_BATCH: u64 = 1 << 32;
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
-    windows_are_of_mistral,
+    sliding_windows_are_of_mistral,
     keys_belong_to_the_architecture,
     sequences_have_positions,
     rules::decay_steps_have_a_schedule,
@@ -154,7 +154,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     noise_scale_has_two_sizes,
     data_have_one_form,
     prompts_go_with_the_rest,
-    end_token_has_a_tokenizer,
+    eos_token_has_a_tokenizer,
     recompute_has_its_keys,
 ];
 
@@ -174,21 +174,25 @@ fn head_dim_is_even(values: &Values) -> Option<Conflict> {
     (head_dim % 2 != 0 && !learns_positions(values)).then(|| {
         Conflict::new(
             &["model.head_dim", "model.heads", "model.dim"],
-            format!("model.head_dim = {head_dim} is odd, and rotary embeddings turn pairs"),
+            format!("model.head_dim = {head_dim} is odd, and RoPE rotates pairs"),
             "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
         )
     })
 }
 
-fn windows_are_of_mistral(values: &Values) -> Option<Conflict> {
-    let (window, Value::Text(architecture)) = (values.count("model.window")?, values.get("model.architecture")?) else {
+fn sliding_windows_are_of_mistral(values: &Values) -> Option<Conflict> {
+    let (window, Value::Text(architecture)) =
+        (values.count("model.sliding_window")?, values.get("model.architecture")?)
+    else {
         return None;
     };
     (architecture != "mistral").then(|| {
         Conflict::new(
-            &["model.window", "model.architecture"],
-            format!("model.window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"),
-            "use model.architecture = \"mistral\": llama with a window; or remove model.window",
+            &["model.sliding_window", "model.architecture"],
+            format!(
+                "model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"
+            ),
+            "use model.architecture = \"mistral\": llama with a sliding window; or remove model.sliding_window",
         )
     })
 }
@@ -206,11 +210,11 @@ fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
             return conflict("model.dropout", "has no dropout", remove("model.dropout"));
         }
         let key = values.get("model.positions").map(|_| "model.positions")?;
-        return conflict(key, "has rotary embeddings, not a table of positions", remove(key));
+        return conflict(key, "has RoPE, not learned positions", remove(key));
     }
     if values.get("model.rope_scaling").is_some() {
         let key = "model.rope_scaling";
-        return conflict(key, "has a table of positions, not rotary embeddings", remove(key));
+        return conflict(key, "has learned positions, not RoPE", remove(key));
     }
     let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
     if heads != kv_heads {
@@ -405,15 +409,15 @@ fn data_have_one_form(values: &Values) -> Option<Conflict> {
     })
 }
 
-fn end_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
-    let (token, Value::Text(tokenizer)) = (values.get("data.end_token")?, values.get("data.tokenizer")?) else {
+fn eos_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
+    let (token, Value::Text(tokenizer)) = (values.get("data.eos_token")?, values.get("data.tokenizer")?) else {
         return None;
     };
     (tokenizer == "bytes").then(|| {
         Conflict::new(
-            &["data.end_token", "data.tokenizer"],
-            format!("data.end_token = {token} is given, and data.tokenizer = \"bytes\" ends documents with a byte 0"),
-            "remove data.end_token, or name a tokenizer.json",
+            &["data.eos_token", "data.tokenizer"],
+            format!("data.eos_token = {token} is given, and data.tokenizer = \"bytes\" ends documents with a byte 0"),
+            "remove data.eos_token, or name a tokenizer.json",
         )
     })
 }

@@ -38,14 +38,22 @@ pub(crate) struct Given {
     pub overrides: Vec<String>,
 }
 
+const MICRO_BATCH: &str = "train.micro_batch";
+
 /// Where one value came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     Default,
     Preset(String),
-    File { line: usize },
+    File {
+        line: usize,
+    },
     Set,
-    Change { step: u64 },
+    /// A default that was found when the machine was known; the text says how.
+    Found(String),
+    Change {
+        step: u64,
+    },
 }
 
 impl Config {
@@ -79,7 +87,13 @@ impl Config {
     /// file and over `--set`: a run that is resumed by its first command keeps them.
     pub fn with_changes(&self, changes: &[Change]) -> Result<Config, ConfigError> {
         let Given { path, text, overrides } = &self.provenance.given;
-        Config::read(text, &self.provenance.file_name, path, overrides, changes)
+        let config = Config::read(text, &self.provenance.file_name, path, overrides, changes)?;
+        Ok(match self.micro_batch_found() {
+            Some(how) if config.micro_batch_is_default() => {
+                config.with_default_micro_batch(self.train.micro_batch, how)
+            }
+            _ => config,
+        })
     }
 
     fn read(
@@ -101,9 +115,38 @@ impl Config {
         Ok(schema::build(&resolved.values, provenance))
     }
 
-    /// What the user should know of what was read, a line each: a schedule that was shortened.
+    /// What the user should know of what was read, a line each: keys given by an old name, a schedule that was shortened.
     pub fn warnings(&self) -> &[String] {
         &self.provenance.warnings
+    }
+
+    /// The preset that gave a key its value, if one did.
+    pub fn preset_of(&self, path: &str) -> Option<&str> {
+        match self.provenance.origins.get(path) {
+            Some(Origin::Preset(name)) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// Whether nobody gave `train.micro_batch`, so that another default may take its place.
+    pub fn micro_batch_is_default(&self) -> bool {
+        matches!(self.provenance.origins.get(MICRO_BATCH), Some(Origin::Default))
+    }
+
+    /// How the default of `train.micro_batch` was found, where it is not the whole batch.
+    pub fn micro_batch_found(&self) -> Option<&str> {
+        match self.provenance.origins.get(MICRO_BATCH) {
+            Some(Origin::Found(how)) => Some(how),
+            _ => None,
+        }
+    }
+
+    /// The same run with another default of `train.micro_batch`; `how` it was found is its origin in [`Config::resolved_toml`].
+    pub fn with_default_micro_batch(&self, sequences: usize, how: &str) -> Config {
+        let mut config = self.clone();
+        config.train.micro_batch = sequences;
+        config.provenance.origins.insert(MICRO_BATCH, Origin::Found(how.to_owned()));
+        config
     }
 
     /// The folder of the config file.

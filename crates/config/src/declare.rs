@@ -7,6 +7,7 @@ use crate::error::Problem;
 use crate::kind::Kind;
 use crate::resolve::Values;
 use crate::schema::{Config, KEYS, TABLES};
+use crate::search;
 use crate::suggest;
 use crate::value::Value;
 
@@ -22,18 +23,15 @@ pub struct KeyDoc {
     pub default: String,
     /// What it means, in a sentence.
     pub meaning: String,
+    /// What else people call it.
+    pub synonyms: &'static [&'static str],
+    /// Names that it had before and that are still read, with a warning.
+    pub old_names: &'static [&'static str],
 }
 
 /// Every key of `run.toml`, in the order of the schema.
 pub fn schema() -> Vec<KeyDoc> {
-    KEYS.iter()
-        .map(|key| KeyDoc {
-            path: key.path,
-            type_text: key.kind.type_text(),
-            default: key.default.text().to_owned(),
-            meaning: key.meaning.trim().to_owned(),
-        })
-        .collect()
+    KEYS.iter().map(Key::doc).collect()
 }
 
 /// The declaration of one key.
@@ -45,6 +43,8 @@ pub(crate) struct Key {
     pub default: Default,
     pub effect: Effect,
     pub meaning: &'static str,
+    pub synonyms: &'static [&'static str],
+    pub old_names: &'static [&'static str],
     pub get: fn(&Config) -> Option<Value>,
 }
 
@@ -83,21 +83,51 @@ pub(crate) enum Effect {
     Conduct,
 }
 
+/// A key, and the old name that it was given by, if it was.
+pub(crate) struct Named {
+    pub key: &'static Key,
+    pub old_name: Option<&'static str>,
+}
+
 impl Key {
+    fn doc(&self) -> KeyDoc {
+        KeyDoc {
+            path: self.path,
+            type_text: self.kind.type_text(),
+            default: self.default.text().to_owned(),
+            meaning: self.meaning.trim().to_owned(),
+            synonyms: self.synonyms,
+            old_names: self.old_names,
+        }
+    }
+
     /// The key at `table.name`, or why there is none.
-    pub(crate) fn find(table: &str, name: &str) -> Result<&'static Key, Problem> {
-        if let Some(key) = KEYS.iter().find(|key| key.table == table && key.name == name) {
-            return Ok(key);
+    pub(crate) fn find(table: &str, name: &str) -> Result<Named, Problem> {
+        let siblings = || KEYS.iter().filter(|key| key.table == table);
+        if let Some(key) = siblings().find(|key| key.name == name) {
+            return Ok(Named { key, old_name: None });
+        }
+        let renamed = |key: &'static Key| {
+            let old_name = key.old_names.iter().copied().find(|old| *old == name)?;
+            Some(Named { key, old_name: Some(old_name) })
+        };
+        if let Some(named) = siblings().find_map(renamed) {
+            return Ok(named);
         }
         let shown = crate::source::quoted(name);
+        let list =
+            || format!("the keys of [{table}] are {}", siblings().map(|key| key.name).collect::<Vec<_>>().join(", "));
+        if let Some(what) = search::missing(table, name) {
+            return Err(Problem::new(format!("{table}.{shown}: {what} is not there yet"), list()));
+        }
         let problem = format!("{table}.{shown} is not a key of [{table}]");
-        let siblings = KEYS.iter().filter(|key| key.table == table).map(|key| key.name);
-        let hint = if let Some(elsewhere) = KEYS.iter().find(|key| key.name == name) {
-            format!("did you mean `{}`?", elsewhere.path)
-        } else if let Some(near) = suggest::nearest(name, siblings.clone()) {
+        let hint = if let Some(key) = search::meant(table, name) {
+            let near = if key.table == table { key.name } else { key.path };
+            format!("did you mean `{near}`?")
+        } else if let Some(near) = suggest::nearest(name, siblings().map(|key| key.name)) {
             format!("did you mean `{near}`?")
         } else {
-            format!("the keys of [{table}] are {}", siblings.collect::<Vec<_>>().join(", "))
+            list()
         };
         Err(Problem::new(problem, hint))
     }
@@ -108,7 +138,7 @@ impl Key {
             return Ok(());
         }
         let problem = format!("{} is not a table of the config", crate::source::quoted(table));
-        let hint = if let Some(key) = KEYS.iter().find(|key| key.name == table) {
+        let hint = if let Some(key) = search::meant("", table) {
             format!("did you mean `{}`?", key.path)
         } else if let Some(near) = suggest::nearest(table, TABLES.iter().copied()) {
             format!("did you mean `{near}`?")
@@ -126,7 +156,8 @@ macro_rules! tables {
         $table:ident: $Struct:ident {
             $(
                 $(#[doc = $meaning:literal])+
-                $field:ident: $ty:ty = $kind:expr, $default:expr, $effect:expr;
+                $field:ident: $ty:ty = $kind:expr, $default:expr, $effect:expr
+                    $(, finds [$($synonym:literal),+ $(,)?])? $(, was [$($old:literal),+])?;
             )+
         }
     )+) => {
@@ -164,6 +195,8 @@ macro_rules! tables {
                 default: $default,
                 effect: $effect,
                 meaning: concat!($($meaning),+),
+                synonyms: &[$($($synonym),+)?],
+                old_names: &[$($($old),+)?],
                 get: |config| config.$table.$field.to_value(),
             },
         )+)+];

@@ -5,7 +5,7 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::declare::Key;
+use crate::declare::{Key, Named};
 use crate::error::{ConfigError, Problem};
 use crate::kind::Reading;
 use crate::source::{Source, quoted};
@@ -24,6 +24,8 @@ pub(crate) struct Given {
     pub key: &'static Key,
     pub value: Value,
     pub span: Range<usize>,
+    /// The old name that it is given by, if it is.
+    pub old_name: Option<&'static str>,
 }
 
 /// Reads every value of `source`. The first problem in file order is the error.
@@ -54,6 +56,7 @@ pub(crate) fn read(source: &Source<'_>) -> Result<Document, ConfigError> {
             }
         }
     }
+    problems.extend(document.given.iter().filter_map(|given| given_by_two_names(given, &document.given)));
     let start = |problem: &Problem| problem.span.as_ref().map_or(0, |span| span.start);
     if let Some(first) = problems.into_iter().min_by_key(start) {
         let location = source.locate(&first.span.clone().unwrap_or_default());
@@ -69,10 +72,19 @@ fn read_key(
     name: &Spanned<std::borrow::Cow<'_, str>>,
     value: &Spanned<DeValue<'_>>,
 ) -> Result<Given, Problem> {
-    let key = Key::find(table, name.get_ref()).map_err(|problem| problem.within(name.span()))?;
+    let Named { key, old_name } = Key::find(table, name.get_ref()).map_err(|problem| problem.within(name.span()))?;
     let reading = Reading { path: key.path, text: source.text };
     let read = key.kind.read(reading, value)?;
-    Ok(Given { key, value: read, span: value.span() })
+    Ok(Given { key, value: read, span: value.span(), old_name })
+}
+
+/// Refuses a value under an old name beside one under another name of the same key.
+fn given_by_two_names(given: &Given, all: &[Given]) -> Option<Problem> {
+    let old = given.old_name?;
+    all.iter().find(|other| other.key.path == given.key.path && other.old_name != given.old_name)?;
+    let (table, path) = (given.key.table, given.key.path);
+    let problem = format!("{table}.{old} is the old name of {path}, and both are given");
+    Some(Problem::new(problem, format!("remove {table}.{old}")).within(given.span.clone()))
 }
 
 fn syntax_error(source: &Source<'_>, error: &toml::de::Error) -> ConfigError {

@@ -29,6 +29,7 @@ mod quantity;
 mod resolve;
 mod rules;
 mod schema;
+mod search;
 mod source;
 mod suggest;
 mod value;
@@ -38,11 +39,12 @@ pub use batches::{Batch, BatchStage, Batches};
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
 pub use presets::presets;
-pub use quantity::count;
+pub use quantity::{bytes, count};
 pub use schema::{
     CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
     RecomputeConfig, TrainConfig,
 };
+pub use search::{Found, keys_at, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScaling};
 pub use written::{Change, Difference};

@@ -3,7 +3,7 @@
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::declare::Key;
+use crate::declare::{Key, Named};
 use crate::error::{ConfigError, Location, Problem};
 use crate::kind::Reading;
 use crate::source::quoted;
@@ -15,7 +15,7 @@ pub(crate) const SET: &str = "--set";
 pub(crate) const CHANGE: &str = "--change";
 
 /// Reads what an option gives. The value is TOML; a word that is not TOML is taken as a string.
-pub(crate) fn read(option: &str, text: &str) -> Result<(&'static Key, Value), ConfigError> {
+pub(crate) fn read(option: &str, text: &str) -> Result<(Named, Value), ConfigError> {
     read_parts(option, text).map_err(|problem| ConfigError::new(problem, location(option, text)))
 }
 
@@ -24,7 +24,7 @@ pub(crate) fn location(option: &str, text: &str) -> Location {
     Location::Option(format!("{option} {}", quoted(text)))
 }
 
-fn read_parts(option: &str, text: &str) -> Result<(&'static Key, Value), Problem> {
+fn read_parts(option: &str, text: &str) -> Result<(Named, Value), Problem> {
     let form = || format!("write {option} table.key=value, such as {option} train.steps=100");
     let (path, value) =
         text.split_once('=').ok_or_else(|| Problem::new(format!("{} sets no value", quoted(text)), form()))?;
@@ -34,7 +34,7 @@ fn read_parts(option: &str, text: &str) -> Result<(&'static Key, Value), Problem
         Err(problem) => Problem::new(format!("{} is not a key", quoted(path)), problem.hint),
     })?;
     Key::check_table(table)?;
-    let key = Key::find(table, name)?;
+    let named = Key::find(table, name)?;
     if value.is_empty() {
         return Err(Problem::new(format!("{path} is set to nothing"), form()));
     }
@@ -48,6 +48,6 @@ fn read_parts(option: &str, text: &str) -> Result<(&'static Key, Value), Problem
             return Err(Problem::new(problem, "close every quote and bracket; quote the whole argument for the shell"));
         }
     };
-    let value = key.kind.read(Reading { path: key.path, text: value }, &parsed)?;
-    Ok((key, value))
+    let value = named.key.kind.read(Reading { path: named.key.path, text: value }, &parsed)?;
+    Ok((named, value))
 }

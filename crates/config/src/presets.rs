@@ -1,4 +1,5 @@
-//! Public model shapes by name. A preset is a `[model]` table, read by the same reader as the user's.
+//! Published models by name. A preset is a `[model]` table, read by the same reader as the user's, and what such a model is
+//! trained with: the sequence length of its pre-training, in bf16.
 
 use crate::document::{self, Given};
 use crate::source::Source;
@@ -10,12 +11,15 @@ pub fn presets() -> impl Iterator<Item = &'static str> {
 
 struct Preset {
     name: &'static str,
+    /// Tokens per sequence in pre-training, before any extension to a longer context.
+    seq: u32,
     table: &'static str,
 }
 
-const PRESETS: [Preset; 18] = [
+const PRESETS: [Preset; 22] = [
     Preset {
         name: "llama-15m",
+        seq: 256,
         table: "
             [model]
             vocab_size = 32000
@@ -29,6 +33,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "llama-29m",
+        seq: 512,
         table: "
             [model]
             vocab_size = 8192
@@ -42,6 +47,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "llama-124m",
+        seq: 1024,
         table: "
             [model]
             vocab_size = 50304
@@ -55,6 +61,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "llama-2-7b",
+        seq: 4096,
         table: "
             [model]
             vocab_size = 32000
@@ -69,6 +76,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "llama-3.2-1b",
+        seq: 8192,
         table: "
             [model]
             vocab_size = 128256
@@ -89,7 +97,30 @@ const PRESETS: [Preset; 18] = [
         ",
     },
     Preset {
+        name: "llama-3.2-3b",
+        seq: 8192,
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 28
+            dim = 3072
+            heads = 24
+            kv_heads = 8
+            head_dim = 128
+            ffn = 8192
+            tied_embeddings = true
+            rope_theta = 500000.0
+
+            [model.rope_scaling]
+            factor = 32.0
+            low_freq_factor = 1.0
+            high_freq_factor = 4.0
+            original_context = 8192
+        ",
+    },
+    Preset {
         name: "llama-3-8b",
+        seq: 8192,
         table: "
             [model]
             vocab_size = 128256
@@ -104,6 +135,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "llama-3-70b",
+        seq: 8192,
         table: "
             [model]
             vocab_size = 128256
@@ -118,6 +150,70 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "llama-3-405b",
+        seq: 8192,
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 126
+            dim = 16384
+            heads = 128
+            kv_heads = 8
+            ffn = 53248
+            tied_embeddings = false
+            rope_theta = 500000.0
+
+            [model.rope_scaling]
+            factor = 8.0
+            low_freq_factor = 1.0
+            high_freq_factor = 4.0
+            original_context = 8192
+        ",
+    },
+    Preset {
+        name: "llama-3.1-8b",
+        seq: 8192,
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 32
+            dim = 4096
+            heads = 32
+            kv_heads = 8
+            ffn = 14336
+            tied_embeddings = false
+            rope_theta = 500000.0
+
+            [model.rope_scaling]
+            factor = 8.0
+            low_freq_factor = 1.0
+            high_freq_factor = 4.0
+            original_context = 8192
+        ",
+    },
+    Preset {
+        name: "llama-3.1-70b",
+        seq: 8192,
+        table: "
+            [model]
+            vocab_size = 128256
+            layers = 80
+            dim = 8192
+            heads = 64
+            kv_heads = 8
+            ffn = 28672
+            tied_embeddings = false
+            rope_theta = 500000.0
+
+            [model.rope_scaling]
+            factor = 8.0
+            low_freq_factor = 1.0
+            high_freq_factor = 4.0
+            original_context = 8192
+        ",
+    },
+    Preset {
+        name: "llama-3.1-405b",
+        seq: 8192,
         table: "
             [model]
             vocab_size = 128256
@@ -138,6 +234,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "gpt2",
+        seq: 1024,
         table: r#"
             [model]
             architecture = "gpt2"
@@ -152,6 +249,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "gpt2-medium",
+        seq: 1024,
         table: r#"
             [model]
             architecture = "gpt2"
@@ -166,6 +264,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "gpt2-large",
+        seq: 1024,
         table: r#"
             [model]
             architecture = "gpt2"
@@ -180,6 +279,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "gpt2-xl",
+        seq: 1024,
         table: r#"
             [model]
             architecture = "gpt2"
@@ -194,6 +294,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "qwen2.5-0.5b",
+        seq: 4096,
         table: r#"
             [model]
             architecture = "qwen2"
@@ -210,6 +311,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "qwen2.5-1.5b",
+        seq: 4096,
         table: r#"
             [model]
             architecture = "qwen2"
@@ -226,6 +328,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "qwen2.5-7b",
+        seq: 4096,
         table: r#"
             [model]
             architecture = "qwen2"
@@ -242,6 +345,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "qwen3-0.6b",
+        seq: 4096,
         table: r#"
             [model]
             architecture = "qwen3"
@@ -259,6 +363,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "qwen3-8b",
+        seq: 4096,
         table: r#"
             [model]
             architecture = "qwen3"
@@ -276,6 +381,7 @@ const PRESETS: [Preset; 18] = [
     },
     Preset {
         name: "mistral-7b",
+        seq: 8192,
         table: r#"
             [model]
             architecture = "mistral"
@@ -287,7 +393,7 @@ const PRESETS: [Preset; 18] = [
             ffn = 14336
             tied_embeddings = false
             rope_theta = 10000.0
-            window = 4096
+            sliding_window = 4096
         "#,
     },
 ];
@@ -308,7 +414,8 @@ pub(crate) fn values(name: &str) -> Vec<Given> {
     let Some(preset) = PRESETS.iter().find(|preset| preset.name == name) else {
         return Vec::new();
     };
-    let read = Source::new(preset.name, preset.table).and_then(|source| document::read(&source));
+    let text = format!("{}\n[train]\nseq = {}\n[precision]\npolicy = \"bf16\"\n", preset.table, preset.seq);
+    let read = Source::new(preset.name, &text).and_then(|source| document::read(&source));
     read.expect("presets are valid tables").given
 }
 

@@ -34,7 +34,7 @@ pub fn count(text: &str) -> Option<u64> {
 
 /// A size in bytes: a number, which may have a decimal fraction, and its unit. `None` when the text has another form or
 /// passes 2⁶⁴.
-pub(crate) fn bytes(text: &str) -> Option<u64> {
+pub fn bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (digits, unit) = text.split_at(end);

@@ -14,7 +14,7 @@ use crate::kind::{Reading, quote_list};
 use crate::presets;
 use crate::rules;
 use crate::schema::KEYS;
-use crate::source::Source;
+use crate::source::{self, Source};
 use crate::value::{Field, Value};
 use crate::written::Change;
 use crate::{document, overrides};
@@ -81,6 +81,7 @@ impl Place {
 pub(crate) struct Resolved {
     pub values: Values,
     pub origins: BTreeMap<&'static str, Origin>,
+    /// What the user should know of what was read, a line each.
     pub warnings: Vec<String>,
 }
 
@@ -91,15 +92,19 @@ pub(crate) fn resolve(source: &Source<'_>, overrides: &[String], changes: &[Chan
     let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
     let mut layers = Layers { source, overrides, changes, values, places, warnings };
     for given in &document.given {
+        let line = source.line_number(given.span.start);
+        layers.renamed(given.key, given.old_name, format!("{}:{line}", source.name));
         layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
     }
     for (index, text) in overrides.iter().enumerate() {
-        let (key, value) = overrides::read(overrides::SET, text)?;
-        layers.set(key, value, Place::Override(index));
+        let (named, value) = overrides::read(overrides::SET, text)?;
+        layers.renamed(named.key, named.old_name, format!("--set {}", source::quoted(text)));
+        layers.set(named.key, value, Place::Override(index));
     }
     for (index, change) in changes.iter().enumerate() {
-        let (key, value) = overrides::read(overrides::CHANGE, &change.text)?;
-        layers.set(key, value, Place::Change(index));
+        let (named, value) = overrides::read(overrides::CHANGE, &change.text)?;
+        layers.renamed(named.key, named.old_name, format!("--change {}", source::quoted(&change.text)));
+        layers.set(named.key, value, Place::Change(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
         for given in presets::values(&name) {
@@ -127,6 +132,12 @@ impl Layers<'_> {
     fn set(&mut self, key: &'static Key, value: Value, place: Place) {
         self.values.0.insert(key.path, value);
         self.places.insert(key.path, place);
+    }
+
+    /// Warns of a key that is given by an old name.
+    fn renamed(&mut self, key: &Key, old: Option<&str>, place: String) {
+        let text = |old| format!("{}.{old} is now called {}: {place}", key.table, key.path);
+        self.warnings.extend(old.map(text));
     }
 
     fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
@@ -178,7 +189,7 @@ impl Layers<'_> {
         }
     }
 
-    /// The likeliest of the keys in conflict that stands in the highest layer; for a value out of a
+    /// The most likely of the keys in conflict that stands in the highest layer; for a value out of a
     /// preset, the key that chose the preset.
     fn blame(&self, conflict: &Conflict) -> Option<Place> {
         let places = conflict.keys.iter().filter_map(|path| self.places.get(path));

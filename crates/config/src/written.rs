@@ -126,6 +126,7 @@ impl Config {
             Some(Origin::Preset(name)) => format!("preset {name}"),
             Some(Origin::File { line }) => format!("{}:{line}", printable(&file)),
             Some(Origin::Set) => "--set".into(),
+            Some(Origin::Found(how)) => format!("default: {how}"),
             Some(Origin::Change { step }) => format!("--change at step {step}"),
             Some(Origin::Default) | None => "default".into(),
         }

@@ -12,7 +12,7 @@ fn a_missing_shape_names_the_key_and_the_presets() {
         r#"
 model.vocab_size is not set
   --> run.toml
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
     );
     check(
@@ -23,7 +23,7 @@ model.dim is not set
   |
 2 | [model]
   |  ^^^^^
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
     );
 }
@@ -53,9 +53,9 @@ hint: remove model.kv_heads, or choose another model.architecture
     );
     let refused = |text: &str| Config::parse(text, "run.toml", &[]).unwrap_err().to_string();
     let scaling = "rope_scaling = { factor = 2, low_freq_factor = 1, high_freq_factor = 4, original_context = 8 }\n";
-    assert!(refused(&format!("{gpt2}{scaling}")).contains("has a table of positions, not rotary embeddings"));
+    assert!(refused(&format!("{gpt2}{scaling}")).contains("has learned positions, not RoPE"));
     assert!(refused(&format!("{gpt2}head_dim = 8\n")).contains("has model.dim / model.heads"));
-    assert!(refused(&format!("{TINY}positions = 8\n")).contains("has rotary embeddings, not a table of positions"));
+    assert!(refused(&format!("{TINY}positions = 8\n")).contains("has RoPE, not learned positions"));
     assert!(refused(&format!("{TINY}dropout = 0.1\n")).contains("model.architecture = \"llama\" has no dropout"));
     // An odd width of heads is nothing to rotary embeddings that are not there.
     assert_eq!(Config::parse(gpt2, "run.toml", &[]).unwrap().model.head_dim, 11);
@@ -94,14 +94,14 @@ hint: 6 or 8 heads divide it; or set model.head_dim
 #[test]
 fn a_window_belongs_to_an_architecture() {
     check(
-        "[model]\npreset = \"llama-29m\"\nwindow = 64\n",
+        "[model]\npreset = \"llama-29m\"\nsliding_window = 64\n",
         "
-model.window = 64 is given, and model.architecture = \"llama\" sees all tokens
+model.sliding_window = 64 is given, and model.architecture = \"llama\" sees all tokens
   --> run.toml:3
   |
-3 | window = 64
-  |          ^^
-hint: use model.architecture = \"mistral\": llama with a window; or remove model.window
+3 | sliding_window = 64
+  |                  ^^
+hint: use model.architecture = \"mistral\": llama with a sliding window; or remove model.sliding_window
 ",
     );
 }
@@ -126,7 +126,7 @@ fn an_odd_head_is_refused() {
     check(
         "[model]\npreset = \"llama-29m\"\nhead_dim = 33\n",
         "
-model.head_dim = 33 is odd, and rotary embeddings turn pairs
+model.head_dim = 33 is odd, and RoPE rotates pairs
   --> run.toml:3
   |
 3 | head_dim = 33
@@ -154,23 +154,23 @@ hint: use micro_batch = 4 or 6
 #[test]
 fn tokens_must_be_whole_sequences() {
     check(
-        &format!("{TINY}[train]\nglobal_batch = \"4M tokens\"\n"),
+        &format!("{TINY}[train]\nglobal_batch = \"3M tokens\"\n"),
         r#"
-train.global_batch = 4000000 tokens is not a whole number of sequences of train.seq = 1024
+train.global_batch = 3000000 tokens is not a whole number of sequences of train.seq = 256
   --> run.toml:4
   |
-4 | global_batch = "4M tokens"
+4 | global_batch = "3M tokens"
   |                ^^^^^^^^^^^
-hint: use "3999744 tokens" (3906 × 1024) or "4000768 tokens" (3907 × 1024)
+hint: use "2999808 tokens" (11718 × 256) or "3000064 tokens" (11719 × 256)
 "#,
     );
     check_set(
         TINY,
         &["train.micro_batch=1K tokens"],
         r#"
-train.micro_batch = 1000 tokens is not a whole number of sequences of train.seq = 1024
+train.micro_batch = 1000 tokens is not a whole number of sequences of train.seq = 256
   --> --set train.micro_batch=1K tokens
-hint: use "1024 tokens" (1 × 1024)
+hint: use "768 tokens" (3 × 256) or "1024 tokens" (4 × 256)
 "#,
     );
     check(
@@ -213,7 +213,7 @@ hint: at most 2^56 are accepted; lower train.micro_batch or train.seq
     check(
         &format!("{TINY}[train]\nsteps = \"1T\"\nglobal_batch = \"4M\"\nmicro_batch = 1\n"),
         r#"
-the run would read 4096000000000000000000 tokens
+the run would read 1024000000000000000000 tokens
   --> run.toml:5
   |
 5 | global_batch = "4M"
@@ -239,16 +239,16 @@ hint: list the paths as a corpus of their own, with a name and a weight
 }
 
 #[test]
-fn an_end_token_needs_a_tokenizer() {
+fn an_eos_token_needs_a_tokenizer() {
     check(
-        &format!("{TINY}[data]\nend_token = \"</s>\"\n"),
+        &format!("{TINY}[data]\neos_token = \"</s>\"\n"),
         "
-data.end_token = \"</s>\" is given, and data.tokenizer = \"bytes\" ends documents with a byte 0
+data.eos_token = \"</s>\" is given, and data.tokenizer = \"bytes\" ends documents with a byte 0
   --> run.toml:4
   |
-4 | end_token = \"</s>\"
+4 | eos_token = \"</s>\"
   |             ^^^^^^
-hint: remove data.end_token, or name a tokenizer.json
+hint: remove data.eos_token, or name a tokenizer.json
 ",
     );
 }
@@ -413,7 +413,7 @@ fn a_loss_scale_is_of_fp16() {
         TINY,
         &["precision.growth_interval=5"],
         "
-precision.growth_interval = 5 is given, and precision.policy = \"fp32\" has no loss scale
+precision.growth_interval = 5 is given, and precision.policy = \"bf16\" has no loss scale
   --> --set precision.growth_interval=5
 hint: remove precision.growth_interval, or choose precision.policy = \"fp16\"
 ",

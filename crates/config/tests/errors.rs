@@ -265,7 +265,7 @@ model.preset = "llama-3-8B-x" is not known
   |
 2 | preset = "llama-3-8B-x"
   |          ^^^^^^^^^^^^^^
-hint: did you mean "llama-3-8b"? choose one of "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
+hint: did you mean "llama-3-8b"? choose one of "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
 "#,
     );
 }

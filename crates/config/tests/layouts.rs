@@ -44,7 +44,7 @@ hint: use tp = 2
     check(
         &format!("{TINY}[parallel]\ntp = 3\nsequence_parallel = true\n"),
         "
-parallel.tp = 3 does not divide train.seq = 1024, which sequence_parallel splits
+parallel.tp = 3 does not divide train.seq = 256, which sequence_parallel splits
   --> run.toml:4
   |
 4 | tp = 3
@@ -180,10 +180,10 @@ hint: choose one of \"1f1b\", \"gpipe\"
     );
     check_set(
         TINY,
-        &["parallel.patience=1e300"],
+        &["parallel.timeout=1e300"],
         "
-parallel.patience = 1e300 is out of range
-  --> --set parallel.patience=1e300
+parallel.timeout = 1e300 is out of range
+  --> --set parallel.timeout=1e300
 hint: give a number greater than 0, up to 86400
 ",
     );

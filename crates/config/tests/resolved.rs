@@ -37,7 +37,7 @@ ffn = 1536  # preset llama-29m
 # positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set
-# window is not set
+# sliding_window is not set
 attention = "flash"  # default
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
@@ -51,7 +51,7 @@ extensions = ["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "jsonl.
 text_field = "text"  # default
 # prompt_field is not set
 tokenizer = "bytes"  # default
-# end_token is not set
+# eos_token is not set
 # prepared is not set
 document_mask = false  # default
 validation_fraction = 0.05  # default
@@ -73,7 +73,7 @@ deterministic = false  # default
 threads = 0  # default
 
 [precision]
-policy = "fp32"  # default
+policy = "bf16"  # preset llama-29m
 gradients = "fp32"  # default
 # loss_scale is not set
 # growth_interval is not set
@@ -85,7 +85,7 @@ pp = 1  # default
 zero = 0  # default
 sequence_parallel = false  # default
 schedule = "1f1b"  # default
-patience = 60.0  # default
+timeout = 60.0  # default
 
 [recompute]
 policy = "none"  # default
@@ -133,7 +133,7 @@ fn the_resolved_file_reads_back_as_an_equal_config_from_another_folder() {
     let corpora =
         "data.corpora=[{ name = 'a', paths = ['x'], weight = 1 }, { name = 'b', paths = ['/y'], weight = 0.5 }]";
     let tokens =
-        ["data.tokenizer=t/tokenizer.json", "data.end_token=<end>", "data.prepared=shared", "train.init_from=runs/a/"];
+        ["data.tokenizer=t/tokenizer.json", "data.eos_token=<end>", "data.prepared=shared", "train.init_from=runs/a/"];
     round_trip(parse(EXAMPLE, &[&["data.paths=[]", corpora], &tokens[..]].concat()));
     for name in ["lion", "sgd", "muon"] {
         round_trip(parse(EXAMPLE, &[&format!("optimizer.name={name}"), "optimizer.schedule=wsd"]));
@@ -182,7 +182,7 @@ fn differences_leave_out_how_a_run_is_carried_out() {
         "parallel.pp=2",
         "parallel.sequence_parallel=true",
         "parallel.schedule=gpipe",
-        "parallel.patience=5",
+        "parallel.timeout=5",
     ];
     let after = parse(EXAMPLE, &conduct);
     assert_eq!(after.differences(&before), []);

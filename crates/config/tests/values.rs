@@ -26,11 +26,38 @@ fn a_preset_alone_is_a_config() {
     let llama3 = RopeScaling { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192 };
     assert_eq!(model.rope_scaling, Some(llama3));
 
-    assert_eq!((config.train.steps, config.train.seq, config.train.global_batch), (1000, 1024, 8));
+    assert_eq!((config.train.steps, config.train.seq, config.train.global_batch), (1000, 8192, 8));
+    assert_eq!(config.precision.policy, "bf16");
+    assert_eq!(config.preset_of("train.seq"), Some("llama-3.2-1b"));
     assert_eq!((config.train.micro_batch, config.accumulation_steps()), (8, 1));
     assert_eq!((config.optimizer.lr, config.optimizer.warmup_steps), (3e-4, 100));
     assert_eq!((config.checkpoint.every, config.checkpoint.keep), (100, 3));
     assert_eq!((config.data.tokenizer.as_str(), config.data.paths.len()), ("bytes", 0));
+}
+
+#[test]
+fn a_preset_has_the_sequence_length_of_its_pre_training_and_explicit_keys_win() {
+    let seq = |name: &str| parse(&format!("[model]\npreset = \"{name}\"\n")).train.seq;
+    assert_eq!(
+        ["llama-3.1-8b", "llama-3-70b", "gpt2", "llama-2-7b", "qwen3-8b"].map(seq),
+        [8192, 8192, 1024, 4096, 4096]
+    );
+    let config = parse_set("[model]\npreset = \"llama-3.1-8b\"\n[train]\nseq = 512\n", &["precision.policy=fp32"]);
+    assert_eq!((config.train.seq, config.precision.policy.as_str()), (512, "fp32"));
+    assert_eq!(config.preset_of("train.seq"), None);
+    let explicit = parse("[model]\nvocab_size = 256\nlayers = 2\ndim = 64\nheads = 4\nffn = 128\n");
+    assert_eq!((explicit.train.seq, explicit.precision.policy.as_str()), (1024, "fp32"));
+}
+
+#[test]
+fn llama_3_1_scales_its_rope_and_llama_3_does_not() {
+    let scaling = |name: &str| parse(&format!("[model]\npreset = \"{name}\"\n")).model.rope_scaling;
+    assert_eq!(scaling("llama-3-8b"), None);
+    for size in ["8b", "70b", "405b"] {
+        let found = scaling(&format!("llama-3.1-{size}"))
+            .map(|s| (s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context));
+        assert_eq!(found, Some((8.0, 1.0, 4.0, 8192)), "{size}");
+    }
 }
 
 #[test]
@@ -94,11 +121,11 @@ fn a_rank_computes_its_share_of_the_batch_at_once_unless_told_otherwise() {
 fn the_layout_is_that_of_the_parallel_table() {
     assert_eq!(parse(TINY).layout(), Layout::single(1));
     let text =
-        "[parallel]\ndp = 2\ntp = 2\npp = 3\nzero = 1\nsequence_parallel = true\nschedule = \"gpipe\"\npatience = 5\n";
+        "[parallel]\ndp = 2\ntp = 2\npp = 3\nzero = 1\nsequence_parallel = true\nschedule = \"gpipe\"\ntimeout = 5\n";
     let config = parse_set(&format!("{TINY}{text}"), &["train.micro_batch=1"]);
     let written: Layout = "dp=2,zero=1,tp=2,sp,pp=3,gpipe".parse().unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(config.layout(), Layout { micro_batches: 4, ..written });
-    assert_eq!(config.parallel.patience, 5.0);
+    assert_eq!(config.parallel.timeout, 5.0);
     assert_eq!(legal::check(&config.layout(), &config.shape()), []);
 }
 
@@ -107,7 +134,7 @@ fn overrides_win_over_the_file_and_the_last_wins() {
     let text = format!("{TINY}[train]\nsteps = 10\n");
     let config = parse_set(&text, &["train.steps=20", "train.steps = 30", "optimizer.lr=1e-3"]);
     assert_eq!((config.train.steps, config.optimizer.lr), (30, 1e-3));
-    let config = parse_set(&text, &["train.global_batch=8192 tokens", "data.paths=[\"a=b\", 'c']"]);
+    let config = parse_set(&text, &["train.global_batch=2048 tokens", "data.paths=[\"a=b\", 'c']"]);
     assert_eq!(config.train.global_batch, 8);
     assert_eq!(config.data.paths, ["a=b", "c"]);
     let config = parse_set(&text, &["model.preset=llama-124m", "train.reproducible=true"]);
@@ -170,7 +197,7 @@ fn a_budget_is_a_number_of_bytes_with_its_unit() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 71);
+    assert_eq!(paths.len(), 72);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());
@@ -190,7 +217,7 @@ fn the_schema_reads_as_a_listing() {
         let key = rows.iter().find(|key| key.path == path).expect("listed");
         (key.type_text.as_str(), key.default.as_str(), key.meaning.as_str())
     };
-    assert_eq!(row("train.seq"), ("count", "1024", "Tokens per sequence."));
+    assert_eq!(row("train.seq"), ("count", "1024", "Sequence length: tokens per sequence."));
     assert_eq!(row("optimizer.lr").0, "number, greater than 0");
     assert_eq!(row("model.dim").1, "required, or from model.preset");
     assert_eq!(row("model.head_dim").1, "model.dim / model.heads");

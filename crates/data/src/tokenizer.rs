@@ -118,12 +118,12 @@ impl Tokenizer {
         }
         let separator = match end_token {
             Some(token) => tokenizer.token_to_id(token).ok_or_else(|| {
-                let problem = format!("it has no token {token:?}, which data.end_token names");
+                let problem = format!("it has no token {token:?}, which data.eos_token names");
                 DataError::tokenizer(path, problem, "name a token of its vocabulary")
             })?,
             None => END_TOKENS.iter().find_map(|token| tokenizer.token_to_id(token)).ok_or_else(|| {
                 let problem = format!("it has none of the usual tokens to end a document ({})", END_TOKENS.join(", "));
-                DataError::tokenizer(path, problem, "name the token to use in data.end_token; of a model to import, as eos_token in tokenizer_config.json")
+                DataError::tokenizer(path, problem, "name the token to use in data.eos_token; of a model to import, as eos_token in tokenizer_config.json")
             })?,
         };
         let model = Model::File { path: path.to_owned(), tokenizer: Box::new(tokenizer), source };

@@ -222,9 +222,9 @@ fn an_end_token_can_be_named_and_must_exist() {
     assert_eq!(
         case.error(&spec(None)),
         "ROOT/t.json: it has none of the usual tokens to end a document (<|end_of_text|>, <|endoftext|>, </s>, <eos>)\n\
-         hint: name the token to use in data.end_token; of a model to import, as eos_token in tokenizer_config.json"
+         hint: name the token to use in data.eos_token; of a model to import, as eos_token in tokenizer_config.json"
     );
-    assert!(case.error(&spec(Some("<halt>"))).contains("it has no token \"<halt>\", which data.end_token names"));
+    assert!(case.error(&spec(Some("<halt>"))).contains("it has no token \"<halt>\", which data.eos_token names"));
     assert_eq!(tokens(case.prepare(&spec(Some("<stop>"))).unwrap().train()).last(), Some(&0));
 }
 

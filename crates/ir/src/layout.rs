@@ -62,6 +62,9 @@ pub enum LayoutError {
     /// No words at all.
     #[error("the layout is empty\nhint: write what differs from one rank, such as dp=2,tp=2")]
     Empty,
+    /// An axis that is not there yet.
+    #[error("{0}: {1} is not there yet\nhint: a layout is made of dp=N, tp=N, pp=N, zero=N, sp, 1f1b and gpipe")]
+    NotYet(&'static str, &'static str),
     /// A word that means nothing here.
     #[error("{0:?} is not part of a layout\nhint: a layout is made of dp=N, tp=N, pp=N, zero=N, sp, 1f1b and gpipe")]
     Unknown(String),
@@ -139,6 +142,8 @@ impl Layout {
                 self.sequence_parallel = true;
                 Ok("sp")
             }
+            "cp" => Err(LayoutError::NotYet("cp", "context parallelism")),
+            "ep" => Err(LayoutError::NotYet("ep", "expert parallelism")),
             _ => Err(LayoutError::Unknown(word.to_owned())),
         }
     }

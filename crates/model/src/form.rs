@@ -149,7 +149,7 @@ impl Side {
         match self {
             Side::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                let (documents, window) = (starts.is_some(), m.window);
+                let (documents, window) = (starts.is_some(), m.sliding_window);
                 if m.attention == "naive" {
                     let p = g.op(Op::AttentionScores { documents, window }, &inputs, &at("p"))?[0];
                     return Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0]);
@@ -159,7 +159,8 @@ impl Side {
             Side::NextToken { start, count, cache: [batch, context], .. } => {
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
-                let out = g.op(Op::CachedAttention { window: m.window }, &[qkv, cache, *start, *count], &at("o"))?;
+                let out =
+                    g.op(Op::CachedAttention { window: m.sliding_window }, &[qkv, cache, *start, *count], &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }

@@ -111,7 +111,7 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         let _ = writeln!(table, "{} = {found}", count.ours);
     }
     if let Some(window) = window {
-        let _ = writeln!(table, "window = {window}");
+        let _ = writeln!(table, "sliding_window = {window}");
     }
     let (eps, default) = family.norm_eps;
     let _ = writeln!(table, "norm_eps = {:?}", fields.number(eps)?.unwrap_or(default));
@@ -199,7 +199,7 @@ pub fn write_config(model: &ModelConfig, beside: Beside) -> Result<Value, HfErro
         set(count.theirs, json!((count.get)(model)));
     }
     if let Some((field, _)) = family.window {
-        set(field, json!(model.window));
+        set(field, json!(model.sliding_window));
     }
     for (field, ours) in family.dropout {
         set(field, json!(if *ours { model.dropout } else { 0.0 }));

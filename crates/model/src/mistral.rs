@@ -1,4 +1,4 @@
-//! Mistral: the shared decoder, whose attention sees a window (`model.window`).
+//! Mistral: the shared decoder, whose attention sees a window (`model.sliding_window`).
 
 use crate::decoder::Decoder;
 

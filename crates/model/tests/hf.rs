@@ -77,12 +77,12 @@ fn what_is_not_said_is_what_transformers_takes() {
     let model = read(&theirs("gpt2")).1.model;
     assert_eq!((model.ffn, model.positions, model.tied_embeddings, model.norm_eps), (120, Some(64), true, 1e-5));
     let mut mistral = theirs("mistral");
-    assert_eq!(read(&mistral).1.model.window, None);
+    assert_eq!(read(&mistral).1.model.sliding_window, None);
     mistral.as_object_mut().unwrap().remove("sliding_window");
-    assert_eq!(read(&mistral).1.model.window, Some(4096));
+    assert_eq!(read(&mistral).1.model.sliding_window, Some(4096));
     let sliding =
         with("mistral", json!({ "sliding_window": 5, "layer_types": ["sliding_attention", "sliding_attention"] }));
-    assert_eq!(read(&sliding).1.model.window, Some(5));
+    assert_eq!(read(&sliding).1.model.sliding_window, Some(5));
 }
 
 #[test]

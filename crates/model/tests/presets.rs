@@ -3,16 +3,20 @@
 use lockstep_config::{Config, presets};
 
 /// Parameters as the models' cards or their weights say; a tied matrix counts once.
-const PUBLISHED: [(&str, u64); 15] = [
+const PUBLISHED: [(&str, u64); 19] = [
     ("gpt2", 124_439_808),
     ("gpt2-medium", 354_823_168),
     ("gpt2-large", 774_030_080),
     ("gpt2-xl", 1_557_611_200),
     ("llama-2-7b", 6_738_415_616),
     ("llama-3.2-1b", 1_235_814_400),
+    ("llama-3.2-3b", 3_212_749_824),
     ("llama-3-8b", 8_030_261_248),
     ("llama-3-70b", 70_553_706_496),
     ("llama-3-405b", 405_853_388_800),
+    ("llama-3.1-8b", 8_030_261_248),
+    ("llama-3.1-70b", 70_553_706_496),
+    ("llama-3.1-405b", 405_853_388_800),
     ("qwen2.5-0.5b", 494_032_768),
     ("qwen2.5-1.5b", 1_543_714_304),
     ("qwen2.5-7b", 7_615_616_512),

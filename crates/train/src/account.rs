@@ -84,20 +84,32 @@ fn largest(programs: &[StepProgram]) -> Option<&StepProgram> {
     programs.iter().max_by_key(|p| p.arena_bytes)
 }
 
+/// A recompute policy, as the config names it.
+pub(crate) struct Policy {
+    pub name: String,
+    pub recompute: Recompute,
+}
+
+/// The policies that need nothing but a name, from the one that saves everything.
+pub(crate) fn policies_of(config: &Config) -> Vec<Policy> {
+    let every = config.recompute.every;
+    let policy = |name: &str, recompute| Policy { name: name.to_owned(), recompute };
+    vec![
+        policy("none", Recompute::None),
+        policy("selective", Recompute::Selective),
+        policy("full", Recompute::Full),
+        policy(&format!("every-k, k = {every}"), Recompute::Every(every)),
+        policy("sqrt", Recompute::Sqrt),
+    ]
+}
+
 fn policies(
     config: &Config,
     plan: &Plan,
     estimator: &Estimator,
     none: &[StepProgram],
 ) -> Result<Vec<PolicyCost>, TrainError> {
-    let every = config.recompute.every;
-    let mut all = vec![
-        ("none".to_owned(), Recompute::None),
-        ("selective".to_owned(), Recompute::Selective),
-        ("full".to_owned(), Recompute::Full),
-        (format!("every-k, k = {every}"), Recompute::Every(every)),
-        ("sqrt".to_owned(), Recompute::Sqrt),
-    ];
+    let mut all: Vec<(String, Recompute)> = policies_of(config).into_iter().map(|p| (p.name, p.recompute)).collect();
     let own = match config.recompute.policy.as_str() {
         "list" | "budget" => {
             all.push((config.recompute.policy.clone(), plan.recompute.clone()));

@@ -2,45 +2,26 @@
 
 use crate::compare::fill;
 use crate::device::gpu;
+use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
-use crate::{Device, MemoryTimeline, Plan, Session, TrainError, observed_timeline, plan};
+use crate::{Device, MemoryTimeline, Session, TrainError, observed_timeline, plan};
 use lockstep_config::Config;
-use lockstep_exec::{ExecError, Timing};
-use lockstep_ir::program::Instr;
+use lockstep_exec::ExecError;
 use lockstep_ir::{StepProgram, StepScalars};
 use serde::Serialize;
-use serde_json::{Value, json};
 use std::time::Instant;
 
 /// What is measured.
 #[derive(Clone, Debug)]
 pub struct BenchSpec {
-    /// Model preset.
-    pub preset: String,
-    /// Sequences of a step.
-    pub batch: usize,
-    /// Tokens of a sequence.
-    pub seq: usize,
+    /// The run whose step is timed, on random tokens.
+    pub config: Config,
     /// Timed steps.
     pub steps: usize,
-    /// Threads; 0 for all cores.
-    pub threads: usize,
-    /// `fp32` or `bf16`.
-    pub precision: String,
-    /// `auto`, `cpu` or `cuda`.
-    pub device: String,
-    /// Type of gradient sums: `fp32` or `bf16`.
-    pub gradients: String,
-    /// What is computed again in backward.
-    pub recompute: String,
-    /// Sequences computed at once; 0 for all of a step.
-    pub micro_batch: usize,
     /// Take one more step and say where its time went.
     pub profile: bool,
     /// Watch the memory of the first two steps.
     pub timeline: bool,
-    /// `train.deterministic`.
-    pub deterministic: bool,
 }
 
 /// The speed of a step.
@@ -50,15 +31,19 @@ pub struct BenchResult {
     pub device: &'static str,
     /// Sequences of a step.
     pub batch: usize,
+    /// Sequences that a rank computes at once.
+    pub micro_batch: usize,
     /// Tokens of a sequence.
     pub seq: usize,
+    /// `precision.policy`.
+    pub precision: String,
     /// Median seconds of a step.
     pub step_s: f64,
     /// Tokens per second.
     pub tokens_per_s: f64,
     /// Model FLOPs per second, in 10¹².
     pub tflops: f64,
-    /// Share of the matmul ceiling.
+    /// Share of the measured matmul peak.
     pub mfu: f64,
     /// What `mfu` is of, in 10¹² FLOP per second.
     pub peak_tflops: f64,
@@ -99,7 +84,7 @@ pub struct BenchResult {
 pub struct GpuMemory {
     /// Bytes of the context, kernels and libraries, measured before the arena was allocated.
     pub context_bytes: u64,
-    /// Bytes that libraries loaded late and recorded graphs had added after two steps, by the driver.
+    /// Bytes that libraries loaded late and CUDA graphs had added after two steps, by the driver.
     pub libraries_and_graphs_bytes: u64,
     /// Bytes in use after the last step, by NVML.
     pub nvml_bytes: u64,
@@ -127,52 +112,11 @@ impl GpuMemory {
     }
 }
 
-/// Where the time of one step went.
-#[derive(Clone, Debug, Serialize)]
-pub struct Profile {
-    /// By op, longest first.
-    pub ops: Vec<OpTime>,
-    /// Every instruction, as a Chrome trace (an array of events).
-    #[serde(skip)]
-    pub trace: Value,
-}
-
-/// Time of all calls of one op in a step.
-#[derive(Clone, Debug, Serialize)]
-pub struct OpTime {
-    /// The op.
-    pub op: &'static str,
-    /// Calls.
-    pub calls: u64,
-    /// Seconds.
-    pub seconds: f64,
-    /// The least it could take: FLOPs ÷ matmul ceiling, or bytes ÷ bandwidth if that is more.
-    pub floor_s: f64,
-}
-
-fn config_of(spec: &BenchSpec) -> Result<Config, TrainError> {
-    let (policy, budget) = match spec.recompute.strip_prefix("budget=") {
-        Some(budget) => ("budget", format!("budget = \"{budget}\"\n")),
-        None => (spec.recompute.as_str(), String::new()),
-    };
-    let text = format!(
-        "[model]\npreset = \"{}\"\n[train]\nseq = {}\nglobal_batch = {}\nthreads = {}\n[optimizer]\nlr = 1e-4\n\
-         weight_decay = 0.01\nbeta2 = 0.999\n[precision]\npolicy = \"{}\"\ngradients = \"{}\"\n[recompute]\npolicy = \"{}\"\n{}",
-        spec.preset, spec.seq, spec.batch, spec.threads, spec.precision, spec.gradients, policy, budget
-    );
-    let mut overrides = vec![format!("train.device=\"{}\"", spec.device)];
-    overrides.push(format!("train.deterministic={}", spec.deterministic));
-    if spec.micro_batch > 0 {
-        overrides.push(format!("train.micro_batch={}", spec.micro_batch));
-    }
-    Ok(Config::parse(&text, "bench.toml", &overrides)?)
-}
-
 /// Measures a step.
 pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
     let mut start = Instant::now();
-    let config = config_of(spec)?;
-    let plan = plan(&config)?;
+    let config = &spec.config;
+    let plan = plan(config)?;
     // On a machine that others use too, one measurement may be of a busy moment: before and after, and the best counts.
     let mut before = 0.0;
     if plan.target == Device::Cpu {
@@ -181,15 +125,15 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         before = plan.target.peak(plan.threads, plan.precision.compute)?;
         start += begun.elapsed();
     }
-    let mut session = Session::new(&config, &plan)?;
+    let mut session = Session::new(config, &plan)?;
     let notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
     let positions = config.train.micro_batch * config.train.seq;
     for m in 0..plan.layout.micro_batches {
-        fill(&mut session, &config, 0, m, m * positions, positions)?;
+        fill(&mut session, config, 0, m, m * positions, positions)?;
     }
     let mut next = 0;
     let mut scalars = || {
-        let scalars = step_scalars(&config, next, next, plan.tokens_per_step);
+        let scalars = step_scalars(config, next, next, plan.tokens_per_step);
         next += 1;
         StepScalars { lr: 1e-4, ..scalars }
     };
@@ -246,6 +190,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     });
     times.sort_by(f64::total_cmp);
     let step_s = times[times.len() / 2];
+    let step = steps.len() as u64 + 1;
     let timings = match spec.profile {
         true => Some(session.executor().profile(StepProgram::TRAIN)?),
         false => None,
@@ -267,8 +212,10 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     };
     Ok(BenchResult {
         device: plan.target.name(),
-        batch: spec.batch,
-        seq: spec.seq,
+        batch: config.batches().largest(),
+        micro_batch: config.train.micro_batch,
+        seq: config.train.seq,
+        precision: config.precision.policy.clone(),
         step_s,
         tokens_per_s,
         tflops: flops / 1e12,
@@ -285,7 +232,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         steps: steps.iter().map(|s| (s.loss, s.grad_norm)).collect(),
         notes,
         timeline,
-        profile: timings.map(|t| profile(&plan, &t, best)).transpose()?,
+        profile: timings.map(|timings| profile(&plan, &[ProfiledStep { step, timings }], best)).transpose()?,
     })
 }
 
@@ -304,8 +251,12 @@ pub struct Determinism {
 
 /// Measures a step the usual way, then deterministic, that one twice.
 pub fn bench_deterministic(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Determinism, TrainError> {
-    let [usual, deterministic] = [false, true].map(|deterministic| BenchSpec { deterministic, ..spec.clone() });
-    if Device::of(&config_of(&deterministic)?) == Device::Cpu {
+    let [usual, deterministic] = [false, true].map(|deterministic| {
+        let mut spec = spec.clone();
+        spec.config.train.deterministic = deterministic;
+        spec
+    });
+    if Device::of(&deterministic.config) == Device::Cpu {
         return Err(TrainError::AlwaysDeterministic);
     }
     let usual = bench_train(&usual, &mut |text| show(&format!("usual: {text}")))?;
@@ -319,36 +270,6 @@ pub fn bench_deterministic(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Resu
         usual,
         deterministic: first,
     })
-}
-
-fn profile(plan: &Plan, timings: &[Timing], (ceiling, bandwidth): (f64, f64)) -> Result<Profile, TrainError> {
-    let program = plan.program();
-    let mut ops: Vec<OpTime> = Vec::new();
-    let mut trace = Vec::new();
-    for t in timings {
-        let instr = &program.segments[t.slot.segment].instrs[t.instr];
-        let op = instr.op.name();
-        let at = ops.iter().position(|o| o.op == op).unwrap_or_else(|| {
-            ops.push(OpTime { op, calls: 0, seconds: 0.0, floor_s: 0.0 });
-            ops.len() - 1
-        });
-        ops[at].calls += 1;
-        ops[at].seconds += t.seconds;
-        ops[at].floor_s += floor(instr, ceiling, bandwidth)?;
-        let layer = instr.layer.map_or(Value::Null, |l| json!(l));
-        trace.push(json!({
-            "name": op, "cat": program.segments[t.slot.segment].name, "ph": "X", "pid": 0, "tid": 0,
-            "ts": t.start_s * 1e6, "dur": t.seconds * 1e6,
-            "args": { "layer": layer, "micro_batch": t.slot.micro_batch },
-        }));
-    }
-    ops.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-    Ok(Profile { ops, trace: Value::Array(trace) })
-}
-
-fn floor(instr: &Instr, ceiling: f64, bandwidth: f64) -> Result<f64, TrainError> {
-    let cost = instr.cost().map_err(|e| TrainError::Compile(lockstep_compile::CompileError::Type(e)))?;
-    Ok((cost.flops.causal as f64 / ceiling).max(cost.bytes as f64 / bandwidth))
 }
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ pub(crate) fn closed_forms(
     let sequences = (config.train.micro_batch * plan.layout.mesh.dp) as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
     // Keys that a query counts.
-    let seen = m.window.map_or(s, |w| s.min(w as f64));
+    let seen = m.sliding_window.map_or(s, |w| s.min(w as f64));
     let windowed = seen < s;
     let (attention, mlp) = (12.0 * s * d * (q + kv) + 12.0 * s * seen * q, 6.0 * products * s * d * ffn);
     let head = (m.dim * m.vocab_size) as f64;
@@ -200,7 +200,7 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<ClosedForm> {
     if m.architecture == "gpt2" && naive && c == 2.0 {
         forms.push(ClosedForm {
             note: Some(
-                "less 2 · S · b · D for two masks of dropout, which are computed again from their keys; less 3 · heads · S² · b \
+                "less 2 · S · b · D for two masks of dropout, which are recomputed from their keys; less 3 · heads · S² · b \
                  for dropout of attention weights, which there is none of; more 16 · S · b for statistics of norms in f32",
             ),
             ..form(

@@ -46,7 +46,7 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     t.seq = fit(t.seq, 64, tp);
     // What was shorter than a sequence stays so.
     let share = |window: usize| (window * t.seq / config.train.seq).max(1);
-    m.window = m.window.map(|w| if w < config.train.seq { share(w) } else { w });
+    m.sliding_window = m.sliding_window.map(|w| if w < config.train.seq { share(w) } else { w });
     let rounds = config.train.global_batch / config.train.micro_batch;
     t.micro_batch = t.micro_batch.min(2);
     let least = fit(rounds, 8, dp).min(rounds);
@@ -59,7 +59,7 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         ("model.head_dim", config.model.head_dim, small.model.head_dim),
         ("model.ffn", config.model.ffn, small.model.ffn),
         ("model.vocab_size", config.model.vocab_size, small.model.vocab_size),
-        ("model.window", config.model.window.unwrap_or(0), small.model.window.unwrap_or(0)),
+        ("model.sliding_window", config.model.sliding_window.unwrap_or(0), small.model.sliding_window.unwrap_or(0)),
         ("train.seq", config.train.seq, small.train.seq),
         ("train.global_batch", config.train.global_batch, small.train.global_batch),
         ("train.micro_batch", config.train.micro_batch, small.train.micro_batch),

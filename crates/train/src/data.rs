@@ -277,9 +277,9 @@ impl RunData {
         }
     }
 
-    /// The held-out samples of `seq` tokens in the mixture of training, and the names of the corpora that they are from.
-    /// Corpora whose held-out tokens are less than a sequence are left out, with a warning each.
-    pub fn held_out(&self, seq: usize, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, Vec<String>)> {
+    /// The validation samples of `seq` tokens in the mixture of training, and the names of the corpora that they are from.
+    /// Corpora whose validation tokens are less than a sequence are left out, with a warning each.
+    pub fn validation_samples(&self, seq: usize, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, Vec<String>)> {
         let mut corpora = Vec::new();
         for RunCorpus { name, weight, data } in &self.corpora {
             let Some(tokens) = data.validation() else { continue };
@@ -289,7 +289,7 @@ impl RunData {
             }
             let of = if name.is_empty() { String::new() } else { format!(" of {name}") };
             let tokens = tokens.len();
-            warn(&format!("the held-out text{of} has {tokens} tokens, not one sequence of {seq}: no validation{of}"));
+            warn(&format!("the validation text{of} has {tokens} tokens, not one sequence of {seq}: no validation{of}"));
         }
         let names = corpora.iter().map(|corpus| corpus.name.clone()).collect();
         let sampler = Sampler::mixed_in_order(corpora, seq).ok()?;
@@ -332,7 +332,7 @@ fn settings(spec: &PrepareSpec) -> String {
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
     match config.tokenizer_path() {
         None => Ok(TokenizerSpec::Bytes),
-        Some(path) => TokenizerSpec::file(&path, config.data.end_token.clone()),
+        Some(path) => TokenizerSpec::file(&path, config.data.eos_token.clone()),
     }
 }
 

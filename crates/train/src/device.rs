@@ -14,7 +14,7 @@ use std::time::Duration;
 /// A kind of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
-    /// The processor.
+    /// The CPU.
     Cpu,
     /// An NVIDIA GPU.
     Cuda {
@@ -35,7 +35,7 @@ impl Device {
         }
     }
 
-    /// Why `auto` takes the processor for one rank on a machine that has, or had, a GPU. One line.
+    /// Why `auto` takes the CPU for one rank on a machine that has, or had, a GPU. One line.
     pub(crate) fn not_taken(config: &Config) -> Option<String> {
         if config.train.device != "auto" || config.layout().mesh.ranks() > 1 {
             return None;
@@ -50,7 +50,7 @@ impl Device {
                 error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))?
             }
         };
-        Some(format!("training on the processor: {problem} ({hint})"))
+        Some(format!("training on the CPU: {problem} ({hint})"))
     }
 
     /// The name in reports.
@@ -71,7 +71,7 @@ impl Device {
         }
     }
 
-    /// FLOP per second of a large matrix product, and bytes per second of a copy, both measured.
+    /// FLOP per second of a large matmul, and bytes per second of a copy, both measured.
     pub(crate) fn ceilings(self, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
         match self {
             Device::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
@@ -95,13 +95,11 @@ impl Device {
         }
     }
 
-    /// The vendor's figure for dense matrix products, where it is known.
+    /// The vendor's figure for dense matmuls, where it is known.
     pub(crate) fn vendor_peak(self, compute: DType) -> Result<Option<f64>, TrainError> {
-        match (self, compute) {
-            (Device::Cuda { .. }, DType::BF16) => {
-                Ok(hardware::Gpu::of_device(&gpu()?.device.name).map(|g| g.peak_flops_per_s))
-            }
-            _ => Ok(None),
+        match self {
+            Device::Cpu => Ok(None),
+            Device::Cuda { .. } => Ok(hardware::Gpu::of_device(&gpu()?.device.name).map(|g| g.peak(compute))),
         }
     }
 

@@ -4,6 +4,7 @@ use crate::changes::Changed;
 use crate::data::RunData;
 use crate::initial::InitialWeights;
 use crate::run::resume;
+use crate::settled;
 use crate::{Existing, Plan, RunOptions, TrainError, data_folder, plan};
 use lockstep_checkpoint::{Found, list};
 use lockstep_config::Config;
@@ -56,10 +57,11 @@ pub enum DryData {
 /// checkpoint, the paths of the data, the memory. Writes nothing and computes nothing.
 pub fn dry_run(config: &Config, options: &RunOptions, stop: &AtomicBool) -> Result<DryRun, TrainError> {
     config.require_data()?;
+    let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
     let (Found { loaded, mut warnings }, course) = resume(config, options)?;
     let config = course.config;
     let plan = plan(&config)?;
-    let arena_bytes = plan.require_memory()?;
+    let arena_bytes = plan.require_memory(&config)?;
     let there = if options.fresh { Vec::new() } else { list(&options.dir.join("checkpoints"))? };
     if loaded.is_none()
         && let Some(weights) = InitialWeights::open(&config)?

@@ -1,3 +1,4 @@
+use crate::fit::Saving;
 use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_compile::CompileError;
@@ -160,8 +161,8 @@ pub enum TrainError {
         units::bytes(memory.total_bytes),
         if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
         units::bytes(*available),
-        bill(memory),
-        smaller(memory)
+        breakdown(memory),
+        smaller(savings, *ranks)
     )]
     DoesNotFit {
         /// What it needs.
@@ -170,8 +171,10 @@ pub enum TrainError {
         ranks: usize,
         /// Bytes that are free.
         available: u64,
+        /// What would save some.
+        savings: Vec<Saving>,
     },
-    /// An op of `recompute.ops` makes nothing that could be computed again.
+    /// An op of `recompute.ops` makes nothing that could be recomputed.
     #[error(
         "recompute.ops: \"{op}\" makes nothing that a layer of this model keeps for backward\nhint: {}choose of {}",
         guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
@@ -182,10 +185,10 @@ pub enum TrainError {
         op: String,
         /// What was perhaps meant.
         guess: Option<String>,
-        /// Ops whose outputs can be computed again.
+        /// Ops whose outputs can be recomputed.
         known: Vec<&'static str>,
     },
-    /// No choice of what is computed again lets the arena fit.
+    /// No choice of what is recomputed lets the arena fit.
     #[error(
         "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever a layer computes \
          again\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
@@ -249,7 +252,7 @@ pub enum TrainError {
     },
     /// The device does not do what the config asks for.
     #[error(
-        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the processor: train.device = \"cpu\", or --device cpu"
+        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the CPU: train.device = \"cpu\", or --device cpu"
     )]
     NotOnDevice {
         /// What.
@@ -258,7 +261,7 @@ pub enum TrainError {
         device: &'static str,
     },
     /// What determinism costs was asked for where it costs nothing.
-    #[error("runs on the processor always give the same bits: there is nothing to compare\nhint: use --device cuda")]
+    #[error("runs on the CPU always give the same bits: there is nothing to compare\nhint: use --device cuda")]
     AlwaysDeterministic,
     /// A path is neither a run directory nor a checkpoint.
     #[error(
@@ -308,9 +311,9 @@ pub enum TrainError {
         /// The checkpoint.
         checkpoint: PathBuf,
     },
-    /// A run has no held-out data, or they are gone.
-    #[error("{} holds no held-out text\nhint: name text to evaluate on: --data PATH", dir.display())]
-    NoHeldOut {
+    /// A run has no validation text, or it is gone.
+    #[error("{} holds no validation text\nhint: name text to evaluate on: --data PATH", dir.display())]
+    NoValidationText {
         /// The folder of prepared data.
         dir: PathBuf,
     },
@@ -411,7 +414,7 @@ impl TrainError {
                 | TrainError::NoCheckpoint { .. }
                 | TrainError::NoConfig { .. }
                 | TrainError::NoTokenizer { .. }
-                | TrainError::NoHeldOut { .. }
+                | TrainError::NoValidationText { .. }
                 | TrainError::EmptyPrompt
                 | TrainError::ContextFull { .. }
                 | TrainError::Positions { .. }
@@ -480,18 +483,24 @@ fn steps(steps: &[u64]) -> String {
     }
 }
 
-fn bill(memory: &MemoryBreakdown) -> String {
+fn breakdown(memory: &MemoryBreakdown) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
 }
 
-fn smaller(memory: &MemoryBreakdown) -> &'static str {
-    let steady: u64 =
-        [Class::Parameters, Class::Gradients, Class::Optimizer].iter().map(|c| memory.classes[c.name()]).sum();
-    match steady * 2 > memory.total_bytes {
-        true => "choose a smaller model, or a machine with more memory",
-        false => "lower train.micro_batch or train.seq",
+fn smaller(savings: &[Saving], ranks: usize) -> String {
+    const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
+    if savings.is_empty() {
+        return LAST.to_owned();
     }
+    let width = savings.iter().map(|saving| saving.change.len()).max().unwrap_or(0);
+    let line = |s: &Saving| {
+        let fits = if s.fits { ", and fits" } else { "" };
+        format!("\n  {:<width$}  saves {}{fits}", s.change, units::bytes(s.saved_bytes))
+    };
+    let each = if ranks > 1 { ", on the rank that needs most" } else { "" };
+    let none = if savings.iter().any(|saving| saving.fits) { String::new() } else { format!("\n  none fits: {LAST}") };
+    format!("each of these saves memory{each}:{}{none}", savings.iter().map(line).collect::<String>())
 }
 
 fn hint(cause: &std::io::Error) -> &'static str {

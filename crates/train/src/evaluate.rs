@@ -118,7 +118,7 @@ pub fn evaluate(
     // Removed when this function returns; an open shard stays readable.
     let folder = tempfile::tempdir().map_err(|e| TrainError::io("create", &std::env::temp_dir(), e))?;
     let material = match text {
-        Text::Validation => Material::held_out(trained, seq, &mut |text| show(EvaluateProgress::Warning(text)))?,
+        Text::Validation => Material::validation(trained, seq, &mut |text| show(EvaluateProgress::Warning(text)))?,
         Text::Paths(paths) => {
             let extensions = config.data.extensions.clone();
             let spec = PrepareSpec {
@@ -143,7 +143,7 @@ pub fn evaluate(
         let (tokens, bytes) = (counted(targets), text_bytes(&tokenizer, stream, from + 1, targets));
         all.add(tokens, bytes, loss);
         done += targets.len() as u64;
-        if let Material::HeldOut { samples, .. } = &material {
+        if let Material::Validation { samples, .. } = &material {
             corpora[samples.locate(index).corpus].add(tokens, bytes, loss);
         }
         show(EvaluateProgress::Evaluating { done, total });
@@ -161,7 +161,7 @@ fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Resu
     let Some(json) = tokenizer.json() else { return Ok(TokenizerSpec::Bytes) };
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| TrainError::io("write", &path, e))?;
-    Ok(TokenizerSpec::file(&path, config.data.end_token.clone())?)
+    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?)
 }
 
 /// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. Separators are none.
@@ -182,21 +182,21 @@ fn text_bytes(tokenizer: &Tokenizer, stream: &TokenStream, from: u64, targets: &
 enum Material {
     /// All of a text.
     Text(Arc<TokenStream>),
-    /// Held-out samples, how many of them there are, and the names of their corpora.
-    HeldOut { samples: Sampler, count: u64, names: Vec<String> },
+    /// Validation samples, how many of them there are, and the names of their corpora.
+    Validation { samples: Sampler, count: u64, names: Vec<String> },
 }
 
 impl Material {
-    /// The held-out text of the run that a checkpoint belongs to.
-    fn held_out(trained: &Trained, seq: usize, warn: &mut dyn FnMut(&str)) -> Result<Self, TrainError> {
-        let missing = || TrainError::NoHeldOut { dir: trained.data.clone() };
+    /// The validation text of the run that a checkpoint belongs to.
+    fn validation(trained: &Trained, seq: usize, warn: &mut dyn FnMut(&str)) -> Result<Self, TrainError> {
+        let missing = || TrainError::NoValidationText { dir: trained.data.clone() };
         let data = RunData::open(&trained.config, &trained.data)?.ok_or_else(missing)?;
         if trained.checkpoint.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: trained.data.clone() });
         }
-        if let Some((samples, names)) = data.held_out(seq, warn) {
+        if let Some((samples, names)) = data.validation_samples(seq, warn) {
             let count = samples.samples_before_repeat();
-            return Ok(Material::HeldOut { samples, count, names });
+            return Ok(Material::Validation { samples, count, names });
         }
         match data.corpora().iter().find_map(|corpus| corpus.data.validation()) {
             // Too short for one sequence: this says how short.
@@ -207,8 +207,8 @@ impl Material {
 
     fn cut(&self, config: &Config, seq: usize) -> Cut {
         match self {
-            Material::HeldOut { count, .. } => {
-                // A run without validation has held-out text all the same.
+            Material::Validation { count, .. } => {
+                // A run without validation has validation text all the same.
                 let most = match config.train.validation_sequences {
                     0 => u64::MAX,
                     most => most as u64,
@@ -226,7 +226,7 @@ impl Material {
     fn names(&self) -> &[String] {
         match self {
             Material::Text(_) => &[],
-            Material::HeldOut { names, .. } => names,
+            Material::Validation { names, .. } => names,
         }
     }
 }
@@ -267,7 +267,7 @@ impl Model {
         let executor = self.executor.as_mut();
         if let Some(feed) = &mut self.whole {
             let whole: &dyn Sequences = match material {
-                Material::HeldOut { samples, .. } => samples,
+                Material::Validation { samples, .. } => samples,
                 Material::Text(tokens) => &Stretch { tokens, from: 0, seq: feed.seq() },
             };
             feed.evaluate(executor, StepProgram::EVALUATE, cut.sequences, whole, &never, scored)?;

@@ -24,7 +24,7 @@ pub struct StepMetrics {
     pub step_s: f64,
     /// Tokens per second.
     pub tokens_per_s: f64,
-    /// Model FLOPs per second as a share of the device's matmul ceiling.
+    /// Model FLOPs per second as a share of the device's measured matmul peak.
     pub mfu: f64,
     /// Bytes of the arena.
     pub arena_bytes: u64,
@@ -40,12 +40,12 @@ pub struct StepMetrics {
     /// The same in tokens: the size of steps above which more tokens help little.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub critical_batch_tokens: Option<f64>,
-    /// Mean held-out loss per token, in nats, where it was taken after this step.
+    /// Mean validation loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
 }
 
-/// What a GPU did at most a second before a step was done, as far as it tells; nothing on a processor or without NVML.
+/// What a GPU did at most a second before a step was done, as far as it tells; nothing on a CPU or without NVML.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuMetrics {
     /// Bytes of its memory in use, by all programs and the driver.
@@ -130,7 +130,7 @@ pub enum Event<'a> {
     Started {
         /// The program and its account.
         plan: &'a Plan,
-        /// FLOP per second of the device's matmul ceiling.
+        /// FLOP per second of the device's measured matmul peak.
         ceiling: f64,
         /// Bytes of the arenas of all ranks.
         arena_bytes: u64,

@@ -17,6 +17,7 @@ mod error;
 mod evaluate;
 mod event;
 mod feed;
+mod fit;
 mod generate;
 mod groups;
 mod hf;
@@ -24,6 +25,7 @@ mod initial;
 mod loss_scale;
 mod noise;
 mod plan;
+mod profile;
 mod rank_parts;
 mod run;
 mod run_dir;
@@ -48,10 +50,15 @@ pub use dry_run::{DryData, DryRun, dry_run};
 pub use error::TrainError;
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use event::{Event, GpuMetrics, StepMetrics};
+pub use fit::{
+    LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs, settled,
+    with_fitting_micro_batch,
+};
 pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
 pub use noise::Measured;
 pub use plan::{Architecture, Plan, plan, plan_with};
+pub use profile::{OpTime, Profile};
 pub use run::{Outcome, RunOptions, run};
 pub use run_dir::RunDir;
 pub use sample::Sample;

@@ -1,3 +1,4 @@
+use crate::fit::{Room, savings};
 use crate::{Device, TrainError, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
@@ -35,7 +36,7 @@ pub struct Plan {
     pub smaller_steps: Vec<usize>,
     /// FLOPs of one step, on all ranks.
     pub step_flops: Flops,
-    /// What is computed again in backward.
+    /// What is recomputed in backward.
     pub recompute: Recompute,
     /// Bytes by class, layer and moment of the rank that needs most.
     pub memory: MemoryBreakdown,
@@ -56,12 +57,15 @@ impl Plan {
     }
 
     /// Bytes of the arenas of all ranks, which must be free.
-    pub(crate) fn require_memory(&self) -> Result<u64, TrainError> {
+    pub(crate) fn require_memory(&self, config: &Config) -> Result<u64, TrainError> {
         let ranks = self.layout.mesh.ranks();
         let total = self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum();
         match self.target.available_bytes()? {
             Some(available) if total > available => {
-                Err(TrainError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available })
+                let room = Room { bytes: available, shared: true, place: String::new() };
+                // What cannot be estimated saves nothing that anybody knows of.
+                let savings = savings(config, &room).unwrap_or_default();
+                Err(TrainError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
             }
             _ => Ok(total),
         }
@@ -71,7 +75,7 @@ impl Plan {
     pub fn ceiling_name(&self) -> &'static str {
         match self.target.vendor_peak(self.precision.compute) {
             Ok(Some(_)) => "published peak",
-            _ => "matmul ceiling",
+            _ => "measured matmul peak",
         }
     }
 
@@ -115,7 +119,7 @@ pub(crate) fn training_context(config: &Config) -> (Context, usize) {
 }
 
 /// Settles what only the layers can tell: whether a list of ops is one, and what a budget allows.
-fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), TrainError> {
+pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), TrainError> {
     let listed = matches!(context.recompute, Recompute::Ops(_));
     if !listed && config.recompute.budget.is_none() {
         return Ok(());
@@ -227,7 +231,7 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
     })
 }
 
-/// What a config wants to be computed again in backward.
+/// What a config wants to be recomputed in backward.
 fn recompute(config: &Config) -> Recompute {
     match config.recompute.policy.as_str() {
         "selective" => Recompute::Selective,

@@ -6,9 +6,11 @@ use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise, NoiseBits};
+use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
+use crate::settled;
 use crate::trained::TOKENIZER;
 use crate::{Device, Existing, Plan, RunData, RunDir, Tokenizer, TrainError, data_folder, learning_rate, plan};
 use lockstep_checkpoint::{About, Found, latest, list, open};
@@ -17,6 +19,7 @@ use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
 use lockstep_ir::StepScalars;
 use serde_json::json;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -34,10 +37,12 @@ pub struct RunOptions {
     pub change: Vec<String>,
     /// Most tokens of the sample that a finished run gives; 0 for none.
     pub sample_tokens: usize,
+    /// Steps to profile, from 1 on, the last included.
+    pub profile_steps: Option<RangeInclusive<u64>>,
 }
 
 /// How a run ended.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Outcome {
     /// Steps finished.
     pub step: u64,
@@ -55,6 +60,8 @@ pub struct Outcome {
     pub checkpoint: Option<PathBuf>,
     /// A text by the trained model, if the run is finished and one was asked for.
     pub sample: Option<Sample>,
+    /// Where the time of the steps went that were to be profiled, if the run came to them.
+    pub profile: Option<Profile>,
 }
 
 impl Outcome {
@@ -73,6 +80,7 @@ impl Outcome {
             noise_scale: None,
             checkpoint: last.map(|(_, path)| path),
             sample: None,
+            profile: None,
         }
     }
 }
@@ -92,6 +100,10 @@ pub fn run(
     show: &mut dyn FnMut(Event),
 ) -> Result<Outcome, TrainError> {
     config.require_data()?;
+    let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
+    if let Some(how) = config.micro_batch_found() {
+        show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
+    }
     // What can be refused without touching the directory is refused first.
     let unchanged = plan(config)?;
     let dir = RunDir::open(&options.dir)?;
@@ -99,7 +111,10 @@ pub fn run(
     let plan = if course.changes.is_empty() { unchanged } else { plan(&course.config)? };
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
     let error = match start(&course, &plan, dir, found, options, stop, show) {
-        Ok(run) => return run.go(stop, show),
+        Ok(mut run) => {
+            run.profile_steps = options.profile_steps.clone();
+            return run.go(stop, show);
+        }
         Err(error) => error,
     };
     if let Some(aside) = aside {
@@ -231,11 +246,11 @@ fn start<'a>(
     dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
-    let held_out = match most {
+    let validation_samples = match most {
         0 => None,
-        _ => data.held_out(config.train.seq, &mut |text| show(Event::Warning(text))),
+        _ => data.validation_samples(config.train.seq, &mut |text| show(Event::Warning(text))),
     };
-    let held_out = held_out.map(|(samples, _)| {
+    let validation_samples = validation_samples.map(|(samples, _)| {
         let count = samples.samples_before_repeat().min(most);
         (samples, count)
     });
@@ -249,6 +264,7 @@ fn start<'a>(
         noise_scale: None,
         checkpoint,
         sample: None,
+        profile: None,
     };
     let data = data.fingerprint();
     let batches = config.batches();
@@ -263,7 +279,7 @@ fn start<'a>(
         session,
         dir,
         train,
-        held_out,
+        validation_samples,
         ceiling,
         measured: Instant::now(),
         data,
@@ -272,6 +288,8 @@ fn start<'a>(
         sample_tokens: options.sample_tokens,
         pending,
         outcome,
+        profile_steps: None,
+        profiled: Vec::new(),
     })
 }
 
@@ -290,8 +308,8 @@ struct Run<'a> {
     session: Session,
     dir: RunDir,
     train: Sampler,
-    /// Held-out samples and how many of them one validation reads; none where there is no validation.
-    held_out: Option<(Sampler, u64)>,
+    /// Validation samples and how many of them one validation reads; none where there is no validation.
+    validation_samples: Option<(Sampler, u64)>,
     ceiling: f64,
     /// When that was measured.
     measured: Instant,
@@ -303,6 +321,8 @@ struct Run<'a> {
     pending: Option<StepMetrics>,
     sample_tokens: usize,
     outcome: Outcome,
+    profile_steps: Option<RangeInclusive<u64>>,
+    profiled: Vec<ProfiledStep>,
 }
 
 impl Run<'_> {
@@ -365,15 +385,20 @@ impl Run<'_> {
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
+        // Its memory is enough for the sample too, and for measuring peaks.
+        drop(self.session);
         if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
-            let text = self.held_out.as_ref().map_or(&self.train, |(held_out, _)| held_out);
-            // Its memory is enough for the sample too.
-            drop(self.session);
+            let text =
+                self.validation_samples.as_ref().map_or(&self.train, |(validation_samples, _)| validation_samples);
             match sample(self.config, &self.tokenizer, checkpoint, self.plan.parameters, text, self.sample_tokens) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
             }
+        }
+        if !self.profiled.is_empty() {
+            let peaks = self.plan.target.ceilings(self.plan.threads, self.plan.precision.compute)?;
+            self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
         Ok(self.outcome)
     }
@@ -389,13 +414,21 @@ impl Run<'_> {
     }
 
     fn validates(&self, step: u64) -> bool {
-        self.held_out.is_some() && self.due(step, self.config.train.validate_every)
+        self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
     }
 
     /// Whether the result of this step must be known before the next begins.
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
-        counts_updates || self.validates(step) || self.due(step, self.config.checkpoint.every)
+        // What runs beside a profiled step would be in its times.
+        self.profiles(step + 1)
+            || counts_updates
+            || self.validates(step)
+            || self.due(step, self.config.checkpoint.every)
+    }
+
+    fn profiles(&self, step: u64) -> bool {
+        self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
     }
 
     /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
@@ -407,7 +440,14 @@ impl Run<'_> {
             let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));
             StepScalars { loss_scale: seed, ..step_scalars(config, before, updates, targets) }
         };
-        let work = self.session.queue_step(&self.train, batch, &scalars)?;
+        let work = match self.profiles(before + 1) {
+            false => self.session.queue_step(&self.train, batch, &scalars)?,
+            true => {
+                let (result, timings) = self.session.profile_batch(&self.train, batch, &scalars)?;
+                self.profiled.push(ProfiledStep { step: before + 1, timings });
+                QueuedStep::done(result)
+            }
+        };
         // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
         // step's bias correction counts one update too many.
         self.updates += 1;
@@ -483,7 +523,7 @@ impl Run<'_> {
 
     fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
         self.measure_again()?;
-        let Some((sampler, sequences)) = &self.held_out else { return Ok(None) };
+        let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
         let mut heard = |done| show(Event::Validating { done: done * seq, total });

@@ -74,6 +74,11 @@ enum Queued {
 }
 
 impl QueuedStep {
+    /// A step that has run already.
+    pub(crate) fn done(result: StepResult) -> Self {
+        Self(Queued::Done(result))
+    }
+
     /// Whether it has run already. Else another step may be queued behind it before its result is taken.
     pub fn is_done(&self) -> bool {
         matches!(self.0, Queued::Done(_))
@@ -83,10 +88,10 @@ impl QueuedStep {
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
-        let total = plan.require_memory()?;
+        let total = plan.require_memory(config)?;
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
-        let timeout = std::time::Duration::from_secs_f64(config.parallel.patience);
+        let timeout = std::time::Duration::from_secs_f64(config.parallel.timeout);
         let executor = plan.target.load_all(programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
@@ -188,6 +193,12 @@ impl Session {
         batch: Batch,
         scalars: &dyn Fn(u64) -> StepScalars,
     ) -> Result<QueuedStep, TrainError> {
+        let micro_batches = self.load_batch(data, batch)?;
+        self.queue_micro_batches(micro_batches, scalars(self.targets))
+    }
+
+    /// Gives the executor the inputs of a step, and says in how many micro-batches.
+    fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
         let mut targets = 0;
         for m in 0..micro_batches {
@@ -196,7 +207,7 @@ impl Session {
         }
         // A step of prompts alone has a loss and a gradient of 0.
         self.targets = targets.max(1);
-        self.queue_micro_batches(micro_batches, scalars(self.targets))
+        Ok(micro_batches)
     }
 
     /// Waits for a step and gives what came of it. Steps are finished in the order in which they were queued.
@@ -227,9 +238,28 @@ impl Session {
 
     /// As [`Session::run_step`], and tells when each instruction ran.
     pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
+        self.profile_micro_batches(self.micro_batches, scalars)
+    }
+
+    /// As [`Session::step`], and tells when each instruction ran.
+    pub fn profile_batch(
+        &mut self,
+        data: &Sampler,
+        batch: Batch,
+        scalars: &dyn Fn(u64) -> StepScalars,
+    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
+        let micro_batches = self.load_batch(data, batch)?;
+        self.profile_micro_batches(micro_batches, scalars(self.targets))
+    }
+
+    fn profile_micro_batches(
+        &mut self,
+        micro_batches: usize,
+        scalars: StepScalars,
+    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
         self.write_scalars(scalars)?;
-        let timings = self.executor.profile(StepProgram::TRAIN)?;
-        let result = self.result(self.micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
+        let timings = self.executor.profile(entry(&self.smaller, micro_batches))?;
+        let result = self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
         Ok((result, timings))
     }
 
@@ -253,8 +283,7 @@ impl Session {
 
     fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
-        let smaller = self.smaller.iter().find(|(count, _)| *count == micro_batches);
-        self.executor.run(smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry))?;
+        self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
         let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
         let count = if self.first.is_some() { 3 } else { 2 };
@@ -314,6 +343,12 @@ impl Session {
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
         Ok(whole.then(|| sum / targets.max(1) as f64))
     }
+}
+
+/// The entry of a step of so many micro-batches.
+fn entry(smaller: &[(usize, String)], micro_batches: usize) -> &str {
+    let smaller = smaller.iter().find(|(count, _)| *count == micro_batches);
+    smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry)
 }
 
 /// A norm and the factor on gradients.

@@ -3,10 +3,10 @@
 use crate::TrainError;
 use crate::plan::internal;
 use lockstep_exec::Timing;
-use lockstep_ir::StepProgram;
 use lockstep_ir::hardware::Gpu;
 use lockstep_ir::program::Class;
 use lockstep_ir::timeline::{self, Point};
+use lockstep_ir::{DType, StepProgram};
 
 /// Memory over time.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,7 +28,8 @@ pub struct MemoryTimeline {
 pub enum Clock {
     /// Instructions since the start.
     Instructions,
-    /// Seconds, at the least that an accelerator of this name takes: FLOPs at its peak or operands at its bandwidth.
+    /// Seconds, at the least that an accelerator of this name takes: FLOPs at its peak or bytes moved at its bandwidth.
+    /// Collectives take none: how long they would take nobody knows here.
     Floor(&'static str),
     /// Seconds, as measured.
     Measured,
@@ -51,6 +52,8 @@ pub struct Mark {
     pub op: &'static str,
     /// Its layer.
     pub layer: Option<usize>,
+    /// Bytes that a collective moves.
+    pub moved_bytes: Option<u64>,
     /// Bytes by class, in the order of [`Class::ALL`].
     pub bytes: [u64; Class::ALL.len()],
 }
@@ -67,6 +70,7 @@ impl Mark {
             micro_batch: point.slot.micro_batch,
             op: instr.op.name(),
             layer: instr.layer,
+            moved_bytes: instr.op.communicates().then(|| instr.cost().map_or(0, |cost| cost.bytes)),
             bytes: point.bytes,
         }
     }
@@ -87,8 +91,13 @@ impl MemoryTimeline {
 /// Instructions of a step that are shown one by one; of longer steps only micro-batches that differ.
 const MOST: usize = 1 << 18;
 
-/// The timeline of the first `steps` steps as planned: every step is the same.
-pub fn planned_timeline(program: &StepProgram, steps: usize, gpu: Option<&Gpu>) -> Result<MemoryTimeline, TrainError> {
+/// The timeline of the first `steps` steps as planned: every step is the same. With an accelerator and the type of matmuls,
+/// in seconds.
+pub fn planned_timeline(
+    program: &StepProgram,
+    steps: usize,
+    gpu: Option<(&'static Gpu, DType)>,
+) -> Result<MemoryTimeline, TrainError> {
     let mut marks = Vec::new();
     let mut left_out = 0;
     if let Some(entry) = program.entry(StepProgram::TRAIN) {
@@ -103,16 +112,17 @@ pub fn planned_timeline(program: &StepProgram, steps: usize, gpu: Option<&Gpu>) 
             for point in &points {
                 let instr = &program.segments[point.slot.segment].instrs[point.instr];
                 let cost = instr.cost().map_err(internal)?;
-                let floor = |gpu: &Gpu| {
-                    (cost.flops.hardware as f64 / gpu.peak_flops_per_s).max(cost.bytes as f64 / gpu.bytes_per_s)
+                let least = |(gpu, compute): (&Gpu, DType)| match instr.op.communicates() {
+                    true => 0.0,
+                    false => (cost.flops.hardware as f64 / gpu.peak(compute)).max(cost.bytes as f64 / gpu.bytes_per_s),
                 };
-                let end = now + gpu.map_or(1.0, floor);
+                let end = now + gpu.map_or(1.0, least);
                 marks.push(Mark::new(program, step, now, end, point));
                 now = end;
             }
         }
     }
-    let clock = gpu.map_or(Clock::Instructions, |gpu| Clock::Floor(gpu.name));
+    let clock = gpu.map_or(Clock::Instructions, |(gpu, _)| Clock::Floor(gpu.name));
     Ok(MemoryTimeline { marks, arena_bytes: program.arena_bytes, touched_bytes: None, clock, left_out })
 }
 

@@ -38,7 +38,7 @@ impl Trained {
         let own = match self.checkpoint.attachment(TOKENIZER) {
             Some(json) => {
                 let path = self.checkpoint.path.join(TOKENIZER);
-                lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.end_token.as_deref())?
+                lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?
             }
             None => match RunData::open(config, &self.data) {
                 Ok(Some(data)) => data.tokenizer()?,

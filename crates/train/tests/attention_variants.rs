@@ -8,12 +8,12 @@ use lockstep_train::{Comparison, Generator, Weights, compare, plan};
 
 const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
 /// A window shorter than the sequences.
-const MISTRAL: &str = "architecture = \"mistral\"\nwindow = 5";
+const MISTRAL: &str = "architecture = \"mistral\"\nsliding_window = 5";
 /// Weights of attention as matrices, also in a window.
 const NAIVE: &str = "attention = \"naive\"";
 /// GPT-2 asks for as many key heads as query heads.
 const NAIVE_GPT2: &str = "attention = \"naive\"\narchitecture = \"gpt2\"\nkv_heads = 4\npositions = 12";
-const NAIVE_WINDOW: &str = "attention = \"naive\"\narchitecture = \"mistral\"\nwindow = 5";
+const NAIVE_WINDOW: &str = "attention = \"naive\"\narchitecture = \"mistral\"\nsliding_window = 5";
 
 /// Two key heads: with tp=4 neighbours share one.
 const LAYOUTS: [&str; 14] = [
@@ -149,6 +149,6 @@ fn a_window_changes_losses_and_one_past_the_sequence_does_not() {
         found.unwrap()[0].losses.clone()
     };
     let whole = losses("");
-    assert_eq!(losses("window = 12"), whole);
-    assert_ne!(losses("window = 11"), whole);
+    assert_eq!(losses("sliding_window = 12"), whole);
+    assert_ne!(losses("sliding_window = 11"), whole);
 }

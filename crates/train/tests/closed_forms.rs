@@ -67,7 +67,7 @@ fn a_layer_of_full_attention_takes_24_s_d_squared_and_12_s_squared_d() {
 
 #[test]
 fn full_recomputation_repeats_the_forward_pass_of_layers_but_their_last_matmul() {
-    let text = "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 2048\nglobal_batch = 2\nmicro_batch = 1\n";
+    let text = "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 2048\nglobal_batch = 2\nmicro_batch = 1\n[precision]\npolicy = \"fp32\"\n";
     let (plan, account) = planned(text);
     let layer = form(&account, "attention FLOPs").program + form(&account, "MLP FLOPs").program;
     let last = 2.0 * 2048.0 * 4096.0 * 14336.0;
@@ -87,7 +87,9 @@ fn full_recomputation_repeats_the_forward_pass_of_layers_but_their_last_matmul()
 
 #[test]
 fn counts_grow_as_the_formulas_say() {
-    let (_, account) = planned("[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 1024\nglobal_batch = 2\n");
+    let (_, account) = planned(
+        "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 1024\nglobal_batch = 2\n[precision]\npolicy = \"fp32\"\n",
+    );
     let growth = |doubled: &str| account.growth.iter().find(|g| g.doubled == doubled).unwrap();
     let near = |x: f64, expected: f64| assert!((x - expected).abs() < 0.02 * expected, "{x} is not {expected}");
     for (doubled, parameters, activations) in

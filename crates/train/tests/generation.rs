@@ -22,7 +22,7 @@ const LLAMA_3: &str = "heads = 4\nkv_heads = 1\ndim = 64\nhead_dim = 20\n\
     rope_scaling = { factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_context = 64 }\n";
 const QWEN3: &str = "architecture = \"qwen3\"\nheads = 4\nkv_heads = 2\ndim = 48\nhead_dim = 20\n";
 /// A window across tiles of keys, of no multiple of them.
-const MISTRAL: &str = "architecture = \"mistral\"\nwindow = 110\nheads = 6\nkv_heads = 2\ndim = 48\n";
+const MISTRAL: &str = "architecture = \"mistral\"\nsliding_window = 110\nheads = 6\nkv_heads = 2\ndim = 48\n";
 
 const GPT2: &str = "architecture = \"gpt2\"\nheads = 4\ndim = 60\npositions = 310\n";
 const QWEN2: &str = "architecture = \"qwen2\"\nheads = 6\nkv_heads = 2\ndim = 48\n";

@@ -31,7 +31,7 @@ fn config(dir: &Path, train: &str, set: &[&str]) -> Config {
     Config::load(&dir.join("run.toml"), &set).unwrap()
 }
 
-/// One line per step: its loss, gradient norm and held-out loss.
+/// One line per step: its loss, gradient norm and validation loss.
 type Trajectory = Vec<(u64, f64, f32, Option<f64>)>;
 
 /// Runs a config up to a step and gives its trajectory; stopped there, it leaves a checkpoint.

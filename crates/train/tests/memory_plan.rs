@@ -13,7 +13,7 @@ fn the_arena_is_within_5_percent_of_the_liveness_lower_bound() {
         for micro_batches in [1, 8] {
             for seq in [512, longest] {
                 let text = format!(
-                    "[model]\npreset = \"{preset}\"\n[train]\nseq = {seq}\nglobal_batch = 8\nmicro_batch = {}\n",
+                    "[model]\npreset = \"{preset}\"\n[train]\nseq = {seq}\nglobal_batch = 8\nmicro_batch = {}\n[precision]\npolicy = \"fp32\"\n",
                     8 / micro_batches
                 );
                 let plan = plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap();
@@ -28,7 +28,8 @@ fn the_arena_is_within_5_percent_of_the_liveness_lower_bound() {
 
 #[test]
 fn the_classes_of_the_bill_sum_to_the_arena() {
-    let config = Config::parse("[model]\npreset = \"llama-29m\"", "run.toml", &[]).unwrap();
+    let config =
+        Config::parse("[model]\npreset = \"llama-29m\"\n[precision]\npolicy = \"fp32\"", "run.toml", &[]).unwrap();
     let plan = plan(&config).unwrap();
     assert_eq!(plan.memory.classes.values().sum::<u64>(), plan.program().arena_bytes);
     assert_eq!(plan.memory.total_bytes, plan.program().arena_bytes);
@@ -50,14 +51,16 @@ fn parameters_and_flops_are_those_of_the_literature() {
 
 #[test]
 fn the_same_config_gives_the_same_program() {
-    let config = Config::parse("[model]\npreset = \"llama-15m\"", "run.toml", &[]).unwrap();
+    let config =
+        Config::parse("[model]\npreset = \"llama-15m\"\n[precision]\npolicy = \"fp32\"", "run.toml", &[]).unwrap();
     let text = || plan(&config).unwrap().program().to_string();
     assert_eq!(text(), text());
 }
 
 #[test]
 fn weight_decay_spares_norms_and_nothing_else() {
-    let config = Config::parse("[model]\npreset = \"llama-15m\"", "run.toml", &[]).unwrap();
+    let config =
+        Config::parse("[model]\npreset = \"llama-15m\"\n[precision]\npolicy = \"fp32\"", "run.toml", &[]).unwrap();
     let plan = plan(&config).unwrap();
     let update = plan.program().segments.iter().find(|s| s.name == "update").unwrap();
     let mut norms = 0;

@@ -140,7 +140,7 @@ fn a_budget_with_dropout_takes_its_layers_as_alike() {
     let text = |policy: &str| {
         format!(
             "[model]\npreset = \"gpt2\"\ndropout = 0.1\n[train]\nseq = 256\nglobal_batch = 4\n\
-             [recompute]\npolicy = \"{policy}\"\n"
+             [precision]\npolicy = \"fp32\"\n[recompute]\npolicy = \"{policy}\"\n"
         )
     };
     let planned = |policy: &str| plan(&Config::parse(&text(policy), "run.toml", &[]).unwrap()).unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 fn config(parallel: &str) -> Config {
     let text = format!(
         "[model]\nvocab_size = 64\nlayers = 4\ndim = 16\nheads = 4\nkv_heads = 2\nffn = 32\n\
-         [train]\nseq = 8\nglobal_batch = 8\nmicro_batch = 1\nthreads = 1\n[parallel]\npatience = 20.0\n{parallel}\n"
+         [train]\nseq = 8\nglobal_batch = 8\nmicro_batch = 1\nthreads = 1\n[parallel]\ntimeout = 20.0\n{parallel}\n"
     );
     Config::parse(&text, "run.toml", &[]).unwrap()
 }

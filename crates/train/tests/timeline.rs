@@ -89,11 +89,34 @@ fn every_stage_has_a_timeline_with_the_peak_of_its_bill() {
 fn long_steps_leave_out_what_repeats_and_a_gpu_gives_seconds() {
     let text = "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 128\nglobal_batch = 4096\nmicro_batch = 1\n";
     let plan = plan(&Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
-    let gpu = lockstep_ir::hardware::Gpu::named("h100");
-    let timeline = planned_timeline(plan.program(), 1, gpu).unwrap();
+    let gpu = lockstep_ir::hardware::Gpu::named("h100").unwrap();
+    let timeline = planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap();
     assert!(timeline.left_out > 4000 && timeline.marks.len() < 10_000);
     assert_eq!(timeline.clock, Clock::Floor("h100"));
     assert_eq!(timeline.peak().unwrap().total(), plan.memory.peak.live_bytes);
     let seconds = timeline.marks.last().unwrap().end;
     assert!(seconds > 0.0 && seconds < 10.0, "{seconds}");
+}
+
+#[test]
+fn fp32_takes_longer_than_bf16_and_collectives_have_bytes_and_no_time() {
+    let gpu = lockstep_ir::hardware::Gpu::named("h100").unwrap();
+    let timed = |precision: &str| {
+        let text = format!(
+            "[model]\npreset = \"llama-15m\"\n[train]\nseq = 256\nglobal_batch = 4\n[parallel]\ndp = 2\n\
+             [precision]\npolicy = \"{precision}\"\n"
+        );
+        let plan = plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap();
+        planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap()
+    };
+    let (bf16, fp32) = (timed("bf16"), timed("fp32"));
+    let longest = |t: &lockstep_train::MemoryTimeline| {
+        let linear = t.marks.iter().filter(|m| m.op == "linear").map(|m| m.end - m.start);
+        linear.fold(0.0, f64::max)
+    };
+    assert!(longest(&fp32) > 1.9 * longest(&bf16), "{} and {}", longest(&fp32), longest(&bf16));
+    let collectives: Vec<_> = bf16.marks.iter().filter(|m| m.moved_bytes.is_some()).collect();
+    assert!(collectives.iter().any(|m| m.op == "all_reduce" && m.moved_bytes > Some(0)));
+    assert!(collectives.iter().all(|m| m.start == m.end));
+    assert!(bf16.marks.iter().filter(|m| m.moved_bytes.is_none()).all(|m| m.end > m.start));
 }

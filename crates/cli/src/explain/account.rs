@@ -1,6 +1,6 @@
-//! What other choices would cost, and the program's counts beside closed forms.
+//! What other choices would cost, and the program's counts beside analytical formulas.
 
-use crate::table::{table, thousands};
+use crate::table::{table, thousands, wrapped};
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
 use lockstep_train::{Account, ClosedForm, Growth, PolicyCost};
@@ -25,12 +25,12 @@ fn policies(policies: &[PolicyCost]) -> String {
             format!("{:.1}%", 100.0 * p.added_share),
         ]
     };
-    let header = ["policy", "kept for backward", "arena", "less than none", "added FLOPs", "added"];
+    let header = ["policy", "saved for backward", "arena", "less than none", "added FLOPs", "added"];
     let rows: Vec<_> = policies.iter().map(row).collect();
     let given_up = policies.iter().filter_map(|p| p.gives_up.as_ref());
     let line = |(layers, names): &(String, Vec<String>)| {
         let names = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
-        format!("  computed again in {layers}: {names}\n")
+        wrapped(&format!("  recomputed in {layers}: {names}"), "    ")
     };
     let given_up: String = given_up.flatten().map(line).collect();
     format!("\nrecompute policies, one step (* this config's)\n{}{given_up}", table(&header, &rows))
@@ -51,7 +51,7 @@ fn growth(growth: &[Growth]) -> String {
     rows.extend(Class::ALL.iter().map(|c| row(&format!("  {}", c.name()), &|g| g.classes.get(c.name()).copied())));
     let header: Vec<&str> = ["at twice the"].into_iter().chain(growth.iter().map(|g| g.doubled)).collect();
     let rows: Vec<_> = rows.into_iter().flatten().collect();
-    format!("\ngrowth (batch: sequences of a micro-batch; width: dim, heads and ffn)\n{}", table(&header, &rows))
+    format!("\nscaling (batch: sequences of a micro-batch; width: dim, heads and ffn)\n{}", table(&header, &rows))
 }
 
 fn closed_forms(forms: &[ClosedForm]) -> String {
@@ -65,12 +65,12 @@ fn closed_forms(forms: &[ClosedForm]) -> String {
     };
     let rows: Vec<_> = forms.iter().map(row).collect();
     let mut text = format!(
-        "\nclosed forms (D dim, Q and KV widths of queries and of keys, F ffn, V vocabulary, L layers, S sequence)\n{}",
+        "\nanalytical formulas (D dim, Q and KV widths of queries and keys, F ffn,\nV vocabulary, L layers, S sequence)\n{}",
         table(&["count", "program", "formula", "difference"], &rows)
     );
     for f in forms {
         let note = f.note.map_or(String::new(), |note| format!("; {note}"));
-        text.push_str(&format!("  {} = {}{note}\n", f.name, f.formula));
+        text.push_str(&wrapped(&format!("  {} = {}{note}", f.name, f.formula), "    "));
     }
     text
 }

@@ -4,22 +4,23 @@ use crate::failure::Failure;
 use crate::table::thousands;
 use lockstep_config::{count, nearest};
 use lockstep_ir::hardware::{GPUS, Gpu};
-use lockstep_ir::units;
+use lockstep_ir::{DType, units};
 use lockstep_train::Plan;
 use serde_json::{Value, json};
 
 #[derive(clap::Args)]
 pub struct CostArgs {
-    /// Also price a whole run of so many tokens; K, M, B and T stand for powers of ten: 15T.
+    /// Also estimate the cost of a whole run of so many tokens; K, M, B and T stand for powers of ten: 15T.
     #[arg(long, value_name = "COUNT")]
     tokens: Option<String>,
-    /// The accelerator to price it on: a100, h100, … (any wrong name lists them).
+    /// The accelerator to plan for, one for each rank: say whether the step fits, and with --tokens the GPU-days. a100, h100, …
+    /// (any wrong name lists them).
     #[arg(long, value_name = "NAME")]
     pub(super) gpu: Option<String>,
     /// The share of the accelerator's peak that model FLOPs reach: 0.4.
     #[arg(long, value_name = "SHARE", requires = "tokens", requires = "gpu")]
     mfu: Option<f64>,
-    /// How many of them the run has.
+    /// How many of them the run has: a multiple of the layout's ranks.
     #[arg(long, value_name = "COUNT", requires = "tokens", requires = "gpu")]
     gpus: Option<u64>,
 }
@@ -34,10 +35,19 @@ pub(super) struct Cost {
 /// The time it takes.
 struct Time {
     gpu: &'static Gpu,
+    compute: DType,
+    /// FLOP per second of matmuls in that type.
+    peak: f64,
     mfu: f64,
     gpu_days: f64,
-    /// Accelerators, and days on all of them.
-    shared: Option<(u64, f64)>,
+    shared: Option<Shared>,
+}
+
+/// Accelerators, days on all of them, and how many times the layout is on them.
+struct Shared {
+    gpus: u64,
+    days: f64,
+    copies: u64,
 }
 
 impl CostArgs {
@@ -54,17 +64,7 @@ impl CostArgs {
         Gpu::named(name).map(Some).ok_or_else(unknown)
     }
 
-    /// Refuses an accelerator that nothing is priced on.
-    pub(super) fn refuse_unused(&self) -> Result<(), Failure> {
-        match (&self.gpu, &self.tokens) {
-            (Some(gpu), None) => Err(Failure::request(format!(
-                "--gpu {gpu} without anything to price\nhint: give --tokens 15T for the cost of a run, or --timeline for seconds"
-            ))),
-            _ => Ok(()),
-        }
-    }
-
-    /// Prices the run that was asked for.
+    /// The cost of the run that was asked for.
     pub(super) fn cost(&self, plan: &Plan) -> Result<Option<Cost>, Failure> {
         let gpu = self.find_gpu()?;
         let Some(text) = &self.tokens else { return Ok(None) };
@@ -75,17 +75,25 @@ impl CostArgs {
         let flops = plan.model_flops_per_token() * tokens as f64;
         let time = match (gpu, self.mfu) {
             (Some(gpu), Some(mfu)) if mfu > 0.0 && mfu <= 1.0 => {
-                let gpu_days = flops / (gpu.peak_flops_per_s * mfu) / 86_400.0;
-                if self.gpus == Some(0) {
-                    return Err(request("--gpus 0 trains nothing".into(), "give a number from 1"));
+                let peak = gpu.peak(plan.precision.compute);
+                let gpu_days = flops / (peak * mfu) / 86_400.0;
+                let ranks = plan.layout.mesh.ranks() as u64;
+                match self.gpus {
+                    Some(0) => return Err(request("--gpus 0 trains nothing".into(), "give a number from 1")),
+                    Some(gpus) if !gpus.is_multiple_of(ranks) => {
+                        let text = format!("--gpus {gpus}: the layout has {ranks} ranks ({})", plan.layout);
+                        return Err(request(text, &format!("give a multiple of {ranks}, or change [parallel]")));
+                    }
+                    _ => {}
                 }
-                Some(Time { gpu, mfu, gpu_days, shared: self.gpus.map(|n| (n, gpu_days / n as f64)) })
+                let shared = self.gpus.map(|gpus| Shared { gpus, days: gpu_days / gpus as f64, copies: gpus / ranks });
+                Some(Time { gpu, compute: plan.precision.compute, peak, mfu, gpu_days, shared })
             }
             (Some(_), Some(mfu)) => {
                 return Err(request(format!("--mfu {mfu} is no share"), "give a number above 0, up to 1, such as 0.4"));
             }
             (Some(_), None) => {
-                return Err(request("--gpu prices a run, and --mfu is not given".into(), "give --mfu 0.4, say"));
+                return Err(request("--tokens on a --gpu needs --mfu".into(), "give --mfu 0.4, say"));
             }
             (None, _) => None,
         };
@@ -98,11 +106,13 @@ impl Cost {
         let mut value = json!({ "tokens": self.tokens, "model_flops": self.flops });
         if let Some(time) = &self.time {
             value["gpu"] = json!(time.gpu);
+            value["peak_flops_per_s"] = json!(time.peak);
             value["mfu"] = json!(time.mfu);
             value["gpu_days"] = json!(time.gpu_days);
-            if let Some((gpus, days)) = time.shared {
+            if let Some(Shared { gpus, days, copies }) = &time.shared {
                 value["gpus"] = json!(gpus);
                 value["days"] = json!(days);
+                value["layout_copies"] = json!(copies);
             }
         }
         value
@@ -110,17 +120,20 @@ impl Cost {
 
     pub(super) fn as_text(&self) -> String {
         let mut text = format!("\na run of {} tokens: {:.2e} model FLOPs\n", units::count(self.tokens), self.flops);
-        if let Some(Time { gpu, mfu, gpu_days, shared }) = &self.time {
+        if let Some(Time { gpu, compute, peak, mfu, gpu_days, shared }) = &self.time {
             text.push_str(&format!(
-                "  {} GPU-days on {} at MFU {mfu} of {}/s",
+                "  {} GPU-days on {} at MFU {mfu} of {}/s ({compute})\n",
                 thousands(gpu_days.round() as u64),
                 gpu.name,
-                units::flops(gpu.peak_flops_per_s)
+                units::flops(*peak)
             ));
-            if let Some((gpus, days)) = shared {
-                text.push_str(&format!(", {days:.1} days on {}", thousands(*gpus)));
+            if let Some(Shared { gpus, days, copies }) = shared {
+                let of = match copies {
+                    1 => String::new(),
+                    _ => format!(", {} data-parallel copies of the layout", thousands(*copies)),
+                };
+                text.push_str(&format!("  {days:.1} days on {} of them{of}\n", thousands(*gpus)));
             }
-            text.push('\n');
         }
         text
     }

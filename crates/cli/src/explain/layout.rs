@@ -1,7 +1,7 @@
-//! What each rank role holds and exchanges, and how a pipeline fills.
+//! What each rank role holds and communicates, and how a pipeline fills.
 
 use super::memory;
-use crate::table::table;
+use crate::table::{columns, table};
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::schedule::{Costs, Timeline, evaluate};
 use lockstep_ir::{StepProgram, units};
@@ -11,14 +11,14 @@ use serde_json::{Value, json};
 /// A rank role: the ranks of one pipeline stage.
 struct Role<'a> {
     program: &'a StepProgram,
-    exchanges: Vec<Communication>,
+    collectives: Vec<Communication>,
     padding: u64,
 }
 
 fn roles(plan: &Plan) -> Vec<Role<'_>> {
     let role = |program| {
-        let exchanges = StepProgram::entry(program, StepProgram::TRAIN).map(|e| account::communication(program, e));
-        Role { program, exchanges: exchanges.unwrap_or_default(), padding: account::padding(program) }
+        let collectives = StepProgram::entry(program, StepProgram::TRAIN).map(|e| account::communication(program, e));
+        Role { program, collectives: collectives.unwrap_or_default(), padding: account::padding(program) }
     };
     plan.compiled.programs.iter().map(role).collect()
 }
@@ -70,7 +70,7 @@ pub(super) fn as_json(plan: &Plan) -> Value {
                 "layers": role.layers(),
                 "memory": memory,
                 "padding_bytes_all_ranks": role.padding,
-                "exchanges": role.exchanges,
+                "exchanges": role.collectives,
             })
         })
         .collect();
@@ -93,18 +93,22 @@ pub(super) fn as_text(plan: &Plan) -> String {
     let mut text = format!("layout: {layout}, {} ranks\n", layout.mesh.ranks());
     if let Some(timeline) = timeline(plan) {
         text.push_str(&format!(
-            "pipeline: bubble {:.1}% with free transfers; one line per stage, F forward, B backward\n{}",
+            "pipeline: bubble {:.1}% with free transfers;\none line per stage, F forward, B backward\n{}",
             100.0 * timeline.bubble(),
-            timeline.picture(100)
+            timeline.picture(columns() - 10)
         ));
     }
-    for (role, bill) in roles(plan).iter().zip(&plan.stages) {
+    for (role, breakdown) in roles(plan).iter().zip(&plan.stages) {
         let (first, last) = role.ranks();
         let layers = match role.layers() {
             Some((a, b)) => format!(", layers {a} to {b}"),
             None => String::new(),
         };
-        text.push_str(&format!("\nstage {}: ranks {first} to {last}{layers}\n\n{}", role.program.stage, memory(bill)));
+        text.push_str(&format!(
+            "\nstage {}: ranks {first} to {last}{layers}\n\n{}",
+            role.program.stage,
+            memory(breakdown)
+        ));
         if role.padding > 0 {
             let padding = units::bytes(role.padding);
             text.push_str(&format!("  padding in states: {padding} on all ranks of the stage\n"));
@@ -118,9 +122,9 @@ pub(super) fn as_text(plan: &Plan) -> String {
                 units::bytes(e.sent_bytes),
             ]
         };
-        let rows: Vec<Vec<String>> = role.exchanges.iter().map(row).collect();
-        let header = ["segment and op", "along", "calls", "whole tensors", "sent by a rank"];
-        text.push_str(&format!("\nexchanges of one step (sent: in a ring)\n{}", table(&header, &rows)));
+        let rows: Vec<Vec<String>> = role.collectives.iter().map(row).collect();
+        let header = ["segment and op", "along", "calls", "~whole tensors", "sent by a rank"];
+        text.push_str(&format!("\ncommunication of one step, in bytes (sent: in a ring)\n{}", table(&header, &rows)));
     }
     text
 }

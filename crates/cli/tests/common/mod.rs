@@ -112,7 +112,7 @@ impl Place {
         assert!(kills > 2, "the run ended before it could be killed");
     }
 
-    /// The lines of a run's metrics without the timings: step, loss, gradient norm, learning rate, held-out loss.
+    /// The lines of a run's metrics without the timings: step, loss, gradient norm, learning rate, validation loss.
     pub fn trajectory(&self, run_dir: &str) -> Vec<String> {
         let text = std::fs::read_to_string(self.path(run_dir).join("metrics.jsonl")).unwrap();
         let line = |line: &str| {

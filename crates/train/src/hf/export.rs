@@ -149,8 +149,8 @@ mod tests {
         let beside = Beside { context: 64, dtype: "float32", end_token: None };
         assert!(describe(&config, beside, Path::new("run")).is_ok());
         // The schema refuses this today; whoever allows it is told here.
-        config.model.window = Some(8);
+        config.model.sliding_window = Some(8);
         let error = describe(&config, beside, Path::new("run")).unwrap_err().to_string();
-        assert!(error.starts_with("run: Hugging Face's qwen2 has no model.window = 8\nhint: "), "{error}");
+        assert!(error.starts_with("run: Hugging Face's qwen2 has no model.sliding_window = 8\nhint: "), "{error}");
     }
 }

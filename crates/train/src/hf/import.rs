@@ -41,7 +41,7 @@ pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> 
     let tokenizer = folder.join(TOKENIZER).exists();
     if tokenizer {
         text += &format!("\n[data]\ntokenizer = \"{TOKENIZER}\"\n");
-        text += &end_token(folder)?.map_or(String::new(), |token| format!("end_token = {}\n", quoted(&token)));
+        text += &end_token(folder)?.map_or(String::new(), |token| format!("eos_token = {}\n", quoted(&token)));
     }
     if source.all_are(&copies, DType::BF16) {
         text += "\n[precision]\npolicy = \"bf16\"\n";

@@ -1,4 +1,4 @@
-//! A run on an executor that answers late, as a GPU does, against the same run on the processor.
+//! A run on an executor that answers late, as a GPU does, against the same run on the CPU.
 
 use super::*;
 use lockstep_compile::STATS;
@@ -202,7 +202,7 @@ fn a_run_that_is_stopped_ends_with_the_step_that_was_queued() {
     assert_eq!(first.events.last().unwrap(), "saved 6");
     let second = go(&config, &stopped, How { late: true, ..How::default() });
     let steps = |seen: &Seen| seen.events.iter().filter(|e| e.starts_with("stepped")).cloned().collect::<Vec<_>>();
-    // Held-out losses aside, of which a new call takes one.
+    // Validation losses aside, of which a new call takes one.
     let both: Vec<String> = [steps(&first), steps(&second)].concat();
     assert_eq!(both, steps(&whole));
 }

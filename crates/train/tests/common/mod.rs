@@ -28,7 +28,7 @@ pub fn tiny(dir: &Path, train: &str) -> Config {
     Config::load(&dir.join("run.toml"), &[]).unwrap()
 }
 
-/// Runs a config to its end and gives (loss, gradient norm, held-out loss) of every step.
+/// Runs a config to its end and gives (loss, gradient norm, validation loss) of every step.
 #[allow(dead_code)] // not every test binary wants losses
 pub fn losses(config: &Config, run_dir: &Path) -> Vec<(f64, f32, Option<f64>)> {
     let mut losses = Vec::new();

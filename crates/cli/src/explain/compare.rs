@@ -1,0 +1,144 @@
+//! `--fit` and `--layouts`: what else would fit, side by side; and the memory that all of it is held against.
+
+use crate::failure::Failure;
+use crate::table::{columns, table, thousands};
+use crate::{Format, verify};
+use lockstep_config::{Config, bytes};
+use lockstep_ir::hardware::Gpu;
+use lockstep_ir::program::Class;
+use lockstep_ir::{Layout, units};
+use lockstep_train::{
+    LargestMicroBatch, LayoutCost, Room, TrainError, largest_micro_batches, layout_costs, with_fitting_micro_batch,
+};
+use serde_json::json;
+use std::io::Write;
+
+#[derive(clap::Args)]
+pub struct CompareArgs {
+    /// Instead, show the largest micro-batch that fits so much memory per rank, under every recompute policy: 80GB, 74GiB.
+    #[arg(long, value_name = "SIZE", conflicts_with = "layouts")]
+    fit: Option<String>,
+    /// Instead, show these layouts side by side: \"dp=2;tp=2,pp=2\". May be given several times.
+    #[arg(long = "layouts", value_name = "LAYOUTS")]
+    layouts: Vec<String>,
+}
+
+/// What is shown instead of the plan.
+pub(super) enum Shown {
+    Fit { bytes: u64, seq: usize, rows: Vec<LargestMicroBatch> },
+    Layouts { tokens: u64, rows: Vec<LayoutCost> },
+}
+
+/// The memory that a plan is held against, and the config with a micro-batch that fits it where nobody gave one: that of a GPU
+/// that was named, for each rank, else what this machine has free.
+pub(super) fn placed(mut config: Config, gpu: Option<&Gpu>) -> Result<(Config, Option<Room>), TrainError> {
+    if let Some(gpu) = gpu {
+        let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
+        let room = Room { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) };
+        // Its kernels are a GPU's, not this machine's; what no GPU does yet stays as it is.
+        if config.train.device == "auto" && config.precision.policy != "fp16" && !config.train.reproducible {
+            config.train.device = "cuda".into();
+        }
+        return Ok((with_fitting_micro_batch(&config, &room)?, Some(room)));
+    }
+    let room = Room::free(&config);
+    let config = match &room {
+        Some(room) => with_fitting_micro_batch(&config, room)?,
+        None => config,
+    };
+    Ok((config, room))
+}
+
+impl CompareArgs {
+    /// What is to be shown instead of the plan, if anything is.
+    pub(super) fn instead(&self, config: &Config, room: Option<&Room>) -> Result<Option<Shown>, Failure> {
+        if let Some(text) = &self.fit {
+            let size = bytes(text).filter(|n| *n > 0).ok_or_else(|| {
+                Failure::request(format!(
+                    "--fit {text} is not a size\nhint: give a number and its unit, such as 80GB or 74GiB"
+                ))
+            })?;
+            let rows = largest_micro_batches(config, size)?;
+            return Ok(Some(Shown::Fit { bytes: size, seq: config.train.seq, rows }));
+        }
+        if self.layouts.is_empty() {
+            return Ok(None);
+        }
+        let config = verify::divided(config.clone(), &self.layouts)?;
+        let layouts = verify::named(&self.layouts, &config)?;
+        let rows = layout_costs(&config, &layouts, room)?;
+        let tokens = (config.batches().largest() * config.train.seq) as u64;
+        Ok(Some(Shown::Layouts { tokens, rows }))
+    }
+}
+
+impl Shown {
+    pub(super) fn print(&self, format: Format) -> Result<(), Failure> {
+        let text = match (self, format) {
+            (Shown::Fit { bytes, rows, .. }, Format::Json) => {
+                format!("{:#}\n", json!({ "fit": { "memory_bytes": bytes, "policies": rows } }))
+            }
+            (Shown::Layouts { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "layouts": rows })),
+            (Shown::Fit { bytes, seq, rows }, Format::Text) => fit_text(*bytes, *seq, rows),
+            (Shown::Layouts { tokens, rows }, Format::Text) => layouts_text(*tokens, rows),
+        };
+        Ok(write!(std::io::stdout(), "{text}")?)
+    }
+}
+
+fn fit_text(bytes: u64, seq: usize, rows: &[LargestMicroBatch]) -> String {
+    let row = |r: &LargestMicroBatch| {
+        let (size, tokens) = match r.micro_batch {
+            Some(n) => (thousands(n as u64), thousands((n * seq) as u64)),
+            None => ("does not fit".to_owned(), "-".to_owned()),
+        };
+        let added = format!("{:+.1}%", 100.0 * (r.hardware_flops - 1.0));
+        vec![r.policy.clone(), size, tokens, units::bytes(r.arena_bytes), added]
+    };
+    let header = ["recompute.policy", "largest micro-batch", "tokens at once", "arena", "FLOPs added"];
+    let rows: Vec<_> = rows.iter().map(row).collect();
+    format!("largest train.micro_batch in {} per rank\n{}", units::bytes(bytes), table(&header, &rows))
+}
+
+/// A column for each layout, as many beside each other as the screen has room for.
+fn layouts_text(tokens: u64, rows: &[LayoutCost]) -> String {
+    const FIRST: usize = 18;
+    const EACH: usize = 12;
+    let together = ((columns().saturating_sub(FIRST)) / EACH).max(1);
+    let mut text = format!("one step of {} tokens; bytes of the rank that needs most\n", thousands(tokens));
+    for part in rows.chunks(together) {
+        let line = |name: &str, cell: &dyn Fn(&LayoutCost) -> String| -> Vec<String> {
+            [name.to_owned()].into_iter().chain(part.iter().map(cell)).collect()
+        };
+        let mut lines = vec![
+            line("ranks", &|r| thousands(r.ranks as u64)),
+            line("micro-batch", &|r| thousands(r.micro_batch as u64)),
+        ];
+        lines.extend(Class::ALL.iter().map(|c| line(c.name(), &|r| units::bytes(r.memory.classes[c.name()]))));
+        lines.push(line("total", &|r| units::bytes(r.memory.total_bytes)));
+        lines.push(line("sent by a rank", &|r| units::bytes(r.sent_bytes)));
+        if part.iter().any(|r| r.verdict.is_some()) {
+            let fits =
+                |r: &LayoutCost| r.verdict.as_ref().map_or("-", |v| if v.fits { "yes" } else { "NO" }).to_owned();
+            lines.push(line("fits", &fits));
+        }
+        let header: Vec<&str> = ["layout"].into_iter().chain(part.iter().map(|r| r.layout.as_str())).collect();
+        text.push('\n');
+        text.push_str(&table(&header, &lines));
+    }
+    if let Some(verdict) = rows.iter().find_map(|r| r.verdict.as_ref()) {
+        text.push_str(&format!("\nmemory: {} {}\n", units::bytes(verdict.memory_bytes), verdict.place));
+    }
+    text
+}
+
+/// The layouts of one argument: `dp=2;tp=2,pp=2`.
+pub(crate) fn split(arguments: &[String]) -> Vec<String> {
+    let parts = arguments.iter().flat_map(|text| text.split(';'));
+    parts.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty()).collect()
+}
+
+/// A layout from its text, or why not.
+pub(crate) fn parse(text: &str) -> Result<Layout, Failure> {
+    text.parse().map_err(|e| Failure::request(format!("--layouts {text}: {e}")))
+}

@@ -1,0 +1,44 @@
+//! `lockstep completions` and `lockstep man`: what shells and manuals know of the commands.
+
+use crate::failure::Failure;
+use clap::Command;
+use clap_complete::Shell;
+use std::io::Write;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct CompletionArgs {
+    /// The shell.
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+#[derive(clap::Args)]
+pub struct ManArgs {
+    /// Write lockstep.1, lockstep-train.1 and so on into this folder.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+pub fn completions(args: CompletionArgs, command: &mut Command) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, command, "lockstep", &mut script);
+    std::io::stdout().write_all(&script)?;
+    Ok(())
+}
+
+pub fn man(args: ManArgs, command: Command) -> Result<(), Failure> {
+    let Some(folder) = args.out else {
+        let mut page = Vec::new();
+        clap_mangen::Man::new(command).render(&mut page)?;
+        std::io::stdout().write_all(&page)?;
+        return Ok(());
+    };
+    let failed = |e: std::io::Error| {
+        Failure::run(format!("cannot write manual pages to {}: {e}\nhint: check the folder of --out", folder.display()))
+    };
+    std::fs::create_dir_all(&folder).map_err(failed)?;
+    clap_mangen::generate_to(command, &folder).map_err(failed)?;
+    writeln!(std::io::stdout(), "wrote manual pages to {}", folder.display())?;
+    Ok(())
+}

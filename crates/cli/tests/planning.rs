@@ -1,0 +1,122 @@
+//! explain as a planner: what fits which GPU, the largest micro-batch, layouts side by side, the peak of the config's precision.
+
+mod common;
+
+use common::Place;
+use serde_json::Value;
+
+fn json(place: &Place, args: &[&str]) -> Value {
+    let args = [&["explain", "run.toml", "--format", "json"], args].concat();
+    serde_json::from_str(&place.ok(&args)).unwrap()
+}
+
+/// A small model of 64 ranks.
+const RANKS: &str = "[model]\nvocab_size = 512\nlayers = 2\ndim = 64\nheads = 8\nffn = 128\n[train]\nseq = 64\n\
+                     global_batch = 8\n[parallel]\ndp = 8\ntp = 8\n";
+
+#[test]
+fn a_named_gpu_fits_or_does_not() {
+    let place = Place::new();
+    let fits = &json(&place, &["--gpu", "h100"])["fits"];
+    assert_eq!((fits["fits"].as_bool(), fits["memory_bytes"].as_u64()), (Some(true), Some(80_000_000_000)));
+    let text = place.ok(&["explain", "run.toml", "--gpu", "h100"]);
+    assert!(text.contains("\nfits: ") && text.contains(" of 74.5 GiB on an H100 80GB\n"), "{text}");
+    place.config("[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 512\nmicro_batch = 8\n");
+    let text = place.ok(&["explain", "run.toml", "--gpu", "a100"]);
+    assert!(text.contains("\ndoes NOT fit: ") && text.contains(" planned, 74.5 GiB on an A100 80GB\n"), "{text}");
+    let found = json(&place, &["--gpu", "a100"]);
+    assert_eq!(found["fits"]["fits"], false);
+    assert_eq!(found["fits"]["planned_bytes"], found["memory"]["total_bytes"]);
+    // Without one, it is this machine that counts.
+    place.config(common::CONFIG);
+    assert_eq!(json(&place, &[])["fits"]["fits"], true);
+}
+
+#[test]
+fn a_preset_says_where_its_values_come_from() {
+    let place = Place::new();
+    place.config("[model]\npreset = \"llama-15m\"\n");
+    let text = place.ok(&["explain", "run.toml"]);
+    assert!(text.contains("256 tokens (preset llama-15m)") && text.contains("bf16 (preset llama-15m)"), "{text}");
+    place.config("[model]\npreset = \"llama-15m\"\n[train]\nseq = 128\n[precision]\npolicy = \"fp32\"\n");
+    assert!(!place.ok(&["explain", "run.toml"]).contains("preset llama-15m"));
+}
+
+#[test]
+fn gpus_are_a_multiple_of_the_layouts_ranks() {
+    let place = Place::new();
+    place.config(RANKS);
+    let run =
+        |gpus: &'static str| ["explain", "run.toml", "--tokens", "1B", "--gpu", "h100", "--mfu", "0.4", "--gpus", gpus];
+    let error = place.fails(2, &run("32"));
+    assert!(error.contains("--gpus 32: the layout has 64 ranks (dp=8 tp=8)\nhint: give a multiple of 64"), "{error}");
+    let text = place.ok(&run("128"));
+    assert!(text.contains("days on 128 of them, 2 data-parallel copies of the layout"), "{text}");
+    assert!(place.ok(&run("64")).contains("days on 64 of them\n"));
+}
+
+#[test]
+fn a_run_is_estimated_at_the_peak_of_its_precision() {
+    let place = Place::new();
+    let run = ["--tokens", "1B", "--gpu", "h100", "--mfu", "0.4"];
+    let days = |precision: &str| {
+        let set = format!("precision.policy={precision}");
+        json(&place, &[&run[..], &["--set", &set]].concat())["cost"]["gpu_days"].as_f64().unwrap()
+    };
+    assert!((days("fp32") / days("bf16") / (989.0 / 67.0) - 1.0).abs() < 1e-9);
+    let text = place.ok(&[&["explain", "run.toml"], &run[..]].concat());
+    assert!(text.contains("at MFU 0.4 of 67.0 TFLOP/s (f32)"), "{text}");
+}
+
+#[test]
+fn the_largest_micro_batch_that_fits_is_shown_under_every_policy() {
+    let place = Place::new();
+    let text = place.ok(&["explain", "run.toml", "--fit", "16 MiB"]);
+    assert!(
+        text.starts_with("largest train.micro_batch in 16.0 MiB per rank\n") && text.contains("\n  selective "),
+        "{text}"
+    );
+    let found = &json(&place, &["--fit", "16 MiB"])["fit"]["policies"];
+    assert_eq!(found.as_array().map(Vec::len), Some(5));
+    let largest = found[0]["micro_batch"].as_u64().unwrap();
+    // It is what train would allocate.
+    let set = [format!("train.micro_batch={largest}"), format!("train.global_batch={largest}")];
+    let explained = json(&place, &["--set", &set[0], "--set", &set[1]]);
+    assert_eq!(explained["memory"]["total_bytes"], found[0]["arena_bytes"]);
+    let error = place.fails(2, &["explain", "run.toml", "--fit", "lots"]);
+    assert!(error.contains("--fit lots is not a size\nhint: "), "{error}");
+}
+
+#[test]
+fn layouts_are_shown_side_by_side() {
+    let place = Place::new();
+    let text = place.ok(&["explain", "run.toml", "--layouts", "dp=2; dp=2,zero=3", "--layouts", "tp=2,pp=2"]);
+    for part in ["layout ", "ranks ", "optimizer ", "total ", "sent by a rank ", "fits ", "dp=2"] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    let found = json(&place, &["--layouts", "dp=2;tp=2,pp=2"]);
+    let rows = found["layouts"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|r| r["ranks"].as_u64().unwrap()).collect::<Vec<_>>(), [2, 4]);
+    let alone = json(&place, &["--set", "parallel.dp=2"]);
+    assert_eq!(rows[0]["memory"]["total_bytes"], alone["memory"]["total_bytes"]);
+    let error = place.fails(2, &["explain", "run.toml", "--layouts", "dp=2;tp=3"]);
+    assert!(error.contains("tp=3") && error.contains("hint: "), "{error}");
+    let error = place.fails(2, &["explain", "run.toml", "--layouts", "cp=2"]);
+    assert!(error.contains("context parallelism is not there yet"), "{error}");
+}
+
+#[test]
+fn a_run_that_does_not_fit_says_what_saves_memory() {
+    let place = Place::new();
+    let set = ["--set", "train.global_batch=4194304", "--set", "train.micro_batch=4194304"];
+    let error = place.fails(2, &[&["train", "run.toml"], &set[..]].concat());
+    for part in [
+        "the step needs ",
+        "hint: each of these saves memory",
+        "train.micro_batch = ",
+        "precision.policy = \"bf16\"",
+        "recompute.policy = \"full\"",
+    ] {
+        assert!(error.contains(part), "{part}\n{error}");
+    }
+}

@@ -1,0 +1,119 @@
+//! What keys are called: old names, synonyms, what is not there yet.
+
+use lockstep_config::{Config, keys_at, search};
+
+const TINY: &str = "[model]\npreset = \"llama-15m\"\n";
+
+fn parse(text: &str, overrides: &[&str]) -> Result<Config, String> {
+    let overrides: Vec<_> = overrides.iter().map(|s| s.to_string()).collect();
+    Config::parse(text, "run.toml", &overrides).map_err(|error| error.to_string())
+}
+
+fn parsed(text: &str, overrides: &[&str]) -> Config {
+    parse(text, overrides).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn an_old_name_is_read_with_one_warning_that_names_the_new_key() {
+    let config = parsed(&format!("{TINY}[parallel]\npatience = 7\n"), &[]);
+    assert_eq!(config.parallel.timeout, 7.0);
+    assert_eq!(config.warnings(), ["parallel.patience is now called parallel.timeout: run.toml:4"]);
+    let config = parsed(TINY, &["parallel.patience=8"]);
+    assert_eq!(config.parallel.timeout, 8.0);
+    assert_eq!(config.warnings(), ["parallel.patience is now called parallel.timeout: --set parallel.patience=8"]);
+    assert!(parsed(TINY, &["parallel.timeout=8"]).warnings().is_empty());
+    // An override wins over the file, whichever name each has.
+    let config = parsed(&format!("{TINY}[parallel]\npatience = 7\n"), &["parallel.timeout=9"]);
+    assert_eq!(config.parallel.timeout, 9.0);
+}
+
+#[test]
+fn both_names_of_a_key_are_refused() {
+    let error = parse(&format!("{TINY}[parallel]\npatience = 7\ntimeout = 8\n"), &[]).unwrap_err();
+    let expected = "parallel.patience is the old name of parallel.timeout, and both are given\n --> run.toml:4\n  |\n\
+                    4 | patience = 7\n  |            ^\nhint: remove parallel.patience";
+    assert_eq!(error.replace("  --> ", " --> "), expected);
+}
+
+#[test]
+fn a_resolved_file_of_before_the_renames_reads_as_it_did() {
+    let text = "[model]\narchitecture = \"mistral\"\nvocab_size = 256\nlayers = 2\ndim = 64\nheads = 4\nffn = 128\nsliding_window = 16\n\
+                [data]\ntokenizer = \"t.json\"\neos_token = \"</s>\"\n[parallel]\ntimeout = 5.0\n";
+    let now = parsed(text, &[]);
+    let resolved = now.resolved_toml();
+    let old =
+        resolved.replace("sliding_window", "window").replace("eos_token", "end_token").replace("timeout", "patience");
+    assert_ne!(old, resolved);
+    let before = parsed(&old, &[]);
+    assert_eq!(before, now);
+    assert_eq!((before.differences(&now), before.warnings().len()), (Vec::new(), 3));
+}
+
+#[test]
+fn keys_are_found_by_the_words_of_the_field() {
+    for (words, path) in [
+        ("master weights", "precision.policy"),
+        ("FSDP", "parallel.zero"),
+        ("fsdp", "parallel.zero"),
+        ("ZeRO", "parallel.zero"),
+        ("mixed precision", "precision.policy"),
+        ("activation checkpointing", "recompute.policy"),
+        ("gradient checkpointing", "recompute.policy"),
+        ("GQA", "model.kv_heads"),
+        ("sliding window", "model.sliding_window"),
+        ("gradient accumulation", "train.micro_batch"),
+        ("learning rate", "optimizer.lr"),
+        ("warmup", "optimizer.warmup_steps"),
+        ("gradient clipping", "optimizer.grad_clip"),
+        ("batch size", "train.global_batch"),
+        ("seq_len", "train.seq"),
+        ("hidden_size", "model.dim"),
+        ("EOS", "data.eos_token"),
+        ("tensor parallel", "parallel.tp"),
+        ("loss scaling", "precision.loss_scale"),
+        ("patience", "parallel.timeout"),
+    ] {
+        let found: Vec<_> = search(words).keys.iter().map(|key| key.path).collect();
+        assert!(found.first() == Some(&path), "{words}: {found:?}");
+    }
+    assert!(search("banana").keys.is_empty() && search("").keys.is_empty());
+    // What is only mentioned is found where nothing is called so.
+    assert!(search("orthogonalised").keys.iter().any(|key| key.path == "optimizer.name"));
+    assert_eq!(search("cp").missing, ["context parallelism"]);
+    assert_eq!(search("expert parallelism").missing, ["expert parallelism"]);
+}
+
+#[test]
+fn keys_are_found_by_path_name_and_table() {
+    let paths = |path: &str| keys_at(path).iter().map(|key| key.path).collect::<Vec<_>>();
+    assert_eq!(paths("train.seq"), ["train.seq"]);
+    assert_eq!(paths("schedule"), ["parallel.schedule", "optimizer.schedule"]);
+    assert_eq!(paths("[checkpoint]"), ["checkpoint.every", "checkpoint.keep"]);
+    assert_eq!(paths("model.window"), ["model.sliding_window"]);
+    assert!(paths("train.sequence").is_empty());
+}
+
+#[test]
+fn a_name_from_elsewhere_suggests_the_key_that_is_meant() {
+    let hint = |keys: &str, set: &[&str]| {
+        let error = parse(&format!("{TINY}{keys}"), set).unwrap_err();
+        error.lines().last().unwrap_or_default().to_owned()
+    };
+    assert_eq!(hint("[optimizer]\nlearning_rate = 1e-3\n", &[]), "hint: did you mean `lr`?");
+    assert_eq!(hint("[train]\nlearning_rate = 1e-3\n", &[]), "hint: did you mean `optimizer.lr`?");
+    assert_eq!(hint("", &["learning_rate=1e-3"]), "hint: did you mean `optimizer.lr`?");
+    assert_eq!(hint("", &["model.hidden_size=64"]), "hint: did you mean `dim`?");
+    assert_eq!(hint("[train]\nseq_len = 8\n", &[]), "hint: did you mean `seq`?");
+}
+
+#[test]
+fn what_is_not_there_yet_is_said_so() {
+    for (set, part) in [
+        ("parallel.cp=2", "parallel.cp: context parallelism is not there yet"),
+        ("parallel.ep=2", "parallel.ep: expert parallelism is not there yet"),
+        ("model.num_experts=8", "model.num_experts: a mixture of experts is not there yet"),
+    ] {
+        let error = parse(TINY, &[set]).unwrap_err();
+        assert!(error.starts_with(part) && error.contains("\nhint: the keys of ["), "{error}");
+    }
+}

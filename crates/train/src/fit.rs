@@ -1,0 +1,387 @@
+//! What fits a memory: the default micro-batch, the largest one under every recompute policy, and what saves how many bytes.
+//! All of it is read off programs that are compiled for the purpose, as [`crate::account`] does.
+
+use crate::account::{Policy, policies_of};
+use crate::plan::{hardware_flops, prepare, settle_policy};
+use crate::{Device, TrainError};
+use lockstep_compile::{Estimator, Recompute};
+use lockstep_config::Config;
+use lockstep_ir::account::{self, MemoryBreakdown};
+use lockstep_ir::{Layout, StepProgram, legal, units};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Memory that a plan is held against.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes.
+    pub bytes: u64,
+    /// Whether all ranks share it; else each rank has as much.
+    pub shared: bool,
+    /// Whose it is: `on an H100 80GB`.
+    pub place: String,
+}
+
+/// Whether a plan fits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Verdict {
+    /// Whether it does.
+    pub fits: bool,
+    /// Bytes that are planned.
+    pub planned_bytes: u64,
+    /// Bytes that there are.
+    pub memory_bytes: u64,
+    /// Where.
+    pub place: String,
+}
+
+impl Room {
+    /// What is free on the device that a config runs on, as far as that can be told.
+    pub fn free(config: &Config) -> Option<Self> {
+        let device = Device::of(config);
+        let place = match device {
+            Device::Cpu => "free on this machine".to_owned(),
+            Device::Cuda { .. } => "free on this GPU".to_owned(),
+        };
+        let bytes = device.available_bytes().ok()??;
+        Some(Self { bytes, shared: true, place })
+    }
+
+    /// What a plan of these stages needs of it.
+    fn needs(&self, stages: &[MemoryBreakdown], ranks: usize) -> u64 {
+        let arenas = stages.iter().map(|stage| stage.total_bytes);
+        match self.shared {
+            true => arenas.map(|bytes| bytes * (ranks / stages.len().max(1)) as u64).sum(),
+            false => arenas.max().unwrap_or(0),
+        }
+    }
+
+    /// Whether a plan of these stages fits.
+    pub fn verdict(&self, stages: &[MemoryBreakdown], ranks: usize) -> Verdict {
+        let planned_bytes = self.needs(stages, ranks);
+        Verdict {
+            fits: planned_bytes <= self.bytes,
+            planned_bytes,
+            memory_bytes: self.bytes,
+            place: self.place.clone(),
+        }
+    }
+}
+
+impl std::fmt::Display for Verdict {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [planned, memory] = [self.planned_bytes, self.memory_bytes].map(units::bytes);
+        match self.fits {
+            true => write!(f, "fits: {planned} of {memory} {}", self.place),
+            false => write!(f, "does NOT fit: {planned} planned, {memory} {}", self.place),
+        }
+    }
+}
+
+/// Programs of a config that nobody will run.
+struct Estimate {
+    programs: Vec<StepProgram>,
+    stages: Vec<MemoryBreakdown>,
+}
+
+impl Estimate {
+    /// Under the config's own recompute policy.
+    fn of(config: &Config) -> Result<Self, TrainError> {
+        let (forward, mut context, _) = prepare(config, lockstep_model::build_form)?;
+        settle_policy(config, &forward, &mut context)?;
+        Self::under(&Estimator::new(&forward, &context)?, context.recompute.clone())
+    }
+
+    fn under(estimator: &Estimator, recompute: Recompute) -> Result<Self, TrainError> {
+        let programs = estimator.programs(recompute)?;
+        let stages = programs.iter().map(account::memory).collect();
+        Ok(Self { programs, stages })
+    }
+
+    /// The largest arena of a rank.
+    fn arena(&self) -> u64 {
+        self.stages.iter().map(|stage| stage.total_bytes).max().unwrap_or(0)
+    }
+}
+
+/// Whether a config fits; a budget that cannot be kept does not.
+fn fits(config: &Config, room: &Room) -> Result<bool, TrainError> {
+    match Estimate::of(config) {
+        Ok(found) => Ok(room.verdict(&found.stages, config.layout().mesh.ranks()).fits),
+        Err(TrainError::OverBudget { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The divisors of a number, from the largest.
+fn divisors(n: usize) -> Vec<usize> {
+    let small = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d));
+    let mut all: Vec<usize> = small.flat_map(|d| [d, n / d]).collect();
+    all.sort_unstable();
+    all.dedup();
+    all.reverse();
+    all
+}
+
+/// The largest micro-batch that fits, of those that divide the config's own; `None` where none does.
+fn largest_divisor(config: &Config, room: &Room) -> Result<Option<usize>, TrainError> {
+    let sizes = divisors(config.train.micro_batch);
+    // A smaller micro-batch never needs more.
+    let (mut from, mut to) = (0, sizes.len());
+    while from < to {
+        let middle = (from + to) / 2;
+        match fits(&with_micro_batch(config, sizes[middle]), room)? {
+            true => to = middle,
+            false => from = middle + 1,
+        }
+    }
+    Ok(sizes.get(from).copied())
+}
+
+fn with_micro_batch(config: &Config, sequences: usize) -> Config {
+    let mut config = config.clone();
+    config.train.micro_batch = sequences;
+    config
+}
+
+/// The config with the default of `train.micro_batch` that fits: the whole batch of a rank, or where that does not fit, the
+/// largest divisor that does; where none does, one sequence. A value that somebody gave stays.
+pub fn with_fitting_micro_batch(config: &Config, room: &Room) -> Result<Config, TrainError> {
+    if !config.micro_batch_is_default() || config.train.micro_batch == 1 || fits(config, room)? {
+        return Ok(config.clone());
+    }
+    let memory = format!("{} {}", units::bytes(room.bytes), room.place);
+    Ok(match largest_divisor(config, room)? {
+        Some(sequences) => config.with_default_micro_batch(sequences, &format!("the largest that fits {memory}")),
+        None => config.with_default_micro_batch(1, &format!("not even one sequence fits {memory}")),
+    })
+}
+
+/// The config that a run in `dir` has: with the default micro-batch that it began with, or for a new run the one that fits.
+pub fn settled(config: &Config, dir: Option<&Path>) -> Result<Config, TrainError> {
+    if !config.micro_batch_is_default() {
+        return Ok(config.clone());
+    }
+    let begun = dir.map(|dir| dir.join("run.toml")).filter(|path| path.is_file());
+    if let Some(before) = begun.and_then(|path| Config::load(&path, &[]).ok()) {
+        let sequences = before.train.micro_batch;
+        if sequences == config.train.micro_batch {
+            return Ok(config.clone());
+        }
+        // Another layout may have to divide the batch in another way.
+        if legal::check(&config.layout(), &with_micro_batch(config, sequences).shape()).is_empty() {
+            return Ok(config.with_default_micro_batch(sequences, "as the run began"));
+        }
+    }
+    match Room::free(config) {
+        Some(room) => with_fitting_micro_batch(config, &room),
+        None => Ok(config.clone()),
+    }
+}
+
+/// The largest micro-batch under one recompute policy.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LargestMicroBatch {
+    /// The policy, as the config names it.
+    pub policy: String,
+    /// Sequences; none where not even one fits.
+    pub micro_batch: Option<usize>,
+    /// Bytes of the arena at that size, or at one sequence.
+    pub arena_bytes: u64,
+    /// FLOPs of a step as a share of those without recomputation.
+    pub hardware_flops: f64,
+}
+
+/// Micro-batches beyond this many sequences are not looked for.
+const MOST_SEQUENCES: usize = 1 << 16;
+
+/// The largest micro-batch that fits so many bytes of each rank, under every recompute policy, with as many micro-batches in a
+/// step as the config has.
+pub fn largest_micro_batches(config: &Config, bytes: u64) -> Result<Vec<LargestMicroBatch>, TrainError> {
+    let mut sizes = Sizes { config, micro_batches: config.accumulation_steps(), estimators: BTreeMap::new() };
+    let mut rows = Vec::new();
+    for Policy { name, recompute } in policies_of(config) {
+        let mut arena = |sequences: usize| sizes.estimate(sequences, &recompute).map(|found| found.arena());
+        let least = arena(1)?;
+        let micro_batch = if least > bytes { None } else { Some(largest(bytes, least, &mut arena)?) };
+        let at = micro_batch.unwrap_or(1);
+        let found = sizes.estimate(at, &recompute)?;
+        let none = sizes.estimate(at, &Recompute::None)?;
+        let share = hardware_flops(&found.programs)? as f64 / hardware_flops(&none.programs)? as f64;
+        rows.push(LargestMicroBatch { policy: name, micro_batch, arena_bytes: found.arena(), hardware_flops: share });
+    }
+    Ok(rows)
+}
+
+/// The largest size that fits, where one sequence does. Arenas grow in a line, nearly: it is followed to a guess, and the guess
+/// put right by halves.
+fn largest(bytes: u64, one: u64, arena: &mut dyn FnMut(usize) -> Result<u64, TrainError>) -> Result<usize, TrainError> {
+    let (mut fits, mut known) = (1, one);
+    let mut over = None;
+    let each = arena(2)?.saturating_sub(one).max(1);
+    for attempt in 0.. {
+        let highest = over.unwrap_or(MOST_SEQUENCES + 1) - 1;
+        if fits >= highest {
+            break;
+        }
+        let guess = match (attempt, over) {
+            (2.., Some(over)) => (fits + over) / 2,
+            _ => fits.saturating_add(usize::try_from((bytes - known) / each).unwrap_or(MOST_SEQUENCES)),
+        };
+        let next = guess.clamp(fits + 1, highest);
+        match arena(next)? {
+            found if found <= bytes => (fits, known) = (next, found),
+            _ => over = Some(next),
+        }
+    }
+    Ok(fits)
+}
+
+/// Estimators of a config at several micro-batch sizes.
+struct Sizes<'a> {
+    config: &'a Config,
+    micro_batches: usize,
+    estimators: BTreeMap<usize, Estimator>,
+}
+
+impl Sizes<'_> {
+    fn estimate(&mut self, sequences: usize, recompute: &Recompute) -> Result<Estimate, TrainError> {
+        if !self.estimators.contains_key(&sequences) {
+            let mut config = with_micro_batch(self.config, sequences);
+            config.train.global_batch = sequences * config.parallel.dp * self.micro_batches;
+            config.train.batch_ramp.clear();
+            let (forward, context, _) = prepare(&config, lockstep_model::build_form)?;
+            // The last few are asked for again, by other policies.
+            while self.estimators.len() >= 4 {
+                self.estimators.pop_last();
+            }
+            self.estimators.insert(sequences, Estimator::new(&forward, &context)?);
+        }
+        Estimate::under(&self.estimators[&sequences], recompute.clone())
+    }
+}
+
+/// What one layout needs.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayoutCost {
+    /// The layout.
+    pub layout: String,
+    /// Its ranks.
+    pub ranks: usize,
+    /// Sequences that a rank computes at once.
+    pub micro_batch: usize,
+    /// Bytes of the rank with the largest arena.
+    pub memory: MemoryBreakdown,
+    /// Bytes that such a rank sends in collectives in a step, in a ring.
+    pub sent_bytes: u64,
+    /// Whether it fits, where the memory is known.
+    pub verdict: Option<Verdict>,
+}
+
+/// A config at several layouts, each of which fits its model and batch.
+pub fn layout_costs(config: &Config, layouts: &[Layout], room: Option<&Room>) -> Result<Vec<LayoutCost>, TrainError> {
+    let mut rows = Vec::new();
+    for layout in layouts {
+        let config = config.at(layout);
+        let found = Estimate::of(&config)?;
+        let largest = found.stages.iter().zip(&found.programs).max_by_key(|(stage, _)| stage.total_bytes);
+        let Some((memory, program)) = largest else { continue };
+        let entry = program.entry(StepProgram::TRAIN);
+        let collectives = entry.map_or(Vec::new(), |entry| account::communication(program, entry));
+        let ranks = layout.mesh.ranks();
+        rows.push(LayoutCost {
+            layout: layout.to_string(),
+            ranks,
+            micro_batch: config.train.micro_batch,
+            memory: memory.clone(),
+            sent_bytes: collectives.iter().map(|collective| collective.sent_bytes).sum(),
+            verdict: room.map(|room| room.verdict(&found.stages, ranks)),
+        });
+    }
+    Ok(rows)
+}
+
+/// A change of the config that saves memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Saving {
+    /// What to set.
+    pub change: String,
+    /// Bytes that the largest arena has less.
+    pub saved_bytes: u64,
+    /// Whether it fits then.
+    pub fits: bool,
+}
+
+/// What would save memory, each alone and then all together: only what applies to the config and saves something.
+pub(crate) fn savings(config: &Config, room: &Room) -> Result<Vec<Saving>, TrainError> {
+    let before = Estimate::of(config)?.arena();
+    let ranks = config.layout().mesh.ranks();
+    let mut found = Vec::new();
+    let mut all = config.clone();
+    let saving = |change: String, changed: &Config| {
+        let estimate = Estimate::of(changed).ok()?;
+        let saved_bytes = before.checked_sub(estimate.arena()).filter(|bytes| *bytes > 0)?;
+        Some(Saving { change, saved_bytes, fits: room.verdict(&estimate.stages, ranks).fits })
+    };
+    let mut consider = |change: String, changed: &Config| {
+        let saving = saving(change, changed);
+        let saves = saving.is_some();
+        found.extend(saving);
+        saves
+    };
+    if config.train.micro_batch > 1 {
+        let sequences = largest_divisor(config, room)?.unwrap_or(1);
+        consider(format!("train.micro_batch = {sequences}"), &with_micro_batch(config, sequences));
+        all.train.micro_batch = 1;
+    }
+    let stronger: &[&str] = match config.recompute.policy.as_str() {
+        "none" => &["selective", "full"],
+        "selective" | "list" => &["full"],
+        _ => &[],
+    };
+    for policy in stronger {
+        let mut changed = config.clone();
+        (changed.recompute.policy, changed.recompute.ops) = (policy.to_string(), Vec::new());
+        if consider(format!("recompute.policy = \"{policy}\""), &changed) {
+            all.recompute = changed.recompute;
+        }
+    }
+    if config.precision.policy == "fp32" {
+        let mut changed = config.clone();
+        changed.precision.policy = "bf16".into();
+        if consider("precision.policy = \"bf16\"".into(), &changed) {
+            all.precision.policy = "bf16".into();
+        }
+    }
+    if config.parallel.dp > 1 {
+        for zero in config.parallel.zero + 1..=3 {
+            let mut changed = config.clone();
+            changed.parallel.zero = zero;
+            // Muon's matrices are whole on a rank: a layout may refuse a stage.
+            let legal = legal::check(&changed.layout(), &changed.shape()).is_empty();
+            if legal && consider(format!("parallel.zero = {zero}"), &changed) {
+                all.parallel.zero = zero;
+            }
+        }
+    }
+    if found.len() > 1 {
+        found.extend(saving("all of these".into(), &all));
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_size_is_found_on_lines_and_on_steps() {
+        let steps = |n: usize| 100 + 10 * n as u64 + 64 * (n as u64 / 7);
+        for bytes in [111, 125, 400, 1000, 12_345] {
+            let found = largest(bytes, steps(1), &mut |n| Ok(steps(n))).unwrap();
+            assert!(steps(found) <= bytes && steps(found + 1) > bytes, "{bytes}: {found}");
+        }
+        assert_eq!(divisors(12), [12, 6, 4, 3, 2, 1]);
+    }
+}
