@@ -79,6 +79,8 @@ struct Trace {
     /// Parameters, master weights and moments before each step, and after the last. Of a run that starts its steps from another's
     /// states: those that it started from.
     starts: Vec<States>,
+    /// The norm above which gradients are clipped.
+    clip: f64,
     /// The sum of losses of an evaluation, from the last state.
     evaluated: f64,
     arena_bytes: Vec<u64>,
@@ -223,7 +225,9 @@ fn trace(config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<T
         let losses = session.executor().read(names::LOSS, 0)?;
         evaluated = losses.as_chunks().0.iter().fold(evaluated, |sum, b| sum + f64::from_le_bytes(*b));
     }
-    Ok(Trace { steps: ran, starts, evaluated, arena_bytes: plan.stages.iter().map(|m| m.total_bytes).collect() })
+    let clip = step_scalars(config, 0, 0, 1).clip.into();
+    let arena_bytes = plan.stages.iter().map(|m| m.total_bytes).collect();
+    Ok(Trace { steps: ran, starts, clip, evaluated, arena_bytes })
 }
 
 /// What a step starts from and changes.
