@@ -343,7 +343,7 @@ fn memory_text(arena_bytes: u64, m: &GpuMemory) -> String {
     };
     format!(
         "GPU memory: arena {} + context {} = {}; NVML reports {}, {} {more}: {verdict}\n\
-         libraries that load late and recorded graphs had added {} after two steps\n",
+         libraries that load late and CUDA graphs had added {} after two steps\n",
         known[0],
         known[1],
         known[2],

@@ -4,6 +4,7 @@ use crate::Format;
 use crate::checkpoint_list;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::style::message;
 use lockstep_ir::{DType, units};
 use lockstep_train::{ExportOptions, Exported, Imported, export, import, shell_quoted};
 use serde_json::json;
@@ -120,7 +121,7 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
 fn exported(args: &ExportArgs, result: &Exported) -> Result<(), Failure> {
     let Exported { step, parameters, dtype, warnings } = result;
     for warning in warnings {
-        writeln!(std::io::stderr(), "warning: {warning}")?;
+        writeln!(std::io::stderr(), "{}", message(&format!("warning: {warning}")))?;
     }
     let mut stdout = std::io::stdout().lock();
     match args.format {

@@ -51,7 +51,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A key, its default, type and meaning; with what else it is called, where somebody asked for it.
+/// A key, its default, type and meaning; with what else it is called, where it was asked for.
 fn entry(key: &KeyDoc, name: &str, names: bool) -> String {
     let mut text = wrapped(&format!("{} = {}  ({})", style::name(name), key.default, key.type_text), "        ");
     text += &wrapped(&format!("    {}", key.meaning), "    ");

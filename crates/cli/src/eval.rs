@@ -3,6 +3,7 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::style::message;
 use crate::table::{table, thousands};
 use lockstep_ir::units;
 use lockstep_train::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
@@ -32,13 +33,13 @@ pub struct Args {
 pub fn run(args: Args) -> Result<(), Failure> {
     let trained = Trained::open(&args.from)?;
     trained.warnings.iter().for_each(|w| {
-        let _ = writeln!(std::io::stderr(), "warning: {w}");
+        let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {w}")));
     });
     let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
     let mut progress = Progress::new(0);
     let result = evaluate(&trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
         EvaluateProgress::Warning(text) => {
-            let _ = writeln!(std::io::stderr(), "warning: {text}");
+            let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
         }
         EvaluateProgress::Preparing(p) => progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes),
         EvaluateProgress::Evaluating { done, total } => {

@@ -74,8 +74,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Format::Json => {
             let mut value = as_json(&config, &plan, &ops, args.verbose);
             value["recompute"] = json!({ "policies": account.policies });
-            value["growth"] = json!(account.growth);
-            value["closed_forms"] = json!(account.closed_forms);
+            value["scaling"] = json!(account.scaling);
+            value["formulas"] = json!(account.formulas);
+            // The names that these had before.
+            value["growth"] = value["scaling"].clone();
+            value["closed_forms"] = value["formulas"].clone();
             value["cost"] = json!(cost.map(|c| c.as_json()));
             value["fits"] = json!(verdict);
             writeln!(out, "{value:#}")?;

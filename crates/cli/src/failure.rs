@@ -11,7 +11,7 @@ Exit codes:
   2   the request was wrong
   75  interrupted (SIGINT, SIGTERM, SIGUSR1, SIGHUP) with everything saved: the same command goes on";
 
-/// Nothing is wrong: somebody asked to stop, and the same command goes on. Batch systems requeue on it (EX_TEMPFAIL).
+/// Nothing is wrong: the run was asked to stop, and the same command goes on. Batch systems requeue on it (EX_TEMPFAIL).
 pub const INTERRUPTED: u8 = 75;
 
 /// What to print, and whose fault it was.

@@ -2,6 +2,7 @@
 
 use crate::Format;
 use crate::failure::Failure;
+use crate::style::message;
 use crate::terminal::printable;
 use lockstep_ir::units;
 use lockstep_train::{Generated, Generator, Sampling, Stop, TextStream, Tokenizer, Trained, Weights, generate};
@@ -51,7 +52,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let prompt = prompt(&args)?;
     let trained = Trained::open(&args.from)?;
     trained.warnings.iter().for_each(|w| {
-        let _ = writeln!(std::io::stderr(), "warning: {w}");
+        let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {w}")));
     });
     let tokenizer = trained.tokenizer()?;
     let tokens = tokenizer.encode(&prompt)?;

@@ -1,5 +1,6 @@
 //! What a run shows while it goes: a bar on a terminal, a plain line every ten seconds elsewhere.
 
+use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_ir::units;
@@ -45,7 +46,7 @@ impl Progress {
         match event {
             Event::Warning(text) => self.warn(text),
             Event::Skipped { step } => {
-                self.warn(&format!("step {step}: the gradient is not finite, update left out"));
+                self.warn(&format!("step {step}: the gradient is not finite, update skipped"));
             }
             _ if self.quiet => {}
             Event::Preparing(p) => self.preparing("data", p),
@@ -67,7 +68,7 @@ impl Progress {
                 if later.len() == 1 { "" } else { "s" },
                 to.display()
             )),
-            Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+            Event::Started { plan, matmul_peak, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
                 self.steps = steps;
                 self.clear();
                 self.working = None;
@@ -92,8 +93,8 @@ impl Progress {
                 }
                 self.say(&format!(
                     "MFU is measured against this machine's {}, {}/s",
-                    plan.ceiling_name(),
-                    units::flops(ceiling)
+                    plan.peak_name(),
+                    units::flops(matmul_peak)
                 ));
                 let resumed =
                     if from_step == 0 { "starting".to_owned() } else { format!("resuming at step {from_step}") };
@@ -206,7 +207,7 @@ impl Progress {
     fn say(&self, text: &str) {
         // A run goes on where nobody reads its log any more.
         let print = || {
-            let _ = writeln!(std::io::stderr(), "{text}");
+            let _ = writeln!(std::io::stderr(), "{}", message(text));
         };
         match &self.bar {
             Some(bar) => bar.suspend(print),

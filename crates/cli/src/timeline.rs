@@ -78,7 +78,7 @@ fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
             "title": title,
             "clock": match timeline.clock {
                 Clock::Instructions => "instructions".to_owned(),
-                Clock::Floor(gpu) => format!("seconds at the peak rates of {gpu}, collectives not timed"),
+                Clock::PeakRates(gpu) => format!("seconds at the peak rates of {gpu}, collectives not timed"),
                 Clock::Measured => "seconds".to_owned(),
             },
             "arena_bytes": timeline.arena_bytes,

@@ -32,7 +32,7 @@ pub struct Args {
     format: Format,
 }
 
-/// What is tried where nobody says otherwise. `a` is the least size of an axis that fits the model, `b` the next.
+/// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
 const KINDS: [&str; 18] = [
     "dp=a",
     "dp=a,zero=1",
@@ -102,8 +102,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let text = args.format == Format::Text;
     if text {
         let m = &config.model;
-        writeln!(
-            out,
+        let about = format!(
             "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps on {}",
             m.layers,
             m.dim,
@@ -117,9 +116,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
             config.precision.policy,
             args.steps,
             config.train.device
-        )?;
+        );
+        write!(out, "{}", wrapped(&about, "  "))?;
         if !smaller.is_empty() {
-            writeln!(out, "made smaller for this check: {} (--full-size keeps them)", smaller.join(", "))?;
+            let text = format!("made smaller for this check: {} (--full-size keeps them)", smaller.join(", "));
+            write!(out, "{}", wrapped(&text, "  "))?;
         }
     }
     let total = layouts.len();

@@ -85,7 +85,7 @@ fn a_run_steps_saves_and_finishes() {
     let told = r#""gpu_power_w":500.0,"gpu_temperature_c":50,"gpu_sm_clock_mhz":1800,"gpu_utilisation_percent":0"#;
     assert!(lines.lines().all(|line| line.contains(told)), "{lines}");
     assert!(text.contains("\nGPU memory: arena 0.") && text.contains(" left, 500 W, "), "{text}");
-    // In fp32 the ceiling is measured too, and what is finished can be generated from and evaluated.
+    // In fp32 the peak is measured too, and what is finished can be generated from and evaluated.
     fake.ok(&["train", "run.toml", "--run-dir", "fp32", "--set", "train.device=cuda", "--set", "train.steps=4"], &[]);
     fake.ok(&["eval", "run", "--validation"], &[]);
 }

@@ -54,7 +54,7 @@ fn a_price_that_cannot_be_meant_is_refused() {
 }
 
 #[test]
-fn policies_growth_and_closed_forms_stand_side_by_side() {
+fn policies_scaling_and_formulas_stand_side_by_side() {
     let place = Place::new();
     let explained = json(&place, &["--set", "recompute.policy=selective"]);
     let policies = explained["recompute"]["policies"].as_array().unwrap();
@@ -68,14 +68,14 @@ fn policies_growth_and_closed_forms_stand_side_by_side() {
         assert_eq!(p["less_than_none_bytes"].as_i64().unwrap(), none - p["arena_bytes"].as_i64().unwrap());
         assert!(p["saved_bytes"].is_u64() && p["added_flops"].is_number() && p["added_share"].is_number());
     }
-    let growth: Vec<&Value> = explained["growth"].as_array().unwrap().iter().collect();
+    let scaling: Vec<&Value> = explained["scaling"].as_array().unwrap().iter().collect();
     assert_eq!(
-        growth.iter().map(|g| g["doubled"].as_str().unwrap()).collect::<Vec<_>>(),
+        scaling.iter().map(|g| g["doubled"].as_str().unwrap()).collect::<Vec<_>>(),
         ["batch", "sequence", "width", "depth"]
     );
-    assert_eq!(growth[0]["model_flops"], 2.0);
-    assert!(growth[2]["classes"]["parameters"].as_f64() > Some(2.0));
-    for f in explained["closed_forms"].as_array().unwrap() {
+    assert_eq!(scaling[0]["model_flops"], 2.0);
+    assert!(scaling[2]["classes"]["parameters"].as_f64() > Some(2.0));
+    for f in explained["formulas"].as_array().unwrap() {
         assert_eq!(f["program"], f["closed"], "{f}");
     }
     let text = place.ok(&["explain", "run.toml"]);

@@ -78,7 +78,8 @@ fn explain_shows_every_stage_with_its_bytes_and_exchanges() {
         let classes = role["memory"]["classes"].as_object().unwrap();
         let sum: u64 = classes.values().map(|v| v.as_u64().unwrap()).sum();
         assert_eq!(role["memory"]["total_bytes"], sum);
-        let ops: Vec<&str> = role["exchanges"].as_array().unwrap().iter().map(|e| e["op"].as_str().unwrap()).collect();
+        let ops: Vec<&str> =
+            role["collectives"].as_array().unwrap().iter().map(|e| e["op"].as_str().unwrap()).collect();
         for op in ["all_reduce", "reduce_scatter", "all_gather", "send", "receive"] {
             assert!(ops.contains(&op), "{op} on stage {}", role["stage"]);
         }

@@ -128,7 +128,7 @@ impl Config {
         }
     }
 
-    /// Whether nobody gave `train.micro_batch`, so that another default may take its place.
+    /// Whether `train.micro_batch` was not given, so that another default may take its place.
     pub fn micro_batch_is_default(&self) -> bool {
         matches!(self.provenance.origins.get(MICRO_BATCH), Some(Origin::Default))
     }

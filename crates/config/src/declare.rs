@@ -48,7 +48,7 @@ pub(crate) struct Key {
     pub get: fn(&Config) -> Option<Value>,
 }
 
-/// The value of a key that nobody gave.
+/// The value of a key that was not given.
 pub(crate) enum Default {
     /// TOML text.
     Fixed(&'static str),

@@ -50,7 +50,7 @@ pub fn bytes(text: &str) -> Option<u64> {
         "TiB" => 1 << 40,
         _ => return None,
     };
-    // A millionth of a unit is as fine as anybody writes.
+    // A millionth of a unit is fine enough.
     let millionths = scaled(digits, 6)?;
     u64::try_from(u128::from(millionths) * unit / 1_000_000).ok()
 }

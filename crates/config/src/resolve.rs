@@ -156,7 +156,7 @@ impl Layers<'_> {
         Err(ConfigError::new(problem, location))
     }
 
-    /// Fills what nobody gave, first the fixed defaults, then the derived ones in the order of the schema; then checks
+    /// Fills what was not given, first the fixed defaults, then the derived ones in the order of the schema; then checks
     /// the keys against each other. Of several conflicts, the first in file order is the error.
     fn fill_and_check(&mut self) -> Result<(), ConfigError> {
         let mut conflicts = Vec::new();

@@ -2,12 +2,12 @@
 
 use std::fmt;
 
-/// Llama-3 style stretching of the rotary frequencies for a longer context.
+/// Llama-3 style RoPE scaling for a longer context.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeScaling {
     /// How many times longer the context becomes.
     pub factor: f64,
-    /// Wavelengths longer than `original_context / low_freq_factor` are stretched in full.
+    /// Wavelengths longer than `original_context / low_freq_factor` are scaled in full.
     pub low_freq_factor: f64,
     /// Wavelengths shorter than `original_context / high_freq_factor` are left alone.
     pub high_freq_factor: f64,

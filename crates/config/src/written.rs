@@ -39,7 +39,7 @@ pub struct Difference {
     pub theirs: String,
     /// Whether a run may take on another value when it is resumed.
     pub changeable: bool,
-    /// Whether nobody gave our value: it follows from others.
+    /// Whether our value was not given: it follows from others.
     pub follows: bool,
 }
 
@@ -76,7 +76,7 @@ impl Config {
         KEYS.iter().filter(differ).map(difference).collect()
     }
 
-    /// Whether somebody gave the key `table.key`, or a preset: its value is no default.
+    /// Whether the user gave the key `table.key`, or a preset: its value is no default.
     pub fn is_given(&self, path: &str) -> bool {
         !matches!(self.provenance.origins.get(path), Some(Origin::Default) | None)
     }

@@ -217,7 +217,10 @@ fn the_schema_reads_as_a_listing() {
         let key = rows.iter().find(|key| key.path == path).expect("listed");
         (key.type_text.as_str(), key.default.as_str(), key.meaning.as_str())
     };
-    assert_eq!(row("train.seq"), ("count", "1024", "Sequence length: tokens per sequence."));
+    assert_eq!(
+        row("train.seq"),
+        ("count", "1024", "Sequence length: tokens per sequence. A preset gives that of its pre-training.")
+    );
     assert_eq!(row("optimizer.lr").0, "number, greater than 0");
     assert_eq!(row("model.dim").1, "required, or from model.preset");
     assert_eq!(row("model.head_dim").1, "model.dim / model.heads");

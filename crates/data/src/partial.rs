@@ -188,7 +188,7 @@ impl PartWriter {
         }
         let shard = match unit.split {
             Split::Train => &mut self.train,
-            Split::Validation => self.validation.as_mut().expect("held-out text has a shard"),
+            Split::Validation => self.validation.as_mut().expect("validation text has a shard"),
         };
         if unit.begins || shard.is_empty() {
             shard.document(unit.origin, !unit.begins, unit.prompt);

@@ -1,7 +1,7 @@
-//! What a config costs beside what it could: every recompute policy, twice the batch, sequence, width and depth, and the closed
-//! forms of the literature. All of it is read off programs that are compiled for the purpose.
+//! What a config costs beside what it could: every recompute policy, twice the batch, sequence, width and depth, and the analytical
+//! formulas of the literature. All of it is read off programs that are compiled for the purpose.
 
-use crate::closed_forms::{ClosedForm, closed_forms};
+use crate::formulas::{Formula, formulas};
 use crate::plan::{hardware_flops, internal, prepare, training_context};
 use crate::{Plan, TrainError, groups};
 use lockstep_compile::{Estimator, Recompute};
@@ -15,12 +15,12 @@ use std::collections::BTreeMap;
 /// The account of a config.
 #[derive(Clone, Debug, Serialize)]
 pub struct Account {
-    /// What each recompute policy saves and costs; the first keeps everything.
+    /// What each recompute policy saves and costs; the first saves everything.
     pub policies: Vec<PolicyCost>,
-    /// How everything grows when one extent is doubled.
-    pub growth: Vec<Growth>,
-    /// The program's counts beside closed forms.
-    pub closed_forms: Vec<ClosedForm>,
+    /// Scaling: how everything grows when one extent is doubled.
+    pub scaling: Vec<Scaling>,
+    /// The program's counts beside analytical formulas.
+    pub formulas: Vec<Formula>,
 }
 
 /// What a recompute policy saves and costs.
@@ -30,7 +30,7 @@ pub struct PolicyCost {
     pub policy: String,
     /// Whether it is the config's.
     pub chosen: bool,
-    /// Bytes that are kept from forward to backward, for all micro-batches in flight, on the rank with the largest arena.
+    /// Bytes of activations that are saved for backward, for all micro-batches in flight, on the rank with the largest arena.
     pub saved_bytes: u64,
     /// Bytes of the largest arena.
     pub arena_bytes: u64,
@@ -40,14 +40,14 @@ pub struct PolicyCost {
     pub added_flops: f64,
     /// The same as a share of all FLOPs under `none`.
     pub added_share: f64,
-    /// Under a budget: what layers do not keep.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub gives_up: Option<Vec<(String, Vec<String>)>>,
+    /// Under a budget: what layers recompute.
+    #[serde(rename = "gives_up", skip_serializing_if = "Option::is_none")]
+    pub recomputed: Option<Vec<(String, Vec<String>)>>,
 }
 
 /// How many times as large everything is when one extent is doubled.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Growth {
+pub struct Scaling {
     /// The extent: `batch` (sequences of a micro-batch), `sequence` (learned positions with it), `width` (dim, heads and ffn together) or `depth`.
     pub doubled: &'static str,
     /// Elements of all parameters.
@@ -66,16 +66,16 @@ pub struct Growth {
 pub fn account(config: &Config, plan: &Plan) -> Result<Account, TrainError> {
     let (mut context, _) = training_context(config);
     context.optimizer.groups = groups::resolve(config, &plan.forward)?;
-    // Growth has nothing to do with the rest.
+    // Scaling has nothing to do with the rest.
     std::thread::scope(|scope| {
-        let growth = scope.spawn(|| growth(config, plan));
+        let scaling = scope.spawn(|| scaling(config, plan));
         let estimator = Estimator::new(&plan.forward, &context)?;
         let none = estimator.programs(Recompute::None)?;
         let policies = policies(config, plan, &estimator, &none)?;
         let full = policies.iter().find(|p| p.policy == "full").map_or(0.0, |p| p.added_flops);
-        let closed_forms = closed_forms(config, plan, estimator.derived(), &none, full)?;
-        let growth = growth.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok(Account { policies, growth, closed_forms })
+        let formulas = formulas(config, plan, estimator.derived(), &none, full)?;
+        let scaling = scaling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        Ok(Account { policies, scaling, formulas })
     })
 }
 
@@ -121,7 +121,7 @@ fn policies(
     let before = (arena(none), hardware_flops(none)?);
     let mut costs = Vec::new();
     for (row, (policy, recompute)) in all.into_iter().enumerate() {
-        let gives_up = match &recompute {
+        let recomputed = match &recompute {
             Recompute::Values(values) => Some(estimator.recomputed_values(values)),
             _ => None,
         };
@@ -145,7 +145,7 @@ fn policies(
             less_than_none_bytes: before.0 as i64 - arena(programs) as i64,
             added_flops,
             added_share: added_flops / before.1 as f64,
-            gives_up,
+            recomputed,
         });
     }
     Ok(costs)
@@ -173,7 +173,7 @@ fn doubled(config: &Config, extent: &str) -> Config {
     config
 }
 
-fn growth(config: &Config, plan: &Plan) -> Result<Vec<Growth>, TrainError> {
+fn scaling(config: &Config, plan: &Plan) -> Result<Vec<Scaling>, TrainError> {
     let mut rows = Vec::new();
     for extent in ["batch", "sequence", "width", "depth"] {
         let config = doubled(config, extent);
@@ -191,7 +191,7 @@ fn growth(config: &Config, plan: &Plan) -> Result<Vec<Growth>, TrainError> {
             let before = plan.memory.classes[c.name()];
             (before > 0).then(|| (c.name(), bill.classes[c.name()] as f64 / before as f64))
         };
-        rows.push(Growth {
+        rows.push(Scaling {
             doubled: extent,
             parameters: parameters as f64 / plan.parameters as f64,
             model_flops: model as f64 / plan.step_flops.model as f64,

@@ -47,7 +47,7 @@ pub struct BenchResult {
     pub mfu: f64,
     /// What `mfu` is of, in 10¹² FLOP per second.
     pub peak_tflops: f64,
-    /// What that is: a `matmul ceiling` that was measured, or a `published peak`.
+    /// What that is: a `measured matmul peak`, or a `published peak`.
     pub peak: &'static str,
     /// Seconds until the first step was done: compilation, libraries, plans, weights and all.
     pub first_step_s: f64,
@@ -200,11 +200,11 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     let peak_gib = plan.target.peak_bytes()? as f64 / (1u64 << 30) as f64;
     drop(session);
     show("measuring the matmul peak again");
-    let after = plan.target.ceilings(plan.threads, plan.precision.compute)?;
+    let after = plan.target.peaks(plan.threads, plan.precision.compute)?;
     let best = (after.0.max(before), after.1);
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
-    let ceiling = match (plan.target.vendor_peak(plan.precision.compute)?, plan.target) {
+    let matmul_peak = match (plan.target.vendor_peak(plan.precision.compute)?, plan.target) {
         (Some(peak), _) => peak,
         // As in training: a step that is faster than the peak has measured a better one.
         (None, Device::Cpu) => best.0.max(flops),
@@ -219,9 +219,9 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         step_s,
         tokens_per_s,
         tflops: flops / 1e12,
-        mfu: flops / ceiling,
-        peak_tflops: ceiling / 1e12,
-        peak: plan.ceiling_name(),
+        mfu: flops / matmul_peak,
+        peak_tflops: matmul_peak / 1e12,
+        peak: plan.peak_name(),
         first_step_s,
         warm_up_s,
         arena_bytes,

@@ -72,7 +72,7 @@ impl Device {
     }
 
     /// FLOP per second of a large matmul, and bytes per second of a copy, both measured.
-    pub(crate) fn ceilings(self, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
+    pub(crate) fn peaks(self, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
         match self {
             Device::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
             Device::Cuda { .. } => {

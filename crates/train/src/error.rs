@@ -176,7 +176,7 @@ pub enum TrainError {
     },
     /// An op of `recompute.ops` makes nothing that could be recomputed.
     #[error(
-        "recompute.ops: \"{op}\" makes nothing that a layer of this model keeps for backward\nhint: {}choose of {}",
+        "recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward\nhint: {}choose of {}",
         guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
         known.join(", ")
     )]
@@ -190,8 +190,8 @@ pub enum TrainError {
     },
     /// No choice of what is recomputed lets the arena fit.
     #[error(
-        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever a layer computes \
-         again\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
+        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever is \
+         recomputed\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
         units::bytes(*budget),
         units::bytes(*least)
     )]
@@ -375,7 +375,7 @@ impl TrainError {
         TrainError::Io { action, path: path.to_owned(), cause }
     }
 
-    /// Whether nothing is wrong: somebody asked to stop, and the same command goes on.
+    /// Whether nothing is wrong: the run was asked to stop, and the same command goes on.
     pub fn is_interrupt(&self) -> bool {
         matches!(self, TrainError::Data(DataError::Interrupted))
     }

@@ -131,7 +131,7 @@ pub enum Event<'a> {
         /// The program and its account.
         plan: &'a Plan,
         /// FLOP per second of the device's measured matmul peak.
-        ceiling: f64,
+        matmul_peak: f64,
         /// Bytes of the arenas of all ranks.
         arena_bytes: u64,
         /// Bytes of a GPU's memory that are taken besides arenas, where they were measured.

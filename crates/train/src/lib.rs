@@ -8,7 +8,6 @@ mod account;
 pub mod bench;
 mod changes;
 mod checkpoints;
-mod closed_forms;
 mod compare;
 mod data;
 mod device;
@@ -18,6 +17,7 @@ mod evaluate;
 mod event;
 mod feed;
 mod fit;
+mod formulas;
 mod generate;
 mod groups;
 mod hf;
@@ -39,10 +39,9 @@ mod text;
 mod timeline;
 mod trained;
 
-pub use account::{Account, Growth, PolicyCost, account};
+pub use account::{Account, PolicyCost, Scaling, account};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
-pub use closed_forms::ClosedForm;
 pub use compare::{Comparison, Criterion, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use device::Device;
@@ -54,6 +53,7 @@ pub use fit::{
     LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs, settled,
     with_fitting_micro_batch,
 };
+pub use formulas::Formula;
 pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
 pub use noise::Measured;

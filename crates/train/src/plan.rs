@@ -51,7 +51,7 @@ impl Plan {
     }
 
     /// FLOP per second that MFU is measured against.
-    pub(crate) fn ceiling(&self) -> Result<f64, TrainError> {
+    pub(crate) fn matmul_peak(&self) -> Result<f64, TrainError> {
         let threads = (self.threads * self.layout.mesh.ranks()).min(cpu::cores().max(self.threads));
         self.target.peak(threads, self.precision.compute)
     }
@@ -63,7 +63,7 @@ impl Plan {
         match self.target.available_bytes()? {
             Some(available) if total > available => {
                 let room = Room { bytes: available, shared: true, place: String::new() };
-                // What cannot be estimated saves nothing that anybody knows of.
+                // What cannot be estimated saves nothing that is known.
                 let savings = savings(config, &room).unwrap_or_default();
                 Err(TrainError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
             }
@@ -72,7 +72,7 @@ impl Plan {
     }
 
     /// What kind of number MFU is a share of.
-    pub fn ceiling_name(&self) -> &'static str {
+    pub fn peak_name(&self) -> &'static str {
         match self.target.vendor_peak(self.precision.compute) {
             Ok(Some(_)) => "published peak",
             _ => "measured matmul peak",
@@ -259,7 +259,7 @@ fn precision(config: &Config) -> Precision {
 }
 
 /// Most micro-batches of a step.
-const MOST_MICRO_BATCHES: usize = 1 << 16;
+pub(crate) const MOST_MICRO_BATCHES: usize = 1 << 16;
 
 /// Refuses numbers that fp32 cannot hold and schedules that no machine can.
 fn check_numbers(config: &Config) -> Result<(), TrainError> {

@@ -188,7 +188,7 @@ fn start<'a>(
     let tokenizer = Tokenizer::from(data.tokenizer()?);
     let train = data.train(config)?;
     // The arena may leave no memory to measure in.
-    let ceiling = plan.ceiling()?;
+    let matmul_peak = plan.matmul_peak()?;
     let mut session = Session::new(config, plan)?;
     session.notes().iter().for_each(|note| show(Event::Note(note)));
     let mut loss_scale = LossScale::new(config);
@@ -240,9 +240,25 @@ fn start<'a>(
     let train_tokens = data.train_tokens();
     let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);
     let steps = config.train.steps;
-    show(Event::Started { plan, ceiling, arena_bytes, context_bytes, train_tokens, steps, from_step, dir: dir.path() });
+    show(Event::Started {
+        plan,
+        matmul_peak,
+        arena_bytes,
+        context_bytes,
+        train_tokens,
+        steps,
+        from_step,
+        dir: dir.path(),
+    });
     let init_from = initial.as_ref().map(|weights| weights.path());
-    let begun = json!({ "step": step, "device": plan.device, "ceiling_flops": ceiling, "init_from": init_from });
+    let begun = json!({
+        "step": step,
+        "device": plan.device,
+        "peak_flops": matmul_peak,
+        // The name that it had before.
+        "ceiling_flops": matmul_peak,
+        "init_from": init_from,
+    });
     dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
@@ -280,7 +296,7 @@ fn start<'a>(
         dir,
         train,
         validation_samples,
-        ceiling,
+        matmul_peak,
         measured: Instant::now(),
         data,
         prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
@@ -310,7 +326,7 @@ struct Run<'a> {
     train: Sampler,
     /// Validation samples and how many of them one validation reads; none where there is no validation.
     validation_samples: Option<(Sampler, u64)>,
-    ceiling: f64,
+    matmul_peak: f64,
     /// When that was measured.
     measured: Instant,
     data: u64,
@@ -397,7 +413,7 @@ impl Run<'_> {
             }
         }
         if !self.profiled.is_empty() {
-            let peaks = self.plan.target.ceilings(self.plan.threads, self.plan.precision.compute)?;
+            let peaks = self.plan.target.peaks(self.plan.threads, self.plan.precision.compute)?;
             self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
         Ok(self.outcome)
@@ -483,7 +499,7 @@ impl Run<'_> {
         let achieved = self.plan.model_flops_per_token() * tokens_per_s;
         // A peak that was measured while the machine was busy is none.
         if self.plan.target == Device::Cpu {
-            self.ceiling = self.ceiling.max(achieved);
+            self.matmul_peak = self.matmul_peak.max(achieved);
         }
         let line = StepMetrics {
             step,
@@ -493,7 +509,7 @@ impl Run<'_> {
             lr,
             step_s,
             tokens_per_s,
-            mfu: achieved / self.ceiling,
+            mfu: achieved / self.matmul_peak,
             arena_bytes: self.session.arena_bytes(),
             gpu: self.plan.target.telemetry()?.map(GpuMetrics::from).unwrap_or_default(),
             loss_scale: loss_scale.map(|scale| scale.scale()),
@@ -512,11 +528,11 @@ impl Run<'_> {
         if self.plan.target != Device::Cpu || self.measured.elapsed() < MEASURE_EVERY {
             return Ok(());
         }
-        let found = self.plan.ceiling()?;
+        let found = self.plan.matmul_peak()?;
         self.measured = Instant::now();
-        if found > self.ceiling {
-            self.ceiling = found;
-            self.dir.event("matmul_peak", json!({ "step": self.outcome.step, "ceiling_flops": found }))?;
+        if found > self.matmul_peak {
+            self.matmul_peak = found;
+            self.dir.event("matmul_peak", json!({ "step": self.outcome.step, "peak_flops": found }))?;
         }
         Ok(())
     }

@@ -21,7 +21,7 @@ pub struct Sample {
 
 /// Most tokens of the prompt.
 const PROMPT: usize = 32;
-/// A sample must not keep anybody waiting: larger models give none, and slow ones a shorter one.
+/// A sample must not take long: larger models give none, and slow ones a shorter one.
 const LARGEST_MODEL: u64 = 200_000_000;
 const LONGEST: Duration = Duration::from_millis(1500);
 

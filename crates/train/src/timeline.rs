@@ -29,8 +29,8 @@ pub enum Clock {
     /// Instructions since the start.
     Instructions,
     /// Seconds, at the least that an accelerator of this name takes: FLOPs at its peak or bytes moved at its bandwidth.
-    /// Collectives take none: how long they would take nobody knows here.
-    Floor(&'static str),
+    /// Collectives take none: how long they would take is not known here.
+    PeakRates(&'static str),
     /// Seconds, as measured.
     Measured,
 }
@@ -122,7 +122,7 @@ pub fn planned_timeline(
             }
         }
     }
-    let clock = gpu.map_or(Clock::Instructions, |(gpu, _)| Clock::Floor(gpu.name));
+    let clock = gpu.map_or(Clock::Instructions, |(gpu, _)| Clock::PeakRates(gpu.name));
     Ok(MemoryTimeline { marks, arena_bytes: program.arena_bytes, touched_bytes: None, clock, left_out })
 }
 

@@ -92,7 +92,7 @@ fn long_steps_leave_out_what_repeats_and_a_gpu_gives_seconds() {
     let gpu = lockstep_ir::hardware::Gpu::named("h100").unwrap();
     let timeline = planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap();
     assert!(timeline.left_out > 4000 && timeline.marks.len() < 10_000);
-    assert_eq!(timeline.clock, Clock::Floor("h100"));
+    assert_eq!(timeline.clock, Clock::PeakRates("h100"));
     assert_eq!(timeline.peak().unwrap().total(), plan.memory.peak.live_bytes);
     let seconds = timeline.marks.last().unwrap().end;
     assert!(seconds > 0.0 && seconds < 10.0, "{seconds}");

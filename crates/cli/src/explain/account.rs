@@ -3,10 +3,10 @@
 use crate::table::{table, thousands, wrapped};
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
-use lockstep_train::{Account, ClosedForm, Growth, PolicyCost};
+use lockstep_train::{Account, Formula, PolicyCost, Scaling};
 
 pub(super) fn as_text(account: &Account) -> String {
-    [policies(&account.policies), growth(&account.growth), closed_forms(&account.closed_forms)].concat()
+    [policies(&account.policies), scaling(&account.scaling), formulas(&account.formulas)].concat()
 }
 
 fn policies(policies: &[PolicyCost]) -> String {
@@ -27,19 +27,19 @@ fn policies(policies: &[PolicyCost]) -> String {
     };
     let header = ["policy", "saved for backward", "arena", "less than none", "added FLOPs", "added"];
     let rows: Vec<_> = policies.iter().map(row).collect();
-    let given_up = policies.iter().filter_map(|p| p.gives_up.as_ref());
+    let recomputed = policies.iter().filter_map(|p| p.recomputed.as_ref());
     let line = |(layers, names): &(String, Vec<String>)| {
         let names = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
         wrapped(&format!("  recomputed in {layers}: {names}"), "    ")
     };
-    let given_up: String = given_up.flatten().map(line).collect();
-    format!("\nrecompute policies, one step (* this config's)\n{}{given_up}", table(&header, &rows))
+    let recomputed: String = recomputed.flatten().map(line).collect();
+    format!("\nrecompute policies, one step (* this config's)\n{}{recomputed}", table(&header, &rows))
 }
 
-fn growth(growth: &[Growth]) -> String {
+fn scaling(scaling: &[Scaling]) -> String {
     let times = |ratio: f64| format!("×{ratio:.2}");
-    let row = |name: &str, value: &dyn Fn(&Growth) -> Option<f64>| -> Option<Vec<String>> {
-        let cells: Option<Vec<String>> = growth.iter().map(|g| value(g).map(times)).collect();
+    let row = |name: &str, value: &dyn Fn(&Scaling) -> Option<f64>| -> Option<Vec<String>> {
+        let cells: Option<Vec<String>> = scaling.iter().map(|g| value(g).map(times)).collect();
         Some([vec![name.to_owned()], cells?].concat())
     };
     let mut rows = vec![
@@ -49,13 +49,13 @@ fn growth(growth: &[Growth]) -> String {
         row("arena", &|g| Some(g.arena_bytes)),
     ];
     rows.extend(Class::ALL.iter().map(|c| row(&format!("  {}", c.name()), &|g| g.classes.get(c.name()).copied())));
-    let header: Vec<&str> = ["at twice the"].into_iter().chain(growth.iter().map(|g| g.doubled)).collect();
+    let header: Vec<&str> = ["at twice the"].into_iter().chain(scaling.iter().map(|g| g.doubled)).collect();
     let rows: Vec<_> = rows.into_iter().flatten().collect();
     format!("\nscaling (batch: sequences of a micro-batch; width: dim, heads and ffn)\n{}", table(&header, &rows))
 }
 
-fn closed_forms(forms: &[ClosedForm]) -> String {
-    let row = |f: &ClosedForm| {
+fn formulas(forms: &[Formula]) -> String {
+    let row = |f: &Formula| {
         let difference = f.program - f.closed;
         let shown = match difference == 0.0 {
             true => "0".to_owned(),

@@ -29,7 +29,7 @@ pub(super) enum Shown {
     Layouts { tokens: u64, rows: Vec<LayoutCost> },
 }
 
-/// The memory that a plan is held against, and the config with a micro-batch that fits it where nobody gave one: that of a GPU
+/// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given: that of a GPU
 /// that was named, for each rank, else what this machine has free.
 pub(super) fn placed(mut config: Config, gpu: Option<&Gpu>) -> Result<(Config, Option<Room>), TrainError> {
     if let Some(gpu) = gpu {

@@ -70,6 +70,8 @@ pub(super) fn as_json(plan: &Plan) -> Value {
                 "layers": role.layers(),
                 "memory": memory,
                 "padding_bytes_all_ranks": role.padding,
+                "collectives": role.collectives,
+                // The name that they had before.
                 "exchanges": role.collectives,
             })
         })

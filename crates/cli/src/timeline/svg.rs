@@ -78,7 +78,7 @@ pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
 fn summary(timeline: &MemoryTimeline) -> String {
     let mut parts = vec![match timeline.clock {
         Clock::Instructions => "from the plan, by instruction".to_owned(),
-        Clock::Floor(gpu) => format!("from the plan, at the peak rates of {gpu}; collectives are not timed"),
+        Clock::PeakRates(gpu) => format!("from the plan, at the peak rates of {gpu}; collectives are not timed"),
         Clock::Measured => "measured".to_owned(),
     }];
     if let Some(peak) = timeline.peak() {

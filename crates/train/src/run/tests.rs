@@ -141,7 +141,9 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     let without_times = |line: &str| {
         let mut value: serde_json::Value = serde_json::from_str(line).unwrap();
         let fields = value.as_object_mut().unwrap();
-        ["step_s", "tokens_per_s", "mfu", "unix_s", "ceiling_flops"].iter().for_each(|key| drop(fields.remove(*key)));
+        ["step_s", "tokens_per_s", "mfu", "unix_s", "peak_flops", "ceiling_flops"]
+            .iter()
+            .for_each(|key| drop(fields.remove(*key)));
         value.to_string()
     };
     let files = lines.iter().flat_map(|text| text.lines().map(without_times)).collect();

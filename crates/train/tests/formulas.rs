@@ -1,7 +1,7 @@
-//! The program's counts against the closed forms of the literature, and how they grow.
+//! The program's counts against the analytical formulas of the literature, and their scaling.
 
 use lockstep_config::Config;
-use lockstep_train::{Account, ClosedForm, Plan, account, plan};
+use lockstep_train::{Account, Formula, Plan, account, plan};
 
 fn planned(text: &str) -> (Plan, Account) {
     let config = Config::parse(text, "run.toml", &[]).unwrap();
@@ -10,8 +10,8 @@ fn planned(text: &str) -> (Plan, Account) {
     (plan, account)
 }
 
-fn form<'a>(account: &'a Account, name: &str) -> &'a ClosedForm {
-    account.closed_forms.iter().find(|f| f.name.starts_with(name)).unwrap_or_else(|| panic!("{name}"))
+fn form<'a>(account: &'a Account, name: &str) -> &'a Formula {
+    account.formulas.iter().find(|f| f.name.starts_with(name)).unwrap_or_else(|| panic!("{name}"))
 }
 
 #[test]
@@ -35,8 +35,8 @@ fn programs_hold_against_the_formulas() {
                 "[model]\n{model}\n[precision]\n{precision}\n[train]\nseq = 256\nglobal_batch = 4\nmicro_batch = 2\n"
             );
             let (_, account) = planned(&text);
-            assert_eq!(account.closed_forms.len(), 8, "{model}");
-            for f in &account.closed_forms {
+            assert_eq!(account.formulas.len(), 8, "{model}");
+            for f in &account.formulas {
                 assert_eq!(f.program, f.closed, "{model}, {precision}: {f:?}");
             }
         }
@@ -90,20 +90,20 @@ fn counts_grow_as_the_formulas_say() {
     let (_, account) = planned(
         "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 1024\nglobal_batch = 2\n[precision]\npolicy = \"fp32\"\n",
     );
-    let growth = |doubled: &str| account.growth.iter().find(|g| g.doubled == doubled).unwrap();
+    let scaling = |doubled: &str| account.scaling.iter().find(|g| g.doubled == doubled).unwrap();
     let near = |x: f64, expected: f64| assert!((x - expected).abs() < 0.02 * expected, "{x} is not {expected}");
     for (doubled, parameters, activations) in
         [("batch", 1.0, 2.0), ("sequence", 1.0, 2.0), ("width", 3.74, 2.0), ("depth", 1.87, 2.0)]
     {
-        near(growth(doubled).parameters, parameters);
-        near(growth(doubled).classes["optimizer"], parameters);
-        near(growth(doubled).classes["activations"], activations);
+        near(scaling(doubled).parameters, parameters);
+        near(scaling(doubled).classes["optimizer"], parameters);
+        near(scaling(doubled).classes["activations"], activations);
     }
-    assert_eq!(growth("batch").model_flops, 2.0);
+    assert_eq!(scaling("batch").model_flops, 2.0);
     // Attention grows with the square of the sequence, everything else with the sequence.
     let share = 12.0 * 32.0 * 1024.0 * 4096.0 / 46_638_563_328.0;
-    near(growth("sequence").model_flops, 2.0 + 2.0 * share);
-    assert!(!account.growth[0].classes.contains_key("communication"));
+    near(scaling("sequence").model_flops, 2.0 + 2.0 * share);
+    assert!(!account.scaling[0].classes.contains_key("communication"));
 }
 
 /// A GPT of this shape with naive attention, in bf16.
@@ -161,7 +161,7 @@ fn a_gpt_layer_keeps_what_korthikanti_et_al_count_and_every_difference_has_a_nam
     let statistics = 16 * s;
     assert_eq!(paper.closed, (34 * sbh + 5 * a * s * s) as f64);
     assert_eq!(paper.program, (34 * sbh + 5 * a * s * s + statistics - absent.iter().sum::<u64>()) as f64);
-    assert_eq!(paper.program, form(&account, "bytes that a layer keeps").closed);
+    assert_eq!(paper.program, form(&account, "bytes that a layer saves").closed);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Closed forms of the literature beside what the program has. They are written from the config alone, so that a program which
+//! Analytical formulas of the literature beside what the program has. They are written from the config alone, so that a program which
 //! strays from them, or a formula which forgets a term, shows.
 
 use crate::plan::internal;
@@ -11,7 +11,7 @@ use serde::Serialize;
 
 /// A count that is known twice.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct ClosedForm {
+pub struct Formula {
     /// What is counted.
     pub name: &'static str,
     /// The formula.
@@ -27,13 +27,13 @@ pub struct ClosedForm {
 
 /// The counts of a config, with `none`: the programs that recompute nothing, and the FLOPs that full recomputation adds to a
 /// step.
-pub(crate) fn closed_forms(
+pub(crate) fn formulas(
     config: &Config,
     plan: &Plan,
     derived: &Graph,
     none: &[StepProgram],
     full_flops: f64,
-) -> Result<Vec<ClosedForm>, TrainError> {
+) -> Result<Vec<Formula>, TrainError> {
     let m = &config.model;
     let layer = LayerFlops::of(derived).map_err(internal)?;
     let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
@@ -75,7 +75,7 @@ pub(crate) fn closed_forms(
         form("of both, in the forward pass", "a third".into(), (attention + mlp) / 3.0, per_sequence(layer.forward)),
         form(
             "FLOPs that full recomputation adds to them",
-            "a third less the last product, 2 · S · D · F".into(),
+            "a third less the last matmul, 2 · S · D · F".into(),
             (attention + mlp) / 3.0 - 2.0 * s * d * ffn,
             full_flops / (layers * sequences * plan.layout.micro_batches as f64),
         ),
@@ -87,8 +87,8 @@ pub(crate) fn closed_forms(
     Ok(forms)
 }
 
-fn form(name: &'static str, formula: String, closed: f64, program: f64) -> ClosedForm {
-    ClosedForm { name, formula, closed, program, note: None }
+fn form(name: &'static str, formula: String, closed: f64, program: f64) -> Formula {
+    Formula { name, formula, closed, program, note: None }
 }
 
 /// The extents of a model, as formulas name them.
@@ -116,7 +116,7 @@ impl Sizes {
 }
 
 /// Elements of all parameters.
-fn parameters(m: &ModelConfig, program: u64) -> ClosedForm {
+fn parameters(m: &ModelConfig, program: u64) -> Formula {
     let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
     let tables = if m.tied_embeddings { 1.0 } else { 2.0 } * m.vocab_size as f64 * d;
     let matrices = d * (2.0 * q + 2.0 * kv) + products * d * ffn;
@@ -160,7 +160,7 @@ fn gradient_bytes(config: &Config) -> f64 {
 }
 
 /// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 master weights of 16-bit weights.
-fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<ClosedForm> {
+fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
     let m = &config.model;
     let moments = if config.precision.policy == "fp32" { 8.0 } else { 12.0 };
     let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
@@ -173,7 +173,7 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<ClosedForm
 }
 
 /// What backward reads of a layer in the middle, with its residual stream.
-fn activations(config: &Config, none: &StepProgram) -> Vec<ClosedForm> {
+fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let m = &config.model;
     let Sizes { d, q, kv, ffn, heads, kv_heads, products, .. } = Sizes::of(m);
     let (c, s) = (compute_bytes(config), config.train.seq as f64);
@@ -196,9 +196,9 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<ClosedForm> {
     let closed = positions * (c * elements + 4.0 * (scores + norms + turned));
     let formula =
         format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {products} · F{}{text}) + 4 · {})", shown.0, shown.1);
-    let mut forms = vec![form("bytes that a layer keeps for backward", formula, closed, program)];
+    let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];
     if m.architecture == "gpt2" && naive && c == 2.0 {
-        forms.push(ClosedForm {
+        forms.push(Formula {
             note: Some(
                 "less 2 · S · b · D for two masks of dropout, which are recomputed from their keys; less 3 · heads · S² · b \
                  for dropout of attention weights, which there is none of; more 16 · S · b for statistics of norms in f32",
