@@ -4,6 +4,7 @@ use crate::Format;
 use crate::checkpoint_list;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::style::message;
 use lockstep_ir::{DType, units};
 use lockstep_train::{ExportOptions, Exported, Imported, export, import, shell_quoted};
 use serde_json::json;
@@ -110,17 +111,14 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
     }
     // Without its tokenizer a model cannot read a prompt.
     let generate = if *tokenizer { format!("\n  lockstep generate {quoted} --prompt 'The'") } else { String::new() };
-    writeln!(
-        std::io::stderr(),
-        "\ntry next:{generate}\n  train from it: [model] of {out}/run.toml, and [train] init_from = \"{out}\""
-    )?;
+    writeln!(std::io::stderr(), "\ntry next:{generate}\n  train from it: [train] init_from = \"{out}\"")?;
     Ok(())
 }
 
 fn exported(args: &ExportArgs, result: &Exported) -> Result<(), Failure> {
     let Exported { step, parameters, dtype, warnings } = result;
     for warning in warnings {
-        writeln!(std::io::stderr(), "warning: {warning}")?;
+        writeln!(std::io::stderr(), "{}", message(&format!("warning: {warning}")))?;
     }
     let mut stdout = std::io::stdout().lock();
     match args.format {

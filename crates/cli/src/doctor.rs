@@ -44,15 +44,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
     writeln!(out, "CUDA")?;
     for f in &findings {
         let (state, text) = match &f.found {
-            Ok(text) => ("found", text),
-            Err(text) => ("missing", text),
+            Ok(text) => (style::verdict(true, "found  "), text),
+            Err(text) if f.needed => (style::verdict(false, "missing"), text),
+            Err(text) => ("missing".to_owned(), text),
         };
-        writeln!(
-            out,
-            "  {:<width$}  {}  {text}",
-            f.what,
-            style::verdict(f.found.is_ok() || !f.needed, &format!("{state:<7}"))
-        )?;
+        writeln!(out, "  {:<width$}  {state}  {text}", f.what)?;
     }
     for f in findings.iter().filter(|f| f.found.is_err() && !f.hint.is_empty()) {
         write!(out, "{}", wrapped(&format!("{}: {}", f.what, f.hint), "  "))?;

@@ -3,6 +3,7 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::style::message;
 use crate::table::{table, thousands};
 use lockstep_ir::units;
 use lockstep_train::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
@@ -12,8 +13,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run directory (its latest checkpoint is used), or a checkpoint in one.
-    #[arg(value_name = "RUN|CHECKPOINT")]
+    /// A run directory (its latest checkpoint is used), a checkpoint in one, or a Hugging Face folder.
+    #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
     /// Text files, or folders to search for them.
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "validation", conflicts_with = "validation")]
@@ -32,13 +33,13 @@ pub struct Args {
 pub fn run(args: Args) -> Result<(), Failure> {
     let trained = Trained::open(&args.from)?;
     trained.warnings.iter().for_each(|w| {
-        let _ = writeln!(std::io::stderr(), "warning: {w}");
+        let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {w}")));
     });
     let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
     let mut progress = Progress::new(0);
     let result = evaluate(&trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
         EvaluateProgress::Warning(text) => {
-            let _ = writeln!(std::io::stderr(), "warning: {text}");
+            let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
         }
         EvaluateProgress::Preparing(p) => progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes),
         EvaluateProgress::Evaluating { done, total } => {
@@ -52,8 +53,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Format::Text => write!(out, "{}", as_text(&trained, &evaluation))?,
         Format::Json => {
             let mut object = json!(evaluation);
-            object["checkpoint"] = json!(trained.checkpoint.path);
-            object["step"] = json!(trained.checkpoint.step);
+            object["checkpoint"] = json!(trained.path());
+            object["step"] = json!(trained.step());
             writeln!(out, "{object:#}")?;
         }
     }
@@ -72,7 +73,7 @@ fn as_text(trained: &Trained, e: &Evaluation) -> String {
         thousands(tokens),
         thousands(bytes),
         e.seq,
-        trained.checkpoint.path.display(),
+        trained.path().display(),
         units::bytes(e.arena_bytes)
     );
     if e.corpora.is_empty() {

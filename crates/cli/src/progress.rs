@@ -1,5 +1,6 @@
 //! What a run shows while it goes: a bar on a terminal, a plain line every ten seconds elsewhere.
 
+use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_ir::units;
@@ -206,7 +207,7 @@ impl Progress {
     fn say(&self, text: &str) {
         // A run goes on where nobody reads its log any more.
         let print = || {
-            let _ = writeln!(std::io::stderr(), "{text}");
+            let _ = writeln!(std::io::stderr(), "{}", message(text));
         };
         match &self.bar {
             Some(bar) => bar.suspend(print),

@@ -1,15 +1,15 @@
 //! Text in columns that fit the terminal.
 
 use crate::style;
-use std::io::IsTerminal;
+use console::Term;
 use std::sync::OnceLock;
 
 /// Columns of the screen: those of the terminal, else 80.
 pub fn columns() -> usize {
     static COLUMNS: OnceLock<usize> = OnceLock::new();
     *COLUMNS.get_or_init(|| {
-        let terminal = || terminal_size::terminal_size().filter(|_| std::io::stdout().is_terminal());
-        terminal().map_or(USUAL, |(width, _)| usize::from(width.0)).max(LEAST)
+        // None where stdout is not a terminal.
+        Term::stdout().size_checked().map_or(USUAL, |(_, width)| usize::from(width)).max(LEAST)
     })
 }
 

@@ -6,6 +6,7 @@ use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
 use crate::style;
 use crate::terminal::printable;
+use crate::warn;
 use lockstep_config::Config;
 use lockstep_ir::units;
 use lockstep_train::{DryData, DryRun, Outcome, RunOptions, dry_run, shell_quoted};
@@ -71,9 +72,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     };
     if args.dry_run {
         let dry = dry_run(&config, &options, &stop)?;
-        for warning in &dry.warnings {
-            let _ = writeln!(std::io::stderr(), "warning: {warning}");
-        }
+        warn(&dry.warnings);
         write!(std::io::stdout(), "{}", dry_summary(&dry, &dir))?;
         return Ok(ExitCode::SUCCESS);
     }

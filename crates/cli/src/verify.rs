@@ -2,7 +2,7 @@
 
 use crate::explain::compare::{parse, split};
 use crate::failure::Failure;
-use crate::table::table;
+use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
 use lockstep_config::Config;
 use lockstep_ir::{Layout, legal};
@@ -77,7 +77,7 @@ fn kinds(config: &Config) -> Vec<Layout> {
         let text = all.iter().fold(kind.to_string(), |text, (name, size)| text.replace(name, size));
         text.parse::<Layout>().ok().filter(|layout| layout.mesh.ranks() <= MOST_RANKS)
     };
-    KINDS.iter().filter_map(|kind| named(&kind)).collect()
+    KINDS.iter().filter_map(named).collect()
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
@@ -102,8 +102,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let text = args.format == Format::Text;
     if text {
         let m = &config.model;
-        writeln!(
-            out,
+        let about = format!(
             "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps on {}",
             m.layers,
             m.dim,
@@ -117,9 +116,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
             config.precision.policy,
             args.steps,
             config.train.device
-        )?;
+        );
+        write!(out, "{}", wrapped(&about, "  "))?;
         if !smaller.is_empty() {
-            writeln!(out, "made smaller for this check: {} (--full-size keeps them)", smaller.join(", "))?;
+            let text = format!("made smaller for this check: {} (--full-size keeps them)", smaller.join(", "));
+            write!(out, "{}", wrapped(&text, "  "))?;
         }
     }
     let total = layouts.len();
@@ -211,16 +212,12 @@ fn as_text(results: &[Comparison]) -> String {
         }
     }
     let raised = results.iter().flat_map(|c| &c.criteria).any(|c| c.raised);
-    let header = ["layout", "ranks", "of", "differs by", "at most", "", "where"];
-    format!(
-        "{}every step starts from one rank's state. Differences are shares: of one rank's loss and norm; of the largest element\n\
-         of a gradient or of an optimizer state; for updates, of a tensor's elements whose update is another, among those with a\n\
-         gradient well away from zero\n{}",
-        table(&header, &rows),
-        if raised {
-            "* more than is promised elsewhere: one rank differs by a 32nd of it when its weights change in their last bit\n"
-        } else {
-            ""
-        }
-    )
+    let header = ["layout", "ranks", "of", "differs by", "at most", "", "~where"];
+    let note = "every step starts from one rank's state. Differences are shares: of one rank's loss and norm; of the largest \
+                element of a gradient or of an optimizer state; for updates, of a tensor's elements whose update is another, \
+                among those with a gradient well away from zero";
+    let star =
+        "* more than is promised elsewhere: one rank differs by a 32nd of it when its weights change in their last bit";
+    let star = if raised { wrapped(star, "  ") } else { String::new() };
+    format!("{}{}{star}", table(&header, &rows), wrapped(note, ""))
 }

@@ -79,12 +79,13 @@ fn output_fits_80_columns_and_has_no_escapes_where_nobody_looks() {
         "train.micro_batch=1",
     ];
     place.config(&common::CONFIG.replace("[optimizer]", "[precision]\npolicy = \"bf16\"\n[optimizer]"));
-    let commands: [&[&str]; 7] = [
+    let commands: [&[&str]; 8] = [
         &["explain", "run.toml"],
         &[&["explain", "run.toml"], &parallel[..]].concat(),
         &["explain", "run.toml", "--fit", "16MiB"],
         &["explain", "run.toml", "--layouts", "dp=2;tp=2;pp=2;dp=2,zero=1,tp=2,sp,pp=2;dp=4,zero=1;dp=8,zero=2"],
         &["config"],
+        &["verify", "run.toml", "--steps", "1", "--layouts", "dp=2,zero=1,tp=2,sp,pp=2,gpipe"],
         &["help", "bench"],
         &["bench", "train", "run.toml", "--steps", "1", "--profile", "trace.json"],
     ];

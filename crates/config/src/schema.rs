@@ -34,25 +34,32 @@ tables! {
     /// The shape of the model.
     model: ModelConfig {
         /// A published model size, or one of ours. It fills the other model keys, train.seq with the sequence length of its
-        /// pre-training, and precision.policy with bf16; keys given explicitly win over it.
+        /// pre-training, and precision.policy with bf16; keys given beside it win over it, and one that --set names wins over
+        /// the shape that the file gives.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct, finds ["model size", "model name", "shape"];
         /// The family of models the shape belongs to.
         architecture: String =
-            Choice(&["llama", "gpt2", "qwen2", "qwen3", "mistral"]), Fixed("\"llama\""), Trajectory, finds ["model type"];
+            Choice(&["llama", "gpt2", "qwen2", "qwen3", "mistral"]), Fixed("\"llama\""), Trajectory,
+            finds ["model type"];
         /// How many different tokens there are.
         vocab_size: usize = Count(1, EXTENT), Required, Trajectory, finds ["vocabulary", "vocab"];
         /// How many transformer layers.
-        layers: usize = Count(1, EXTENT), Required, Trajectory, finds ["num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "blocks"];
+        layers: usize = Count(1, EXTENT), Required, Trajectory,
+            finds ["num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "blocks"];
         /// Width of the residual stream.
-        dim: usize = Count(1, EXTENT), Required, Trajectory, finds ["hidden_size", "d_model", "n_embd", "embedding dimension", "width"];
+        dim: usize = Count(1, EXTENT), Required, Trajectory,
+            finds ["hidden_size", "d_model", "n_embd", "embedding dimension", "width"];
         /// How many query heads attention has.
-        heads: usize = Count(1, EXTENT), Required, Trajectory, finds ["num_attention_heads", "n_heads", "n_head", "num_heads"];
+        heads: usize = Count(1, EXTENT), Required, Trajectory,
+            finds ["num_attention_heads", "n_heads", "n_head", "num_heads"];
         /// How many key and value heads; fewer than query heads is grouped-query attention (GQA), one is multi-query attention
         /// (MQA). It divides the query heads.
         kv_heads: usize = Count(1, EXTENT), Derived("model.heads", checks::default_kv_heads), Trajectory,
-            finds ["GQA", "grouped-query attention", "grouped query attention", "MQA", "multi-query attention", "num_key_value_heads", "n_kv_heads", "num_query_groups"];
+            finds ["GQA", "grouped-query attention", "grouped query attention", "MQA", "multi-query attention",
+                "num_key_value_heads", "n_kv_heads", "num_query_groups"];
         /// Width of one head; even where RoPE rotates pairs.
-        head_dim: usize = Count(1, EXTENT), Derived("model.dim / model.heads", checks::default_head_dim), Trajectory, finds ["d_head", "kv_channels"];
+        head_dim: usize = Count(1, EXTENT), Derived("model.dim / model.heads", checks::default_head_dim), Trajectory,
+            finds ["d_head", "kv_channels"];
         /// Hidden width of the feed-forward block (MLP).
         ffn: usize =
             Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", checks::default_ffn), Trajectory,
@@ -62,25 +69,31 @@ tables! {
             Count(1, EXTENT), Derived("1024 for gpt2, else not set", checks::default_positions), Trajectory,
             finds ["max_position_embeddings", "n_positions", "learned positions", "position embeddings"];
         /// Base of the rotary position embeddings (RoPE); gpt2, which has none, does not look at it.
-        rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory, finds ["RoPE", "rotary embeddings", "rotary_base", "theta"];
+        rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory,
+            finds ["RoPE", "rotary embeddings", "rotary_base", "theta"];
         /// Llama-3 style RoPE scaling for a longer context.
         rope_scaling: Option<RopeScaling> = Scaling, Unset, Trajectory, finds ["long context", "context extension"];
         /// Sliding-window attention: how many tokens a token of a mistral model attends to at most, itself included; if not
         /// set, all before it.
-        sliding_window: Option<usize> = Count(1, EXTENT), Unset, Trajectory, finds ["sliding window", "SWA", "local attention", "attention window"], was ["window"];
+        sliding_window: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
+            finds ["sliding window", "SWA", "local attention", "attention window"], was ["window"];
         /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
         /// matrix of its weights saved for the backward pass, so that memory grows with the square of the sequence.
-        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Changeable, finds ["FlashAttention", "flash attention", "SDPA", "attn_implementation"];
+        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Changeable,
+            finds ["FlashAttention", "flash attention", "SDPA", "attn_implementation"];
         /// What norms add to the mean square, or to the variance, before the root.
-        norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory, finds ["rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"];
+        norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory,
+            finds ["rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"];
         /// Whether the output head uses the embedding's weights.
         tied_embeddings: bool = Bool, Derived("true for gpt2, else false", checks::default_tied), Trajectory,
             finds ["tie_word_embeddings", "weight tying", "tied weights"];
         /// Probability of dropout behind gpt2's embedding and in front of every addition to the residual stream; attention
         /// weights are not dropped. The same mask on every layout.
-        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Changeable, finds ["resid_pdrop", "embd_pdrop", "hidden_dropout"];
+        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Changeable,
+            finds ["resid_pdrop", "embd_pdrop", "hidden_dropout"];
         /// Standard deviation of the initial weights.
-        init_std: f64 = Float(POSITIVE), Fixed("0.02"), Trajectory, finds ["initializer_range", "init_method_std", "weight initialization"];
+        init_std: f64 = Float(POSITIVE), Fixed("0.02"), Trajectory,
+            finds ["initializer_range", "init_method_std", "weight initialization"];
     }
 
     /// What is read.
@@ -88,71 +101,88 @@ tables! {
         /// Files, or folders to search for files, relative to the config file's folder.
         paths: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct, finds ["dataset", "training data", "data_path"];
         /// Several corpora to mix, each with its name, its paths and its weight, instead of `data.paths`.
-        corpora: Vec<CorpusConfig> = Corpora, Fixed("[]"), Trajectory, finds ["data mixture", "data mix", "blend", "datasets", "sampling weights"];
+        corpora: Vec<CorpusConfig> = Corpora, Fixed("[]"), Trajectory,
+            finds ["data mixture", "data mix", "blend", "datasets", "sampling weights"];
         /// Which files of a folder are read, by extension; files that are named themselves are always read.
         extensions: Vec<String> = Texts(EXTENSIONS), Fixed(TEXT_EXTENSIONS), Conduct;
         /// The field of a JSON line, or the column of a Parquet file, that holds the text.
-        text_field: String = Text(FIELD), Fixed("\"text\""), Conduct, finds ["dataset_text_field", "text_column", "json_key"];
+        text_field: String = Text(FIELD), Fixed("\"text\""), Conduct,
+            finds ["dataset_text_field", "text_column", "json_key"];
         /// The field or column whose text stands before it as a prompt: the model reads it, and only the text after it counts in
         /// the loss (completion-only loss, for fine-tuning). If not set, every token counts.
         prompt_field: Option<String> = Text(FIELD), Unset, Trajectory,
-            finds ["completion-only loss", "assistant_only_loss", "train_on_inputs", "loss mask", "instruction tuning", "prompt masking"];
+            finds ["completion-only loss", "assistant_only_loss", "train_on_inputs", "loss mask", "instruction tuning",
+                "prompt masking"];
         /// How text becomes tokens: "bytes", or the path of a Hugging Face tokenizer.json, relative to the config file's
         /// folder.
-        tokenizer: String = Text(TOKENIZER), Fixed("\"bytes\""), Trajectory, finds ["tokenizer_path", "BPE", "byte-level"];
+        tokenizer: String = Text(TOKENIZER), Fixed("\"bytes\""), Trajectory,
+            finds ["tokenizer_path", "BPE", "byte-level"];
         /// The EOS token, which ends each document, for a tokenizer without one of the usual names for it.
-        eos_token: Option<String> = Text(TOKEN), Unset, Trajectory, finds ["EOS", "EOD", "end of text", "end of document", "separator"], was ["end_token"];
+        eos_token: Option<String> = Text(TOKEN), Unset, Trajectory,
+            finds ["EOS", "EOD", "end of text", "end of document", "separator"], was ["end_token"];
         /// Folder of prepared (tokenized, packed) data to share between runs, relative to the config file's folder; if not
         /// set, each run has its own.
         prepared: Option<String> = Text(FOLDER), Unset, Conduct, finds ["tokenized data", "data cache", "packed data"];
         /// Whether a token attends to its own document only, with positions counted from its start, where a packed sequence
         /// holds several.
         document_mask: bool = Bool, Fixed("false"), Changeable,
-            finds ["document masking", "packing", "intra-document masking", "block-diagonal attention", "reset_attention_mask", "cross-document attention", "variable length", "varlen"];
+            finds ["document masking", "packing", "intra-document masking", "block-diagonal attention",
+                "reset_attention_mask", "cross-document attention", "variable length", "varlen"];
         /// The share of the data held out for validation.
-        validation_fraction: f64 = Float(UP_TO_HALF), Fixed("0.05"), Trajectory, finds ["validation split", "held-out", "eval split", "val_split"];
+        validation_fraction: f64 = Float(UP_TO_HALF), Fixed("0.05"), Trajectory,
+            finds ["validation split", "held-out", "eval split", "val_split"];
     }
 
     /// The training loop.
     train: TrainConfig {
         /// How many optimizer steps the run has.
-        steps: u64 = Count(0, STEPS), Fixed("1000"), Changeable, finds ["max_steps", "train_iters", "iterations", "max_iters", "epochs", "num_train_epochs"];
-        /// Sequence length: tokens per sequence.
-        seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory, finds ["sequence length", "seq_len", "seq_length", "context length", "block_size", "max_seq_length", "max_seq_len", "context"];
+        steps: u64 = Count(0, STEPS), Fixed("1000"), Changeable,
+            finds ["max_steps", "train_iters", "iterations", "max_iters", "epochs", "num_train_epochs"];
+        /// Sequence length: tokens per sequence. A preset gives that of its pre-training.
+        seq: usize = Count(1, EXTENT), Fixed("1024"), Trajectory,
+            finds ["sequence length", "seq_len", "seq_length", "context length", "block_size", "max_seq_length",
+                "max_seq_len", "context"];
         /// Global batch size: sequences per optimizer step.
-        global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory, finds ["batch size", "global batch size", "batch", "train_batch_size"];
+        global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory,
+            finds ["batch size", "global batch size", "batch", "train_batch_size"];
         /// Batch size warmup: other sizes of steps, each from so many tokens on that the run has seen: global_batch is the
         /// first. Steps are counted as ever, by train.steps and the learning rate too. Memory is that of the largest size.
-        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Changeable, finds ["batch size warmup", "batch ramp-up", "rampup_batch_size"];
+        batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Changeable,
+            finds ["batch size warmup", "batch ramp-up", "rampup_batch_size"];
         /// Micro-batch size: sequences that a rank computes at once. Times `parallel.dp`, it divides the global batch; the
         /// quotient is the number of gradient accumulation steps. Where the whole batch does not fit the memory, the default
         /// is the largest size that does.
         micro_batch: usize =
             Sequences(BATCH), Derived("train.global_batch / parallel.dp, or the largest that fits", checks::default_micro_batch), Conduct,
-            finds ["gradient accumulation", "gradient_accumulation_steps", "accumulation", "micro_batch_size", "per_device_train_batch_size", "local_batch_size", "OOM", "out of memory"];
+            finds ["gradient accumulation", "gradient_accumulation_steps", "accumulation", "micro_batch_size",
+                "per_device_train_batch_size", "local_batch_size", "OOM", "out of memory"];
         /// Seed of the initial weights and the data order.
         seed: u64 = Integer(0, i64::MAX as u64), Fixed("0"), Trajectory, finds ["random seed"];
         /// Folder whose weights a new run starts from (fine-tuning, continued pre-training), relative to the config file's
         /// folder: a run directory, a checkpoint, or a Hugging Face model; if not set, weights are initialized at random.
         init_from: Option<String> = Text(FOLDER), Unset, Trajectory,
-            finds ["fine-tuning", "finetuning", "pretrained", "continued pre-training", "SFT", "model_name_or_path", "load checkpoint", "warm start"];
+            finds ["fine-tuning", "finetuning", "pretrained", "continued pre-training", "SFT", "model_name_or_path",
+                "load checkpoint", "warm start"];
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any gradient accumulation; costs time and
         /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is repeated with
         /// a larger unit.
-        reproducible: bool = Bool, Fixed("false"), Changeable, finds ["reproducibility", "bit-identical", "batch invariant"];
+        reproducible: bool = Bool, Fixed("false"), Changeable,
+            finds ["reproducibility", "bit-identical", "batch invariant"];
         /// Whether to estimate the gradient noise scale, the batch above which more sequences help little, from the gradients of the
         /// first micro-batch and of the whole step. It reads every gradient once more per step, and takes a second gradient of
         /// tied embeddings as workspace.
         noise_scale: bool = Bool, Fixed("false"), Conduct, finds ["gradient noise scale", "critical batch size", "GNS"];
         /// Steps from one validation to the next; 0 validates only at the start and the end.
-        validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct, finds ["eval_interval", "eval_steps", "validation interval", "val_check_interval"];
+        validate_every: u64 = Count(0, STEPS), Fixed("50"), Conduct,
+            finds ["eval_interval", "eval_steps", "validation interval", "val_check_interval"];
         /// The most sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
         /// the sequences that are trained on from one validation to the next, so that validation stays a small part of it.
         validation_sequences: usize =
             Count(0, BATCH), Derived("64, less in a short run", checks::default_validation_sequences), Conduct,
             finds ["eval_iters", "validation batches", "skip validation"];
         /// What computes: the CPU, an NVIDIA GPU, or a GPU where one is found.
-        device: String = Choice(&["auto", "cpu", "cuda"]), Fixed("\"auto\""), Conduct, finds ["GPU", "CUDA", "accelerator"];
+        device: String = Choice(&["auto", "cpu", "cuda"]), Fixed("\"auto\""), Conduct,
+            finds ["GPU", "CUDA", "accelerator"];
         /// On a GPU, whether the same steps give the same bits every time, at the cost of time, and of workspace that grows with
         /// the square of train.seq (explain shows it). The CPU always does.
         deterministic: bool = Bool, Fixed("false"), Conduct, finds ["determinism", "use_deterministic_algorithms"];
@@ -163,38 +193,48 @@ tables! {
     /// What numbers are stored in.
     precision: PrecisionConfig {
         /// fp32: everything in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
-        /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling.
+        /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. A preset gives
+        /// bf16.
         policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Changeable,
-            finds ["mixed precision", "AMP", "autocast", "dtype", "torch_dtype", "master weights", "bf16", "fp16", "half precision", "bfloat16"];
+            finds ["mixed precision", "AMP", "autocast", "dtype", "torch_dtype", "master weights", "bf16", "fp16",
+                "half precision", "bfloat16"];
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
-        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Changeable, finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
+        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Changeable,
+            finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite
         /// halves it and skips the update.
         loss_scale: Option<f64> = Float(POWER_OF_TWO), Derived("65536 for fp16", rules::default_loss_scale), Trajectory,
             finds ["GradScaler", "dynamic loss scaling", "loss scaling", "initial_loss_scale"];
         /// Steps with finite gradients after which the loss scale doubles.
         growth_interval: Option<u64> =
-            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Changeable, finds ["loss_scale_window"];
+            Count(1, STEPS), Derived("2000 for fp16", rules::default_growth_interval), Changeable,
+            finds ["loss_scale_window"];
     }
 
     /// How the work is split among ranks.
     parallel: ParallelConfig {
         /// Data parallelism: groups of ranks that compute on sequences of their own and reduce their gradients.
-        dp: usize = Count(1, RANKS), Fixed("1"), Conduct, finds ["data parallel", "data parallelism", "DDP", "data_parallel_size", "world size"];
+        dp: usize = Count(1, RANKS), Fixed("1"), Conduct,
+            finds ["data parallel", "data parallelism", "DDP", "data_parallel_size", "world size"];
         /// Tensor parallelism: ranks that split heads, hidden units and vocabulary among themselves.
-        tp: usize = Count(1, RANKS), Fixed("1"), Conduct, finds ["tensor parallel", "tensor parallelism", "tensor_model_parallel_size", "model parallel", "Megatron"];
+        tp: usize = Count(1, RANKS), Fixed("1"), Conduct,
+            finds ["tensor parallel", "tensor parallelism", "tensor_model_parallel_size", "model parallel", "Megatron"];
         /// Pipeline parallelism: stages that split the layers among themselves.
-        pp: usize = Count(1, RANKS), Fixed("1"), Conduct, finds ["pipeline parallel", "pipeline parallelism", "pipeline_model_parallel_size"];
+        pp: usize = Count(1, RANKS), Fixed("1"), Conduct,
+            finds ["pipeline parallel", "pipeline parallelism", "pipeline_model_parallel_size"];
         /// ZeRO stage, what dp ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters, as FSDP does.
         zero: u8 = Integer(0, 3), Fixed("0"), Conduct,
-            finds ["FSDP", "ZeRO", "fully sharded", "sharded optimizer", "distributed optimizer", "DeepSpeed", "use_distributed_optimizer", "zero stage"];
+            finds ["FSDP", "ZeRO", "fully sharded", "sharded optimizer", "distributed optimizer", "DeepSpeed",
+                "use_distributed_optimizer", "zero stage"];
         /// Sequence parallelism: whether tp ranks split the sequence where they do not split the matrices.
         sequence_parallel: bool = Bool, Fixed("false"), Conduct, finds ["sequence parallelism", "SP"];
         /// Pipeline schedule: the order in which stages compute micro-batches. 1f1b: a forward and a backward pass in turn,
         /// with few micro-batches in flight. gpipe: all forward passes first.
-        schedule: String = Choice(&Schedule::NAMES), Fixed("\"1f1b\""), Conduct, finds ["pipeline schedule", "1F1B", "GPipe"];
+        schedule: String = Choice(&Schedule::NAMES), Fixed("\"1f1b\""), Conduct,
+            finds ["pipeline schedule", "1F1B", "GPipe"];
         /// Seconds that a rank waits for another one that shows no sign of life.
-        timeout: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct, finds ["NCCL timeout", "collective timeout", "watchdog", "distributed_timeout"], was ["patience"];
+        timeout: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct,
+            finds ["NCCL timeout", "collective timeout", "watchdog", "distributed_timeout"], was ["patience"];
     }
 
     /// Activation checkpointing: what backward recomputes instead of reading it saved.
@@ -204,8 +244,10 @@ tables! {
         /// one. full: all of a layer but its input. every-k: all of recompute.every layers but the input of the first. sqrt: the
         /// same with the square root of the number of layers. list: the outputs of the ops in recompute.ops. budget: as little
         /// as lets the arena fit recompute.budget. Bits stay the same.
-        policy: String = Choice(&["none", "selective", "full", "every-k", "sqrt", "list", "budget"]), Fixed("\"none\""), Conduct,
-            finds ["activation checkpointing", "gradient checkpointing", "activation recomputation", "recomputation", "remat", "rematerialization", "selective activation recomputation"];
+        policy: String =
+            Choice(&["none", "selective", "full", "every-k", "sqrt", "list", "budget"]), Fixed("\"none\""), Conduct,
+            finds ["activation checkpointing", "gradient checkpointing", "activation recomputation", "recomputation",
+                "remat", "rematerialization", "selective activation recomputation"];
         /// Layers that are recomputed together under the every-k policy.
         every: usize = Count(1, EXTENT), Fixed("2"), Conduct, finds ["recompute_num_layers"];
         /// Ops whose outputs are recomputed under the list policy, by the names that explain shows.
@@ -218,45 +260,56 @@ tables! {
     optimizer: OptimizerConfig {
         /// The optimizer. adamw: Adam with decoupled weight decay. lion: the sign of a moment. sgd: with momentum. muon: orthogonalised momentum
         /// for the matrices of layers, adamw for embeddings, output head, norms and biases; the learning rate is adamw's.
-        name: String = Choice(&["adamw", "lion", "sgd", "muon"]), Fixed("\"adamw\""), Trajectory, finds ["Adam", "AdamW", "Lion", "SGD", "Muon", "optimizer type"];
+        name: String = Choice(&["adamw", "lion", "sgd", "muon"]), Fixed("\"adamw\""), Trajectory,
+            finds ["Adam", "AdamW", "Lion", "SGD", "Muon", "optimizer type"];
         /// Peak learning rate, reached after warmup.
         lr: f64 = Float(POSITIVE), Fixed("3e-4"), Changeable, finds ["learning rate", "peak learning rate", "max_lr"];
         /// Learning rate schedule after warmup. cosine, linear: decay over the rest of the run. wsd: constant, then linear
         /// decay over the last decay_steps. constant: no decay.
         schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Changeable,
-            finds ["lr schedule", "learning rate schedule", "lr_scheduler_type", "lr_decay_style", "WSD", "warmup-stable-decay", "cosine decay", "linear decay"];
+            finds ["lr schedule", "learning rate schedule", "lr_scheduler_type", "lr_decay_style", "WSD",
+                "warmup-stable-decay", "cosine decay", "linear decay"];
         /// Final learning rate as a share of the peak.
         min_lr_ratio: Option<f64> =
-            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Changeable, finds ["min_lr", "final learning rate"];
+            Float(UP_TO_ONE), Derived("0.1; none for constant", rules::default_min_lr_ratio), Changeable,
+            finds ["min_lr", "final learning rate"];
         /// Steps of linear warmup, from a learning rate of 0.
-        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Changeable, finds ["warmup", "linear warmup", "lr_warmup_iters", "warmup_ratio"];
+        warmup_steps: u64 = Count(0, STEPS), Derived("100, or train.steps if less", rules::default_warmup), Changeable,
+            finds ["warmup", "linear warmup", "lr_warmup_iters", "warmup_ratio"];
         /// Steps of linear decay at the end of a run with the wsd schedule.
         decay_steps: Option<u64> =
-            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Changeable, finds ["cooldown", "lr_decay_iters", "annealing"];
+            Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Changeable,
+            finds ["cooldown", "lr_decay_iters", "annealing"];
         /// Decay of the first moment; for lion, the share of the moment in the update.
-        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Changeable, finds ["adam_beta1", "betas"];
+        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Changeable,
+            finds ["adam_beta1", "betas"];
         /// Decay of the second moment; for lion, of its only one.
         beta2: Option<f64> =
-            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Changeable, finds ["adam_beta2", "betas"];
+            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Changeable,
+            finds ["adam_beta2", "betas"];
         /// What is added to the root of the second moment.
-        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Changeable, finds ["epsilon", "adam_epsilon", "adam_eps"];
+        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Changeable,
+            finds ["epsilon", "adam_epsilon", "adam_eps"];
         /// Momentum of sgd and muon.
         momentum: Option<f64> =
             Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Changeable;
         /// Decoupled weight decay, per step and unit of learning rate.
         weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Changeable, finds ["wd", "L2"];
         /// Gradient clipping: the largest norm of the whole gradient; 0 turns clipping off.
-        grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Changeable, finds ["gradient clipping", "clip_grad", "max_grad_norm", "clip_grad_norm"];
+        grad_clip: f64 = Float(NOT_NEGATIVE), Fixed("1.0"), Changeable,
+            finds ["gradient clipping", "clip_grad", "max_grad_norm", "clip_grad_norm"];
         /// Parameter groups: other numbers for the parameters whose Hugging Face name matches a pattern (`*` any text, `?` any
         /// letter): a factor on the learning rate, another weight decay. The first that matches counts. Norms and biases have no
         /// weight decay unless a group gives them one.
-        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Changeable, finds ["param groups", "parameter groups", "layer-wise learning rate", "no weight decay"];
+        groups: Vec<GroupConfig> = Groups, Fixed("[]"), Changeable,
+            finds ["param groups", "parameter groups", "layer-wise learning rate", "no weight decay"];
     }
 
     /// What is saved.
     checkpoint: CheckpointConfig {
         /// Steps from one checkpoint to the next; 0 saves only at the end and on interrupt.
-        every: u64 = Count(0, STEPS), Fixed("100"), Conduct, finds ["save_steps", "save_interval", "checkpoint interval"];
+        every: u64 = Count(0, STEPS), Fixed("100"), Conduct,
+            finds ["save_steps", "save_interval", "checkpoint interval"];
         /// How many of the latest checkpoints stay on disk.
         keep: usize = Count(1, EXTENT), Fixed("3"), Conduct, finds ["save_total_limit", "keep_last"];
     }

@@ -72,10 +72,12 @@ fn every_preset_is_accepted() {
 }
 
 #[test]
-fn explicit_keys_win_over_the_preset_wherever_each_is_given() {
+fn explicit_keys_win_over_a_preset_beside_or_below_them() {
     let config = parse("[model]\nlayers = 2\npreset = \"llama-29m\"\n");
     assert_eq!((config.model.layers, config.model.dim), (2, 512));
-    let config = parse_set("[model]\nlayers = 2\n", &["model.preset=llama-29m"]);
+    let config = parse_set("[model]\npreset = \"llama-29m\"\n", &["model.layers=2"]);
+    assert_eq!((config.model.layers, config.model.dim), (2, 512));
+    let config = parse_set("[model]\nlayers = 3\n", &["model.preset=llama-29m", "model.layers=2"]);
     assert_eq!((config.model.layers, config.model.dim), (2, 512));
 }
 
@@ -217,7 +219,10 @@ fn the_schema_reads_as_a_listing() {
         let key = rows.iter().find(|key| key.path == path).expect("listed");
         (key.type_text.as_str(), key.default.as_str(), key.meaning.as_str())
     };
-    assert_eq!(row("train.seq"), ("count", "1024", "Sequence length: tokens per sequence."));
+    assert_eq!(
+        row("train.seq"),
+        ("count", "1024", "Sequence length: tokens per sequence. A preset gives that of its pre-training.")
+    );
     assert_eq!(row("optimizer.lr").0, "number, greater than 0");
     assert_eq!(row("model.dim").1, "required, or from model.preset");
     assert_eq!(row("model.head_dim").1, "model.dim / model.heads");

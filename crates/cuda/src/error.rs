@@ -2,7 +2,7 @@
 
 use crate::library::{FOLDER_VARIABLE, Name};
 
-const MEMORY_HINT: &str = "end other programs on it (see `nvidia-smi`), lower train.micro_batch or train.seq, or set recompute.policy = \"selective\"";
+const MEMORY_HINT: &str = "end other programs on it (see `nvidia-smi`), lower train.micro_batch, or set recompute.policy = \"selective\" or precision.policy = \"bf16\"; `lockstep explain RUN.TOML --fit SIZE` shows what fits";
 const RESUME: &str =
     "no checkpoint that was written is harmed: the same command again goes on from the latest, if there is one";
 

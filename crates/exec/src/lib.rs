@@ -26,7 +26,8 @@ use std::ops::Range;
 pub enum ExecError {
     /// The arena does not fit.
     #[error(
-        "cannot allocate the arena of {0}\nhint: lower train.micro_batch or train.seq, or use a machine with more memory"
+        "cannot allocate the arena of {0}\nhint: lower train.micro_batch, or set recompute.policy = \"selective\" or precision.policy = \
+         \"bf16\"; `lockstep explain RUN.TOML --fit SIZE` shows what fits"
     )]
     OutOfMemory(String),
     /// The system gives no more threads.

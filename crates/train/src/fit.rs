@@ -2,7 +2,7 @@
 //! All of it is read off programs that are compiled for the purpose, as [`crate::account`] does.
 
 use crate::account::{Policy, policies_of};
-use crate::plan::{hardware_flops, prepare, settle_policy};
+use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Device, TrainError};
 use lockstep_compile::{Estimator, Recompute};
 use lockstep_config::Config;
@@ -124,9 +124,17 @@ fn divisors(n: usize) -> Vec<usize> {
     all
 }
 
+/// The micro-batches that may take the place of the config's own, from the largest: its divisors, as far as a step has not too
+/// many of them.
+fn micro_batches(config: &Config) -> Vec<usize> {
+    let own = config.train.micro_batch;
+    let few = |size: &usize| config.accumulation_steps().saturating_mul(own / size) <= MOST_MICRO_BATCHES;
+    divisors(own).into_iter().filter(|size| *size == own || few(size)).collect()
+}
+
 /// The largest micro-batch that fits, of those that divide the config's own; `None` where none does.
 fn largest_divisor(config: &Config, room: &Room) -> Result<Option<usize>, TrainError> {
-    let sizes = divisors(config.train.micro_batch);
+    let sizes = micro_batches(config);
     // A smaller micro-batch never needs more.
     let (mut from, mut to) = (0, sizes.len());
     while from < to {
@@ -146,7 +154,7 @@ fn with_micro_batch(config: &Config, sequences: usize) -> Config {
 }
 
 /// The config with the default of `train.micro_batch` that fits: the whole batch of a rank, or where that does not fit, the
-/// largest divisor that does; where none does, one sequence. A given value stays.
+/// largest divisor that does; where none does, the least. A given value stays.
 pub fn with_fitting_micro_batch(config: &Config, room: &Room) -> Result<Config, TrainError> {
     if !config.micro_batch_is_default() || config.train.micro_batch == 1 || fits(config, room)? {
         return Ok(config.clone());
@@ -154,7 +162,10 @@ pub fn with_fitting_micro_batch(config: &Config, room: &Room) -> Result<Config, 
     let memory = format!("{} {}", units::bytes(room.bytes), room.place);
     Ok(match largest_divisor(config, room)? {
         Some(sequences) => config.with_default_micro_batch(sequences, &format!("the largest that fits {memory}")),
-        None => config.with_default_micro_batch(1, &format!("not even one sequence fits {memory}")),
+        None => {
+            let least = micro_batches(config).pop().unwrap_or(1);
+            config.with_default_micro_batch(least, &format!("the least, and more than fits {memory}"))
+        }
     })
 }
 
@@ -331,9 +342,10 @@ pub(crate) fn savings(config: &Config, room: &Room) -> Result<Vec<Saving>, Train
         saves
     };
     if config.train.micro_batch > 1 {
-        let sequences = largest_divisor(config, room)?.unwrap_or(1);
+        let least = micro_batches(config).pop().unwrap_or(1);
+        let sequences = largest_divisor(config, room)?.unwrap_or(least);
         consider(format!("train.micro_batch = {sequences}"), &with_micro_batch(config, sequences));
-        all.train.micro_batch = 1;
+        all.train.micro_batch = least;
     }
     let stronger: &[&str] = match config.recompute.policy.as_str() {
         "none" => &["selective", "full"],

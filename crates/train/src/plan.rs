@@ -259,7 +259,7 @@ fn precision(config: &Config) -> Precision {
 }
 
 /// Most micro-batches of a step.
-const MOST_MICRO_BATCHES: usize = 1 << 16;
+pub(crate) const MOST_MICRO_BATCHES: usize = 1 << 16;
 
 /// Refuses numbers that fp32 cannot hold and schedules that no machine can.
 fn check_numbers(config: &Config) -> Result<(), TrainError> {

@@ -34,7 +34,13 @@ fn the_default_micro_batch_is_the_largest_divisor_that_fits() {
     // Nothing fits: the error says what would.
     let least = with_fitting_micro_batch(&whole, &room(1000)).unwrap();
     assert_eq!(least.train.micro_batch, 1);
-    assert!(least.resolved_toml().contains("micro_batch = 1  # default: not even one sequence fits 1000 B on a test"));
+    assert!(
+        least.resolved_toml().contains("micro_batch = 1  # default: the least, and more than fits 1000 B on a test")
+    );
+    // A step never has more micro-batches than a schedule can have.
+    let text = format!("{MODEL}[train]\nseq = 64\nglobal_batch = 4194304\ndevice = \"cpu\"\nthreads = 1\n");
+    let many = Config::parse(&text, "run.toml", &[]).unwrap();
+    assert_eq!(with_fitting_micro_batch(&many, &room(1000)).unwrap().train.micro_batch, 64);
     // What somebody gave stays.
     let given = config("micro_batch = 6\n");
     assert_eq!(with_fitting_micro_batch(&given, &room(1000)).unwrap().train.micro_batch, 6);
