@@ -111,10 +111,7 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
     }
     // Without its tokenizer a model cannot read a prompt.
     let generate = if *tokenizer { format!("\n  lockstep generate {quoted} --prompt 'The'") } else { String::new() };
-    writeln!(
-        std::io::stderr(),
-        "\ntry next:{generate}\n  train from it: [model] of {out}/run.toml, and [train] init_from = \"{out}\""
-    )?;
+    writeln!(std::io::stderr(), "\ntry next:{generate}\n  train from it: [train] init_from = \"{out}\"")?;
     Ok(())
 }
 

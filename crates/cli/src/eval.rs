@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run directory (its latest checkpoint is used), or a checkpoint in one.
-    #[arg(value_name = "RUN|CHECKPOINT")]
+    /// A run directory (its latest checkpoint is used), a checkpoint in one, or a Hugging Face folder.
+    #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
     /// Text files, or folders to search for them.
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "validation", conflicts_with = "validation")]
@@ -53,8 +53,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Format::Text => write!(out, "{}", as_text(&trained, &evaluation))?,
         Format::Json => {
             let mut object = json!(evaluation);
-            object["checkpoint"] = json!(trained.checkpoint.path);
-            object["step"] = json!(trained.checkpoint.step);
+            object["checkpoint"] = json!(trained.path());
+            object["step"] = json!(trained.step());
             writeln!(out, "{object:#}")?;
         }
     }
@@ -73,7 +73,7 @@ fn as_text(trained: &Trained, e: &Evaluation) -> String {
         thousands(tokens),
         thousands(bytes),
         e.seq,
-        trained.checkpoint.path.display(),
+        trained.path().display(),
         units::bytes(e.arena_bytes)
     );
     if e.corpora.is_empty() {

@@ -9,7 +9,7 @@ Exit codes:
   0   done
   1   the run failed
   2   the request was wrong
-  75  interrupted (SIGINT, SIGTERM, SIGUSR1, SIGHUP) with everything saved: the same command goes on";
+  75  interrupted by a signal, everything saved: the same command goes on";
 
 /// Nothing is wrong: the run was asked to stop, and the same command goes on. Batch systems requeue on it (EX_TEMPFAIL).
 pub const INTERRUPTED: u8 = 75;

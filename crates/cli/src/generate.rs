@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::style::message;
 use crate::terminal::printable;
 use lockstep_ir::units;
-use lockstep_train::{Generated, Generator, Sampling, Stop, TextStream, Tokenizer, Trained, Weights, generate};
+use lockstep_train::{Generated, Generator, Sampling, Stop, TextStream, Tokenizer, Trained, generate};
 use serde_json::json;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run directory (its latest checkpoint is used), or a checkpoint in one.
-    #[arg(value_name = "RUN|CHECKPOINT")]
+    /// A run directory (its latest checkpoint is used), a checkpoint in one, or a Hugging Face folder.
+    #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
     /// Text to continue.
     #[arg(long, value_name = "TEXT", required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
@@ -57,12 +57,13 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let tokenizer = trained.tokenizer()?;
     let tokens = tokenizer.encode(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
-    let mut generator = Generator::new(&trained.config, context, Weights::Checkpoint(&trained.checkpoint))?;
+    let ends = trained.end_tokens(&tokenizer)?;
+    let mut generator = Generator::new(&trained.config, context, trained.weights())?;
 
     let mut screen = Screen::new(tokenizer.clone(), args.format == Format::Text);
     // Shown when the first token is there: an error comes before any text.
     let mut echo = Some(&prompt);
-    let result = generate(&mut generator, &tokenizer, &tokens, args.max_tokens, &sampling, &mut |token| {
+    let result = generate(&mut generator, &tokenizer, &ends, &tokens, args.max_tokens, &sampling, &mut |token| {
         if let Some(prompt) = echo.take() {
             screen.write(prompt);
         }
@@ -79,8 +80,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Format::Text => writeln!(std::io::stderr(), "{}", summary(&generated, tokens.len(), tokens_per_s))?,
         Format::Json => {
             let object = json!({
-                "checkpoint": trained.checkpoint.path,
-                "step": trained.checkpoint.step,
+                "checkpoint": trained.path(),
+                "step": trained.step(),
                 "prompt": prompt,
                 "prompt_tokens": tokens.len(),
                 "text": text,
@@ -153,7 +154,7 @@ impl Screen {
 
 fn summary(generated: &Generated, prompt_tokens: usize, tokens_per_s: f64) -> String {
     let end = match generated.stop {
-        Stop::Separator => "the document ended",
+        Stop::Eos => "the document ended",
         Stop::MaxTokens => "--max-tokens reached",
         Stop::Context => "the context is full",
         Stop::Listener => "stopped",

@@ -78,7 +78,7 @@ struct ConfigArgs {
 
 impl ConfigArgs {
     fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        let config = lockstep_config::Config::load(&self.config, &self.set)?;
+        let config = lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_train::inherited)?;
         warn(config.warnings());
         Ok(config)
     }

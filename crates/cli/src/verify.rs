@@ -77,7 +77,7 @@ fn kinds(config: &Config) -> Vec<Layout> {
         let text = all.iter().fold(kind.to_string(), |text, (name, size)| text.replace(name, size));
         text.parse::<Layout>().ok().filter(|layout| layout.mesh.ranks() <= MOST_RANKS)
     };
-    KINDS.iter().filter_map(|kind| named(&kind)).collect()
+    KINDS.iter().filter_map(named).collect()
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {

@@ -27,6 +27,10 @@ fn a_trained_model_goes_out_comes_in_and_is_trained_on() {
     let text = place.ok(&["generate", "moved", "--prompt", "line 3", "--max-tokens", "8", "--temperature", "0"]);
     let again = place.ok(&["generate", "run", "--prompt", "line 3", "--max-tokens", "8", "--temperature", "0"]);
     assert_eq!(text, again);
+    // The Hugging Face folder is used as it is.
+    let as_it_is = ["generate", "models/hf", "--prompt", "line 3", "--max-tokens", "8", "--temperature", "0"];
+    assert_eq!(place.ok(&as_it_is), again);
+    assert_eq!(loss(&place, "models/hf"), loss(&place, "run"));
     let args =
         ["checkpoint", "export", "moved", "--out", "again", "--dtype", "bf16", "--context", "64", "--format", "json"];
     let json: Value = serde_json::from_str(&place.ok(&args)).unwrap();

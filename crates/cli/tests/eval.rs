@@ -64,7 +64,8 @@ fn a_mixture_is_evaluated_as_a_whole_and_per_corpus() {
                 { name = \"few\", paths = [\"few.jsonl\"], weight = 1 }, \
                 { name = \"records\", paths = [\"records.jsonl\"], weight = 3 }]";
     place.config(&CONFIG.replace("paths = [\"corpus\"]", data));
-    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    // As many as the weights divide.
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.validation_sequences=64"]);
     let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
     let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
     for from in ["run", "run/checkpoints/step-00000020"] {
@@ -109,12 +110,22 @@ fn every_byte_but_the_first_is_predicted_whatever_the_length() {
     for length in [1, 2, 31, 32, 33, 64] {
         std::fs::write(place.path("some.txt"), &text[..length]).unwrap();
         let evaluation = json(&place, &["run", "--data", "some.txt"]);
-        // The separator at the end is predicted too.
+        // The EOS token at the end is predicted too.
         assert_eq!((&evaluation["tokens"], &evaluation["bytes"]), (&length.into(), &(length - 1).into()), "{length}");
     }
     let json = json(&place, &["run", "--data", "some.txt"]);
     let bits = number(&json, "loss") * 64.0 / std::f64::consts::LN_2 / 63.0;
     assert!((number(&json, "bits_per_byte") - bits).abs() < 1e-9, "{json}");
+}
+
+#[test]
+fn bytes_of_value_0_are_bytes_of_text() {
+    let place = trained();
+    std::fs::write(place.path("some.txt"), b"a\0b\0\0c").unwrap();
+    std::fs::write(place.path("more.txt"), b"\0\0").unwrap();
+    let evaluation = json(&place, &["run", "--data", "some.txt", "more.txt", "--seq", "4"]);
+    // All but the first, and the two EOS tokens.
+    assert_eq!((&evaluation["tokens"], &evaluation["bytes"]), (&9.into(), &7.into()));
 }
 
 #[test]

@@ -113,5 +113,5 @@ fn a_finished_run_shows_a_sample_and_what_to_try_next_beside_its_result() {
     assert_eq!(result.lines().count(), 2, "{result}");
     let notes = String::from_utf8(output.stderr).unwrap();
     let sample = notes.split_once("a sample: the model continues \"").unwrap().1;
-    assert!(sample.contains("generate run --prompt '") && sample.contains("explain run.toml\n"), "{notes}");
+    assert!(sample.contains("generate run --prompt '") && sample.contains("explain run/run.toml\n"), "{notes}");
 }

@@ -128,6 +128,18 @@ fn what_a_run_may_change_is_taken_and_what_would_corrupt_it_is_refused() {
 }
 
 #[test]
+fn a_changed_run_keeps_the_micro_batch_that_it_began_with() {
+    let place = Place::new();
+    place.ok(&with(&["--set", "train.micro_batch=2"]));
+    place.ok(&with(&["--change", "train.steps=22"]));
+    let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
+    assert!(resolved.contains("\nmicro_batch = 2 "), "{resolved}");
+    // A key by an old name is the same key.
+    let (_, err) = shown(&place, &with(&["--change", "parallel.patience=30"]));
+    assert!(err.contains("from step 22 on: parallel.timeout = 30.0, 60.0 before"), "{err}");
+}
+
+#[test]
 fn a_config_file_with_more_steps_is_told_which_change_to_give() {
     let place = Place::new();
     place.ok(&TRAIN);
@@ -191,6 +203,12 @@ fn a_smoke_test_shortens_the_warmup_and_validation_can_be_skipped() {
     let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
     // A quarter of the sequences trained on.
     assert!(resolved.contains("validation_sequences = 2  # default\n"), "{resolved}");
+    // A smoke test becomes the run: there is room again for the warmup.
+    let (out, err) = shown(&place, &with(&["--change", "train.steps=6"]));
+    assert!(
+        out.contains("finished 6 steps") && err.contains("optimizer.warmup_steps = 4, 1 before (follows)"),
+        "{err}"
+    );
     let args = ["train", "run.toml", "--run-dir", "none", "--set", "train.validation_sequences=0"];
     let (out, err) = shown(&place, &args);
     assert!(!out.contains("validation") && !err.contains("validation"), "{out}{err}");

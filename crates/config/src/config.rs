@@ -9,6 +9,7 @@ use lockstep_ir::legal::Shape;
 use lockstep_ir::{Layout, Mesh};
 
 use crate::error::{ConfigError, Location, Problem};
+use crate::inherit::{Inherited, NotInherited};
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
@@ -36,7 +37,12 @@ pub(crate) struct Given {
     pub path: PathBuf,
     pub text: String,
     pub overrides: Vec<String>,
+    /// What was taken from the folder that `train.init_from` names.
+    pub inherited: Option<Inherited>,
 }
+
+/// Reads what a folder of weights decides.
+type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 
 const MICRO_BATCH: &str = "train.micro_batch";
 
@@ -49,6 +55,8 @@ pub(crate) enum Origin {
         line: usize,
     },
     Set,
+    /// From the folder that `train.init_from` names.
+    InitFrom,
     /// A default that was found when the machine was known; the text says how.
     Found(String),
     Change {
@@ -59,6 +67,16 @@ pub(crate) enum Origin {
 impl Config {
     /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
+        Config::load_with(path, overrides, &|_| Ok(None))
+    }
+
+    /// The same, where `inherit` says what the weights decide that `train.init_from` names: their shape need not be written in
+    /// `[model]`, and what contradicts them is refused.
+    pub fn load_with(
+        path: &Path,
+        overrides: &[String],
+        inherit: &dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>,
+    ) -> Result<Config, ConfigError> {
         let name = path.display().to_string();
         let bytes = read_bounded(path).map_err(|error| {
             let problem = Problem::new(
@@ -75,19 +93,20 @@ impl Config {
             let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
             ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
         })?;
-        Config::read(text, &name, path, overrides, &[])
+        Config::read(text, &name, path, overrides, &[], inherit)
     }
 
     /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
     pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Config, ConfigError> {
-        Config::read(text, file_name, Path::new(file_name), overrides, &[])
+        Config::read(text, file_name, Path::new(file_name), overrides, &[], &|_| Ok(None))
     }
 
     /// The same config with what was changed in a run laid over it, the later changes over the earlier ones. They win over the
     /// file and over `--set`: a run that is resumed by its first command keeps them.
     pub fn with_changes(&self, changes: &[Change]) -> Result<Config, ConfigError> {
-        let Given { path, text, overrides } = &self.provenance.given;
-        let config = Config::read(text, &self.provenance.file_name, path, overrides, changes)?;
+        let Given { path, text, overrides, inherited } = &self.provenance.given;
+        let inherit = |_: &Path| Ok(inherited.clone());
+        let config = Config::read(text, &self.provenance.file_name, path, overrides, changes, &inherit)?;
         Ok(match self.micro_batch_found() {
             Some(how) if config.micro_batch_is_default() => {
                 config.with_default_micro_batch(self.train.micro_batch, how)
@@ -102,20 +121,24 @@ impl Config {
         path: &Path,
         overrides: &[String],
         changes: &[Change],
+        inherit: Inherit<'_>,
     ) -> Result<Config, ConfigError> {
         let source = Source::new(name, text)?;
-        let resolved = resolve::resolve(&source, overrides, changes)?;
+        let base_dir = folder_of(path);
+        let resolved = resolve::resolve(&source, overrides, changes, &|folder| inherit(&base_dir.join(folder)))?;
+        let (path, text, overrides) = (path.to_owned(), text.to_owned(), overrides.to_vec());
         let provenance = Provenance {
             file_name: source.name.clone(),
-            base_dir: folder_of(path),
+            base_dir,
             origins: resolved.origins,
             warnings: resolved.warnings,
-            given: Given { path: path.to_owned(), text: text.to_owned(), overrides: overrides.to_vec() },
+            given: Given { path, text, overrides, inherited: resolved.inherited },
         };
         Ok(schema::build(&resolved.values, provenance))
     }
 
-    /// What the user should know of what was read, a line each: keys given by an old name, a schedule that was shortened.
+    /// What the user should know of what was read, a line each: keys given by an old name, a schedule that was shortened, a
+    /// preset that won over the file.
     pub fn warnings(&self) -> &[String] {
         &self.provenance.warnings
     }

@@ -22,6 +22,7 @@ mod config;
 mod declare;
 mod document;
 mod error;
+mod inherit;
 mod kind;
 mod overrides;
 mod presets;
@@ -38,6 +39,7 @@ mod written;
 pub use batches::{Batch, BatchStage, Batches};
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
+pub use inherit::{Inherited, NotInherited};
 pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{

@@ -1,4 +1,4 @@
-//! Layers, lowest first: default, preset, file, `--set`. From them, one value for every key.
+//! Layers, lowest first: default, the weights of `train.init_from`, preset, file, `--set`. From them, one value for every key.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -10,6 +10,7 @@ use crate::config::Origin;
 use crate::declare::{Default, Key};
 use crate::document::Document;
 use crate::error::{ConfigError, Location, Problem};
+use crate::inherit::{self, Inherited, NotInherited};
 use crate::kind::{Reading, quote_list};
 use crate::presets;
 use crate::rules;
@@ -59,6 +60,7 @@ impl Values {
 /// Where a value stands, in the order in which problems are reported.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
+    InitFrom,
     Preset(String),
     File { start: usize, end: usize },
     Override(usize),
@@ -69,6 +71,7 @@ impl Place {
     /// A higher layer wins over a lower one.
     fn layer(&self) -> usize {
         match self {
+            Place::InitFrom => 0,
             Place::Preset(_) => 1,
             Place::File { .. } => 2,
             Place::Override(_) => 3,
@@ -83,11 +86,21 @@ pub(crate) struct Resolved {
     pub origins: BTreeMap<&'static str, Origin>,
     /// What the user should know of what was read, a line each.
     pub warnings: Vec<String>,
+    /// What was taken from the folder that `train.init_from` names.
+    pub inherited: Option<Inherited>,
 }
 
-/// Layers the file over its preset, the overrides over the file and the changes over the overrides, fills the defaults and
-/// checks the whole.
-pub(crate) fn resolve(source: &Source<'_>, overrides: &[String], changes: &[Change]) -> Result<Resolved, ConfigError> {
+/// Says what the weights in a folder decide.
+type Inherit<'a> = &'a dyn Fn(&str) -> Result<Option<Inherited>, NotInherited>;
+
+/// Layers the file over its preset, the overrides over the file and the changes over the overrides, fills what the weights of
+/// `train.init_from` decide and the defaults, and checks the whole.
+pub(crate) fn resolve(
+    source: &Source<'_>,
+    overrides: &[String],
+    changes: &[Change],
+    inherit: Inherit<'_>,
+) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
     let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
     let mut layers = Layers { source, overrides, changes, values, places, warnings };
@@ -107,16 +120,18 @@ pub(crate) fn resolve(source: &Source<'_>, overrides: &[String], changes: &[Chan
         layers.set(named.key, value, Place::Change(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
+        layers.put_preset_over_the_file();
         for given in presets::values(&name) {
             if !layers.places.contains_key(given.key.path) {
                 layers.set(given.key, given.value, Place::Preset(name.clone()));
             }
         }
     }
+    let inherited = layers.inherit(inherit)?;
     layers.check_required(&document)?;
     layers.fill_and_check()?;
     let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
-    Ok(Resolved { values: layers.values, origins, warnings: layers.warnings })
+    Ok(Resolved { values: layers.values, origins, warnings: layers.warnings, inherited })
 }
 
 struct Layers<'a> {
@@ -140,14 +155,83 @@ impl Layers<'_> {
         self.warnings.extend(old.map(text));
     }
 
-    fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
+    /// A preset that `--set` names wins over the shape that the file has, with a warning.
+    fn put_preset_over_the_file(&mut self) {
+        if !matches!(self.places.get("model.preset"), Some(Place::Override(_))) {
+            return;
+        }
+        let in_file = |(path, place): (&&'static str, &Place)| {
+            (inherit::is_of_presets(path) && matches!(place, Place::File { .. })).then_some(*path)
+        };
+        let paths: Vec<&'static str> = self.places.iter().filter_map(in_file).collect();
+        for path in &paths {
+            self.places.remove(path);
+            self.values.0.remove(path);
+        }
+        if !paths.is_empty() {
+            let (file, keys) = (&self.source.name, paths.join(", "));
+            self.warnings.push(format!("--set model.preset takes the place of keys of {file}: {keys}"));
+        }
+    }
+
+    /// Takes what the weights of `train.init_from` decide where nobody said it; who said otherwise is refused.
+    fn inherit(&mut self, inherit: Inherit<'_>) -> Result<Option<Inherited>, ConfigError> {
+        let Some(Value::Text(folder)) = self.values.get("train.init_from") else { return Ok(None) };
+        let inherited = match inherit(folder) {
+            Ok(Some(inherited)) => inherited,
+            Ok(None) => return Ok(None),
+            // A run that goes on needs nothing from there, if its config is whole.
+            Err(_) if self.missing().is_none() => return Ok(None),
+            Err(NotInherited { problem, hint }) => {
+                let place = self.places.get("train.init_from").cloned();
+                return Err(ConfigError::new(Problem::new(problem, hint), self.locate(place)));
+            }
+        };
+        let Inherited { name, text } = &inherited;
+        let theirs = document::read(&Source::new(name, text)?)?;
+        let own_tokenizer = self.places.contains_key("data.tokenizer");
+        for given in theirs.given {
+            let path = given.key.path;
+            let Some(place) = self.places.get(path).cloned() else {
+                if path != "data.eos_token" || !own_tokenizer {
+                    self.set(given.key, given.value, Place::InitFrom);
+                }
+                continue;
+            };
+            let ours = self.values.get(path).cloned();
+            if let (true, Some(ours)) = (inherit::is_shape(path), ours.filter(|ours| *ours != given.value)) {
+                let blamed = match &place {
+                    Place::Preset(preset) => format!("model.preset = \"{preset}\" has {path} = {ours}, which"),
+                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => {
+                        format!("{path} = {ours}")
+                    }
+                };
+                let problem = Problem::new(
+                    format!("{blamed} contradicts the weights of train.init_from: {} in {name}", given.value),
+                    "leave it out: the shape of the model is taken from train.init_from",
+                );
+                let place = match place {
+                    Place::Preset(_) => self.places.get("model.preset").cloned(),
+                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => Some(place),
+                };
+                return Err(ConfigError::new(problem, self.locate(place)));
+            }
+        }
+        Ok(Some(inherited))
+    }
+
+    /// The first key that must be given and is not.
+    fn missing(&self) -> Option<&'static Key> {
         let required = |key: &Key| match key.default {
             Default::Required => true,
             Default::DerivedOrRequired(_, derive) => matches!(derive(&self.values), Ok(None)),
             Default::Fixed(_) | Default::Unset | Default::Derived(..) => false,
         };
-        let missing = |key: &&Key| self.values.get(key.path).is_none() && required(key);
-        let Some(key) = KEYS.iter().find(missing) else { return Ok(()) };
+        KEYS.iter().find(|key| self.values.get(key.path).is_none() && required(key))
+    }
+
+    fn check_required(&self, document: &Document) -> Result<(), ConfigError> {
+        let Some(key) = self.missing() else { return Ok(()) };
         let names = quote_list(&presets::NAMES);
         let problem =
             Problem::new(format!("{} is not set", key.path), format!("set it, or choose a model.preset: {names}"));
@@ -195,6 +279,7 @@ impl Layers<'_> {
         let places = conflict.keys.iter().filter_map(|path| self.places.get(path));
         match places.min_by_key(|place| Reverse(place.layer())) {
             Some(Place::Preset(_)) => self.places.get("model.preset").cloned(),
+            Some(Place::InitFrom) => self.places.get("train.init_from").cloned(),
             place => place.cloned(),
         }
     }
@@ -204,7 +289,7 @@ impl Layers<'_> {
             Some(Place::File { start, end }) => self.source.locate(&(start..end)),
             Some(Place::Override(index)) => overrides::location(overrides::SET, &self.overrides[index]),
             Some(Place::Change(index)) => overrides::location(overrides::CHANGE, &self.changes[index].text),
-            Some(Place::Preset(_)) | None => self.source.whole(),
+            Some(Place::InitFrom | Place::Preset(_)) | None => self.source.whole(),
         }
     }
 
@@ -214,6 +299,7 @@ impl Layers<'_> {
             Some(Place::Preset(name)) => Origin::Preset(name.clone()),
             Some(Place::File { start, .. }) => Origin::File { line: self.source.line_number(*start) },
             Some(Place::Override(_)) => Origin::Set,
+            Some(Place::InitFrom) => Origin::InitFrom,
             Some(Place::Change(index)) => Origin::Change { step: self.changes[*index].step },
         }
     }

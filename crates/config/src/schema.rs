@@ -34,7 +34,8 @@ tables! {
     /// The shape of the model.
     model: ModelConfig {
         /// A published model size, or one of ours. It fills the other model keys, train.seq with the sequence length of its
-        /// pre-training, and precision.policy with bf16; keys given explicitly win over it.
+        /// pre-training, and precision.policy with bf16; keys given beside it win over it, and one that --set names wins over
+        /// the shape that the file gives.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct, finds ["model size", "model name", "shape"];
         /// The family of models the shape belongs to.
         architecture: String =

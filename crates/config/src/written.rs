@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Origin;
 use crate::declare::{Effect, Key};
+use crate::overrides;
 use crate::schema::{Config, KEYS};
 use crate::source::printable;
 use crate::value::Value;
@@ -22,9 +23,10 @@ pub struct Change {
 }
 
 impl Change {
-    /// The key, as it was written.
+    /// The key, `table.key`; whatever stands before the value where there is no such key.
     pub fn key(&self) -> &str {
-        self.text.split('=').next().unwrap_or_default().trim()
+        let written = || self.text.split('=').next().unwrap_or_default().trim();
+        overrides::read(overrides::CHANGE, &self.text).map_or_else(|_| written(), |(named, _)| named.key.path)
     }
 }
 
@@ -59,6 +61,17 @@ impl Config {
                 Some(value) => writeln!(text, "{} = {value}  # {}", key.name, self.origin_text(key)),
                 None => writeln!(text, "# {} is not set", key.name),
             };
+        }
+        text
+    }
+
+    /// The keys of `[model]` as TOML, without the preset that some of them may be from.
+    pub fn model_toml(&self) -> String {
+        let mut text = "[model]\n".to_owned();
+        for key in KEYS.iter().filter(|key| key.table == "model" && key.name != "preset") {
+            if let Some(value) = (key.get)(self) {
+                let _ = writeln!(text, "{} = {value}", key.name);
+            }
         }
         text
     }
@@ -126,6 +139,7 @@ impl Config {
             Some(Origin::Preset(name)) => format!("preset {name}"),
             Some(Origin::File { line }) => format!("{}:{line}", printable(&file)),
             Some(Origin::Set) => "--set".into(),
+            Some(Origin::InitFrom) => "train.init_from".into(),
             Some(Origin::Found(how)) => format!("default: {how}"),
             Some(Origin::Change { step }) => format!("--change at step {step}"),
             Some(Origin::Default) | None => "default".into(),

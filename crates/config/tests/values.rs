@@ -72,10 +72,12 @@ fn every_preset_is_accepted() {
 }
 
 #[test]
-fn explicit_keys_win_over_the_preset_wherever_each_is_given() {
+fn explicit_keys_win_over_a_preset_beside_or_below_them() {
     let config = parse("[model]\nlayers = 2\npreset = \"llama-29m\"\n");
     assert_eq!((config.model.layers, config.model.dim), (2, 512));
-    let config = parse_set("[model]\nlayers = 2\n", &["model.preset=llama-29m"]);
+    let config = parse_set("[model]\npreset = \"llama-29m\"\n", &["model.layers=2"]);
+    assert_eq!((config.model.layers, config.model.dim), (2, 512));
+    let config = parse_set("[model]\nlayers = 3\n", &["model.preset=llama-29m", "model.layers=2"]);
     assert_eq!((config.model.layers, config.model.dim), (2, 512));
 }
 

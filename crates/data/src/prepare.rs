@@ -122,9 +122,9 @@ pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress
 
 /// Makes tokens of the text of `spec` and writes shards, `data.json`, `files.jsonl` and the tokenizer into `out`.
 ///
-/// A document is a file of text, a line of a JSON-lines file or a row of a Parquet file; its tokens end with a
-/// separator. What is held out are whole records, whole files of text, or 64 KiB pieces of longer ones: neighbouring
-/// pieces of one split stay together, and where the split changes the part before it ends with a separator as if it
+/// A document is a file of text, a line of a JSON-lines file or a row of a Parquet file; its tokens end with an
+/// EOS token. What is held out are whole records, whole files of text, or 64 KiB pieces of longer ones: neighbouring
+/// pieces of one split stay together, and where the split changes the part before it ends with an EOS token as if it
 /// were a document. If the data set is a single piece of text, its end is held out. With a validation fraction of 0 there
 /// is no validation shard.
 ///
@@ -223,10 +223,10 @@ impl Task<'_> {
         let start = partial.parts.last().map_or(Cursor::default(), |part| part.after);
         progress(at(start, partial.parts.last().map_or(0, |part| part.input_bytes)));
 
-        let (stop, cut_anywhere) = (self.options.stop, self.tokenizer.is_bytes());
+        let (stop, tokenizer) = (self.options.stop, self.tokenizer);
         let fields = Fields { text: &self.spec.text_field, prompt: self.spec.prompt_field.as_deref() };
-        let work = Work { files: &self.found.files, fields, tokenizer: self.tokenizer, stop };
-        let reading = Reading { found: self.found, holdout: self.holdout, fields, cut_anywhere, stop };
+        let work = Work { files: &self.found.files, fields, tokenizer, stop };
+        let reading = Reading { found: self.found, holdout: self.holdout, fields, tokenizer, stop };
         let begin = |partial: &Partial| {
             partial.begin(self.tokenizer.width(), self.holdout.is_active(), fields.prompt.is_some())
         };
@@ -290,7 +290,7 @@ impl Task<'_> {
             listing: self.found.listing(),
             content: Some(hexadecimal(self.content)),
             vocabulary: self.tokenizer.vocabulary(),
-            separator: self.tokenizer.separator(),
+            eos: self.tokenizer.eos(),
             train: SplitSummary::of(train.collect()),
             validation: self.holdout.is_active().then(|| SplitSummary::of(validation.collect())),
             spec: self.spec.clone(),

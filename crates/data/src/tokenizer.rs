@@ -14,7 +14,7 @@ use crate::guard::caught;
 use crate::prepare::{NEVER, go_on};
 use crate::prepared::hexadecimal;
 use crate::shard::Width;
-use crate::{BYTE_VOCABULARY, DataError, SEPARATOR};
+use crate::{BYTE_VOCABULARY, DataError, EOS_BYTE};
 
 /// The largest `tokenizer.json` that is read; the largest in use have about 35 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
@@ -64,7 +64,7 @@ impl TokenizerSpec {
 /// Makes tokens of text.
 pub struct Tokenizer {
     model: Model,
-    separator: u32,
+    eos: u32,
     vocabulary: u32,
 }
 
@@ -95,7 +95,7 @@ impl Tokenizer {
 
     /// The tokenizer whose tokens are bytes.
     pub fn bytes() -> Self {
-        Tokenizer { model: Model::Bytes, separator: SEPARATOR.into(), vocabulary: BYTE_VOCABULARY }
+        Tokenizer { model: Model::Bytes, eos: EOS_BYTE.into(), vocabulary: BYTE_VOCABULARY }
     }
 
     fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
@@ -116,7 +116,7 @@ impl Tokenizer {
         if largest > MAX_TOKEN {
             return Err(refuse(format!("it has a token {largest}, and at most {MAX_TOKEN} is accepted")));
         }
-        let separator = match end_token {
+        let eos = match end_token {
             Some(token) => tokenizer.token_to_id(token).ok_or_else(|| {
                 let problem = format!("it has no token {token:?}, which data.eos_token names");
                 DataError::tokenizer(path, problem, "name a token of its vocabulary")
@@ -127,7 +127,7 @@ impl Tokenizer {
             })?,
         };
         let model = Model::File { path: path.to_owned(), tokenizer: Box::new(tokenizer), source };
-        Ok(Tokenizer { model, separator, vocabulary: largest + 1 })
+        Ok(Tokenizer { model, eos, vocabulary: largest + 1 })
     }
 
     /// One more than the largest token it can make: the smallest vocabulary of a model for it.
@@ -136,8 +136,8 @@ impl Tokenizer {
     }
 
     /// The token after each document.
-    pub fn separator(&self) -> u32 {
-        self.separator
+    pub fn eos(&self) -> u32 {
+        self.eos
     }
 
     /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.
@@ -157,42 +157,91 @@ impl Tokenizer {
         Width::of(self.vocabulary)
     }
 
-    /// Appends the tokens of a text, each as the bytes of [`width`](Self::width). Memory grows with the result only.
-    pub(crate) fn encode(&self, text: &str, tokens: &mut Vec<u8>, stop: &AtomicBool) -> Result<(), DataError> {
-        let (path, tokenizer) = match &self.model {
-            Model::Bytes => {
-                tokens.extend(text.as_bytes());
-                return Ok(());
-            }
-            Model::File { path, tokenizer, .. } => (path, tokenizer),
+    /// Appends the tokens of a text that stands behind `context`, each as the bytes of [`width`](Self::width). Memory grows with
+    /// the result only: long text is tokenised in stretches.
+    pub(crate) fn encode(
+        &self,
+        context: &str,
+        text: &str,
+        tokens: &mut Vec<u8>,
+        stop: &AtomicBool,
+    ) -> Result<(), DataError> {
+        if self.is_bytes() {
+            tokens.extend(text.as_bytes());
+            return Ok(());
+        }
+        let nominal = cut::PIECE_BYTES as usize;
+        let (mut context, mut rest) = (context.to_owned(), text);
+        while !rest.is_empty() {
+            go_on(stop)?;
+            let end = match rest.len() <= nominal + cut::LOOK_AHEAD {
+                true => rest.len(),
+                false => self.cut(&[], rest.as_bytes(), nominal),
+            };
+            // A place to cut is between characters.
+            let (stretch, after) = rest.split_at(end);
+            self.width().append(&self.ids_behind(&context, stretch)?, tokens);
+            context = cut::characters(&cut::context(context.as_bytes(), stretch.as_bytes())).to_owned();
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Where to cut a text that stands behind `before`, at or after `nominal`: a place where a token ends whatever comes after.
+    /// Where the look-ahead has none, at the likeliest place, and the tokens there may not be those of the whole.
+    pub(crate) fn cut(&self, before: &[u8], text: &[u8], nominal: usize) -> usize {
+        if self.is_bytes() {
+            return nominal;
+        }
+        let ahead = &text[nominal..];
+        let is_safe = |at: &usize| {
+            let context = cut::context(before, &text[..*at]);
+            let (left, right) = (cut::characters(&context), &text[*at..text.len().min(*at + cut::CONTEXT_BYTES)]);
+            self.ids(left).is_ok_and(|alone| {
+                self.ids(&[left, cut::characters(right)].concat()).is_ok_and(|both| both.starts_with(&alone))
+            })
         };
+        let safe = cut::places(ahead).map(|at| nominal + at).find(is_safe);
+        safe.unwrap_or_else(|| nominal + cut::first_cut(ahead))
+    }
+
+    /// The tokens of a stretch as they are in a text where it stands behind `context`.
+    fn ids_behind(&self, context: &str, stretch: &str) -> Result<Vec<u32>, DataError> {
+        if !context.is_empty() {
+            let alone = self.ids(context)?;
+            let mut both = self.ids(&[context, stretch].concat())?;
+            if both.starts_with(&alone) {
+                return Ok(both.split_off(alone.len()));
+            }
+        }
+        self.ids(stretch)
+    }
+
+    fn ids(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        let Model::File { path, tokenizer, .. } = &self.model else { return Ok(text.bytes().map(u32::from).collect()) };
         let refuse = |cause: String| {
             let problem = format!("it cannot make tokens of a text: {cause}");
             DataError::tokenizer(path, problem, "check the tokenizer with the library it was made with")
         };
-        for stretch in cut::stretches(text) {
-            go_on(stop)?;
-            let encoding = caught(|| tokenizer.encode_fast(stretch, false))
-                .ok_or_else(|| refuse("the library that reads it gave up".into()))?
-                .map_err(|error| refuse(short(&error)))?;
-            let ids = encoding.get_ids();
-            if let Some(id) = ids.iter().find(|&&id| id >= self.vocabulary) {
-                return Err(refuse(format!("it made a token {id} that is not in its vocabulary")));
-            }
-            self.width().append(ids, tokens);
+        let encoding = caught(|| tokenizer.encode_fast(text, false))
+            .ok_or_else(|| refuse("the library that reads it gave up".into()))?
+            .map_err(|error| refuse(short(&error)))?;
+        let ids = encoding.get_ids();
+        match ids.iter().find(|&&id| id >= self.vocabulary) {
+            Some(id) => Err(refuse(format!("it made a token {id} that is not in its vocabulary"))),
+            None => Ok(ids.to_vec()),
         }
-        Ok(())
     }
 
     /// The tokens of a text.
     pub fn tokens(&self, text: &str) -> Result<Vec<u32>, DataError> {
         let mut bytes = Vec::new();
-        self.encode(text, &mut bytes, &NEVER)?;
+        self.encode("", text, &mut bytes, &NEVER)?;
         let token = |b: &[u8]| b.iter().rev().fold(0, |token, byte| token << 8 | u32::from(*byte));
         Ok(bytes.chunks_exact(self.width() as usize).map(token).collect())
     }
 
-    /// The text of some tokens, separators shown by name; what is not text shows as replacement characters.
+    /// The text of some tokens, EOS tokens shown by name; what is not text shows as replacement characters.
     pub fn decode(&self, tokens: &[u32]) -> String {
         match &self.model {
             Model::Bytes => {

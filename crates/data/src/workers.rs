@@ -10,6 +10,7 @@ use std::thread::Scope;
 use serde::Deserializer;
 use serde::de::{self, IgnoredAny, MapAccess, Visitor};
 
+use crate::cut;
 use crate::holdout::Split;
 use crate::prepare::go_on;
 use crate::scan::SourceFile;
@@ -26,7 +27,7 @@ const IN_FLIGHT_BYTES: usize = 48 << 20;
 /// A unit as tokens.
 #[derive(Debug)]
 pub(crate) struct Tokenised {
-    /// As bytes of the tokenizer's width, with the separator if the document ends.
+    /// As bytes of the tokenizer's width, with the EOS token if the document ends.
     pub(crate) tokens: Vec<u8>,
     pub(crate) text_bytes: u64,
     /// Tokens at the beginning that are a prompt.
@@ -157,15 +158,15 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
     // What waits when the work is interrupted is not worked on.
     go_on(work.stop)?;
-    let Unit { content, split, origin, begins, ends, offset, after, input_bytes } = unit;
+    let Unit { content, context, split, origin, begins, ends, offset, after, input_bytes } = unit;
     let path = &work.files[origin.file as usize].path;
     let tokenizer = work.tokenizer;
     let (mut tokens, mut prompt) = (Vec::new(), 0);
     // A prompt is tokenised on its own, as it will be when the model is asked to go on.
     let mut completion = |before: &str, text: &str, tokens: &mut Vec<u8>| -> Result<usize, DataError> {
-        tokenizer.encode(before, tokens, work.stop)?;
+        tokenizer.encode("", before, tokens, work.stop)?;
         prompt = (tokens.len() / tokenizer.width() as usize) as u64;
-        tokenizer.encode(text, tokens, work.stop)?;
+        tokenizer.encode("", text, tokens, work.stop)?;
         Ok(before.len() + text.len())
     };
     let text_bytes = match content {
@@ -175,12 +176,12 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         }
         Content::Text(bytes) => {
             let text = std::str::from_utf8(&bytes).map_err(|error| not_utf8(path, origin, offset, &error))?;
-            tokenizer.encode(text, &mut tokens, work.stop)?;
+            tokenizer.encode(cut::characters(&context), text, &mut tokens, work.stop)?;
             text.len()
         }
         Content::JsonLine(line) => {
             let line = std::str::from_utf8(&line).map_err(|error| not_utf8(path, origin, offset, &error))?;
-            let (before, text) = texts_of(line, work.fields)
+            let [before, text] = texts_of(line, work.fields)
                 .map_err(|(problem, hint)| DataError::record(path, origin.record, problem, hint))?;
             completion(&before, &text, &mut tokens)?
         }
@@ -189,9 +190,9 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
             completion(utf8(&prompt)?, utf8(&text)?, &mut tokens)?
         }
     };
-    // A document without text leaves no trace, not even a separator.
+    // A document without text leaves no trace, not even an EOS token.
     if ends && !(begins && text_bytes == 0) {
-        tokenizer.width().append(&[tokenizer.separator()], &mut tokens);
+        tokenizer.width().append(&[tokenizer.eos()], &mut tokens);
     }
     let text_bytes = text_bytes as u64;
     Ok(Tokenised { tokens, text_bytes, prompt, split, origin, begins, after, input_bytes })
@@ -211,7 +212,7 @@ fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::st
 
 /// The strings in the fields of a JSON object, prompt and text; empty where a field is null or not asked for. The problem
 /// and a hint where it has none.
-fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<(Cow<'a, str>, Cow<'a, str>), (String, &'static str)> {
+fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<[Cow<'a, str>; 2], (String, &'static str)> {
     const HINT: &str = "every line is a JSON object; data.text_field names the field with the text";
     const PROMPT_HINT: &str = "data.prompt_field names the field with the prompt; null or \"\" stands for no prompt";
     let mut json = serde_json::Deserializer::from_str(line);
@@ -226,7 +227,7 @@ fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<(Cow<'a, str>, Cow<
                 (None, Some(field)) => return Err((format!("the object has no field {field:?}"), PROMPT_HINT)),
             };
             match prompt.len().max(text.len()) <= MAX_RECORD_BYTES {
-                true => Ok((prompt, text)),
+                true => Ok([prompt, text]),
                 false => Err((format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20), "divide the document")),
             }
         }

@@ -6,9 +6,10 @@ use std::fs;
 
 use common::{Case, fixture, tokenizer, tokens};
 use lockstep_data::{DataError, PrepareOptions, PrepareSpec, Prepared, Tokenizer, TokenizerSpec, prepare_with};
+use lockstep_ir::counter;
 use lockstep_ir::op::IGNORED_TARGET;
 
-/// What trains, with `|` for the separators.
+/// What trains, with `|` for the EOS tokens.
 fn train_text(prepared: &Prepared) -> String {
     let bytes: Vec<u8> = tokens(prepared.train()).iter().map(|&token| token as u8).collect();
     String::from_utf8(bytes).unwrap().replace('\0', "|")
@@ -80,7 +81,7 @@ fn a_codec_that_is_not_read_is_named() {
     }
 }
 
-/// What is to be predicted of all tokens but the first, with `|` for separators and `.` for what does not count.
+/// What is to be predicted of all tokens but the first, with `|` for EOS tokens and `.` for what does not count.
 fn targets(prepared: &Prepared) -> String {
     let mut targets = vec![0; prepared.train().len() as usize - 1];
     prepared.train().copy_targets(0, &mut targets);
@@ -120,7 +121,7 @@ fn a_prompt_stands_before_the_text_and_does_not_count() {
     let prepared = case.prepare(&spec).unwrap();
     let tokenizer = prepared.tokenizer().unwrap();
     let (prompt, text) = (tokenizer.tokens("ab").unwrap(), tokenizer.tokens("cd").unwrap());
-    let all = [prompt.clone(), text.clone(), vec![tokenizer.separator()]].concat();
+    let all = [prompt.clone(), text.clone(), vec![tokenizer.eos()]].concat();
     assert_eq!(tokens(prepared.train())[..all.len()], all, "a prompt is tokenised on its own");
     assert_eq!(prepared.train().document_at(0).prompt, prompt.len() as u64);
 }
@@ -181,7 +182,7 @@ fn a_tokenizer_makes_the_tokens_and_gives_the_text_back() {
     let case = Case::new(&[("a.txt", "fn main() {}\nété <|endoftext|>\n".as_bytes()), ("b.txt", b"struct Shard;")]);
     let spec = PrepareSpec { tokenizer: tokenizer(), ..case.spec(&["a.txt", "b.txt"]) };
     let prepared = case.prepare(&spec).unwrap();
-    assert_eq!((prepared.vocabulary(), prepared.separator()), (1000, 0));
+    assert_eq!((prepared.vocabulary(), prepared.eos()), (1000, 0));
     let made = tokens(prepared.train());
     assert!(made.len() < 30, "{made:?}");
     assert_eq!(made.iter().filter(|&&token| token == 0).count(), 2, "text does not stand for a special token");
@@ -209,6 +210,51 @@ fn a_long_text_is_cut_where_the_tokens_stay_the_same() {
     let lines: Vec<_> = all.split_inclusive(|token| one[one.len() - 2] == *token).collect();
     assert_eq!(lines.len(), 10_001, "a line ends with the same token everywhere");
     assert_eq!(lines[7], &one[..one.len() - 1]);
+}
+
+/// A tokenizer as Llama 2 has it: a space is put before every text, and nothing divides it into words.
+const WHOLE_TEXT: &str = r#"{
+    "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+    "normalizer": { "type": "Sequence", "normalizers": [
+        { "type": "Prepend", "prepend": "_" }, { "type": "Replace", "pattern": { "String": " " }, "content": "_" } ] },
+    "pre_tokenizer": null, "post_processor": null,
+    "decoder": { "type": "Replace", "pattern": { "String": "_" }, "content": " " },
+    "model": { "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+        "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+        "vocab": { "</s>": 0, "_": 1, "a": 2, "b": 3, "c": 4, "\n": 5, "ab": 6, "_a": 7, "_ab": 8, "bc": 9, "abc": 10, "__": 11 },
+        "merges": [["a", "b"], ["_", "ab"], ["b", "c"], ["ab", "c"], ["_", "a"], ["_", "_"]] } }"#;
+
+#[test]
+fn the_tokens_of_a_long_text_are_those_of_the_whole_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    fs::write(&path, WHOLE_TEXT).unwrap();
+    let letters = |alphabet: &[&str], n: usize| -> String {
+        (0..n).map(|i| alphabet[(counter::bits(9, i as u64) % alphabet.len() as u64) as usize]).collect()
+    };
+    let cases = [
+        (TokenizerSpec::file(&path, None).unwrap(), letters(&["a", "b", "c"], 300_000)),
+        (TokenizerSpec::file(&path, None).unwrap(), letters(&["ab", "c", " ", "bc", "a", "\n"], 300_000)),
+        (tokenizer(), letters(&["let", "x", "fn", "e", "th", "\u{e9}"], 150_000)),
+        (tokenizer(), letters(&["the ", "a, ", "\n", "\n\n", "  ", "of", "! "], 150_000)),
+    ];
+    for (index, (spec, text)) in cases.into_iter().enumerate() {
+        let TokenizerSpec::File { path, .. } = &spec else { unreachable!() };
+        let theirs = tokenizers::Tokenizer::from_file(path).unwrap();
+        let whole = theirs.encode_fast(&*text, false).unwrap().get_ids().to_vec();
+        assert!(text.len() > 2 << 17);
+        assert!(Tokenizer::open(&spec).unwrap().tokens(&text).unwrap() == whole, "{index}: a text");
+        // As a file it is cut once more, into units.
+        let (long, ids) = match index {
+            0..2 => (text.clone() + &text + &text + &text, None),
+            _ => (text.clone(), Some(&whole)),
+        };
+        let whole = ids.cloned().unwrap_or_else(|| theirs.encode_fast(&*long, false).unwrap().get_ids().to_vec());
+        let case = Case::new(&[("a.txt", long.as_bytes())]);
+        let prepared = case.prepare(&PrepareSpec { tokenizer: spec, ..case.spec(&["a.txt"]) }).unwrap();
+        let found = tokens(prepared.train());
+        assert!(found[..found.len() - 1] == whole, "{index}: a file");
+    }
 }
 
 #[test]

@@ -118,6 +118,8 @@ fn a_flipped_bit_is_found() {
             Err(DataError::Shard { fault: ShardFault::Length { .. }, .. }) if position < 40 => (),
             Err(DataError::Shard { fault: ShardFault::DocumentCount { .. }, .. }) if position < 40 => (),
             Err(DataError::Shard { fault: ShardFault::Reserved, .. }) if (41..64).contains(&position) => (),
+            // Entries of the table are longer where they have prompts.
+            Err(DataError::Shard { fault: ShardFault::Length { .. }, .. }) if position == 44 => (),
             // The mark of a continued document is a bit of its own.
             Ok(_) if position == 40 => (),
             other => panic!("byte {position}: {other:?}"),

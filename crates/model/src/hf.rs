@@ -80,6 +80,9 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
             return Err(fields.unsupported(field, &hint));
         }
     }
+    if fields.flag("is_causal")? == Some(false) {
+        return Err(fields.unsupported("is_causal", "only models whose tokens see no later tokens are supported"));
+    }
     let window = match family.window {
         Some((field, default)) if !fields.0.contains_key(field) => Some(default),
         Some((field, _)) => fields.count(field)?,
@@ -183,6 +186,16 @@ pub fn write_config(model: &ModelConfig, beside: Beside) -> Result<Value, HfErro
         let problem = format!("model.architecture = \"{}\" is not a Hugging Face model", model.architecture);
         refused(&problem, "there is no folder to export it to")
     })?;
+    if family.whole_heads && !model.dim.is_multiple_of(model.heads) {
+        let problem = format!(
+            "model.dim = {} is no multiple of model.heads = {}, and transformers refuses such a {} model, with model.head_dim or \
+             without",
+            model.dim, model.heads, family.name
+        );
+        let hint =
+            "model.architecture = \"mistral\" without a sliding window computes the same, and may have such heads";
+        return Err(refused(&problem, hint));
+    }
     let mut fields = Map::new();
     let mut set = |name: &str, value: Value| drop(fields.insert(name.to_owned(), value));
     set("architectures", json!([family.class]));

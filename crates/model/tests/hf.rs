@@ -51,6 +51,20 @@ fn what_is_written_reads_back_as_the_same_model() {
 }
 
 #[test]
+fn what_transformers_would_refuse_is_not_written() {
+    let odd = json!({ "hidden_size": 26, "head_dim": 6 });
+    for family in ["mistral", "qwen2", "qwen3"] {
+        let (_, config) = read(&with(family, odd.clone()));
+        let written = write_config(&config.model, BESIDE).unwrap();
+        assert_eq!((&written["hidden_size"], &written["head_dim"]), (&json!(26), &json!(6)), "{family}");
+    }
+    let (_, config) = read(&with("llama", odd));
+    let error = write_config(&config.model, BESIDE).unwrap_err().to_string();
+    assert!(error.starts_with("model.dim = 26 is no multiple of model.heads = 4, and transformers refuses"), "{error}");
+    assert!(error.contains("\nhint: model.architecture = \"mistral\" "), "{error}");
+}
+
+#[test]
 fn both_versions_of_the_rotary_fields_are_read() {
     let scaling = json!({
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
@@ -102,6 +116,8 @@ fn what_cannot_be_represented_is_refused_by_field() {
             json!({ "quantization_config": { "bits": 4 } }),
             "`quantization_config` = {\"bits\":4} is not supported",
         ),
+        ("qwen2", json!({ "is_causal": false }), "`is_causal` = false is not supported"),
+        ("gpt2", json!({ "is_causal": false }), "`is_causal` = false is not supported"),
         ("llama", rope("yarn"), "`rope_type` = \"yarn\" is not supported"),
         ("llama", rope("llama3"), "`rope_parameters.original_max_position_embeddings` is not set"),
         ("llama", partial, "`partial_rotary_factor` = 0.5 is not supported"),

@@ -32,6 +32,8 @@ pub(crate) struct Course {
     pub(crate) new: Vec<Changed>,
     /// Earlier changes that come after the step from which the run goes on: they count no more.
     pub(crate) undone: Vec<Change>,
+    /// What the user should know of the config with its changes, and not of the one without.
+    pub(crate) warnings: Vec<String>,
     /// Learning rate of the next step, before and after, where what is changed by this call changes it.
     pub(crate) rates: Option<(f64, f64)>,
 }
@@ -69,17 +71,27 @@ pub(crate) fn course(
 ) -> Result<Course, TrainError> {
     let Some(checkpoint) = checkpoint else {
         return match new.is_empty() {
-            true => Ok(Course { config: config.clone(), changes: vec![], new: vec![], undone: vec![], rates: None }),
+            true => Ok(Course {
+                config: config.clone(),
+                changes: vec![],
+                new: vec![],
+                undone: vec![],
+                warnings: vec![],
+                rates: None,
+            }),
             false => Err(TrainError::NothingToChange { dir: dir.to_owned() }),
         };
     };
     let step = checkpoint.step;
     let before = Config::parse(checkpoint.state["config"].as_str().unwrap_or_default(), "checkpoint", &[])?;
     let (mut changes, undone): (Vec<Change>, Vec<Change>) = read(dir)?.into_iter().partition(|c| c.step <= step);
-    let earlier = config.with_changes(&changes)?;
-    let given = new.iter().map(|text| Change { step, text: text.clone() });
-    let mut given: Vec<Change> = given.collect();
-    let mut now = config.with_changes(&[&changes[..], &given].concat())?;
+    let with = |changes: &[Change]| match changes {
+        [] => Ok(config.clone()),
+        changes => config.with_changes(changes),
+    };
+    let earlier = with(&changes)?;
+    let mut given: Vec<Change> = new.iter().map(|text| Change { step, text: text.clone() }).collect();
+    let mut now = with(&[&changes[..], &given].concat())?;
     // A command that is repeated changes nothing.
     let same = |c: &Change| [&earlier, &before].iter().all(|other| other.value(c.key()) == now.value(c.key()));
     given.retain(|change| !same(change));
@@ -89,7 +101,7 @@ pub(crate) fn course(
     if !changes.is_empty() {
         changes.extend(kept);
     }
-    now = config.with_changes(&changes)?;
+    now = with(&changes)?;
 
     let differences = now.differences(&before);
     let is_given = |d: &Difference| given.iter().any(|change| change.key() == d.path);
@@ -100,9 +112,17 @@ pub(crate) fn course(
             now: fixed.ours.clone(),
         });
     }
-    let accounted = |d: &Difference| {
-        d.changeable && (changes.iter().any(|c| c.key() == d.path) || (d.follows && !changes.is_empty()))
+    let is_changed = |path: &str| changes.iter().any(|change| change.key() == path);
+    // With more steps there is room again for what a short run had to cut.
+    let was_cut = |d: &Difference| {
+        let (o, steps) = (&before.optimizer, before.train.steps);
+        let scheduled = o.warmup_steps + o.decay_steps.unwrap_or(0);
+        is_changed("train.steps")
+            && ["optimizer.warmup_steps", "optimizer.decay_steps"].contains(&d.path)
+            && scheduled == steps
     };
+    let accounted =
+        |d: &Difference| d.changeable && (is_changed(d.path) || (d.follows && !changes.is_empty()) || was_cut(d));
     let others: Vec<Difference> = differences.iter().filter(|d| !accounted(d)).cloned().collect();
     if !others.is_empty() {
         return Err(TrainError::ConfigChanged { dir: dir.to_owned(), differences: others });
@@ -125,7 +145,8 @@ pub(crate) fn course(
     }
     let [rate_before, rate_now] = [&before, &now].map(|config| learning_rate(config, step));
     let rates = (!given.is_empty() && rate_before != rate_now).then_some((rate_before, rate_now));
-    Ok(Course { config: now, changes, new, undone, rates })
+    let warnings = now.warnings().iter().filter(|text| !config.warnings().contains(text)).cloned().collect();
+    Ok(Course { config: now, changes, new, undone, warnings, rates })
 }
 
 /// Keys whose defaults follow the number of steps and must not grow with it: warmup lies behind a run that goes on, and its

@@ -274,8 +274,8 @@ pub(crate) fn fill(
     }
     if config.data.document_mask {
         let start = |i: usize| {
-            // Documents of another length in every sequence.
-            let length = 3 + (first + i) / seq % 5;
+            // Documents of another length in every sequence, about eight where it is long.
+            let length = 3 + seq / 8 + (first + i) / seq % 5;
             (i % seq / length * length) as u32
         };
         let bytes: Vec<u8> = (0..positions).flat_map(|i| start(i).to_le_bytes()).collect();

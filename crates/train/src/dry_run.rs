@@ -59,6 +59,7 @@ pub fn dry_run(config: &Config, options: &RunOptions, stop: &AtomicBool) -> Resu
     config.require_data()?;
     let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
     let (Found { loaded, mut warnings }, course) = resume(config, options)?;
+    warnings.extend(course.warnings);
     let config = course.config;
     let plan = plan(&config)?;
     let arena_bytes = plan.require_memory(&config)?;

@@ -2,7 +2,7 @@
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::plan::{check_positions, forward_context};
-use crate::state::{self, Weights};
+use crate::state;
 use crate::{Device, RunData, Tokenizer, TrainError, Trained};
 use lockstep_compile::{CompileError, compile_forward};
 use lockstep_config::{Config, ModelConfig};
@@ -164,13 +164,13 @@ fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Resu
     Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?)
 }
 
-/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. Separators are none.
+/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. EOS tokens are none.
 fn text_bytes(tokenizer: &Tokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> u64 {
-    let mut separators = Vec::new();
-    stream.separators(from, targets.len() as u64, |at| separators.push(at as usize));
+    let mut ends = Vec::new();
+    stream.eos_places(from, targets.len() as u64, |at| ends.push(at as usize));
     let mut bytes = 0;
     let mut start = 0;
-    for end in separators.into_iter().chain([targets.len()]) {
+    for end in ends.into_iter().chain([targets.len()]) {
         let runs = targets[start.min(end)..end].split(|target| *target == IGNORED_TARGET);
         bytes += runs.map(|tokens| tokenizer.byte_count(tokens)).sum::<u64>();
         start = end + 1;
@@ -191,7 +191,8 @@ impl Material {
     fn validation(trained: &Trained, seq: usize, warn: &mut dyn FnMut(&str)) -> Result<Self, TrainError> {
         let missing = || TrainError::NoValidationText { dir: trained.data.clone() };
         let data = RunData::open(&trained.config, &trained.data)?.ok_or_else(missing)?;
-        if trained.checkpoint.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
+        let of_run = trained.checkpoint().map(|checkpoint| &checkpoint.state["data"]);
+        if of_run != Some(&json!(format!("{:016x}", data.fingerprint()))) {
             return Err(TrainError::DataChanged { dir: trained.data.clone() });
         }
         if let Some((samples, names)) = data.validation_samples(seq, warn) {
@@ -216,7 +217,7 @@ impl Material {
                 Cut { sequences: (*count).min(most), rest: 0 }
             }
             Material::Text(tokens) => {
-                // A document has a byte and a separator at least, so there is something to predict.
+                // A document has a byte and an EOS token at least, so there is something to predict.
                 let targets = tokens.len() - 1;
                 Cut { sequences: targets / seq as u64, rest: (targets % seq as u64) as usize }
             }
@@ -251,7 +252,7 @@ impl Model {
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
         let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
         let mut executor = Device::of(config).load(program.clone(), threads)?;
-        state::load(&program.tensors, executor.as_mut(), Weights::Checkpoint(&trained.checkpoint), config.train.seed)?;
+        state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq, config.train.seed);
         Ok(Self {
             executor,

@@ -116,7 +116,8 @@ pub fn generation_program(config: &Config, context: usize) -> Result<(StepProgra
 #[serde(rename_all = "snake_case")]
 pub enum Stop {
     /// The model ended the document.
-    Separator,
+    #[serde(rename = "separator")]
+    Eos,
     /// As many tokens as were asked for.
     MaxTokens,
     /// The context is full.
@@ -128,7 +129,7 @@ pub enum Stop {
 /// A generated text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generated {
-    /// The new tokens, without a separator.
+    /// The new tokens, without an EOS token.
     pub tokens: Vec<u32>,
     /// Why there are no more.
     pub stop: Stop,
@@ -138,11 +139,12 @@ pub struct Generated {
     pub generate_s: f64,
 }
 
-/// Continues a prompt by up to `max_tokens` tokens, each shown to `listen` as it comes. Prompt and continuation together
-/// never leave the context.
+/// Continues a prompt by up to `max_tokens` tokens, each shown to `listen` as it comes, or up to one of the tokens `ends`. Prompt
+/// and continuation together never leave the context.
 pub fn generate(
     generator: &mut Generator,
     tokenizer: &Tokenizer,
+    ends: &[u32],
     prompt: &[u32],
     max_tokens: usize,
     sampling: &Sampling,
@@ -176,8 +178,8 @@ pub fn generate(
         let Some(token) = sampling.choose(&generator.logits[..known], position as u64) else {
             return Err(TrainError::Logits { position });
         };
-        if token == tokenizer.separator() {
-            break Stop::Separator;
+        if ends.contains(&token) {
+            break Stop::Eos;
         }
         tokens.push(token);
         if listen(token).is_break() {

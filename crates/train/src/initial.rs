@@ -1,15 +1,15 @@
 //! The weights that a new run starts from, where `train.init_from` names some.
 
-use crate::hf::{self, HfFolder};
-use crate::trained::Trained;
-use crate::{Part, TrainError};
+use crate::hf::{self, HfFolder, Kept};
+use crate::trained::{TOKENIZER, Trained};
+use crate::{Part, Tokenizer, TrainError};
 use lockstep_checkpoint::{Loaded, Source, TensorCopy};
 use lockstep_config::Config;
 use std::path::{Path, PathBuf};
 
 /// Weights that were found, and fit the model.
 #[derive(Debug)]
-pub(crate) struct InitialWeights {
+pub struct InitialWeights {
     /// The folder that the config names.
     pub(crate) path: PathBuf,
     /// What is worth knowing about them.
@@ -37,15 +37,17 @@ impl InitialWeights {
             (theirs, warnings) = (Config::parse(&folder.config.to_toml(), "config.json", &[])?, Vec::new());
             origin = Origin::Folder(folder);
         } else {
-            let trained = Trained::open(&path)?;
+            let Some((config, checkpoint, notes)) = Trained::open(&path)?.into_parts() else {
+                return Err(TrainError::NotTrained { path });
+            };
             let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
             copies = hf::model_parts(model)?.into_iter().map(copy).collect();
-            let source = Source::Checkpoint { loaded: &trained.checkpoint, group: MODEL };
+            let source = Source::Checkpoint { loaded: &checkpoint, group: MODEL };
             source.check(&copies, hint)?;
             let others = source.names()?.into_iter().filter(|name| !copies.iter().any(|copy| copy.from == *name));
             hf::refuse_others(source.path(), others, hint)?;
-            (theirs, warnings) = (trained.config, trained.warnings);
-            origin = Origin::Checkpoint(trained.checkpoint);
+            (theirs, warnings) = (config, notes);
+            origin = Origin::Checkpoint(checkpoint);
         }
         // Of the same shape, and yet not the same model: a longer context, say, or a mistake.
         let differences = config.differences(&theirs);
@@ -60,6 +62,23 @@ impl InitialWeights {
             )
         }));
         Ok(Some(Self { path, warnings, origin, copies }))
+    }
+
+    /// Those of a Hugging Face folder that was read.
+    pub(crate) fn of_folder(path: &Path, folder: HfFolder, copies: Vec<TensorCopy>) -> Self {
+        Self { path: path.to_owned(), warnings: Vec::new(), origin: Origin::Folder(folder), copies }
+    }
+
+    /// What came beside them, where that is about the tokens of this tokenizer.
+    pub(crate) fn kept(&self, tokenizer: &Tokenizer) -> Result<Kept, TrainError> {
+        Ok(match &self.origin {
+            Origin::Checkpoint(loaded) => {
+                Kept::of_checkpoint(loaded).with_tokenizer(loaded.attachment(TOKENIZER), tokenizer)
+            }
+            Origin::Folder(_) => {
+                Kept::of_folder(&self.path)?.with_tokenizer(hf::tokenizer_bytes(&self.path)?.as_deref(), tokenizer)
+            }
+        })
     }
 
     /// The weights, and what is to be copied of them.

@@ -21,6 +21,7 @@ mod formulas;
 mod generate;
 mod groups;
 mod hf;
+mod inherited;
 mod initial;
 mod loss_scale;
 mod noise;
@@ -56,6 +57,7 @@ pub use fit::{
 pub use formulas::Formula;
 pub use generate::{Generated, Generator, Stop, generate, generation_program};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
+pub use inherited::inherited;
 pub use noise::Measured;
 pub use plan::{Architecture, Plan, plan, plan_with};
 pub use profile::{OpTime, Profile};

@@ -1,8 +1,9 @@
 //! One run, from its config to its last checkpoint.
 
 use crate::changes::{self, Course};
-use crate::data::way;
+use crate::data::{unused_vocabulary, way};
 use crate::event::{Event, GpuMetrics, StepMetrics};
+use crate::hf::{ATTACHMENT, Kept};
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise, NoiseBits};
@@ -148,7 +149,11 @@ pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Co
     {
         return Err(TrainError::Imported { dir: options.dir.clone() });
     }
-    let course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    let mut course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    if !course.changes.is_empty() {
+        // What is found out about a config is not part of what it was read from.
+        course.config = settled(&course.config, Some(&options.dir))?;
+    }
     Ok((found, course))
 }
 
@@ -167,6 +172,7 @@ fn start<'a>(
     if let Some(why) = Device::not_taken(config) {
         show(Event::Warning(&why));
     }
+    course.warnings.iter().for_each(|w| show(Event::Warning(w)));
     for change in &course.undone {
         let (text, step) = (&change.text, change.step);
         show(Event::Warning(&format!(
@@ -186,6 +192,14 @@ fn start<'a>(
     data.refuse_other_text(config, &folder, stop, &mut |text| show(Event::Warning(text)))?;
     data.verify(stop, &mut |done, total| show(Event::Checking { done, total }))?;
     let tokenizer = Tokenizer::from(data.tokenizer()?);
+    if let Some(text) = unused_vocabulary(config, &tokenizer) {
+        show(Event::Warning(&text));
+    }
+    let kept = match (&initial, &found.loaded) {
+        (Some(weights), _) => weights.kept(&tokenizer)?,
+        (None, Some(loaded)) => Kept::of_checkpoint(loaded),
+        (None, None) => Kept::default(),
+    };
     let train = data.train(config)?;
     // The arena may leave no memory to measure in.
     let matmul_peak = plan.matmul_peak()?;
@@ -301,6 +315,7 @@ fn start<'a>(
         data,
         prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
         tokenizer,
+        kept: kept.to_json(),
         sample_tokens: options.sample_tokens,
         pending,
         outcome,
@@ -333,6 +348,8 @@ struct Run<'a> {
     /// The way from the run directory to data that it shares.
     prepared: Option<PathBuf>,
     tokenizer: Tokenizer,
+    /// What came beside the weights of the Hugging Face model that it started from, as an attachment.
+    kept: Option<Vec<u8>>,
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
     sample_tokens: usize,
@@ -566,8 +583,9 @@ impl Run<'_> {
         });
         let progress = &mut |done, total| show(Event::Saving { done, total });
         // A checkpoint needs nothing around it to be used.
-        let tokenizer: Vec<(&str, &[u8])> = self.tokenizer.json().map(|json| (TOKENIZER, json)).into_iter().collect();
-        let about = About { state: &state, attachments: &tokenizer };
+        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
+        let attachments: Vec<_> = attachments.into_iter().filter_map(|(name, file)| Some((name, file?))).collect();
+        let about = About { state: &state, attachments: &attachments };
         let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
         self.dir.event("checkpoint", json!({ "step": step }))?;
         show(Event::Saved { step, path: &path });

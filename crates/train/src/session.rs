@@ -324,8 +324,8 @@ impl Session {
         Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, time: None })
     }
 
-    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last. `progress`
-    /// hears how many are done.
+    /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.
+    /// `progress` hears how many are done.
     pub fn evaluate(
         &mut self,
         data: &Sampler,

@@ -93,6 +93,8 @@ pub enum Weights<'a> {
     Initial,
     /// A checkpoint; moments too, where the program has any.
     Checkpoint(&'a Loaded),
+    /// A Hugging Face folder.
+    Folder(&'a InitialWeights),
     /// Another program of the same model that runs.
     Live(&'a dyn Executor),
 }
@@ -108,6 +110,7 @@ pub(crate) fn load(
     match weights {
         Weights::Initial => Ok(()),
         Weights::Checkpoint(checkpoint) => restore(tensors, executor, checkpoint),
+        Weights::Folder(weights) => start_from(tensors, executor, weights),
         Weights::Live(other) => {
             for tensor in tensors.iter().filter(|t| matches!(t.role, Role::State(State::Parameter(_)))) {
                 executor.write(&tensor.name, 0, &other.read(&tensor.name, 0)?)?;

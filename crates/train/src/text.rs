@@ -3,7 +3,7 @@
 use crate::data::require_vocabulary;
 use crate::{TrainError, data};
 use lockstep_config::Config;
-use lockstep_data::{BYTE_VOCABULARY, SEPARATOR};
+use lockstep_data::{BYTE_VOCABULARY, EOS_BYTE};
 use std::sync::Arc;
 
 /// How a model's tokens stand for text.
@@ -46,10 +46,10 @@ impl Tokenizer {
     }
 
     /// The token after a document.
-    pub fn separator(&self) -> u32 {
+    pub fn eos(&self) -> u32 {
         match self {
-            Tokenizer::Bytes => u32::from(SEPARATOR),
-            Tokenizer::File(tokenizer) => tokenizer.separator(),
+            Tokenizer::Bytes => u32::from(EOS_BYTE),
+            Tokenizer::File(tokenizer) => tokenizer.eos(),
         }
     }
 
@@ -61,7 +61,7 @@ impl Tokenizer {
         }
     }
 
-    /// Number of bytes of text that tokens stand for, which are of one document and without its separator.
+    /// Number of bytes of text that tokens stand for, which are of one document and without its EOS token.
     pub fn byte_count(&self, tokens: &[u32]) -> u64 {
         match self {
             Tokenizer::Bytes => tokens.len() as u64,
@@ -77,20 +77,26 @@ pub struct TextStream {
     tokenizer: Tokenizer,
     /// The beginning of a character, of byte tokens.
     pending: Vec<u8>,
-    /// All tokens so far, of a `tokenizer.json`, and the bytes of their text that have been shown.
+    /// The last tokens of a `tokenizer.json`: those that were shown last, which tell how the next ones read, and behind them those
+    /// whose text is not whole yet.
     tokens: Vec<u32>,
+    /// How many of them were shown, and the bytes of their text.
+    read: usize,
     shown: usize,
 }
+
+/// Tokens that are waited with for the rest of a character: its bytes are tokens at most, so what is longer is no text.
+const MOST_PENDING: usize = 8;
 
 impl TextStream {
     /// An empty stream.
     pub fn new(tokenizer: Tokenizer) -> Self {
-        Self { tokenizer, pending: Vec::new(), tokens: Vec::new(), shown: 0 }
+        Self { tokenizer, pending: Vec::new(), tokens: Vec::new(), read: 0, shown: 0 }
     }
 
     /// The text that one more token completes; empty where a character is not whole yet.
     pub fn push(&mut self, token: u32) -> String {
-        if token == self.tokenizer.separator() {
+        if token == self.tokenizer.eos() {
             return String::new();
         }
         match &self.tokenizer {
@@ -101,11 +107,14 @@ impl TextStream {
             Tokenizer::File(tokenizer) => {
                 self.tokens.push(token);
                 let text = tokenizer.decode(&self.tokens);
-                if text.ends_with(char::REPLACEMENT_CHARACTER) {
+                let pending = self.tokens.len() - self.read;
+                if text.ends_with(char::REPLACEMENT_CHARACTER) && pending < MOST_PENDING {
                     return String::new();
                 }
                 let new = text.get(self.shown..).unwrap_or_default().to_owned();
-                self.shown = text.len();
+                // What was shown before is needed no more.
+                self.tokens.drain(..self.read);
+                (self.read, self.shown) = (self.tokens.len(), tokenizer.decode(&self.tokens).len());
                 new
             }
         }
@@ -174,8 +183,40 @@ mod tests {
     }
 
     #[test]
-    fn separators_and_tokens_outside_the_vocabulary_are_no_text() {
+    fn eos_and_tokens_outside_the_vocabulary_are_no_text() {
         let mut stream = TextStream::new(Tokenizer::Bytes);
         assert_eq!(stream.push(0) + &stream.push(300) + &stream.push(u32::from(b'x')), "x");
+    }
+
+    /// A tokenizer as Llama 2 has it: spaces are `▁`, the first of a text is none, and what is no token is bytes.
+    const SPACES: &str = r#"{ "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+        "decoder": { "type": "Sequence", "decoders": [
+            { "type": "Replace", "pattern": { "String": "▁" }, "content": " " }, { "type": "ByteFallback" }, { "type": "Fuse" },
+            { "type": "Strip", "content": " ", "start": 1, "stop": 0 } ] },
+        "model": { "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": true, "ignore_merges": false, "merges": [],
+            "vocab": { "</s>": 0, "▁": 1, "▁one": 2, "two": 3, "<0xE2>": 4, "<0x82>": 5, "<0xAC>": 6, "<0xFF>": 7 } } }"#;
+
+    #[test]
+    fn a_stream_of_a_tokenizer_reads_as_its_tokens_together() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, SPACES).unwrap();
+        let spec = lockstep_data::TokenizerSpec::file(&path, None).unwrap();
+        let tokenizer = Arc::new(lockstep_data::Tokenizer::open(&spec).unwrap());
+        for tokens in
+            [&[2, 2, 3, 1, 2, 4, 5, 6, 2, 3][..], &[1, 1, 2, 3, 3], &[4, 5, 6, 4, 5, 6, 3], &[2, 4, 5], &[3, 7, 2, 7]]
+        {
+            let mut stream = TextStream::new(Tokenizer::File(tokenizer.clone()));
+            let pieces: String = tokens.iter().map(|token| stream.push(*token)).collect();
+            assert_eq!(pieces + &stream.finish(), tokenizer.decode(tokens), "{tokens:?}");
+        }
+        // However long the text, or the noise, few tokens are looked at.
+        let mut stream = TextStream::new(Tokenizer::File(tokenizer));
+        for token in [2, 3, 7].into_iter().cycle().take(100).chain([7; 100]) {
+            stream.push(token);
+            assert!(stream.tokens.len() <= 2 * MOST_PENDING, "{:?}", stream.tokens);
+        }
     }
 }

@@ -1,26 +1,34 @@
-//! A trained model on disk: a run directory or one checkpoint.
+//! A trained model on disk: a run directory, one checkpoint, or a Hugging Face folder.
 
 use crate::data::require_vocabulary;
-use crate::{RunData, Tokenizer, TrainError, data_folder};
+use crate::hf::{self, FolderModel, Kept, unfit};
+use crate::initial::InitialWeights;
+use crate::{RunData, Tokenizer, TrainError, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::Config;
 use std::path::{Path, PathBuf};
 
-/// A checkpoint, with the config that it was trained with.
+/// Weights, with the config that they were trained with.
 #[derive(Debug)]
 pub struct Trained {
     /// The config of its run.
     pub config: Config,
-    /// The checkpoint.
-    pub checkpoint: Loaded,
+    model: Model,
     /// What was passed over to find it.
     pub warnings: Vec<String>,
     /// Folder of the run's prepared data, where it is known.
     pub(crate) data: PathBuf,
 }
 
+/// Where the weights are.
+#[derive(Debug)]
+enum Model {
+    Checkpoint(Box<Loaded>),
+    Folder(Box<InitialWeights>),
+}
+
 impl Trained {
-    /// Opens the latest whole checkpoint of a run directory, or the checkpoint in a folder.
+    /// Opens the latest whole checkpoint of a run directory, the checkpoint in a folder, or a Hugging Face model as it is.
     pub fn open(path: &Path) -> Result<Self, TrainError> {
         let mut trained = Self::find(path)?;
         // What a GPU has trained, any machine can use.
@@ -30,24 +38,94 @@ impl Trained {
         Ok(trained)
     }
 
+    /// The weights, for a program of the model.
+    pub fn weights(&self) -> Weights<'_> {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => Weights::Checkpoint(checkpoint),
+            Model::Folder(weights) => Weights::Folder(weights),
+        }
+    }
+
+    /// The folder of the weights.
+    pub fn path(&self) -> &Path {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => &checkpoint.path,
+            Model::Folder(weights) => weights.path(),
+        }
+    }
+
+    /// Steps that it was trained for; 0 for a model of others.
+    pub fn step(&self) -> u64 {
+        self.checkpoint().map_or(0, |checkpoint| checkpoint.step)
+    }
+
+    /// The checkpoint, unless it is a Hugging Face folder.
+    pub fn checkpoint(&self) -> Option<&Loaded> {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => Some(checkpoint),
+            Model::Folder(_) => None,
+        }
+    }
+
+    /// The same, with the config and the warnings.
+    pub(crate) fn into_parts(self) -> Option<(Config, Loaded, Vec<String>)> {
+        match self.model {
+            Model::Checkpoint(checkpoint) => Some((self.config, *checkpoint, self.warnings)),
+            Model::Folder(_) => None,
+        }
+    }
+
+    /// What came beside the weights of the Hugging Face model that it is, or was made from.
+    pub(crate) fn kept(&self) -> Result<Kept, TrainError> {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => Ok(Kept::of_checkpoint(checkpoint)),
+            Model::Folder(weights) => Kept::of_folder(weights.path()),
+        }
+    }
+
+    /// Tokens that end a text: the EOS token of its tokenizer, and those that a Hugging Face model names.
+    pub fn end_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, TrainError> {
+        let mut tokens = self.kept()?.end_tokens();
+        if !tokens.contains(&tokenizer.eos()) {
+            tokens.push(tokenizer.eos());
+        }
+        Ok(tokens)
+    }
+
     /// Its tokenizer: the one that was saved with the checkpoint, or else the one beside the run's data. Only where there is
     /// neither does the path that the config names count.
     pub fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
         let config = &self.config;
-        let Some(path) = config.tokenizer_path() else { return Tokenizer::of(config) };
-        let own = match self.checkpoint.attachment(TOKENIZER) {
+        let Some(path) = config.tokenizer_path() else {
+            if let Model::Folder(weights) = &self.model {
+                let hint = "fetch the tokenizer.json of the model too";
+                return Err(unfit(weights.path(), "no tokenizer.json".into(), hint.into()).into());
+            }
+            return Tokenizer::of(config);
+        };
+        let Some(checkpoint) = self.checkpoint() else { return Tokenizer::of(config) };
+        let own = match checkpoint.attachment(TOKENIZER) {
             Some(json) => {
-                let path = self.checkpoint.path.join(TOKENIZER);
+                let path = checkpoint.path.join(TOKENIZER);
                 lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?
             }
             None => match RunData::open(config, &self.data) {
                 Ok(Some(data)) => data.tokenizer()?,
                 _ if path.exists() => return Tokenizer::of(config),
-                _ => return Err(TrainError::NoTokenizer { path, checkpoint: self.checkpoint.path.clone() }),
+                _ => return Err(TrainError::NoTokenizer { path, checkpoint: checkpoint.path.clone() }),
             },
         };
         require_vocabulary(config, own.vocabulary())?;
         Ok(own.into())
+    }
+
+    /// The config of a run directory or a checkpoint, without a look at the weights where `run.toml` has it.
+    pub(crate) fn config_at(path: &Path) -> Result<Config, TrainError> {
+        let runs = [Some(path), path.parent().and_then(Path::parent).filter(|_| path.join("manifest.json").exists())];
+        match runs.into_iter().flatten().map(|run| run.join("run.toml")).find(|file| file.exists()) {
+            Some(file) => Ok(Config::load(&file, &[])?),
+            None => Ok(Self::find(path)?.config),
+        }
     }
 
     fn find(path: &Path) -> Result<Self, TrainError> {
@@ -58,7 +136,14 @@ impl Trained {
             // `RUN/checkpoints/step-…`, unless it was moved.
             let run = path.canonicalize().ok().and_then(|p| Some(p.parent()?.parent()?.to_owned()));
             let data = data_of(&config, &checkpoint, &run.unwrap_or_else(|| path.to_owned()));
-            return Ok(Self { config, checkpoint, warnings: Vec::new(), data });
+            let model = Model::Checkpoint(checkpoint.into());
+            return Ok(Self { config, model, warnings: Vec::new(), data });
+        }
+        if hf::is_foreign(path) {
+            let FolderModel { folder, copies, text } = hf::read_folder(path)?;
+            let config = Config::parse(&text, &path.join(hf::CONFIG).display().to_string(), &[])?;
+            let model = Model::Folder(InitialWeights::of_folder(path, folder, copies).into());
+            return Ok(Self { config, model, warnings: Vec::new(), data: path.to_owned() });
         }
         if !run_config.exists() && !path.join("checkpoints").exists() {
             return Err(TrainError::NotTrained { path: path.to_owned() });
@@ -70,7 +155,7 @@ impl Trained {
             false => config_of(&checkpoint)?,
         };
         let data = data_of(&config, &checkpoint, path);
-        Ok(Self { config, checkpoint, warnings: found.warnings, data })
+        Ok(Self { config, model: Model::Checkpoint(checkpoint.into()), warnings: found.warnings, data })
     }
 }
 
@@ -91,5 +176,38 @@ fn config_of(checkpoint: &Loaded) -> Result<Config, TrainError> {
     match checkpoint.state["config"].as_str() {
         Some(text) => Ok(Config::parse(text, &manifest.display().to_string(), &[])?),
         None => Err(TrainError::NoConfig { path: manifest }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_data::{PrepareSpec, TokenizerSpec, prepare};
+    use serde_json::json;
+    use std::fs;
+
+    #[test]
+    fn a_checkpoint_that_holds_no_tokenizer_uses_the_one_beside_the_data() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures/tokenizer.json");
+        fs::copy(fixture, path(TOKENIZER)).unwrap();
+        fs::write(path("text.txt"), "a short text, but long enough\n".repeat(50)).unwrap();
+        let tokenizer = TokenizerSpec::file(&path(TOKENIZER), None).unwrap();
+        let spec = PrepareSpec { paths: vec![path("text.txt")], tokenizer, ..PrepareSpec::default() };
+        prepare(&spec, &path("run/data"), &mut |_| ()).unwrap();
+        let config = format!(
+            "[model]\nvocab_size = 1000\nlayers = 1\ndim = 16\nheads = 2\nffn = 32\n[data]\npaths = [\"text.txt\"]\ntokenizer = {:?}\n",
+            path(TOKENIZER)
+        );
+        let state = json!({ "config": config });
+        lockstep_checkpoint::save(&path("run/checkpoints"), 1, &[], &state, 1, &mut |_, _| {}).unwrap();
+        let trained = Trained::open(&path("run")).unwrap();
+        let before = trained.tokenizer().unwrap().encode("a short text").unwrap();
+        fs::remove_file(path(TOKENIZER)).unwrap();
+        assert_eq!(trained.tokenizer().unwrap().encode("a short text").unwrap(), before);
+        fs::remove_dir_all(path("run/data")).unwrap();
+        let error = trained.tokenizer().unwrap_err().to_string();
+        assert!(error.contains("is not there any more\nhint: put it back"), "{error}");
     }
 }

@@ -7,7 +7,7 @@ use common::run_with;
 use hf_folder::{CASES, Model};
 use lockstep_config::Config;
 use lockstep_ir::{DType, bf16};
-use lockstep_train::{ExportOptions, Text, Trained, evaluate, export, import};
+use lockstep_train::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs::read;
@@ -292,4 +292,147 @@ fn a_trained_run_exports_from_any_layout() {
     place.export("whole", "empty", ExportOptions { context: Some(77), ..Default::default() }).unwrap();
     assert_eq!(json_of(&place.at("empty/config.json"))["max_position_embeddings"], 77);
     assert_eq!(json_of(&place.at("empty/generation_config.json")), json!({ "eos_token_id": 0 }));
+}
+
+/// The golden Llama with the tokenizer of 1000 tokens that the tests of data have, and what an instruct model has beside it.
+fn instruct_model(place: &Place, folder: &str) {
+    let mut model = Model::golden("llama_mha");
+    for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+        let (_, _, shape, data) = model.tensor(name);
+        *data = data.iter().copied().cycle().take(1000 * shape[1] * 4).collect();
+        shape[0] = 1000;
+    }
+    model.config["vocab_size"] = json!(1000);
+    model.config["max_position_embeddings"] = json!(512);
+    (model.config["bos_token_id"], model.config["eos_token_id"]) = (json!(1), json!([0, 7, 9]));
+    model.config["pad_token_id"] = json!(3);
+    let folder = model.write(&place.at(folder));
+    let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tests/fixtures/tokenizer.json");
+    std::fs::copy(tokenizer, folder.join("tokenizer.json")).unwrap();
+    for (name, text) in BESIDE {
+        std::fs::write(folder.join(name), text).unwrap();
+    }
+}
+
+const BESIDE: [(&str, &str); 4] = [
+    ("generation_config.json", "{ \"eos_token_id\": [7, 11], \"temperature\": 0.6 }"),
+    ("tokenizer_config.json", "{ \"eos_token\": \"<|endoftext|>\", \"padding_side\": \"left\" }"),
+    ("special_tokens_map.json", "{ \"pad_token\": \"!\" }"),
+    ("chat_template.jinja", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"),
+];
+
+/// What came in goes out.
+fn check_instruct(place: &Place, run: &str) {
+    let out = format!("{run}-out");
+    place.export(run, &out, ExportOptions::default()).unwrap();
+    for (name, text) in BESIDE {
+        assert_eq!(std::fs::read_to_string(place.at(&format!("{out}/{name}"))).unwrap(), text, "{run}: {name}");
+    }
+    let config = json_of(&place.at(&format!("{out}/config.json")));
+    assert_eq!((&config["bos_token_id"], &config["pad_token_id"]), (&json!(1), &json!(3)), "{run}");
+    assert_eq!(
+        (&config["eos_token_id"], &config["max_position_embeddings"]),
+        (&json!([0, 7, 9]), &json!(512)),
+        "{run}"
+    );
+    assert_eq!(
+        std::fs::read(place.at(&format!("{out}/tokenizer.json"))).unwrap(),
+        std::fs::read(place.at("hf/tokenizer.json")).unwrap(),
+        "{run}"
+    );
+}
+
+/// A config that says what to read and where to start from, and no more.
+fn fine_tuning(place: &Place, more: &str) -> Config {
+    std::fs::create_dir_all(place.at("text")).unwrap();
+    std::fs::write(place.at("text/a.txt"), "let the square of the number be a number. ".repeat(200)).unwrap();
+    let text = format!(
+        "[data]\npaths = [\"text\"]\n[train]\nseq = 8\nglobal_batch = 4\nsteps = 2\nvalidate_every = 1\n{more}"
+    );
+    std::fs::write(place.at("run.toml"), text).unwrap();
+    Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited).unwrap_or_else(|e| panic!("{e}"))
+}
+
+#[test]
+fn what_an_instruct_model_needs_goes_through_import_training_and_export() {
+    let place = Place::new();
+    instruct_model(&place, "hf");
+    place.import("hf", "imported");
+    check_instruct(&place, "imported");
+    // [model] and the tokenizer are the folder's.
+    for (run, from) in [("a", "hf"), ("b", "imported"), ("c", "a"), ("d", "a/checkpoints/step-00000002")] {
+        let config = fine_tuning(&place, &format!("init_from = \"{from}\"\n"));
+        assert_eq!((config.model.vocab_size, config.model.layers), (1000, 2), "{from}");
+        let resolved = config.resolved_toml();
+        let tokenizer = resolved.lines().find(|line| line.starts_with("tokenizer = ")).unwrap();
+        assert!(tokenizer.ends_with("tokenizer.json\"  # train.init_from"), "{from}: {tokenizer}");
+        let mut warnings = Vec::new();
+        run_with(&config, &place.at(run), &mut |event| {
+            if let lockstep_train::Event::Warning(text) = event {
+                warnings.push(text.to_owned());
+            }
+        })
+        .unwrap_or_else(|e| panic!("{from}: {e}"));
+        assert!(!warnings.iter().any(|text| text.contains("vocab_size")), "{warnings:?}");
+        check_instruct(&place, run);
+    }
+    // Another tokenizer has other tokens: nothing that is about the old ones goes out.
+    let config = fine_tuning(&place, "init_from = \"hf\"\n[parallel]\ndp = 2\nzero = 1\n");
+    let text = config.resolved_toml();
+    let bytes = Config::parse(&text, "run.toml", &["data.tokenizer=bytes".to_owned()]).unwrap();
+    let mut warnings = Vec::new();
+    run_with(&bytes, &place.at("bytes"), &mut |event| {
+        if let lockstep_train::Event::Warning(text) = event {
+            warnings.push(text.to_owned());
+        }
+    })
+    .unwrap();
+    assert!(
+        warnings
+            .iter()
+            .any(|w| w.starts_with("model.vocab_size = 1000, and data.tokenizer (\"bytes\") has 256 tokens")),
+        "{warnings:?}"
+    );
+    place.export("bytes", "bytes-out", ExportOptions::default()).unwrap();
+    assert_eq!(json_of(&place.at("bytes-out/config.json"))["eos_token_id"], 0);
+    assert!(!place.at("bytes-out/chat_template.jinja").exists());
+    // In parts, it is attached too.
+    run_with(&config, &place.at("parts"), &mut |_| {}).unwrap();
+    check_instruct(&place, "parts");
+}
+
+#[test]
+fn a_folder_is_used_as_it_is() {
+    let place = Place::new();
+    instruct_model(&place, "hf");
+    place.import("hf", "imported");
+    fine_tuning(&place, "init_from = \"hf\"\n");
+    let text = Text::Paths(vec![place.at("text/a.txt")]);
+    let score = |from: &str| {
+        let trained = Trained::open(&place.at(from)).unwrap();
+        let loss = evaluate(&trained, &text, Some(16), &mut |_| {}).unwrap().score.loss;
+        let tokenizer = trained.tokenizer().unwrap();
+        (loss, trained.end_tokens(&tokenizer).unwrap(), trained.step())
+    };
+    assert_eq!(score("hf"), score("imported"));
+    assert_eq!(score("hf").1, [0, 7, 9, 11], "those of config.json and of generation_config.json");
+    // A text ends with any of them.
+    let trained = Trained::open(&place.at("hf")).unwrap();
+    let tokenizer = trained.tokenizer().unwrap();
+    let mut generator = Generator::new(&trained.config, 64, trained.weights()).unwrap();
+    let sampling = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
+    let mut listen = |_| std::ops::ControlFlow::Continue(());
+    let mut run =
+        |ends: &[u32]| generate(&mut generator, &tokenizer, ends, &[40, 41], 20, &sampling, &mut listen).unwrap();
+    let free = run(&[]);
+    assert_eq!(free.tokens.len(), 20);
+    let ended = run(&[0, free.tokens[5]]);
+    let first = free.tokens.iter().position(|token| *token == free.tokens[5]).unwrap();
+    assert_eq!((ended.tokens.len(), ended.stop), (first, Stop::Eos));
+    // It is no run.
+    let error = place.export("hf", "again", ExportOptions::default()).unwrap_err();
+    assert!(error.contains("it is a Hugging Face model"), "{error}");
+    std::fs::remove_file(place.at("hf/tokenizer.json")).unwrap();
+    let error = Trained::open(&place.at("hf")).unwrap().tokenizer().unwrap_err().to_string();
+    assert!(error.contains("no tokenizer.json\nhint: "), "{error}");
 }

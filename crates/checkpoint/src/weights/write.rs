@@ -13,18 +13,18 @@ use xxhash_rust::xxh3::Xxh3;
 use super::{Source, TensorCopy};
 use crate::error::{AtPath, CheckpointError};
 use crate::manifest::{FileEntry, Manifest, WHOLE, checksum};
-use crate::save::{TemporaryFolder, write_synced};
+use crate::save::{About, TemporaryFolder, write_synced};
 use crate::tensor_file;
 
 /// Writes copies of tensors as the checkpoint of `step` in `dir`, which has one group and f32 elements, and gives its path.
-/// `state` is as for [`save`](crate::save). `progress` hears the bytes written and the bytes in all.
-pub fn save_copies(
+/// `about` is as for [`save`](crate::save). `progress` hears the bytes written and the bytes in all.
+pub fn save_copies<'a>(
     dir: &Path,
     step: u64,
     group: &str,
     source: Source,
     copies: &[TensorCopy],
-    state: &serde_json::Value,
+    about: impl Into<About<'a>>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<PathBuf, CheckpointError> {
     let refused = |cause: String| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
@@ -38,7 +38,9 @@ pub fn save_copies(
         progress(done, total);
     })?;
     let files = vec![FileEntry { name, bytes: total, xxh3_128 }];
-    temporary.finish(dir, &Manifest { format: WHOLE, step, files, attachments: Vec::new(), state: state.clone() }, 1)
+    let About { state, attachments } = about.into();
+    let attachments = temporary.attach(attachments)?;
+    temporary.finish(dir, &Manifest { format: WHOLE, step, files, attachments, state: state.clone() }, 1)
 }
 
 /// Writes copies of tensors to `folder` as `model.safetensors`, or, beyond `most` bytes, as shards with an index: as other

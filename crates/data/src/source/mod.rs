@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::holdout::{self, HoldOut, Split};
 use crate::scan::{Form, Found, SourceFile};
-use crate::{DataError, Origin};
+use crate::{DataError, Origin, Tokenizer};
 use lines::Lines;
 use rows::Rows;
 use text::Text;
@@ -23,6 +23,8 @@ pub(crate) const MAX_RECORD_BYTES: usize = 64 << 20;
 #[derive(Debug)]
 pub(crate) struct Unit {
     pub(crate) content: Content,
+    /// The end of what stands before it in its document, where it continues one.
+    pub(crate) context: Vec<u8>,
     pub(crate) split: Split,
     pub(crate) origin: Origin,
     /// Whether a document begins with it; if not, it continues the one before.
@@ -92,8 +94,8 @@ pub(crate) struct Reading<'a> {
     pub(crate) found: &'a Found,
     pub(crate) holdout: &'a HoldOut,
     pub(crate) fields: Fields<'a>,
-    /// Where tokens are bytes, long text needs no fitting place to cut.
-    pub(crate) cut_anywhere: bool,
+    /// What says where long text may be cut.
+    pub(crate) tokenizer: &'a Tokenizer,
     /// Ends the work, also while it goes to the place where it left off.
     pub(crate) stop: &'a AtomicBool,
 }
@@ -131,7 +133,7 @@ impl<'a> Units<'a> {
 
     /// The next unit; none after the last.
     pub(crate) fn next(&mut self) -> Result<Option<Unit>, DataError> {
-        let Reading { found, holdout, fields, cut_anywhere, stop } = self.reading;
+        let Reading { found, holdout, fields, tokenizer, stop } = self.reading;
         while let Some(file) = found.files.get(self.at.file as usize) {
             let at = self.at;
             let open = match &mut self.open {
@@ -143,7 +145,7 @@ impl<'a> Units<'a> {
                 }),
             };
             let read = match open {
-                Open::Text(text) => text.next(file, holdout, self.first_piece, cut_anywhere, at)?,
+                Open::Text(text) => text.next(file, holdout, self.first_piece, tokenizer, at)?,
                 Open::Lines(lines) => lines.next(file, holdout, at)?,
                 Open::Rows(rows) => rows.next(file, holdout, at)?,
             };
@@ -172,6 +174,7 @@ fn record(content: Content, holdout: &HoldOut, at: Cursor, after_offset: u64, in
     let records = at.records + 1;
     Unit {
         content,
+        context: Vec::new(),
         split: holdout.record(at.ordinal),
         origin: Origin { file: at.file, record: records },
         begins: true,

@@ -4,10 +4,10 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 
 use super::{Content, Cursor, Unit};
-use crate::cut::{LOOK_AHEAD, PIECE_BYTES, first_cut};
+use crate::cut::{self, CONTEXT_BYTES, LOOK_AHEAD, PIECE_BYTES};
 use crate::holdout::{HoldOut, Split};
 use crate::scan::SourceFile;
-use crate::{DataError, Origin};
+use crate::{DataError, Origin, Tokenizer};
 
 /// The most text in one unit, before its end moves to a fitting place.
 const UNIT_BYTES: u64 = 16 * PIECE_BYTES;
@@ -15,6 +15,8 @@ const UNIT_BYTES: u64 = 16 * PIECE_BYTES;
 /// Reads a file of text, which must have the length it was listed with.
 pub(super) struct Text {
     reader: File,
+    /// The end of what stands before the next unit, of whatever split.
+    before: Vec<u8>,
     /// Bytes that were read but are after the last unit.
     ahead: Vec<u8>,
     /// The stretch of one split that was read last, and the byte it ends at.
@@ -25,8 +27,10 @@ impl Text {
     pub(super) fn open(file: &SourceFile, at: Cursor) -> Result<Self, DataError> {
         let unreadable = |cause| DataError::unreadable(&file.path, cause);
         let mut reader = File::open(&file.path).map_err(unreadable)?;
-        reader.seek(SeekFrom::Start(at.offset)).map_err(unreadable)?;
-        Ok(Text { reader, ahead: Vec::new(), stretch: None })
+        let mut before = vec![0; at.offset.min(CONTEXT_BYTES as u64) as usize];
+        reader.seek(SeekFrom::Start(at.offset - before.len() as u64)).map_err(unreadable)?;
+        reader.read_exact(&mut before).map_err(|cause| unread(file, cause))?;
+        Ok(Text { reader, before, ahead: Vec::new(), stretch: None })
     }
 
     pub(super) fn next(
@@ -34,7 +38,7 @@ impl Text {
         file: &SourceFile,
         holdout: &HoldOut,
         first_piece: u64,
-        cut_anywhere: bool,
+        tokenizer: &Tokenizer,
         at: Cursor,
     ) -> Result<Option<Unit>, DataError> {
         if at.offset == file.bytes {
@@ -50,28 +54,28 @@ impl Text {
         // Units end at the same places wherever reading began.
         let unit_end = (at.nominal / UNIT_BYTES + 1) * UNIT_BYTES;
         let nominal = stretch_end.min(unit_end);
-        let ahead = if cut_anywhere { 0 } else { LOOK_AHEAD as u64 };
+        let ahead = if tokenizer.is_bytes() { 0 } else { LOOK_AHEAD as u64 };
         let have = at.offset + self.ahead.len() as u64;
         let wanted = (nominal + ahead).min(file.bytes).saturating_sub(have) as usize;
         let mut text = std::mem::take(&mut self.ahead);
         let start = text.len();
         text.resize(start + wanted, 0);
-        self.reader.read_exact(&mut text[start..]).map_err(|cause| match cause.kind() {
-            io::ErrorKind::UnexpectedEof => changed(file),
-            _ => DataError::unreadable(&file.path, cause),
-        })?;
+        self.reader.read_exact(&mut text[start..]).map_err(|cause| unread(file, cause))?;
 
         let planned = (nominal - at.offset) as usize;
-        let cut = match nominal == file.bytes || cut_anywhere {
+        let cut = match nominal == file.bytes {
             true => planned,
-            false => planned + first_cut(&text[planned..]),
+            false => tokenizer.cut(&self.before, &text, planned),
         };
         self.ahead = text.split_off(cut);
+        let after = cut::context(&self.before, &text);
+        let before = std::mem::replace(&mut self.before, after);
         let offset = at.offset + cut as u64;
         // A split that ends in the middle of the last character has nothing left after it.
         let ends = nominal == stretch_end || offset == file.bytes;
         Ok(Some(Unit {
             content: Content::Text(text),
+            context: if begins { Vec::new() } else { before },
             split,
             origin: Origin { file: at.file, record: 0 },
             begins,
@@ -89,6 +93,13 @@ impl Text {
             Ok(_) => Err(changed(file)),
             Err(cause) => Err(DataError::unreadable(&file.path, cause)),
         }
+    }
+}
+
+fn unread(file: &SourceFile, cause: io::Error) -> DataError {
+    match cause.kind() {
+        io::ErrorKind::UnexpectedEof => changed(file),
+        _ => DataError::unreadable(&file.path, cause),
     }
 }
 

@@ -15,6 +15,8 @@ pub(super) struct Family {
     /// Whether embeddings are tied where nothing is said.
     pub tied: bool,
     pub rotary: bool,
+    /// Whether transformers refuses a width that is no multiple of the heads.
+    pub whole_heads: bool,
     /// How many tokens each layer sees: the field, and its value where it is not there. Null is all.
     pub window: Option<(&'static str, usize)>,
     /// Positions: the field, and its value where it is not there.
@@ -93,6 +95,7 @@ const LLAMA: Family = Family {
     norm_eps: ("rms_norm_eps", 1e-6),
     tied: false,
     rotary: true,
+    whole_heads: true,
     window: None,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
@@ -107,6 +110,7 @@ pub(super) const FAMILIES: &[Family] = &[
         name: "mistral",
         class: "MistralForCausalLM",
         counts: &llama_counts(Absent::Refused, Absent::Derived),
+        whole_heads: false,
         window: Some(("sliding_window", 4096)),
         context: ("max_position_embeddings", 131_072),
         fixed: &[("hidden_act", SILU), NOT_QUANTIZED],
@@ -116,6 +120,7 @@ pub(super) const FAMILIES: &[Family] = &[
         name: "qwen2",
         class: "Qwen2ForCausalLM",
         counts: &llama_counts(Absent::Refused, Absent::Derived),
+        whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         fixed: &[("hidden_act", SILU), ("use_sliding_window", OFF), NOT_QUANTIZED],
         ..LLAMA
@@ -124,6 +129,7 @@ pub(super) const FAMILIES: &[Family] = &[
         name: "qwen3",
         class: "Qwen3ForCausalLM",
         counts: &llama_counts(Absent::Refused, Absent::Refused),
+        whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("use_sliding_window", OFF), NOT_QUANTIZED],
         ..LLAMA
@@ -142,6 +148,7 @@ pub(super) const FAMILIES: &[Family] = &[
         norm_eps: ("layer_norm_epsilon", 1e-5),
         tied: true,
         rotary: false,
+        whole_heads: false,
         window: None,
         context: POSITIONS,
         dropout: &[("embd_pdrop", true), ("resid_pdrop", true), ("attn_pdrop", false)],

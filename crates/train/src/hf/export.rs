@@ -1,6 +1,6 @@
 //! A checkpoint becomes a Hugging Face folder.
 
-use super::{CONFIG, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
+use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
 use crate::plan::check_positions;
 use crate::{Part, Tokenizer, TrainError, Trained};
 use lockstep_checkpoint::{NewFolder, Source, TensorCopy, WeightsFolder};
@@ -15,7 +15,8 @@ use std::path::Path;
 pub struct ExportOptions {
     /// F32 or BF16; if not given, what the run computes in.
     pub dtype: Option<DType>,
-    /// Positions that the result says it is made for; if not given, those of the model it was imported from, or `train.seq`.
+    /// Positions that the result says it is made for; if not given, those of the Hugging Face model that it was made from, or
+    /// `train.seq`.
     pub context: Option<usize>,
     /// The most bytes of one file of weights.
     pub shard_bytes: u64,
@@ -41,8 +42,9 @@ pub struct Exported {
 }
 
 /// Writes a run's latest checkpoint, or the one in a folder, to `out` as a Hugging Face model: `config.json`,
-/// `generation_config.json`, weights and tokenizer. Weights pass in chunks. `progress` hears the bytes written and the bytes
-/// in all.
+/// `generation_config.json`, weights and tokenizer. What came beside the weights of a Hugging Face model that it was made from
+/// goes out again: its special tokens, how to draw tokens, the template of a chat. Weights pass in chunks. `progress` hears the
+/// bytes written and the bytes in all.
 pub fn export(
     from: &Path,
     out: &Path,
@@ -50,14 +52,18 @@ pub fn export(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Exported, TrainError> {
     let trained = Trained::open(from)?;
-    let (config, checkpoint) = (&trained.config, &trained.checkpoint);
+    let Some(checkpoint) = trained.checkpoint() else {
+        return Err(TrainError::NotTrained { path: from.to_owned() });
+    };
+    let (config, kept) = (&trained.config, trained.kept()?);
     let dtype = match (options.dtype, config.precision.policy.as_str()) {
         (Some(dtype), _) => dtype,
         (None, "bf16") => DType::BF16,
         (None, _) => DType::F32,
     };
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
-    let context = options.context.or(imported).unwrap_or(config.train.seq);
+    let original = hf::read_config(&kept.json(CONFIG)).ok().map(|original| original.context.max(config.train.seq));
+    let context = options.context.or(imported).or(original).unwrap_or(config.train.seq);
     check_positions(config, context)?;
     // A model that came without its tokenizer goes without one: it is not made of bytes.
     let unknown = !checkpoint.state["imported"].is_null() && config.tokenizer_path().is_none();
@@ -65,9 +71,10 @@ pub fn export(
     let beside = Beside {
         context,
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
-        end_token: tokenizer.as_ref().map(Tokenizer::separator),
+        end_token: tokenizer.as_ref().map(Tokenizer::eos),
     };
-    let described = describe(config, beside, from)?;
+    let mut described = describe(config, beside, from)?;
+    kept.put_ids(&mut described);
 
     let model = &config.model;
     let copy = |part: Part| {
@@ -85,11 +92,18 @@ pub fn export(
     let new = NewFolder::begin(out)?;
     let pretty = |value: &Value| format!("{value:#}\n").into_bytes();
     new.write(CONFIG, &pretty(&described))?;
+    match (kept.file(GENERATION), &described["eos_token_id"]) {
+        (Some(text), _) => new.write(GENERATION, text.as_bytes())?,
+        (None, Value::Null) => {}
+        (None, end) => new.write(GENERATION, &pretty(&json!({ "eos_token_id": end })))?,
+    }
     if let Some(tokenizer) = &tokenizer {
-        new.write("generation_config.json", &pretty(&json!({ "eos_token_id": beside.end_token })))?;
-        for (name, bytes) in tokenizer_files(config, tokenizer, context)? {
+        for (name, bytes) in tokenizer_files(config, tokenizer, &kept, context)? {
             new.write(name, &bytes)?;
         }
+    }
+    for (name, text) in kept.others() {
+        new.write(name, text.as_bytes())?;
     }
     lockstep_checkpoint::export(new.contents(), source, &copies, dtype, options.shard_bytes, progress)?;
     new.publish()?;
@@ -116,6 +130,7 @@ fn describe(config: &Config, beside: Beside, from: &Path) -> Result<Value, Train
 fn tokenizer_files(
     config: &Config,
     tokenizer: &Tokenizer,
+    kept: &Kept,
     context: usize,
 ) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
     let mut described = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
@@ -128,10 +143,11 @@ fn tokenizer_files(
     };
     let bytes = tokenizer.json().unwrap_or_default().to_vec();
     let folder = path.parent().unwrap_or(Path::new("."));
-    let beside = match folder.join(TOKENIZER_CONFIG).exists() {
-        true => WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?,
-        false => {
-            described["eos_token"] = json!(file.decode(&[file.separator()]));
+    let beside = match kept.file(TOKENIZER_CONFIG) {
+        Some(text) => text.as_bytes().to_vec(),
+        None if folder.join(TOKENIZER_CONFIG).exists() => WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?,
+        None => {
+            described["eos_token"] = json!(file.decode(&[file.eos()]));
             format!("{described:#}\n").into_bytes()
         }
     };

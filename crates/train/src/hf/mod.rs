@@ -3,10 +3,12 @@
 mod byte_tokenizer;
 mod export;
 mod import;
+mod kept;
 
 pub use export::{ExportOptions, Exported, export};
-pub(crate) use import::is_foreign;
+pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, tokenizer_bytes};
 pub use import::{Imported, import};
+pub(crate) use kept::{ATTACHMENT, Kept};
 
 use crate::{Part, TrainError, parts};
 use lockstep_checkpoint::{CheckpointError, Source, TensorCopy, WeightsFolder};
@@ -17,6 +19,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 pub(crate) const CONFIG: &str = "config.json";
+const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 

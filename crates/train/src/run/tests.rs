@@ -97,11 +97,13 @@ struct Seen {
     events: Vec<String>,
     files: Vec<String>,
     most: usize,
+    /// Tokens done and tokens in all, while validations went on.
+    validating: Vec<(u64, u64)>,
 }
 
 fn go(config: &Config, dir: &Path, how: How) -> Seen {
     let (stop, most) = (AtomicBool::new(false), Arc::new(AtomicUsize::new(0)));
-    let mut events = Vec::new();
+    let (mut events, mut validating) = (Vec::new(), Vec::new());
     let mut show = |event: Event| match event {
         Event::Stepped(m) => {
             events.push(format!(
@@ -117,6 +119,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
         Event::Skipped { step } => events.push(format!("skipped {step}")),
         Event::Validated { step, loss } => events.push(format!("validated {step}: {loss}")),
         Event::Saved { step, .. } => events.push(format!("saved {step}")),
+        Event::Validating { done, total } => validating.push((done, total)),
         _ => {}
     };
     let plan = plan(config).unwrap();
@@ -147,7 +150,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
         value.to_string()
     };
     let files = lines.iter().flat_map(|text| text.lines().map(without_times)).collect();
-    Seen { outcome, events, files, most: most.load(Ordering::SeqCst) }
+    Seen { outcome, events, files, most: most.load(Ordering::SeqCst), validating }
 }
 
 fn updates(seen: &Seen) -> u64 {
@@ -165,6 +168,8 @@ fn a_run_that_is_a_step_ahead_writes_what_another_writes() {
     let late = go(&config, &dir.path().join("late"), How { late: true, ..How::default() });
     assert_eq!(late.events, plain.events);
     assert_eq!(late.files, plain.files);
+    // Every sequence of a validation is told: here of 4 with 16 tokens each, before the first step and after 4, 8, 12 and 15.
+    assert_eq!(plain.validating, [(16, 64), (32, 64), (48, 64), (64, 64)].repeat(5));
     assert_eq!((plain.most, late.most), (0, 2));
     assert_eq!([updates(&plain), updates(&late)], [15, 15]);
     let order: Vec<&str> = plain.events.iter().filter_map(|e| e.split(':').next()).collect();

@@ -1,0 +1,45 @@
+//! What a config takes from the folder that `train.init_from` names: the shape of its weights, and its tokenizer.
+
+/// The keys that the weights in a folder decide. This crate does not read such folders: whoever does, writes them down.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inherited {
+    /// What they were read from, for messages.
+    pub name: String,
+    /// Keys of `[model]` and `[data]`, as TOML.
+    pub text: String,
+}
+
+/// Why nothing can be taken from a folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotInherited {
+    /// What is wrong.
+    pub problem: String,
+    /// What to do about it.
+    pub hint: String,
+}
+
+/// Keys that weights of another shape cannot be loaded with. Others may be changed when training goes on: the base of the
+/// rotary embedding for a longer context, say.
+const SHAPE: [&str; 10] = [
+    "model.architecture",
+    "model.vocab_size",
+    "model.layers",
+    "model.dim",
+    "model.heads",
+    "model.kv_heads",
+    "model.head_dim",
+    "model.ffn",
+    "model.positions",
+    "model.tied_embeddings",
+];
+
+/// Whether a key must be what the weights say.
+pub(crate) fn is_shape(path: &str) -> bool {
+    SHAPE.contains(&path)
+}
+
+/// Keys of `[model]` that a preset decides, by its table or by leaving them out; the others say how a model is trained.
+pub(crate) fn is_of_presets(path: &str) -> bool {
+    let more = ["model.rope_theta", "model.rope_scaling", "model.sliding_window", "model.norm_eps"];
+    is_shape(path) || more.contains(&path)
+}

@@ -1,0 +1,98 @@
+//! The files beside the weights of a Hugging Face model: they go with it through import, training and export.
+
+use super::{CONFIG, GENERATION, TOKENIZER_CONFIG, unfit};
+use crate::{Tokenizer, TrainError};
+use lockstep_checkpoint::{Loaded, WeightsFolder};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The attachment of a checkpoint that holds them, and the most bytes of one.
+pub(crate) const ATTACHMENT: &str = "hugging_face.json";
+const MOST_BYTES: u64 = 16 << 20;
+
+/// What is kept: which tokens begin, end and pad, how to draw tokens, how a chat is written.
+const FILES: [&str; 7] = [
+    CONFIG,
+    GENERATION,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+/// Fields of `config.json` that the files beside it decide.
+const IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
+
+/// The files as they came, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Kept(BTreeMap<String, String>);
+
+impl Kept {
+    /// Those of a Hugging Face folder.
+    pub(crate) fn of_folder(folder: &Path) -> Result<Self, TrainError> {
+        let mut files = BTreeMap::new();
+        for name in FILES.into_iter().filter(|name| folder.join(name).exists()) {
+            let bytes = WeightsFolder::bytes(folder, name, MOST_BYTES)?;
+            let text = String::from_utf8(bytes)
+                .map_err(|_| unfit(&folder.join(name), "not UTF-8 text".into(), "fetch the file again".into()))?;
+            files.insert(name.to_owned(), text);
+        }
+        Ok(Self(files))
+    }
+
+    /// Those that a checkpoint has.
+    pub(crate) fn of_checkpoint(checkpoint: &Loaded) -> Self {
+        let files = checkpoint.attachment(ATTACHMENT).map(serde_json::from_slice);
+        Self(files.and_then(Result::ok).unwrap_or_default())
+    }
+
+    /// The attachment, if there is anything to keep.
+    pub(crate) fn to_json(&self) -> Option<Vec<u8>> {
+        (!self.0.is_empty()).then(|| Value::from_iter(self.0.clone()).to_string().into_bytes())
+    }
+
+    /// These files for a run with a tokenizer: they are about another one's tokens where `theirs`, the `tokenizer.json` that came
+    /// with them, is another.
+    pub(crate) fn with_tokenizer(self, theirs: Option<&[u8]>, ours: &Tokenizer) -> Self {
+        if theirs.is_none() || theirs == ours.json() { self } else { Self::default() }
+    }
+
+    /// A file.
+    pub(crate) fn file(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    /// Files that no other part of an export makes.
+    pub(crate) fn others(&self) -> impl Iterator<Item = (&str, &str)> {
+        let made = [CONFIG, GENERATION, TOKENIZER_CONFIG];
+        self.0.iter().map(|(name, text)| (name.as_str(), text.as_str())).filter(move |(name, _)| !made.contains(name))
+    }
+
+    /// A file that is JSON; null where there is none.
+    pub(crate) fn json(&self, name: &str) -> Value {
+        self.file(name).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
+    }
+
+    /// Gives a `config.json` the special tokens of the one that came.
+    pub(crate) fn put_ids(&self, config: &mut Value) {
+        let came = self.json(CONFIG);
+        for field in IDS.into_iter().filter(|field| !came[*field].is_null()) {
+            config[field] = came[field].clone();
+        }
+    }
+
+    /// Tokens that end a text.
+    pub(crate) fn end_tokens(&self) -> Vec<u32> {
+        let mut tokens = Vec::new();
+        for name in [GENERATION, CONFIG] {
+            let ids = &self.json(name)["eos_token_id"];
+            let ids = ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice);
+            tokens.extend(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()));
+        }
+        tokens.sort_unstable();
+        tokens.dedup();
+        tokens
+    }
+}
