@@ -154,7 +154,7 @@ impl Screen {
 
 fn summary(generated: &Generated, prompt_tokens: usize, tokens_per_s: f64) -> String {
     let end = match generated.stop {
-        Stop::Separator => "the document ended",
+        Stop::Eos => "the document ended",
         Stop::MaxTokens => "--max-tokens reached",
         Stop::Context => "the context is full",
         Stop::Listener => "stopped",

@@ -6,7 +6,7 @@ use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
 use lockstep_config::Config;
 use lockstep_ir::{Layout, legal};
-use lockstep_train::{Comparison, Promise, compare, shrink};
+use lockstep_train::{Comparison, Criterion, Promise, compare, shrink};
 use serde_json::json;
 use std::io::Write;
 
@@ -190,34 +190,53 @@ fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
     }
 }
 
-/// Every criterion of every layout with its bound.
+/// Every criterion of every layout, and its bound.
 fn as_text(results: &[Comparison]) -> String {
     let share = |x: f64| if x == 0.0 { "0".to_owned() } else { format!("{x:.1e}") };
-    let mut rows = Vec::new();
+    let (mut rows, mut notes) = (Vec::new(), String::new());
+    /// Short, so that layouts have room: the criteria, in their order.
+    const TITLES: [&str; 6] = ["loss", "grad", "norm", "state", "update", "eval"];
+    let mut header = vec!["layout"];
+    // What is promised stands once, in the first line; what is more, or broken, has a line of its own.
+    if let Some(close) = results.iter().find(|c| c.promise != Promise::Identical) {
+        header.extend(TITLES);
+        let bounds = close.criteria.iter().map(|c| share(c.promised));
+        rows.push(["at most".to_owned()].into_iter().chain(bounds).collect());
+    }
+    header.push("");
     for c in results {
-        for (i, criterion) in c.criteria.iter().enumerate() {
-            let first = |text: String| if i == 0 { text } else { String::new() };
-            let (found, bound) = match c.promise {
-                Promise::Identical if c.identical => ("none".to_owned(), "none".to_owned()),
-                Promise::Identical => ("some".to_owned(), "none".to_owned()),
-                Promise::Close { .. } => {
-                    let raised = if criterion.raised { "*" } else { "" };
-                    (share(criterion.found), format!("{}{raised}", share(criterion.bound)))
-                }
+        let mut row = vec![c.layout.clone()];
+        match c.promise {
+            Promise::Identical => row.push(if c.identical { "same" } else { "other" }.to_owned()),
+            Promise::Close { .. } => row.extend(c.criteria.iter().map(|c| share(c.found))),
+        }
+        row.resize(header.len().max(2) - 1, String::new());
+        row.push(if c.kept { "kept" } else { "BROKEN" }.to_owned());
+        rows.push(row);
+        for criterion in c.criteria.iter().filter(|c| c.found > c.promised) {
+            let Criterion { name, at, .. } = criterion;
+            let (found, bound) = (share(criterion.found), share(criterion.bound));
+            let verdict = match (criterion.is_kept(), criterion.raised) {
+                (true, _) => "chaos",
+                (false, true) => "BROKEN, though chaos counts",
+                (false, false) => "BROKEN",
             };
-            let verdict = if criterion.is_kept() { "kept" } else { "BROKEN" };
-            let at = if criterion.found == 0.0 { String::new() } else { criterion.at.clone() };
-            let start = [first(c.layout.clone()), first(c.ranks.to_string()), criterion.name.to_owned()];
-            rows.push([&start[..], &[found, bound, verdict.to_owned(), at]].concat());
+            let text = format!("{}: {name} {found} at {at}, {bound} accepted; {verdict}", c.layout);
+            notes.push_str(&wrapped(&text, "  "));
         }
     }
-    let raised = results.iter().flat_map(|c| &c.criteria).any(|c| c.raised);
-    let header = ["layout", "ranks", "of", "differs by", "at most", "", "~where"];
-    let note = "every step starts from one rank's state. Differences are shares: of one rank's loss and norm; of the largest \
-                element of a gradient or of an optimizer state; for updates, of a tensor's elements whose update is another, \
-                among those with a gradient well away from zero";
-    let star =
-        "* more than is promised elsewhere: one rank differs by a 32nd of it when its weights change in their last bit";
-    let star = if raised { wrapped(star, "  ") } else { String::new() };
-    format!("{}{}{star}", table(&header, &rows), wrapped(note, ""))
+    let mut text = table(&header, &rows) + &notes;
+    text.push_str(&wrapped(
+        "Every step starts from one rank's state. same: the same bits, which is promised there. Differences are shares: loss, norm and \
+         eval (evaluation loss) of one rank's; grad and state (of the optimizer) of a tensor's largest element; update: elements of a \
+         tensor that have another update with the same gradient.",
+        "",
+    ));
+    if results.iter().flat_map(|c| &c.criteria).any(|c| c.raised && c.found > c.promised) {
+        text.push_str(&wrapped(
+            "Chaos: one rank alone differs by a 32nd of what is accepted, or more, when its weights change in their last bit.",
+            "",
+        ));
+    }
+    text
 }

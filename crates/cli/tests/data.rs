@@ -33,7 +33,7 @@ fn mixed() -> Place {
 fn train_uses_what_prepare_made() {
     let place = Place::new();
     let text = place.ok(&["data", "prepare", "run.toml", "--run-dir", "run"]);
-    assert!(text.starts_with("run/data\ntokenizer bytes, vocabulary 256, separator 0\n"), "{text}");
+    assert!(text.starts_with("run/data\ntokenizer bytes, vocabulary 256, EOS token 0\n"), "{text}");
     let made = std::fs::metadata(place.path("run/data/train.shard")).unwrap().modified().unwrap();
     place.ok(&["train", "run.toml", "--run-dir", "run"]);
     assert_eq!(std::fs::metadata(place.path("run/data/train.shard")).unwrap().modified().unwrap(), made);

@@ -110,7 +110,7 @@ fn every_byte_but_the_first_is_predicted_whatever_the_length() {
     for length in [1, 2, 31, 32, 33, 64] {
         std::fs::write(place.path("some.txt"), &text[..length]).unwrap();
         let evaluation = json(&place, &["run", "--data", "some.txt"]);
-        // The separator at the end is predicted too.
+        // The EOS token at the end is predicted too.
         assert_eq!((&evaluation["tokens"], &evaluation["bytes"]), (&length.into(), &(length - 1).into()), "{length}");
     }
     let json = json(&place, &["run", "--data", "some.txt"]);
@@ -124,7 +124,7 @@ fn bytes_of_value_0_are_bytes_of_text() {
     std::fs::write(place.path("some.txt"), b"a\0b\0\0c").unwrap();
     std::fs::write(place.path("more.txt"), b"\0\0").unwrap();
     let evaluation = json(&place, &["run", "--data", "some.txt", "more.txt", "--seq", "4"]);
-    // All but the first, and the two separators.
+    // All but the first, and the two EOS tokens.
     assert_eq!((&evaluation["tokens"], &evaluation["bytes"]), (&9.into(), &7.into()));
 }
 

@@ -48,4 +48,4 @@ pub use tokenizer::{Tokenizer, TokenizerSpec};
 pub const BYTE_VOCABULARY: u32 = 256;
 
 /// The token after each document of byte-level text.
-pub const SEPARATOR: u8 = 0;
+pub const EOS_BYTE: u8 = 0;

@@ -122,9 +122,9 @@ pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress
 
 /// Makes tokens of the text of `spec` and writes shards, `data.json`, `files.jsonl` and the tokenizer into `out`.
 ///
-/// A document is a file of text, a line of a JSON-lines file or a row of a Parquet file; its tokens end with a
-/// separator. What is held out are whole records, whole files of text, or 64 KiB pieces of longer ones: neighbouring
-/// pieces of one split stay together, and where the split changes the part before it ends with a separator as if it
+/// A document is a file of text, a line of a JSON-lines file or a row of a Parquet file; its tokens end with an
+/// EOS token. What is held out are whole records, whole files of text, or 64 KiB pieces of longer ones: neighbouring
+/// pieces of one split stay together, and where the split changes the part before it ends with an EOS token as if it
 /// were a document. If the data set is a single piece of text, its end is held out. With a validation fraction of 0 there
 /// is no validation shard.
 ///
@@ -290,7 +290,7 @@ impl Task<'_> {
             listing: self.found.listing(),
             content: Some(hexadecimal(self.content)),
             vocabulary: self.tokenizer.vocabulary(),
-            separator: self.tokenizer.separator(),
+            eos: self.tokenizer.eos(),
             train: SplitSummary::of(train.collect()),
             validation: self.holdout.is_active().then(|| SplitSummary::of(validation.collect())),
             spec: self.spec.clone(),

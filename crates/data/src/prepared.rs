@@ -101,8 +101,8 @@ impl Prepared {
     }
 
     /// The token after each document.
-    pub fn separator(&self) -> u32 {
-        self.description.separator
+    pub fn eos(&self) -> u32 {
+        self.description.eos
     }
 
     /// The tokenizer that made the tokens, from its copy in the folder.
@@ -167,12 +167,12 @@ pub(crate) fn files_jsonl(found: &Found) -> Vec<u8> {
 /// What the tokens of one split were made of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SplitSummary {
-    /// Stretches of text that end with a separator: records, files, or parts of files that are divided between the
+    /// Stretches of text that end with an EOS token: records, files, or parts of files that are divided between the
     /// splits.
     pub documents: u64,
-    /// Bytes of text, without the separators.
+    /// Bytes of text, without the EOS tokens.
     pub bytes: u64,
-    /// Tokens, the separators among them.
+    /// Tokens, the EOS tokens among them.
     pub tokens: u64,
     /// The files that hold them, in order.
     pub shards: Vec<ShardSummary>,
@@ -197,7 +197,8 @@ pub(crate) struct Description {
     #[serde(default)]
     pub(crate) content: Option<String>,
     pub(crate) vocabulary: u32,
-    pub(crate) separator: u32,
+    #[serde(rename = "separator")]
+    pub(crate) eos: u32,
     pub(crate) train: SplitSummary,
     pub(crate) validation: Option<SplitSummary>,
     pub(crate) spec: PrepareSpec,

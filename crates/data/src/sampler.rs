@@ -167,7 +167,7 @@ impl Sampler {
     }
 
     /// Writes, for each position of a sample, where in the sequence its document starts: 0 for the document that the
-    /// sequence begins with, wherever that one began. A separator belongs to the document it ends. Does not allocate.
+    /// sequence begins with, wherever that one began. An EOS token belongs to the document it ends. Does not allocate.
     ///
     /// # Panics
     ///

@@ -20,9 +20,9 @@ pub struct ShardSummary {
     pub file: String,
     /// Documents that begin in it.
     pub documents: u64,
-    /// Bytes of text, without the separators.
+    /// Bytes of text, without the EOS tokens.
     pub bytes: u64,
-    /// Tokens, the separators among them.
+    /// Tokens, the EOS tokens among them.
     pub tokens: u64,
     /// The hash of tokens and documents. In JSON it is 16 hexadecimal digits, since many JSON readers round large numbers.
     #[serde(with = "hexadecimal")]

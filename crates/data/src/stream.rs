@@ -106,9 +106,9 @@ impl TokenStream {
         self.documents_beginning_in(from + 1, to, ignore);
     }
 
-    /// Calls `visit` with the place of every separator among the `count` tokens from `from` on, counted from `from`: the
+    /// Calls `visit` with the place of every EOS token among the `count` tokens from `from` on, counted from `from`: the
     /// last token of each document that ends there.
-    pub fn separators(&self, from: u64, count: u64, mut visit: impl FnMut(u64)) {
+    pub fn eos_places(&self, from: u64, count: u64, mut visit: impl FnMut(u64)) {
         let to = from + count;
         self.documents_beginning_in(from + 1, to + 1, |document| visit(document.start - 1 - from));
         if count > 0 && to == self.len() {

@@ -14,7 +14,7 @@ use crate::guard::caught;
 use crate::prepare::{NEVER, go_on};
 use crate::prepared::hexadecimal;
 use crate::shard::Width;
-use crate::{BYTE_VOCABULARY, DataError, SEPARATOR};
+use crate::{BYTE_VOCABULARY, DataError, EOS_BYTE};
 
 /// The largest `tokenizer.json` that is read; the largest in use have about 35 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
@@ -64,7 +64,7 @@ impl TokenizerSpec {
 /// Makes tokens of text.
 pub struct Tokenizer {
     model: Model,
-    separator: u32,
+    eos: u32,
     vocabulary: u32,
 }
 
@@ -95,7 +95,7 @@ impl Tokenizer {
 
     /// The tokenizer whose tokens are bytes.
     pub fn bytes() -> Self {
-        Tokenizer { model: Model::Bytes, separator: SEPARATOR.into(), vocabulary: BYTE_VOCABULARY }
+        Tokenizer { model: Model::Bytes, eos: EOS_BYTE.into(), vocabulary: BYTE_VOCABULARY }
     }
 
     fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
@@ -116,7 +116,7 @@ impl Tokenizer {
         if largest > MAX_TOKEN {
             return Err(refuse(format!("it has a token {largest}, and at most {MAX_TOKEN} is accepted")));
         }
-        let separator = match end_token {
+        let eos = match end_token {
             Some(token) => tokenizer.token_to_id(token).ok_or_else(|| {
                 let problem = format!("it has no token {token:?}, which data.eos_token names");
                 DataError::tokenizer(path, problem, "name a token of its vocabulary")
@@ -127,7 +127,7 @@ impl Tokenizer {
             })?,
         };
         let model = Model::File { path: path.to_owned(), tokenizer: Box::new(tokenizer), source };
-        Ok(Tokenizer { model, separator, vocabulary: largest + 1 })
+        Ok(Tokenizer { model, eos, vocabulary: largest + 1 })
     }
 
     /// One more than the largest token it can make: the smallest vocabulary of a model for it.
@@ -136,8 +136,8 @@ impl Tokenizer {
     }
 
     /// The token after each document.
-    pub fn separator(&self) -> u32 {
-        self.separator
+    pub fn eos(&self) -> u32 {
+        self.eos
     }
 
     /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.
@@ -241,7 +241,7 @@ impl Tokenizer {
         Ok(bytes.chunks_exact(self.width() as usize).map(token).collect())
     }
 
-    /// The text of some tokens, separators shown by name; what is not text shows as replacement characters.
+    /// The text of some tokens, EOS tokens shown by name; what is not text shows as replacement characters.
     pub fn decode(&self, tokens: &[u32]) -> String {
         match &self.model {
             Model::Bytes => {

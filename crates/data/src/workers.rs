@@ -27,7 +27,7 @@ const IN_FLIGHT_BYTES: usize = 48 << 20;
 /// A unit as tokens.
 #[derive(Debug)]
 pub(crate) struct Tokenised {
-    /// As bytes of the tokenizer's width, with the separator if the document ends.
+    /// As bytes of the tokenizer's width, with the EOS token if the document ends.
     pub(crate) tokens: Vec<u8>,
     pub(crate) text_bytes: u64,
     /// Tokens at the beginning that are a prompt.
@@ -190,9 +190,9 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
             completion(utf8(&prompt)?, utf8(&text)?, &mut tokens)?
         }
     };
-    // A document without text leaves no trace, not even a separator.
+    // A document without text leaves no trace, not even an EOS token.
     if ends && !(begins && text_bytes == 0) {
-        tokenizer.width().append(&[tokenizer.separator()], &mut tokens);
+        tokenizer.width().append(&[tokenizer.eos()], &mut tokens);
     }
     let text_bytes = text_bytes as u64;
     Ok(Tokenised { tokens, text_bytes, prompt, split, origin, begins, after, input_bytes })

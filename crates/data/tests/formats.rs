@@ -9,7 +9,7 @@ use lockstep_data::{DataError, PrepareOptions, PrepareSpec, Prepared, Tokenizer,
 use lockstep_ir::counter;
 use lockstep_ir::op::IGNORED_TARGET;
 
-/// What trains, with `|` for the separators.
+/// What trains, with `|` for the EOS tokens.
 fn train_text(prepared: &Prepared) -> String {
     let bytes: Vec<u8> = tokens(prepared.train()).iter().map(|&token| token as u8).collect();
     String::from_utf8(bytes).unwrap().replace('\0', "|")
@@ -81,7 +81,7 @@ fn a_codec_that_is_not_read_is_named() {
     }
 }
 
-/// What is to be predicted of all tokens but the first, with `|` for separators and `.` for what does not count.
+/// What is to be predicted of all tokens but the first, with `|` for EOS tokens and `.` for what does not count.
 fn targets(prepared: &Prepared) -> String {
     let mut targets = vec![0; prepared.train().len() as usize - 1];
     prepared.train().copy_targets(0, &mut targets);
@@ -121,7 +121,7 @@ fn a_prompt_stands_before_the_text_and_does_not_count() {
     let prepared = case.prepare(&spec).unwrap();
     let tokenizer = prepared.tokenizer().unwrap();
     let (prompt, text) = (tokenizer.tokens("ab").unwrap(), tokenizer.tokens("cd").unwrap());
-    let all = [prompt.clone(), text.clone(), vec![tokenizer.separator()]].concat();
+    let all = [prompt.clone(), text.clone(), vec![tokenizer.eos()]].concat();
     assert_eq!(tokens(prepared.train())[..all.len()], all, "a prompt is tokenised on its own");
     assert_eq!(prepared.train().document_at(0).prompt, prompt.len() as u64);
 }
@@ -182,7 +182,7 @@ fn a_tokenizer_makes_the_tokens_and_gives_the_text_back() {
     let case = Case::new(&[("a.txt", "fn main() {}\nété <|endoftext|>\n".as_bytes()), ("b.txt", b"struct Shard;")]);
     let spec = PrepareSpec { tokenizer: tokenizer(), ..case.spec(&["a.txt", "b.txt"]) };
     let prepared = case.prepare(&spec).unwrap();
-    assert_eq!((prepared.vocabulary(), prepared.separator()), (1000, 0));
+    assert_eq!((prepared.vocabulary(), prepared.eos()), (1000, 0));
     let made = tokens(prepared.train());
     assert!(made.len() < 30, "{made:?}");
     assert_eq!(made.iter().filter(|&&token| token == 0).count(), 2, "text does not stand for a special token");

@@ -76,7 +76,7 @@ fn bytes(shard: &TokenStream) -> Vec<u8> {
     tokens.into_iter().map(|token| u8::try_from(token).unwrap()).collect()
 }
 
-/// What trains when nothing is held out, with `|` for the separators.
+/// What trains when nothing is held out, with `|` for the EOS tokens.
 fn check_train(case: &Case, spec: &PrepareSpec, expected: &str) {
     let prepared = case.prepare(spec).unwrap();
     let text = String::from_utf8(bytes(prepared.train())).unwrap();
@@ -89,7 +89,7 @@ fn long_text(length: usize) -> Vec<u8> {
 }
 
 #[test]
-fn folders_are_read_by_name_and_each_file_ends_with_a_separator() {
+fn folders_are_read_by_name_and_each_file_ends_with_an_eos_token() {
     let case =
         Case::new(&[("b.txt", b"second"), ("a.txt", b"first"), ("c/deep/x.txt", b"third"), ("d.txt", b"fourth")]);
     check_train(&case, &case.spec(0.0), "first|second|third|fourth|");

@@ -595,6 +595,16 @@ fn execute(
     for t in outputs.iter().filter(|t| t.role != Role::StepOutput) {
         executor.write(&t.name, 0, &encode(t.ty.dtype, &vec![f64::NAN; t.ty.elements()]))?;
     }
+    let guards: Vec<&Tensor> = program.tensors.iter().filter(|t| t.name.starts_with("guard")).collect();
+    let pattern = |t: &Tensor| 0xa5u8.wrapping_mul(t.name.len() as u8);
+    for t in &guards {
+        executor.write(&t.name, 0, &vec![pattern(t); t.ty.bytes() as usize])?;
+    }
     executor.run(StepProgram::TRAIN)?;
+    for t in &guards {
+        if executor.read(&t.name, 0)?.iter().any(|b| *b != pattern(t)) {
+            return Err(internal(format!("{} writes outside its outputs and scratch, into {}", op.name(), t.name)));
+        }
+    }
     outputs.iter().map(|t| Ok(decode(t.ty.dtype, &executor.read(&t.name, 0)?))).collect()
 }

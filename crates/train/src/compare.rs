@@ -18,6 +18,7 @@ use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, f16, fixed};
 use lockstep_model::names;
+use std::rc::Rc;
 
 /// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. What fits these
 /// layouts before fits them after; query heads per key head stay, and so does accumulation up to a bound.
@@ -77,7 +78,9 @@ struct Trace {
     steps: Vec<Step>,
     /// Parameters, master weights and moments before each step, and after the last. Of a run that starts its steps from another's
     /// states: those that it started from.
-    starts: Vec<Vec<Stored>>,
+    starts: Vec<States>,
+    /// The norm above which gradients are clipped.
+    clip: f64,
     /// The sum of losses of an evaluation, from the last state.
     evaluated: f64,
     arena_bytes: Vec<u64>,
@@ -90,8 +93,11 @@ struct Step {
     /// As they were when the optimizer read them; of tied uses, their sum.
     gradients: Vec<Stored>,
     /// Parameters, master weights and moments after the step.
-    after: Vec<Stored>,
+    after: States,
 }
+
+/// Shared, since they are the largest part of a run of the whole model.
+type States = Rc<Vec<Stored>>;
 
 /// A tensor as a device has it.
 #[derive(Clone)]
@@ -166,8 +172,7 @@ pub fn compare(
     // Only where bits may differ is it of interest how much.
     let mut disturbed = None;
     if layouts.iter().any(|layout| Promise::of(layout, &config.at(layout)) != Promise::Identical) {
-        let starts = single.starts.iter().map(|states| states.iter().map(Stored::disturbed).collect()).collect();
-        disturbed = Some(trace(&alone, steps, Some(starts))?);
+        disturbed = Some(trace(&alone, steps, Some(disturb(&single.starts)))?);
     }
     let mut result = Vec::new();
     for layout in layouts {
@@ -180,13 +185,17 @@ pub fn compare(
     Ok(result)
 }
 
+fn disturb(starts: &[States]) -> Vec<States> {
+    starts.iter().map(|states| Rc::new(states.iter().map(Stored::disturbed).collect())).collect()
+}
+
 /// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
-fn trace(config: &Config, steps: usize, starts: Option<Vec<Vec<Stored>>>) -> Result<Trace, TrainError> {
+fn trace(config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
     let plan = plan(config)?;
     let mut session = Session::new(config, &plan)?;
     let positions = config.train.micro_batch * plan.layout.mesh.dp * config.train.seq;
     let mut ran = Vec::new();
-    let mut own = vec![states(&mut session, is_kept)?];
+    let mut own = vec![Rc::new(states(&mut session, is_kept)?)];
     for step in 0..steps {
         if let Some(starts) = &starts {
             write(&mut session, &starts[step])?;
@@ -198,7 +207,7 @@ fn trace(config: &Config, steps: usize, starts: Option<Vec<Vec<Stored>>>) -> Res
         let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         let is_gradient = |t: &Tensor| t.role == Role::State(State::Gradient) && !t.name.ends_with(".2");
         let gradients = states(&mut session, is_gradient)?;
-        let after = states(&mut session, is_kept)?;
+        let after = Rc::new(states(&mut session, is_kept)?);
         if starts.is_none() {
             own.push(after.clone());
         }
@@ -216,7 +225,9 @@ fn trace(config: &Config, steps: usize, starts: Option<Vec<Vec<Stored>>>) -> Res
         let losses = session.executor().read(names::LOSS, 0)?;
         evaluated = losses.as_chunks().0.iter().fold(evaluated, |sum, b| sum + f64::from_le_bytes(*b));
     }
-    Ok(Trace { steps: ran, starts, evaluated, arena_bytes: plan.stages.iter().map(|m| m.total_bytes).collect() })
+    let clip = step_scalars(config, 0, 0, 1).clip.into();
+    let arena_bytes = plan.stages.iter().map(|m| m.total_bytes).collect();
+    Ok(Trace { steps: ran, starts, clip, evaluated, arena_bytes })
 }
 
 /// What a step starts from and changes.
@@ -263,8 +274,8 @@ pub(crate) fn fill(
     }
     if config.data.document_mask {
         let start = |i: usize| {
-            // Documents of another length in every sequence.
-            let length = 3 + (first + i) / seq % 5;
+            // Documents of another length in every sequence, about eight where it is long.
+            let length = 3 + seq / 8 + (first + i) / seq % 5;
             (i % seq / length * length) as u32
         };
         let bytes: Vec<u8> = (0..positions).flat_map(|i| start(i).to_le_bytes()).collect();

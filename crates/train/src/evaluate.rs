@@ -164,13 +164,13 @@ fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Resu
     Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?)
 }
 
-/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. Separators are none.
+/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. EOS tokens are none.
 fn text_bytes(tokenizer: &Tokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> u64 {
-    let mut separators = Vec::new();
-    stream.separators(from, targets.len() as u64, |at| separators.push(at as usize));
+    let mut ends = Vec::new();
+    stream.eos_places(from, targets.len() as u64, |at| ends.push(at as usize));
     let mut bytes = 0;
     let mut start = 0;
-    for end in separators.into_iter().chain([targets.len()]) {
+    for end in ends.into_iter().chain([targets.len()]) {
         let runs = targets[start.min(end)..end].split(|target| *target == IGNORED_TARGET);
         bytes += runs.map(|tokens| tokenizer.byte_count(tokens)).sum::<u64>();
         start = end + 1;
@@ -217,7 +217,7 @@ impl Material {
                 Cut { sequences: (*count).min(most), rest: 0 }
             }
             Material::Text(tokens) => {
-                // A document has a byte and a separator at least, so there is something to predict.
+                // A document has a byte and an EOS token at least, so there is something to predict.
                 let targets = tokens.len() - 1;
                 Cut { sequences: targets / seq as u64, rest: (targets % seq as u64) as usize }
             }

@@ -116,7 +116,8 @@ pub fn generation_program(config: &Config, context: usize) -> Result<(StepProgra
 #[serde(rename_all = "snake_case")]
 pub enum Stop {
     /// The model ended the document.
-    Separator,
+    #[serde(rename = "separator")]
+    Eos,
     /// As many tokens as were asked for.
     MaxTokens,
     /// The context is full.
@@ -128,7 +129,7 @@ pub enum Stop {
 /// A generated text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generated {
-    /// The new tokens, without a separator.
+    /// The new tokens, without an EOS token.
     pub tokens: Vec<u32>,
     /// Why there are no more.
     pub stop: Stop,
@@ -178,7 +179,7 @@ pub fn generate(
             return Err(TrainError::Logits { position });
         };
         if ends.contains(&token) {
-            break Stop::Separator;
+            break Stop::Eos;
         }
         tokens.push(token);
         if listen(token).is_break() {

@@ -53,7 +53,7 @@ pub(crate) fn sample(
     let sampling = Sampling { temperature: 0.8, top_k: None, top_p: 0.95, seed: config.train.seed };
     let mut stream = TextStream::new(tokenizer.clone());
     let mut text = String::new();
-    generate(&mut generator, tokenizer, &[tokenizer.separator()], &tokens, max_tokens, &sampling, &mut |token| {
+    generate(&mut generator, tokenizer, &[tokenizer.eos()], &tokens, max_tokens, &sampling, &mut |token| {
         text.push_str(&stream.push(token));
         if begun.elapsed() < LONGEST { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;

@@ -3,7 +3,7 @@
 use crate::data::require_vocabulary;
 use crate::{TrainError, data};
 use lockstep_config::Config;
-use lockstep_data::{BYTE_VOCABULARY, SEPARATOR};
+use lockstep_data::{BYTE_VOCABULARY, EOS_BYTE};
 use std::sync::Arc;
 
 /// How a model's tokens stand for text.
@@ -46,10 +46,10 @@ impl Tokenizer {
     }
 
     /// The token after a document.
-    pub fn separator(&self) -> u32 {
+    pub fn eos(&self) -> u32 {
         match self {
-            Tokenizer::Bytes => u32::from(SEPARATOR),
-            Tokenizer::File(tokenizer) => tokenizer.separator(),
+            Tokenizer::Bytes => u32::from(EOS_BYTE),
+            Tokenizer::File(tokenizer) => tokenizer.eos(),
         }
     }
 
@@ -61,7 +61,7 @@ impl Tokenizer {
         }
     }
 
-    /// Number of bytes of text that tokens stand for, which are of one document and without its separator.
+    /// Number of bytes of text that tokens stand for, which are of one document and without its EOS token.
     pub fn byte_count(&self, tokens: &[u32]) -> u64 {
         match self {
             Tokenizer::Bytes => tokens.len() as u64,
@@ -96,7 +96,7 @@ impl TextStream {
 
     /// The text that one more token completes; empty where a character is not whole yet.
     pub fn push(&mut self, token: u32) -> String {
-        if token == self.tokenizer.separator() {
+        if token == self.tokenizer.eos() {
             return String::new();
         }
         match &self.tokenizer {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn separators_and_tokens_outside_the_vocabulary_are_no_text() {
+    fn eos_and_tokens_outside_the_vocabulary_are_no_text() {
         let mut stream = TextStream::new(Tokenizer::Bytes);
         assert_eq!(stream.push(0) + &stream.push(300) + &stream.push(u32::from(b'x')), "x");
     }

@@ -86,8 +86,8 @@ impl Trained {
     /// Tokens that end a text: the EOS token of its tokenizer, and those that a Hugging Face model names.
     pub fn end_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, TrainError> {
         let mut tokens = self.kept()?.end_tokens();
-        if !tokens.contains(&tokenizer.separator()) {
-            tokens.push(tokenizer.separator());
+        if !tokens.contains(&tokenizer.eos()) {
+            tokens.push(tokenizer.eos());
         }
         Ok(tokens)
     }

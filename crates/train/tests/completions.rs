@@ -81,7 +81,7 @@ fn evaluation_counts_what_validation_counts() {
     let trained = Trained::open(&dir.path().join("run")).unwrap();
     let found = evaluate(&trained, &Text::Validation, None, &mut |_| ()).unwrap();
     assert!((found.score.loss - ran.outcome.last_val_loss.unwrap()).abs() < 1e-9);
-    // Answers and separators only.
+    // Answers and EOS tokens only.
     assert!(found.score.tokens < found.score.bytes * 2 && found.score.bytes < found.score.tokens, "{found:?}");
     let text = Text::Paths(vec![dir.path().join("records.jsonl")]);
     let found = evaluate(&trained, &text, None, &mut |_| ()).unwrap();

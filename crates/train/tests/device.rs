@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         ("qwen3_steps_as_on_the_cpu_in_fp32", || steps_alike(QWEN3, FP32)),
         ("qwen3_steps_as_on_the_cpu_in_bf16", || steps_alike(QWEN3, BF16)),
         ("documents_are_apart_as_on_the_cpu", || documents_alike(LLAMA, "")),
+        ("documents_of_as_many_key_heads_are_apart_as_on_the_cpu", || documents_alike(MHA, "")),
         ("documents_with_a_sliding_window_are_apart_as_on_the_cpu", || documents_alike(WINDOW, "")),
         ("documents_are_apart_as_on_the_cpu_if_deterministic", || documents_alike(WINDOW, DETERMINISTIC)),
         ("a_run_of_the_device_resumes_on_the_cpu", || goes_on("cuda", "cpu")),
@@ -36,6 +37,8 @@ const GPT2: &str = "architecture = \"gpt2\"\npositions = 32\nffn = 256";
 /// Norms over the heads of Q and K.
 const QWEN3: &str = "architecture = \"qwen3\"\nkv_heads = 2\nffn = 160";
 
+/// A key head for every query head.
+const MHA: &str = "head_dim = 64\nffn = 160";
 /// Heads of 32 elements, which see 20 keys at most.
 const WINDOW: &str = "architecture = \"mistral\"\nhead_dim = 32\nkv_heads = 2\nffn = 160\nwindow = 20";
 const DETERMINISTIC: &str = "deterministic = true";

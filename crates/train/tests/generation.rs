@@ -192,7 +192,7 @@ fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
             heard.push(token);
             ControlFlow::Continue(())
         };
-        let (ends, prompt) = ([tokenizer.separator()], tokenizer.encode(prompt).unwrap());
+        let (ends, prompt) = ([tokenizer.eos()], tokenizer.encode(prompt).unwrap());
         let text = generate(&mut generator, &tokenizer, &ends, &prompt, max_tokens, &sampling, listen).unwrap();
         assert_eq!(text.tokens, heard);
         // Tokens that stand for no text are never drawn.
@@ -200,10 +200,10 @@ fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
         (text.tokens, text.stop)
     };
     let (one, stop) = write(1, 1.0, "some prompt", 20);
-    assert!(matches!(stop, Stop::MaxTokens | Stop::Separator), "{stop:?}");
+    assert!(matches!(stop, Stop::MaxTokens | Stop::Eos), "{stop:?}");
     assert_eq!(write(1, 1.0, "some prompt", 20).0, one);
     assert_ne!(write(2, 1.0, "some prompt", 20).0, one);
     assert_eq!(write(1, 0.0, "some prompt", 20), write(2, 0.0, "some prompt", 20));
     let (all, stop) = write(3, 2.0, "some prompt", 1000);
-    assert!(stop == Stop::Context && all.len() == 64 - 11 || stop == Stop::Separator, "{stop:?}");
+    assert!(stop == Stop::Context && all.len() == 64 - 11 || stop == Stop::Eos, "{stop:?}");
 }

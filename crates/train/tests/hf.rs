@@ -428,7 +428,7 @@ fn a_folder_is_used_as_it_is() {
     assert_eq!(free.tokens.len(), 20);
     let ended = run(&[0, free.tokens[5]]);
     let first = free.tokens.iter().position(|token| *token == free.tokens[5]).unwrap();
-    assert_eq!((ended.tokens.len(), ended.stop), (first, Stop::Separator));
+    assert_eq!((ended.tokens.len(), ended.stop), (first, Stop::Eos));
     // It is no run.
     let error = place.export("hf", "again", ExportOptions::default()).unwrap_err();
     assert!(error.contains("it is a Hugging Face model"), "{error}");

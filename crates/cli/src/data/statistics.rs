@@ -13,6 +13,8 @@ pub struct Statistics {
     folder: String,
     tokenizer: String,
     vocabulary: u32,
+    eos_token: u32,
+    /// The name that it had before.
     separator: u32,
     corpora: Vec<CorpusStatistics>,
 }
@@ -44,11 +46,13 @@ pub fn of(folder: &Path, corpora: &[RunCorpus]) -> Statistics {
         TokenizerSpec::File { path, .. } => path.display().to_string(),
     });
     let largest = |of: fn(&RunCorpus) -> u32| corpora.iter().map(of).max().unwrap_or(0);
+    let eos_token = largest(|corpus| corpus.data.eos());
     Statistics {
         folder: folder.display().to_string(),
         tokenizer: tokenizer.unwrap_or_default(),
         vocabulary: largest(|corpus| corpus.data.vocabulary()),
-        separator: largest(|corpus| corpus.data.separator()),
+        eos_token,
+        separator: eos_token,
         corpora: corpora.iter().map(of_corpus).collect(),
     }
 }
@@ -108,11 +112,11 @@ pub fn as_text(statistics: &Statistics) -> String {
         .collect();
     let shares = if shares.is_empty() { String::new() } else { format!("mixture: {}\n", shares.join(", ")) };
     format!(
-        "{}\ntokenizer {}, vocabulary {}, separator {}\n{shares}{}",
+        "{}\ntokenizer {}, vocabulary {}, EOS token {}\n{shares}{}",
         statistics.folder,
         statistics.tokenizer,
         thousands(statistics.vocabulary.into()),
-        statistics.separator,
+        statistics.eos_token,
         table(&header, &rows)
     )
 }

@@ -21,43 +21,45 @@ pub fn scratch(compute: DType) -> Workspace {
 /// Scratch of the backward kernels: see [`GradScratch`]. Without cuDNN, a number per row.
 pub fn grad_scratch(compute: DType) -> Workspace {
     match compute {
-        DType::BF16 => {
-            Workspace { fixed: SLACK + table::ROUNDING, terms: vec![(14, "bsh"), (12, "bqs"), (table::BYTES, "bs")] }
-        }
+        DType::BF16 => Workspace {
+            fixed: SLACK + table::ROUNDING,
+            terms: vec![(4, "bsp"), (GUARD, "p"), (8, "bsh"), (12, "bqs"), (table::BYTES, "bs")],
+        },
         _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
     }
 }
+
+/// Bytes behind dQ in f32 per element of a packed row: atomic additions come in tiles of rows, the last of which ends behind it.
+const GUARD: u64 = 4 * 256;
 
 /// Where things are in the scratch of a backward pass.
 struct GradScratch {
     /// Of cuDNN.
     plan: Address,
+    table: Table,
     /// Σ dO · O of every row, for our own kernel.
     delta: Address,
     /// The same, for cuDNN; and log-sum-exps position by position.
     row_sum: Address,
     stats: Address,
-    /// dQ in f32, where atomic additions go.
-    dq_sum: Address,
-    /// dQ in rows of its own: the library takes its sum in f32 to lie as dQ does.
+    /// dQ in f32, where atomic additions go: in rows as wide as those of Q, since the library takes Q's offsets for it.
     dq: Address,
     /// With GQA, K, V, dK and dV of every query head.
     heads: Option<[Address; 4]>,
-    table: Table,
 }
 
 impl GradScratch {
     fn new(shape: &Shape, room: &mut Room) -> Self {
-        let (rows, heads) = (shape.row_bytes(), shape.dq_bytes() / 2);
+        let (rows, heads) = (shape.row_bytes(), (2 * shape.batch * shape.seq * shape.heads * shape.e) as u64);
+        let width = ((shape.heads + 2 * shape.kv_heads) * shape.e) as u64;
         Self {
             plan: room.take(SLACK),
+            table: Table::new(shape, room),
             delta: room.take(rows),
             row_sum: room.take(rows),
             stats: room.take(rows),
-            dq_sum: room.take(shape.dq_bytes()),
-            dq: room.take(heads),
+            dq: room.take((4 * (shape.batch * shape.seq) as u64 + GUARD) * width),
             heads: shape.grouped().then(|| [(); 4].map(|()| room.take(heads))),
-            table: Table::new(shape, room),
         }
     }
 }
@@ -93,13 +95,12 @@ pub unsafe fn grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Res
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let at = GradScratch::new(shape, &mut Room(call.scratch()?));
     let sections = sections(shape);
-    let [q, k, v] = sections.map(|(first, _)| qkv + 2 * first as u64);
-    let [_, dk, dv] = sections.map(|(first, _)| dqkv + 2 * first as u64);
-    let (inputs, gradients) = match at.heads {
-        Some([k, v, dk, dv]) => ([q, k, v], [at.dq, dk, dv]),
-        None => ([q, k, v], [at.dq, dk, dv]),
-    };
-    let [of_q, of_k, of_v] = sections;
+    let mut inputs = sections.map(|(first, _)| qkv + 2 * first as u64);
+    let mut gradients = sections.map(|(first, _)| dqkv + 2 * first as u64);
+    if let Some([k, v, dk, dv]) = at.heads {
+        (inputs[1], inputs[2], gradients[1], gradients[2]) = (k, v, dk, dv);
+    }
+    let [_, of_k, of_v] = sections;
     // SAFETY: the operands have these sizes, and the scratch has room for all.
     unsafe {
         at.table.fill(call, shape, starts)?;
@@ -109,14 +110,14 @@ pub unsafe fn grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Res
             table::repeat_heads(call, shape, (qkv, inputs[2]), of_v)?;
         }
         let ragged = Some(Ragged { table: at.table, inputs, gradients, row_sum: at.row_sum });
-        let operands = Operands { qkv, o, lse: at.stats, dout, dqkv, dq: at.dq_sum, scratch: at.plan, ragged };
+        let operands = Operands { qkv, o, lse: at.stats, dout, dqkv, dq: at.dq, scratch: at.plan, ragged };
         execute(call.stream, shape, plan, &operands)?;
         if at.heads.is_some() {
             table::sum_heads(call, shape, (gradients[1], dqkv), of_k)?;
             table::sum_heads(call, shape, (gradients[2], dqkv), of_v)?;
         }
         match call.attention.deterministic {
-            false => table::sum_heads(call, shape, (at.dq, dqkv), of_q),
+            false => Ok(()),
             true => ordered_dq(call, shape, at.delta, dqkv),
         }
     }

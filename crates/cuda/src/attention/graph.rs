@@ -121,14 +121,10 @@ impl Graph {
         self.kv != self.h
     }
 
-    /// A row of all query heads per position.
-    fn head_rows(&mut self, data: Data, id: i64, offsets: Option<TensorId>) -> Result<TensorId, CudaError> {
-        self.in_rows((self.h, self.h * self.e), false, data, (Place::Memory(id), offsets))
-    }
-
-    /// Results, a row per position.
+    /// Results, a row of all query heads per position.
     fn rows(&mut self, id: i64) -> Result<TensorId, CudaError> {
-        self.head_rows(Data::Bf16, id, self.documents.map(|d| d.heads))
+        let place = (Place::Memory(id), self.documents.map(|d| d.heads));
+        self.in_rows((self.h, self.h * self.e), false, Data::Bf16, place)
     }
 
     /// Statistics in memory: position by position where documents are apart, head by head otherwise.
@@ -303,11 +299,7 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     sum_into(&mut g, ds_transposed, q, id::DK)?;
     let k_rows = g.keys(false, Place::Virtual)?;
     g.g.reshape(k, k_rows)?;
-    // Documents: the library takes the sum in f32 to lie as dQ does, which would be thrice its size in packed rows.
-    let dq = match g.documents {
-        None => g.packed(g.h, false, Place::Memory(id::DQ))?,
-        Some(_) => g.rows(id::DQ)?,
-    };
+    let dq = g.packed(g.h, false, Place::Memory(id::DQ))?;
     if shape.deterministic {
         // The library adds this product up in one order, over all of dS in scratch.
         g.matmul(ds, k_rows, dq, Product::OverKeys)?;
@@ -316,7 +308,11 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     let (h, s, e) = (g.h, g.s, g.e);
     let dq_sum = match g.documents {
         None => g.g.tensor([g.b, h, s, e], [h * s * e, s * e, e, 1], Data::Float, Place::Memory(id::DQ_SUM))?,
-        Some(d) => g.head_rows(Data::Float, id::DQ_SUM, Some(d.heads))?,
+        // In rows as wide as those of Q: the library takes Q's offsets for it.
+        Some(d) => {
+            let place = (Place::Memory(id::DQ_SUM), Some(d.packed));
+            g.in_rows((h, g.width), false, Data::Float, place)?
+        }
     };
     g.matmul(ds, k_rows, dq_sum, Product::OverKeys)?;
     g.g.pointwise(Pointwise::Identity, (dq_sum, None, None), dq)?;

@@ -5,7 +5,10 @@ use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::{DType, DeviceProfile, Mesh, Op, Sharding, TensorType, bf16, f16, fixed};
+use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Mesh, Op, Sharding, TensorType, bf16, f16, fixed};
+
+/// Elements of a guard: memory behind scratch and behind every output that no instruction may write.
+const GUARD: usize = 1 << 16;
 
 /// A program of one instruction, run for two micro-batches where it sums.
 pub(super) fn single_op(
@@ -20,40 +23,40 @@ pub(super) fn single_op(
         outputs[weight_output(op)].dtype = dtype;
     }
     let scratch = profile.workspace(op, &refs).map_err(|e| e.to_string())?;
-    let mut end = 0;
+    let mut regions = Vec::new();
     let mut buffers = Vec::new();
+    // Scratch comes first: what is written behind its end is seen in the first guard.
+    let workspace = (scratch > 0).then(|| {
+        let slot_bytes = profile.align(scratch);
+        regions.push(Region { lifetime: Lifetime::Frame, offset: 0, slot_bytes, slots: 1 });
+        let name = "scratch".to_owned();
+        buffers.push(Buffer { name, class: Class::Workspace, layer: None, region: 0, offset: 0, bytes: scratch });
+        BufferId(0)
+    });
+    let (first, region) = (regions.first().map_or(0, Region::bytes), regions.len());
+    let mut end = 0;
     let mut tensors = Vec::new();
     let mut values = Vec::new();
     let mut args = Vec::new();
-    let named = types.iter().map(|t| ("in", t)).chain(outputs.iter().map(|t| ("out", t)));
-    for (i, (kind, ty)) in named.enumerate() {
+    let guard = TensorType::new(DType::U32, [Dim::new(Axis::Scalar, GUARD)]);
+    let guards = |i: usize| if i < types.len() { None } else { Some(("guard", &guard)) };
+    let named = types.iter().map(|t| ("in", t)).chain(outputs.iter().map(|t| ("out", t))).enumerate();
+    let all = named.flat_map(|(i, of)| [Some((i, of)), guards(i).map(|g| (i, g))]).flatten();
+    for (i, (kind, ty)) in [(0, ("guard", &guard))].into_iter().chain(all) {
         let name = format!("{kind}{i}");
         let buffer = BufferId(buffers.len());
         let bytes = ty.bytes();
-        buffers.push(Buffer {
-            name: name.clone(),
-            class: Class::Optimizer,
-            layer: None,
-            region: 0,
-            offset: end,
-            bytes,
-        });
+        buffers.push(Buffer { name: name.clone(), class: Class::Optimizer, layer: None, region, offset: end, bytes });
         end += profile.align(bytes);
         let (role, sharding) = (Role::State(State::Gradient), Sharding::REPLICATED);
         let (ty, whole) = (ty.clone(), ty.clone());
         tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, sharding, buffer, part: false, role });
+        if kind != "guard" {
+            args.push(Arg { buffer, value: values.len(), ty, sum: Sum::No, part: false });
+        }
         values.push(name);
-        args.push(Arg { buffer, value: i, ty, sum: Sum::No, part: false });
     }
-    let mut regions = vec![Region { lifetime: Lifetime::Run, offset: 0, slot_bytes: end, slots: 1 }];
-    let workspace = (scratch > 0).then(|| {
-        let slot_bytes = profile.align(scratch);
-        regions.push(Region { lifetime: Lifetime::Frame, offset: end, slot_bytes, slots: 1 });
-        let name = "scratch".to_owned();
-        buffers.push(Buffer { name, class: Class::Workspace, layer: None, region: 1, offset: 0, bytes: scratch });
-        end += slot_bytes;
-        BufferId(buffers.len() - 1)
-    });
+    regions.push(Region { lifetime: Lifetime::Run, offset: first, slot_bytes: end, slots: 1 });
     let mut outputs = args.split_off(types.len());
     if let Way::Summed(_) = way {
         outputs[weight_output(op)].sum = Sum::AfterFirst;
@@ -62,8 +65,10 @@ pub(super) fn single_op(
         // A change of state: all its outputs are its inputs' memory.
         if way == Way::InPlace(input, output) || op.spec().always_in_place {
             outputs[output].buffer = args[input].buffer;
-            let tensor = &mut tensors[types.len() + output];
-            (tensor.buffer, tensor.role) = (args[input].buffer, Role::StepOutput);
+            let name = format!("out{}", types.len() + output);
+            for tensor in tensors.iter_mut().filter(|t| t.name == name) {
+                (tensor.buffer, tensor.role) = (args[input].buffer, Role::StepOutput);
+            }
         }
     }
     let outputs = outputs.into_iter().map(Some).collect();
@@ -75,7 +80,7 @@ pub(super) fn single_op(
     Ok(StepProgram {
         mesh: Mesh::ONE,
         stage: 0,
-        arena_bytes: end,
+        arena_bytes: first + end,
         regions,
         buffers,
         values,

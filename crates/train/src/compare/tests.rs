@@ -15,8 +15,7 @@ fn traces(config: &Config, layout: &str) -> ([Trace; 3], Layout) {
     let layout: Layout = layout.parse().unwrap();
     let alone = config.at(&Layout::single(1));
     let single = trace(&alone, 2, None).unwrap();
-    let moved = single.starts.iter().map(|states| states.iter().map(Stored::disturbed).collect()).collect();
-    let disturbed = trace(&alone, 2, Some(moved)).unwrap();
+    let disturbed = trace(&alone, 2, Some(disturb(&single.starts))).unwrap();
     let parallel = trace(&config.at(&layout), 2, Some(single.starts.clone())).unwrap();
     ([single, disturbed, parallel], layout)
 }
@@ -73,20 +72,22 @@ fn faults_are_found_whatever_the_optimizer() {
         let stale = broken(&config, |t| {
             let name = some(t);
             let before = t.starts[1].iter().find(|s| s.name == name).unwrap().numbers();
-            change(&mut t.steps[1].after, &name, |i, x| if i % 2 == 0 { before[i] as f32 } else { x });
+            change(Rc::make_mut(&mut t.steps[1].after).as_mut_slice(), &name, |i, x| {
+                if i % 2 == 0 { before[i] as f32 } else { x }
+            });
         });
         assert_eq!(stale, ["updates"], "{name}");
         // An update in the wrong direction.
         let wrong = broken(&config, |t| {
             let name = some(t);
             let before = t.starts[0].iter().find(|s| s.name == name).unwrap().numbers();
-            change(&mut t.steps[0].after, &name, |i, x| 2.0 * before[i] as f32 - x);
+            change(Rc::make_mut(&mut t.steps[0].after).as_mut_slice(), &name, |i, x| 2.0 * before[i] as f32 - x);
         });
         assert_eq!(wrong, ["updates"], "{name}");
         let moment = broken(&config, |t| {
             let is = |t: &&Stored| matches!(t.state, State::Moment { .. });
             let name = t.steps[1].after.iter().find(is).unwrap().name.clone();
-            change(&mut t.steps[1].after, &name, |_, x| 1.01 * x);
+            change(Rc::make_mut(&mut t.steps[1].after).as_mut_slice(), &name, |_, x| 1.01 * x);
         });
         assert_eq!(moment, ["optimizer state"], "{name}");
         assert_eq!(broken(&config, |t| t.steps[1].loss *= 1.0001), ["loss"]);
@@ -102,7 +103,9 @@ fn where_bits_are_promised_one_of_them_counts() {
     let judged = |parallel: &Trace| judge(&layout, Promise::Identical, &single, Some(&disturbed), parallel);
     assert!(judged(&parallel).kept && judged(&parallel).identical);
     let name = parameter(&parallel, "up");
-    change(&mut parallel.steps[1].after, &name, |i, x| if i == 0 { f32::from_bits(x.to_bits() ^ 1) } else { x });
+    change(Rc::make_mut(&mut parallel.steps[1].after).as_mut_slice(), &name, |i, x| {
+        if i == 0 { f32::from_bits(x.to_bits() ^ 1) } else { x }
+    });
     let found = judged(&parallel);
     assert!(!found.kept && !found.identical, "{found:#?}");
 }

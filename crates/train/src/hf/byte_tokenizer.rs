@@ -52,6 +52,6 @@ mod tests {
         let tokens = tokenizer.tokens(text).unwrap();
         assert_eq!(tokens, text.bytes().map(u32::from).collect::<Vec<_>>());
         assert_eq!(tokenizer.decode(&tokens), text);
-        assert_eq!((tokenizer.vocabulary(), tokenizer.separator()), (256, 0));
+        assert_eq!((tokenizer.vocabulary(), tokenizer.eos()), (256, 0));
     }
 }

@@ -71,7 +71,7 @@ pub fn export(
     let beside = Beside {
         context,
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
-        end_token: tokenizer.as_ref().map(Tokenizer::separator),
+        end_token: tokenizer.as_ref().map(Tokenizer::eos),
     };
     let mut described = describe(config, beside, from)?;
     kept.put_ids(&mut described);
@@ -147,7 +147,7 @@ fn tokenizer_files(
         Some(text) => text.as_bytes().to_vec(),
         None if folder.join(TOKENIZER_CONFIG).exists() => WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?,
         None => {
-            described["eos_token"] = json!(file.decode(&[file.separator()]));
+            described["eos_token"] = json!(file.decode(&[file.eos()]));
             format!("{described:#}\n").into_bytes()
         }
     };
