@@ -209,6 +209,7 @@ fn a_smoke_test_shortens_the_warmup_and_validation_can_be_skipped() {
         out.contains("finished 6 steps") && err.contains("optimizer.warmup_steps = 4, 1 before (follows)"),
         "{err}"
     );
+    assert!(err.contains("from step 1 on: train.steps = 6, 1 before\n"), "what the run had, not the file: {err}");
     let args = ["train", "run.toml", "--run-dir", "none", "--set", "train.validation_sequences=0"];
     let (out, err) = shown(&place, &args);
     assert!(!out.contains("validation") && !err.contains("validation"), "{out}{err}");

@@ -90,6 +90,9 @@ pub(crate) fn course(
         changes => config.with_changes(changes),
     };
     let earlier = with(&changes)?;
+    // Of changes that were made at this very step, the checkpoint does not know yet.
+    let unsaved: Vec<String> =
+        changes.iter().filter(|change| change.step == step).map(|change| change.key().to_owned()).collect();
     let mut given: Vec<Change> = new.iter().map(|text| Change { step, text: text.clone() }).collect();
     let mut now = with(&[&changes[..], &given].concat())?;
     // A command that is repeated changes nothing.
@@ -135,13 +138,13 @@ pub(crate) fn course(
         return Err(TrainError::CannotChange { key: RAMP, before, now });
     }
     let of = |key: &str, follows| {
-        // A file that has the new value too does not make it an old one.
-        let was = if earlier.value(key) == now.value(key) { &before } else { &earlier };
+        let was = if unsaved.iter().any(|changed| changed == key) { &earlier } else { &before };
         Changed { key: key.to_owned(), before: was.value(key), now: now.value(key), follows }
     };
     let mut new: Vec<Changed> = given.iter().map(|change| of(change.key(), false)).collect();
     if !given.is_empty() {
-        new.extend(differences.iter().filter(|d| !is_given(d)).map(|d| of(d.path, true)));
+        let rest = differences.iter().filter(|d| !is_given(d)).map(|d| of(d.path, true));
+        new.extend(rest.filter(|changed| changed.before != changed.now));
     }
     let [rate_before, rate_now] = [&before, &now].map(|config| learning_rate(config, step));
     let rates = (!given.is_empty() && rate_before != rate_now).then_some((rate_before, rate_now));

@@ -340,8 +340,8 @@ fn other_updates(
         }
         counted += 1;
         let accepted = update * ours[i].abs().max(usual) + rounding * parameter[i].abs();
-        // Not: more than accepted. NaN is outside.
-        other += usize::from(!(apart(ours[i], theirs[i]) <= accepted));
+        let difference = apart(ours[i], theirs[i]);
+        other += usize::from(difference > accepted || (difference > 0.0 && accepted.is_nan()));
     }
     other.saturating_sub(FREE) as f64 / f64::from(counted.max(1))
 }
