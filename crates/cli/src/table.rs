@@ -170,12 +170,7 @@ mod tests {
         );
         assert_eq!(fitted(&header, &rows, 20), "             bytes\n  op         moved\n  linear  1.00 GiB\n");
         let long = [row(&["a very long name indeed", "1.00 GiB"])];
-        assert_eq!(
-            fitted(&["op", "bytes"], &long, 24),
-            "  op               bytes\n  a very long…  1.00 GiB\n"
-                .replace("  1.00", " 1.00")
-                .replace("    bytes", "   bytes")
-        );
+        assert_eq!(fitted(&["op", "bytes"], &long, 24), "  op               bytes\n  a very long … 1.00 GiB\n");
     }
 
     #[test]
