@@ -76,7 +76,9 @@ fn dropout_goes_on_where_it_was_in_another_layout() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
     let model = ["model.architecture=gpt2", "model.kv_heads=4", "model.dropout=0.3"];
-    let layouts: [&[&str]; 4] = [&["dp=2"], &["pp=2", "train.micro_batch=2"], &["dp=4", "zero=3"], &[]];
+    // A micro-batch that is not given would stay as it is, with a warning.
+    let two = "train.micro_batch=2";
+    let layouts: [&[&str]; 4] = [&["dp=2"], &["pp=2", two], &["dp=4", "zero=3", two], &[two]];
     let legs = layouts.map(|layout| [&model[..], layout].concat());
     let legs: Vec<&[&str]> = legs.iter().map(Vec::as_slice).collect();
     let whole = run_to(&config(dir.path(), "reproducible = true", &model), &dir.path().join("whole"), 8);
