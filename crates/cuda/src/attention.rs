@@ -131,38 +131,37 @@ mod tests {
     use super::*;
     use lockstep_ir::{Axis, Dim, Op, Section, TensorType};
 
+    /// The types of dO, qkv, o, log-sum-exps and starts of documents.
+    pub fn operands(shape: &Shape) -> [TensorType; 5] {
+        let (b, s) = (Dim::new(Axis::Batch, shape.batch), Dim::new(Axis::Seq, shape.seq));
+        let of = |axis, count| Section { axis, count, unit: shape.e };
+        let (q, kv) = (of(Axis::Heads, shape.heads), of(Axis::KvHeads, shape.kv_heads));
+        let rows =
+            |sections: &[Section]| TensorType::new(DType::BF16, [b.clone(), s.clone(), Dim::packed(sections.to_vec())]);
+        let lse = TensorType::new(DType::F32, [b.clone(), Dim::new(Axis::Heads, shape.heads), s.clone()]);
+        let starts = TensorType::new(DType::U32, [b.clone(), s.clone()]);
+        [rows(&[q]), rows(&[q, kv, kv]), rows(&[q]), lse, starts]
+    }
+
+    /// Shapes of backward passes.
+    pub fn shapes(deterministic: bool) -> impl Iterator<Item = Shape> {
+        [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)].into_iter().map(
+            move |(batch, seq, heads, kv_heads, e)| {
+                let (window, backward, documents) = (None, true, None);
+                Shape { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents }
+            },
+        )
+    }
+
     #[test]
     fn planned_scratch_has_room_for_dq_and_the_largest_plan() {
-        for (batch, seq, heads, kv_heads, e) in [(1, 1, 1, 1, 8), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)] {
-            let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq));
-            let of = |axis, count| Section { axis, count, unit: e };
-            let (q, kv) = (of(Axis::Heads, heads), of(Axis::KvHeads, kv_heads));
-            let rows = |sections: &[Section]| {
-                TensorType::new(DType::BF16, [b.clone(), s.clone(), Dim::packed(sections.to_vec())])
-            };
-            let lse = TensorType::new(DType::F32, [b.clone(), Dim::new(Axis::Heads, heads), s.clone()]);
-            let (o, qkv) = (rows(&[q]), rows(&[q, kv, kv]));
-            for deterministic in [false, true] {
-                let profile = ops::profile("cuda", DType::BF16, DType::F32, deterministic);
-                let op = Op::AttentionGrad { documents: false, window: None };
-                let planned = profile.workspace(&op, &[&o, &qkv, &o, &lse]).unwrap();
-                let shape = Shape {
-                    batch,
-                    seq,
-                    heads,
-                    kv_heads,
-                    e,
-                    window: None,
-                    backward: true,
-                    deterministic,
-                    documents: None,
-                };
-                let used = shape.dq_bytes().next_multiple_of(ops::ALIGNMENT) + shape.most_scratch();
-                assert!(
-                    used <= planned && planned <= used + 2 * ops::ALIGNMENT,
-                    "{shape:?}: {used} of {planned} bytes"
-                );
-            }
+        for shape in [false, true].into_iter().flat_map(shapes) {
+            let profile = ops::profile("cuda", DType::BF16, DType::F32, shape.deterministic);
+            let op = Op::AttentionGrad { documents: false, window: None };
+            let [dout, qkv, o, lse, _] = operands(&shape);
+            let planned = profile.workspace(&op, &[&dout, &qkv, &o, &lse]).unwrap();
+            let used = shape.dq_bytes().next_multiple_of(ops::ALIGNMENT) + shape.most_scratch();
+            assert!(used <= planned && planned <= used + 2 * ops::ALIGNMENT, "{shape:?}: {used} of {planned} bytes");
         }
     }
 }

@@ -154,28 +154,19 @@ fn sections(shape: &Shape) -> [(usize, usize); 3] {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::{operands, shapes};
     use super::*;
     use crate::ops;
-    use lockstep_ir::{Axis, Dim, Op, Section, TensorType};
+    use lockstep_ir::Op;
 
     #[test]
     fn planned_scratch_has_room_for_all_that_documents_need() {
-        for (batch, seq, heads, kv_heads, e) in [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)] {
-            let (b, s) = (Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq));
-            let of = |axis, count| Section { axis, count, unit: e };
-            let (q, kv) = (of(Axis::Heads, heads), of(Axis::KvHeads, kv_heads));
-            let rows = |sections: &[Section]| {
-                TensorType::new(DType::BF16, [b.clone(), s.clone(), Dim::packed(sections.to_vec())])
-            };
-            let lse = TensorType::new(DType::F32, [b.clone(), Dim::new(Axis::Heads, heads), s.clone()]);
-            let starts = TensorType::new(DType::U32, [b.clone(), s.clone()]);
-            let (o, qkv) = (rows(&[q]), rows(&[q, kv, kv]));
+        for shape in shapes(false) {
+            let shape = Shape { documents: Some(shape.batch * shape.seq), ..shape };
             let profile = ops::profile("cuda", DType::BF16, DType::F32, false);
             let op = Op::AttentionGrad { documents: true, window: None };
-            let planned = profile.workspace(&op, &[&o, &qkv, &o, &lse, &starts]).unwrap();
-            let documents = Some(batch * seq);
-            let shape =
-                Shape { batch, seq, heads, kv_heads, e, window: None, backward: true, deterministic: false, documents };
+            let types = operands(&shape);
+            let planned = profile.workspace(&op, &types.each_ref()).unwrap();
             let mut room = Room(0);
             GradScratch::new(&shape, &mut room);
             assert!(room.0 <= planned, "{shape:?}: {} of {planned} bytes", room.0);

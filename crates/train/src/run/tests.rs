@@ -1,6 +1,7 @@
 //! A run on an executor that answers late, as a GPU does, against the same run on the CPU.
 
 use super::*;
+use lockstep_checkpoint::latest;
 use lockstep_compile::STATS;
 use lockstep_exec::{ExecError, Executor, Taken, Ticket, Timing};
 use std::borrow::Cow;
@@ -125,7 +126,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     let plan = plan(config).unwrap();
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let (found, course) = resume(config, &options).unwrap();
-    let mut run = start(&course, &plan, RunDir::open(dir).unwrap(), found, &options, &stop, &mut show).unwrap();
+    let mut run = start::start(&course, &plan, RunDir::open(dir).unwrap(), found, &options, &stop, &mut show).unwrap();
     if how.late {
         run.session = run.session.with_executor(|inner| {
             let most = most.clone();

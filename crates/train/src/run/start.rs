@@ -1,0 +1,213 @@
+//! What comes before the first step: the checkpoint to go on from, data, weights, the executor.
+
+use super::{Outcome, Run, RunOptions};
+use crate::changes;
+use crate::changes::Course;
+use crate::data::{unused_vocabulary, way};
+use crate::event::Event;
+use crate::hf::Kept;
+use crate::initial::InitialWeights;
+use crate::loss_scale::LossScale;
+use crate::noise::{Noise, NoiseBits};
+use crate::session::Session;
+use crate::{Device, Existing, Plan, RunData, RunDir, Tokenizer, TrainError, data_folder, settled};
+use lockstep_checkpoint::{Found, latest, list, open};
+use lockstep_config::Config;
+use serde_json::json;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+/// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
+pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Course), TrainError> {
+    let dir = options.dir.join("checkpoints");
+    let found = match options.resume_from {
+        _ if options.fresh => Found { loaded: None, warnings: Vec::new() },
+        None => latest(&dir)?,
+        Some(step) => {
+            let there = list(&dir)?;
+            let Some((_, path)) = there.iter().find(|(saved, _)| *saved == step) else {
+                let there = there.iter().map(|(saved, _)| *saved).collect();
+                return Err(TrainError::NoSuchStep { dir: options.dir.clone(), step, there });
+            };
+            Found { loaded: Some(open(path)?), warnings: Vec::new() }
+        }
+    };
+    if let Some(loaded) = &found.loaded
+        && !loaded.state["imported"].is_null()
+    {
+        return Err(TrainError::Imported { dir: options.dir.clone() });
+    }
+    let mut course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    if !course.changes.is_empty() {
+        // What is found out about a config is not part of what it was read from.
+        course.config = settled(&course.config, Some(&options.dir))?;
+    }
+    Ok((found, course))
+}
+
+/// Everything before the first step.
+pub(super) fn start<'a>(
+    course: &'a Course,
+    plan: &'a Plan,
+    mut dir: RunDir,
+    found: Found,
+    options: &RunOptions,
+    stop: &AtomicBool,
+    show: &mut dyn FnMut(Event),
+) -> Result<Run<'a>, TrainError> {
+    let config = &course.config;
+    found.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    if let Some(why) = Device::not_taken(config) {
+        show(Event::Warning(&why));
+    }
+    course.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    for change in &course.undone {
+        let (text, step) = (&change.text, change.step);
+        show(Event::Warning(&format!(
+            "{text} was changed at step {step}, which the run has yet to reach: it is undone"
+        )));
+    }
+    // A run that goes on has weights of its own.
+    let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
+    if let Some(weights) = &initial {
+        weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    }
+    // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
+    let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
+    let existing = if started { Existing::Keep } else { Existing::Refresh };
+    let folder = data_folder(config, dir.path());
+    let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
+    data.refuse_other_text(config, &folder, stop, &mut |text| show(Event::Warning(text)))?;
+    data.verify(stop, &mut |done, total| show(Event::Checking { done, total }))?;
+    let tokenizer = Tokenizer::from(data.tokenizer()?);
+    if let Some(text) = unused_vocabulary(config, &tokenizer) {
+        show(Event::Warning(&text));
+    }
+    let kept = match (&initial, &found.loaded) {
+        (Some(weights), _) => weights.kept(&tokenizer)?,
+        (None, Some(loaded)) => Kept::of_checkpoint(loaded),
+        (None, None) => Kept::default(),
+    };
+    let train = data.train(config)?;
+    // The arena may leave no memory to measure in.
+    let matmul_peak = plan.matmul_peak()?;
+    let mut session = Session::new(config, plan)?;
+    session.notes().iter().for_each(|note| show(Event::Note(note)));
+    let mut loss_scale = LossScale::new(config);
+    let (mut step, mut updates) = (0, 0);
+    let (mut checkpoint, mut pending, mut noise) = (None, None, Noise::default());
+    if let Some(loaded) = found.loaded {
+        if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
+            return Err(TrainError::DataChanged { dir: folder });
+        }
+        session.restore(&loaded)?;
+        step = loaded.step;
+        updates = loaded.state["updates"].as_u64().unwrap_or(step);
+        pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
+        // A checkpoint of a run that did not measure has none.
+        noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
+        if loss_scale.is_some() {
+            // A checkpoint of a run in another precision has none.
+            let saved: Option<LossScale> = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(None);
+            loss_scale = saved.or(loss_scale);
+        }
+        checkpoint = Some(loaded.path);
+    }
+    if let Some(weights) = &initial {
+        session.start_from(weights)?;
+        show(Event::Initialised { from: weights.path() });
+    }
+    let (later, aside) = match options.resume_from {
+        Some(step) => dir.set_later_aside(step)?,
+        None => (Vec::new(), None),
+    };
+    let written = step - u64::from(pending.is_some());
+    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, plan, step, written)? {
+        let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
+        show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
+    }
+    if let Some(to) = &aside {
+        show(Event::SetAside { step, later: &later, to });
+        dir.event("set_aside", json!({ "step": step, "checkpoints": later, "folder": to }))?;
+    }
+    for changed in &course.new {
+        show(Event::Changed { step, changed });
+        let mut fields = json!(changed);
+        fields["step"] = json!(step);
+        dir.event("change", fields)?;
+    }
+    if let Some((before, now)) = course.rates {
+        show(Event::RateChanged { before, now });
+    }
+    let train_tokens = data.train_tokens();
+    let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);
+    let steps = config.train.steps;
+    show(Event::Started {
+        plan,
+        matmul_peak,
+        arena_bytes,
+        context_bytes,
+        train_tokens,
+        steps,
+        from_step,
+        dir: dir.path(),
+    });
+    let init_from = initial.as_ref().map(|weights| weights.path());
+    let begun = json!({
+        "step": step,
+        "device": plan.device,
+        "peak_flops": matmul_peak,
+        // The name that it had before.
+        "ceiling_flops": matmul_peak,
+        "init_from": init_from,
+    });
+    dir.event("start", begun)?;
+
+    let most = config.train.validation_sequences as u64;
+    let validation_samples = match most {
+        0 => None,
+        _ => data.validation_samples(config.train.seq, &mut |text| show(Event::Warning(text))),
+    };
+    let validation_samples = validation_samples.map(|(samples, _)| {
+        let count = samples.samples_before_repeat().min(most);
+        (samples, count)
+    });
+    let finished = step >= config.train.steps;
+    let outcome = Outcome {
+        step,
+        finished,
+        steps,
+        first_val_loss: None,
+        last_val_loss: None,
+        noise_scale: None,
+        checkpoint,
+        sample: None,
+        profile: None,
+    };
+    let data = data.fingerprint();
+    let batches = config.batches();
+    Ok(Run {
+        config,
+        plan,
+        batches,
+        noise,
+        loss_scale,
+        updates,
+        last_result: None,
+        session,
+        dir,
+        train,
+        validation_samples,
+        matmul_peak,
+        measured: Instant::now(),
+        data,
+        prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
+        tokenizer,
+        kept: kept.to_json(),
+        sample_tokens: options.sample_tokens,
+        pending,
+        outcome,
+        profile_steps: None,
+        profiled: Vec::new(),
+    })
+}
