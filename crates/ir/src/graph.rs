@@ -351,7 +351,8 @@ impl std::fmt::Display for Graph {
                 }
             }
             let inputs: Vec<&str> = node.inputs.iter().map(|&v| self.get(v).name.as_str()).collect();
-            writeln!(f, "{} {line} = {}({})", node.phase.letter(), node.op.name(), inputs.join(", "))?;
+            let (name, attributes) = (node.op.name(), node.op.attributes());
+            writeln!(f, "{} {line} = {name}({}){attributes}", node.phase.letter(), inputs.join(", "))?;
         }
         for &(state, value) in &self.updates {
             writeln!(f, "update    {} <- {}", self.get(state).name, self.get(value).name)?;

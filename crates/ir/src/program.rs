@@ -355,7 +355,7 @@ impl StepProgram {
 
     /// A number that is equal for equal programs.
     pub fn fingerprint(&self) -> u64 {
-        // All of it: what people read leaves out attributes of ops.
+        // All of it: what people read leaves out where values come from.
         counter::key(0, &format!("{self:?}"))
     }
 }
@@ -389,7 +389,11 @@ impl std::fmt::Display for StepProgram {
                 let inputs: Vec<String> = i.inputs.iter().map(arg).collect();
                 let stream = if i.stream == Stream::Communication { format!("[{n}] ") } else { String::new() };
                 let (outputs, inputs) = (outputs.join(", "), inputs.join(", "));
-                write!(f, "  {} {stream}{outputs} = {}({inputs})", i.phase.letter(), i.op.name())?;
+                let (name, attributes) = (i.op.name(), i.op.attributes());
+                write!(f, "  {} {stream}{outputs} = {name}({inputs}){attributes}", i.phase.letter())?;
+                if let Some(whole) = i.vocab {
+                    write!(f, " of {whole} entries from tp.index on")?;
+                }
                 if !i.waits.is_empty() {
                     write!(f, " after {:?}", i.waits)?;
                 }
@@ -402,8 +406,11 @@ impl std::fmt::Display for StepProgram {
             }
         }
         for e in &self.entries {
-            let slots: Vec<String> =
-                e.schedule.iter().map(|s| format!("{}({})", self.segments[s.segment].name, s.micro_batch)).collect();
+            let slot = |s: &Slot| {
+                let (name, m, saved) = (&self.segments[s.segment].name, s.micro_batch, s.saved_slot);
+                if saved == m { format!("{name}({m})") } else { format!("{name}({m}, saved in {saved})") }
+            };
+            let slots: Vec<String> = e.schedule.iter().map(slot).collect();
             writeln!(f, "entry {}: {}", e.name, slots.join(" "))?;
         }
         Ok(())

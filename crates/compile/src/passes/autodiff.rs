@@ -365,7 +365,7 @@ W dw.w2: f32[embed:2] += grad.w2 = rms_norm_grad_weight(loss.dx, mid, n2.rstd)
 B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(loss.dx, mid, w2, n2.rstd, loss.dx)
 W dw.w1: f32[embed:2] += grad.w1 = rms_norm_grad_weight(d.x, x, n1.rstd)
 B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(d.x, x, w1, n1.rstd, d.x)
-W dw.table: f32[vocab:8, embed:2] += grad.table.2 = embedding_grad(d.x, tokens)
+W dw.table: f32[vocab:8, embed:2] += grad.table.2 = embedding_grad(d.x, tokens) { vocab: 8 }
 "
         );
         assert!(after.to_string().contains("loss.dw: f32[vocab:8, embed:2] += grad.table = "));

@@ -109,10 +109,10 @@ parameter table: f32[vocab:8, embed:2]
 parameter w1: f32[embed:2]
 parameter w2: f32[embed:2]
 F x: f32[batch:1, seq:4, embed:2], = embedding(tokens, table)
-F n1: f32[batch:1, seq:4, embed:2], n1.rstd: f32[batch:1, seq:4] = rms_norm(x, w1)
-F mid: f32[batch:1, seq:4, embed:2], n2: f32[batch:1, seq:4, embed:2], n2.rstd: f32[batch:1, seq:4] = add_rms_norm(x, n1, w2)
+F n1: f32[batch:1, seq:4, embed:2], n1.rstd: f32[batch:1, seq:4] = rms_norm(x, w1) { eps: 1e-5 }
+F mid: f32[batch:1, seq:4, embed:2], n2: f32[batch:1, seq:4, embed:2], n2.rstd: f32[batch:1, seq:4] = add_rms_norm(x, n1, w2) { eps: 1e-5 }
 F y: f32[batch:1, seq:4, embed:2] = add(mid, n2)
-F loss: f64[batch:1], loss.dx: f32[batch:1, seq:4, embed:2], loss.dw: f32[vocab:8, embed:2] = linear_cross_entropy(y, table, targets)
+F loss: f64[batch:1], loss.dx: f32[batch:1, seq:4, embed:2], loss.dw: f32[vocab:8, embed:2] = linear_cross_entropy(y, table, targets) { rows: 4, scaled: false }
 return    loss
 ",
         );

@@ -132,11 +132,11 @@ pub(crate) mod tests {
             update,
             "\
 U grad.table.sum = add_state(grad.table, grad.table.2)
-U squares = square_sum(grad.table.sum, grad.w1, grad.w2, step_scalars)
+U squares = square_sum(grad.table.sum, grad.w1, grad.w2, step_scalars) { sharers: 1, tail: 0 }
 U gradient_stats = gradient_norm(squares, step_scalars)
-U table.next = adamw(table, grad.table.sum, m.table, v.table, step_scalars, gradient_stats)
-U w1.next = adamw(w1, grad.w1, m.w1, v.w1, step_scalars, gradient_stats)
-U w2.next = adamw(w2, grad.w2, m.w2, v.w2, step_scalars, gradient_stats)
+U table.next = adamw(table, grad.table.sum, m.table, v.table, step_scalars, gradient_stats) { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, lr_scale: 1.0 }
+U w1.next = adamw(w1, grad.w1, m.w1, v.w1, step_scalars, gradient_stats) { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, lr_scale: 1.0 }
+U w2.next = adamw(w2, grad.w2, m.w2, v.w2, step_scalars, gradient_stats) { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, lr_scale: 1.0 }
 update    grad.table <- grad.table.sum = update    grad.table <- grad.table.sum
 update    m.table <- table.next.m = update    m.table <- table.next.m
 update    v.table <- table.next.v = update    v.table <- table.next.v

@@ -361,6 +361,12 @@ impl Op {
         self.spec().name
     }
 
+    /// Its attributes as printed programs show them: all that two ops of one name can differ in; empty where there are none.
+    pub fn attributes(&self) -> String {
+        let all = format!("{self:?}");
+        all.find('{').map_or(String::new(), |at| format!(" {}", &all[at..]))
+    }
+
     /// The table row of output `index`.
     pub fn output(&self, index: usize) -> &'static Operand {
         let spec = self.spec();
