@@ -118,14 +118,26 @@ fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> R
     Ok(())
 }
 
-/// A flag that an interrupt sets. A second one ends the process at once; what is on the disk stays whole.
+/// A flag that an interrupt sets. The same signal a second time ends the process at once; what is on the disk stays whole. Where
+/// the caller has SIGHUP ignored (`nohup`), it stays ignored.
 pub fn on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGUSR1, SIGHUP] {
-        signal_hook::flag::register_conditional_default(signal, stop.clone())?;
+    let hangup = (ignored_signals() >> (SIGHUP - 1) & 1 == 0).then_some(SIGHUP);
+    for signal in [SIGINT, SIGTERM, SIGUSR1].into_iter().chain(hangup) {
+        // Schedulers send one kind of signal after another: only a repeated one means "at once".
+        let before = Arc::new(AtomicBool::new(false));
+        signal_hook::flag::register_conditional_default(signal, before.clone())?;
+        signal_hook::flag::register(signal, before)?;
         signal_hook::flag::register(signal, stop.clone())?;
     }
     Ok(stop)
+}
+
+/// The signals that this process ignores, a bit each; none where the system does not tell.
+fn ignored_signals() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// Most tokens of the sample at the end of a run.

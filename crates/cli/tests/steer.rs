@@ -52,6 +52,28 @@ fn every_signal_that_asks_to_stop_saves_and_gives_exit_code_75() {
 }
 
 #[test]
+fn signals_of_two_kinds_save_and_a_hangup_under_nohup_is_no_signal() {
+    let place = Place::new();
+    let steps = || std::fs::read_to_string(place.path("run").join("metrics.jsonl")).map_or(0, |t| t.lines().count());
+    let lockstep = env!("CARGO_BIN_EXE_lockstep");
+    let line = format!("exec nohup {lockstep} train run.toml --run-dir run --set train.steps=100000 >out 2>err");
+    let mut child = std::process::Command::new("sh").args(["-c", &line]).current_dir(place.path(".")).spawn().unwrap();
+    // SAFETY: sends signals to our own child.
+    let send = |signal| unsafe { libc::kill(child.id() as i32, signal) };
+    let wait = |least: usize| {
+        while steps() < least {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait(3);
+    send(libc::SIGHUP);
+    wait(steps() + 5);
+    send(libc::SIGUSR1);
+    send(libc::SIGTERM);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+}
+
+#[test]
 fn a_finished_run_is_extended_and_later_resumes_keep_it() {
     let place = Place::new();
     let constant = CONFIG.replace("warmup_steps = 4", "warmup_steps = 4\nschedule = \"constant\"");
@@ -69,8 +91,9 @@ fn a_finished_run_is_extended_and_later_resumes_keep_it() {
     let text = place.ok(&with(&["--change", "train.steps=40"]));
     assert!(text.contains("finished 40 steps"), "{text}");
     // Its first command again: nothing is left to do, and nothing is refused.
-    let text = place.ok(&TRAIN);
+    let (text, err) = shown(&place, &TRAIN);
     assert!(text.contains("finished 40 steps"), "{text}");
+    assert!(err.contains("train.steps = 40 since --change at step 30; 20 in the config does not count"), "{err}");
     let losses = |dir: &str| -> Vec<String> {
         place.trajectory(dir).iter().map(|line| line.split(' ').take(4).collect::<Vec<_>>().join(" ")).collect()
     };

@@ -1,6 +1,6 @@
 // Documents as entries of a batch: where each starts and how long it is, from where each position's document starts.
 
-// Whether a document ends at a position: the next position starts one, or the sequence ends.
+// Whether a document starts at a position.
 static __device__ __forceinline__ bool starts_here(const u32 *starts, i64 at, int seq) { return starts[at] >= (u32)(at % seq); }
 
 // offsets: three arrays of bound + 1, `apart` elements from each other, in elements of rows of so many; lengths: bound. The host

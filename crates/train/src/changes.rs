@@ -93,6 +93,7 @@ pub(crate) fn course(
     // Of changes that were made at this very step, the checkpoint does not know yet.
     let unsaved: Vec<String> =
         changes.iter().filter(|change| change.step == step).map(|change| change.key().to_owned()).collect();
+    let asked: Vec<&str> = new.iter().filter_map(|text| text.split('=').next()).map(str::trim).collect();
     let mut given: Vec<Change> = new.iter().map(|text| Change { step, text: text.clone() }).collect();
     let mut now = with(&[&changes[..], &given].concat())?;
     // A command that is repeated changes nothing.
@@ -148,7 +149,17 @@ pub(crate) fn course(
     }
     let [rate_before, rate_now] = [&before, &now].map(|config| learning_rate(config, step));
     let rates = (!given.is_empty() && rate_before != rate_now).then_some((rate_before, rate_now));
-    let warnings = now.warnings().iter().filter(|text| !config.warnings().contains(text)).cloned().collect();
+    let mut warnings: Vec<String> =
+        now.warnings().iter().filter(|text| !config.warnings().contains(text)).cloned().collect();
+    // What was changed before wins over the config, which may say something new by now.
+    for change in changes.iter().filter(|c| c.step < step && config.is_given(c.key())) {
+        let (key, counts, given) = (change.key(), now.value(change.key()), config.value(change.key()));
+        let text =
+            format!("{key} = {counts} since --change at step {}; {given} in the config does not count", change.step);
+        if counts != given && !warnings.contains(&text) && !asked.contains(&key) {
+            warnings.push(text);
+        }
+    }
     Ok(Course { config: now, changes, new, undone, warnings, rates })
 }
 

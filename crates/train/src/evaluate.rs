@@ -69,12 +69,12 @@ pub struct Score {
 #[derive(Clone, Copy, Default)]
 struct Sum {
     tokens: u64,
-    bytes: u64,
+    bytes: i64,
     loss: f64,
 }
 
 impl Sum {
-    fn add(&mut self, tokens: u64, bytes: u64, loss: f64) {
+    fn add(&mut self, tokens: u64, bytes: i64, loss: f64) {
         self.tokens += tokens;
         self.bytes += bytes;
         self.loss += loss;
@@ -82,7 +82,7 @@ impl Sum {
 
     fn score(self) -> Score {
         let Sum { tokens, bytes, loss: sum } = self;
-        let loss = sum / tokens as f64;
+        let (loss, bytes) = (sum / tokens as f64, bytes.max(0) as u64);
         let bits_per_byte = sum / std::f64::consts::LN_2 / bytes as f64;
         Score { tokens, bytes, loss, perplexity: loss.exp(), bits_per_byte }
     }
@@ -165,17 +165,32 @@ fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Resu
 }
 
 /// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. EOS tokens are none.
-fn text_bytes(tokenizer: &Tokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> u64 {
+fn text_bytes(tokenizer: &Tokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> i64 {
     let mut ends = Vec::new();
     stream.eos_places(from, targets.len() as u64, |at| ends.push(at as usize));
     let mut bytes = 0;
     let mut start = 0;
     for end in ends.into_iter().chain([targets.len()]) {
-        let runs = targets[start.min(end)..end].split(|target| *target == IGNORED_TARGET);
-        bytes += runs.map(|tokens| tokenizer.byte_count(tokens)).sum::<u64>();
+        let mut at = start.min(end);
+        for run in targets[at..end].split(|target| *target == IGNORED_TARGET) {
+            bytes += tokenizer.byte_count(&before(stream, from + at as u64), run);
+            at += run.len() + 1;
+        }
         start = end + 1;
     }
     bytes
+}
+
+/// The last few tokens of a document before a place in it, without which those behind it may read otherwise: a character may have
+/// several tokens.
+fn before(stream: &TokenStream, at: u64) -> Vec<u32> {
+    const FEW: u64 = 16;
+    if at == 0 || at >= stream.len() {
+        return Vec::new();
+    }
+    let mut tokens = vec![0; at.saturating_sub(stream.document_at(at).start.max(at.saturating_sub(FEW))) as usize];
+    stream.copy(at - tokens.len() as u64, &mut tokens);
+    tokens
 }
 
 /// What a model is evaluated on.

@@ -255,12 +255,23 @@ impl Session {
     fn profile_micro_batches(
         &mut self,
         micro_batches: usize,
-        scalars: StepScalars,
+        mut scalars: StepScalars,
     ) -> Result<(StepResult, Vec<Timing>), TrainError> {
-        self.write_scalars(scalars)?;
-        let timings = self.executor.profile(entry(&self.smaller, micro_batches))?;
-        let result = self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
-        Ok((result, timings))
+        for narrowing in 0.. {
+            self.write_scalars(scalars)?;
+            let timings = self.executor.profile(entry(&self.smaller, micro_batches))?;
+            let result = self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
+            if narrowing == NARROWINGS || !self.left_the_range(&result) {
+                return Ok((result, timings));
+            }
+            scalars.loss_scale *= NARROWER;
+        }
+        unreachable!("the last narrowing returns")
+    }
+
+    /// Whether a step was suppressed because sums in fixed point left their range. Weights and moments are as before.
+    fn left_the_range(&self, result: &StepResult) -> bool {
+        self.fixed_point && !result.applied && result.loss.is_finite()
     }
 
     fn queue_micro_batches(
@@ -271,10 +282,7 @@ impl Session {
         for _ in 0..NARROWINGS {
             let queued = self.queue_once(micro_batches, scalars)?;
             match &queued.0 {
-                // The update was suppressed: weights and moments are as before.
-                Queued::Done(r) if self.fixed_point && !r.applied && r.loss.is_finite() => {
-                    scalars.loss_scale *= NARROWER;
-                }
+                Queued::Done(result) if self.left_the_range(result) => scalars.loss_scale *= NARROWER,
                 _ => return Ok(queued),
             }
         }

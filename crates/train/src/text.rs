@@ -61,12 +61,17 @@ impl Tokenizer {
         }
     }
 
-    /// Number of bytes of text that tokens stand for, which are of one document and without its EOS token.
-    pub fn byte_count(&self, tokens: &[u32]) -> u64 {
+    /// Number of bytes of text that tokens stand for, which are of one document and without its EOS token, behind those that
+    /// stand `before` them. Over the pieces of a document the numbers add up to its length: a character that is cut counts as
+    /// `�` before the cut, and what that was too much is taken off behind it.
+    pub fn byte_count(&self, before: &[u32], tokens: &[u32]) -> i64 {
         match self {
-            Tokenizer::Bytes => tokens.len() as u64,
+            Tokenizer::Bytes => tokens.len() as i64,
             Tokenizer::File(_) if tokens.is_empty() => 0,
-            Tokenizer::File(tokenizer) => tokenizer.decode(tokens).len() as u64,
+            Tokenizer::File(tokenizer) => {
+                let length = |tokens: &[u32]| if tokens.is_empty() { 0 } else { tokenizer.decode(tokens).len() as i64 };
+                length(&[before, tokens].concat()) - length(before)
+            }
         }
     }
 }
@@ -211,6 +216,15 @@ mod tests {
             let mut stream = TextStream::new(Tokenizer::File(tokenizer.clone()));
             let pieces: String = tokens.iter().map(|token| stream.push(*token)).collect();
             assert_eq!(pieces + &stream.finish(), tokenizer.decode(tokens), "{tokens:?}");
+        }
+        // The bytes of pieces are those of the whole, wherever a character is cut.
+        let tokens = [2, 4, 5, 6, 3, 2, 4, 5, 6, 4, 5, 6, 3];
+        let model = Tokenizer::File(tokenizer.clone());
+        for piece in 1..tokens.len() {
+            let starts = (0..tokens.len()).step_by(piece);
+            let bytes: i64 =
+                starts.map(|at| model.byte_count(&tokens[..at], &tokens[at..(at + piece).min(tokens.len())])).sum();
+            assert_eq!(bytes, tokenizer.decode(&tokens).len() as i64, "pieces of {piece}");
         }
         // However long the text, or the noise, few tokens are looked at.
         let mut stream = TextStream::new(Tokenizer::File(tokenizer));

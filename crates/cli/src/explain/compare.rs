@@ -18,7 +18,7 @@ pub struct CompareArgs {
     /// Instead, show the largest micro-batch that fits so much memory per rank, under every recompute policy: 80GB, 74GiB.
     #[arg(long, value_name = "SIZE", conflicts_with = "layouts")]
     fit: Option<String>,
-    /// Instead, show these layouts side by side: \"dp=2;tp=2,pp=2\". May be given several times.
+    /// Instead, show these layouts side by side: "dp=2;tp=2,pp=2". May be given several times.
     #[arg(long = "layouts", value_name = "LAYOUTS")]
     layouts: Vec<String>,
 }

@@ -97,8 +97,9 @@ impl Place {
         let mut kills = 0;
         for attempt in 0u64.. {
             let mut child = self.command(&args(attempt)).stderr(Stdio::null()).spawn().unwrap();
-            // Later attempts get more time, so that a busy machine makes progress too.
-            let wait = 40 + lockstep_ir::counter::bits(5, attempt) % (400 + 40 * attempt);
+            // The first attempts end early on a fast machine too; later ones get more time, so that a busy one makes progress.
+            let most = if attempt < 4 { 120 } else { 400 + 40 * attempt };
+            let wait = 30 + lockstep_ir::counter::bits(5, attempt) % most;
             std::thread::sleep(Duration::from_millis(wait));
             if let Some(status) = child.try_wait().unwrap() {
                 assert!(status.success());
