@@ -71,7 +71,11 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
     }
     let keys = schema();
     let names = keys.iter().flat_map(|key| [Some(key.path), key.path.split('.').next_back()].into_iter().flatten());
-    let called = search(path).keys.first().map(|key| key.path);
+    let (whole, last) = (search(path), search(path.rsplit('.').next().unwrap_or(path)));
+    if let Some(what) = whole.missing.first().or(last.missing.first()) {
+        return Err(Failure::request(format!("{path} is not a key of the config: {what} is not there yet")));
+    }
+    let called = whole.keys.first().map(|key| key.path);
     let guess = called.or_else(|| nearest(path, names));
     let hint = match guess {
         Some(guess) => format!("did you mean `{guess}`?"),

@@ -116,8 +116,8 @@ pub enum TrainError {
     },
     /// The checkpoint was made from other data than those in the run directory.
     #[error(
-        "the prepared data in {} are not those that the checkpoint was trained on\nhint: restore the folder, or give \
-         --fresh to start over",
+        "the prepared data in {} are not those that the checkpoint was trained on\nhint: restore the folder, or restore \
+         the text and delete the folder, which is then prepared again, or give --fresh to start over",
         dir.display()
     )]
     DataChanged {
