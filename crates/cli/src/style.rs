@@ -1,4 +1,4 @@
-//! Colour, where somebody looks: on a terminal, and unless NO_COLOR says otherwise (https://no-color.org).
+//! Colour, where somebody looks: on a terminal, and unless NO_COLOR says otherwise.
 
 use std::io::IsTerminal;
 use std::sync::OnceLock;
