@@ -257,16 +257,17 @@ impl Session {
         micro_batches: usize,
         mut scalars: StepScalars,
     ) -> Result<(StepResult, Vec<Timing>), TrainError> {
-        for narrowing in 0.. {
+        let mut narrowings = 0;
+        loop {
             self.write_scalars(scalars)?;
             let timings = self.executor.profile(entry(&self.smaller, micro_batches))?;
             let result = self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?;
-            if narrowing == NARROWINGS || !self.left_the_range(&result) {
+            if narrowings == NARROWINGS || !self.left_the_range(&result) {
                 return Ok((result, timings));
             }
             scalars.loss_scale *= NARROWER;
+            narrowings += 1;
         }
-        unreachable!("the last narrowing returns")
     }
 
     /// Whether a step was suppressed because sums in fixed point left their range. Weights and moments are as before.

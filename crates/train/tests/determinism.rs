@@ -4,6 +4,9 @@ mod common;
 
 use common::{Ran, losses, run_to, tiny, write_corpus};
 use lockstep_config::Config;
+use lockstep_train::{Event, RunOptions, run};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 #[test]
 fn the_same_config_twice_gives_the_same_bits_on_any_number_of_threads() {
@@ -79,6 +82,20 @@ fn determinism_has_its_scratch_on_a_gpu_and_changes_nothing_on_the_cpu() {
     assert!(with.abs_diff(without + more) < 1024, "{with} and {without} bytes of scratch");
 }
 
+/// The gradient norm of the first step of a run's config, profiled.
+fn run_profiled(config: &Path, dir: &Path) -> Vec<f32> {
+    let (stop, mut norms) = (AtomicBool::new(false), Vec::new());
+    let options = RunOptions { dir: dir.to_owned(), profile_steps: Some(1..=1), ..RunOptions::default() };
+    run(&Config::load(config, &[]).unwrap(), &options, &stop, &mut |event| {
+        if let Event::Stepped(m) = event {
+            norms.push(m.grad_norm);
+            stop.store(true, Ordering::SeqCst);
+        }
+    })
+    .unwrap();
+    norms
+}
+
 #[test]
 fn a_finite_gradient_of_any_size_is_clipped_and_applied() {
     let dir = tempfile::tempdir().unwrap();
@@ -99,6 +116,9 @@ fn a_finite_gradient_of_any_size_is_clipped_and_applied() {
             assert!((a / b - 1.0).abs() < 1e-3, "init_std {std}: {plain:?} and {fixed:?}");
         }
         assert_eq!(fixed, run(std, true, 2), "init_std {std}");
+        // A step that is profiled is the same step.
+        let profiled = run_profiled(&dir.path().join(format!("run-{std}-true-8/run.toml")), &dir.path().join(std));
+        assert_eq!(profiled, fixed[..1], "init_std {std}");
         largest = largest.max(plain[0]);
     }
     // Sums over 256 tokens are beyond the range of fixed point at first.
