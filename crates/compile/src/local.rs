@@ -47,7 +47,7 @@ impl<'a> Local<'a> {
             in_range[value.0] = true;
         }
         // What lives in one buffer is padded alike.
-        for node in graph.nodes.iter().rev().filter(|n| n.op.spec().each && !n.op.spec().in_place.is_empty()) {
+        for node in graph.nodes.iter().rev().filter(|n| n.op.spec().each() && !n.op.spec().in_place.is_empty()) {
             for (x, y) in node.inputs.iter().zip(&node.outputs) {
                 padded[x.0] |= y.is_some_and(|y| padded[y.0]);
             }
@@ -111,7 +111,7 @@ impl<'a> Local<'a> {
                 None => node.op,
             },
             Op::VocabLogits { rows, .. } => Op::VocabLogits { rows: here(rows), parts: 1 },
-            Op::VocabGrad { rows, scaled } => Op::VocabGrad { rows: here(rows), scaled },
+            Op::VocabGrad { rows } => Op::VocabGrad { rows: here(rows) },
             op => op,
         }
     }

@@ -330,9 +330,9 @@ impl Lowering<'_> {
                 }
                 let saved = order[last[v.0]].0 != *segment;
                 let spec = node.op.spec();
-                let pair = |to: usize| if spec.each { o } else { to };
+                let pair = |to: usize| if spec.each() { o } else { to };
                 let donors = spec.in_place.iter().filter(|(_, to)| pair(*to) == o);
-                let donor = donors.map(|(i, _)| node.inputs[if spec.each { o } else { *i }]).find(|x| {
+                let donor = donors.map(|(i, _)| node.inputs[if spec.each() { o } else { *i }]).find(|x| {
                     let computed = first[x.0].is_some() && persistent.get(x.0).is_none_or(Option::is_none);
                     let once = node.inputs.iter().filter(|y| *y == x).count() == 1;
                     let same = local.ty(*x) == local.ty(v) && local.bytes(*x) >= local.bytes(v);

@@ -44,6 +44,11 @@ impl Call<'_> {
         self.at(&self.bound.inputs[i])
     }
 
+    /// Address of an optional input; none where it is not given.
+    pub fn given(&self, i: usize) -> Option<Address> {
+        self.bound.inputs.get(i).map(|at| self.at(at))
+    }
+
     /// Address of an output; none where it is unused.
     pub fn output(&self, i: usize) -> Option<Address> {
         self.bound.outputs[i].as_ref().map(|at| self.at(at))

@@ -1,6 +1,6 @@
 //! The graph: what is computed, in global shapes, before anything is placed.
 
-use crate::{Init, Op, Placement, Sharding, TensorType, TypeError};
+use crate::{Init, Op, Sharding, TensorType, TypeError};
 use std::fmt::Write;
 
 /// Index of a value in its graph.
@@ -197,16 +197,14 @@ impl Graph {
         phase: Phase,
         layer: Option<usize>,
     ) -> Result<Vec<ValueId>, TypeError> {
+        let Some(reshards) = op.spec().reshards else {
+            return Err(TypeError { op: op.name(), reason: "changes more than the sharding of values".into() });
+        };
         let outputs = self.node(op, inputs, "", phase, layer)?;
         for (&from, &to) in inputs.iter().zip(&outputs) {
             let before = self.get(from).sharding;
             self.values[to.0].name = format!("{}.{suffix}", self.get(from).name);
-            self.values[to.0].sharding = match op {
-                Op::AllReduce { axis } | Op::AllGather { axis, .. } => before.with(axis, Placement::Replicated),
-                Op::ReduceScatter { axis, dim } => before.with(axis, dim.map_or(Placement::Flat, Placement::Split)),
-                Op::Shard { axis } => before.with(axis, Placement::Flat),
-                _ => before,
-            };
+            self.values[to.0].sharding = reshards(&op, before);
         }
         Ok(outputs)
     }

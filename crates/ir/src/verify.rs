@@ -33,9 +33,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         }
         // A partial sum must be reduced before use: only reductions, ops that pass it on and those that look at a rank's own part
         // may read one.
-        let passes_on = node.op.communicates()
-            || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
-            || node.phase == Phase::Probe;
+        let passes_on = node.op.spec().keeps_partial || node.phase == Phase::Probe;
         let partial_sum = |v: &&ValueId| {
             let Sharding { dp, tp } = graph.get(**v).sharding;
             [dp, tp].contains(&Placement::Partial)
@@ -136,19 +134,20 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         check_types(instr)?;
     }
     let spec = instr.op.spec();
+    let each = spec.each();
     for (o, arg) in instr.outputs.iter().enumerate().filter_map(|(o, arg)| Some((o, arg.as_ref()?))) {
-        if arg.sum != Sum::No && instr.op.output(o).elem != Elem::Accumulator {
+        if arg.sum != Sum::No && spec.sums != Some(o) {
             return Err(format!("{name}: output {o} cannot be accumulated"));
         }
         for (i, input) in instr.inputs.iter().enumerate() {
             // A part of a whole: how collectives work in place.
-            let part = spec.each && i == o && input.part != arg.part;
-            let pair = if spec.each { i == o && !spec.in_place.is_empty() } else { spec.in_place.contains(&(i, o)) };
+            let part = each && i == o && input.part != arg.part;
+            let pair = if each { i == o && !spec.in_place.is_empty() } else { spec.in_place.contains(&(i, o)) };
             if input.buffer == arg.buffer && !pair && !part {
                 return Err(format!("{name}: output {o} overwrites input {i}"));
             }
         }
-        let state = match spec.each {
+        let state = match each {
             true => instr.inputs.get(o),
             false => spec.in_place.iter().find(|(_, to)| *to == o).map(|(i, _)| &instr.inputs[*i]),
         };

@@ -41,6 +41,7 @@ impl Backward {
             debug_assert!(reads.contains(&Saved::Input(i)), "{} saves no input {i}", node.op.name());
             node.inputs[i]
         };
+        let given = |i: usize| (i < node.inputs.len()).then(|| input(i));
         let output = |i: usize| {
             debug_assert!(reads.contains(&Saved::Output(i)), "{} saves no output {i}", node.op.name());
             node.outputs[i].unwrap_or_else(|| panic!("{}: a gradient needs output {i}", node.op.name()))
@@ -121,29 +122,26 @@ impl Backward {
                 self.add(g, node.inputs[0], dx, layer)?;
                 self.add(g, node.inputs[1], dx, layer)
             }
-            Op::AddPositions { seq, documents } => {
+            Op::AddPositions { seq } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let rows = g.ty(node.inputs[1]).dims[0].size();
-                let starts = documents.then(|| input(2));
-                let reads: Vec<ValueId> = [dy].into_iter().chain(starts).collect();
-                self.weight(g, Op::PositionsGrad { rows, seq, documents }, &reads, node.inputs[1], layer)?;
+                let reads: Vec<ValueId> = [dy].into_iter().chain(given(2)).collect();
+                self.weight(g, Op::PositionsGrad { rows, seq }, &reads, node.inputs[1], layer)?;
                 self.add(g, node.inputs[0], dy, layer)
             }
-            Op::Rope { inverse, documents } => {
+            Op::Rope { inverse } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
-                let starts = documents.then(|| input(2));
-                let reads: Vec<ValueId> = [dy, input(1)].into_iter().chain(starts).collect();
-                let dx = self.input(g, Op::Rope { inverse: !inverse, documents }, &reads, &name(g, 0), layer)?;
+                let reads: Vec<ValueId> = [dy, input(1)].into_iter().chain(given(2)).collect();
+                let dx = self.input(g, Op::Rope { inverse: !inverse }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::Attention { documents, window } => {
+            Op::Attention { window } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
-                let starts = documents.then(|| input(1));
-                let reads: Vec<ValueId> = [dy, input(0), output(0), output(1)].into_iter().chain(starts).collect();
-                let dx = self.input(g, Op::AttentionGrad { documents, window }, &reads, &name(g, 0), layer)?;
+                let reads: Vec<ValueId> = [dy, input(0), output(0), output(1)].into_iter().chain(given(1)).collect();
+                let dx = self.input(g, Op::AttentionGrad { window }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::AttentionScores { window, .. } => {
+            Op::AttentionScores { window } => {
                 let Some(dp) = dy(self, 0) else { return Ok(()) };
                 let reads = [dp, output(0), input(0)];
                 let dx = self.input(g, Op::AttentionScoresGrad { window }, &reads, &name(g, 0), layer)?;
@@ -325,8 +323,7 @@ pub(super) fn scalars(g: &mut Graph) -> ValueId {
 fn scale(g: &mut Graph) -> Result<(), TypeError> {
     let scalars = scalars(g);
     for node in &mut g.nodes {
-        if let Op::LinearCrossEntropy { scaled, .. } = &mut node.op {
-            *scaled = true;
+        if let Op::LinearCrossEntropy { .. } = node.op {
             node.inputs.push(scalars);
         }
         if node.op == Op::CrossEntropy {

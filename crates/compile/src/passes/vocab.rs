@@ -11,7 +11,7 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
     let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
     let rest = g.nodes.split_off(at + 1);
-    let Some(Node { op: Op::LinearCrossEntropy { rows, scaled }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
+    let Some(Node { op: Op::LinearCrossEntropy { rows }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
         return Ok(());
     };
     let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
@@ -34,7 +34,7 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
             continue;
         }
         let reads = [&[made[0], made[1], x, w, targets], scalars].concat();
-        let made = node(g, Op::VocabGrad { rows, scaled }, &reads, &format!("d.logits.{c}"))?;
+        let made = node(g, Op::VocabGrad { rows }, &reads, &format!("d.logits.{c}"))?;
         pieces.push(made[0]);
         if let Some(dw) = dw {
             g.values[made[1].0].ty = g.ty(dw).clone();

@@ -164,7 +164,7 @@ mod tests {
         for shape in shapes(false) {
             let shape = Shape { documents: Some(shape.batch * shape.seq), ..shape };
             let profile = ops::profile("cuda", DType::BF16, DType::F32, false);
-            let op = Op::AttentionGrad { documents: true, window: None };
+            let op = Op::AttentionGrad { window: None };
             let types = operands(&shape);
             let planned = profile.workspace(&op, &types.each_ref()).unwrap();
             let mut room = Room(0);

@@ -27,21 +27,21 @@ fn attention_reads_heads_from_the_packed_dimension() {
     let head = |axis, count| Section { axis, count, unit: 4 };
     let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
     let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-    let out = Op::Attention { documents: false, window: None }.infer(&[&qkv]).unwrap();
+    let out = Op::Attention { window: None }.infer(&[&qkv]).unwrap();
     assert_eq!(out[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
     assert_eq!(out[1].to_string(), "f32[batch:1, heads:6, seq:8]");
-    let flops = Op::Attention { documents: false, window: None }.flops(&[&qkv], &[true, true]).unwrap();
+    let flops = Op::Attention { window: None }.flops(&[&qkv], &[true, true]).unwrap();
     assert_eq!((flops.model, flops.causal), (4 * 8 * 8 * 24, 2 * 8 * 8 * 24));
-    let windowed = |window| Op::Attention { documents: false, window: Some(window) };
+    let windowed = |window| Op::Attention { window: Some(window) };
     let flops = |window| windowed(window).flops(&[&qkv], &[true, true]).unwrap();
     // Three positions of a triangle without its corner, and five of a whole window.
     let all = 4 * 24 * (8 * 3);
     assert_eq!(flops(3), Flops { model: all, causal: all - 2 * 24 * 3 * 3, hardware: all });
     assert_eq!(flops(8), flops(100));
     let starts = |seq| TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, seq)]);
-    assert_eq!(Op::Attention { documents: true, window: None }.infer(&[&qkv, &starts(8)]).unwrap(), out);
-    let error = Op::Attention { documents: true, window: None }.infer(&[&qkv, &starts(7)]).unwrap_err();
-    assert_eq!(error.to_string(), "document_attention: input `starts` has seq:7 where `s` is seq:8");
+    assert_eq!(Op::Attention { window: None }.infer(&[&qkv, &starts(8)]).unwrap(), out);
+    let error = Op::Attention { window: None }.infer(&[&qkv, &starts(7)]).unwrap_err();
+    assert_eq!(error.to_string(), "attention: input `starts` has seq:7 where `s` is seq:8");
 }
 
 #[test]
@@ -89,12 +89,12 @@ fn weights_of_attention_are_of_every_query_and_key() {
     let head = |axis, count| Section { axis, count, unit: 4 };
     let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
     let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-    let scores = Op::AttentionScores { documents: false, window: None };
+    let scores = Op::AttentionScores { window: None };
     let p = scores.infer(&[&qkv]).unwrap().remove(0);
     assert_eq!(p.to_string(), "f32[batch:1, heads:6, seq:8, seq:8]");
     let mix = Op::AttentionMix { window: None };
     assert_eq!(mix.infer(&[&p, &qkv]).unwrap()[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
-    let whole = Op::Attention { documents: false, window: None }.flops(&[&qkv], &[true, true]).unwrap();
+    let whole = Op::Attention { window: None }.flops(&[&qkv], &[true, true]).unwrap();
     let naive = scores.flops(&[&qkv], &[true]).unwrap() + mix.flops(&[&p, &qkv], &[true]).unwrap();
     assert_eq!(naive, whole);
     let fewer = ty(&[(Axis::Batch, 1), (Axis::Heads, 5), (Axis::Seq, 8), (Axis::Seq, 8)]);
@@ -102,17 +102,73 @@ fn weights_of_attention_are_of_every_query_and_key() {
     assert_eq!(error.to_string(), "attention_mix: `q` is heads:5 where the heads ask for heads:6");
 }
 
+/// The types of a sample's inputs, and what the op makes of them.
+fn inferred(sample: &Sample) -> (Vec<TensorType>, Vec<TensorType>) {
+    let types = sample.types(DType::BF16, DType::F32);
+    let outputs = sample.op.infer(&types.iter().collect::<Vec<_>>());
+    let outputs = outputs.unwrap_or_else(|e| panic!("{:?} of {types:?}: {e}", sample.op));
+    (types, outputs)
+}
+
 #[test]
-fn every_in_place_pair_names_operands_of_equal_shape() {
-    let norms = [Op::AddRmsNorm { eps: 0.0 }, Op::AddLayerNorm { eps: 0.0 }, Op::AddLayerNormGrad];
-    let head_norms = [Op::QkNorm { eps: 0.0 }, Op::QkNormGrad];
-    let pointwise = [Op::Add, Op::AddBias, Op::AddPositionsAt, Op::Gelu, Op::GeluGrad, Op::SwiGluGrad, Op::AddState];
-    let ropes = [false, true].map(|documents| Op::Rope { inverse: false, documents });
-    let ops =
-        [&norms[..], &head_norms, &pointwise, &ropes, &[Op::RopeAt, Op::CachedAttention { window: None }]].concat();
-    for spec in ops.iter().map(Op::spec) {
-        for &(input, output) in spec.in_place {
-            assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);
+fn every_op_has_samples_that_it_takes_with_each_optional_input_and_without() {
+    let mut names = std::collections::BTreeSet::new();
+    for kind in OpKind::ALL {
+        let spec = kind.spec();
+        assert!(names.insert(spec.name), "{} is the name of two ops", spec.name);
+        let (one, three) = ((spec.samples)(1), (spec.samples)(3));
+        assert!(!three.is_empty() && one.len() >= three.len(), "{}", spec.name);
+        for (one, three) in one.iter().zip(&three) {
+            assert_eq!(one.op, three.op);
+            assert_eq!(one.inputs.len(), three.inputs.len(), "{}", spec.name);
         }
+        for sample in one.iter().chain(&three) {
+            assert_eq!(sample.op.kind(), *kind);
+            if *kind != OpKind::Receive {
+                inferred(sample);
+            }
+        }
+        for count in spec.inputs.len() - spec.optional..spec.inputs.len() {
+            assert!(three.iter().any(|s| s.inputs.len() == count), "{} with {count} inputs", spec.name);
+        }
+    }
+}
+
+#[test]
+fn every_in_place_pair_names_operands_of_equal_type() {
+    for sample in samples(2) {
+        let spec = sample.op.spec();
+        let (inputs, outputs) = if spec.in_place.is_empty() { continue } else { inferred(&sample) };
+        for &(input, output) in spec.in_place {
+            assert_eq!(inputs[input], outputs[output], "{}", spec.name);
+        }
+    }
+}
+
+#[test]
+fn what_a_row_says_of_its_operands_is_there() {
+    for spec in OpKind::ALL.iter().map(|kind| kind.spec()) {
+        let operands = || spec.inputs.iter().chain(spec.outputs);
+        for letter in spec.splits.iter().flat_map(|group| group.chars()) {
+            // Letters of a shape rule: heads that packed Q·K·V is of.
+            let known = operands().any(|o| o.dims.contains(letter)) || "qu".contains(letter);
+            assert!(known, "{} splits {letter}", spec.name);
+        }
+        for (i, group) in spec.splits.iter().enumerate() {
+            let again = |c: char| spec.splits[..i].iter().any(|other| other.contains(c));
+            assert!(!group.contains(again), "{} splits a letter of {group} twice", spec.name);
+        }
+        for saved in spec.gradient_reads.unwrap_or_default() {
+            match saved {
+                Saved::Input(i) => assert!(*i < spec.inputs.len(), "{}", spec.name),
+                Saved::Output(o) => assert!(*o < spec.outputs.len(), "{}", spec.name),
+            }
+        }
+        let made = spec.cheap.iter().chain(spec.always_made).chain(&spec.sums);
+        assert!(made.into_iter().all(|o| *o < spec.outputs.len()), "{}", spec.name);
+        if let Some(sum) = spec.sums {
+            assert_eq!(spec.outputs[sum].elem, Elem::Accumulator, "{}", spec.name);
+        }
+        assert!(spec.optional == 0 || !spec.variadic, "{}: which inputs are left out?", spec.name);
     }
 }
