@@ -66,7 +66,7 @@ fn gather<'a>(
     whole: &mut Vec<u8>,
     read: impl FnOnce() -> Result<Cow<'a, [u8]>, ExecError>,
 ) -> Result<(), ExecError> {
-    if [tensor.sharding.dp, tensor.sharding.tp].contains(&Placement::Partial) {
+    if !tensor.sharding.axes(Placement::Partial).is_empty() {
         return Err(ExecError::Internal(format!("`{}` is not summed over ranks", tensor.name)));
     }
     let width = tensor.whole.dtype.bytes();

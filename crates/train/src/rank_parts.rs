@@ -5,7 +5,7 @@ use crate::state::{self, GROUPS, Part};
 use lockstep_checkpoint::{Draft, PartRef, Slice};
 use lockstep_exec::{Executor, World};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, DType, Mesh, Run, StepProgram};
+use lockstep_ir::{Coordinates, DType, Mesh, MeshAxis, Run, StepProgram};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -65,7 +65,7 @@ fn parts_of<'a>(
     let mut result = Vec::new();
     let mut runs_of: Option<(&str, Vec<Run>)> = None;
     for (_, name, tensor, part) in state::stored(tensors).into_iter().filter(|(of, ..)| *of == group) {
-        if stage(tensor) != Some(at.pp) {
+        if stage(tensor) != Some(at.get(MeshAxis::Pp)) {
             continue;
         }
         if runs_of.as_ref().is_none_or(|(of, _)| *of != tensor.name) {

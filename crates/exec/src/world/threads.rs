@@ -9,7 +9,7 @@ use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, StepProgram};
+use lockstep_ir::{Coordinates, Mesh, MeshAxis, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -90,7 +90,7 @@ impl ThreadWorld {
         let mut world = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
         for (rank, comm) in threads(mesh.ranks(), timeout).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
-            let program = world.programs[coordinates.pp].clone();
+            let program = world.programs[coordinates.get(MeshAxis::Pp)].clone();
             let link = Link { comm: comm.clone(), coordinates };
             let executor = load(program, link)?;
             for note in executor.notes() {
@@ -116,7 +116,7 @@ impl ThreadWorld {
     ) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
         for &(stage, t) in self.tensors.get(name).ok_or_else(unknown)? {
-            for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).pp == stage) {
+            for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).get(MeshAxis::Pp) == stage) {
                 let tensor = &self.programs[stage].tensors[t];
                 f(self.mesh.coordinates(rank), tensor, lock(&self.workers[rank].executor).as_mut())?;
             }
