@@ -197,14 +197,11 @@ impl Graph {
         phase: Phase,
         layer: Option<usize>,
     ) -> Result<Vec<ValueId>, TypeError> {
-        let Some(reshards) = op.spec().reshards else {
-            return Err(TypeError { op: op.name(), reason: "changes more than the sharding of values".into() });
-        };
         let outputs = self.node(op, inputs, "", phase, layer)?;
         for (&from, &to) in inputs.iter().zip(&outputs) {
             let before = self.get(from).sharding;
             self.values[to.0].name = format!("{}.{suffix}", self.get(from).name);
-            self.values[to.0].sharding = reshards(&op, before);
+            self.values[to.0].sharding = before.after(&op)?;
         }
         Ok(outputs)
     }

@@ -1,12 +1,12 @@
 //! What ranks do together, and this rank's part of a whole.
 
-use super::row::{Operand, RunBy, Samples, Spec, any, row};
+use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, any, row};
 use super::sample::{embed, ffn, normal, sample};
 use super::{Op, Sample, attributes};
-use crate::{MeshAxis, Placement, Sharding};
+use crate::{Axes, MeshAxis, Placement, Sharding};
 
 /// A row of an op that changes the sharding of tensors, several at once.
-const fn collective(name: &'static str, reshards: fn(&Op, Sharding) -> Sharding, samples: Samples) -> Spec {
+const fn collective(name: &'static str, reshards: ShardingRule, samples: Samples) -> Spec {
     const X: &[Operand] = &[any("x")];
     row(name, X, X, samples).variadic().run_by(RunBy::Collective).reshards(reshards).keeps_partial()
 }
@@ -16,45 +16,70 @@ fn two(op: Op) -> Sample {
     sample(op, [normal([ffn(), embed()]), normal([embed()])])
 }
 
+/// Whether it is placed so over all these axes.
+fn all(sharding: Sharding, over: Axes, placement: Placement) -> bool {
+    over.without(sharding.axes(placement)).is_empty()
+}
+
+/// A part of this dimension, or a flat range.
+fn part(dim: Option<usize>) -> Placement {
+    dim.map_or(Placement::Flat, Placement::Split)
+}
+
+/// Ranges are cut and joined over all axes at once, parts of a dimension from the last axis on.
+fn last(sharding: Sharding, over: Axes, dim: Option<usize>) -> bool {
+    let rest = sharding.axes(part(dim)).without(over);
+    dim.map_or(rest.is_empty(), |_| rest.iter().all(|outer| over.iter().all(|inner| outer < inner)))
+}
+
 pub(super) static ALL_REDUCE: Spec = collective(
     "all_reduce",
     |op, before| {
-        attributes!(op, Op::AllReduce { axis });
-        before.with(axis, Placement::Replicated)
+        attributes!(op, Op::AllReduce { over });
+        all(before, over, Placement::Partial).then(|| before.with(over, Placement::Replicated))
     },
-    |_| vec![two(Op::AllReduce { axis: MeshAxis::Tp })],
+    |_| vec![two(Op::AllReduce { over: MeshAxis::Tp.into() })],
 )
 .in_place(&[(0, 0)]);
 
-pub(super) static SUM_SHARED: Spec =
-    collective("sum_shared", |_, before| before, |_| vec![two(Op::SumShared { sharers: 2 })])
-        .always_in_place(&[(0, 0)]);
+pub(super) static SUM_SHARED: Spec = collective(
+    "sum_shared",
+    |op, before| {
+        attributes!(op, Op::SumShared { over, .. });
+        all(before, over, Placement::Split(0)).then_some(before)
+    },
+    |_| vec![two(Op::SumShared { over: MeshAxis::Tp.into(), sharers: 2 })],
+)
+.always_in_place(&[(0, 0)]);
 
 pub(super) static REDUCE_SCATTER: Spec = collective(
     "reduce_scatter",
     |op, before| {
-        attributes!(op, Op::ReduceScatter { axis, dim });
-        before.with(axis, dim.map_or(Placement::Flat, Placement::Split))
+        attributes!(op, Op::ReduceScatter { over, dim });
+        let fits = all(before, over, Placement::Partial) && last(before, over, dim);
+        fits.then(|| before.with(over, part(dim)))
     },
-    |_| [None, Some(0)].map(|dim| two(Op::ReduceScatter { axis: MeshAxis::Dp, dim })).into(),
+    |_| [None, Some(0)].map(|dim| two(Op::ReduceScatter { over: MeshAxis::DpShard.into(), dim })).into(),
 );
 
 pub(super) static ALL_GATHER: Spec = collective(
     "all_gather",
     |op, before| {
-        attributes!(op, Op::AllGather { axis, .. });
-        before.with(axis, Placement::Replicated)
+        attributes!(op, Op::AllGather { over, dim });
+        let fits = all(before, over, part(dim)) && last(before, over, dim);
+        fits.then(|| before.with(over, Placement::Replicated))
     },
-    |_| [None, Some(0)].map(|dim| two(Op::AllGather { axis: MeshAxis::Dp, dim })).into(),
+    |_| [None, Some(0)].map(|dim| two(Op::AllGather { over: MeshAxis::DpShard.into(), dim })).into(),
 );
 
 pub(super) static SHARD: Spec = row("shard", &[any("x")], &[any("part")], |_| {
-    vec![sample(Op::Shard { axis: MeshAxis::Dp }, [normal([ffn(), embed()])])]
+    vec![sample(Op::Shard { over: MeshAxis::DpShard.into() }, [normal([ffn(), embed()])])]
 })
 .run_by(RunBy::View)
 .reshards(|op, before| {
-    attributes!(op, Op::Shard { axis });
-    before.with(axis, Placement::Flat)
+    attributes!(op, Op::Shard { over });
+    let fits = all(before, over, Placement::Replicated) && last(before, over, None);
+    fits.then(|| before.with(over, Placement::Flat))
 });
 
 pub(super) static SEND: Spec =

@@ -18,7 +18,7 @@ pub(super) static ACCUMULATE: Spec = row("accumulate", &[accumulator("x", "*")],
 })
 .sums(0)
 .keeps_partial()
-.reshards(|_, before| before);
+.reshards(|_, before| Some(before));
 
 /// Of gradients: usual ones and, once, others.
 fn magnitudes(batch: usize, of: impl Fn(f64) -> Sample) -> Vec<Sample> {

@@ -2,7 +2,7 @@
 
 use super::row::Spec;
 use super::{Rows, attention, collective, embedding, gradient, head, linear, norm, optimizer, pointwise, position};
-use crate::mesh::MeshAxis;
+use crate::mesh::Axes;
 
 /// From `Name { attribute: Type } = family::ROW` for every op: [`Op`], [`OpKind`] and the way from one to the other and to its row.
 macro_rules! ops {
@@ -284,33 +284,34 @@ ops! {
     JoinRows = head::JOIN_ROWS,
     /// Partial sums become whole on every rank.
     AllReduce {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
     } = collective::ALL_REDUCE,
-    /// Adds up, between neighbours over tensor parallelism, the rows that they share: all sections of the outermost dimension
-    /// but the first.
+    /// Adds up, between neighbours, the rows that they share: all sections of the outermost dimension but the first.
     SumShared {
-        /// Neighbours that share.
+        /// Neighbours along these axes.
+        over: Axes,
+        /// How many share.
         sharers: usize,
     } = collective::SUM_SHARED,
     /// Partial sums become whole parts.
     ReduceScatter {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
         /// Parts of this dimension; flat ranges if `None`.
         dim: Option<usize>,
     } = collective::REDUCE_SCATTER,
     /// Parts become whole on every rank.
     AllGather {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
         /// Parts of this dimension; flat ranges if `None`.
         dim: Option<usize>,
     } = collective::ALL_GATHER,
     /// This rank's flat range of a whole: a view, no work.
     Shard {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
     } = collective::SHARD,
     /// To the same rank of another pipeline stage.
     Send {

@@ -54,11 +54,11 @@ pub const IGNORED_TARGET: u32 = u32::MAX;
 /// Consecutive positions of a micro-batch, counted over its sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
-    /// The first, on each data-parallel rank.
+    /// The first, on each rank that has sequences of its own.
     pub first: usize,
-    /// How many, on each data-parallel rank.
+    /// How many, on each such rank.
     pub count: usize,
-    /// Data-parallel ranks that the shapes speak of.
+    /// Such ranks that the shapes speak of.
     pub ranks: usize,
 }
 

@@ -55,6 +55,8 @@ pub enum RunBy {
 pub type ShapeRule = fn(&Op, &[&TensorType], &mut Dims) -> Result<(), TypeError>;
 /// Matmul FLOPs of one call; the last says which outputs are asked for.
 pub type FlopsRule = fn(&Op, &Dims, &[bool]) -> Flops;
+/// The sharding of an output from that of its input; `None` where the op does not take such a one.
+pub type ShardingRule = fn(&Op, Sharding) -> Option<Sharding>;
 /// What an op is tried on, with so many sequences. Samples of other numbers of sequences differ in nothing else; those that stand
 /// alone come last.
 pub type Samples = fn(usize) -> Vec<Sample>;
@@ -94,8 +96,8 @@ pub struct Spec {
     pub cheap: &'static [usize],
     /// Who runs it.
     pub run_by: RunBy,
-    /// The sharding of an output from that of its input, for ops that change nothing else.
-    pub reshards: Option<fn(&Op, Sharding) -> Sharding>,
+    /// For ops that change nothing but shardings.
+    pub reshards: Option<ShardingRule>,
     /// Letters that no input has.
     pub shape: ShapeRule,
     /// What it costs in matmuls.
@@ -216,7 +218,7 @@ impl Spec {
         Spec { run_by, ..self }
     }
 
-    pub(super) const fn reshards(self, reshards: fn(&Op, Sharding) -> Sharding) -> Spec {
+    pub(super) const fn reshards(self, reshards: ShardingRule) -> Spec {
         Spec { reshards: Some(reshards), ..self }
     }
 
