@@ -52,7 +52,7 @@ fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     let over = |many: usize, placement: Option<Placement>| placement.filter(|_| many > 1).unwrap_or_default();
     match source {
         Source::Input => Sharding { dp: over(mesh.dp, Some(Placement::Split(0))), tp: Placement::Replicated },
-        Source::State(State::Parameter(_) | State::Gradient) => {
+        Source::State(State::Parameter(_) | State::Gradient { .. }) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
             let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| parallel(s.axis)));
             Sharding { dp: Placement::Replicated, tp: over(mesh.tp, dim.map(Placement::Split)) }
