@@ -3,7 +3,7 @@
 use crate::passes::{AUTODIFF, Candidate, FORWARD_PASSES, Layers, Recompute, Recomputed, passes_behind};
 use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Graph, StepProgram, TypeError};
+use lockstep_ir::{Graph, MeshAxis, StepProgram, TypeError};
 use std::collections::BTreeSet;
 
 /// What all policies share, and what is left to do for one.
@@ -22,8 +22,8 @@ impl Estimator {
         let stored = FORWARD_PASSES.iter().try_fold(forward.clone(), |graph, pass| (pass.run)(&graph, context))?;
         let derived = (AUTODIFF.run)(&stored, context)?;
         let evaluate = evaluated(&stored, context)?;
-        let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
-        let stages = 0..context.layout.mesh.pp;
+        let cuts = stage::cut(&derived, context.layout.mesh.size(MeshAxis::Pp))?;
+        let stages = 0..context.layout.mesh.size(MeshAxis::Pp);
         let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;
         Ok(Self { derived, evaluate, cuts, context: context.clone() })
     }
@@ -40,7 +40,7 @@ impl Estimator {
             let train = stage::extract(graph, &self.cuts, s)?;
             Ok(memory::place(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
         };
-        Ok((0..context.layout.mesh.pp).map(program).collect::<Result<_, _>>()?)
+        Ok((0..context.layout.mesh.size(MeshAxis::Pp)).map(program).collect::<Result<_, _>>()?)
     }
 
     /// The graph with its backward pass, before recomputation and sharding.

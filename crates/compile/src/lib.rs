@@ -26,7 +26,7 @@ pub use passes::{
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
-use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
+use lockstep_ir::{DeviceProfile, Graph, Layout, MeshAxis, StepProgram, TypeError};
 
 /// What passes may look at besides the graph.
 #[derive(Clone, Debug)]
@@ -119,7 +119,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     FORWARD_PASSES.into_iter().try_for_each(|pass| run(pass, &mut graph))?;
     let evaluate = evaluated(&graph, context)?;
     run(AUTODIFF, &mut graph)?;
-    let stages = context.layout.mesh.pp;
+    let stages = context.layout.mesh.size(MeshAxis::Pp);
     let cuts = stage::cut(&graph, stages)?;
     let model_flops = model_flops(&graph)?;
     passes_behind(&AUTODIFF).try_for_each(|pass| run(pass, &mut graph))?;
