@@ -2,7 +2,7 @@
 
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
-use lockstep_exec::{Executor, Ranks, cpu, reference};
+use lockstep_exec::{Executor, ThreadWorld, cpu, reference};
 use lockstep_ir::graph::{Parameter, Source, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, StepProgram, StepScalars, TensorType, ValueId, counter};
 use std::time::Duration;
@@ -78,7 +78,7 @@ fn feed(graph: &Graph, v: ValueId) -> Option<Vec<f64>> {
 fn step(uses: &str, parallel: &str) -> [Vec<f32>; 2] {
     let (graph, context) = (model(uses), context(parallel));
     let programs = compile(&graph, &context).unwrap_or_else(|e| panic!("{uses}, {parallel}: {e}")).programs;
-    let mut ranks = Ranks::on_cpu(programs, 1, Duration::from_secs(20)).unwrap();
+    let mut ranks = ThreadWorld::on_cpu(programs, 1, Duration::from_secs(20)).unwrap();
     for (v, value, _) in graph.parameters() {
         let data: Vec<u8> = feed(&graph, v).unwrap().iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
         ranks.write(&value.name, 0, &data).unwrap();
