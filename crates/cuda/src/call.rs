@@ -135,9 +135,12 @@ impl Call<'_> {
 /// What kernels of a type are called.
 pub fn suffix(dtype: DType) -> &'static str {
     match dtype {
+        DType::F32 => "f32",
         DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        DType::F64 => "f64",
+        DType::U32 => "u32",
         DType::Fixed64 => "fixed",
-        _ => "f32",
     }
 }
 

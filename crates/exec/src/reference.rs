@@ -144,6 +144,18 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![(0..x[0].len()).map(element).collect()]
         }
         Op::Add => vec![add(x[0], x[1])],
+        // Rounding is for those who store numbers.
+        Op::Cast { .. } => vec![x[0].to_vec()],
+        Op::Slice { first, .. } => {
+            let sections = types[0].dims.last().map_or(&[][..], |d| &d.sections);
+            let (at, n) = (sections[..first].iter().map(|s| s.size()).sum::<usize>(), dims.size('h'));
+            vec![x[0].chunks(dims.size('p')).flat_map(|row| &row[at..at + n]).copied().collect()]
+        }
+        Op::Concat => {
+            let widths: Vec<usize> = x.iter().map(|part| part.len() / rows).collect();
+            let row = |r: usize| x.iter().zip(&widths).flat_map(move |(part, n)| &part[r * n..(r + 1) * n]);
+            vec![(0..rows).flat_map(row).copied().collect()]
+        }
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
         Op::CrossEntropyGrad => vec![cross_entropy_grad(x[0], x[1])],
         Op::LinearCrossEntropy { .. } => {

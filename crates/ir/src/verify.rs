@@ -82,7 +82,7 @@ fn follows(operand: &Operand, dtype: DType) -> bool {
     match operand.elem {
         Elem::Accumulator => dtype.accumulates(),
         Elem::Rounded => matches!(dtype, DType::BF16 | DType::F16),
-        Elem::Is(_) | Elem::Float | Elem::Any => false,
+        Elem::Is(_) | Elem::Float(_) | Elem::Any => false,
     }
 }
 

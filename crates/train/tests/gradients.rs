@@ -174,6 +174,19 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let sum = b.op(op, &[x, y], "sum")[0];
             b.loss(sum)
         }
+        Op::Cast { .. } => {
+            let x = b.activation("x", embed());
+            let y = b.op(op, &[x], "y")[0];
+            b.loss(y)
+        }
+        // Slices that read every section, one of them twice, and are put together in another order.
+        Op::Slice { .. } | Op::Concat => {
+            let x = b.activation("x", qkv());
+            let mut slice = |first, count, name| b.op(Op::Slice { first, count }, &[x], name)[0];
+            let parts = [slice(1, 2, "kv"), slice(0, 1, "q"), slice(0, 1, "again")];
+            let y = b.op(Op::Concat, &parts, "y")[0];
+            b.loss(y)
+        }
         Op::CrossEntropy => {
             let x = b.activation("x", embed());
             b.loss(x)

@@ -12,6 +12,7 @@ use crate::{Context, Precision};
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::op::Saved;
 use lockstep_ir::{DType, Graph, Op, StepScalars, TensorType, TypeError, ValueId};
+use std::collections::BTreeMap;
 
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -21,7 +22,11 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
         scale(&mut g)?;
     }
     let forward = g.nodes.clone();
-    let mut backward = Backward { grads: vec![None; g.values.len()], accumulator: context.precision.gradients };
+    let mut backward = Backward {
+        grads: vec![None; g.values.len()],
+        slices: BTreeMap::new(),
+        accumulator: context.precision.gradients,
+    };
     for node in forward.iter().rev() {
         backward.node(&mut g, node)?;
     }
@@ -31,11 +36,16 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
 struct Backward {
     /// The gradient of each forward value, as far as it has been summed up.
     grads: Vec<Option<ValueId>>,
+    /// Gradients of sections of forward values: the first section, how many, and their gradient.
+    slices: BTreeMap<ValueId, Vec<(usize, usize, ValueId)>>,
     accumulator: DType,
 }
 
 impl Backward {
     fn node(&mut self, g: &mut Graph, node: &Node) -> Result<(), TypeError> {
+        for v in node.outputs.iter().flatten() {
+            self.join_slices(g, *v, node.layer)?;
+        }
         let Some(reads) = node.op.spec().gradient_reads else { return Ok(()) };
         let input = |i: usize| {
             debug_assert!(reads.contains(&Saved::Input(i)), "{} saves no input {i}", node.op.name());
@@ -174,6 +184,33 @@ impl Backward {
                 self.add(g, node.inputs[0], dy, layer)?;
                 self.add(g, node.inputs[1], dy, layer)
             }
+            Op::Cast { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let to = g.ty(node.inputs[0]).dtype;
+                let dx = self.input(g, Op::Cast { to }, &[dy], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::Slice { first, count } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let name = name(g, 0);
+                let slices = self.slices.entry(node.inputs[0]).or_default();
+                match slices.iter_mut().find(|known| (known.0, known.1) == (first, count)) {
+                    None => slices.push((first, count, dy)),
+                    Some(known) => known.2 = g.node(Op::Add, &[known.2, dy], &name, Phase::InputGrad, layer)?[0],
+                }
+                Ok(())
+            }
+            Op::Concat => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let mut first = 0;
+                for (i, v) in node.inputs.iter().enumerate() {
+                    let count = g.ty(*v).dims.last().map_or(0, |dim| dim.sections.len());
+                    let dx = self.input(g, Op::Slice { first, count }, &[dy], &name(g, i), layer)?;
+                    self.add(g, *v, dx, layer)?;
+                    first += count;
+                }
+                Ok(())
+            }
             // A loss is where gradients start: its own gradient is one.
             Op::CrossEntropy => {
                 let reads = [input(0), input(1), output(1)];
@@ -294,6 +331,23 @@ impl Backward {
         let state = g.state(name, ty, State::Gradient { of: parameter });
         g.values[dw.0].ty.dtype = self.accumulator;
         g.values[dw.0].source = Source::Node { into: Some(state) };
+    }
+
+    /// The gradient of a value from those of its sections, which slices must have read one by one and all.
+    fn join_slices(&mut self, g: &mut Graph, value: ValueId, layer: Option<usize>) -> Result<(), TypeError> {
+        let Some(mut slices) = self.slices.remove(&value) else { return Ok(()) };
+        slices.sort();
+        let sections = g.ty(value).dims.last().map_or(0, |dim| dim.sections.len());
+        let end = slices.iter().try_fold(0, |next, (first, count, _)| (*first == next).then_some(next + count));
+        if end != Some(sections) {
+            let reason =
+                format!("slices of `{}` must read each of its {sections} sections, and none twice", g.get(value).name);
+            return Err(TypeError { op: "slice", reason });
+        }
+        let parts: Vec<ValueId> = slices.into_iter().map(|(_, _, grad)| grad).collect();
+        let name = format!("d.{}", g.get(value).name);
+        let grad = self.input(g, Op::Concat, &parts, &name, layer)?;
+        self.add(g, value, grad, layer)
     }
 
     /// Adds `grad` to what has reached `value` so far.

@@ -10,6 +10,7 @@ mod norm;
 mod optimizer;
 mod orthogonal;
 mod pointwise;
+mod sections;
 
 use norm::Kind;
 
@@ -114,6 +115,9 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::SwiGlu => pointwise::swiglu(call),
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),
+            Op::Cast { .. } => sections::cast(call),
+            Op::Slice { first, .. } => sections::slice(call, first),
+            Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
             Op::CrossEntropyGrad => head::cross_entropy_grad(call),
             Op::LinearCrossEntropy { rows } => head::linear_cross_entropy(call, rows),

@@ -20,6 +20,7 @@ mod pointwise;
 mod pool;
 mod positions;
 mod rules;
+mod sections;
 mod simd;
 mod vocab;
 
@@ -273,6 +274,9 @@ fn run_kernel<T: Float>(call: Call) {
         Op::GeluGrad => pointwise::gelu_grad::<T>(call),
         Op::Dropout { rate, site, seq } => dropout::dropout::<T>(call, rate, site, seq),
         Op::Add => pointwise::add::<T>(call),
+        Op::Cast { .. } => sections::cast::<T>(call),
+        Op::Slice { first, .. } => sections::slice::<T>(call, first),
+        Op::Concat => sections::concat::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
         Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),

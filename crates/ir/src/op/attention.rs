@@ -52,7 +52,7 @@ fn tiled(batch: usize, of: impl Fn(&Shapes, Option<usize>, Option<(TensorType, D
     let mut sizes = vec![Shapes::new(batch)];
     if batch == 1 {
         let larger = [(1, 300, 20), (1, 140, 150), (2, 192, 64)];
-        sizes.extend(larger.map(|(batch, seq, head_dim)| Shapes { batch, seq, head_dim }));
+        sizes.extend(larger.map(|(batch, seq, head_dim)| Shapes::sized(batch, seq, head_dim)));
     }
     let mut samples = Vec::new();
     for s in &sizes {

@@ -5,45 +5,42 @@ use super::sample::{Shapes, embed, ffn, normal, sample};
 use super::{Flops, Op, Saved::Input};
 
 /// One matmul.
-const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("bsnk"));
+const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("…nk"));
 
-pub(super) static LINEAR: Spec = row("linear", &[float("x", "bsk"), float("w", "nk")], &[float("y", "bsn")], |batch| {
-    let s = Shapes::new(batch);
-    vec![sample(Op::Linear, [s.normal(embed()), normal([ffn(), embed()])])]
-})
-.gradient(&[Input(0), Input(1)])
-.splits(&["b", "s", "n", "k"])
-.flops(MATMUL);
+pub(super) static LINEAR: Spec =
+    row("linear", &[float("x", "…k"), float("w", "nk")], &[float("y", "…n")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::Linear, [s.normal(embed()), normal([ffn(), embed()])])).into()
+    })
+    .gradient(&[Input(0), Input(1)])
+    .splits(&["…", "n", "k"])
+    .flops(MATMUL);
 
 pub(super) static LINEAR_GRAD_INPUT: Spec =
-    row("linear_grad_input", &[float("dy", "bsn"), float("w", "nk")], &[float("dx", "bsk")], |batch| {
-        let s = Shapes::new(batch);
-        vec![sample(Op::LinearGradInput, [s.normal(ffn()), normal([ffn(), embed()])])]
+    row("linear_grad_input", &[float("dy", "…n"), float("w", "nk")], &[float("dx", "…k")], |batch| {
+        let of = |s: Shapes| sample(Op::LinearGradInput, [s.normal(ffn()), normal([ffn(), embed()])]);
+        Shapes::any_leading(batch).map(of).into()
     })
-    .splits(&["b", "s", "n", "k"])
+    .splits(&["…", "n", "k"])
     .flops(MATMUL);
 
 pub(super) static LINEAR_GRAD_WEIGHT: Spec =
-    row("linear_grad_weight", &[float("dy", "bsn"), float("x", "bsk")], &[accumulator("dw", "nk")], |batch| {
-        let s = Shapes::new(batch);
-        vec![sample(Op::LinearGradWeight, [s.normal(ffn()), s.normal(embed())])]
+    row("linear_grad_weight", &[float("dy", "…n"), float("x", "…k")], &[accumulator("dw", "nk")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::LinearGradWeight, [s.normal(ffn()), s.normal(embed())])).into()
     })
     .sums(0)
-    .splits(&["b", "s", "n", "k"])
+    .splits(&["…", "n", "k"])
     .flops(MATMUL);
 
 pub(super) static ADD_BIAS: Spec =
-    row("add_bias", &[float("x", "bsd"), float("bias", "d")], &[float("y", "bsd")], |batch| {
-        let s = Shapes::new(batch);
-        vec![sample(Op::AddBias, [s.normal(s.qkv()), normal([s.qkv()])])]
+    row("add_bias", &[float("x", "…d"), float("bias", "d")], &[float("y", "…d")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::AddBias, [s.normal(s.qkv()), normal([s.qkv()])])).into()
     })
     .in_place(&[(0, 0)])
     .gradient(&[])
-    .splits(&["b", "s", "d"]);
+    .splits(&["…", "d"]);
 
-pub(super) static BIAS_GRAD: Spec = row("bias_grad", &[float("dy", "bsd")], &[accumulator("dbias", "d")], |batch| {
-    let s = Shapes::new(batch);
-    vec![sample(Op::BiasGrad, [s.normal(s.qkv())])]
+pub(super) static BIAS_GRAD: Spec = row("bias_grad", &[float("dy", "…d")], &[accumulator("dbias", "d")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::BiasGrad, [s.normal(s.qkv())])).into()
 })
 .sums(0)
-.splits(&["b", "s", "d"]);
+.splits(&["…", "d"]);

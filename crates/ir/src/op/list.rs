@@ -1,7 +1,10 @@
 //! The list of all ops: attributes, and where the row of each is.
 
 use super::row::Spec;
-use super::{Rows, attention, collective, embedding, gradient, head, linear, norm, optimizer, pointwise, position};
+use super::{
+    Rows, attention, collective, embedding, gradient, head, linear, norm, optimizer, pointwise, position, section,
+};
+use crate::DType;
 use crate::mesh::Axes;
 
 /// From `Name { attribute: Type } = family::ROW` for every op: [`Op`], [`OpKind`] and the way from one to the other and to its row.
@@ -185,6 +188,20 @@ ops! {
     } = pointwise::DROPOUT,
     /// Elementwise sum.
     Add = pointwise::ADD,
+    /// `y = x`, in another floating-point type.
+    Cast {
+        /// Which.
+        to: DType,
+    } = pointwise::CAST,
+    /// Sections of the last dimension that stand side by side, as a tensor of their own.
+    Slice {
+        /// The first of them.
+        first: usize,
+        /// How many.
+        count: usize,
+    } = section::SLICE,
+    /// Tensors side by side: the sections of the last dimension of all.
+    Concat = section::CONCAT,
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits. A position whose target is
     /// [`IGNORED_TARGET`] has no loss, here and in the other ops of the output head.
     CrossEntropy = head::CROSS_ENTROPY,

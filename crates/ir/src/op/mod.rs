@@ -10,7 +10,7 @@
 //! or keys, `r` table columns, `a` the
 //! shorter side of a matrix or parts of a vocabulary, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
 //! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars or words of a key,
-//! `m` statistics. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
+//! `m` statistics, `…` any leading dimensions. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
 //! is summed over.
 
 mod attention;
@@ -29,13 +29,14 @@ mod pointwise;
 mod position;
 mod row;
 mod sample;
+mod section;
 #[cfg(test)]
 mod tests;
 
-pub use dims::Dims;
+pub use dims::{Dims, LEADING};
 pub use flops::Flops;
 pub use list::{Op, OpKind};
-pub use row::{Elem, Operand, RunBy, Saved, Spec};
+pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};
 pub use sample::{Draw, Sample, samples};
 
 use crate::{DType, Dim, TensorType};
@@ -123,7 +124,7 @@ impl Op {
         let output = |o: &Operand| {
             let elem = match o.elem {
                 Elem::Is(dtype) => dtype,
-                Elem::Float => dims.float(),
+                Elem::Float(var) => dims.float(var),
                 Elem::Rounded => DType::BF16,
                 Elem::Accumulator | Elem::Any => match inputs.first() {
                     // Nothing is summed in f16.
@@ -134,7 +135,11 @@ impl Op {
             };
             let shape = match o.dims {
                 "*" => Ok(inputs[0].dims.clone()),
-                letters => letters.chars().map(|c| dims.get(c).cloned().ok_or(c)).collect(),
+                letters => {
+                    let leading = if letters.starts_with(LEADING) { dims.leading.clone() } else { Vec::new() };
+                    let others = letters.chars().filter(|c| *c != LEADING).map(|c| dims.get(c).cloned().ok_or(c));
+                    leading.into_iter().map(Ok).chain(others).collect::<Result<Vec<Dim>, char>>()
+                }
             };
             match shape {
                 Ok(dims) => Ok(TensorType::new(elem, dims)),
@@ -157,10 +162,7 @@ impl Op {
             let operand = self.input(i, inputs.len());
             let ok = match operand.elem {
                 Elem::Is(dtype) => ty.dtype == dtype,
-                Elem::Float => {
-                    matches!(ty.dtype, DType::F32 | DType::BF16 | DType::F16)
-                        && *dims.float.get_or_insert(ty.dtype) == ty.dtype
-                }
+                Elem::Float(var) => ty.dtype.is_float() && dims.set_float(var, ty.dtype) == ty.dtype,
                 Elem::Rounded => matches!(ty.dtype, DType::BF16 | DType::F16),
                 Elem::Accumulator => ty.dtype.accumulates(),
                 Elem::Any => true,
@@ -171,10 +173,19 @@ impl Op {
             if operand.dims == "*" {
                 continue;
             }
-            if operand.dims.len() != ty.dims.len() {
+            let letters = operand.dims.trim_start_matches(LEADING);
+            let leading = ty.dims.len().checked_sub(letters.chars().count());
+            let Some(leading) = leading.filter(|n| (*n > 0) == operand.dims.starts_with(LEADING)) else {
                 return Err(self.refuse(format!("input `{}` must be [{}], is {ty}", operand.name, operand.dims)));
+            };
+            let (leading, others) = ty.dims.split_at(leading);
+            if dims.leading.is_empty() {
+                dims.leading = leading.to_vec();
             }
-            for (letter, dim) in operand.dims.chars().zip(&ty.dims) {
+            if !leading.is_empty() && dims.leading != leading {
+                return Err(self.refuse(format!("input `{}` is {ty}, of other leading dimensions", operand.name)));
+            }
+            for (letter, dim) in letters.chars().zip(others) {
                 if letter != '?'
                     && let Some(known) = dims.set(letter, dim)
                     && known != dim

@@ -1,6 +1,6 @@
-//! Ops on each element: activation functions, additions, dropout.
+//! Ops on each element: activation functions, additions, dropout, casts.
 
-use super::row::{ANY_OPERAND, ShapeRule, Spec, float, row, u32};
+use super::row::{ANY_OPERAND, ShapeRule, Spec, TypeVar, float, other_float, row, u32};
 use super::sample::{Draw, Shapes, embed, ffn, gate_up, sample};
 use super::{Op, Saved::Input, attributes};
 use crate::{Axis, DType, Dim, TensorType};
@@ -11,38 +11,36 @@ const GATED: ShapeRule = |op, _, dims| match dims.get('g').map(|g| g.sections.as
     _ => Err(op.refuse("the packed dimension must be two equal sections".into())),
 };
 
-pub(super) static SWIGLU: Spec = row("swiglu", &[float("gate_up", "bsg")], &[float("y", "bsf")], |batch| {
-    vec![sample(Op::SwiGlu, [Shapes::new(batch).normal(gate_up())])]
+pub(super) static SWIGLU: Spec = row("swiglu", &[float("gate_up", "…g")], &[float("y", "…f")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::SwiGlu, [s.normal(gate_up())])).into()
 })
 .gradient(&[Input(0)])
-.splits(&["b", "s", "gf"])
+.splits(&["…", "gf"])
 .cheap(&[0])
 .shape(GATED);
 
 pub(super) static SWIGLU_GRAD: Spec =
-    row("swiglu_grad", &[float("dy", "bsf"), float("gate_up", "bsg")], &[float("dgate_up", "bsg")], |batch| {
-        let s = Shapes::new(batch);
-        vec![sample(Op::SwiGluGrad, [s.normal(ffn()), s.normal(gate_up())])]
+    row("swiglu_grad", &[float("dy", "…f"), float("gate_up", "…g")], &[float("dgate_up", "…g")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::SwiGluGrad, [s.normal(ffn()), s.normal(gate_up())])).into()
     })
     .in_place(&[(1, 0)])
-    .splits(&["b", "s", "gf"])
+    .splits(&["…", "gf"])
     .shape(GATED);
 
-pub(super) static GELU: Spec = row("gelu", &[float("x", "bsf")], &[float("y", "bsf")], |batch| {
-    vec![sample(Op::Gelu, [Shapes::new(batch).normal(ffn())])]
+pub(super) static GELU: Spec = row("gelu", &[float("x", "…f")], &[float("y", "…f")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::Gelu, [s.normal(ffn())])).into()
 })
 .in_place(&[(0, 0)])
 .gradient(&[Input(0)])
-.splits(&["b", "s", "f"])
+.splits(&["…", "f"])
 .cheap(&[0]);
 
 pub(super) static GELU_GRAD: Spec =
-    row("gelu_grad", &[float("dy", "bsf"), float("x", "bsf")], &[float("dx", "bsf")], |batch| {
-        let x = Shapes::new(batch).normal(ffn());
-        vec![sample(Op::GeluGrad, [x.clone(), x])]
+    row("gelu_grad", &[float("dy", "…f"), float("x", "…f")], &[float("dx", "…f")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::GeluGrad, [s.normal(ffn()), s.normal(ffn())])).into()
     })
     .in_place(ANY_OPERAND)
-    .splits(&["b", "s", "f"]);
+    .splits(&["…", "f"]);
 
 pub(super) static DROPOUT: Spec =
     row("dropout", &[float("x", "bsd"), u32("keys", "bz")], &[float("y", "bsd")], |batch| {
@@ -63,10 +61,24 @@ pub(super) static DROPOUT: Spec =
         }
     });
 
-pub(super) static ADD: Spec = row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], |batch| {
-    let x = Shapes::new(batch).normal(embed());
-    vec![sample(Op::Add, [x.clone(), x])]
+pub(super) static ADD: Spec = row("add", &[float("a", "…d"), float("b", "…d")], &[float("sum", "…d")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::Add, [s.normal(embed()), s.normal(embed())])).into()
 })
 .in_place(ANY_OPERAND)
 .gradient(&[])
-.splits(&["b", "s", "d"]);
+.splits(&["…", "d"]);
+
+pub(super) static CAST: Spec = row("cast", &[float("x", "…d")], &[other_float("y", "…d")], |batch| {
+    let to = [DType::F32, DType::BF16, DType::F16];
+    Shapes::any_leading(batch).into_iter().zip(to).map(|(s, to)| sample(Op::Cast { to }, [s.normal(embed())])).collect()
+})
+.gradient(&[])
+.splits(&["…", "d"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::Cast { to });
+    if !to.is_float() {
+        return Err(op.refuse(format!("{to} is no floating-point type")));
+    }
+    dims.set_float(TypeVar::U, to);
+    Ok(())
+});

@@ -1,6 +1,6 @@
 //! What a row of the op table says.
 
-use super::{Dims, Flops, Op, Sample, TypeError};
+use super::{Dims, Flops, LEADING, Op, Sample, TypeError};
 use crate::{DType, Sharding, TensorType};
 
 /// Element types an operand accepts.
@@ -8,8 +8,8 @@ use crate::{DType, Sharding, TensorType};
 pub enum Elem {
     /// Exactly this type.
     Is(DType),
-    /// `f32`, `bf16` or `f16`: the same for all such operands of a call.
-    Float,
+    /// `f32`, `bf16` or `f16`: the same for all operands of a call with the same variable.
+    Float(TypeVar),
     /// `bf16` or `f16`, for outputs: whichever of them its value says.
     Rounded,
     /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
@@ -18,12 +18,26 @@ pub enum Elem {
     Any,
 }
 
+/// A variable that stands for a floating-point type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TypeVar {
+    /// That of activations and parameters.
+    T,
+    /// Another.
+    U,
+}
+
+impl TypeVar {
+    pub(super) const COUNT: usize = 2;
+}
+
 /// One operand's row in the table.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
     /// Name, for messages.
     pub name: &'static str,
-    /// One letter per dimension, `?` for a dimension of any size; `*` for any shape.
+    /// One letter per dimension, `?` for a dimension of any size; first `…` for any leading dimensions, the same in all operands;
+    /// `*` for any shape.
     pub dims: &'static str,
     /// Element type.
     pub elem: Elem,
@@ -86,8 +100,9 @@ pub struct Spec {
     pub sums: Option<usize>,
     /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
     pub gradient_reads: Option<&'static [Saved]>,
-    /// Dimensions along which the op may be sharded, as groups of letters that are split together. An operand without a
-    /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
+    /// Dimensions along which the op may be sharded, as groups of letters that are split together; `…` for any one of the leading
+    /// dimensions. An operand without a letter of the group is whole on every rank if it is an input, and a partial sum if it is an
+    /// output.
     pub splits: &'static [&'static str],
     /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
     pub keeps_partial: bool,
@@ -113,7 +128,11 @@ pub(super) const fn rounded(name: &'static str, dims: &'static str) -> Operand {
 }
 
 pub(super) const fn float(name: &'static str, dims: &'static str) -> Operand {
-    Operand { name, dims, elem: Elem::Float }
+    Operand { name, dims, elem: Elem::Float(TypeVar::T) }
+}
+
+pub(super) const fn other_float(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Float(TypeVar::U) }
 }
 
 pub(super) const fn f64(name: &'static str, dims: &'static str) -> Operand {
@@ -168,7 +187,57 @@ pub(super) const fn row(
     }
 }
 
+/// A dimension along which an op is sharded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// That behind these letters.
+    Letters(&'static str),
+    /// This one of the leading dimensions.
+    Leading(usize),
+}
+
+impl Split {
+    /// Whether another dimension is split instead where both would be over the same ranks: positions are gathered, weights are not.
+    pub fn gives_way(&self) -> bool {
+        match self {
+            Split::Letters(letters) => *letters == "s",
+            Split::Leading(_) => true,
+        }
+    }
+}
+
+impl Operand {
+    /// Its leading dimensions, where it has `rank` dimensions.
+    fn leading(&self, rank: usize) -> usize {
+        match self.dims.strip_prefix(LEADING) {
+            Some(rest) => rank.saturating_sub(rest.chars().count()),
+            None => 0,
+        }
+    }
+
+    /// Which of its `rank` dimensions is split along `split`.
+    pub fn dim_of(&self, split: Split, rank: usize) -> Option<usize> {
+        let leading = self.leading(rank);
+        match split {
+            Split::Leading(i) => (i < leading).then_some(i),
+            Split::Letters(group) => {
+                let mut letters = self.dims.chars().filter(|c| *c != LEADING);
+                letters.position(|c| group.contains(c)).map(|at| leading + at)
+            }
+        }
+    }
+}
+
 impl Spec {
+    /// Along what the op may be sharded where dimension `dim` of an operand of `rank` dimensions is split.
+    pub fn split_of(&self, operand: &Operand, rank: usize, dim: usize) -> Option<Split> {
+        let split = |group: &&'static str| match group.starts_with(LEADING) {
+            true => Split::Leading(dim),
+            false => Split::Letters(group),
+        };
+        self.splits.iter().map(split).find(|split| operand.dim_of(*split, rank) == Some(dim))
+    }
+
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
     pub const fn each(&self) -> bool {
         matches!(self.run_by, RunBy::Collective)

@@ -52,7 +52,7 @@ impl Sample {
     pub fn types(&self, compute: DType, sums: DType) -> Vec<TensorType> {
         let typed = |(i, (ty, _)): (usize, &(TensorType, Draw))| {
             let dtype = match self.op.input(i, self.inputs.len()).elem {
-                Elem::Float => compute,
+                Elem::Float(_) => compute,
                 Elem::Accumulator => sums,
                 Elem::Is(_) | Elem::Rounded | Elem::Any => ty.dtype,
             };
@@ -114,11 +114,22 @@ pub(super) struct Shapes {
     pub batch: usize,
     pub seq: usize,
     pub head_dim: usize,
+    /// Leading dimensions: 1 for tokens of all sequences, 2 for sequences and positions, 3 for several of each position.
+    leading: usize,
 }
 
 impl Shapes {
     pub fn new(batch: usize) -> Self {
-        Self { batch, seq: 60, head_dim: 20 }
+        Self::sized(batch, 60, 20)
+    }
+
+    pub fn sized(batch: usize, seq: usize, head_dim: usize) -> Self {
+        Self { batch, seq, head_dim, leading: 2 }
+    }
+
+    /// Of ops that take any leading dimensions.
+    pub fn any_leading(batch: usize) -> [Self; 3] {
+        [2, 1, 3].map(|leading| Self { leading, ..Self::new(batch) })
     }
 
     pub fn b(&self) -> Dim {
@@ -131,7 +142,8 @@ impl Shapes {
 
     /// Features of every position.
     pub fn act(&self, features: Dim) -> TensorType {
-        floats([self.b(), self.s(), features])
+        let leading = self.row().dims.into_iter();
+        floats(leading.chain([features]).collect::<Vec<_>>())
     }
 
     /// The same, drawn.
@@ -141,7 +153,11 @@ impl Shapes {
 
     /// A number of every position.
     pub fn row(&self) -> TensorType {
-        floats([self.b(), self.s()])
+        floats(match self.leading {
+            1 => vec![Dim::new(Axis::Batch, self.batch * self.seq)],
+            2 => vec![self.b(), self.s()],
+            _ => vec![self.b(), Dim::new(Axis::Seq, self.seq / 4), Dim::new(Axis::Parts, 4)],
+        })
     }
 
     /// A whole number of every position.

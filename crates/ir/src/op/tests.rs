@@ -23,6 +23,53 @@ fn a_dimension_with_another_meaning_is_refused_even_at_the_same_size() {
 }
 
 #[test]
+fn leading_dimensions_may_be_any_and_are_the_same_in_all_operands() {
+    let (t, s, h, k) = ((Axis::Batch, 6), (Axis::Seq, 3), (Axis::Heads, 2), (Axis::Embed, 5));
+    let w = ty(&[(Axis::Ffn, 7), k]);
+    for (leading, printed) in [
+        (&[t][..], "f32[batch:6, ffn:7]"),
+        (&[t, s], "f32[batch:6, seq:3, ffn:7]"),
+        (&[t, s, h], "f32[batch:6, seq:3, heads:2, ffn:7]"),
+    ] {
+        let x = ty(&[leading, &[k]].concat());
+        assert_eq!(Op::Linear.infer(&[&x, &w]).unwrap()[0].to_string(), printed);
+        let rows: usize = leading.iter().map(|(_, n)| n).product();
+        assert_eq!(Op::Linear.flops(&[&x, &w], &[true]).unwrap().model, 2 * 5 * 7 * rows as u128);
+        let dims = Op::Linear.bind(&[&x, &w]).unwrap();
+        assert_eq!(dims.size('b') * dims.size('s'), rows);
+        let spec = OpKind::Linear.spec();
+        for dim in 0..leading.len() {
+            let split = spec.split_of(&spec.inputs[0], x.dims.len(), dim).unwrap();
+            assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Leading(dim), Some(dim)));
+        }
+        let split = spec.split_of(&spec.inputs[0], x.dims.len(), leading.len()).unwrap();
+        assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Letters("k"), None));
+    }
+    let (one, other) = (ty(&[t, s, k]), ty(&[s, k]));
+    let error = Op::Add.infer(&[&one, &other]).unwrap_err();
+    assert_eq!(error.to_string(), "add: input `b` is f32[seq:3, embed:5], of other leading dimensions");
+    assert!(Op::Linear.infer(&[&ty(&[k]), &w]).is_err());
+}
+
+#[test]
+fn a_cast_has_a_type_on_either_side_and_a_slice_the_sections_that_it_names() {
+    let head = |axis, count| Section { axis, count, unit: 4 };
+    let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
+    let x = TensorType::new(DType::BF16, [Dim::new(Axis::Batch, 3), packed]);
+    let cast = Op::Cast { to: DType::F32 }.infer(&[&x]).unwrap().remove(0);
+    assert_eq!((cast.dtype, &cast.dims), (DType::F32, &x.dims));
+    let error = Op::Cast { to: DType::U32 }.infer(&[&x]).unwrap_err();
+    assert_eq!(error.to_string(), "cast: u32 is no floating-point type");
+    let slice = |first, count| Op::Slice { first, count }.infer(&[&x]).map(|mut y| y.remove(0));
+    let (q, kv) = (slice(0, 1).unwrap(), slice(1, 2).unwrap());
+    assert_eq!(q.to_string(), "bf16[batch:3, heads:6×4]");
+    assert_eq!(Op::Concat.infer(&[&q, &kv]).unwrap(), [x.clone()]);
+    assert_eq!(slice(2, 2).unwrap_err().to_string(), "slice: 2 sections from 2 on, of 3");
+    assert!(slice(0, 0).is_err());
+    assert!(Op::Concat.infer(&[&q, &cast]).is_err(), "of two types");
+}
+
+#[test]
 fn attention_reads_heads_from_the_packed_dimension() {
     let head = |axis, count| Section { axis, count, unit: 4 };
     let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
