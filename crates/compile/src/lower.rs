@@ -5,6 +5,7 @@
 use crate::Context;
 use crate::local::Local;
 use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
@@ -362,14 +363,25 @@ impl Lowering<'_> {
 
 /// Whether a node's outputs are copies of what other ranks hold.
 fn is_gathered(node: &Node) -> bool {
-    matches!(node.op, Op::AllGather { .. } | Op::Receive { .. })
+    match node.op.transfer() {
+        Some(Transfer::AllGather { .. } | Transfer::Receive { .. }) => true,
+        Some(
+            Transfer::AllReduce { .. }
+            | Transfer::SumShared { .. }
+            | Transfer::ReduceScatter { .. }
+            | Transfer::Send { .. },
+        )
+        | None => false,
+    }
 }
 
 /// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.
 fn stream(node: &Node) -> Stream {
-    let over = match node.op {
-        Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => over,
-        _ => Axes::NONE,
+    let over = match node.op.transfer() {
+        Some(
+            Transfer::AllReduce { over } | Transfer::ReduceScatter { over, .. } | Transfer::AllGather { over, .. },
+        ) => over,
+        Some(Transfer::SumShared { .. } | Transfer::Send { .. } | Transfer::Receive { .. }) | None => Axes::NONE,
     };
     let overlaps = !over.within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
     if overlaps { Stream::Communication } else { Stream::Compute }

@@ -21,7 +21,7 @@ const SLACK: u64 = 1 << 20;
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "bqs")] },
-        _ => Workspace::default(),
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
     }
 }
 
@@ -32,7 +32,9 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     match (compute, deterministic) {
         (DType::BF16, false) => Workspace { fixed, terms: vec![(8, "bsh"), (8, "bqs")] },
         (DType::BF16, true) => Workspace { fixed, terms: vec![(4, "bsh"), (8, "bqs"), (2, "bqSS")] },
-        _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
+        (DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64, _) => {
+            Workspace { fixed: 0, terms: vec![(4, "bqs")] }
+        }
     }
 }
 

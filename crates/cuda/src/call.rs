@@ -147,8 +147,9 @@ pub fn suffix(dtype: DType) -> &'static str {
 /// What kernels call a type of gradient sums.
 pub fn sum_kind(dtype: DType) -> i32 {
     match dtype {
+        DType::F32 => 0,
         DType::BF16 => 1,
         DType::Fixed64 => 2,
-        _ => 0,
+        DType::F16 | DType::F64 | DType::U32 => unreachable!("nothing is summed in {dtype}"),
     }
 }

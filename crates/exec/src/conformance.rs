@@ -11,7 +11,7 @@ use crate::reference;
 use crate::{ExecError, Executor};
 use inputs::draw;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::{Draw, Elem, LEADING, RunBy, Sample, samples};
+use lockstep_ir::op::{Draw, Elem, LEADING, Sample, samples};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{DType, DeviceProfile, Graph, Op, OpKind, TensorType, ValueId, verify};
 use single::{decode, encode, single_op};
@@ -91,7 +91,7 @@ const BATCH: usize = 3;
 
 /// Samples of ops that a rank computes alone.
 fn kernel_samples(batch: usize) -> impl Iterator<Item = Sample> {
-    samples(batch).filter(|s| s.op.spec().run_by == RunBy::Kernel)
+    samples(batch).filter(|s| s.op.spec().has_kernel())
 }
 
 /// The same by op.

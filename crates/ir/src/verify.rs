@@ -1,9 +1,9 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
 use crate::graph::{Graph, Phase, Source, State};
-use crate::op::{Elem, Operand};
+use crate::op::{Elem, Operand, Transfer};
 use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::{Axes, Coordinates, DType, Op, Placement, TensorType, ValueId};
+use crate::{Axes, Coordinates, DType, Placement, TensorType, ValueId};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -183,16 +183,16 @@ fn check_types(instr: &Instr) -> Result<(), String> {
 /// The shapes of a collective on one rank: parts times ranks make a whole, flat ranges with padding.
 fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     let bytes = |arg: &Arg| program.buffers[arg.buffer.0].bytes;
-    if matches!(instr.op, Op::Send { .. } | Op::Receive { .. }) {
-        return Ok(());
-    }
+    let Some(transfer) = instr.op.transfer() else { return Err(format!("{} is no collective", instr.op.name())) };
     for (x, y) in instr.inputs.iter().zip(instr.outputs.iter().flatten()) {
-        let fits = match instr.op {
-            Op::AllGather { over, dim: Some(_) } => y.ty.elements() == x.ty.elements() * program.mesh.size(over),
-            Op::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(over) as u64,
-            Op::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(over),
-            Op::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(over) as u64,
-            _ => x.ty == y.ty,
+        let ranks = |over: Axes| program.mesh.size(over);
+        let fits = match transfer {
+            Transfer::AllGather { over, dim: Some(_) } => y.ty.elements() == x.ty.elements() * ranks(over),
+            Transfer::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * ranks(over) as u64,
+            Transfer::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * ranks(over),
+            Transfer::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * ranks(over) as u64,
+            Transfer::AllReduce { .. } | Transfer::SumShared { .. } => x.ty == y.ty,
+            Transfer::Send { .. } | Transfer::Receive { .. } => return Ok(()),
         };
         let after = x.sharding.after(&instr.op).map_err(|e| e.to_string())?;
         if after != y.sharding {
@@ -203,7 +203,8 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
             return Err(format!("{}: {} does not go with {}", instr.op.name(), x.ty, y.ty));
         }
     }
-    match instr.inputs.len() == instr.outputs.len() && instr.outputs.iter().all(Option::is_some) {
+    let together = instr.op.spec().each();
+    match !together || (instr.inputs.len() == instr.outputs.len() && instr.outputs.iter().all(Option::is_some)) {
         true => Ok(()),
         false => Err(format!("{}: an input has no output", instr.op.name())),
     }

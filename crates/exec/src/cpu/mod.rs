@@ -50,7 +50,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     // A result that is rounded is summed whole.
     let rounded = |letter| match compute {
         DType::BF16 | DType::F16 => Workspace { fixed: gemm, terms: vec![(per_k, letter)] },
-        _ => fixed(gemm),
+        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => fixed(gemm),
     };
     // A sum that is not in f32 needs each matmul once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
@@ -215,7 +215,7 @@ impl CpuExecutor {
         match bound.float {
             DType::BF16 => run_kernel::<Bf16>(call),
             DType::F16 => run_kernel::<F16>(call),
-            _ => run_kernel::<f32>(call),
+            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => run_kernel::<f32>(call),
         }
     }
 

@@ -20,6 +20,10 @@ pub(super) static EMBEDDING_GRAD: Spec =
     })
     .sums(0)
     .splits(&["b", "s", "v"])
+    .local(|op, outputs| match &outputs[0] {
+        Some(table) => Op::EmbeddingGrad { vocab: table.dims[0].size() },
+        None => *op,
+    })
     .shape(|op, _, dims| {
         attributes!(op, Op::EmbeddingGrad { vocab });
         dims.set('v', &Dim::new(Axis::Vocab, vocab));

@@ -76,6 +76,10 @@ pub(super) static VOCAB_LOGITS: Spec = row(
     },
 )
 .splits(&["bc", "va"])
+.local(|op, _| {
+    attributes!(op, Op::VocabLogits { rows, .. });
+    Op::VocabLogits { rows: rows.of_one_rank(), parts: 1 }
+})
 .shape(|op, _, dims| {
     attributes!(op, Op::VocabLogits { rows, parts });
     dims.set('c', &Dim::new(Axis::Seq, rows.count * rows.ranks));
@@ -124,6 +128,10 @@ pub(super) static VOCAB_GRAD: Spec = row(
 .optional(1)
 .sums(1)
 .splits(&["bc", "v"])
+.local(|op, _| {
+    attributes!(op, Op::VocabGrad { rows });
+    Op::VocabGrad { rows: rows.of_one_rank() }
+})
 .flops(|_, dims, wanted| Flops::all(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")));
 
 pub(super) static JOIN_ROWS: Spec =

@@ -33,6 +33,7 @@ mod section;
 #[cfg(test)]
 mod tests;
 
+pub use collective::Transfer;
 pub use dims::{Dims, LEADING};
 pub use flops::Flops;
 pub use list::{Op, OpKind};
@@ -61,6 +62,13 @@ pub struct Rows {
     pub count: usize,
     /// Such ranks that the shapes speak of.
     pub ranks: usize,
+}
+
+impl Rows {
+    /// The same where shapes speak of one rank.
+    pub(crate) fn of_one_rank(self) -> Self {
+        Self { ranks: 1, ..self }
+    }
 }
 
 /// Why an op refuses its inputs.
@@ -98,9 +106,14 @@ impl Op {
 
     /// Whether ranks work together in it.
     pub fn communicates(&self) -> bool {
+        self.transfer().is_some()
+    }
+
+    /// What ranks do together in it.
+    pub fn transfer(&self) -> Option<Transfer> {
         match self.spec().run_by {
-            RunBy::Collective | RunBy::Message => true,
-            RunBy::Kernel | RunBy::View => false,
+            RunBy::Collective(transfer) | RunBy::Message(transfer) => Some(transfer(self)),
+            RunBy::Kernel | RunBy::View => None,
         }
     }
 

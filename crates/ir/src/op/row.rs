@@ -1,6 +1,6 @@
 //! What a row of the op table says.
 
-use super::{Dims, Flops, LEADING, Op, Sample, TypeError};
+use super::{Dims, Flops, LEADING, Op, Sample, Transfer, TypeError};
 use crate::{DType, Sharding, TensorType};
 
 /// Element types an operand accepts.
@@ -53,20 +53,24 @@ pub enum Saved {
 }
 
 /// Who runs an op.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub enum RunBy {
     /// A kernel, on each rank alone.
     Kernel,
     /// All ranks of a group together, on several tensors at once: there is an output for every input.
-    Collective,
+    Collective(TransferOf),
     /// Two ranks: a message.
-    Message,
+    Message(TransferOf),
     /// Nobody: the output is a part of the input's memory.
     View,
 }
 
 /// Binds the letters that follow from attributes or from the sections of a packed dimension, or says why they do not fit.
 pub type ShapeRule = fn(&Op, &[&TensorType], &mut Dims) -> Result<(), TypeError>;
+/// What ranks do together in an op.
+pub type TransferOf = fn(&Op) -> Transfer;
+/// The op with the attributes that it has on one rank, whose outputs are these.
+pub type LocalRule = fn(&Op, &[Option<TensorType>]) -> Op;
 /// Matmul FLOPs of one call; the last says which outputs are asked for.
 pub type FlopsRule = fn(&Op, &Dims, &[bool]) -> Flops;
 /// The sharding of an output from that of its input; `None` where the op does not take such a one.
@@ -115,6 +119,8 @@ pub struct Spec {
     pub reshards: Option<ShardingRule>,
     /// Letters that no input has.
     pub shape: ShapeRule,
+    /// Attributes that speak of what all ranks have.
+    pub local: LocalRule,
     /// What it costs in matmuls.
     pub flops: FlopsRule,
 }
@@ -183,6 +189,7 @@ pub(super) const fn row(
         run_by: RunBy::Kernel,
         reshards: None,
         shape: |_, _, _| Ok(()),
+        local: |op, _| *op,
         flops: |_, _, _| Flops { model: 0, causal: 0, hardware: 0 },
     }
 }
@@ -240,7 +247,12 @@ impl Spec {
 
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
     pub const fn each(&self) -> bool {
-        matches!(self.run_by, RunBy::Collective)
+        matches!(self.run_by, RunBy::Collective(_))
+    }
+
+    /// Whether each rank runs a kernel of its own for it.
+    pub const fn has_kernel(&self) -> bool {
+        matches!(self.run_by, RunBy::Kernel)
     }
 
     pub(super) const fn optional(self, optional: usize) -> Spec {
@@ -293,6 +305,10 @@ impl Spec {
 
     pub(super) const fn shape(self, shape: ShapeRule) -> Spec {
         Spec { shape, ..self }
+    }
+
+    pub(super) const fn local(self, local: LocalRule) -> Spec {
+        Spec { local, ..self }
     }
 
     pub(super) const fn flops(self, flops: FlopsRule) -> Spec {

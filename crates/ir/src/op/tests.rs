@@ -219,3 +219,35 @@ fn what_a_row_says_of_its_operands_is_there() {
         assert!(spec.optional == 0 || !spec.variadic, "{}: which inputs are left out?", spec.name);
     }
 }
+
+/// Every file below a folder of sources.
+fn files(folder: &std::path::Path, found: &mut Vec<std::path::PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()) {
+        match entry.is_dir() {
+            true => files(&entry, found),
+            false => found.push(entry),
+        }
+    }
+}
+
+#[test]
+fn the_guide_lists_every_file_that_names_its_op() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let guide = std::fs::read_to_string(root.join("docs/adding-an-op.md")).unwrap();
+    let (mut sources, mut naming) = (Vec::new(), std::collections::BTreeSet::new());
+    for folder in ["ir/src", "compile/src", "exec/src", "cuda/src", "cuda/kernels", "model/src"] {
+        files(&root.join("crates").join(folder), &mut sources);
+    }
+    for source in sources {
+        let path = source.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
+        let text = std::fs::read_to_string(&source).unwrap();
+        let names = ["Op::Cast", "Cast {", "CAST", "fn cast", "cast_##"].iter().any(|name| text.contains(name));
+        if names && path != "crates/ir/src/op/tests.rs" {
+            naming.insert(path);
+        }
+    }
+    let listed = guide.split('`').skip(1).step_by(2).filter(|word| word.starts_with("crates/"));
+    let listed: std::collections::BTreeSet<String> =
+        listed.filter(|f| !f.contains("/tests/")).map(str::to_owned).collect();
+    assert_eq!(listed, naming);
+}
