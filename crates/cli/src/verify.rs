@@ -6,7 +6,7 @@ use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
 use lockstep_config::Config;
 use lockstep_ir::{Layout, legal};
-use lockstep_train::{Comparison, Criterion, Promise, compare, shrink};
+use lockstep_train::{Comparison, Criterion, Devices, Promise, compare, shrink};
 use serde_json::json;
 use std::io::Write;
 
@@ -125,7 +125,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let total = layouts.len();
     let mut done = 0;
-    let results = compare(&config, &layouts, args.steps as usize, &mut |c| {
+    let results = compare(&Devices::new(), &config, &layouts, args.steps as usize, &mut |c| {
         done += 1;
         eprintln!("{done} of {total}: {}", c.layout);
     })?;

@@ -1,13 +1,9 @@
-use crate::fit::Saving;
 use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
-use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
-use lockstep_ir::account::MemoryBreakdown;
-use lockstep_ir::program::Class;
-use lockstep_ir::units;
+use lockstep_plan::PlanError;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -22,9 +18,9 @@ pub enum TrainError {
     /// A checkpoint cannot be written or read.
     #[error("{0}")]
     Checkpoint(CheckpointError),
-    /// A bug in the compiler.
+    /// The config has no program, or one that does not fit.
     #[error("{0}")]
-    Compile(#[from] CompileError),
+    Plan(#[from] PlanError),
     /// The executor cannot load or run the program.
     #[error("{0}")]
     Exec(#[from] ExecError),
@@ -155,111 +151,6 @@ pub enum TrainError {
         /// Its gradient norm.
         grad_norm: f32,
     },
-    /// The arena is larger than the memory that is free.
-    #[error(
-        "the step needs {} of memory{}, {} are free:{}\nhint: {}",
-        units::bytes(memory.total_bytes),
-        if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
-        units::bytes(*available),
-        breakdown(memory),
-        smaller(savings, *ranks)
-    )]
-    DoesNotFit {
-        /// What it needs.
-        memory: Box<MemoryBreakdown>,
-        /// Ranks that share the memory.
-        ranks: usize,
-        /// Bytes that are free.
-        available: u64,
-        /// What would save some.
-        savings: Vec<Saving>,
-    },
-    /// An op of `recompute.ops` makes nothing that could be recomputed.
-    #[error(
-        "recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward\nhint: {}choose of {}",
-        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
-        known.join(", ")
-    )]
-    NotRecomputable {
-        /// The op.
-        op: String,
-        /// What was perhaps meant.
-        guess: Option<String>,
-        /// Ops whose outputs can be recomputed.
-        known: Vec<&'static str>,
-    },
-    /// No choice of what is recomputed lets the arena fit.
-    #[error(
-        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever is \
-         recomputed\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
-        units::bytes(*budget),
-        units::bytes(*least)
-    )]
-    OverBudget {
-        /// What was allowed.
-        budget: u64,
-        /// The least that is possible.
-        least: u64,
-    },
-    /// A number of the config is not one in the type that the device computes with.
-    #[error("{key} = {value} is {rounded} in fp32\nhint: choose a value that fp32 can hold")]
-    Rounded {
-        /// The key.
-        key: &'static str,
-        /// Its value.
-        value: f64,
-        /// What is left of it.
-        rounded: f32,
-    },
-    /// A group of the optimizer has no parameter.
-    #[error(
-        "optimizer.groups: \"{pattern}\" matches no parameter{}\nhint: the parameters are {}",
-        if *taken { " that groups before it have not taken" } else { "" },
-        names.join(", ")
-    )]
-    EmptyGroup {
-        /// Its pattern.
-        pattern: String,
-        /// Whether it would match some that others have.
-        taken: bool,
-        /// What there is, with `*` for the number of a layer.
-        names: Vec<String>,
-    },
-    /// Two groups want parts of one stored tensor.
-    #[error(
-        "optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group\nhint: give a pattern \
-         that matches all of {}",
-        names.join(", ")
-    )]
-    SplitGroup {
-        /// A parameter.
-        first: String,
-        /// One in another group.
-        second: String,
-        /// All that are stored together.
-        names: Vec<String>,
-    },
-    /// The schedule of a step would be absurdly long.
-    #[error(
-        "a step of {micro_batches} micro-batches is too long, at most {most} are allowed\nhint: raise train.micro_batch or lower \
-         train.global_batch"
-    )]
-    TooManyMicroBatches {
-        /// Asked for.
-        micro_batches: usize,
-        /// Allowed.
-        most: usize,
-    },
-    /// The device does not do what the config asks for.
-    #[error(
-        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the CPU: train.device = \"cpu\", or --device cpu"
-    )]
-    NotOnDevice {
-        /// What.
-        what: &'static str,
-        /// The device.
-        device: &'static str,
-    },
     /// What determinism costs was asked for where it costs nothing.
     #[error("runs on the CPU always give the same bits: there is nothing to compare\nhint: use --device cuda")]
     AlwaysDeterministic,
@@ -330,16 +221,6 @@ pub enum TrainError {
         /// Positions of the cache.
         context: usize,
     },
-    /// A model has no positions for a text of this length.
-    #[error(
-        "sequences of {tokens} tokens are longer than the {positions} positions that the model has learned\nhint: use at most {positions} tokens"
-    )]
-    Positions {
-        /// Tokens of a sequence.
-        tokens: usize,
-        /// Rows of the model's table.
-        positions: usize,
-    },
     /// A sampling option has a value without a meaning.
     #[error("--{option} {value} has no meaning\nhint: {hint}")]
     Sampling {
@@ -382,8 +263,10 @@ impl TrainError {
 
     /// Whether the request was wrong, rather than the run.
     pub fn is_request(&self) -> bool {
-        if self.is_interrupt() {
-            return false;
+        match self {
+            TrainError::Plan(error) => return error.is_request(),
+            _ if self.is_interrupt() => return false,
+            _ => {}
         }
         matches!(
             self,
@@ -399,15 +282,7 @@ impl TrainError {
                 | TrainError::Locked { .. }
                 | TrainError::DataChanged { .. }
                 | TrainError::OtherData { .. }
-                | TrainError::DoesNotFit { .. }
-                | TrainError::NotRecomputable { .. }
-                | TrainError::OverBudget { .. }
-                | TrainError::Rounded { .. }
-                | TrainError::TooManyMicroBatches { .. }
-                | TrainError::NotOnDevice { .. }
                 | TrainError::AlwaysDeterministic
-                | TrainError::EmptyGroup { .. }
-                | TrainError::SplitGroup { .. }
                 | TrainError::NotTrained { .. }
                 | TrainError::Imported { .. }
                 | TrainError::Checkpoint(CheckpointError::Unfit { .. })
@@ -417,7 +292,6 @@ impl TrainError {
                 | TrainError::NoValidationText { .. }
                 | TrainError::EmptyPrompt
                 | TrainError::ContextFull { .. }
-                | TrainError::Positions { .. }
                 | TrainError::Sampling { .. }
         )
     }
@@ -481,26 +355,6 @@ fn steps(steps: &[u64]) -> String {
         [only] => format!("step {only}"),
         [first @ .., last] => format!("steps {} and {last}", first.join(", ")),
     }
-}
-
-fn breakdown(memory: &MemoryBreakdown) -> String {
-    let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
-    Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
-}
-
-fn smaller(savings: &[Saving], ranks: usize) -> String {
-    const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
-    if savings.is_empty() {
-        return LAST.to_owned();
-    }
-    let width = savings.iter().map(|saving| saving.change.len()).max().unwrap_or(0);
-    let line = |s: &Saving| {
-        let fits = if s.fits { ", and fits" } else { "" };
-        format!("\n  {:<width$}  saves {}{fits}", s.change, units::bytes(s.saved_bytes))
-    };
-    let each = if ranks > 1 { ", on the rank that needs most" } else { "" };
-    let none = if savings.iter().any(|saving| saving.fits) { String::new() } else { format!("\n  none fits: {LAST}") };
-    format!("each of these saves memory{each}:{}{none}", savings.iter().map(line).collect::<String>())
 }
 
 fn hint(cause: &std::io::Error) -> &'static str {

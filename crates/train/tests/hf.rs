@@ -7,7 +7,9 @@ use common::run_with;
 use hf_folder::{CASES, Model};
 use lockstep_config::Config;
 use lockstep_ir::{DType, bf16};
-use lockstep_train::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import};
+use lockstep_train::{
+    Devices, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
+};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs::read;
@@ -215,7 +217,7 @@ fn a_run_starts_from_weights_of_any_origin_in_any_layout() {
     }
     // Other weights than before: an evaluation of the run agrees, and so does a run that starts from the run, or from one in parts.
     let trained = Trained::open(&place.at("a")).unwrap();
-    let after = evaluate(&trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss;
+    let after = evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss;
     assert_ne!(after, expected);
     assert_eq!(first("next", "init_from = \"a\"\n"), after);
     assert!((first("from-parts", "init_from = \"zero\"\n") - after).abs() < 1e-4);
@@ -277,7 +279,7 @@ fn a_trained_run_exports_from_any_layout() {
         place.import(&out, &format!("{name}-again"));
         let score = |run: &str, text: &Text| {
             let trained = Trained::open(&place.at(run)).unwrap();
-            evaluate(&trained, text, Some(8), &mut |_| {}).unwrap().score.loss
+            evaluate(&Devices::new(), &trained, text, Some(8), &mut |_| {}).unwrap().score.loss
         };
         // Its tokenizer has become a file; the text is the same.
         let text = Text::Paths(vec![place.at("text/b.txt")]);
@@ -410,7 +412,7 @@ fn a_folder_is_used_as_it_is() {
     let text = Text::Paths(vec![place.at("text/a.txt")]);
     let score = |from: &str| {
         let trained = Trained::open(&place.at(from)).unwrap();
-        let loss = evaluate(&trained, &text, Some(16), &mut |_| {}).unwrap().score.loss;
+        let loss = evaluate(&Devices::new(), &trained, &text, Some(16), &mut |_| {}).unwrap().score.loss;
         let tokenizer = trained.tokenizer().unwrap();
         (loss, trained.end_tokens(&tokenizer).unwrap(), trained.step())
     };
@@ -419,7 +421,7 @@ fn a_folder_is_used_as_it_is() {
     // A text ends with any of them.
     let trained = Trained::open(&place.at("hf")).unwrap();
     let tokenizer = trained.tokenizer().unwrap();
-    let mut generator = Generator::new(&trained.config, 64, trained.weights()).unwrap();
+    let mut generator = Generator::new(&Devices::new(), &trained.config, 64, trained.weights()).unwrap();
     let sampling = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
     let mut listen = |_| std::ops::ControlFlow::Continue(());
     let mut run =

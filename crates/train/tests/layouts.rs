@@ -5,7 +5,7 @@ mod common;
 use common::check_layouts as check;
 use lockstep_config::Config;
 use lockstep_ir::{Layout, counter, legal};
-use lockstep_train::{Comparison, compare};
+use lockstep_train::{Comparison, Devices, compare};
 
 fn config(model: &str, train: &str) -> Config {
     let text = format!(
@@ -141,7 +141,7 @@ fn random_models_on_random_layouts() {
             continue;
         }
         tried += 1;
-        let found = compare(&config, &[layout], 2, &mut |_| ()).unwrap();
+        let found = compare(&Devices::new(), &config, &[layout], 2, &mut |_| ()).unwrap();
         assert!(found[0].kept, "{text}{found:#?}");
     }
     assert!(tried >= 20, "{tried}");

@@ -1,12 +1,12 @@
 //! A checkpoint becomes a Hugging Face folder.
 
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
-use crate::plan::check_positions;
 use crate::{Part, Tokenizer, TrainError, Trained};
 use lockstep_checkpoint::{NewFolder, Source, TensorCopy, WeightsFolder};
 use lockstep_config::Config;
 use lockstep_ir::DType;
 use lockstep_model::hf::{self, Beside};
+use lockstep_plan::check_positions;
 use serde_json::{Value, json};
 use std::path::Path;
 

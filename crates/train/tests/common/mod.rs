@@ -2,7 +2,7 @@
 
 use lockstep_config::Config;
 use lockstep_ir::{Layout, legal};
-use lockstep_train::{Comparison, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
+use lockstep_train::{Comparison, Devices, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -56,7 +56,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
     let stop = AtomicBool::new(false);
     let options = RunOptions { dir: run_dir.to_owned(), ..RunOptions::default() };
     let (mut steps, mut skipped) = (Vec::new(), Vec::new());
-    let outcome = run(config, &options, &stop, &mut |event| match event {
+    let outcome = run(&Devices::new(), config, &options, &stop, &mut |event| match event {
         Event::Stepped(m) => {
             steps.push(*m);
             stop.store(m.step >= last, Ordering::SeqCst);
@@ -74,7 +74,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
 /// Runs a config with an observer.
 pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
     let options = RunOptions { dir: run_dir.to_owned(), ..RunOptions::default() };
-    run(config, &options, &AtomicBool::new(false), show)
+    run(&Devices::new(), config, &options, &AtomicBool::new(false), show)
 }
 
 /// Compares layouts with one rank; each must fit, and keep its promise.
@@ -84,7 +84,7 @@ pub fn check_layouts(config: &Config, layouts: &[&str]) -> Vec<Comparison> {
     for layout in &layouts {
         assert_eq!(legal::check(layout, &config.shape()), [], "{layout}");
     }
-    let found = compare(config, &layouts, 3, &mut |_| ()).unwrap();
+    let found = compare(&Devices::new(), config, &layouts, 3, &mut |_| ()).unwrap();
     let broken: Vec<&Comparison> = found.iter().filter(|c| !c.kept).collect();
     assert!(broken.is_empty(), "{broken:#?}");
     found

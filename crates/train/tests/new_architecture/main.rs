@@ -5,7 +5,8 @@ mod parallel_block;
 use lockstep_config::Config;
 use lockstep_ir::{Layout, StepScalars, counter, verify};
 use lockstep_model::{Form, names};
-use lockstep_train::{Session, plan_with};
+use lockstep_plan::plan_with;
+use lockstep_train::{Devices, Session};
 
 const SOURCE: &str = include_str!("parallel_block.rs");
 const GUIDE: &str = include_str!("../../../../docs/adding-an-architecture.md");
@@ -33,8 +34,8 @@ fn corpus() -> Vec<u8> {
 
 /// The losses of a run over random pieces of the corpus.
 fn losses(config: &Config, steps: u64) -> Vec<f64> {
-    let plan = plan_with(config, parallel_block::build).unwrap();
-    let mut session = Session::new(config, &plan).unwrap();
+    let plan = plan_with(&Devices::new(), config, parallel_block::build).unwrap();
+    let mut session = Session::new(&Devices::new(), config, &plan).unwrap();
     let (text, seq) = (corpus(), config.train.seq);
     let sequences = config.train.micro_batch * plan.layout.mesh.dp;
     let mut step = |step: u64| {

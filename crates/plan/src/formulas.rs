@@ -1,8 +1,7 @@
 //! Analytical formulas of the literature beside what the program has. They are written from the config alone, so that a program which
 //! strays from them, or a formula which forgets a term, shows.
 
-use crate::plan::internal;
-use crate::{Plan, TrainError};
+use crate::{Plan, PlanError};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Buffer, Lifetime, Role};
@@ -33,9 +32,9 @@ pub(crate) fn formulas(
     derived: &Graph,
     none: &[StepProgram],
     full_flops: f64,
-) -> Result<Vec<Formula>, TrainError> {
+) -> Result<Vec<Formula>, PlanError> {
     let m = &config.model;
-    let layer = LayerFlops::of(derived).map_err(internal)?;
+    let layer = LayerFlops::of(derived)?;
     let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
     let s = config.train.seq as f64;
     let sequences = (config.train.micro_batch * plan.layout.mesh.dp) as f64;

@@ -2,8 +2,8 @@
 //! formulas of the literature. All of it is read off programs that are compiled for the purpose.
 
 use crate::formulas::{Formula, formulas};
-use crate::plan::{hardware_flops, internal, prepare, training_context};
-use crate::{Plan, TrainError, groups};
+use crate::plan::{hardware_flops, prepare, training_context};
+use crate::{Machine, Plan, PlanError, groups};
 use lockstep_compile::{Estimator, Recompute};
 use lockstep_config::Config;
 use lockstep_ir::StepProgram;
@@ -63,12 +63,12 @@ pub struct Scaling {
 }
 
 /// Compiles a planned config under every policy and at twice every extent.
-pub fn account(config: &Config, plan: &Plan) -> Result<Account, TrainError> {
-    let (mut context, _) = training_context(config);
+pub fn account(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Account, PlanError> {
+    let (mut context, _) = training_context(machine, config);
     context.optimizer.groups = groups::resolve(config, &plan.forward)?;
     // Scaling has nothing to do with the rest.
     std::thread::scope(|scope| {
-        let scaling = scope.spawn(|| scaling(config, plan));
+        let scaling = scope.spawn(|| scaling(machine, config, plan));
         let estimator = Estimator::new(&plan.forward, &context)?;
         let none = estimator.programs(Recompute::None)?;
         let policies = policies(config, plan, &estimator, &none)?;
@@ -108,7 +108,7 @@ fn policies(
     plan: &Plan,
     estimator: &Estimator,
     none: &[StepProgram],
-) -> Result<Vec<PolicyCost>, TrainError> {
+) -> Result<Vec<PolicyCost>, PlanError> {
     let mut all: Vec<(String, Recompute)> = policies_of(config).into_iter().map(|p| (p.name, p.recompute)).collect();
     let own = match config.recompute.policy.as_str() {
         "list" | "budget" => {
@@ -173,18 +173,18 @@ fn doubled(config: &Config, extent: &str) -> Config {
     config
 }
 
-fn scaling(config: &Config, plan: &Plan) -> Result<Vec<Scaling>, TrainError> {
+fn scaling(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Vec<Scaling>, PlanError> {
     let mut rows = Vec::new();
     for extent in ["batch", "sequence", "width", "depth"] {
         let config = doubled(config, extent);
-        let (forward, context, _) = prepare(&config, lockstep_model::build_form)?;
+        let (forward, context, _) = prepare(machine, &config, lockstep_model::build_form)?;
         let estimator = Estimator::new(&forward, &context)?;
         let mut recompute = plan.recompute.clone();
         if let (Recompute::Values(recomputed), "depth") = (&mut recompute, extent) {
             recomputed.first *= 2;
         }
         let programs = estimator.programs(recompute)?;
-        let model = estimator.model_flops().map_err(internal)?.model * context.layout.micro_batches as u128;
+        let model = estimator.model_flops()?.model * context.layout.micro_batches as u128;
         let parameters: usize = forward.parameters().map(|(_, v, _)| v.ty.elements()).sum();
         let Some(bill) = largest(&programs).map(account::memory) else { continue };
         let class = |c: &Class| {
