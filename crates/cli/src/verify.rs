@@ -4,7 +4,7 @@ use crate::explain::compare::{parse, split};
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
-use lockstep_config::Config;
+use lockstep_config::{Config, DeviceChoice};
 use lockstep_ir::{Layout, legal};
 use lockstep_train::{Comparison, Criterion, Devices, Promise, compare, shrink};
 use serde_json::json;
@@ -22,14 +22,29 @@ pub struct Args {
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
     steps: u64,
     /// Where ranks run: threads of this machine, or a GPU that they share.
-    #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu")]
-    device: String,
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Where,
     /// Check the model as it is, however large.
     #[arg(long)]
     full_size: bool,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Where {
+    Cpu,
+    Cuda,
+}
+
+impl Where {
+    fn choice(self) -> DeviceChoice {
+        match self {
+            Where::Cpu => DeviceChoice::Cpu,
+            Where::Cuda => DeviceChoice::Cuda,
+        }
+    }
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
@@ -82,9 +97,9 @@ fn kinds(config: &Config) -> Vec<Layout> {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let mut config = divided(args.config.load()?, &args.layouts)?;
-    config.train.device = args.device;
+    config.train.device = args.device.choice();
     // Bits are compared.
-    config.train.deterministic = config.train.device == "cuda";
+    config.train.deterministic = args.device == Where::Cuda;
     let layouts = layouts(&args.layouts, &config)?;
     let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
     // Nothing may be left out of what is said to be checked.

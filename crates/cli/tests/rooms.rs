@@ -1,4 +1,4 @@
-//! What is whose: the code map of ARCHITECTURE.md is that of the crates.
+//! What is whose: the code map of ARCHITECTURE.md is that of the crates, and an architecture is named in one place.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -41,4 +41,41 @@ fn the_code_map_says_which_crate_uses_which() {
     let crates = std::fs::read_dir(project().join("crates")).unwrap();
     let all: BTreeSet<String> = crates.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     assert_eq!(above, all, "the code map and crates/ name different crates");
+}
+
+/// The sources of some crates, without their tests: path and text.
+fn sources(crates: &[&str]) -> Vec<(String, String)> {
+    fn below(folder: &Path, all: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let test = path.file_stem().is_some_and(|name| name == "tests");
+            match path.is_dir() {
+                true => below(&path, all),
+                false if path.extension().is_some_and(|e| e == "rs") && !test => all.push(path),
+                false => {}
+            }
+        }
+    }
+    let mut all = Vec::new();
+    crates.iter().for_each(|name| below(&project().join(format!("crates/{name}/src")), &mut all));
+    let shown = |path: &Path| path.strip_prefix(project()).unwrap().display().to_string();
+    let untested = |text: String| text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default().to_owned();
+    all.iter().map(|path| (shown(path), untested(read(path)))).collect()
+}
+
+#[test]
+fn an_architecture_is_a_file_and_a_line() {
+    let names: Vec<String> = lockstep_config::Architecture::ALL.iter().map(|one| format!("{one:?}")).collect();
+    assert!(names.len() >= 5);
+    let all = ["config", "model", "compile", "plan", "exec", "cuda", "data", "checkpoint", "train", "cli"];
+    for (path, text) in sources(&all) {
+        for name in &names {
+            let named = format!("Architecture::{name}");
+            assert!(!text.contains(&named), "{path} names {named}: an architecture's file and line are all of it");
+        }
+    }
+    for word in lockstep_config::Architecture::WORDS {
+        let file = project().join(format!("crates/model/src/architectures/{word}.rs"));
+        assert!(file.is_file(), "{} is not there", file.display());
+    }
 }

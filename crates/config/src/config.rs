@@ -14,6 +14,7 @@ use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::CorpusConfig;
+use crate::words::OptimizerName;
 use crate::written::Change;
 
 /// Where the values of a config came from.
@@ -232,7 +233,7 @@ impl Config {
         let p = &mut config.parallel;
         (p.dp, p.tp, p.pp) = (layout.mesh.dp, layout.mesh.tp, layout.mesh.pp);
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
-        p.schedule = layout.schedule.name().to_owned();
+        p.schedule = layout.schedule;
         config
     }
 
@@ -244,7 +245,7 @@ impl Config {
             mesh: Mesh { dp: p.dp, tp: p.tp, pp: p.pp },
             zero: p.zero,
             sequence_parallel: p.sequence_parallel,
-            schedule: p.schedule.parse().expect("the schema accepts the names of schedules alone"),
+            schedule: p.schedule,
         }
     }
 
@@ -260,7 +261,7 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
-            whole_matrices: self.optimizer.name == "muon",
+            whole_matrices: self.optimizer.name == OptimizerName::Muon,
         }
     }
 }

@@ -16,6 +16,7 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod architecture;
 mod batches;
 mod checks;
 mod config;
@@ -34,8 +35,10 @@ mod search;
 mod source;
 mod suggest;
 mod value;
+mod words;
 mod written;
 
+pub use architecture::{Architecture, Features};
 pub use batches::{Batch, BatchStage, Batches};
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
@@ -49,4 +52,7 @@ pub use schema::{
 pub use search::{Found, keys_at, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScaling};
+pub use words::{
+    AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
+};
 pub use written::{Change, Difference};

@@ -2,7 +2,7 @@
 
 use crate::PlanError;
 use lockstep_compile::Precision;
-use lockstep_config::Config;
+use lockstep_config::{Config, DeviceChoice, PrecisionPolicy};
 use lockstep_ir::DeviceProfile;
 
 /// A kind of device.
@@ -31,11 +31,11 @@ impl Device {
     /// What a config asks for. `auto` takes a GPU where there is one and the run has one rank: several would share it.
     pub fn of(machine: &dyn Machine, config: &Config) -> Self {
         let cuda = Device::Cuda { deterministic: config.train.deterministic };
-        match config.train.device.as_str() {
-            "cuda" => cuda,
-            "auto" if config.layout().mesh.ranks() > 1 => Device::Cpu,
-            "auto" if cuda.check(config).is_ok() && machine.has_gpu() => cuda,
-            _ => Device::Cpu,
+        let one = config.layout().mesh.ranks() == 1;
+        match config.train.device {
+            DeviceChoice::Cuda => cuda,
+            DeviceChoice::Auto if one && cuda.check(config).is_ok() && machine.has_gpu() => cuda,
+            DeviceChoice::Auto | DeviceChoice::Cpu => Device::Cpu,
         }
     }
 
@@ -51,9 +51,11 @@ impl Device {
     pub fn check(self, config: &Config) -> Result<(), PlanError> {
         let what = match self {
             Device::Cpu => return Ok(()),
-            Device::Cuda { .. } if config.precision.policy == "fp16" => "precision.policy = \"fp16\"",
-            Device::Cuda { .. } if config.train.reproducible => "train.reproducible",
-            Device::Cuda { .. } => return Ok(()),
+            Device::Cuda { .. } => match config.precision.policy {
+                PrecisionPolicy::Fp16 => "precision.policy = \"fp16\"",
+                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 if config.train.reproducible => "train.reproducible",
+                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 => return Ok(()),
+            },
         };
         Err(PlanError::NotOnDevice { what, device: self.name() })
     }

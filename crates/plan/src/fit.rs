@@ -5,7 +5,7 @@ use crate::account::{Policy, policies_of};
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy, RecomputePolicy};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, legal, units};
 use serde::Serialize;
@@ -324,23 +324,23 @@ pub(crate) fn savings(machine: &dyn Machine, config: &Config, room: &Room) -> Re
         consider(format!("train.micro_batch = {sequences}"), &with_micro_batch(config, sequences));
         all.train.micro_batch = least;
     }
-    let stronger: &[&str] = match config.recompute.policy.as_str() {
-        "none" => &["selective", "full"],
-        "selective" | "list" => &["full"],
-        _ => &[],
+    let stronger: &[RecomputePolicy] = match config.recompute.policy {
+        RecomputePolicy::None => &[RecomputePolicy::Selective, RecomputePolicy::Full],
+        RecomputePolicy::Selective | RecomputePolicy::List => &[RecomputePolicy::Full],
+        RecomputePolicy::Full | RecomputePolicy::EveryK | RecomputePolicy::Sqrt | RecomputePolicy::Budget => &[],
     };
     for policy in stronger {
         let mut changed = config.clone();
-        (changed.recompute.policy, changed.recompute.ops) = (policy.to_string(), Vec::new());
+        (changed.recompute.policy, changed.recompute.ops) = (*policy, Vec::new());
         if consider(format!("recompute.policy = \"{policy}\""), &changed) {
             all.recompute = changed.recompute;
         }
     }
-    if config.precision.policy == "fp32" {
+    if config.precision.policy == PrecisionPolicy::Fp32 {
         let mut changed = config.clone();
-        changed.precision.policy = "bf16".into();
+        changed.precision.policy = PrecisionPolicy::Bf16;
         if consider("precision.policy = \"bf16\"".into(), &changed) {
-            all.precision.policy = "bf16".into();
+            all.precision.policy = PrecisionPolicy::Bf16;
         }
     }
     if config.parallel.dp > 1 {

@@ -4,11 +4,11 @@ use crate::{PlanError, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
 };
-use lockstep_config::{Config, ModelConfig, nearest};
+use lockstep_config::{Config, GradientPrecision, OptimizerName, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{DType, Graph, Layout, StepProgram, TypeError};
-use lockstep_model::Form;
+use lockstep_ir::{DType, Graph, Layout, StepProgram};
+use lockstep_model::{Builder, Form};
 use std::collections::BTreeMap;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
@@ -119,7 +119,7 @@ pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Cont
 pub(crate) fn prepare(
     machine: &dyn Machine,
     config: &Config,
-    build: Architecture,
+    build: Builder,
 ) -> Result<(Graph, Context, usize), PlanError> {
     let (mut context, threads) = training_context(machine, config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
@@ -155,25 +155,22 @@ fn optimizer(config: &Config) -> Optimizer {
     // The schema gives every rule the constants that it reads.
     let [beta1, beta2, eps, momentum] = [o.beta1, o.beta2, o.eps, o.momentum].map(|x| x.unwrap_or(0.0) as f32);
     let adamw = AdamW { beta1, beta2, eps };
-    let rule = match o.name.as_str() {
-        "lion" => Rule::Lion { beta1, beta2 },
-        "sgd" => Rule::Sgd { momentum },
-        "muon" => Rule::Muon { momentum, rest: adamw },
-        _ => Rule::AdamW(adamw),
+    let rule = match o.name {
+        OptimizerName::AdamW => Rule::AdamW(adamw),
+        OptimizerName::Lion => Rule::Lion { beta1, beta2 },
+        OptimizerName::Sgd => Rule::Sgd { momentum },
+        OptimizerName::Muon => Rule::Muon { momentum, rest: adamw },
     };
     Optimizer { rule, decay: o.weight_decay as f32, groups: BTreeMap::new() }
 }
-
-/// Writes down the forward graph of a model: `lockstep_model::build_form`, or an architecture of the caller's own.
-pub type Architecture = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
 
 /// Compiles a config for a machine.
 pub fn plan(machine: &dyn Machine, config: &Config) -> Result<Plan, PlanError> {
     plan_with(machine, config, lockstep_model::build_form)
 }
 
-/// The same for an architecture that the config does not name.
-pub fn plan_with(machine: &dyn Machine, config: &Config, build: Architecture) -> Result<Plan, PlanError> {
+/// The same for an architecture of the caller's own, whatever the config names.
+pub fn plan_with(machine: &dyn Machine, config: &Config, build: Builder) -> Result<Plan, PlanError> {
     check_numbers(config)?;
     let target = Device::of(machine, config);
     target.check(config)?;
@@ -206,29 +203,31 @@ pub fn plan_with(machine: &dyn Machine, config: &Config, build: Architecture) ->
 
 /// What a config wants to be recomputed in backward.
 fn recompute(config: &Config) -> Recompute {
-    match config.recompute.policy.as_str() {
-        "selective" => Recompute::Selective,
-        "full" => Recompute::Full,
-        "every-k" => Recompute::Every(config.recompute.every),
-        "sqrt" => Recompute::Sqrt,
-        "list" => Recompute::Ops(config.recompute.ops.clone()),
+    match config.recompute.policy {
+        RecomputePolicy::None => Recompute::None,
+        RecomputePolicy::Selective => Recompute::Selective,
+        RecomputePolicy::Full => Recompute::Full,
+        RecomputePolicy::EveryK => Recompute::Every(config.recompute.every),
+        RecomputePolicy::Sqrt => Recompute::Sqrt,
+        RecomputePolicy::List => Recompute::Ops(config.recompute.ops.clone()),
         // What a budget allows is known when the layers are.
-        _ => Recompute::None,
+        RecomputePolicy::Budget => Recompute::None,
     }
 }
 
 /// The types that a config asks for.
 fn precision(config: &Config) -> Precision {
-    let dtype = |name: &str| match name {
-        "bf16" => DType::BF16,
-        "fp16" => DType::F16,
-        _ => DType::F32,
+    let compute = match config.precision.policy {
+        PrecisionPolicy::Fp32 => DType::F32,
+        PrecisionPolicy::Bf16 => DType::BF16,
+        PrecisionPolicy::Fp16 => DType::F16,
     };
-    let gradients = match config.train.reproducible {
-        true => DType::Fixed64,
-        false => dtype(&config.precision.gradients),
+    let gradients = match (config.train.reproducible, config.precision.gradients) {
+        (true, GradientPrecision::Fp32 | GradientPrecision::Bf16) => DType::Fixed64,
+        (false, GradientPrecision::Fp32) => DType::F32,
+        (false, GradientPrecision::Bf16) => DType::BF16,
     };
-    Precision { compute: dtype(&config.precision.policy), gradients }
+    Precision { compute, gradients }
 }
 
 /// Most micro-batches of a step.

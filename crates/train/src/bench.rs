@@ -4,7 +4,7 @@ use crate::compare::fill;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError, observed_timeline};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_exec::ExecError;
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_plan::{Device, MemoryTimeline, plan};
@@ -36,7 +36,7 @@ pub struct BenchResult {
     /// Tokens of a sequence.
     pub seq: usize,
     /// `precision.policy`.
-    pub precision: String,
+    pub precision: PrecisionPolicy,
     /// Median seconds of a step.
     pub step_s: f64,
     /// Tokens per second.
@@ -215,7 +215,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         batch: config.batches().largest(),
         micro_batch: config.train.micro_batch,
         seq: config.train.seq,
-        precision: config.precision.policy.clone(),
+        precision: config.precision.policy,
         step_s,
         tokens_per_s,
         tflops: flops / 1e12,

@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use lockstep_compile::Precision;
-use lockstep_config::Config;
+use lockstep_config::{Config, DeviceChoice};
 use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor, Ranks};
@@ -85,7 +85,7 @@ impl Devices {
 
     /// Why `auto` takes the CPU for one rank on a machine that has, or had, a GPU. One line.
     pub(crate) fn not_taken(config: &Config) -> Option<String> {
-        if config.train.device != "auto" || config.layout().mesh.ranks() > 1 {
+        if config.train.device != DeviceChoice::Auto || config.layout().mesh.ranks() > 1 {
             return None;
         }
         let (problem, hint) = match Gpu::check() {

@@ -136,7 +136,7 @@ fn what_does_not_fit_says_what_each_change_saves() {
     }
     // Each saves what a plan with it has less.
     let mut changed = config.clone();
-    changed.precision.policy = "bf16".into();
+    changed.precision.policy = lockstep_config::PrecisionPolicy::Bf16;
     let bf16 = savings.iter().find(|s| s.change.contains("bf16")).unwrap();
     assert_eq!(bf16.saved_bytes, planned.memory.total_bytes - arena(&changed));
     assert!(text.contains("hint: each of these saves memory"), "{text}");

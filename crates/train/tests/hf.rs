@@ -5,7 +5,7 @@ mod hf_folder;
 
 use common::run_with;
 use hf_folder::{CASES, Model};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::{DType, bf16};
 use lockstep_train::{
     Devices, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
@@ -56,7 +56,7 @@ fn every_architecture_comes_out_as_it_went_in_to_the_byte() {
         let model = Model::golden(case);
         model.write(&place.at("a"));
         let config = place.import("a", "run");
-        assert_eq!(config.model.architecture, model.config["model_type"], "{case}");
+        assert_eq!(config.model.architecture.word(), model.config["model_type"], "{case}");
         place.export("run", "b", ExportOptions::default()).unwrap();
         assert!(place.weights("b") == model.file(), "{case}");
         // The exported config says the same, in the words of version 4.
@@ -109,7 +109,7 @@ fn types_are_converted_on_the_way() {
     let place = Place::new();
     let narrow = narrowed(Model::golden("gpt2_untied"), Dtype::BF16, bf16::from_f32);
     narrow.write(&place.at("bf16"));
-    assert_eq!(place.import("bf16", "run").precision.policy, "bf16");
+    assert_eq!(place.import("bf16", "run").precision.policy, PrecisionPolicy::Bf16);
     place.export("run", "again", ExportOptions::default()).unwrap();
     assert!(place.weights("again") == narrow.file());
     assert_eq!(json_of(&place.at("again/config.json"))["torch_dtype"], "bfloat16");
@@ -126,7 +126,7 @@ fn types_are_converted_on_the_way() {
         _ => 0x7bff,
     });
     halves.write(&place.at("f16"));
-    assert_eq!(place.import("f16", "f16-run").precision.policy, "fp32");
+    assert_eq!(place.import("f16", "f16-run").precision.policy, PrecisionPolicy::Fp32);
     place.export("f16-run", "f16-out", ExportOptions::default()).unwrap();
     let mut expected = Model::golden("llama_mha");
     for (_, _, _, data) in &mut expected.tensors {

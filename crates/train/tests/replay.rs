@@ -8,7 +8,7 @@
 mod common;
 
 use common::{losses, write_corpus};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::{StepProgram, counter};
 use lockstep_plan::{generation_program, plan};
 use lockstep_train::Devices;
@@ -107,7 +107,7 @@ fn programs_and_losses_are_those_of_the_corpus() {
             let name = format!("{model}-{way}");
             let config = config(dir.path(), keys, train);
             corpus += &describe(&name, &plan(&Devices::new(), &config).unwrap().compiled.programs, dump.as_deref());
-            if config.precision.policy == "fp32" {
+            if config.precision.policy == PrecisionPolicy::Fp32 {
                 let run = dir.path().join("run");
                 let bits: Vec<String> =
                     losses(&config, &run).iter().map(|(loss, ..)| format!("{:016x}", loss.to_bits())).collect();

@@ -3,12 +3,13 @@
 use crate::failure::Failure;
 use crate::table::{columns, table, thousands};
 use crate::{Format, verify};
-use lockstep_config::{Config, bytes};
+use lockstep_config::{Config, DeviceChoice, bytes};
 use lockstep_ir::hardware::Gpu;
 use lockstep_ir::program::Class;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
-    LargestMicroBatch, LayoutCost, PlanError, Room, largest_micro_batches, layout_costs, with_fitting_micro_batch,
+    Device, LargestMicroBatch, LayoutCost, PlanError, Room, largest_micro_batches, layout_costs,
+    with_fitting_micro_batch,
 };
 use lockstep_train::Devices;
 use serde_json::json;
@@ -41,8 +42,9 @@ pub(super) fn placed(
         let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
         let room = Room { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) };
         // Its kernels are a GPU's, not this machine's; what no GPU does yet stays as it is.
-        if config.train.device == "auto" && config.precision.policy != "fp16" && !config.train.reproducible {
-            config.train.device = "cuda".into();
+        let does_it = Device::Cuda { deterministic: false }.check(&config).is_ok();
+        if config.train.device == DeviceChoice::Auto && does_it {
+            config.train.device = DeviceChoice::Cuda;
         }
         return Ok((with_fitting_micro_batch(devices, &config, &room)?, Some(room)));
     }

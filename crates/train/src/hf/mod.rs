@@ -66,7 +66,7 @@ impl HfFolder {
         };
         let copy = |part: Part| TensorCopy {
             from: theirs(&part.name),
-            transposed: lockstep_model::hf_transposed(model, &part.name),
+            transposed: hf::is_transposed(model, &part.name),
             to: part.name,
             shape: part.shape,
         };

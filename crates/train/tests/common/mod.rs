@@ -1,6 +1,6 @@
 //! Small runs for tests.
 
-use lockstep_config::Config;
+use lockstep_config::{Config, DeviceChoice};
 use lockstep_ir::{Layout, legal};
 use lockstep_train::{Comparison, Devices, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
 use std::path::Path;
@@ -66,7 +66,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
     })
     .unwrap();
     // On a device the next step is under way when a result is there.
-    let ahead = u64::from(config.train.device == "cuda");
+    let ahead = u64::from(config.train.device == DeviceChoice::Cuda);
     assert!((last..=last + ahead).contains(&outcome.step), "stopped after step {} of {last}", outcome.step);
     Ran { outcome, steps, skipped }
 }
