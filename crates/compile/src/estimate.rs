@@ -3,7 +3,7 @@
 use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, Layers, Recompute, Recomputed, SHARDING, TRAINING_PASSES};
 use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Graph, StepProgram, TypeError};
+use lockstep_ir::{Graph, MeshAxis, StepProgram, TypeError};
 use std::collections::BTreeSet;
 
 /// What all policies share, and what is left to do for one.
@@ -25,8 +25,8 @@ impl Estimator {
         let stored = run(forward, 0..FORWARD_PASSES.len())?;
         let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
         let evaluate = run(&evaluated(&stored), SHARDING)?;
-        let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
-        let stages = 0..context.layout.mesh.pp;
+        let cuts = stage::cut(&derived, context.layout.mesh.size(MeshAxis::Pp))?;
+        let stages = 0..context.layout.mesh.size(MeshAxis::Pp);
         let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;
         Ok(Self { derived, evaluate, cuts, context: context.clone() })
     }
@@ -43,7 +43,7 @@ impl Estimator {
             let train = stage::extract(graph, &self.cuts, s)?;
             Ok(memory::place(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
         };
-        Ok((0..context.layout.mesh.pp).map(program).collect::<Result<_, _>>()?)
+        Ok((0..context.layout.mesh.size(MeshAxis::Pp)).map(program).collect::<Result<_, _>>()?)
     }
 
     /// The graph with its backward pass, before recomputation and sharding.

@@ -26,7 +26,7 @@ use passes::{DERIVED, SHARDING};
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
-use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
+use lockstep_ir::{DeviceProfile, Graph, Layout, MeshAxis, StepProgram, TypeError};
 
 /// What passes may look at besides the graph.
 #[derive(Clone, Debug)]
@@ -130,7 +130,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
             }
         }
     }
-    let stages = context.layout.mesh.pp;
+    let stages = context.layout.mesh.size(MeshAxis::Pp);
     let cuts = stage::cut(&passes[DERIVED].graph, stages)?;
     let mut programs = Vec::new();
     for s in 0..stages {

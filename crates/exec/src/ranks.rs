@@ -8,7 +8,7 @@ use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, Placement, StepProgram};
+use lockstep_ir::{Coordinates, Mesh, MeshAxis, Placement, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -92,7 +92,7 @@ impl Ranks {
         let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
         for (rank, comm) in threads(mesh.ranks(), timeout).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
-            let program = ranks.programs[coordinates.pp].clone();
+            let program = ranks.programs[coordinates.get(MeshAxis::Pp)].clone();
             let link = Link { comm: comm.clone(), coordinates };
             let executor = load(program, link)?;
             for note in executor.notes() {
@@ -133,7 +133,7 @@ impl Ranks {
     ) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
         for &(stage, t) in self.tensors.get(name).ok_or_else(unknown)? {
-            for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).pp == stage) {
+            for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).get(MeshAxis::Pp) == stage) {
                 let tensor = &self.programs[stage].tensors[t];
                 f(self.mesh.coordinates(rank), tensor, lock(&self.workers[rank].executor).as_mut())?;
             }
@@ -249,12 +249,11 @@ impl Executor for Ranks {
         let mesh = self.mesh;
         let mut whole = Vec::new();
         self.on_ranks(tensor, |at, t, executor| {
-            if [t.sharding.dp, t.sharding.tp].contains(&Placement::Partial) {
+            if !t.sharding.axes(Placement::Partial).is_empty() {
                 return Err(ExecError::Internal(format!("`{}` is not summed over ranks", t.name)));
             }
             // Of ranks that hold the same, the first is enough.
-            let same = |placement, index| placement == Placement::Replicated && index > 0;
-            if same(t.sharding.dp, at.dp) || same(t.sharding.tp, at.tp) {
+            if t.sharding.repeats(at) {
                 return Ok(());
             }
             let width = t.whole.dtype.bytes();

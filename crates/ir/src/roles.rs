@@ -25,7 +25,7 @@ fn mismatch(at: impl Into<String>, reason: impl Into<String>) -> Mismatch {
 pub fn check(programs: &[StepProgram]) -> Result<(), Mismatch> {
     let Some(first) = programs.first() else { return Err(mismatch("run", "has no programs")) };
     let stages = programs.iter().enumerate().all(|(s, p)| p.stage == s && p.mesh == first.mesh);
-    if !stages || programs.len() != first.mesh.pp {
+    if !stages || programs.len() != first.mesh.size(MeshAxis::Pp) {
         return Err(mismatch("run", "the programs are not those of the stages of one mesh"));
     }
     for entry in &first.entries {
@@ -65,7 +65,10 @@ struct Step<'a> {
 
 /// The steps of one stage, in order.
 fn steps<'a>(program: &'a StepProgram, entry: &'a Entry) -> Vec<Step<'a>> {
-    let between = |op: &Op| matches!(op, Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { axis: MeshAxis::Pp });
+    let between = |op: &Op| match op {
+        Op::AllReduce { over } => over.contains(MeshAxis::Pp),
+        op => matches!(op, Op::Send { .. } | Op::Receive { .. }),
+    };
     let all = entry.schedule.iter().flat_map(|slot| {
         let instrs = program.segments[slot.segment].instrs.iter().enumerate();
         instrs.map(|(index, instr)| Step { slot: *slot, index, instr })

@@ -3,7 +3,7 @@
 use crate::graph::{Graph, Phase, Source, State};
 use crate::op::{Elem, Operand};
 use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::{DType, Op, Placement, Sharding, TensorType, ValueId};
+use crate::{Axes, Coordinates, DType, Op, Placement, TensorType, ValueId};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -36,10 +36,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         let passes_on = node.op.communicates()
             || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
             || node.phase == Phase::Probe;
-        let partial_sum = |v: &&ValueId| {
-            let Sharding { dp, tp } = graph.get(**v).sharding;
-            [dp, tp].contains(&Placement::Partial)
-        };
+        let partial_sum = |v: &&ValueId| !graph.get(**v).sharding.axes(Placement::Partial).is_empty();
         if let Some(v) = node.inputs.iter().find(partial_sum).filter(|_| !passes_on) {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
         }
@@ -122,8 +119,11 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
         }
     }
     // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
-    [0, program.mesh.dp - 1].into_iter().take(program.mesh.dp).try_for_each(|index| {
-        let walk = Walk { program, index };
+    let instrs = program.segments.iter().flat_map(|s| &s.instrs);
+    let parts = instrs.flat_map(operands).fold(Axes::NONE, |axes, arg| axes.and(arg.part));
+    let last = program.mesh.size(parts) - 1;
+    [0, last].into_iter().take(last + 1).try_for_each(|index| {
+        let walk = Walk { program, here: Coordinates::default().with_index(parts, &program.mesh, index) };
         program.entries.iter().try_for_each(|entry| walk.entry(entry))
     })
 }
@@ -157,9 +157,12 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
             return Err(format!("{name}: output {o} must be in place"));
         }
     }
-    for arg in instr.inputs.iter().chain(instr.outputs.iter().flatten()) {
-        let parts = if arg.part { program.mesh.dp as u64 } else { 1 };
-        if arg.ty.bytes() * parts > program.buffers[arg.buffer.0].bytes {
+    for arg in operands(instr) {
+        if !(arg.part.is_empty() || arg.part == arg.sharding.axes(Placement::Flat)) {
+            let value = &program.values[arg.value];
+            return Err(format!("{name}: `{value}` is {}, and its part is counted over {}", arg.sharding, arg.part));
+        }
+        if arg.ty.bytes() * program.mesh.size(arg.part) as u64 > program.buffers[arg.buffer.0].bytes {
             return Err(format!("{name}: `{}` does not fit its buffer", program.values[arg.value]));
         }
     }
@@ -186,12 +189,17 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
     }
     for (x, y) in instr.inputs.iter().zip(instr.outputs.iter().flatten()) {
         let fits = match instr.op {
-            Op::AllGather { axis, dim: Some(_) } => y.ty.elements() == x.ty.elements() * program.mesh.size(axis),
-            Op::AllGather { axis, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(axis) as u64,
-            Op::ReduceScatter { axis, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(axis),
-            Op::ReduceScatter { axis, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(axis) as u64,
+            Op::AllGather { over, dim: Some(_) } => y.ty.elements() == x.ty.elements() * program.mesh.size(over),
+            Op::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(over) as u64,
+            Op::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(over),
+            Op::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(over) as u64,
             _ => x.ty == y.ty,
         };
+        let after = x.sharding.after(&instr.op).map_err(|e| e.to_string())?;
+        if after != y.sharding {
+            let (op, x, y) = (instr.op.name(), x.sharding, y.sharding);
+            return Err(format!("{op}: what is {x} becomes {after}, and is taken to be {y}"));
+        }
         if !fits || x.ty.dtype != y.ty.dtype {
             return Err(format!("{}: {} does not go with {}", instr.op.name(), x.ty, y.ty));
         }
@@ -251,10 +259,10 @@ struct Pending {
     writes: Vec<Range>,
 }
 
-/// A program as the data-parallel rank `index` runs it.
+/// A program as the rank at `here` runs it.
 struct Walk<'a> {
     program: &'a StepProgram,
-    index: usize,
+    here: Coordinates,
 }
 
 impl Walk<'_> {
@@ -324,10 +332,11 @@ impl Walk<'_> {
     /// Where an operand is.
     fn range(&self, arg: &Arg, slot: Slot) -> Range {
         let whole = self.buffer(arg.buffer, slot);
-        match arg.part {
-            false => whole,
-            true => {
-                let start = whole.start + self.index as u64 * arg.ty.bytes();
+        match arg.part.is_empty() {
+            true => whole,
+            false => {
+                let index = self.here.index(arg.part, &self.program.mesh);
+                let start = whole.start + index as u64 * arg.ty.bytes();
                 Range { start, end: start + arg.ty.bytes(), ..whole }
             }
         }
@@ -375,7 +384,7 @@ impl Walk<'_> {
             let key = (range.region, range.copy, range.start);
             let found = memory.held.range(..=key).next_back().filter(|((region, copy, start), held)| {
                 (*region, *copy) == (range.region, range.copy)
-                    && (arg.part || *start == range.start)
+                    && (!arg.part.is_empty() || *start == range.start)
                     && held.end >= range.end
             });
             let means = |h: &Held| h.buffer == arg.buffer.0 && h.value == arg.value && h.owner == owner(arg.buffer);
@@ -426,7 +435,10 @@ fn copy_in(lifetime: Lifetime, slot: Slot) -> usize {
     }
 }
 
+fn operands(instr: &Instr) -> impl Iterator<Item = &Arg> {
+    instr.inputs.iter().chain(instr.outputs.iter().flatten())
+}
+
 fn buffers_of(instr: &Instr) -> impl Iterator<Item = BufferId> {
-    let args = instr.inputs.iter().chain(instr.outputs.iter().flatten());
-    args.map(|a| a.buffer).chain(instr.workspace)
+    operands(instr).map(|a| a.buffer).chain(instr.workspace)
 }

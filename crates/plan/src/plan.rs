@@ -7,7 +7,7 @@ use lockstep_compile::{
 use lockstep_config::{Config, GradientPrecision, OptimizerName, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{DType, Graph, Layout, StepProgram};
+use lockstep_ir::{Axes, DType, Graph, Layout, StepProgram};
 use lockstep_model::{Builder, Form};
 use std::collections::BTreeMap;
 
@@ -123,7 +123,8 @@ pub(crate) fn prepare(
 ) -> Result<(Graph, Context, usize), PlanError> {
     let (mut context, threads) = training_context(machine, config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
-    let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
+    let batch = config.train.micro_batch * context.layout.mesh.size(Axes::SEQUENCES);
+    let form = Form::Loss { batch, seq, context: seq, documents };
     let forward = build(&config.model, form)?;
     context.optimizer.groups = groups::resolve(config, &forward)?;
     Ok((forward, context, threads))
@@ -134,7 +135,7 @@ pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, PlanError
     let mut sum = 0;
     for program in programs {
         if let Some(entry) = program.entry(StepProgram::TRAIN) {
-            let ranks = (program.mesh.dp * program.mesh.tp) as u128;
+            let ranks = program.mesh.size(Axes::STAGE) as u128;
             sum += account::flops(program, entry)?.hardware * ranks;
         }
     }

@@ -5,7 +5,7 @@ use crate::state::{self, GROUPS, Part};
 use lockstep_checkpoint::{Draft, PartRef, Slice};
 use lockstep_exec::{Executor, Ranks};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, DType, Run};
+use lockstep_ir::{Coordinates, DType, MeshAxis, Run};
 use std::sync::mpsc;
 
 /// Bytes of an element: checkpoints hold f32.
@@ -60,7 +60,7 @@ fn parts_of<'a>(
     let mut result = Vec::new();
     let mut runs_of: Option<(&str, Vec<Run>)> = None;
     for (_, name, tensor, part) in state::stored(tensors).into_iter().filter(|(of, ..)| *of == group) {
-        if stage(tensor) != Some(at.pp) {
+        if stage(tensor) != Some(at.get(MeshAxis::Pp)) {
             continue;
         }
         if runs_of.as_ref().is_none_or(|(of, _)| *of != tensor.name) {

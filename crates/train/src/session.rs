@@ -12,7 +12,7 @@ use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{StepProgram, StepScalars};
+use lockstep_ir::{Axes, StepProgram, StepScalars};
 use lockstep_plan::Plan;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -96,10 +96,10 @@ impl Session {
         let executor = devices.load_all(plan.target, programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
-        let batch = config.train.micro_batch * plan.layout.mesh.dp;
+        let batch = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
         // Ranks that sum for every micro-batch have one gradient together.
         let (ranks, sequences) = match plan.layout.zero {
-            0 | 1 => (plan.layout.mesh.dp, config.train.micro_batch),
+            0 | 1 => (plan.layout.mesh.size(Axes::SEQUENCES), config.train.micro_batch),
             _ => (1, batch),
         };
         let mut session = Self {

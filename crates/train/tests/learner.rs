@@ -36,7 +36,7 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();
     let calls = account::communication(&program, program.entry("product").unwrap());
-    let found: Vec<_> = calls.iter().map(|e| (e.op, e.axis, e.ranks, e.calls, e.bytes)).collect();
+    let found: Vec<_> = calls.iter().map(|e| (e.op, e.axis.as_str(), e.ranks, e.calls, e.bytes)).collect();
     assert_eq!(found, [("all_reduce", "tp", 2, 1, 8)]);
     let sizes = |name: &str| program.tensor(name).unwrap().ty.sizes();
     assert_eq!((sizes("a"), sizes("b")), (vec![1, 2], vec![2, 1]));

@@ -4,7 +4,7 @@ use super::memory;
 use crate::table::{columns, table};
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::schedule::{Costs, Timeline, evaluate};
-use lockstep_ir::{StepProgram, units};
+use lockstep_ir::{Axes, MeshAxis, StepProgram, units};
 use lockstep_plan::Plan;
 use serde_json::{Value, json};
 
@@ -26,7 +26,7 @@ fn roles(plan: &Plan) -> Vec<Role<'_>> {
 impl Role<'_> {
     /// First and last rank.
     fn ranks(&self) -> (usize, usize) {
-        let size = self.program.mesh.dp * self.program.mesh.tp;
+        let size = self.program.mesh.size(Axes::STAGE);
         (self.program.stage * size, (self.program.stage + 1) * size - 1)
     }
 
@@ -40,11 +40,11 @@ impl Role<'_> {
 /// How the pipeline fills if transfers were free: stages weighed by their FLOPs.
 fn timeline(plan: &Plan) -> Option<Timeline> {
     let layout = &plan.layout;
-    if layout.mesh.pp == 1 {
+    let stages = layout.mesh.size(MeshAxis::Pp);
+    if stages == 1 {
         return None;
     }
-    let slots: Vec<_> =
-        (0..layout.mesh.pp).map(|stage| layout.schedule.slots(layout.mesh.pp, stage, layout.micro_batches)).collect();
+    let slots: Vec<_> = (0..stages).map(|stage| layout.schedule.slots(stages, stage, layout.micro_batches)).collect();
     let cost = |program: &StepProgram, segment: usize| {
         let instrs = &program.segments[segment].instrs;
         instrs.iter().filter_map(|i| i.cost().ok()).map(|c| c.flops.hardware as f64).sum::<f64>()
