@@ -87,6 +87,6 @@ impl From<std::io::Error> for Failure {
 
 impl From<lockstep_exec::ExecError> for Failure {
     fn from(error: lockstep_exec::ExecError) -> Self {
-        Self::new(error.to_string(), 1)
+        lockstep_train::TrainError::from(error).into()
     }
 }

@@ -4,8 +4,8 @@ use crate::explain::compare::{parse, split};
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
-use lockstep_config::{Config, DeviceChoice};
-use lockstep_ir::{Axes, Layout, legal};
+use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_ir::{Axes, Layout};
 use lockstep_train::{Comparison, Criterion, Devices, Promise, compare, shrink};
 use serde_json::json;
 use std::io::Write;
@@ -79,8 +79,8 @@ fn kinds(config: &Config) -> Vec<Layout> {
         let found: Vec<usize> = (2..=LARGEST_AXIS).filter(fits).take(2).collect();
         ["a", "b"].iter().zip(found).map(|(name, size)| (format!("{axis}={name}"), format!("{axis}={size}"))).collect()
     };
-    let shape = config.shape();
-    let legal = |text: String| text.parse::<Layout>().is_ok_and(|l| legal::check(&l, &shape).is_empty());
+    let extents = config.extents();
+    let legal = |text: String| text.parse::<Layout>().is_ok_and(|l| legal::check(&l, &extents).is_empty());
     let all = [
         // Micro-batches are made to fit.
         sizes("dp", &|dp| config.train.global_batch.is_multiple_of(*dp)),
@@ -188,19 +188,19 @@ pub(crate) fn named(given: &[String], config: &Config) -> Result<Vec<Layout>, Fa
 
 /// The layouts that were asked for, checked; or all kinds that fit.
 fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
-    let shape = config.shape();
+    let extents = config.extents();
     let own = config.layout();
     if given.is_empty() && own.mesh.ranks() > 1 {
         return fit(own, config).map(|layout| vec![layout]);
     }
     if given.is_empty() {
-        return Ok(kinds(config).into_iter().filter(|layout| legal::check(layout, &shape).is_empty()).collect());
+        return Ok(kinds(config).into_iter().filter(|layout| legal::check(layout, &extents).is_empty()).collect());
     }
     named(given, config)
 }
 
 fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
-    match legal::check(&layout, &config.shape()).first() {
+    match legal::check(&layout, &config.extents()).first() {
         None => Ok(layout),
         Some(refusal) => Err(Failure::request(format!("{layout}: {refusal}"))),
     }

@@ -79,3 +79,17 @@ fn an_architecture_is_a_file_and_a_line() {
         assert!(file.is_file(), "{} is not there", file.display());
     }
 }
+
+#[test]
+fn only_crates_that_know_the_config_name_its_keys() {
+    let keys: Vec<&str> = lockstep_config::schema().iter().map(|key| key.path).collect();
+    let inside = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
+    for (path, text) in sources(&["ir", "compile", "exec", "cuda"]) {
+        for key in &keys {
+            let whole =
+                |at: usize| !inside(text[..at].chars().next_back()) && !inside(text[at + key.len()..].chars().next());
+            let named = text.match_indices(key).any(|(at, _)| whole(at));
+            assert!(!named, "{path} names {key}: give a typed error, and let `train` name the key");
+        }
+    }
+}

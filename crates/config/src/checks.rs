@@ -3,11 +3,11 @@
 use crate::architecture::{Architecture, Features};
 use crate::declare::Key;
 use crate::error::Problem;
+use crate::legal::{self, Extents};
 use crate::resolve::Values;
 use crate::rules;
 use crate::value::Value;
 use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
-use lockstep_ir::legal::{self, Shape};
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 /// Keys that do not go together.
@@ -243,30 +243,30 @@ fn sequences_have_positions(values: &Values) -> Option<Conflict> {
 
 /// Why the layout does not fit the model and the batch; nothing where a key it needs has no value yet.
 pub(crate) fn layout_conflicts(values: &Values) -> Vec<Conflict> {
-    let Some((layout, shape)) = layout_and_shape(values) else { return Vec::new() };
+    let Some((layout, extents)) = layout_and_extents(values) else { return Vec::new() };
     let conflict = |refusal: legal::Refusal| {
         let keys = [&[refusal.key], refusal.with].concat();
         Conflict::new(&keys, refusal.reason, format!("use {}", refusal.nearest))
     };
-    let mut conflicts: Vec<Conflict> = legal::check(&layout, &shape).into_iter().map(conflict).collect();
+    let mut conflicts: Vec<Conflict> = legal::check(&layout, &extents).into_iter().map(conflict).collect();
     if conflicts.is_empty() {
-        conflicts.extend(ramp_conflict(values, &layout, &shape));
+        conflicts.extend(ramp_conflict(values, &layout, &extents));
     }
     conflicts
 }
 
 /// A batch of the ramp that micro-batches of all ranks do not make up.
-fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conflict> {
+fn ramp_conflict(values: &Values, layout: &Layout, extents: &Extents) -> Option<Conflict> {
     let Value::Ramp(stages) = values.get("train.batch_ramp")? else { return None };
-    let round = (layout.mesh.size(Axes::SEQUENCES) * shape.micro_batch) as u64;
+    let round = (layout.mesh.size(Axes::SEQUENCES) * extents.micro_batch) as u64;
     let odd = |(_, batch): &(u64, Value)| match batch {
         Value::Count(count) if !count.is_multiple_of(round) => Some(*count),
         _ => None,
     };
     let count = stages.iter().find_map(odd)?;
     let what = match layout.mesh.size(Axes::SEQUENCES) {
-        1 => format!("train.micro_batch = {}", shape.micro_batch),
-        dp => format!("parallel.dp × train.micro_batch = {dp} × {}", shape.micro_batch),
+        1 => format!("train.micro_batch = {}", extents.micro_batch),
+        dp => format!("parallel.dp × train.micro_batch = {dp} × {}", extents.micro_batch),
     };
     let near: Vec<String> = [count / round, count / round + 1].map(|n| (n * round).to_string()).to_vec();
     Some(Conflict::new(
@@ -276,7 +276,7 @@ fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conf
     ))
 }
 
-fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
+fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
     let size = |path: &str| values.count(path).and_then(|n| usize::try_from(n).ok());
     let layout = Layout {
         mesh: Mesh::ONE
@@ -287,7 +287,7 @@ fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
         ..Layout::single(1)
     };
-    let shape = Shape {
+    let extents = Extents {
         layers: size("model.layers")?,
         heads: size("model.heads")?,
         kv_heads: size("model.kv_heads")?,
@@ -298,7 +298,7 @@ fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
         micro_batch: size("train.micro_batch")?,
         whole_matrices: values.word("optimizer.name") == Some(OptimizerName::Muon),
     };
-    Some((layout, shape))
+    Some((layout, extents))
 }
 
 /// Past this many parameters, byte counts of parameters and optimizer state leave 64 bits.

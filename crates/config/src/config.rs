@@ -5,11 +5,11 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use lockstep_ir::legal::Shape;
 use lockstep_ir::{Layout, Mesh, MeshAxis};
 
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{Inherited, NotInherited};
+use crate::legal::Extents;
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
@@ -250,9 +250,9 @@ impl Config {
     }
 
     /// What a layout must split: for other layouts than [`Config::layout`], which has been checked against it.
-    pub fn shape(&self) -> Shape {
+    pub fn extents(&self) -> Extents {
         let (model, train) = (&self.model, &self.train);
-        Shape {
+        Extents {
             layers: model.layers,
             heads: model.heads,
             kv_heads: model.kv_heads,

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! This crate reads one file, the config. It knows nothing of graphs, devices or data sets: whether a shape fits a
-//! machine or a path exists is for others to say. Whether a layout fits a shape is asked of `lockstep_ir::legal`.
+//! machine or a path exists is for others to say. Which layouts fit a model and a batch is in [`legal`].
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
@@ -25,6 +25,7 @@ mod document;
 mod error;
 mod inherit;
 mod kind;
+pub mod legal;
 mod overrides;
 mod presets;
 mod quantity;

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use lockstep_config::{Architecture, Change, Config, PrecisionPolicy, RopeScaling, presets, schema};
-use lockstep_ir::{Layout, legal};
+use lockstep_config::{Architecture, Change, Config, PrecisionPolicy, RopeScaling, legal, presets, schema};
+use lockstep_ir::Layout;
 
 fn parse(text: &str) -> Config {
     parse_set(text, &[])
@@ -128,7 +128,7 @@ fn the_layout_is_that_of_the_parallel_table() {
     let written: Layout = "dp=2,zero=1,tp=2,sp,pp=3,gpipe".parse().unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(config.layout(), Layout { micro_batches: 4, ..written });
     assert_eq!(config.parallel.timeout, 5.0);
-    assert_eq!(legal::check(&config.layout(), &config.shape()), []);
+    assert_eq!(legal::check(&config.layout(), &config.extents()), []);
 }
 
 #[test]

@@ -5,9 +5,9 @@ use crate::account::{Policy, policies_of};
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::{Config, PrecisionPolicy, RecomputePolicy};
+use lockstep_config::{Config, PrecisionPolicy, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
-use lockstep_ir::{Layout, StepProgram, legal, units};
+use lockstep_ir::{Layout, StepProgram, units};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -348,7 +348,7 @@ pub(crate) fn savings(machine: &dyn Machine, config: &Config, room: &Room) -> Re
             let mut changed = config.clone();
             changed.parallel.zero = zero;
             // Muon's matrices are whole on a rank: a layout may refuse a stage.
-            let legal = legal::check(&changed.layout(), &changed.shape()).is_empty();
+            let legal = legal::check(&changed.layout(), &changed.extents()).is_empty();
             if legal && consider(format!("parallel.zero = {zero}"), &changed) {
                 all.parallel.zero = zero;
             }

@@ -1,6 +1,7 @@
 //! The devices of this machine: what planning must know of them, how a program gets there, what they tell of themselves.
 
 use crate::TrainError;
+use crate::error::worded;
 use lockstep_compile::Precision;
 use lockstep_config::{Config, DeviceChoice};
 use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
@@ -91,11 +92,10 @@ impl Devices {
         let (problem, hint) = match Gpu::check() {
             // Most machines have no GPU: that is nothing to tell.
             Err(CudaError::Library { library: LibraryName::Driver, problem }) if problem == NOT_FOUND => return None,
-            Err(error) => error.lines(),
+            Err(error) => lines(&worded(&error.into()))?,
             Ok(()) => {
                 let cuda = Device::Cuda { deterministic: config.train.deterministic };
-                let error = cuda.check(config).err()?.to_string();
-                error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))?
+                lines(&cuda.check(config).err()?.to_string())?
             }
         };
         Some(format!("training on the CPU: {problem} ({hint})"))
@@ -201,6 +201,11 @@ impl Devices {
             }
         }
     }
+}
+
+/// An error and its hint, a line each.
+fn lines(error: &str) -> Option<(String, String)> {
+    error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))
 }
 
 /// The largest resident memory so far, as the system counts it.

@@ -2,7 +2,7 @@ use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
-use lockstep_exec::ExecError;
+use lockstep_exec::{ExecError, Remedy};
 use lockstep_plan::PlanError;
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ pub enum TrainError {
     #[error("{0}")]
     Plan(#[from] PlanError),
     /// The executor cannot load or run the program.
-    #[error("{0}")]
+    #[error("{}", worded(.0))]
     Exec(#[from] ExecError),
     /// The vocabulary is too small for the tokenizer.
     #[error(
@@ -310,6 +310,26 @@ impl From<CheckpointError> for TrainError {
     }
 }
 
+/// What an executor says, with the keys of the config that may help.
+pub(crate) fn worded(error: &ExecError) -> String {
+    let text = error.to_string();
+    let (behind_a_hint, keys) = match error.remedy() {
+        None => return text,
+        Some(Remedy::LessMemory) => (
+            ", ",
+            "lower train.micro_batch, or set recompute.policy = \"selective\" or precision.policy = \"bf16\"; \
+             `lockstep explain RUN.TOML --fit SIZE` shows what fits",
+        ),
+        Some(Remedy::FewerThreads) => ("; ", "lower train.threads; 0 uses one thread per core"),
+        Some(Remedy::LongerTimeout) => ("; ", "raise parallel.timeout if an op legitimately takes that long"),
+        Some(Remedy::OtherDevice) => (", or ", "train with train.device = \"cpu\""),
+    };
+    match text.contains("\nhint: ") {
+        true => text + behind_a_hint + keys,
+        false => text + "\nhint: " + keys,
+    }
+}
+
 fn list(differences: &[Difference]) -> String {
     differences.iter().map(|d| format!("\n  {}: {} before, {} now", d.path, d.theirs, d.ours)).collect()
 }
@@ -365,5 +385,32 @@ fn hint(cause: &std::io::Error) -> &'static str {
         std::io::ErrorKind::PermissionDenied => "choose a --run-dir that you may write to",
         std::io::ErrorKind::NotADirectory | std::io::ErrorKind::AlreadyExists => "choose a --run-dir that is a folder",
         _ => "check the path; the same command resumes from the last checkpoint",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_exec::comm::CommError;
+
+    #[test]
+    fn what_an_executor_says_ends_with_the_keys_that_may_help() {
+        let shown = |error: ExecError| TrainError::from(error).to_string();
+        let memory = "lower train.micro_batch, or set recompute.policy = \"selective\" or precision.policy = \"bf16\"; \
+                      `lockstep explain RUN.TOML --fit SIZE` shows what fits";
+        assert_eq!(
+            shown(ExecError::OutOfMemory("3 GiB".into())),
+            format!("cannot allocate the arena of 3 GiB\nhint: {memory}")
+        );
+        let device = |text: &str, remedy| shown(ExecError::Device { text: text.to_owned(), remedy: Some(remedy) });
+        assert_eq!(device("full\nhint: end others", Remedy::LessMemory), format!("full\nhint: end others, {memory}"));
+        assert_eq!(
+            device("none\nhint: check", Remedy::OtherDevice),
+            "none\nhint: check, or train with train.device = \"cpu\""
+        );
+        let threads = shown(ExecError::Threads(9, std::io::Error::other("no")));
+        assert!(threads.ends_with("threads: no\nhint: lower train.threads; 0 uses one thread per core"), "{threads}");
+        let left = CommError::Failed { rank: 1, place: None, reason: "it is gone".into() };
+        assert_eq!(shown(ExecError::Rank(left)), "rank 1 failed before its first op: it is gone");
     }
 }

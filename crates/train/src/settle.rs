@@ -2,7 +2,7 @@
 
 use crate::{Devices, TrainError};
 use lockstep_config::Config;
-use lockstep_ir::legal;
+use lockstep_config::legal;
 use lockstep_plan::{with_fitting_micro_batch, with_micro_batch};
 use std::path::Path;
 
@@ -18,7 +18,7 @@ pub fn settled(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result
             return Ok(config.clone());
         }
         // Another layout may have to divide the batch in another way.
-        if legal::check(&config.layout(), &with_micro_batch(config, sequences).shape()).is_empty() {
+        if legal::check(&config.layout(), &with_micro_batch(config, sequences).extents()).is_empty() {
             return Ok(config.with_default_micro_batch(sequences, "as the run began"));
         }
     }

@@ -147,7 +147,7 @@ fn copies(g: &Graph, context: &Context, sums: [ValueId; 2]) -> Result<usize, Typ
         [None, None] => Ok(2),
         [Some(a), Some(b)] if a == b => Ok(1),
         _ => {
-            let reason = "a parameter that two layers share needs parallel.pp = 1".to_owned();
+            let reason = "a parameter that two layers share does not go over pipeline stages".to_owned();
             Err(TypeError { op: "gradient", reason })
         }
     }

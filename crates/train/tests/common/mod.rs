@@ -1,7 +1,7 @@
 //! Small runs for tests.
 
-use lockstep_config::{Config, DeviceChoice};
-use lockstep_ir::{Layout, legal};
+use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_ir::Layout;
 use lockstep_train::{Comparison, Devices, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -82,7 +82,7 @@ pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) ->
 pub fn check_layouts(config: &Config, layouts: &[&str]) -> Vec<Comparison> {
     let layouts: Vec<Layout> = layouts.iter().map(|l| l.parse().unwrap()).collect();
     for layout in &layouts {
-        assert_eq!(legal::check(layout, &config.shape()), [], "{layout}");
+        assert_eq!(legal::check(layout, &config.extents()), [], "{layout}");
     }
     let found = compare(&Devices::new(), config, &layouts, 3, &mut |_| ()).unwrap();
     let broken: Vec<&Comparison> = found.iter().filter(|c| !c.kept).collect();
