@@ -53,7 +53,7 @@ pub enum Remedy {
     LessMemory,
     /// Fewer threads.
     FewerThreads,
-    /// More time before a rank that shows no sign of life is given up.
+    /// More time for a rank that shows no sign of life.
     LongerTimeout,
     /// Another device.
     OtherDevice,
