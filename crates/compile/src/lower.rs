@@ -261,7 +261,7 @@ impl Lowering<'_> {
             let op = local.op(node);
             let workspace = self.workspace(local, node, op, &inputs, temporary)?;
             let Node { phase, layer, .. } = *node;
-            let (stream, vocab) = (stream(node), local.vocab(node));
+            let (stream, offsets) = (stream(node), local.offsets(node));
             segments[s].instrs.push(Instr {
                 op,
                 inputs,
@@ -271,7 +271,7 @@ impl Lowering<'_> {
                 layer,
                 stream,
                 waits: vec![],
-                vocab,
+                offsets,
             });
         }
         segments.iter_mut().for_each(wait);

@@ -124,6 +124,12 @@ impl Sharding {
         ty.dims[dim].sections.iter().map(|s| (parts / s.count.max(1)).max(1)).collect()
     }
 
+    /// Where each rank's part of a dimension of one section starts, by index over the axes that split it.
+    pub fn starts(&self, ty: &TensorType, dim: usize, mesh: &Mesh) -> Vec<usize> {
+        let (section, parts) = (ty.dims[dim].sections[0], mesh.size(self.axes(Placement::Split(dim))));
+        (0..parts).map(|index| part(section, parts, index).0 * section.unit).collect()
+    }
+
     /// How many elements of the whole a rank has: without padding.
     pub fn held(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> usize {
         let extent = |(d, dim)| self.ranges(ranges, (d, dim), mesh, at).0.iter().map(|r| r.len).sum::<usize>();

@@ -115,7 +115,8 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
     }
     for segment in &program.segments {
         for (i, instr) in segment.instrs.iter().enumerate() {
-            check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}", segment.name), reason))?;
+            let layer = instr.layer.map_or(String::new(), |layer| format!(", layer {layer}"));
+            check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}{layer}", segment.name), reason))?;
         }
     }
     // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
@@ -134,6 +135,7 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         check_collective(program, instr)?;
     } else {
         check_types(instr)?;
+        check_offsets(program, instr)?;
     }
     let spec = instr.op.spec();
     for (o, arg) in instr.outputs.iter().enumerate().filter_map(|(o, arg)| Some((o, arg.as_ref()?))) {
@@ -165,6 +167,35 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         if arg.ty.bytes() * program.mesh.size(arg.part) as u64 > program.buffers[arg.buffer.0].bytes {
             return Err(format!("{name}: `{}` does not fit its buffer", program.values[arg.value]));
         }
+    }
+    Ok(())
+}
+
+/// Where parts start: the op must know it of a dimension that ranks split, over the axes that do, and the parts make up the whole.
+fn check_offsets(program: &StepProgram, instr: &Instr) -> Result<(), String> {
+    let name = instr.op.name();
+    let refuse = |reason: String| Err(format!("{name}: {reason}"));
+    let split = instr.op.numbered(instr.inputs.len()).and_then(|(input, at, dim)| {
+        let arg = if input { instr.inputs.get(at) } else { instr.outputs[at].as_ref() };
+        arg.map(|arg| (arg, dim))
+    });
+    let over = split.map_or(Axes::NONE, |(arg, dim)| arg.sharding.axes(Placement::Split(dim)));
+    let (Some(offsets), Some((arg, dim))) = (&instr.offsets, split) else {
+        return match (&instr.offsets, over.is_empty()) {
+            (None, true) => Ok(()),
+            (None, false) => refuse(format!("does not know where parts over {over} start")),
+            (Some(_), _) => refuse("numbers nothing".into()),
+        };
+    };
+    let entries = arg.ty.dims[dim].size();
+    let mut starts = offsets.starts.clone();
+    starts.sort_unstable();
+    let end = starts.iter().fold(0, |end, start| if *start <= end { end.max(start + entries) } else { end });
+    if offsets.over != over || starts.len() != program.mesh.size(over) {
+        return refuse(format!("parts over {over} start where parts over {} do", offsets.over));
+    }
+    if end < offsets.whole {
+        return refuse(format!("parts of {entries} from {:?} on leave out some of {}", offsets.starts, offsets.whole));
     }
     Ok(())
 }

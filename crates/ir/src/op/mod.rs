@@ -380,6 +380,16 @@ impl Op {
         spec.each || matches!(self, Op::Send { .. } | Op::Receive { .. })
     }
 
+    /// The operand and dimension that have the letter which the op [numbers](Spec::numbers): (whether it is an input, its index,
+    /// the dimension). Inputs come first.
+    pub fn numbered(&self, inputs: usize) -> Option<(bool, usize, usize)> {
+        let spec = self.spec();
+        let letter = spec.numbers?;
+        let find = |dims: &str| dims.chars().position(|c| c == letter);
+        let input = (0..inputs).find_map(|i| Some((true, i, find(self.input(i, inputs).dims)?)));
+        input.or_else(|| (0..spec.outputs.len()).find_map(|o| Some((false, o, find(spec.outputs[o].dims)?))))
+    }
+
     /// The table row of input `index` when the op is called with `count` inputs.
     pub fn input(&self, index: usize, count: usize) -> &'static Operand {
         let spec = self.spec();
