@@ -367,11 +367,7 @@ fn is_gathered(node: &Node) -> bool {
 
 /// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.
 fn stream(node: &Node) -> Stream {
-    let over = match node.op {
-        Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => over,
-        _ => Axes::NONE,
-    };
-    let overlaps = !over.within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
+    let overlaps = !node.op.over().within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
     if overlaps { Stream::Communication } else { Stream::Compute }
 }
 

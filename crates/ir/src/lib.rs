@@ -18,6 +18,7 @@ mod layout;
 pub mod legal;
 mod mesh;
 pub mod op;
+mod placements;
 mod profile;
 pub mod program;
 pub mod roles;

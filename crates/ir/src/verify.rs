@@ -1,9 +1,9 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
-use crate::graph::{Graph, Phase, Source, State};
+use crate::graph::{Graph, Node, Phase, Source, State};
 use crate::op::{Elem, Operand};
 use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::{Axes, Coordinates, DType, Op, Placement, TensorType, ValueId};
+use crate::{Axes, Coordinates, DType, Op, Placement, Sharding, TensorType, ValueId, placements};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -44,6 +44,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
             return Err(unsound(at, "stands behind a later phase"));
         }
         phase = node.phase;
+        check_shardings(graph, node).map_err(|reason| unsound(&at, reason))?;
         let types = node.op.infer(&graph.input_types(node)).map_err(|e| unsound(&at, e.to_string()))?;
         if types.len() != node.outputs.len() {
             return Err(unsound(at, format!("has {} outputs of {}", node.outputs.len(), types.len())));
@@ -76,6 +77,34 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
     match graph.outputs.iter().find(|v| !defined[v.0]) {
         Some(v) => Err(unsound("outputs", format!("`{}` is not defined", graph.get(*v).name))),
         None => Ok(()),
+    }
+}
+
+/// The shardings of what a node reads and makes; of a sum, where it adds to one.
+fn check_shardings(graph: &Graph, node: &Node) -> Result<(), String> {
+    let sharding = |v: ValueId| match graph.get(v).source {
+        Source::Node { into: Some(sum) } => graph.get(sum).sharding,
+        Source::Node { into: None } | Source::Input | Source::State(_) | Source::Sum => graph.get(v).sharding,
+    };
+    let inputs: Vec<Sharding> = node.inputs.iter().map(|v| graph.get(*v).sharding).collect();
+    let outputs: Vec<Option<Sharding>> = node.outputs.iter().map(|v| v.map(sharding)).collect();
+    operand_shardings(&node.op, node.phase, &inputs, &outputs)
+}
+
+fn operand_shardings(op: &Op, phase: Phase, inputs: &[Sharding], outputs: &[Option<Sharding>]) -> Result<(), String> {
+    if op.reshards() {
+        for (x, y) in inputs.iter().zip(outputs.iter().flatten()) {
+            let after = x.after(op).map_err(|e| e.reason)?;
+            if after != *y {
+                return Err(format!("what is {x} becomes {after}, and is taken to be {y}"));
+            }
+        }
+        return Ok(());
+    }
+    // Updates take elements as they are.
+    match phase {
+        Phase::Forward | Phase::InputGrad | Phase::WeightGrad => placements::check(op, inputs, outputs),
+        Phase::Reduce | Phase::Probe | Phase::Update => Ok(()),
     }
 }
 
@@ -137,6 +166,10 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         check_types(instr)?;
         check_offsets(program, instr)?;
     }
+    let inputs: Vec<Sharding> = instr.inputs.iter().map(|a| a.sharding).collect();
+    let outputs: Vec<Option<Sharding>> = instr.outputs.iter().map(|o| o.as_ref().map(|a| a.sharding)).collect();
+    let shardings = operand_shardings(&instr.op, instr.phase, &inputs, &outputs);
+    shardings.map_err(|reason| format!("{name}: {reason}"))?;
     let spec = instr.op.spec();
     for (o, arg) in instr.outputs.iter().enumerate().filter_map(|(o, arg)| Some((o, arg.as_ref()?))) {
         if arg.sum != Sum::No && instr.op.output(o).elem != Elem::Accumulator {
@@ -224,13 +257,9 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
             Op::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(over) as u64,
             Op::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(over),
             Op::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(over) as u64,
-            _ => x.ty == y.ty,
+            Op::AllReduce { .. } | Op::SumShared { .. } => x.ty == y.ty,
+            _ => false,
         };
-        let after = x.sharding.after(&instr.op).map_err(|e| e.to_string())?;
-        if after != y.sharding {
-            let (op, x, y) = (instr.op.name(), x.sharding, y.sharding);
-            return Err(format!("{op}: what is {x} becomes {after}, and is taken to be {y}"));
-        }
         if !fits || x.ty.dtype != y.ty.dtype {
             return Err(format!("{}: {} does not go with {}", instr.op.name(), x.ty, y.ty));
         }

@@ -4,9 +4,9 @@
 use lockstep_compile::{AdamW, Compiled, Context, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld, cpu};
-use lockstep_ir::graph::State;
+use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Arg, Instr, Role};
-use lockstep_ir::{Axes, DType, Layout, Mesh, MeshAxis, Op, StepProgram, StepScalars, counter, verify};
+use lockstep_ir::{Axes, DType, Layout, Mesh, MeshAxis, Op, Placement, StepProgram, StepScalars, counter, verify};
 use lockstep_model::names;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -191,4 +191,24 @@ fn a_table_of_offsets_that_leaves_entries_out_is_refused() {
     });
     let missing = refused(&program, |instr| instr.offsets.take().is_some());
     assert!(moved > 2 && moved == missing);
+}
+
+#[test]
+fn an_operand_that_is_not_split_as_the_others_is_refused() {
+    let program = compiled(mesh(&[(DpShard, 2), (Tp, 2)]), 1, true).programs.remove(0);
+    for axis in [DpShard, Tp] {
+        let planted = refused(&program, |instr| {
+            let computes = matches!(instr.phase, Phase::Forward | Phase::InputGrad | Phase::WeightGrad);
+            let Some(arg) = instr.inputs.first_mut().filter(|_| computes && !instr.op.communicates()) else {
+                return false;
+            };
+            let other = match arg.sharding.over(axis) {
+                Placement::Replicated => Placement::Split(0),
+                Placement::Split(_) | Placement::Flat | Placement::Partial => Placement::Replicated,
+            };
+            arg.sharding = arg.sharding.with(axis, other);
+            true
+        });
+        assert!(planted > 30, "{planted}");
+    }
 }

@@ -253,7 +253,9 @@ fn scatter_into(
     let before = g.nodes.len();
     for (range, &state) in ranges.into_iter().zip(states) {
         g.values[state.0].sharding = g.get(range).sharding;
-        let sum = g.relay(Op::Accumulate, &[range], "sum", phase, layer)?[0];
+        let name = format!("{}.sum", g.get(range).name);
+        let sum = g.node(Op::Accumulate, &[range], &name, phase, layer)?[0];
+        g.values[sum.0].sharding = g.get(range).sharding;
         g.values[sum.0].source = Source::Node { into: Some(state) };
     }
     Ok(g.nodes.split_off(before))

@@ -24,7 +24,7 @@ pub use dims::Dims;
 pub use flops::Flops;
 pub use table::{Elem, Operand, Saved, Spec};
 
-use crate::mesh::Axes;
+use crate::mesh::{Axes, MeshAxis};
 use crate::{DType, TensorType};
 
 /// The target of a position whose loss does not count (a token of a prompt, say): it adds neither loss nor gradient.
@@ -372,6 +372,23 @@ impl Op {
     pub fn output(&self, index: usize) -> &'static Operand {
         let spec = self.spec();
         &spec.outputs[if spec.each { 0 } else { index }]
+    }
+
+    /// The axes along which ranks work together in it; none where a rank works alone.
+    pub fn over(&self) -> Axes {
+        match *self {
+            Op::AllReduce { over }
+            | Op::ReduceScatter { over, .. }
+            | Op::AllGather { over, .. }
+            | Op::SumShared { over, .. } => over,
+            Op::Send { .. } | Op::Receive { .. } => MeshAxis::Pp.into(),
+            _ => Axes::NONE,
+        }
+    }
+
+    /// Whether all it does is to change the shardings of tensors, each for itself.
+    pub fn reshards(&self) -> bool {
+        self.spec().each || matches!(self, Op::Shard { .. })
     }
 
     /// Whether ranks work together in it.
