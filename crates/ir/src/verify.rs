@@ -61,7 +61,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
             }
             if let Source::Node { into: Some(id) } = value.source {
                 let state = graph.get(id);
-                let sums = matches!(state.source, Source::State(State::Gradient) | Source::Sum);
+                let sums = matches!(state.source, Source::State(State::Gradient { .. }) | Source::Sum);
                 defined[id.0] = true;
                 if !sums || state.ty != value.ty {
                     return Err(unsound(at, format!("`{}` cannot be summed into `{}`", value.name, state.name)));
@@ -367,8 +367,6 @@ impl Walk<'_> {
     fn at_start(&self, entry: &Entry) -> Result<Memory, Unsound> {
         let program = self.program;
         let shown = entry.distinct();
-        let by_name: BTreeMap<&str, usize> =
-            program.values.iter().enumerate().rev().map(|(i, name)| (name.as_str(), i)).collect();
         let mut memory = Memory::default();
         for tensor in &program.tensors {
             let b = &program.buffers[tensor.buffer.0];
@@ -377,8 +375,10 @@ impl Walk<'_> {
                 Role::State(_) => 0..1,
                 Role::Output | Role::StepOutput => continue,
             };
-            let known = by_name.get(tensor.name.as_str()).copied();
-            let value = known.ok_or_else(|| unsound("tensors", format!("`{}` is no value", tensor.name)))?;
+            let value = tensor.value.0;
+            if program.values.get(value) != Some(&tensor.name) {
+                return Err(unsound("tensors", format!("`{}` is no value", tensor.name)));
+            }
             for copy in copies.filter(|c| shown.contains(*c)) {
                 let owner = (tensor.role == Role::Input).then_some(copy);
                 memory.clobber(b.region, copy, b.offset, b.offset + b.bytes);
