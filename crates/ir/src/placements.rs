@@ -13,6 +13,10 @@ pub(crate) fn check(op: &Op, inputs: &[Sharding], outputs: &[Option<Sharding>]) 
     let operands = (inputs.iter().enumerate().map(|(i, sharding)| (op.input(i, inputs.len()), sharding, true)))
         .chain(outputs.iter().enumerate().filter_map(|(o, sharding)| Some((op.output(o), sharding.as_ref()?, false))));
     let operands: Vec<_> = operands.collect();
+    let alike = |i: usize| !std::ptr::eq(op.input(i, inputs.len()), &spec.inputs[0]) || inputs[i] == inputs[0];
+    if spec.variadic && !(1..inputs.len()).all(alike) {
+        return Err("takes several tensors of one sharding".into());
+    }
     for axis in Axes::STAGE.iter() {
         let mut group = "";
         for (operand, sharding, _) in &operands {

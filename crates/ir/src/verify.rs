@@ -101,11 +101,9 @@ fn operand_shardings(op: &Op, phase: Phase, inputs: &[Sharding], outputs: &[Opti
         }
         return Ok(());
     }
-    // Updates take elements as they are.
-    match phase {
-        Phase::Forward | Phase::InputGrad | Phase::WeightGrad => placements::check(op, inputs, outputs),
-        Phase::Reduce | Phase::Probe | Phase::Update => Ok(()),
-    }
+    // Updates take elements as they are, and messages anything.
+    let computes = matches!(phase, Phase::Forward | Phase::InputGrad | Phase::WeightGrad) && !op.communicates();
+    if computes { placements::check(op, inputs, outputs) } else { Ok(()) }
 }
 
 /// Whether an output takes its type from its value: sums of gradients, and rounded copies.
