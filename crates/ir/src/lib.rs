@@ -15,7 +15,6 @@ pub mod graph;
 pub mod hardware;
 mod init;
 mod layout;
-pub mod legal;
 mod mesh;
 pub mod op;
 mod placements;
