@@ -89,16 +89,16 @@ use MeshAxis::{DpReplicate, DpShard, Ep, Pp, Tp};
 fn ranks_that_split_sequences_over_several_axes_compute_the_same_bits() {
     let single = trained(compiled(Mesh::ONE, 0, false).programs);
     assert_ne!(single["loss 0 0"], single["loss 1 0"]);
-    let meshes: [(&[(MeshAxis, usize)], &[u8]); 4] = [
-        (&[(DpReplicate, 2), (DpShard, 2)], &[0, 1, 2, 3]),
-        (&[(DpShard, 2), (Ep, 2)], &[0, 1, 2, 3]),
-        (&[(DpReplicate, 2), (DpShard, 2), (Ep, 2)], &[1, 3]),
-        (&[(Pp, 2), (DpReplicate, 2), (DpShard, 2)], &[0, 1]),
+    let meshes = [
+        (mesh(&[(DpReplicate, 2), (DpShard, 2)]), &[0, 1, 2, 3][..]),
+        (mesh(&[(DpShard, 2), (Ep, 2)]), &[0, 1, 2, 3]),
+        (mesh(&[(DpReplicate, 2), (DpShard, 2), (Ep, 2)]), &[1, 3]),
+        (mesh(&[(Pp, 2), (DpReplicate, 2), (DpShard, 2)]), &[0, 1]),
     ];
-    for (sizes, zeros) in meshes {
+    for (mesh, zeros) in meshes {
         for &zero in zeros {
-            let many = trained(compiled(mesh(sizes), zero, false).programs);
-            assert!(many == single, "{} with ZeRO {zero}", mesh(sizes));
+            let many = trained(compiled(mesh, zero, false).programs);
+            assert!(many == single, "{mesh} with ZeRO {zero}");
         }
     }
 }
