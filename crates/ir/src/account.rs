@@ -3,7 +3,7 @@
 use crate::graph::Phase;
 use crate::op::{Flops, Transfer, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
-use crate::{Axes, Coordinates, MeshAxis, Placement, timeline};
+use crate::{Axes, Coordinates, Placement, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -166,12 +166,13 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         let transfers = segment.instrs.iter().filter_map(|i| Some((i, i.op.transfer()?)));
         for (instr, transfer) in transfers.filter(|_| runs > 0) {
-            let (over, ranks) = match transfer {
-                Transfer::AllReduce { over }
-                | Transfer::ReduceScatter { over, .. }
-                | Transfer::AllGather { over, .. } => (over, program.mesh.size(over)),
-                Transfer::SumShared { over, sharers } => (over, sharers),
-                Transfer::Send { .. } | Transfer::Receive { .. } => (MeshAxis::Pp.into(), 2),
+            let over = transfer.over();
+            let ranks = match transfer {
+                Transfer::AllReduce { .. } | Transfer::ReduceScatter { .. } | Transfer::AllGather { .. } => {
+                    program.mesh.size(over)
+                }
+                Transfer::SumShared { sharers, .. } => sharers,
+                Transfer::Send { .. } | Transfer::Receive { .. } => 2,
             };
             let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
             let input = total(&mut instr.inputs.iter());

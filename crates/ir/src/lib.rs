@@ -17,6 +17,7 @@ mod init;
 mod layout;
 mod mesh;
 pub mod op;
+mod placements;
 mod profile;
 pub mod program;
 pub mod roles;

@@ -99,7 +99,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::AddPositions { seq } => elements::add_positions(call, Some(seq)),
             Op::AddPositionsAt => elements::add_positions(call, None),
             Op::PositionsGrad { seq, .. } => elements::positions_grad(call, seq),
-            Op::Dropout { rate, site, seq } => elements::dropout(call, rate, site, seq),
+            Op::Dropout { rate, site, .. } => elements::dropout(call, rate, site),
             Op::Gelu => elements::gelu(call),
             Op::GeluGrad => elements::gelu_grad(call),
             Op::AttentionScores { window } => naive::scores(call, window),

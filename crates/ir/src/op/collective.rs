@@ -50,6 +50,19 @@ pub enum Transfer {
     },
 }
 
+impl Transfer {
+    /// The axes along which ranks work together.
+    pub fn over(&self) -> Axes {
+        match *self {
+            Transfer::AllReduce { over }
+            | Transfer::SumShared { over, .. }
+            | Transfer::ReduceScatter { over, .. }
+            | Transfer::AllGather { over, .. } => over,
+            Transfer::Send { .. } | Transfer::Receive { .. } => MeshAxis::Pp.into(),
+        }
+    }
+}
+
 /// A row of an op that changes the sharding of tensors, several at once.
 const fn collective(name: &'static str, transfer: TransferOf, reshards: ShardingRule, samples: Samples) -> Spec {
     const X: &[Operand] = &[any("x")];

@@ -11,7 +11,8 @@ pub(super) static EMBEDDING: Spec =
         vec![sample(Op::Embedding, [(ids, Draw::Below(50)), normal([vocab(), embed()])])]
     })
     .gradient(&[Input(0)])
-    .splits(&["b", "v"]);
+    .splits(&["b", "v"])
+    .numbers('v');
 
 pub(super) static EMBEDDING_GRAD: Spec =
     row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[accumulator("dtable", "vd")], |batch| {
@@ -20,6 +21,7 @@ pub(super) static EMBEDDING_GRAD: Spec =
     })
     .sums(0)
     .splits(&["b", "s", "v"])
+    .numbers('v')
     .local(|op, outputs| match &outputs[0] {
         Some(table) => Op::EmbeddingGrad { vocab: table.dims[0].size() },
         None => *op,

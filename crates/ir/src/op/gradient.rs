@@ -17,8 +17,7 @@ pub(super) static ACCUMULATE: Spec = row("accumulate", &[accumulator("x", "*")],
     vec![sample(Op::Accumulate, [normal([ffn(), embed()])])]
 })
 .sums(0)
-.keeps_partial()
-.reshards(|_, before| Some(before));
+.keeps_partial();
 
 /// Of gradients: usual ones and, once, others.
 fn magnitudes(batch: usize, of: impl Fn(f64) -> Sample) -> Vec<Sample> {

@@ -76,6 +76,7 @@ pub(super) static VOCAB_LOGITS: Spec = row(
     },
 )
 .splits(&["bc", "va"])
+.numbers('v')
 .local(|op, _| {
     attributes!(op, Op::VocabLogits { rows, .. });
     Op::VocabLogits { rows: rows.of_one_rank(), parts: 1 }
@@ -128,6 +129,7 @@ pub(super) static VOCAB_GRAD: Spec = row(
 .optional(1)
 .sums(1)
 .splits(&["bc", "v"])
+.numbers('v')
 .local(|op, _| {
     attributes!(op, Op::VocabGrad { rows });
     Op::VocabGrad { rows: rows.of_one_rank() }

@@ -40,7 +40,7 @@ pub use list::{Op, OpKind};
 pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};
 pub use sample::{Draw, Sample, samples};
 
-use crate::{DType, Dim, TensorType};
+use crate::{Axes, DType, Dim, TensorType};
 
 /// The attributes of an op, in its own row.
 macro_rules! attributes {
@@ -104,6 +104,16 @@ impl Op {
         &spec.outputs[if spec.each() { 0 } else { index }]
     }
 
+    /// The axes along which ranks work together in it; none where a rank works alone.
+    pub fn over(&self) -> Axes {
+        self.transfer().map_or(Axes::NONE, |transfer| transfer.over())
+    }
+
+    /// Whether all it does is to change the shardings of tensors, each for itself.
+    pub fn reshards(&self) -> bool {
+        self.spec().reshards.is_some()
+    }
+
     /// Whether ranks work together in it.
     pub fn communicates(&self) -> bool {
         self.transfer().is_some()
@@ -115,6 +125,16 @@ impl Op {
             RunBy::Collective(transfer) | RunBy::Message(transfer) => Some(transfer(self)),
             RunBy::Kernel | RunBy::View => None,
         }
+    }
+
+    /// The operand and dimension that have the letter which the op [numbers](Spec::numbers): (whether it is an input, its index,
+    /// the dimension). Inputs come first.
+    pub fn numbered(&self, inputs: usize) -> Option<(bool, usize, usize)> {
+        let spec = self.spec();
+        let letter = spec.numbers?;
+        let find = |dims: &str| dims.chars().position(|c| c == letter);
+        let input = (0..inputs).find_map(|i| Some((true, i, find(self.input(i, inputs).dims)?)));
+        input.or_else(|| (0..spec.outputs.len()).find_map(|o| Some((false, o, find(spec.outputs[o].dims)?))))
     }
 
     /// The table row of input `index` when the op is called with `count` inputs.

@@ -52,6 +52,7 @@ pub(super) static DROPOUT: Spec =
     .in_place(&[(0, 0)])
     .gradient(&[Input(1)])
     .splits(&["b", "s"])
+    .numbers('s')
     .shape(|op, _, dims| {
         attributes!(op, Op::Dropout { seq, .. });
         let (part, words) = (dims.size('s'), dims.size('z'));

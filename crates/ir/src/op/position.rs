@@ -46,6 +46,7 @@ pub(super) static ADD_POSITIONS: Spec = row(
 .in_place(&[(0, 0)])
 .gradient(&[Input(2)])
 .splits(&["b", "s"])
+.numbers('s')
 .shape(POSITIONS);
 
 pub(super) static ADD_POSITIONS_AT: Spec = row(
@@ -69,6 +70,7 @@ pub(super) static POSITIONS_GRAD: Spec =
     .optional(1)
     .sums(0)
     .splits(&["b", "s"])
+    .numbers('s')
     .shape(POSITIONS);
 
 const ROTATED: ShapeRule = |op, _, dims| {

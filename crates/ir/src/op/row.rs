@@ -108,6 +108,9 @@ pub struct Spec {
     /// dimensions. An operand without a letter of the group is whole on every rank if it is an input, and a partial sum if it is an
     /// output.
     pub splits: &'static [&'static str],
+    /// The letter whose entries the op tells apart by number: where ranks split that dimension, it must know where their parts
+    /// start.
+    pub numbers: Option<char>,
     /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
     pub keeps_partial: bool,
     /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
@@ -184,6 +187,7 @@ pub(super) const fn row(
         sums: None,
         gradient_reads: None,
         splits: &[],
+        numbers: None,
         keeps_partial: false,
         cheap: &[],
         run_by: RunBy::Kernel,
@@ -201,6 +205,15 @@ pub enum Split {
     Letters(&'static str),
     /// This one of the leading dimensions.
     Leading(usize),
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Split::Letters(letters) => write!(f, "`{letters}`"),
+            Split::Leading(dim) => write!(f, "leading dimension {dim}"),
+        }
+    }
 }
 
 impl Split {
@@ -285,6 +298,10 @@ impl Spec {
 
     pub(super) const fn splits(self, splits: &'static [&'static str]) -> Spec {
         Spec { splits, ..self }
+    }
+
+    pub(super) const fn numbers(self, letter: char) -> Spec {
+        Spec { numbers: Some(letter), ..self }
     }
 
     pub(super) const fn keeps_partial(self) -> Spec {
