@@ -17,7 +17,7 @@ pub(crate) fn check(op: &Op, inputs: &[Placed], outputs: &[Option<Placed>]) -> R
     let given = inputs.iter().enumerate().map(|(i, placed)| (op.input(i, inputs.len()), placed, true));
     let made = outputs.iter().enumerate().filter_map(|(o, placed)| Some((op.output(o), placed.as_ref()?, false)));
     let operands: Vec<_> = given.chain(made).collect();
-    let alike = |i: usize| !std::ptr::eq(op.input(i, inputs.len()), &spec.inputs[0]) || inputs[i] == inputs[0];
+    let alike = |i: usize| !std::ptr::eq(op.input(i, inputs.len()), &spec.inputs[0]) || inputs[i].0 == inputs[0].0;
     if spec.variadic && !(1..inputs.len()).all(alike) {
         return Err("takes several tensors of one sharding".into());
     }
