@@ -2,6 +2,7 @@
 
 use crate::compare::fill;
 use crate::device::gpu;
+use crate::plan::on_device;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
 use crate::{Device, MemoryTimeline, Session, TrainError, observed_timeline, plan};
@@ -116,7 +117,7 @@ impl GpuMemory {
 pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
     let mut start = Instant::now();
     let config = &spec.config;
-    let plan = plan(config)?;
+    let plan = on_device(config, plan(config)?)?;
     // On a machine that others use too, one measurement may be of a busy moment: before and after, and the best counts.
     let mut before = 0.0;
     if plan.target == Device::Cpu {

@@ -8,6 +8,7 @@ mod judge;
 
 pub use judge::{Comparison, Criterion, Promise};
 
+use crate::plan::on_device;
 use crate::schedule::step_scalars;
 use crate::{Session, TrainError, feed, plan};
 use judge::judge;
@@ -194,7 +195,7 @@ fn disturb(starts: &[States]) -> Vec<States> {
 
 /// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
 fn trace(config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
-    let plan = plan(config)?;
+    let plan = on_device(config, plan(config)?)?;
     let mut session = Session::new(config, &plan)?;
     let positions = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES) * config.train.seq;
     let mut ran = Vec::new();

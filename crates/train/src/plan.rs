@@ -2,12 +2,13 @@ use crate::fit::{Room, savings};
 use crate::{Device, TrainError, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
+    fusable_matmuls,
 };
 use lockstep_config::{Config, ModelConfig, nearest};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Axes, DType, Graph, Layout, StepProgram, TypeError};
+use lockstep_ir::{Axes, DType, FusedMatmul, Graph, Layout, StepProgram, TypeError};
 use lockstep_model::Form;
 use std::collections::BTreeMap;
 
@@ -203,9 +204,21 @@ pub fn plan(config: &Config) -> Result<Plan, TrainError> {
 
 /// The same for an architecture that the config does not name.
 pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainError> {
+    plan_for(config, build, Vec::new())
+}
+
+/// The plan as the device runs it fastest: compiled again where it has measured that some matmuls are faster with an epilogue. Timed
+/// once and cached, before an arena takes the memory.
+pub(crate) fn on_device(config: &Config, plan: Plan) -> Result<Plan, TrainError> {
+    let faster = plan.target.faster(&fusable_matmuls(&plan.compiled.programs))?;
+    if faster.is_empty() { Ok(plan) } else { plan_for(config, lockstep_model::build_form, faster) }
+}
+
+fn plan_for(config: &Config, build: Architecture, faster: Vec<FusedMatmul>) -> Result<Plan, TrainError> {
     check_numbers(config)?;
     Device::of(config).check(config)?;
     let (forward, mut context, threads) = prepare(config, build)?;
+    context.device.faster = faster;
     settle_policy(config, &forward, &mut context)?;
     let compiled = compile(&forward, &context)?;
     let hardware = hardware_flops(&compiled.programs)?;

@@ -10,6 +10,7 @@ use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::hf::ATTACHMENT;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
+use crate::plan::on_device;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
@@ -113,6 +114,7 @@ pub fn run(
     let dir = RunDir::open(&options.dir)?;
     let (found, course) = resume(config, options)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(&course.config)? };
+    let plan = on_device(&course.config, plan)?;
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
     let error = match start::start(&course, &plan, dir, found, options, stop, show) {
         Ok(mut run) => {
