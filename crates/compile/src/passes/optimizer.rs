@@ -167,7 +167,7 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
     match held.len() <= 1 || held.iter().all(|layer| [0, last].contains(layer)) {
         true => Ok(held.len()),
         false => {
-            let reason = "a parameter that two layers share needs parallel.pp = 1".to_owned();
+            let reason = "a parameter that two layers share does not go over pipeline stages".to_owned();
             Err(TypeError { op: "gradient", reason })
         }
     }
