@@ -238,7 +238,8 @@ impl Lowering<'_> {
         let order: Vec<(usize, &Node)> =
             parts.iter().enumerate().flat_map(|(s, (_, nodes))| nodes.iter().map(move |n| (s, *n))).collect();
         let place = self.share(local, persistent, &order, temporary);
-        let mut segments: Vec<Segment> = parts.iter().map(|(name, _)| Segment { name, instrs: Vec::new() }).collect();
+        let mut segments: Vec<Segment> =
+            parts.iter().map(|(name, _)| Segment { name, instrs: Vec::new(), groups: Vec::new() }).collect();
         let mut begun = vec![false; g.values.len()];
         for (s, node) in order.into_iter().filter(|(_, node)| !matches!(node.op, Op::Shard { .. })) {
             let mut arg = |v: ValueId, output: bool| {

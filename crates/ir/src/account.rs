@@ -267,8 +267,8 @@ fn frame_at_peak(program: &StepProgram, frame: usize) -> Vec<(Class, u64)> {
         for (t, instr) in segment.instrs.iter().enumerate() {
             let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
             for b in args.chain(instr.workspace.map(|w| w.0)).filter(|b| program.buffers[*b].region == frame) {
-                let until = segment.held_until(t);
-                spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((t, until));
+                let (from, until) = segment.in_use(t).into_inner();
+                spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((from, until));
             }
         }
         let mut changes: BTreeMap<usize, Vec<(usize, bool)>> = BTreeMap::new();

@@ -1,7 +1,7 @@
 //! What the compiler must know of a device: plain data.
 
 use crate::op::{Dims, TypeError};
-use crate::{Op, OpKind, TensorType};
+use crate::{FusedMatmul, Fusion, Op, OpKind, TensorType};
 use std::collections::BTreeMap;
 
 /// What the compiler must know of a device.
@@ -19,6 +19,10 @@ pub struct DeviceProfile {
     pub workspaces: BTreeMap<OpKind, Workspace>,
     /// Kernel scratch of calls with all optional operands, where it is not that of calls without.
     pub workspaces_with_optional: BTreeMap<OpKind, Workspace>,
+    /// Instructions that it does as one where they follow each other.
+    pub fusions: Vec<Fusion>,
+    /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel behind them.
+    pub faster: Vec<FusedMatmul>,
 }
 
 /// Scratch bytes of one kernel: a constant plus terms that grow with the op's dimensions.
@@ -78,6 +82,8 @@ mod tests {
             cross_entropy_rows: 1,
             workspaces: BTreeMap::from([(OpKind::Add, Workspace { fixed: 5, terms: vec![(2, "bSS"), (1, "bs")] })]),
             workspaces_with_optional: BTreeMap::new(),
+            fusions: Vec::new(),
+            faster: Vec::new(),
         };
         let bytes = |seq: usize| {
             let x = TensorType::new(
@@ -100,6 +106,8 @@ mod tests {
             cross_entropy_rows: 1,
             workspaces: of(1),
             workspaces_with_optional: of(2),
+            fusions: Vec::new(),
+            faster: Vec::new(),
         };
         let (b, s) = (Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4));
         let dx = TensorType::new(DType::F32, [b.clone(), s.clone(), Dim::new(Axis::Embed, 7)]);

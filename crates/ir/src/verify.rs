@@ -1,9 +1,10 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
+use crate::fusion::FusedGroup;
 use crate::graph::{Graph, Node, Phase, Source, State};
 use crate::op::{Elem, Operand, Transfer};
 use crate::placements::Placed;
-use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
+use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Stream, Sum};
 use crate::{Axes, Coordinates, DType, Op, Placement, TensorType, ValueId, placements};
 use std::collections::BTreeMap;
 
@@ -145,6 +146,15 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             let layer = instr.layer.map_or(String::new(), |layer| format!(", layer {layer}"));
             check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}{layer}", segment.name), reason))?;
         }
+        let mut end = 0;
+        for group in &segment.groups {
+            let at = || format!("{} {:?} ({})", segment.name, group.instrs, group.fusion.name());
+            if group.instrs.start < end {
+                return Err(unsound(at(), "stands where another group does"));
+            }
+            check_group(program, segment, group).map_err(|reason| unsound(at(), reason))?;
+            end = group.instrs.end;
+        }
     }
     // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
     let instrs = program.segments.iter().flat_map(|s| &s.instrs);
@@ -199,6 +209,28 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         }
         if arg.ty.bytes() * program.mesh.size(arg.part) as u64 > program.buffers[arg.buffer.0].bytes {
             return Err(format!("{name}: `{}` does not fit its buffer", program.values[arg.value]));
+        }
+    }
+    Ok(())
+}
+
+/// A group is of a kind that its ops can be, waits for nothing once it has begun, and is one moment: what any of its instructions
+/// touches shares memory with what another does only where that is the same buffer.
+fn check_group(program: &StepProgram, segment: &Segment, group: &FusedGroup) -> Result<(), String> {
+    let instrs = segment.instrs.get(group.instrs.clone()).ok_or("has instructions that are not there")?;
+    if !group.fusion.fits(&instrs.iter().map(|i| i.op).collect::<Vec<_>>()) {
+        return Err("has other ops".into());
+    }
+    if instrs.iter().any(|i| i.stream != Stream::Compute) || instrs[1..].iter().any(|i| !i.waits.is_empty()) {
+        return Err("waits for another stream".into());
+    }
+    let mut touched: Vec<BufferId> = instrs.iter().flat_map(buffers_of).collect();
+    touched.sort_unstable_by_key(|b| (program.buffers[b.0].region, program.buffers[b.0].offset, b.0));
+    touched.dedup();
+    for pair in touched.windows(2) {
+        let [a, b] = [pair[0], pair[1]].map(|b| &program.buffers[b.0]);
+        if a.region == b.region && b.offset < a.offset + a.bytes {
+            return Err(format!("`{}` and `{}` share memory", a.name, b.name));
         }
     }
     Ok(())

@@ -86,6 +86,8 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         cross_entropy_rows: 1024,
         workspaces,
         workspaces_with_optional: BTreeMap::new(),
+        fusions: Vec::new(),
+        faster: Vec::new(),
     }
 }
 
