@@ -1,8 +1,10 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
 use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, Layers, Recompute, Recomputed, SHARDING, TRAINING_PASSES};
+use crate::stage::RankGraph;
 use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
+use lockstep_ir::schedule::Pipeline;
 use lockstep_ir::{Graph, StepProgram, TypeError};
 use std::collections::BTreeSet;
 
@@ -10,9 +12,10 @@ use std::collections::BTreeSet;
 pub struct Estimator {
     /// The graph with its backward pass, before recomputation.
     pub(crate) derived: Graph,
-    /// What each stage evaluates.
-    evaluate: Vec<Graph>,
+    /// What each rank evaluates.
+    evaluate: Vec<RankGraph>,
     pub(crate) cuts: Vec<usize>,
+    pub(crate) pipeline: Pipeline,
     context: Context,
 }
 
@@ -25,10 +28,11 @@ impl Estimator {
         let stored = run(forward, 0..FORWARD_PASSES.len())?;
         let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
         let evaluate = run(&evaluated(&stored), SHARDING)?;
-        let cuts = stage::cut(&derived, context.layout.mesh.pp)?;
-        let stages = 0..context.layout.mesh.pp;
-        let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;
-        Ok(Self { derived, evaluate, cuts, context: context.clone() })
+        let pipeline = context.layout.pipeline();
+        let cuts = stage::cut(&derived, pipeline.stages())?;
+        let ranks = 0..pipeline.slots.len();
+        let evaluate = ranks.map(|r| stage::extract(&evaluate, &cuts, &pipeline, r)).collect::<Result<_, _>>()?;
+        Ok(Self { derived, evaluate, cuts, pipeline, context: context.clone() })
     }
 
     /// The placed programs under a policy, one per pipeline stage.
@@ -40,10 +44,10 @@ impl Estimator {
         }
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
-            let train = stage::extract(graph, &self.cuts, s)?;
+            let train = stage::extract(graph, &self.cuts, &self.pipeline, s)?;
             Ok(memory::place(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
         };
-        Ok((0..context.layout.mesh.pp).map(program).collect::<Result<_, _>>()?)
+        Ok((0..self.evaluate.len()).map(program).collect::<Result<_, _>>()?)
     }
 
     /// The graph with its backward pass, before recomputation and sharding.

@@ -11,6 +11,7 @@ mod local;
 mod lower;
 mod memory;
 mod passes;
+mod slots;
 mod stage;
 
 pub use budget::{Fit, fit};
@@ -130,12 +131,12 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
             }
         }
     }
-    let stages = context.layout.mesh.pp;
-    let cuts = stage::cut(&passes[DERIVED].graph, stages)?;
+    let pipeline = context.layout.pipeline();
+    let cuts = stage::cut(&passes[DERIVED].graph, pipeline.stages())?;
     let mut programs = Vec::new();
-    for s in 0..stages {
-        let (train, evaluate) = (stage::extract(&graph, &cuts, s)?, stage::extract(&evaluate, &cuts, s)?);
-        let program = memory::place(lower::lower(&train, &evaluate, context, s)?, context);
+    for rank in 0..pipeline.slots.len() {
+        let extract = |graph| stage::extract(graph, &cuts, &pipeline, rank);
+        let program = memory::place(lower::lower(&extract(&graph)?, &extract(&evaluate)?, context, rank)?, context);
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);
     }

@@ -2,11 +2,12 @@
 //!
 //! States and host buffers are in use throughout. A saved or temporary buffer is from the call that writes it to the last call
 //! that reads it (see [`Segment::held_until`](crate::program::Segment::held_until) for collectives that overlap). The arena is
-//! larger than the peak of this: buffers are aligned, the saved region and the frame stand side by side even where not all of
+//! larger than the peak of this: buffers are aligned, the saved regions and the frame stand side by side even where not all of
 //! both is in use, and temporary buffers that come and go leave holes in the frame.
 
 use crate::StepProgram;
-use crate::program::{Arg, BufferId, Class, Entry, Instr, Lifetime, Slot, Sum};
+use crate::program::{Arg, BufferId, Class, Instr, Lifetime, Slot, Sum};
+use crate::walk::{ByteRange, Distinct, Event, Walk};
 use std::collections::BTreeMap;
 
 /// Bytes in use while one instruction runs.
@@ -27,23 +28,21 @@ impl Point {
     }
 }
 
-/// The timeline of an entry as planned: from the lifetimes that its buffers were given. `shown` says which micro-batches count.
-pub fn planned(program: &StepProgram, entry: &Entry, shown: impl Fn(usize) -> bool) -> Vec<Point> {
+/// The timeline of a schedule as planned: from the lifetimes that its buffers were given.
+pub fn planned(program: &StepProgram, shown: &Distinct) -> Vec<Point> {
     let mut lives = Lives::new(program);
-    for (s, slot) in entry.schedule.iter().filter(|slot| shown(slot.micro_batch)).enumerate() {
-        let segment = &program.segments[slot.segment];
-        for (i, instr) in segment.instrs.iter().enumerate() {
-            let until = lives.points.len() + segment.held_until(i) - i;
-            for b in touched(instr) {
-                let copy = match lives.lifetime(b) {
+    for (s, slot) in shown.schedule.iter().enumerate() {
+        for event in Walk::first(program).slot(*slot) {
+            for b in event.instr.buffers() {
+                let copy = match program.lifetime(b) {
                     Lifetime::Run | Lifetime::MicroBatch => continue,
-                    Lifetime::Saved => slot.micro_batch,
+                    Lifetime::Saved(_) => slot.micro_batch,
                     // Frames of different slots are different lives of the same bytes.
                     Lifetime::Frame | Lifetime::Overlay => s,
                 };
-                lives.extend((b.0 as u64, copy as u64), b, until);
+                lives.extend((b.0 as u64, b.0 as u64, copy as u64), b, &event);
             }
-            lives.instruction(*slot, i);
+            lives.points.push((Slot { micro_batch: shown.micro_batches[s], ..*slot }, event.index));
         }
     }
     lives.finish()
@@ -54,35 +53,23 @@ pub fn planned(program: &StepProgram, entry: &Entry, shown: impl Fn(usize) -> bo
 pub fn observed(program: &StepProgram, ran: impl IntoIterator<Item = (Slot, usize)>) -> Vec<Point> {
     let mut lives = Lives::new(program);
     // How often each range has been written afresh.
-    let mut generation: BTreeMap<(u64, u64), u64> = BTreeMap::new();
-    for (slot, i) in ran {
-        let segment = &program.segments[slot.segment];
-        let instr = &segment.instrs[i];
-        let until = lives.points.len() + segment.held_until(i) - i;
-        let range = |b: BufferId| {
-            let start = program.address(b, slot.micro_batch, slot.saved_slot);
-            (start, start + program.buffers[b.0].bytes)
-        };
-        for b in fresh(instr).chain(instr.workspace) {
-            *generation.entry(range(b)).or_default() += 1;
+    let mut generation: BTreeMap<ByteRange, u64> = BTreeMap::new();
+    for (slot, index) in ran {
+        let event = Walk::first(program).event(slot, index);
+        for b in fresh(event.instr).chain(event.instr.workspace) {
+            *generation.entry(event.buffer(b)).or_default() += 1;
         }
-        for b in touched(instr) {
-            if matches!(lives.lifetime(b), Lifetime::Run | Lifetime::MicroBatch) {
+        for b in event.instr.buffers() {
+            if matches!(program.lifetime(b), Lifetime::Run | Lifetime::MicroBatch) {
                 continue;
             }
-            let (start, end) = range(b);
-            let writes = generation.get(&(start, end)).copied().unwrap_or(0);
-            lives.extend_range((start, end, writes), b, until);
+            let range = event.buffer(b);
+            let writes = generation.get(&range).copied().unwrap_or(0);
+            lives.extend((range.start, range.end, writes), b, &event);
         }
-        lives.instruction(slot, i);
+        lives.points.push((slot, index));
     }
     lives.finish()
-}
-
-/// Every buffer that a call uses.
-fn touched(instr: &Instr) -> impl Iterator<Item = BufferId> {
-    let args = instr.inputs.iter().chain(instr.outputs.iter().flatten());
-    args.map(|a| a.buffer).chain(instr.workspace)
 }
 
 /// Buffers that a call writes without looking at what they hold.
@@ -112,21 +99,11 @@ impl<'a> Lives<'a> {
         Self { program, always, points: Vec::new(), spans: BTreeMap::new() }
     }
 
-    fn lifetime(&self, b: BufferId) -> Lifetime {
-        self.program.regions[self.program.buffers[b.0].region].lifetime
-    }
-
-    fn extend(&mut self, (buffer, copy): (u64, u64), b: BufferId, until: usize) {
-        self.extend_range((buffer, buffer, copy), b, until);
-    }
-
-    fn extend_range(&mut self, key: (u64, u64, u64), b: BufferId, until: usize) {
+    /// The life called `key` goes on at least as long as the operands of this instruction must stay.
+    fn extend(&mut self, key: (u64, u64, u64), b: BufferId, event: &Event) {
         let now = self.points.len();
+        let until = now + event.segment().held_until(event.index) - event.index;
         self.spans.entry(key).and_modify(|span| span.1 = span.1.max(until)).or_insert((now, until, b));
-    }
-
-    fn instruction(&mut self, slot: Slot, instr: usize) {
-        self.points.push((slot, instr));
     }
 
     fn finish(self) -> Vec<Point> {

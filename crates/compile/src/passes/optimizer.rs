@@ -78,7 +78,7 @@ struct Trained {
     decays: bool,
     /// Its gradient, summed over uses and ranks.
     gradient: ValueId,
-    /// Pipeline stages that hold a copy.
+    /// Ranks of the pipeline that hold a copy.
     copies: usize,
 }
 
@@ -143,7 +143,7 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
     Ok(trained)
 }
 
-/// How many pipeline stages hold a parameter that is used twice.
+/// How many ranks of the pipeline hold a parameter that is used twice.
 fn copies(g: &Graph, context: &Context, sums: [ValueId; 2]) -> Result<usize, TypeError> {
     let layer = |sum: ValueId| {
         let into = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(state) } if state == sum);
@@ -152,7 +152,11 @@ fn copies(g: &Graph, context: &Context, sums: [ValueId; 2]) -> Result<usize, Typ
     match sums.map(layer) {
         _ if context.layout.mesh.pp == 1 => Ok(1),
         // Before the first layer and behind the last: an embedding and the head that is tied to it.
-        [None, None] => Ok(2),
+        [None, None] => {
+            let places = context.layout.pipeline().places();
+            let ranks = [places.first(), places.last()].map(|place| place.map(|(rank, _)| *rank));
+            Ok(if ranks[0] == ranks[1] { 1 } else { 2 })
+        }
         [Some(a), Some(b)] if a == b => Ok(1),
         _ => {
             let reason = "a parameter that two layers share needs parallel.pp = 1".to_owned();

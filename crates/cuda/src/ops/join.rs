@@ -8,7 +8,7 @@ use crate::matmul::{Epilogue, Shape};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::Op;
 use lockstep_ir::graph::Phase;
-use lockstep_ir::program::{Arg, BufferId, Instr, StepProgram};
+use lockstep_ir::program::{Arg, BufferId, Instr, Slot, StepProgram};
 
 /// Of every instruction of a segment: those that are done with it as one, itself the first; none where it is done with another.
 pub type Groups = Vec<Vec<usize>>;
@@ -186,7 +186,7 @@ fn sums_rows_of(bias: &Instr, of: &Instr) -> bool {
 /// Whether two buffers share memory.
 fn overlap(program: &StepProgram, a: BufferId, b: BufferId) -> bool {
     let range = |b: BufferId| {
-        let from = program.address(b, 0, 0);
+        let from = program.address(b, &Slot::new(0, 0));
         from..from + program.buffers[b.0].bytes
     };
     let (a, b) = (range(a), range(b));
