@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
 use lockstep_config::Config;
-use lockstep_ir::{Layout, legal};
+use lockstep_ir::{Axes, Layout, legal};
 use lockstep_train::{Comparison, Criterion, Promise, compare, shrink};
 use serde_json::json;
 use std::io::Write;
@@ -157,7 +157,8 @@ pub(crate) fn divided(mut config: Config, given: &[String]) -> Result<Config, Fa
         _ => split(given).iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?,
     };
     let global = config.train.global_batch;
-    let dps: Vec<usize> = all.iter().map(|l| l.mesh.dp).filter(|dp| global.is_multiple_of(*dp)).collect();
+    let dps: Vec<usize> =
+        all.iter().map(|l| l.mesh.size(Axes::SEQUENCES)).filter(|dp| global.is_multiple_of(*dp)).collect();
     let fits = |micro: &usize| dps.iter().all(|dp| global.is_multiple_of(dp * micro));
     if let Some(micro) = (1..=config.train.micro_batch).rev().find(fits) {
         config.train.micro_batch = micro;

@@ -1,20 +1,19 @@
 //! A graph as one rank of a stage sees it: local shapes, padded buffers, views.
 
 use crate::Context;
-use lockstep_ir::Mesh;
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::Rows;
-use lockstep_ir::{Graph, Op, Placement, Sharding, TensorType, ValueId};
+use lockstep_ir::{Axes, Graph, Mesh, MeshAxis, Op, Placement, Sharding, TensorType, ValueId};
 
 pub(crate) struct Local<'a> {
     pub(crate) graph: &'a Graph,
     mesh: Mesh,
-    /// Buffers that hold flat ranges of all data-parallel ranks, with their padding.
-    padded: Vec<bool>,
+    /// Buffers that hold the flat ranges of all ranks along these axes, with their padding.
+    padded: Vec<Axes>,
     /// Views: this rank's range of another value.
-    range_of: Vec<Option<ValueId>>,
+    range_of: Vec<Option<(ValueId, Axes)>>,
     /// Values that live in this rank's range of a state.
-    in_range: Vec<bool>,
+    in_range: Vec<Axes>,
     here: Vec<bool>,
 }
 
@@ -22,16 +21,16 @@ impl<'a> Local<'a> {
     pub(crate) fn new(graph: &'a Graph, context: &Context) -> Self {
         let mesh = context.layout.mesh;
         let count = graph.values.len();
-        let (mut padded, mut in_range) = (vec![false; count], vec![false; count]);
+        let (mut padded, mut in_range) = (vec![Axes::NONE; count], vec![Axes::NONE; count]);
         let mut range_of = vec![None; count];
-        let mut here = vec![mesh.pp == 1; count];
+        let mut here = vec![mesh.size(MeshAxis::Pp) == 1; count];
         for node in &graph.nodes {
             match node.op {
-                Op::AllGather { dim: None, .. } => node.outputs.iter().flatten().for_each(|v| padded[v.0] = true),
-                Op::ReduceScatter { dim: None, .. } => node.inputs.iter().for_each(|v| padded[v.0] = true),
-                Op::Shard { .. } => {
-                    padded[node.inputs[0].0] = true;
-                    node.outputs.iter().flatten().for_each(|v| range_of[v.0] = Some(node.inputs[0]));
+                Op::AllGather { over, dim: None } => node.outputs.iter().flatten().for_each(|v| padded[v.0] = over),
+                Op::ReduceScatter { over, dim: None } => node.inputs.iter().for_each(|v| padded[v.0] = over),
+                Op::Shard { over } => {
+                    padded[node.inputs[0].0] = over;
+                    node.outputs.iter().flatten().for_each(|v| range_of[v.0] = Some((node.inputs[0], over)));
                 }
                 _ => {}
             }
@@ -43,17 +42,18 @@ impl<'a> Local<'a> {
             }
         }
         for (state, value) in &graph.parts {
-            padded[state.0] = true;
-            in_range[value.0] = true;
+            let over = graph.get(*value).sharding.axes(Placement::Flat);
+            padded[state.0] = over;
+            in_range[value.0] = over;
         }
         // What lives in one buffer is padded alike.
         for node in graph.nodes.iter().rev().filter(|n| n.op.spec().each && !n.op.spec().in_place.is_empty()) {
             for (x, y) in node.inputs.iter().zip(&node.outputs) {
-                padded[x.0] |= y.is_some_and(|y| padded[y.0]);
+                padded[x.0] = padded[x.0].and(y.map_or(Axes::NONE, |y| padded[y.0]));
             }
         }
         for (state, value) in &graph.updates {
-            let any = padded[state.0] || padded[value.0];
+            let any = padded[state.0].and(padded[value.0]);
             (padded[state.0], padded[value.0]) = (any, any);
         }
         for i in 0..count {
@@ -79,25 +79,33 @@ impl<'a> Local<'a> {
         }
     }
 
-    /// Bytes of the buffer that holds a value.
-    pub(crate) fn bytes(&self, v: ValueId) -> u64 {
+    /// Sharding of what is there: of a sum, for what is added to it.
+    pub(crate) fn sharding(&self, v: ValueId) -> Sharding {
         let value = self.graph.get(v);
-        match self.padded[v.0] && value.sharding.dp != Placement::Flat {
-            false => self.ty(v).bytes(),
-            true => {
-                let range = Sharding { dp: Placement::Flat, ..value.sharding };
-                range.local(&value.ty, &self.mesh).bytes() * self.mesh.dp as u64
-            }
+        match value.source {
+            Source::Node { into: Some(sum) } => self.sharding(sum),
+            Source::Node { into: None } | Source::Input | Source::State(_) | Source::Sum => value.sharding,
         }
     }
 
-    /// The value whose buffer is meant, and whether only this rank's range of it.
-    pub(crate) fn meant(&self, v: ValueId) -> (ValueId, bool) {
-        if let Some(whole) = self.range_of[v.0] {
-            return (whole, true);
+    /// Bytes of the buffer that holds a value.
+    pub(crate) fn bytes(&self, v: ValueId) -> u64 {
+        let value = self.graph.get(v);
+        let over = self.padded[v.0];
+        if over.is_empty() || !value.sharding.axes(Placement::Flat).is_empty() {
+            return self.ty(v).bytes();
+        }
+        let range = value.sharding.with(over, Placement::Flat);
+        range.local(&value.ty, &self.mesh).bytes() * self.mesh.size(over) as u64
+    }
+
+    /// The value whose buffer is meant, and where only this rank's range of it is, over which axes.
+    pub(crate) fn meant(&self, v: ValueId) -> (ValueId, Axes) {
+        if let Some(range) = self.range_of[v.0] {
+            return range;
         }
         match self.graph.get(v).source {
-            Source::Node { into: Some(sum) } => (sum, false),
+            Source::Node { into: Some(sum) } => (sum, Axes::NONE),
             _ => (v, self.in_range[v.0]),
         }
     }
@@ -128,6 +136,6 @@ impl<'a> Local<'a> {
             Source::Node { into: Some(sum) } => self.graph.get(sum),
             _ => self.graph.get(table),
         };
-        matches!(table.sharding.tp, Placement::Split(_)).then(|| table.ty.dims[0].size())
+        matches!(table.sharding.over(MeshAxis::Tp), Placement::Split(_)).then(|| table.ty.dims[0].size())
     }
 }

@@ -6,13 +6,12 @@ use crate::Context;
 use crate::local::Local;
 use crate::slots::{WorkSegment, Works, allot};
 use crate::stage::RankGraph;
-use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
 use lockstep_ir::schedule::Work;
-use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use lockstep_ir::{Axes, Graph, Op, Placement, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// A program whose buffers have no offsets yet.
@@ -320,7 +319,8 @@ impl Lowering<'_> {
                     _ => Sum::No,
                 };
                 let buffer = place[value.0].unwrap_or_else(|| panic!("`{}` has no buffer", g.get(v).name));
-                Arg { buffer, value: first + value.0, ty: local.ty(v), sum, part }
+                let sharding = local.sharding(v);
+                Arg { buffer, value: first + value.0, ty: local.ty(v), sum, sharding, part }
             };
             let inputs: Vec<Arg> = node.inputs.iter().map(|&v| arg(v, false)).collect();
             let outputs = node.outputs.iter().map(|o| o.map(|v| arg(v, true))).collect();
@@ -442,13 +442,13 @@ fn is_gathered(node: &Node) -> bool {
     matches!(node.op, Op::AllGather { .. } | Op::Receive { .. })
 }
 
-/// Collectives over data-parallel ranks overlap with the kernels of a pass; others are waited for at once.
+/// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.
 fn stream(node: &Node) -> Stream {
-    let axis = match node.op {
-        Op::AllReduce { axis } | Op::ReduceScatter { axis, .. } | Op::AllGather { axis, .. } => Some(axis),
-        _ => None,
+    let over = match node.op {
+        Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => over,
+        _ => Axes::NONE,
     };
-    let overlaps = axis == Some(MeshAxis::Dp) && node.phase != Phase::Update;
+    let overlaps = !over.within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
     if overlaps { Stream::Communication } else { Stream::Compute }
 }
 
@@ -487,12 +487,13 @@ fn tensors(local: &Local, persistent: &Places) -> Vec<Tensor> {
         // A gradient is what it has become at the end of a step.
         let id = ValueId(i);
         let shown = if role == Role::State(State::Gradient) { g.latest(id) } else { id };
-        let part = g.parts.contains(&(id, shown));
+        let sharding = g.get(shown).sharding;
+        let part = if g.parts.contains(&(id, shown)) { sharding.axes(Placement::Flat) } else { Axes::NONE };
         Some(Tensor {
             name: value.name.clone(),
             ty: local.ty(shown),
             whole: value.ty.clone(),
-            sharding: g.get(shown).sharding,
+            sharding,
             buffer: persistent[i]?,
             part,
             role,

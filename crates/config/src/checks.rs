@@ -6,7 +6,7 @@ use crate::resolve::Values;
 use crate::rules;
 use crate::value::Value;
 use lockstep_ir::legal::{self, Shape};
-use lockstep_ir::{Layout, Mesh};
+use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 /// Keys that do not go together.
 pub(crate) struct Conflict {
@@ -255,13 +255,13 @@ pub(crate) fn layout_conflicts(values: &Values) -> Vec<Conflict> {
 /// A batch of the ramp that micro-batches of all ranks do not make up.
 fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conflict> {
     let Value::Ramp(stages) = values.get("train.batch_ramp")? else { return None };
-    let round = (layout.mesh.dp * shape.micro_batch) as u64;
+    let round = (layout.mesh.size(Axes::SEQUENCES) * shape.micro_batch) as u64;
     let odd = |(_, batch): &(u64, Value)| match batch {
         Value::Count(count) if !count.is_multiple_of(round) => Some(*count),
         _ => None,
     };
     let count = stages.iter().find_map(odd)?;
-    let what = match layout.mesh.dp {
+    let what = match layout.mesh.size(Axes::SEQUENCES) {
         1 => format!("train.micro_batch = {}", shape.micro_batch),
         dp => format!("parallel.dp × train.micro_batch = {dp} × {}", shape.micro_batch),
     };
@@ -276,7 +276,10 @@ fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conf
 fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
     let size = |path: &str| values.count(path).and_then(|n| usize::try_from(n).ok());
     let layout = Layout {
-        mesh: Mesh { dp: size("parallel.dp")?, tp: size("parallel.tp")?, pp: size("parallel.pp")? },
+        mesh: Mesh::ONE
+            .with(MeshAxis::DpShard, size("parallel.dp")?)
+            .with(MeshAxis::Tp, size("parallel.tp")?)
+            .with(MeshAxis::Pp, size("parallel.pp")?),
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
         ..Layout::single(1)

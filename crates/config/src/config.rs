@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use lockstep_ir::legal::Shape;
-use lockstep_ir::{Layout, Mesh};
+use lockstep_ir::{Layout, Mesh, MeshAxis};
 
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{Inherited, NotInherited};
@@ -230,7 +230,7 @@ impl Config {
     pub fn at(&self, layout: &Layout) -> Config {
         let mut config = self.clone();
         let p = &mut config.parallel;
-        (p.dp, p.tp, p.pp) = (layout.mesh.dp, layout.mesh.tp, layout.mesh.pp);
+        (p.dp, p.tp, p.pp) = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp].map(|axis| layout.mesh.size(axis)).into();
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
         p.schedule = layout.schedule.name().to_owned();
         config
@@ -241,7 +241,7 @@ impl Config {
         let p = &self.parallel;
         Layout {
             micro_batches: self.accumulation_steps(),
-            mesh: Mesh { dp: p.dp, tp: p.tp, pp: p.pp },
+            mesh: Mesh::ONE.with(MeshAxis::DpShard, p.dp).with(MeshAxis::Tp, p.tp).with(MeshAxis::Pp, p.pp),
             zero: p.zero,
             sequence_parallel: p.sequence_parallel,
             schedule: p.schedule.parse().expect("the schema accepts the names of schedules alone"),

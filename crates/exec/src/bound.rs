@@ -3,7 +3,7 @@
 use crate::ExecError;
 use lockstep_ir::op::{Elem, IGNORED_TARGET};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
-use lockstep_ir::{Axis, Coordinates, DType, DeviceProfile, Op, TypeError};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, MeshAxis, Op, Placement, TypeError};
 use std::collections::BTreeMap;
 
 /// An operand as the executor sees it.
@@ -18,8 +18,8 @@ pub struct At {
     pub dtype: DType,
     /// Whether, as an output, it adds to what is there.
     pub sum: Sum,
-    /// Whether it is a flat range of a larger tensor.
-    pub flat: bool,
+    /// Where it is a flat range of a larger tensor: the element of that at which it starts.
+    pub cut_at: usize,
 }
 
 impl At {
@@ -34,17 +34,17 @@ impl At {
             elements: 0,
             dtype: DType::F32,
             sum: Sum::No,
-            flat: false,
+            cut_at: 0,
         }
     }
 
     /// An operand of the rank at `here`.
     pub fn arg(program: &StepProgram, arg: &Arg, here: Coordinates) -> Self {
         let at = Self::buffer(program, arg.buffer);
-        let before = if arg.part { here.dp as u64 * arg.ty.bytes() } else { 0 };
-        let flat = arg.ty.dims.iter().any(|d| d.sections.iter().any(|s| s.axis == Axis::Flat));
+        let before = here.index(arg.part, &program.mesh) as u64 * arg.ty.bytes();
         let (elements, dtype) = (arg.ty.elements(), arg.ty.dtype);
-        Self { first: at.first + before, elements, dtype, sum: arg.sum, flat, ..at }
+        let cut_at = here.index(arg.sharding.axes(Placement::Flat), &program.mesh) * elements;
+        Self { first: at.first + before, elements, dtype, sum: arg.sum, cut_at, ..at }
     }
 
     /// Where it starts in the arena at a slot of a schedule, in bytes.
@@ -146,7 +146,7 @@ impl Bound {
         match self.vocab {
             None => VocabPart { first: 0, entries, whole: entries },
             Some(whole) => {
-                let first = here.tp * entries;
+                let first = here.get(MeshAxis::Tp) * entries;
                 VocabPart { first, entries: entries.min(whole.saturating_sub(first)), whole }
             }
         }
@@ -154,7 +154,7 @@ impl Bound {
 
     /// The first position that the rank at `here` has of sequences of `seq`: all ranks that share one have equally many.
     pub fn first_position(&self, here: Coordinates, seq: usize) -> usize {
-        if self.size('s') < seq { here.tp * self.size('s') } else { 0 }
+        if self.size('s') < seq { here.get(MeshAxis::Tp) * self.size('s') } else { 0 }
     }
 }
 
@@ -180,7 +180,7 @@ impl Names {
         if region.lifetime == Lifetime::MicroBatch && micro_batch >= region.slots {
             return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
         }
-        let before = if tensor.part { here.dp as u64 * tensor.ty.bytes() } else { 0 };
+        let before = here.index(tensor.part, &program.mesh) as u64 * tensor.ty.bytes();
         Ok((tensor, program.address(tensor.buffer, &Slot::new(0, micro_batch)) + before))
     }
 }

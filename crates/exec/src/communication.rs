@@ -4,7 +4,7 @@ use crate::bound::At;
 use crate::comm::{Collective, CommError, Communicator, Group, Piece, Place};
 use crate::cpu::arena;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
-use lockstep_ir::{Coordinates, MeshAxis, Op, TensorType};
+use lockstep_ir::{Axes, Coordinates, MeshAxis, Op, TensorType};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -44,17 +44,17 @@ impl CommunicationCall {
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
         let mesh = &program.mesh;
         let channel = u32::from(instr.stream == Stream::Communication);
-        let along = |axis: MeshAxis| Group { ranks: mesh.group(here, axis), channel };
-        let peer = |stage: usize| mesh.rank(Coordinates { pp: stage, ..here });
+        let along = |over: Axes| Group { ranks: mesh.group(here, over), channel };
+        let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
         let what = match instr.op {
-            Op::AllReduce { axis } => What::Together(Collective::AllReduce, along(axis)),
-            Op::SumShared { sharers } => {
-                let first = here.tp / sharers * sharers;
-                let ranks = (first..first + sharers).map(|tp| mesh.rank(Coordinates { tp, ..here })).collect();
+            Op::AllReduce { over } => What::Together(Collective::AllReduce, along(over)),
+            Op::SumShared { over, sharers } => {
+                let first = here.index(over, mesh) / sharers * sharers;
+                let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
                 What::Together(Collective::AllReduce, Group { ranks, channel })
             }
-            Op::ReduceScatter { axis, .. } => What::Together(Collective::ReduceScatter, along(axis)),
-            Op::AllGather { axis, .. } => What::Together(Collective::AllGather, along(axis)),
+            Op::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
+            Op::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
             Op::Send { stage, tag } => {
                 let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();

@@ -10,10 +10,10 @@ pub mod communication;
 pub mod conformance;
 pub mod cpu;
 pub mod initial;
-mod ranks;
 pub mod reference;
+mod world;
 
-pub use ranks::{Rank, Ranks};
+pub use world::{Alone, Rank, ThreadWorld, World};
 
 use initial::Initial;
 use lockstep_ir::DType;
@@ -95,11 +95,6 @@ pub trait Executor: Send {
     /// What whoever waits for it should know.
     fn notes(&self) -> &[Note] {
         &[]
-    }
-
-    /// The ranks behind it, where it is several, for whoever wants what each of them has.
-    fn ranks(&self) -> Option<&Ranks> {
-        None
     }
 }
 

@@ -5,7 +5,7 @@ use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use crate::schedule::{ChunkCosts, Pipeline};
 use crate::walk::Walk;
-use crate::{Coordinates, MeshAxis, Op, Placement, Sharding, timeline};
+use crate::{Axes, Coordinates, MeshAxis, Op, Placement, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -164,8 +164,8 @@ pub struct Communication {
     pub segment: &'static str,
     /// The op.
     pub op: &'static str,
-    /// The mesh axis that it goes along.
-    pub axis: &'static str,
+    /// The mesh axes that it goes along.
+    pub axis: String,
     /// Ranks that take part.
     pub ranks: usize,
     /// Number of calls.
@@ -182,12 +182,12 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
-            let (axis, ranks) = match instr.op {
-                Op::AllReduce { axis } | Op::ReduceScatter { axis, .. } | Op::AllGather { axis, .. } => {
-                    (axis, program.mesh.size(axis))
+            let (over, ranks) = match instr.op {
+                Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => {
+                    (over, program.mesh.size(over))
                 }
-                Op::SumShared { sharers } => (MeshAxis::Tp, sharers),
-                _ => (MeshAxis::Pp, 2),
+                Op::SumShared { over, sharers } => (over, sharers),
+                _ => (MeshAxis::Pp.into(), 2),
             };
             let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
             let input = total(&mut instr.inputs.iter());
@@ -205,10 +205,10 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
                 }
                 _ => (input, input * 2 * (n - 1) / n),
             };
-            let (op, axis) = (instr.op.name(), axis.name());
-            let same = |l: &Communication| (l.segment, l.op, l.axis, l.ranks) == (segment.name, op, axis, ranks);
+            let (op, axis) = (instr.op.name(), over.to_string());
+            let same = |l: &Communication| (l.segment, l.op, &l.axis, l.ranks) == (segment.name, op, &axis, ranks);
             let at = lines.iter().position(same).unwrap_or_else(|| {
-                let segment = segment.name;
+                let (segment, axis) = (segment.name, axis.clone());
                 lines.push(Communication { segment, op, axis, ranks, calls: 0, bytes: 0, sent_bytes: 0 });
                 lines.len() - 1
             });
@@ -223,15 +223,17 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
 /// Bytes of states, on all ranks of a stage together, that hold no element: they fill up parts of the vocabulary and flat ranges.
 pub fn padding(program: &StepProgram) -> u64 {
     let mesh = &program.mesh;
-    let padding = |t: &Tensor, tp: usize| {
-        // Data-parallel ranks hold the same, or together once what tensor parallelism leaves.
-        let at = Coordinates { tp, ..Coordinates::default() };
-        let here = Sharding { dp: Placement::Replicated, ..t.sharding }.held(&t.whole, mesh, at);
-        let copies = if t.sharding.dp == Placement::Flat && !t.part { 1 } else { mesh.dp };
-        program.buffers[t.buffer.0].bytes * mesh.dp as u64 - (here * t.whole.dtype.bytes() * copies) as u64
+    let stage = mesh.size(Axes::STAGE);
+    let padding = |t: &Tensor| {
+        let split: Axes = Axes::STAGE.iter().filter(|a| matches!(t.sharding.over(*a), Placement::Split(_))).collect();
+        // Other ranks hold the same, or together once what is cut into ranges.
+        let cut = if t.part.is_empty() { t.sharding.axes(Placement::Flat) } else { Axes::NONE };
+        let copies = stage / mesh.size(split) / mesh.size(cut);
+        let at = |part| Coordinates::default().with_index(split, mesh, part);
+        let held = (0..mesh.size(split)).map(|part| t.sharding.uncut().held(&t.whole, mesh, at(part)));
+        program.buffers[t.buffer.0].bytes * stage as u64 - (held.sum::<usize>() * t.whole.dtype.bytes() * copies) as u64
     };
-    let states: Vec<&Tensor> = program.tensors.iter().filter(|t| matches!(t.role, Role::State(_))).collect();
-    (0..mesh.tp).flat_map(|tp| states.iter().map(move |t| padding(t, tp))).sum()
+    program.tensors.iter().filter(|t| matches!(t.role, Role::State(_))).map(padding).sum()
 }
 
 /// Total FLOPs of an entry.

@@ -1,6 +1,6 @@
 //! The graph: what is computed, in global shapes, before anything is placed.
 
-use crate::{Init, Op, Placement, Sharding, TensorType, TypeError};
+use crate::{Init, Op, Sharding, TensorType, TypeError};
 use std::fmt::Write;
 
 /// Index of a value in its graph.
@@ -201,12 +201,7 @@ impl Graph {
         for (&from, &to) in inputs.iter().zip(&outputs) {
             let before = self.get(from).sharding;
             self.values[to.0].name = format!("{}.{suffix}", self.get(from).name);
-            self.values[to.0].sharding = match op {
-                Op::AllReduce { axis } | Op::AllGather { axis, .. } => before.with(axis, Placement::Replicated),
-                Op::ReduceScatter { axis, dim } => before.with(axis, dim.map_or(Placement::Flat, Placement::Split)),
-                Op::Shard { axis } => before.with(axis, Placement::Flat),
-                _ => before,
-            };
+            self.values[to.0].sharding = before.after(&op)?;
         }
         Ok(outputs)
     }

@@ -5,6 +5,9 @@ use crate::schedule::{Pipeline, Schedule};
 use serde::Serialize;
 use std::str::FromStr;
 
+/// The axes that the text of a layout may name.
+const NAMED: [MeshAxis; 3] = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+
 /// What was chosen for a run. Prints what differs from one rank: `dp=2 zero=1 tp=2 sp pp=2 1f1b`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Layout {
@@ -26,7 +29,7 @@ impl Layout {
 
     /// What the ranks of its pipeline do in a step.
     pub fn pipeline(&self) -> Pipeline {
-        self.schedule.pipeline(self.mesh.pp, self.micro_batches)
+        self.schedule.pipeline(self.mesh.size(MeshAxis::Pp), self.micro_batches)
     }
 
     /// One rank.
@@ -42,12 +45,15 @@ impl std::fmt::Display for Layout {
             (size != 1).then(|| format!("{}={size}", axis.name()))
         };
         let words = [
-            size(MeshAxis::Dp),
+            size(MeshAxis::DpReplicate),
+            size(MeshAxis::DpShard),
             (self.zero != 0).then(|| format!("zero={}", self.zero)),
+            size(MeshAxis::Cp),
+            size(MeshAxis::Ep),
             size(MeshAxis::Tp),
             self.sequence_parallel.then(|| "sp".to_owned()),
             size(MeshAxis::Pp),
-            (self.mesh.pp != 1).then(|| self.schedule.name().to_owned()),
+            (self.mesh.size(MeshAxis::Pp) != 1).then(|| self.schedule.name().to_owned()),
         ];
         let words: Vec<_> = words.into_iter().flatten().collect();
         f.write_str(if words.is_empty() { "one rank" } else { "" })?;
@@ -122,8 +128,8 @@ impl Layout {
             number.ok_or_else(|| LayoutError::Value { key, value: value.to_owned(), least, most })
         };
         let alone = |key: &'static str| if value.is_none() { Ok(()) } else { Err(LayoutError::TakesNoValue(key)) };
-        if let Some(axis) = MeshAxis::ALL.into_iter().find(|axis| axis.name() == name) {
-            *self.mesh.size_mut(axis) = number(axis.name(), 1, Layout::MOST)?;
+        if let Some(axis) = NAMED.into_iter().find(|axis| axis.name() == name) {
+            self.mesh = self.mesh.with(axis, number(axis.name(), 1, Layout::MOST)?);
             return Ok(axis.name());
         }
         if let Ok(schedule) = name.parse::<Schedule>() {
@@ -152,6 +158,10 @@ impl Layout {
 mod tests {
     use super::*;
 
+    fn mesh(dp: usize, tp: usize, pp: usize) -> Mesh {
+        Mesh::ONE.with(MeshAxis::DpShard, dp).with(MeshAxis::Tp, tp).with(MeshAxis::Pp, pp)
+    }
+
     fn read(text: &str) -> Layout {
         text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
     }
@@ -160,7 +170,7 @@ mod tests {
     fn a_layout_prints_what_differs_from_one_rank() {
         assert_eq!(Layout::single(4).to_string(), "one rank");
         let full = Layout {
-            mesh: Mesh { dp: 2, tp: 2, pp: 2 },
+            mesh: mesh(2, 2, 2),
             zero: 1,
             sequence_parallel: true,
             schedule: Schedule::USUAL,
@@ -173,7 +183,7 @@ mod tests {
     #[test]
     fn a_layout_is_read_in_any_order_and_as_it_prints() {
         let layout = read("dp=2,zero=1,tp=4,sp,pp=8,gpipe");
-        assert_eq!(layout.mesh, Mesh { dp: 2, tp: 4, pp: 8 });
+        assert_eq!(layout.mesh, mesh(2, 4, 8));
         assert_eq!((layout.zero, layout.sequence_parallel, layout.schedule), (1, true, Schedule::ALL[1]));
         assert_eq!(read("gpipe, pp=8, sp, tp=4, zero=1, dp=2"), layout);
         assert_eq!(read(&layout.to_string()), layout);

@@ -65,9 +65,9 @@ pub fn check(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
 
 fn empty_sizes(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
     let sizes = [
-        ("parallel.dp", layout.mesh.dp),
-        ("parallel.tp", layout.mesh.tp),
-        ("parallel.pp", layout.mesh.pp),
+        ("parallel.dp", layout.mesh.size(MeshAxis::DpShard)),
+        ("parallel.tp", layout.mesh.size(MeshAxis::Tp)),
+        ("parallel.pp", layout.mesh.size(MeshAxis::Pp)),
         ("model.layers", shape.layers),
         ("model.heads", shape.heads),
         ("model.kv_heads", shape.kv_heads),
@@ -125,14 +125,14 @@ fn tensor_sizes(layout: &Layout, shape: &Shape) -> Vec<usize> {
 }
 
 fn tensor_parallel(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
-    let tp = layout.mesh.tp;
+    let tp = layout.mesh.size(MeshAxis::Tp);
     let broken = tensor_rules(tp, layout, shape).into_iter().filter(|(kept, ..)| !kept);
     let nearest = || near(MeshAxis::Tp.name(), &tensor_sizes(layout, shape), tp);
     broken.map(|(_, with, reason)| Refusal { key: "parallel.tp", with, reason, nearest: nearest() }).collect()
 }
 
 fn sequence_parallel(layout: &Layout, shape: &Shape) -> Option<Refusal> {
-    (layout.sequence_parallel && layout.mesh.tp == 1).then(|| {
+    (layout.sequence_parallel && layout.mesh.size(MeshAxis::Tp) == 1).then(|| {
         let other = tensor_sizes(layout, shape).into_iter().find(|&tp| tp > 1);
         let other = other.map(|tp| format!(", or tp = {tp}")).unwrap_or_default();
         Refusal {
@@ -145,7 +145,7 @@ fn sequence_parallel(layout: &Layout, shape: &Shape) -> Option<Refusal> {
 }
 
 fn batch(layout: &Layout, shape: &Shape) -> Option<Refusal> {
-    let (dp, global, micro) = (layout.mesh.dp, shape.global_batch, shape.micro_batch);
+    let (dp, global, micro) = (layout.mesh.size(MeshAxis::DpShard), shape.global_batch, shape.micro_batch);
     let Some(per_rank) = quotient(global, dp) else {
         // A dp that leaves the micro-batch as it is, where there is one.
         let sizes = divisors(quotient(global, micro).unwrap_or(global));
@@ -153,7 +153,7 @@ fn batch(layout: &Layout, shape: &Shape) -> Option<Refusal> {
             key: "parallel.dp",
             with: &["train.global_batch"],
             reason: format!("parallel.dp = {dp} does not divide train.global_batch = {global}"),
-            nearest: near(MeshAxis::Dp.name(), &sizes, dp),
+            nearest: near(MeshAxis::DpShard.name(), &sizes, dp),
         });
     };
     if per_rank.is_multiple_of(micro) {
@@ -172,7 +172,7 @@ fn batch(layout: &Layout, shape: &Shape) -> Option<Refusal> {
 }
 
 fn pipeline(layout: &Layout, shape: &Shape) -> Option<Refusal> {
-    let (pp, layers) = (layout.mesh.pp, shape.layers);
+    let (pp, layers) = (layout.mesh.size(MeshAxis::Pp), shape.layers);
     (pp > layers).then(|| Refusal {
         key: "parallel.pp",
         with: &["model.layers"],
@@ -182,7 +182,7 @@ fn pipeline(layout: &Layout, shape: &Shape) -> Option<Refusal> {
 }
 
 fn zero(layout: &Layout) -> Option<Refusal> {
-    let (zero, dp, pp) = (layout.zero, layout.mesh.dp, layout.mesh.pp);
+    let (zero, dp, pp) = (layout.zero, layout.mesh.size(MeshAxis::DpShard), layout.mesh.size(MeshAxis::Pp));
     let refuse = |with, reason, nearest: &str| Refusal { key: "parallel.zero", with, reason, nearest: nearest.into() };
     match zero {
         0 => None,
@@ -371,7 +371,8 @@ mod tests {
 
     #[test]
     fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
-        let mesh = crate::Mesh { dp: 0, tp: 0, pp: 0 };
+        let sizes = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+        let mesh = sizes.into_iter().fold(crate::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
         let none = Shape {
             layers: 0,
             heads: 0,
@@ -401,7 +402,7 @@ mod tests {
             for refusal in check(&wanted, &shape) {
                 let sizes = refusal.nearest.trim_start_matches("tp = ").split(" or ");
                 for size in sizes.filter_map(|size| size.parse().ok()) {
-                    let fits = Layout { mesh: crate::Mesh { tp: size, ..wanted.mesh }, ..wanted };
+                    let fits = Layout { mesh: wanted.mesh.with(MeshAxis::Tp, size), ..wanted };
                     assert_eq!(check(&fits, &shape), [], "{refusal}");
                 }
             }

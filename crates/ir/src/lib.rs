@@ -35,7 +35,7 @@ pub use dtype::DType;
 pub use graph::{Graph, ValueId};
 pub use init::{Init, RopeScaling};
 pub use layout::{Layout, LayoutError};
-pub use mesh::{Coordinates, Mesh, MeshAxis};
+pub use mesh::{Axes, Coordinates, Mesh, MeshAxis};
 pub use op::{Op, TypeError};
 pub use profile::{DeviceProfile, Workspace};
 pub use program::StepProgram;

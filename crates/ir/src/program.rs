@@ -1,7 +1,7 @@
 //! The step program: what one rank runs, with every buffer placed.
 
 use crate::graph::{Phase, State};
-use crate::mesh::Mesh;
+use crate::mesh::{Axes, Mesh};
 use crate::{Op, Sharding, TensorType, counter};
 use serde::Serialize;
 use std::sync::Arc;
@@ -146,9 +146,11 @@ pub struct Arg {
     pub ty: TensorType,
     /// For outputs: whether they add to what is there.
     pub sum: Sum,
-    /// Whether it is this rank's part of the buffer: as many bytes as the type has, behind those of the data-parallel ranks
-    /// before it.
-    pub part: bool,
+    /// Its sharding over the mesh.
+    pub sharding: Sharding,
+    /// Where it is this rank's part of the buffer, the axes over which parts are counted: as many bytes as the type has, behind
+    /// those of the ranks before it. The buffer as it is where there are none.
+    pub part: Axes,
 }
 
 /// Whether an output replaces what is there or adds to it.
@@ -186,10 +188,14 @@ pub struct Instr {
 }
 
 impl Instr {
-    /// Every buffer that it touches: operands, then scratch.
+    /// Its inputs, then its outputs.
+    pub fn operands(&self) -> impl Iterator<Item = &Arg> {
+        self.inputs.iter().chain(self.outputs.iter().flatten())
+    }
+
+    /// Every buffer that it touches: those of its operands, then scratch.
     pub fn buffers(&self) -> impl Iterator<Item = BufferId> {
-        let args = self.inputs.iter().chain(self.outputs.iter().flatten());
-        args.map(|a| a.buffer).chain(self.workspace)
+        self.operands().map(|a| a.buffer).chain(self.workspace)
     }
 }
 
@@ -326,8 +332,8 @@ pub struct Tensor {
     pub sharding: Sharding,
     /// Where it is.
     pub buffer: BufferId,
-    /// Whether it is this rank's part of the buffer (see [`Arg::part`]).
-    pub part: bool,
+    /// Where it is this rank's part of the buffer: over these axes (see [`Arg::part`]).
+    pub part: Axes,
     /// What the host may do with it.
     pub role: Role,
 }
@@ -410,8 +416,7 @@ impl StepProgram {
 impl std::fmt::Display for StepProgram {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.mesh != Mesh::ONE {
-            let Mesh { dp, tp, pp } = self.mesh;
-            writeln!(f, "mesh dp={dp} tp={tp} pp={pp}, stage {}", self.stage)?;
+            writeln!(f, "mesh {}, stage {}", self.mesh, self.stage)?;
         }
         writeln!(f, "arena {} bytes", self.arena_bytes)?;
         for r in &self.regions {
@@ -426,7 +431,7 @@ impl std::fmt::Display for StepProgram {
         let arg = |a: &Arg| {
             let b = &self.buffers[a.buffer.0];
             let plus = if a.sum == Sum::No { "" } else { "+=" };
-            let part = if a.part { "+dp.index" } else { "" };
+            let part = if a.part.is_empty() { String::new() } else { format!("+{}.index", a.part) };
             format!("{}{plus}@{}+{}{part}", self.values[a.value], self.regions[b.region].lifetime.name(), b.offset)
         };
         for s in &self.segments {

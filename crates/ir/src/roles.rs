@@ -26,7 +26,7 @@ fn mismatch(at: impl Into<String>, reason: impl Into<String>) -> Mismatch {
 pub fn check(programs: &[StepProgram]) -> Result<(), Mismatch> {
     let Some(first) = programs.first() else { return Err(mismatch("run", "has no programs")) };
     let stages = programs.iter().enumerate().all(|(s, p)| p.stage == s && p.mesh == first.mesh);
-    if !stages || programs.len() != first.mesh.pp {
+    if !stages || programs.len() != first.mesh.size(MeshAxis::Pp) {
         return Err(mismatch("run", "the programs are not those of the stages of one mesh"));
     }
     for entry in &first.entries {
@@ -66,7 +66,10 @@ fn message<'a>(event: &Event<'a>) -> (&'a str, usize) {
 
 /// The instructions of one stage that others take part in, in order.
 fn steps<'a>(program: &'a StepProgram, entry: &'a Entry) -> Vec<Event<'a>> {
-    let between = |op: &Op| matches!(op, Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { axis: MeshAxis::Pp });
+    let between = |op: &Op| match op {
+        Op::AllReduce { over } => over.contains(MeshAxis::Pp),
+        op => matches!(op, Op::Send { .. } | Op::Receive { .. }),
+    };
     let indices = |segment: &Segment| -> Vec<usize> {
         (0..segment.instrs.len()).filter(|i| between(&segment.instrs[*i].op)).collect()
     };

@@ -1,7 +1,7 @@
 //! Sharding of a tensor over the mesh: replicated, split along a dimension, cut flat into ranges, or partial sums.
 
-use crate::mesh::{Coordinates, Mesh, MeshAxis};
-use crate::{Axis, Dim, Section, TensorType};
+use crate::mesh::{Axes, Coordinates, Mesh, MeshAxis};
+use crate::{Axis, Dim, Op, Section, TensorType, TypeError};
 
 /// Placement of a tensor along one mesh axis.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -18,14 +18,10 @@ pub enum Placement {
     Partial,
 }
 
-/// Sharding of a tensor: its placement along each mesh axis. Pipeline stages hold different tensors, so `pp` has no part in it.
+/// Sharding of a tensor: its placement along each mesh axis. Several axes may split one dimension, and several may cut flat ranges:
+/// parts then count over all of them, see [`Coordinates::index`]. Flat ranges are of what splits leave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Sharding {
-    /// Over data-parallel ranks: `Flat` ranges are of what the other axes leave.
-    pub dp: Placement,
-    /// Over tensor-parallel ranks.
-    pub tp: Placement,
-}
+pub struct Sharding([Placement; MeshAxis::ALL.len()]);
 
 /// Elements of a [`Placement::Flat`] range are a multiple of this, so that sums over blocks of as many elements do not depend on
 /// where ranges end.
@@ -55,74 +51,94 @@ fn part_count(section: Section, of: usize) -> usize {
 
 impl Sharding {
     /// Whole everywhere.
-    pub const REPLICATED: Sharding = Sharding { dp: Placement::Replicated, tp: Placement::Replicated };
+    pub const REPLICATED: Sharding = Sharding([Placement::Replicated; MeshAxis::ALL.len()]);
 
-    /// Over one axis.
+    /// The placement along one axis.
     pub fn over(&self, axis: MeshAxis) -> Placement {
-        match axis {
-            MeshAxis::Dp => self.dp,
-            MeshAxis::Tp => self.tp,
-            MeshAxis::Pp => Placement::Replicated,
-        }
+        self.0[axis as usize]
     }
 
-    /// The same with another placement along one axis.
-    pub fn with(self, axis: MeshAxis, placement: Placement) -> Self {
-        match axis {
-            MeshAxis::Dp => Self { dp: placement, ..self },
-            MeshAxis::Tp => Self { tp: placement, ..self },
-            MeshAxis::Pp => self,
-        }
+    /// The same with another placement along these axes.
+    pub fn with(mut self, axes: impl Into<Axes>, placement: Placement) -> Self {
+        axes.into().iter().for_each(|axis| self.0[axis as usize] = placement);
+        self
+    }
+
+    /// The axes along which it is placed so.
+    pub fn axes(&self, placement: Placement) -> Axes {
+        MeshAxis::ALL.into_iter().filter(|axis| self.over(*axis) == placement).collect()
+    }
+
+    /// What an op that only changes shardings makes of it.
+    pub fn after(self, op: &Op) -> Result<Sharding, TypeError> {
+        let refuse = || TypeError { op: op.name(), reason: format!("{} of a tensor that is {self}", op.attributes()) };
+        let all = |over: Axes, placement| over.without(self.axes(placement)).is_empty();
+        // Ranges are cut and joined over all axes at once, parts of a dimension from the last axis on.
+        let last = |over: Axes, dim: Option<usize>| match dim {
+            None => self.axes(Placement::Flat).without(over).is_empty(),
+            Some(dim) => {
+                let rest = self.axes(Placement::Split(dim)).without(over);
+                rest.iter().all(|outer| over.iter().all(|inner| outer < inner))
+            }
+        };
+        let part = |dim: Option<usize>| dim.map_or(Placement::Flat, Placement::Split);
+        let (fits, after) = match *op {
+            Op::AllReduce { over } => (all(over, Placement::Partial), self.with(over, Placement::Replicated)),
+            Op::SumShared { over, .. } => (all(over, Placement::Split(0)), self),
+            Op::ReduceScatter { over, dim } => {
+                (all(over, Placement::Partial) && last(over, dim), self.with(over, part(dim)))
+            }
+            Op::AllGather { over, dim } => {
+                (all(over, part(dim)) && last(over, dim), self.with(over, Placement::Replicated))
+            }
+            Op::Shard { over } => {
+                (all(over, Placement::Replicated) && last(over, None), self.with(over, Placement::Flat))
+            }
+            _ => (true, self),
+        };
+        if fits { Ok(after) } else { Err(refuse()) }
+    }
+
+    /// The same before flat ranges are cut.
+    pub fn uncut(self) -> Self {
+        self.with(self.axes(Placement::Flat), Placement::Replicated)
     }
 
     /// The shape that a rank has, padding included.
     pub fn local(&self, ty: &TensorType, mesh: &Mesh) -> TensorType {
         let mut ty = ty.clone();
-        for axis in [MeshAxis::Tp, MeshAxis::Dp] {
-            match self.over(axis) {
-                Placement::Split(dim) => {
-                    for section in &mut ty.dims[dim].sections {
-                        section.count = part_count(*section, mesh.size(axis));
-                    }
-                }
-                Placement::Flat => {
-                    let len = ty.elements().div_ceil(mesh.size(axis)).next_multiple_of(FLAT_BLOCK);
-                    ty.dims = vec![Dim::new(Axis::Flat, len)];
-                }
-                Placement::Replicated | Placement::Partial => {}
-            }
+        for (d, dim) in ty.dims.iter_mut().enumerate() {
+            let parts = mesh.size(self.axes(Placement::Split(d)));
+            dim.sections.iter_mut().for_each(|section| section.count = part_count(*section, parts));
+        }
+        let flat = self.axes(Placement::Flat);
+        if !flat.is_empty() {
+            ty.dims = vec![Dim::new(Axis::Flat, flat_len(ty.elements(), mesh.size(flat)))];
         }
         ty
     }
 
-    /// How many neighbours over tensor parallelism share entries of each section of a dimension: 1 where none do.
-    pub fn sharers(&self, dim: &Dim, mesh: &Mesh) -> Vec<usize> {
-        dim.sections.iter().map(|s| (mesh.tp / s.count.max(1)).max(1)).collect()
-    }
-
-    /// Elements that flat ranges are cut from, padding included.
-    fn tp_local(&self, ty: &TensorType, mesh: &Mesh) -> usize {
-        Sharding { dp: Placement::Replicated, ..*self }.local(ty, mesh).elements()
+    /// How many neighbours over the axes that split a dimension share entries of each of its sections: 1 where none do.
+    pub fn sharers(&self, ty: &TensorType, dim: usize, mesh: &Mesh) -> Vec<usize> {
+        let parts = mesh.size(self.axes(Placement::Split(dim)));
+        ty.dims[dim].sections.iter().map(|s| (parts / s.count.max(1)).max(1)).collect()
     }
 
     /// How many elements of the whole a rank has: without padding.
     pub fn held(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> usize {
-        let extent = |d: usize, dim: &Dim| {
-            let axis = [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Placement::Split(d));
-            axis.map_or(dim.size(), |a| ranges(dim, mesh.size(a), at.get(a)).0.iter().map(|r| r.len).sum())
-        };
-        let all: usize = ty.dims.iter().enumerate().map(|(d, dim)| extent(d, dim)).product();
-        match self.dp {
-            // Padding stands behind all elements, but where it is in an inner dimension.
-            Placement::Flat if matches!(self.tp, Placement::Split(dim) if dim > 0) && all < self.tp_local(ty, mesh) => {
-                self.runs(ty, mesh, at).iter().map(|r| r.len).sum()
-            }
-            Placement::Flat => {
-                let len = self.local(ty, mesh).elements();
-                all.saturating_sub(at.dp * len).min(len)
-            }
-            Placement::Replicated | Placement::Split(_) | Placement::Partial => all,
+        let extent = |(d, dim)| self.ranges(ranges, (d, dim), mesh, at).0.iter().map(|r| r.len).sum::<usize>();
+        let all: usize = ty.dims.iter().enumerate().map(extent).product();
+        let flat = self.axes(Placement::Flat);
+        if flat.is_empty() {
+            return all;
         }
+        // Padding stands behind all elements, but where it is in an inner dimension.
+        let inner = (1..ty.dims.len()).any(|d| !self.axes(Placement::Split(d)).is_empty());
+        if inner && all < self.uncut().local(ty, mesh).elements() {
+            return self.runs(ty, mesh, at).iter().map(|r| r.len).sum();
+        }
+        let len = self.local(ty, mesh).elements();
+        all.saturating_sub(at.index(flat, mesh) * len).min(len)
     }
 
     /// The elements that a rank has, in order; padding is in no run.
@@ -130,10 +146,14 @@ impl Sharding {
         self.runs_of(ty, mesh, at, ranges)
     }
 
+    /// Whether a rank before this one on its stage has the same elements.
+    pub fn repeats(&self, at: Coordinates) -> bool {
+        self.axes(Placement::Replicated).within(Axes::STAGE).iter().any(|axis| at.get(axis) > 0)
+    }
+
     /// The elements that a rank has and none before it on its stage, in order: over all ranks, every element once.
     pub fn first_runs(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates) -> Vec<Run> {
-        let repeats = |axis| self.over(axis) == Placement::Replicated && at.get(axis) > 0;
-        match repeats(MeshAxis::Dp) || repeats(MeshAxis::Tp) {
+        match self.repeats(at) {
             true => Vec::new(),
             false => self.runs_of(ty, mesh, at, first_ranges),
         }
@@ -141,24 +161,34 @@ impl Sharding {
 
     /// The elements that a rank has of the ranges that `ranges` gives of split dimensions.
     fn runs_of(&self, ty: &TensorType, mesh: &Mesh, at: Coordinates, ranges: Ranges) -> Vec<Run> {
-        let split =
-            |dim: usize| [MeshAxis::Tp, MeshAxis::Dp].into_iter().find(|a| self.over(*a) == Placement::Split(dim));
         // Ranges of each dimension as (start in the whole, start on the rank, length), and the rank's extent.
         let mut runs = vec![Run { whole: 0, local: 0, len: 1 }];
         for (d, dim) in ty.dims.iter().enumerate() {
-            let (ranges, extent) = match split(d) {
-                None => (vec![Run { whole: 0, local: 0, len: dim.size() }], dim.size()),
-                Some(axis) => ranges(dim, mesh.size(axis), at.get(axis)),
-            };
+            let (ranges, extent) = self.ranges(ranges, (d, dim), mesh, at);
             runs = nest(&runs, &ranges, dim.size(), extent);
         }
-        if self.dp == Placement::Flat {
-            let len = self.tp_local(ty, mesh).div_ceil(mesh.dp).next_multiple_of(FLAT_BLOCK);
-            let (from, to) = (at.dp * len, (at.dp + 1) * len);
-            runs = runs.into_iter().filter_map(|r| clip(r, from, to)).collect();
+        let flat = self.axes(Placement::Flat);
+        if !flat.is_empty() {
+            let len = self.local(ty, mesh).elements();
+            let from = at.index(flat, mesh) * len;
+            runs = runs.into_iter().filter_map(|r| clip(r, from, from + len)).collect();
         }
         runs
     }
+
+    /// What a rank has of one dimension, and how long it is there.
+    fn ranges(&self, ranges: Ranges, (d, dim): (usize, &Dim), mesh: &Mesh, at: Coordinates) -> (Vec<Run>, usize) {
+        let split = self.axes(Placement::Split(d));
+        match split.is_empty() {
+            true => (vec![Run { whole: 0, local: 0, len: dim.size() }], dim.size()),
+            false => ranges(dim, mesh.size(split), at.index(split, mesh)),
+        }
+    }
+}
+
+/// Elements of each of `ranges` flat ranges, padding included.
+fn flat_len(elements: usize, ranges: usize) -> usize {
+    elements.div_ceil(ranges).next_multiple_of(FLAT_BLOCK)
 }
 
 /// Which ranges of a dimension part `index` of `of` has, and how long the dimension is there.
@@ -220,7 +250,7 @@ impl std::fmt::Display for Sharding {
     /// `dp: split batch, tp: partial`, nothing where every rank has all of it.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut first = true;
-        for axis in [MeshAxis::Dp, MeshAxis::Tp] {
+        for axis in MeshAxis::ALL {
             let text = match self.over(axis) {
                 Placement::Replicated => continue,
                 Placement::Split(dim) => format!("split {dim}"),
@@ -270,54 +300,90 @@ mod tests {
         assert!(seen.iter().all(|n| *n > 0), "{sharding} of {ty} on {mesh:?} leaves elements out");
     }
 
+    /// A mesh of all axes, and placements over them: any number of axes split a dimension, of what is left any number cut ranges.
     #[test]
     fn every_element_is_somewhere_and_no_place_is_used_twice() {
-        for case in 0..200u64 {
-            let draw = |i: u64, n: u64| (counter::bits(counter::key(7, "placement"), case * 16 + i) % n) as usize;
-            let (dp, tp) = (1 + draw(0, 4), 1 << draw(1, 4));
-            let mesh = Mesh { dp, tp, pp: 1 };
-            let heads = |axis, count| Section { axis, count, unit: 1 + draw(2, 3) };
-            let kv = 1 << draw(3, 3);
-            let packed = Dim::packed([heads(Axis::Heads, 8 * (1 + draw(4, 2))), heads(Axis::KvHeads, kv)]);
-            let plain = Dim::new(Axis::Vocab, 1 + draw(5, 40));
-            let batch = Dim::new(Axis::Batch, dp * (1 + draw(6, 3)));
-            for dims in [vec![packed.clone(), plain.clone()], vec![plain.clone(), packed.clone()]] {
-                let ty = TensorType::new(DType::F32, dims);
-                for tp in [Placement::Replicated, Placement::Split(0), Placement::Split(1)] {
-                    for dp in [Placement::Replicated, Placement::Flat] {
-                        covers(&ty, Sharding { dp, tp }, mesh);
-                    }
-                }
+        for case in 0..400u64 {
+            let draw = |i: u64, n: u64| (counter::bits(counter::key(7, "placement"), case * 32 + i) % n) as usize;
+            let size = |axis: MeshAxis| match axis {
+                MeshAxis::Pp => 1,
+                MeshAxis::DpReplicate | MeshAxis::Cp | MeshAxis::Ep => 1 + draw(axis as u64, 2),
+                MeshAxis::DpShard => 1 + draw(axis as u64, 4),
+                MeshAxis::Tp => 1 << draw(axis as u64, 4),
+            };
+            let mesh = MeshAxis::ALL.into_iter().fold(Mesh::ONE, |mesh, axis| mesh.with(axis, size(axis)));
+            let heads = |axis, count| Section { axis, count, unit: 1 + draw(8, 3) };
+            let packed =
+                Dim::packed([heads(Axis::Heads, 48 * (1 + draw(9, 2))), heads(Axis::KvHeads, 1 << draw(10, 3))]);
+            let plain = Dim::new(Axis::Vocab, 1 + draw(11, 40));
+            let batch = Dim::new(Axis::Batch, mesh.size(Axes::TOKENS) * (1 + draw(12, 3)));
+            let dims = match draw(13, 3) {
+                0 => vec![packed, plain],
+                1 => vec![plain, packed],
+                _ => vec![batch, plain, packed],
+            };
+            let shared = dims.iter().position(|dim| dim.sections.len() > 1);
+            let rank = dims.len();
+            let ty = TensorType::new(DType::F32, dims);
+            let mut sharding = Sharding::REPLICATED;
+            for axis in Axes::STAGE.iter() {
+                let placement = match draw(16 + axis as u64, 2 + rank as u64) {
+                    0 => Placement::Replicated,
+                    1 => Placement::Flat,
+                    d => Placement::Split(d - 2),
+                };
+                sharding = sharding.with(axis, placement);
             }
-            let ty = TensorType::new(DType::F32, [batch, plain, packed]);
-            for tp in [Placement::Replicated, Placement::Split(1), Placement::Split(2)] {
-                covers(&ty, Sharding { dp: Placement::Split(0), tp }, mesh);
+            // Heads divide, and key and value heads divide or are divided.
+            let parts = shared.map_or(1, |d| mesh.size(sharding.axes(Placement::Split(d))));
+            let divides = ty.dims.iter().flat_map(|dim| &dim.sections).all(|s| match s.axis {
+                Axis::Heads => s.count.is_multiple_of(parts),
+                Axis::KvHeads => s.count.is_multiple_of(parts) || parts.is_multiple_of(s.count),
+                _ => true,
+            });
+            if divides {
+                covers(&ty, sharding, mesh);
             }
         }
     }
 
+    const DP: MeshAxis = MeshAxis::DpShard;
+    const TP: MeshAxis = MeshAxis::Tp;
+
     #[test]
     fn neighbours_share_a_head_where_there_are_more_ranks() {
-        let mesh = Mesh { dp: 1, tp: 4, pp: 1 };
+        let mesh = Mesh::ONE.with(TP, 4);
         let heads = |axis, count| Section { axis, count, unit: 2 };
         let packed = Dim::packed([heads(Axis::Heads, 4), heads(Axis::KvHeads, 2)]);
         let ty = TensorType::new(DType::F32, [packed]);
-        let sharding = Sharding { tp: Placement::Split(0), ..Sharding::REPLICATED };
+        let sharding = Sharding::REPLICATED.with(TP, Placement::Split(0));
         assert_eq!(sharding.local(&ty, &mesh).to_string(), "f32[heads:1×2+kv_heads:1×2]");
-        assert_eq!(sharding.sharers(&ty.dims[0], &mesh), [1, 2]);
-        let of = |tp| sharding.runs(&ty, &mesh, Coordinates { dp: 0, tp, pp: 0 });
+        assert_eq!(sharding.sharers(&ty, 0, &mesh), [1, 2]);
+        let of = |tp| sharding.runs(&ty, &mesh, Coordinates::default().with(TP, tp));
         let run = |whole, local| Run { whole, local, len: 2 };
         assert_eq!(of(1), [run(2, 0), run(8, 2)]);
         assert_eq!(of(2), [run(4, 0), run(10, 2)]);
     }
 
     #[test]
-    fn flat_ranges_are_of_what_tensor_parallelism_leaves() {
-        let mesh = Mesh { dp: 2, tp: 2, pp: 1 };
+    fn flat_ranges_are_of_what_splits_leave() {
+        let mesh = Mesh::ONE.with(DP, 2).with(TP, 2);
         let ty = TensorType::new(DType::F32, [Dim::new(Axis::Ffn, 4), Dim::new(Axis::Embed, 50)]);
-        let sharding = Sharding { dp: Placement::Flat, tp: Placement::Split(0) };
+        let sharding = Sharding::REPLICATED.with(DP, Placement::Flat).with(TP, Placement::Split(0));
         assert_eq!(sharding.local(&ty, &mesh).elements(), 64);
-        let runs = sharding.runs(&ty, &mesh, Coordinates { dp: 1, tp: 1, pp: 0 });
+        let runs = sharding.runs(&ty, &mesh, Coordinates::default().with(DP, 1).with(TP, 1));
         assert_eq!(runs, [Run { whole: 164, local: 0, len: 36 }]);
+    }
+
+    #[test]
+    fn ranges_over_several_axes_count_over_all_of_them() {
+        let mesh = Mesh::ONE.with(MeshAxis::DpReplicate, 2).with(DP, 2).with(MeshAxis::Cp, 2);
+        let ty = TensorType::new(DType::F32, [Dim::new(Axis::Embed, 200)]);
+        let sharding = Sharding::REPLICATED.with(Axes::of(&[DP, MeshAxis::Cp]), Placement::Flat);
+        let of = |rank| sharding.runs(&ty, &mesh, mesh.coordinates(rank));
+        assert_eq!(of(2), [Run { whole: 128, local: 0, len: 64 }]);
+        assert_eq!(of(3), [Run { whole: 192, local: 0, len: 8 }]);
+        assert_eq!(of(6), of(2));
+        assert_eq!(sharding.to_string(), "dp: flat, cp: flat");
     }
 }

@@ -6,7 +6,7 @@ use crate::graph::{Graph, Phase, Source, State};
 use crate::op::{Elem, Operand};
 use crate::program::{Arg, Instr, Lifetime, Slot, StepProgram, Sum};
 use crate::walk::Walk;
-use crate::{DType, Op, Placement, Sharding, TensorType, ValueId};
+use crate::{DType, Op, Placement, TensorType, ValueId};
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -38,10 +38,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         let passes_on = node.op.communicates()
             || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
             || node.phase == Phase::Probe;
-        let partial_sum = |v: &&ValueId| {
-            let Sharding { dp, tp } = graph.get(**v).sharding;
-            [dp, tp].contains(&Placement::Partial)
-        };
+        let partial_sum = |v: &&ValueId| !graph.get(**v).sharding.axes(Placement::Partial).is_empty();
         if let Some(v) = node.inputs.iter().find(partial_sum).filter(|_| !passes_on) {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
         }
@@ -157,9 +154,12 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
             return Err(format!("{name}: output {o} must be in place"));
         }
     }
-    for arg in instr.inputs.iter().chain(instr.outputs.iter().flatten()) {
-        let parts = if arg.part { program.mesh.dp as u64 } else { 1 };
-        if arg.ty.bytes() * parts > program.buffers[arg.buffer.0].bytes {
+    for arg in instr.operands() {
+        if !(arg.part.is_empty() || arg.part == arg.sharding.axes(Placement::Flat)) {
+            let value = &program.values[arg.value];
+            return Err(format!("{name}: `{value}` is {}, and its part is counted over {}", arg.sharding, arg.part));
+        }
+        if arg.ty.bytes() * program.mesh.size(arg.part) as u64 > program.buffers[arg.buffer.0].bytes {
             return Err(format!("{name}: `{}` does not fit its buffer", program.values[arg.value]));
         }
     }
@@ -186,12 +186,17 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
     }
     for (x, y) in instr.inputs.iter().zip(instr.outputs.iter().flatten()) {
         let fits = match instr.op {
-            Op::AllGather { axis, dim: Some(_) } => y.ty.elements() == x.ty.elements() * program.mesh.size(axis),
-            Op::AllGather { axis, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(axis) as u64,
-            Op::ReduceScatter { axis, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(axis),
-            Op::ReduceScatter { axis, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(axis) as u64,
+            Op::AllGather { over, dim: Some(_) } => y.ty.elements() == x.ty.elements() * program.mesh.size(over),
+            Op::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(over) as u64,
+            Op::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(over),
+            Op::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(over) as u64,
             _ => x.ty == y.ty,
         };
+        let after = x.sharding.after(&instr.op).map_err(|e| e.to_string())?;
+        if after != y.sharding {
+            let (op, x, y) = (instr.op.name(), x.sharding, y.sharding);
+            return Err(format!("{op}: what is {x} becomes {after}, and is taken to be {y}"));
+        }
         if !fits || x.ty.dtype != y.ty.dtype {
             return Err(format!("{}: {} does not go with {}", instr.op.name(), x.ty, y.ty));
         }

@@ -2,7 +2,7 @@
 //!
 //! Verifier, role check and timelines read it; none of them knows how a slot chooses its copies of a region.
 
-use crate::mesh::Coordinates;
+use crate::mesh::{Coordinates, MeshAxis};
 use crate::program::{Arg, BufferId, Entry, Instr, Segment, Slot, StepProgram};
 use std::collections::BTreeSet;
 
@@ -47,7 +47,7 @@ pub struct Event<'a> {
 impl<'a> Walk<'a> {
     /// As the first rank of the program's stage runs it.
     pub fn first(program: &'a StepProgram) -> Self {
-        Self { program, here: Coordinates { pp: program.stage, ..Coordinates::default() } }
+        Self { program, here: Coordinates::default().with(MeshAxis::Pp, program.stage) }
     }
 
     /// The instructions of a schedule, in order.
@@ -82,10 +82,11 @@ impl<'a> Event<'a> {
     /// Where an operand is: its buffer, or the rank's part of it.
     pub fn operand(&self, arg: &Arg) -> ByteRange {
         let whole = self.buffer(arg.buffer);
-        match arg.part {
-            false => whole,
-            true => {
-                let start = whole.start + self.walk.here.dp as u64 * arg.ty.bytes();
+        match arg.part.is_empty() {
+            true => whole,
+            false => {
+                let index = self.walk.here.index(arg.part, &self.walk.program.mesh);
+                let start = whole.start + index as u64 * arg.ty.bytes();
                 ByteRange { start, end: start + arg.ty.bytes() }
             }
         }

@@ -16,7 +16,7 @@ use lockstep_exec::ExecError;
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16, counter, f16, fixed};
+use lockstep_ir::{Axes, DType, Layout, MeshAxis, StepProgram, StepScalars, bf16, counter, f16, fixed};
 use lockstep_model::names;
 use std::rc::Rc;
 
@@ -24,7 +24,8 @@ use std::rc::Rc;
 /// layouts before fits them after; query heads per key head stay, and so does accumulation up to a bound.
 pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let most = |size: fn(&Layout) -> usize| layouts.iter().map(size).fold(1, |a, b| a / gcd(a, b) * b);
-    let (tp, pp, dp) = (most(|l| l.mesh.tp), layouts.iter().map(|l| l.mesh.pp).max().unwrap_or(1), most(|l| l.mesh.dp));
+    let (tp, dp) = (most(|l| l.mesh.size(MeshAxis::Tp)), most(|l| l.mesh.size(Axes::SEQUENCES)));
+    let pp = layouts.iter().map(|l| l.mesh.size(MeshAxis::Pp)).max().unwrap_or(1);
     // The least multiple of `step` that is at least `wanted`, where the size was a multiple of it and larger.
     let fit = |size: usize, wanted: usize, step: usize| match size.is_multiple_of(step) {
         true => size.min(wanted.next_multiple_of(step)),
@@ -193,7 +194,7 @@ fn disturb(starts: &[States]) -> Vec<States> {
 fn trace(config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
     let plan = plan(config)?;
     let mut session = Session::new(config, &plan)?;
-    let positions = config.train.micro_batch * plan.layout.mesh.dp * config.train.seq;
+    let positions = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES) * config.train.seq;
     let mut ran = Vec::new();
     let mut own = vec![Rc::new(states(&mut session, is_kept)?)];
     for step in 0..steps {
@@ -218,7 +219,7 @@ fn trace(config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<T
     // The same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
     let mut evaluated = 0.0;
     let sequences = config.train.global_batch;
-    let batch = config.train.micro_batch * plan.layout.mesh.dp;
+    let batch = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
     for first in (0..sequences).step_by(batch) {
         fill(&mut session, config, u64::MAX, 0, first * config.train.seq, positions)?;
         session.executor().run(StepProgram::EVALUATE)?;

@@ -5,7 +5,7 @@ use lockstep_compile::Precision;
 use lockstep_config::Config;
 use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
-use lockstep_exec::{ExecError, Executor, Ranks};
+use lockstep_exec::{Alone, ExecError, Executor, ThreadWorld, World};
 use lockstep_ir::hardware;
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
 use std::sync::{Arc, Mutex};
@@ -163,16 +163,16 @@ impl Device {
         programs: Vec<StepProgram>,
         threads: usize,
         timeout: Duration,
-    ) -> Result<Box<dyn Executor>, TrainError> {
+    ) -> Result<Box<dyn World>, TrainError> {
         match (self, programs.first().map_or(0, |p| p.mesh.ranks())) {
-            (_, 1) => self.load(programs[0].clone(), threads),
-            (Device::Cpu, _) => Ok(Box::new(Ranks::on_cpu(programs, threads, timeout)?)),
+            (_, 1) => Ok(Box::new(Alone::new(self.load(programs[0].clone(), threads)?, programs[0].clone()))),
+            (Device::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),
             (Device::Cuda { deterministic }, _) => {
                 let gpu = gpu()?;
                 let load = |program, link| {
                     Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, Some(link))?) as _)
                 };
-                Ok(Box::new(Ranks::load(programs, timeout, load)?))
+                Ok(Box::new(ThreadWorld::load(programs, timeout, load)?))
             }
         }
     }

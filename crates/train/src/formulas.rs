@@ -6,7 +6,7 @@ use crate::{Plan, TrainError};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Buffer, Lifetime, Role};
-use lockstep_ir::{Axis, Graph, StepProgram};
+use lockstep_ir::{Axes, Axis, Graph, StepProgram};
 use serde::Serialize;
 
 /// A count that is known twice.
@@ -38,7 +38,7 @@ pub(crate) fn formulas(
     let layer = LayerFlops::of(derived).map_err(internal)?;
     let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
     let s = config.train.seq as f64;
-    let sequences = (config.train.micro_batch * plan.layout.mesh.dp) as f64;
+    let sequences = (config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES)) as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
     // Keys that a query counts.
     let seen = m.sliding_window.map_or(s, |w| s.min(w as f64));

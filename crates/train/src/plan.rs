@@ -7,7 +7,7 @@ use lockstep_config::{Config, ModelConfig, nearest};
 use lockstep_exec::cpu;
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{DType, Graph, Layout, StepProgram, TypeError};
+use lockstep_ir::{Axes, DType, Graph, Layout, StepProgram, TypeError};
 use lockstep_model::Form;
 use std::collections::BTreeMap;
 
@@ -146,7 +146,8 @@ pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Cont
 pub(crate) fn prepare(config: &Config, build: Architecture) -> Result<(Graph, Context, usize), TrainError> {
     let (mut context, threads) = training_context(config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
-    let form = Form::Loss { batch: config.train.micro_batch * context.layout.mesh.dp, seq, context: seq, documents };
+    let batch = config.train.micro_batch * context.layout.mesh.size(Axes::SEQUENCES);
+    let form = Form::Loss { batch, seq, context: seq, documents };
     let forward = build(&config.model, form).map_err(internal)?;
     context.optimizer.groups = groups::resolve(config, &forward)?;
     Ok((forward, context, threads))
@@ -162,7 +163,7 @@ pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, TrainErro
     let mut sum = 0;
     for program in programs {
         if let Some(entry) = program.entry(StepProgram::TRAIN) {
-            let ranks = (program.mesh.dp * program.mesh.tp) as u128;
+            let ranks = program.mesh.size(Axes::STAGE) as u128;
             sum += account::flops(program, entry).map_err(internal)?.hardware * ranks;
         }
     }

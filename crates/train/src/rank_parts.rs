@@ -3,68 +3,73 @@
 use crate::TrainError;
 use crate::state::{self, GROUPS, Part};
 use lockstep_checkpoint::{Draft, PartRef, Slice};
-use lockstep_exec::{Executor, Ranks};
+use lockstep_exec::{Executor, World};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, DType, Run};
-use std::sync::mpsc;
+use lockstep_ir::{Coordinates, DType, Mesh, MeshAxis, Run, StepProgram};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// Bytes of an element: checkpoints hold f32.
 const WIDTH: usize = 4;
 
 /// Lets all ranks write their parts at once, straight from their arenas or devices. `tensors` are those of all stages, each once.
 pub(crate) fn write(
-    ranks: &Ranks,
+    world: &dyn World,
     tensors: &[Tensor],
     draft: &Draft,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(), TrainError> {
     let total: usize = state::stored(tensors).iter().map(|(_, _, _, part)| part.elements * WIDTH).sum();
-    let (chunks, written) = mpsc::channel();
-    let work = move || {
-        ranks.at_once(|at, executor| {
-            let chunks = chunks.clone();
-            for group in GROUPS {
-                let parts = parts_of(ranks, tensors, group, at, executor)?;
-                let mut wrote = |bytes| {
-                    // It is heard until the last rank has ended.
-                    let _ = chunks.send(bytes);
-                };
-                draft.write(ranks.mesh().rank(at), group, &parts, &mut wrote)?;
-            }
-            Ok(())
-        })
-    };
-    let results: Result<Vec<Result<(), TrainError>>, _> = std::thread::scope(|scope| {
-        let work = scope.spawn(work);
-        let mut done = 0;
-        for bytes in written {
-            done += bytes;
-            progress(done, total as u64);
+    let (mesh, programs) = (world.mesh(), world.programs());
+    let (written, mut done) = (AtomicU64::new(0), 0);
+    let results = Mutex::new(Vec::new());
+    let write_rank = |at: Coordinates, executor: &dyn Executor| {
+        for group in GROUPS {
+            let parts = parts_of(&mesh, programs, tensors, group, at, executor)?;
+            let mut wrote = |bytes| {
+                written.fetch_add(bytes, Ordering::Relaxed);
+            };
+            draft.write(mesh.rank(at), group, &parts, &mut wrote)?;
         }
-        work.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    });
-    results?.into_iter().collect()
+        Ok(())
+    };
+    world.each_rank(
+        &|at, executor| {
+            let result: Result<(), TrainError> = write_rank(at, executor);
+            results.lock().unwrap_or_else(PoisonError::into_inner).push((mesh.rank(at), result));
+        },
+        &mut || {
+            let now = written.load(Ordering::Relaxed);
+            if std::mem::replace(&mut done, now) != now {
+                progress(now, total as u64);
+            }
+        },
+    )?;
+    // The first rank's error.
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.sort_by_key(|(rank, _)| *rank);
+    results.into_iter().try_for_each(|(_, result)| result)
 }
 
 /// What a rank writes of a group.
 fn parts_of<'a>(
-    ranks: &Ranks,
+    mesh: &Mesh,
+    programs: &[StepProgram],
     tensors: &[Tensor],
     group: &str,
     at: Coordinates,
     executor: &'a dyn Executor,
 ) -> Result<Vec<PartRef<'a>>, TrainError> {
-    let mesh = ranks.mesh();
     // Of stages that have the same tensor, the first.
-    let stage = |tensor: &Tensor| ranks.programs().iter().position(|p| p.tensor(&tensor.name).is_some());
+    let stage = |tensor: &Tensor| programs.iter().position(|p| p.tensor(&tensor.name).is_some());
     let mut result = Vec::new();
     let mut runs_of: Option<(&str, Vec<Run>)> = None;
     for (_, name, tensor, part) in state::stored(tensors).into_iter().filter(|(of, ..)| *of == group) {
-        if stage(tensor) != Some(at.pp) {
+        if stage(tensor) != Some(at.get(MeshAxis::Pp)) {
             continue;
         }
         if runs_of.as_ref().is_none_or(|(of, _)| *of != tensor.name) {
-            runs_of = Some((&tensor.name, tensor.sharding.first_runs(&tensor.whole, &mesh, at)));
+            runs_of = Some((&tensor.name, tensor.sharding.first_runs(&tensor.whole, mesh, at)));
         }
         let runs = runs_of.as_ref().map_or(&[][..], |(_, runs)| runs);
         let runs: Vec<Run> = runs.iter().filter_map(|run| within(*run, &part)).collect();

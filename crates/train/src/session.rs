@@ -10,9 +10,9 @@ use lockstep_checkpoint::{About, Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
-use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing};
+use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{StepProgram, StepScalars};
+use lockstep_ir::{Axes, StepProgram, StepScalars};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -20,7 +20,7 @@ use std::sync::atomic::AtomicBool;
 /// A program in memory, ready to step.
 pub struct Session {
     tensors: Vec<Tensor>,
-    executor: Box<dyn Executor>,
+    executor: Box<dyn World>,
     micro_batches: usize,
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
@@ -95,10 +95,10 @@ impl Session {
         let executor = plan.target.load_all(programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
-        let batch = config.train.micro_batch * plan.layout.mesh.dp;
+        let batch = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
         // Ranks that sum for every micro-batch have one gradient together.
         let (ranks, sequences) = match plan.layout.zero {
-            0 | 1 => (plan.layout.mesh.dp, config.train.micro_batch),
+            0 | 1 => (plan.layout.mesh.size(Axes::SEQUENCES), config.train.micro_batch),
             _ => (1, batch),
         };
         let mut session = Self {
@@ -138,7 +138,8 @@ impl Session {
     /// The session on another executor, made from its own.
     #[cfg(test)]
     pub(crate) fn with_executor(self, make: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>) -> Self {
-        Self { executor: make(self.executor), ..self }
+        let program = self.executor.programs()[0].clone();
+        Self { executor: Box::new(lockstep_exec::Alone::new(make(self.executor), program)), ..self }
     }
 
     /// The parameters as they are now, for another program.
@@ -166,14 +167,14 @@ impl Session {
         keep: usize,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, TrainError> {
-        match self.executor.ranks() {
-            None => {
+        match self.executor.mesh().ranks() {
+            1 => {
                 let groups = state::groups(&self.tensors, self.executor.as_ref());
                 Ok(save(dir, step, &groups, about, keep, progress)?)
             }
-            Some(ranks) => {
+            _ => {
                 let draft = Draft::begin(dir, step)?;
-                rank_parts::write(ranks, &self.tensors, &draft, progress)?;
+                rank_parts::write(self.executor.as_ref(), &self.tensors, &draft, progress)?;
                 Ok(draft.publish(about, keep)?)
             }
         }

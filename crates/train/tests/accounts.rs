@@ -4,7 +4,7 @@ use lockstep_config::Config;
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::Role;
-use lockstep_ir::{Layout, StepProgram};
+use lockstep_ir::{Axes, Layout, StepProgram};
 use lockstep_train::{Plan, plan};
 
 const MICRO_BATCHES: u64 = 4;
@@ -21,7 +21,7 @@ fn config(layers: usize, dim: usize, keys: &str) -> Config {
 fn planned(config: &Config, layout: &str) -> Plan {
     let layout: Layout = layout.parse().unwrap();
     let mut config = config.at(&layout);
-    config.train.global_batch = layout.mesh.dp * MICRO_BATCHES as usize;
+    config.train.global_batch = layout.mesh.size(Axes::SEQUENCES) * MICRO_BATCHES as usize;
     plan(&config).unwrap()
 }
 
@@ -31,7 +31,7 @@ fn per_layer(layout: &str, dim: usize, segments: &[&str], op: &str, axis: &str) 
         let plan = planned(&config(layers, dim, ""), layout);
         let program = plan.program();
         let all = account::communication(program, program.entry(StepProgram::TRAIN).unwrap());
-        let mine = |e: &&Communication| segments.contains(&e.segment) && (e.op, e.axis) == (op, axis);
+        let mine = |e: &&Communication| segments.contains(&e.segment) && (e.op, e.axis.as_str()) == (op, axis);
         all.iter().filter(mine).fold((0, 0), |(calls, bytes), e| (calls + e.calls, bytes + e.bytes))
     };
     let ((calls, bytes), (fewer, less)) = (total(3), total(2));

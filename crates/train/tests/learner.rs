@@ -1,7 +1,7 @@
 //! What a book on parallel training begins with.
 
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile_forward};
-use lockstep_exec::{Executor, Ranks, cpu};
+use lockstep_exec::{Executor, ThreadWorld, cpu};
 use lockstep_ir::account;
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, TensorType};
@@ -36,12 +36,12 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();
     let calls = account::communication(&program, program.entry("product").unwrap());
-    let found: Vec<_> = calls.iter().map(|e| (e.op, e.axis, e.ranks, e.calls, e.bytes)).collect();
+    let found: Vec<_> = calls.iter().map(|e| (e.op, e.axis.as_str(), e.ranks, e.calls, e.bytes)).collect();
     assert_eq!(found, [("all_reduce", "tp", 2, 1, 8)]);
     let sizes = |name: &str| program.tensor(name).unwrap().ty.sizes();
     assert_eq!((sizes("a"), sizes("b")), (vec![1, 2], vec![2, 1]));
 
-    let mut ranks = Ranks::on_cpu(vec![program], 1, Duration::from_secs(5)).unwrap();
+    let mut ranks = ThreadWorld::on_cpu(vec![program], 1, Duration::from_secs(5)).unwrap();
     let bytes = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
     ranks.write("product.x", 0, &bytes(&[1.0, 2.0])).unwrap();
     let transposed = bytes(&[1.0, 3.0, 2.0, 4.0]);

@@ -1,7 +1,7 @@
 //! Programs of several ranks that do not go together are refused, and ranks that fail or stall are named.
 
 use lockstep_config::Config;
-use lockstep_exec::{Executor, Ranks};
+use lockstep_exec::{Executor, ThreadWorld};
 use lockstep_ir::program::{Instr, StepProgram};
 use lockstep_ir::{DType, Op, roles};
 use lockstep_train::{Session, plan};
@@ -127,7 +127,7 @@ fn a_rank_that_fails_ends_the_run_with_its_name_op_and_layer() {
 fn a_rank_that_stalls_ends_the_run_within_its_timeout() {
     let mut p = programs("pp = 2");
     remove(&mut p[0], is_send);
-    let mut ranks = Ranks::on_cpu(p, 1, Duration::from_millis(500)).unwrap();
+    let mut ranks = ThreadWorld::on_cpu(p, 1, Duration::from_millis(500)).unwrap();
     let start = Instant::now();
     let error = ranks.run(StepProgram::TRAIN).unwrap_err().to_string();
     assert!(error.contains("rank 0") && error.contains("rank 1") && error.contains("receive, layer 2"), "{error}");

@@ -4,7 +4,7 @@ use super::memory;
 use crate::table::{columns, table};
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::schedule::{Costs, Timeline, evaluate};
-use lockstep_ir::{StepProgram, units};
+use lockstep_ir::{Axes, MeshAxis, StepProgram, units};
 use lockstep_train::Plan;
 use serde_json::{Value, json};
 
@@ -26,7 +26,7 @@ fn roles(plan: &Plan) -> Vec<Role<'_>> {
 impl Role<'_> {
     /// First and last rank.
     fn ranks(&self) -> (usize, usize) {
-        let size = self.program.mesh.dp * self.program.mesh.tp;
+        let size = self.program.mesh.size(Axes::STAGE);
         (self.program.stage * size, (self.program.stage + 1) * size - 1)
     }
 
@@ -40,7 +40,7 @@ impl Role<'_> {
 /// How the pipeline fills if transfers were free: stages weighed by their FLOPs.
 fn timeline(plan: &Plan) -> Option<Timeline> {
     let layout = &plan.layout;
-    if layout.mesh.pp == 1 {
+    if layout.mesh.size(MeshAxis::Pp) == 1 {
         return None;
     }
     let pipeline = layout.pipeline();

@@ -5,7 +5,7 @@ use crate::passes::tests::small_model;
 use crate::{Candidate, Context, Estimator, Recompute, Recomputed};
 use lockstep_ir::graph::{Parameter, Phase, State};
 use lockstep_ir::program::StepProgram;
-use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, Op, Section, TensorType, ValueId};
+use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, MeshAxis, Op, Section, TensorType, ValueId};
 use std::collections::BTreeSet;
 
 fn parameter(g: &mut Graph, name: String, dims: Vec<Dim>) -> ValueId {
@@ -119,7 +119,7 @@ fn the_cheapest_set_that_fits_is_found() {
 #[test]
 fn the_cheapest_set_that_fits_is_found_over_stages() {
     let mut context = model().1;
-    context.layout.mesh = Mesh { pp: 2, ..Mesh::ONE };
+    context.layout.mesh = Mesh::ONE.with(MeshAxis::Pp, 2);
     context.layout.micro_batches = 4;
     holds_against_all(&context);
 }

@@ -6,7 +6,7 @@
 
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source};
-use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use lockstep_ir::{Axes, Graph, MeshAxis, Op, TypeError, ValueId};
 
 /// Runs the pass.
 pub fn fuse(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -70,7 +70,10 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     let (x, w, targets) = (g.nodes[l].inputs[0], g.nodes[l].inputs[1], g.nodes[n].inputs[1]);
     // What one rank sees of both.
     let mesh = context.layout.mesh;
-    let (positions, vocab) = (g.ty(targets).elements() / mesh.dp, g.ty(w).dims[0].size().div_ceil(mesh.tp));
+    let (positions, vocab) = (
+        g.ty(targets).elements() / mesh.size(Axes::SEQUENCES),
+        g.ty(w).dims[0].size().div_ceil(mesh.size(MeshAxis::Tp)),
+    );
     // Whole tiles of rows.
     let most = (context.device.cross_entropy_logits / vocab).clamp(32, context.device.cross_entropy_rows);
     let tile = if most < 1024 { 32 } else { 128 };

@@ -3,9 +3,8 @@
 use super::autodiff::{self, gradient_name};
 use super::zero;
 use crate::Context;
-use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Phase, Source, State};
-use lockstep_ir::{Axis, DType, Graph, Op, Placement, Sharding, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// The optimizer: update rules, parameter groups and clipping.
@@ -102,7 +101,7 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     next.sort_by_key(|(layer, w, _)| (*layer, *w));
     for layer in next.chunk_by(|a, b| a.0 == b.0) {
         let ranges: Vec<ValueId> = layer.iter().map(|(_, _, range)| *range).collect();
-        let op = Op::AllGather { axis: MeshAxis::Dp, dim: None };
+        let op = Op::AllGather { over: zero::sharded_from(context, 1), dim: None };
         let whole = g.relay(op, &ranges, "whole", Phase::Update, layer[0].0)?;
         for ((_, w, range), whole) in layer.iter().zip(whole) {
             g.parts.push((*w, *range));
@@ -128,16 +127,9 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
         let sum = g.node(Op::AddState, &[first, second], &format!("{name}.sum"), Phase::Update, None)?[0];
         g.values[sum.0].sharding = g.get(first).sharding;
         g.updates.push((first, sum));
-        // Sums that were scattered for every micro-batch need no more.
-        let gradient = match g.get(first).sharding.dp {
-            Placement::Flat => sum,
-            _ => {
-                let whole = zero::reduce(g, context, &[sum], Phase::Update, None)?[0];
-                // Its range lives where the first sum does.
-                g.parts.iter_mut().filter(|(state, _)| *state == sum).for_each(|part| part.0 = first);
-                whole
-            }
-        };
+        let gradient = zero::reduce(g, context, &[sum], Phase::Update, None)?[0];
+        // Its range lives where the first sum does.
+        g.parts.iter_mut().filter(|(state, _)| *state == sum).for_each(|part| part.0 = first);
         trained.push(Trained { parameter, decays, gradient, copies });
     }
     Ok(trained)
@@ -150,7 +142,7 @@ fn copies(g: &Graph, context: &Context, sums: [ValueId; 2]) -> Result<usize, Typ
         g.nodes.iter().find(|n| n.outputs.iter().flatten().any(into)).and_then(|n| n.layer)
     };
     match sums.map(layer) {
-        _ if context.layout.mesh.pp == 1 => Ok(1),
+        _ if context.layout.mesh.size(MeshAxis::Pp) == 1 => Ok(1),
         // Before the first layer and behind the last: an embedding and the head that is tied to it.
         [None, None] => {
             let places = context.layout.pipeline().places();
@@ -165,7 +157,7 @@ fn copies(g: &Graph, context: &Context, sums: [ValueId; 2]) -> Result<usize, Typ
     }
 }
 
-/// The norm of the gradient that the first micro-batch gave: of each data-parallel rank where those sum at the end of a step,
+/// The norm of the gradient that the first micro-batch gave: of the tokens of each rank where those sum at the end of a step,
 /// as the root of the sum of squares; of their sum where they sum for every micro-batch.
 fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId) -> Result<(), TypeError> {
     let update = g.nodes.iter().position(|n| n.phase == Phase::Update).unwrap_or(g.nodes.len());
@@ -189,11 +181,7 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
     let square_sum = Op::SquareSum { sharers: 1, tail: 0 };
     let squares = g.node(square_sum, &read, "first_squares", Phase::Probe, None)?[0];
     g.nodes.extend(after);
-    let axis = MeshAxis::Dp;
-    let total = match context.layout.mesh.dp {
-        1 => squares,
-        _ => g.relay(Op::AllReduce { axis }, &[squares], axis.name(), Phase::Update, None)?[0],
-    };
+    let total = sum_over(g, squares, &[context.layout.mesh.wide(Axes::TOKENS)])?;
     let stats = g.node(Op::GradientNorm, &[total, scalars], FIRST_STATS, Phase::Update, None)?[0];
     g.outputs.extend([squares, stats]);
     Ok(())
@@ -212,17 +200,25 @@ fn norm(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId)
         gradients.push(scalars);
         sums.push(g.node(Op::SquareSum { sharers, tail }, &gradients, "squares", Phase::Update, None)?[0]);
     }
-    let mut total = match sums[..] {
-        [one] if mesh.pp == 1 => one,
+    let total = match sums[..] {
+        [one] if mesh.size(MeshAxis::Pp) == 1 => one,
         _ => g.node(Op::MergeSums, &sums, "squares.merged", Phase::Update, None)?[0],
     };
-    let over = [(MeshAxis::Dp, context.layout.zero >= 1), (MeshAxis::Tp, true), (MeshAxis::Pp, true)];
-    for (axis, wanted) in over {
-        if wanted && mesh.size(axis) > 1 {
-            total = g.relay(Op::AllReduce { axis }, &[total], axis.name(), Phase::Update, None)?[0];
-        }
-    }
+    let over = [zero::sharded_from(context, 1), MeshAxis::Tp.into(), MeshAxis::Pp.into()];
+    let total = sum_over(g, total, &over.map(|axes| mesh.wide(axes)))?;
     Ok(g.node(Op::GradientNorm, &[total, scalars], STATS, Phase::Update, None)?[0])
+}
+
+/// Sums what ranks have counted, over one set of axes after the other.
+fn sum_over(g: &mut Graph, counted: ValueId, over: &[Axes]) -> Result<ValueId, TypeError> {
+    let mut total = counted;
+    for &over in over {
+        g.values[counted.0].sharding = g.get(counted).sharding.with(over, Placement::Partial);
+    }
+    for &over in over.iter().filter(|over| !over.is_empty()) {
+        total = g.relay(Op::AllReduce { over }, &[total], &over.to_string(), Phase::Update, None)?[0];
+    }
+    Ok(total)
 }
 
 /// Updates a parameter, or this rank's range of it: returns that range where the others must learn of it.
@@ -239,9 +235,9 @@ fn update(
     let usual = if t.decays { context.optimizer.decay } else { 0.0 };
     let (lr_scale, decay) = (group.lr_scale, group.decay.unwrap_or(usual));
     let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
-    let sharded = context.layout.zero >= 1 && context.layout.mesh.dp > 1;
-    let placement = if sharded { Placement::Flat } else { Placement::Replicated };
-    let sharding = Sharding { dp: placement, ..g.get(w).sharding };
+    let over = zero::sharded_from(context, 1);
+    let sharded = !over.is_empty();
+    let sharding = g.get(w).sharding.with(over, Placement::Flat);
     let state = |g: &mut Graph, name: String, state: State| {
         let id = g.state(name, ty.clone(), state);
         g.values[id.0].sharding = sharding;
@@ -259,10 +255,10 @@ fn update(
     };
     // Where the parameter is in bf16 or fp16 (mixed precision), the update works on its f32 master weights and rounds once more.
     let rounded = g.ty(w).dtype != DType::F32;
-    let whole_here = g.get(w).sharding.dp != Placement::Flat;
+    let whole_here = g.get(w).sharding.axes(Placement::Flat).is_empty();
     let master = match (rounded, sharded && whole_here) {
         (true, _) => state(g, format!("master.{name}"), State::Master { of: name.clone() }),
-        (false, true) => g.relay(Op::Shard { axis: MeshAxis::Dp }, &[w], "range", Phase::Update, None)?[0],
+        (false, true) => g.relay(Op::Shard { over }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
     };
     let (op, reads) = match rule {
@@ -323,16 +319,16 @@ fn direction(
     g.values[moved[0].0].name = format!("{}.next", g.get(moment).name);
     g.values[moved[1].0].name = name.clone();
     g.updates.push((moment, moved[0]));
-    let (axis, sharded) = (MeshAxis::Dp, sharding.dp == Placement::Flat);
-    let whole = match sharded {
-        true => g.relay(Op::AllGather { axis, dim: None }, &[moved[1]], "whole", Phase::Update, None)?[0],
-        false => moved[1],
+    let over = sharding.axes(Placement::Flat);
+    let whole = match over.is_empty() {
+        true => moved[1],
+        false => g.relay(Op::AllGather { over, dim: None }, &[moved[1]], "whole", Phase::Update, None)?[0],
     };
     let direction = g.node(Op::Orthogonalise, &[whole], &format!("{name}.orthogonal"), Phase::Update, None)?[0];
     g.values[direction.0].sharding = g.get(whole).sharding;
-    match sharded {
-        true => Ok(g.relay(Op::Shard { axis }, &[direction], "range", Phase::Update, None)?[0]),
-        false => Ok(direction),
+    match over.is_empty() {
+        true => Ok(direction),
+        false => Ok(g.relay(Op::Shard { over }, &[direction], "range", Phase::Update, None)?[0]),
     }
 }
 

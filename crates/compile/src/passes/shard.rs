@@ -1,4 +1,4 @@
-//! Shard: gives every value its sharding over data- and tensor-parallel ranks, and inserts the collectives that follow.
+//! Shard: gives every value its sharding over the ranks of a stage, and inserts the collectives that follow.
 //!
 //! One sweep in order. Seeds: inputs are split by sequences; a parameter with heads, hidden units or vocabulary entries is
 //! split along them; the residual stream is whole on every tensor-parallel rank, or split by positions with sequence
@@ -11,18 +11,20 @@
 
 use super::vocab;
 use crate::Context;
-use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Node, Phase, Source, State};
-use lockstep_ir::{Axis, Graph, Op, Placement, Sharding, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axes, Axis, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mesh = context.layout.mesh;
-    if mesh.dp == 1 && mesh.tp == 1 {
+    if mesh.size(Axes::STAGE) == 1 {
         return Ok(graph.clone());
     }
+    if mesh.size(MeshAxis::Cp) > 1 {
+        return Err(TypeError { op: "shard", reason: "positions cannot be split over cp yet".into() });
+    }
     let mut g = graph.clone();
-    if mesh.tp > 1 {
+    if mesh.size(MeshAxis::Tp) > 1 {
         vocab::split_head(&mut g, context)?;
     }
     for value in &mut g.values {
@@ -49,13 +51,13 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
 /// The sharding of a value before any op has been looked at.
 fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     let mesh = context.layout.mesh;
-    let over = |many: usize, placement: Option<Placement>| placement.filter(|_| many > 1).unwrap_or_default();
     match source {
-        Source::Input => Sharding { dp: over(mesh.dp, Some(Placement::Split(0))), tp: Placement::Replicated },
+        Source::Input => Sharding::REPLICATED.with(mesh.wide(Axes::SEQUENCES), Placement::Split(0)),
         Source::State(State::Parameter(_) | State::Gradient) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
             let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| parallel(s.axis)));
-            Sharding { dp: Placement::Replicated, tp: over(mesh.tp, dim.map(Placement::Split)) }
+            Sharding::REPLICATED
+                .with(mesh.wide(MeshAxis::Tp.into()), dim.map_or(Placement::Replicated, Placement::Split))
         }
         Source::State(_) | Source::Node { .. } | Source::Sum => Sharding::REPLICATED,
     }
@@ -66,16 +68,14 @@ struct Sweep<'a> {
     /// The value that stands for each: itself, or its sum over ranks.
     now: Vec<ValueId>,
     /// Gathered values, by phase: forward and backward each gather for themselves.
-    gathered: BTreeMap<(ValueId, bool), ValueId>,
+    gathered: BTreeMap<(ValueId, MeshAxis, bool), ValueId>,
 }
 
 impl Sweep<'_> {
     fn node(&mut self, g: &mut Graph, mut node: Node) -> Result<(), TypeError> {
         node.inputs = node.inputs.iter().map(|v| self.now[v.0]).collect();
-        for axis in [MeshAxis::Dp, MeshAxis::Tp] {
-            if self.context.layout.mesh.size(axis) > 1 {
-                self.shard(g, &mut node, axis)?;
-            }
+        for axis in self.context.layout.mesh.wide(Axes::STAGE).iter() {
+            self.shard(g, &mut node, axis)?;
         }
         let (phase, layer) = (node.phase, node.layer);
         let made: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
@@ -85,11 +85,11 @@ impl Sweep<'_> {
         for v in made {
             if let Source::Node { into: Some(state) } = g.get(v).source {
                 g.values[state.0].sharding = g.get(v).sharding;
-            } else if g.get(v).sharding.tp == Placement::Partial && !waits {
-                let axis = MeshAxis::Tp;
+            } else if g.get(v).sharding.over(MeshAxis::Tp) == Placement::Partial && !waits {
+                let over = MeshAxis::Tp.into();
                 let (op, suffix) = match self.context.layout.sequence_parallel {
-                    true => (Op::ReduceScatter { axis, dim: Some(1) }, "scattered"),
-                    false => (Op::AllReduce { axis }, "reduced"),
+                    true => (Op::ReduceScatter { over, dim: Some(1) }, "scattered"),
+                    false => (Op::AllReduce { over }, "reduced"),
                 };
                 self.now[v.0] = g.relay(op, &[v], suffix, phase, layer)?[0];
             }
@@ -158,12 +158,12 @@ impl Sweep<'_> {
         reader: &Node,
     ) -> Result<ValueId, TypeError> {
         let forward = reader.phase == Phase::Forward;
-        if let Some(known) = self.gathered.get(&(v, forward)) {
+        if let Some(known) = self.gathered.get(&(v, axis, forward)) {
             return Ok(*known);
         }
-        let op = Op::AllGather { axis, dim: Some(dim) };
+        let op = Op::AllGather { over: axis.into(), dim: Some(dim) };
         let gathered = g.relay(op, &[v], "gathered", reader.phase, reader.layer)?[0];
-        self.gathered.insert((v, forward), gathered);
+        self.gathered.insert((v, axis, forward), gathered);
         Ok(gathered)
     }
 }

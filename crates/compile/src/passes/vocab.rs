@@ -4,7 +4,7 @@
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source};
 use lockstep_ir::op::Rows;
-use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
+use lockstep_ir::{Axes, DType, Graph, MeshAxis, Op, TypeError, ValueId};
 
 /// Rewrites the head, where the graph has one.
 pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
@@ -16,13 +16,13 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     };
     let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
     let [loss, dx, dw] = outputs[..] else { return Ok(()) };
-    let ranks = context.layout.mesh.dp;
+    let ranks = context.layout.mesh.size(Axes::SEQUENCES);
     let sizes = g.ty(targets).sizes();
     let (batch, seq) = (sizes[0] / ranks, sizes[1]);
     // Sums in fixed point take each sequence's share on its own.
     let apart = context.precision.gradients == DType::Fixed64;
     let (spans, span) = if apart { (batch, seq) } else { (1, batch * seq) };
-    let parts = context.layout.mesh.tp;
+    let parts = context.layout.mesh.size(MeshAxis::Tp);
     let chunks = (0..spans).flat_map(|b| (0..span).step_by(rows).map(move |s| (b * span + s, rows.min(span - s))));
     let (mut statistics, mut pieces): (Vec<ValueId>, Vec<ValueId>) = Default::default();
     let node = |g: &mut Graph, op, reads: &[ValueId], name: &str| g.node(op, reads, name, Phase::Forward, layer);

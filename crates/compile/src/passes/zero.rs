@@ -1,4 +1,4 @@
-//! ZeRO (FSDP at level 3): reduces gradients over ranks, and shards gradients and parameters over data-parallel ranks.
+//! ZeRO (FSDP at level 3): reduces gradients over ranks, and shards gradients and parameters over the axes of [`Axes::ZERO`].
 //!
 //! A unit is what one layer does in one direction: a run of nodes of the same layer. Gradients of a unit travel in one
 //! collective, as soon as the unit has made the last of them:
@@ -6,27 +6,33 @@
 //! - levels 0 and 1: once per step, in the last micro-batch: summed whole (0) or each rank's flat range (1);
 //! - levels 2 and 3: for every micro-batch; a rank stores only its flat range.
 //!
+//! Ranges are summed over the axes that replicate state (HSDP) once per step.
+//!
 //! At level 3 parameters are stored as flat ranges too, and gathered for a unit while the unit before it computes.
 //!
 //! Before that, what tensor-parallel ranks hold as partial sums or share is reduced between them.
 
 use crate::Context;
-use lockstep_ir::MeshAxis;
 use lockstep_ir::graph::{Node, Phase, Source, State};
-use lockstep_ir::{Graph, Op, Placement, TypeError, ValueId};
+use lockstep_ir::{Axes, Graph, MeshAxis, Op, Placement, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 pub(super) fn zero(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mesh = context.layout.mesh;
-    if mesh.dp == 1 && mesh.tp == 1 {
+    if mesh.size(Axes::STAGE) == 1 {
         return Ok(graph.clone());
     }
     let mut g = graph.clone();
     reduce_gradients(&mut g, context)?;
-    if context.layout.zero >= 3 && mesh.dp > 1 {
-        gather_parameters(&mut g)?;
+    if !sharded_from(context, 3).is_empty() {
+        gather_parameters(&mut g, context)?;
     }
     Ok(g)
+}
+
+/// The axes over which ZeRO shards what it shards from `level` on; none below it.
+pub(super) fn sharded_from(context: &Context, level: u8) -> Axes {
+    if context.layout.zero >= level { context.layout.mesh.wide(Axes::ZERO) } else { Axes::NONE }
 }
 
 /// Ranges of nodes that belong to the same layer and direction.
@@ -65,7 +71,7 @@ pub(super) fn is_tied(g: &Graph, gradient: ValueId) -> bool {
 }
 
 fn reduce_gradients(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
-    let every_time = context.layout.zero >= 2 && context.layout.mesh.dp > 1;
+    let every_time = sharded_from(context, 2);
     let units = units(&g.nodes);
     let finished = finished(g, &units);
     let starts: Vec<Phase> = g.nodes.iter().map(|n| n.phase).collect();
@@ -75,20 +81,23 @@ fn reduce_gradients(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
     let mut late: Vec<ValueId> = Vec::new();
     // A unit's ranges are added to the gradient once the next unit has computed: they travel meanwhile.
     let mut travelling: Vec<Node> = Vec::new();
+    // What is scattered for every micro-batch, by unit.
+    let mut ranges: Vec<(Vec<ValueId>, Option<usize>)> = Vec::new();
     for (u, (unit, states)) in units.iter().zip(finished).enumerate() {
         let mine: Vec<Node> = nodes.by_ref().take(unit.len()).collect();
         let (layer, forward) = (mine[0].layer, mine[0].phase == Phase::Forward);
-        if every_time {
+        if !every_time.is_empty() {
             let temporary: Vec<ValueId> = states.iter().map(|s| gather_into_temporary(g, &mine, *s)).collect();
             g.nodes.extend(mine);
             g.nodes.append(&mut travelling);
             let phase = if forward { Phase::Forward } else { Phase::WeightGrad };
             let whole = sum_over_tensor_parallel(g, context, &temporary, phase, layer)?;
-            travelling = scatter_into(g, &whole, &states, phase, layer)?;
+            travelling = scatter_into(g, every_time, &whole, &states, phase, layer)?;
             let turns = units.get(u + 1).is_none_or(|next| (starts[next.start] == Phase::Forward) != forward);
             if turns {
                 g.nodes.append(&mut travelling);
             }
+            ranges.push((states, layer));
             continue;
         }
         if !forward {
@@ -101,6 +110,10 @@ fn reduce_gradients(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
             true => late.extend(alone),
             false => reduce_once(g, context, &alone, layer)?,
         }
+    }
+    for (states, layer) in ranges {
+        let alone: Vec<ValueId> = states.into_iter().filter(|s| !is_tied(g, *s)).collect();
+        reduce_once(g, context, &alone, layer)?;
     }
     Ok(())
 }
@@ -118,24 +131,48 @@ pub(super) fn reduce(
     phase: Phase,
     layer: Option<usize>,
 ) -> Result<Vec<ValueId>, TypeError> {
-    let whole = sum_over_tensor_parallel(g, context, states, phase, layer)?;
-    let moved = states.iter().zip(&whole).filter(|(state, value)| state != value);
+    let mut now = sum_over_tensor_parallel(g, context, states, phase, layer)?;
+    let moved = states.iter().zip(&now).filter(|(state, value)| state != value);
     g.updates.extend(moved.map(|(state, value)| (*state, *value)));
-    let axis = MeshAxis::Dp;
-    let scatter = context.layout.zero >= 1;
-    let done = match states.is_empty() || context.layout.mesh.dp == 1 {
-        true => whole,
-        false if scatter => g.relay(Op::ReduceScatter { axis, dim: None }, &whole, "scattered", phase, layer)?,
-        false => g.relay(Op::AllReduce { axis }, &whole, "summed", phase, layer)?,
-    };
-    for (&state, &value) in states.iter().zip(&done) {
-        if scatter && context.layout.mesh.dp > 1 {
-            g.parts.push((state, value));
-        } else if context.layout.mesh.dp > 1 {
-            g.updates.push((state, value));
+    let partial = |g: &Graph, v: ValueId| g.get(v).sharding.axes(Placement::Partial);
+    let mut axes: Vec<Axes> = now.iter().map(|v| partial(g, *v)).filter(|axes| !axes.is_empty()).collect();
+    axes.sort_unstable();
+    axes.dedup();
+    for axes in axes {
+        let scattered = axes.within(sharded_from(context, 1));
+        let summed = axes.without(scattered);
+        let which: Vec<usize> = (0..now.len()).filter(|i| partial(g, now[*i]) == axes).collect();
+        if !scattered.is_empty() {
+            let op = Op::ReduceScatter { over: scattered, dim: None };
+            relay_some(g, op, "scattered", &mut now, &which, phase, layer)?;
+            g.parts.extend(which.iter().map(|i| (states[*i], now[*i])));
+        }
+        if !summed.is_empty() {
+            relay_some(g, Op::AllReduce { over: summed }, "summed", &mut now, &which, phase, layer)?;
+            let live = if scattered.is_empty() { &mut g.updates } else { &mut g.parts };
+            live.extend(which.iter().map(|i| (states[*i], now[*i])));
         }
     }
-    Ok(done)
+    Ok(now)
+}
+
+/// Puts some of the values through one collective.
+fn relay_some(
+    g: &mut Graph,
+    op: Op,
+    suffix: &str,
+    now: &mut [ValueId],
+    which: &[usize],
+    phase: Phase,
+    layer: Option<usize>,
+) -> Result<(), TypeError> {
+    if which.is_empty() {
+        return Ok(());
+    }
+    let inputs: Vec<ValueId> = which.iter().map(|i| now[*i]).collect();
+    let outputs = g.relay(op, &inputs, suffix, phase, layer)?;
+    which.iter().zip(outputs).for_each(|(i, v)| now[*i] = v);
+    Ok(())
 }
 
 /// Reduces what tensor-parallel ranks hold as partial sums, and rows that neighbours share.
@@ -146,47 +183,41 @@ fn sum_over_tensor_parallel(
     phase: Phase,
     layer: Option<usize>,
 ) -> Result<Vec<ValueId>, TypeError> {
-    let mesh = context.layout.mesh;
+    let over = Axes::from(MeshAxis::Tp);
     let mut now = values.to_vec();
-    let mut apply = |g: &mut Graph, op: Op, suffix: &str, wanted: &dyn Fn(&Graph, ValueId) -> bool| {
-        let which: Vec<usize> = (0..now.len()).filter(|i| wanted(g, now[*i])).collect();
-        if which.is_empty() {
-            return Ok(());
-        }
-        let inputs: Vec<ValueId> = which.iter().map(|i| now[*i]).collect();
-        let outputs = g.relay(op, &inputs, suffix, phase, layer)?;
-        which.into_iter().zip(outputs).for_each(|(i, v)| now[i] = v);
-        Ok(())
+    let partial = |v: &ValueId| g.get(*v).sharding.over(MeshAxis::Tp) == Placement::Partial;
+    let which: Vec<usize> = (0..now.len()).filter(|i| partial(&now[*i])).collect();
+    relay_some(g, Op::AllReduce { over }, "whole", &mut now, &which, phase, layer)?;
+    // Ranges are cut from what has been summed.
+    let shared = |g: &Graph, v: ValueId| {
+        let sharding = g.get(v).sharding;
+        let whole = sharding.axes(Placement::Flat).is_empty() && sharding.over(MeshAxis::Tp) == Placement::Split(0);
+        if whole { sharers(g, context, v).0 } else { 1 }
     };
-    let partial = |g: &Graph, v: ValueId| g.get(v).sharding.tp == Placement::Partial;
-    apply(g, Op::AllReduce { axis: MeshAxis::Tp }, "whole", &partial)?;
-    let mut counts: Vec<usize> = values.iter().map(|v| sharers(g, context, *v).0).filter(|n| *n > 1).collect();
+    let mut counts: Vec<usize> = now.iter().map(|v| shared(g, *v)).filter(|n| *n > 1).collect();
     counts.sort_unstable();
     counts.dedup();
-    for n in counts {
-        let shared =
-            |g: &Graph, v: ValueId| sharers(g, context, v).0 == n && g.get(v).sharding.tp == Placement::Split(0);
-        apply(g, Op::SumShared { sharers: n }, "whole", &shared)?;
+    for sharers in counts {
+        let which: Vec<usize> = (0..now.len()).filter(|i| shared(g, now[*i]) == sharers).collect();
+        relay_some(g, Op::SumShared { over, sharers }, "whole", &mut now, &which, phase, layer)?;
     }
-    debug_assert!(mesh.tp > 1 || now == values);
     Ok(now)
 }
 
 /// Tensor-parallel ranks that share a tensor's rows from some element on, and that element.
 pub(super) fn sharers(g: &Graph, context: &Context, v: ValueId) -> (usize, usize) {
     let (mesh, value) = (context.layout.mesh, g.get(v));
-    match value.sharding.tp {
-        _ if mesh.tp == 1 => (1, 0),
+    match value.sharding.over(MeshAxis::Tp) {
         Placement::Split(0) => {
-            let counts = value.sharding.sharers(&value.ty.dims[0], &mesh);
+            let counts = value.sharding.sharers(&value.ty, 0, &mesh);
             let before = Some(counts.iter().take_while(|n| **n == 1).count()).filter(|n| *n < counts.len());
             let Some(before) = before else { return (1, 0) };
-            let local = lockstep_ir::Sharding { dp: Placement::Replicated, ..value.sharding }.local(&value.ty, &mesh);
+            let local = value.sharding.uncut().local(&value.ty, &mesh);
             let rows: usize = local.dims[0].sections[..before].iter().map(|s| s.size()).sum();
             (counts[before], rows * local.elements() / local.dims[0].size().max(1))
         }
         Placement::Split(_) => (1, 0),
-        Placement::Replicated | Placement::Partial | Placement::Flat => (mesh.tp, 0),
+        Placement::Replicated | Placement::Partial | Placement::Flat => (mesh.size(MeshAxis::Tp), 0),
     }
 }
 
@@ -205,9 +236,10 @@ fn gather_into_temporary(g: &mut Graph, nodes: &[Node], state: ValueId) -> Value
     id
 }
 
-/// Reduce-scatters sums over data-parallel ranks into flat ranges, and returns the nodes that add it to the gradient.
+/// Reduce-scatters sums into flat ranges, and returns the nodes that add them to the gradients.
 fn scatter_into(
     g: &mut Graph,
+    over: Axes,
     whole: &[ValueId],
     states: &[ValueId],
     phase: Phase,
@@ -216,7 +248,7 @@ fn scatter_into(
     if whole.is_empty() {
         return Ok(Vec::new());
     }
-    let op = Op::ReduceScatter { axis: MeshAxis::Dp, dim: None };
+    let op = Op::ReduceScatter { over, dim: None };
     let ranges = g.relay(op, whole, "scattered", phase, layer)?;
     let before = g.nodes.len();
     for (range, &state) in ranges.into_iter().zip(states) {
@@ -228,8 +260,8 @@ fn scatter_into(
 }
 
 /// Shards parameters into flat ranges and gathers each unit's before the unit in front of it computes.
-fn gather_parameters(g: &mut Graph) -> Result<(), TypeError> {
-    let axis = MeshAxis::Dp;
+fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
+    let over = sharded_from(context, 3);
     let parameter = |g: &Graph, v: &ValueId| matches!(g.get(*v).source, Source::State(State::Parameter(_)));
     let units = units(&g.nodes);
     let mut nodes: Vec<Vec<Node>> = Vec::new();
@@ -238,7 +270,7 @@ fn gather_parameters(g: &mut Graph) -> Result<(), TypeError> {
     units.iter().for_each(|u| nodes.push(all.by_ref().take(u.len()).collect()));
     let parameters: Vec<ValueId> = g.parameters().map(|(id, _, _)| id).collect();
     for v in parameters {
-        g.values[v.0].sharding.dp = Placement::Flat;
+        g.values[v.0].sharding = g.get(v).sharding.with(over, Placement::Flat);
     }
     // Forward and backward are segments of their own, so a unit is not gathered in one for the other.
     let mut gathers: Vec<Option<Node>> = Vec::new();
@@ -253,7 +285,7 @@ fn gather_parameters(g: &mut Graph) -> Result<(), TypeError> {
         }
         let (layer, phase) =
             (unit[0].layer, if unit[0].phase == Phase::Forward { Phase::Forward } else { Phase::InputGrad });
-        let whole = g.relay(Op::AllGather { axis, dim: None }, &needed, "whole", phase, layer)?;
+        let whole = g.relay(Op::AllGather { over, dim: None }, &needed, "whole", phase, layer)?;
         gathers.push(g.nodes.pop());
         for v in unit.iter_mut().flat_map(|n| &mut n.inputs) {
             if let Some(at) = needed.iter().position(|p| p == v) {

@@ -126,8 +126,8 @@ fn product_with_gelu(program: &StepProgram, instrs: &[Instr]) -> bool {
     matmul_with_bias(gemm, bias)
         && gelu.op == Op::Gelu
         && kept.value == read.value
-        && !read.part
-        && !out.part
+        && read.part.is_empty()
+        && out.part.is_empty()
         && used.chain([kept.buffer]).all(|buffer| !overlap(program, buffer, out.buffer))
 }
 
@@ -173,14 +173,14 @@ fn in_place(first: &Instr, second: &Instr) -> bool {
     else {
         return false;
     };
-    let whole = |a: &Arg| !a.part;
+    let whole = |a: &Arg| a.part.is_empty();
     made.value == read.value && made.buffer == changed.buffer && [made, read, changed].into_iter().all(whole)
 }
 
 /// Whether this is the gradient of a bias: the sum over rows of all that the other has made.
 fn sums_rows_of(bias: &Instr, of: &Instr) -> bool {
     let (Some(Some(made)), Some(read)) = (of.outputs.first(), bias.inputs.first()) else { return false };
-    bias.op == Op::BiasGrad && made.value == read.value && !made.part && !read.part && wanted(bias)
+    bias.op == Op::BiasGrad && made.value == read.value && made.part.is_empty() && read.part.is_empty() && wanted(bias)
 }
 
 /// Whether two buffers share memory.

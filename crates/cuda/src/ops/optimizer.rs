@@ -100,9 +100,7 @@ pub unsafe fn square_sum(call: Call, sharers: usize, tail: usize) -> Result<(), 
         let name = format!("square_sum_{}", suffix(dtype));
         let mut many = Many::<3>::new();
         for (i, at) in gradients.iter().enumerate().filter(|(_, at)| at.dtype == dtype) {
-            // Where a flat range starts in the tensor that it was cut from.
-            let start = if at.flat { call.coordinates.dp * at.elements } else { 0 };
-            let tail = tail.saturating_sub(start).min(at.elements);
+            let tail = tail.saturating_sub(at.cut_at).min(at.elements);
             many.push(at.elements.div_ceil(CHUNK), [call.input(i), at.elements as u64, tail as u64]);
             if many.is_full() {
                 // SAFETY: address, elements and tail, as the kernel's struct has them.

@@ -1,7 +1,7 @@
 //! Messages from one rank to another.
 
+use super::peers::{Gate, Peers};
 use super::rendezvous::{copy, thousands};
-use super::world::{Gate, World};
 use super::{CommError, Place};
 
 /// One stream of messages.
@@ -63,7 +63,7 @@ impl MessageQueue {
     /// As `Communicator::send`.
     pub unsafe fn send(
         &self,
-        world: &World,
+        peers: &Peers,
         data: *const u8,
         send_buffer: SendBuffer,
         place: Place,
@@ -73,7 +73,7 @@ impl MessageQueue {
             let under_way = (state.offered - state.taken) as usize;
             under_way == 0 || (state.send_buffer == send_buffer && under_way < send_buffer.copies)
         };
-        let (mut state, result) = world.wait(
+        let (mut state, result) = peers.wait(
             (self.from, place),
             &self.gate,
             state,
@@ -83,7 +83,7 @@ impl MessageQueue {
         result?;
         if state.closed || state.writing {
             drop(state);
-            return Err(self.refuse(world, self.from, place));
+            return Err(self.refuse(peers, self.from, place));
         }
         state.writing = true;
         if state.send_buffer != send_buffer {
@@ -98,7 +98,7 @@ impl MessageQueue {
         state.writing = false;
         if state.closed {
             drop(state);
-            return Err(self.refuse(world, self.from, place));
+            return Err(self.refuse(peers, self.from, place));
         }
         state.offered += 1;
         self.gate.announce();
@@ -109,19 +109,19 @@ impl MessageQueue {
     ///
     /// # Safety
     /// As `Communicator::receive`.
-    pub unsafe fn receive(&self, world: &World, data: *mut u8, bytes: usize, place: Place) -> Result<(), CommError> {
+    pub unsafe fn receive(&self, peers: &Peers, data: *mut u8, bytes: usize, place: Place) -> Result<(), CommError> {
         let state = self.gate.lock();
         let there = |state: &State| state.offered > state.taken && !state.closed;
-        let (mut state, result) = world.wait((self.to, place), &self.gate, state, there, |_, rank| rank == self.from);
+        let (mut state, result) = peers.wait((self.to, place), &self.gate, state, there, |_, rank| rank == self.from);
         result?;
         if state.reading {
             drop(state);
-            return Err(self.refuse(world, self.to, place));
+            return Err(self.refuse(peers, self.to, place));
         }
         if state.send_buffer.bytes != bytes {
             let (ours, theirs) = (thousands(bytes), thousands(state.send_buffer.bytes));
             drop(state);
-            return Err(world.end(CommError::Mismatch {
+            return Err(peers.end(CommError::Mismatch {
                 ranks: (self.from, self.to),
                 first: format!("a message of {theirs} bytes"),
                 second: format!("receive of {ours} bytes in {place}"),
@@ -141,10 +141,10 @@ impl MessageQueue {
     }
 
     /// Waits until everything is taken.
-    pub fn flush(&self, world: &World, place: Place) -> Result<(), CommError> {
+    pub fn flush(&self, peers: &Peers, place: Place) -> Result<(), CommError> {
         let state = self.gate.lock();
         let empty = |state: &State| state.offered == state.taken || state.closed;
-        world.wait((self.from, place), &self.gate, state, empty, |_, rank| rank == self.to).1
+        peers.wait((self.from, place), &self.gate, state, empty, |_, rank| rank == self.to).1
     }
 
     /// Keeps the receiver away from the send buffer from now on.
@@ -158,8 +158,8 @@ impl MessageQueue {
     }
 
     /// For streams that two threads of a rank use at once, or that are used after the rank's end.
-    fn refuse(&self, world: &World, rank: usize, place: Place) -> CommError {
+    fn refuse(&self, peers: &Peers, rank: usize, place: Place) -> CommError {
         let reason = "a stream of messages that another thread uses, or that has ended".to_owned();
-        world.end(CommError::Refused { rank, place, reason })
+        peers.end(CommError::Refused { rank, place, reason })
     }
 }

@@ -7,12 +7,12 @@
 
 pub mod conformance;
 mod message_queue;
+mod peers;
 mod rendezvous;
 mod sum;
 #[cfg(test)]
 mod tests;
 pub mod threads;
-mod world;
 
 pub use threads::threads;
 

@@ -1,6 +1,6 @@
 //! Where the ranks of one group meet for collectives.
 
-use super::world::{Gate, World};
+use super::peers::{Gate, Peers};
 use super::{Collective, CommError, Group, Piece, Place, sum};
 use std::cell::UnsafeCell;
 use std::sync::MutexGuard;
@@ -61,7 +61,7 @@ impl Rendezvous {
     /// As `Communicator::collective`; sums are of types that can be added.
     pub unsafe fn act(
         &self,
-        world: &World,
+        peers: &Peers,
         index: usize,
         kind: Collective,
         pieces: &[Piece],
@@ -70,26 +70,26 @@ impl Rendezvous {
         let mut turn = self.gate.lock();
         if turn.inside[index] {
             let reason = "two collectives of one group at once on one channel".to_owned();
-            return Err(world.end(CommError::Refused { rank: self.members[index], place, reason }));
+            return Err(peers.end(CommError::Refused { rank: self.members[index], place, reason }));
         }
         turn.inside[index] = true;
         let call = Call { kind, pieces: pieces.as_ptr(), count: pieces.len(), place };
         // SAFETY: this member is in no collective, so nobody reads what it wanted last.
         unsafe { *self.calls[index].get() = Some(call) };
-        drop(self.arrive(world, index, turn, Stage::Agree, place)?);
+        drop(self.arrive(peers, index, turn, Stage::Agree, place)?);
         // SAFETY: all have agreed; everybody writes only its own outputs, and of those only what nobody reads meanwhile.
         unsafe {
             match kind {
                 Collective::AllReduce => {
                     self.reduce_slice(index, pieces);
-                    drop(self.arrive(world, index, self.done(), Stage::Work, place)?);
+                    drop(self.arrive(peers, index, self.done(), Stage::Work, place)?);
                     self.fetch_slices(index, pieces);
                 }
                 Collective::ReduceScatter => self.reduce_part(index, pieces),
                 Collective::AllGather => self.gather(index, pieces),
             }
         }
-        self.arrive(world, index, self.done(), Stage::Leave, place)?.inside[index] = false;
+        self.arrive(peers, index, self.done(), Stage::Leave, place)?.inside[index] = false;
         Ok(())
     }
 
@@ -103,7 +103,7 @@ impl Rendezvous {
     /// Waits until all members have arrived. An error comes only when nobody touches tensors, and nobody will.
     fn arrive<'g>(
         &'g self,
-        world: &World,
+        peers: &Peers,
         index: usize,
         mut turn: MutexGuard<'g, Turn>,
         stage: Stage,
@@ -116,7 +116,7 @@ impl Rendezvous {
             turn.missing -= 1;
             if turn.missing == 0 {
                 match stage {
-                    Stage::Agree => result = self.agree().map_err(|error| world.end(error)),
+                    Stage::Agree => result = self.agree().map_err(|error| peers.end(error)),
                     Stage::Work | Stage::Leave => {}
                 }
                 if result.is_ok() {
@@ -135,7 +135,7 @@ impl Rendezvous {
             let absent = |turn: &Turn, rank: usize| {
                 self.members.iter().zip(&turn.arrived).any(|(&member, &here)| member == rank && !here)
             };
-            (turn, result) = world.wait((me, place), &self.gate, turn, |turn| turn.stage != before, absent);
+            (turn, result) = peers.wait((me, place), &self.gate, turn, |turn| turn.stage != before, absent);
         }
         if let Err(error) = result {
             turn.closed = true;

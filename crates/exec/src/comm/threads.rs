@@ -15,8 +15,8 @@
 //! Locks are held for bookkeeping only, never while tensors are touched. In the steady state nothing is allocated.
 
 use super::message_queue::{MessageQueue, SendBuffer};
+use super::peers::Peers;
 use super::rendezvous::{Rendezvous, copy};
-use super::world::World;
 use super::{Collective, CommError, Communicator, Group, Piece, Place, sum};
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -27,7 +27,7 @@ use std::time::Duration;
 /// the rank it waits for gives up. A rank that itself waits is as alive as the one that it waits for.
 pub fn threads(ranks: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
     let shared = Arc::new(Shared {
-        world: World::new(ranks, timeout),
+        peers: Peers::new(ranks, timeout),
         rendezvous: RwLock::new(HashMap::new()),
         queues: RwLock::new(HashMap::new()),
     });
@@ -37,7 +37,7 @@ pub fn threads(ranks: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
 type Table<K, V> = RwLock<HashMap<K, Arc<V>>>;
 
 struct Shared {
-    world: World,
+    peers: Peers,
     rendezvous: Table<Group, Rendezvous>,
     /// By sender, receiver and tag.
     queues: Table<(usize, usize, u32), MessageQueue>,
@@ -59,33 +59,33 @@ fn entry<K: Hash + Eq + Clone, V>(table: &Table<K, V>, key: &K, make: impl FnOnc
 }
 
 impl Threads {
-    fn world(&self) -> &World {
-        &self.shared.world
+    fn peers(&self) -> &Peers {
+        &self.shared.peers
     }
 
     /// Every call starts here.
     fn begin(&self, place: Place) -> Result<(), CommError> {
-        if let Some(error) = self.world().failure() {
+        if let Some(error) = self.peers().failure() {
             return Err(error.clone());
         }
-        if self.world().has_left(self.rank) {
+        if self.peers().has_left(self.rank) {
             return Err(self.refuse(place, "this rank has ended its program"));
         }
-        self.world().alive(self.rank);
+        self.peers().alive(self.rank);
         Ok(())
     }
 
     /// And ends here.
     fn end(&self, result: Result<(), CommError>) -> Result<(), CommError> {
         match result {
-            Ok(()) => self.world().alive(self.rank),
+            Ok(()) => self.peers().alive(self.rank),
             Err(_) => self.withdraw(),
         }
         result
     }
 
     fn refuse(&self, place: Place, reason: impl Into<String>) -> CommError {
-        self.world().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
+        self.peers().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
     }
 
     /// What this rank has sent from.
@@ -129,11 +129,11 @@ impl Communicator for Threads {
     }
 
     fn ranks(&self) -> usize {
-        self.world().ranks()
+        self.peers().ranks()
     }
 
     fn at(&self, place: Place) {
-        self.world().at(self.rank, place);
+        self.peers().at(self.rank, place);
     }
 
     unsafe fn collective(
@@ -155,7 +155,7 @@ impl Communicator for Threads {
             }
             let rendezvous = entry(&self.shared.rendezvous, group, || Rendezvous::new(group));
             // SAFETY: the caller vouches.
-            unsafe { rendezvous.act(self.world(), index, kind, pieces, place) }
+            unsafe { rendezvous.act(self.peers(), index, kind, pieces, place) }
         };
         self.end(act())
     }
@@ -177,7 +177,7 @@ impl Communicator for Threads {
             }
             let queue = self.queue(self.rank, to, tag, place)?;
             // SAFETY: the caller vouches.
-            unsafe { queue.send(self.world(), data, SendBuffer { memory: send_buffer, bytes, copies }, place) }
+            unsafe { queue.send(self.peers(), data, SendBuffer { memory: send_buffer, bytes, copies }, place) }
         };
         self.end(act())
     }
@@ -194,16 +194,16 @@ impl Communicator for Threads {
             self.begin(place)?;
             let queue = self.queue(from, self.rank, tag, place)?;
             // SAFETY: the caller vouches.
-            unsafe { queue.receive(self.world(), data, bytes, place) }
+            unsafe { queue.receive(self.peers(), data, bytes, place) }
         };
         self.end(act())
     }
 
     fn leave(&self) {
-        self.world().leave(self.rank);
+        self.peers().leave(self.rank);
         let place = Place { op: "leave", layer: None, micro_batch: 0 };
         for queue in self.outgoing() {
-            if queue.flush(self.world(), place).is_err() {
+            if queue.flush(self.peers(), place).is_err() {
                 break;
             }
         }
@@ -211,18 +211,18 @@ impl Communicator for Threads {
     }
 
     fn fail(&self, reason: &str) {
-        self.world().fail(self.rank, reason);
+        self.peers().fail(self.rank, reason);
         self.withdraw();
     }
 
     fn failure(&self) -> Option<CommError> {
-        self.world().failure().cloned()
+        self.peers().failure().cloned()
     }
 }
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.world().leave(self.rank);
+        self.peers().leave(self.rank);
         self.withdraw();
     }
 }

@@ -5,7 +5,7 @@ use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Mesh, Op, Sharding, TensorType, bf16, f16, fixed};
+use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Mesh, Op, Sharding, TensorType, bf16, f16, fixed};
 
 /// Elements of a guard: memory behind scratch and behind every output that no instruction may write.
 const GUARD: usize = 1 << 16;
@@ -50,9 +50,9 @@ pub(super) fn single_op(
         end += profile.align(bytes);
         let (role, sharding) = (Role::State(State::Gradient), Sharding::REPLICATED);
         let (ty, whole) = (ty.clone(), ty.clone());
-        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, sharding, buffer, part: false, role });
+        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, sharding, buffer, part: Axes::NONE, role });
         if kind != "guard" {
-            args.push(Arg { buffer, value: values.len(), ty, sum: Sum::No, part: false });
+            args.push(Arg { buffer, value: values.len(), ty, sum: Sum::No, sharding, part: Axes::NONE });
         }
         values.push(name);
     }

@@ -35,10 +35,8 @@ pub fn square_sum(call: Call, sharers: usize, tail: usize) {
     let share = 1.0 / sharers as f64;
     let totals = Ptr(call.scratch::<Squares>());
     let mut total = Squares::ZERO;
-    for (i, &At { elements, dtype, flat, .. }) in inputs[..count].iter().enumerate() {
+    for (i, &At { elements, dtype, cut_at, .. }) in inputs[..count].iter().enumerate() {
         let grad = Ptr(call.input::<u8>(i));
-        // Where a flat range starts in the tensor that it was cut from.
-        let start = if flat { call.coordinates.dp * elements } else { 0 };
         // SAFETY: `from .. to` lies in the gradient.
         let squares = |from: usize, to: usize| unsafe {
             let n = to - from;
@@ -49,7 +47,7 @@ pub fn square_sum(call: Call, sharers: usize, tail: usize) {
             }
         };
         let block = |sum: &mut Squares, from: usize, to: usize| {
-            let shared = tail.saturating_sub(start).clamp(from, to);
+            let shared = tail.saturating_sub(cut_at).clamp(from, to);
             if from < shared {
                 sum.add(squares(from, shared));
             }

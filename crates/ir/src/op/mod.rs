@@ -24,7 +24,7 @@ pub use dims::Dims;
 pub use flops::Flops;
 pub use table::{Elem, Operand, Saved, Spec};
 
-use crate::mesh::MeshAxis;
+use crate::mesh::Axes;
 use crate::{DType, TensorType};
 
 /// The target of a position whose loss does not count (a token of a prompt, say): it adds neither loss nor gradient.
@@ -290,33 +290,34 @@ pub enum Op {
     JoinRows,
     /// Partial sums become whole on every rank.
     AllReduce {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
     },
-    /// Adds up, between neighbours over tensor parallelism, the rows that they share: all sections of the outermost dimension
-    /// but the first.
+    /// Adds up, between neighbours, the rows that they share: all sections of the outermost dimension but the first.
     SumShared {
-        /// Neighbours that share.
+        /// Neighbours along these axes.
+        over: Axes,
+        /// How many share.
         sharers: usize,
     },
     /// Partial sums become whole parts.
     ReduceScatter {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
         /// Parts of this dimension; flat ranges if `None`.
         dim: Option<usize>,
     },
     /// Parts become whole on every rank.
     AllGather {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
         /// Parts of this dimension; flat ranges if `None`.
         dim: Option<usize>,
     },
     /// This rank's flat range of a whole: a view, no work.
     Shard {
-        /// Over these ranks.
-        axis: MeshAxis,
+        /// Over the ranks along these axes.
+        over: Axes,
     },
     /// To the same rank of another pipeline stage.
     Send {
@@ -337,11 +338,11 @@ pub enum Op {
 /// Consecutive positions of a micro-batch, counted over its sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
-    /// The first, on each data-parallel rank.
+    /// The first, on each rank that has sequences of its own.
     pub first: usize,
-    /// How many, on each data-parallel rank.
+    /// How many, on each such rank.
     pub count: usize,
-    /// Data-parallel ranks that the shapes speak of.
+    /// Such ranks that the shapes speak of.
     pub ranks: usize,
 }
 

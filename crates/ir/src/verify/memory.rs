@@ -2,9 +2,9 @@
 //! that it means.
 
 use super::{Unsound, unsound};
+use crate::Axes;
 use crate::graph::{Phase, State};
-use crate::mesh::Coordinates;
-use crate::program::{Arg, Entry, Lifetime, Role, Slot, StepProgram, Stream, Sum};
+use crate::program::{Arg, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
 use crate::walk::{ByteRange, Event, Walk};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,8 +12,12 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) fn check(program: &StepProgram) -> Result<(), Unsound> {
     program.entries.iter().try_for_each(|entry| check_schedule(program, entry))?;
     // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
-    [0, program.mesh.dp - 1].into_iter().take(program.mesh.dp).try_for_each(|dp| {
-        let walk = Walk { program, here: Coordinates { dp, pp: program.stage, ..Coordinates::default() } };
+    let operands = program.segments.iter().flat_map(|s| &s.instrs).flat_map(Instr::operands);
+    let parts = operands.fold(Axes::NONE, |axes, arg| axes.and(arg.part));
+    let last = program.mesh.size(parts) - 1;
+    [0, last].into_iter().take(last + 1).try_for_each(|index| {
+        let first = Walk::first(program);
+        let walk = Walk { here: first.here.with_index(parts, &program.mesh, index), ..first };
         (0..program.segments.len()).try_for_each(|segment| check_segment(walk, segment))?;
         program.entries.iter().try_for_each(|entry| check_entry(walk, entry))
     })
@@ -113,7 +117,7 @@ fn check_overlap(event: &Event) -> Result<(), String> {
     let instr = event.instr;
     let shares = |a, b| event.buffer(a).overlaps(&event.buffer(b));
     let outputs: Vec<&Arg> = instr.outputs.iter().flatten().collect();
-    let operands = instr.inputs.iter().chain(outputs.iter().copied()).map(|a| a.buffer);
+    let operands = instr.operands().map(|a| a.buffer);
     if let Some(w) = instr.workspace
         && operands.into_iter().any(|b| shares(w, b))
     {
@@ -246,7 +250,8 @@ impl Memory {
     fn read(&self, event: &Event, arg: &Arg) -> Result<Held, String> {
         let range = event.operand(arg);
         let found = self.held.range(..=range.start).next_back();
-        let found = found.filter(|(start, held)| (arg.part || **start == range.start) && held.end >= range.end);
+        let found =
+            found.filter(|(start, held)| (!arg.part.is_empty() || **start == range.start) && held.end >= range.end);
         let means = |h: &Held| h.buffer == arg.buffer.0 && h.value == arg.value && h.owner == owner(event, arg);
         let values = &event.walk.program.values;
         match found.map(|(_, held)| *held) {

@@ -3,7 +3,7 @@
 use super::{Stored, Trace};
 use lockstep_config::Config;
 use lockstep_ir::graph::State;
-use lockstep_ir::{DType, Layout};
+use lockstep_ir::{Axes, DType, Layout, MeshAxis};
 use serde::Serialize;
 
 /// What a layout promises about one rank's numbers, step by step from the same state.
@@ -28,7 +28,8 @@ pub enum Promise {
 impl Promise {
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
-        let same_sums = layout.mesh.tp == 1 && (layout.mesh.dp == 1 || config.train.reproducible);
+        let same_sums =
+            layout.mesh.size(MeshAxis::Tp) == 1 && (layout.mesh.size(Axes::TOKENS) == 1 || config.train.reproducible);
         let rounds = config.precision.policy != "fp32" || config.precision.gradients == "bf16";
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,

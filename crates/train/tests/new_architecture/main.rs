@@ -3,7 +3,7 @@
 mod parallel_block;
 
 use lockstep_config::Config;
-use lockstep_ir::{Layout, StepScalars, counter, verify};
+use lockstep_ir::{Axes, Layout, StepScalars, counter, verify};
 use lockstep_model::{Form, names};
 use lockstep_train::{Session, plan_with};
 
@@ -36,7 +36,7 @@ fn losses(config: &Config, steps: u64) -> Vec<f64> {
     let plan = plan_with(config, parallel_block::build).unwrap();
     let mut session = Session::new(config, &plan).unwrap();
     let (text, seq) = (corpus(), config.train.seq);
-    let sequences = config.train.micro_batch * plan.layout.mesh.dp;
+    let sequences = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
     let mut step = |step: u64| {
         for m in 0..plan.layout.micro_batches {
             let sample = |i: usize| step * config.train.global_batch as u64 + (m * sequences + i) as u64;

@@ -1,14 +1,15 @@
-//! The ranks of a run as one executor: whole tensors in, whole tensors out.
+//! Ranks that are threads of this process.
 //!
 //! Every rank is a thread with an executor of its own, on the CPU or on a device that all share. A program comes per pipeline
 //! stage; ranks of a stage share it.
 
+use super::{Rank, World, gather, scatter};
 use crate::comm::{Communicator, threads};
 use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, Placement, StepProgram};
+use lockstep_ir::{Coordinates, Mesh, MeshAxis, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,14 +17,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// An executor that is one of several.
-pub trait Rank: Executor {
-    /// After an error: returns when nobody works on its arena any more.
-    fn drain(&self) {}
-}
-
-/// The ranks of a run, in this process.
-pub struct Ranks {
+/// The ranks of a run, all in this process.
+pub struct ThreadWorld {
     mesh: Mesh,
     programs: Vec<StepProgram>,
     workers: Vec<Worker>,
@@ -39,6 +34,9 @@ struct Worker {
     comm: Arc<dyn Communicator>,
     thread: Option<JoinHandle<()>>,
 }
+
+/// How often `each_rank` looks whether all have ended.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// What the ranks are asked for, and what they answer.
 struct Board {
@@ -63,7 +61,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Ranks {
+impl ThreadWorld {
     /// Loads the programs of all stages on the CPU, each on its ranks, with `threads` kernel threads per rank.
     pub fn on_cpu(programs: Vec<StepProgram>, threads: usize, timeout: Duration) -> Result<Self, ExecError> {
         Self::load(programs, timeout, |program, link| {
@@ -89,72 +87,41 @@ impl Ranks {
             }
         }
         // Where a rank cannot be loaded, dropping this ends those that were.
-        let mut ranks = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
+        let mut world = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
         for (rank, comm) in threads(mesh.ranks(), timeout).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
-            let program = ranks.programs[coordinates.pp].clone();
+            let program = world.programs[coordinates.get(MeshAxis::Pp)].clone();
             let link = Link { comm: comm.clone(), coordinates };
             let executor = load(program, link)?;
             for note in executor.notes() {
-                if !ranks.notes.contains(note) {
-                    ranks.notes.push(note.clone());
+                if !world.notes.contains(note) {
+                    world.notes.push(note.clone());
                 }
             }
             let executor = Arc::new(Mutex::new(executor));
-            let (theirs, end, shared) = (executor.clone(), comm.clone(), ranks.board.clone());
+            let (theirs, end, shared) = (executor.clone(), comm.clone(), world.board.clone());
             let work = move || serve(&theirs, end.as_ref(), &shared);
             let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}")).spawn(work);
             let thread = Some(thread.map_err(|e| ExecError::Threads(mesh.ranks(), e))?);
-            ranks.workers.push(Worker { executor, comm, thread });
+            world.workers.push(Worker { executor, comm, thread });
         }
-        Ok(ranks)
-    }
-
-    /// The programs, one per stage.
-    pub fn programs(&self) -> &[StepProgram] {
-        &self.programs
-    }
-
-    /// How ranks are numbered.
-    pub fn mesh(&self) -> Mesh {
-        self.mesh
-    }
-
-    /// Bytes of each rank's arena.
-    pub fn rank_arena_bytes(&self) -> Vec<u64> {
-        self.workers.iter().map(|w| lock(&w.executor).arena_bytes()).collect()
+        Ok(world)
     }
 
     /// Calls `f` with the tensor as each rank that has it knows it.
-    pub fn on_ranks(
+    fn on_ranks(
         &self,
         name: &str,
         mut f: impl FnMut(Coordinates, &Tensor, &mut dyn Rank) -> Result<(), ExecError>,
     ) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
         for &(stage, t) in self.tensors.get(name).ok_or_else(unknown)? {
-            for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).pp == stage) {
+            for rank in (0..self.mesh.ranks()).filter(|r| self.mesh.coordinates(*r).get(MeshAxis::Pp) == stage) {
                 let tensor = &self.programs[stage].tensors[t];
                 f(self.mesh.coordinates(rank), tensor, lock(&self.workers[rank].executor).as_mut())?;
             }
         }
         Ok(())
-    }
-
-    /// Calls `f` for all ranks at once, each on a thread of its own with that rank's program and tensors, and gives what came
-    /// of it in the order of ranks.
-    pub fn at_once<T: Send>(&self, f: impl Fn(Coordinates, &dyn Rank) -> T + Sync) -> Result<Vec<T>, ExecError> {
-        std::thread::scope(|scope| {
-            let mut threads = Vec::with_capacity(self.workers.len());
-            for (rank, worker) in self.workers.iter().enumerate() {
-                let (f, at) = (&f, self.mesh.coordinates(rank));
-                let thread = std::thread::Builder::new().name(format!("lockstep-each-{rank}"));
-                let thread = thread.spawn_scoped(scope, move || f(at, lock(&worker.executor).as_ref()));
-                threads.push(thread.map_err(|e| ExecError::Threads(self.workers.len(), e))?);
-            }
-            let panicked = |_| ExecError::Internal("a rank's thread panicked".into());
-            threads.into_iter().map(|thread| thread.join().map_err(panicked)).collect()
-        })
     }
 
     fn ask(&mut self, entry: &str, profile: bool) -> Result<Vec<Timing>, ExecError> {
@@ -219,9 +186,38 @@ fn serve(executor: &Mutex<Box<dyn Rank>>, comm: &dyn Communicator, board: &Board
     comm.leave();
 }
 
-impl Executor for Ranks {
+impl World for ThreadWorld {
+    fn programs(&self) -> &[StepProgram] {
+        &self.programs
+    }
+
+    fn each_rank(
+        &self,
+        f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecError> {
+        std::thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(self.workers.len());
+            for (rank, worker) in self.workers.iter().enumerate() {
+                let at = self.mesh.coordinates(rank);
+                let thread = std::thread::Builder::new().name(format!("lockstep-each-{rank}"));
+                let thread = thread.spawn_scoped(scope, move || f(at, lock(&worker.executor).as_ref()));
+                threads.push(thread.map_err(|e| ExecError::Threads(self.workers.len(), e))?);
+            }
+            while !threads.iter().all(|thread| thread.is_finished()) {
+                meanwhile();
+                std::thread::sleep(LOOK_EVERY);
+            }
+            meanwhile();
+            let panicked = |_| ExecError::Internal("a rank's thread panicked".into());
+            threads.into_iter().try_for_each(|thread| thread.join().map_err(panicked))
+        })
+    }
+}
+
+impl Executor for ThreadWorld {
     fn arena_bytes(&self) -> u64 {
-        self.rank_arena_bytes().iter().sum()
+        self.workers.iter().map(|w| lock(&w.executor).arena_bytes()).sum()
     }
 
     fn notes(&self) -> &[Note] {
@@ -230,41 +226,14 @@ impl Executor for Ranks {
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
         let mesh = self.mesh;
-        self.on_ranks(tensor, |at, t, executor| {
-            let width = t.whole.dtype.bytes();
-            if data.len() as u64 != t.whole.bytes() {
-                let (name, bytes) = (&t.name, t.whole.bytes());
-                return Err(ExecError::Internal(format!("`{name}` takes {bytes} bytes, got {}", data.len())));
-            }
-            let mut local = vec![0; t.ty.bytes() as usize];
-            for run in t.sharding.runs(&t.whole, &mesh, at) {
-                let (from, to, len) = (run.whole * width, run.local * width, run.len * width);
-                local[to..to + len].copy_from_slice(&data[from..from + len]);
-            }
-            executor.write(tensor, micro_batch, &local)
-        })
+        self.on_ranks(tensor, |at, t, executor| executor.write(tensor, micro_batch, &scatter(t, &mesh, at, data)?))
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
         let mesh = self.mesh;
         let mut whole = Vec::new();
         self.on_ranks(tensor, |at, t, executor| {
-            if [t.sharding.dp, t.sharding.tp].contains(&Placement::Partial) {
-                return Err(ExecError::Internal(format!("`{}` is not summed over ranks", t.name)));
-            }
-            // Of ranks that hold the same, the first is enough.
-            let same = |placement, index| placement == Placement::Replicated && index > 0;
-            if same(t.sharding.dp, at.dp) || same(t.sharding.tp, at.tp) {
-                return Ok(());
-            }
-            let width = t.whole.dtype.bytes();
-            whole.resize(t.whole.bytes() as usize, 0);
-            let local = executor.read(tensor, micro_batch)?;
-            for run in t.sharding.runs(&t.whole, &mesh, at) {
-                let (from, to, len) = (run.local * width, run.whole * width, run.len * width);
-                whole[to..to + len].copy_from_slice(&local[from..from + len]);
-            }
-            Ok(())
+            gather(t, &mesh, at, &mut whole, || executor.read(tensor, micro_batch))
         })?;
         Ok(Cow::Owned(whole))
     }
@@ -273,17 +242,13 @@ impl Executor for Ranks {
         self.ask(entry, false).map(|_| ())
     }
 
-    fn ranks(&self) -> Option<&Ranks> {
-        Some(self)
-    }
-
     /// When each instruction ran on the first rank.
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
         self.ask(entry, true)
     }
 }
 
-impl Drop for Ranks {
+impl Drop for ThreadWorld {
     fn drop(&mut self) {
         lock(&self.board.state).ends = true;
         self.board.changed.notify_all();

@@ -71,8 +71,8 @@ struct Whereabouts {
 }
 
 /// The ranks of one run.
-pub struct World {
-    /// Tells this world from others of the process.
+pub struct Peers {
+    /// Tells these ranks from others of the process.
     id: u64,
     start: Instant,
     timeout: Duration,
@@ -81,21 +81,21 @@ pub struct World {
 }
 
 thread_local! {
-    /// World, rank and place that this thread last spoke for. A rank has several threads; this one's place is what counts
+    /// Run, rank and place that this thread last spoke for. A rank has several threads; this one's place is what counts
     /// when it fails.
     static HERE: Cell<Option<(u64, usize, Place)>> = const { Cell::new(None) };
 }
 
-impl World {
+impl Peers {
     pub fn new(ranks: usize, timeout: Duration) -> Self {
-        static WORLDS: AtomicU64 = AtomicU64::new(0);
+        static RUNS: AtomicU64 = AtomicU64::new(0);
         let life = |_| Life {
             alive: AtomicU64::new(0),
             left: AtomicBool::new(false),
             whereabouts: Mutex::new(Whereabouts { place: None, since: 0, waits: None }),
         };
         Self {
-            id: WORLDS.fetch_add(1, Ordering::Relaxed),
+            id: RUNS.fetch_add(1, Ordering::Relaxed),
             start: Instant::now(),
             timeout,
             lives: (0..ranks).map(life).collect(),

@@ -1,0 +1,84 @@
+//! The ranks of a run from outside: whole tensors in, whole tensors out.
+//!
+//! A [`Rank`] runs one rank's program on its own parts of tensors. A [`World`] has them all, or those of this process: it cuts
+//! whole tensors into the ranks' parts and puts them together again, runs an entry on all of them, and says what ended the run.
+
+mod alone;
+mod threads;
+
+pub use alone::Alone;
+pub use threads::ThreadWorld;
+
+use crate::{ExecError, Executor};
+use lockstep_ir::program::Tensor;
+use lockstep_ir::{Coordinates, Mesh, Placement, StepProgram};
+use std::borrow::Cow;
+
+/// An executor that is one of several. Its tensors are that rank's parts.
+pub trait Rank: Executor {
+    /// After an error: returns when nobody works on its arena any more.
+    fn drain(&self) {}
+}
+
+/// The ranks that run a program together. As an executor it takes and gives whole tensors; `run` ends for all ranks with the same
+/// error if it fails on one.
+pub trait World: Executor {
+    /// The programs, one per pipeline stage.
+    fn programs(&self) -> &[StepProgram];
+
+    /// Calls `f` for all ranks of this process at once, with the tensors of each; `meanwhile` now and then on the caller's thread,
+    /// and once behind the last.
+    fn each_rank(
+        &self,
+        f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecError>;
+}
+
+impl dyn World + '_ {
+    /// How ranks are numbered.
+    pub fn mesh(&self) -> Mesh {
+        self.programs().first().map_or(Mesh::ONE, |program| program.mesh)
+    }
+}
+
+/// The part of a whole tensor that the rank at `at` has.
+fn scatter(tensor: &Tensor, mesh: &Mesh, at: Coordinates, whole: &[u8]) -> Result<Vec<u8>, ExecError> {
+    let width = tensor.whole.dtype.bytes();
+    if whole.len() as u64 != tensor.whole.bytes() {
+        let (name, bytes) = (&tensor.name, tensor.whole.bytes());
+        return Err(ExecError::Internal(format!("`{name}` takes {bytes} bytes, got {}", whole.len())));
+    }
+    let mut local = vec![0; tensor.ty.bytes() as usize];
+    for run in tensor.sharding.runs(&tensor.whole, mesh, at) {
+        let (from, to, len) = (run.whole * width, run.local * width, run.len * width);
+        local[to..to + len].copy_from_slice(&whole[from..from + len]);
+    }
+    Ok(local)
+}
+
+/// Puts what the rank at `at` has of a tensor, and no rank before it, where it belongs in the whole. `read` gives the rank's part,
+/// and is not asked where the rank has nothing to add.
+fn gather<'a>(
+    tensor: &Tensor,
+    mesh: &Mesh,
+    at: Coordinates,
+    whole: &mut Vec<u8>,
+    read: impl FnOnce() -> Result<Cow<'a, [u8]>, ExecError>,
+) -> Result<(), ExecError> {
+    if !tensor.sharding.axes(Placement::Partial).is_empty() {
+        return Err(ExecError::Internal(format!("`{}` is not summed over ranks", tensor.name)));
+    }
+    let width = tensor.whole.dtype.bytes();
+    whole.resize(tensor.whole.bytes() as usize, 0);
+    let runs = tensor.sharding.first_runs(&tensor.whole, mesh, at);
+    if runs.is_empty() {
+        return Ok(());
+    }
+    let local = read()?;
+    for run in runs {
+        let (from, to, len) = (run.local * width, run.whole * width, run.len * width);
+        whole[to..to + len].copy_from_slice(&local[from..from + len]);
+    }
+    Ok(())
+}

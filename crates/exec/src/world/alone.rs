@@ -1,0 +1,83 @@
+//! A world of one rank.
+
+use super::World;
+use crate::initial::Initial;
+use crate::{ExecError, Executor, Note, Taken, Ticket, Timing};
+use lockstep_ir::{Coordinates, DType, StepProgram};
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// One rank, whose parts are the whole tensors.
+pub struct Alone {
+    executor: Box<dyn Executor>,
+    program: StepProgram,
+}
+
+impl Alone {
+    /// The world of an executor that has loaded this program of one rank.
+    pub fn new(executor: Box<dyn Executor>, program: StepProgram) -> Self {
+        Self { executor, program }
+    }
+}
+
+impl World for Alone {
+    fn programs(&self) -> &[StepProgram] {
+        std::slice::from_ref(&self.program)
+    }
+
+    fn each_rank(
+        &self,
+        f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecError> {
+        f(Coordinates::default(), self.executor.as_ref());
+        meanwhile();
+        Ok(())
+    }
+}
+
+impl Executor for Alone {
+    fn arena_bytes(&self) -> u64 {
+        self.executor.arena_bytes()
+    }
+
+    fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
+        self.executor.write(tensor, micro_batch, data)
+    }
+
+    fn fill(&mut self, tensors: &[(&str, DType)], values: &Initial) -> Result<(), ExecError> {
+        self.executor.fill(tensors, values)
+    }
+
+    fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
+        self.executor.read(tensor, micro_batch)
+    }
+
+    fn read_range(&self, tensor: &str, micro_batch: usize, range: Range<usize>) -> Result<Cow<'_, [u8]>, ExecError> {
+        self.executor.read_range(tensor, micro_batch, range)
+    }
+
+    fn run(&mut self, entry: &str) -> Result<(), ExecError> {
+        self.executor.run(entry)
+    }
+
+    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+        self.executor.read_later(tensors)
+    }
+
+    fn take(&mut self, ticket: Ticket) -> Result<Taken, ExecError> {
+        self.executor.take(ticket)
+    }
+
+    fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
+        self.executor.profile(entry)
+    }
+
+    fn touched_bytes(&self) -> Option<u64> {
+        self.executor.touched_bytes()
+    }
+
+    fn notes(&self) -> &[Note] {
+        self.executor.notes()
+    }
+}
