@@ -4,7 +4,7 @@ use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use crate::schedule::{ChunkCosts, Pipeline};
-use crate::walk::Walk;
+use crate::walk::{Distinct, Walk};
 use crate::{Axes, Coordinates, MeshAxis, Op, Placement, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -106,7 +106,7 @@ fn side_by_side(program: &StepProgram, region: usize) -> Vec<&Buffer> {
 /// last call that reads it. No placement can use fewer bytes than this.
 pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
     let mut best = Moment::default();
-    for point in timeline::planned(program, &entry.distinct()) {
+    for point in timeline::planned(program, &Distinct::of(program, entry)) {
         let segment = &program.segments[point.slot.segment];
         if point.total() > best.live_bytes {
             best = Moment {

@@ -125,44 +125,49 @@ impl Distinct {
         let micro_batches = entry.schedule.iter().map(|s| s.micro_batch).collect();
         Self { schedule: entry.schedule.clone(), micro_batches, left_out: 0 }
     }
-}
 
-impl Entry {
     /// Leaves out what repeats literally: slots with the same segments and copies of the saved regions, on micro-batches that are
     /// higher by a constant. The first two periods stay. What a period reads was written by itself, by the period before it or
     /// before all of them; so if the first two are sound, every other is, and what follows the last finds what it would find
     /// behind the second, but for the numbers of micro-batches.
-    pub fn distinct(&self) -> Distinct {
-        self.cut().unwrap_or_else(|| Distinct::whole(self))
+    pub fn of(program: &StepProgram, entry: &Entry) -> Self {
+        Self::cut(program, &entry.schedule).unwrap_or_else(|| Self::whole(entry))
     }
 
-    fn cut(&self) -> Option<Distinct> {
-        let slots = &self.schedule;
-        let middle = slots.len() / 2;
-        let (start, period, shift, periods) = (middle + 1..slots.len()).find_map(|again| {
-            let (period, shift) = (again - middle, slots[again].micro_batch.checked_sub(slots[middle].micro_batch)?);
-            // The first micro-batch of a step begins sums where others add.
-            let repeats = |i: usize| {
-                let (Some(this), Some(next)) = (slots.get(i), slots.get(i + period)) else { return false };
-                let later = Slot { micro_batch: this.micro_batch + shift, ..*this };
-                this.micro_batch > 0 && shift > 0 && *next == later
-            };
-            let start = (0..=middle).rev().take_while(|i| repeats(*i)).last()?;
-            let end = (middle..slots.len()).take_while(|i| repeats(*i)).last()? + 1;
-            let periods = (end + period - start) / period;
-            (periods > 2).then_some((start, period, shift, periods))
-        })?;
+    fn cut(program: &StepProgram, slots: &[Slot]) -> Option<Self> {
+        let (start, period, shift, periods) = repetition(slots)?;
         let (from, to) = (start + 2 * period, start + periods * period);
         let left_out = (periods - 2) * shift;
-        let numbers = |slots: &[Slot]| slots.iter().map(|s| s.micro_batch).collect::<BTreeSet<_>>();
-        let (before, dropped) = (numbers(&slots[..from]), numbers(&slots[from..to]));
+        let of = |slot: &Slot| (program.segments[slot.segment].chunk, slot.micro_batch);
+        let all = |slots: &[Slot]| slots.iter().map(of).collect::<BTreeSet<_>>();
+        let (before, dropped) = (all(&slots[..from]), all(&slots[from..to]));
         let mut schedule = slots[..from].to_vec();
         for slot in &slots[to..] {
+            // What began before the periods and ends behind them, and what is no micro-batch's.
+            let stays = before.contains(&of(slot)) && !dropped.contains(&of(slot));
             let m = slot.micro_batch;
-            let stays = before.contains(&m) && !dropped.contains(&m);
             schedule.push(Slot { micro_batch: if stays { m } else { m.checked_sub(left_out)? }, ..*slot });
         }
         let micro_batches = slots[..from].iter().chain(&slots[to..]).map(|s| s.micro_batch).collect();
-        Some(Distinct { schedule, micro_batches, left_out })
+        Some(Self { schedule, micro_batches, left_out })
     }
+}
+
+/// Three periods or more of a schedule that repeats itself around its middle: where they start, slots and micro-batches of one,
+/// and how many there are.
+fn repetition(slots: &[Slot]) -> Option<(usize, usize, usize, usize)> {
+    let middle = slots.len() / 2;
+    (middle + 1..slots.len()).find_map(|again| {
+        let (period, shift) = (again - middle, slots[again].micro_batch.checked_sub(slots[middle].micro_batch)?);
+        // The first micro-batch of a step begins sums where others add.
+        let repeats = |i: usize| {
+            let (Some(this), Some(next)) = (slots.get(i), slots.get(i + period)) else { return false };
+            let later = Slot { micro_batch: this.micro_batch + shift, ..*this };
+            this.micro_batch > 0 && shift > 0 && *next == later
+        };
+        let start = (0..=middle).rev().take_while(|i| repeats(*i)).last()?;
+        let end = (middle..slots.len()).take_while(|i| repeats(*i)).last()? + 1;
+        let periods = (end + period - start) / period;
+        (periods > 2).then_some((start, period, shift, periods))
+    })
 }

@@ -103,7 +103,7 @@ pub fn planned_timeline(
     let mut left_out = 0;
     if let Some(entry) = program.entry(StepProgram::TRAIN) {
         let instrs: usize = entry.schedule.iter().map(|slot| program.segments[slot.segment].instrs.len()).sum();
-        let shown = if instrs <= MOST { Distinct::whole(entry) } else { entry.distinct() };
+        let shown = if instrs <= MOST { Distinct::whole(entry) } else { Distinct::of(program, entry) };
         left_out = shown.left_out;
         let points = timeline::planned(program, &shown);
         let mut now = 0.0;

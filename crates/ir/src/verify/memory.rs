@@ -5,7 +5,7 @@ use super::{Unsound, unsound};
 use crate::Axes;
 use crate::graph::{Phase, State};
 use crate::program::{Arg, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::walk::{ByteRange, Event, Walk};
+use crate::walk::{ByteRange, Distinct, Event, Walk};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Checks the memory of every segment and every entry.
@@ -62,7 +62,7 @@ fn check_schedule(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
 
 fn check_entry(walk: Walk, entry: &Entry) -> Result<(), Unsound> {
     let program = walk.program;
-    let shown = entry.distinct();
+    let shown = Distinct::of(program, entry);
     let micro_batches = shown.schedule.iter().map(|s| s.micro_batch + 1).max().unwrap_or(0);
     let mut memory = Memory::at_start(program, micro_batches)?;
     for (slot, &micro_batch) in shown.schedule.iter().zip(&shown.micro_batches) {
