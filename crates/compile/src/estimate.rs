@@ -1,6 +1,6 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
-use crate::passes::{Candidate, DERIVED, FORWARD_PASSES, Layers, Recompute, Recomputed, SHARDING, TRAINING_PASSES};
+use crate::passes::{AUTODIFF, Candidate, FORWARD_PASSES, Layers, Recompute, Recomputed, passes_behind};
 use crate::stage::RankGraph;
 use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
 use lockstep_ir::op::Flops;
@@ -22,12 +22,9 @@ pub struct Estimator {
 impl Estimator {
     /// For a model's forward graph, in a context whose policy does not count.
     pub fn new(forward: &Graph, context: &Context) -> Result<Self, CompileError> {
-        let run = |graph: &Graph, passes: std::ops::Range<usize>| -> Result<Graph, TypeError> {
-            TRAINING_PASSES[passes].iter().try_fold(graph.clone(), |graph, pass| (pass.run)(&graph, context))
-        };
-        let stored = run(forward, 0..FORWARD_PASSES.len())?;
-        let derived = run(&stored, FORWARD_PASSES.len()..DERIVED + 1)?;
-        let evaluate = run(&evaluated(&stored), SHARDING)?;
+        let stored = FORWARD_PASSES.iter().try_fold(forward.clone(), |graph, pass| (pass.run)(&graph, context))?;
+        let derived = (AUTODIFF.run)(&stored, context)?;
+        let evaluate = evaluated(&stored, context)?;
         let pipeline = context.layout.pipeline();
         let cuts = stage::cut(&derived, pipeline.stages())?;
         let ranks = 0..pipeline.slots.len();
@@ -39,7 +36,7 @@ impl Estimator {
     pub fn programs(&self, recompute: Recompute) -> Result<Vec<StepProgram>, CompileError> {
         let context = Context { recompute, ..self.context.clone() };
         let mut graph = None;
-        for pass in &TRAINING_PASSES[DERIVED + 1..] {
+        for pass in passes_behind(&AUTODIFF) {
             graph = Some((pass.run)(graph.as_ref().unwrap_or(&self.derived), &context)?);
         }
         let graph = graph.as_ref().unwrap_or(&self.derived);

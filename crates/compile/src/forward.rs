@@ -3,8 +3,8 @@
 //! They hold no gradient and no optimizer state. States of the same name are one state; the inputs and outputs of an
 //! entry are its own, named after it.
 
-use crate::passes::SHARDING;
-use crate::{CompileError, Context, FORWARD_PASSES, TRAINING_PASSES, check, lower, memory};
+use crate::passes::SHARDING_PASSES;
+use crate::{CompileError, Context, FORWARD_PASSES, check, lower, memory, run};
 use lockstep_ir::graph::{Source, Value};
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{Graph, StepProgram, ValueId};
@@ -14,16 +14,9 @@ pub fn compile_forward(entries: &[(&'static str, Graph)], context: &Context) -> 
     let mut joined = Graph::new();
     let mut counts = Vec::new();
     for (entry, graph) in entries {
-        let mut graph = graph.clone();
-        for pass in FORWARD_PASSES {
-            graph = (pass.run)(&graph, context)?;
-            check(pass.name, verify::graph(&graph))?;
-        }
-        let mut graph = graph.without_dead_code();
-        for pass in &TRAINING_PASSES[SHARDING] {
-            graph = (pass.run)(&graph, context)?;
-            check(pass.name, verify::graph(&graph))?;
-        }
+        let graph = FORWARD_PASSES.into_iter().try_fold(graph.clone(), |graph, pass| run(pass, &graph, context))?;
+        let graph = graph.without_dead_code();
+        let graph = SHARDING_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))?;
         counts.push((*entry, graph.nodes.len()));
         check("join", join(&mut joined, entry, &graph))?;
     }

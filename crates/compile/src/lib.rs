@@ -18,11 +18,11 @@ pub use budget::{Fit, fit};
 pub use estimate::Estimator;
 pub use forward::compile_forward;
 pub use lower::SEND_BUFFER_COPIES;
+use passes::{AUTODIFF, SHARDING_PASSES, passes_behind};
 pub use passes::{
     AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Recomputed,
     Rule, STATS, TRAINING_PASSES, autodiff, fuse,
 };
-use passes::{DERIVED, SHARDING};
 
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
@@ -94,13 +94,8 @@ pub struct Compiled {
     pub stages: Vec<Stage>,
     /// The placed programs, one per pipeline stage.
     pub programs: Vec<StepProgram>,
-}
-
-impl Compiled {
     /// FLOPs that the model needs for one micro-batch of all ranks, forward and backward.
-    pub fn model_flops(&self) -> Result<Flops, TypeError> {
-        model_flops(&self.stages[DERIVED].graph)
-    }
+    pub model_flops: Flops,
 }
 
 fn model_flops(graph: &Graph) -> Result<Flops, TypeError> {
@@ -114,25 +109,21 @@ fn model_flops(graph: &Graph) -> Result<Flops, TypeError> {
 
 /// Compiles a model's forward graph to its training and evaluation program.
 pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileError> {
-    let mut passes: Vec<Stage> = Vec::new();
+    let mut passed: Vec<Stage> = Vec::new();
     let mut graph = forward.clone();
-    // Evaluation shares the forward pass as it is stored and fused, before gradients are added to it.
-    let mut evaluate = graph.clone();
-    for (p, pass) in TRAINING_PASSES.into_iter().enumerate() {
-        let after = (pass.run)(&graph, context)?;
-        check(pass.name, verify::graph(&after))?;
-        passes.push(Stage { pass, changed: after != graph, graph: after.clone() });
-        graph = after;
-        if p + 1 == FORWARD_PASSES.len() {
-            evaluate = evaluated(&graph);
-            for pass in &TRAINING_PASSES[SHARDING] {
-                evaluate = (pass.run)(&evaluate, context)?;
-                check(pass.name, verify::graph(&evaluate))?;
-            }
-        }
-    }
+    let mut run = |pass: Pass, graph: &mut Graph| -> Result<(), CompileError> {
+        let after = run(pass, graph, context)?;
+        passed.push(Stage { pass, changed: after != *graph, graph: after.clone() });
+        *graph = after;
+        Ok(())
+    };
+    FORWARD_PASSES.into_iter().try_for_each(|pass| run(pass, &mut graph))?;
+    let evaluate = evaluated(&graph, context)?;
+    run(AUTODIFF, &mut graph)?;
     let pipeline = context.layout.pipeline();
-    let cuts = stage::cut(&passes[DERIVED].graph, pipeline.stages())?;
+    let cuts = stage::cut(&graph, pipeline.stages())?;
+    let model_flops = model_flops(&graph)?;
+    passes_behind(&AUTODIFF).try_for_each(|pass| run(pass, &mut graph))?;
     let mut programs = Vec::new();
     for rank in 0..pipeline.slots.len() {
         let extract = |graph| stage::extract(graph, &cuts, &pipeline, rank);
@@ -141,12 +132,20 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         programs.push(program);
     }
     roles::check(&programs).map_err(CompileError::Roles)?;
-    Ok(Compiled { stages: passes, programs })
+    Ok(Compiled { stages: passed, programs, model_flops })
 }
 
-/// The forward pass as evaluation runs it.
-fn evaluated(stored: &Graph) -> Graph {
-    stored.clone().without_dropout().without_dead_code()
+/// The forward pass as evaluation runs it: shared as it is stored and fused, before gradients are added to it.
+fn evaluated(stored: &Graph, context: &Context) -> Result<Graph, CompileError> {
+    let graph = stored.clone().without_dropout().without_dead_code();
+    SHARDING_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))
+}
+
+/// Runs a pass and checks what it has made.
+fn run(pass: Pass, graph: &Graph, context: &Context) -> Result<Graph, CompileError> {
+    let after = (pass.run)(graph, context)?;
+    check(pass.name, verify::graph(&after))?;
+    Ok(after)
 }
 
 fn check(after: &'static str, result: Result<(), Unsound>) -> Result<(), CompileError> {

@@ -486,11 +486,12 @@ fn tensors(local: &Local, persistent: &Places) -> Vec<Tensor> {
         };
         // A gradient is what it has become at the end of a step.
         let id = ValueId(i);
-        let shown = if role == Role::State(State::Gradient) { g.latest(id) } else { id };
+        let shown = if let Role::State(State::Gradient { .. }) = role { g.latest(id) } else { id };
         let sharding = g.get(shown).sharding;
         let part = if g.parts.contains(&(id, shown)) { sharding.axes(Placement::Flat) } else { Axes::NONE };
         Some(Tensor {
             name: value.name.clone(),
+            value: id,
             ty: local.ty(shown),
             whole: value.ty.clone(),
             sharding,
@@ -509,7 +510,7 @@ fn produced_in(g: &Graph, v: ValueId) -> Phase {
 fn class_of(state: &State) -> Class {
     match state {
         State::Parameter(_) | State::Constant(_) => Class::Parameters,
-        State::Gradient => Class::Gradients,
+        State::Gradient { .. } => Class::Gradients,
         State::Moment { .. } | State::Master { .. } | State::Scalars => Class::Optimizer,
         State::Cache => Class::Activations,
     }
@@ -532,13 +533,10 @@ fn layers_of(g: &Graph) -> Vec<Option<usize>> {
             }
         }
     }
-    let states = g.values.iter().zip(&layers).filter(|(v, _)| matches!(v.source, Source::State(_)));
-    let by_name: BTreeMap<&str, Option<usize>> = states.map(|(v, layer)| (v.name.as_str(), *layer)).collect();
-    let follow = g.values.iter().enumerate().filter_map(|(i, value)| match &value.source {
-        Source::State(State::Moment { of, .. } | State::Master { of }) => Some((i, by_name.get(of.as_str())?)),
-        _ => None,
-    });
-    let follow: Vec<(usize, Option<usize>)> = follow.map(|(i, layer)| (i, *layer)).collect();
-    follow.into_iter().for_each(|(i, layer)| layers[i] = layer);
+    for (i, value) in g.values.iter().enumerate() {
+        if let Source::State(State::Moment { of, .. } | State::Master { of }) = value.source {
+            layers[i] = layers[of.0];
+        }
+    }
     layers
 }

@@ -84,6 +84,13 @@ impl Place {
     }
 }
 
+/// The last layer, and for every node the layer that it goes with.
+pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
+    let last = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
+    let mut place = Place::new(last);
+    (last, g.nodes.iter().map(|n| place.of(n)).collect())
+}
+
 /// What one rank of the pipeline runs.
 pub(crate) struct RankGraph {
     /// Its nodes. Values keep their ids.
@@ -98,10 +105,8 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
         return Ok(RankGraph { graph: g.clone(), chunks: vec![0; g.nodes.len()] });
     }
     let places = pipeline.places();
-    let layers = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
-    let mut place = Place::new(layers);
     let stage_of = |layer: usize| cuts.iter().filter(|first| **first <= layer).count();
-    let stages: Vec<usize> = g.nodes.iter().map(|n| stage_of(place.of(n))).collect();
+    let stages: Vec<usize> = layers(g).1.into_iter().map(stage_of).collect();
     let mut made_in: Vec<Option<usize>> = vec![None; g.values.len()];
     for (node, &s) in g.nodes.iter().zip(&stages).filter(|(n, _)| n.phase != Phase::Update) {
         node.outputs.iter().flatten().for_each(|v| made_in[v.0] = Some(s));
@@ -188,7 +193,7 @@ fn update(
         };
         let known = |has: &BTreeSet<ValueId>, v: &ValueId| has.contains(v) || optimizer(v);
         if node.op == Op::AddState {
-            sum_tied_gradient(g, out, has, &mut node, rank, made_on);
+            sum_tied_gradients(g, out, has, &mut node, rank, made_on);
         }
         let spec = node.op.spec();
         if spec.variadic {
@@ -211,8 +216,9 @@ fn update(
     Ok(())
 }
 
-/// Where another rank has summed the gradient of the same table: sends ours, receives theirs.
-fn sum_tied_gradient(
+/// Where other ranks have summed gradients of the same parameter: sends ours, receives theirs, so that all add the same in the
+/// same order.
+fn sum_tied_gradients(
     g: &Graph,
     out: &mut Graph,
     has: &mut BTreeSet<ValueId>,
@@ -224,19 +230,42 @@ fn sum_tied_gradient(
         let sums = |i: usize| g.values[i].source == (Source::Node { into: Some(state) });
         (0..made_on.len()).find(|i| sums(*i)).and_then(|i| made_on[i])
     };
-    let ours = node.inputs.iter().position(|v| has.contains(v));
-    let (Some(ours), true) = (ours, node.inputs.iter().any(|v| !has.contains(v))) else { return };
-    let theirs = 1 - ours;
-    let Some(other) = maker(node.inputs[theirs]).filter(|other| *other != rank) else { return };
+    // The second operand is the accumulator of one use, the first that of the first use or the sum so far.
+    let Source::State(State::Gradient { of }) = g.get(node.inputs[1]).source else { return };
+    let holders: BTreeSet<usize> = g.gradients_of(of).into_iter().filter_map(maker).collect();
+    if !holders.contains(&rank) {
+        return;
+    }
     let message = |op, inputs, outputs| Node { op, inputs, outputs, phase: Phase::Update, layer: None };
-    let send = message(Op::Send { stage: other, tag: TIED }, vec![node.inputs[ours]], vec![]);
-    let id = copy(out, node.inputs[theirs]);
-    out.nodes.push(send);
-    out.nodes.push(message(Op::Receive { stage: other, tag: TIED }, vec![], vec![Some(id)]));
-    // The sum lives where its first operand does; a rank that has only the second keeps it there.
-    let (here, there) = (node.inputs[ours], node.inputs[theirs]);
-    node.inputs[theirs] = id;
-    has.insert(id);
-    let moved = out.updates.iter_mut().chain(&mut out.parts).filter(|(state, _)| *state == there);
-    moved.for_each(|pair| pair.0 = here);
+    let others = || holders.iter().copied().filter(|r| *r != rank);
+    for &ours in node.inputs.iter().filter(|v| maker(**v) == Some(rank)) {
+        let send = |other| message(Op::Send { stage: other, tag: TIED }, vec![ours], vec![]);
+        out.nodes.extend(others().map(send));
+    }
+    // What lives in a state of this rank: what was received, and sums of it alone, are temporary.
+    let stays = |v: &ValueId| {
+        let mut at = *v;
+        while let Some((state, _)) = out.updates.iter().find(|(_, sum)| *sum == at) {
+            at = *state;
+        }
+        maker(at) == Some(rank)
+    };
+    let home = node.inputs.iter().copied().find(stays);
+    let (first, sum) = (node.inputs[0], node.outputs[0]);
+    for input in &mut node.inputs {
+        let Some(other) = maker(*input).filter(|r| *r != rank) else { continue };
+        let received = copy(out, *input);
+        out.nodes.push(message(Op::Receive { stage: other, tag: TIED }, vec![], vec![Some(received)]));
+        has.insert(received);
+        *input = received;
+    }
+    // A sum lives where its first operand does; where that is no state of this rank, where its second does.
+    let Some(home) = home.filter(|home| *home != first) else { return };
+    for pair in out.updates.iter_mut().filter(|(state, value)| *state == first && Some(*value) == sum) {
+        pair.0 = home;
+    }
+    // A rank's range of the sum over ranks lives there as well.
+    if let Some(accumulator) = g.gradients_of(of).first() {
+        out.parts.iter_mut().filter(|(state, _)| state == accumulator).for_each(|pair| pair.0 = home);
+    }
 }

@@ -16,7 +16,7 @@ use inputs::{Draw, Input, Size, case, draw, sizes};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::op::Elem;
 use lockstep_ir::program::{Role, StepProgram, Tensor};
-use lockstep_ir::{DType, DeviceProfile, Graph, Op, TensorType, verify};
+use lockstep_ir::{DType, DeviceProfile, Graph, Op, TensorType, ValueId, verify};
 use single::{decode, encode, single_op};
 
 /// Loads a program on the executor under test.
@@ -133,8 +133,11 @@ fn weight_output(op: &Op) -> usize {
 
 fn evaluate(op: Op, types: &[TensorType], inputs: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let mut g = Graph::new();
-    let ids: Vec<_> =
-        types.iter().enumerate().map(|(i, ty)| g.state(format!("in{i}"), ty.clone(), State::Gradient)).collect();
+    let ids: Vec<_> = types
+        .iter()
+        .enumerate()
+        .map(|(i, ty)| g.state(format!("in{i}"), ty.clone(), State::Gradient { of: ValueId(i) }))
+        .collect();
     let outputs = g.node(op, &ids, "out", Phase::Forward, None).unwrap_or_else(|e| panic!("{e}"));
     let values = reference::evaluate(&g, |v| inputs.get(v.0).cloned());
     outputs.iter().map(|v| values[v.0].clone().unwrap_or_default()).collect()

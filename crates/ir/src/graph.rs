@@ -43,19 +43,22 @@ impl Phase {
 pub enum State {
     /// A trained tensor.
     Parameter(Parameter),
-    /// The accumulator of a parameter's gradient.
-    Gradient,
+    /// An accumulator of a parameter's gradient: every use of the parameter has one.
+    Gradient {
+        /// The parameter.
+        of: ValueId,
+    },
     /// A moment of the optimizer.
     Moment {
-        /// Name of the parameter's value.
-        of: String,
+        /// The parameter.
+        of: ValueId,
         /// Which moment; checkpoints use this.
         which: &'static str,
     },
     /// The f32 master weights of a parameter that is stored in bf16 or fp16.
     Master {
-        /// Name of the parameter's value.
-        of: String,
+        /// The parameter.
+        of: ValueId,
     },
     /// Filled once before the first step.
     Constant(Init),
@@ -242,6 +245,12 @@ impl Graph {
         })
     }
 
+    /// The accumulators of a parameter's gradient, one per use, in the order in which backward meets them.
+    pub fn gradients_of(&self, parameter: ValueId) -> Vec<ValueId> {
+        let is = |v: &Value| matches!(v.source, Source::State(State::Gradient { of }) if of == parameter);
+        (0..self.values.len()).filter(|i| is(&self.values[*i])).map(ValueId).collect()
+    }
+
     /// For every value, the nodes that read it, in order.
     pub fn readers(&self) -> Vec<Vec<usize>> {
         let mut readers = vec![Vec::new(); self.values.len()];
@@ -318,7 +327,7 @@ impl std::fmt::Display for Graph {
             let kind = match &v.source {
                 Source::Input => "input",
                 Source::State(State::Parameter(_)) => "parameter",
-                Source::State(State::Gradient) => "gradient",
+                Source::State(State::Gradient { .. }) => "gradient",
                 Source::State(State::Moment { .. }) => "moment",
                 Source::State(State::Master { .. }) => "master",
                 Source::State(State::Constant(_)) => "constant",

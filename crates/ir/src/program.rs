@@ -2,7 +2,7 @@
 
 use crate::graph::{Phase, State};
 use crate::mesh::{Axes, Mesh};
-use crate::{Op, Sharding, TensorType, counter};
+use crate::{Op, Sharding, TensorType, ValueId, counter};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -324,6 +324,8 @@ pub enum Role {
 pub struct Tensor {
     /// Its name.
     pub name: String,
+    /// Which value it is: an index into [`StepProgram::values`], the same in all stages of a run. States of a parameter name it by this.
+    pub value: ValueId,
     /// Element type and shape on this rank.
     pub ty: TensorType,
     /// Element type and shape of the whole.

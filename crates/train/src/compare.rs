@@ -16,8 +16,9 @@ use lockstep_exec::ExecError;
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Axes, DType, Layout, MeshAxis, StepProgram, StepScalars, bf16, counter, f16, fixed};
+use lockstep_ir::{Axes, DType, Layout, MeshAxis, StepProgram, StepScalars, ValueId, bf16, counter, f16, fixed};
 use lockstep_model::names;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. What fits these
@@ -104,6 +105,7 @@ type States = Rc<Vec<Stored>>;
 #[derive(Clone)]
 struct Stored {
     name: String,
+    value: ValueId,
     state: State,
     dtype: DType,
     bytes: Vec<u8>,
@@ -206,8 +208,7 @@ fn trace(config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<T
         }
         let scalars = step_scalars(config, step as u64, step as u64, plan.tokens_per_step);
         let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
-        let is_gradient = |t: &Tensor| t.role == Role::State(State::Gradient) && !t.name.ends_with(".2");
-        let gradients = states(&mut session, is_gradient)?;
+        let gradients = gradients(&mut session)?;
         let after = Rc::new(states(&mut session, is_kept)?);
         if starts.is_none() {
             own.push(after.clone());
@@ -285,13 +286,24 @@ pub(crate) fn fill(
     Ok(())
 }
 
+/// The gradient of every parameter: the sum over its uses lives in the accumulator of the first.
+fn gradients(session: &mut Session) -> Result<Vec<Stored>, TrainError> {
+    let mut first: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+    for tensor in session.tensors() {
+        if let Role::State(State::Gradient { of }) = tensor.role {
+            first.entry(of).and_modify(|v| *v = tensor.value.min(*v)).or_insert(tensor.value);
+        }
+    }
+    states(session, |t| first.values().any(|v| *v == t.value))
+}
+
 /// Some of the states, whole.
 fn states(session: &mut Session, wanted: impl Fn(&Tensor) -> bool) -> Result<Vec<Stored>, TrainError> {
     let mut result = Vec::new();
     for tensor in session.tensors().iter().filter(|t| wanted(t)) {
         let Role::State(state) = &tensor.role else { continue };
-        let (name, state, dtype) = (tensor.name.clone(), state.clone(), tensor.whole.dtype);
-        result.push(Stored { name, state, dtype, bytes: Vec::new() });
+        let (name, value, state, dtype) = (tensor.name.clone(), tensor.value, state.clone(), tensor.whole.dtype);
+        result.push(Stored { name, value, state, dtype, bytes: Vec::new() });
     }
     for stored in &mut result {
         stored.bytes = session.executor().read(&stored.name, 0)?.into_owned();

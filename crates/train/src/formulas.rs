@@ -218,7 +218,10 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
 /// Bytes of parameters, gradients and optimizer states.
 fn state_bytes(program: &StepProgram) -> u64 {
     let kept = |role: &Role| {
-        matches!(role, Role::State(State::Parameter(_) | State::Gradient | State::Moment { .. } | State::Master { .. }))
+        matches!(
+            role,
+            Role::State(State::Parameter(_) | State::Gradient { .. } | State::Moment { .. } | State::Master { .. })
+        )
     };
     program.tensors.iter().filter(|t| kept(&t.role)).map(|t| t.ty.bytes()).sum()
 }

@@ -210,7 +210,7 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
     let compiled = compile(&forward, &context)?;
     let hardware = hardware_flops(&compiled.programs)?;
     // The model is what it was before any rank repeated or padded a part of it.
-    let whole = compiled.model_flops().map_err(internal)?;
+    let whole = compiled.model_flops;
     let micro_batches = context.layout.micro_batches as u128;
     let step_flops = Flops { model: whole.model * micro_batches, causal: whole.causal * micro_batches, hardware };
     let stages: Vec<MemoryBreakdown> = compiled.programs.iter().map(account::memory).collect();

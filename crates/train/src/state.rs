@@ -67,11 +67,11 @@ pub(crate) fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, 
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
         let parts = parts(parameter, &tensor.whole);
         // Of a parameter in bf16 or fp16, the f32 master weights count.
-        let master = master(tensors, &tensor.name).unwrap_or(tensor);
+        let master = master(tensors, tensor).unwrap_or(tensor);
         result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), master, p.clone())));
         for moment in tensors {
             let Role::State(State::Moment { of, which }) = &moment.role else { continue };
-            if *of == tensor.name {
+            if *of == tensor.value {
                 let named = |p: &Part| (OPTIMIZER, format!("{which}.{}", p.name), moment, p.clone());
                 result.extend(parts.iter().map(named));
             }
@@ -81,8 +81,8 @@ pub(crate) fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, 
 }
 
 /// The f32 master weights of a parameter that is stored in bf16 or fp16.
-fn master<'a>(tensors: &'a [Tensor], parameter: &str) -> Option<&'a Tensor> {
-    let is_master = |t: &&Tensor| matches!(&t.role, Role::State(State::Master { of }) if of == parameter);
+fn master<'a>(tensors: &'a [Tensor], parameter: &Tensor) -> Option<&'a Tensor> {
+    let is_master = |t: &&Tensor| matches!(t.role, Role::State(State::Master { of }) if of == parameter.value);
     tensors.iter().find(is_master)
 }
 
@@ -133,7 +133,7 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
                     InitialPart { name, columns: columns(shape), elements: *elements }
                 };
                 let values = Initial { init: &parameter.init, seed, parts: parts.iter().map(part).collect() };
-                let master = master(tensors, &tensor.name).map(|t| (t.name.as_str(), t.whole.dtype));
+                let master = master(tensors, tensor).map(|t| (t.name.as_str(), t.whole.dtype));
                 executor.fill(&[Some(own), master].into_iter().flatten().collect::<Vec<_>>(), &values)?;
             }
             Role::State(State::Constant(init)) => {
@@ -202,7 +202,7 @@ pub(crate) fn start_from(
 /// Writes the f32 values of a stored tensor, and those of the parameter whose master weights it holds. They are rounded in place.
 fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<(), TrainError> {
     let parameter = match &tensor.role {
-        Role::State(State::Master { of }) => tensors.iter().find(|t| t.name == *of),
+        Role::State(State::Master { of }) => tensors.iter().find(|t| t.value == *of),
         _ => None,
     };
     // Rounding is in place, so the master weights go first.

@@ -102,7 +102,10 @@ fn stages_send_the_residual_stream_and_its_gradient() {
 fn state_bytes(plan: &Plan) -> u64 {
     let program = plan.program();
     let kept = |role: &Role| {
-        matches!(role, Role::State(State::Parameter(_) | State::Gradient | State::Moment { .. } | State::Master { .. }))
+        matches!(
+            role,
+            Role::State(State::Parameter(_) | State::Gradient { .. } | State::Moment { .. } | State::Master { .. })
+        )
     };
     program.tensors.iter().filter(|t| kept(&t.role)).map(|t| program.buffers[t.buffer.0].bytes).sum()
 }

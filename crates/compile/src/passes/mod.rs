@@ -39,26 +39,29 @@ pub struct Pass {
     pub run: fn(&Graph, &Context) -> Result<Graph, TypeError>,
 }
 
-/// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 7] = [
-    Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse },
-    Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision },
-    Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff },
-    Pass { name: "recompute", effect: Effect::BitPreserving, run: recompute::recompute },
-    Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard },
-    Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero },
-    Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer },
-];
-
-/// Those of them that shard work over ranks: evaluation takes them without gradients.
-pub(crate) const SHARDING: std::ops::Range<usize> = 4..6;
-
+const FUSE: Pass = Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse };
+const PRECISION: Pass = Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision };
 /// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
-pub(crate) const DERIVED: usize = 2;
+pub(crate) const AUTODIFF: Pass = Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff };
+const RECOMPUTE: Pass = Pass { name: "recompute", effect: Effect::BitPreserving, run: recompute::recompute };
+const SHARD: Pass = Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard };
+const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero };
+const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer };
+
+/// Every pass of a training step, in order.
+pub const TRAINING_PASSES: [Pass; 7] = [FUSE, PRECISION, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.
-pub const FORWARD_PASSES: [Pass; 2] = [TRAINING_PASSES[0], TRAINING_PASSES[1]];
+pub const FORWARD_PASSES: [Pass; 2] = [FUSE, PRECISION];
+
+/// Those that shard work over ranks: what runs forward only takes them behind [`FORWARD_PASSES`].
+pub(crate) const SHARDING_PASSES: [Pass; 2] = [SHARD, ZERO];
+
+/// The passes of a training step behind this one.
+pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {
+    TRAINING_PASSES.into_iter().skip_while(|p| p.name != pass.name).skip(1)
+}
 
 #[cfg(test)]
 pub(crate) mod tests {
@@ -109,6 +112,20 @@ pub(crate) mod tests {
                 steps: Steps::default(),
             },
         )
+    }
+
+    /// The same with a third use of the table: a second lookup, added to what reaches the head.
+    pub fn used_thrice() -> (Graph, Context) {
+        let (mut g, context) = small_model();
+        let find = |g: &Graph, name: &str| lockstep_ir::ValueId(g.values.iter().position(|v| v.name == name).unwrap());
+        let (y, table, tokens) = (find(&g, "y"), find(&g, "table"), find(&g, "tokens"));
+        let again = g.op(Op::Embedding, &[tokens, table], "again").unwrap()[0];
+        let both = g.op(Op::Add, &[y, again], "both").unwrap()[0];
+        let late = g.nodes.split_off(g.nodes.len() - 2);
+        let head = g.nodes.iter().position(|n| n.op == Op::Linear).unwrap();
+        g.nodes[head].inputs[0] = both;
+        late.into_iter().rev().for_each(|node| g.nodes.insert(head, node));
+        (g, context)
     }
 
     /// A sound graph that prints as expected (ends of lines do not count).

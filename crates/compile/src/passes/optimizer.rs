@@ -1,11 +1,11 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
-use super::autodiff::{self, gradient_name};
+use super::autodiff;
 use super::zero;
-use crate::Context;
-use lockstep_ir::graph::{Phase, Source, State};
+use crate::{Context, stage};
+use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::{Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The optimizer: update rules, parameter groups and clipping.
 #[derive(Clone, Debug, PartialEq)]
@@ -116,17 +116,20 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
     let parameters: Vec<(ValueId, bool)> = g.parameters().map(|(id, _, p)| (id, p.decay)).collect();
     let mut trained = Vec::new();
     for (parameter, decays) in parameters {
-        let name = gradient_name(&g.get(parameter).name);
-        let find = |g: &Graph, name: &str| g.values.iter().position(|v| v.name == name).map(ValueId);
-        let Some(first) = find(g, &name) else { continue };
-        let Some(second) = find(g, &format!("{name}.2")) else {
+        let uses = g.gradients_of(parameter);
+        let Some(&first) = uses.first() else { continue };
+        if uses.len() == 1 {
             trained.push(Trained { parameter, decays, gradient: g.latest(first), copies: 1 });
             continue;
-        };
-        let copies = copies(g, context, [first, second])?;
-        let sum = g.node(Op::AddState, &[first, second], &format!("{name}.sum"), Phase::Update, None)?[0];
-        g.values[sum.0].sharding = g.get(first).sharding;
-        g.updates.push((first, sum));
+        }
+        let copies = copies(g, context, &uses)?;
+        let sums = add_uses(g, &uses, "sum", Phase::Update)?;
+        // Every sum lives where the first accumulator does.
+        let mut sum = first;
+        for next in sums {
+            g.updates.push((sum, next));
+            sum = next;
+        }
         let gradient = zero::reduce(g, context, &[sum], Phase::Update, None)?[0];
         // Its range lives where the first sum does.
         g.parts.iter_mut().filter(|(state, _)| *state == sum).for_each(|part| part.0 = first);
@@ -135,22 +138,40 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
     Ok(trained)
 }
 
-/// How many ranks of the pipeline hold a parameter that is used twice.
-fn copies(g: &Graph, context: &Context, sums: [ValueId; 2]) -> Result<usize, TypeError> {
-    let layer = |sum: ValueId| {
-        let into = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(state) } if state == sum);
-        g.nodes.iter().find(|n| n.outputs.iter().flatten().any(into)).and_then(|n| n.layer)
+/// Adds the accumulators of several uses, one behind the other, and returns the sum after each.
+fn add_uses(g: &mut Graph, uses: &[ValueId], suffix: &str, phase: Phase) -> Result<Vec<ValueId>, TypeError> {
+    let name = format!("{}.{suffix}", g.get(uses[0]).name);
+    let mut sums: Vec<ValueId> = Vec::new();
+    for &next in &uses[1..] {
+        let before = sums.last().copied().unwrap_or(uses[0]);
+        let sum = g.node(Op::AddState, &[before, next], &name, phase, None)?[0];
+        g.values[sum.0].sharding = g.get(uses[0]).sharding;
+        sums.push(sum);
+    }
+    Ok(sums)
+}
+
+/// How many ranks of the pipeline hold a parameter that is used several times.
+fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeError> {
+    if context.layout.mesh.size(MeshAxis::Pp) == 1 {
+        return Ok(1);
+    }
+    let (last, layers) = stage::layers(g);
+    let sums = |n: &Node| {
+        let into =
+            |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(state) } if uses.contains(&state));
+        n.outputs.iter().flatten().any(into)
     };
-    match sums.map(layer) {
-        _ if context.layout.mesh.size(MeshAxis::Pp) == 1 => Ok(1),
-        // Before the first layer and behind the last: an embedding and the head that is tied to it.
-        [None, None] => {
+    let held: BTreeSet<usize> = g.nodes.iter().zip(layers).filter(|(n, _)| sums(n)).map(|(_, layer)| layer).collect();
+    // At both ends: an embedding and the head that is tied to it.
+    match held.len() <= 1 || held.iter().all(|layer| [0, last].contains(layer)) {
+        true => {
             let places = context.layout.pipeline().places();
-            let ranks = [places.first(), places.last()].map(|place| place.map(|(rank, _)| *rank));
-            Ok(if ranks[0] == ranks[1] { 1 } else { 2 })
+            let end = |layer: &usize| if *layer == 0 { places.first() } else { places.last() };
+            let ranks: BTreeSet<Option<usize>> = held.iter().map(|layer| end(layer).map(|(rank, _)| *rank)).collect();
+            Ok(ranks.len())
         }
-        [Some(a), Some(b)] if a == b => Ok(1),
-        _ => {
+        false => {
             let reason = "a parameter that two layers share needs parallel.pp = 1".to_owned();
             Err(TypeError { op: "gradient", reason })
         }
@@ -164,18 +185,9 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
     let after = g.nodes.split_off(update);
     let mut read = Vec::new();
     for t in trained {
-        let name = gradient_name(&g.get(t.parameter).name);
-        let uses = [name.clone(), format!("{name}.2")];
-        let uses: Vec<ValueId> =
-            uses.iter().filter_map(|n| g.values.iter().position(|v| v.name == *n).map(ValueId)).collect();
-        read.push(match uses[..] {
-            [first, second] => {
-                let sum = g.node(Op::AddState, &[first, second], &format!("{name}.first"), Phase::Probe, None)?[0];
-                g.values[sum.0].sharding = g.get(first).sharding;
-                sum
-            }
-            _ => uses[0],
-        });
+        let uses = g.gradients_of(t.parameter);
+        let sums = add_uses(g, &uses, "first", Phase::Probe)?;
+        read.push(sums.last().copied().unwrap_or(uses[0]));
     }
     read.push(scalars);
     let square_sum = Op::SquareSum { sharers: 1, tail: 0 };
@@ -243,7 +255,7 @@ fn update(
         g.values[id.0].sharding = sharding;
         id
     };
-    let moment = |g: &mut Graph, which| state(g, format!("{which}.{name}"), State::Moment { of: name.clone(), which });
+    let moment = |g: &mut Graph, which| state(g, format!("{which}.{name}"), State::Moment { of: w, which });
     let rule = match context.optimizer.rule {
         Rule::Muon { rest, .. } if !is_matrix(&ty) => Rule::AdamW(rest),
         rule => rule,
@@ -257,7 +269,7 @@ fn update(
     let rounded = g.ty(w).dtype != DType::F32;
     let whole_here = g.get(w).sharding.axes(Placement::Flat).is_empty();
     let master = match (rounded, sharded && whole_here) {
-        (true, _) => state(g, format!("master.{name}"), State::Master { of: name.clone() }),
+        (true, _) => state(g, format!("master.{name}"), State::Master { of: w }),
         (false, true) => g.relay(Op::Shard { over }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
     };

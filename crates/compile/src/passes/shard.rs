@@ -53,7 +53,7 @@ fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     let mesh = context.layout.mesh;
     match source {
         Source::Input => Sharding::REPLICATED.with(mesh.wide(Axes::SEQUENCES), Placement::Split(0)),
-        Source::State(State::Parameter(_) | State::Gradient) => {
+        Source::State(State::Parameter(_) | State::Gradient { .. }) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
             let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| parallel(s.axis)));
             Sharding::REPLICATED

@@ -64,10 +64,11 @@ fn finished(g: &Graph, units: &[std::ops::Range<usize>]) -> Vec<Vec<ValueId>> {
 }
 
 /// Whether a gradient sum is one of several of its parameter: those are added before they travel, or after.
-pub(super) fn is_tied(g: &Graph, gradient: ValueId) -> bool {
-    let name = &g.get(gradient).name;
-    let second = format!("{}.2", name.strip_suffix(".2").unwrap_or(name));
-    g.values.iter().any(|v| v.name == second)
+fn is_tied(g: &Graph, gradient: ValueId) -> bool {
+    match g.get(gradient).source {
+        Source::State(State::Gradient { of }) => g.gradients_of(of).len() > 1,
+        _ => false,
+    }
 }
 
 fn reduce_gradients(g: &mut Graph, context: &Context) -> Result<(), TypeError> {

@@ -5,7 +5,7 @@ use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Mesh, Op, Sharding, TensorType, bf16, f16, fixed};
+use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Mesh, Op, Sharding, TensorType, ValueId, bf16, f16, fixed};
 
 /// Elements of a guard: memory behind scratch and behind every output that no instruction may write.
 const GUARD: usize = 1 << 16;
@@ -48,9 +48,19 @@ pub(super) fn single_op(
         let bytes = ty.bytes();
         buffers.push(Buffer { name: name.clone(), class: Class::Optimizer, layer: None, region, offset: end, bytes });
         end += profile.align(bytes);
-        let (role, sharding) = (Role::State(State::Gradient), Sharding::REPLICATED);
+        let value = ValueId(values.len());
+        let (role, sharding) = (Role::State(State::Gradient { of: value }), Sharding::REPLICATED);
         let (ty, whole) = (ty.clone(), ty.clone());
-        tensors.push(Tensor { name: name.clone(), ty: ty.clone(), whole, sharding, buffer, part: Axes::NONE, role });
+        tensors.push(Tensor {
+            name: name.clone(),
+            value,
+            ty: ty.clone(),
+            whole,
+            sharding,
+            buffer,
+            part: Axes::NONE,
+            role,
+        });
         if kind != "guard" {
             args.push(Arg { buffer, value: values.len(), ty, sum: Sum::No, sharding, part: Axes::NONE });
         }

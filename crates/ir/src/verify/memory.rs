@@ -165,18 +165,18 @@ struct Memory {
 impl Memory {
     /// What the host has written. Gradients are what a step makes of them.
     fn at_start(program: &StepProgram, micro_batches: usize) -> Result<Self, Unsound> {
-        let by_name: BTreeMap<&str, usize> =
-            program.values.iter().enumerate().rev().map(|(i, name)| (name.as_str(), i)).collect();
         let mut memory = Memory::default();
         for tensor in &program.tensors {
             let copies = match &tensor.role {
                 Role::Input => micro_batches.min(program.regions[program.buffers[tensor.buffer.0].region].slots),
-                Role::State(State::Gradient) => 0,
+                Role::State(State::Gradient { .. }) => 0,
                 Role::State(_) => 1,
                 Role::Output | Role::StepOutput => continue,
             };
-            let known = by_name.get(tensor.name.as_str()).copied();
-            let value = known.ok_or_else(|| unsound("tensors", format!("`{}` is no value", tensor.name)))?;
+            let value = tensor.value.0;
+            if program.values.get(value) != Some(&tensor.name) {
+                return Err(unsound("tensors", format!("`{}` is no value", tensor.name)));
+            }
             for copy in 0..copies {
                 let owner = (tensor.role == Role::Input).then_some(copy);
                 let start = program.address(tensor.buffer, &Slot::new(0, copy));

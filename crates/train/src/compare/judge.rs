@@ -261,9 +261,10 @@ fn differences(a: &Trace, b: &Trace, promise: Promise) -> Vec<Difference> {
                 continue;
             }
             let Some((parameter, rounding)) = updated(state, &ours.after) else { continue };
-            let name = format!("grad.{parameter}");
-            let gradient = ours.gradients.iter().position(|g| g.name == name).map(|i| gradients[i].clone());
-            let other = find(&theirs.gradients, &name).map(Stored::numbers);
+            let of = |g: &Stored| matches!(g.state, State::Gradient { of } if of == parameter.value);
+            let gradient = ours.gradients.iter().position(of);
+            let other = gradient.and_then(|i| find(&theirs.gradients, &ours.gradients[i].name)).map(Stored::numbers);
+            let gradient = gradient.map(|i| gradients[i].clone());
             let changes = [(a, &ours.after), (b, &theirs.after)].map(|(run, after)| {
                 let (before, after) = (find(&run.starts[step], &state.name)?, find(after, &state.name)?);
                 let (before, after) = (before.numbers(), after.numbers());
@@ -283,7 +284,7 @@ fn differences(a: &Trace, b: &Trace, promise: Promise) -> Vec<Difference> {
                 }
                 _ => f64::INFINITY,
             };
-            push(Kind::Update, &parameter, value);
+            push(Kind::Update, &parameter.name, value);
         }
     }
     let step = a.steps.len();
@@ -304,17 +305,17 @@ fn most(x: &[f64], other: Option<&Stored>, least: f64) -> f64 {
 
 /// The parameter that a state is the one updated of, and the rounding of its numbers: the master weights where there are
 /// some, else the parameter itself.
-fn updated(state: &Stored, all: &[Stored]) -> Option<(String, f64)> {
+fn updated<'a>(state: &'a Stored, all: &'a [Stored]) -> Option<(&'a Stored, f64)> {
     let rounding = match state.dtype {
         DType::BF16 => 2f64.powi(-7),
         DType::F16 => 2f64.powi(-10),
         DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => 2f64.powi(-22),
     };
     match &state.state {
-        State::Master { of } => Some((of.clone(), rounding)),
+        State::Master { of } => Some((all.iter().find(|s| s.value == *of)?, rounding)),
         State::Parameter(_) => {
-            let has_master = all.iter().any(|s| matches!(&s.state, State::Master { of } if *of == state.name));
-            (!has_master).then(|| (state.name.clone(), rounding))
+            let has_master = all.iter().any(|s| matches!(s.state, State::Master { of } if of == state.value));
+            (!has_master).then_some((state, rounding))
         }
         _ => None,
     }
