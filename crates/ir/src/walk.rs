@@ -127,7 +127,7 @@ impl Distinct {
     }
 
     /// Leaves out what repeats literally: slots with the same segments and copies of the saved regions, on micro-batches that are
-    /// higher by a constant. The first two periods stay. What a period reads was written by itself, by the period before it or
+    /// higher by a constant, as many of every chunk. The first two periods stay. What a period reads was written by itself, by the period before it or
     /// before all of them; so if the first two are sound, every other is, and what follows the last finds what it would find
     /// behind the second, but for the numbers of micro-batches.
     pub fn of(program: &StepProgram, entry: &Entry) -> Self {
@@ -168,6 +168,83 @@ fn repetition(slots: &[Slot]) -> Option<(usize, usize, usize, usize)> {
         let start = (0..=middle).rev().take_while(|i| repeats(*i)).last()?;
         let end = (middle..slots.len()).take_while(|i| repeats(*i)).last()? + 1;
         let periods = (end + period - start) / period;
-        (periods > 2).then_some((start, period, shift, periods))
+        // A period has as many micro-batches of every chunk and kind of work.
+        let count = |slots: &[Slot], segment: usize| slots.iter().filter(|s| s.segment == segment).count();
+        let segments: BTreeSet<usize> = slots.iter().map(|s| s.segment).collect();
+        let whole = |s: &usize| count(slots, *s) == 1 || count(&slots[start..start + period], *s) == shift;
+        (periods > 2 && segments.iter().all(whole)).then_some((start, period, shift, periods))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Mesh;
+    use crate::program::Segment;
+
+    /// A program of empty segments, those of chunk 1 behind those of chunk 0: forward, backward, the last backward; then the update.
+    fn program() -> StepProgram {
+        let segment = |s: usize| Segment { name: "s", chunk: if s == 6 { 0 } else { s / 3 }, instrs: vec![] };
+        StepProgram {
+            mesh: Mesh::ONE,
+            stage: 0,
+            arena_bytes: 0,
+            regions: vec![],
+            buffers: vec![],
+            values: vec![],
+            tensors: vec![],
+            segments: (0..7).map(segment).collect(),
+            entries: vec![],
+        }
+    }
+
+    /// (segment, micro-batch, copy) of every slot.
+    fn check(slots: &[(usize, usize, usize)], left: &[(usize, usize)], left_out: usize) {
+        let slot = |&(segment, micro_batch, copy): &_| Slot { saved: [copy, 0, 0], ..Slot::new(segment, micro_batch) };
+        let entry = Entry { name: "train".into(), schedule: slots.iter().map(slot).collect() };
+        let distinct = Distinct::of(&program(), &entry);
+        let found: Vec<_> = distinct.schedule.iter().map(|s| (s.segment, s.micro_batch)).collect();
+        assert_eq!((found.as_slice(), distinct.left_out), (left, left_out));
+        assert_eq!(distinct.micro_batches.len(), left.len());
+    }
+
+    #[test]
+    fn of_what_repeats_two_periods_stay() {
+        let mut slots: Vec<_> = (0..9).flat_map(|m| [(0, m, 0), (1, m, 0)]).collect();
+        slots.extend([(0, 9, 0), (2, 9, 0), (6, 0, 0)]);
+        let left = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (2, 3), (6, 0)];
+        check(&slots, &left, 6);
+    }
+
+    #[test]
+    fn copies_that_come_round_are_part_of_a_period() {
+        // Two in flight: the period has two micro-batches.
+        let mut slots = vec![(0, 0, 0)];
+        slots.extend((1..10).flat_map(|m| [(0, m, m % 2), (1, m - 1, (m - 1) % 2)]));
+        slots.extend([(2, 9, 1), (6, 0, 0)]);
+        let left = [0, 1, 0, 2, 1, 3, 2, 4, 3, 5, 4];
+        let entry: Vec<_> = slots.iter().map(|s| s.1).collect();
+        assert_eq!(entry.len(), 21);
+        let kinds = [0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1];
+        let mut left: Vec<(usize, usize)> = kinds.into_iter().zip(left).collect();
+        left.extend([(2, 5), (6, 0)]);
+        check(&slots, &left, 4);
+    }
+
+    #[test]
+    fn a_slot_that_differs_in_its_copy_ends_the_repetition() {
+        let mut slots: Vec<_> = (0..10).flat_map(|m| [(0, m, 0), (1, m, 0)]).collect();
+        slots[10].2 = 1;
+        let whole: Vec<_> = slots.iter().map(|s| (s.0, s.1)).collect();
+        check(&slots, &whole, 0);
+    }
+
+    #[test]
+    fn what_repeats_of_one_chunk_alone_stays() {
+        // Eight micro-batches of chunk 0, then of chunk 1, one behind the other.
+        let chunk = |c: usize| (0..8).flat_map(move |m| [(3 * c, m, 0), (3 * c + 1, m, 0)]);
+        let slots: Vec<_> = chunk(0).chain(chunk(1)).collect();
+        let whole: Vec<_> = slots.iter().map(|s| (s.0, s.1)).collect();
+        check(&slots, &whole, 0);
+    }
 }
