@@ -10,7 +10,7 @@ use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
 use lockstep_train::bench::{BenchResult, BenchSpec, Determinism, GpuMemory, bench_deterministic, bench_train};
-use lockstep_train::settled;
+use lockstep_train::{Devices, settled};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -131,7 +131,7 @@ impl Shape {
 
 impl Train {
     /// The config of the step, and what it is called.
-    fn config(&self) -> Result<(String, Config), Failure> {
+    fn config(&self, devices: &Devices) -> Result<(String, Config), Failure> {
         let mut overrides = self.set.clone();
         let mut set = |key: &str, value: Option<String>| overrides.extend(value.map(|value| format!("{key}={value}")));
         let quoted = |text: &String| format!("\"{text}\"");
@@ -173,7 +173,7 @@ impl Train {
             }
         };
         warn(config.warnings());
-        Ok((name, settled(&config, None)?))
+        Ok((name, settled(devices, &config, None)?))
     }
 }
 
@@ -231,7 +231,8 @@ fn disk(folder: &Path) -> Result<f64, std::io::Error> {
 
 fn run_train(args: Train) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
-    let (name, config) = args.config()?;
+    let devices = Devices::new();
+    let (name, config) = args.config(&devices)?;
     let spec =
         BenchSpec { config, steps: args.steps, profile: args.profile.is_some(), timeline: args.timeline.is_some() };
     let terminal = std::io::stderr().is_terminal();
@@ -243,10 +244,10 @@ fn run_train(args: Train) -> Result<(), Failure> {
         }
     };
     if args.deterministic {
-        let result = bench_deterministic(&spec, &mut show)?;
+        let result = bench_deterministic(&devices, &spec, &mut show)?;
         return report_determinism(&name, args.format, &result);
     }
-    let result = bench_train(&spec, &mut show)?;
+    let result = bench_train(&devices, &spec, &mut show)?;
     if let (Some(path), Some(profile)) = (&args.profile, &result.profile) {
         write_trace(profile, path)?;
     }

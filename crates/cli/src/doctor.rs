@@ -126,10 +126,9 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
     }
     match failed {
         0 => Ok(()),
-        _ => Err(ExecError::Device(format!(
+        _ => Err(Failure::run(format!(
             "{failed} cases failed\nhint: please report this with the output of `lockstep doctor`"
-        ))
-        .into()),
+        ))),
     }
 }
 

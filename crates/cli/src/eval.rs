@@ -6,7 +6,7 @@ use crate::progress::Progress;
 use crate::style::message;
 use crate::table::{table, thousands};
 use lockstep_ir::units;
-use lockstep_train::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
+use lockstep_train::{CorpusEvaluation, Devices, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -37,7 +37,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     });
     let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
     let mut progress = Progress::new(0);
-    let result = evaluate(&trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
+    let result = evaluate(&Devices::new(), &trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
         EvaluateProgress::Warning(text) => {
             let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
         }

@@ -15,7 +15,8 @@ use lockstep_config::{BatchStage, Config};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepProgram, units};
-use lockstep_train::{Plan, TrainError, Verdict, account, plan, planned_timeline};
+use lockstep_plan::{Plan, PlanError, Verdict, account, plan, planned_timeline};
+use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -43,20 +44,20 @@ pub struct Args {
 pub fn run(args: Args) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let gpu = args.cost.find_gpu()?;
-    let (config, room) = compare::placed(args.config.load()?, gpu)?;
-    if let Some(shown) = args.compare.instead(&config, room.as_ref())? {
+    let devices = Devices::new();
+    let (config, room) = compare::placed(&devices, args.config.load()?, gpu)?;
+    if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
         return shown.print(args.format);
     }
-    let plan = plan(&config)?;
+    let plan = plan(&devices, &config)?;
     let verdict = room.map(|room| room.verdict(&plan.stages, plan.layout.mesh.ranks()));
     let program = plan.program();
-    let internal = |e| TrainError::Compile(lockstep_compile::CompileError::Type(e));
     let ops = match program.entry(StepProgram::TRAIN) {
-        Some(entry) => ops(program, entry).map_err(internal)?,
+        Some(entry) => ops(program, entry).map_err(PlanError::from)?,
         None => Vec::new(),
     };
     let cost = args.cost.cost(&plan)?;
-    let account = account(&config, &plan)?;
+    let account = account(&devices, &config, &plan)?;
     if let Some(file) = &timeline {
         let several = plan.compiled.programs.len() > 1;
         for program in &plan.compiled.programs {

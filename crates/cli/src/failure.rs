@@ -66,6 +66,12 @@ impl From<lockstep_train::TrainError> for Failure {
     }
 }
 
+impl From<lockstep_plan::PlanError> for Failure {
+    fn from(error: lockstep_plan::PlanError) -> Self {
+        Self::new(error.to_string(), if error.is_request() { 2 } else { 1 })
+    }
+}
+
 impl From<lockstep_data::DataError> for Failure {
     fn from(error: lockstep_data::DataError) -> Self {
         Self::new(error.to_string(), 2)
@@ -81,6 +87,6 @@ impl From<std::io::Error> for Failure {
 
 impl From<lockstep_exec::ExecError> for Failure {
     fn from(error: lockstep_exec::ExecError) -> Self {
-        Self::new(error.to_string(), 1)
+        lockstep_train::TrainError::from(error).into()
     }
 }

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::style::message;
 use crate::terminal::printable;
 use lockstep_ir::units;
-use lockstep_train::{Generated, Generator, Sampling, Stop, TextStream, Tokenizer, Trained, generate};
+use lockstep_train::{Devices, Generated, Generator, Sampling, Stop, TextStream, Tokenizer, Trained, generate};
 use serde_json::json;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
@@ -58,7 +58,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let tokens = tokenizer.encode(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
     let ends = trained.end_tokens(&tokenizer)?;
-    let mut generator = Generator::new(&trained.config, context, trained.weights())?;
+    let mut generator = Generator::new(&Devices::new(), &trained.config, context, trained.weights())?;
 
     let mut screen = Screen::new(tokenizer.clone(), args.format == Format::Text);
     // Shown when the first token is there: an error comes before any text.

@@ -68,7 +68,7 @@ impl Progress {
                 if later.len() == 1 { "" } else { "s" },
                 to.display()
             )),
-            Event::Started { plan, matmul_peak, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+            Event::Started { plan, matmul_peak, peak_name, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
                 self.steps = steps;
                 self.clear();
                 self.working = None;
@@ -93,7 +93,7 @@ impl Progress {
                 }
                 self.say(&format!(
                     "MFU is measured against this machine's {}, {}/s",
-                    plan.peak_name(),
+                    peak_name,
                     units::flops(matmul_peak)
                 ));
                 let resumed =

@@ -4,7 +4,7 @@ mod svg;
 
 use crate::failure::Failure;
 use lockstep_ir::program::Class;
-use lockstep_train::{Clock, MemoryTimeline};
+use lockstep_plan::{Clock, MemoryTimeline};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};

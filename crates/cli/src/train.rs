@@ -9,7 +9,7 @@ use crate::terminal::printable;
 use crate::warn;
 use lockstep_config::Config;
 use lockstep_ir::units;
-use lockstep_train::{DryData, DryRun, Outcome, RunOptions, dry_run, shell_quoted};
+use lockstep_train::{Devices, DryData, DryRun, Outcome, RunOptions, dry_run, shell_quoted};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::io::Write;
 use std::ops::RangeInclusive;
@@ -61,6 +61,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     let config = args.config.load()?;
     let dir = args.config.run_dir(args.run_dir);
     let stop = on_interrupt()?;
+    let devices = Devices::new();
     let rewinds = args.resume_from.is_some();
     let options = RunOptions {
         dir: dir.clone(),
@@ -71,14 +72,14 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
         profile_steps: args.profile_steps.clone(),
     };
     if args.dry_run {
-        let dry = dry_run(&config, &options, &stop)?;
+        let dry = dry_run(&devices, &config, &options, &stop)?;
         warn(&dry.warnings);
         write!(std::io::stdout(), "{}", dry_summary(&dry, &dir))?;
         return Ok(ExitCode::SUCCESS);
     }
     let steps = config.train.steps;
     let mut progress = if args.quiet { Progress::new(steps).quiet() } else { Progress::new(steps) };
-    let result = lockstep_train::run(&config, &options, &stop, &mut |event| progress.show(event));
+    let result = lockstep_train::run(&devices, &config, &options, &stop, &mut |event| progress.show(event));
     progress.clear();
     let outcome = result?;
     if let Some(steps) = &args.profile_steps {

@@ -4,9 +4,9 @@ use crate::explain::compare::{parse, split};
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
-use lockstep_config::Config;
-use lockstep_ir::{Axes, Layout, legal};
-use lockstep_train::{Comparison, Criterion, Promise, compare, shrink};
+use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_ir::{Axes, Layout};
+use lockstep_train::{Comparison, Criterion, Devices, Promise, compare, shrink};
 use serde_json::json;
 use std::io::Write;
 
@@ -22,14 +22,29 @@ pub struct Args {
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
     steps: u64,
     /// Where ranks run: threads of this machine, or a GPU that they share.
-    #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu")]
-    device: String,
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Where,
     /// Check the model as it is, however large.
     #[arg(long)]
     full_size: bool,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Where {
+    Cpu,
+    Cuda,
+}
+
+impl Where {
+    fn choice(self) -> DeviceChoice {
+        match self {
+            Where::Cpu => DeviceChoice::Cpu,
+            Where::Cuda => DeviceChoice::Cuda,
+        }
+    }
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
@@ -64,8 +79,8 @@ fn kinds(config: &Config) -> Vec<Layout> {
         let found: Vec<usize> = (2..=LARGEST_AXIS).filter(fits).take(2).collect();
         ["a", "b"].iter().zip(found).map(|(name, size)| (format!("{axis}={name}"), format!("{axis}={size}"))).collect()
     };
-    let shape = config.shape();
-    let legal = |text: String| text.parse::<Layout>().is_ok_and(|l| legal::check(&l, &shape).is_empty());
+    let extents = config.extents();
+    let legal = |text: String| text.parse::<Layout>().is_ok_and(|l| legal::check(&l, &extents).is_empty());
     let all = [
         // Micro-batches are made to fit.
         sizes("dp", &|dp| config.train.global_batch.is_multiple_of(*dp)),
@@ -82,9 +97,9 @@ fn kinds(config: &Config) -> Vec<Layout> {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let mut config = divided(args.config.load()?, &args.layouts)?;
-    config.train.device = args.device;
+    config.train.device = args.device.choice();
     // Bits are compared.
-    config.train.deterministic = config.train.device == "cuda";
+    config.train.deterministic = args.device == Where::Cuda;
     let layouts = layouts(&args.layouts, &config)?;
     let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
     // Nothing may be left out of what is said to be checked.
@@ -125,7 +140,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let total = layouts.len();
     let mut done = 0;
-    let results = compare(&config, &layouts, args.steps as usize, &mut |c| {
+    let results = compare(&Devices::new(), &config, &layouts, args.steps as usize, &mut |c| {
         done += 1;
         eprintln!("{done} of {total}: {}", c.layout);
     })?;
@@ -173,19 +188,19 @@ pub(crate) fn named(given: &[String], config: &Config) -> Result<Vec<Layout>, Fa
 
 /// The layouts that were asked for, checked; or all kinds that fit.
 fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
-    let shape = config.shape();
+    let extents = config.extents();
     let own = config.layout();
     if given.is_empty() && own.mesh.ranks() > 1 {
         return fit(own, config).map(|layout| vec![layout]);
     }
     if given.is_empty() {
-        return Ok(kinds(config).into_iter().filter(|layout| legal::check(layout, &shape).is_empty()).collect());
+        return Ok(kinds(config).into_iter().filter(|layout| legal::check(layout, &extents).is_empty()).collect());
     }
     named(given, config)
 }
 
 fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
-    match legal::check(&layout, &config.shape()).first() {
+    match legal::check(&layout, &config.extents()).first() {
         None => Ok(layout),
         Some(refusal) => Err(Failure::request(format!("{layout}: {refusal}"))),
     }

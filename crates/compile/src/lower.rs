@@ -327,7 +327,7 @@ impl Lowering<'_> {
             let op = local.op(node);
             let workspace = self.workspace(local, node, op, &inputs, temporary.lifetime)?;
             let Node { phase, layer, .. } = *node;
-            let (stream, vocab) = (stream(node), local.vocab(node));
+            let (stream, offsets) = (stream(node), local.offsets(node));
             segments[s].instrs.push(Instr {
                 op,
                 inputs,
@@ -337,7 +337,7 @@ impl Lowering<'_> {
                 layer,
                 stream,
                 waits: vec![],
-                vocab,
+                offsets,
             });
         }
         segments.iter_mut().for_each(wait);
@@ -444,11 +444,7 @@ fn is_gathered(node: &Node) -> bool {
 
 /// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.
 fn stream(node: &Node) -> Stream {
-    let over = match node.op {
-        Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => over,
-        _ => Axes::NONE,
-    };
-    let overlaps = !over.within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
+    let overlaps = !node.op.over().within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
     if overlaps { Stream::Communication } else { Stream::Compute }
 }
 

@@ -1,11 +1,13 @@
 //! Rules between keys: derived defaults, what must divide what, and sizes that later arithmetic can hold.
 
+use crate::architecture::{Architecture, Features};
 use crate::declare::Key;
 use crate::error::Problem;
+use crate::legal::{self, Extents};
 use crate::resolve::Values;
 use crate::rules;
 use crate::value::Value;
-use lockstep_ir::legal::{self, Shape};
+use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 /// Keys that do not go together.
@@ -44,24 +46,24 @@ pub(crate) fn default_head_dim(values: &Values) -> Derived {
     ))
 }
 
-/// Whether the model is of an architecture with learned positions.
-fn learns_positions(values: &Values) -> bool {
-    matches!(values.get("model.architecture"), Some(Value::Text(name)) if name == "gpt2")
+/// What the model's architecture has.
+fn features(values: &Values) -> Features {
+    values.word::<Architecture>("model.architecture").map_or(Features::LLAMA, Architecture::features)
 }
 
 /// Four times the width, as GPT-2 has it; other families have no usual one.
 pub(crate) fn default_ffn(values: &Values) -> Derived {
-    Ok(values.count("model.dim").filter(|_| learns_positions(values)).map(|dim| Value::Count(4 * dim)))
+    Ok(values.count("model.dim").filter(|_| features(values).gpt2_block).map(|dim| Value::Count(4 * dim)))
 }
 
 /// As many as GPT-2 has, where positions are learned.
 pub(crate) fn default_positions(values: &Values) -> Derived {
-    Ok(learns_positions(values).then_some(Value::Count(1024)))
+    Ok(features(values).learned_positions.then_some(Value::Count(1024)))
 }
 
 /// GPT-2's head is tied.
 pub(crate) fn default_tied(values: &Values) -> Derived {
-    Ok(Some(Value::Bool(learns_positions(values))))
+    Ok(Some(Value::Bool(features(values).gpt2_block)))
 }
 
 /// No accumulation. Where dp does not divide the batch, [`layout_conflicts`] says so.
@@ -171,7 +173,7 @@ fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
 
 fn head_dim_is_even(values: &Values) -> Option<Conflict> {
     let head_dim = values.count("model.head_dim")?;
-    (head_dim % 2 != 0 && !learns_positions(values)).then(|| {
+    (head_dim % 2 != 0 && !features(values).learned_positions).then(|| {
         Conflict::new(
             &["model.head_dim", "model.heads", "model.dim"],
             format!("model.head_dim = {head_dim} is odd, and RoPE rotates pairs"),
@@ -181,12 +183,9 @@ fn head_dim_is_even(values: &Values) -> Option<Conflict> {
 }
 
 fn sliding_windows_are_of_mistral(values: &Values) -> Option<Conflict> {
-    let (window, Value::Text(architecture)) =
-        (values.count("model.sliding_window")?, values.get("model.architecture")?)
-    else {
-        return None;
-    };
-    (architecture != "mistral").then(|| {
+    let (window, architecture) =
+        (values.count("model.sliding_window")?, values.word::<Architecture>("model.architecture")?);
+    (!architecture.features().sliding_window).then(|| {
         Conflict::new(
             &["model.sliding_window", "model.architecture"],
             format!(
@@ -199,22 +198,26 @@ fn sliding_windows_are_of_mistral(values: &Values) -> Option<Conflict> {
 
 /// Keys that say something about a part which the model does not have.
 fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
-    let Some(Value::Text(architecture)) = values.get("model.architecture") else { return None };
+    let architecture: Architecture = values.word("model.architecture")?;
+    let features = architecture.features();
     let conflict = |key: &'static str, why: &str, hint: String| {
         let text = format!("{key} is given, and model.architecture = \"{architecture}\" {why}");
         Some(Conflict::new(&[key, "model.architecture"], text, hint))
     };
     let remove = |key: &str| format!("remove {key}, or choose another model.architecture");
-    if !learns_positions(values) {
-        if matches!(values.get("model.dropout"), Some(Value::Float(rate)) if *rate > 0.0) {
-            return conflict("model.dropout", "has no dropout", remove("model.dropout"));
-        }
-        let key = values.get("model.positions").map(|_| "model.positions")?;
-        return conflict(key, "has RoPE, not learned positions", remove(key));
+    let dropout = matches!(values.get("model.dropout"), Some(Value::Float(rate)) if *rate > 0.0);
+    if dropout && !features.gpt2_block {
+        return conflict("model.dropout", "has no dropout", remove("model.dropout"));
     }
-    if values.get("model.rope_scaling").is_some() {
-        let key = "model.rope_scaling";
-        return conflict(key, "has learned positions, not RoPE", remove(key));
+    let (key, why) = match features.learned_positions {
+        true => ("model.rope_scaling", "has learned positions, not RoPE"),
+        false => ("model.positions", "has RoPE, not learned positions"),
+    };
+    if values.get(key).is_some() {
+        return conflict(key, why, remove(key));
+    }
+    if !features.gpt2_block {
+        return None;
     }
     let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
     if heads != kv_heads {
@@ -229,7 +232,7 @@ fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
 
 fn sequences_have_positions(values: &Values) -> Option<Conflict> {
     let (seq, positions) = (values.count("train.seq")?, values.count("model.positions")?);
-    (seq > positions && learns_positions(values)).then(|| {
+    (seq > positions && features(values).learned_positions).then(|| {
         Conflict::new(
             &["train.seq", "model.positions"],
             format!("train.seq = {seq} is more than the {positions} rows of model.positions"),
@@ -240,30 +243,30 @@ fn sequences_have_positions(values: &Values) -> Option<Conflict> {
 
 /// Why the layout does not fit the model and the batch; nothing where a key it needs has no value yet.
 pub(crate) fn layout_conflicts(values: &Values) -> Vec<Conflict> {
-    let Some((layout, shape)) = layout_and_shape(values) else { return Vec::new() };
+    let Some((layout, extents)) = layout_and_extents(values) else { return Vec::new() };
     let conflict = |refusal: legal::Refusal| {
         let keys = [&[refusal.key], refusal.with].concat();
         Conflict::new(&keys, refusal.reason, format!("use {}", refusal.nearest))
     };
-    let mut conflicts: Vec<Conflict> = legal::check(&layout, &shape).into_iter().map(conflict).collect();
+    let mut conflicts: Vec<Conflict> = legal::check(&layout, &extents).into_iter().map(conflict).collect();
     if conflicts.is_empty() {
-        conflicts.extend(ramp_conflict(values, &layout, &shape));
+        conflicts.extend(ramp_conflict(values, &layout, &extents));
     }
     conflicts
 }
 
 /// A batch of the ramp that micro-batches of all ranks do not make up.
-fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conflict> {
+fn ramp_conflict(values: &Values, layout: &Layout, extents: &Extents) -> Option<Conflict> {
     let Value::Ramp(stages) = values.get("train.batch_ramp")? else { return None };
-    let round = (layout.mesh.size(Axes::SEQUENCES) * shape.micro_batch) as u64;
+    let round = (layout.mesh.size(Axes::SEQUENCES) * extents.micro_batch) as u64;
     let odd = |(_, batch): &(u64, Value)| match batch {
         Value::Count(count) if !count.is_multiple_of(round) => Some(*count),
         _ => None,
     };
     let count = stages.iter().find_map(odd)?;
     let what = match layout.mesh.size(Axes::SEQUENCES) {
-        1 => format!("train.micro_batch = {}", shape.micro_batch),
-        dp => format!("parallel.dp × train.micro_batch = {dp} × {}", shape.micro_batch),
+        1 => format!("train.micro_batch = {}", extents.micro_batch),
+        dp => format!("parallel.dp × train.micro_batch = {dp} × {}", extents.micro_batch),
     };
     let near: Vec<String> = [count / round, count / round + 1].map(|n| (n * round).to_string()).to_vec();
     Some(Conflict::new(
@@ -273,7 +276,7 @@ fn ramp_conflict(values: &Values, layout: &Layout, shape: &Shape) -> Option<Conf
     ))
 }
 
-fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
+fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
     let size = |path: &str| values.count(path).and_then(|n| usize::try_from(n).ok());
     let layout = Layout {
         mesh: Mesh::ONE
@@ -284,7 +287,7 @@ fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
         ..Layout::single(1)
     };
-    let shape = Shape {
+    let extents = Extents {
         layers: size("model.layers")?,
         heads: size("model.heads")?,
         kv_heads: size("model.kv_heads")?,
@@ -293,9 +296,9 @@ fn layout_and_shape(values: &Values) -> Option<(Layout, Shape)> {
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
-        whole_matrices: values.get("optimizer.name") == Some(&Value::Text("muon".into())),
+        whole_matrices: values.word("optimizer.name") == Some(OptimizerName::Muon),
     };
-    Some((layout, shape))
+    Some((layout, extents))
 }
 
 /// Past this many parameters, byte counts of parameters and optimizer state leave 64 bits.
@@ -323,7 +326,7 @@ fn activations_can_be_counted(values: &Values) -> Option<Conflict> {
     let [vocab, layers, dim, heads, head_dim, ffn] =
         ["vocab_size", "layers", "dim", "heads", "head_dim", "ffn"].map(|name| model(values, name));
     let (seq, micro) = (values.count("train.seq")?, values.count("train.micro_batch")?);
-    let naive = values.get("model.attention").is_some_and(|a| *a == Value::Text("naive".into()));
+    let naive = values.word("model.attention") == Some(AttentionMethod::Naive);
     let weights = if naive { heads? * u128::from(seq) } else { 0 };
     let width = vocab? + layers? * (dim? + heads? * head_dim? + ffn? + weights);
     let elements = u128::from(seq) * u128::from(micro) * width;
@@ -427,11 +430,11 @@ fn eos_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
 
 /// `recompute.ops` and `recompute.budget` are given exactly where the policy reads them.
 fn recompute_has_its_keys(values: &Values) -> Option<Conflict> {
-    let Value::Text(policy) = values.get("recompute.policy")? else { return None };
+    let policy: RecomputePolicy = values.word("recompute.policy")?;
     let ops = matches!(values.get("recompute.ops")?, Value::Texts(ops) if !ops.is_empty());
     let keys = [
-        ("list", "recompute.ops", ops, "[\"rms_norm\", \"swiglu\"]"),
-        ("budget", "recompute.budget", values.get("recompute.budget").is_some(), "\"40 GiB\""),
+        (RecomputePolicy::List, "recompute.ops", ops, "[\"rms_norm\", \"swiglu\"]"),
+        (RecomputePolicy::Budget, "recompute.budget", values.get("recompute.budget").is_some(), "\"40 GiB\""),
     ];
     keys.into_iter().find_map(|(reader, key, given, example)| match (policy == reader, given) {
         (true, false) => Some(Conflict::new(

@@ -5,15 +5,16 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use lockstep_ir::legal::Shape;
 use lockstep_ir::{Layout, Mesh, MeshAxis};
 
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{Inherited, NotInherited};
+use crate::legal::Extents;
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::CorpusConfig;
+use crate::words::OptimizerName;
 use crate::written::Change;
 
 /// Where the values of a config came from.
@@ -232,7 +233,7 @@ impl Config {
         let p = &mut config.parallel;
         (p.dp, p.tp, p.pp) = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp].map(|axis| layout.mesh.size(axis)).into();
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
-        p.schedule = layout.schedule.name().to_owned();
+        p.schedule = layout.schedule;
         config
     }
 
@@ -244,14 +245,14 @@ impl Config {
             mesh: Mesh::ONE.with(MeshAxis::DpShard, p.dp).with(MeshAxis::Tp, p.tp).with(MeshAxis::Pp, p.pp),
             zero: p.zero,
             sequence_parallel: p.sequence_parallel,
-            schedule: p.schedule.parse().expect("the schema accepts the names of schedules alone"),
+            schedule: p.schedule,
         }
     }
 
     /// What a layout must split: for other layouts than [`Config::layout`], which has been checked against it.
-    pub fn shape(&self) -> Shape {
+    pub fn extents(&self) -> Extents {
         let (model, train) = (&self.model, &self.train);
-        Shape {
+        Extents {
             layers: model.layers,
             heads: model.heads,
             kv_heads: model.kv_heads,
@@ -260,7 +261,7 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
-            whole_matrices: self.optimizer.name == "muon",
+            whole_matrices: self.optimizer.name == OptimizerName::Muon,
         }
     }
 }

@@ -11,11 +11,12 @@
 //! ```
 //!
 //! This crate reads one file, the config. It knows nothing of graphs, devices or data sets: whether a shape fits a
-//! machine or a path exists is for others to say. Whether a layout fits a shape is asked of `lockstep_ir::legal`.
+//! machine or a path exists is for others to say. Which layouts fit a model and a batch is in [`legal`].
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod architecture;
 mod batches;
 mod checks;
 mod config;
@@ -24,6 +25,7 @@ mod document;
 mod error;
 mod inherit;
 mod kind;
+pub mod legal;
 mod overrides;
 mod presets;
 mod quantity;
@@ -34,8 +36,10 @@ mod search;
 mod source;
 mod suggest;
 mod value;
+mod words;
 mod written;
 
+pub use architecture::{Architecture, Features};
 pub use batches::{Batch, BatchStage, Batches};
 pub use declare::{KeyDoc, schema};
 pub use error::ConfigError;
@@ -49,4 +53,7 @@ pub use schema::{
 pub use search::{Found, keys_at, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScaling};
+pub use words::{
+    AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
+};
 pub use written::{Change, Difference};

@@ -46,6 +46,11 @@ impl Values {
         }
     }
 
+    /// The value of a key whose words are an enum, once it has one.
+    pub(crate) fn word<T: Field>(&self, path: &str) -> Option<T> {
+        T::from_value(self.get(path).cloned())
+    }
+
     /// Gives a key another count.
     pub(crate) fn set_count(&mut self, path: &'static str, count: u64) {
         self.0.insert(path, Value::Count(count));

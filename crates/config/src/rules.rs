@@ -3,13 +3,19 @@
 use crate::checks::{Conflict, Derived};
 use crate::resolve::Values;
 use crate::value::Value;
+use crate::words::{LrSchedule, OptimizerName, PrecisionPolicy};
 
-fn is(values: &Values, path: &str, word: &str) -> bool {
-    values.get(path) == Some(&Value::Text(word.to_owned()))
+fn optimizer(values: &Values) -> Option<OptimizerName> {
+    values.word("optimizer.name")
 }
 
-fn optimizer(values: &Values, name: &str) -> bool {
-    is(values, "optimizer.name", name)
+fn schedule(values: &Values) -> Option<LrSchedule> {
+    values.word("optimizer.schedule")
+}
+
+/// A default that the optimizer decides.
+fn constant(values: &Values, usual: fn(OptimizerName) -> Option<f64>) -> Derived {
+    Ok(optimizer(values).and_then(usual).map(Value::Float))
 }
 
 fn number(x: Option<f64>) -> Derived {
@@ -23,7 +29,7 @@ pub(crate) fn default_warmup(values: &Values) -> Derived {
 }
 
 pub(crate) fn default_min_lr_ratio(values: &Values) -> Derived {
-    number((!is(values, "optimizer.schedule", "constant")).then_some(0.1))
+    number((schedule(values) != Some(LrSchedule::Constant)).then_some(0.1))
 }
 
 /// A tenth of the run, or what warmup leaves of it.
@@ -32,32 +38,41 @@ pub(crate) fn default_decay_steps(values: &Values) -> Derived {
         return Ok(None);
     };
     let tenth = steps.div_ceil(10).min(steps.saturating_sub(warmup));
-    Ok(is(values, "optimizer.schedule", "wsd").then_some(Value::Count(tenth)))
+    Ok((schedule(values) == Some(LrSchedule::Wsd)).then_some(Value::Count(tenth)))
 }
 
 pub(crate) fn default_beta1(values: &Values) -> Derived {
-    number((!optimizer(values, "sgd")).then_some(0.9))
+    constant(values, |name| match name {
+        OptimizerName::AdamW | OptimizerName::Lion | OptimizerName::Muon => Some(0.9),
+        OptimizerName::Sgd => None,
+    })
 }
 
 pub(crate) fn default_beta2(values: &Values) -> Derived {
-    let usual = if optimizer(values, "lion") { 0.99 } else { 0.95 };
-    number((!optimizer(values, "sgd")).then_some(usual))
+    constant(values, |name| match name {
+        OptimizerName::AdamW | OptimizerName::Muon => Some(0.95),
+        OptimizerName::Lion => Some(0.99),
+        OptimizerName::Sgd => None,
+    })
 }
 
 pub(crate) fn default_eps(values: &Values) -> Derived {
-    number((optimizer(values, "adamw") || optimizer(values, "muon")).then_some(1e-8))
+    constant(values, |name| match name {
+        OptimizerName::AdamW | OptimizerName::Muon => Some(1e-8),
+        OptimizerName::Lion | OptimizerName::Sgd => None,
+    })
 }
 
 pub(crate) fn default_momentum(values: &Values) -> Derived {
-    number(match () {
-        _ if optimizer(values, "sgd") => Some(0.9),
-        _ if optimizer(values, "muon") => Some(0.95),
-        _ => None,
+    constant(values, |name| match name {
+        OptimizerName::Sgd => Some(0.9),
+        OptimizerName::Muon => Some(0.95),
+        OptimizerName::AdamW | OptimizerName::Lion => None,
     })
 }
 
 fn is_fp16(values: &Values) -> bool {
-    is(values, "precision.policy", "fp16")
+    values.word("precision.policy") == Some(PrecisionPolicy::Fp16)
 }
 
 pub(crate) fn default_loss_scale(values: &Values) -> Derived {
@@ -107,11 +122,11 @@ pub(crate) fn shorten_decay(values: &mut Values) -> Option<String> {
 
 pub(crate) fn decay_steps_have_a_schedule(values: &Values) -> Option<Conflict> {
     let decay = values.count("optimizer.decay_steps")?;
-    let schedule = values.get("optimizer.schedule")?;
-    (!is(values, "optimizer.schedule", "wsd")).then(|| {
+    let given = values.get("optimizer.schedule")?;
+    (schedule(values) != Some(LrSchedule::Wsd)).then(|| {
         Conflict::new(
             &["optimizer.decay_steps", "optimizer.schedule"],
-            format!("optimizer.decay_steps = {decay} is given, and optimizer.schedule = {schedule} does not read it"),
+            format!("optimizer.decay_steps = {decay} is given, and optimizer.schedule = {given} does not read it"),
             "remove optimizer.decay_steps, or choose optimizer.schedule = \"wsd\"",
         )
     })
@@ -119,7 +134,7 @@ pub(crate) fn decay_steps_have_a_schedule(values: &Values) -> Option<Conflict> {
 
 pub(crate) fn constant_rates_do_not_fall(values: &Values) -> Option<Conflict> {
     let ratio = values.get("optimizer.min_lr_ratio")?;
-    is(values, "optimizer.schedule", "constant").then(|| {
+    (schedule(values) == Some(LrSchedule::Constant)).then(|| {
         Conflict::new(
             &["optimizer.min_lr_ratio", "optimizer.schedule"],
             format!("optimizer.min_lr_ratio = {ratio} is given, and optimizer.schedule = \"constant\" does not fall"),
@@ -130,11 +145,11 @@ pub(crate) fn constant_rates_do_not_fall(values: &Values) -> Option<Conflict> {
 
 /// A constant that the optimizer does not read is a mistake.
 pub(crate) fn constants_have_an_optimizer(values: &Values) -> Option<Conflict> {
-    let unread: &[&'static str] = match values.get("optimizer.name")? {
-        Value::Text(name) if name == "lion" => &["optimizer.eps", "optimizer.momentum"],
-        Value::Text(name) if name == "sgd" => &["optimizer.beta1", "optimizer.beta2", "optimizer.eps"],
-        Value::Text(name) if name == "adamw" => &["optimizer.momentum"],
-        _ => &[],
+    let unread: &[&'static str] = match optimizer(values)? {
+        OptimizerName::Lion => &["optimizer.eps", "optimizer.momentum"],
+        OptimizerName::Sgd => &["optimizer.beta1", "optimizer.beta2", "optimizer.eps"],
+        OptimizerName::AdamW => &["optimizer.momentum"],
+        OptimizerName::Muon => &[],
     };
     let key = unread.iter().find(|key| values.get(key).is_some())?;
     let (value, name) = (values.get(key)?, values.get("optimizer.name")?);

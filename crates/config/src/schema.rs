@@ -3,6 +3,7 @@
 //!
 //! A default may be derived from keys that have a fixed default, and from others that stand above it.
 
+use crate::architecture::Architecture;
 use crate::checks;
 use crate::config::Provenance;
 use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
@@ -19,6 +20,9 @@ use crate::presets;
 use crate::resolve::Values;
 use crate::rules;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScaling};
+use crate::words::{
+    AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
+};
 use lockstep_ir::{Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
@@ -38,8 +42,7 @@ tables! {
         /// the shape that the file gives.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct, finds ["model size", "model name", "shape"];
         /// The family of models the shape belongs to.
-        architecture: String =
-            Choice(&["llama", "gpt2", "qwen2", "qwen3", "mistral"]), Fixed("\"llama\""), Trajectory,
+        architecture: Architecture = Choice(Architecture::WORDS), Fixed("\"llama\""), Trajectory,
             finds ["model type"];
         /// How many different tokens there are.
         vocab_size: usize = Count(1, EXTENT), Required, Trajectory, finds ["vocabulary", "vocab"];
@@ -79,7 +82,7 @@ tables! {
             finds ["sliding window", "SWA", "local attention", "attention window"], was ["window"];
         /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
         /// matrix of its weights saved for the backward pass, so that memory grows with the square of the sequence.
-        attention: String = Choice(&["flash", "naive"]), Fixed("\"flash\""), Changeable,
+        attention: AttentionMethod = Choice(AttentionMethod::WORDS), Fixed("\"flash\""), Changeable,
             finds ["FlashAttention", "flash attention", "SDPA", "attn_implementation"];
         /// What norms add to the mean square, or to the variance, before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory,
@@ -181,7 +184,7 @@ tables! {
             Count(0, BATCH), Derived("64, less in a short run", checks::default_validation_sequences), Conduct,
             finds ["eval_iters", "validation batches", "skip validation"];
         /// What computes: the CPU, an NVIDIA GPU, or a GPU where one is found.
-        device: String = Choice(&["auto", "cpu", "cuda"]), Fixed("\"auto\""), Conduct,
+        device: DeviceChoice = Choice(DeviceChoice::WORDS), Fixed("\"auto\""), Conduct,
             finds ["GPU", "CUDA", "accelerator"];
         /// On a GPU, whether the same steps give the same bits every time, at the cost of time, and of workspace that grows with
         /// the square of train.seq (explain shows it). The CPU always does.
@@ -195,11 +198,11 @@ tables! {
         /// fp32: everything in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
         /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. A preset gives
         /// bf16.
-        policy: String = Choice(&["fp32", "bf16", "fp16"]), Fixed("\"fp32\""), Changeable,
+        policy: PrecisionPolicy = Choice(PrecisionPolicy::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["mixed precision", "AMP", "autocast", "dtype", "torch_dtype", "master weights", "bf16", "fp16",
                 "half precision", "bfloat16"];
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
-        gradients: String = Choice(&["fp32", "bf16"]), Fixed("\"fp32\""), Changeable,
+        gradients: GradientPrecision = Choice(GradientPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite
         /// halves it and skips the update.
@@ -230,7 +233,7 @@ tables! {
         sequence_parallel: bool = Bool, Fixed("false"), Conduct, finds ["sequence parallelism", "SP"];
         /// Pipeline schedule: the order in which stages compute micro-batches. 1f1b: a forward and a backward pass in turn,
         /// with few micro-batches in flight. gpipe: all forward passes first.
-        schedule: String = Choice(&Schedule::NAMES), Fixed("\"1f1b\""), Conduct,
+        schedule: Schedule = Choice(&Schedule::NAMES), Fixed("\"1f1b\""), Conduct,
             finds ["pipeline schedule", "1F1B", "GPipe"];
         /// Seconds that a rank waits for another one that shows no sign of life.
         timeout: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct,
@@ -244,8 +247,7 @@ tables! {
         /// one. full: all of a layer but its input. every-k: all of recompute.every layers but the input of the first. sqrt: the
         /// same with the square root of the number of layers. list: the outputs of the ops in recompute.ops. budget: as little
         /// as lets the arena fit recompute.budget. Bits stay the same.
-        policy: String =
-            Choice(&["none", "selective", "full", "every-k", "sqrt", "list", "budget"]), Fixed("\"none\""), Conduct,
+        policy: RecomputePolicy = Choice(RecomputePolicy::WORDS), Fixed("\"none\""), Conduct,
             finds ["activation checkpointing", "gradient checkpointing", "activation recomputation", "recomputation",
                 "remat", "rematerialization", "selective activation recomputation"];
         /// Layers that are recomputed together under the every-k policy.
@@ -260,13 +262,13 @@ tables! {
     optimizer: OptimizerConfig {
         /// The optimizer. adamw: Adam with decoupled weight decay. lion: the sign of a moment. sgd: with momentum. muon: orthogonalised momentum
         /// for the matrices of layers, adamw for embeddings, output head, norms and biases; the learning rate is adamw's.
-        name: String = Choice(&["adamw", "lion", "sgd", "muon"]), Fixed("\"adamw\""), Trajectory,
+        name: OptimizerName = Choice(OptimizerName::WORDS), Fixed("\"adamw\""), Trajectory,
             finds ["Adam", "AdamW", "Lion", "SGD", "Muon", "optimizer type"];
         /// Peak learning rate, reached after warmup.
         lr: f64 = Float(POSITIVE), Fixed("3e-4"), Changeable, finds ["learning rate", "peak learning rate", "max_lr"];
         /// Learning rate schedule after warmup. cosine, linear: decay over the rest of the run. wsd: constant, then linear
         /// decay over the last decay_steps. constant: no decay.
-        schedule: String = Choice(&["cosine", "linear", "wsd", "constant"]), Fixed("\"cosine\""), Changeable,
+        schedule: LrSchedule = Choice(LrSchedule::WORDS), Fixed("\"cosine\""), Changeable,
             finds ["lr schedule", "learning rate schedule", "lr_scheduler_type", "lr_decay_style", "WSD",
                 "warmup-stable-decay", "cosine decay", "linear decay"];
         /// Final learning rate as a share of the peak.

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use lockstep_config::{Change, Config, RopeScaling, presets, schema};
-use lockstep_ir::{Layout, legal};
+use lockstep_config::{Architecture, Change, Config, PrecisionPolicy, RopeScaling, legal, presets, schema};
+use lockstep_ir::Layout;
 
 fn parse(text: &str) -> Config {
     parse_set(text, &[])
@@ -27,7 +27,7 @@ fn a_preset_alone_is_a_config() {
     assert_eq!(model.rope_scaling, Some(llama3));
 
     assert_eq!((config.train.steps, config.train.seq, config.train.global_batch), (1000, 8192, 8));
-    assert_eq!(config.precision.policy, "bf16");
+    assert_eq!(config.precision.policy, PrecisionPolicy::Bf16);
     assert_eq!(config.preset_of("train.seq"), Some("llama-3.2-1b"));
     assert_eq!((config.train.micro_batch, config.accumulation_steps()), (8, 1));
     assert_eq!((config.optimizer.lr, config.optimizer.warmup_steps), (3e-4, 100));
@@ -43,10 +43,10 @@ fn a_preset_has_the_sequence_length_of_its_pre_training_and_explicit_keys_win() 
         [8192, 8192, 1024, 4096, 4096]
     );
     let config = parse_set("[model]\npreset = \"llama-3.1-8b\"\n[train]\nseq = 512\n", &["precision.policy=fp32"]);
-    assert_eq!((config.train.seq, config.precision.policy.as_str()), (512, "fp32"));
+    assert_eq!((config.train.seq, config.precision.policy), (512, PrecisionPolicy::Fp32));
     assert_eq!(config.preset_of("train.seq"), None);
     let explicit = parse("[model]\nvocab_size = 256\nlayers = 2\ndim = 64\nheads = 4\nffn = 128\n");
-    assert_eq!((explicit.train.seq, explicit.precision.policy.as_str()), (1024, "fp32"));
+    assert_eq!((explicit.train.seq, explicit.precision.policy), (1024, PrecisionPolicy::Fp32));
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn every_preset_is_accepted() {
         assert_eq!(config.model.preset.as_deref(), Some(name));
         // Qwen 3's heads are wider than their share of the stream in some sizes.
         let m = &config.model;
-        assert!(m.dim == m.heads * m.head_dim || m.architecture == "qwen3", "{name}");
+        assert!(m.dim == m.heads * m.head_dim || m.architecture == Architecture::Qwen3, "{name}");
     }
 }
 
@@ -128,7 +128,7 @@ fn the_layout_is_that_of_the_parallel_table() {
     let written: Layout = "dp=2,zero=1,tp=2,sp,pp=3,gpipe".parse().unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(config.layout(), Layout { micro_batches: 4, ..written });
     assert_eq!(config.parallel.timeout, 5.0);
-    assert_eq!(legal::check(&config.layout(), &config.shape()), []);
+    assert_eq!(legal::check(&config.layout(), &config.extents()), []);
 }
 
 #[test]
@@ -304,4 +304,41 @@ fn changes_win_over_everything_and_say_when_they_were_made() {
     assert_eq!((changed.value("train.steps"), config.value("model.window")), ("90".into(), "not set".into()));
     let error = config.with_changes(&[change(1, "train.steps=x")]).unwrap_err().to_string();
     assert!(error.contains("--> --change train.steps=x"), "{error}");
+}
+
+#[test]
+fn every_word_of_the_schema_is_read_and_written_back() {
+    let words = |path: &str| {
+        let key = schema().into_iter().find(|key| key.path == path).unwrap_or_else(|| panic!("no key {path}"));
+        key.type_text.split(", ").map(|word| word.trim_matches('"').to_owned()).collect::<Vec<_>>()
+    };
+    let mut count = 0;
+    for (path, more) in [
+        ("model.architecture", ""),
+        ("model.attention", ""),
+        ("train.device", ""),
+        ("precision.policy", ""),
+        ("precision.gradients", ""),
+        ("parallel.schedule", ""),
+        ("recompute.policy", "[recompute]\nops = [\"swiglu\"]\n"),
+        ("optimizer.name", ""),
+        ("optimizer.schedule", ""),
+    ] {
+        for word in words(path) {
+            let more = match word.as_str() {
+                "list" => more,
+                "budget" => "[recompute]\nbudget = \"1 GiB\"\n",
+                _ => "",
+            };
+            let text =
+                format!("[model]\nvocab_size = 8\nlayers = 1\ndim = 8\nheads = 2\nffn = 16\n[train]\nseq = 8\n{more}");
+            let config = Config::parse(&text, "run.toml", &[format!("{path}={word}")]);
+            let config = config.unwrap_or_else(|error| panic!("{path} = {word}: {error}"));
+            let key = path.split_once('.').unwrap().1;
+            let line = format!("{key} = \"{word}\"  # --set");
+            assert!(config.resolved_toml().lines().any(|l| l.starts_with(&line)), "{line}\n{}", config.resolved_toml());
+            count += 1;
+        }
+    }
+    assert!(count >= 30, "{count}");
 }

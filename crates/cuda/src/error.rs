@@ -1,8 +1,9 @@
 //! What can go wrong on a device.
 
 use crate::library::{FOLDER_VARIABLE, Name};
+use lockstep_exec::{ExecError, Remedy};
 
-const MEMORY_HINT: &str = "end other programs on it (see `nvidia-smi`), lower train.micro_batch, or set recompute.policy = \"selective\" or precision.policy = \"bf16\"; `lockstep explain RUN.TOML --fit SIZE` shows what fits";
+const MEMORY_HINT: &str = "end other programs on it (see `nvidia-smi`)";
 const RESUME: &str =
     "no checkpoint that was written is harmed: the same command again goes on from the latest, if there is one";
 
@@ -33,7 +34,7 @@ pub enum CudaError {
     },
     /// The driver is too old.
     #[error(
-        "the NVIDIA driver speaks CUDA {}.{}, {}.{} is needed\nhint: install driver 580 or newer, or train with train.device = \"cpu\"",
+        "the NVIDIA driver speaks CUDA {}.{}, {}.{} is needed\nhint: install driver 580 or newer",
         found / 1000, found % 1000 / 10, least / 1000, least % 1000 / 10
     )]
     OldDriver {
@@ -43,9 +44,7 @@ pub enum CudaError {
         least: i32,
     },
     /// The driver has no device.
-    #[error(
-        "no CUDA device was found\nhint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or train with train.device = \"cpu\""
-    )]
+    #[error("no CUDA device was found\nhint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES")]
     NoDevice,
     /// The driver does not start, or the device cannot be opened.
     #[error("{what}: {text}\nhint: {hint}")]
@@ -203,9 +202,21 @@ fn lost_hint(status: i32) -> Option<&'static str> {
     }
 }
 
-impl From<CudaError> for lockstep_exec::ExecError {
+impl From<CudaError> for ExecError {
     fn from(error: CudaError) -> Self {
-        lockstep_exec::ExecError::Device(error.to_string())
+        let remedy = match &error {
+            CudaError::OutOfMemory | CudaError::Arena { .. } => Some(Remedy::LessMemory),
+            CudaError::OldDriver { .. } | CudaError::NoDevice => Some(Remedy::OtherDevice),
+            CudaError::Library { .. }
+            | CudaError::Symbol { .. }
+            | CudaError::Start { .. }
+            | CudaError::Lost { .. }
+            | CudaError::Call { .. }
+            | CudaError::Compile { .. }
+            | CudaError::Unsupported(_)
+            | CudaError::Internal(_) => None,
+        };
+        ExecError::Device { text: error.to_string(), remedy }
     }
 }
 

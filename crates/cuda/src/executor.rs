@@ -145,7 +145,6 @@ impl CudaExecutor {
             stream: &self.stream,
             base: self.arena.base,
             slot,
-            coordinates: self.here(),
         };
         // SAFETY: the arena is this program's.
         unsafe {

@@ -5,7 +5,7 @@ use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use crate::schedule::{ChunkCosts, Pipeline};
 use crate::walk::{Distinct, Walk};
-use crate::{Axes, Coordinates, MeshAxis, Op, Placement, timeline};
+use crate::{Axes, Coordinates, Op, Placement, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -182,12 +182,11 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
-            let (over, ranks) = match instr.op {
-                Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => {
-                    (over, program.mesh.size(over))
-                }
-                Op::SumShared { over, sharers } => (over, sharers),
-                _ => (MeshAxis::Pp.into(), 2),
+            let over = instr.op.over();
+            let ranks = match instr.op {
+                Op::SumShared { sharers, .. } => sharers,
+                Op::Send { .. } | Op::Receive { .. } => 2,
+                _ => program.mesh.size(over),
             };
             let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
             let input = total(&mut instr.inputs.iter());

@@ -2,7 +2,7 @@
 
 use crate::graph::{Phase, State};
 use crate::mesh::{Axes, Mesh};
-use crate::{Op, Sharding, TensorType, ValueId, counter};
+use crate::{Op, Placement, Sharding, TensorType, ValueId, counter};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -183,8 +183,28 @@ pub struct Instr {
     pub stream: Stream,
     /// Instructions of this segment, on the other stream, that must have ended before it starts.
     pub waits: Vec<usize>,
-    /// Where the rank holds only a part of the vocabulary: entries of the whole. Its part starts at `tp.index` × its size.
-    pub vocab: Option<usize>,
+    /// Where ranks split the dimension whose entries the op [numbers](crate::op::Spec::numbers): where their parts start.
+    pub offsets: Option<Offsets>,
+}
+
+/// Where the parts of a dimension start: entries of a vocabulary, positions of a sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offsets {
+    /// Parts are counted over these axes.
+    pub over: Axes,
+    /// The first entry of each part, by index over the axes.
+    pub starts: Vec<usize>,
+    /// Entries of the whole.
+    pub whole: usize,
+}
+
+impl Offsets {
+    /// Those of a dimension; `None` where every rank has all of it.
+    pub fn new(ty: &TensorType, sharding: &Sharding, dim: usize, mesh: &Mesh) -> Option<Self> {
+        let over = sharding.axes(Placement::Split(dim));
+        let starts = || sharding.starts(ty, dim, mesh);
+        (!over.is_empty()).then(|| Self { over, starts: starts(), whole: ty.dims[dim].size() })
+    }
 }
 
 impl Instr {
@@ -445,8 +465,8 @@ impl std::fmt::Display for StepProgram {
                 let (outputs, inputs) = (outputs.join(", "), inputs.join(", "));
                 let (name, attributes) = (i.op.name(), i.op.attributes());
                 write!(f, "  {} {stream}{outputs} = {name}({inputs}){attributes}", i.phase.letter())?;
-                if let Some(whole) = i.vocab {
-                    write!(f, " of {whole} entries from tp.index on")?;
+                if let Some(Offsets { over, starts, whole }) = &i.offsets {
+                    write!(f, " from {starts:?}[{over}.index] of {whole}")?;
                 }
                 if !i.waits.is_empty() {
                     write!(f, " after {:?}", i.waits)?;

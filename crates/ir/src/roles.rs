@@ -66,10 +66,7 @@ fn message<'a>(event: &Event<'a>) -> (&'a str, usize) {
 
 /// The instructions of one stage that others take part in, in order.
 fn steps<'a>(program: &'a StepProgram, entry: &'a Entry) -> Vec<Event<'a>> {
-    let between = |op: &Op| match op {
-        Op::AllReduce { over } => over.contains(MeshAxis::Pp),
-        op => matches!(op, Op::Send { .. } | Op::Receive { .. }),
-    };
+    let between = |op: &Op| op.over().contains(MeshAxis::Pp);
     let indices = |segment: &Segment| -> Vec<usize> {
         (0..segment.instrs.len()).filter(|i| between(&segment.instrs[*i].op)).collect()
     };

@@ -1,7 +1,7 @@
 //! What a graph is for, and the few places where that changes how an architecture is written down.
 
 use crate::names;
-use lockstep_config::ModelConfig;
+use lockstep_config::{AttentionMethod, ModelConfig};
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId, counter};
 
@@ -150,11 +150,13 @@ impl Side {
             Side::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
                 let (documents, window) = (starts.is_some(), m.sliding_window);
-                if m.attention == "naive" {
-                    let p = g.op(Op::AttentionScores { documents, window }, &inputs, &at("p"))?[0];
-                    return Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0]);
+                match m.attention {
+                    AttentionMethod::Flash => Ok(g.op(Op::Attention { documents, window }, &inputs, &at("o"))?[0]),
+                    AttentionMethod::Naive => {
+                        let p = g.op(Op::AttentionScores { documents, window }, &inputs, &at("p"))?[0];
+                        Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0])
+                    }
                 }
-                Ok(g.op(Op::Attention { documents, window }, &inputs, &at("o"))?[0])
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);

@@ -260,13 +260,18 @@ pub fn head_and_embedding(model: &ModelConfig) -> (&'static str, &'static str) {
     ("lm_head.weight", family(model).map_or("", |family| family.embedding))
 }
 
+/// Whether checkpoints hold this matrix as [in, out], where the graph's is [out, in].
+pub fn is_transposed(model: &ModelConfig, name: &str) -> bool {
+    family(model).is_some_and(|family| family.transposed.iter().any(|end| name.ends_with(end)))
+}
+
 /// Whether a tensor of a file holds no weights: masks and tables that old versions of transformers stored.
 pub fn is_buffer(name: &str) -> bool {
     [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"].iter().any(|end| name.ends_with(end))
 }
 
 fn family(model: &ModelConfig) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.name == model.architecture)
+    FAMILIES.iter().find(|family| family.name == model.architecture.word())
 }
 
 fn refused(problem: &str, hint: &str) -> HfError {

@@ -4,15 +4,14 @@
 //! code and no memory management: passes derive those. Parameters carry the names that Hugging Face checkpoints use.
 #![forbid(unsafe_code)]
 
+mod architectures;
 mod decoder;
 mod form;
-mod gpt2;
 pub mod hf;
-mod llama;
-mod mistral;
 pub mod parameters;
-mod qwen2;
-mod qwen3;
+
+// An architecture reads the same inside this crate and outside.
+extern crate self as lockstep_model;
 
 pub use form::{Form, Side};
 
@@ -39,6 +38,9 @@ pub mod names {
     pub const LOGITS: &str = "logits";
 }
 
+/// Writes down the forward graph of a model, in any form: what an architecture is.
+pub type Builder = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
+
 /// The forward graph of a model over one micro-batch of `batch` sequences of `seq` tokens: its loss.
 pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, TypeError> {
     build_form(model, Form::Loss { batch, seq, context: seq, documents: false })
@@ -46,16 +48,5 @@ pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, Typ
 
 /// The forward graph of a model in any form.
 pub fn build_form(model: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
-    match model.architecture.as_str() {
-        "gpt2" => gpt2::build(model, form),
-        "qwen2" => qwen2::QWEN2.build(model, form),
-        "qwen3" => qwen3::QWEN3.build(model, form),
-        "mistral" => mistral::MISTRAL.build(model, form),
-        _ => llama::LLAMA.build(model, form),
-    }
-}
-
-/// Whether Hugging Face checkpoints of the model hold this matrix as [in, out], where the graph's is [out, in].
-pub fn hf_transposed(model: &ModelConfig, name: &str) -> bool {
-    model.architecture == "gpt2" && gpt2::transposed(name)
+    architectures::builder(model.architecture)(model, form)
 }

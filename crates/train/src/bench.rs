@@ -1,13 +1,13 @@
 //! The speed of a training step on random tokens, and where its time goes.
 
 use crate::compare::fill;
-use crate::device::gpu;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
-use crate::{Device, MemoryTimeline, Session, TrainError, observed_timeline, plan};
-use lockstep_config::Config;
+use crate::{Devices, Session, TrainError, observed_timeline};
+use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_exec::ExecError;
 use lockstep_ir::{StepProgram, StepScalars};
+use lockstep_plan::{Device, MemoryTimeline, plan};
 use serde::Serialize;
 use std::time::Instant;
 
@@ -36,7 +36,7 @@ pub struct BenchResult {
     /// Tokens of a sequence.
     pub seq: usize,
     /// `precision.policy`.
-    pub precision: String,
+    pub precision: PrecisionPolicy,
     /// Median seconds of a step.
     pub step_s: f64,
     /// Tokens per second.
@@ -113,19 +113,19 @@ impl GpuMemory {
 }
 
 /// Measures a step.
-pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
+pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
     let mut start = Instant::now();
     let config = &spec.config;
-    let plan = plan(config)?;
+    let plan = plan(devices, config)?;
     // On a machine that others use too, one measurement may be of a busy moment: before and after, and the best counts.
     let mut before = 0.0;
     if plan.target == Device::Cpu {
         show("measuring the matmul peak");
         let begun = Instant::now();
-        before = plan.target.peak(plan.threads, plan.precision.compute)?;
+        before = devices.peak(plan.target, plan.threads, plan.precision.compute)?;
         start += begun.elapsed();
     }
-    let mut session = Session::new(config, &plan)?;
+    let mut session = Session::new(devices, config, &plan)?;
     let notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
     let positions = config.train.micro_batch * config.train.seq;
     for m in 0..plan.layout.micro_batches {
@@ -141,7 +141,7 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     let mut watched = Vec::new();
     let gpu = match plan.target {
         Device::Cpu => None,
-        Device::Cuda { .. } => Some(gpu()?),
+        Device::Cuda { .. } => Some(devices.gpu()?),
     };
     let arena_bytes = session.arena_bytes();
     let (mut late_bytes, mut first_step_s) = (None, 0.0);
@@ -197,14 +197,14 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
     };
     let touched = session.executor().touched_bytes();
     let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
-    let peak_gib = plan.target.peak_bytes()? as f64 / (1u64 << 30) as f64;
+    let peak_gib = devices.peak_bytes(plan.target)? as f64 / (1u64 << 30) as f64;
     drop(session);
     show("measuring the matmul peak again");
-    let after = plan.target.peaks(plan.threads, plan.precision.compute)?;
+    let after = devices.peaks(plan.target, plan.threads, plan.precision.compute)?;
     let best = (after.0.max(before), after.1);
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
-    let matmul_peak = match (plan.target.vendor_peak(plan.precision.compute)?, plan.target) {
+    let matmul_peak = match (devices.vendor_peak(plan.target, plan.precision.compute)?, plan.target) {
         (Some(peak), _) => peak,
         // As in training: a step that is faster than the peak has measured a better one.
         (None, Device::Cpu) => best.0.max(flops),
@@ -215,13 +215,13 @@ pub fn bench_train(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Bench
         batch: config.batches().largest(),
         micro_batch: config.train.micro_batch,
         seq: config.train.seq,
-        precision: config.precision.policy.clone(),
+        precision: config.precision.policy,
         step_s,
         tokens_per_s,
         tflops: flops / 1e12,
         mfu: flops / matmul_peak,
         peak_tflops: matmul_peak / 1e12,
-        peak: plan.peak_name(),
+        peak: devices.peak_name(&plan),
         first_step_s,
         warm_up_s,
         arena_bytes,
@@ -250,17 +250,21 @@ pub struct Determinism {
 }
 
 /// Measures a step the usual way, then deterministic, that one twice.
-pub fn bench_deterministic(spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Determinism, TrainError> {
+pub fn bench_deterministic(
+    devices: &Devices,
+    spec: &BenchSpec,
+    show: &mut dyn FnMut(&str),
+) -> Result<Determinism, TrainError> {
     let [usual, deterministic] = [false, true].map(|deterministic| {
         let mut spec = spec.clone();
         spec.config.train.deterministic = deterministic;
         spec
     });
-    if Device::of(&deterministic.config) == Device::Cpu {
+    if Device::of(devices, &deterministic.config) == Device::Cpu {
         return Err(TrainError::AlwaysDeterministic);
     }
-    let usual = bench_train(&usual, &mut |text| show(&format!("usual: {text}")))?;
-    let mut run = |which: &str| bench_train(&deterministic, &mut |text| show(&format!("{which}: {text}")));
+    let usual = bench_train(devices, &usual, &mut |text| show(&format!("usual: {text}")))?;
+    let mut run = |which: &str| bench_train(devices, &deterministic, &mut |text| show(&format!("{which}: {text}")));
     let (first, again) = (run("deterministic")?, run("deterministic again")?);
     let bits =
         |r: &BenchResult| r.steps.iter().map(|(loss, norm)| (loss.to_bits(), norm.to_bits())).collect::<Vec<_>>();

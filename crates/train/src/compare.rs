@@ -9,7 +9,7 @@ mod judge;
 pub use judge::{Comparison, Criterion, Promise};
 
 use crate::schedule::step_scalars;
-use crate::{Session, TrainError, feed, plan};
+use crate::{Devices, Session, TrainError, feed};
 use judge::judge;
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
@@ -18,6 +18,7 @@ use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{Axes, DType, Layout, MeshAxis, StepProgram, StepScalars, ValueId, bf16, counter, f16, fixed};
 use lockstep_model::names;
+use lockstep_plan::plan;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -161,6 +162,7 @@ impl Stored {
 
 /// Runs `steps` steps on random tokens with one rank and with each layout.
 pub fn compare(
+    devices: &Devices,
     config: &Config,
     layouts: &[Layout],
     steps: usize,
@@ -171,16 +173,16 @@ pub fn compare(
     config.train.batch_ramp.clear();
     config.train.noise_scale = false;
     let alone = config.at(&Layout::single(1));
-    let single = trace(&alone, steps, None)?;
+    let single = trace(devices, &alone, steps, None)?;
     // Only where bits may differ is it of interest how much.
     let mut disturbed = None;
     if layouts.iter().any(|layout| Promise::of(layout, &config.at(layout)) != Promise::Identical) {
-        disturbed = Some(trace(&alone, steps, Some(disturb(&single.starts)))?);
+        disturbed = Some(trace(devices, &alone, steps, Some(disturb(&single.starts)))?);
     }
     let mut result = Vec::new();
     for layout in layouts {
         let config = config.at(layout);
-        let parallel = trace(&config, steps, Some(single.starts.clone()))?;
+        let parallel = trace(devices, &config, steps, Some(single.starts.clone()))?;
         let comparison = judge(layout, Promise::of(layout, &config), &single, disturbed.as_ref(), &parallel);
         show(&comparison);
         result.push(comparison);
@@ -193,9 +195,9 @@ fn disturb(starts: &[States]) -> Vec<States> {
 }
 
 /// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
-fn trace(config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
-    let plan = plan(config)?;
-    let mut session = Session::new(config, &plan)?;
+fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
+    let plan = plan(devices, config)?;
+    let mut session = Session::new(devices, config, &plan)?;
     let positions = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES) * config.train.seq;
     let mut ran = Vec::new();
     let mut own = vec![Rc::new(states(&mut session, is_kept)?)];

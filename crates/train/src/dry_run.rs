@@ -5,9 +5,10 @@ use crate::data::RunData;
 use crate::initial::InitialWeights;
 use crate::run::resume;
 use crate::settled;
-use crate::{Existing, Plan, RunOptions, TrainError, data_folder, plan};
+use crate::{Devices, Existing, RunOptions, TrainError, data_folder};
 use lockstep_checkpoint::{Found, list};
 use lockstep_config::Config;
+use lockstep_plan::{Plan, plan};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
@@ -55,14 +56,19 @@ pub enum DryData {
 
 /// Resolves, checks and plans a run as [`run`](crate::run()) would, and refuses what it would refuse: the config, the
 /// checkpoint, the paths of the data, the memory. Writes nothing and computes nothing.
-pub fn dry_run(config: &Config, options: &RunOptions, stop: &AtomicBool) -> Result<DryRun, TrainError> {
+pub fn dry_run(
+    devices: &Devices,
+    config: &Config,
+    options: &RunOptions,
+    stop: &AtomicBool,
+) -> Result<DryRun, TrainError> {
     config.require_data()?;
-    let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
-    let (Found { loaded, mut warnings }, course) = resume(config, options)?;
+    let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
+    let (Found { loaded, mut warnings }, course) = resume(devices, config, options)?;
     warnings.extend(course.warnings);
     let config = course.config;
-    let plan = plan(&config)?;
-    let arena_bytes = plan.require_memory(&config)?;
+    let plan = plan(devices, &config)?;
+    let arena_bytes = devices.require_memory(&config, &plan)?;
     let there = if options.fresh { Vec::new() } else { list(&options.dir.join("checkpoints"))? };
     if loaded.is_none()
         && let Some(weights) = InitialWeights::open(&config)?
@@ -85,7 +91,7 @@ pub fn dry_run(config: &Config, options: &RunOptions, stop: &AtomicBool) -> Resu
     let from_step = loaded.as_ref().map_or(0, |loaded| loaded.step);
     let later = there.into_iter().map(|(step, _)| step).filter(|step| *step > from_step);
     Ok(DryRun {
-        available_bytes: plan.target.available_bytes()?,
+        available_bytes: devices.available_bytes(plan.target)?,
         plan,
         arena_bytes,
         from_step,

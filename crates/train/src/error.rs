@@ -1,13 +1,9 @@
-use crate::fit::Saving;
 use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
-use lockstep_compile::CompileError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
-use lockstep_exec::ExecError;
-use lockstep_ir::account::MemoryBreakdown;
-use lockstep_ir::program::Class;
-use lockstep_ir::units;
+use lockstep_exec::{ExecError, Remedy};
+use lockstep_plan::PlanError;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -22,11 +18,11 @@ pub enum TrainError {
     /// A checkpoint cannot be written or read.
     #[error("{0}")]
     Checkpoint(CheckpointError),
-    /// A bug in the compiler.
+    /// The config has no program, or one that does not fit.
     #[error("{0}")]
-    Compile(#[from] CompileError),
+    Plan(#[from] PlanError),
     /// The executor cannot load or run the program.
-    #[error("{0}")]
+    #[error("{}", worded(.0))]
     Exec(#[from] ExecError),
     /// The vocabulary is too small for the tokenizer.
     #[error(
@@ -155,111 +151,6 @@ pub enum TrainError {
         /// Its gradient norm.
         grad_norm: f32,
     },
-    /// The arena is larger than the memory that is free.
-    #[error(
-        "the step needs {} of memory{}, {} are free:{}\nhint: {}",
-        units::bytes(memory.total_bytes),
-        if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
-        units::bytes(*available),
-        breakdown(memory),
-        smaller(savings, *ranks)
-    )]
-    DoesNotFit {
-        /// What it needs.
-        memory: Box<MemoryBreakdown>,
-        /// Ranks that share the memory.
-        ranks: usize,
-        /// Bytes that are free.
-        available: u64,
-        /// What would save some.
-        savings: Vec<Saving>,
-    },
-    /// An op of `recompute.ops` makes nothing that could be recomputed.
-    #[error(
-        "recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward\nhint: {}choose of {}",
-        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
-        known.join(", ")
-    )]
-    NotRecomputable {
-        /// The op.
-        op: String,
-        /// What was perhaps meant.
-        guess: Option<String>,
-        /// Ops whose outputs can be recomputed.
-        known: Vec<&'static str>,
-    },
-    /// No choice of what is recomputed lets the arena fit.
-    #[error(
-        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever is \
-         recomputed\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
-        units::bytes(*budget),
-        units::bytes(*least)
-    )]
-    OverBudget {
-        /// What was allowed.
-        budget: u64,
-        /// The least that is possible.
-        least: u64,
-    },
-    /// A number of the config is not one in the type that the device computes with.
-    #[error("{key} = {value} is {rounded} in fp32\nhint: choose a value that fp32 can hold")]
-    Rounded {
-        /// The key.
-        key: &'static str,
-        /// Its value.
-        value: f64,
-        /// What is left of it.
-        rounded: f32,
-    },
-    /// A group of the optimizer has no parameter.
-    #[error(
-        "optimizer.groups: \"{pattern}\" matches no parameter{}\nhint: the parameters are {}",
-        if *taken { " that groups before it have not taken" } else { "" },
-        names.join(", ")
-    )]
-    EmptyGroup {
-        /// Its pattern.
-        pattern: String,
-        /// Whether it would match some that others have.
-        taken: bool,
-        /// What there is, with `*` for the number of a layer.
-        names: Vec<String>,
-    },
-    /// Two groups want parts of one stored tensor.
-    #[error(
-        "optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group\nhint: give a pattern \
-         that matches all of {}",
-        names.join(", ")
-    )]
-    SplitGroup {
-        /// A parameter.
-        first: String,
-        /// One in another group.
-        second: String,
-        /// All that are stored together.
-        names: Vec<String>,
-    },
-    /// The schedule of a step would be absurdly long.
-    #[error(
-        "a step of {micro_batches} micro-batches is too long, at most {most} are allowed\nhint: raise train.micro_batch or lower \
-         train.global_batch"
-    )]
-    TooManyMicroBatches {
-        /// Asked for.
-        micro_batches: usize,
-        /// Allowed.
-        most: usize,
-    },
-    /// The device does not do what the config asks for.
-    #[error(
-        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the CPU: train.device = \"cpu\", or --device cpu"
-    )]
-    NotOnDevice {
-        /// What.
-        what: &'static str,
-        /// The device.
-        device: &'static str,
-    },
     /// What determinism costs was asked for where it costs nothing.
     #[error("runs on the CPU always give the same bits: there is nothing to compare\nhint: use --device cuda")]
     AlwaysDeterministic,
@@ -330,16 +221,6 @@ pub enum TrainError {
         /// Positions of the cache.
         context: usize,
     },
-    /// A model has no positions for a text of this length.
-    #[error(
-        "sequences of {tokens} tokens are longer than the {positions} positions that the model has learned\nhint: use at most {positions} tokens"
-    )]
-    Positions {
-        /// Tokens of a sequence.
-        tokens: usize,
-        /// Rows of the model's table.
-        positions: usize,
-    },
     /// A sampling option has a value without a meaning.
     #[error("--{option} {value} has no meaning\nhint: {hint}")]
     Sampling {
@@ -382,8 +263,10 @@ impl TrainError {
 
     /// Whether the request was wrong, rather than the run.
     pub fn is_request(&self) -> bool {
-        if self.is_interrupt() {
-            return false;
+        match self {
+            TrainError::Plan(error) => return error.is_request(),
+            _ if self.is_interrupt() => return false,
+            _ => {}
         }
         matches!(
             self,
@@ -399,15 +282,7 @@ impl TrainError {
                 | TrainError::Locked { .. }
                 | TrainError::DataChanged { .. }
                 | TrainError::OtherData { .. }
-                | TrainError::DoesNotFit { .. }
-                | TrainError::NotRecomputable { .. }
-                | TrainError::OverBudget { .. }
-                | TrainError::Rounded { .. }
-                | TrainError::TooManyMicroBatches { .. }
-                | TrainError::NotOnDevice { .. }
                 | TrainError::AlwaysDeterministic
-                | TrainError::EmptyGroup { .. }
-                | TrainError::SplitGroup { .. }
                 | TrainError::NotTrained { .. }
                 | TrainError::Imported { .. }
                 | TrainError::Checkpoint(CheckpointError::Unfit { .. })
@@ -417,7 +292,6 @@ impl TrainError {
                 | TrainError::NoValidationText { .. }
                 | TrainError::EmptyPrompt
                 | TrainError::ContextFull { .. }
-                | TrainError::Positions { .. }
                 | TrainError::Sampling { .. }
         )
     }
@@ -433,6 +307,26 @@ impl From<CheckpointError> for TrainError {
             },
             error => TrainError::Checkpoint(error),
         }
+    }
+}
+
+/// What an executor says, with the keys of the config that may help.
+pub(crate) fn worded(error: &ExecError) -> String {
+    let text = error.to_string();
+    let (behind_a_hint, keys) = match error.remedy() {
+        None => return text,
+        Some(Remedy::LessMemory) => (
+            ", ",
+            "lower train.micro_batch, or set recompute.policy = \"selective\" or precision.policy = \"bf16\"; \
+             `lockstep explain RUN.TOML --fit SIZE` shows what fits",
+        ),
+        Some(Remedy::FewerThreads) => ("; ", "lower train.threads; 0 uses one thread per core"),
+        Some(Remedy::LongerTimeout) => ("; ", "raise parallel.timeout if an op legitimately takes that long"),
+        Some(Remedy::OtherDevice) => (", or ", "train with train.device = \"cpu\""),
+    };
+    match text.contains("\nhint: ") {
+        true => text + behind_a_hint + keys,
+        false => text + "\nhint: " + keys,
     }
 }
 
@@ -483,26 +377,6 @@ fn steps(steps: &[u64]) -> String {
     }
 }
 
-fn breakdown(memory: &MemoryBreakdown) -> String {
-    let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
-    Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
-}
-
-fn smaller(savings: &[Saving], ranks: usize) -> String {
-    const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
-    if savings.is_empty() {
-        return LAST.to_owned();
-    }
-    let width = savings.iter().map(|saving| saving.change.len()).max().unwrap_or(0);
-    let line = |s: &Saving| {
-        let fits = if s.fits { ", and fits" } else { "" };
-        format!("\n  {:<width$}  saves {}{fits}", s.change, units::bytes(s.saved_bytes))
-    };
-    let each = if ranks > 1 { ", on the rank that needs most" } else { "" };
-    let none = if savings.iter().any(|saving| saving.fits) { String::new() } else { format!("\n  none fits: {LAST}") };
-    format!("each of these saves memory{each}:{}{none}", savings.iter().map(line).collect::<String>())
-}
-
 fn hint(cause: &std::io::Error) -> &'static str {
     match cause.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::FileTooLarge | std::io::ErrorKind::QuotaExceeded => {
@@ -511,5 +385,32 @@ fn hint(cause: &std::io::Error) -> &'static str {
         std::io::ErrorKind::PermissionDenied => "choose a --run-dir that you may write to",
         std::io::ErrorKind::NotADirectory | std::io::ErrorKind::AlreadyExists => "choose a --run-dir that is a folder",
         _ => "check the path; the same command resumes from the last checkpoint",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_exec::comm::CommError;
+
+    #[test]
+    fn what_an_executor_says_ends_with_the_keys_that_may_help() {
+        let shown = |error: ExecError| TrainError::from(error).to_string();
+        let memory = "lower train.micro_batch, or set recompute.policy = \"selective\" or precision.policy = \"bf16\"; \
+                      `lockstep explain RUN.TOML --fit SIZE` shows what fits";
+        assert_eq!(
+            shown(ExecError::OutOfMemory("3 GiB".into())),
+            format!("cannot allocate the arena of 3 GiB\nhint: {memory}")
+        );
+        let device = |text: &str, remedy| shown(ExecError::Device { text: text.to_owned(), remedy: Some(remedy) });
+        assert_eq!(device("full\nhint: end others", Remedy::LessMemory), format!("full\nhint: end others, {memory}"));
+        assert_eq!(
+            device("none\nhint: check", Remedy::OtherDevice),
+            "none\nhint: check, or train with train.device = \"cpu\""
+        );
+        let threads = shown(ExecError::Threads(9, std::io::Error::other("no")));
+        assert!(threads.ends_with("threads: no\nhint: lower train.threads; 0 uses one thread per core"), "{threads}");
+        let left = CommError::Failed { rank: 1, place: None, reason: "it is gone".into() };
+        assert_eq!(shown(ExecError::Rank(left)), "rank 1 failed before its first op: it is gone");
     }
 }

@@ -1,16 +1,14 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
-use crate::plan::{check_positions, forward_context};
 use crate::state;
-use crate::{Device, RunData, Tokenizer, TrainError, Trained};
-use lockstep_compile::{CompileError, compile_forward};
-use lockstep_config::{Config, ModelConfig};
+use crate::{Devices, RunData, Tokenizer, TrainError, Trained};
+use lockstep_config::Config;
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
 use lockstep_ir::op::IGNORED_TARGET;
-use lockstep_model::{Form, build_form};
+use lockstep_plan::{Cut, Device, check_positions, evaluation_program};
 use serde::Serialize;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -106,6 +104,7 @@ pub enum EvaluateProgress<'a> {
 
 /// The loss of a model on a text, cut into sequences of `seq` tokens (by default those of its training).
 pub fn evaluate(
+    devices: &Devices,
     trained: &Trained,
     text: &Text,
     seq: Option<usize>,
@@ -148,7 +147,7 @@ pub fn evaluate(
         }
         show(EvaluateProgress::Evaluating { done, total });
     };
-    let mut model = Model::load(trained, seq, cut)?;
+    let mut model = Model::load(devices, trained, seq, cut)?;
     model.score(&material, cut, &mut scored)?;
     let named = material.names().iter().zip(corpora).filter(|(name, sum)| !name.is_empty() && sum.tokens > 0);
     let corpora = named.map(|(name, sum)| CorpusEvaluation { name: name.clone(), score: sum.score() }).collect();
@@ -247,13 +246,6 @@ impl Material {
     }
 }
 
-/// Whole sequences, and the tokens left over behind them.
-#[derive(Clone, Copy)]
-struct Cut {
-    sequences: u64,
-    rest: usize,
-}
-
 struct Model {
     executor: Box<dyn Executor>,
     whole: Option<Feed>,
@@ -261,12 +253,12 @@ struct Model {
 }
 
 impl Model {
-    fn load(trained: &Trained, seq: usize, cut: Cut) -> Result<Self, TrainError> {
+    fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut) -> Result<Self, TrainError> {
         let config = &trained.config;
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
-        let (program, threads) = evaluation_program(config, (batch, seq), cut)?;
-        let mut executor = Device::of(config).load(program.clone(), threads)?;
+        let (program, threads) = evaluation_program(devices, config, (batch, seq), cut)?;
+        let mut executor = devices.load(Device::of(devices, config), program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq, config.train.seed);
         Ok(Self {
@@ -294,26 +286,4 @@ impl Model {
         }
         Ok(())
     }
-}
-
-/// The program with the entries that a cut needs, and the threads it was compiled for.
-fn evaluation_program(
-    config: &Config,
-    (batch, seq): (usize, usize),
-    cut: Cut,
-) -> Result<(StepProgram, usize), TrainError> {
-    let (context, threads) = forward_context(config);
-    let model = ModelConfig { dropout: 0.0, ..config.model.clone() };
-    let graph = |batch, tokens| {
-        let form = Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask };
-        build_form(&model, form).map_err(CompileError::Type)
-    };
-    let mut entries = Vec::new();
-    if cut.sequences > 0 {
-        entries.push((StepProgram::EVALUATE, graph(batch, seq)?));
-    }
-    if cut.rest > 0 {
-        entries.push((StepProgram::EVALUATE_REST, graph(1, cut.rest)?));
-    }
-    Ok((compile_forward(&entries, &context)?, threads))
 }

@@ -1,7 +1,7 @@
-use crate::Plan;
 use crate::changes::Changed;
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
+use lockstep_plan::Plan;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::Path;
 
@@ -132,6 +132,8 @@ pub enum Event<'a> {
         plan: &'a Plan,
         /// FLOP per second of the device's measured matmul peak.
         matmul_peak: f64,
+        /// What kind of number that is.
+        peak_name: &'static str,
         /// Bytes of the arenas of all ranks.
         arena_bytes: u64,
         /// Bytes of a GPU's memory that are taken besides arenas, where they were measured.

@@ -1,18 +1,14 @@
 //! Text from a model: a loaded generation program, and the loop from prompt to last token.
 
-use crate::plan::{check_positions, forward_context};
 use crate::state::{self, Weights};
-use crate::{Device, Sampling, Tokenizer, TrainError};
-use lockstep_compile::{CompileError, compile_forward};
+use crate::{Devices, Sampling, Tokenizer, TrainError};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
-use lockstep_model::{Form, build_form, names};
+use lockstep_model::names;
+use lockstep_plan::{Device, GENERATION_CHUNK, generation_program};
 use std::ops::ControlFlow;
 use std::time::Instant;
-
-/// Most tokens that one call of `prefill` reads.
-const CHUNK: usize = 128;
 
 /// A model in memory that reads tokens and says what may come next.
 pub struct Generator {
@@ -26,11 +22,11 @@ pub struct Generator {
 
 impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
-    pub fn new(config: &Config, context: usize, weights: Weights) -> Result<Self, TrainError> {
-        let (program, threads) = generation_program(config, context)?;
-        let mut executor = Device::of(config).load(program.clone(), threads)?;
+    pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self, TrainError> {
+        let (program, threads) = generation_program(devices, config, context)?;
+        let mut executor = devices.load(Device::of(devices, config), program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
-        let chunk = CHUNK.min(context);
+        let chunk = GENERATION_CHUNK.min(context);
         let logits = vec![0.0; config.model.vocab_size];
         Ok(Self { executor, context, chunk, position: 0, bytes: Vec::new(), logits })
     }
@@ -97,18 +93,6 @@ impl Generator {
         }
         Ok(())
     }
-}
-
-/// The program with the entries `prefill` and `decode`, and the threads it was compiled for.
-pub fn generation_program(config: &Config, context: usize) -> Result<(StepProgram, usize), TrainError> {
-    check_positions(config, context)?;
-    let (compile_context, threads) = forward_context(config);
-    let graph = |positions| {
-        let form = Form::NextToken { batch: 1, positions, context };
-        build_form(&config.model, form).map_err(CompileError::Type)
-    };
-    let entries = [(StepProgram::PREFILL, graph(CHUNK.min(context))?), (StepProgram::DECODE, graph(1)?)];
-    Ok((compile_forward(&entries, &compile_context)?, threads))
 }
 
 /// Why a text ended.

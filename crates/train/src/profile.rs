@@ -1,9 +1,9 @@
 //! Where the time of steps goes: by op against its roofline bound, and every instruction as a Chrome trace.
 
-use crate::plan::internal;
-use crate::{Plan, TrainError};
+use crate::TrainError;
 use lockstep_exec::Timing;
 use lockstep_ir::program::Instr;
+use lockstep_plan::{Plan, PlanError};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -82,6 +82,6 @@ pub(crate) fn profile(
 }
 
 fn roofline(instr: &Instr, matmul: f64, bandwidth: f64) -> Result<f64, TrainError> {
-    let cost = instr.cost().map_err(internal)?;
+    let cost = instr.cost().map_err(PlanError::from)?;
     Ok((cost.flops.causal as f64 / matmul).max(cost.bytes as f64 / bandwidth))
 }

@@ -16,12 +16,13 @@ use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::trained::TOKENIZER;
-use crate::{Device, Plan, RunDir, Tokenizer, TrainError, learning_rate, plan};
+use crate::{Devices, RunDir, Tokenizer, TrainError, learning_rate};
 use lockstep_checkpoint::{About, list};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
 use lockstep_ir::StepScalars;
+use lockstep_plan::{Device, Plan, plan};
 use serde_json::json;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -98,23 +99,24 @@ const MOST_SKIPPED: u64 = 3;
 /// Trains, or resumes where the last call stopped. `stop` ends the run after the current step, with a checkpoint; before
 /// the first one it ends what is under way, and the next call goes on with it.
 pub fn run(
+    devices: &Devices,
     config: &Config,
     options: &RunOptions,
     stop: &AtomicBool,
     show: &mut dyn FnMut(Event),
 ) -> Result<Outcome, TrainError> {
     config.require_data()?;
-    let config = &settled(config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
+    let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
     if let Some(how) = config.micro_batch_found() {
         show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
     }
     // What can be refused without touching the directory is refused first.
-    let unchanged = plan(config)?;
+    let unchanged = plan(devices, config)?;
     let dir = RunDir::open(&options.dir)?;
-    let (found, course) = resume(config, options)?;
-    let plan = if course.changes.is_empty() { unchanged } else { plan(&course.config)? };
+    let (found, course) = resume(devices, config, options)?;
+    let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
-    let error = match start::start(&course, &plan, dir, found, options, stop, show) {
+    let error = match start::start(&course, (&plan, devices), dir, found, options, stop, show) {
         Ok(mut run) => {
             run.profile_steps = options.profile_steps.clone();
             return run.go(stop, show);
@@ -133,6 +135,7 @@ pub fn run(
 }
 
 struct Run<'a> {
+    devices: &'a Devices,
     config: &'a Config,
     plan: &'a Plan,
     batches: Batches,
@@ -231,14 +234,22 @@ impl Run<'_> {
         if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
             let text =
                 self.validation_samples.as_ref().map_or(&self.train, |(validation_samples, _)| validation_samples);
-            match sample(self.config, &self.tokenizer, checkpoint, self.plan.parameters, text, self.sample_tokens) {
+            match sample(
+                self.devices,
+                self.config,
+                &self.tokenizer,
+                checkpoint,
+                self.plan.parameters,
+                text,
+                self.sample_tokens,
+            ) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
                 Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
             }
         }
         if !self.profiled.is_empty() {
-            let peaks = self.plan.target.peaks(self.plan.threads, self.plan.precision.compute)?;
+            let peaks = self.devices.peaks(self.plan.target, self.plan.threads, self.plan.precision.compute)?;
             self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
         Ok(self.outcome)
@@ -336,7 +347,7 @@ impl Run<'_> {
             tokens_per_s,
             mfu: achieved / self.matmul_peak,
             arena_bytes: self.session.arena_bytes(),
-            gpu: self.plan.target.telemetry()?.map(GpuMetrics::from).unwrap_or_default(),
+            gpu: self.devices.telemetry(self.plan.target)?.map(GpuMetrics::from).unwrap_or_default(),
             loss_scale: loss_scale.map(|scale| scale.scale()),
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
@@ -353,7 +364,7 @@ impl Run<'_> {
         if self.plan.target != Device::Cpu || self.measured.elapsed() < MEASURE_EVERY {
             return Ok(());
         }
-        let found = self.plan.matmul_peak()?;
+        let found = self.devices.matmul_peak(self.plan)?;
         self.measured = Instant::now();
         if found > self.matmul_peak {
             self.matmul_peak = found;

@@ -1,9 +1,10 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
 use crate::changes::{self, CHANGES};
-use crate::{Plan, StepMetrics, TrainError};
+use crate::{StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
+use lockstep_plan::Plan;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::{self, File, OpenOptions, TryLockError};

@@ -2,7 +2,7 @@
 //! is free again, so that it takes no more than was planned.
 
 use crate::state::Weights;
-use crate::{Generator, Sampling, TextStream, Tokenizer, TrainError, generate};
+use crate::{Devices, Generator, Sampling, TextStream, Tokenizer, TrainError, generate};
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
@@ -27,6 +27,7 @@ const LONGEST: Duration = Duration::from_millis(1500);
 
 /// Continues the beginning of `data` by up to `max_tokens` tokens, with the parameters of a checkpoint.
 pub(crate) fn sample(
+    devices: &Devices,
     config: &Config,
     tokenizer: &Tokenizer,
     checkpoint: &Path,
@@ -48,7 +49,7 @@ pub(crate) fn sample(
     }
     let context = seq.min(tokens.len() + max_tokens);
     let checkpoint = open(checkpoint)?;
-    let mut generator = Generator::new(config, context, Weights::Checkpoint(&checkpoint))?;
+    let mut generator = Generator::new(devices, config, context, Weights::Checkpoint(&checkpoint))?;
     let begun = Instant::now();
     let sampling = Sampling { temperature: 0.8, top_k: None, top_p: 0.95, seed: config.train.seed };
     let mut stream = TextStream::new(tokenizer.clone());

@@ -1,4 +1,4 @@
-use lockstep_config::Config;
+use lockstep_config::{Config, LrSchedule};
 use lockstep_ir::StepScalars;
 
 /// Learning rate of step `step` (counted from 0): linear warmup, then as the schedule says. The last step has
@@ -15,14 +15,14 @@ pub fn learning_rate(config: &Config, step: u64) -> f64 {
     };
     let rest = || fall(o.warmup_steps.saturating_sub(1));
     let lowest = o.lr * o.min_lr_ratio.unwrap_or(1.0);
-    match o.schedule.as_str() {
-        "constant" => o.lr,
-        "linear" => o.lr - (o.lr - lowest) * rest(),
-        "wsd" => {
+    match o.schedule {
+        LrSchedule::Constant => o.lr,
+        LrSchedule::Linear => o.lr - (o.lr - lowest) * rest(),
+        LrSchedule::Wsd => {
             let stable = steps.saturating_sub(o.decay_steps.unwrap_or(0));
             o.lr - (o.lr - lowest) * fall(stable.saturating_sub(1))
         }
-        _ => lowest + 0.5 * (o.lr - lowest) * (1.0 + (std::f64::consts::PI * rest()).cos()),
+        LrSchedule::Cosine => lowest + 0.5 * (o.lr - lowest) * (1.0 + (std::f64::consts::PI * rest()).cos()),
     }
 }
 

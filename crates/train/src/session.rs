@@ -5,7 +5,7 @@ use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
 use crate::state::{self, Weights};
-use crate::{Plan, TrainError};
+use crate::{Devices, TrainError};
 use lockstep_checkpoint::{About, Draft, Loaded, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
@@ -13,6 +13,7 @@ use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Axes, StepProgram, StepScalars};
+use lockstep_plan::Plan;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -87,12 +88,12 @@ impl QueuedStep {
 
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
-    pub fn new(config: &Config, plan: &Plan) -> Result<Self, TrainError> {
-        let total = plan.require_memory(config)?;
+    pub fn new(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
+        let total = devices.require_memory(config, plan)?;
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
         let timeout = std::time::Duration::from_secs_f64(config.parallel.timeout);
-        let executor = plan.target.load_all(programs, plan.threads, timeout)?;
+        let executor = devices.load_all(plan.target, programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
         let batch = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);

@@ -5,7 +5,7 @@ use crate::hf::{self, FolderModel, Kept, unfit};
 use crate::initial::InitialWeights;
 use crate::{RunData, Tokenizer, TrainError, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
-use lockstep_config::Config;
+use lockstep_config::{Config, DeviceChoice};
 use std::path::{Path, PathBuf};
 
 /// Weights, with the config that they were trained with.
@@ -32,8 +32,8 @@ impl Trained {
     pub fn open(path: &Path) -> Result<Self, TrainError> {
         let mut trained = Self::find(path)?;
         // What a GPU has trained, any machine can use.
-        if trained.config.train.device == "cuda" {
-            trained.config.train.device = "auto".into();
+        if trained.config.train.device == DeviceChoice::Cuda {
+            trained.config.train.device = DeviceChoice::Auto;
         }
         Ok(trained)
     }

@@ -5,7 +5,8 @@ use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::Role;
 use lockstep_ir::{Axes, Layout, StepProgram};
-use lockstep_train::{Plan, plan};
+use lockstep_plan::{Plan, plan};
+use lockstep_train::Devices;
 
 const MICRO_BATCHES: u64 = 4;
 
@@ -22,7 +23,7 @@ fn planned(config: &Config, layout: &str) -> Plan {
     let layout: Layout = layout.parse().unwrap();
     let mut config = config.at(&layout);
     config.train.global_batch = layout.mesh.size(Axes::SEQUENCES) * MICRO_BATCHES as usize;
-    plan(&config).unwrap()
+    plan(&Devices::new(), &config).unwrap()
 }
 
 /// Calls and bytes of an op in one more layer, in a step: the difference between two depths.

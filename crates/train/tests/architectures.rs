@@ -3,10 +3,11 @@
 mod common;
 
 use common::check_layouts;
-use lockstep_config::Config;
-use lockstep_ir::{Layout, Op, legal};
+use lockstep_config::{Config, legal};
+use lockstep_ir::{Layout, Op};
 use lockstep_model::names;
-use lockstep_train::{Comparison, compare, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Comparison, Devices, compare};
 
 const GPT2: &str = "architecture = \"gpt2\"\npositions = 14";
 const GPT2_DROPOUT: &str = "architecture = \"gpt2\"\npositions = 14\ndropout = 0.2";
@@ -70,7 +71,7 @@ fn check_recompute(model: &str) {
     let layouts: Vec<Layout> = ["dp=2,zero=3", "tp=2,sp", "pp=2"].map(|l| l.parse().unwrap()).to_vec();
     let run = |policy: &str| {
         let keys = format!("micro_batch = 1\n[recompute]\npolicy = \"{policy}\"");
-        compare(&config(model, &keys), &layouts, 3, &mut |_| ()).unwrap()
+        compare(&Devices::new(), &config(model, &keys), &layouts, 3, &mut |_| ()).unwrap()
     };
     let kept = run("none");
     for policy in ["selective", "full", "every-k"] {
@@ -100,7 +101,7 @@ fn qwen2_recomputes_the_same() {
 fn parameters_and_flops_are_those_of_the_literature() {
     let planned = |shape: &str| {
         let text = format!("[model]\n{shape}\n[train]\nseq = 1024\nglobal_batch = 1\n");
-        plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap()
+        plan(&Devices::new(), &Config::parse(&text, "run.toml", &[]).unwrap()).unwrap()
     };
     let gpt2 = planned("architecture = \"gpt2\"\nvocab_size = 50257\nlayers = 12\ndim = 768\nheads = 12");
     assert_eq!(gpt2.parameters, 124_439_808);
@@ -119,7 +120,7 @@ fn parameters_and_flops_are_those_of_the_literature() {
 #[test]
 fn training_drops_and_evaluation_does_not() {
     let dropouts = |model: &str, segment: &str| {
-        let program = plan(&config(model, "")).unwrap().program().clone();
+        let program = plan(&Devices::new(), &config(model, "")).unwrap().program().clone();
         let segment = program.segments.iter().find(|s| s.name == segment).unwrap().clone();
         let inputs = program.tensors.iter().filter(|t| t.name == names::DROPOUT_KEYS).count();
         (segment.instrs.iter().filter(|i| i.op.name() == "dropout").count(), inputs)
@@ -131,7 +132,7 @@ fn training_drops_and_evaluation_does_not() {
     }
     assert_eq!(dropouts(GPT2_DROPOUT, "evaluate"), (0, 1));
     let first_loss = |model: &str, train: &str| {
-        compare(&config(model, train), &[Layout::single(1)], 1, &mut |_| ()).unwrap()[0].losses[0].0
+        compare(&Devices::new(), &config(model, train), &[Layout::single(1)], 1, &mut |_| ()).unwrap()[0].losses[0].0
     };
     let dropped = first_loss(GPT2_DROPOUT, "");
     // Masks depend on the seed and not on micro-batches, and change a first loss, though not by much.
@@ -142,7 +143,7 @@ fn training_drops_and_evaluation_does_not() {
 
 #[test]
 fn weight_decay_spares_biases_and_norms() {
-    let program = plan(&config(GPT2, "")).unwrap().program().clone();
+    let program = plan(&Devices::new(), &config(GPT2, "")).unwrap().program().clone();
     let update = program.segments.iter().find(|s| s.name == "update").unwrap();
     let mut spared = 0;
     for instr in &update.instrs {
@@ -161,7 +162,7 @@ fn tensor_parallelism_must_split_gpt2s_heads_and_hidden_units() {
         let text = format!("[model]\narchitecture = \"gpt2\"\nvocab_size = 50257\nlayers = 48\n{model}");
         let config = Config::parse(&text, "run.toml", &[]).unwrap();
         let layout: Layout = layout.parse().unwrap();
-        legal::check(&layout, &config.shape()).into_iter().map(|r| r.to_string()).collect::<Vec<_>>()
+        legal::check(&layout, &config.extents()).into_iter().map(|r| r.to_string()).collect::<Vec<_>>()
     };
     let xl = "dim = 1600\nheads = 25";
     assert_eq!(refused(xl, "tp=5"), [""; 0]);

@@ -4,7 +4,8 @@ mod common;
 
 use lockstep_config::Config;
 use lockstep_ir::program::{Buffer, Lifetime};
-use lockstep_train::{Comparison, Generator, Weights, compare, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Comparison, Devices, Generator, Weights, compare};
 
 const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
 /// A window shorter than the sequences.
@@ -115,7 +116,7 @@ fn naive_attention_is_the_same_function() {
 fn naive_attention_keeps_its_weights_for_backward_unless_they_are_computed_again() {
     let saved = |attention: &str, policy: &str| -> u64 {
         let keys = format!("[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"{policy}\"");
-        let plan = plan(&config(&format!("attention = \"{attention}\""), &keys)).unwrap();
+        let plan = plan(&Devices::new(), &config(&format!("attention = \"{attention}\""), &keys)).unwrap();
         let program = plan.program();
         let saved =
             |b: &&Buffer| matches!(program.regions[b.region].lifetime, Lifetime::Saved(_)) && b.name.ends_with(".p");
@@ -131,7 +132,7 @@ fn naive_attention_keeps_its_weights_for_backward_unless_they_are_computed_again
 fn naive_attention_generates_through_the_cache_as_flash_does() {
     let logits = |attention: &str| {
         let config = config(&format!("{MISTRAL}\nattention = \"{attention}\""), "");
-        let mut generator = Generator::new(&config, 20, Weights::Initial).unwrap();
+        let mut generator = Generator::new(&Devices::new(), &config, 20, Weights::Initial).unwrap();
         generator.read(&[5, 6, 7, 8, 9, 10, 11, 12]).unwrap();
         generator.read(&[13]).unwrap().to_vec()
     };
@@ -142,6 +143,7 @@ fn naive_attention_generates_through_the_cache_as_flash_does() {
 fn a_window_changes_losses_and_one_past_the_sequence_does_not() {
     let losses = |window: &str| {
         let found = compare(
+            &Devices::new(),
             &config(&format!("architecture = \"mistral\"\n{window}"), ""),
             &["pp=2".parse().unwrap()],
             2,

@@ -6,7 +6,8 @@ use common::{run_to, tiny, write_corpus};
 use lockstep_checkpoint::open;
 use lockstep_config::{Batch, Config};
 use lockstep_ir::{StepProgram, StepScalars};
-use lockstep_train::{Existing, RunData, Session, StepMetrics, data_folder, learning_rate, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Existing, RunData, Session, StepMetrics, data_folder, learning_rate};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -52,9 +53,9 @@ fn a_step_of_a_ramp_has_the_bits_of_a_program_for_its_size() {
         let set = vec![format!("train.global_batch={sequences}"), "train.batch_ramp=[]".into()];
         let text = config(dir.path(), RAMP).resolved_toml();
         let alone = Config::parse(&text, "run.toml", &set).unwrap();
-        let plan = plan(&alone).unwrap();
+        let plan = plan(&Devices::new(), &alone).unwrap();
         assert!(plan.smaller_steps.is_empty());
-        let mut session = Session::new(&alone, &plan).unwrap();
+        let mut session = Session::new(&Devices::new(), &alone, &plan).unwrap();
         let path = std::fs::read_dir(until.join("checkpoints")).unwrap().next().unwrap().unwrap().path();
         session.restore(&open(&path).unwrap()).unwrap();
         let folder = data_folder(&alone, &until);
@@ -92,10 +93,10 @@ fn a_run_resumes_anywhere_in_its_ramp_and_in_any_layout() {
 #[test]
 fn one_arena_serves_all_sizes() {
     let dir = tempfile::tempdir().unwrap();
-    let ramped = plan(&config(dir.path(), RAMP)).unwrap();
+    let ramped = plan(&Devices::new(), &config(dir.path(), RAMP)).unwrap();
     let text = config(dir.path(), RAMP).resolved_toml();
     let set = ["train.batch_ramp=[]".into(), "train.global_batch=12".into()];
-    let largest = plan(&Config::parse(&text, "run.toml", &set).unwrap()).unwrap();
+    let largest = plan(&Devices::new(), &Config::parse(&text, "run.toml", &set).unwrap()).unwrap();
     assert_eq!(ramped.memory.total_bytes, largest.memory.total_bytes);
     assert_eq!(ramped.smaller_steps, [2, 4]);
     let slots = |entry: &str| ramped.program().entry(entry).unwrap().schedule.len();

@@ -6,7 +6,8 @@ mod counting;
 use counting::growth;
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
-use lockstep_train::{Session, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Session};
 use serde_json::json;
 
 #[test]
@@ -14,8 +15,8 @@ fn saving_copies_no_tensor_and_loading_holds_one() {
     let text = "[model]\nvocab_size = 8192\nlayers = 2\ndim = 256\nheads = 4\nffn = 512\n[train]\nseq = 16\nglobal_batch = 4\n\
                 micro_batch = 1\n[precision]\npolicy = \"bf16\"\n[parallel]\ndp = 2\nzero = 1\ntp = 2\n";
     let config = Config::parse(text, "run.toml", &[]).unwrap();
-    let plan = plan(&config).unwrap();
-    let mut session = Session::new(&config, &plan).unwrap();
+    let plan = plan(&Devices::new(), &config).unwrap();
+    let mut session = Session::new(&Devices::new(), &config, &plan).unwrap();
     let dir = tempfile::tempdir().unwrap();
     const MIB: usize = 1 << 20;
     let largest = 8192 * 256 * 4;

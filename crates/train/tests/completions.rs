@@ -7,7 +7,8 @@ use lockstep_config::{Batch, Config};
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_model::names;
-use lockstep_train::{Existing, RunData, Session, Text, Trained, evaluate, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Existing, RunData, Session, Text, Trained, evaluate};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -33,7 +34,7 @@ fn the_loss_is_the_mean_over_the_tokens_of_completions() {
     let never = AtomicBool::new(false);
     let data = RunData::prepare(&config, &dir.path().join("data"), Existing::Refresh, &never, &mut |_, _| ()).unwrap();
     let samples = data.train(&config).unwrap();
-    let mut session = Session::new(&config, &plan(&config).unwrap()).unwrap();
+    let mut session = Session::new(&Devices::new(), &config, &plan(&Devices::new(), &config).unwrap()).unwrap();
     let bytes = |ids: &[u32]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
     let (mut sum, mut count) = (0.0, 0);
     for sample in 0..8 {
@@ -79,12 +80,12 @@ fn evaluation_counts_what_validation_counts() {
     let config = config(dir.path(), "steps = 4\nvalidate_every = 0");
     let ran = run_to(&config, &dir.path().join("run"), 4);
     let trained = Trained::open(&dir.path().join("run")).unwrap();
-    let found = evaluate(&trained, &Text::Validation, None, &mut |_| ()).unwrap();
+    let found = evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| ()).unwrap();
     assert!((found.score.loss - ran.outcome.last_val_loss.unwrap()).abs() < 1e-9);
     // Answers and EOS tokens only.
     assert!(found.score.tokens < found.score.bytes * 2 && found.score.bytes < found.score.tokens, "{found:?}");
     let text = Text::Paths(vec![dir.path().join("records.jsonl")]);
-    let found = evaluate(&trained, &text, None, &mut |_| ()).unwrap();
+    let found = evaluate(&Devices::new(), &trained, &text, None, &mut |_| ()).unwrap();
     let answers: u64 = (0..600u64).map(|i| (i * i).to_string().len() as u64).sum();
     assert_eq!((found.score.bytes, found.score.tokens), (answers, answers + 600));
 }

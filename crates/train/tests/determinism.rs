@@ -4,7 +4,7 @@ mod common;
 
 use common::{Ran, losses, run_to, tiny, write_corpus};
 use lockstep_config::Config;
-use lockstep_train::{Event, RunOptions, run};
+use lockstep_train::{Devices, Event, RunOptions, run};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -69,7 +69,7 @@ fn determinism_has_its_scratch_on_a_gpu_and_changes_nothing_on_the_cpu() {
              deterministic = {deterministic}\n[precision]\npolicy = \"bf16\"\n"
         );
         let config = Config::parse(&text, "run.toml", &[]).unwrap();
-        let plan = lockstep_train::plan(&config).unwrap();
+        let plan = lockstep_plan::plan(&Devices::new(), &config).unwrap();
         let program = plan.program();
         let backward = program.segments.iter().flat_map(|s| &s.instrs).find(|i| i.op.name() == "attention_grad");
         program.buffers[backward.unwrap().workspace.unwrap().0].bytes
@@ -86,7 +86,7 @@ fn determinism_has_its_scratch_on_a_gpu_and_changes_nothing_on_the_cpu() {
 fn run_profiled(config: &Path, dir: &Path) -> Vec<f32> {
     let (stop, mut norms) = (AtomicBool::new(false), Vec::new());
     let options = RunOptions { dir: dir.to_owned(), profile_steps: Some(1..=1), ..RunOptions::default() };
-    run(&Config::load(config, &[]).unwrap(), &options, &stop, &mut |event| {
+    run(&Devices::new(), &Config::load(config, &[]).unwrap(), &options, &stop, &mut |event| {
         if let Event::Stepped(m) = event {
             norms.push(m.grad_norm);
             stop.store(true, Ordering::SeqCst);

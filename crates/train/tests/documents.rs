@@ -11,7 +11,8 @@ use lockstep_ir::graph::State;
 use lockstep_ir::program::Role;
 use lockstep_ir::{DType, Layout, StepProgram, ValueId, counter};
 use lockstep_model::{Form, build_form, names};
-use lockstep_train::{Session, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Session};
 
 const VOCAB: usize = 300;
 
@@ -46,7 +47,7 @@ fn token_losses(model: &str, tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64>
     forward.outputs.push(ValueId(logits));
     let program = compile(&forward, &context).unwrap().programs.remove(0);
     let mut executor = CpuExecutor::load(program.clone(), 2).unwrap();
-    let mut session = Session::new(&config, &plan(&config).unwrap()).unwrap();
+    let mut session = Session::new(&Devices::new(), &config, &plan(&Devices::new(), &config).unwrap()).unwrap();
     for tensor in &program.tensors {
         if matches!(tensor.role, Role::State(State::Parameter(_) | State::Constant(_))) {
             executor.write(&tensor.name, 0, &session.executor().read(&tensor.name, 0).unwrap()).unwrap();

@@ -1,12 +1,13 @@
 //! The program's counts against the analytical formulas of the literature, and their scaling.
 
 use lockstep_config::Config;
-use lockstep_train::{Account, Formula, Plan, account, plan};
+use lockstep_plan::{Account, Formula, Plan, account, plan};
+use lockstep_train::Devices;
 
 fn planned(text: &str) -> (Plan, Account) {
     let config = Config::parse(text, "run.toml", &[]).unwrap();
-    let plan = plan(&config).unwrap();
-    let account = account(&config, &plan).unwrap();
+    let plan = plan(&Devices::new(), &config).unwrap();
+    let account = account(&Devices::new(), &config, &plan).unwrap();
     (plan, account)
 }
 

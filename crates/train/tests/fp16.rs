@@ -5,7 +5,7 @@ mod common;
 use common::{Ran, run_to, run_with, tiny, write_corpus};
 use lockstep_config::Config;
 use lockstep_ir::Layout;
-use lockstep_train::{Event, StepMetrics, TrainError, compare};
+use lockstep_train::{Devices, Event, StepMetrics, TrainError, compare};
 
 #[test]
 fn fp16_learns_as_fp32_does() {
@@ -90,7 +90,7 @@ fn every_layout_computes_what_one_rank_computes() {
     let layouts: Vec<Layout> = layouts.iter().map(|l| l.parse().unwrap()).collect();
     for set in [vec![], vec!["train.reproducible=true".to_owned()], vec!["optimizer.name=lion".to_owned()]] {
         let config = Config::parse(text, "run.toml", &set).unwrap();
-        for c in compare(&config, &layouts, 3, &mut |_| ()).unwrap() {
+        for c in compare(&Devices::new(), &config, &layouts, 3, &mut |_| ()).unwrap() {
             assert!(c.kept, "{set:?} {c:#?}");
             assert!(c.identical || !config.train.reproducible || c.layout.contains("tp="), "{c:#?}");
         }

@@ -8,9 +8,8 @@ use lockstep_ir::graph::State;
 use lockstep_ir::program::{Class, Role};
 use lockstep_ir::{DType, Layout, StepProgram, account, counter};
 use lockstep_model::names;
-use lockstep_train::{
-    Generator, Sampling, Session, Stop, Tokenizer, TrainError, Weights, generate, generation_program, plan,
-};
+use lockstep_plan::{generation_program, plan};
+use lockstep_train::{Devices, Generator, Sampling, Session, Stop, Tokenizer, TrainError, Weights, generate};
 use std::ops::ControlFlow;
 
 /// Longer than two tiles of keys, and no multiple of any tile or chunk.
@@ -70,10 +69,10 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
 
 fn check(model: &str) {
     let config = config(model, SEQ);
-    let mut session = Session::new(&config, &plan(&config).unwrap()).unwrap();
+    let mut session = Session::new(&Devices::new(), &config, &plan(&Devices::new(), &config).unwrap()).unwrap();
     let expected = training_logits(&config, &mut session);
     let tokens = tokens();
-    let mut generator = Generator::new(&config, SEQ, session.weights()).unwrap();
+    let mut generator = Generator::new(&Devices::new(), &config, SEQ, session.weights()).unwrap();
     let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let mut same = |cut: &[usize], what: &str| {
         generator.forget();
@@ -119,7 +118,7 @@ fn logits_are_those_of_training_with_a_window() {
 #[test]
 fn logits_are_those_of_training_with_learned_positions() {
     check(GPT2);
-    let error = Generator::new(&config(GPT2, SEQ), 311, Weights::Initial).err().unwrap();
+    let error = Generator::new(&Devices::new(), &config(GPT2, SEQ), 311, Weights::Initial).err().unwrap();
     assert_eq!(
         error.to_string(),
         "sequences of 311 tokens are longer than the 310 positions that the model has learned\nhint: use at most 310 tokens"
@@ -135,7 +134,7 @@ fn logits_are_those_of_training_with_biases() {
 fn a_longer_context_does_not_change_what_fits_a_shorter_one() {
     let config = config(GQA_TIED, 32);
     let read = |context| {
-        let mut generator = Generator::new(&config, context, Weights::Initial).unwrap();
+        let mut generator = Generator::new(&Devices::new(), &config, context, Weights::Initial).unwrap();
         generator.read(&tokens()[..20]).unwrap().to_vec()
     };
     assert_eq!(read(20), read(32));
@@ -145,7 +144,7 @@ fn a_longer_context_does_not_change_what_fits_a_shorter_one() {
 #[test]
 fn the_program_holds_parameters_and_caches_and_nothing_of_training() {
     let config = config(MHA, SEQ);
-    let (program, _) = generation_program(&config, SEQ).unwrap();
+    let (program, _) = generation_program(&Devices::new(), &config, SEQ).unwrap();
     let bill = account::memory(&program);
     assert_eq!(bill.classes[Class::Gradients.name()] + bill.classes[Class::Optimizer.name()], 0);
     let caches: Vec<_> = program.tensors.iter().filter(|t| t.role == Role::State(State::Cache)).collect();
@@ -153,7 +152,7 @@ fn the_program_holds_parameters_and_caches_and_nothing_of_training() {
     // Keys and values of every position: two times three heads of twenty elements.
     assert!(caches.iter().all(|t| t.ty.bytes() == (SEQ * 2 * 60 * 4) as u64));
     assert!(caches.iter().all(|t| program.buffers[t.buffer.0].class == Class::Activations));
-    let generator = Generator::new(&config, SEQ, Weights::Initial).unwrap();
+    let generator = Generator::new(&Devices::new(), &config, SEQ, Weights::Initial).unwrap();
     assert_eq!(generator.arena_bytes(), bill.total_bytes);
     let flops = |entry| account::flops(&program, program.entry(entry).unwrap()).unwrap().hardware;
     assert!(flops(StepProgram::PREFILL) > 50 * flops(StepProgram::DECODE));
@@ -161,7 +160,7 @@ fn the_program_holds_parameters_and_caches_and_nothing_of_training() {
 
 #[test]
 fn a_cache_that_is_not_changed_in_place_is_refused() {
-    let (mut program, _) = generation_program(&config(MHA, 16), 16).unwrap();
+    let (mut program, _) = generation_program(&Devices::new(), &config(MHA, 16), 16).unwrap();
     let instrs = &mut program.segments[0].instrs;
     let other = instrs[0].outputs[0].as_ref().unwrap().buffer;
     let attention = instrs.iter_mut().find(|i| i.op.name() == "cached_attention").unwrap();
@@ -172,7 +171,7 @@ fn a_cache_that_is_not_changed_in_place_is_refused() {
 
 #[test]
 fn more_tokens_than_the_context_are_refused_and_change_nothing() {
-    let mut generator = Generator::new(&config(MHA, 16), 16, Weights::Initial).unwrap();
+    let mut generator = Generator::new(&Devices::new(), &config(MHA, 16), 16, Weights::Initial).unwrap();
     generator.read(&tokens()[..10]).unwrap();
     let error = generator.read(&tokens()[10..17]).unwrap_err();
     assert!(matches!(error, TrainError::ContextFull { tokens: 17, context: 16 }), "{error}");
@@ -183,7 +182,7 @@ fn more_tokens_than_the_context_are_refused_and_change_nothing() {
 #[test]
 fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
     let config = config(GQA_TIED, 64);
-    let mut generator = Generator::new(&config, 64, Weights::Initial).unwrap();
+    let mut generator = Generator::new(&Devices::new(), &config, 64, Weights::Initial).unwrap();
     let mut write = |seed, temperature, prompt: &str, max_tokens| {
         let tokenizer = Tokenizer::of(&config).unwrap();
         let sampling = Sampling { temperature, top_k: None, top_p: 1.0, seed };

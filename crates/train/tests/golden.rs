@@ -73,7 +73,7 @@ impl Golden {
 
 /// A tensor as the graph has it, from one as checkpoints have it.
 fn own(config: &Config, part: &Part, data: &[f32]) -> Vec<f32> {
-    if !lockstep_model::hf_transposed(&config.model, &part.name) {
+    if !lockstep_model::hf::is_transposed(&config.model, &part.name) {
         return data.to_vec();
     }
     let [rows, columns] = part.shape[..] else { panic!("{} is no matrix", part.name) };

@@ -5,9 +5,11 @@ mod hf_folder;
 
 use common::run_with;
 use hf_folder::{CASES, Model};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::{DType, bf16};
-use lockstep_train::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import};
+use lockstep_train::{
+    Devices, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
+};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs::read;
@@ -54,7 +56,7 @@ fn every_architecture_comes_out_as_it_went_in_to_the_byte() {
         let model = Model::golden(case);
         model.write(&place.at("a"));
         let config = place.import("a", "run");
-        assert_eq!(config.model.architecture, model.config["model_type"], "{case}");
+        assert_eq!(config.model.architecture.word(), model.config["model_type"], "{case}");
         place.export("run", "b", ExportOptions::default()).unwrap();
         assert!(place.weights("b") == model.file(), "{case}");
         // The exported config says the same, in the words of version 4.
@@ -107,7 +109,7 @@ fn types_are_converted_on_the_way() {
     let place = Place::new();
     let narrow = narrowed(Model::golden("gpt2_untied"), Dtype::BF16, bf16::from_f32);
     narrow.write(&place.at("bf16"));
-    assert_eq!(place.import("bf16", "run").precision.policy, "bf16");
+    assert_eq!(place.import("bf16", "run").precision.policy, PrecisionPolicy::Bf16);
     place.export("run", "again", ExportOptions::default()).unwrap();
     assert!(place.weights("again") == narrow.file());
     assert_eq!(json_of(&place.at("again/config.json"))["torch_dtype"], "bfloat16");
@@ -124,7 +126,7 @@ fn types_are_converted_on_the_way() {
         _ => 0x7bff,
     });
     halves.write(&place.at("f16"));
-    assert_eq!(place.import("f16", "f16-run").precision.policy, "fp32");
+    assert_eq!(place.import("f16", "f16-run").precision.policy, PrecisionPolicy::Fp32);
     place.export("f16-run", "f16-out", ExportOptions::default()).unwrap();
     let mut expected = Model::golden("llama_mha");
     for (_, _, _, data) in &mut expected.tensors {
@@ -215,7 +217,7 @@ fn a_run_starts_from_weights_of_any_origin_in_any_layout() {
     }
     // Other weights than before: an evaluation of the run agrees, and so does a run that starts from the run, or from one in parts.
     let trained = Trained::open(&place.at("a")).unwrap();
-    let after = evaluate(&trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss;
+    let after = evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss;
     assert_ne!(after, expected);
     assert_eq!(first("next", "init_from = \"a\"\n"), after);
     assert!((first("from-parts", "init_from = \"zero\"\n") - after).abs() < 1e-4);
@@ -277,7 +279,7 @@ fn a_trained_run_exports_from_any_layout() {
         place.import(&out, &format!("{name}-again"));
         let score = |run: &str, text: &Text| {
             let trained = Trained::open(&place.at(run)).unwrap();
-            evaluate(&trained, text, Some(8), &mut |_| {}).unwrap().score.loss
+            evaluate(&Devices::new(), &trained, text, Some(8), &mut |_| {}).unwrap().score.loss
         };
         // Its tokenizer has become a file; the text is the same.
         let text = Text::Paths(vec![place.at("text/b.txt")]);
@@ -410,7 +412,7 @@ fn a_folder_is_used_as_it_is() {
     let text = Text::Paths(vec![place.at("text/a.txt")]);
     let score = |from: &str| {
         let trained = Trained::open(&place.at(from)).unwrap();
-        let loss = evaluate(&trained, &text, Some(16), &mut |_| {}).unwrap().score.loss;
+        let loss = evaluate(&Devices::new(), &trained, &text, Some(16), &mut |_| {}).unwrap().score.loss;
         let tokenizer = trained.tokenizer().unwrap();
         (loss, trained.end_tokens(&tokenizer).unwrap(), trained.step())
     };
@@ -419,7 +421,7 @@ fn a_folder_is_used_as_it_is() {
     // A text ends with any of them.
     let trained = Trained::open(&place.at("hf")).unwrap();
     let tokenizer = trained.tokenizer().unwrap();
-    let mut generator = Generator::new(&trained.config, 64, trained.weights()).unwrap();
+    let mut generator = Generator::new(&Devices::new(), &trained.config, 64, trained.weights()).unwrap();
     let sampling = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
     let mut listen = |_| std::ops::ControlFlow::Continue(());
     let mut run =

@@ -9,7 +9,8 @@ use lockstep_ir::counter;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, bf16};
-use lockstep_train::{Event, Promise, RunOptions, Session, plan, run};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Event, Promise, RunOptions, Session, run};
 use serde_json::json;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,7 +40,7 @@ fn run_to(config: &Config, dir: &Path, last: u64) -> Trajectory {
     let stop = AtomicBool::new(false);
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let mut steps = Vec::new();
-    let outcome = run(config, &options, &stop, &mut |event| match event {
+    let outcome = run(&Devices::new(), config, &options, &stop, &mut |event| match event {
         Event::Stepped(m) => {
             steps.push((m.step, m.loss, m.grad_norm, m.val_loss));
             stop.store(m.step >= last, Ordering::SeqCst);
@@ -130,7 +131,9 @@ fn kept(config: &Config) -> Vec<Tensor> {
     let is_kept =
         |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_) | State::Master { .. } | State::Moment { .. }));
     let mut kept: Vec<Tensor> = Vec::new();
-    for tensor in plan(config).unwrap().compiled.programs.iter().flat_map(|p| &p.tensors).filter(is_kept) {
+    for tensor in
+        plan(&Devices::new(), config).unwrap().compiled.programs.iter().flat_map(|p| &p.tensors).filter(is_kept)
+    {
         if kept.iter().all(|t| t.name != tensor.name) {
             kept.push(tensor.clone());
         }
@@ -194,7 +197,7 @@ fn what_any_layout_saves_any_other_loads() {
         let (precision, tied) = (["", "[precision]\npolicy = \"bf16\""][case as usize % 2], case % 4 < 2);
         let [from, to] = [2 * case, 2 * case + 1].map(|n| draw_layout(n, model, precision, tied));
         let what = format!("{} to {}, {precision}", from.layout(), to.layout());
-        let mut session = Session::new(&from, &plan(&from).unwrap()).unwrap();
+        let mut session = Session::new(&Devices::new(), &from, &plan(&Devices::new(), &from).unwrap()).unwrap();
         let saved = kept(&from);
         for tensor in &saved {
             session.executor().write(&tensor.name, 0, &numbers(case, tensor, &saved)).unwrap();
@@ -206,7 +209,7 @@ fn what_any_layout_saves_any_other_loads() {
         drop(session);
 
         let loaded = open(&path).unwrap_or_else(|e| panic!("{what}: {e}"));
-        let mut session = Session::new(&to, &plan(&to).unwrap()).unwrap();
+        let mut session = Session::new(&Devices::new(), &to, &plan(&Devices::new(), &to).unwrap()).unwrap();
         session.restore(&loaded).unwrap_or_else(|e| panic!("{what}: {e}"));
         let restored = kept(&to);
         for tensor in &restored {

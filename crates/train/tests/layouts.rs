@@ -3,9 +3,9 @@
 mod common;
 
 use common::check_layouts as check;
-use lockstep_config::Config;
-use lockstep_ir::{Layout, counter, legal};
-use lockstep_train::{Comparison, compare};
+use lockstep_config::{Config, legal};
+use lockstep_ir::{Layout, counter};
+use lockstep_train::{Comparison, Devices, compare};
 
 fn config(model: &str, train: &str) -> Config {
     let text = format!(
@@ -137,11 +137,11 @@ fn random_models_on_random_layouts() {
              micro_batch = {micro_batch}\nthreads = 1\nreproducible = {reproducible}\n{precision}\n"
         );
         let config = Config::parse(&text, "run.toml", &[]).unwrap();
-        if layout.mesh.ranks() == 1 || layout.mesh.ranks() > 8 || !legal::check(&layout, &config.shape()).is_empty() {
+        if layout.mesh.ranks() == 1 || layout.mesh.ranks() > 8 || !legal::check(&layout, &config.extents()).is_empty() {
             continue;
         }
         tried += 1;
-        let found = compare(&config, &[layout], 2, &mut |_| ()).unwrap();
+        let found = compare(&Devices::new(), &config, &[layout], 2, &mut |_| ()).unwrap();
         assert!(found[0].kept, "{text}{found:#?}");
     }
     assert!(tried >= 20, "{tried}");

@@ -6,7 +6,8 @@ use common::{Ran, run_to, tiny, write_corpus};
 use lockstep_config::{Batch, Config};
 use lockstep_ir::{StepScalars, counter};
 use lockstep_model::names;
-use lockstep_train::{Existing, RunData, Session, StepMetrics, data_folder, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Existing, RunData, Session, StepMetrics, data_folder};
 use std::sync::atomic::AtomicBool;
 
 fn config(tied: bool, keys: &str) -> Config {
@@ -22,8 +23,8 @@ const FROZEN: StepScalars =
 
 /// Writes sequences, each known by a number, and runs a step that moves nothing.
 fn measure(config: &Config, sequences: &[u64]) -> (f64, Option<(f64, f64)>) {
-    let plan = plan(config).unwrap();
-    let mut session = Session::new(config, &plan).unwrap();
+    let plan = plan(&Devices::new(), config).unwrap();
+    let mut session = Session::new(&Devices::new(), config, &plan).unwrap();
     let per_micro_batch = config.train.micro_batch * config.parallel.dp;
     for (m, chunk) in sequences.chunks(per_micro_batch).enumerate() {
         for name in [names::TOKENS, names::TARGETS] {
@@ -111,8 +112,8 @@ fn steps_of_a_ramp_are_measured_at_their_own_size() {
     let ramp = "steps = 6\nmicro_batch = 2\nvalidate_every = 0\nnoise_scale = true\n\
                 batch_ramp = [{ tokens = 300, global_batch = 16 }]";
     let config = tiny(dir.path(), ramp);
-    let plan = plan(&config).unwrap();
-    let mut session = Session::new(&config, &plan).unwrap();
+    let plan = plan(&Devices::new(), &config).unwrap();
+    let mut session = Session::new(&Devices::new(), &config, &plan).unwrap();
     let folder = data_folder(&config, dir.path());
     let data = RunData::prepare(&config, &folder, Existing::Refresh, &AtomicBool::new(false), &mut |_, _| ()).unwrap();
     let data = data.train(&config).unwrap();

@@ -9,7 +9,8 @@ use lockstep_exec::cpu::CpuExecutor;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Entry, Role, Slot, Tensor};
 use lockstep_ir::{Layout, Op, StepScalars};
-use lockstep_train::{Event, compare, parts, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Event, compare, parts};
 use safetensors::SafeTensors;
 use std::path::Path;
 
@@ -36,7 +37,7 @@ fn four_steps_are_those_of_pytorch() {
              [train]\nseq = 4\nglobal_batch = 1\nthreads = 2\n[optimizer]\nname = \"{name}\"\n"
         );
         let config = Config::parse(&text, "golden.toml", &[]).unwrap();
-        let plan = plan(&config).unwrap();
+        let plan = plan(&Devices::new(), &config).unwrap();
         let mut program = plan.program().clone();
         // The update alone, on gradients that are written.
         let segment = program.segments.iter().position(|s| s.name == "update").unwrap();
@@ -86,7 +87,7 @@ fn layout_config(optimizer: &str, train: &str) -> Config {
 
 fn check(config: &Config, layouts: &[&str]) {
     let layouts: Vec<Layout> = layouts.iter().map(|l| l.parse().unwrap()).collect();
-    for c in compare(config, &layouts, 3, &mut |_| ()).unwrap() {
+    for c in compare(&Devices::new(), config, &layouts, 3, &mut |_| ()).unwrap() {
         assert!(c.kept, "{}: {c:#?}", config.optimizer.name);
         assert!(c.identical || !config.train.reproducible || c.layout.contains("tp="), "{c:#?}");
     }
@@ -162,7 +163,7 @@ fn groups_change_the_learning_rate_and_the_decay_of_what_they_match() {
     let groups = "[[optimizer.groups]]\nmatch = \"*.mlp.*\"\nlr_scale = 0.25\n\
                   [[optimizer.groups]]\nmatch = \"model.norm.*\"\nweight_decay = 0.5\n";
     for optimizer in OPTIMIZERS {
-        let plan = plan(&layout_config(optimizer, groups)).unwrap();
+        let plan = plan(&Devices::new(), &layout_config(optimizer, groups)).unwrap();
         let program = plan.program();
         let mut seen = 0;
         for instr in program.segments.iter().flat_map(|s| &s.instrs) {

@@ -3,14 +3,15 @@
 use lockstep_compile::Recompute;
 use lockstep_config::Config;
 use lockstep_ir::Layout;
-use lockstep_train::{Plan, compare, plan};
+use lockstep_plan::{Plan, plan};
+use lockstep_train::{Devices, compare};
 
 const POLICIES: [&str; 5] = ["none", "selective", "full", "every-k", "sqrt"];
 
 /// A list of ops, and a budget that all layouts can keep and not all without recomputing.
 fn chosen(layouts: &[Layout], keys: &str) -> [String; 2] {
     let all: Vec<Layout> = layouts.iter().chain([&"dp=1".parse().unwrap()]).copied().collect();
-    let planned = |policy: &str, layout: &Layout| plan(&config(policy, keys).at(layout)).unwrap();
+    let planned = |policy: &str, layout: &Layout| plan(&Devices::new(), &config(policy, keys).at(layout)).unwrap();
     let least = all.iter().map(|layout| planned("full", layout).memory.total_bytes).max().unwrap();
     let budget = format!("budget\"\nbudget = \"{least} B\"\n#");
     assert!(all.iter().any(|layout| planned(&budget, layout).recompute != Recompute::None));
@@ -32,7 +33,7 @@ fn every_policy_gives_the_same_bits_on_every_layout() {
             .map(|l| l.parse().unwrap())
             .to_vec();
     for keys in ["", "[precision]\npolicy = \"bf16\""] {
-        let run = |policy: &str| compare(&config(policy, keys), &layouts, 3, &mut |_| ()).unwrap();
+        let run = |policy: &str| compare(&Devices::new(), &config(policy, keys), &layouts, 3, &mut |_| ()).unwrap();
         let saved = run("none");
         for policy in POLICIES[1..].iter().map(ToString::to_string).chain(chosen(&layouts, keys)) {
             for (with, without) in run(&policy).iter().zip(&saved) {
@@ -50,7 +51,7 @@ fn policies_trade_bytes_for_flops() {
             "[model]\npreset = \"llama-3.2-1b\"\n[train]\nseq = 4096\nglobal_batch = 1\n[precision]\npolicy = \"bf16\"\n\
              [recompute]\npolicy = \"{policy}\"\nevery = 4\n"
         );
-        plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap()
+        plan(&Devices::new(), &Config::parse(&text, "run.toml", &[]).unwrap()).unwrap()
     };
     let [none, selective, full, every, sqrt] = POLICIES.map(planned);
     let activations = |p: &Plan| p.memory.classes["activations"];
@@ -67,7 +68,7 @@ fn policies_trade_bytes_for_flops() {
 
 #[test]
 fn a_list_gives_up_what_its_ops_make() {
-    let planned = |policy: &str| plan(&config(policy, "")).unwrap();
+    let planned = |policy: &str| plan(&Devices::new(), &config(policy, "")).unwrap();
     let listed = |ops: &str| planned(&format!("list\"\nops = [{ops}]\n#"));
     // The ops that selective recomputation knows as cheap, by name; of the fused norm it keeps the sum.
     let norms_and_activation = listed("\"rms_norm\", \"swiglu\"");
@@ -81,7 +82,7 @@ fn a_list_gives_up_what_its_ops_make() {
 
 #[test]
 fn ops_that_make_nothing_to_give_up_are_refused() {
-    let refusal = |op: &str| plan(&config(&format!("list\"\nops = [\"{op}\"]\n#"), "")).unwrap_err();
+    let refusal = |op: &str| plan(&Devices::new(), &config(&format!("list\"\nops = [\"{op}\"]\n#"), "")).unwrap_err();
     let text = refusal("rms_nrom").to_string();
     assert!(text.contains("did you mean \"rms_norm\"?") && text.contains("add_rms_norm, attention, linear"), "{text}");
     for op in ["add", "embedding", "linear_cross_entropy", "linear_grad_input"] {
@@ -92,7 +93,7 @@ fn ops_that_make_nothing_to_give_up_are_refused() {
 
 #[test]
 fn a_budget_is_kept_and_an_impossible_one_names_the_least() {
-    let planned = |policy: &str| plan(&config(policy, ""));
+    let planned = |policy: &str| plan(&Devices::new(), &config(policy, ""));
     let budget = |bytes: u64| planned(&format!("budget\"\nbudget = \"{bytes} B\"\n#"));
     let [none, selective, full] = ["none", "selective", "full"].map(|p| planned(p).unwrap());
     let arena = |p: &Plan| p.memory.total_bytes;
@@ -103,7 +104,7 @@ fn a_budget_is_kept_and_an_impossible_one_names_the_least() {
     assert_eq!(same.step_flops, none.step_flops);
     let error = budget(1 << 10).unwrap_err();
     let least = match error {
-        lockstep_train::TrainError::OverBudget { least, .. } => least,
+        lockstep_plan::PlanError::OverBudget { least, .. } => least,
         other => panic!("{other}"),
     };
     assert!(least <= arena(&full));
@@ -124,7 +125,8 @@ fn a_budget_for_a_model_of_126_layers_is_found() {
              sequence_parallel = true\n[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"{policy}\"\n"
         )
     };
-    let planned = |policy: &str| plan(&Config::parse(&text(policy), "run.toml", &[]).unwrap()).unwrap();
+    let planned =
+        |policy: &str| plan(&Devices::new(), &Config::parse(&text(policy), "run.toml", &[]).unwrap()).unwrap();
     let [none, selective, full] = ["none", "selective", "full"].map(planned);
     let arena = |p: &Plan| p.memory.total_bytes;
     let middle = (arena(&selective) + arena(&full)) / 2;
@@ -143,7 +145,8 @@ fn a_budget_with_dropout_takes_its_layers_as_alike() {
              [precision]\npolicy = \"fp32\"\n[recompute]\npolicy = \"{policy}\"\n"
         )
     };
-    let planned = |policy: &str| plan(&Config::parse(&text(policy), "run.toml", &[]).unwrap()).unwrap();
+    let planned =
+        |policy: &str| plan(&Devices::new(), &Config::parse(&text(policy), "run.toml", &[]).unwrap()).unwrap();
     let [none, full] = ["none", "full"].map(planned);
     let arena = |p: &Plan| p.memory.total_bytes;
     let middle = (arena(&none) + arena(&full)) / 2;
@@ -164,9 +167,9 @@ fn a_gpt_with_dropout_and_naive_attention_gives_the_same_bits_under_every_policy
         Config::parse(&text, "run.toml", &[]).unwrap()
     };
     let layouts: Vec<Layout> = ["tp=2,sp", "pp=2"].map(|l| l.parse().unwrap()).to_vec();
-    let run = |policy: &str| compare(&config(policy), &layouts, 3, &mut |_| ()).unwrap();
+    let run = |policy: &str| compare(&Devices::new(), &config(policy), &layouts, 3, &mut |_| ()).unwrap();
     let saved = run("none\"");
-    let budget = plan(&config("selective\"")).unwrap().memory.total_bytes;
+    let budget = plan(&Devices::new(), &config("selective\"")).unwrap().memory.total_bytes;
     let list = "list\"\nops = [\"layer_norm\", \"attention_scores\", \"add_bias\", \"gelu\"]".to_owned();
     for policy in ["selective\"".to_owned(), "full\"".to_owned(), list, format!("budget\"\nbudget = \"{budget} B\"")] {
         for (with, without) in run(&policy).iter().zip(&saved) {

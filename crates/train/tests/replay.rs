@@ -8,9 +8,10 @@
 mod common;
 
 use common::{losses, write_corpus};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::{StepProgram, counter};
-use lockstep_train::{generation_program, plan};
+use lockstep_plan::{generation_program, plan};
+use lockstep_train::Devices;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -105,8 +106,8 @@ fn programs_and_losses_are_those_of_the_corpus() {
         for (way, train) in WAYS.iter().filter(|(way, _)| model == "llama" || FOR_ALL.contains(way)) {
             let name = format!("{model}-{way}");
             let config = config(dir.path(), keys, train);
-            corpus += &describe(&name, &plan(&config).unwrap().compiled.programs, dump.as_deref());
-            if config.precision.policy == "fp32" {
+            corpus += &describe(&name, &plan(&Devices::new(), &config).unwrap().compiled.programs, dump.as_deref());
+            if config.precision.policy == PrecisionPolicy::Fp32 {
                 let run = dir.path().join("run");
                 let bits: Vec<String> =
                     losses(&config, &run).iter().map(|(loss, ..)| format!("{:016x}", loss.to_bits())).collect();
@@ -116,7 +117,7 @@ fn programs_and_losses_are_those_of_the_corpus() {
             configs += 1;
         }
         let config = config(dir.path(), keys, "");
-        let (program, _) = generation_program(&config, 16).unwrap();
+        let (program, _) = generation_program(&Devices::new(), &config, 16).unwrap();
         corpus += &describe(&format!("{model}-generate"), &[program], dump.as_deref());
         configs += 1;
     }

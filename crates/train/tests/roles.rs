@@ -4,7 +4,8 @@ use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld};
 use lockstep_ir::program::{Instr, StepProgram};
 use lockstep_ir::{DType, Op, roles};
-use lockstep_train::{Session, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Session};
 use std::time::{Duration, Instant};
 
 fn config(parallel: &str) -> Config {
@@ -16,7 +17,7 @@ fn config(parallel: &str) -> Config {
 }
 
 fn programs(parallel: &str) -> Vec<StepProgram> {
-    plan(&config(parallel)).unwrap().compiled.programs
+    plan(&Devices::new(), &config(parallel)).unwrap().compiled.programs
 }
 
 fn find(program: &mut StepProgram, wanted: impl Fn(&Op) -> bool) -> &mut Instr {
@@ -108,7 +109,7 @@ fn programs_of_other_stages_are_refused() {
 #[test]
 fn a_rank_that_fails_ends_the_run_with_its_name_op_and_layer() {
     let config = config("dp = 2");
-    let mut session = Session::new(&config, &plan(&config).unwrap()).unwrap();
+    let mut session = Session::new(&Devices::new(), &config, &plan(&Devices::new(), &config).unwrap()).unwrap();
     // A token outside the vocabulary, for the second rank only.
     let mut tokens = [0u32; 16];
     tokens[8] = 1000;

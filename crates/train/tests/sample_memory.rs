@@ -5,7 +5,8 @@ mod counting;
 
 use counting::growth;
 use lockstep_config::Config;
-use lockstep_train::{RunOptions, plan, run};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, RunOptions, run};
 use std::sync::atomic::AtomicBool;
 
 #[test]
@@ -18,11 +19,12 @@ fn the_closing_sample_fits_into_the_planned_memory() {
                 micro_batch = 1\nvalidation_sequences = 1\n";
     std::fs::write(dir.path().join("run.toml"), toml).unwrap();
     let config = Config::load(&dir.path().join("run.toml"), &[]).unwrap();
-    let planned = plan(&config).unwrap().memory.total_bytes as usize;
+    let planned = plan(&Devices::new(), &config).unwrap().memory.total_bytes as usize;
     let most = |sample_tokens: usize| {
         let options =
             RunOptions { dir: dir.path().join(format!("run-{sample_tokens}")), sample_tokens, ..Default::default() };
-        let (grown, outcome) = growth(|| run(&config, &options, &AtomicBool::new(false), &mut |_| ()).unwrap());
+        let (grown, outcome) =
+            growth(|| run(&Devices::new(), &config, &options, &AtomicBool::new(false), &mut |_| ()).unwrap());
         assert_eq!(outcome.sample.is_some(), sample_tokens > 0);
         grown
     };

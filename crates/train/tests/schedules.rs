@@ -11,7 +11,8 @@ use lockstep_exec::cpu;
 use lockstep_ir::program::{Lifetime, Saved, StepProgram};
 use lockstep_ir::schedule::{ChunkCosts, Costs, Generator, Work, evaluate};
 use lockstep_ir::{Layout, Op, Schedule, StepScalars, account, counter, roles, verify};
-use lockstep_train::{Plan, Session, plan};
+use lockstep_plan::Plan;
+use lockstep_train::{Devices, Session};
 
 const ALIGNMENT: u64 = 64;
 
@@ -21,6 +22,10 @@ fn config(layers: usize, micro_batches: usize, keys: &str) -> Config {
          [train]\nseq = 8\nglobal_batch = {micro_batches}\nmicro_batch = 1\nthreads = 1\ndevice = \"cpu\"\n[parallel]\n{keys}\n"
     );
     Config::parse(&text, "run.toml", &[]).unwrap()
+}
+
+fn plan(config: &Config) -> Plan {
+    lockstep_plan::plan(&Devices::new(), config).unwrap()
 }
 
 /// Compiles what was planned once more, with another schedule.
@@ -38,7 +43,7 @@ fn with_schedule(plan: &Plan, schedule: Schedule, recompute: Recompute) -> Resul
 
 fn compiled(config: &Config, generator: impl Generator + 'static) -> Compiled {
     let schedule = Schedule::new("under test", Box::leak(Box::new(generator)));
-    with_schedule(&plan(config).unwrap(), schedule, Recompute::None).unwrap()
+    with_schedule(&plan(config), schedule, Recompute::None).unwrap()
 }
 
 fn copies(program: &StepProgram, saved: Saved) -> usize {
@@ -98,7 +103,7 @@ fn interleaving_divides_the_bubble_by_the_chunks() {
 
 /// Three steps on random tokens: the bits of every loss and norm.
 fn steps(config: &Config, plan: &Plan) -> Vec<(u64, u32)> {
-    let mut session = Session::new(config, plan).unwrap();
+    let mut session = Session::new(&Devices::new(), config, plan).unwrap();
     for m in 0..plan.layout.micro_batches {
         for (i, name) in ["tokens", "targets"].into_iter().enumerate() {
             let token = |t: u64| (counter::bits(7 + i as u64, m as u64 * 8 + t) % 64) as u32;
@@ -130,12 +135,12 @@ fn thread_ranks_give_the_bits_of_one_rank_under_any_schedule() {
         (2, "", Box::new(random(4, 3, true, false))),
     ];
     let one = config(8, m, "");
-    let mut single = plan(&one).unwrap();
+    let mut single = plan(&one);
     single.compiled = with_schedule(&single, Schedule::USUAL, Recompute::None).unwrap();
     let expected = steps(&one, &single);
     for (i, (p, keys, generator)) in cases.into_iter().enumerate() {
         let config = config(8, m, &format!("pp = {p}\n{keys}"));
-        let mut plan = plan(&config).unwrap();
+        let mut plan = plan(&config);
         let schedule = Schedule::new("under test", Box::leak(generator));
         for recompute in [Recompute::None, Recompute::Full] {
             plan.compiled = with_schedule(&plan, schedule, recompute).unwrap();

@@ -3,7 +3,8 @@
 
 use lockstep_config::Config;
 use lockstep_ir::{StepProgram, StepScalars};
-use lockstep_train::{Session, plan};
+use lockstep_plan::plan;
+use lockstep_train::{Devices, Session};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -43,10 +44,10 @@ fn resident_bytes() -> u64 {
 fn a_step_allocates_nothing_and_the_process_grows_by_the_arena() {
     let text = "[model]\nvocab_size = 2048\nlayers = 6\ndim = 320\nheads = 5\nffn = 896\n[train]\nseq = 128\nglobal_batch = 2\nmicro_batch = 1";
     let config = Config::parse(text, "run.toml", &[]).unwrap();
-    let plan = plan(&config).unwrap();
+    let plan = plan(&Devices::new(), &config).unwrap();
     assert!(plan.memory.total_bytes > 100_000_000, "{}", plan.memory.total_bytes);
     let before = resident_bytes();
-    let mut session = Session::new(&config, &plan).unwrap();
+    let mut session = Session::new(&Devices::new(), &config, &plan).unwrap();
     let scalars =
         StepScalars { lr: 1e-3, inverse_count: 1.0 / 256.0, clip: 1.0, bias1: 0.1, bias2: 0.05, loss_scale: 1.0 };
     session.run_step(scalars).unwrap();

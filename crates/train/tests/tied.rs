@@ -137,5 +137,5 @@ fn a_parameter_that_layers_of_two_stages_share_is_refused() {
         node.inputs.iter_mut().filter(|v| **v == last).for_each(|v| *v = first);
     }
     assert!(compile(&g, &context("")).is_ok());
-    assert!(compile(&g, &context("pp = 2")).unwrap_err().to_string().contains("parallel.pp = 1"));
+    assert!(compile(&g, &context("pp = 2")).unwrap_err().to_string().contains("pipeline stages"));
 }

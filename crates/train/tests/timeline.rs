@@ -5,7 +5,8 @@ use lockstep_exec::Timing;
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepScalars, account, counter};
 use lockstep_model::names;
-use lockstep_train::{Clock, Plan, Session, observed_timeline, plan, planned_timeline};
+use lockstep_plan::{Clock, Plan, plan, planned_timeline};
+use lockstep_train::{Devices, Session, observed_timeline};
 
 fn config(keys: &str) -> Config {
     let text = format!(
@@ -17,7 +18,7 @@ fn config(keys: &str) -> Config {
 
 /// Two steps of a real run, on tokens that differ, and the bytes that it has touched.
 fn run(config: &Config, plan: &Plan) -> (Vec<Vec<Timing>>, u64) {
-    let mut session = Session::new(config, plan).unwrap();
+    let mut session = Session::new(&Devices::new(), config, plan).unwrap();
     for name in [names::TOKENS, names::TARGETS] {
         for m in 0..plan.layout.micro_batches {
             let id = |i: usize| (counter::bits(counter::key(m as u64, name), i as u64) % 131) as u32;
@@ -42,7 +43,7 @@ fn a_run_uses_the_bytes_that_were_planned_instruction_by_instruction() {
         "[recompute]\npolicy = \"sqrt\"",
     ] {
         let config = config(keys);
-        let plan = plan(&config).unwrap();
+        let plan = plan(&Devices::new(), &config).unwrap();
         let program = plan.program();
         let planned = planned_timeline(program, 2, None).unwrap();
         let (steps, touched) = run(&config, &plan);
@@ -76,7 +77,7 @@ fn a_run_uses_the_bytes_that_were_planned_instruction_by_instruction() {
 #[test]
 fn every_stage_has_a_timeline_with_the_peak_of_its_bill() {
     let config = config("[parallel]\npp = 3\ntp = 2\ndp = 3\nzero = 1\nsequence_parallel = true");
-    let plan = plan(&config).unwrap();
+    let plan = plan(&Devices::new(), &config).unwrap();
     for (program, bill) in plan.compiled.programs.iter().zip(&plan.stages) {
         let timeline = planned_timeline(program, 1, None).unwrap();
         assert_eq!(timeline.peak().unwrap().total(), account::memory(program).peak.live_bytes);
@@ -88,7 +89,7 @@ fn every_stage_has_a_timeline_with_the_peak_of_its_bill() {
 #[test]
 fn long_steps_leave_out_what_repeats_and_a_gpu_gives_seconds() {
     let text = "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 128\nglobal_batch = 4096\nmicro_batch = 1\n";
-    let plan = plan(&Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
+    let plan = plan(&Devices::new(), &Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
     let gpu = lockstep_ir::hardware::Gpu::named("h100").unwrap();
     let timeline = planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap();
     assert!(timeline.left_out > 4000 && timeline.marks.len() < 10_000);
@@ -106,11 +107,11 @@ fn fp32_takes_longer_than_bf16_and_collectives_have_bytes_and_no_time() {
             "[model]\npreset = \"llama-15m\"\n[train]\nseq = 256\nglobal_batch = 4\n[parallel]\ndp = 2\n\
              [precision]\npolicy = \"{precision}\"\n"
         );
-        let plan = plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap();
+        let plan = plan(&Devices::new(), &Config::parse(&text, "run.toml", &[]).unwrap()).unwrap();
         planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap()
     };
     let (bf16, fp32) = (timed("bf16"), timed("fp32"));
-    let longest = |t: &lockstep_train::MemoryTimeline| {
+    let longest = |t: &lockstep_plan::MemoryTimeline| {
         let linear = t.marks.iter().filter(|m| m.op == "linear").map(|m| m.end - m.start);
         linear.fold(0.0, f64::max)
     };

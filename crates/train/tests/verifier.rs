@@ -3,12 +3,13 @@
 use lockstep_config::Config;
 use lockstep_ir::program::{BufferId, Lifetime};
 use lockstep_ir::{StepProgram, counter, verify};
-use lockstep_train::plan;
+use lockstep_plan::plan;
+use lockstep_train::Devices;
 
 const ALIGNMENT: u64 = 64;
 
 fn program(text: &str) -> StepProgram {
-    plan(&Config::parse(text, "run.toml", &[]).unwrap()).unwrap().program().clone()
+    plan(&Devices::new(), &Config::parse(text, "run.toml", &[]).unwrap()).unwrap().program().clone()
 }
 
 fn small() -> StepProgram {
@@ -161,12 +162,12 @@ fn an_evaluation_that_touches_what_training_saved_is_refused() {
     assert!(text.contains("does not fit") || text.contains("overlay"), "{text}");
 }
 
-fn parallel(keys: &str) -> lockstep_train::Plan {
+fn parallel(keys: &str) -> lockstep_plan::Plan {
     let text = format!(
         "[model]\nvocab_size = 64\nlayers = 4\ndim = 16\nheads = 4\nffn = 32\n[train]\nseq = 8\nglobal_batch = 8\n\
          micro_batch = 1\nthreads = 1\n[parallel]\n{keys}\n"
     );
-    plan(&Config::parse(&text, "run.toml", &[]).unwrap()).unwrap()
+    plan(&Devices::new(), &Config::parse(&text, "run.toml", &[]).unwrap()).unwrap()
 }
 
 #[test]

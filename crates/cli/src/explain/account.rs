@@ -3,7 +3,7 @@
 use crate::table::{table, thousands, wrapped};
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
-use lockstep_train::{Account, Formula, PolicyCost, Scaling};
+use lockstep_plan::{Account, Formula, PolicyCost, Scaling};
 
 pub(super) fn as_text(account: &Account) -> String {
     [policies(&account.policies), scaling(&account.scaling), formulas(&account.formulas)].concat()

@@ -3,13 +3,15 @@
 use crate::failure::Failure;
 use crate::table::{columns, table, thousands};
 use crate::{Format, verify};
-use lockstep_config::{Config, bytes};
+use lockstep_config::{Config, DeviceChoice, bytes};
 use lockstep_ir::hardware::Gpu;
 use lockstep_ir::program::Class;
 use lockstep_ir::{Layout, units};
-use lockstep_train::{
-    LargestMicroBatch, LayoutCost, Room, TrainError, largest_micro_batches, layout_costs, with_fitting_micro_batch,
+use lockstep_plan::{
+    Device, LargestMicroBatch, LayoutCost, PlanError, Room, largest_micro_batches, layout_costs,
+    with_fitting_micro_batch,
 };
+use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;
 
@@ -31,19 +33,24 @@ pub(super) enum Shown {
 
 /// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given: that of a GPU
 /// that was named, for each rank, else what this machine has free.
-pub(super) fn placed(mut config: Config, gpu: Option<&Gpu>) -> Result<(Config, Option<Room>), TrainError> {
+pub(super) fn placed(
+    devices: &Devices,
+    mut config: Config,
+    gpu: Option<&Gpu>,
+) -> Result<(Config, Option<Room>), PlanError> {
     if let Some(gpu) = gpu {
         let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
         let room = Room { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) };
         // Its kernels are a GPU's, not this machine's; what no GPU does yet stays as it is.
-        if config.train.device == "auto" && config.precision.policy != "fp16" && !config.train.reproducible {
-            config.train.device = "cuda".into();
+        let does_it = Device::Cuda { deterministic: false }.check(&config).is_ok();
+        if config.train.device == DeviceChoice::Auto && does_it {
+            config.train.device = DeviceChoice::Cuda;
         }
-        return Ok((with_fitting_micro_batch(&config, &room)?, Some(room)));
+        return Ok((with_fitting_micro_batch(devices, &config, &room)?, Some(room)));
     }
-    let room = Room::free(&config);
+    let room = devices.room(&config);
     let config = match &room {
-        Some(room) => with_fitting_micro_batch(&config, room)?,
+        Some(room) => with_fitting_micro_batch(devices, &config, room)?,
         None => config,
     };
     Ok((config, room))
@@ -51,14 +58,19 @@ pub(super) fn placed(mut config: Config, gpu: Option<&Gpu>) -> Result<(Config, O
 
 impl CompareArgs {
     /// What is to be shown instead of the plan, if anything is.
-    pub(super) fn instead(&self, config: &Config, room: Option<&Room>) -> Result<Option<Shown>, Failure> {
+    pub(super) fn instead(
+        &self,
+        devices: &Devices,
+        config: &Config,
+        room: Option<&Room>,
+    ) -> Result<Option<Shown>, Failure> {
         if let Some(text) = &self.fit {
             let size = bytes(text).filter(|n| *n > 0).ok_or_else(|| {
                 Failure::request(format!(
                     "--fit {text} is not a size\nhint: give a number and its unit, such as 80GB or 74GiB"
                 ))
             })?;
-            let rows = largest_micro_batches(config, size)?;
+            let rows = largest_micro_batches(devices, config, size)?;
             return Ok(Some(Shown::Fit { bytes: size, seq: config.train.seq, rows }));
         }
         if self.layouts.is_empty() {
@@ -66,7 +78,7 @@ impl CompareArgs {
         }
         let config = verify::divided(config.clone(), &self.layouts)?;
         let layouts = verify::named(&self.layouts, &config)?;
-        let rows = layout_costs(&config, &layouts, room)?;
+        let rows = layout_costs(devices, &config, &layouts, room)?;
         let tokens = (config.batches().largest() * config.train.seq) as u64;
         Ok(Some(Shown::Layouts { tokens, rows }))
     }

@@ -5,7 +5,7 @@ use crate::table::thousands;
 use lockstep_config::{count, nearest};
 use lockstep_ir::hardware::{GPUS, Gpu};
 use lockstep_ir::{DType, units};
-use lockstep_train::Plan;
+use lockstep_plan::Plan;
 use serde_json::{Value, json};
 
 #[derive(clap::Args)]

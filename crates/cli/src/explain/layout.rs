@@ -5,7 +5,7 @@ use crate::table::{columns, table};
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::schedule::{Costs, Timeline, evaluate};
 use lockstep_ir::{Axes, MeshAxis, StepProgram, units};
-use lockstep_train::Plan;
+use lockstep_plan::Plan;
 use serde_json::{Value, json};
 
 /// A rank role: the ranks of one pipeline stage.

@@ -3,7 +3,7 @@
 
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
-use lockstep_train::{Clock, Mark, MemoryTimeline};
+use lockstep_plan::{Clock, Mark, MemoryTimeline};
 use std::fmt::Write;
 
 /// The picture, and in it the plot.

@@ -172,7 +172,7 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
             Ok(ranks.len())
         }
         false => {
-            let reason = "a parameter that two layers share needs parallel.pp = 1".to_owned();
+            let reason = "a parameter that two layers share does not go over pipeline stages".to_owned();
             Err(TypeError { op: "gradient", reason })
         }
     }

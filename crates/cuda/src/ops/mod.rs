@@ -97,7 +97,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::AddPositions { seq, documents } => elements::add_positions(call, Some(seq), documents),
             Op::AddPositionsAt => elements::add_positions(call, None, false),
             Op::PositionsGrad { seq, documents, .. } => elements::positions_grad(call, seq, documents),
-            Op::Dropout { rate, site, seq } => elements::dropout(call, rate, site, seq),
+            Op::Dropout { rate, site, .. } => elements::dropout(call, rate, site),
             Op::Gelu => elements::gelu(call),
             Op::GeluGrad => elements::gelu_grad(call),
             Op::AttentionScores { documents, window } => naive::scores(call, documents, window),

@@ -123,7 +123,7 @@ pub enum CommError {
     /// A rank waits for one that shows no sign of life.
     #[error(
         "rank {rank} waits in {}, for rank {other}, which has been {}, for {}{}\n\
-         hint: look at the messages of rank {other}; raise parallel.timeout if an op legitimately takes that long",
+         hint: look at the messages of rank {other}",
         .place.brief(), briefly(.other_place), units::seconds(f64::from(*.seconds)), waiting(.other_waits_for)
     )]
     Stalled {

@@ -84,7 +84,7 @@ pub(super) fn single_op(
     let outputs = outputs.into_iter().map(Some).collect();
     let (stream, phase) = (Stream::Compute, Phase::Forward);
     let (op, waits) = (*op, Vec::new());
-    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, vocab: None };
+    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, offsets: None };
     let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
     let slot = |micro_batch| Slot::new(0, micro_batch);
     Ok(StepProgram {

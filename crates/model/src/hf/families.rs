@@ -28,6 +28,8 @@ pub(super) struct Family {
     pub fixed: &'static [(&'static str, Fixed)],
     /// What names of tensors begin with.
     pub prefix: &'static str,
+    /// How the names of matrices end whose rows are inputs.
+    pub transposed: &'static [&'static str],
     /// The tensor that a tied head shares.
     pub embedding: &'static str,
 }
@@ -101,6 +103,7 @@ const LLAMA: Family = Family {
     dropout: &[("attention_dropout", false)],
     fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), NOT_QUANTIZED],
     prefix: "model.",
+    transposed: &[],
     embedding: "model.embed_tokens.weight",
 };
 
@@ -160,6 +163,7 @@ pub(super) const FAMILIES: &[Family] = &[
             NOT_QUANTIZED,
         ],
         prefix: "transformer.",
+        transposed: &["c_attn.weight", "c_proj.weight", "c_fc.weight"],
         embedding: "transformer.wte.weight",
     },
 ];

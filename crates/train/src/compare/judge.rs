@@ -1,7 +1,7 @@
 //! What a layout promises, and whether it is kept: every number that is compared, with its bound.
 
 use super::{Stored, Trace};
-use lockstep_config::Config;
+use lockstep_config::{Config, GradientPrecision, PrecisionPolicy};
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axes, DType, Layout, MeshAxis};
 use serde::Serialize;
@@ -30,7 +30,8 @@ impl Promise {
     pub fn of(layout: &Layout, config: &Config) -> Self {
         let same_sums =
             layout.mesh.size(MeshAxis::Tp) == 1 && (layout.mesh.size(Axes::TOKENS) == 1 || config.train.reproducible);
-        let rounds = config.precision.policy != "fp32" || config.precision.gradients == "bf16";
+        let rounds =
+            config.precision.policy != PrecisionPolicy::Fp32 || config.precision.gradients == GradientPrecision::Bf16;
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,
             (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4, update: 0.1, other_updates: 0.02 },

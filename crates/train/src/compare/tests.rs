@@ -14,9 +14,9 @@ fn config(keys: &str) -> Config {
 fn traces(config: &Config, layout: &str) -> ([Trace; 3], Layout) {
     let layout: Layout = layout.parse().unwrap();
     let alone = config.at(&Layout::single(1));
-    let single = trace(&alone, 2, None).unwrap();
-    let disturbed = trace(&alone, 2, Some(disturb(&single.starts))).unwrap();
-    let parallel = trace(&config.at(&layout), 2, Some(single.starts.clone())).unwrap();
+    let single = trace(&Devices::new(), &alone, 2, None).unwrap();
+    let disturbed = trace(&Devices::new(), &alone, 2, Some(disturb(&single.starts))).unwrap();
+    let parallel = trace(&Devices::new(), &config.at(&layout), 2, Some(single.starts.clone())).unwrap();
     ([single, disturbed, parallel], layout)
 }
 

@@ -1,12 +1,12 @@
 //! A checkpoint becomes a Hugging Face folder.
 
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
-use crate::plan::check_positions;
 use crate::{Part, Tokenizer, TrainError, Trained};
 use lockstep_checkpoint::{NewFolder, Source, TensorCopy, WeightsFolder};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::DType;
 use lockstep_model::hf::{self, Beside};
+use lockstep_plan::check_positions;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -56,10 +56,10 @@ pub fn export(
         return Err(TrainError::NotTrained { path: from.to_owned() });
     };
     let (config, kept) = (&trained.config, trained.kept()?);
-    let dtype = match (options.dtype, config.precision.policy.as_str()) {
-        (Some(dtype), _) => dtype,
-        (None, "bf16") => DType::BF16,
-        (None, _) => DType::F32,
+    let dtype = match (options.dtype, config.precision.policy) {
+        (Some(dtype), PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16) => dtype,
+        (None, PrecisionPolicy::Bf16) => DType::BF16,
+        (None, PrecisionPolicy::Fp32 | PrecisionPolicy::Fp16) => DType::F32,
     };
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
     let original = hf::read_config(&kept.json(CONFIG)).ok().map(|original| original.context.max(config.train.seq));
@@ -79,7 +79,7 @@ pub fn export(
     let model = &config.model;
     let copy = |part: Part| {
         let Part { name, mut shape, .. } = part;
-        let transposed = lockstep_model::hf_transposed(model, &name);
+        let transposed = hf::is_transposed(model, &name);
         if transposed {
             shape.reverse();
         }

@@ -12,9 +12,9 @@ pub(crate) use kept::{ATTACHMENT, Kept};
 
 use crate::{Part, TrainError, parts};
 use lockstep_checkpoint::{CheckpointError, Source, TensorCopy, WeightsFolder};
-use lockstep_compile::CompileError;
 use lockstep_config::ModelConfig;
 use lockstep_model::hf::{self, HfConfig};
+use lockstep_plan::PlanError;
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -66,7 +66,7 @@ impl HfFolder {
         };
         let copy = |part: Part| TensorCopy {
             from: theirs(&part.name),
-            transposed: lockstep_model::hf_transposed(model, &part.name),
+            transposed: hf::is_transposed(model, &part.name),
             to: part.name,
             shape: part.shape,
         };
@@ -107,7 +107,7 @@ pub(crate) fn refuse_others<'a>(
 
 /// The unpacked tensors of a model.
 pub(crate) fn model_parts(model: &ModelConfig) -> Result<Vec<Part>, TrainError> {
-    let graph = lockstep_model::build(model, 1, 1).map_err(CompileError::Type)?;
+    let graph = lockstep_model::build(model, 1, 1).map_err(PlanError::from)?;
     Ok(graph.parameters().flat_map(|(_, value, parameter)| parts(parameter, &value.ty)).collect())
 }
 

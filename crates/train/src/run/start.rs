@@ -10,15 +10,16 @@ use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Noise, NoiseBits};
 use crate::session::Session;
-use crate::{Device, Existing, Plan, RunData, RunDir, Tokenizer, TrainError, data_folder, settled};
+use crate::{Devices, Existing, RunData, RunDir, Tokenizer, TrainError, data_folder, settled};
 use lockstep_checkpoint::{Found, latest, list, open};
 use lockstep_config::Config;
+use lockstep_plan::Plan;
 use serde_json::json;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
-pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Course), TrainError> {
+pub(crate) fn resume(devices: &Devices, config: &Config, options: &RunOptions) -> Result<(Found, Course), TrainError> {
     let dir = options.dir.join("checkpoints");
     let found = match options.resume_from {
         _ if options.fresh => Found { loaded: None, warnings: Vec::new() },
@@ -40,7 +41,7 @@ pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Co
     let mut course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
     if !course.changes.is_empty() {
         // What is found out about a config is not part of what it was read from.
-        course.config = settled(&course.config, Some(&options.dir))?;
+        course.config = settled(devices, &course.config, Some(&options.dir))?;
     }
     Ok((found, course))
 }
@@ -48,7 +49,7 @@ pub(crate) fn resume(config: &Config, options: &RunOptions) -> Result<(Found, Co
 /// Everything before the first step.
 pub(super) fn start<'a>(
     course: &'a Course,
-    plan: &'a Plan,
+    (plan, devices): (&'a Plan, &'a Devices),
     mut dir: RunDir,
     found: Found,
     options: &RunOptions,
@@ -57,7 +58,7 @@ pub(super) fn start<'a>(
 ) -> Result<Run<'a>, TrainError> {
     let config = &course.config;
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
-    if let Some(why) = Device::not_taken(config) {
+    if let Some(why) = Devices::not_taken(config) {
         show(Event::Warning(&why));
     }
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));
@@ -90,8 +91,8 @@ pub(super) fn start<'a>(
     };
     let train = data.train(config)?;
     // The arena may leave no memory to measure in.
-    let matmul_peak = plan.matmul_peak()?;
-    let mut session = Session::new(config, plan)?;
+    let matmul_peak = devices.matmul_peak(plan)?;
+    let mut session = Session::new(devices, config, plan)?;
     session.notes().iter().for_each(|note| show(Event::Note(note)));
     let mut loss_scale = LossScale::new(config);
     let (mut step, mut updates) = (0, 0);
@@ -140,11 +141,12 @@ pub(super) fn start<'a>(
         show(Event::RateChanged { before, now });
     }
     let train_tokens = data.train_tokens();
-    let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), plan.target.context_bytes()?, step);
+    let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), devices.context_bytes(plan.target)?, step);
     let steps = config.train.steps;
     show(Event::Started {
         plan,
         matmul_peak,
+        peak_name: devices.peak_name(plan),
         arena_bytes,
         context_bytes,
         train_tokens,
@@ -187,6 +189,7 @@ pub(super) fn start<'a>(
     let data = data.fingerprint();
     let batches = config.batches();
     Ok(Run {
+        devices,
         config,
         plan,
         batches,

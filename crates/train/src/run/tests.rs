@@ -123,10 +123,13 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
         Event::Validating { done, total } => validating.push((done, total)),
         _ => {}
     };
-    let plan = plan(config).unwrap();
+    let devices = Devices::new();
+    let plan = plan(&devices, config).unwrap();
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
-    let (found, course) = resume(config, &options).unwrap();
-    let mut run = start::start(&course, &plan, RunDir::open(dir).unwrap(), found, &options, &stop, &mut show).unwrap();
+    let (found, course) = resume(&devices, config, &options).unwrap();
+    let mut run =
+        start::start(&course, (&plan, &devices), RunDir::open(dir).unwrap(), found, &options, &stop, &mut show)
+            .unwrap();
     if how.late {
         run.session = run.session.with_executor(|inner| {
             let most = most.clone();

@@ -1,8 +1,8 @@
 //! Small runs for tests.
 
-use lockstep_config::Config;
-use lockstep_ir::{Layout, legal};
-use lockstep_train::{Comparison, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
+use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_ir::Layout;
+use lockstep_train::{Comparison, Devices, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -56,7 +56,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
     let stop = AtomicBool::new(false);
     let options = RunOptions { dir: run_dir.to_owned(), ..RunOptions::default() };
     let (mut steps, mut skipped) = (Vec::new(), Vec::new());
-    let outcome = run(config, &options, &stop, &mut |event| match event {
+    let outcome = run(&Devices::new(), config, &options, &stop, &mut |event| match event {
         Event::Stepped(m) => {
             steps.push(*m);
             stop.store(m.step >= last, Ordering::SeqCst);
@@ -66,7 +66,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
     })
     .unwrap();
     // On a device the next step is under way when a result is there.
-    let ahead = u64::from(config.train.device == "cuda");
+    let ahead = u64::from(config.train.device == DeviceChoice::Cuda);
     assert!((last..=last + ahead).contains(&outcome.step), "stopped after step {} of {last}", outcome.step);
     Ran { outcome, steps, skipped }
 }
@@ -74,7 +74,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
 /// Runs a config with an observer.
 pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
     let options = RunOptions { dir: run_dir.to_owned(), ..RunOptions::default() };
-    run(config, &options, &AtomicBool::new(false), show)
+    run(&Devices::new(), config, &options, &AtomicBool::new(false), show)
 }
 
 /// Compares layouts with one rank; each must fit, and keep its promise.
@@ -82,9 +82,9 @@ pub fn run_with(config: &Config, run_dir: &Path, show: &mut dyn FnMut(Event)) ->
 pub fn check_layouts(config: &Config, layouts: &[&str]) -> Vec<Comparison> {
     let layouts: Vec<Layout> = layouts.iter().map(|l| l.parse().unwrap()).collect();
     for layout in &layouts {
-        assert_eq!(legal::check(layout, &config.shape()), [], "{layout}");
+        assert_eq!(legal::check(layout, &config.extents()), [], "{layout}");
     }
-    let found = compare(config, &layouts, 3, &mut |_| ()).unwrap();
+    let found = compare(&Devices::new(), config, &layouts, 3, &mut |_| ()).unwrap();
     let broken: Vec<&Comparison> = found.iter().filter(|c| !c.kept).collect();
     assert!(broken.is_empty(), "{broken:#?}");
     found

@@ -2,13 +2,40 @@
 
 mod parallel_block;
 
-use lockstep_config::Config;
+use lockstep_config::{Config, Features};
 use lockstep_ir::{Axes, Layout, StepScalars, counter, verify};
-use lockstep_model::{Form, names};
-use lockstep_train::{Session, plan_with};
+use lockstep_model::{Builder, Form, names};
+use lockstep_plan::plan_with;
+use lockstep_train::{Devices, Session};
 
 const SOURCE: &str = include_str!("parallel_block.rs");
 const GUIDE: &str = include_str!("../../../../docs/adding-an-architecture.md");
+
+/// The line that would make it part of the project, in the form of `lockstep_config::architectures!`.
+macro_rules! line {
+    ($Variant:ident = $word:literal, $file:ident, $features:expr;) => {
+        const LINE: &str = concat!(
+            stringify!($Variant),
+            " = ",
+            stringify!($word),
+            ", ",
+            stringify!($file),
+            ", ",
+            stringify!($features),
+            ";"
+        );
+        const BUILD: Builder = $file::build;
+        const FEATURES: Features = $features;
+    };
+}
+
+line! { ParallelBlock = "parallel-block", parallel_block, Features::LLAMA; }
+
+#[test]
+fn the_guide_has_its_line() {
+    assert!(GUIDE.contains(&format!("   {LINE}\n")), "docs/adding-an-architecture.md has no line {LINE}");
+    assert_eq!(FEATURES, Features::LLAMA);
+}
 
 #[test]
 fn the_guide_quotes_what_is_tested() {
@@ -33,8 +60,8 @@ fn corpus() -> Vec<u8> {
 
 /// The losses of a run over random pieces of the corpus.
 fn losses(config: &Config, steps: u64) -> Vec<f64> {
-    let plan = plan_with(config, parallel_block::build).unwrap();
-    let mut session = Session::new(config, &plan).unwrap();
+    let plan = plan_with(&Devices::new(), config, BUILD).unwrap();
+    let mut session = Session::new(&Devices::new(), config, &plan).unwrap();
     let (text, seq) = (corpus(), config.train.seq);
     let sequences = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
     let mut step = |step: u64| {
@@ -80,6 +107,6 @@ fn it_computes_the_same_on_other_layouts() {
 fn it_has_every_form() {
     let loss = Form::Loss { batch: 2, seq: 8, context: 8, documents: true };
     for form in [loss, Form::NextToken { batch: 1, positions: 4, context: 32 }] {
-        verify::graph(&parallel_block::build(&config().model, form).unwrap()).unwrap();
+        verify::graph(&BUILD(&config().model, form).unwrap()).unwrap();
     }
 }

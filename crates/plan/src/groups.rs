@@ -1,13 +1,13 @@
 //! Which parameters a group of the optimizer means.
 
-use crate::TrainError;
+use crate::PlanError;
 use lockstep_compile::Group;
 use lockstep_config::Config;
 use lockstep_ir::Graph;
 use std::collections::BTreeMap;
 
 /// The group of every parameter that is in one, by the name of its value.
-pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String, Group>, TrainError> {
+pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String, Group>, PlanError> {
     let groups = &config.optimizer.groups;
     let group_of = |name: &String| groups.iter().position(|group| matches(&group.pattern, name));
     let mut resolved = BTreeMap::new();
@@ -16,7 +16,7 @@ pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String,
         let first = group_of(&parameter.parts[0]);
         if let Some(other) = parameter.parts.iter().find(|name| group_of(name) != first) {
             let (first, second) = (parameter.parts[0].clone(), other.clone());
-            return Err(TrainError::SplitGroup { first, second, names: parameter.parts.clone() });
+            return Err(PlanError::SplitGroup { first, second, names: parameter.parts.clone() });
         }
         let Some(index) = first else { continue };
         used[index] = true;
@@ -33,7 +33,7 @@ pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String,
             shown.push(name);
         }
     }
-    Err(TrainError::EmptyGroup { pattern, taken, names: shown })
+    Err(PlanError::EmptyGroup { pattern, taken, names: shown })
 }
 
 fn names(model: &Graph) -> impl Iterator<Item = &String> {
@@ -92,7 +92,7 @@ mod tests {
         }
     }
 
-    fn groups(text: &str) -> Result<BTreeMap<String, Group>, TrainError> {
+    fn groups(text: &str) -> Result<BTreeMap<String, Group>, PlanError> {
         let text = format!("[model]\nvocab_size = 8\nlayers = 2\ndim = 4\nheads = 2\nffn = 8\n{text}");
         let config = Config::parse(&text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
         let form = Form::Loss { batch: 1, seq: 4, context: 4, documents: false };

@@ -1,14 +1,14 @@
+use crate::device::{Device, Machine, threads};
 use crate::fit::{Room, savings};
-use crate::{Device, TrainError, groups};
+use crate::{PlanError, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
 };
-use lockstep_config::{Config, ModelConfig, nearest};
-use lockstep_exec::cpu;
+use lockstep_config::{Config, GradientPrecision, OptimizerName, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Axes, DType, Graph, Layout, StepProgram, TypeError};
-use lockstep_model::Form;
+use lockstep_ir::{Axes, DType, Graph, Layout, StepProgram};
+use lockstep_model::{Builder, Form};
 use std::collections::BTreeMap;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
@@ -50,32 +50,23 @@ impl Plan {
         &self.compiled.programs[0]
     }
 
-    /// FLOP per second that MFU is measured against.
-    pub(crate) fn matmul_peak(&self) -> Result<f64, TrainError> {
-        let threads = (self.threads * self.layout.mesh.ranks()).min(cpu::cores().max(self.threads));
-        self.target.peak(threads, self.precision.compute)
-    }
-
-    /// Bytes of the arenas of all ranks, which must be free.
-    pub(crate) fn require_memory(&self, config: &Config) -> Result<u64, TrainError> {
+    /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known.
+    pub fn require_memory(
+        &self,
+        machine: &dyn Machine,
+        config: &Config,
+        available: Option<u64>,
+    ) -> Result<u64, PlanError> {
         let ranks = self.layout.mesh.ranks();
         let total = self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum();
-        match self.target.available_bytes()? {
+        match available {
             Some(available) if total > available => {
                 let room = Room { bytes: available, shared: true, place: String::new() };
                 // What cannot be estimated saves nothing that is known.
-                let savings = savings(config, &room).unwrap_or_default();
-                Err(TrainError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
+                let savings = savings(machine, config, &room).unwrap_or_default();
+                Err(PlanError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
             }
             _ => Ok(total),
-        }
-    }
-
-    /// What kind of number MFU is a share of.
-    pub fn peak_name(&self) -> &'static str {
-        match self.target.vendor_peak(self.precision.compute) {
-            Ok(Some(_)) => "published peak",
-            _ => "measured matmul peak",
         }
     }
 
@@ -85,30 +76,12 @@ impl Plan {
     }
 }
 
-/// What the passes of a forward program need to know, and the threads it will run on.
-pub(crate) fn forward_context(config: &Config) -> (Context, usize) {
-    let (context, _) = training_context(config);
-    let threads = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
-    let precision = Precision { gradients: DType::F32, ..context.precision };
-    let device = Device::of(config).profile(threads, precision);
-    (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
-}
-
-/// Refuses texts that are longer than the positions which a model has learned.
-pub(crate) fn check_positions(config: &Config, tokens: usize) -> Result<(), TrainError> {
-    match config.model.positions {
-        Some(positions) if tokens > positions => Err(TrainError::Positions { tokens, positions }),
-        _ => Ok(()),
-    }
-}
-
-pub(crate) fn training_context(config: &Config) -> (Context, usize) {
-    let all = if config.train.threads == 0 { cpu::cores() } else { config.train.threads };
-    // Ranks are threads of this process and share its cores.
-    let threads = (all / config.layout().mesh.ranks()).max(1);
+/// What the passes need to know of a config, and the threads of a rank.
+pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
+    let threads = threads(machine, config, config.layout().mesh.ranks());
     let precision = precision(config);
     let context = Context {
-        device: Device::of(config).profile(threads, precision),
+        device: machine.profile(Device::of(machine, config), threads, precision),
         layout: config.layout(),
         optimizer: optimizer(config),
         precision,
@@ -119,7 +92,7 @@ pub(crate) fn training_context(config: &Config) -> (Context, usize) {
 }
 
 /// Settles what only the layers can tell: whether a list of ops is one, and what a budget allows.
-pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), TrainError> {
+pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), PlanError> {
     let listed = matches!(context.recompute, Recompute::Ops(_));
     if !listed && config.recompute.budget.is_none() {
         return Ok(());
@@ -130,41 +103,40 @@ pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Cont
         if let Some(op) = ops.iter().find(|op| !known.contains(op.as_str())) {
             let guess = nearest(op, known.iter().copied()).map(str::to_owned);
             let known = known.into_iter().collect();
-            return Err(TrainError::NotRecomputable { op: op.clone(), guess, known });
+            return Err(PlanError::NotRecomputable { op: op.clone(), guess, known });
         }
     }
     if let Some(budget) = config.recompute.budget {
         context.recompute = match fit(&estimator, budget.0)? {
             Fit::Recompute(recompute) => recompute,
-            Fit::Least(least) => return Err(TrainError::OverBudget { budget: budget.0, least }),
+            Fit::Least(least) => return Err(PlanError::OverBudget { budget: budget.0, least }),
         };
     }
     Ok(())
 }
 
 /// A config's forward graph, for the micro-batches of all data-parallel ranks, and what its passes need to know.
-pub(crate) fn prepare(config: &Config, build: Architecture) -> Result<(Graph, Context, usize), TrainError> {
-    let (mut context, threads) = training_context(config);
+pub(crate) fn prepare(
+    machine: &dyn Machine,
+    config: &Config,
+    build: Builder,
+) -> Result<(Graph, Context, usize), PlanError> {
+    let (mut context, threads) = training_context(machine, config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let batch = config.train.micro_batch * context.layout.mesh.size(Axes::SEQUENCES);
     let form = Form::Loss { batch, seq, context: seq, documents };
-    let forward = build(&config.model, form).map_err(internal)?;
+    let forward = build(&config.model, form)?;
     context.optimizer.groups = groups::resolve(config, &forward)?;
     Ok((forward, context, threads))
 }
 
-/// A graph that the op table refuses.
-pub(crate) fn internal(error: TypeError) -> TrainError {
-    TrainError::Compile(lockstep_compile::CompileError::Type(error))
-}
-
 /// FLOPs that the hardware is asked for in a step, on all ranks.
-pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, TrainError> {
+pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, PlanError> {
     let mut sum = 0;
     for program in programs {
         if let Some(entry) = program.entry(StepProgram::TRAIN) {
             let ranks = program.mesh.size(Axes::STAGE) as u128;
-            sum += account::flops(program, entry).map_err(internal)?.hardware * ranks;
+            sum += account::flops(program, entry)?.hardware * ranks;
         }
     }
     Ok(sum)
@@ -184,28 +156,26 @@ fn optimizer(config: &Config) -> Optimizer {
     // The schema gives every rule the constants that it reads.
     let [beta1, beta2, eps, momentum] = [o.beta1, o.beta2, o.eps, o.momentum].map(|x| x.unwrap_or(0.0) as f32);
     let adamw = AdamW { beta1, beta2, eps };
-    let rule = match o.name.as_str() {
-        "lion" => Rule::Lion { beta1, beta2 },
-        "sgd" => Rule::Sgd { momentum },
-        "muon" => Rule::Muon { momentum, rest: adamw },
-        _ => Rule::AdamW(adamw),
+    let rule = match o.name {
+        OptimizerName::AdamW => Rule::AdamW(adamw),
+        OptimizerName::Lion => Rule::Lion { beta1, beta2 },
+        OptimizerName::Sgd => Rule::Sgd { momentum },
+        OptimizerName::Muon => Rule::Muon { momentum, rest: adamw },
     };
     Optimizer { rule, decay: o.weight_decay as f32, groups: BTreeMap::new() }
 }
 
-/// Writes down the forward graph of a model: `lockstep_model::build_form`, or an architecture of the caller's own.
-pub type Architecture = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
-
-/// Compiles a config for this machine.
-pub fn plan(config: &Config) -> Result<Plan, TrainError> {
-    plan_with(config, lockstep_model::build_form)
+/// Compiles a config for a machine.
+pub fn plan(machine: &dyn Machine, config: &Config) -> Result<Plan, PlanError> {
+    plan_with(machine, config, lockstep_model::build_form)
 }
 
-/// The same for an architecture that the config does not name.
-pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainError> {
+/// The same for an architecture of the caller's own, whatever the config names.
+pub fn plan_with(machine: &dyn Machine, config: &Config, build: Builder) -> Result<Plan, PlanError> {
     check_numbers(config)?;
-    Device::of(config).check(config)?;
-    let (forward, mut context, threads) = prepare(config, build)?;
+    let target = Device::of(machine, config);
+    target.check(config)?;
+    let (forward, mut context, threads) = prepare(machine, config, build)?;
     settle_policy(config, &forward, &mut context)?;
     let compiled = compile(&forward, &context)?;
     let hardware = hardware_flops(&compiled.programs)?;
@@ -219,7 +189,7 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
         recompute: context.recompute,
         smaller_steps: context.steps.smaller,
         device: context.device.name,
-        target: Device::of(config),
+        target,
         precision: context.precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
@@ -234,36 +204,38 @@ pub fn plan_with(config: &Config, build: Architecture) -> Result<Plan, TrainErro
 
 /// What a config wants to be recomputed in backward.
 fn recompute(config: &Config) -> Recompute {
-    match config.recompute.policy.as_str() {
-        "selective" => Recompute::Selective,
-        "full" => Recompute::Full,
-        "every-k" => Recompute::Every(config.recompute.every),
-        "sqrt" => Recompute::Sqrt,
-        "list" => Recompute::Ops(config.recompute.ops.clone()),
+    match config.recompute.policy {
+        RecomputePolicy::None => Recompute::None,
+        RecomputePolicy::Selective => Recompute::Selective,
+        RecomputePolicy::Full => Recompute::Full,
+        RecomputePolicy::EveryK => Recompute::Every(config.recompute.every),
+        RecomputePolicy::Sqrt => Recompute::Sqrt,
+        RecomputePolicy::List => Recompute::Ops(config.recompute.ops.clone()),
         // What a budget allows is known when the layers are.
-        _ => Recompute::None,
+        RecomputePolicy::Budget => Recompute::None,
     }
 }
 
 /// The types that a config asks for.
 fn precision(config: &Config) -> Precision {
-    let dtype = |name: &str| match name {
-        "bf16" => DType::BF16,
-        "fp16" => DType::F16,
-        _ => DType::F32,
+    let compute = match config.precision.policy {
+        PrecisionPolicy::Fp32 => DType::F32,
+        PrecisionPolicy::Bf16 => DType::BF16,
+        PrecisionPolicy::Fp16 => DType::F16,
     };
-    let gradients = match config.train.reproducible {
-        true => DType::Fixed64,
-        false => dtype(&config.precision.gradients),
+    let gradients = match (config.train.reproducible, config.precision.gradients) {
+        (true, GradientPrecision::Fp32 | GradientPrecision::Bf16) => DType::Fixed64,
+        (false, GradientPrecision::Fp32) => DType::F32,
+        (false, GradientPrecision::Bf16) => DType::BF16,
     };
-    Precision { compute: dtype(&config.precision.policy), gradients }
+    Precision { compute, gradients }
 }
 
 /// Most micro-batches of a step.
 pub(crate) const MOST_MICRO_BATCHES: usize = 1 << 16;
 
 /// Refuses numbers that fp32 cannot hold and schedules that no machine can.
-fn check_numbers(config: &Config) -> Result<(), TrainError> {
+fn check_numbers(config: &Config) -> Result<(), PlanError> {
     let o = &config.optimizer;
     let positive = |x: f32| x > 0.0 && x.is_finite();
     let below_one = |x: f64| (x as f32) < 1.0;
@@ -286,12 +258,12 @@ fn check_numbers(config: &Config) -> Result<(), TrainError> {
     let groups = groups.filter_map(|(key, value)| value.map(|value| (key, value, whole(value))));
     for (key, value, fits) in checks.into_iter().chain(groups) {
         if !fits {
-            return Err(TrainError::Rounded { key, value, rounded: value as f32 });
+            return Err(PlanError::Rounded { key, value, rounded: value as f32 });
         }
     }
     match config.accumulation_steps() {
         micro_batches if micro_batches > MOST_MICRO_BATCHES => {
-            Err(TrainError::TooManyMicroBatches { micro_batches, most: MOST_MICRO_BATCHES })
+            Err(PlanError::TooManyMicroBatches { micro_batches, most: MOST_MICRO_BATCHES })
         }
         _ => Ok(()),
     }

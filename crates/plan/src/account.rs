@@ -2,10 +2,10 @@
 //! formulas of the literature. All of it is read off programs that are compiled for the purpose.
 
 use crate::formulas::{Formula, formulas};
-use crate::plan::{hardware_flops, internal, prepare, training_context};
-use crate::{Plan, TrainError, groups};
+use crate::plan::{hardware_flops, prepare, training_context};
+use crate::{Machine, Plan, PlanError, groups};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::Config;
+use lockstep_config::{Config, RecomputePolicy};
 use lockstep_ir::StepProgram;
 use lockstep_ir::account;
 use lockstep_ir::program::{Class, Lifetime};
@@ -63,16 +63,16 @@ pub struct Scaling {
 }
 
 /// Compiles a planned config under every policy and at twice every extent.
-pub fn account(config: &Config, plan: &Plan) -> Result<Account, TrainError> {
-    let (mut context, _) = training_context(config);
+pub fn account(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Account, PlanError> {
+    let (mut context, _) = training_context(machine, config);
     context.optimizer.groups = groups::resolve(config, &plan.forward)?;
     // Scaling has nothing to do with the rest.
     std::thread::scope(|scope| {
-        let scaling = scope.spawn(|| scaling(config, plan));
+        let scaling = scope.spawn(|| scaling(machine, config, plan));
         let estimator = Estimator::new(&plan.forward, &context)?;
         let none = estimator.programs(Recompute::None)?;
         let policies = policies(config, plan, &estimator, &none)?;
-        let full = policies.iter().find(|p| p.policy == "full").map_or(0.0, |p| p.added_flops);
+        let full = policies.iter().find(|p| p.policy == RecomputePolicy::Full.word()).map_or(0.0, |p| p.added_flops);
         let formulas = formulas(config, plan, estimator.derived(), &none, full)?;
         let scaling = scaling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok(Account { policies, scaling, formulas })
@@ -93,14 +93,18 @@ pub(crate) struct Policy {
 /// The policies that need nothing but a name, from the one that saves everything.
 pub(crate) fn policies_of(config: &Config) -> Vec<Policy> {
     let every = config.recompute.every;
-    let policy = |name: &str, recompute| Policy { name: name.to_owned(), recompute };
-    vec![
-        policy("none", Recompute::None),
-        policy("selective", Recompute::Selective),
-        policy("full", Recompute::Full),
-        policy(&format!("every-k, k = {every}"), Recompute::Every(every)),
-        policy("sqrt", Recompute::Sqrt),
-    ]
+    let row = |policy: &RecomputePolicy| {
+        let (name, recompute) = match policy {
+            RecomputePolicy::None => (policy.to_string(), Recompute::None),
+            RecomputePolicy::Selective => (policy.to_string(), Recompute::Selective),
+            RecomputePolicy::Full => (policy.to_string(), Recompute::Full),
+            RecomputePolicy::EveryK => (format!("{policy}, k = {every}"), Recompute::Every(every)),
+            RecomputePolicy::Sqrt => (policy.to_string(), Recompute::Sqrt),
+            RecomputePolicy::List | RecomputePolicy::Budget => return None,
+        };
+        Some(Policy { name, recompute })
+    };
+    RecomputePolicy::ALL.iter().filter_map(row).collect()
 }
 
 fn policies(
@@ -108,14 +112,18 @@ fn policies(
     plan: &Plan,
     estimator: &Estimator,
     none: &[StepProgram],
-) -> Result<Vec<PolicyCost>, TrainError> {
+) -> Result<Vec<PolicyCost>, PlanError> {
     let mut all: Vec<(String, Recompute)> = policies_of(config).into_iter().map(|p| (p.name, p.recompute)).collect();
-    let own = match config.recompute.policy.as_str() {
-        "list" | "budget" => {
-            all.push((config.recompute.policy.clone(), plan.recompute.clone()));
+    let own = match config.recompute.policy {
+        policy @ (RecomputePolicy::List | RecomputePolicy::Budget) => {
+            all.push((policy.to_string(), plan.recompute.clone()));
             all.len() - 1
         }
-        _ => all.iter().position(|(_, policy)| *policy == plan.recompute).unwrap_or(0),
+        RecomputePolicy::None
+        | RecomputePolicy::Selective
+        | RecomputePolicy::Full
+        | RecomputePolicy::EveryK
+        | RecomputePolicy::Sqrt => all.iter().position(|(_, policy)| *policy == plan.recompute).unwrap_or(0),
     };
     let arena = |programs: &[StepProgram]| largest(programs).map_or(0, |p| p.arena_bytes);
     let before = (arena(none), hardware_flops(none)?);
@@ -174,18 +182,18 @@ fn doubled(config: &Config, extent: &str) -> Config {
     config
 }
 
-fn scaling(config: &Config, plan: &Plan) -> Result<Vec<Scaling>, TrainError> {
+fn scaling(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Vec<Scaling>, PlanError> {
     let mut rows = Vec::new();
     for extent in ["batch", "sequence", "width", "depth"] {
         let config = doubled(config, extent);
-        let (forward, context, _) = prepare(&config, lockstep_model::build_form)?;
+        let (forward, context, _) = prepare(machine, &config, lockstep_model::build_form)?;
         let estimator = Estimator::new(&forward, &context)?;
         let mut recompute = plan.recompute.clone();
         if let (Recompute::Values(recomputed), "depth") = (&mut recompute, extent) {
             recomputed.first *= 2;
         }
         let programs = estimator.programs(recompute)?;
-        let model = estimator.model_flops().map_err(internal)?.model * context.layout.micro_batches as u128;
+        let model = estimator.model_flops()?.model * context.layout.micro_batches as u128;
         let parameters: usize = forward.parameters().map(|(_, v, _)| v.ty.elements()).sum();
         let Some(bill) = largest(&programs).map(account::memory) else { continue };
         let class = |c: &Class| {

@@ -1,9 +1,10 @@
 //! Analytical formulas of the literature beside what the program has. They are written from the config alone, so that a program which
 //! strays from them, or a formula which forgets a term, shows.
 
-use crate::plan::internal;
-use crate::{Plan, TrainError};
-use lockstep_config::{Config, ModelConfig};
+use crate::{Plan, PlanError};
+use lockstep_config::{
+    AttentionMethod, Config, Features, GradientPrecision, ModelConfig, OptimizerName, PrecisionPolicy,
+};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Buffer, Lifetime, Role};
 use lockstep_ir::{Axes, Axis, Graph, StepProgram};
@@ -33,9 +34,9 @@ pub(crate) fn formulas(
     derived: &Graph,
     none: &[StepProgram],
     full_flops: f64,
-) -> Result<Vec<Formula>, TrainError> {
+) -> Result<Vec<Formula>, PlanError> {
     let m = &config.model;
-    let layer = LayerFlops::of(derived).map_err(internal)?;
+    let layer = LayerFlops::of(derived)?;
     let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
     let s = config.train.seq as f64;
     let sequences = (config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES)) as f64;
@@ -110,7 +111,7 @@ impl Sizes {
     fn of(m: &ModelConfig) -> Self {
         let [d, ffn, layers, heads, kv_heads] = [m.dim, m.ffn, m.layers, m.heads, m.kv_heads].map(|n| n as f64);
         let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
-        let products = if m.architecture == "gpt2" { 2.0 } else { 3.0 };
+        let products = if m.architecture.features().gpt2_block { 2.0 } else { 3.0 };
         Self { d, q, kv, ffn, layers, heads, kv_heads, products }
     }
 }
@@ -121,25 +122,26 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
     let tables = if m.tied_embeddings { 1.0 } else { 2.0 } * m.vocab_size as f64 * d;
     let matrices = d * (2.0 * q + 2.0 * kv) + products * d * ffn;
     let table = if m.tied_embeddings { "V · D" } else { "2 · V · D" };
-    let (rest, behind, formula) = match m.architecture.as_str() {
-        "gpt2" => {
-            let positions = m.positions.unwrap_or(0) as f64 * d;
+    let Features { gpt2_block, qkv_bias, qk_norm, learned_positions, sliding_window: _ } = m.architecture.features();
+    let (positions, learned) = match learned_positions {
+        true => (m.positions.unwrap_or(0) as f64 * d, " + positions · D"),
+        false => (0.0, ""),
+    };
+    let (rest, behind, formula) = match gpt2_block {
+        true => {
             // Of every product a bias; of two norms a weight and a bias.
             let rest = q + 2.0 * kv + d + ffn + d + 4.0 * d;
             let text = match q == d && kv == d && ffn == 4.0 * d {
                 true => "L · (12 · D² + 13 · D)",
                 false => "L · (2 · D · (Q + KV) + 2 · D · F + Q + 2 · KV + F + 6 · D)",
             };
-            (rest, 2.0 * d + positions, format!("{table} + positions · D + {text} + 2 · D"))
+            (rest, 2.0 * d + positions, format!("{table}{learned} + {text} + 2 · D"))
         }
-        family => {
-            let (more, text) = match family {
-                "qwen2" => (q + 2.0 * kv, " + Q + 2 · KV"),
-                "qwen3" => (2.0 * m.head_dim as f64, " + 2 · head_dim"),
-                _ => (0.0, ""),
-            };
-            let formula = format!("{table} + L · (2 · D · (Q + KV) + 3 · D · F + 2 · D{text}) + D");
-            (2.0 * d + more, d, formula)
+        false => {
+            let (bias, biased) = if qkv_bias { (q + 2.0 * kv, " + Q + 2 · KV") } else { (0.0, "") };
+            let (norms, normed) = if qk_norm { (2.0 * m.head_dim as f64, " + 2 · head_dim") } else { (0.0, "") };
+            let formula = format!("{table}{learned} + L · (2 · D · (Q + KV) + 3 · D · F + 2 · D{biased}{normed}) + D");
+            (2.0 * d + bias + norms, d + positions, formula)
         }
     };
     form("parameters", formula, tables + layers * (matrices + rest) + behind, program as f64)
@@ -147,49 +149,53 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
 
 /// Bytes of an element of a weight or an activation.
 fn compute_bytes(config: &Config) -> f64 {
-    if config.precision.policy == "fp32" { 4.0 } else { 2.0 }
+    match config.precision.policy {
+        PrecisionPolicy::Fp32 => 4.0,
+        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16 => 2.0,
+    }
 }
 
 /// Bytes of an element of a gradient accumulator.
 fn gradient_bytes(config: &Config) -> f64 {
-    match (config.train.reproducible, config.precision.gradients.as_str()) {
-        (true, _) => 8.0,
-        (false, "bf16") => 2.0,
-        (false, _) => 4.0,
+    match (config.train.reproducible, config.precision.gradients) {
+        (true, GradientPrecision::Fp32 | GradientPrecision::Bf16) => 8.0,
+        (false, GradientPrecision::Fp32) => 4.0,
+        (false, GradientPrecision::Bf16) => 2.0,
     }
 }
 
 /// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 master weights of 16-bit weights.
 fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
     let m = &config.model;
-    let moments = if config.precision.policy == "fp32" { 8.0 } else { 12.0 };
+    let moments = if compute_bytes(config) == 4.0 { 8.0 } else { 12.0 };
     let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
     let tied = if m.tied_embeddings { (m.dim * m.vocab_size) as f64 * gradient_bytes(config) } else { 0.0 };
     let closed = per_parameter * plan.parameters as f64;
     let program = state_bytes(none) as f64 - tied;
     let mut states = form("bytes of states", format!("{per_parameter} · parameters"), closed, program);
     states.note = (tied > 0.0).then_some("the second accumulator of the tied table is left out");
-    (config.optimizer.name == "adamw").then_some(states)
+    (config.optimizer.name == OptimizerName::AdamW).then_some(states)
 }
 
 /// What backward reads of a layer in the middle, with its residual stream.
 fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let m = &config.model;
     let Sizes { d, q, kv, ffn, heads, kv_heads, products, .. } = Sizes::of(m);
+    let features = m.architecture.features();
     let (c, s) = (compute_bytes(config), config.train.seq as f64);
     let positions = config.train.micro_batch as f64 * s;
     let saved =
         |b: &&Buffer| matches!(none.regions[b.region].lifetime, Lifetime::Saved(_)) && b.layer == Some(m.layers / 2);
     let program = none.buffers.iter().filter(saved).map(|b| b.bytes).sum::<u64>() as f64;
-    let naive = m.attention == "naive";
+    let naive = m.attention == AttentionMethod::Naive;
     // Statistics in f32: one or two of each norm, one of each head of attention, or the weights of naive attention as a matrix.
-    let norms = if m.architecture == "gpt2" { 4.0 } else { 2.0 };
+    let norms = if features.gpt2_block { 4.0 } else { 2.0 };
     let (weights, scores, shown) = match naive {
         true => (heads * s, 0.0, (" + heads · S", format!("{norms}"))),
         false => (0.0, heads, ("", format!("(heads + {norms})"))),
     };
     // What a norm of heads reads of Q·K·V before it, and its statistics.
-    let (normed, turned, text) = match m.architecture == "qwen3" {
+    let (normed, turned, text) = match features.qk_norm {
         true => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
         false => (0.0, 0.0, ""),
     };
@@ -198,7 +204,7 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let formula =
         format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {products} · F{}{text}) + 4 · {})", shown.0, shown.1);
     let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];
-    if m.architecture == "gpt2" && naive && c == 2.0 {
+    if features.gpt2_block && naive && c == 2.0 {
         forms.push(Formula {
             note: Some(
                 "less 2 · S · b · D for two masks of dropout, which are recomputed from their keys; less 3 · heads · S² · b \

@@ -61,11 +61,6 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
     Ok(g)
 }
 
-/// Whether a checkpoint's matrix is of the kind whose rows are inputs.
-pub(crate) fn transposed(name: &str) -> bool {
-    ["c_attn.weight", "c_proj.weight", "c_fc.weight"].iter().any(|end| name.ends_with(end))
-}
-
 /// `x · wᵀ + b`, called by our name and Hugging Face's. One tensor of theirs holds all sections of a packed dimension.
 fn project(
     g: &mut Graph,

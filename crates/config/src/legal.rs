@@ -1,11 +1,11 @@
 //! Which layouts fit a model and a batch, as checks on plain numbers.
 
-use crate::{Layout, MeshAxis};
+use lockstep_ir::{Layout, MeshAxis};
 use serde::Serialize;
 
 /// The sizes that a layout must split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-pub struct Shape {
+pub struct Extents {
     /// Transformer layers.
     pub layers: usize,
     /// Query heads.
@@ -26,7 +26,7 @@ pub struct Shape {
     pub whole_matrices: bool,
 }
 
-impl Shape {
+impl Extents {
     /// Micro-batches of one rank in one step, among `dp` that share the batch; none where they do not come out even.
     pub fn micro_batches(&self, dp: usize) -> Option<usize> {
         let per_rank = quotient(self.global_batch, dp)?;
@@ -49,33 +49,33 @@ pub struct Refusal {
 }
 
 /// Every reason for which a layout does not fit. Its count of micro-batches is not looked at: it follows from the batch,
-/// see [`Shape::micro_batches`].
-pub fn check(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
-    let empty = empty_sizes(layout, shape);
+/// see [`Extents::micro_batches`].
+pub fn check(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
+    let empty = empty_sizes(layout, extents);
     if !empty.is_empty() {
         return empty;
     }
-    let mut refusals = tensor_parallel(layout, shape);
-    refusals.extend(sequence_parallel(layout, shape));
-    refusals.extend(batch(layout, shape));
-    refusals.extend(pipeline(layout, shape));
+    let mut refusals = tensor_parallel(layout, extents);
+    refusals.extend(sequence_parallel(layout, extents));
+    refusals.extend(batch(layout, extents));
+    refusals.extend(pipeline(layout, extents));
     refusals.extend(zero(layout));
     refusals
 }
 
-fn empty_sizes(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
+fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let sizes = [
         ("parallel.dp", layout.mesh.size(MeshAxis::DpShard)),
         ("parallel.tp", layout.mesh.size(MeshAxis::Tp)),
         ("parallel.pp", layout.mesh.size(MeshAxis::Pp)),
-        ("model.layers", shape.layers),
-        ("model.heads", shape.heads),
-        ("model.kv_heads", shape.kv_heads),
-        ("model.ffn", shape.ffn),
-        ("model.vocab_size", shape.vocab),
-        ("train.seq", shape.seq),
-        ("train.global_batch", shape.global_batch),
-        ("train.micro_batch", shape.micro_batch),
+        ("model.layers", extents.layers),
+        ("model.heads", extents.heads),
+        ("model.kv_heads", extents.kv_heads),
+        ("model.ffn", extents.ffn),
+        ("model.vocab_size", extents.vocab),
+        ("train.seq", extents.seq),
+        ("train.global_batch", extents.global_batch),
+        ("train.micro_batch", extents.micro_batch),
     ];
     let refuse = |key: &'static str| {
         let name = key.split('.').next_back().unwrap_or(key);
@@ -85,8 +85,8 @@ fn empty_sizes(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
 }
 
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
-fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [&'static str], String); 6] {
-    let Shape { heads, kv_heads, ffn, seq, vocab, .. } = *shape;
+fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 6] {
+    let Extents { heads, kv_heads, ffn, seq, vocab, .. } = *extents;
     [
         (
             heads.is_multiple_of(tp),
@@ -111,7 +111,7 @@ fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [
             format!("parallel.tp = {tp} does not divide train.seq = {seq}, which sequence_parallel splits"),
         ),
         (
-            tp == 1 || !shape.whole_matrices,
+            tp == 1 || !extents.whole_matrices,
             &["optimizer.name"],
             format!("parallel.tp = {tp} splits the matrices that optimizer.name = \"muon\" needs whole"),
         ),
@@ -119,21 +119,21 @@ fn tensor_rules(tp: usize, layout: &Layout, shape: &Shape) -> [(bool, &'static [
 }
 
 /// Every tp that splits the model, in ascending order; 1 is one of them.
-fn tensor_sizes(layout: &Layout, shape: &Shape) -> Vec<usize> {
-    let fits = |tp: &usize| tensor_rules(*tp, layout, shape).iter().all(|(kept, ..)| *kept);
-    divisors(shape.heads).into_iter().filter(fits).collect()
+fn tensor_sizes(layout: &Layout, extents: &Extents) -> Vec<usize> {
+    let fits = |tp: &usize| tensor_rules(*tp, layout, extents).iter().all(|(kept, ..)| *kept);
+    divisors(extents.heads).into_iter().filter(fits).collect()
 }
 
-fn tensor_parallel(layout: &Layout, shape: &Shape) -> Vec<Refusal> {
+fn tensor_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let tp = layout.mesh.size(MeshAxis::Tp);
-    let broken = tensor_rules(tp, layout, shape).into_iter().filter(|(kept, ..)| !kept);
-    let nearest = || near(MeshAxis::Tp.name(), &tensor_sizes(layout, shape), tp);
+    let broken = tensor_rules(tp, layout, extents).into_iter().filter(|(kept, ..)| !kept);
+    let nearest = || near(MeshAxis::Tp.name(), &tensor_sizes(layout, extents), tp);
     broken.map(|(_, with, reason)| Refusal { key: "parallel.tp", with, reason, nearest: nearest() }).collect()
 }
 
-fn sequence_parallel(layout: &Layout, shape: &Shape) -> Option<Refusal> {
+fn sequence_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
     (layout.sequence_parallel && layout.mesh.size(MeshAxis::Tp) == 1).then(|| {
-        let other = tensor_sizes(layout, shape).into_iter().find(|&tp| tp > 1);
+        let other = tensor_sizes(layout, extents).into_iter().find(|&tp| tp > 1);
         let other = other.map(|tp| format!(", or tp = {tp}")).unwrap_or_default();
         Refusal {
             key: "parallel.sequence_parallel",
@@ -144,8 +144,8 @@ fn sequence_parallel(layout: &Layout, shape: &Shape) -> Option<Refusal> {
     })
 }
 
-fn batch(layout: &Layout, shape: &Shape) -> Option<Refusal> {
-    let (dp, global, micro) = (layout.mesh.size(MeshAxis::DpShard), shape.global_batch, shape.micro_batch);
+fn batch(layout: &Layout, extents: &Extents) -> Option<Refusal> {
+    let (dp, global, micro) = (layout.mesh.size(MeshAxis::DpShard), extents.global_batch, extents.micro_batch);
     let Some(per_rank) = quotient(global, dp) else {
         // A dp that leaves the micro-batch as it is, where there is one.
         let sizes = divisors(quotient(global, micro).unwrap_or(global));
@@ -171,8 +171,8 @@ fn batch(layout: &Layout, shape: &Shape) -> Option<Refusal> {
     })
 }
 
-fn pipeline(layout: &Layout, shape: &Shape) -> Option<Refusal> {
-    let (pp, layers) = (layout.mesh.size(MeshAxis::Pp), shape.layers);
+fn pipeline(layout: &Layout, extents: &Extents) -> Option<Refusal> {
+    let (pp, layers) = (layout.mesh.size(MeshAxis::Pp), extents.layers);
     (pp > layers).then(|| Refusal {
         key: "parallel.pp",
         with: &["model.layers"],
@@ -229,7 +229,7 @@ fn near(name: &str, sizes: &[usize], wanted: usize) -> String {
 mod tests {
     use super::*;
 
-    const LLAMA: Shape = Shape {
+    const LLAMA: Extents = Extents {
         layers: 32,
         heads: 32,
         kv_heads: 8,
@@ -246,7 +246,7 @@ mod tests {
     }
 
     /// The keys at fault, with the nearest values.
-    fn refused(text: &str, shape: Shape) -> Vec<(&'static str, String)> {
+    fn refused(text: &str, shape: Extents) -> Vec<(&'static str, String)> {
         check(&layout(text), &shape).into_iter().map(|refusal| (refusal.key, refusal.nearest)).collect()
     }
 
@@ -267,12 +267,12 @@ mod tests {
 
     #[test]
     fn usual_layouts_fit() {
-        let odd_vocabulary = Shape { vocab: 50_257, ..LLAMA };
+        let odd_vocabulary = Extents { vocab: 50_257, ..LLAMA };
         for text in ["dp=1", "dp=64,zero=3", "tp=8,sp", "dp=8,zero=1,tp=8,sp,pp=4", "pp=32,gpipe", "tp=16", "tp=32"] {
             assert_eq!(check(&layout(text), &LLAMA), [], "{text}");
             assert_eq!(check(&layout(text), &odd_vocabulary), [], "{text}");
         }
-        let single = Shape {
+        let single = Extents {
             layers: 1,
             heads: 1,
             kv_heads: 1,
@@ -288,7 +288,7 @@ mod tests {
 
     #[test]
     fn tp_divides_the_heads_and_the_hidden_units() {
-        let ffn = Shape { ffn: 14, ..LLAMA };
+        let ffn = Extents { ffn: 14, ..LLAMA };
         assert_eq!(refused("tp=5", LLAMA)[0], ("parallel.tp", "tp = 4 or 8".to_owned()));
         assert_eq!(refused("tp=64", LLAMA)[0], ("parallel.tp", "tp = 32".to_owned()));
         assert_eq!(refused("tp=4", ffn), one("parallel.tp", "tp = 2"));
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn every_tp_rank_has_a_part_of_the_vocabulary() {
-        let shape = |vocab| Shape { heads: 8, kv_heads: 8, ffn: 8, vocab, ..LLAMA };
+        let shape = |vocab| Extents { heads: 8, kv_heads: 8, ffn: 8, vocab, ..LLAMA };
         assert_eq!(check(&layout("tp=4"), &shape(4)), []);
         assert_eq!(refused("tp=4", shape(3)), one("parallel.tp", "tp = 2"));
         // Parts of two leave the fourth rank nothing.
@@ -308,7 +308,7 @@ mod tests {
 
     #[test]
     fn tp_divides_the_key_value_heads_or_is_a_multiple_of_them() {
-        let shape = Shape { heads: 24, kv_heads: 6, ffn: 24, ..LLAMA };
+        let shape = Extents { heads: 24, kv_heads: 6, ffn: 24, ..LLAMA };
         for fits in ["tp=2", "tp=3", "tp=6", "tp=12", "tp=24"] {
             assert_eq!(check(&layout(fits), &shape), [], "{fits}");
         }
@@ -318,7 +318,7 @@ mod tests {
 
     #[test]
     fn whole_matrices_are_not_split() {
-        let muon = Shape { whole_matrices: true, ..LLAMA };
+        let muon = Extents { whole_matrices: true, ..LLAMA };
         assert_eq!(refused("tp=2", muon), one("parallel.tp", "tp = 1"));
         assert_eq!(check(&layout("dp=8,zero=3"), &muon), []);
         assert_eq!(check(&layout("dp=8,zero=1,pp=4"), &muon), []);
@@ -327,9 +327,9 @@ mod tests {
     #[test]
     fn sequence_parallelism_needs_tp_and_a_sequence_that_it_divides() {
         assert_eq!(refused("sp", LLAMA), one("parallel.sequence_parallel", "sequence_parallel = false, or tp = 2"));
-        let odd = Shape { seq: 1021, ..LLAMA };
+        let odd = Extents { seq: 1021, ..LLAMA };
         assert_eq!(refused("sp", odd), one("parallel.sequence_parallel", "sequence_parallel = false"));
-        let seq = Shape { seq: 1028, ..LLAMA };
+        let seq = Extents { seq: 1028, ..LLAMA };
         assert_eq!(refused("tp=8,sp", seq), one("parallel.tp", "tp = 4"));
         assert_eq!(check(&layout("tp=8"), &seq), []);
     }
@@ -339,7 +339,7 @@ mod tests {
         assert_eq!(refused("dp=3", LLAMA), one("parallel.dp", "dp = 2 or 4"));
         assert_eq!(refused("dp=2000", LLAMA), one("parallel.dp", "dp = 512"));
         assert_eq!(refused("dp=1024", LLAMA), one("train.micro_batch", "micro_batch = 1"));
-        let thirds = Shape { micro_batch: 3, ..LLAMA };
+        let thirds = Extents { micro_batch: 3, ..LLAMA };
         assert_eq!(refused("dp=1", thirds), one("train.micro_batch", "micro_batch = 2 or 4"));
         let reasons: Vec<_> =
             ["dp=1", "dp=4"].iter().map(|text| check(&layout(text), &thirds)[0].reason.clone()).collect();
@@ -372,8 +372,8 @@ mod tests {
     #[test]
     fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
         let sizes = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
-        let mesh = sizes.into_iter().fold(crate::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
-        let none = Shape {
+        let mesh = sizes.into_iter().fold(lockstep_ir::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
+        let none = Extents {
             layers: 0,
             heads: 0,
             kv_heads: 0,
@@ -385,7 +385,7 @@ mod tests {
             whole_matrices: false,
         };
         assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 11);
-        assert_eq!(refused("tp=2", Shape { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
+        assert_eq!(refused("tp=2", Extents { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
     }
 
     #[test]
@@ -397,7 +397,7 @@ mod tests {
     #[test]
     fn what_a_refusal_calls_nearest_fits() {
         for tp in 1..=40 {
-            let shape = Shape { heads: 36, kv_heads: 12, ffn: 72, ..LLAMA };
+            let shape = Extents { heads: 36, kv_heads: 12, ffn: 72, ..LLAMA };
             let wanted = layout(&format!("tp={tp}"));
             for refusal in check(&wanted, &shape) {
                 let sizes = refusal.nearest.trim_start_matches("tp = ").split(" or ");
@@ -411,7 +411,7 @@ mod tests {
 
     #[test]
     fn batches_of_any_size_are_checked_at_once() {
-        let large = Shape { global_batch: 1 << 32, micro_batch: (1 << 32) - 1, ..LLAMA };
+        let large = Extents { global_batch: 1 << 32, micro_batch: (1 << 32) - 1, ..LLAMA };
         assert_eq!(refused("dp=65536", large), one("train.micro_batch", "micro_batch = 65536"));
     }
 }

@@ -3,14 +3,13 @@
 
 use crate::account::{Policy, policies_of};
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
-use crate::{Device, TrainError};
+use crate::{Machine, PlanError};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::Config;
+use lockstep_config::{Config, PrecisionPolicy, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
-use lockstep_ir::{Layout, StepProgram, legal, units};
+use lockstep_ir::{Layout, StepProgram, units};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::path::Path;
 
 /// Memory that a plan is held against.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,17 +36,6 @@ pub struct Verdict {
 }
 
 impl Room {
-    /// What is free on the device that a config runs on, as far as that can be told.
-    pub fn free(config: &Config) -> Option<Self> {
-        let device = Device::of(config);
-        let place = match device {
-            Device::Cpu => "free on this machine".to_owned(),
-            Device::Cuda { .. } => "free on this GPU".to_owned(),
-        };
-        let bytes = device.available_bytes().ok()??;
-        Some(Self { bytes, shared: true, place })
-    }
-
     /// What a plan of these stages needs of it.
     fn needs(&self, stages: &[MemoryBreakdown], ranks: usize) -> u64 {
         let arenas = stages.iter().map(|stage| stage.total_bytes);
@@ -87,13 +75,13 @@ struct Estimate {
 
 impl Estimate {
     /// Under the config's own recompute policy.
-    fn of(config: &Config) -> Result<Self, TrainError> {
-        let (forward, mut context, _) = prepare(config, lockstep_model::build_form)?;
+    fn of(machine: &dyn Machine, config: &Config) -> Result<Self, PlanError> {
+        let (forward, mut context, _) = prepare(machine, config, lockstep_model::build_form)?;
         settle_policy(config, &forward, &mut context)?;
         Self::under(&Estimator::new(&forward, &context)?, context.recompute.clone())
     }
 
-    fn under(estimator: &Estimator, recompute: Recompute) -> Result<Self, TrainError> {
+    fn under(estimator: &Estimator, recompute: Recompute) -> Result<Self, PlanError> {
         let programs = estimator.programs(recompute)?;
         let stages = programs.iter().map(account::memory).collect();
         Ok(Self { programs, stages })
@@ -106,10 +94,10 @@ impl Estimate {
 }
 
 /// Whether a config fits; a budget that cannot be kept does not.
-fn fits(config: &Config, room: &Room) -> Result<bool, TrainError> {
-    match Estimate::of(config) {
+fn fits(machine: &dyn Machine, config: &Config, room: &Room) -> Result<bool, PlanError> {
+    match Estimate::of(machine, config) {
         Ok(found) => Ok(room.verdict(&found.stages, config.layout().mesh.ranks()).fits),
-        Err(TrainError::OverBudget { .. }) => Ok(false),
+        Err(PlanError::OverBudget { .. }) => Ok(false),
         Err(error) => Err(error),
     }
 }
@@ -133,13 +121,13 @@ fn micro_batches(config: &Config) -> Vec<usize> {
 }
 
 /// The largest micro-batch that fits, of those that divide the config's own; `None` where none does.
-fn largest_divisor(config: &Config, room: &Room) -> Result<Option<usize>, TrainError> {
+fn largest_divisor(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Option<usize>, PlanError> {
     let sizes = micro_batches(config);
     // A smaller micro-batch never needs more.
     let (mut from, mut to) = (0, sizes.len());
     while from < to {
         let middle = (from + to) / 2;
-        match fits(&with_micro_batch(config, sizes[middle]), room)? {
+        match fits(machine, &with_micro_batch(config, sizes[middle]), room)? {
             true => to = middle,
             false => from = middle + 1,
         }
@@ -147,7 +135,8 @@ fn largest_divisor(config: &Config, room: &Room) -> Result<Option<usize>, TrainE
     Ok(sizes.get(from).copied())
 }
 
-fn with_micro_batch(config: &Config, sequences: usize) -> Config {
+/// The same run with another micro-batch.
+pub fn with_micro_batch(config: &Config, sequences: usize) -> Config {
     let mut config = config.clone();
     config.train.micro_batch = sequences;
     config
@@ -155,40 +144,18 @@ fn with_micro_batch(config: &Config, sequences: usize) -> Config {
 
 /// The config with the default of `train.micro_batch` that fits: the whole batch of a rank, or where that does not fit, the
 /// largest divisor that does; where none does, the least. A given value stays.
-pub fn with_fitting_micro_batch(config: &Config, room: &Room) -> Result<Config, TrainError> {
-    if !config.micro_batch_is_default() || config.train.micro_batch == 1 || fits(config, room)? {
+pub fn with_fitting_micro_batch(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Config, PlanError> {
+    if !config.micro_batch_is_default() || config.train.micro_batch == 1 || fits(machine, config, room)? {
         return Ok(config.clone());
     }
     let memory = format!("{} {}", units::bytes(room.bytes), room.place);
-    Ok(match largest_divisor(config, room)? {
+    Ok(match largest_divisor(machine, config, room)? {
         Some(sequences) => config.with_default_micro_batch(sequences, &format!("the largest that fits {memory}")),
         None => {
             let least = micro_batches(config).pop().unwrap_or(1);
             config.with_default_micro_batch(least, &format!("the least, and more than fits {memory}"))
         }
     })
-}
-
-/// The config that a run in `dir` has: with the default micro-batch that it began with, or for a new run the one that fits.
-pub fn settled(config: &Config, dir: Option<&Path>) -> Result<Config, TrainError> {
-    if !config.micro_batch_is_default() {
-        return Ok(config.clone());
-    }
-    let begun = dir.map(|dir| dir.join("run.toml")).filter(|path| path.is_file());
-    if let Some(before) = begun.and_then(|path| Config::load(&path, &[]).ok()) {
-        let sequences = before.train.micro_batch;
-        if sequences == config.train.micro_batch {
-            return Ok(config.clone());
-        }
-        // Another layout may have to divide the batch in another way.
-        if legal::check(&config.layout(), &with_micro_batch(config, sequences).shape()).is_empty() {
-            return Ok(config.with_default_micro_batch(sequences, "as the run began"));
-        }
-    }
-    match Room::free(config) {
-        Some(room) => with_fitting_micro_batch(config, &room),
-        None => Ok(config.clone()),
-    }
 }
 
 /// The largest micro-batch under one recompute policy.
@@ -209,8 +176,12 @@ const MOST_SEQUENCES: usize = 1 << 16;
 
 /// The largest micro-batch that fits so many bytes of each rank, under every recompute policy, with as many micro-batches in a
 /// step as the config has.
-pub fn largest_micro_batches(config: &Config, bytes: u64) -> Result<Vec<LargestMicroBatch>, TrainError> {
-    let mut sizes = Sizes { config, micro_batches: config.accumulation_steps(), estimators: BTreeMap::new() };
+pub fn largest_micro_batches(
+    machine: &dyn Machine,
+    config: &Config,
+    bytes: u64,
+) -> Result<Vec<LargestMicroBatch>, PlanError> {
+    let mut sizes = Sizes { machine, config, micro_batches: config.accumulation_steps(), estimators: BTreeMap::new() };
     let mut rows = Vec::new();
     for Policy { name, recompute } in policies_of(config) {
         let mut arena = |sequences: usize| sizes.estimate(sequences, &recompute).map(|found| found.arena());
@@ -227,7 +198,7 @@ pub fn largest_micro_batches(config: &Config, bytes: u64) -> Result<Vec<LargestM
 
 /// The largest size that fits, where one sequence does. Arenas grow in a line, nearly: it is followed to a guess, and the guess
 /// put right by halves.
-fn largest(bytes: u64, one: u64, arena: &mut dyn FnMut(usize) -> Result<u64, TrainError>) -> Result<usize, TrainError> {
+fn largest(bytes: u64, one: u64, arena: &mut dyn FnMut(usize) -> Result<u64, PlanError>) -> Result<usize, PlanError> {
     let (mut fits, mut known) = (1, one);
     let mut over = None;
     let each = arena(2)?.saturating_sub(one).max(1);
@@ -251,18 +222,19 @@ fn largest(bytes: u64, one: u64, arena: &mut dyn FnMut(usize) -> Result<u64, Tra
 
 /// Estimators of a config at several micro-batch sizes.
 struct Sizes<'a> {
+    machine: &'a dyn Machine,
     config: &'a Config,
     micro_batches: usize,
     estimators: BTreeMap<usize, Estimator>,
 }
 
 impl Sizes<'_> {
-    fn estimate(&mut self, sequences: usize, recompute: &Recompute) -> Result<Estimate, TrainError> {
+    fn estimate(&mut self, sequences: usize, recompute: &Recompute) -> Result<Estimate, PlanError> {
         if !self.estimators.contains_key(&sequences) {
             let mut config = with_micro_batch(self.config, sequences);
             config.train.global_batch = sequences * config.parallel.dp * self.micro_batches;
             config.train.batch_ramp.clear();
-            let (forward, context, _) = prepare(&config, lockstep_model::build_form)?;
+            let (forward, context, _) = prepare(self.machine, &config, lockstep_model::build_form)?;
             // The last few are asked for again, by other policies.
             while self.estimators.len() >= 4 {
                 self.estimators.pop_last();
@@ -291,11 +263,16 @@ pub struct LayoutCost {
 }
 
 /// A config at several layouts, each of which fits its model and batch.
-pub fn layout_costs(config: &Config, layouts: &[Layout], room: Option<&Room>) -> Result<Vec<LayoutCost>, TrainError> {
+pub fn layout_costs(
+    machine: &dyn Machine,
+    config: &Config,
+    layouts: &[Layout],
+    room: Option<&Room>,
+) -> Result<Vec<LayoutCost>, PlanError> {
     let mut rows = Vec::new();
     for layout in layouts {
         let config = config.at(layout);
-        let found = Estimate::of(&config)?;
+        let found = Estimate::of(machine, &config)?;
         let largest = found.stages.iter().zip(&found.programs).max_by_key(|(stage, _)| stage.total_bytes);
         let Some((memory, program)) = largest else { continue };
         let entry = program.entry(StepProgram::TRAIN);
@@ -325,13 +302,13 @@ pub struct Saving {
 }
 
 /// What would save memory, each alone and then all together: only what applies to the config and saves something.
-pub(crate) fn savings(config: &Config, room: &Room) -> Result<Vec<Saving>, TrainError> {
-    let before = Estimate::of(config)?.arena();
+pub(crate) fn savings(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Vec<Saving>, PlanError> {
+    let before = Estimate::of(machine, config)?.arena();
     let ranks = config.layout().mesh.ranks();
     let mut found = Vec::new();
     let mut all = config.clone();
     let saving = |change: String, changed: &Config| {
-        let estimate = Estimate::of(changed).ok()?;
+        let estimate = Estimate::of(machine, changed).ok()?;
         let saved_bytes = before.checked_sub(estimate.arena()).filter(|bytes| *bytes > 0)?;
         Some(Saving { change, saved_bytes, fits: room.verdict(&estimate.stages, ranks).fits })
     };
@@ -343,27 +320,27 @@ pub(crate) fn savings(config: &Config, room: &Room) -> Result<Vec<Saving>, Train
     };
     if config.train.micro_batch > 1 {
         let least = micro_batches(config).pop().unwrap_or(1);
-        let sequences = largest_divisor(config, room)?.unwrap_or(least);
+        let sequences = largest_divisor(machine, config, room)?.unwrap_or(least);
         consider(format!("train.micro_batch = {sequences}"), &with_micro_batch(config, sequences));
         all.train.micro_batch = least;
     }
-    let stronger: &[&str] = match config.recompute.policy.as_str() {
-        "none" => &["selective", "full"],
-        "selective" | "list" => &["full"],
-        _ => &[],
+    let stronger: &[RecomputePolicy] = match config.recompute.policy {
+        RecomputePolicy::None => &[RecomputePolicy::Selective, RecomputePolicy::Full],
+        RecomputePolicy::Selective | RecomputePolicy::List => &[RecomputePolicy::Full],
+        RecomputePolicy::Full | RecomputePolicy::EveryK | RecomputePolicy::Sqrt | RecomputePolicy::Budget => &[],
     };
     for policy in stronger {
         let mut changed = config.clone();
-        (changed.recompute.policy, changed.recompute.ops) = (policy.to_string(), Vec::new());
+        (changed.recompute.policy, changed.recompute.ops) = (*policy, Vec::new());
         if consider(format!("recompute.policy = \"{policy}\""), &changed) {
             all.recompute = changed.recompute;
         }
     }
-    if config.precision.policy == "fp32" {
+    if config.precision.policy == PrecisionPolicy::Fp32 {
         let mut changed = config.clone();
-        changed.precision.policy = "bf16".into();
+        changed.precision.policy = PrecisionPolicy::Bf16;
         if consider("precision.policy = \"bf16\"".into(), &changed) {
-            all.precision.policy = "bf16".into();
+            all.precision.policy = PrecisionPolicy::Bf16;
         }
     }
     if config.parallel.dp > 1 {
@@ -371,7 +348,7 @@ pub(crate) fn savings(config: &Config, room: &Room) -> Result<Vec<Saving>, Train
             let mut changed = config.clone();
             changed.parallel.zero = zero;
             // Muon's matrices are whole on a rank: a layout may refuse a stage.
-            let legal = legal::check(&changed.layout(), &changed.shape()).is_empty();
+            let legal = legal::check(&changed.layout(), &changed.extents()).is_empty();
             if legal && consider(format!("parallel.zero = {zero}"), &changed) {
                 all.parallel.zero = zero;
             }

@@ -1,0 +1,98 @@
+//! What is whose: the code map of ARCHITECTURE.md is that of the crates, and an architecture is named in one place.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+fn project() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+fn read(path: impl AsRef<Path>) -> String {
+    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.as_ref().display()))
+}
+
+/// The crates of ours that a crate is built from; those of its tests alone are not among them.
+fn uses(name: &str) -> BTreeSet<String> {
+    let manifest = read(project().join(format!("crates/{name}/Cargo.toml")));
+    let dependencies = manifest.split("[dependencies]").nth(1).unwrap_or_default().split("\n[").next().unwrap_or("");
+    let ours = dependencies.lines().filter_map(|line| line.strip_prefix("lockstep-"));
+    ours.filter_map(|line| line.split(['.', ' ']).next()).map(str::to_owned).collect()
+}
+
+#[test]
+fn the_code_map_says_which_crate_uses_which() {
+    let text = read(project().join("ARCHITECTURE.md"));
+    let rows = text.lines().filter(|line| line.starts_with("| `"));
+    let mut above: BTreeSet<String> = BTreeSet::new();
+    for row in rows {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let (name, listed) = (cells[0].trim_matches(['|', ' ', '`']), cells[2].trim());
+        match listed {
+            "all above" => assert!(uses(name).is_subset(&above), "{name} uses {:?}", uses(name)),
+            "–" => assert_eq!(uses(name), BTreeSet::new(), "{name}"),
+            listed => {
+                let listed: BTreeSet<String> = listed.split(", ").map(str::to_owned).collect();
+                assert_eq!(uses(name), listed, "{name}");
+                assert!(listed.is_subset(&above), "{name} uses a crate that stands below it");
+            }
+        }
+        above.insert(name.to_owned());
+    }
+    let crates = std::fs::read_dir(project().join("crates")).unwrap();
+    let all: BTreeSet<String> = crates.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert_eq!(above, all, "the code map and crates/ name different crates");
+}
+
+/// The sources of some crates, without their tests: path and text.
+fn sources(crates: &[&str]) -> Vec<(String, String)> {
+    fn below(folder: &Path, all: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let test = path.file_stem().is_some_and(|name| name == "tests");
+            match path.is_dir() {
+                true => below(&path, all),
+                false if path.extension().is_some_and(|e| e == "rs") && !test => all.push(path),
+                false => {}
+            }
+        }
+    }
+    let mut all = Vec::new();
+    crates.iter().for_each(|name| below(&project().join(format!("crates/{name}/src")), &mut all));
+    let shown = |path: &Path| path.strip_prefix(project()).unwrap().display().to_string();
+    let untested = |text: String| text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default().to_owned();
+    all.iter().map(|path| (shown(path), untested(read(path)))).collect()
+}
+
+#[test]
+fn an_architecture_is_a_file_and_a_line() {
+    let names: Vec<String> = lockstep_config::Architecture::ALL.iter().map(|one| format!("{one:?}")).collect();
+    assert!(names.len() >= 5);
+    let all = ["config", "model", "compile", "plan", "exec", "cuda", "data", "checkpoint", "train", "cli"];
+    for (path, text) in sources(&all) {
+        for name in &names {
+            let named = format!("Architecture::{name}");
+            assert!(!text.contains(&named), "{path} names {named}: an architecture's file and line are all of it");
+        }
+    }
+    for word in lockstep_config::Architecture::WORDS {
+        let file = project().join(format!("crates/model/src/architectures/{word}.rs"));
+        assert!(file.is_file(), "{} is not there", file.display());
+    }
+}
+
+#[test]
+fn only_crates_that_know_the_config_name_its_keys() {
+    let keys: Vec<&str> = lockstep_config::schema().iter().map(|key| key.path).collect();
+    // A field of the same name is none.
+    let inside = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || "_.".contains(c));
+    for (path, text) in sources(&["ir", "compile", "exec", "cuda"]) {
+        for key in &keys {
+            let whole = |at: usize| {
+                !inside(text[..at].chars().next_back())
+                    && !inside(text[at + key.len()..].chars().next().filter(|c| *c != '.'))
+            };
+            let named = text.match_indices(key).any(|(at, _)| whole(at));
+            assert!(!named, "{path} names {key}: give a typed error, and let `train` name the key");
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! The architectures that `model.architecture` names, and what of a config follows from each.
+
+use crate::value::{Field, Value};
+use crate::words::words;
+
+/// Every architecture, a line each: its name, its word in `run.toml`, its file in `crates/model/src/architectures`, and what it has.
+/// Calls the macro `$with` with these lines: here it makes the enum, in `lockstep-model` the choice of the file.
+#[macro_export]
+macro_rules! architectures {
+    ($with:ident) => {
+        $with! {
+            Llama = "llama", llama, Features::LLAMA;
+            Gpt2 = "gpt2", gpt2, Features::GPT2;
+            Qwen2 = "qwen2", qwen2, Features { qkv_bias: true, ..Features::LLAMA };
+            Qwen3 = "qwen3", qwen3, Features { qk_norm: true, ..Features::LLAMA };
+            Mistral = "mistral", mistral, Features { sliding_window: true, ..Features::LLAMA };
+        }
+    };
+}
+
+/// What the models of an architecture have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// Learned position embeddings, and no RoPE.
+    pub learned_positions: bool,
+    /// Layer norms with biases, a bias behind every matmul of a layer, dropout, an MLP of two matmuls, tied embeddings and as
+    /// many key heads as heads, as GPT-2 has. Else RMS norms and a gated MLP of three.
+    pub gpt2_block: bool,
+    /// A bias of Q, K and V alone.
+    pub qkv_bias: bool,
+    /// Norms over the heads of Q and K.
+    pub qk_norm: bool,
+    /// `model.sliding_window`.
+    pub sliding_window: bool,
+}
+
+impl Features {
+    /// Those of Llama.
+    pub const LLAMA: Self =
+        Self { learned_positions: false, gpt2_block: false, qkv_bias: false, qk_norm: false, sliding_window: false };
+    /// Those of GPT-2.
+    pub const GPT2: Self = Self { learned_positions: true, gpt2_block: true, ..Self::LLAMA };
+}
+
+macro_rules! declare {
+    ($($Variant:ident = $word:literal, $file:ident, $features:expr;)+) => {
+        words! {
+            /// The family of models that a shape belongs to.
+            Architecture {
+                $(#[doc = concat!("`", $word, "`.")] $Variant = $word,)+
+            }
+        }
+
+        impl Architecture {
+            /// What its models have.
+            pub const fn features(self) -> Features {
+                match self {
+                    $(Self::$Variant => $features,)+
+                }
+            }
+        }
+    };
+}
+
+architectures!(declare);

@@ -1,0 +1,145 @@
+//! Keys whose value is one of a few words: an enum for each, whose words are those that the schema accepts.
+
+use crate::value::{Field, Value};
+use lockstep_ir::Schedule;
+
+/// Declares enums whose variants are the words of a key.
+macro_rules! words {
+    ($($(#[$about:meta])+ $Name:ident { $($(#[$doc:meta])+ $Variant:ident = $word:literal,)+ })+) => {$(
+        $(#[$about])+
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $Name {
+            $($(#[$doc])+ $Variant,)+
+        }
+
+        impl $Name {
+            /// Every one, in the order of the schema.
+            pub const ALL: &'static [Self] = &[$(Self::$Variant),+];
+            /// The word of each, in the same order.
+            pub const WORDS: &'static [&'static str] = &[$($word),+];
+
+            /// The word in `run.toml`.
+            pub const fn word(self) -> &'static str {
+                match self {
+                    $(Self::$Variant => $word,)+
+                }
+            }
+        }
+
+        impl std::fmt::Display for $Name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.pad(self.word())
+            }
+        }
+
+        impl serde::Serialize for $Name {
+            fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.serialize_str(self.word())
+            }
+        }
+
+        impl Field for $Name {
+            fn from_value(value: Option<Value>) -> Option<Self> {
+                let Some(Value::Text(word)) = value else { return None };
+                Self::ALL.iter().copied().find(|one| one.word() == word)
+            }
+
+            fn to_value(&self) -> Option<Value> {
+                Some(Value::Text(self.word().to_owned()))
+            }
+        }
+    )+};
+}
+pub(crate) use words;
+
+words! {
+    /// How attention is computed in training.
+    AttentionMethod {
+        /// Tile by tile.
+        Flash = "flash",
+        /// With the matrix of its weights.
+        Naive = "naive",
+    }
+
+    /// Which device computes.
+    DeviceChoice {
+        /// A GPU where one is found.
+        Auto = "auto",
+        /// The CPU.
+        Cpu = "cpu",
+        /// An NVIDIA GPU.
+        Cuda = "cuda",
+    }
+
+    /// The types of parameters and activations.
+    PrecisionPolicy {
+        /// fp32 alone.
+        Fp32 = "fp32",
+        /// Mixed precision in bf16.
+        Bf16 = "bf16",
+        /// Mixed precision in fp16, with a loss scale.
+        Fp16 = "fp16",
+    }
+
+    /// What gradients are accumulated in.
+    GradientPrecision {
+        /// fp32.
+        Fp32 = "fp32",
+        /// bf16.
+        Bf16 = "bf16",
+    }
+
+    /// What backward recomputes.
+    RecomputePolicy {
+        /// Nothing.
+        None = "none",
+        /// Norms, activation functions, the weights of naive attention.
+        Selective = "selective",
+        /// All of a layer.
+        Full = "full",
+        /// All of `recompute.every` layers.
+        EveryK = "every-k",
+        /// The same with the square root of the number of layers.
+        Sqrt = "sqrt",
+        /// The outputs of `recompute.ops`.
+        List = "list",
+        /// As little as lets the arena fit `recompute.budget`.
+        Budget = "budget",
+    }
+
+    /// The optimizer.
+    OptimizerName {
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw",
+        /// The sign of a moment.
+        Lion = "lion",
+        /// Momentum.
+        Sgd = "sgd",
+        /// Orthogonalised momentum for matrices, AdamW for the rest.
+        Muon = "muon",
+    }
+
+    /// The learning rate after warmup.
+    LrSchedule {
+        /// Cosine decay.
+        Cosine = "cosine",
+        /// Linear decay.
+        Linear = "linear",
+        /// Constant, then linear decay.
+        Wsd = "wsd",
+        /// No decay.
+        Constant = "constant",
+    }
+}
+
+/// The words of pipeline schedules are those of `ir`.
+impl Field for Schedule {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        let Some(Value::Text(word)) = value else { return None };
+        word.parse().ok()
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::Text(self.name().to_owned()))
+    }
+}

@@ -1,0 +1,68 @@
+//! Which kind of device a config runs on, and what planning must know of the machine that has it.
+
+use crate::PlanError;
+use lockstep_compile::Precision;
+use lockstep_config::{Config, DeviceChoice, PrecisionPolicy};
+use lockstep_ir::DeviceProfile;
+
+/// A kind of device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda {
+        /// Whether the same program on the same data gives the same bits every time.
+        deterministic: bool,
+    },
+}
+
+/// What planning must know of a machine.
+pub trait Machine: Sync {
+    /// Cores of its CPU, which ranks share.
+    fn cores(&self) -> usize;
+    /// Whether it has a GPU, and what training on one needs.
+    fn has_gpu(&self) -> bool;
+    /// What the compiler must know of a device that computes in these types, on so many threads of each rank.
+    fn profile(&self, device: Device, threads: usize, precision: Precision) -> DeviceProfile;
+}
+
+impl Device {
+    /// What a config asks for. `auto` takes a GPU where there is one and the run has one rank: several would share it.
+    pub fn of(machine: &dyn Machine, config: &Config) -> Self {
+        let cuda = Device::Cuda { deterministic: config.train.deterministic };
+        let one = config.layout().mesh.ranks() == 1;
+        match config.train.device {
+            DeviceChoice::Cuda => cuda,
+            DeviceChoice::Auto if one && cuda.check(config).is_ok() && machine.has_gpu() => cuda,
+            DeviceChoice::Auto | DeviceChoice::Cpu => Device::Cpu,
+        }
+    }
+
+    /// The name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Device::Cpu => "cpu",
+            Device::Cuda { .. } => "cuda",
+        }
+    }
+
+    /// Refuses what the device does not do.
+    pub fn check(self, config: &Config) -> Result<(), PlanError> {
+        let what = match self {
+            Device::Cpu => return Ok(()),
+            Device::Cuda { .. } => match config.precision.policy {
+                PrecisionPolicy::Fp16 => "precision.policy = \"fp16\"",
+                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 if config.train.reproducible => "train.reproducible",
+                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 => return Ok(()),
+            },
+        };
+        Err(PlanError::NotOnDevice { what, device: self.name() })
+    }
+}
+
+/// Threads of one rank: those that a config asks for, or all cores, are shared by its ranks.
+pub(crate) fn threads(machine: &dyn Machine, config: &Config, ranks: usize) -> usize {
+    let all = if config.train.threads == 0 { machine.cores() } else { config.train.threads };
+    (all / ranks).max(1)
+}

@@ -1,0 +1,162 @@
+use crate::fit::Saving;
+use lockstep_compile::CompileError;
+use lockstep_ir::account::MemoryBreakdown;
+use lockstep_ir::program::Class;
+use lockstep_ir::{TypeError, units};
+
+/// Why a config has no program, or one that does not fit.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// A bug in the compiler.
+    #[error("{0}")]
+    Compile(#[from] CompileError),
+    /// The arena is larger than the memory that is free.
+    #[error(
+        "the step needs {} of memory{}, {} are free:{}\nhint: {}",
+        units::bytes(memory.total_bytes),
+        if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
+        units::bytes(*available),
+        breakdown(memory),
+        smaller(savings, *ranks)
+    )]
+    DoesNotFit {
+        /// What it needs.
+        memory: Box<MemoryBreakdown>,
+        /// Ranks that share the memory.
+        ranks: usize,
+        /// Bytes that are free.
+        available: u64,
+        /// What would save some.
+        savings: Vec<Saving>,
+    },
+    /// An op of `recompute.ops` makes nothing that could be recomputed.
+    #[error(
+        "recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward\nhint: {}choose of {}",
+        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
+        known.join(", ")
+    )]
+    NotRecomputable {
+        /// The op.
+        op: String,
+        /// What was perhaps meant.
+        guess: Option<String>,
+        /// Ops whose outputs can be recomputed.
+        known: Vec<&'static str>,
+    },
+    /// No choice of what is recomputed lets the arena fit.
+    #[error(
+        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever is \
+         recomputed\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
+        units::bytes(*budget),
+        units::bytes(*least)
+    )]
+    OverBudget {
+        /// What was allowed.
+        budget: u64,
+        /// The least that is possible.
+        least: u64,
+    },
+    /// A number of the config is not one in the type that the device computes with.
+    #[error("{key} = {value} is {rounded} in fp32\nhint: choose a value that fp32 can hold")]
+    Rounded {
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        value: f64,
+        /// What is left of it.
+        rounded: f32,
+    },
+    /// A group of the optimizer has no parameter.
+    #[error(
+        "optimizer.groups: \"{pattern}\" matches no parameter{}\nhint: the parameters are {}",
+        if *taken { " that groups before it have not taken" } else { "" },
+        names.join(", ")
+    )]
+    EmptyGroup {
+        /// Its pattern.
+        pattern: String,
+        /// Whether it would match some that others have.
+        taken: bool,
+        /// What there is, with `*` for the number of a layer.
+        names: Vec<String>,
+    },
+    /// Two groups want parts of one stored tensor.
+    #[error(
+        "optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group\nhint: give a pattern \
+         that matches all of {}",
+        names.join(", ")
+    )]
+    SplitGroup {
+        /// A parameter.
+        first: String,
+        /// One in another group.
+        second: String,
+        /// All that are stored together.
+        names: Vec<String>,
+    },
+    /// The schedule of a step would be absurdly long.
+    #[error(
+        "a step of {micro_batches} micro-batches is too long, at most {most} are allowed\nhint: raise train.micro_batch or lower \
+         train.global_batch"
+    )]
+    TooManyMicroBatches {
+        /// Asked for.
+        micro_batches: usize,
+        /// Allowed.
+        most: usize,
+    },
+    /// The device does not do what the config asks for.
+    #[error(
+        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the CPU: train.device = \"cpu\", or --device cpu"
+    )]
+    NotOnDevice {
+        /// What.
+        what: &'static str,
+        /// The device.
+        device: &'static str,
+    },
+    /// A model has no positions for a text of this length.
+    #[error(
+        "sequences of {tokens} tokens are longer than the {positions} positions that the model has learned\nhint: use at most {positions} tokens"
+    )]
+    Positions {
+        /// Tokens of a sequence.
+        tokens: usize,
+        /// Rows of the model's table.
+        positions: usize,
+    },
+}
+
+impl PlanError {
+    /// Whether the request was wrong, rather than the compiler.
+    pub fn is_request(&self) -> bool {
+        !matches!(self, PlanError::Compile(_))
+    }
+}
+
+/// A graph that the op table refuses.
+impl From<TypeError> for PlanError {
+    fn from(error: TypeError) -> Self {
+        PlanError::Compile(CompileError::Type(error))
+    }
+}
+
+fn breakdown(memory: &MemoryBreakdown) -> String {
+    let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
+    Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
+}
+
+fn smaller(savings: &[Saving], ranks: usize) -> String {
+    const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
+    if savings.is_empty() {
+        return LAST.to_owned();
+    }
+    let width = savings.iter().map(|saving| saving.change.len()).max().unwrap_or(0);
+    let line = |s: &Saving| {
+        let fits = if s.fits { ", and fits" } else { "" };
+        format!("\n  {:<width$}  saves {}{fits}", s.change, units::bytes(s.saved_bytes))
+    };
+    let each = if ranks > 1 { ", on the rank that needs most" } else { "" };
+    let none = if savings.iter().any(|saving| saving.fits) { String::new() } else { format!("\n  none fits: {LAST}") };
+    format!("each of these saves memory{each}:{}{none}", savings.iter().map(line).collect::<String>())
+}

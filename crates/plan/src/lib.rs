@@ -1,0 +1,29 @@
+//! From a config to its programs, and what they cost: what `explain` prints and `train` runs.
+//!
+//! This crate compiles and runs nothing. It needs no device: what the compiler must know of one comes as a
+//! [`DeviceProfile`](lockstep_ir::DeviceProfile) from a [`Machine`], and the memory that a plan is held against as a [`Room`].
+//! It does no I/O.
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod account;
+mod device;
+mod error;
+mod fit;
+mod formulas;
+mod forward;
+mod groups;
+mod plan;
+mod timeline;
+
+pub use account::{Account, PolicyCost, Scaling, account};
+pub use device::{Device, Machine};
+pub use error::PlanError;
+pub use fit::{
+    LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs,
+    with_fitting_micro_batch, with_micro_batch,
+};
+pub use formulas::Formula;
+pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
+pub use plan::{Plan, plan, plan_with};
+pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};

@@ -1,0 +1,81 @@
+//! A plan needs a machine's description, not the machine: nothing here can run a program.
+
+use lockstep_compile::Precision;
+use lockstep_config::Config;
+use lockstep_ir::DeviceProfile;
+use lockstep_plan::{
+    Device, Machine, PlanError, Room, account, evaluation_program, generation_program, largest_micro_batches, plan,
+};
+use std::collections::BTreeMap;
+
+/// A machine of so many cores, with a GPU or without.
+struct Described {
+    cores: usize,
+    gpu: bool,
+}
+
+impl Machine for Described {
+    fn cores(&self) -> usize {
+        self.cores
+    }
+
+    fn has_gpu(&self) -> bool {
+        self.gpu
+    }
+
+    fn profile(&self, device: Device, threads: usize, precision: Precision) -> DeviceProfile {
+        DeviceProfile {
+            name: format!("{} of {threads} threads in {}", device.name(), precision.compute),
+            alignment: 64,
+            cross_entropy_logits: 1 << 20,
+            cross_entropy_rows: 1 << 10,
+            workspaces: BTreeMap::new(),
+        }
+    }
+}
+
+fn config(keys: &str) -> Config {
+    let text = format!(
+        "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\n[train]\nseq = 16\nglobal_batch = 8\n{keys}"
+    );
+    Config::parse(&text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn the_profile_of_the_machine_is_what_programs_are_compiled_for() {
+    let machine = Described { cores: 12, gpu: false };
+    let planned = |keys: &str| plan(&machine, &config(keys)).unwrap();
+    assert_eq!((planned("").device.as_str(), planned("").target), ("cpu of 12 threads in f32", Device::Cpu));
+    assert_eq!(planned("[parallel]\ndp = 4\n").device, "cpu of 3 threads in f32");
+    assert_eq!(planned("device = \"cuda\"\n[precision]\npolicy = \"bf16\"\n").device, "cuda of 12 threads in bf16");
+}
+
+#[test]
+fn auto_takes_a_gpu_for_one_rank_where_there_is_one() {
+    let target = |gpu, keys| plan(&Described { cores: 1, gpu }, &config(keys)).unwrap().target;
+    assert_eq!(target(true, ""), Device::Cuda { deterministic: false });
+    assert_eq!(target(false, ""), Device::Cpu);
+    assert_eq!(target(true, "[parallel]\ndp = 2\n"), Device::Cpu);
+    // What a GPU does not do stays on the CPU, unless it was asked for there.
+    assert_eq!(target(true, "reproducible = true\n"), Device::Cpu);
+    let asked = plan(&Described { cores: 1, gpu: false }, &config("reproducible = true\ndevice = \"cuda\"\n"));
+    assert!(matches!(asked, Err(PlanError::NotOnDevice { what: "train.reproducible", .. })), "{asked:?}");
+}
+
+#[test]
+fn all_that_is_shown_of_a_plan_needs_no_device() {
+    let machine = Described { cores: 2, gpu: false };
+    let config = config("");
+    let planned = plan(&machine, &config).unwrap();
+    assert!(account(&machine, &config, &planned).unwrap().policies.iter().any(|policy| policy.chosen));
+    let rows = largest_micro_batches(&machine, &config, 1 << 30).unwrap();
+    assert!(rows.iter().all(|row| row.micro_batch.is_some()), "{rows:?}");
+    let room = Room { bytes: planned.memory.total_bytes, shared: true, place: "here".into() };
+    assert!(room.verdict(&planned.stages, 1).fits);
+    assert_eq!(planned.require_memory(&machine, &config, Some(room.bytes)).unwrap(), room.bytes);
+    let error = planned.require_memory(&machine, &config, Some(room.bytes - 1)).unwrap_err();
+    assert!(error.is_request() && error.to_string().contains("train.micro_batch = "), "{error}");
+    let cut = lockstep_plan::Cut { sequences: 3, rest: 5 };
+    assert_eq!(evaluation_program(&machine, &config, (2, 16), cut).unwrap().0.entries.len(), 2);
+    assert_eq!(generation_program(&machine, &config, 16).unwrap().1, 2);
+}

@@ -1,0 +1,217 @@
+//! The devices of this machine: what planning must know of them, how a program gets there, what they tell of themselves.
+
+use crate::TrainError;
+use crate::error::worded;
+use lockstep_compile::Precision;
+use lockstep_config::{Config, DeviceChoice};
+use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
+use lockstep_exec::cpu::{self, CpuExecutor};
+use lockstep_exec::{Alone, ExecError, Executor, ThreadWorld, World};
+use lockstep_ir::hardware;
+use lockstep_ir::{DType, DeviceProfile, StepProgram};
+use lockstep_plan::{Device, Machine, Plan, Room};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// The devices of this machine. A GPU is opened when it is first needed, and shared by all who were handed this.
+#[derive(Default)]
+pub struct Devices {
+    gpu: Mutex<Option<Arc<Gpu>>>,
+}
+
+impl Machine for Devices {
+    fn cores(&self) -> usize {
+        cpu::cores()
+    }
+
+    fn has_gpu(&self) -> bool {
+        Gpu::check().is_ok()
+    }
+
+    fn profile(&self, device: Device, threads: usize, precision: Precision) -> DeviceProfile {
+        match device {
+            Device::Cpu => cpu::profile(threads, precision.compute, precision.gradients),
+            Device::Cuda { deterministic } => {
+                lockstep_cuda::profile("cuda", precision.compute, precision.gradients, deterministic)
+            }
+        }
+    }
+}
+
+impl Devices {
+    /// Opens nothing yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The first GPU.
+    pub(crate) fn gpu(&self) -> Result<Arc<Gpu>, TrainError> {
+        let mut gpu = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gpu) = gpu.as_ref() {
+            return Ok(gpu.clone());
+        }
+        let opened = Gpu::open(0, true).map_err(|e: CudaError| ExecError::from(e))?;
+        Ok(gpu.insert(opened).clone())
+    }
+
+    /// What is free on the device that a config runs on, as far as that can be told.
+    pub fn room(&self, config: &Config) -> Option<Room> {
+        let device = Device::of(self, config);
+        let place = match device {
+            Device::Cpu => "free on this machine".to_owned(),
+            Device::Cuda { .. } => "free on this GPU".to_owned(),
+        };
+        let bytes = self.available_bytes(device).ok()??;
+        Some(Room { bytes, shared: true, place })
+    }
+
+    /// FLOP per second that the MFU of a plan is measured against.
+    pub(crate) fn matmul_peak(&self, plan: &Plan) -> Result<f64, TrainError> {
+        let threads = (plan.threads * plan.layout.mesh.ranks()).min(cpu::cores().max(plan.threads));
+        self.peak(plan.target, threads, plan.precision.compute)
+    }
+
+    /// What kind of number MFU is a share of.
+    pub(crate) fn peak_name(&self, plan: &Plan) -> &'static str {
+        match self.vendor_peak(plan.target, plan.precision.compute) {
+            Ok(Some(_)) => "published peak",
+            _ => "measured matmul peak",
+        }
+    }
+
+    /// Bytes of the arenas of all ranks, which must be free.
+    pub(crate) fn require_memory(&self, config: &Config, plan: &Plan) -> Result<u64, TrainError> {
+        Ok(plan.require_memory(self, config, self.available_bytes(plan.target)?)?)
+    }
+
+    /// Why `auto` takes the CPU for one rank on a machine that has, or had, a GPU. One line.
+    pub(crate) fn not_taken(config: &Config) -> Option<String> {
+        if config.train.device != DeviceChoice::Auto || config.layout().mesh.ranks() > 1 {
+            return None;
+        }
+        let (problem, hint) = match Gpu::check() {
+            // Most machines have no GPU: that is nothing to tell.
+            Err(CudaError::Library { library: LibraryName::Driver, problem }) if problem == NOT_FOUND => return None,
+            Err(error) => lines(&worded(&error.into()))?,
+            Ok(()) => {
+                let cuda = Device::Cuda { deterministic: config.train.deterministic };
+                lines(&cuda.check(config).err()?.to_string())?
+            }
+        };
+        Some(format!("training on the CPU: {problem} ({hint})"))
+    }
+
+    /// FLOP per second of a large matmul, and bytes per second of a copy, both measured.
+    pub(crate) fn peaks(&self, device: Device, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
+        match device {
+            Device::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
+            Device::Cuda { .. } => {
+                let gpu = self.gpu()?;
+                let cuda = |r: Result<f64, CudaError>| r.map_err(ExecError::from);
+                let matmul = cuda(lockstep_cuda::peaks::matmul(&gpu, compute))?;
+                Ok((matmul, cuda(lockstep_cuda::peaks::bandwidth(&gpu))?))
+            }
+        }
+    }
+
+    /// What MFU is measured against: the vendor's figure where it is known, else what is measured now.
+    pub(crate) fn peak(&self, device: Device, threads: usize, compute: DType) -> Result<f64, TrainError> {
+        match (self.vendor_peak(device, compute)?, device) {
+            (Some(peak), _) => Ok(peak),
+            (None, Device::Cpu) => Ok(cpu::peaks::matmul(threads, compute)?),
+            (None, Device::Cuda { .. }) => {
+                Ok(lockstep_cuda::peaks::matmul(&*self.gpu()?, compute).map_err(ExecError::from)?)
+            }
+        }
+    }
+
+    /// The vendor's figure for dense matmuls, where it is known.
+    pub(crate) fn vendor_peak(&self, device: Device, compute: DType) -> Result<Option<f64>, TrainError> {
+        match device {
+            Device::Cpu => Ok(None),
+            Device::Cuda { .. } => Ok(hardware::Gpu::of_device(&self.gpu()?.device.name).map(|g| g.peak(compute))),
+        }
+    }
+
+    /// The most memory that this process has had.
+    pub(crate) fn peak_bytes(&self, device: Device) -> Result<u64, TrainError> {
+        match device {
+            Device::Cpu => Ok(peak_resident_bytes()),
+            Device::Cuda { .. } => {
+                let gpu = self.gpu()?;
+                Ok(gpu.device.memory - gpu.device.free_bytes().map_err(ExecError::from)?)
+            }
+        }
+    }
+
+    /// What a GPU does now, or did less than a second ago.
+    pub(crate) fn telemetry(&self, device: Device) -> Result<Option<Telemetry>, TrainError> {
+        match device {
+            Device::Cpu => Ok(None),
+            Device::Cuda { .. } => Ok(self.gpu()?.telemetry()),
+        }
+    }
+
+    /// Bytes of a GPU's memory that this process takes besides the arena: its context, kernels and libraries.
+    pub(crate) fn context_bytes(&self, device: Device) -> Result<Option<u64>, TrainError> {
+        match device {
+            Device::Cpu => Ok(None),
+            Device::Cuda { .. } => Ok(self.gpu()?.context_bytes()),
+        }
+    }
+
+    /// Bytes that a program may take, as far as the system tells.
+    pub(crate) fn available_bytes(&self, device: Device) -> Result<Option<u64>, TrainError> {
+        match device {
+            Device::Cpu => Ok(cpu::available_bytes()),
+            Device::Cuda { .. } => Ok(Some(self.gpu()?.device.free_bytes().map_err(ExecError::from)?)),
+        }
+    }
+
+    /// Loads a program of one rank.
+    pub(crate) fn load(
+        &self,
+        device: Device,
+        program: StepProgram,
+        threads: usize,
+    ) -> Result<Box<dyn Executor>, TrainError> {
+        match device {
+            Device::Cpu => Ok(Box::new(CpuExecutor::load(program, threads)?)),
+            Device::Cuda { deterministic } => Ok(Box::new(CudaExecutor::load(&self.gpu()?, program, deterministic)?)),
+        }
+    }
+
+    /// Loads the programs of all stages on as many ranks as they were compiled for.
+    pub(crate) fn load_all(
+        &self,
+        device: Device,
+        programs: Vec<StepProgram>,
+        threads: usize,
+        timeout: Duration,
+    ) -> Result<Box<dyn World>, TrainError> {
+        match (device, programs.first().map_or(0, |p| p.mesh.ranks())) {
+            (_, 1) => Ok(Box::new(Alone::new(self.load(device, programs[0].clone(), threads)?, programs[0].clone()))),
+            (Device::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),
+            (Device::Cuda { deterministic }, _) => {
+                let gpu = self.gpu()?;
+                let load = |program, link| {
+                    Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, Some(link))?) as _)
+                };
+                Ok(Box::new(ThreadWorld::load(programs, timeout, load)?))
+            }
+        }
+    }
+}
+
+/// An error and its hint, a line each.
+fn lines(error: &str) -> Option<(String, String)> {
+    error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))
+}
+
+/// The largest resident memory so far, as the system counts it.
+fn peak_resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}

@@ -1,0 +1,29 @@
+//! The keys of a config that are found out when a run begins.
+
+use crate::{Devices, TrainError};
+use lockstep_config::Config;
+use lockstep_config::legal;
+use lockstep_plan::{with_fitting_micro_batch, with_micro_batch};
+use std::path::Path;
+
+/// The config that a run in `dir` has: with the default micro-batch that it began with, or for a new run the one that fits.
+pub fn settled(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config, TrainError> {
+    if !config.micro_batch_is_default() {
+        return Ok(config.clone());
+    }
+    let begun = dir.map(|dir| dir.join("run.toml")).filter(|path| path.is_file());
+    if let Some(before) = begun.and_then(|path| Config::load(&path, &[]).ok()) {
+        let sequences = before.train.micro_batch;
+        if sequences == config.train.micro_batch {
+            return Ok(config.clone());
+        }
+        // Another layout may have to divide the batch in another way.
+        if legal::check(&config.layout(), &with_micro_batch(config, sequences).extents()).is_empty() {
+            return Ok(config.with_default_micro_batch(sequences, "as the run began"));
+        }
+    }
+    match devices.room(config) {
+        Some(room) => Ok(with_fitting_micro_batch(devices, config, &room)?),
+        None => Ok(config.clone()),
+    }
+}
