@@ -2,7 +2,7 @@
 
 use crate::passes::{AUTODIFF, Candidate, FORWARD_PASSES, Layers, Recompute, Recomputed, passes_behind};
 use crate::stage::RankGraph;
-use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
+use crate::{CompileError, Context, evaluated, lower, model_flops, placed, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::schedule::Pipeline;
 use lockstep_ir::{Graph, StepProgram, TypeError};
@@ -42,7 +42,7 @@ impl Estimator {
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
             let train = stage::extract(graph, &self.cuts, &self.pipeline, s)?;
-            Ok(memory::place(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
+            Ok(placed(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
         };
         Ok((0..self.evaluate.len()).map(program).collect::<Result<_, _>>()?)
     }

@@ -302,7 +302,7 @@ impl Lowering<'_> {
         let order: Vec<(usize, &Node)> =
             parts.iter().enumerate().flat_map(|(s, part)| part.nodes.iter().map(move |n| (s, *n))).collect();
         let place = self.share(local, persistent, parts, &order, temporary);
-        let segment = |part: &Part| Segment { name: part.name, chunk: part.chunk, instrs: Vec::new() };
+        let segment = |part: &Part| Segment { name: part.name, chunk: part.chunk, instrs: vec![], groups: vec![] };
         let mut segments: Vec<Segment> = parts.iter().map(segment).collect();
         let mut begun = vec![false; g.values.len()];
         for (s, node) in order.into_iter().filter(|(_, node)| !matches!(node.op, Op::Shard { .. })) {

@@ -11,6 +11,7 @@ pub mod bf16;
 pub mod counter;
 mod dtype;
 pub mod f16;
+mod fusion;
 pub mod graph;
 pub mod hardware;
 mod init;
@@ -32,6 +33,7 @@ pub mod verify;
 pub mod walk;
 
 pub use dtype::DType;
+pub use fusion::{FusedGroup, FusedMatmul, Fusion};
 pub use graph::{Graph, ValueId};
 pub use init::{Init, RopeScaling};
 pub use layout::{Layout, LayoutError};

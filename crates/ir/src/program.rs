@@ -1,9 +1,11 @@
 //! The step program: what one rank runs, with every buffer placed.
 
+use crate::fusion::FusedGroup;
 use crate::graph::{Phase, State};
 use crate::mesh::{Axes, Mesh};
 use crate::{Op, Placement, Sharding, TensorType, ValueId, counter};
 use serde::Serialize;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 /// Index of a buffer in its program.
@@ -237,6 +239,8 @@ pub struct Segment {
     pub chunk: usize,
     /// The calls, in order.
     pub instrs: Vec<Instr>,
+    /// Those that the device does as one, in order. Each is one moment for memory.
+    pub groups: Vec<FusedGroup>,
 }
 
 impl std::fmt::Display for Segment {
@@ -246,14 +250,14 @@ impl std::fmt::Display for Segment {
     }
 }
 
-/// From the first instruction of a segment that touches a buffer to the last.
+/// The instructions of a segment during which a buffer is in use (see [`Segment::in_use`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Life {
     /// The buffer.
     pub buffer: BufferId,
     /// The first.
     pub first: usize,
-    /// The last, or where that overlaps with others the first that waits for it.
+    /// The last.
     pub last: usize,
 }
 
@@ -263,22 +267,35 @@ impl Segment {
         let mut lives: Vec<Life> = Vec::new();
         let mut known: Vec<Option<usize>> = Vec::new();
         for (t, instr) in self.instrs.iter().enumerate() {
-            let until = self.held_until(t);
+            let (first, last) = self.in_use(t).into_inner();
             for buffer in instr.buffers().filter(|b| counts(*b)) {
                 known.resize(known.len().max(buffer.0 + 1), None);
                 let at = *known[buffer.0].get_or_insert_with(|| {
-                    lives.push(Life { buffer, first: t, last: t });
+                    lives.push(Life { buffer, first, last });
                     lives.len() - 1
                 });
-                lives[at].last = lives[at].last.max(until);
+                lives[at].last = lives[at].last.max(last);
             }
         }
         lives
     }
 
-    /// The instruction up to which the operands of instruction `i` must stay: itself, or where it overlaps with others the
-    /// first that waits for it (or for one issued after it), or the last.
-    pub fn held_until(&self, i: usize) -> usize {
+    /// The group that an instruction belongs to.
+    pub fn group_of(&self, i: usize) -> Option<&FusedGroup> {
+        let behind = self.groups.partition_point(|g| g.instrs.start <= i);
+        self.groups[..behind].last().filter(|g| g.instrs.contains(&i))
+    }
+
+    /// The instructions during which the operands and scratch of instruction `i` are in use: its group, or itself; where it overlaps with others,
+    /// up to the first that waits for it.
+    pub fn in_use(&self, i: usize) -> RangeInclusive<usize> {
+        let moment = |i: usize| self.group_of(i).map_or(i..i + 1, |g| g.instrs.clone());
+        moment(i).start..=moment(self.held_until(i)).end - 1
+    }
+
+    /// The first instruction that waits for instruction `i` of another stream (or for one issued after it), or the last; itself where
+    /// none overlaps with it.
+    fn held_until(&self, i: usize) -> usize {
         match self.instrs[i].stream {
             Stream::Compute => i,
             Stream::Communication => {
@@ -475,6 +492,9 @@ impl std::fmt::Display for StepProgram {
                     let b = &self.buffers[w.0];
                     let lifetime = self.regions[b.region].lifetime.name();
                     write!(f, " scratch {} bytes at {lifetime}+{}", b.bytes, b.offset)?;
+                }
+                if let Some(group) = s.group_of(n).filter(|g| g.instrs.start == n) {
+                    write!(f, " as one with the next {} ({})", group.instrs.len() - 1, group.fusion.name())?;
                 }
                 writeln!(f)?;
             }

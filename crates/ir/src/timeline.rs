@@ -1,7 +1,7 @@
 //! Memory over time: the bytes of each class that are in use at every instruction.
 //!
 //! States and host buffers are in use throughout. A saved or temporary buffer is from the call that writes it to the last call
-//! that reads it (see [`Segment::held_until`](crate::program::Segment::held_until) for collectives that overlap). The arena is
+//! that reads it (see [`Segment::in_use`](crate::program::Segment::in_use) for collectives that overlap and what is done as one). The arena is
 //! larger than the peak of this: buffers are aligned, the saved regions and the frame stand side by side even where not all of
 //! both is in use, and temporary buffers that come and go leave holes in the frame.
 
@@ -99,11 +99,12 @@ impl<'a> Lives<'a> {
         Self { program, always, points: Vec::new(), spans: BTreeMap::new() }
     }
 
-    /// The life called `key` goes on at least as long as the operands of this instruction must stay.
+    /// The life called `key` has the instructions during which the operands of this one, which runs now, are in use.
     fn extend(&mut self, key: (u64, u64, u64), b: BufferId, event: &Event) {
-        let now = self.points.len();
-        let until = now + event.segment().held_until(event.index) - event.index;
-        self.spans.entry(key).and_modify(|span| span.1 = span.1.max(until)).or_insert((now, until, b));
+        let (from, until) = event.segment().in_use(event.index).into_inner();
+        let point = |instr: usize| self.points.len() + instr - event.index;
+        let (from, until) = (point(from), point(until));
+        self.spans.entry(key).and_modify(|span| span.1 = span.1.max(until)).or_insert((from, until, b));
     }
 
     fn finish(self) -> Vec<Point> {

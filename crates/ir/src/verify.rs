@@ -2,9 +2,10 @@
 
 mod memory;
 
+use crate::fusion::FusedGroup;
 use crate::graph::{Graph, Node, Phase, Source, State};
 use crate::op::{Elem, Operand};
-use crate::program::{Arg, Instr, Lifetime, Slot, StepProgram, Sum};
+use crate::program::{Arg, BufferId, Instr, Lifetime, Segment, Slot, StepProgram, Stream, Sum};
 use crate::walk::Walk;
 use crate::{Axes, DType, Op, Placement, Sharding, TensorType, ValueId, placements};
 
@@ -148,6 +149,15 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             let at = || Walk::first(program).event(Slot::new(s, 0), i).to_string();
             check_instr(program, instr).map_err(|reason| unsound(at(), reason))?;
         }
+        let mut end = 0;
+        for group in &segment.groups {
+            let at = || format!("stage {}, {segment} {:?} ({})", program.stage, group.instrs, group.fusion.name());
+            if group.instrs.start < end {
+                return Err(unsound(at(), "stands where another group does"));
+            }
+            check_group(program, segment, group).map_err(|reason| unsound(at(), reason))?;
+            end = group.instrs.end;
+        }
     }
     memory::check(program)
 }
@@ -193,6 +203,28 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         }
         if arg.ty.bytes() * program.mesh.size(arg.part) as u64 > program.buffers[arg.buffer.0].bytes {
             return Err(format!("{name}: `{}` does not fit its buffer", program.values[arg.value]));
+        }
+    }
+    Ok(())
+}
+
+/// A group is of a kind that its ops can be, waits for nothing once it has begun, and is one moment: what any of its instructions
+/// touches shares memory with what another does only where that is the same buffer.
+fn check_group(program: &StepProgram, segment: &Segment, group: &FusedGroup) -> Result<(), String> {
+    let instrs = segment.instrs.get(group.instrs.clone()).ok_or("has instructions that are not there")?;
+    if !group.fusion.fits(&instrs.iter().map(|i| i.op).collect::<Vec<_>>()) {
+        return Err("has other ops".into());
+    }
+    if instrs.iter().any(|i| i.stream != Stream::Compute) || instrs[1..].iter().any(|i| !i.waits.is_empty()) {
+        return Err("waits for another stream".into());
+    }
+    let mut touched: Vec<BufferId> = instrs.iter().flat_map(Instr::buffers).collect();
+    touched.sort_unstable_by_key(|b| (program.buffers[b.0].region, program.buffers[b.0].offset, b.0));
+    touched.dedup();
+    for pair in touched.windows(2) {
+        let [a, b] = [pair[0], pair[1]].map(|b| &program.buffers[b.0]);
+        if a.region == b.region && b.offset < a.offset + a.bytes {
+            return Err(format!("`{}` and `{}` share memory", a.name, b.name));
         }
     }
     Ok(())

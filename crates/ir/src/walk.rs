@@ -184,7 +184,8 @@ mod tests {
 
     /// A program of empty segments, those of chunk 1 behind those of chunk 0: forward, backward, the last backward; then the update.
     fn program() -> StepProgram {
-        let segment = |s: usize| Segment { name: "s", chunk: if s == 6 { 0 } else { s / 3 }, instrs: vec![] };
+        let segment =
+            |s: usize| Segment { name: "s", chunk: if s == 6 { 0 } else { s / 3 }, instrs: vec![], groups: vec![] };
         StepProgram {
             mesh: Mesh::ONE,
             stage: 0,

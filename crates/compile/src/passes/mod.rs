@@ -104,6 +104,8 @@ pub(crate) mod tests {
             cross_entropy_logits: 1 << 20,
             cross_entropy_rows: 1024,
             workspaces: BTreeMap::new(),
+            fusions: Vec::new(),
+            faster: Vec::new(),
         };
         let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
         (

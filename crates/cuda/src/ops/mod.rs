@@ -2,8 +2,8 @@
 
 mod elements;
 mod embedding;
+pub mod fused;
 mod head;
-pub mod join;
 mod linear;
 mod naive;
 mod norm;
@@ -16,7 +16,7 @@ use norm::Kind;
 use crate::call::Call;
 use crate::matmul::WORKSPACE;
 use crate::{CudaError, attention};
-use lockstep_ir::{DType, DeviceProfile, Op, Workspace};
+use lockstep_ir::{DType, DeviceProfile, Fusion, Op, Workspace};
 use std::collections::BTreeMap;
 
 /// Every buffer starts at a multiple of this.
@@ -63,6 +63,8 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         cross_entropy_logits: 1 << 29,
         cross_entropy_rows: 8192,
         workspaces,
+        fusions: Fusion::ALL.to_vec(),
+        faster: Vec::new(),
     }
 }
 

@@ -95,7 +95,7 @@ pub(super) fn single_op(
         buffers,
         values,
         tensors,
-        segments: vec![Segment { name: "op", chunk: 0, instrs: vec![instr] }],
+        segments: vec![Segment { name: "op", chunk: 0, instrs: vec![instr], groups: Vec::new() }],
         entries: vec![Entry { name: StepProgram::TRAIN.into(), schedule: (0..micro_batches).map(slot).collect() }],
     })
 }

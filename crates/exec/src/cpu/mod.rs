@@ -89,6 +89,8 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         cross_entropy_logits: 16 << 20,
         cross_entropy_rows: 1024,
         workspaces,
+        fusions: Vec::new(),
+        faster: Vec::new(),
     }
 }
 
