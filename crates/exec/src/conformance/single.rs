@@ -49,7 +49,9 @@ pub(super) fn single_op(
         buffers.push(Buffer { name: name.clone(), class: Class::Optimizer, layer: None, region, offset: end, bytes });
         end += profile.align(bytes);
         let value = ValueId(values.len());
-        let (role, sharding) = (Role::State(State::Gradient { of: value }), Sharding::REPLICATED);
+        // Inputs are there when the step begins, sums are not.
+        let state = if kind == "in" { State::Cache } else { State::Gradient { of: value } };
+        let (role, sharding) = (Role::State(state), Sharding::REPLICATED);
         let (ty, whole) = (ty.clone(), ty.clone());
         tensors.push(Tensor {
             name: name.clone(),
