@@ -306,7 +306,7 @@ impl Lowering<'_> {
         let segment = |part: &Part| Segment { name: part.name, chunk: part.chunk, instrs: vec![], groups: vec![] };
         let mut segments: Vec<Segment> = parts.iter().map(segment).collect();
         let mut begun = vec![false; g.values.len()];
-        for (s, node) in order.into_iter().filter(|(_, node)| !matches!(node.op, Op::Shard { .. })) {
+        for (s, node) in order.into_iter().filter(|(_, node)| !node.op.spec().is_view()) {
             let mut arg = |v: ValueId, output: bool| {
                 let (value, part) = local.meant(v);
                 let sum = match (&g.get(v).source, output) {

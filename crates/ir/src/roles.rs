@@ -3,6 +3,7 @@
 //! Ranks of one stage run the same program, so their collectives match by themselves. Between stages this check walks all
 //! programs at once, one rank of each, with the send buffers that they have.
 
+use crate::op::Transfer;
 use crate::program::{Entry, Instr, Segment, Slot, StepProgram};
 use crate::walk::{Event, Walk};
 use crate::{DType, MeshAxis, Op};
@@ -91,8 +92,8 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                     true => Ok(()),
                     false => Err(mismatch(at(), format!("there is no stage {other}"))),
                 };
-                match step.instr.op {
-                    Op::Send { stage: to, tag } => {
+                match step.instr.op.transfer() {
+                    Some(Transfer::Send { stage: to, tag }) => {
                         known(to)?;
                         let message: u64 = step.instr.inputs.iter().map(|a| a.ty.bytes()).sum();
                         let send_buffer = step.instr.workspace.map_or(0, |w| programs[stage].buffers[w.0].bytes);
@@ -105,7 +106,7 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                         }
                         waiting.push_back(step);
                     }
-                    Op::Receive { stage: from, tag } => {
+                    Some(Transfer::Receive { stage: from, tag }) => {
                         known(from)?;
                         let Some(sent) = messages.entry((from, stage, tag)).or_default().pop_front() else { break };
                         let (meant, theirs) = (payload(sent.instr), message(sent));
@@ -120,9 +121,15 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                         }
                     }
                     // A sum over all stages: runs when all have come to theirs.
-                    _ => {
+                    Some(
+                        Transfer::AllReduce { .. }
+                        | Transfer::SumShared { .. }
+                        | Transfer::ReduceScatter { .. }
+                        | Transfer::AllGather { .. },
+                    )
+                    | None => {
                         let others: Vec<Option<&Event>> = (0..programs.len()).map(|s| all[s].get(next[s])).collect();
-                        let sums = |s: &Event| matches!(s.instr.op, Op::AllReduce { .. });
+                        let sums = |s: &Event| matches!(s.instr.op.transfer(), Some(Transfer::AllReduce { .. }));
                         if let Some(gone) = others.iter().position(Option::is_none) {
                             return Err(mismatch(at(), format!("stage {gone} has ended without taking part")));
                         }

@@ -80,8 +80,7 @@ impl Sweep<'_> {
         }
         let (phase, layer) = (node.phase, node.layer);
         let made: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
-        // Chunks of dx are joined before they are reduced.
-        let waits = matches!(node.op, Op::VocabGrad { .. });
+        let waits = node.op.spec().chunks;
         g.nodes.push(node);
         for v in made {
             if let Source::Node { into: Some(state) } = g.get(v).source {

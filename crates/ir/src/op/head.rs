@@ -130,6 +130,7 @@ pub(super) static VOCAB_GRAD: Spec = row(
 .sums(1)
 .splits(&["bc", "v"])
 .numbers('v')
+.chunks()
 .local(|op, _| {
     attributes!(op, Op::VocabGrad { rows });
     Op::VocabGrad { rows: rows.of_one_rank() }

@@ -113,6 +113,8 @@ pub struct Spec {
     pub numbers: Option<char>,
     /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
     pub keeps_partial: bool,
+    /// Whether its outputs are chunks, joined by another op before they are reduced.
+    pub chunks: bool,
     /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
     /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
@@ -189,6 +191,7 @@ pub(super) const fn row(
         splits: &[],
         numbers: None,
         keeps_partial: false,
+        chunks: false,
         cheap: &[],
         run_by: RunBy::Kernel,
         reshards: None,
@@ -268,6 +271,11 @@ impl Spec {
         matches!(self.run_by, RunBy::Kernel)
     }
 
+    /// Whether its output is a part of its input's memory.
+    pub const fn is_view(&self) -> bool {
+        matches!(self.run_by, RunBy::View)
+    }
+
     pub(super) const fn optional(self, optional: usize) -> Spec {
         Spec { optional, ..self }
     }
@@ -306,6 +314,10 @@ impl Spec {
 
     pub(super) const fn keeps_partial(self) -> Spec {
         Spec { keeps_partial: true, ..self }
+    }
+
+    pub(super) const fn chunks(self) -> Spec {
+        Spec { chunks: true, ..self }
     }
 
     pub(super) const fn cheap(self, cheap: &'static [usize]) -> Spec {
