@@ -269,3 +269,77 @@ fn sum_tied_gradients(
         out.parts.iter_mut().filter(|(state, _)| state == accumulator).for_each(|pair| pair.0 = home);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::passes::tests::two_layers;
+    use lockstep_ir::schedule::{Generator, PipeSlot};
+    use lockstep_ir::{Layout, Mesh, MeshAxis, Schedule};
+
+    /// Two virtual stages on one rank.
+    struct Both;
+
+    impl Generator for Both {
+        fn chunks(&self) -> usize {
+            2
+        }
+
+        fn slots(&self, _ranks: usize, _rank: usize, _micro_batches: usize) -> Vec<PipeSlot> {
+            let (forward, backward) = (PipeSlot::forward, PipeSlot::backward);
+            vec![forward(0, 0), forward(1, 0), backward(1, 0), backward(0, 0)]
+        }
+    }
+
+    /// The messages of a rank: phase, chunk, op and value.
+    fn messages(layout: Layout, rank: usize) -> Vec<String> {
+        let (graph, context) = two_layers(layout);
+        let pipeline = context.layout.pipeline();
+        let RankGraph { graph, chunks } = extract(&graph, &[1], &pipeline, rank).unwrap();
+        let all = graph.nodes.iter().zip(chunks);
+        let messages = all.filter(|(n, _)| matches!(n.op, Op::Send { .. } | Op::Receive { .. }));
+        let printed = messages.map(|(n, chunk)| {
+            let value = n.inputs.first().copied().or(n.outputs.first().copied().flatten()).unwrap();
+            let name = &graph.get(value).name;
+            format!("{} of chunk {chunk}: {}{} {name}", n.phase.letter(), n.op.name(), n.op.attributes())
+        });
+        printed.collect()
+    }
+
+    #[test]
+    fn ranks_send_what_crosses_a_cut_and_the_gradient_sums_of_what_both_use() {
+        let layout = Layout { mesh: Mesh::ONE.with(MeshAxis::Pp, 2), ..Layout::single(2) };
+        assert_eq!(
+            messages(layout, 0),
+            [
+                "F of chunk 0: send { stage: 1, tag: 0 } mid",
+                "W of chunk 0: receive { stage: 1, tag: 1 } d.mid",
+                "U of chunk 0: send { stage: 1, tag: 2 } grad.table.2",
+                "U of chunk 0: receive { stage: 1, tag: 2 } grad.table.received",
+            ]
+        );
+        assert_eq!(
+            messages(layout, 1),
+            [
+                "F of chunk 0: receive { stage: 0, tag: 0 } mid",
+                "B of chunk 0: send { stage: 0, tag: 1 } d.mid",
+                "U of chunk 0: send { stage: 0, tag: 2 } grad.table",
+                "U of chunk 0: receive { stage: 0, tag: 2 } grad.table.2.received",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_rank_sends_to_itself_what_its_other_chunk_reads() {
+        let layout = Layout { schedule: Schedule::new("both", &Both), ..Layout::single(1) };
+        assert_eq!(
+            messages(layout, 0),
+            [
+                "F of chunk 0: send { stage: 0, tag: 0 } mid",
+                "F of chunk 1: receive { stage: 0, tag: 0 } mid.received",
+                "B of chunk 1: send { stage: 0, tag: 4 } d.mid",
+                "W of chunk 0: receive { stage: 0, tag: 4 } d.mid.received",
+            ]
+        );
+    }
+}

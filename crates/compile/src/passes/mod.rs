@@ -142,6 +142,14 @@ pub(crate) mod tests {
         wanted.map(|line| short(line) + "\n").collect()
     }
 
+    /// The small model in two layers, behind all passes, and its context in a layout.
+    pub fn two_layers(layout: Layout) -> (Graph, Context) {
+        let (mut g, context) = small_model();
+        [(1, 0), (2, 0), (3, 1), (4, 1)].into_iter().for_each(|(n, layer)| g.nodes[n].layer = Some(layer));
+        let context = Context { layout, ..context };
+        (TRAINING_PASSES.iter().fold(g, |g, pass| (pass.run)(&g, &context).unwrap()), context)
+    }
+
     /// The same with a third use of the table: a second lookup, added to what reaches the head.
     pub fn used_thrice() -> (Graph, Context) {
         let (mut g, context) = small_model();
