@@ -116,7 +116,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),
             Op::CrossEntropy => head::cross_entropy(call),
-            Op::CrossEntropyGrad => head::cross_entropy_grad(call),
+            Op::CrossEntropyGrad { weight } => head::cross_entropy_grad(call, weight),
             Op::LinearCrossEntropy { rows, scaled } => head::linear_cross_entropy(call, rows, scaled),
             Op::AddState => optimizer::add_state(call),
             Op::Accumulate => optimizer::accumulate(call),

@@ -207,7 +207,7 @@ fn case_f32(op: Op, size: Size) -> (Op, Vec<Input>) {
         }
         Op::Add => vec![(act(d.clone()), Normal), (act(d), Normal)],
         Op::CrossEntropy => vec![(act(v), Normal), (ids(), Targets(50))],
-        Op::CrossEntropyGrad => {
+        Op::CrossEntropyGrad { .. } => {
             vec![(act(v), Normal), (ids(), Targets(50)), (row(), Of(Op::CrossEntropy, 1, &[0, 1]))]
         }
         Op::LinearCrossEntropy { scaled, .. } => {

@@ -56,7 +56,7 @@ pub fn ops() -> Vec<Op> {
         Op::Dropout { rate: 0.3, site: 0x1234_5678_9abc_def0, seq: 60 },
         Op::Add,
         Op::CrossEntropy,
-        Op::CrossEntropyGrad,
+        Op::CrossEntropyGrad { weight: 0.75 },
         Op::LinearCrossEntropy { rows: 23, scaled: false },
         Op::LinearCrossEntropy { rows: 23, scaled: true },
         Op::AddState,

@@ -280,7 +280,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Dropout { rate, site, .. } => dropout::dropout::<T>(call, rate, site),
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
-        Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
+        Op::CrossEntropyGrad { weight } => loss::cross_entropy_grad::<T>(call, weight),
         Op::LinearCrossEntropy { rows, scaled } => head::linear_cross_entropy::<T>(call, rows, scaled),
         Op::AddState => optimizer::add_state(call),
         Op::Accumulate => optimizer::accumulate(call),

@@ -118,7 +118,7 @@ impl Op {
             | Op::GeluGrad
             | Op::Add
             | Op::CrossEntropy
-            | Op::CrossEntropyGrad
+            | Op::CrossEntropyGrad { .. }
             | Op::AddState
             | Op::Accumulate
             | Op::MergeSums

@@ -100,7 +100,7 @@ impl Op {
             | Op::Dropout { .. }
             | Op::Add
             | Op::CrossEntropy
-            | Op::CrossEntropyGrad
+            | Op::CrossEntropyGrad { .. }
             | Op::AddState
             | Op::Accumulate
             | Op::SquareSum { .. }

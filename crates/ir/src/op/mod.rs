@@ -192,7 +192,10 @@ pub enum Op {
     /// [`IGNORED_TARGET`] has no loss, here and in the other ops of the output head.
     CrossEntropy,
     /// Gradient of the sum of token losses.
-    CrossEntropyGrad,
+    CrossEntropyGrad {
+        /// How much the loss counts.
+        weight: f32,
+    },
     /// `CrossEntropy(Linear(x, w))` and its gradients, chunk by chunk, so that the logits never exist whole. Where gradients
     /// are summed in fixed point, a chunk never crosses two sequences: a sequence's share does not depend on its neighbours.
     LinearCrossEntropy {

@@ -585,7 +585,7 @@ impl Op {
             Op::Dropout { .. } => &DROPOUT,
             Op::Add => &ADD,
             Op::CrossEntropy => &CROSS_ENTROPY,
-            Op::CrossEntropyGrad => &CROSS_ENTROPY_GRAD,
+            Op::CrossEntropyGrad { .. } => &CROSS_ENTROPY_GRAD,
             Op::LinearCrossEntropy { scaled: false, .. } => &LINEAR_CROSS_ENTROPY,
             Op::LinearCrossEntropy { scaled: true, .. } => &SCALED_LINEAR_CROSS_ENTROPY,
             Op::AddState => &ADD_STATE,
