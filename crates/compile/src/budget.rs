@@ -62,7 +62,7 @@ struct Set {
 struct Search<'a> {
     estimator: &'a Estimator,
     kinds: Vec<Kind>,
-    stages: Vec<Stage>,
+    stages: Vec<StageMemory>,
     work: usize,
     /// Arenas that have been placed.
     known: BTreeMap<Vec<u64>, u64>,
@@ -98,7 +98,7 @@ struct Cost {
 }
 
 /// What a pipeline stage's arena holds whatever is recomputed, and the bytes that recomputation frees.
-struct Stage {
+struct StageMemory {
     /// States, host buffers, all saved values, and the largest operands that any one call has in the frame.
     bound: u64,
     /// By kind: bytes of each candidate in all layers of the stage and all micro-batches in flight.
@@ -126,7 +126,7 @@ impl<'a> Search<'a> {
         let end = |s: usize| starts.get(s + 1).copied().unwrap_or(layers.kind_of.len());
         let of_stage = |s: usize| starts.get(s).map_or(Vec::new(), |from| layers.kind_of[*from..end(s)].to_vec());
         let stages = none.iter().enumerate();
-        let stages = stages.map(|(s, p)| Stage::new(p, estimator, &layers, &kinds, of_stage(s))).collect();
+        let stages = stages.map(|(s, p)| StageMemory::new(p, estimator, &layers, &kinds, of_stage(s))).collect();
         let mut search = Self { estimator, kinds, stages, work: 0, known: BTreeMap::new() };
         search.note(vec![0; search.kinds.len()], &none);
         Ok(search)
@@ -337,7 +337,7 @@ impl Kind {
     }
 }
 
-impl Stage {
+impl StageMemory {
     fn new(program: &StepProgram, estimator: &Estimator, layers: &Layers, kinds: &[Kind], own: Vec<usize>) -> Self {
         let graph = &estimator.derived;
         let lifetime = |buffer: usize| program.regions[program.buffers[buffer].region].lifetime;

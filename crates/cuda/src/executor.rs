@@ -1,6 +1,7 @@
 //! The CUDA executor: a step program in one allocation of one device, replayed as a CUDA graph.
 
-use crate::attention::{Plans, Written};
+use crate::attention::Written;
+use crate::attention::plans::Plans;
 use crate::call::Call;
 use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;

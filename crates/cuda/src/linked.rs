@@ -3,7 +3,7 @@
 use crate::CudaError;
 use crate::driver::{Address, Stream};
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::{Piece, Place};
+use lockstep_exec::comm::{Piece, ProgramPlace};
 use lockstep_exec::communication::{CommunicationCalls, Link, Mirror, communication_calls};
 use lockstep_ir::program::Slot;
 use lockstep_ir::{Coordinates, StepProgram};
@@ -33,7 +33,7 @@ impl Linked {
 
     /// Tells the others where this rank is.
     pub fn at(&self, op: &'static str, layer: Option<usize>, micro_batch: usize) {
-        self.link.comm.at(Place { op, layer, micro_batch });
+        self.link.comm.at(ProgramPlace { op, layer, micro_batch });
     }
 
     /// Runs an instruction if ranks run it together, and says whether they do. Returns when its results are on the device.

@@ -1,7 +1,7 @@
 //! Instructions that ranks run together, as every executor runs them.
 
 use crate::bound::At;
-use crate::comm::{Collective, CommError, Communicator, Group, Piece, Place};
+use crate::comm::{Collective, CommError, Communicator, Piece, ProgramPlace, RankGroup};
 use crate::cpu::arena;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Axes, Coordinates, MeshAxis, Op, TensorType};
@@ -11,14 +11,14 @@ use std::sync::Arc;
 /// An instruction of several ranks, ready to run on one of them.
 pub struct CommunicationCall {
     what: What,
-    place: Place,
+    place: ProgramPlace,
     /// Bytes of a tensor's buffer behind the tensor, which are to be zero.
     padding: Vec<(At, usize, usize)>,
     pieces: Vec<PieceAt>,
 }
 
 enum What {
-    Together(Collective, Group),
+    Together(Collective, RankGroup),
     Send { to: usize, tag: u32, send_buffer: At, copies: usize },
     Receive { from: usize, tag: u32 },
 }
@@ -44,14 +44,14 @@ impl CommunicationCall {
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
         let mesh = &program.mesh;
         let channel = u32::from(instr.stream == Stream::Communication);
-        let along = |over: Axes| Group { ranks: mesh.group(here, over), channel };
+        let along = |over: Axes| RankGroup { ranks: mesh.group(here, over), channel };
         let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
         let what = match instr.op {
             Op::AllReduce { over } => What::Together(Collective::AllReduce, along(over)),
             Op::SumShared { over, sharers } => {
                 let first = here.index(over, mesh) / sharers * sharers;
                 let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
-                What::Together(Collective::AllReduce, Group { ranks, channel })
+                What::Together(Collective::AllReduce, RankGroup { ranks, channel })
             }
             Op::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
             Op::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
@@ -96,7 +96,7 @@ impl CommunicationCall {
                 pieces.push(PieceAt { input, output, elements, dtype: part.dtype, parts: (of_input, of_output) });
             }
         }
-        let place = Place { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
+        let place = ProgramPlace { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
         Some(Self { what, place, padding, pieces })
     }
 
@@ -126,7 +126,7 @@ impl CommunicationCall {
         slot: Slot,
         scratch: &mut Vec<Piece>,
     ) -> Result<(), CommError> {
-        let place = Place { micro_batch: slot.micro_batch, ..self.place };
+        let place = ProgramPlace { micro_batch: slot.micro_batch, ..self.place };
         comm.at(place);
         let address = |(at, offset): (At, usize)| at.address(base, slot).wrapping_add(offset);
         let none = std::ptr::null_mut();

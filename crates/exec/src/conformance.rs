@@ -27,7 +27,7 @@ pub const SEED: u64 = 7;
 
 /// What came out for one op and shape.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct CaseOutcome {
     /// Op and shape.
     pub case: String,
     /// Largest difference of an output element, divided by the output's largest element.
@@ -56,7 +56,7 @@ pub fn run(
     batch_invariant: bool,
     seed: u64,
     load: Load,
-) -> Result<Vec<Outcome>, ExecError> {
+) -> Result<Vec<CaseOutcome>, ExecError> {
     let mut outcomes = Vec::new();
     for op in ops() {
         let cases = sizes(&op).into_iter().flat_map(|size| gradient_types(&op).iter().map(move |t| (size, *t)));
@@ -151,7 +151,7 @@ fn check(
     inputs: &[Input],
     seed: u64,
     way: Way,
-) -> Result<Outcome, ExecError> {
+) -> Result<CaseOutcome, ExecError> {
     let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
     let drawn = draw(op, inputs, seed);
     let mut expected = evaluate(*op, &types, &drawn);
@@ -200,7 +200,7 @@ fn check(
         }
         error = if relative > error || relative.is_nan() { relative } else { error };
     }
-    Ok(Outcome { case, error, limit, failure })
+    Ok(CaseOutcome { case, error, limit, failure })
 }
 
 /// Ops whose outputs belong to sequences: each sequence alone must give the same bits.
@@ -210,7 +210,7 @@ fn check_batch_invariance(
     load: Load,
     op: Op,
     seed: u64,
-) -> Result<Option<Outcome>, ExecError> {
+) -> Result<Option<CaseOutcome>, ExecError> {
     const BATCH: usize = 3;
     let size = |batch| Size { batch, ..sizes(&op)[0] };
     let spec = op.spec();
@@ -241,7 +241,7 @@ fn check_batch_invariance(
             }
         }
     }
-    Ok(Some(Outcome { case: format!("{} one sequence at a time", op.name()), error: 0.0, limit: 0.0, failure }))
+    Ok(Some(CaseOutcome { case: format!("{} one sequence at a time", op.name()), error: 0.0, limit: 0.0, failure }))
 }
 
 fn execute(

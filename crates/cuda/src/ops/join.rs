@@ -4,7 +4,7 @@ use super::norm::{self, Kind};
 use super::{elements, issue, linear, optimizer};
 use crate::CudaError;
 use crate::call::Call;
-use crate::matmul::{Epilogue, Shape};
+use crate::matmul::{Epilogue, MatmulShape};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::Op;
 use lockstep_ir::graph::Phase;
@@ -18,7 +18,7 @@ pub type Groups = Vec<Vec<usize>>;
 pub fn groups(
     program: &StepProgram,
     segments: &[Vec<Bound>],
-    worth: &dyn Fn(Shape) -> Result<bool, CudaError>,
+    worth: &dyn Fn(MatmulShape) -> Result<bool, CudaError>,
 ) -> Result<Vec<Groups>, CudaError> {
     // A matmul that fuses GELU applies it to its f32 sums, a kernel of what was stored, and the sums themselves may be another plan's: where one
     // is recomputed, or its input, all are left to the kernel, so that they come out as the first time.
@@ -51,7 +51,7 @@ fn of_segment(
     instrs: &[Instr],
     bounds: &[Bound],
     gelu: bool,
-    worth: &dyn Fn(Shape) -> Result<bool, CudaError>,
+    worth: &dyn Fn(MatmulShape) -> Result<bool, CudaError>,
 ) -> Result<Groups, CudaError> {
     let worth = |at: usize, epilogue| linear::with_epilogue(&bounds[at], epilogue).map_or(Ok(false), worth);
     let mut groups: Groups = vec![Vec::new(); instrs.len()];
@@ -94,7 +94,7 @@ fn count(program: &StepProgram, instrs: &[Instr]) -> usize {
 }
 
 /// The matmuls that a group needs, so that they can be planned before anything runs.
-pub fn shapes(bounds: &[Bound], group: &[usize]) -> Vec<Shape> {
+pub fn shapes(bounds: &[Bound], group: &[usize]) -> Vec<MatmulShape> {
     let ops: Vec<Op> = group.iter().map(|i| bounds[*i].op).collect();
     let epilogue = match ops[..] {
         [Op::Linear, Op::AddBias] => Some(Epilogue::Bias),

@@ -6,7 +6,7 @@
 mod endings;
 mod messages;
 
-use super::{Collective, CommError, Communicator, Group, Piece, Place, RankGuard};
+use super::{Collective, CommError, Communicator, Piece, ProgramPlace, RankGroup, RankGuard};
 use lockstep_ir::{DType, bf16, counter, f16, fixed};
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ fn at_once(make: Make<'_>) -> Result<(), String> {
 /// One collective with made-up data: everybody can compute everybody's inputs.
 struct Job {
     kind: Collective,
-    group: Group,
+    group: RankGroup,
     pieces: Vec<(usize, DType)>,
     in_place: bool,
     key: u64,
@@ -144,7 +144,7 @@ impl Job {
         let draw = |i: u64, n: usize| (counter::bits(key, i) % n as u64) as usize;
         let kind = KINDS[draw(0, 3)];
         let pieces = (0..1 + draw(1, 3) as u64).map(|p| (draw(10 + p, 70), DTYPES[draw(20 + p, 4)])).collect();
-        Self { kind, group: Group { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
+        Self { kind, group: RankGroup { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
     }
 
     /// Elements of what a member gives for piece `p`.
@@ -170,7 +170,7 @@ impl Job {
     fn run(&self, comm: &dyn Communicator) -> Result<(), String> {
         let n = self.group.ranks.len();
         let Some(index) = self.group.ranks.iter().position(|&rank| rank == comm.rank()) else { return Ok(()) };
-        let place = Place { op: self.kind.name(), layer: None, micro_batch: 0 };
+        let place = ProgramPlace { op: self.kind.name(), layer: None, micro_batch: 0 };
         comm.at(place);
         let mut memory = Vec::new();
         for (p, &(elements, dtype)) in self.pieces.iter().enumerate() {
@@ -297,8 +297,8 @@ fn rotated(ranks: usize, by: usize) -> Vec<usize> {
     if by.is_multiple_of(2) { order.collect() } else { order.rev().collect() }
 }
 
-fn rotated_group(ranks: usize, by: usize) -> Group {
-    Group { ranks: rotated(ranks, by), channel: 0 }
+fn rotated_group(ranks: usize, by: usize) -> RankGroup {
+    RankGroup { ranks: rotated(ranks, by), channel: 0 }
 }
 
 /// Sometimes lets others go first.

@@ -17,7 +17,7 @@
 use super::message_queue::{MessageQueue, SendBuffer};
 use super::peers::Peers;
 use super::rendezvous::{Rendezvous, copy};
-use super::{Collective, CommError, Communicator, Group, Piece, Place, sum};
+use super::{Collective, CommError, Communicator, Piece, ProgramPlace, RankGroup, sum};
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -38,7 +38,7 @@ type Table<K, V> = RwLock<HashMap<K, Arc<V>>>;
 
 struct Shared {
     peers: Peers,
-    rendezvous: Table<Group, Rendezvous>,
+    rendezvous: Table<RankGroup, Rendezvous>,
     /// By sender, receiver and tag.
     queues: Table<(usize, usize, u32), MessageQueue>,
 }
@@ -64,7 +64,7 @@ impl Threads {
     }
 
     /// Every call starts here.
-    fn begin(&self, place: Place) -> Result<(), CommError> {
+    fn begin(&self, place: ProgramPlace) -> Result<(), CommError> {
         if let Some(error) = self.peers().failure() {
             return Err(error.clone());
         }
@@ -84,7 +84,7 @@ impl Threads {
         result
     }
 
-    fn refuse(&self, place: Place, reason: impl Into<String>) -> CommError {
+    fn refuse(&self, place: ProgramPlace, reason: impl Into<String>) -> CommError {
         self.peers().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
     }
 
@@ -100,7 +100,13 @@ impl Threads {
     }
 
     /// This rank's place in the group, after a look at what it asks for.
-    fn index(&self, kind: Collective, group: &Group, pieces: &[Piece], place: Place) -> Result<usize, CommError> {
+    fn index(
+        &self,
+        kind: Collective,
+        group: &RankGroup,
+        pieces: &[Piece],
+        place: ProgramPlace,
+    ) -> Result<usize, CommError> {
         if let Some(piece) = pieces.iter().find(|piece| kind.sums() && !sum::adds(piece.dtype)) {
             return Err(self.refuse(place, format!("{kind} of {}, which has no sum", piece.dtype)));
         }
@@ -114,7 +120,7 @@ impl Threads {
         Ok(index)
     }
 
-    fn queue(&self, from: usize, to: usize, tag: u32, place: Place) -> Result<Arc<MessageQueue>, CommError> {
+    fn queue(&self, from: usize, to: usize, tag: u32, place: ProgramPlace) -> Result<Arc<MessageQueue>, CommError> {
         if from.max(to) >= self.ranks() {
             let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
             return Err(self.refuse(place, reason));
@@ -132,16 +138,16 @@ impl Communicator for Threads {
         self.peers().ranks()
     }
 
-    fn at(&self, place: Place) {
+    fn at(&self, place: ProgramPlace) {
         self.peers().at(self.rank, place);
     }
 
     unsafe fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -168,7 +174,7 @@ impl Communicator for Threads {
         bytes: usize,
         send_buffer: *mut u8,
         copies: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -188,7 +194,7 @@ impl Communicator for Threads {
         tag: u32,
         data: *mut u8,
         bytes: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -201,7 +207,7 @@ impl Communicator for Threads {
 
     fn leave(&self) {
         self.peers().leave(self.rank);
-        let place = Place { op: "leave", layer: None, micro_batch: 0 };
+        let place = ProgramPlace { op: "leave", layer: None, micro_batch: 0 };
         for queue in self.outgoing() {
             if queue.flush(self.peers(), place).is_err() {
                 break;

@@ -24,7 +24,7 @@ mod simd;
 mod vocab;
 
 use crate::bound::{Names, check_scratch, check_write};
-use crate::comm::{Piece, Place};
+use crate::comm::{Piece, ProgramPlace};
 use crate::communication::{CommunicationCall, CommunicationCalls, Link, communication_calls};
 use crate::{ExecError, Executor, Rank, Timing};
 use arena::Arena;
@@ -212,7 +212,7 @@ impl CpuExecutor {
         let coordinates = self.link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
         if let Some(link) = &self.link {
             let layer = self.program.segments[slot.segment].instrs[index].layer;
-            link.comm.at(Place { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
+            link.comm.at(ProgramPlace { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
         }
         let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot, coordinates };
         match bound.float {

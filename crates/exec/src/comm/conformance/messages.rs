@@ -1,10 +1,10 @@
 //! Messages: order, copies, tags, and the end of the sender.
 
 use super::{Buffer, Make, delay, together, values};
-use crate::comm::{Communicator, Place};
+use crate::comm::{Communicator, ProgramPlace};
 use lockstep_ir::DType;
 
-const PLACE: Place = Place { op: "message", layer: None, micro_batch: 0 };
+const PLACE: ProgramPlace = ProgramPlace { op: "message", layer: None, micro_batch: 0 };
 
 pub fn check(make: Make<'_>) -> Result<(), String> {
     for ranks in 1..=5 {
