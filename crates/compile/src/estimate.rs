@@ -1,7 +1,7 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
 use crate::passes::{AUTODIFF, Candidate, FORWARD_PASSES, Layers, Recompute, Recomputed, passes_behind};
-use crate::{CompileError, Context, evaluated, lower, memory, model_flops, stage};
+use crate::{CompileError, Context, evaluated, lower, model_flops, placed, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Graph, MeshAxis, StepProgram, TypeError};
 use std::collections::BTreeSet;
@@ -38,7 +38,7 @@ impl Estimator {
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
             let train = stage::extract(graph, &self.cuts, s)?;
-            Ok(memory::place(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
+            Ok(placed(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
         };
         Ok((0..context.layout.mesh.size(MeshAxis::Pp)).map(program).collect::<Result<_, _>>()?)
     }

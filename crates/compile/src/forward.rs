@@ -4,7 +4,7 @@
 //! entry are its own, named after it.
 
 use crate::passes::SHARDING_PASSES;
-use crate::{CompileError, Context, FORWARD_PASSES, check, lower, memory, run};
+use crate::{CompileError, Context, FORWARD_PASSES, check, lower, placed, run};
 use lockstep_ir::graph::{Source, Value};
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{Graph, StepProgram, ValueId};
@@ -21,7 +21,7 @@ pub fn compile_forward(entries: &[(&'static str, Graph)], context: &Context) -> 
         check("join", join(&mut joined, entry, &graph))?;
     }
     check("join", verify::graph(&joined))?;
-    let program = memory::place(lower::lower_forward(&joined, &counts, context)?, context);
+    let program = placed(lower::lower_forward(&joined, &counts, context)?, context);
     check("memory", verify::program(&program, context.device.alignment))?;
     Ok(program)
 }

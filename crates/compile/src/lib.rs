@@ -7,6 +7,7 @@
 mod budget;
 mod estimate;
 mod forward;
+mod join;
 mod local;
 mod lower;
 mod memory;
@@ -16,6 +17,7 @@ mod stage;
 pub use budget::{Fit, fit};
 pub use estimate::Estimator;
 pub use forward::compile_forward;
+pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, SHARDING_PASSES, passes_behind};
 pub use passes::{
@@ -126,7 +128,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     let mut programs = Vec::new();
     for s in 0..stages {
         let (train, evaluate) = (stage::extract(&graph, &cuts, s)?, stage::extract(&evaluate, &cuts, s)?);
-        let program = memory::place(lower::lower(&train, &evaluate, context, s)?, context);
+        let program = placed(lower::lower(&train, &evaluate, context, s)?, context);
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);
     }
@@ -138,6 +140,11 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
 fn evaluated(stored: &Graph, context: &Context) -> Result<Graph, CompileError> {
     let graph = stored.clone().without_dropout().without_dead_code();
     SHARDING_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))
+}
+
+/// What was lowered, with what the device does as one and where every buffer stands.
+fn placed(lowered: lower::Unplaced, context: &Context) -> StepProgram {
+    memory::place(join::join(lowered, &context.device), context)
 }
 
 /// Runs a pass and checks what it has made.

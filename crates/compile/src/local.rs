@@ -3,6 +3,7 @@
 use crate::Context;
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::Rows;
+use lockstep_ir::program::Offsets;
 use lockstep_ir::{Axes, Graph, Mesh, MeshAxis, Op, Placement, Sharding, TensorType, ValueId};
 
 pub(crate) struct Local<'a> {
@@ -124,18 +125,90 @@ impl<'a> Local<'a> {
         }
     }
 
-    /// Entries of the whole vocabulary, where this rank works on a part.
-    pub(crate) fn vocab(&self, node: &Node) -> Option<usize> {
-        let table = match node.op {
-            Op::Embedding | Op::VocabLogits { .. } => node.inputs[1],
-            Op::VocabGrad { .. } => node.inputs[3],
-            Op::EmbeddingGrad { .. } => node.outputs[0]?,
-            _ => return None,
-        };
-        let table = match self.graph.get(table).source {
-            Source::Node { into: Some(sum) } => self.graph.get(sum),
-            _ => self.graph.get(table),
-        };
-        matches!(table.sharding.over(MeshAxis::Tp), Placement::Split(_)).then(|| table.ty.dims[0].size())
+    /// Where the parts of ranks start, for an op that must know.
+    pub(crate) fn offsets(&self, node: &Node) -> Option<Offsets> {
+        let (input, at, dim) = node.op.numbered(node.inputs.len())?;
+        let v = if input { node.inputs[at] } else { node.outputs[at]? };
+        Offsets::new(self.graph.ty(v), &self.sharding(v), dim, &self.mesh)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::passes::TRAINING_PASSES;
+    use crate::passes::tests::derived;
+    use lockstep_ir::Layout;
+    use std::fmt::Write;
+
+    /// Every value of the update as a rank has it: shape, bytes of its buffer, and whose buffer that is.
+    fn local(layout: Layout, names: &[&str]) -> String {
+        let (before, context) = derived(layout, 4);
+        let rest = TRAINING_PASSES.iter().skip_while(|pass| pass.name != "shard");
+        let g = rest.fold(before, |g, pass| (pass.run)(&g, &context).unwrap());
+        let local = Local::new(&g, &context);
+        let mut text = String::new();
+        for (i, value) in g.values.iter().enumerate().filter(|(_, value)| names.contains(&value.name.as_str())) {
+            let v = ValueId(i);
+            let (meant, part) = local.meant(v);
+            let (name, bytes) = (&value.name, local.bytes(v));
+            writeln!(text, "{name}: {}, {bytes} bytes in {} over {part:?}", local.ty(v), g.get(meant).name).unwrap();
+        }
+        text
+    }
+
+    #[test]
+    fn a_whole_that_ranges_are_cut_from_has_room_for_all_of_them() {
+        let names = ["table", "grad.table", "m.table", "table.range", "table.next", "table.next.whole"];
+        assert_eq!(
+            local("dp=2".parse().unwrap(), &names),
+            "\
+table: f32[vocab:8, embed:2], 64 bytes in table over none
+grad.table: f32[vocab:8, embed:2], 64 bytes in grad.table over none
+m.table: f32[vocab:8, embed:2], 64 bytes in m.table over none
+table.next: f32[vocab:8, embed:2], 64 bytes in table.next over none
+"
+        );
+        assert_eq!(
+            local("dp=2,zero=1".parse().unwrap(), &names),
+            "\
+table: f32[vocab:8, embed:2], 512 bytes in table over none
+grad.table: f32[vocab:8, embed:2], 512 bytes in grad.table over none
+m.table: f32[flat:64], 256 bytes in m.table over none
+table.range: f32[flat:64], 256 bytes in table over dp
+table.next: f32[flat:64], 256 bytes in table.next over dp
+table.next.whole: f32[vocab:8, embed:2], 512 bytes in table.next.whole over none
+"
+        );
+        assert_eq!(
+            local("dp=2,zero=3".parse().unwrap(), &names),
+            "\
+table: f32[flat:64], 256 bytes in table over none
+grad.table: f32[flat:64], 256 bytes in grad.table over none
+m.table: f32[flat:64], 256 bytes in m.table over none
+table.next: f32[flat:64], 256 bytes in table.next over none
+"
+        );
+    }
+
+    #[test]
+    fn ops_over_parts_know_where_they_start() {
+        let (before, context) = derived("dp=2,tp=2".parse().unwrap(), 4);
+        let rest = TRAINING_PASSES.iter().skip_while(|pass| pass.name != "shard");
+        let g = rest.fold(before, |g, pass| (pass.run)(&g, &context).unwrap());
+        let local = Local::new(&g, &context);
+        let numbered = g.nodes.iter().filter_map(|node| Some((node.op.name(), local.offsets(node)?)));
+        for (op, offsets) in numbered {
+            assert_eq!(
+                format!("{:?} {:?} of {}", offsets.over, offsets.starts, offsets.whole),
+                "tp [0, 4] of 8",
+                "{op}"
+            );
+        }
+        let rows = g.nodes.iter().find_map(|node| match local.op(node) {
+            Op::VocabLogits { rows, parts } => Some((rows.count, rows.ranks, parts)),
+            _ => None,
+        });
+        assert_eq!(rows, Some((8, 1, 1)));
     }
 }

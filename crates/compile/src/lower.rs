@@ -237,7 +237,8 @@ impl Lowering<'_> {
         let order: Vec<(usize, &Node)> =
             parts.iter().enumerate().flat_map(|(s, (_, nodes))| nodes.iter().map(move |n| (s, *n))).collect();
         let place = self.share(local, persistent, &order, temporary);
-        let mut segments: Vec<Segment> = parts.iter().map(|(name, _)| Segment { name, instrs: Vec::new() }).collect();
+        let mut segments: Vec<Segment> =
+            parts.iter().map(|(name, _)| Segment { name, instrs: Vec::new(), groups: Vec::new() }).collect();
         let mut begun = vec![false; g.values.len()];
         for (s, node) in order.into_iter().filter(|(_, node)| !matches!(node.op, Op::Shard { .. })) {
             let mut arg = |v: ValueId, output: bool| {
@@ -261,7 +262,7 @@ impl Lowering<'_> {
             let op = local.op(node);
             let workspace = self.workspace(local, node, op, &inputs, temporary)?;
             let Node { phase, layer, .. } = *node;
-            let (stream, vocab) = (stream(node), local.vocab(node));
+            let (stream, offsets) = (stream(node), local.offsets(node));
             segments[s].instrs.push(Instr {
                 op,
                 inputs,
@@ -271,7 +272,7 @@ impl Lowering<'_> {
                 layer,
                 stream,
                 waits: vec![],
-                vocab,
+                offsets,
             });
         }
         segments.iter_mut().for_each(wait);
@@ -367,11 +368,7 @@ fn is_gathered(node: &Node) -> bool {
 
 /// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.
 fn stream(node: &Node) -> Stream {
-    let over = match node.op {
-        Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => over,
-        _ => Axes::NONE,
-    };
-    let overlaps = !over.within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
+    let overlaps = !node.op.over().within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
     if overlaps { Stream::Communication } else { Stream::Compute }
 }
 

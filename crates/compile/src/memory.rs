@@ -67,13 +67,14 @@ fn pack(segment: &Segment, members: &[bool], sizes: &[u64], offsets: &mut [u64])
     let mut index = vec![usize::MAX; sizes.len()];
     for (t, instr) in segment.instrs.iter().enumerate() {
         let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
+        let in_use = segment.in_use(t);
         for buffer in args.chain(instr.workspace.map(|w| w.0)).filter(|&b| members[b]) {
             if index[buffer] == usize::MAX {
                 index[buffer] = lives.len();
-                lives.push(Life { buffer, first: t, last: t });
+                lives.push(Life { buffer, first: *in_use.start(), last: t });
             }
             let life = &mut lives[index[buffer]];
-            life.last = life.last.max(segment.held_until(t));
+            life.last = life.last.max(*in_use.end());
         }
     }
     lives.sort_by_key(|l| (std::cmp::Reverse(sizes[l.buffer]), l.first, l.buffer));

@@ -6,8 +6,8 @@ use crate::driver::{Address, Stream};
 use crate::kernels::{Kernels, Value};
 use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
+use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
-use lockstep_ir::{Coordinates, DType};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -19,7 +19,6 @@ pub struct Call<'a> {
     pub stream: &'a Stream,
     pub base: Address,
     pub slot: Slot,
-    pub coordinates: Coordinates,
 }
 
 /// Threads of kernels that take each element on its own.
@@ -63,7 +62,7 @@ impl Call<'_> {
 
     /// The part of the vocabulary that this rank has.
     pub fn vocab_part(&self) -> VocabPart {
-        self.bound.vocab_part(self.coordinates)
+        self.bound.vocab_part()
     }
 
     /// Type of the floating-point operands.

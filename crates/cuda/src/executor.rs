@@ -6,7 +6,7 @@ use crate::call::Call;
 use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::linked::Linked;
-use crate::ops::join::{self, Groups};
+use crate::ops::fused;
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
@@ -26,8 +26,6 @@ use std::time::Instant;
 pub struct CudaExecutor {
     program: StepProgram,
     segments: Vec<Vec<Bound>>,
-    /// Of every instruction: those that are done with it as one.
-    joined: Vec<Groups>,
     names: Names,
     /// Entries that have run once, and the CUDA graphs of those that ran twice.
     ran: BTreeSet<Arc<str>>,
@@ -77,10 +75,8 @@ impl CudaExecutor {
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
         // Matmuls are tried out before the arena takes the memory.
         let gemms = gpu.matmul(deterministic)?;
-        let joined = join::groups(&program, &segments, &|shape| gemms.worth(shape))?;
-        for (bounds, groups) in segments.iter().zip(&joined) {
-            let mut shapes = groups.iter().flat_map(|group| join::shapes(bounds, group));
-            shapes.try_for_each(|shape| gemms.prepare(shape))?;
+        for (segment, bounds) in program.segments.iter().zip(&segments) {
+            fused::shapes(segment, bounds).into_iter().try_for_each(|shape| gemms.prepare(shape))?;
         }
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         let mut notes = attention.notes.clone();
@@ -108,7 +104,6 @@ impl CudaExecutor {
         let staging = STAGING.max(input_bytes(&program));
         Ok(Self {
             segments,
-            joined,
             names: Names::new(&program),
             ran: BTreeSet::new(),
             graphs: BTreeMap::new(),
@@ -146,14 +141,16 @@ impl CudaExecutor {
             stream: &self.stream,
             base: self.arena.base,
             slot,
-            coordinates: self.here(),
         };
         // SAFETY: the arena is this program's.
         unsafe {
-            match &self.joined[slot.segment][instr][..] {
-                [] => Ok(()),
-                [one] => ops::issue(call(*one)),
-                group => join::issue_joined(&group.iter().map(|i| call(*i)).collect::<Vec<_>>()),
+            match self.program.segments[slot.segment].group_of(instr) {
+                None => ops::issue(call(instr)),
+                Some(group) if group.instrs.start == instr => {
+                    fused::issue(group, &group.instrs.clone().map(call).collect::<Vec<_>>())
+                }
+                // Done with the first of its group.
+                Some(_) => Ok(()),
             }
         }
     }
@@ -293,8 +290,8 @@ impl Executor for CudaExecutor {
         }
         self.enter()?;
         let mut data = vec![0u8; range.len()];
-        // SAFETY: the address and size are of a range of the tensor.
         let from = address + range.start as u64;
+        // SAFETY: the address and size are of a range of the tensor.
         self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &mut data, from) })?;
         Ok(Cow::Owned(data))
     }

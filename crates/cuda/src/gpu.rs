@@ -5,7 +5,9 @@ use crate::cudnn::Cudnn;
 use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::{self, Matmul};
+use crate::ops::fused;
 use crate::{CudaError, Nvml, Telemetry, nvrtc};
+use lockstep_ir::FusedMatmul;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -61,6 +63,20 @@ impl Gpu {
                 self.first_matmul.get_or_init(open).as_ref().map_err(Clone::clone)
             }
         }
+    }
+
+    /// Those of the matmuls that take less time with what they could fuse in their epilogue: timed once, and cached on disk. Before an
+    /// arena takes the memory. None where choices are not timed.
+    pub fn faster(&self, matmuls: &[FusedMatmul]) -> Result<Vec<FusedMatmul>, CudaError> {
+        let mut faster = Vec::new();
+        for matmul in matmuls {
+            if let Some(shape) = fused::shape(matmul)?
+                && self.matmul.worth(shape)?
+            {
+                faster.push(matmul.clone());
+            }
+        }
+        Ok(faster)
     }
 
     /// Whether this machine has what [`Gpu::open`] needs: a device, a driver that is new enough, the libraries. Looked up once.

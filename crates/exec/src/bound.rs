@@ -3,7 +3,7 @@
 use crate::ExecError;
 use lockstep_ir::op::{Elem, IGNORED_TARGET};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, MeshAxis, Op, Placement, TypeError};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, Placement, TypeError};
 use std::collections::BTreeMap;
 
 /// An operand as the executor sees it.
@@ -75,8 +75,8 @@ pub struct Bound {
     pub workspace: Option<At>,
     /// Type of the floating-point operands.
     pub float: DType,
-    /// Where the rank holds a part of the vocabulary: entries of the whole.
-    vocab: Option<usize>,
+    /// Where the rank has a part of the dimension that the op numbers: its first entry, and those of the whole.
+    part: Option<(usize, usize)>,
     /// Sizes by letter of the op table.
     sizes: [usize; 26],
     /// Rows of the sections of the first input.
@@ -125,7 +125,7 @@ impl Bound {
             outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a, here))).collect(),
             workspace: instr.workspace.map(|w| At::buffer(program, w)),
             float,
-            vocab: instr.vocab,
+            part: instr.offsets.as_ref().map(|o| (o.starts[here.index(o.over, &program.mesh)], o.whole)),
             sizes,
             sections: rows.map_or(Vec::new(), |d| d.sections.iter().map(|s| s.size()).collect()),
         })
@@ -145,21 +145,16 @@ impl Bound {
         }
     }
 
-    /// The part of the vocabulary that the rank at `here` has: all of it, if nothing else is said.
-    pub fn vocab_part(&self, here: Coordinates) -> VocabPart {
+    /// The part of the vocabulary that the rank has: all of it, if nothing else is said.
+    pub fn vocab_part(&self) -> VocabPart {
         let entries = self.size('v');
-        match self.vocab {
-            None => VocabPart { first: 0, entries, whole: entries },
-            Some(whole) => {
-                let first = here.get(MeshAxis::Tp) * entries;
-                VocabPart { first, entries: entries.min(whole.saturating_sub(first)), whole }
-            }
-        }
+        let (first, whole) = self.part.unwrap_or((0, entries));
+        VocabPart { first, entries: entries.min(whole.saturating_sub(first)), whole }
     }
 
-    /// The first position that the rank at `here` has of sequences of `seq`: all ranks that share one have equally many.
-    pub fn first_position(&self, here: Coordinates, seq: usize) -> usize {
-        if self.size('s') < seq { here.get(MeshAxis::Tp) * self.size('s') } else { 0 }
+    /// The first position that the rank has of its sequences.
+    pub fn first_position(&self) -> usize {
+        self.part.map_or(0, |(first, _)| first)
     }
 }
 

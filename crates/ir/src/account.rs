@@ -3,7 +3,7 @@
 use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
-use crate::{Axes, Coordinates, MeshAxis, Op, Placement, timeline};
+use crate::{Axes, Coordinates, Op, Placement, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -165,12 +165,11 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
-            let (over, ranks) = match instr.op {
-                Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => {
-                    (over, program.mesh.size(over))
-                }
-                Op::SumShared { over, sharers } => (over, sharers),
-                _ => (MeshAxis::Pp.into(), 2),
+            let over = instr.op.over();
+            let ranks = match instr.op {
+                Op::SumShared { sharers, .. } => sharers,
+                Op::Send { .. } | Op::Receive { .. } => 2,
+                _ => program.mesh.size(over),
             };
             let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
             let input = total(&mut instr.inputs.iter());
@@ -265,8 +264,8 @@ fn frame_at_peak(program: &StepProgram, frame: usize) -> Vec<(Class, u64)> {
         for (t, instr) in segment.instrs.iter().enumerate() {
             let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
             for b in args.chain(instr.workspace.map(|w| w.0)).filter(|b| program.buffers[*b].region == frame) {
-                let until = segment.held_until(t);
-                spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((t, until));
+                let (from, until) = segment.in_use(t).into_inner();
+                spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((from, until));
             }
         }
         let mut changes: BTreeMap<usize, Vec<(usize, bool)>> = BTreeMap::new();

@@ -361,6 +361,9 @@ impl std::fmt::Display for Graph {
         for &(state, value) in &self.updates {
             writeln!(f, "update    {} <- {}", self.get(state).name, self.get(value).name)?;
         }
+        for &(state, range) in &self.parts {
+            writeln!(f, "range     {} <- {}", self.get(state).name, self.get(range).name)?;
+        }
         let outputs: Vec<&str> = self.outputs.iter().map(|&v| self.get(v).name.as_str()).collect();
         writeln!(f, "return    {}", outputs.join(", "))
     }

@@ -1,8 +1,7 @@
 //! What the compiler must know of a device: plain data.
 
-use crate::Op;
-use crate::TensorType;
 use crate::op::{Dims, TypeError};
+use crate::{FusedMatmul, Fusion, Op, TensorType};
 use std::collections::BTreeMap;
 
 /// What the compiler must know of a device.
@@ -18,6 +17,10 @@ pub struct DeviceProfile {
     pub cross_entropy_rows: usize,
     /// Kernel scratch, by op name; ops not listed need none.
     pub workspaces: BTreeMap<&'static str, Workspace>,
+    /// Instructions that it does as one where they follow each other.
+    pub fusions: Vec<Fusion>,
+    /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel behind them.
+    pub faster: Vec<FusedMatmul>,
 }
 
 /// Scratch bytes of one kernel: a constant plus terms that grow with the op's dimensions.
@@ -73,6 +76,8 @@ mod tests {
             cross_entropy_logits: 1,
             cross_entropy_rows: 1,
             workspaces: BTreeMap::from([("add", Workspace { fixed: 5, terms: vec![(2, "bSS"), (1, "bs")] })]),
+            fusions: Vec::new(),
+            faster: Vec::new(),
         };
         let bytes = |seq: usize| {
             let x = TensorType::new(

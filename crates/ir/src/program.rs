@@ -1,10 +1,12 @@
 //! The step program: what one rank runs, with every buffer placed.
 
+use crate::fusion::FusedGroup;
 use crate::graph::{Phase, State};
 use crate::mesh::{Axes, Mesh};
-use crate::{Op, Sharding, TensorType, ValueId, counter};
+use crate::{Op, Placement, Sharding, TensorType, ValueId, counter};
 use serde::Serialize;
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 /// Index of a buffer in its program.
@@ -166,8 +168,28 @@ pub struct Instr {
     pub stream: Stream,
     /// Instructions of this segment, on the other stream, that must have ended before it starts.
     pub waits: Vec<usize>,
-    /// Where the rank holds only a part of the vocabulary: entries of the whole. Its part starts at `tp.index` × its size.
-    pub vocab: Option<usize>,
+    /// Where ranks split the dimension whose entries the op [numbers](crate::op::Spec::numbers): where their parts start.
+    pub offsets: Option<Offsets>,
+}
+
+/// Where the parts of a dimension start: entries of a vocabulary, positions of a sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offsets {
+    /// Parts are counted over these axes.
+    pub over: Axes,
+    /// The first entry of each part, by index over the axes.
+    pub starts: Vec<usize>,
+    /// Entries of the whole.
+    pub whole: usize,
+}
+
+impl Offsets {
+    /// Those of a dimension; `None` where every rank has all of it.
+    pub fn new(ty: &TensorType, sharding: &Sharding, dim: usize, mesh: &Mesh) -> Option<Self> {
+        let over = sharding.axes(Placement::Split(dim));
+        let starts = || sharding.starts(ty, dim, mesh);
+        (!over.is_empty()).then(|| Self { over, starts: starts(), whole: ty.dims[dim].size() })
+    }
 }
 
 /// Who runs an instruction. Each stream keeps its order; a segment ends when both have.
@@ -186,12 +208,27 @@ pub struct Segment {
     pub name: &'static str,
     /// The calls, in order.
     pub instrs: Vec<Instr>,
+    /// Those that the device does as one, in order. Each is one moment for memory.
+    pub groups: Vec<FusedGroup>,
 }
 
 impl Segment {
-    /// The instruction up to which the operands of instruction `i` must stay: itself, or where it overlaps with others the
-    /// first that waits for it (or for one issued after it), or the last.
-    pub fn held_until(&self, i: usize) -> usize {
+    /// The group that an instruction belongs to.
+    pub fn group_of(&self, i: usize) -> Option<&FusedGroup> {
+        let behind = self.groups.partition_point(|g| g.instrs.start <= i);
+        self.groups[..behind].last().filter(|g| g.instrs.contains(&i))
+    }
+
+    /// The instructions during which the operands and scratch of instruction `i` are in use: its group, or itself; where it overlaps with others,
+    /// up to the first that waits for it.
+    pub fn in_use(&self, i: usize) -> RangeInclusive<usize> {
+        let moment = |i: usize| self.group_of(i).map_or(i..i + 1, |g| g.instrs.clone());
+        moment(i).start..=moment(self.held_until(i)).end - 1
+    }
+
+    /// The first instruction that waits for instruction `i` of another stream (or for one issued after it), or the last; itself where
+    /// none overlaps with it.
+    fn held_until(&self, i: usize) -> usize {
         match self.instrs[i].stream {
             Stream::Compute => i,
             Stream::Communication => {
@@ -394,8 +431,8 @@ impl std::fmt::Display for StepProgram {
                 let (outputs, inputs) = (outputs.join(", "), inputs.join(", "));
                 let (name, attributes) = (i.op.name(), i.op.attributes());
                 write!(f, "  {} {stream}{outputs} = {name}({inputs}){attributes}", i.phase.letter())?;
-                if let Some(whole) = i.vocab {
-                    write!(f, " of {whole} entries from tp.index on")?;
+                if let Some(Offsets { over, starts, whole }) = &i.offsets {
+                    write!(f, " from {starts:?}[{over}.index] of {whole}")?;
                 }
                 if !i.waits.is_empty() {
                     write!(f, " after {:?}", i.waits)?;
@@ -404,6 +441,9 @@ impl std::fmt::Display for StepProgram {
                     let b = &self.buffers[w.0];
                     let lifetime = self.regions[b.region].lifetime.name();
                     write!(f, " scratch {} bytes at {lifetime}+{}", b.bytes, b.offset)?;
+                }
+                if let Some(group) = s.group_of(n).filter(|g| g.instrs.start == n) {
+                    write!(f, " as one with the next {} ({})", group.instrs.len() - 1, group.fusion.name())?;
                 }
                 writeln!(f)?;
             }

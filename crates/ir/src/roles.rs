@@ -65,10 +65,7 @@ struct Step<'a> {
 
 /// The steps of one stage, in order.
 fn steps<'a>(program: &'a StepProgram, entry: &'a Entry) -> Vec<Step<'a>> {
-    let between = |op: &Op| match op {
-        Op::AllReduce { over } => over.contains(MeshAxis::Pp),
-        op => matches!(op, Op::Send { .. } | Op::Receive { .. }),
-    };
+    let between = |op: &Op| op.over().contains(MeshAxis::Pp);
     let all = entry.schedule.iter().flat_map(|slot| {
         let instrs = program.segments[slot.segment].instrs.iter().enumerate();
         instrs.map(|(index, instr)| Step { slot: *slot, index, instr })

@@ -69,9 +69,11 @@ impl Sharding {
         MeshAxis::ALL.into_iter().filter(|axis| self.over(*axis) == placement).collect()
     }
 
-    /// What an op that only changes shardings makes of it.
+    /// What an op that [only changes shardings](Op::reshards) makes of it.
     pub fn after(self, op: &Op) -> Result<Sharding, TypeError> {
-        let refuse = || TypeError { op: op.name(), reason: format!("{} of a tensor that is {self}", op.attributes()) };
+        let whole = if self == Sharding::REPLICATED { "whole everywhere" } else { "" };
+        let reason = || format!("cannot be{} of a tensor that is {whole}{self}", op.attributes());
+        let refuse = || TypeError { op: op.name(), reason: reason() };
         let all = |over: Axes, placement| over.without(self.axes(placement)).is_empty();
         // Ranges are cut and joined over all axes at once, parts of a dimension from the last axis on.
         let last = |over: Axes, dim: Option<usize>| match dim {
@@ -94,7 +96,7 @@ impl Sharding {
             Op::Shard { over } => {
                 (all(over, Placement::Replicated) && last(over, None), self.with(over, Placement::Flat))
             }
-            _ => (true, self),
+            _ => (false, self),
         };
         if fits { Ok(after) } else { Err(refuse()) }
     }
@@ -122,6 +124,12 @@ impl Sharding {
     pub fn sharers(&self, ty: &TensorType, dim: usize, mesh: &Mesh) -> Vec<usize> {
         let parts = mesh.size(self.axes(Placement::Split(dim)));
         ty.dims[dim].sections.iter().map(|s| (parts / s.count.max(1)).max(1)).collect()
+    }
+
+    /// Where each rank's part of a dimension of one section starts, by index over the axes that split it.
+    pub fn starts(&self, ty: &TensorType, dim: usize, mesh: &Mesh) -> Vec<usize> {
+        let (section, parts) = (ty.dims[dim].sections[0], mesh.size(self.axes(Placement::Split(dim))));
+        (0..parts).map(|index| part(section, parts, index).0 * section.unit).collect()
     }
 
     /// How many elements of the whole a rank has: without padding.
@@ -267,7 +275,24 @@ impl std::fmt::Display for Sharding {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::program::Offsets;
     use crate::{DType, counter};
+
+    /// Where a dimension of one section is split, the table of offsets says where each rank's part of it starts.
+    fn offsets_agree(ty: &TensorType, sharding: Sharding, mesh: Mesh) {
+        for (d, dim) in ty.dims.iter().enumerate().filter(|(_, dim)| dim.sections.len() == 1) {
+            let Some(offsets) = Offsets::new(ty, &sharding, d, &mesh) else { continue };
+            let line = TensorType::new(DType::F32, [dim.clone()]);
+            let split = Sharding::REPLICATED.with(offsets.over, Placement::Split(0));
+            assert_eq!((offsets.starts.len(), offsets.whole), (mesh.size(offsets.over), dim.size()));
+            for at in (0..mesh.ranks()).map(|rank| mesh.coordinates(rank)) {
+                let start = offsets.starts[at.index(offsets.over, &mesh)];
+                let runs = split.runs(&line, &mesh, at);
+                assert!(runs.first().is_none_or(|run| run.whole == start), "{sharding} of {ty} on {mesh}");
+                assert!(!runs.is_empty() || start >= dim.size(), "{sharding} of {ty} on {mesh}");
+            }
+        }
+    }
 
     /// Writes the index of every element through the runs of all ranks and checks that each rank's elements are where its
     /// local shape says.
@@ -343,6 +368,7 @@ mod tests {
             });
             if divides {
                 covers(&ty, sharding, mesh);
+                offsets_agree(&ty, sharding, mesh);
             }
         }
     }
@@ -385,5 +411,33 @@ mod tests {
         assert_eq!(of(3), [Run { whole: 192, local: 0, len: 8 }]);
         assert_eq!(of(6), of(2));
         assert_eq!(sharding.to_string(), "dp: flat, cp: flat");
+    }
+
+    #[test]
+    fn a_collective_takes_what_it_changes_and_nothing_else() {
+        let (dp, cp, tp) = (DP.into(), Axes::from(MeshAxis::Cp), Axes::from(TP));
+        let both = Axes::of(&[DP, MeshAxis::Cp]);
+        let at = |axes: Axes, placement| Sharding::REPLICATED.with(axes, placement);
+        let partial = at(both, Placement::Partial);
+        let flat = at(both, Placement::Flat);
+        let split = at(cp.and(tp), Placement::Split(1));
+        assert_eq!(partial.after(&Op::AllReduce { over: both }), Ok(Sharding::REPLICATED));
+        assert_eq!(partial.after(&Op::ReduceScatter { over: both, dim: None }), Ok(flat));
+        assert_eq!(flat.after(&Op::AllGather { over: both, dim: None }), Ok(Sharding::REPLICATED));
+        assert_eq!(Sharding::REPLICATED.after(&Op::Shard { over: both }), Ok(flat));
+        assert_eq!(split.after(&Op::AllGather { over: tp, dim: Some(1) }), Ok(at(cp, Placement::Split(1))));
+        let refused = [
+            (partial, Op::AllReduce { over: tp }),
+            (flat, Op::AllGather { over: dp, dim: None }),
+            (split, Op::AllGather { over: cp, dim: Some(1) }),
+            (split, Op::AllGather { over: tp, dim: Some(0) }),
+            (flat, Op::Shard { over: tp }),
+            (partial, Op::Add),
+        ];
+        for (sharding, op) in refused {
+            assert!(sharding.after(&op).is_err(), "{} of {sharding}", op.name());
+        }
+        let refusal = split.after(&Op::AllReduce { over: tp }).unwrap_err().to_string();
+        assert_eq!(refusal, "all_reduce: cannot be { over: tp } of a tensor that is cp: split 1, tp: split 1");
     }
 }

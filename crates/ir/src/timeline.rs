@@ -1,13 +1,14 @@
 //! Memory over time: the bytes of each class that are in use at every instruction.
 //!
 //! States and host buffers are in use throughout. A saved or temporary buffer is from the call that writes it to the last call
-//! that reads it (see [`Segment::held_until`](crate::program::Segment::held_until) for collectives that overlap). The arena is
+//! that reads it (see [`Segment::in_use`](crate::program::Segment::in_use) for collectives that overlap and what is done as one). The arena is
 //! larger than the peak of this: buffers are aligned, the saved region and the frame stand side by side even where not all of
 //! both is in use, and temporary buffers that come and go leave holes in the frame.
 
 use crate::StepProgram;
 use crate::program::{Arg, BufferId, Class, Entry, Instr, Lifetime, Slot, Sum};
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 /// Bytes in use while one instruction runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +34,7 @@ pub fn planned(program: &StepProgram, entry: &Entry, shown: impl Fn(usize) -> bo
     for (s, slot) in entry.schedule.iter().filter(|slot| shown(slot.micro_batch)).enumerate() {
         let segment = &program.segments[slot.segment];
         for (i, instr) in segment.instrs.iter().enumerate() {
-            let until = lives.points.len() + segment.held_until(i) - i;
+            let used = lives.points(segment.in_use(i), i);
             for b in touched(instr) {
                 let copy = match lives.lifetime(b) {
                     Lifetime::Run | Lifetime::MicroBatch => continue,
@@ -41,7 +42,7 @@ pub fn planned(program: &StepProgram, entry: &Entry, shown: impl Fn(usize) -> bo
                     // Frames of different slots are different lives of the same bytes.
                     Lifetime::Frame | Lifetime::Overlay => s,
                 };
-                lives.extend((b.0 as u64, copy as u64), b, until);
+                lives.extend((b.0 as u64, b.0 as u64, copy as u64), b, used.clone());
             }
             lives.instruction(*slot, i);
         }
@@ -58,7 +59,7 @@ pub fn observed(program: &StepProgram, ran: impl IntoIterator<Item = (Slot, usiz
     for (slot, i) in ran {
         let segment = &program.segments[slot.segment];
         let instr = &segment.instrs[i];
-        let until = lives.points.len() + segment.held_until(i) - i;
+        let used = lives.points(segment.in_use(i), i);
         let range = |b: BufferId| {
             let start = program.address(b, slot.micro_batch, slot.saved_slot);
             (start, start + program.buffers[b.0].bytes)
@@ -72,7 +73,7 @@ pub fn observed(program: &StepProgram, ran: impl IntoIterator<Item = (Slot, usiz
             }
             let (start, end) = range(b);
             let writes = generation.get(&(start, end)).copied().unwrap_or(0);
-            lives.extend_range((start, end, writes), b, until);
+            lives.extend((start, end, writes), b, used.clone());
         }
         lives.instruction(slot, i);
     }
@@ -116,13 +117,15 @@ impl<'a> Lives<'a> {
         self.program.regions[self.program.buffers[b.0].region].lifetime
     }
 
-    fn extend(&mut self, (buffer, copy): (u64, u64), b: BufferId, until: usize) {
-        self.extend_range((buffer, buffer, copy), b, until);
+    /// The points of instructions around `i`, which runs now.
+    fn points(&self, around: RangeInclusive<usize>, i: usize) -> RangeInclusive<usize> {
+        let point = |instr: usize| self.points.len() + instr - i;
+        point(*around.start())..=point(*around.end())
     }
 
-    fn extend_range(&mut self, key: (u64, u64, u64), b: BufferId, until: usize) {
-        let now = self.points.len();
-        self.spans.entry(key).and_modify(|span| span.1 = span.1.max(until)).or_insert((now, until, b));
+    fn extend(&mut self, key: (u64, u64, u64), b: BufferId, used: RangeInclusive<usize>) {
+        let (from, until) = used.into_inner();
+        self.spans.entry(key).and_modify(|span| span.1 = span.1.max(until)).or_insert((from, until, b));
     }
 
     fn instruction(&mut self, slot: Slot, instr: usize) {

@@ -1,9 +1,10 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
-use crate::graph::{Graph, Phase, Source, State};
+use crate::fusion::FusedGroup;
+use crate::graph::{Graph, Node, Phase, Source, State};
 use crate::op::{Elem, Operand};
-use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
-use crate::{Axes, Coordinates, DType, Op, Placement, TensorType, ValueId};
+use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Stream, Sum};
+use crate::{Axes, Coordinates, DType, Op, Placement, Sharding, TensorType, ValueId, placements};
 use std::collections::BTreeMap;
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
@@ -44,6 +45,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
             return Err(unsound(at, "stands behind a later phase"));
         }
         phase = node.phase;
+        check_shardings(graph, node).map_err(|reason| unsound(&at, reason))?;
         let types = node.op.infer(&graph.input_types(node)).map_err(|e| unsound(&at, e.to_string()))?;
         if types.len() != node.outputs.len() {
             return Err(unsound(at, format!("has {} outputs of {}", node.outputs.len(), types.len())));
@@ -77,6 +79,32 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         Some(v) => Err(unsound("outputs", format!("`{}` is not defined", graph.get(*v).name))),
         None => Ok(()),
     }
+}
+
+/// The shardings of what a node reads and makes; of a sum, where it adds to one.
+fn check_shardings(graph: &Graph, node: &Node) -> Result<(), String> {
+    let sharding = |v: ValueId| match graph.get(v).source {
+        Source::Node { into: Some(sum) } => graph.get(sum).sharding,
+        Source::Node { into: None } | Source::Input | Source::State(_) | Source::Sum => graph.get(v).sharding,
+    };
+    let inputs: Vec<Sharding> = node.inputs.iter().map(|v| graph.get(*v).sharding).collect();
+    let outputs: Vec<Option<Sharding>> = node.outputs.iter().map(|v| v.map(sharding)).collect();
+    operand_shardings(&node.op, node.phase, &inputs, &outputs)
+}
+
+fn operand_shardings(op: &Op, phase: Phase, inputs: &[Sharding], outputs: &[Option<Sharding>]) -> Result<(), String> {
+    if op.reshards() {
+        for (x, y) in inputs.iter().zip(outputs.iter().flatten()) {
+            let after = x.after(op).map_err(|e| e.reason)?;
+            if after != *y {
+                return Err(format!("what is {x} becomes {after}, and is taken to be {y}"));
+            }
+        }
+        return Ok(());
+    }
+    // Updates take elements as they are, and messages anything.
+    let computes = matches!(phase, Phase::Forward | Phase::InputGrad | Phase::WeightGrad) && !op.communicates();
+    if computes { placements::check(op, inputs, outputs) } else { Ok(()) }
 }
 
 /// Whether an output takes its type from its value: sums of gradients, and rounded copies.
@@ -115,7 +143,17 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
     }
     for segment in &program.segments {
         for (i, instr) in segment.instrs.iter().enumerate() {
-            check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}", segment.name), reason))?;
+            let layer = instr.layer.map_or(String::new(), |layer| format!(", layer {layer}"));
+            check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}{layer}", segment.name), reason))?;
+        }
+        let mut end = 0;
+        for group in &segment.groups {
+            let at = || format!("{} {:?} ({})", segment.name, group.instrs, group.fusion.name());
+            if group.instrs.start < end {
+                return Err(unsound(at(), "stands where another group does"));
+            }
+            check_group(program, segment, group).map_err(|reason| unsound(at(), reason))?;
+            end = group.instrs.end;
         }
     }
     // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
@@ -134,7 +172,12 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         check_collective(program, instr)?;
     } else {
         check_types(instr)?;
+        check_offsets(program, instr)?;
     }
+    let inputs: Vec<Sharding> = instr.inputs.iter().map(|a| a.sharding).collect();
+    let outputs: Vec<Option<Sharding>> = instr.outputs.iter().map(|o| o.as_ref().map(|a| a.sharding)).collect();
+    let shardings = operand_shardings(&instr.op, instr.phase, &inputs, &outputs);
+    shardings.map_err(|reason| format!("{name}: {reason}"))?;
     let spec = instr.op.spec();
     for (o, arg) in instr.outputs.iter().enumerate().filter_map(|(o, arg)| Some((o, arg.as_ref()?))) {
         if arg.sum != Sum::No && instr.op.output(o).elem != Elem::Accumulator {
@@ -169,6 +212,57 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     Ok(())
 }
 
+/// A group is of a kind that its ops can be, waits for nothing once it has begun, and is one moment: what any of its instructions
+/// touches shares memory with what another does only where that is the same buffer.
+fn check_group(program: &StepProgram, segment: &Segment, group: &FusedGroup) -> Result<(), String> {
+    let instrs = segment.instrs.get(group.instrs.clone()).ok_or("has instructions that are not there")?;
+    if !group.fusion.fits(&instrs.iter().map(|i| i.op).collect::<Vec<_>>()) {
+        return Err("has other ops".into());
+    }
+    if instrs.iter().any(|i| i.stream != Stream::Compute) || instrs[1..].iter().any(|i| !i.waits.is_empty()) {
+        return Err("waits for another stream".into());
+    }
+    let mut touched: Vec<BufferId> = instrs.iter().flat_map(buffers_of).collect();
+    touched.sort_unstable_by_key(|b| (program.buffers[b.0].region, program.buffers[b.0].offset, b.0));
+    touched.dedup();
+    for pair in touched.windows(2) {
+        let [a, b] = [pair[0], pair[1]].map(|b| &program.buffers[b.0]);
+        if a.region == b.region && b.offset < a.offset + a.bytes {
+            return Err(format!("`{}` and `{}` share memory", a.name, b.name));
+        }
+    }
+    Ok(())
+}
+
+/// Where parts start: the op must know it of a dimension that ranks split, over the axes that do, and the parts make up the whole.
+fn check_offsets(program: &StepProgram, instr: &Instr) -> Result<(), String> {
+    let name = instr.op.name();
+    let refuse = |reason: String| Err(format!("{name}: {reason}"));
+    let split = instr.op.numbered(instr.inputs.len()).and_then(|(input, at, dim)| {
+        let arg = if input { instr.inputs.get(at) } else { instr.outputs[at].as_ref() };
+        arg.map(|arg| (arg, dim))
+    });
+    let over = split.map_or(Axes::NONE, |(arg, dim)| arg.sharding.axes(Placement::Split(dim)));
+    let (Some(offsets), Some((arg, dim))) = (&instr.offsets, split) else {
+        return match (&instr.offsets, over.is_empty()) {
+            (None, true) => Ok(()),
+            (None, false) => refuse(format!("does not know where parts over {over} start")),
+            (Some(_), _) => refuse("numbers nothing".into()),
+        };
+    };
+    let entries = arg.ty.dims[dim].size();
+    let mut starts = offsets.starts.clone();
+    starts.sort_unstable();
+    let end = starts.iter().fold(0, |end, start| if *start <= end { end.max(start + entries) } else { end });
+    if offsets.over != over || starts.len() != program.mesh.size(over) {
+        return refuse(format!("parts over {over} start where parts over {} do", offsets.over));
+    }
+    if end < offsets.whole {
+        return refuse(format!("parts of {entries} from {:?} on leave out some of {}", offsets.starts, offsets.whole));
+    }
+    Ok(())
+}
+
 fn check_types(instr: &Instr) -> Result<(), String> {
     let types: Vec<&TensorType> = instr.inputs.iter().map(|a| &a.ty).collect();
     let inferred = instr.op.infer(&types).map_err(|e| e.to_string())?;
@@ -193,13 +287,9 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
             Op::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(over) as u64,
             Op::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(over),
             Op::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(over) as u64,
-            _ => x.ty == y.ty,
+            Op::AllReduce { .. } | Op::SumShared { .. } => x.ty == y.ty,
+            _ => false,
         };
-        let after = x.sharding.after(&instr.op).map_err(|e| e.to_string())?;
-        if after != y.sharding {
-            let (op, x, y) = (instr.op.name(), x.sharding, y.sharding);
-            return Err(format!("{op}: what is {x} becomes {after}, and is taken to be {y}"));
-        }
         if !fits || x.ty.dtype != y.ty.dtype {
             return Err(format!("{}: {} does not go with {}", instr.op.name(), x.ty, y.ty));
         }

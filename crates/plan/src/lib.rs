@@ -24,5 +24,5 @@ pub use fit::{
 };
 pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
-pub use plan::{Plan, plan, plan_with};
+pub use plan::{Plan, plan, plan_measured, plan_with};
 pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};

@@ -7,7 +7,7 @@ use lockstep_compile::{
 use lockstep_config::{Config, GradientPrecision, OptimizerName, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Axes, DType, Graph, Layout, StepProgram};
+use lockstep_ir::{Axes, DType, FusedMatmul, Graph, Layout, StepProgram};
 use lockstep_model::{Form, ModelBuilder};
 use std::collections::BTreeMap;
 
@@ -172,10 +172,26 @@ pub fn plan(machine: &dyn Machine, config: &Config) -> Result<Plan, PlanError> {
 
 /// The same for an architecture of the caller's own, whatever the config names.
 pub fn plan_with(machine: &dyn Machine, config: &Config, build: ModelBuilder) -> Result<Plan, PlanError> {
+    plan_for(machine, config, build, Vec::new())
+}
+
+/// The same for a device that has measured which matmuls are faster with what they can fuse into their epilogue (see
+/// [`lockstep_compile::fusable_matmuls`]).
+pub fn plan_measured(machine: &dyn Machine, config: &Config, faster: Vec<FusedMatmul>) -> Result<Plan, PlanError> {
+    plan_for(machine, config, lockstep_model::build_form, faster)
+}
+
+fn plan_for(
+    machine: &dyn Machine,
+    config: &Config,
+    build: ModelBuilder,
+    faster: Vec<FusedMatmul>,
+) -> Result<Plan, PlanError> {
     check_numbers(config)?;
     let target = Target::of(machine, config);
     target.check(config)?;
     let (forward, mut context, threads) = prepare(machine, config, build)?;
+    context.device.faster = faster;
     settle_policy(config, &forward, &mut context)?;
     let compiled = compile(&forward, &context)?;
     let hardware = hardware_flops(&compiled.programs)?;

@@ -116,7 +116,7 @@ impl GpuMemory {
 pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
     let mut start = Instant::now();
     let config = &spec.config;
-    let plan = plan(devices, config)?;
+    let plan = devices.tuned(config, plan(devices, config)?)?;
     // On a machine that others use too, one measurement may be of a busy moment: before and after, and the best counts.
     let mut before = 0.0;
     if plan.target == Target::Cpu {

@@ -196,7 +196,7 @@ fn disturb(starts: &[States]) -> Vec<States> {
 
 /// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
 fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
-    let plan = plan(devices, config)?;
+    let plan = devices.tuned(config, plan(devices, config)?)?;
     let mut session = Session::new(devices, config, &plan)?;
     let positions = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES) * config.train.seq;
     let mut ran = Vec::new();

@@ -2,14 +2,14 @@
 
 use crate::TrainError;
 use crate::error::worded;
-use lockstep_compile::Precision;
+use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
 use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ThreadWorld, World};
 use lockstep_ir::hardware;
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
-use lockstep_plan::{Machine, Plan, Room, Target};
+use lockstep_plan::{Machine, Plan, Room, Target, plan_measured};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -52,6 +52,19 @@ impl Devices {
         }
         let opened = Gpu::open(0, true).map_err(|e: CudaError| ExecError::from(e))?;
         Ok(gpu.insert(opened).clone())
+    }
+
+    /// The plan as the device runs it fastest: compiled again where some matmuls are measured to be faster with what they can fuse
+    /// into their epilogue. Timed once and cached, before an arena takes the memory; where nothing is timed the plan stays as it is.
+    pub(crate) fn tuned(&self, config: &Config, plan: Plan) -> Result<Plan, TrainError> {
+        let matmuls = fusable_matmuls(&plan.compiled.programs);
+        let faster = match plan.target {
+            Target::Cuda { deterministic: false } if !matmuls.is_empty() => {
+                self.gpu()?.faster(&matmuls).map_err(ExecError::from)?
+            }
+            Target::Cpu | Target::Cuda { .. } => Vec::new(),
+        };
+        if faster.is_empty() { Ok(plan) } else { Ok(plan_measured(self, config, faster)?) }
     }
 
     /// What is free on the device that a config runs on, as far as that can be told.

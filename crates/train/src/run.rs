@@ -115,6 +115,7 @@ pub fn run(
     let dir = RunDir::open(&options.dir)?;
     let (found, course) = resume(devices, config, options)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
+    let plan = devices.tuned(&course.config, plan)?;
     let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
     let error = match start::start(&course, (&plan, devices), dir, found, options, stop, show) {
         Ok(mut run) => {

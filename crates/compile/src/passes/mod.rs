@@ -68,14 +68,19 @@ pub(crate) mod tests {
     use super::*;
     use crate::Steps;
     use lockstep_ir::graph::{Parameter, State};
-    use lockstep_ir::{Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
+    use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
     use std::collections::BTreeMap;
 
     /// Embedding, two norms with residual additions in one layer, a tied head.
     pub fn small_model() -> (Graph, Context) {
+        small_model_of(1, 4)
+    }
+
+    /// The same for a batch, and sequences, of another size.
+    pub fn small_model_of(batch: usize, seq: usize) -> (Graph, Context) {
         let mut g = Graph::new();
         let (vocab, embed) = (Dim::new(Axis::Vocab, 8), Dim::new(Axis::Embed, 2));
-        let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4)]);
+        let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
         let tokens = g.input("tokens", ids.clone());
         let targets = g.input("targets", ids);
         let mut parameter = |name: &str, dims: Vec<Dim>| {
@@ -99,6 +104,8 @@ pub(crate) mod tests {
             cross_entropy_logits: 1 << 20,
             cross_entropy_rows: 1024,
             workspaces: BTreeMap::new(),
+            fusions: Vec::new(),
+            faster: Vec::new(),
         };
         let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
         (
@@ -112,6 +119,26 @@ pub(crate) mod tests {
                 steps: Steps::default(),
             },
         )
+    }
+
+    /// The small model behind the first passes, for two sequences of `seq` to each rank that has its own, and its context in a layout.
+    pub fn derived(layout: Layout, seq: usize) -> (Graph, Context) {
+        let (g, context) = small_model_of(2 * layout.mesh.size(Axes::SEQUENCES), seq);
+        let context = Context { layout, ..context };
+        let before = TRAINING_PASSES.iter().take_while(|pass| pass.name != "shard");
+        (before.fold(g, |g, pass| (pass.run)(&g, &context).unwrap()), context)
+    }
+
+    /// The lines of a graph that have one of these words; types left out where `types` is not set.
+    pub fn lines(graph: &Graph, words: &[&str], types: bool) -> String {
+        verify::graph(graph).unwrap();
+        let text = graph.to_string();
+        let wanted = text.lines().filter(|line| words.iter().any(|word| line.contains(word)));
+        let short = |line: &str| match types {
+            true => line.to_owned(),
+            false => line.split(": f32[").map(|piece| piece.split_once(']').map_or(piece, |(_, rest)| rest)).collect(),
+        };
+        wanted.map(|line| short(line) + "\n").collect()
     }
 
     /// The same with a third use of the table: a second lookup, added to what reaches the head.

@@ -38,3 +38,41 @@ pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     }
     Ok(g)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Precision;
+    use crate::passes::tests::{check, small_model};
+    use lockstep_ir::DType;
+
+    #[test]
+    fn parameters_and_activations_are_rounded_and_statistics_are_not() {
+        let (before, mut context) = small_model();
+        context.precision = Precision { compute: DType::BF16, gradients: DType::F32 };
+        let after = super::precision(&before, &context).unwrap();
+        check(
+            &after,
+            "\
+input     tokens: u32[batch:1, seq:4]
+input     targets: u32[batch:1, seq:4]
+parameter table: bf16[vocab:8, embed:2]
+parameter w1: bf16[embed:2]
+parameter w2: bf16[embed:2]
+F x: bf16[batch:1, seq:4, embed:2] = embedding(tokens, table)
+F n1: bf16[batch:1, seq:4, embed:2], n1.rstd: f32[batch:1, seq:4] = rms_norm(x, w1) { eps: 1e-5 }
+F mid: bf16[batch:1, seq:4, embed:2] = add(x, n1)
+F n2: bf16[batch:1, seq:4, embed:2], n2.rstd: f32[batch:1, seq:4] = rms_norm(mid, w2) { eps: 1e-5 }
+F y: bf16[batch:1, seq:4, embed:2] = add(mid, n2)
+F logits: bf16[batch:1, seq:4, vocab:8] = linear(y, table)
+F loss: f64[batch:1], loss.lse: f32[batch:1, seq:4] = cross_entropy(logits, targets)
+return    loss
+",
+        );
+    }
+
+    #[test]
+    fn in_fp32_nothing_changes() {
+        let (before, context) = small_model();
+        assert_eq!(super::precision(&before, &context).unwrap(), before);
+    }
+}

@@ -115,3 +115,57 @@ impl Rewrite {
         Ok(self.copies[v.0].unwrap_or(v))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Recompute;
+    use crate::passes::tests::small_model;
+
+    /// Backward of the small model, whose norms are a layer, under a policy.
+    fn backward(recompute: Recompute) -> String {
+        let (mut graph, mut context) = small_model();
+        graph.nodes.iter_mut().skip(1).take(4).for_each(|node| node.layer = Some(0));
+        let derived = crate::autodiff(&crate::fuse(&graph, &context).unwrap(), &context).unwrap();
+        context.recompute = recompute;
+        let after = super::recompute(&derived, &context).unwrap();
+        lockstep_ir::verify::graph(&after).unwrap();
+        after.to_string().lines().filter(|l| l.starts_with(['B', 'W'])).map(|l| l.to_owned() + "\n").collect()
+    }
+
+    #[test]
+    fn what_a_layer_does_not_save_is_recomputed_before_its_first_reader() {
+        assert_eq!(
+            backward(Recompute::Full),
+            "\
+B n1.recomputed: f32[batch:1, seq:4, embed:2], n1.rstd.recomputed: f32[batch:1, seq:4] = rms_norm(x, w1) { eps: 1e-5 }
+B mid.recomputed: f32[batch:1, seq:4, embed:2], _, n2.rstd.recomputed: f32[batch:1, seq:4] = add_rms_norm(x, n1.recomputed, w2) { eps: 1e-5 }
+W dw.w2: f32[embed:2] += grad.w2 = rms_norm_grad_weight(loss.dx, mid.recomputed, n2.rstd.recomputed)
+B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(loss.dx, mid.recomputed, w2, n2.rstd.recomputed, loss.dx)
+W dw.w1: f32[embed:2] += grad.w1 = rms_norm_grad_weight(d.x, x, n1.rstd.recomputed)
+B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(d.x, x, w1, n1.rstd.recomputed, d.x)
+W dw.table: f32[vocab:8, embed:2] += grad.table.2 = embedding_grad(d.x, tokens) { vocab: 8 }
+"
+        );
+    }
+
+    #[test]
+    fn cheap_ops_are_recomputed_from_what_is_saved() {
+        assert_eq!(
+            backward(Recompute::Selective),
+            "\
+B _, n2.rstd.recomputed: f32[batch:1, seq:4] = rms_norm(mid, w2) { eps: 1e-5 }
+W dw.w2: f32[embed:2] += grad.w2 = rms_norm_grad_weight(loss.dx, mid, n2.rstd.recomputed)
+B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(loss.dx, mid, w2, n2.rstd.recomputed, loss.dx)
+B _, n1.rstd.recomputed: f32[batch:1, seq:4] = rms_norm(x, w1) { eps: 1e-5 }
+W dw.w1: f32[embed:2] += grad.w1 = rms_norm_grad_weight(d.x, x, n1.rstd.recomputed)
+B d.x: f32[batch:1, seq:4, embed:2] = add_rms_norm_grad(d.x, x, w1, n1.rstd.recomputed, d.x)
+W dw.table: f32[vocab:8, embed:2] += grad.table.2 = embedding_grad(d.x, tokens) { vocab: 8 }
+"
+        );
+    }
+
+    #[test]
+    fn nothing_is_recomputed_where_everything_is_saved() {
+        assert!(!backward(Recompute::None).contains("recomputed"));
+    }
+}

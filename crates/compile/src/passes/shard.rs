@@ -167,3 +167,95 @@ impl Sweep<'_> {
         Ok(gathered)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::passes::tests::{check, derived, lines};
+    use lockstep_ir::{Layout, Mesh, MeshAxis};
+
+    const COLLECTIVES: [&str; 3] = [" = all_", " = reduce_", " = sum_"];
+
+    #[test]
+    fn sequences_are_split_and_gradients_are_partial_sums() {
+        let (before, context) = derived("dp=2".parse().unwrap(), 4);
+        check(
+            &super::shard(&before, &context).unwrap(),
+            "\
+input     tokens: u32[batch:4, seq:4] @(dp: split 0)
+input     targets: u32[batch:4, seq:4] @(dp: split 0)
+parameter table: f32[vocab:8, embed:2]
+parameter w1: f32[embed:2]
+parameter w2: f32[embed:2]
+gradient  grad.table: f32[vocab:8, embed:2] @(dp: partial)
+gradient  grad.w2: f32[embed:2] @(dp: partial)
+gradient  grad.w1: f32[embed:2] @(dp: partial)
+gradient  grad.table.2: f32[vocab:8, embed:2] @(dp: partial)
+F x: f32[batch:4, seq:4, embed:2] @(dp: split 0) = embedding(tokens, table)
+F n1: f32[batch:4, seq:4, embed:2] @(dp: split 0), n1.rstd: f32[batch:4, seq:4] @(dp: split 0) = rms_norm(x, w1) { eps: 1e-5 }
+F mid: f32[batch:4, seq:4, embed:2] @(dp: split 0), n2: f32[batch:4, seq:4, embed:2] @(dp: split 0), n2.rstd: f32[batch:4, seq:4] @(dp: split 0) = add_rms_norm(x, n1, w2) { eps: 1e-5 }
+F y: f32[batch:4, seq:4, embed:2] @(dp: split 0) = add(mid, n2)
+F loss: f64[batch:4] @(dp: split 0), loss.dx: f32[batch:4, seq:4, embed:2] @(dp: split 0), loss.dw: f32[vocab:8, embed:2] @(dp: partial) += grad.table = linear_cross_entropy(y, table, targets) { rows: 8, scaled: false }
+W dw.w2: f32[embed:2] @(dp: partial) += grad.w2 = rms_norm_grad_weight(loss.dx, mid, n2.rstd)
+B d.x: f32[batch:4, seq:4, embed:2] @(dp: split 0) = add_rms_norm_grad(loss.dx, mid, w2, n2.rstd, loss.dx)
+W dw.w1: f32[embed:2] @(dp: partial) += grad.w1 = rms_norm_grad_weight(d.x, x, n1.rstd)
+B d.x: f32[batch:4, seq:4, embed:2] @(dp: split 0) = add_rms_norm_grad(d.x, x, w1, n1.rstd, d.x)
+W dw.table: f32[vocab:8, embed:2] @(dp: partial) += grad.table.2 = embedding_grad(d.x, tokens) { vocab: 8 }
+return    loss
+"
+        );
+    }
+
+    #[test]
+    fn what_tensor_parallel_ranks_compute_in_parts_is_reduced_where_it_is_made() {
+        let (before, context) = derived("tp=2".parse().unwrap(), 4);
+        assert_eq!(
+            lines(&super::shard(&before, &context).unwrap(), &COLLECTIVES, true),
+            "\
+F x.reduced: f32[batch:2, seq:4, embed:2] = all_reduce(x) { over: tp }
+F logits.0.statistics.gathered: f32[parts:2, seq:8, scalar:3] = all_gather(logits.0.statistics) { over: tp, dim: Some(0) }
+F loss.dx.reduced: f32[batch:2, seq:4, embed:2] = all_reduce(loss.dx) { over: tp }
+"
+        );
+    }
+
+    #[test]
+    fn sequence_parallel_ranks_scatter_and_gather_positions() {
+        let (before, context) = derived("tp=2,sp".parse().unwrap(), 4);
+        assert_eq!(
+            lines(&super::shard(&before, &context).unwrap(), &COLLECTIVES, true),
+            "\
+F x.scattered: f32[batch:2, seq:4, embed:2] @(tp: split 1) = reduce_scatter(x) { over: tp, dim: Some(1) }
+F y.gathered: f32[batch:2, seq:4, embed:2] = all_gather(y) { over: tp, dim: Some(1) }
+F logits.0.statistics.gathered: f32[parts:2, seq:8, scalar:3] = all_gather(logits.0.statistics) { over: tp, dim: Some(0) }
+F loss.dx.scattered: f32[batch:2, seq:4, embed:2] @(tp: split 1) = reduce_scatter(loss.dx) { over: tp, dim: Some(1) }
+W d.x.gathered: f32[batch:2, seq:4, embed:2] = all_gather(d.x) { over: tp, dim: Some(1) }
+"
+        );
+    }
+
+    #[test]
+    fn several_axes_split_the_sequences() {
+        let mesh = Mesh::ONE.with(MeshAxis::DpReplicate, 2).with(MeshAxis::DpShard, 2).with(MeshAxis::Ep, 2);
+        let (before, context) = derived(Layout { mesh, ..Layout::single(2) }, 4);
+        let after = super::shard(&before, &context).unwrap();
+        assert_eq!(
+            lines(&after, &["input ", "gradient "], true),
+            "\
+input     tokens: u32[batch:16, seq:4] @(dp_replicate: split 0, dp: split 0, ep: split 0)
+input     targets: u32[batch:16, seq:4] @(dp_replicate: split 0, dp: split 0, ep: split 0)
+gradient  grad.table: f32[vocab:8, embed:2] @(dp_replicate: partial, dp: partial, ep: partial)
+gradient  grad.w2: f32[embed:2] @(dp_replicate: partial, dp: partial, ep: partial)
+gradient  grad.w1: f32[embed:2] @(dp_replicate: partial, dp: partial, ep: partial)
+gradient  grad.table.2: f32[vocab:8, embed:2] @(dp_replicate: partial, dp: partial, ep: partial)
+"
+        );
+    }
+
+    #[test]
+    fn positions_are_not_split_over_cp_yet() {
+        let mesh = Mesh::ONE.with(MeshAxis::Cp, 2);
+        let (before, context) = derived(Layout { mesh, ..Layout::single(2) }, 4);
+        let refusal = super::shard(&before, &context).unwrap_err().to_string();
+        assert_eq!(refusal, "shard: positions cannot be split over cp yet");
+    }
+}

@@ -61,3 +61,52 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     g.nodes.extend(rest);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::passes::tests::{derived, lines};
+    use lockstep_ir::{Graph, Op};
+
+    fn chunks_of(g: &mut Graph, count: usize) {
+        for node in &mut g.nodes {
+            if let Op::LinearCrossEntropy { rows, .. } = &mut node.op {
+                *rows = count;
+            }
+        }
+    }
+
+    #[test]
+    fn the_head_becomes_chunks_of_positions_whose_logits_are_of_a_part_of_the_vocabulary() {
+        let (mut g, context) = derived("dp=2,tp=2".parse().unwrap(), 20);
+        chunks_of(&mut g, 32);
+        super::split_head(&mut g, &context).unwrap();
+        assert_eq!(
+            lines(&g, &[" = vocab_", " = join_"], true),
+            "\
+F logits.0: f32[seq:64, vocab:8], logits.0.statistics: f32[parts:2, seq:64, scalar:3] = vocab_logits(y, table, targets) { rows: Rows { first: 0, count: 32, ranks: 2 }, parts: 2 }
+F d.logits.0: f32[seq:64, embed:2], d.logits.0.dw: f32[vocab:8, embed:2] += grad.table = vocab_grad(logits.0, logits.0.statistics, y, table, targets) { rows: Rows { first: 0, count: 32, ranks: 2 }, scaled: false }
+F logits.1: f32[seq:16, vocab:8], logits.1.statistics: f32[parts:2, seq:16, scalar:3] = vocab_logits(y, table, targets) { rows: Rows { first: 32, count: 8, ranks: 2 }, parts: 2 }
+F d.logits.1: f32[seq:16, embed:2], d.logits.1.dw: f32[vocab:8, embed:2] += grad.table = vocab_grad(logits.1, logits.1.statistics, y, table, targets) { rows: Rows { first: 32, count: 8, ranks: 2 }, scaled: false }
+F loss: f64[batch:4] = vocab_loss(logits.0.statistics, logits.1.statistics, targets)
+F loss.dx: f32[batch:4, seq:20, embed:2] = join_rows(d.logits.0, d.logits.1, targets)
+"
+        );
+    }
+
+    #[test]
+    fn chunks_of_sums_in_fixed_point_do_not_cross_sequences() {
+        let (mut g, mut context) = derived("tp=2".parse().unwrap(), 40);
+        chunks_of(&mut g, 32);
+        context.precision.gradients = lockstep_ir::DType::Fixed64;
+        super::split_head(&mut g, &context).unwrap();
+        assert_eq!(
+            lines(&g, &[" = vocab_logits"], false),
+            "\
+F logits.0, logits.0.statistics = vocab_logits(y, table, targets) { rows: Rows { first: 0, count: 32, ranks: 1 }, parts: 2 }
+F logits.1, logits.1.statistics = vocab_logits(y, table, targets) { rows: Rows { first: 32, count: 8, ranks: 1 }, parts: 2 }
+F logits.2, logits.2.statistics = vocab_logits(y, table, targets) { rows: Rows { first: 40, count: 32, ranks: 1 }, parts: 2 }
+F logits.3, logits.3.statistics = vocab_logits(y, table, targets) { rows: Rows { first: 72, count: 8, ranks: 1 }, parts: 2 }
+"
+        );
+    }
+}

@@ -254,7 +254,9 @@ fn scatter_into(
     let before = g.nodes.len();
     for (range, &state) in ranges.into_iter().zip(states) {
         g.values[state.0].sharding = g.get(range).sharding;
-        let sum = g.relay(Op::Accumulate, &[range], "sum", phase, layer)?[0];
+        let name = format!("{}.sum", g.get(range).name);
+        let sum = g.node(Op::Accumulate, &[range], &name, phase, layer)?[0];
+        g.values[sum.0].sharding = g.get(range).sharding;
         g.values[sum.0].source = Source::Node { into: Some(state) };
     }
     Ok(g.nodes.split_off(before))
@@ -306,4 +308,133 @@ fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> 
         g.nodes.append(&mut nodes[u]);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::passes::shard::shard;
+    use crate::passes::tests::{derived, lines};
+    use lockstep_ir::{Layout, Mesh, MeshAxis};
+
+    /// What reduces, adds and gathers, and where it goes.
+    fn moved(layout: Layout) -> String {
+        let (before, context) = derived(layout, 4);
+        let after = super::zero(&shard(&before, &context).unwrap(), &context).unwrap();
+        lines(&after, &[" = all_", " = reduce_", " = sum_", " = accumulate", "update ", "range "], false)
+    }
+
+    #[test]
+    fn gradients_are_summed_whole_once_a_step() {
+        assert_eq!(
+            moved("dp=2".parse().unwrap()),
+            "\
+R grad.w2.summed, grad.w1.summed = all_reduce(grad.w2, grad.w1) { over: dp }
+update    grad.w2 <- grad.w2.summed
+update    grad.w1 <- grad.w1.summed
+"
+        );
+    }
+
+    #[test]
+    fn a_rank_has_a_range_of_each_sum_from_level_1_on() {
+        assert_eq!(
+            moved("dp=2,zero=1".parse().unwrap()),
+            "\
+R grad.w2.scattered @(dp: flat), grad.w1.scattered @(dp: flat) = reduce_scatter(grad.w2, grad.w1) { over: dp, dim: None }
+range     grad.w2 <- grad.w2.scattered
+range     grad.w1 <- grad.w1.scattered
+"
+        );
+    }
+
+    #[test]
+    fn sums_of_every_micro_batch_are_scattered_from_level_2_on() {
+        assert_eq!(
+            moved("dp=2,zero=2".parse().unwrap()),
+            "\
+F grad.table.here.scattered @(dp: flat) = reduce_scatter(grad.table.here) { over: dp, dim: None }
+F grad.table.here.scattered.sum @(dp: flat) += grad.table = accumulate(grad.table.here.scattered)
+W grad.w2.here.scattered @(dp: flat), grad.w1.here.scattered @(dp: flat), grad.table.2.here.scattered @(dp: flat) = reduce_scatter(grad.w2.here, grad.w1.here, grad.table.2.here) { over: dp, dim: None }
+W grad.w2.here.scattered.sum @(dp: flat) += grad.w2 = accumulate(grad.w2.here.scattered)
+W grad.w1.here.scattered.sum @(dp: flat) += grad.w1 = accumulate(grad.w1.here.scattered)
+W grad.table.2.here.scattered.sum @(dp: flat) += grad.table.2 = accumulate(grad.table.2.here.scattered)
+"
+        );
+    }
+
+    #[test]
+    fn parameters_are_gathered_before_they_are_used_at_level_3() {
+        assert_eq!(
+            moved("dp=2,zero=3".parse().unwrap()),
+            "\
+F table.whole, w1.whole, w2.whole = all_gather(table, w1, w2) { over: dp, dim: None }
+F grad.table.here.scattered @(dp: flat) = reduce_scatter(grad.table.here) { over: dp, dim: None }
+F grad.table.here.scattered.sum @(dp: flat) += grad.table = accumulate(grad.table.here.scattered)
+B w1.whole, w2.whole = all_gather(w1, w2) { over: dp, dim: None }
+W grad.w2.here.scattered @(dp: flat), grad.w1.here.scattered @(dp: flat), grad.table.2.here.scattered @(dp: flat) = reduce_scatter(grad.w2.here, grad.w1.here, grad.table.2.here) { over: dp, dim: None }
+W grad.w2.here.scattered.sum @(dp: flat) += grad.w2 = accumulate(grad.w2.here.scattered)
+W grad.w1.here.scattered.sum @(dp: flat) += grad.w1 = accumulate(grad.w1.here.scattered)
+W grad.table.2.here.scattered.sum @(dp: flat) += grad.table.2 = accumulate(grad.table.2.here.scattered)
+"
+        );
+    }
+
+    #[test]
+    fn partial_sums_of_tensor_parallel_ranks_are_summed_first() {
+        assert_eq!(
+            moved("dp=2,zero=1,tp=2,sp".parse().unwrap()),
+            "\
+F x.scattered @(dp: split 0, tp: split 1) = reduce_scatter(x) { over: tp, dim: Some(1) }
+F y.gathered @(dp: split 0) = all_gather(y) { over: tp, dim: Some(1) }
+F logits.0.statistics.gathered @(dp: split 1) = all_gather(logits.0.statistics) { over: tp, dim: Some(0) }
+F loss.dx.scattered @(dp: split 0, tp: split 1) = reduce_scatter(loss.dx) { over: tp, dim: Some(1) }
+W d.x.gathered @(dp: split 0) = all_gather(d.x) { over: tp, dim: Some(1) }
+R grad.w2.whole @(dp: partial), grad.w1.whole @(dp: partial) = all_reduce(grad.w2, grad.w1) { over: tp }
+R grad.w2.whole.scattered @(dp: flat), grad.w1.whole.scattered @(dp: flat) = reduce_scatter(grad.w2.whole, grad.w1.whole) { over: dp, dim: None }
+update    grad.w2 <- grad.w2.whole
+update    grad.w1 <- grad.w1.whole
+range     grad.w2 <- grad.w2.whole.scattered
+range     grad.w1 <- grad.w1.whole.scattered
+"
+        );
+    }
+
+    #[test]
+    fn ranges_are_summed_over_the_ranks_that_have_them_too() {
+        let mesh = Mesh::ONE.with(MeshAxis::DpReplicate, 2).with(MeshAxis::DpShard, 2).with(MeshAxis::Ep, 2);
+        let layout = |zero| Layout { mesh, zero, ..Layout::single(2) };
+        assert_eq!(
+            moved(layout(0)),
+            "\
+R grad.w2.summed, grad.w1.summed = all_reduce(grad.w2, grad.w1) { over: dp_replicate×dp×ep }
+update    grad.w2 <- grad.w2.summed
+update    grad.w1 <- grad.w1.summed
+"
+        );
+        assert_eq!(
+            moved(layout(1)),
+            "\
+R grad.w2.scattered @(dp_replicate: partial, dp: flat, ep: flat), grad.w1.scattered @(dp_replicate: partial, dp: flat, ep: flat) = reduce_scatter(grad.w2, grad.w1) { over: dp×ep, dim: None }
+R grad.w2.scattered.summed @(dp: flat, ep: flat), grad.w1.scattered.summed @(dp: flat, ep: flat) = all_reduce(grad.w2.scattered, grad.w1.scattered) { over: dp_replicate }
+range     grad.w2 <- grad.w2.scattered
+range     grad.w1 <- grad.w1.scattered
+range     grad.w2 <- grad.w2.scattered.summed
+range     grad.w1 <- grad.w1.scattered.summed
+"
+        );
+        assert_eq!(
+            moved(layout(2)),
+            "\
+F grad.table.here.scattered @(dp_replicate: partial, dp: flat, ep: flat) = reduce_scatter(grad.table.here) { over: dp×ep, dim: None }
+F grad.table.here.scattered.sum @(dp_replicate: partial, dp: flat, ep: flat) += grad.table = accumulate(grad.table.here.scattered)
+W grad.w2.here.scattered @(dp_replicate: partial, dp: flat, ep: flat), grad.w1.here.scattered @(dp_replicate: partial, dp: flat, ep: flat), grad.table.2.here.scattered @(dp_replicate: partial, dp: flat, ep: flat) = reduce_scatter(grad.w2.here, grad.w1.here, grad.table.2.here) { over: dp×ep, dim: None }
+W grad.w2.here.scattered.sum @(dp_replicate: partial, dp: flat, ep: flat) += grad.w2 = accumulate(grad.w2.here.scattered)
+W grad.w1.here.scattered.sum @(dp_replicate: partial, dp: flat, ep: flat) += grad.w1 = accumulate(grad.w1.here.scattered)
+W grad.table.2.here.scattered.sum @(dp_replicate: partial, dp: flat, ep: flat) += grad.table.2 = accumulate(grad.table.2.here.scattered)
+R grad.w2.summed @(dp: flat, ep: flat), grad.w1.summed @(dp: flat, ep: flat) = all_reduce(grad.w2, grad.w1) { over: dp_replicate }
+update    grad.w2 <- grad.w2.summed
+update    grad.w1 <- grad.w1.summed
+"
+        );
+    }
 }

@@ -87,7 +87,7 @@ pub unsafe fn add_positions(call: Call, seq: Option<usize>, documents: bool) -> 
     let Some(y) = call.output(0) else { return Ok(()) };
     let (d, here) = (call.size('d'), call.size('s'));
     let whole = seq.unwrap_or(here);
-    let first = seq.map_or(0, |seq| call.bound.first_position(call.coordinates, seq));
+    let first = call.bound.first_position();
     let starts = (call.bound.inputs.len() > 2).then(|| call.input(2));
     let how = how(documents, seq.is_none());
     let args = args![call.input(0), call.input(1), starts, y, d, here, whole, first, how, call.size('t')];
@@ -98,7 +98,7 @@ pub unsafe fn add_positions(call: Call, seq: Option<usize>, documents: bool) -> 
 pub unsafe fn positions_grad(call: Call, seq: usize, documents: bool) -> Result<(), CudaError> {
     let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
     let (d, rows, batch, here) = (call.size('d'), call.size('t'), call.size('b'), call.size('s'));
-    let first = call.bound.first_position(call.coordinates, seq);
+    let first = call.bound.first_position();
     let starts = documents.then(|| call.input(1));
     let (kind, adds, how) = (sum_kind(at.dtype), call.adds(0), how(documents, false));
     let args = args![call.input(0), starts, out, kind, adds, d, batch, here, seq, first, how, rows];
@@ -106,9 +106,9 @@ pub unsafe fn positions_grad(call: Call, seq: usize, documents: bool) -> Result<
     unsafe { call.typed(("elements", "positions_grad"), [rows, 1, 1], THREADS, args) }
 }
 
-pub unsafe fn dropout(call: Call, rate: f32, site: u64, seq: usize) -> Result<(), CudaError> {
+pub unsafe fn dropout(call: Call, rate: f32, site: u64) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let first = call.bound.first_position(call.coordinates, seq);
+    let first = call.bound.first_position();
     let (below, scale) = (counter::threshold(rate) as usize, 1.0 / (1.0 - rate));
     let args = args![call.input(0), call.input(1), y, call.size('d'), call.size('s'), first, site, below, scale];
     // SAFETY: the operands have these sizes.

@@ -24,8 +24,7 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
     let sums = |shape: MatmulShape| [shape, MatmulShape { adds: true, ..shape }];
     let gradients = |output: usize| bound.outputs[output].map_or(DType::F32, |at| at.dtype);
     match bound.op {
-        Op::Linear => vec![plain(Gemm::Forward, m, size('n'), input)],
-        Op::LinearGradInput => vec![plain(Gemm::Input, m, size('n'), input)],
+        Op::Linear | Op::LinearGradInput => shape(bound.op, &size, input).into_iter().collect(),
         Op::LinearGradWeight => {
             let (rows, output) = weight_rows(input, gradients(0), m, size('s'));
             sums(plain(Gemm::Weight, rows, size('n'), output)).to_vec()
@@ -56,6 +55,17 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
         Op::Orthogonalise => super::orthogonal::shapes(bound),
         _ => Vec::new(),
     }
+}
+
+/// The matmul of an op that is one, of these sizes and this type.
+pub fn shape(op: Op, size: &dyn Fn(char) -> usize, input: DType) -> Option<MatmulShape> {
+    let gemm = match op {
+        Op::Linear => Gemm::Forward,
+        Op::LinearGradInput => Gemm::Input,
+        _ => return None,
+    };
+    let (m, n, k) = (size('b') * size('s'), size('n'), size('k'));
+    Some(MatmulShape { gemm, m, n, k, input, output: input, adds: false, y_stride: n, epilogue: Epilogue::None })
 }
 
 /// Elements from one row of logits to the next: whole packs, which the matrix units and 16-byte accesses want.
@@ -130,8 +140,8 @@ pub unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
     let (n, k, seq) = (call.size('n'), call.size('k'), call.size('s'));
     let scratch = call.scratch()?;
     let sizes = (call.rows(), seq, n, k);
-    // SAFETY: the operands have these sizes.
     let factors = (call.input(0), call.input(1));
+    // SAFETY: the operands have these sizes.
     unsafe { weight_product(call, sizes, n, factors, (0, 0, call.adds(0)), scratch, scratch + WORKSPACE) }
 }
 

@@ -2,8 +2,8 @@
 
 mod elements;
 mod embedding;
+pub mod fused;
 mod head;
-pub mod join;
 mod linear;
 mod naive;
 mod norm;
@@ -17,7 +17,7 @@ use crate::call::Call;
 use crate::driver::ALIGNMENT;
 use crate::matmul::WORKSPACE;
 use crate::{CudaError, attention};
-use lockstep_ir::{DType, DeviceProfile, Op, Workspace};
+use lockstep_ir::{DType, DeviceProfile, Fusion, Op, Workspace};
 use std::collections::BTreeMap;
 
 /// What the compiler must know of this executor, for these types of parameters and of gradient sums, and for the same bits every
@@ -61,6 +61,8 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         cross_entropy_logits: 1 << 29,
         cross_entropy_rows: 8192,
         workspaces,
+        fusions: Fusion::ALL.to_vec(),
+        faster: Vec::new(),
     }
 }
 
@@ -95,7 +97,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::AddPositions { seq, documents } => elements::add_positions(call, Some(seq), documents),
             Op::AddPositionsAt => elements::add_positions(call, None, false),
             Op::PositionsGrad { seq, documents, .. } => elements::positions_grad(call, seq, documents),
-            Op::Dropout { rate, site, seq } => elements::dropout(call, rate, site, seq),
+            Op::Dropout { rate, site, .. } => elements::dropout(call, rate, site),
             Op::Gelu => elements::gelu(call),
             Op::GeluGrad => elements::gelu_grad(call),
             Op::AttentionScores { documents, window } => naive::scores(call, documents, window),

@@ -84,7 +84,7 @@ pub(super) fn single_op(
     let outputs = outputs.into_iter().map(Some).collect();
     let (stream, phase) = (Stream::Compute, Phase::Forward);
     let (op, waits) = (*op, Vec::new());
-    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, vocab: None };
+    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, offsets: None };
     let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
     let slot = |micro_batch| Slot { segment: 0, micro_batch, saved_slot: 0 };
     Ok(StepProgram {
@@ -95,7 +95,7 @@ pub(super) fn single_op(
         buffers,
         values,
         tensors,
-        segments: vec![Segment { name: "op", instrs: vec![instr] }],
+        segments: vec![Segment { name: "op", instrs: vec![instr], groups: Vec::new() }],
         entries: vec![Entry { name: StepProgram::TRAIN.into(), schedule: (0..micro_batches).map(slot).collect() }],
     })
 }

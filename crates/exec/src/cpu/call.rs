@@ -5,7 +5,7 @@ use super::pool::Pool;
 use super::simd::Simd;
 pub use crate::bound::{At, Bound, VocabPart};
 use lockstep_ir::program::Slot;
-use lockstep_ir::{Coordinates, DType, StepScalars, fixed};
+use lockstep_ir::{DType, StepScalars, fixed};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -15,7 +15,6 @@ pub struct Call<'a> {
     pub simd: Simd,
     pub base: *mut u8,
     pub slot: Slot,
-    pub coordinates: Coordinates,
 }
 
 // SAFETY: `base` is the arena; kernels split their outputs between tasks without overlap.
@@ -72,12 +71,12 @@ impl Call<'_> {
 
     /// The part of the vocabulary that this rank has: all of it, if nothing else is said.
     pub fn vocab_part(&self) -> VocabPart {
-        self.bound.vocab_part(self.coordinates)
+        self.bound.vocab_part()
     }
 
-    /// The first position that this rank has of sequences of `seq`: all ranks that share one have equally many.
-    pub fn first_position(&self, seq: usize) -> usize {
-        self.bound.first_position(self.coordinates, seq)
+    /// The first position that this rank has of its sequences.
+    pub fn first_position(&self) -> usize {
+        self.bound.first_position()
     }
 
     /// Where a weight gradient goes.

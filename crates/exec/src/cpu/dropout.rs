@@ -5,9 +5,9 @@ use super::float::Float;
 use super::simd::{self, vectorised};
 use lockstep_ir::counter;
 
-/// y `[b, s, d]` = x / (1 − rate), or 0 by a mask drawn from keys `[b, 2]`, in sequences of `seq` of which this rank may have a part.
-pub fn dropout<T: Float>(call: Call, rate: f32, site: u64, seq: usize) {
-    let (here, d, first) = (call.size('s'), call.size('d'), call.first_position(seq));
+/// y `[b, s, d]` = x / (1 − rate), or 0 by a mask drawn from keys `[b, 2]`, in sequences of which this rank may have a part.
+pub fn dropout<T: Float>(call: Call, rate: f32, site: u64) {
+    let (here, d, first) = (call.size('s'), call.size('d'), call.first_position());
     let (x, keys) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     let (below, scale) = (counter::threshold(rate), 1.0 / (1.0 - rate));

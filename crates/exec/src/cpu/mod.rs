@@ -89,6 +89,8 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         cross_entropy_logits: 16 << 20,
         cross_entropy_rows: 1024,
         workspaces,
+        fusions: Vec::new(),
+        faster: Vec::new(),
     }
 }
 
@@ -209,12 +211,11 @@ impl CpuExecutor {
 
     fn kernel(&self, index: usize, slot: Slot) {
         let bound = &self.segments[slot.segment][index];
-        let coordinates = self.link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
         if let Some(link) = &self.link {
             let layer = self.program.segments[slot.segment].instrs[index].layer;
             link.comm.at(ProgramPlace { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
         }
-        let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot, coordinates };
+        let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot };
         match bound.float {
             DType::BF16 => run_kernel::<Bf16>(call),
             DType::F16 => run_kernel::<F16>(call),
@@ -276,7 +277,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
         Op::Gelu => pointwise::gelu::<T>(call),
         Op::GeluGrad => pointwise::gelu_grad::<T>(call),
-        Op::Dropout { rate, site, seq } => dropout::dropout::<T>(call, rate, site, seq),
+        Op::Dropout { rate, site, .. } => dropout::dropout::<T>(call, rate, site),
         Op::Add => pointwise::add::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),

@@ -40,7 +40,7 @@ pub fn grad<T: Float>(call: Call, seq: usize, documents: bool) {
 /// The position of every row of `[b, s]` in sequences of `seq`, of which this rank may have a part; with `starts[b, seq]` in its
 /// document.
 fn positions(call: &Call, seq: usize, starts: Option<*const u32>) -> impl Fn(usize) -> usize + Sync + use<> {
-    let (here, first) = (call.size('s'), call.first_position(seq));
+    let (here, first) = (call.size('s'), call.first_position());
     let starts = starts.map(Ptr);
     move |row| {
         let position = first + row % here;

@@ -24,7 +24,7 @@ pub use dims::Dims;
 pub use flops::Flops;
 pub use table::{Elem, Operand, Saved, Spec};
 
-use crate::mesh::Axes;
+use crate::mesh::{Axes, MeshAxis};
 use crate::{DType, TensorType};
 
 /// The target of a position whose loss does not count (a token of a prompt, say): it adds neither loss nor gradient.
@@ -374,10 +374,37 @@ impl Op {
         &spec.outputs[if spec.each { 0 } else { index }]
     }
 
+    /// The axes along which ranks work together in it; none where a rank works alone.
+    pub fn over(&self) -> Axes {
+        match *self {
+            Op::AllReduce { over }
+            | Op::ReduceScatter { over, .. }
+            | Op::AllGather { over, .. }
+            | Op::SumShared { over, .. } => over,
+            Op::Send { .. } | Op::Receive { .. } => MeshAxis::Pp.into(),
+            _ => Axes::NONE,
+        }
+    }
+
+    /// Whether all it does is to change the shardings of tensors, each for itself.
+    pub fn reshards(&self) -> bool {
+        self.spec().each || matches!(self, Op::Shard { .. })
+    }
+
     /// Whether ranks work together in it.
     pub fn communicates(&self) -> bool {
         let spec = self.spec();
         spec.each || matches!(self, Op::Send { .. } | Op::Receive { .. })
+    }
+
+    /// The operand and dimension that have the letter which the op [numbers](Spec::numbers): (whether it is an input, its index,
+    /// the dimension). Inputs come first.
+    pub fn numbered(&self, inputs: usize) -> Option<(bool, usize, usize)> {
+        let spec = self.spec();
+        let letter = spec.numbers?;
+        let find = |dims: &str| dims.chars().position(|c| c == letter);
+        let input = (0..inputs).find_map(|i| Some((true, i, find(self.input(i, inputs).dims)?)));
+        input.or_else(|| (0..spec.outputs.len()).find_map(|o| Some((false, o, find(spec.outputs[o].dims)?))))
     }
 
     /// The table row of input `index` when the op is called with `count` inputs.

@@ -60,6 +60,9 @@ pub struct Spec {
     /// Dimensions along which the op may be sharded, as groups of letters that are split together. An operand without a
     /// letter of the group is whole on every rank if it is an input, and a partial sum if it is an output.
     pub splits: &'static [&'static str],
+    /// The letter whose entries the op tells apart by number: where ranks split that dimension, it must know where their parts
+    /// start.
+    pub numbers: Option<char>,
     /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
     /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
@@ -116,6 +119,7 @@ const fn row(
         always_in_place: false,
         gradient_reads,
         splits: &[],
+        numbers: None,
         cheap: &[],
         each: false,
     }
@@ -130,6 +134,10 @@ const fn collective(name: &'static str, in_place: &'static [(usize, usize)]) -> 
 impl Spec {
     const fn splits(self, splits: &'static [&'static str]) -> Spec {
         Spec { splits, ..self }
+    }
+
+    const fn numbers(self, letter: char) -> Spec {
+        Spec { numbers: Some(letter), ..self }
     }
 
     const fn cheap(self, cheap: &'static [usize]) -> Spec {
@@ -148,10 +156,12 @@ use update::{
 
 static EMBEDDING: Spec =
     row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], &[], Some(&[Input(0)]))
-        .splits(&["b", "v"]);
+        .splits(&["b", "v"])
+        .numbers('v');
 static EMBEDDING_GRAD: Spec =
     row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[accumulator("dtable", "vd")], &[], None)
-        .splits(&["b", "s", "v"]);
+        .splits(&["b", "s", "v"])
+        .numbers('v');
 static LINEAR: Spec =
     row("linear", &[float("x", "bsk"), float("w", "nk")], &[float("y", "bsn")], &[], Some(&[Input(0), Input(1)]))
         .splits(&["b", "s", "n", "k"]);
@@ -289,7 +299,8 @@ static LAYER_NORM_GRAD_WEIGHT: Spec = row(
 .splits(&["b", "s"]);
 static ADD_POSITIONS: Spec =
     row("add_positions", &[float("x", "bsd"), float("table", "td")], &[float("y", "bsd")], &[(0, 0)], Some(&[]))
-        .splits(&["b", "s"]);
+        .splits(&["b", "s"])
+        .numbers('s');
 static ADD_DOCUMENT_POSITIONS: Spec = row(
     "add_document_positions",
     &[float("x", "bsd"), float("table", "td"), u32("starts", "bo")],
@@ -297,7 +308,8 @@ static ADD_DOCUMENT_POSITIONS: Spec = row(
     &[(0, 0)],
     Some(&[Input(2)]),
 )
-.splits(&["b", "s"]);
+.splits(&["b", "s"])
+.numbers('s');
 static ADD_POSITIONS_AT: Spec = row(
     "add_positions_at",
     &[float("x", "bsd"), float("table", "td"), u32("start", "b")],
@@ -305,8 +317,9 @@ static ADD_POSITIONS_AT: Spec = row(
     &[(0, 0)],
     None,
 );
-static POSITIONS_GRAD: Spec =
-    row("positions_grad", &[float("dx", "bsd")], &[accumulator("dtable", "td")], &[], None).splits(&["b", "s"]);
+static POSITIONS_GRAD: Spec = row("positions_grad", &[float("dx", "bsd")], &[accumulator("dtable", "td")], &[], None)
+    .splits(&["b", "s"])
+    .numbers('s');
 static DOCUMENT_POSITIONS_GRAD: Spec = row(
     "document_positions_grad",
     &[float("dx", "bsd"), u32("starts", "bo")],
@@ -314,7 +327,8 @@ static DOCUMENT_POSITIONS_GRAD: Spec = row(
     &[],
     None,
 )
-.splits(&["b", "s"]);
+.splits(&["b", "s"])
+.numbers('s');
 static ROPE: Spec =
     row("rope", &[float("qkv", "bsp"), f32("table", "tr")], &[float("rotated", "bsp")], &[(0, 0)], Some(&[Input(1)]))
         .splits(&["b", "pqu"]);
@@ -430,7 +444,8 @@ static GELU_GRAD: Spec =
         .splits(&["b", "s", "f"]);
 static DROPOUT: Spec =
     row("dropout", &[float("x", "bsd"), u32("keys", "bz")], &[float("y", "bsd")], &[(0, 0)], Some(&[Input(1)]))
-        .splits(&["b", "s"]);
+        .splits(&["b", "s"])
+        .numbers('s');
 static ADD: Spec =
     row("add", &[float("a", "bsd"), float("b", "bsd")], &[float("sum", "bsd")], &[(0, 0), (1, 0)], Some(&[]))
         .splits(&["b", "s", "d"]);
@@ -473,7 +488,8 @@ static VOCAB_LOGITS: Spec = row(
     &[],
     None,
 )
-.splits(&["bc", "va"]);
+.splits(&["bc", "va"])
+.numbers('v');
 static VOCAB_LOSS: Spec = Spec {
     variadic: true,
     ..row("vocab_loss", &[f32("statistics", "a?j"), u32("targets", "bs")], &[f64("loss", "b")], &[], None)
@@ -486,7 +502,8 @@ static VOCAB_GRAD: Spec = row(
     &[],
     None,
 )
-.splits(&["bc", "v"]);
+.splits(&["bc", "v"])
+.numbers('v');
 static SCALED_VOCAB_GRAD: Spec = row(
     "scaled_vocab_grad",
     &[
@@ -501,7 +518,8 @@ static SCALED_VOCAB_GRAD: Spec = row(
     &[],
     None,
 )
-.splits(&["bc", "v"]);
+.splits(&["bc", "v"])
+.numbers('v');
 static JOIN_ROWS: Spec = Spec {
     variadic: true,
     ..row("join_rows", &[float("part", "?k"), u32("targets", "bs")], &[float("joined", "bsk")], &[], None)

@@ -1,0 +1,215 @@
+//! Join: finds what the device does as one, and lets it stand side by side. The last pass before memory.
+//!
+//! What a device can fuse is data in its profile, and so is for which matmuls an epilogue with GELU was measured to be faster than
+//! a kernel behind them. A group is one moment for memory: what any of its instructions reads, writes or has as scratch stands apart
+//! until all are done. So no instruction needs to look at where others stand, and an executor runs groups as it finds them.
+
+use crate::lower::Unplaced;
+use lockstep_ir::graph::Phase;
+use lockstep_ir::program::{Arg, Instr, Segment};
+use lockstep_ir::{DeviceProfile, FusedGroup, FusedMatmul, Fusion, Op, StepProgram};
+
+pub(crate) fn join(mut unplaced: Unplaced, device: &DeviceProfile) -> Unplaced {
+    let gelu = !recomputes_gelu(&unplaced.segments);
+    unplaced.segments = unplaced.segments.into_iter().map(|s| joined(s, device, gelu)).collect();
+    unplaced
+}
+
+/// Matmuls of programs that could fuse GELU or its gradient into their epilogue, each once: what a device may time, so that the
+/// profile says for which of them it is worth it. The programs are those of a profile that says so of none.
+pub fn fusable_matmuls(programs: &[StepProgram]) -> Vec<FusedMatmul> {
+    let mut found: Vec<FusedMatmul> = Vec::new();
+    for program in programs {
+        let gelu = !recomputes_gelu(&program.segments);
+        for segment in &program.segments {
+            let instrs = &segment.instrs;
+            for at in 0..instrs.len() {
+                let forward = gelu && matmul_bias_gelu(&instrs[at..]);
+                let backward = gelu_gradient_of(instrs, at).is_some();
+                let fusions = [(forward, Fusion::MatmulBiasGelu), (backward, Fusion::MatmulGeluGradient)];
+                let new = fusions.into_iter().filter(|(can, _)| *can).map(|(_, f)| fused_matmul(f, &instrs[at]));
+                new.for_each(|matmul| {
+                    if !found.contains(&matmul) {
+                        found.push(matmul);
+                    }
+                });
+            }
+        }
+    }
+    found
+}
+
+fn fused_matmul(fusion: Fusion, matmul: &Instr) -> FusedMatmul {
+    FusedMatmul { fusion, op: matmul.op, inputs: matmul.inputs.iter().map(|a| a.ty.clone()).collect() }
+}
+
+/// A matmul that fuses GELU applies it to its f32 sums, a kernel to what was stored, and the sums themselves may be another plan's: where a
+/// GELU is recomputed, or only the biased sum that is its input or that of its gradient, all are left to the kernel, so that they come out as
+/// the first time.
+fn recomputes_gelu(segments: &[Segment]) -> bool {
+    let reads = |i: &Instr, sum| {
+        (i.op == Op::Gelu && value(i, 0) == Some(sum)) || (i.op == Op::GeluGrad && value(i, 1) == Some(sum))
+    };
+    let recomputed = |s: &Segment, i: &Instr| {
+        let sum = i.outputs.first().and_then(Option::as_ref).filter(|_| i.op == Op::AddBias);
+        i.op == Op::Gelu || sum.is_some_and(|sum| s.instrs.iter().any(|other| reads(other, sum.value)))
+    };
+    segments.iter().any(|s| s.instrs.iter().any(|i| i.phase != Phase::Forward && recomputed(s, i)))
+}
+
+/// The segment with its groups, each where the first of its instructions stood.
+fn joined(segment: Segment, device: &DeviceProfile, gelu: bool) -> Segment {
+    let Segment { name, instrs, .. } = segment;
+    // The instructions in their new order, by their index so far.
+    let mut order: Vec<usize> = Vec::new();
+    let mut groups = Vec::new();
+    let mut done = vec![false; instrs.len()];
+    for at in 0..instrs.len() {
+        if done[at] {
+            continue;
+        }
+        let first = order.len();
+        match group(&instrs, at, device, gelu) {
+            None => order.push(at),
+            Some((fusion, members)) => {
+                members.iter().for_each(|i| done[*i] = true);
+                order.extend(members);
+                groups.push(FusedGroup { fusion, instrs: first..order.len() });
+            }
+        }
+    }
+    let mut place = vec![0; instrs.len()];
+    order.iter().enumerate().for_each(|(to, from)| place[*from] = to);
+    let mut old: Vec<Option<Instr>> = instrs.into_iter().map(Some).collect();
+    let mut instrs: Vec<Instr> = order.iter().filter_map(|from| old[*from].take()).collect();
+    instrs.iter_mut().flat_map(|i| &mut i.waits).for_each(|w| *w = place[*w]);
+    Segment { name, instrs, groups }
+}
+
+/// The instructions that the device does as one with this one, itself the first.
+fn group(instrs: &[Instr], at: usize, device: &DeviceProfile, gelu: bool) -> Option<(Fusion, Vec<usize>)> {
+    let behind = &instrs[at..];
+    let side_by_side = |count: usize| (at..at + count).collect::<Vec<_>>();
+    let worth = |fusion| device.faster.contains(&fused_matmul(fusion, &instrs[at]));
+    let members = |fusion: Fusion| match fusion {
+        Fusion::MatmulBias => matmul_bias(behind).then(|| side_by_side(2)),
+        Fusion::MatmulBiasGelu => (gelu && matmul_bias_gelu(behind) && worth(fusion)).then(|| side_by_side(3)),
+        Fusion::MatmulGeluGradient => {
+            gelu_gradient_of(instrs, at).filter(|_| worth(fusion)).map(|gradient| vec![at, gradient])
+        }
+        Fusion::NormGradients => norm_gradients(behind).map(side_by_side),
+        Fusion::GeluBiasGradients => gelu_bias_gradients(behind).then(|| side_by_side(2)),
+        Fusion::AdamW => {
+            let count = behind.iter().take_while(|next| updates_alike(&behind[0], next)).count();
+            (count > 1).then(|| side_by_side(count))
+        }
+    };
+    // What another stream makes is there once it has been waited for: at the first, or not at all.
+    let waits = |members: &[usize]| members[1..].iter().any(|i| !instrs[*i].waits.is_empty());
+    let found = device.fusions.iter().filter_map(|fusion| Some((*fusion, members(*fusion)?)));
+    // Of several that begin here, the one that does most.
+    found.filter(|(_, members)| !waits(members)).max_by_key(|(_, members)| members.len())
+}
+
+/// Whether a matmul is followed by its bias, in place.
+fn matmul_bias(instrs: &[Instr]) -> bool {
+    let [matmul, bias, ..] = instrs else { return false };
+    matmul.op == Op::Linear && bias.op == Op::AddBias && in_place(matmul, bias)
+}
+
+/// Whether a matmul and its bias are followed by a GELU that may be written while they are computed: it is not in place of what they
+/// use.
+fn matmul_bias_gelu(instrs: &[Instr]) -> bool {
+    let [matmul, bias, gelu, ..] = instrs else { return false };
+    let (Some(Some(stored)), Some(read), Some(Some(out))) =
+        (bias.outputs.first(), gelu.inputs.first(), gelu.outputs.first())
+    else {
+        return false;
+    };
+    let mut used = matmul.inputs.iter().chain(&bias.inputs).chain([stored]);
+    matmul_bias(instrs)
+        && gelu.op == Op::Gelu
+        && stored.value == read.value
+        && whole(read)
+        && whole(out)
+        && used.all(|a| a.buffer != out.buffer)
+}
+
+/// The gradient of the GELU before a matmul, further on, if the matmul may compute it: it changes in place what the matmul has
+/// made, nothing reads that in between, and what else it reads is there already.
+fn gelu_gradient_of(instrs: &[Instr], at: usize) -> Option<usize> {
+    let matmul = &instrs[at];
+    if matmul.op != Op::LinearGradInput {
+        return None;
+    }
+    let made = matmul.outputs.first()?.as_ref()?.value;
+    let reads = |i: &Instr| i.inputs.iter().any(|a| a.value == made);
+    let gelu = at + 1 + instrs[at + 1..].iter().position(reads)?;
+    let stored = value(&instrs[gelu], 1)?;
+    let there = !instrs[at..gelu].iter().any(|i| i.outputs.iter().flatten().any(|o| o.value == stored));
+    let waits = instrs[at + 1..=gelu].iter().any(|i| !i.waits.is_empty());
+    (instrs[gelu].op == Op::GeluGrad && in_place(matmul, &instrs[gelu]) && there && !waits).then_some(gelu)
+}
+
+/// How many instructions are the gradients of one norm and of the bias before it: that of its weight, which comes first and
+/// has scratch for all, of its bias where it has one, and of its input.
+fn norm_gradients(instrs: &[Instr]) -> Option<usize> {
+    let (weight, rest) = instrs.split_first()?;
+    let bias = |b: &Instr| b.op == Op::BiasGrad && value(b, 0) == value(weight, 0) && wanted(b);
+    let before = usize::from(rest.first().is_some_and(bias));
+    let input = rest.get(before)?;
+    // The weight itself stands between the operands that both have.
+    let same = (0..weight.inputs.len()).all(|w| value(weight, w) == value(input, if w < 2 { w } else { w + 1 }));
+    let one_norm = Fusion::NormGradients.fits(&[weight.op, input.op]);
+    let ready = weight.workspace.is_some() && wanted(weight) && wanted(input);
+    let after = rest.get(before + 1).is_some_and(|after| sums_rows_of(after, input));
+    (one_norm && same && ready).then_some(2 + before + usize::from(after))
+}
+
+/// Whether these are the gradients of a GELU and of the bias before it.
+fn gelu_bias_gradients(instrs: &[Instr]) -> bool {
+    let [gelu, bias, ..] = instrs else { return false };
+    gelu.op == Op::GeluGrad && sums_rows_of(bias, gelu) && wanted(gelu) && bias.workspace.is_some()
+}
+
+/// Whether two updates by AdamW may be one: they touch tensors of their own, with constants and numbers in common.
+fn updates_alike(a: &Instr, b: &Instr) -> bool {
+    let (Op::AdamW { beta1, beta2, eps, .. }, Op::AdamW { beta1: b1, beta2: b2, eps: e, .. }) = (a.op, b.op) else {
+        return false;
+    };
+    let gradient = |i: &Instr| i.inputs.get(1).map(|g| g.ty.dtype);
+    (beta1, beta2, eps) == (b1, b2, e)
+        && gradient(a) == gradient(b)
+        && [4, 5].iter().all(|input| value(a, *input) == value(b, *input))
+}
+
+/// Whether the second changes what the first has made, where it stands.
+fn in_place(first: &Instr, second: &Instr) -> bool {
+    let (Some(Some(made)), Some(read), Some(Some(changed))) =
+        (first.outputs.first(), second.inputs.first(), second.outputs.first())
+    else {
+        return false;
+    };
+    made.value == read.value && made.buffer == changed.buffer && [made, read, changed].into_iter().all(whole)
+}
+
+/// Whether this is the gradient of a bias: the sum over rows of all that the other has made.
+fn sums_rows_of(bias: &Instr, of: &Instr) -> bool {
+    let (Some(Some(made)), Some(read)) = (of.outputs.first(), bias.inputs.first()) else { return false };
+    bias.op == Op::BiasGrad && made.value == read.value && whole(made) && whole(read) && wanted(bias)
+}
+
+fn value(instr: &Instr, input: usize) -> Option<usize> {
+    instr.inputs.get(input).map(|a| a.value)
+}
+
+fn wanted(instr: &Instr) -> bool {
+    instr.outputs.iter().all(Option::is_some)
+}
+
+fn whole(arg: &Arg) -> bool {
+    arg.part.is_empty()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,88 @@
+//! What a device does as one: kinds of groups of instructions, and the matmuls for which that was measured to be faster.
+
+use crate::{Op, TensorType};
+use std::ops::Range;
+
+/// Instructions that follow each other and that a device can do as one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Fusion {
+    /// A matmul and its bias.
+    MatmulBias,
+    /// A matmul, its bias and the GELU behind it. What the GELU reads is stored too.
+    MatmulBiasGelu,
+    /// The input gradient of a matmul, and the gradient of the GELU before it.
+    MatmulGeluGradient,
+    /// The gradients of a norm (weight, bias where it has one, input) and of the bias before it.
+    NormGradients,
+    /// The gradients of a GELU and of the bias before it.
+    GeluBiasGradients,
+    /// Updates of many tensors by AdamW.
+    AdamW,
+}
+
+impl Fusion {
+    /// All kinds.
+    pub const ALL: [Fusion; 6] = [
+        Fusion::MatmulBias,
+        Fusion::MatmulBiasGelu,
+        Fusion::MatmulGeluGradient,
+        Fusion::NormGradients,
+        Fusion::GeluBiasGradients,
+        Fusion::AdamW,
+    ];
+
+    /// Whether a group of this kind may have these ops, in this order.
+    pub fn fits(self, ops: &[Op]) -> bool {
+        match self {
+            Fusion::MatmulBias => matches!(ops, [Op::Linear, Op::AddBias]),
+            Fusion::MatmulBiasGelu => matches!(ops, [Op::Linear, Op::AddBias, Op::Gelu]),
+            Fusion::MatmulGeluGradient => matches!(ops, [Op::LinearGradInput, Op::GeluGrad]),
+            Fusion::NormGradients => match ops {
+                [weight, input]
+                | [weight, Op::BiasGrad, input]
+                | [weight, input, Op::BiasGrad]
+                | [weight, Op::BiasGrad, input, Op::BiasGrad] => matches!(
+                    (weight, input),
+                    (Op::RmsNormGradWeight, Op::RmsNormGrad | Op::AddRmsNormGrad)
+                        | (Op::LayerNormGradWeight, Op::LayerNormGrad | Op::AddLayerNormGrad)
+                ),
+                _ => false,
+            },
+            Fusion::GeluBiasGradients => matches!(ops, [Op::GeluGrad, Op::BiasGrad]),
+            Fusion::AdamW => ops.len() > 1 && ops.iter().all(|op| matches!(op, Op::AdamW { .. })),
+        }
+    }
+
+    /// The name in printed programs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Fusion::MatmulBias => "matmul + bias",
+            Fusion::MatmulBiasGelu => "matmul + bias + GELU",
+            Fusion::MatmulGeluGradient => "matmul + GELU gradient",
+            Fusion::NormGradients => "norm gradients",
+            Fusion::GeluBiasGradients => "GELU + bias gradients",
+            Fusion::AdamW => "AdamW of many tensors",
+        }
+    }
+}
+
+/// Instructions of a segment that are done as one. They stand side by side, and their operands and scratch are all in use until
+/// the last of them is done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FusedGroup {
+    /// What they are together.
+    pub fusion: Fusion,
+    /// Which they are, by index in the segment.
+    pub instrs: Range<usize>,
+}
+
+/// A matmul that may fuse what stands behind it into its epilogue, if that takes less time than a kernel behind it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FusedMatmul {
+    /// What it fuses.
+    pub fusion: Fusion,
+    /// The matmul.
+    pub op: Op,
+    /// Its operands, on one rank.
+    pub inputs: Vec<TensorType>,
+}
