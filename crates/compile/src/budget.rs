@@ -16,7 +16,7 @@ mod tests;
 use crate::passes::{Candidate, Layers, Recomputation, Recompute, Recomputed, recomputation};
 use crate::{CompileError, Estimator};
 use lockstep_ir::graph::Phase;
-use lockstep_ir::program::{Lifetime, StepProgram};
+use lockstep_ir::program::{BufferId, Lifetime, StepProgram};
 use lockstep_ir::{Graph, TypeError, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -124,9 +124,10 @@ impl<'a> Search<'a> {
         // Layers are counted anew in every stage.
         let starts: Vec<usize> = (0..layers.in_stage.len()).filter(|l| layers.in_stage[*l] == 0).collect();
         let end = |s: usize| starts.get(s + 1).copied().unwrap_or(layers.kind_of.len());
-        let of_stage = |s: usize| starts.get(s).map_or(Vec::new(), |from| layers.kind_of[*from..end(s)].to_vec());
-        let stages = none.iter().enumerate();
-        let stages = stages.map(|(s, p)| StageMemory::new(p, estimator, &layers, &kinds, of_stage(s))).collect();
+        let of_stage = |s: usize| starts.get(s).map_or(&[][..], |from| &layers.kind_of[*from..end(s)]);
+        let of_rank = |stages: &Vec<usize>| stages.iter().flat_map(|s| of_stage(*s)).copied().collect();
+        let stages = none.iter().zip(&estimator.pipeline.virtual_stages);
+        let stages = stages.map(|(p, own)| StageMemory::new(p, estimator, &layers, &kinds, of_rank(own))).collect();
         let mut search = Self { estimator, kinds, stages, work: 0, known: BTreeMap::new() };
         search.note(vec![0; search.kinds.len()], &none);
         Ok(search)
@@ -340,28 +341,29 @@ impl Kind {
 impl StageMemory {
     fn new(program: &StepProgram, estimator: &Estimator, layers: &Layers, kinds: &[Kind], own: Vec<usize>) -> Self {
         let graph = &estimator.derived;
-        let lifetime = |buffer: usize| program.regions[program.buffers[buffer].region].lifetime;
         let forward = program.segments.iter().flat_map(|s| &s.instrs).filter(|i| i.phase == Phase::Forward);
         let saved: BTreeMap<&str, u64> = forward
             .flat_map(|i| i.outputs.iter().flatten())
-            .filter(|a| lifetime(a.buffer.0) == Lifetime::Saved)
-            .map(|a| (program.values[a.value].as_str(), estimator.align(program.buffers[a.buffer.0].bytes)))
+            .filter(|a| matches!(program.lifetime(a.buffer), Lifetime::Saved(_)))
+            .map(|a| {
+                let buffer = &program.buffers[a.buffer.0];
+                let copies = program.regions[buffer.region].slots as u64;
+                (program.values[a.value].as_str(), estimator.align(buffer.bytes) * copies)
+            })
             .collect();
-        let slots = program.regions.iter().find(|r| r.lifetime == Lifetime::Saved).map_or(1, |r| r.slots as u64);
         let bytes = |kind: usize, c: &Candidate| -> u64 {
             let of_kind = layers.nodes.iter().zip(&layers.kind_of).filter(|(_, k)| **k == kind);
             let value = |nodes: &Vec<usize>| graph.nodes[nodes[c.node]].outputs[c.output];
             let names = of_kind.filter_map(|(nodes, _)| value(nodes)).map(|v| graph.get(v).name.as_str());
-            names.filter_map(|name| saved.get(name)).sum::<u64>() * slots
+            names.filter_map(|name| saved.get(name)).sum::<u64>()
         };
         let frees = kinds.iter().enumerate().map(|(k, kind)| kind.candidates.iter().map(|c| bytes(k, c)).collect());
         let without_frame =
             program.regions.iter().filter(|r| !matches!(r.lifetime, Lifetime::Frame | Lifetime::Overlay));
         let frame = program.segments.iter().flat_map(|s| &s.instrs).map(|i| {
-            let args = i.inputs.iter().chain(i.outputs.iter().flatten()).map(|a| a.buffer.0);
-            let own: BTreeSet<usize> = args.chain(i.workspace.map(|w| w.0)).collect();
-            let in_frame = own.into_iter().filter(|b| lifetime(*b) == Lifetime::Frame);
-            in_frame.map(|b| program.buffers[b].bytes).sum::<u64>()
+            let own: BTreeSet<BufferId> = i.buffers().collect();
+            let in_frame = own.into_iter().filter(|b| program.lifetime(*b) == Lifetime::Frame);
+            in_frame.map(|b| program.buffers[b.0].bytes).sum::<u64>()
         });
         let bound = without_frame.map(|r| r.bytes()).sum::<u64>() + frame.max().unwrap_or(0);
         Self { bound, frees: frees.collect(), kinds: own }

@@ -1,18 +1,21 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
 use crate::passes::{AUTODIFF, Candidate, FORWARD_PASSES, Layers, Recompute, Recomputed, passes_behind};
+use crate::stage::RankGraph;
 use crate::{CompileError, Context, evaluated, lower, model_flops, placed, stage};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Graph, MeshAxis, StepProgram, TypeError};
+use lockstep_ir::schedule::Pipeline;
+use lockstep_ir::{Graph, StepProgram, TypeError};
 use std::collections::BTreeSet;
 
 /// What all policies share, and what is left to do for one.
 pub struct Estimator {
     /// The graph with its backward pass, before recomputation.
     pub(crate) derived: Graph,
-    /// What each stage evaluates.
-    evaluate: Vec<Graph>,
+    /// What each rank evaluates.
+    evaluate: Vec<RankGraph>,
     pub(crate) cuts: Vec<usize>,
+    pub(crate) pipeline: Pipeline,
     context: Context,
 }
 
@@ -22,10 +25,11 @@ impl Estimator {
         let stored = FORWARD_PASSES.iter().try_fold(forward.clone(), |graph, pass| (pass.run)(&graph, context))?;
         let derived = (AUTODIFF.run)(&stored, context)?;
         let evaluate = evaluated(&stored, context)?;
-        let cuts = stage::cut(&derived, context.layout.mesh.size(MeshAxis::Pp))?;
-        let stages = 0..context.layout.mesh.size(MeshAxis::Pp);
-        let evaluate = stages.map(|s| stage::extract(&evaluate, &cuts, s)).collect::<Result<_, _>>()?;
-        Ok(Self { derived, evaluate, cuts, context: context.clone() })
+        let pipeline = context.layout.pipeline();
+        let cuts = stage::cut(&derived, pipeline.stages())?;
+        let ranks = 0..pipeline.slots.len();
+        let evaluate = ranks.map(|r| stage::extract(&evaluate, &cuts, &pipeline, r)).collect::<Result<_, _>>()?;
+        Ok(Self { derived, evaluate, cuts, pipeline, context: context.clone() })
     }
 
     /// The placed programs under a policy, one per pipeline stage.
@@ -37,10 +41,10 @@ impl Estimator {
         }
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
-            let train = stage::extract(graph, &self.cuts, s)?;
+            let train = stage::extract(graph, &self.cuts, &self.pipeline, s)?;
             Ok(placed(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
         };
-        Ok((0..context.layout.mesh.size(MeshAxis::Pp)).map(program).collect::<Result<_, _>>()?)
+        Ok((0..self.evaluate.len()).map(program).collect::<Result<_, _>>()?)
     }
 
     /// The graph with its backward pass, before recomputation and sharding.

@@ -59,7 +59,7 @@ fn recomputes_gelu(segments: &[Segment]) -> bool {
 
 /// The segment with its groups, each where the first of its instructions stood.
 fn joined(segment: Segment, device: &DeviceProfile, gelu: bool) -> Segment {
-    let Segment { name, instrs, .. } = segment;
+    let Segment { name, chunk, instrs, .. } = segment;
     // The instructions in their new order, by their index so far.
     let mut order: Vec<usize> = Vec::new();
     let mut groups = Vec::new();
@@ -83,7 +83,7 @@ fn joined(segment: Segment, device: &DeviceProfile, gelu: bool) -> Segment {
     let mut old: Vec<Option<Instr>> = instrs.into_iter().map(Some).collect();
     let mut instrs: Vec<Instr> = order.iter().filter_map(|from| old[*from].take()).collect();
     instrs.iter_mut().flat_map(|i| &mut i.waits).for_each(|w| *w = place[*w]);
-    Segment { name, instrs, groups }
+    Segment { name, chunk, instrs, groups }
 }
 
 /// The instructions that the device does as one with this one, itself the first.

@@ -12,6 +12,7 @@ mod local;
 mod lower;
 mod memory;
 mod passes;
+mod slots;
 mod stage;
 
 pub use budget::{Fit, fit};
@@ -28,7 +29,7 @@ pub use passes::{
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
-use lockstep_ir::{DeviceProfile, Graph, Layout, MeshAxis, StepProgram, TypeError};
+use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
 
 /// What passes may look at besides the graph.
 #[derive(Clone, Debug)]
@@ -121,14 +122,14 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     FORWARD_PASSES.into_iter().try_for_each(|pass| run(pass, &mut graph))?;
     let evaluate = evaluated(&graph, context)?;
     run(AUTODIFF, &mut graph)?;
-    let stages = context.layout.mesh.size(MeshAxis::Pp);
-    let cuts = stage::cut(&graph, stages)?;
+    let pipeline = context.layout.pipeline();
+    let cuts = stage::cut(&graph, pipeline.stages())?;
     let model_flops = model_flops(&graph)?;
     passes_behind(&AUTODIFF).try_for_each(|pass| run(pass, &mut graph))?;
     let mut programs = Vec::new();
-    for s in 0..stages {
-        let (train, evaluate) = (stage::extract(&graph, &cuts, s)?, stage::extract(&evaluate, &cuts, s)?);
-        let program = placed(lower::lower(&train, &evaluate, context, s)?, context);
+    for rank in 0..pipeline.slots.len() {
+        let extract = |graph| stage::extract(graph, &cuts, &pipeline, rank);
+        let program = placed(lower::lower(&extract(&graph)?, &extract(&evaluate)?, context, rank)?, context);
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);
     }

@@ -4,12 +4,14 @@
 
 use crate::Context;
 use crate::local::Local;
+use crate::slots::{WorkSegment, Works, allot};
+use crate::stage::RankGraph;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::program::{
-    Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
+    Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
 use lockstep_ir::schedule::Work;
-use lockstep_ir::{Axes, Graph, MeshAxis, Op, Placement, TypeError, ValueId};
+use lockstep_ir::{Axes, Graph, Op, Placement, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// A program whose buffers have no offsets yet.
@@ -21,13 +23,16 @@ pub(crate) struct Unplaced {
     pub segments: Vec<Segment>,
     pub entries: Vec<Entry>,
     pub micro_batches: usize,
-    pub saved_slots: usize,
+    /// Regions of saved buffers, and the copies of each.
+    pub saved: Vec<(Saved, usize)>,
 }
 
 pub(crate) struct UnplacedBuffer {
     pub name: String,
     pub class: Class,
     pub layer: Option<usize>,
+    /// The chunk of layers that has it; 0 for what is none's.
+    pub chunk: usize,
     pub lifetime: Lifetime,
     pub bytes: u64,
 }
@@ -35,76 +40,122 @@ pub(crate) struct UnplacedBuffer {
 /// Messages that a stage may have on the way to another before it waits.
 pub const SEND_BUFFER_COPIES: usize = 2;
 
-/// Lowers what one stage runs of a training graph, and of the evaluation graph that shares its states.
-pub(crate) fn lower(train: &Graph, evaluate: &Graph, context: &Context, stage: usize) -> Result<Unplaced, TypeError> {
+/// Nodes that become a segment.
+struct Part<'a> {
+    name: &'static str,
+    chunk: usize,
+    /// What of a micro-batch's work it is; `None` for what is done once.
+    work: Option<Work>,
+    nodes: Vec<&'a Node>,
+}
+
+/// Lowers what one rank of the pipeline runs of a training graph, and of the evaluation graph that shares its states.
+pub(crate) fn lower(
+    train: &RankGraph,
+    evaluate: &RankGraph,
+    context: &Context,
+    rank: usize,
+) -> Result<Unplaced, TypeError> {
     let mut lowering = Lowering { buffers: Vec::new(), send_buffers: BTreeMap::new(), context };
-    let local = Local::new(train, context);
+    let local = Local::new(&train.graph, context);
     let persistent = lowering.persistent(&local);
-    let of = |phases: &[Phase]| train.nodes.iter().filter(|n| phases.contains(&n.phase)).collect::<Vec<_>>();
-    let backward = [Phase::InputGrad, Phase::WeightGrad];
-    let last = [&backward[..], &[Phase::Reduce]].concat();
-    let mut parts: Vec<(&'static str, Vec<&Node>)> =
-        vec![("forward", of(&[Phase::Forward])), ("backward", of(&last)), ("update", of(&[Phase::Update]))];
-    let probes = train.nodes.iter().any(|n| n.phase == Phase::Probe);
-    if probes {
-        parts.insert(2, ("probe", of(&[Phase::Probe])));
+    let layout = &context.layout;
+    let pipeline = layout.pipeline();
+    let works = Works::new(&pipeline.slots[rank]);
+    let chunks = &pipeline.virtual_stages[rank];
+    let of = |chunk: Option<usize>, phases: &[Phase]| {
+        let nodes = train.graph.nodes.iter().zip(&train.chunks);
+        let wanted = nodes.filter(|(n, c)| phases.contains(&n.phase) && chunk.is_none_or(|chunk| chunk == **c));
+        wanted.map(|(n, _)| n).collect::<Vec<_>>()
+    };
+    let mut parts: Vec<Part> = Vec::new();
+    for chunk in 0..chunks.len() {
+        let part = |s: &WorkSegment| Part { name: s.name, chunk, work: Some(s.work), nodes: of(Some(chunk), s.phases) };
+        parts.extend(works.segments().iter().map(part));
     }
-    let (probe, update) = (probes.then_some(2), parts.len() - 1);
-    let mut segments = lowering.segments(&local, &persistent, &parts, Lifetime::Frame, 0)?;
-    // Sums over ranks at the end of a step belong to the last micro-batch only.
-    let reduces = |i: &Instr| i.phase == Phase::Reduce;
-    let (mut backward, mut backward_last) = (1, 1);
-    if segments[1].instrs.iter().any(reduces) {
-        let mut plain = segments[1].clone();
-        plain.instrs.retain(|i| !reduces(i));
-        plain.instrs.iter_mut().for_each(|i| i.waits.clear());
-        wait(&mut plain);
-        segments[1].name = "backward_last";
-        segments.push(plain);
-        (backward, backward_last) = (segments.len() - 1, 1);
+    let once = |name, phase| Part { name, chunk: 0, work: None, nodes: of(None, &[phase]) };
+    let probe = train.graph.nodes.iter().any(|n| n.phase == Phase::Probe).then(|| {
+        parts.push(once("probe", Phase::Probe));
+        parts.len() - 1
+    });
+    parts.push(once("update", Phase::Update));
+    let update = parts.len() - 1;
+    let frame = Temporaries { works, lifetime: Lifetime::Frame };
+    let mut segments = lowering.segments(&local, &persistent, &parts, frame, 0)?;
+    // By chunk and work: the segment of most micro-batches, and that of the last.
+    let mut runs: BTreeMap<(usize, Work), [usize; 2]> = BTreeMap::new();
+    for (s, (chunk, kind)) in (0..chunks.len()).flat_map(|c| works.segments().iter().map(move |k| (c, k))).enumerate() {
+        let plain = without_reductions(&segments[s]);
+        let first = if plain.is_some() { segments.len() } else { s };
+        if plain.is_some() {
+            segments[s].name = kind.last;
+        }
+        segments.extend(plain);
+        runs.insert((chunk, kind.work), [first, s]);
     }
-    let mut values: Vec<String> = train.values.iter().map(|v| v.name.clone()).collect();
+    let mut values: Vec<String> = train.graph.values.iter().map(|v| v.name.clone()).collect();
     let first = values.len();
-    let evaluation = Local::new(evaluate, context);
-    let shared = shared_states(train, evaluate, &persistent);
-    let parts = [("evaluate", evaluate.nodes.iter().collect::<Vec<_>>())];
-    let mut evaluated = lowering.segments(&evaluation, &shared.places, &parts, Lifetime::Overlay, first)?;
+    let evaluation = Local::new(&evaluate.graph, context);
+    let shared = shared_states(&train.graph, &evaluate.graph, &persistent);
+    let nodes = |chunk: usize| {
+        let nodes = evaluate.graph.nodes.iter().zip(&evaluate.chunks);
+        nodes.filter(|(_, c)| **c == chunk).map(|(n, _)| n).collect()
+    };
+    let mut in_order: Vec<usize> = (0..chunks.len()).collect();
+    in_order.sort_by_key(|chunk| chunks[*chunk]);
+    let part = |&chunk: &usize| Part { name: "evaluate", chunk, work: None, nodes: nodes(chunk) };
+    let parts: Vec<Part> = in_order.iter().map(part).collect();
+    let overlay = Temporaries { works, lifetime: Lifetime::Overlay };
+    let mut evaluated = lowering.segments(&evaluation, &shared.places, &parts, overlay, first)?;
     shared.rename(&mut evaluated, first);
-    values.extend(evaluate.values.iter().map(|v| v.name.clone()));
+    values.extend(evaluate.graph.values.iter().map(|v| v.name.clone()));
+    let evaluate = (segments.len()..segments.len() + evaluated.len()).map(|s| Slot::new(s, 0)).collect();
     segments.append(&mut evaluated);
 
-    let layout = &context.layout;
-    let (stages, micro_batches) = (layout.mesh.size(MeshAxis::Pp), layout.micro_batches);
-    let saved_slots = layout.schedule.in_flight(stages, stage, micro_batches).max(1);
-    let slot = |segment, micro_batch: usize| Slot { segment, micro_batch, saved_slot: micro_batch % saved_slots };
-    let step_of = |micro_batches: usize| {
-        let mut schedule: Vec<Slot> = Vec::new();
-        for work in layout.schedule.slots(stages, stage, micro_batches) {
-            schedule.push(match work.work {
-                Work::Forward => slot(0, work.micro_batch),
-                Work::Backward if work.micro_batch + 1 == micro_batches => slot(backward_last, work.micro_batch),
-                Work::Backward => slot(backward, work.micro_batch),
-            });
-            if (work.work, work.micro_batch) == (Work::Backward, 0) {
-                schedule.extend(probe.map(|probe| slot(probe, 0)));
-            }
+    let mut saved: Vec<(Saved, usize)> = works.saved().iter().map(|saved| (*saved, 1)).collect();
+    let mut step_of = |micro_batches: usize| {
+        let slots = layout.schedule.pipeline(pipeline.slots.len(), micro_batches).slots.swap_remove(rank);
+        let copies = allot(&slots);
+        for (saved, most) in &mut saved {
+            *most = copies.iter().map(|c| c[*saved as usize] + 1).fold(*most, usize::max);
         }
-        schedule.push(slot(update, 0));
+        let probed = slots.iter().rposition(|s| s.work.sums_gradients() && s.micro_batch == 0);
+        let mut schedule: Vec<Slot> = Vec::new();
+        for (i, (slot, saved)) in slots.iter().zip(copies).enumerate() {
+            let [plain, last] = runs[&(slot.chunk, slot.work)];
+            let segment = if slot.micro_batch + 1 == micro_batches { last } else { plain };
+            schedule.push(Slot { segment, micro_batch: slot.micro_batch, saved });
+            schedule.extend(probe.filter(|_| probed == Some(i)).map(|segment| Slot { segment, micro_batch: 0, saved }));
+        }
+        schedule.push(Slot::new(update, 0));
         schedule
     };
-    let smaller = context.steps.smaller.iter().map(|count| (StepProgram::train_of(*count), step_of(*count)));
-    let whole = (StepProgram::TRAIN.to_owned(), step_of(micro_batches));
-    let evaluate = (StepProgram::EVALUATE.to_owned(), vec![slot(segments.len() - 1, 0)]);
+    let whole = (StepProgram::TRAIN.to_owned(), step_of(layout.micro_batches));
+    let smaller: Vec<_> =
+        context.steps.smaller.iter().map(|count| (StepProgram::train_of(*count), step_of(*count))).collect();
+    let evaluate = (StepProgram::EVALUATE.to_owned(), evaluate);
     let entries = [whole].into_iter().chain(smaller).chain([evaluate]);
     Ok(Unplaced {
-        stage,
+        stage: rank,
         buffers: lowering.buffers,
         values,
         tensors: tensors(&local, &persistent),
         segments,
         entries: entries.map(|(name, schedule)| Entry { name: name.into(), schedule }).collect(),
-        micro_batches,
-        saved_slots,
+        micro_batches: layout.micro_batches,
+        saved,
+    })
+}
+
+/// Of a segment with sums over ranks, which belong to the last micro-batch of a step only: what the others run.
+fn without_reductions(segment: &Segment) -> Option<Segment> {
+    let reduces = |i: &Instr| i.phase == Phase::Reduce;
+    segment.instrs.iter().any(reduces).then(|| {
+        let mut plain = segment.clone();
+        plain.instrs.retain(|i| !reduces(i));
+        plain.instrs.iter_mut().for_each(|i| i.waits.clear());
+        wait(&mut plain);
+        plain
     })
 }
 
@@ -119,10 +170,17 @@ pub(crate) fn lower_forward(
     let local = Local::new(g, context);
     let persistent = lowering.persistent(&local);
     let mut nodes = g.nodes.iter();
-    let parts: Vec<(&'static str, Vec<&Node>)> =
-        entries.iter().map(|(name, count)| (*name, nodes.by_ref().take(*count).collect())).collect();
-    let segments = lowering.segments(&local, &persistent, &parts, Lifetime::Frame, 0)?;
-    let once = |segment| vec![Slot { segment, micro_batch: 0, saved_slot: 0 }];
+    let part = |(name, count): &(&'static str, usize)| Part {
+        name,
+        chunk: 0,
+        work: None,
+        nodes: nodes.by_ref().take(*count).collect(),
+    };
+    let parts: Vec<Part> = entries.iter().map(part).collect();
+    let works = Works::new(&[]);
+    let frame = Temporaries { works, lifetime: Lifetime::Frame };
+    let segments = lowering.segments(&local, &persistent, &parts, frame, 0)?;
+    let once = |segment| vec![Slot::new(segment, 0)];
     let entries =
         entries.iter().enumerate().map(|(s, (name, _))| Entry { name: (*name).into(), schedule: once(s) }).collect();
     Ok(Unplaced {
@@ -133,7 +191,7 @@ pub(crate) fn lower_forward(
         segments,
         entries,
         micro_batches: 1,
-        saved_slots: 1,
+        saved: works.saved().iter().map(|saved| (*saved, 1)).collect(),
     })
 }
 
@@ -175,6 +233,13 @@ impl Shared {
     }
 }
 
+/// Where what lives inside a segment goes, and what outlives it.
+#[derive(Clone, Copy)]
+struct Temporaries {
+    works: Works,
+    lifetime: Lifetime,
+}
+
 struct Lowering<'a> {
     buffers: Vec<UnplacedBuffer>,
     /// Where messages wait, by stage, tag and size.
@@ -184,7 +249,7 @@ struct Lowering<'a> {
 
 impl Lowering<'_> {
     fn buffer(&mut self, name: &str, class: Class, layer: Option<usize>, lifetime: Lifetime, bytes: u64) -> BufferId {
-        self.buffers.push(UnplacedBuffer { name: name.to_owned(), class, layer, lifetime, bytes });
+        self.buffers.push(UnplacedBuffer { name: name.to_owned(), class, layer, chunk: 0, lifetime, bytes });
         BufferId(self.buffers.len() - 1)
     }
 
@@ -229,16 +294,16 @@ impl Lowering<'_> {
         &mut self,
         local: &Local,
         persistent: &Places,
-        parts: &[(&'static str, Vec<&Node>)],
-        temporary: Lifetime,
+        parts: &[Part],
+        temporary: Temporaries,
         first: usize,
     ) -> Result<Vec<Segment>, TypeError> {
         let g = local.graph;
         let order: Vec<(usize, &Node)> =
-            parts.iter().enumerate().flat_map(|(s, (_, nodes))| nodes.iter().map(move |n| (s, *n))).collect();
-        let place = self.share(local, persistent, &order, temporary);
-        let mut segments: Vec<Segment> =
-            parts.iter().map(|(name, _)| Segment { name, instrs: Vec::new(), groups: Vec::new() }).collect();
+            parts.iter().enumerate().flat_map(|(s, part)| part.nodes.iter().map(move |n| (s, *n))).collect();
+        let place = self.share(local, persistent, parts, &order, temporary);
+        let segment = |part: &Part| Segment { name: part.name, chunk: part.chunk, instrs: vec![], groups: vec![] };
+        let mut segments: Vec<Segment> = parts.iter().map(segment).collect();
         let mut begun = vec![false; g.values.len()];
         for (s, node) in order.into_iter().filter(|(_, node)| !matches!(node.op, Op::Shard { .. })) {
             let mut arg = |v: ValueId, output: bool| {
@@ -260,7 +325,7 @@ impl Lowering<'_> {
             let inputs: Vec<Arg> = node.inputs.iter().map(|&v| arg(v, false)).collect();
             let outputs = node.outputs.iter().map(|o| o.map(|v| arg(v, true))).collect();
             let op = local.op(node);
-            let workspace = self.workspace(local, node, op, &inputs, temporary)?;
+            let workspace = self.workspace(local, node, op, &inputs, temporary.lifetime)?;
             let Node { phase, layer, .. } = *node;
             let (stream, offsets) = (stream(node), local.offsets(node));
             segments[s].instrs.push(Instr {
@@ -310,8 +375,17 @@ impl Lowering<'_> {
     }
 
     /// A buffer for every value: its own, or that of an input which dies in the call that makes it.
-    fn share(&mut self, local: &Local, persistent: &Places, order: &[(usize, &Node)], temporary: Lifetime) -> Places {
+    fn share(
+        &mut self,
+        local: &Local,
+        persistent: &Places,
+        parts: &[Part],
+        order: &[(usize, &Node)],
+        temporary: Temporaries,
+    ) -> Places {
         let g = local.graph;
+        // The segment in which each buffer is first written.
+        let mut begun: BTreeMap<BufferId, usize> = BTreeMap::new();
         let mut first = vec![None; g.values.len()];
         let mut last = vec![0; g.values.len()];
         for (t, (_, node)) in order.iter().enumerate() {
@@ -329,7 +403,7 @@ impl Lowering<'_> {
                 if place[v.0].is_some() {
                     continue;
                 }
-                let saved = order[last[v.0]].0 != *segment;
+                let until = order[last[v.0]].0;
                 let spec = node.op.spec();
                 let pair = |to: usize| if spec.each { o } else { to };
                 let donors = spec.in_place.iter().filter(|(_, to)| pair(*to) == o);
@@ -342,18 +416,20 @@ impl Lowering<'_> {
                 let buffer = match donor.and_then(|x| place[x.0].map(|b| (x, b))) {
                     Some((x, buffer)) => {
                         taken.push(x);
-                        if saved {
-                            self.buffers[buffer.0].lifetime = Lifetime::Saved;
-                        }
                         buffer
                     }
                     None => {
-                        let lifetime = if saved { Lifetime::Saved } else { temporary };
                         let name = &g.get(v).name;
                         let class = if is_gathered(node) { Class::Communication } else { Class::Activations };
-                        self.buffer(name, class, node.layer, lifetime, local.bytes(v))
+                        self.buffer(name, class, node.layer, temporary.lifetime, local.bytes(v))
                     }
                 };
+                let from = *begun.entry(buffer).or_insert(*segment);
+                if until != *segment {
+                    let saved = temporary.works.region(parts[from].work, parts[until].work);
+                    (self.buffers[buffer.0].lifetime, self.buffers[buffer.0].chunk) =
+                        (Lifetime::Saved(saved), parts[from].chunk);
+                }
                 place[v.0] = Some(buffer);
             }
         }

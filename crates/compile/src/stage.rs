@@ -1,19 +1,21 @@
-//! Stages: cuts a graph between layers into what each pipeline stage runs.
+//! Stages: cuts a graph between layers into virtual stages, and gives each rank of the pipeline its own.
 //!
-//! The residual stream and its gradient are what crosses a cut; they are sent and received by the stages on both sides. A
-//! parameter that two stages use (a tied table) is held and updated by both: they send each other its gradient sums and add them in the
-//! same order.
+//! The residual stream and its gradient are what crosses a cut; they are sent and received by the ranks on both sides (by one to
+//! itself, where it has both sides). A parameter that two ranks use (a tied table) is held and updated by both: they send each other
+//! its gradient sums and add them in the same order.
 
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
+use lockstep_ir::schedule::Pipeline;
 use lockstep_ir::{Graph, Op, TypeError, ValueId};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// Streams of messages between two stages.
+/// Streams of messages between two ranks: those of a chunk, and what is sent once per step.
 const ACTIVATIONS: u32 = 0;
 const GRADIENTS: u32 = 1;
 const TIED: u32 = 2;
+const STREAMS: u32 = 3;
 
-/// The first layer of each stage after the first: stages as equal as can be in FLOPs, embedding and head included.
+/// The first layer of each virtual stage after the first: stages as equal as can be in FLOPs, embedding and head included.
 pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
     if stages == 1 {
         return Ok(Vec::new());
@@ -89,11 +91,20 @@ pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
     (last, g.nodes.iter().map(|n| place.of(n)).collect())
 }
 
-/// What one stage runs. Values keep their ids.
-pub(crate) fn extract(g: &Graph, cuts: &[usize], stage: usize) -> Result<Graph, TypeError> {
+/// What one rank of the pipeline runs.
+pub(crate) struct RankGraph {
+    /// Its nodes. Values keep their ids.
+    pub(crate) graph: Graph,
+    /// The chunk of every node; 0 for what is none's.
+    pub(crate) chunks: Vec<usize>,
+}
+
+/// What one rank runs of a graph that is cut into the virtual stages of a pipeline.
+pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usize) -> Result<RankGraph, TypeError> {
     if cuts.is_empty() {
-        return Ok(g.clone());
+        return Ok(RankGraph { graph: g.clone(), chunks: vec![0; g.nodes.len()] });
     }
+    let places = pipeline.places();
     let stage_of = |layer: usize| cuts.iter().filter(|first| **first <= layer).count();
     let stages: Vec<usize> = layers(g).1.into_iter().map(stage_of).collect();
     let mut made_in: Vec<Option<usize>> = vec![None; g.values.len()];
@@ -102,28 +113,39 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], stage: usize) -> Result<Graph, 
     }
     let mut out = g.clone();
     out.nodes.clear();
-    // What this stage has: values that it makes or receives, and states that its nodes touch.
+    // What this rank has: values that it makes or receives, and states that its nodes touch.
     let mut has: BTreeSet<ValueId> = BTreeSet::new();
-    let mut nodes: Vec<Node> = Vec::new();
-    let mut sends: Vec<(ValueId, usize)> = Vec::new();
+    let mut nodes: Vec<(Node, usize)> = Vec::new();
+    // By value and the virtual stage that reads it.
+    let mut sent: BTreeSet<(ValueId, usize)> = BTreeSet::new();
+    let mut received: BTreeMap<(ValueId, usize), ValueId> = BTreeMap::new();
     for (node, &s) in g.nodes.iter().zip(&stages).filter(|(n, _)| n.phase != Phase::Update) {
-        let tag = if node.phase == Phase::Forward { ACTIVATIONS } else { GRADIENTS };
-        for &v in &node.inputs {
+        let kind = if node.phase == Phase::Forward { ACTIVATIONS } else { GRADIENTS };
+        let (reader, chunk) = places[s];
+        let mut node = node.clone();
+        for v in &mut node.inputs {
             let Some(from) = made_in[v.0].filter(|from| *from != s) else { continue };
-            if s == stage && has.insert(v) {
-                let op = Op::Receive { stage: from, tag };
-                nodes.push(Node { op, inputs: vec![], outputs: vec![Some(v)], phase: node.phase, layer: node.layer });
-            }
-            if from == stage && !sends.contains(&(v, s)) {
-                sends.push((v, s));
-                let op = Op::Send { stage: s, tag };
+            let (sender, sender_chunk) = places[from];
+            let tag = STREAMS * sender_chunk as u32 + kind;
+            if sender == rank && sent.insert((*v, s)) {
+                let op = Op::Send { stage: reader, tag };
                 // Sent as soon as it is made, in the phase that made it.
-                let made = nodes.iter().rposition(|n| n.outputs.contains(&Some(v))).unwrap_or(nodes.len() - 1);
-                let (phase, layer) = (nodes[made].phase, nodes[made].layer);
-                nodes.insert(made + 1, Node { op, inputs: vec![v], outputs: vec![], phase, layer });
+                let made = nodes.iter().rposition(|(n, _)| n.outputs.contains(&Some(*v))).unwrap_or(nodes.len() - 1);
+                let (Node { phase, layer, .. }, chunk) = nodes[made];
+                nodes.insert(made + 1, (Node { op, inputs: vec![*v], outputs: vec![], phase, layer }, chunk));
             }
+            if reader != rank {
+                continue;
+            }
+            *v = *received.entry((*v, s)).or_insert_with(|| {
+                let here = if sender == rank { copy(&mut out, *v) } else { *v };
+                has.insert(here);
+                let (op, outputs) = (Op::Receive { stage: sender, tag }, vec![Some(here)]);
+                nodes.push((Node { op, inputs: vec![], outputs, phase: node.phase, layer: node.layer }, chunk));
+                here
+            });
         }
-        if s == stage {
+        if reader == rank {
             has.extend(node.inputs.iter().copied());
             for v in node.outputs.iter().flatten() {
                 has.insert(*v);
@@ -131,25 +153,37 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], stage: usize) -> Result<Graph, 
                     has.insert(state);
                 }
             }
-            nodes.push(node.clone());
+            nodes.push((node, chunk));
         }
     }
-    out.nodes = nodes;
-    update(g, &mut out, &mut has, stage, &made_in)?;
+    let mut chunks: Vec<usize>;
+    (out.nodes, chunks) = nodes.into_iter().unzip();
+    let made_on: Vec<Option<usize>> = made_in.iter().map(|s| s.map(|s| places[s].0)).collect();
+    update(g, &mut out, &mut has, rank, &made_on)?;
+    chunks.resize(out.nodes.len(), 0);
     let owned = |v: &ValueId| has.contains(v);
     out.outputs.retain(owned);
     out.updates.retain(|(state, v)| has.contains(state) && has.contains(v));
     out.parts.retain(|(state, v)| has.contains(state) && has.contains(v));
-    Ok(out)
+    Ok(RankGraph { graph: out, chunks })
 }
 
-/// The part of the update that concerns what the stage has.
+/// A value for what is received of `v`.
+fn copy(out: &mut Graph, v: ValueId) -> ValueId {
+    let value = out.get(v);
+    let source = Source::Node { into: None };
+    let received = Value { name: format!("{}.received", value.name), source, ..value.clone() };
+    out.values.push(received);
+    ValueId(out.values.len() - 1)
+}
+
+/// The part of the update that concerns what the rank has.
 fn update(
     g: &Graph,
     out: &mut Graph,
     has: &mut BTreeSet<ValueId>,
-    stage: usize,
-    made_in: &[Option<usize>],
+    rank: usize,
+    made_on: &[Option<usize>],
 ) -> Result<(), TypeError> {
     for node in g.nodes.iter().filter(|n| n.phase == Phase::Update) {
         let mut node = node.clone();
@@ -159,11 +193,11 @@ fn update(
         };
         let known = |has: &BTreeSet<ValueId>, v: &ValueId| has.contains(v) || optimizer(v);
         if node.op == Op::AddState {
-            sum_tied_gradients(g, out, has, &mut node, stage, made_in);
+            sum_tied_gradients(g, out, has, &mut node, rank, made_on);
         }
         let spec = node.op.spec();
         if spec.variadic {
-            // Of several tensors, those that the stage has.
+            // Of several tensors, those that the rank has.
             let keep: Vec<bool> = node.inputs.iter().map(|v| known(has, v)).collect();
             let kept = |i: usize| keep.get(i).copied().unwrap_or(true);
             if spec.each {
@@ -182,53 +216,50 @@ fn update(
     Ok(())
 }
 
-/// Where other stages have summed gradients of the same parameter: sends ours, receives theirs, so that all add the same in the
+/// Where other ranks have summed gradients of the same parameter: sends ours, receives theirs, so that all add the same in the
 /// same order.
 fn sum_tied_gradients(
     g: &Graph,
     out: &mut Graph,
     has: &mut BTreeSet<ValueId>,
     node: &mut Node,
-    stage: usize,
-    made_in: &[Option<usize>],
+    rank: usize,
+    made_on: &[Option<usize>],
 ) {
     let maker = |state: ValueId| {
         let sums = |i: usize| g.values[i].source == (Source::Node { into: Some(state) });
-        (0..made_in.len()).find(|i| sums(*i)).and_then(|i| made_in[i])
+        (0..made_on.len()).find(|i| sums(*i)).and_then(|i| made_on[i])
     };
     // The second operand is the accumulator of one use, the first that of the first use or the sum so far.
     let Source::State(State::Gradient { of }) = g.get(node.inputs[1]).source else { return };
     let holders: BTreeSet<usize> = g.gradients_of(of).into_iter().filter_map(maker).collect();
-    if !holders.contains(&stage) {
+    if !holders.contains(&rank) {
         return;
     }
     let message = |op, inputs, outputs| Node { op, inputs, outputs, phase: Phase::Update, layer: None };
-    let others = || holders.iter().copied().filter(|s| *s != stage);
-    for &ours in node.inputs.iter().filter(|v| maker(**v) == Some(stage)) {
+    let others = || holders.iter().copied().filter(|r| *r != rank);
+    for &ours in node.inputs.iter().filter(|v| maker(**v) == Some(rank)) {
         let send = |other| message(Op::Send { stage: other, tag: TIED }, vec![ours], vec![]);
         out.nodes.extend(others().map(send));
     }
-    // What lives in a state of this stage: what was received, and sums of it alone, are temporary.
+    // What lives in a state of this rank: what was received, and sums of it alone, are temporary.
     let stays = |v: &ValueId| {
         let mut at = *v;
         while let Some((state, _)) = out.updates.iter().find(|(_, sum)| *sum == at) {
             at = *state;
         }
-        maker(at) == Some(stage)
+        maker(at) == Some(rank)
     };
     let home = node.inputs.iter().copied().find(stays);
     let (first, sum) = (node.inputs[0], node.outputs[0]);
     for input in &mut node.inputs {
-        let Some(other) = maker(*input).filter(|s| *s != stage) else { continue };
-        let value = g.get(*input);
-        let name = format!("{}.received", value.name);
-        out.values.push(Value { name, source: Source::Node { into: None }, ..value.clone() });
-        let received = ValueId(out.values.len() - 1);
+        let Some(other) = maker(*input).filter(|r| *r != rank) else { continue };
+        let received = copy(out, *input);
         out.nodes.push(message(Op::Receive { stage: other, tag: TIED }, vec![], vec![Some(received)]));
         has.insert(received);
         *input = received;
     }
-    // A sum lives where its first operand does; where that is no state of this stage, where its second does.
+    // A sum lives where its first operand does; where that is no state of this rank, where its second does.
     let Some(home) = home.filter(|home| *home != first) else { return };
     for pair in out.updates.iter_mut().filter(|(state, value)| *state == first && Some(*value) == sum) {
         pair.0 = home;

@@ -49,12 +49,7 @@ impl At {
 
     /// Where it starts in the arena at a slot of a schedule, in bytes.
     pub fn offset(&self, slot: Slot) -> u64 {
-        let copy = match self.lifetime {
-            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
-            Lifetime::MicroBatch => slot.micro_batch,
-            Lifetime::Saved => slot.saved_slot,
-        };
-        self.first + copy as u64 * self.slot_bytes
+        self.first + slot.copy(self.lifetime) as u64 * self.slot_bytes
     }
 
     /// Its address at a slot of a schedule, in an arena that starts at `base`.
@@ -181,7 +176,7 @@ impl Names {
             return Err(ExecError::Internal(format!("`{name}` has no micro-batch {micro_batch}")));
         }
         let before = here.index(tensor.part, &program.mesh) as u64 * tensor.ty.bytes();
-        Ok((tensor, program.address(tensor.buffer, micro_batch, 0) + before))
+        Ok((tensor, program.address(tensor.buffer, &Slot::new(0, micro_batch)) + before))
     }
 }
 

@@ -2,7 +2,9 @@
 
 use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
-use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, StepProgram, Sum, Tensor};
+use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
+use crate::schedule::{ChunkCosts, Pipeline};
+use crate::walk::{Distinct, Walk};
 use crate::{Axes, Coordinates, Op, Placement, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -63,8 +65,7 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
             *classes.entry(Class::Activations.name()).or_default() += rest;
             continue;
         }
-        let mut buffers: Vec<&Buffer> = program.buffers.iter().filter(|b| b.region == r).collect();
-        buffers.sort_by_key(|b| b.offset);
+        let buffers = side_by_side(program, r);
         for (i, b) in buffers.iter().enumerate() {
             // A buffer owns the padding behind it, so that the classes sum to the total.
             let end = buffers.get(i + 1).map_or(region.slot_bytes, |next| next.offset);
@@ -82,14 +83,30 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     }
 }
 
-/// The moment of an entry's schedule when most bytes are live, unrolled over micro-batches until they repeat.
+/// The buffers of a region by offset; where chunks share the copies of a saved region, those of the chunk that needs most.
+fn side_by_side(program: &StepProgram, region: usize) -> Vec<&Buffer> {
+    let all = || program.buffers.iter().enumerate().filter(|(_, b)| b.region == region);
+    let mut chunk_of = vec![0; program.buffers.len()];
+    for segment in program.segments.iter().filter(|s| s.chunk > 0) {
+        segment.instrs.iter().flat_map(Instr::buffers).for_each(|b| chunk_of[b.0] = segment.chunk);
+    }
+    let largest = match program.regions[region].lifetime {
+        Lifetime::Saved(_) => all().max_by_key(|(_, b)| b.offset + b.bytes).map(|(i, _)| chunk_of[i]),
+        Lifetime::Run | Lifetime::MicroBatch | Lifetime::Frame | Lifetime::Overlay => None,
+    };
+    let counts = |i: usize| largest.is_none_or(|chunk| chunk_of[i] == chunk);
+    let mut buffers: Vec<&Buffer> = all().filter(|(i, _)| counts(*i)).map(|(_, b)| b).collect();
+    buffers.sort_by_key(|b| b.offset);
+    buffers
+}
+
+/// The moment of an entry's schedule when most bytes are live, unrolled over micro-batches until it repeats itself.
 ///
 /// Persistent tensors and host buffers count throughout; a saved or temporary buffer from the call that writes it to the
 /// last call that reads it. No placement can use fewer bytes than this.
 pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
-    let shown = entry.distinct();
     let mut best = Moment::default();
-    for point in timeline::planned(program, entry, |micro_batch| shown.contains(micro_batch)) {
+    for point in timeline::planned(program, &Distinct::of(program, entry)) {
         let segment = &program.segments[point.slot.segment];
         if point.total() > best.live_bytes {
             best = Moment {
@@ -260,18 +277,10 @@ impl Instr {
 fn frame_at_peak(program: &StepProgram, frame: usize) -> Vec<(Class, u64)> {
     let mut best: (u64, Vec<(Class, u64)>) = (0, Vec::new());
     for segment in &program.segments {
-        let mut spans: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
-        for (t, instr) in segment.instrs.iter().enumerate() {
-            let args = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
-            for b in args.chain(instr.workspace.map(|w| w.0)).filter(|b| program.buffers[*b].region == frame) {
-                let (from, until) = segment.in_use(t).into_inner();
-                spans.entry(b).and_modify(|span| span.1 = span.1.max(until)).or_insert((from, until));
-            }
-        }
         let mut changes: BTreeMap<usize, Vec<(usize, bool)>> = BTreeMap::new();
-        for (b, (first, last)) in spans {
-            changes.entry(first).or_default().push((b, true));
-            changes.entry(last + 1).or_default().push((b, false));
+        for life in segment.lives(|b| program.buffers[b.0].region == frame) {
+            changes.entry(life.first).or_default().push((life.buffer.0, true));
+            changes.entry(life.last + 1).or_default().push((life.buffer.0, false));
         }
         let mut live: BTreeMap<Class, u64> = BTreeMap::new();
         for now in changes.values() {
@@ -287,4 +296,24 @@ fn frame_at_peak(program: &StepProgram, frame: usize) -> Vec<(Class, u64)> {
         }
     }
     best.1
+}
+
+/// FLOPs of every virtual stage of a pipeline for one micro-batch.
+pub fn chunk_costs(programs: &[StepProgram], pipeline: &Pipeline) -> Result<Vec<ChunkCosts>, TypeError> {
+    let mut costs = vec![ChunkCosts::default(); pipeline.stages()];
+    for (program, stages) in programs.iter().zip(&pipeline.virtual_stages) {
+        let Some(entry) = program.entry(StepProgram::TRAIN) else { continue };
+        let first: Vec<Slot> = entry.schedule.iter().filter(|slot| slot.micro_batch == 0).copied().collect();
+        for event in Walk::first(program).events(&first) {
+            let cost = &mut costs[stages[event.segment().chunk]];
+            let sum = match event.instr.phase {
+                Phase::Forward => &mut cost.forward,
+                Phase::InputGrad => &mut cost.input_grad,
+                Phase::WeightGrad | Phase::Reduce => &mut cost.weight_grad,
+                Phase::Probe | Phase::Update => continue,
+            };
+            *sum += event.instr.cost()?.flops.hardware as f64;
+        }
+    }
+    Ok(costs)
 }

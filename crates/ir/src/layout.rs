@@ -1,7 +1,7 @@
 //! What was chosen for a run: how its work is split among ranks and micro-batches.
 
 use crate::mesh::{Mesh, MeshAxis};
-use crate::schedule::Schedule;
+use crate::schedule::{Pipeline, Schedule};
 use serde::Serialize;
 use std::str::FromStr;
 
@@ -27,15 +27,14 @@ impl Layout {
     /// The largest size along an axis of the mesh.
     pub const MOST: usize = 1 << 16;
 
+    /// What the ranks of its pipeline do in a step.
+    pub fn pipeline(&self) -> Pipeline {
+        self.schedule.pipeline(self.mesh.size(MeshAxis::Pp), self.micro_batches)
+    }
+
     /// One rank.
     pub const fn single(micro_batches: usize) -> Self {
-        Self {
-            micro_batches,
-            mesh: Mesh::ONE,
-            zero: 0,
-            sequence_parallel: false,
-            schedule: Schedule::OneForwardOneBackward,
-        }
+        Self { micro_batches, mesh: Mesh::ONE, zero: 0, sequence_parallel: false, schedule: Schedule::USUAL }
     }
 }
 
@@ -174,22 +173,22 @@ mod tests {
             mesh: mesh(2, 2, 2),
             zero: 1,
             sequence_parallel: true,
-            schedule: Schedule::OneForwardOneBackward,
+            schedule: Schedule::USUAL,
             ..Layout::single(4)
         };
         assert_eq!(full.to_string(), "dp=2 zero=1 tp=2 sp pp=2 1f1b");
-        assert_eq!(Layout { schedule: Schedule::GPipe, ..Layout::single(1) }.to_string(), "one rank");
+        assert_eq!(Layout { schedule: Schedule::ALL[1], ..Layout::single(1) }.to_string(), "one rank");
     }
 
     #[test]
     fn a_layout_is_read_in_any_order_and_as_it_prints() {
         let layout = read("dp=2,zero=1,tp=4,sp,pp=8,gpipe");
         assert_eq!(layout.mesh, mesh(2, 4, 8));
-        assert_eq!((layout.zero, layout.sequence_parallel, layout.schedule), (1, true, Schedule::GPipe));
+        assert_eq!((layout.zero, layout.sequence_parallel, layout.schedule), (1, true, Schedule::ALL[1]));
         assert_eq!(read("gpipe, pp=8, sp, tp=4, zero=1, dp=2"), layout);
         assert_eq!(read(&layout.to_string()), layout);
         assert_eq!(read("dp=1"), Layout::single(1));
-        assert_eq!(read("pp=2").schedule, Schedule::OneForwardOneBackward);
+        assert_eq!(read("pp=2").schedule, Schedule::USUAL);
     }
 
     #[test]

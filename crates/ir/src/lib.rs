@@ -29,6 +29,7 @@ pub mod squares;
 pub mod timeline;
 pub mod units;
 pub mod verify;
+pub mod walk;
 
 pub use dtype::DType;
 pub use fusion::{FusedGroup, FusedMatmul, Fusion};

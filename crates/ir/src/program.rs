@@ -5,7 +5,6 @@ use crate::graph::{Phase, State};
 use crate::mesh::{Axes, Mesh};
 use crate::{Op, Placement, Sharding, TensorType, ValueId, counter};
 use serde::Serialize;
-use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -62,8 +61,8 @@ pub enum Lifetime {
     Run,
     /// Written or read by the host: one copy per micro-batch of a step.
     MicroBatch,
-    /// From a forward segment to its backward segment: one copy per micro-batch in flight.
-    Saved,
+    /// From one part of a micro-batch's work to a later one: one copy per chunk and micro-batch in flight.
+    Saved(Saved),
     /// Inside one segment: one copy, shared by all segments.
     Frame,
     /// As `Frame`, for entries that save nothing: overlays the saved region and the frame.
@@ -76,11 +75,29 @@ impl Lifetime {
         match self {
             Lifetime::Run => "run",
             Lifetime::MicroBatch => "micro-batch",
-            Lifetime::Saved => "saved",
+            Lifetime::Saved(Saved::ForwardToBackward) => "saved",
+            Lifetime::Saved(Saved::ForwardToWeightGrad) => "saved F-W",
+            Lifetime::Saved(Saved::BackwardToWeightGrad) => "saved B-W",
             Lifetime::Frame => "frame",
             Lifetime::Overlay => "overlay",
         }
     }
+}
+
+/// From which part of a micro-batch's work to which something is saved. All chunks of a rank share the copies of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Saved {
+    /// From the forward pass to the backward pass, or to the input gradients where the schedule separates B and W.
+    ForwardToBackward,
+    /// From the forward pass to the weight gradients.
+    ForwardToWeightGrad,
+    /// From the input gradients to the weight gradients.
+    BackwardToWeightGrad,
+}
+
+impl Saved {
+    /// All of them, in the order of [`Slot::saved`].
+    pub const ALL: [Saved; 3] = [Saved::ForwardToBackward, Saved::ForwardToWeightGrad, Saved::BackwardToWeightGrad];
 }
 
 /// A contiguous part of the arena.
@@ -192,6 +209,18 @@ impl Offsets {
     }
 }
 
+impl Instr {
+    /// Its inputs, then its outputs.
+    pub fn operands(&self) -> impl Iterator<Item = &Arg> {
+        self.inputs.iter().chain(self.outputs.iter().flatten())
+    }
+
+    /// Every buffer that it touches: those of its operands, then scratch.
+    pub fn buffers(&self) -> impl Iterator<Item = BufferId> {
+        self.operands().map(|a| a.buffer).chain(self.workspace)
+    }
+}
+
 /// Who runs an instruction. Each stream keeps its order; a segment ends when both have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
@@ -206,13 +235,51 @@ pub enum Stream {
 pub struct Segment {
     /// Name, for people.
     pub name: &'static str,
+    /// Which of the rank's chunks of layers it computes; 0 for what is none's.
+    pub chunk: usize,
     /// The calls, in order.
     pub instrs: Vec<Instr>,
     /// Those that the device does as one, in order. Each is one moment for memory.
     pub groups: Vec<FusedGroup>,
 }
 
+impl std::fmt::Display for Segment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)?;
+        if self.chunk > 0 { write!(f, ".{}", self.chunk) } else { Ok(()) }
+    }
+}
+
+/// The instructions of a segment during which a buffer is in use (see [`Segment::in_use`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Life {
+    /// The buffer.
+    pub buffer: BufferId,
+    /// The first.
+    pub first: usize,
+    /// The last.
+    pub last: usize,
+}
+
 impl Segment {
+    /// The lives of the buffers that it touches, in order of first use.
+    pub fn lives(&self, counts: impl Fn(BufferId) -> bool) -> Vec<Life> {
+        let mut lives: Vec<Life> = Vec::new();
+        let mut known: Vec<Option<usize>> = Vec::new();
+        for (t, instr) in self.instrs.iter().enumerate() {
+            let (first, last) = self.in_use(t).into_inner();
+            for buffer in instr.buffers().filter(|b| counts(*b)) {
+                known.resize(known.len().max(buffer.0 + 1), None);
+                let at = *known[buffer.0].get_or_insert_with(|| {
+                    lives.push(Life { buffer, first, last });
+                    lives.len() - 1
+                });
+                lives[at].last = lives[at].last.max(last);
+            }
+        }
+        lives
+    }
+
     /// The group that an instruction belongs to.
     pub fn group_of(&self, i: usize) -> Option<&FusedGroup> {
         let behind = self.groups.partition_point(|g| g.instrs.start <= i);
@@ -247,8 +314,24 @@ pub struct Slot {
     pub segment: usize,
     /// Which micro-batch of the step it works on.
     pub micro_batch: usize,
-    /// Which copy of the saved region it uses.
-    pub saved_slot: usize,
+    /// Which copy of each saved region it uses, in the order of [`Saved::ALL`].
+    pub saved: [usize; Saved::ALL.len()],
+}
+
+impl Slot {
+    /// A run that has the saved regions to itself.
+    pub const fn new(segment: usize, micro_batch: usize) -> Self {
+        Self { segment, micro_batch, saved: [0; Saved::ALL.len()] }
+    }
+
+    /// Which copy of a region it uses.
+    pub const fn copy(&self, lifetime: Lifetime) -> usize {
+        match lifetime {
+            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
+            Lifetime::MicroBatch => self.micro_batch,
+            Lifetime::Saved(saved) => self.saved[saved as usize],
+        }
+    }
 }
 
 /// A schedule with a name: what the host can ask the executor to run.
@@ -258,38 +341,6 @@ pub struct Entry {
     pub name: Arc<str>,
     /// Segments in order.
     pub schedule: Vec<Slot>,
-}
-
-impl Entry {
-    /// The first micro-batches that show all there is to see, and the last: a schedule repeats itself once as many as are ever
-    /// in flight have come and gone.
-    pub fn distinct(&self) -> Distinct {
-        // A micro-batch flies from its first slot to its second.
-        let mut flying: BTreeSet<usize> = BTreeSet::new();
-        let mut most = 0;
-        for m in self.schedule.iter().map(|s| s.micro_batch) {
-            if !flying.insert(m) {
-                flying.remove(&m);
-            }
-            most = most.max(flying.len());
-        }
-        let last = self.schedule.iter().map(|s| s.micro_batch).max().unwrap_or(0);
-        Distinct { first: most + 2, last }
-    }
-}
-
-/// Micro-batches that a reader of a schedule must look at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Distinct {
-    first: usize,
-    last: usize,
-}
-
-impl Distinct {
-    /// Whether this one is among them.
-    pub fn contains(self, micro_batch: usize) -> bool {
-        micro_batch < self.first || micro_batch == self.last
-    }
 }
 
 /// What the host may do with a tensor.
@@ -382,16 +433,16 @@ impl StepProgram {
         self.entries.iter().find(|e| *e.name == *name)
     }
 
-    /// Where a buffer starts in the arena, for a micro-batch and a copy of the saved region.
-    pub fn address(&self, buffer: BufferId, micro_batch: usize, saved_slot: usize) -> u64 {
+    /// How long a buffer lives.
+    pub fn lifetime(&self, buffer: BufferId) -> Lifetime {
+        self.regions[self.buffers[buffer.0].region].lifetime
+    }
+
+    /// Where a buffer starts in the arena at a slot of a schedule.
+    pub fn address(&self, buffer: BufferId, slot: &Slot) -> u64 {
         let buffer = &self.buffers[buffer.0];
         let region = &self.regions[buffer.region];
-        let slot = match region.lifetime {
-            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
-            Lifetime::MicroBatch => micro_batch,
-            Lifetime::Saved => saved_slot,
-        };
-        region.offset + slot as u64 * region.slot_bytes + buffer.offset
+        region.offset + slot.copy(region.lifetime) as u64 * region.slot_bytes + buffer.offset
     }
 
     /// A number that is equal for equal programs.
@@ -423,7 +474,7 @@ impl std::fmt::Display for StepProgram {
             format!("{}{plus}@{}+{}{part}", self.values[a.value], self.regions[b.region].lifetime.name(), b.offset)
         };
         for s in &self.segments {
-            writeln!(f, "segment {}", s.name)?;
+            writeln!(f, "segment {s}")?;
             for (n, i) in s.instrs.iter().enumerate() {
                 let outputs: Vec<String> = i.outputs.iter().map(|o| o.as_ref().map_or("_".to_owned(), arg)).collect();
                 let inputs: Vec<String> = i.inputs.iter().map(arg).collect();
@@ -448,10 +499,17 @@ impl std::fmt::Display for StepProgram {
                 writeln!(f)?;
             }
         }
+        let pools: Vec<Lifetime> =
+            self.regions.iter().map(|r| r.lifetime).filter(|l| matches!(l, Lifetime::Saved(_))).collect();
         for e in &self.entries {
             let slot = |s: &Slot| {
-                let (name, m, saved) = (&self.segments[s.segment].name, s.micro_batch, s.saved_slot);
-                if saved == m { format!("{name}({m})") } else { format!("{name}({m}, saved in {saved})") }
+                let (segment, m) = (&self.segments[s.segment], s.micro_batch);
+                let copies: Vec<usize> = pools.iter().map(|pool| s.copy(*pool)).collect();
+                if copies.iter().all(|copy| *copy == m) {
+                    return format!("{segment}({m})");
+                }
+                let copies: Vec<String> = copies.iter().map(usize::to_string).collect();
+                format!("{segment}({m}, saved in {})", copies.join("/"))
             };
             let slots: Vec<String> = e.schedule.iter().map(slot).collect();
             writeln!(f, "entry {}: {}", e.name, slots.join(" "))?;

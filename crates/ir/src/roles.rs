@@ -3,7 +3,8 @@
 //! Ranks of one stage run the same program, so their collectives match by themselves. Between stages this check walks all
 //! programs at once, one rank of each, with the send buffers that they have.
 
-use crate::program::{Entry, Instr, Slot, StepProgram};
+use crate::program::{Entry, Instr, Segment, Slot, StepProgram};
+use crate::walk::{Event, Walk};
 use crate::{DType, MeshAxis, Op};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -36,7 +37,7 @@ pub fn check(programs: &[StepProgram]) -> Result<(), Mismatch> {
     Ok(())
 }
 
-/// What moves between stages: operation, elements of each tensor, types.
+/// What moves between stages: elements and type of each tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Payload(Vec<(usize, DType)>);
 
@@ -56,41 +57,39 @@ fn payload(instr: &Instr) -> Payload {
     Payload(args.iter().map(|a| (a.ty.elements(), a.ty.dtype)).collect())
 }
 
-/// An instruction of one stage that another takes part in.
-struct Step<'a> {
-    slot: Slot,
-    index: usize,
-    instr: &'a Instr,
+/// What a message is: the value, as its maker calls it, and the micro-batch.
+fn message<'a>(event: &Event<'a>) -> (&'a str, usize) {
+    let args = event.instr.inputs.first().or(event.instr.outputs.iter().flatten().next());
+    let name = args.map_or("", |arg| event.walk.program.values[arg.value].as_str());
+    (name.strip_suffix(".received").unwrap_or(name), event.slot.micro_batch)
 }
 
-/// The steps of one stage, in order.
-fn steps<'a>(program: &'a StepProgram, entry: &'a Entry) -> Vec<Step<'a>> {
+/// The instructions of one stage that others take part in, in order.
+fn steps<'a>(program: &'a StepProgram, entry: &'a Entry) -> Vec<Event<'a>> {
     let between = |op: &Op| op.over().contains(MeshAxis::Pp);
-    let all = entry.schedule.iter().flat_map(|slot| {
-        let instrs = program.segments[slot.segment].instrs.iter().enumerate();
-        instrs.map(|(index, instr)| Step { slot: *slot, index, instr })
-    });
-    all.filter(|step| between(&step.instr.op)).collect()
+    let indices = |segment: &Segment| -> Vec<usize> {
+        (0..segment.instrs.len()).filter(|i| between(&segment.instrs[*i].op)).collect()
+    };
+    let by_segment: Vec<Vec<usize>> = program.segments.iter().map(indices).collect();
+    let walk = Walk::first(program);
+    let events = |slot: &'a Slot| by_segment[slot.segment].iter().map(|index| walk.event(*slot, *index));
+    entry.schedule.iter().flat_map(events).collect()
 }
 
 fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
-    let all: Vec<Vec<Step>> = programs.iter().zip(entries).map(|(p, e)| steps(p, e)).collect();
+    let all: Vec<Vec<Event>> = programs.iter().zip(entries).map(|(p, e)| steps(p, e)).collect();
     let mut next = vec![0; programs.len()];
-    let mut messages: BTreeMap<(usize, usize, u32), VecDeque<Payload>> = BTreeMap::new();
-    let place = |stage: usize, step: &Step| {
-        let segment = programs[stage].segments[step.slot.segment].name;
-        let (entry, op, m) = (&entries[stage].name, step.instr.op.name(), step.slot.micro_batch);
-        format!("{entry}, stage {stage}, {segment} of micro-batch {m}, instruction {} ({op})", step.index)
-    };
+    let mut messages: BTreeMap<(usize, usize, u32), VecDeque<&Event>> = BTreeMap::new();
+    let place = |step: &Event| format!("{}: {step}", entries[0].name);
     loop {
         let mut moved = false;
         for stage in 0..programs.len() {
             while let Some(step) = all[stage].get(next[stage]) {
                 let here = payload(step.instr);
-                let at = || place(stage, step);
-                let known = |other: usize| match other < programs.len() && other != stage {
+                let at = || place(step);
+                let known = |other: usize| match other < programs.len() {
                     true => Ok(()),
-                    false => Err(mismatch(at(), format!("there is no other stage {other}"))),
+                    false => Err(mismatch(at(), format!("there is no stage {other}"))),
                 };
                 match step.instr.op {
                     Op::Send { stage: to, tag } => {
@@ -104,19 +103,26 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                         if waiting.len() as u64 >= send_buffer / message.max(1) {
                             break;
                         }
-                        waiting.push_back(here);
+                        waiting.push_back(step);
                     }
                     Op::Receive { stage: from, tag } => {
                         known(from)?;
                         let Some(sent) = messages.entry((from, stage, tag)).or_default().pop_front() else { break };
-                        if sent != here {
-                            return Err(mismatch(at(), format!("expects {here}, stage {from} sends {sent}")));
+                        let (meant, theirs) = (payload(sent.instr), message(sent));
+                        if meant != here {
+                            return Err(mismatch(at(), format!("expects {here}, stage {from} sends {meant}")));
+                        }
+                        if theirs != message(step) {
+                            let ((ours, m), (name, k)) = (message(step), theirs);
+                            let reason =
+                                format!("expects `{ours}` of micro-batch {m}, stage {from} sends `{name}` of {k}");
+                            return Err(mismatch(at(), reason));
                         }
                     }
                     // A sum over all stages: runs when all have come to theirs.
                     _ => {
-                        let others: Vec<Option<&Step>> = (0..programs.len()).map(|s| all[s].get(next[s])).collect();
-                        let sums = |s: &Step| matches!(s.instr.op, Op::AllReduce { .. });
+                        let others: Vec<Option<&Event>> = (0..programs.len()).map(|s| all[s].get(next[s])).collect();
+                        let sums = |s: &Event| matches!(s.instr.op, Op::AllReduce { .. });
                         if let Some(gone) = others.iter().position(Option::is_none) {
                             return Err(mismatch(at(), format!("stage {gone} has ended without taking part")));
                         }
@@ -142,16 +148,15 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
             break;
         }
     }
-    let stuck = (0..programs.len()).find_map(|s| Some((s, all[s].get(next[s])?)));
-    if let Some((stage, step)) = stuck {
-        let waits: Vec<String> =
-            (0..programs.len()).filter_map(|s| all[s].get(next[s]).map(|step| place(s, step))).collect();
-        return Err(mismatch(place(stage, step), format!("can never run; waiting: {}", waits.join("; "))));
+    let stuck: Vec<&Event> = (0..programs.len()).filter_map(|s| all[s].get(next[s])).collect();
+    if let Some(step) = stuck.first() {
+        let waits: Vec<String> = stuck.iter().map(ToString::to_string).collect();
+        return Err(mismatch(place(step), format!("can never run; waiting: {}", waits.join("; "))));
     }
-    match messages.iter().find(|(_, waiting)| !waiting.is_empty()) {
-        Some(((from, to, _), waiting)) => {
-            let reason = format!("{} messages of stage {from} are never received", waiting.len());
-            Err(mismatch(format!("{}, stage {to}", entries[*to].name), reason))
+    match messages.iter().find_map(|(key, waiting)| Some((key, waiting, waiting.front()?))) {
+        Some(((from, to, _), waiting, oldest)) => {
+            let reason = format!("{} messages of stage {from} are never received by stage {to}", waiting.len());
+            Err(mismatch(place(oldest), reason))
         }
         None => Ok(()),
     }

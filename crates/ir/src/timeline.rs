@@ -2,13 +2,13 @@
 //!
 //! States and host buffers are in use throughout. A saved or temporary buffer is from the call that writes it to the last call
 //! that reads it (see [`Segment::in_use`](crate::program::Segment::in_use) for collectives that overlap and what is done as one). The arena is
-//! larger than the peak of this: buffers are aligned, the saved region and the frame stand side by side even where not all of
+//! larger than the peak of this: buffers are aligned, the saved regions and the frame stand side by side even where not all of
 //! both is in use, and temporary buffers that come and go leave holes in the frame.
 
 use crate::StepProgram;
-use crate::program::{Arg, BufferId, Class, Entry, Instr, Lifetime, Slot, Sum};
+use crate::program::{Arg, BufferId, Class, Instr, Lifetime, Slot, Sum};
+use crate::walk::{ByteRange, Distinct, Event, Walk};
 use std::collections::BTreeMap;
-use std::ops::RangeInclusive;
 
 /// Bytes in use while one instruction runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,23 +28,21 @@ impl Point {
     }
 }
 
-/// The timeline of an entry as planned: from the lifetimes that its buffers were given. `shown` says which micro-batches count.
-pub fn planned(program: &StepProgram, entry: &Entry, shown: impl Fn(usize) -> bool) -> Vec<Point> {
+/// The timeline of a schedule as planned: from the lifetimes that its buffers were given.
+pub fn planned(program: &StepProgram, shown: &Distinct) -> Vec<Point> {
     let mut lives = Lives::new(program);
-    for (s, slot) in entry.schedule.iter().filter(|slot| shown(slot.micro_batch)).enumerate() {
-        let segment = &program.segments[slot.segment];
-        for (i, instr) in segment.instrs.iter().enumerate() {
-            let used = lives.points(segment.in_use(i), i);
-            for b in touched(instr) {
-                let copy = match lives.lifetime(b) {
+    for (s, slot) in shown.schedule.iter().enumerate() {
+        for event in Walk::first(program).slot(*slot) {
+            for b in event.instr.buffers() {
+                let copy = match program.lifetime(b) {
                     Lifetime::Run | Lifetime::MicroBatch => continue,
-                    Lifetime::Saved => slot.micro_batch,
+                    Lifetime::Saved(_) => slot.micro_batch,
                     // Frames of different slots are different lives of the same bytes.
                     Lifetime::Frame | Lifetime::Overlay => s,
                 };
-                lives.extend((b.0 as u64, b.0 as u64, copy as u64), b, used.clone());
+                lives.extend((b.0 as u64, b.0 as u64, copy as u64), b, &event);
             }
-            lives.instruction(*slot, i);
+            lives.points.push((Slot { micro_batch: shown.micro_batches[s], ..*slot }, event.index));
         }
     }
     lives.finish()
@@ -55,35 +53,23 @@ pub fn planned(program: &StepProgram, entry: &Entry, shown: impl Fn(usize) -> bo
 pub fn observed(program: &StepProgram, ran: impl IntoIterator<Item = (Slot, usize)>) -> Vec<Point> {
     let mut lives = Lives::new(program);
     // How often each range has been written afresh.
-    let mut generation: BTreeMap<(u64, u64), u64> = BTreeMap::new();
-    for (slot, i) in ran {
-        let segment = &program.segments[slot.segment];
-        let instr = &segment.instrs[i];
-        let used = lives.points(segment.in_use(i), i);
-        let range = |b: BufferId| {
-            let start = program.address(b, slot.micro_batch, slot.saved_slot);
-            (start, start + program.buffers[b.0].bytes)
-        };
-        for b in fresh(instr).chain(instr.workspace) {
-            *generation.entry(range(b)).or_default() += 1;
+    let mut generation: BTreeMap<ByteRange, u64> = BTreeMap::new();
+    for (slot, index) in ran {
+        let event = Walk::first(program).event(slot, index);
+        for b in fresh(event.instr).chain(event.instr.workspace) {
+            *generation.entry(event.buffer(b)).or_default() += 1;
         }
-        for b in touched(instr) {
-            if matches!(lives.lifetime(b), Lifetime::Run | Lifetime::MicroBatch) {
+        for b in event.instr.buffers() {
+            if matches!(program.lifetime(b), Lifetime::Run | Lifetime::MicroBatch) {
                 continue;
             }
-            let (start, end) = range(b);
-            let writes = generation.get(&(start, end)).copied().unwrap_or(0);
-            lives.extend((start, end, writes), b, used.clone());
+            let range = event.buffer(b);
+            let writes = generation.get(&range).copied().unwrap_or(0);
+            lives.extend((range.start, range.end, writes), b, &event);
         }
-        lives.instruction(slot, i);
+        lives.points.push((slot, index));
     }
     lives.finish()
-}
-
-/// Every buffer that a call uses.
-fn touched(instr: &Instr) -> impl Iterator<Item = BufferId> {
-    let args = instr.inputs.iter().chain(instr.outputs.iter().flatten());
-    args.map(|a| a.buffer).chain(instr.workspace)
 }
 
 /// Buffers that a call writes without looking at what they hold.
@@ -113,23 +99,12 @@ impl<'a> Lives<'a> {
         Self { program, always, points: Vec::new(), spans: BTreeMap::new() }
     }
 
-    fn lifetime(&self, b: BufferId) -> Lifetime {
-        self.program.regions[self.program.buffers[b.0].region].lifetime
-    }
-
-    /// The points of instructions around `i`, which runs now.
-    fn points(&self, around: RangeInclusive<usize>, i: usize) -> RangeInclusive<usize> {
-        let point = |instr: usize| self.points.len() + instr - i;
-        point(*around.start())..=point(*around.end())
-    }
-
-    fn extend(&mut self, key: (u64, u64, u64), b: BufferId, used: RangeInclusive<usize>) {
-        let (from, until) = used.into_inner();
+    /// The life called `key` has the instructions during which the operands of this one, which runs now, are in use.
+    fn extend(&mut self, key: (u64, u64, u64), b: BufferId, event: &Event) {
+        let (from, until) = event.segment().in_use(event.index).into_inner();
+        let point = |instr: usize| self.points.len() + instr - event.index;
+        let (from, until) = (point(from), point(until));
         self.spans.entry(key).and_modify(|span| span.1 = span.1.max(until)).or_insert((from, until, b));
-    }
-
-    fn instruction(&mut self, slot: Slot, instr: usize) {
-        self.points.push((slot, instr));
     }
 
     fn finish(self) -> Vec<Point> {

@@ -1,11 +1,13 @@
 //! The static verifier: facts that hold for every graph and program before anything runs.
 
+mod memory;
+
 use crate::fusion::FusedGroup;
 use crate::graph::{Graph, Node, Phase, Source, State};
 use crate::op::{Elem, Operand};
-use crate::program::{Arg, BufferId, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Stream, Sum};
-use crate::{Axes, Coordinates, DType, Op, Placement, Sharding, TensorType, ValueId, placements};
-use std::collections::BTreeMap;
+use crate::program::{Arg, BufferId, Instr, Lifetime, Segment, Slot, StepProgram, Stream, Sum};
+use crate::walk::Walk;
+use crate::{Axes, DType, Op, Placement, Sharding, TensorType, ValueId, placements};
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -122,9 +124,10 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
     let mut end = 0;
     for region in &program.regions {
         if region.lifetime == Lifetime::Overlay {
-            let saved = program.regions.iter().find(|r| r.lifetime == Lifetime::Saved).map_or(end, |r| r.offset);
+            let saved =
+                program.regions.iter().find(|r| matches!(r.lifetime, Lifetime::Saved(_))).map_or(end, |r| r.offset);
             if region.offset != saved || region.offset + region.bytes() > end {
-                return Err(unsound("region overlay", "does not lie over the saved region and the frame"));
+                return Err(unsound("region overlay", "does not lie over the saved regions and the frame"));
             }
             continue;
         }
@@ -141,14 +144,14 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             return Err(unsound(format!("buffer {}", b.name), "leaves its region or is not aligned"));
         }
     }
-    for segment in &program.segments {
+    for (s, segment) in program.segments.iter().enumerate() {
         for (i, instr) in segment.instrs.iter().enumerate() {
-            let layer = instr.layer.map_or(String::new(), |layer| format!(", layer {layer}"));
-            check_instr(program, instr).map_err(|reason| unsound(format!("{} {i}{layer}", segment.name), reason))?;
+            let at = || Walk::first(program).event(Slot::new(s, 0), i).to_string();
+            check_instr(program, instr).map_err(|reason| unsound(at(), reason))?;
         }
         let mut end = 0;
         for group in &segment.groups {
-            let at = || format!("{} {:?} ({})", segment.name, group.instrs, group.fusion.name());
+            let at = || format!("stage {}, {segment} {:?} ({})", program.stage, group.instrs, group.fusion.name());
             if group.instrs.start < end {
                 return Err(unsound(at(), "stands where another group does"));
             }
@@ -156,14 +159,7 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             end = group.instrs.end;
         }
     }
-    // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
-    let instrs = program.segments.iter().flat_map(|s| &s.instrs);
-    let parts = instrs.flat_map(operands).fold(Axes::NONE, |axes, arg| axes.and(arg.part));
-    let last = program.mesh.size(parts) - 1;
-    [0, last].into_iter().take(last + 1).try_for_each(|index| {
-        let walk = Walk { program, here: Coordinates::default().with_index(parts, &program.mesh, index) };
-        program.entries.iter().try_for_each(|entry| walk.entry(entry))
-    })
+    memory::check(program)
 }
 
 fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
@@ -200,7 +196,7 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
             return Err(format!("{name}: output {o} must be in place"));
         }
     }
-    for arg in operands(instr) {
+    for arg in instr.operands() {
         if !(arg.part.is_empty() || arg.part == arg.sharding.axes(Placement::Flat)) {
             let value = &program.values[arg.value];
             return Err(format!("{name}: `{value}` is {}, and its part is counted over {}", arg.sharding, arg.part));
@@ -222,7 +218,7 @@ fn check_group(program: &StepProgram, segment: &Segment, group: &FusedGroup) -> 
     if instrs.iter().any(|i| i.stream != Stream::Compute) || instrs[1..].iter().any(|i| !i.waits.is_empty()) {
         return Err("waits for another stream".into());
     }
-    let mut touched: Vec<BufferId> = instrs.iter().flat_map(buffers_of).collect();
+    let mut touched: Vec<BufferId> = instrs.iter().flat_map(Instr::buffers).collect();
     touched.sort_unstable_by_key(|b| (program.buffers[b.0].region, program.buffers[b.0].offset, b.0));
     touched.dedup();
     for pair in touched.windows(2) {
@@ -298,237 +294,4 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
         true => Ok(()),
         false => Err(format!("{}: an input has no output", instr.op.name())),
     }
-}
-
-/// What a range of memory holds.
-struct Held {
-    end: u64,
-    buffer: usize,
-    value: usize,
-    /// The micro-batch it was made for; `None` for what outlives the step.
-    owner: Option<usize>,
-}
-
-/// Memory by name: (region, copy, start) of every range that holds a value. Ranges never overlap.
-#[derive(Default)]
-struct Memory {
-    held: BTreeMap<(usize, usize, u64), Held>,
-}
-
-impl Memory {
-    /// Forgets whatever shares bytes with the range.
-    fn clobber(&mut self, region: usize, copy: usize, start: u64, end: u64) {
-        let before = (region, copy, 0)..(region, copy, end);
-        let hit: Vec<_> =
-            self.held.range(before).rev().take_while(|(_, held)| held.end > start).map(|(key, _)| *key).collect();
-        hit.into_iter().for_each(|key| {
-            self.held.remove(&key);
-        });
-    }
-}
-
-/// A range of bytes of one copy of a region.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Range {
-    region: usize,
-    copy: usize,
-    start: u64,
-    end: u64,
-}
-
-impl Range {
-    fn overlaps(&self, other: &Range) -> bool {
-        self.region == other.region && self.copy == other.copy && self.start < other.end && other.start < self.end
-    }
-}
-
-/// A collective that overlaps with what follows it.
-struct Pending {
-    instr: usize,
-    reads: Vec<Range>,
-    writes: Vec<Range>,
-}
-
-/// A program as the rank at `here` runs it.
-struct Walk<'a> {
-    program: &'a StepProgram,
-    here: Coordinates,
-}
-
-impl Walk<'_> {
-    fn entry(&self, entry: &Entry) -> Result<(), Unsound> {
-        let program = self.program;
-        let instrs = entry.schedule.iter().flat_map(|s| &program.segments[s.segment].instrs);
-        let mut used: Vec<Lifetime> = instrs.flat_map(buffers_of).map(|b| lifetime(program, b.0)).collect();
-        used.sort_unstable();
-        used.dedup();
-        if used.contains(&Lifetime::Overlay) && (used.contains(&Lifetime::Saved) || used.contains(&Lifetime::Frame)) {
-            return Err(unsound(format!("entry {}", entry.name), "uses the overlay and what lies under it"));
-        }
-        for slot in &entry.schedule {
-            for region in &program.regions {
-                if copy_in(region.lifetime, *slot) >= region.slots && used.contains(&region.lifetime) {
-                    let at = format!("entry {}, micro-batch {}", entry.name, slot.micro_batch);
-                    return Err(unsound(at, format!("the {} region has no such copy", region.lifetime.name())));
-                }
-            }
-        }
-        let mut memory = self.at_start(entry)?;
-        let shown = entry.distinct();
-        for slot in entry.schedule.iter().filter(|s| shown.contains(s.micro_batch)) {
-            // A new slot finds nothing in the frame.
-            let stays =
-                |region: usize| !matches!(program.regions[region].lifetime, Lifetime::Frame | Lifetime::Overlay);
-            memory.held.retain(|(region, _, _), _| stays(*region));
-            let mut pending: Vec<Pending> = Vec::new();
-            for (i, instr) in program.segments[slot.segment].instrs.iter().enumerate() {
-                let run =
-                    self.overlap(i, instr, *slot, &mut pending).and_then(|()| self.instr(instr, *slot, &mut memory));
-                run.map_err(|reason| {
-                    let name = program.segments[slot.segment].name;
-                    unsound(format!("{name} micro-batch {} instruction {i}", slot.micro_batch), reason)
-                })?;
-            }
-        }
-        Ok(())
-    }
-
-    /// What the host has written.
-    fn at_start(&self, entry: &Entry) -> Result<Memory, Unsound> {
-        let program = self.program;
-        let shown = entry.distinct();
-        let mut memory = Memory::default();
-        for tensor in &program.tensors {
-            let b = &program.buffers[tensor.buffer.0];
-            let copies = match tensor.role {
-                Role::Input => 0..program.regions[b.region].slots,
-                Role::State(_) => 0..1,
-                Role::Output | Role::StepOutput => continue,
-            };
-            let value = tensor.value.0;
-            if program.values.get(value) != Some(&tensor.name) {
-                return Err(unsound("tensors", format!("`{}` is no value", tensor.name)));
-            }
-            for copy in copies.filter(|c| shown.contains(*c)) {
-                let owner = (tensor.role == Role::Input).then_some(copy);
-                memory.clobber(b.region, copy, b.offset, b.offset + b.bytes);
-                let held = Held { end: b.offset + b.bytes, buffer: tensor.buffer.0, value, owner };
-                memory.held.insert((b.region, copy, b.offset), held);
-            }
-        }
-        Ok(memory)
-    }
-
-    /// Where an operand is.
-    fn range(&self, arg: &Arg, slot: Slot) -> Range {
-        let whole = self.buffer(arg.buffer, slot);
-        match arg.part.is_empty() {
-            true => whole,
-            false => {
-                let index = self.here.index(arg.part, &self.program.mesh);
-                let start = whole.start + index as u64 * arg.ty.bytes();
-                Range { start, end: start + arg.ty.bytes(), ..whole }
-            }
-        }
-    }
-
-    fn buffer(&self, id: BufferId, slot: Slot) -> Range {
-        let b = &self.program.buffers[id.0];
-        let copy = copy_in(self.program.regions[b.region].lifetime, slot);
-        Range { region: b.region, copy, start: b.offset, end: b.offset + b.bytes }
-    }
-
-    /// Keeps what runs at the same time apart.
-    fn overlap(&self, i: usize, instr: &Instr, slot: Slot, pending: &mut Vec<Pending>) -> Result<(), String> {
-        if let Some(&last) = instr.waits.iter().max() {
-            if last >= i || self.program.segments[slot.segment].instrs[last].stream != Stream::Communication {
-                return Err(format!("{} waits for instruction {last}", instr.op.name()));
-            }
-            pending.retain(|p| p.instr > last);
-        }
-        let reads: Vec<Range> = instr.inputs.iter().map(|a| self.range(a, slot)).collect();
-        let mut writes: Vec<Range> = instr.outputs.iter().flatten().map(|a| self.range(a, slot)).collect();
-        writes.extend(instr.workspace.map(|w| self.buffer(w, slot)));
-        if instr.stream == Stream::Communication {
-            // Collectives of one stream follow each other.
-            pending.push(Pending { instr: i, reads, writes });
-            return Ok(());
-        }
-        let overlap = |a: &[Range], b: &[Range]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
-        for p in pending.iter() {
-            if overlap(&writes, &p.reads) || overlap(&writes, &p.writes) || overlap(&reads, &p.writes) {
-                return Err(format!("{} touches what instruction {} still works on", instr.op.name(), p.instr));
-            }
-        }
-        Ok(())
-    }
-
-    fn instr(&self, instr: &Instr, slot: Slot, memory: &mut Memory) -> Result<(), String> {
-        let program = self.program;
-        let name = instr.op.name();
-        let owner = |b: BufferId| (lifetime(program, b.0) != Lifetime::Run).then_some(slot.micro_batch);
-        let adds = |sum: Sum| sum == Sum::Always || (sum == Sum::AfterFirst && slot.micro_batch > 0);
-        let added = instr.outputs.iter().flatten().filter(|a| adds(a.sum));
-        for arg in instr.inputs.iter().chain(added) {
-            let range = self.range(arg, slot);
-            let key = (range.region, range.copy, range.start);
-            let found = memory.held.range(..=key).next_back().filter(|((region, copy, start), held)| {
-                (*region, *copy) == (range.region, range.copy)
-                    && (!arg.part.is_empty() || *start == range.start)
-                    && held.end >= range.end
-            });
-            let means = |h: &Held| h.buffer == arg.buffer.0 && h.value == arg.value && h.owner == owner(arg.buffer);
-            if !found.is_some_and(|(_, h)| means(h)) {
-                let what = found.map_or("nothing", |(_, h)| program.values[h.value].as_str());
-                return Err(format!("{name} reads `{}`, the buffer holds {what}", program.values[arg.value]));
-            }
-        }
-        let shares = |a: BufferId, b: BufferId| self.buffer(a, slot).overlaps(&self.buffer(b, slot));
-        let outputs: Vec<&Arg> = instr.outputs.iter().flatten().collect();
-        let operands = instr.inputs.iter().chain(outputs.iter().copied()).map(|a| a.buffer);
-        if let Some(w) = instr.workspace
-            && operands.into_iter().any(|b| shares(w, b))
-        {
-            return Err(format!("{name}: scratch overlaps an operand"));
-        }
-        for (o, output) in outputs.iter().enumerate() {
-            // Sharing one buffer whole is in-place work, which the op table has allowed; sharing a part never is.
-            if instr.inputs.iter().any(|x| x.buffer != output.buffer && shares(x.buffer, output.buffer)) {
-                return Err(format!("{name}: an output overlaps an input"));
-            }
-            if outputs[..o].iter().any(|other| shares(other.buffer, output.buffer)) {
-                return Err(format!("{name}: two outputs overlap"));
-            }
-        }
-        let written = outputs.iter().map(|a| self.range(a, slot)).chain(instr.workspace.map(|w| self.buffer(w, slot)));
-        for range in written {
-            memory.clobber(range.region, range.copy, range.start, range.end);
-        }
-        for arg in outputs {
-            let range = self.range(arg, slot);
-            let held = Held { end: range.end, buffer: arg.buffer.0, value: arg.value, owner: owner(arg.buffer) };
-            memory.held.insert((range.region, range.copy, range.start), held);
-        }
-        Ok(())
-    }
-}
-
-fn lifetime(program: &StepProgram, buffer: usize) -> Lifetime {
-    program.regions[program.buffers[buffer].region].lifetime
-}
-
-fn copy_in(lifetime: Lifetime, slot: Slot) -> usize {
-    match lifetime {
-        Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
-        Lifetime::MicroBatch => slot.micro_batch,
-        Lifetime::Saved => slot.saved_slot,
-    }
-}
-
-fn operands(instr: &Instr) -> impl Iterator<Item = &Arg> {
-    instr.inputs.iter().chain(instr.outputs.iter().flatten())
-}
-
-fn buffers_of(instr: &Instr) -> impl Iterator<Item = BufferId> {
-    operands(instr).map(|a| a.buffer).chain(instr.workspace)
 }

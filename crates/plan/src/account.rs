@@ -142,8 +142,9 @@ fn policies(
                 &made
             }
         };
-        let saved =
-            |p: &StepProgram| p.regions.iter().filter(|r| r.lifetime == Lifetime::Saved).map(|r| r.bytes()).sum();
+        let saved = |p: &StepProgram| {
+            p.regions.iter().filter(|r| matches!(r.lifetime, Lifetime::Saved(_))).map(|r| r.bytes()).sum()
+        };
         let added_flops = hardware_flops(programs)? as f64 - before.1 as f64;
         costs.push(PolicyCost {
             policy,

@@ -184,7 +184,8 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let features = m.architecture.features();
     let (c, s) = (compute_bytes(config), config.train.seq as f64);
     let positions = config.train.micro_batch as f64 * s;
-    let saved = |b: &&Buffer| none.regions[b.region].lifetime == Lifetime::Saved && b.layer == Some(m.layers / 2);
+    let saved =
+        |b: &&Buffer| matches!(none.regions[b.region].lifetime, Lifetime::Saved(_)) && b.layer == Some(m.layers / 2);
     let program = none.buffers.iter().filter(saved).map(|b| b.bytes).sum::<u64>() as f64;
     let naive = m.attention == AttentionMethod::Naive;
     // Statistics in f32: one or two of each norm, one of each head of attention, or the weights of naive attention as a matrix.

@@ -4,6 +4,7 @@ use crate::PlanError;
 use lockstep_ir::hardware::GpuSpec;
 use lockstep_ir::program::Class;
 use lockstep_ir::timeline::{self, Point};
+use lockstep_ir::walk::Distinct;
 use lockstep_ir::{DType, StepProgram};
 
 /// Memory over time.
@@ -101,11 +102,9 @@ pub fn planned_timeline(
     let mut left_out = 0;
     if let Some(entry) = program.entry(StepProgram::TRAIN) {
         let instrs: usize = entry.schedule.iter().map(|slot| program.segments[slot.segment].instrs.len()).sum();
-        let distinct = entry.distinct();
-        let shown = |micro_batch: usize| instrs <= MOST || distinct.contains(micro_batch);
-        let last = entry.schedule.iter().map(|slot| slot.micro_batch).max().unwrap_or(0);
-        left_out = (0..=last).filter(|m| !shown(*m)).count();
-        let points = timeline::planned(program, entry, shown);
+        let shown = if instrs <= MOST { Distinct::whole(entry) } else { Distinct::of(program, entry) };
+        left_out = shown.left_out;
+        let points = timeline::planned(program, &shown);
         let mut now = 0.0;
         for step in 0..steps {
             for point in &points {

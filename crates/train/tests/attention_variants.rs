@@ -118,7 +118,8 @@ fn naive_attention_keeps_its_weights_for_backward_unless_they_are_computed_again
         let keys = format!("[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"{policy}\"");
         let plan = plan(&Devices::new(), &config(&format!("attention = \"{attention}\""), &keys)).unwrap();
         let program = plan.program();
-        let saved = |b: &&Buffer| program.regions[b.region].lifetime == Lifetime::Saved && b.name.ends_with(".p");
+        let saved =
+            |b: &&Buffer| matches!(program.regions[b.region].lifetime, Lifetime::Saved(_)) && b.name.ends_with(".p");
         program.buffers.iter().filter(saved).map(|b| b.bytes).sum()
     };
     // 4 layers, 2 sequences of 12 tokens, 4 heads, 2 bytes each.

@@ -131,7 +131,7 @@ fn a_gpt_layer_keeps_what_korthikanti_et_al_count_and_every_difference_has_a_nam
     let (s, h, a) = (512u64, 1024u64, 16u64);
     let program = plan.program();
     let saved = |b: &&lockstep_ir::program::Buffer| {
-        program.regions[b.region].lifetime == lockstep_ir::program::Lifetime::Saved && b.layer == Some(2)
+        matches!(program.regions[b.region].lifetime, lockstep_ir::program::Lifetime::Saved(_)) && b.layer == Some(2)
     };
     let mut kept: Vec<(&str, u64)> =
         program.buffers.iter().filter(saved).map(|b| (b.name.trim_start_matches("layers.2."), b.bytes)).collect();

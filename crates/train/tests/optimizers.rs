@@ -41,7 +41,7 @@ fn four_steps_are_those_of_pytorch() {
         let mut program = plan.program().clone();
         // The update alone, on gradients that are written.
         let segment = program.segments.iter().position(|s| s.name == "update").unwrap();
-        let entry = Entry { name: "update".into(), schedule: vec![Slot { segment, micro_batch: 0, saved_slot: 0 }] };
+        let entry = Entry { name: "update".into(), schedule: vec![Slot::new(segment, 0)] };
         program.entries = vec![entry];
         let is_parameter = |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_)));
         let parameters: Vec<Tensor> = program.tensors.iter().filter(is_parameter).cloned().collect();

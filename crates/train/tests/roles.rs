@@ -67,7 +67,7 @@ fn another_type_is_refused() {
 fn a_message_that_nobody_sends_is_refused() {
     let mut p = programs("pp = 2");
     remove(&mut p[0], is_send);
-    assert!(refusal(&p).contains("can never run; waiting: train, stage 0"), "{}", refusal(&p));
+    assert!(refusal(&p).contains("can never run; waiting: rank 0 (stage 0), "), "{}", refusal(&p));
 }
 
 #[test]

@@ -40,22 +40,12 @@ impl Role<'_> {
 /// How the pipeline fills if transfers were free: stages weighed by their FLOPs.
 fn timeline(plan: &Plan) -> Option<Timeline> {
     let layout = &plan.layout;
-    let stages = layout.mesh.size(MeshAxis::Pp);
-    if stages == 1 {
+    if layout.mesh.size(MeshAxis::Pp) == 1 {
         return None;
     }
-    let slots: Vec<_> = (0..stages).map(|stage| layout.schedule.slots(stages, stage, layout.micro_batches)).collect();
-    let cost = |program: &StepProgram, segment: usize| {
-        let instrs = &program.segments[segment].instrs;
-        instrs.iter().filter_map(|i| i.cost().ok()).map(|c| c.flops.hardware as f64).sum::<f64>()
-    };
-    let costs = |segment| plan.compiled.programs.iter().map(|p| cost(p, segment)).collect();
-    evaluate(
-        &slots,
-        &Costs { forward: costs(0), backward: costs(1), transfer: 0.0 },
-        lockstep_compile::SEND_BUFFER_COPIES,
-    )
-    .ok()
+    let pipeline = layout.pipeline();
+    let chunks = account::chunk_costs(&plan.compiled.programs, &pipeline).ok()?;
+    evaluate(&pipeline, &Costs { chunks, transfer: 0.0 }, lockstep_compile::SEND_BUFFER_COPIES).ok()
 }
 
 pub(super) fn as_json(plan: &Plan) -> Value {
@@ -85,7 +75,7 @@ pub(super) fn as_json(plan: &Plan) -> Value {
         "sequence_parallel": layout.sequence_parallel,
         "schedule": layout.schedule.name(),
         "bubble": timeline.as_ref().map_or(0.0, Timeline::bubble),
-        "in_flight": timeline.as_ref().map(Timeline::in_flight),
+        "in_flight": timeline.as_ref().map(|_| layout.pipeline().in_flight()),
         "roles": roles,
     })
 }

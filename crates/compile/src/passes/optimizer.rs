@@ -77,7 +77,7 @@ struct Trained {
     decays: bool,
     /// Its gradient, summed over uses and ranks.
     gradient: ValueId,
-    /// Pipeline stages that hold a copy.
+    /// Ranks of the pipeline that hold a copy.
     copies: usize,
 }
 
@@ -151,7 +151,7 @@ fn add_uses(g: &mut Graph, uses: &[ValueId], suffix: &str, phase: Phase) -> Resu
     Ok(sums)
 }
 
-/// How many pipeline stages hold a parameter that is used several times.
+/// How many ranks of the pipeline hold a parameter that is used several times.
 fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeError> {
     if context.layout.mesh.size(MeshAxis::Pp) == 1 {
         return Ok(1);
@@ -165,7 +165,12 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
     let held: BTreeSet<usize> = g.nodes.iter().zip(layers).filter(|(n, _)| sums(n)).map(|(_, layer)| layer).collect();
     // At both ends: an embedding and the head that is tied to it.
     match held.len() <= 1 || held.iter().all(|layer| [0, last].contains(layer)) {
-        true => Ok(held.len()),
+        true => {
+            let places = context.layout.pipeline().places();
+            let end = |layer: &usize| if *layer == 0 { places.first() } else { places.last() };
+            let ranks: BTreeSet<Option<usize>> = held.iter().map(|layer| end(layer).map(|(rank, _)| *rank)).collect();
+            Ok(ranks.len())
+        }
         false => {
             let reason = "a parameter that two layers share does not go over pipeline stages".to_owned();
             Err(TypeError { op: "gradient", reason })

@@ -13,7 +13,7 @@ pub(crate) use layers::{Layers, Recomputation, recomputation};
 use crate::Context;
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, Value};
-use lockstep_ir::{Graph, MeshAxis, TypeError, ValueId};
+use lockstep_ir::{Graph, TypeError, ValueId};
 use std::collections::BTreeSet;
 
 /// What is recomputed in backward.
@@ -64,7 +64,7 @@ pub(super) fn recompute(graph: &Graph, context: &Context) -> Result<Graph, TypeE
         Recompute::Sqrt => ((count as f64).sqrt().round() as usize).max(1),
     };
     // A block ends where a stage does.
-    let layers = Layers::new(graph, block, &stage::cut(graph, context.layout.mesh.size(MeshAxis::Pp))?);
+    let layers = Layers::new(graph, block, &stage::cut(graph, context.layout.pipeline().stages())?);
     let mut rewrite =
         Rewrite { saved: layers.saved(graph, &context.recompute), copies: vec![None; graph.values.len()], layers };
     let mut g = graph.clone();

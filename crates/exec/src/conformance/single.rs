@@ -86,7 +86,7 @@ pub(super) fn single_op(
     let (op, waits) = (*op, Vec::new());
     let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, offsets: None };
     let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
-    let slot = |micro_batch| Slot { segment: 0, micro_batch, saved_slot: 0 };
+    let slot = |micro_batch| Slot::new(0, micro_batch);
     Ok(StepProgram {
         mesh: Mesh::ONE,
         stage: 0,
@@ -95,7 +95,7 @@ pub(super) fn single_op(
         buffers,
         values,
         tensors,
-        segments: vec![Segment { name: "op", instrs: vec![instr], groups: Vec::new() }],
+        segments: vec![Segment { name: "op", chunk: 0, instrs: vec![instr], groups: Vec::new() }],
         entries: vec![Entry { name: StepProgram::TRAIN.into(), schedule: (0..micro_batches).map(slot).collect() }],
     })
 }

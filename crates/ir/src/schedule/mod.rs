@@ -1,20 +1,27 @@
-//! Pipeline schedules: in which order a stage computes its micro-batches, and when, for given costs.
+//! Pipeline schedules: in which order a rank computes its chunks and micro-batches, and when, for given costs.
+//!
+//! A schedule is one file with a [`Generator`] and one line in [`Schedule::ALL`].
 
+mod gpipe;
+mod one_f_one_b;
 mod timeline;
 
-pub use timeline::{Costs, Deadlock, Stuck, Timeline, WaitsFor, evaluate};
+pub use timeline::{ChunkCosts, Costs, Deadlock, Stuck, Timeline, WaitsFor, evaluate};
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::str::FromStr;
 
-/// What a stage does with a micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+/// What a rank does with a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Work {
-    /// The forward pass of the stage's layers.
+    /// The forward pass of a chunk's layers.
     Forward,
-    /// Their input gradients, then their weight gradients.
+    /// Their input gradients and their weight gradients, in one.
     Backward,
+    /// Their input gradients alone (B): what the chunk before waits for.
+    InputGrad,
+    /// Their weight gradients alone (W): any time after B.
+    WeightGrad,
 }
 
 impl Work {
@@ -22,14 +29,22 @@ impl Work {
     pub const fn letter(self) -> char {
         match self {
             Work::Forward => 'F',
-            Work::Backward => 'B',
+            Work::Backward | Work::InputGrad => 'B',
+            Work::WeightGrad => 'W',
         }
+    }
+
+    /// Whether a micro-batch's gradients are summed here.
+    pub const fn sums_gradients(self) -> bool {
+        matches!(self, Work::Backward | Work::WeightGrad)
     }
 }
 
-/// One piece of a stage's work. Prints as `F3` or `B3`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+/// One piece of a rank's work. Prints as `F3`, `B3` or `W3`, of a chunk other than the first as `F3.1`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PipeSlot {
+    /// Which of the rank's chunks.
+    pub chunk: usize,
     /// What is done.
     pub work: Work,
     /// The micro-batch it is done with.
@@ -38,80 +53,172 @@ pub struct PipeSlot {
 
 impl PipeSlot {
     /// The forward pass of a micro-batch.
-    pub const fn forward(micro_batch: usize) -> Self {
-        Self { work: Work::Forward, micro_batch }
+    pub const fn forward(chunk: usize, micro_batch: usize) -> Self {
+        Self { chunk, work: Work::Forward, micro_batch }
     }
 
-    /// The backward pass of a micro-batch.
-    pub const fn backward(micro_batch: usize) -> Self {
-        Self { work: Work::Backward, micro_batch }
+    /// The backward pass of a micro-batch, input and weight gradients in one.
+    pub const fn backward(chunk: usize, micro_batch: usize) -> Self {
+        Self { chunk, work: Work::Backward, micro_batch }
+    }
+
+    /// The input gradients of a micro-batch.
+    pub const fn input_grad(chunk: usize, micro_batch: usize) -> Self {
+        Self { chunk, work: Work::InputGrad, micro_batch }
+    }
+
+    /// The weight gradients of a micro-batch.
+    pub const fn weight_grad(chunk: usize, micro_batch: usize) -> Self {
+        Self { chunk, work: Work::WeightGrad, micro_batch }
     }
 }
 
 impl std::fmt::Display for PipeSlot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}{}", self.work.letter(), self.micro_batch)
+        write!(f, "{}{}", self.work.letter(), self.micro_batch)?;
+        if self.chunk > 0 { write!(f, ".{}", self.chunk) } else { Ok(()) }
     }
 }
 
-/// An order of the work of every stage. In each, the weight gradients of a stage are summed in ascending order of
-/// micro-batches, so all of them give the same bits.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-pub enum Schedule {
-    /// All forward passes, then all backward passes.
-    #[serde(rename = "gpipe")]
-    GPipe,
-    /// As few forward passes as keep the stages after it busy, then a forward and a backward pass in turn.
-    #[default]
-    #[serde(rename = "1f1b")]
-    OneForwardOneBackward,
+/// Makes the slots of a schedule.
+///
+/// The layers are cut into as many virtual stages as ranks × chunks; a micro-batch passes them in order. A rank computes the
+/// weight gradients of a chunk in ascending order of micro-batches, so all schedules give the same bits.
+pub trait Generator: Sync {
+    /// Chunks of layers that a rank has.
+    fn chunks(&self) -> usize {
+        1
+    }
+
+    /// The virtual stage that a rank's chunk is.
+    fn virtual_stage(&self, ranks: usize, rank: usize, chunk: usize) -> usize {
+        chunk * ranks + rank
+    }
+
+    /// What a rank does, in order: for every chunk and micro-batch either a forward and a backward pass, or a forward pass, input
+    /// gradients and weight gradients.
+    fn slots(&self, ranks: usize, rank: usize, micro_batches: usize) -> Vec<PipeSlot>;
+}
+
+/// An order of the work of every rank, by its name.
+#[derive(Clone, Copy)]
+pub struct Schedule {
+    name: &'static str,
+    generator: &'static dyn Generator,
 }
 
 impl Schedule {
     /// All schedules, the usual one first.
-    pub const ALL: [Schedule; 2] = [Schedule::OneForwardOneBackward, Schedule::GPipe];
+    pub const ALL: [Schedule; 2] =
+        [Schedule::new("1f1b", &one_f_one_b::OneForwardOneBackward), Schedule::new("gpipe", &gpipe::GPipe)];
+
+    /// The usual one.
+    pub const USUAL: Schedule = Schedule::ALL[0];
 
     /// Their names, in the same order.
-    pub const NAMES: [&str; 2] = [Schedule::ALL[0].name(), Schedule::ALL[1].name()];
+    pub const NAMES: [&str; Schedule::ALL.len()] = {
+        let mut names = [""; Schedule::ALL.len()];
+        let mut i = 0;
+        while i < names.len() {
+            names[i] = Schedule::ALL[i].name;
+            i += 1;
+        }
+        names
+    };
+
+    /// A schedule of this name.
+    pub const fn new(name: &'static str, generator: &'static dyn Generator) -> Self {
+        Self { name, generator }
+    }
 
     /// The name in configs and layouts.
     pub const fn name(self) -> &'static str {
-        match self {
-            Schedule::GPipe => "gpipe",
-            Schedule::OneForwardOneBackward => "1f1b",
-        }
+        self.name
     }
 
-    /// The slots of one stage, in order.
-    pub fn slots(self, stages: usize, stage: usize, micro_batches: usize) -> Vec<PipeSlot> {
-        debug_assert!(stage < stages, "stage {stage} of {stages}");
-        let ahead = self.ahead(stages, stage, micro_batches);
-        let first = (0..ahead).map(PipeSlot::forward);
-        let both = (ahead..micro_batches).flat_map(|m| [PipeSlot::forward(m), PipeSlot::backward(m - ahead)]);
-        let rest = (micro_batches - ahead..micro_batches).map(PipeSlot::backward);
-        first.chain(both).chain(rest).collect()
+    /// What the ranks of a pipeline do.
+    pub fn pipeline(self, ranks: usize, micro_batches: usize) -> Pipeline {
+        let chunks = self.generator.chunks();
+        let stages = |rank| (0..chunks).map(|chunk| self.generator.virtual_stage(ranks, rank, chunk)).collect();
+        let slots = |rank| self.generator.slots(ranks, rank, micro_batches);
+        Pipeline { virtual_stages: (0..ranks).map(stages).collect(), slots: (0..ranks).map(slots).collect() }
+    }
+}
+
+/// What every rank of a pipeline does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pipeline {
+    /// The virtual stage of every chunk, by rank.
+    pub virtual_stages: Vec<Vec<usize>>,
+    /// By rank, in order.
+    pub slots: Vec<Vec<PipeSlot>>,
+}
+
+impl Pipeline {
+    /// How many virtual stages there are.
+    pub fn stages(&self) -> usize {
+        self.virtual_stages.iter().map(Vec::len).sum()
     }
 
-    /// The most micro-batches of a stage whose forward pass has run and whose backward pass has not ended.
-    pub fn in_flight(self, stages: usize, stage: usize, micro_batches: usize) -> usize {
-        match self {
-            Schedule::GPipe => micro_batches,
-            Schedule::OneForwardOneBackward => micro_batches.min(stages - stage),
+    /// The rank of every virtual stage, and which of its chunks it is.
+    pub fn places(&self) -> Vec<(usize, usize)> {
+        let mut places = vec![(0, 0); self.stages()];
+        for (rank, stages) in self.virtual_stages.iter().enumerate() {
+            stages.iter().enumerate().for_each(|(chunk, stage)| places[*stage] = (rank, chunk));
         }
+        places
     }
 
-    /// Forward passes before the first that a backward pass follows at once.
-    fn ahead(self, stages: usize, stage: usize, micro_batches: usize) -> usize {
-        match self {
-            Schedule::GPipe => micro_batches,
-            Schedule::OneForwardOneBackward => micro_batches.min(stages - stage - 1),
-        }
+    /// By rank: the most micro-batches of all its chunks whose forward pass has run and whose gradients are not yet summed.
+    pub fn in_flight(&self) -> Vec<usize> {
+        let peak = |slots: &Vec<PipeSlot>| {
+            let (mut now, mut most) = (0usize, 0);
+            for slot in slots {
+                now += usize::from(slot.work == Work::Forward);
+                most = most.max(now);
+                now = now.saturating_sub(usize::from(slot.work.sums_gradients()));
+            }
+            most
+        };
+        self.slots.iter().map(peak).collect()
+    }
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Self::USUAL
+    }
+}
+
+impl PartialEq for Schedule {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Schedule {}
+
+impl std::hash::Hash for Schedule {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.name.hash(state);
+    }
+}
+
+impl std::fmt::Debug for Schedule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)
     }
 }
 
 impl std::fmt::Display for Schedule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
+        f.write_str(self.name)
+    }
+}
+
+impl Serialize for Schedule {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name)
     }
 }
 
@@ -133,43 +240,36 @@ impl FromStr for Schedule {
 mod tests {
     use super::*;
 
-    fn printed(schedule: Schedule, stages: usize, stage: usize, micro_batches: usize) -> String {
-        let slots = schedule.slots(stages, stage, micro_batches);
+    pub(super) const GPIPE: Schedule = Schedule::ALL[1];
+
+    pub(super) fn printed(schedule: Schedule, ranks: usize, rank: usize, micro_batches: usize) -> String {
+        let slots = &schedule.pipeline(ranks, micro_batches).slots[rank];
         slots.iter().map(PipeSlot::to_string).collect::<Vec<_>>().join(" ")
     }
 
     #[test]
-    fn gpipe_runs_all_forward_passes_first() {
-        for stage in 0..3 {
-            assert_eq!(printed(Schedule::GPipe, 3, stage, 3), "F0 F1 F2 B0 B1 B2");
+    fn every_schedule_has_each_slot_once_and_each_kind_of_work_in_ascending_order() {
+        for schedule in Schedule::ALL {
+            for (ranks, micro_batches) in (1..=8).flat_map(|p| (0..=16).map(move |m| (p, m))) {
+                for slots in schedule.pipeline(ranks, micro_batches).slots {
+                    let kinds: std::collections::BTreeSet<_> = slots.iter().map(|s| (s.chunk, s.work)).collect();
+                    for kind in kinds {
+                        let order: Vec<_> =
+                            slots.iter().filter(|s| (s.chunk, s.work) == kind).map(|s| s.micro_batch).collect();
+                        assert_eq!(order, Vec::from_iter(0..micro_batches), "{schedule} {ranks}");
+                    }
+                }
+            }
         }
     }
 
     #[test]
-    fn one_forward_one_backward_runs_ahead_by_the_stages_after_it() {
-        let printed = |stage| printed(Schedule::OneForwardOneBackward, 4, stage, 5);
-        assert_eq!(printed(0), "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4");
-        assert_eq!(printed(2), "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4");
-        assert_eq!(printed(3), "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4");
-    }
-
-    #[test]
-    fn one_forward_one_backward_takes_fewer_micro_batches_than_stages() {
-        assert_eq!(printed(Schedule::OneForwardOneBackward, 8, 0, 2), "F0 F1 B0 B1");
-        assert_eq!(printed(Schedule::OneForwardOneBackward, 8, 7, 2), "F0 B0 F1 B1");
-        assert_eq!(printed(Schedule::OneForwardOneBackward, 8, 0, 0), "");
-    }
-
-    #[test]
-    fn every_schedule_has_each_slot_once_and_both_kinds_of_work_in_ascending_order() {
+    fn virtual_stages_and_places_are_inverse() {
         for schedule in Schedule::ALL {
-            for (stages, micro_batches) in (1..=8).flat_map(|p| (0..=16).map(move |m| (p, m))) {
-                for stage in 0..stages {
-                    let slots = schedule.slots(stages, stage, micro_batches);
-                    for work in [Work::Forward, Work::Backward] {
-                        let order: Vec<_> = slots.iter().filter(|s| s.work == work).map(|s| s.micro_batch).collect();
-                        assert_eq!(order, Vec::from_iter(0..micro_batches), "{schedule} {stages} {stage}");
-                    }
+            for ranks in 1..=8 {
+                let pipeline = schedule.pipeline(ranks, 1);
+                for (stage, (rank, chunk)) in pipeline.places().into_iter().enumerate() {
+                    assert_eq!(pipeline.virtual_stages[rank][chunk], stage);
                 }
             }
         }

@@ -1,31 +1,37 @@
 //! When the slots of a pipeline run, for any order of them.
 
-use super::{PipeSlot, Work};
+use super::{PipeSlot, Pipeline, Work};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// How long the work of a virtual stage takes for one micro-batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ChunkCosts {
+    /// Its forward pass.
+    pub forward: f64,
+    /// Its input gradients.
+    pub input_grad: f64,
+    /// Its weight gradients.
+    pub weight_grad: f64,
+}
+
+impl ChunkCosts {
+    fn of(&self, work: Work) -> f64 {
+        match work {
+            Work::Forward => self.forward,
+            Work::Backward => self.input_grad + self.weight_grad,
+            Work::InputGrad => self.input_grad,
+            Work::WeightGrad => self.weight_grad,
+        }
+    }
+}
 
 /// How long the work of a pipeline takes, in any unit of time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Costs {
-    /// A forward pass, by stage.
-    pub forward: Vec<f64>,
-    /// A backward pass, by stage.
-    pub backward: Vec<f64>,
-    /// From the end of a slot to the arrival of its message at a neighbour.
+    /// By virtual stage.
+    pub chunks: Vec<ChunkCosts>,
+    /// From the end of a slot to the arrival of its message at another rank.
     pub transfer: f64,
-}
-
-impl Costs {
-    /// Stages that all take the same time, and free transfers.
-    pub fn equal(stages: usize, forward: f64, backward: f64) -> Self {
-        Self { forward: vec![forward; stages], backward: vec![backward; stages], transfer: 0.0 }
-    }
-
-    fn of(&self, stage: usize, work: Work) -> f64 {
-        match work {
-            Work::Forward => self.forward[stage],
-            Work::Backward => self.backward[stage],
-        }
-    }
 }
 
 /// When each slot of each stage runs.
@@ -46,23 +52,7 @@ impl Timeline {
         if whole > 0.0 { (whole - busy) / whole } else { 0.0 }
     }
 
-    /// By stage: the most micro-batches whose forward pass has run and whose backward pass has not ended.
-    pub fn in_flight(&self) -> Vec<usize> {
-        let peak = |slots: &Vec<(PipeSlot, f64, f64)>| {
-            let (mut now, mut most) = (0usize, 0);
-            for (slot, _, _) in slots {
-                match slot.work {
-                    Work::Forward => now += 1,
-                    Work::Backward => now = now.saturating_sub(1),
-                }
-                most = most.max(now);
-            }
-            most
-        };
-        self.slots.iter().map(peak).collect()
-    }
-
-    /// One line per stage, its time drawn on `width` columns: `F3` or `B3` and dashes for a slot, `.` for idle time. A
+    /// One line per stage, its time drawn on `width` columns: `F3`, `B3` or `W3` and dashes for a slot, `.` for idle time. A
     /// slot too narrow for its number shows only its letter.
     pub fn picture(&self, width: usize) -> String {
         let column = |time: f64| if self.total > 0.0 { (time / self.total * width as f64).round() as usize } else { 0 };
@@ -152,21 +142,23 @@ impl std::fmt::Display for Stuck {
     }
 }
 
-/// When the slots of every stage run. A slot starts when the one before it is done and its inputs are there: a
-/// neighbour's message, and for a backward pass the forward pass of its own stage. A slot is done when its result is in the
-/// send buffer of its stage and direction, which holds `copies`; a copy is free again when the slot that needs it has started.
+/// When the slots of every rank run. A slot starts when the one before it is done and its inputs are there: the message of the
+/// virtual stage before it (behind it, for gradients) and its rank's own results. A slot is done when its result is in the send
+/// buffer of its virtual stage and direction, which holds `copies`; a copy is free again when the slot that needs it has started.
 ///
 /// # Panics
 ///
-/// Where `costs` are not of as many stages as `slots`.
-pub fn evaluate(slots: &[Vec<PipeSlot>], costs: &Costs, copies: usize) -> Result<Timeline, Deadlock> {
-    assert_eq!((costs.forward.len(), costs.backward.len()), (slots.len(), slots.len()), "costs of every stage");
-    let mut stages: Vec<Stage> = slots.iter().map(|slots| Stage::new(slots)).collect();
-    // A stage runs as far as it can. What it waits for then is another's doing, so the order of turns changes no time.
+/// Where `costs` are not of as many virtual stages as the pipeline has.
+pub fn evaluate(pipeline: &Pipeline, costs: &Costs, copies: usize) -> Result<Timeline, Deadlock> {
+    assert_eq!(costs.chunks.len(), pipeline.stages(), "costs of every virtual stage");
+    let ranks = pipeline.slots.iter().map(|slots| Rank::new(slots)).collect();
+    let send_buffers = (0..pipeline.stages()).map(|_| Default::default()).collect();
+    let mut run = Run { pipeline, costs, copies, places: pipeline.places(), ranks, send_buffers };
+    // A rank runs as far as it can. What it waits for then is another's doing, so the order of turns changes no time.
     loop {
         let mut moved = false;
-        for stage in 0..stages.len() {
-            while step(&mut stages, stage, costs, copies).is_ok_and(|more| more) {
+        for rank in 0..run.ranks.len() {
+            while run.step(rank).is_ok_and(|more| more) {
                 moved = true;
             }
         }
@@ -174,27 +166,27 @@ pub fn evaluate(slots: &[Vec<PipeSlot>], costs: &Costs, copies: usize) -> Result
             break;
         }
     }
-    let stuck = (0..stages.len()).filter_map(|stage| step(&mut stages, stage, costs, copies).err()).collect::<Vec<_>>();
+    let stuck = (0..run.ranks.len()).filter_map(|rank| run.step(rank).err()).collect::<Vec<_>>();
     if !stuck.is_empty() {
         return Err(Deadlock { stuck });
     }
-    let slots: Vec<_> = stages.into_iter().map(|stage| stage.ran).collect();
+    let slots: Vec<_> = run.ranks.into_iter().map(|rank| rank.ran).collect();
     let total = slots.iter().flatten().fold(0.0, |latest: f64, (_, _, end)| latest.max(*end));
     Ok(Timeline { slots, total })
 }
 
-/// One direction of a stage's results.
+/// One direction of a virtual stage's results.
 #[derive(Default)]
 struct SendBuffer {
     /// When each result arrives, by micro-batch.
     arrivals: BTreeMap<usize, f64>,
     /// Results that were sent and not taken, oldest first.
     untaken: Vec<usize>,
-    /// When results were taken, in order. The neighbour's slots start in order, so these times never fall.
+    /// When results were taken, in order. The receiver's slots start in order, so these times never fall.
     taken: Vec<f64>,
 }
 
-struct Stage<'a> {
+struct Rank<'a> {
     slots: &'a [PipeSlot],
     ran: Vec<(PipeSlot, f64, f64)>,
     done: BTreeSet<PipeSlot>,
@@ -202,82 +194,128 @@ struct Stage<'a> {
     free: f64,
     /// A slot has ended and its result is not in the send buffer yet.
     sending: bool,
-    send_buffer: [SendBuffer; 2],
 }
 
-impl<'a> Stage<'a> {
+impl<'a> Rank<'a> {
     fn new(slots: &'a [PipeSlot]) -> Self {
-        Stage { slots, ran: vec![], done: BTreeSet::new(), free: 0.0, sending: false, send_buffer: Default::default() }
+        Rank { slots, ran: vec![], done: BTreeSet::new(), free: 0.0, sending: false }
     }
 }
 
-/// The stage that needs the results of `work`.
-fn receiver(stage: usize, work: Work, stages: usize) -> Option<usize> {
-    match work {
-        Work::Forward => Some(stage + 1).filter(|&next| next < stages),
-        Work::Backward => stage.checked_sub(1),
+/// The way of a slot's messages: from virtual stage to virtual stage up (activations) or down (gradients).
+#[derive(Clone, Copy)]
+enum Direction {
+    Up,
+    Down,
+}
+
+impl Direction {
+    fn of(work: Work) -> Option<Self> {
+        match work {
+            Work::Forward => Some(Direction::Up),
+            Work::Backward | Work::InputGrad => Some(Direction::Down),
+            Work::WeightGrad => None,
+        }
+    }
+
+    /// The virtual stage behind `stage` this way.
+    fn next(self, stage: usize, stages: usize) -> Option<usize> {
+        match self {
+            Direction::Up => Some(stage + 1).filter(|&next| next < stages),
+            Direction::Down => stage.checked_sub(1),
+        }
+    }
+
+    fn reversed(self) -> Self {
+        match self {
+            Direction::Up => Direction::Down,
+            Direction::Down => Direction::Up,
+        }
     }
 }
 
-/// The stage whose results `work` needs.
-fn sender(stage: usize, work: Work, stages: usize) -> Option<usize> {
-    match work {
-        Work::Forward => stage.checked_sub(1),
-        Work::Backward => Some(stage + 1).filter(|&next| next < stages),
-    }
+struct Run<'a> {
+    pipeline: &'a Pipeline,
+    costs: &'a Costs,
+    copies: usize,
+    /// Rank and chunk of every virtual stage.
+    places: Vec<(usize, usize)>,
+    ranks: Vec<Rank<'a>>,
+    /// By virtual stage and direction.
+    send_buffers: Vec<[SendBuffer; 2]>,
 }
 
-/// Moves a stage on by half a slot, the computing or the sending: whether it did, or what it waits for.
-fn step(stages: &mut [Stage<'_>], stage: usize, costs: &Costs, copies: usize) -> Result<bool, Stuck> {
-    let count = stages.len();
-    let this = &stages[stage];
-    if let (true, Some(&(slot, _, end))) = (this.sending, this.ran.last()) {
+impl Run<'_> {
+    /// Moves a rank on by half a slot, the computing or the sending: whether it did, or what it waits for.
+    fn step(&mut self, rank: usize) -> Result<bool, Stuck> {
+        match (self.ranks[rank].sending, self.ranks[rank].ran.last()) {
+            (true, Some(&(slot, _, end))) => self.send(rank, slot, end),
+            _ => self.compute(rank),
+        }
+    }
+
+    fn send(&mut self, rank: usize, slot: PipeSlot, end: f64) -> Result<bool, Stuck> {
+        let stage = self.pipeline.virtual_stages[rank][slot.chunk];
         let mut sent = end;
-        if let Some(to) = receiver(stage, slot.work, count) {
-            let send_buffer = &mut stages[stage].send_buffer[slot.work as usize];
-            if send_buffer.untaken.len() >= copies {
-                let slot_there = send_buffer.untaken.first().map(|&micro_batch| PipeSlot { micro_batch, ..slot });
+        let way = Direction::of(slot.work);
+        if let Some((way, next)) = way.and_then(|way| Some((way, way.next(stage, self.places.len())?))) {
+            let (to, chunk) = self.places[next];
+            let transfer = if to == rank { 0.0 } else { self.costs.transfer };
+            let send_buffer = &mut self.send_buffers[stage][way as usize];
+            if send_buffer.untaken.len() >= self.copies {
+                let slot_there =
+                    send_buffer.untaken.first().map(|&micro_batch| PipeSlot { chunk, micro_batch, ..slot });
                 let waits_for = WaitsFor::Room { stage: to, slot: slot_there };
-                return Err(Stuck { stage, slot, index: stages[stage].ran.len() - 1, waits_for });
+                return Err(Stuck { stage: rank, slot, index: self.ranks[rank].ran.len() - 1, waits_for });
             }
             // Of the results before it, all but `copies - 1` had to be taken first.
             let before = send_buffer.untaken.len() + send_buffer.taken.len();
-            if let Some(&room) = before.checked_sub(copies).and_then(|index| send_buffer.taken.get(index)) {
+            if let Some(&room) = before.checked_sub(self.copies).and_then(|index| send_buffer.taken.get(index)) {
                 sent = sent.max(room);
             }
-            send_buffer.arrivals.insert(slot.micro_batch, sent + costs.transfer);
+            send_buffer.arrivals.insert(slot.micro_batch, sent + transfer);
             send_buffer.untaken.push(slot.micro_batch);
         }
-        let this = &mut stages[stage];
-        this.free = sent;
-        this.sending = false;
-        return Ok(true);
+        let this = &mut self.ranks[rank];
+        (this.free, this.sending) = (sent, false);
+        Ok(true)
     }
-    let index = this.ran.len();
-    let Some(&slot) = this.slots.get(index) else { return Ok(false) };
-    let stuck = |waits_for| Stuck { stage, slot, index, waits_for };
-    if this.done.contains(&slot) {
-        return Err(stuck(WaitsFor::Repeated));
-    }
-    let forward = PipeSlot::forward(slot.micro_batch);
-    if slot.work == Work::Backward && !this.done.contains(&forward) {
-        return Err(stuck(WaitsFor::Own(forward)));
-    }
-    let mut start = this.free;
-    if let Some(from) = sender(stage, slot.work, count) {
-        let send_buffer = &mut stages[from].send_buffer[slot.work as usize];
-        let Some(arrival) = send_buffer.arrivals.get(&slot.micro_batch) else {
-            return Err(stuck(WaitsFor::Result { stage: from, slot }));
+
+    fn compute(&mut self, rank: usize) -> Result<bool, Stuck> {
+        let this = &self.ranks[rank];
+        let index = this.ran.len();
+        let Some(&slot) = this.slots.get(index) else { return Ok(false) };
+        let stuck = |waits_for| Stuck { stage: rank, slot, index, waits_for };
+        if this.done.contains(&slot) {
+            return Err(stuck(WaitsFor::Repeated));
+        }
+        let own = match slot.work {
+            Work::Forward => None,
+            Work::Backward | Work::InputGrad => Some(PipeSlot { work: Work::Forward, ..slot }),
+            Work::WeightGrad => Some(PipeSlot { work: Work::InputGrad, ..slot }),
         };
-        start = start.max(*arrival);
-        send_buffer.untaken.retain(|&untaken| untaken != slot.micro_batch);
-        send_buffer.taken.push(start);
+        if let Some(own) = own.filter(|own| !this.done.contains(own)) {
+            return Err(stuck(WaitsFor::Own(own)));
+        }
+        let stage = self.pipeline.virtual_stages[rank][slot.chunk];
+        let mut start = this.free;
+        let way = Direction::of(slot.work);
+        if let Some((way, before)) = way.and_then(|way| Some((way, way.reversed().next(stage, self.places.len())?))) {
+            let send_buffer = &mut self.send_buffers[before][way as usize];
+            let Some(arrival) = send_buffer.arrivals.get(&slot.micro_batch) else {
+                let (from, chunk) = self.places[before];
+                return Err(stuck(WaitsFor::Result { stage: from, slot: PipeSlot { chunk, ..slot } }));
+            };
+            start = start.max(*arrival);
+            send_buffer.untaken.retain(|&untaken| untaken != slot.micro_batch);
+            send_buffer.taken.push(start);
+        }
+        let this = &mut self.ranks[rank];
+        this.ran.push((slot, start, start + self.costs.chunks[stage].of(slot.work)));
+        this.done.insert(slot);
+        this.sending = true;
+        Ok(true)
     }
-    let this = &mut stages[stage];
-    this.ran.push((slot, start, start + costs.of(stage, slot.work)));
-    this.done.insert(slot);
-    this.sending = true;
-    Ok(true)
 }
 
 #[cfg(test)]
@@ -285,23 +323,27 @@ mod tests {
     use super::*;
     use crate::counter;
     use crate::schedule::Schedule;
+    use crate::schedule::tests::GPIPE;
 
-    fn all_slots(schedule: Schedule, stages: usize, micro_batches: usize) -> Vec<Vec<PipeSlot>> {
-        (0..stages).map(|stage| schedule.slots(stages, stage, micro_batches)).collect()
+    fn equal(stages: usize, forward: f64, backward: f64) -> Costs {
+        let half = backward / 2.0;
+        Costs { chunks: vec![ChunkCosts { forward, input_grad: half, weight_grad: half }; stages], transfer: 0.0 }
     }
 
-    /// Slots from their printed form, a line per stage.
-    fn written(stages: &[&str]) -> Vec<Vec<PipeSlot>> {
+    /// One chunk per rank, from slots in their printed form, a line per rank.
+    fn written(ranks: &[&str]) -> Pipeline {
         let slot = |word: &str| {
             let micro_batch = word[1..].parse().expect("a number");
-            if word.starts_with('F') { PipeSlot::forward(micro_batch) } else { PipeSlot::backward(micro_batch) }
+            if word.starts_with('F') { PipeSlot::forward(0, micro_batch) } else { PipeSlot::backward(0, micro_batch) }
         };
-        stages.iter().map(|line| line.split(' ').map(slot).collect()).collect()
+        Pipeline {
+            virtual_stages: (0..ranks.len()).map(|rank| vec![rank]).collect(),
+            slots: ranks.iter().map(|line| line.split(' ').filter(|w| !w.is_empty()).map(slot).collect()).collect(),
+        }
     }
 
-    fn deadlock(stages: &[&str], copies: usize) -> Deadlock {
-        let slots = written(stages);
-        evaluate(&slots, &Costs::equal(slots.len(), 1.0, 2.0), copies).expect_err("these slots cannot all run")
+    fn deadlock(ranks: &[&str], copies: usize) -> Deadlock {
+        evaluate(&written(ranks), &equal(ranks.len(), 1.0, 2.0), copies).expect_err("these slots cannot all run")
     }
 
     /// Every schedule with up to 8 stages and 16 micro-batches.
@@ -318,8 +360,8 @@ mod tests {
         each(|schedule, p, m| {
             for (forward, backward) in [(1.0, 1.0), (2.0, 3.0), (1.0, 2.0), (1.0, 3.0)] {
                 for copies in [1, 2, 16] {
-                    let costs = Costs::equal(p, forward, backward);
-                    let timeline = evaluate(&all_slots(schedule, p, m), &costs, copies).expect("it ends");
+                    let costs = equal(p, forward, backward);
+                    let timeline = evaluate(&schedule.pipeline(p, m), &costs, copies).expect("it ends");
                     let theory = (p - 1) as f64 / (m + p - 1) as f64;
                     assert_eq!(timeline.bubble(), theory, "{schedule} p={p} m={m} b={backward} copies={copies}");
                     assert_eq!(timeline.total, (m + p - 1) as f64 * (forward + backward));
@@ -331,9 +373,12 @@ mod tests {
     #[test]
     fn micro_batches_in_flight_are_those_of_theory() {
         each(|schedule, p, m| {
-            let timeline = evaluate(&all_slots(schedule, p, m), &Costs::equal(p, 1.0, 2.0), 1).expect("it ends");
-            let theory: Vec<_> = (0..p).map(|stage| schedule.in_flight(p, stage, m)).collect();
-            assert_eq!(timeline.in_flight(), theory, "{schedule} p={p} m={m}");
+            let theory = |rank: usize| if schedule == Schedule::USUAL { m.min(p - rank) } else { m };
+            assert_eq!(
+                schedule.pipeline(p, m).in_flight(),
+                Vec::from_iter((0..p).map(theory)),
+                "{schedule} p={p} m={m}"
+            );
         });
     }
 
@@ -342,12 +387,13 @@ mod tests {
         each(|schedule, p, m| {
             let at = (p * 100 + m) as u64;
             let draw = |i: usize, from: u64| 0.25 + (counter::bits(at, from + i as u64) % 16) as f64 / 4.0;
-            let costs = Costs {
-                forward: (0..p).map(|stage| draw(stage, 0)).collect(),
-                backward: (0..p).map(|stage| draw(stage, 8)).collect(),
-                transfer: draw(0, 16),
+            let chunk = |rank: usize| ChunkCosts {
+                forward: draw(rank, 0),
+                input_grad: draw(rank, 8),
+                weight_grad: draw(rank, 17),
             };
-            let slots = all_slots(schedule, p, m);
+            let costs = Costs { chunks: (0..p).map(chunk).collect(), transfer: draw(0, 16) };
+            let slots = schedule.pipeline(p, m);
             let totals = [1, 2, 3, 16].map(|copies| evaluate(&slots, &costs, copies).expect("it ends").total);
             assert!(totals.is_sorted_by(|fewer, more| fewer >= more), "{schedule} p={p} m={m}: {totals:?}");
         });
@@ -356,19 +402,20 @@ mod tests {
     #[test]
     fn slots_start_after_what_they_need_and_never_overlap() {
         each(|schedule, p, m| {
-            let costs = Costs { transfer: 0.5, ..Costs::equal(p, 1.0, 2.0) };
-            let timeline = evaluate(&all_slots(schedule, p, m), &costs, 1).expect("it ends");
+            let costs = Costs { transfer: 0.5, ..equal(p, 1.0, 2.0) };
+            let timeline = evaluate(&schedule.pipeline(p, m), &costs, 1).expect("it ends");
             let find = |stage: usize, slot: PipeSlot| {
                 *timeline.slots[stage].iter().find(|ran| ran.0 == slot).expect("every slot has run")
             };
             for (stage, slots) in timeline.slots.iter().enumerate() {
                 assert!(slots.is_sorted_by(|before, after| before.2 <= after.1));
                 for &(slot, start, _) in slots {
-                    if let Some(from) = sender(stage, slot.work, p) {
+                    let before = Direction::of(slot.work).and_then(|way| way.reversed().next(stage, p));
+                    if let Some(from) = before {
                         assert!(find(from, slot).2 + costs.transfer <= start);
                     }
                     if slot.work == Work::Backward {
-                        assert!(find(stage, PipeSlot::forward(slot.micro_batch)).2 <= start);
+                        assert!(find(stage, PipeSlot::forward(0, slot.micro_batch)).2 <= start);
                     }
                 }
             }
@@ -378,7 +425,7 @@ mod tests {
     #[test]
     fn a_slow_transfer_holds_up_a_stage_with_one_copy_and_not_one_with_two() {
         let slots = written(&["F0 F1 F2", "F0 F1 F2"]);
-        let costs = Costs { transfer: 2.0, ..Costs::equal(2, 1.0, 1.0) };
+        let costs = Costs { transfer: 2.0, ..equal(2, 1.0, 1.0) };
         let starts = |copies| {
             let timeline = evaluate(&slots, &costs, copies).expect("it ends");
             timeline.slots[1].iter().map(|(_, start, _)| *start).collect::<Vec<_>>()
@@ -406,8 +453,18 @@ mod tests {
         assert_eq!(
             found.stuck,
             [
-                Stuck { stage: 0, slot: PipeSlot::backward(0), index: 1, waits_for: wait(1, PipeSlot::backward(0)) },
-                Stuck { stage: 1, slot: PipeSlot::forward(1), index: 1, waits_for: wait(0, PipeSlot::forward(1)) },
+                Stuck {
+                    stage: 0,
+                    slot: PipeSlot::backward(0, 0),
+                    index: 1,
+                    waits_for: wait(1, PipeSlot::backward(0, 0))
+                },
+                Stuck {
+                    stage: 1,
+                    slot: PipeSlot::forward(0, 1),
+                    index: 1,
+                    waits_for: wait(0, PipeSlot::forward(0, 1))
+                },
             ]
         );
     }
@@ -417,7 +474,7 @@ mod tests {
         let crossed = ["F0 F1 B0 B1", "F1 F0 B0 B1"];
         let lines: Vec<_> = deadlock(&crossed, 1).stuck.iter().map(Stuck::to_string).collect();
         assert_eq!(lines, ["stage 0 after F1 waits for stage 1 to start F0", "stage 1 at F1 waits for F1 of stage 0"]);
-        assert!(evaluate(&written(&crossed), &Costs::equal(2, 1.0, 2.0), 2).is_ok());
+        assert!(evaluate(&written(&crossed), &equal(2, 1.0, 2.0), 2).is_ok());
         let none = deadlock(&["F0", "F0"], 0);
         assert_eq!(
             none.stuck[0].to_string(),
@@ -435,21 +492,21 @@ mod tests {
 
     #[test]
     fn a_pipeline_of_nothing_takes_no_time() {
-        let timeline = evaluate(&[vec![], vec![]], &Costs::equal(2, 1.0, 1.0), 1).expect("it ends");
-        assert_eq!((timeline.total, timeline.bubble(), timeline.in_flight()), (0.0, 0.0, vec![0, 0]));
+        let timeline = evaluate(&written(&["", ""]), &equal(2, 1.0, 1.0), 1).expect("it ends");
+        assert_eq!((timeline.total, timeline.bubble()), (0.0, 0.0));
         assert_eq!(timeline.picture(4), "stage 0  ....\nstage 1  ....\n");
     }
 
     fn picture(schedule: Schedule, stages: usize, micro_batches: usize, width: usize) -> String {
-        let slots = all_slots(schedule, stages, micro_batches);
-        let timeline = evaluate(&slots, &Costs::equal(stages, 1.0, 2.0), 1).expect("it ends");
+        let timeline =
+            evaluate(&schedule.pipeline(stages, micro_batches), &equal(stages, 1.0, 2.0), 1).expect("it ends");
         format!("\n{}", timeline.picture(width))
     }
 
     #[test]
     fn gpipe_looks_like_this() {
         assert_eq!(
-            picture(Schedule::GPipe, 4, 4, 63),
+            picture(GPIPE, 4, 4, 63),
             "
 stage 0  F0-F1-F2-F3-...........................B0----B1----B2----B3----
 stage 1  ...F0-F1-F2-F3-..................B0----B1----B2----B3----......
@@ -462,7 +519,7 @@ stage 3  .........F0-F1-F2-F3-B0----B1----B2----B3----..................
     #[test]
     fn one_forward_one_backward_looks_like_this() {
         assert_eq!(
-            picture(Schedule::OneForwardOneBackward, 4, 6, 81),
+            picture(Schedule::USUAL, 4, 6, 81),
             "
 stage 0  F0-F1-F2-F3-..................B0----F4-B1----F5-B2----...B3----...B4----...B5----
 stage 1  ...F0-F1-F2-............B0----F3-B1----F4-B2----F5-B3----...B4----...B5----......
@@ -475,7 +532,7 @@ stage 3  .........F0-B0----F1-B1----F2-B2----F3-B3----F4-B4----F5-B5----........
     #[test]
     fn a_narrow_picture_leaves_out_numbers() {
         assert_eq!(
-            picture(Schedule::OneForwardOneBackward, 2, 12, 39),
+            picture(Schedule::USUAL, 2, 12, 39),
             "
 stage 0  FF..B0FB1FB2FB3FB4FB5FB6FB7FB8FB9FB-.B-
 stage 1  .FB0FB1FB2FB3FB4FB5FB6FB7FB8FB9FB-FB-..

@@ -1,0 +1,273 @@
+//! Runs the memory: walks every schedule with the name of the value that each byte range holds; every read must find the value
+//! that it means.
+
+use super::{Unsound, unsound};
+use crate::Axes;
+use crate::graph::{Phase, State};
+use crate::program::{Arg, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
+use crate::walk::{ByteRange, Distinct, Event, Walk};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Checks the memory of every segment and every entry.
+pub(super) fn check(program: &StepProgram) -> Result<(), Unsound> {
+    program.entries.iter().try_for_each(|entry| check_schedule(program, entry))?;
+    // Ranks differ by where their parts of buffers stand: the first and the last show all there is to see.
+    let operands = program.segments.iter().flat_map(|s| &s.instrs).flat_map(Instr::operands);
+    let parts = operands.fold(Axes::NONE, |axes, arg| axes.and(arg.part));
+    let last = program.mesh.size(parts) - 1;
+    [0, last].into_iter().take(last + 1).try_for_each(|index| {
+        let first = Walk::first(program);
+        let walk = Walk { here: first.here.with_index(parts, &program.mesh, index), ..first };
+        (0..program.segments.len()).try_for_each(|segment| check_segment(walk, segment))?;
+        program.entries.iter().try_for_each(|entry| check_entry(walk, entry))
+    })
+}
+
+/// What a segment does with the frame is the same in every slot: nothing is in there when it begins.
+fn check_segment(walk: Walk, segment: usize) -> Result<(), Unsound> {
+    let (mut frame, mut pending) = (Memory::default(), Vec::new());
+    for event in walk.slot(Slot::new(segment, 0)) {
+        let result = keep_apart(&event, &mut pending).and_then(|()| check_overlap(&event));
+        result.and_then(|()| frame.run(&event, Kind::Frame)).map_err(|reason| unsound(event.to_string(), reason))?;
+    }
+    Ok(())
+}
+
+/// A schedule has each run of a segment once, on memory that is there.
+fn check_schedule(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
+    let at = |slot: &Slot| {
+        let segment = &program.segments[slot.segment];
+        format!("stage {}, entry {}, {segment} of micro-batch {}", program.stage, entry.name, slot.micro_batch)
+    };
+    let instrs = entry.schedule.iter().map(|s| s.segment).collect::<BTreeSet<_>>().into_iter();
+    let instrs = instrs.flat_map(|s| &program.segments[s].instrs);
+    let used: BTreeSet<Lifetime> = instrs.flat_map(|i| i.buffers()).map(|b| program.lifetime(b)).collect();
+    let under = |l: &Lifetime| matches!(l, Lifetime::Saved(_) | Lifetime::Frame);
+    if used.contains(&Lifetime::Overlay) && used.iter().any(under) {
+        return Err(unsound(format!("entry {}", entry.name), "uses the overlay and what lies under it"));
+    }
+    let mut seen = BTreeSet::new();
+    for slot in &entry.schedule {
+        for region in program.regions.iter().filter(|r| used.contains(&r.lifetime)) {
+            if slot.copy(region.lifetime) >= region.slots {
+                return Err(unsound(at(slot), format!("the {} region has no such copy", region.lifetime.name())));
+            }
+        }
+        if !seen.insert((slot.segment, slot.micro_batch)) {
+            return Err(unsound(at(slot), "stands twice in the schedule"));
+        }
+    }
+    Ok(())
+}
+
+fn check_entry(walk: Walk, entry: &Entry) -> Result<(), Unsound> {
+    let program = walk.program;
+    let shown = Distinct::of(program, entry);
+    let micro_batches = shown.schedule.iter().map(|s| s.micro_batch + 1).max().unwrap_or(0);
+    let mut memory = Memory::at_start(program, micro_batches)?;
+    for (slot, &micro_batch) in shown.schedule.iter().zip(&shown.micro_batches) {
+        for event in walk.slot(*slot) {
+            memory.run(&event, Kind::Lasting { micro_batches }).map_err(|reason| {
+                let event = walk.event(Slot { micro_batch, ..*slot }, event.index);
+                unsound(format!("{}: {event}", entry.name), reason)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// A collective that overlaps with what follows it.
+struct Pending {
+    instr: usize,
+    reads: Vec<ByteRange>,
+    writes: Vec<ByteRange>,
+}
+
+/// Keeps what runs at the same time apart.
+fn keep_apart(event: &Event, pending: &mut Vec<Pending>) -> Result<(), String> {
+    let instr = event.instr;
+    if let Some(&last) = instr.waits.iter().max() {
+        if last >= event.index || event.segment().instrs[last].stream != Stream::Communication {
+            return Err(format!("waits for instruction {last}"));
+        }
+        pending.retain(|p| p.instr > last);
+    }
+    if pending.is_empty() && instr.stream == Stream::Compute {
+        return Ok(());
+    }
+    let reads: Vec<ByteRange> = instr.inputs.iter().map(|a| event.operand(a)).collect();
+    let mut writes: Vec<ByteRange> = instr.outputs.iter().flatten().map(|a| event.operand(a)).collect();
+    writes.extend(instr.workspace.map(|w| event.buffer(w)));
+    if instr.stream == Stream::Communication {
+        // Collectives of one stream follow each other.
+        pending.push(Pending { instr: event.index, reads, writes });
+        return Ok(());
+    }
+    let overlap = |a: &[ByteRange], b: &[ByteRange]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
+    let touched =
+        |p: &&Pending| overlap(&writes, &p.reads) || overlap(&writes, &p.writes) || overlap(&reads, &p.writes);
+    match pending.iter().find(touched) {
+        Some(p) => Err(format!("touches what instruction {} still works on", p.instr)),
+        None => Ok(()),
+    }
+}
+
+/// Keeps what one instruction touches apart.
+fn check_overlap(event: &Event) -> Result<(), String> {
+    let instr = event.instr;
+    let shares = |a, b| event.buffer(a).overlaps(&event.buffer(b));
+    let outputs: Vec<&Arg> = instr.outputs.iter().flatten().collect();
+    let operands = instr.operands().map(|a| a.buffer);
+    if let Some(w) = instr.workspace
+        && operands.into_iter().any(|b| shares(w, b))
+    {
+        return Err("scratch overlaps an operand".to_owned());
+    }
+    for (o, output) in outputs.iter().enumerate() {
+        // Sharing one buffer whole is in-place work, which the op table has allowed; sharing a part never is.
+        if instr.inputs.iter().any(|x| x.buffer != output.buffer && shares(x.buffer, output.buffer)) {
+            return Err("an output overlaps an input".to_owned());
+        }
+        if outputs[..o].iter().any(|other| shares(other.buffer, output.buffer)) {
+            return Err("two outputs overlap".to_owned());
+        }
+    }
+    Ok(())
+}
+
+/// Which memory is looked at.
+#[derive(Clone, Copy)]
+enum Kind {
+    /// What lives inside a segment.
+    Frame,
+    /// The rest, in a schedule of so many micro-batches.
+    Lasting { micro_batches: usize },
+}
+
+/// What a range of memory holds.
+#[derive(Clone, Copy)]
+struct Held {
+    end: u64,
+    buffer: usize,
+    value: usize,
+    /// The micro-batch it was made for; `None` for what outlives the step.
+    owner: Option<usize>,
+    /// Of a sum over micro-batches: how many are in it.
+    summed: Option<usize>,
+}
+
+/// Memory by name: the start of every range that holds a value. Ranges never overlap.
+#[derive(Default)]
+struct Memory {
+    held: BTreeMap<u64, Held>,
+}
+
+impl Memory {
+    /// What the host has written. Gradients are what a step makes of them.
+    fn at_start(program: &StepProgram, micro_batches: usize) -> Result<Self, Unsound> {
+        let mut memory = Memory::default();
+        for tensor in &program.tensors {
+            let copies = match &tensor.role {
+                Role::Input => micro_batches.min(program.regions[program.buffers[tensor.buffer.0].region].slots),
+                Role::State(State::Gradient { .. }) => 0,
+                Role::State(_) => 1,
+                Role::Output | Role::StepOutput => continue,
+            };
+            let value = tensor.value.0;
+            if program.values.get(value) != Some(&tensor.name) {
+                return Err(unsound("tensors", format!("`{}` is no value", tensor.name)));
+            }
+            for copy in 0..copies {
+                let owner = (tensor.role == Role::Input).then_some(copy);
+                let start = program.address(tensor.buffer, &Slot::new(0, copy));
+                let range = ByteRange { start, end: start + program.buffers[tensor.buffer.0].bytes };
+                memory.clobber(range);
+                let held = Held { end: range.end, buffer: tensor.buffer.0, value, owner, summed: None };
+                memory.held.insert(start, held);
+            }
+        }
+        Ok(memory)
+    }
+
+    /// Forgets whatever shares bytes with the range.
+    fn clobber(&mut self, range: ByteRange) {
+        while let Some((&start, held)) = self.held.range(..range.end).next_back()
+            && held.end > range.start
+        {
+            self.held.remove(&start);
+        }
+    }
+
+    /// What an instruction reads must be there; then it has written.
+    fn run(&mut self, event: &Event, kind: Kind) -> Result<(), String> {
+        let program = event.walk.program;
+        let (instr, m) = (event.instr, event.slot.micro_batch);
+        let counts = |arg: &&Arg| {
+            let frame = matches!(program.lifetime(arg.buffer), Lifetime::Frame | Lifetime::Overlay);
+            frame == matches!(kind, Kind::Frame)
+        };
+        for arg in instr.inputs.iter().filter(counts) {
+            let held = self.read(event, arg)?;
+            let whole = matches!(instr.phase, Phase::Reduce | Phase::Update);
+            if let (Kind::Lasting { micro_batches }, Some(summed), true) = (kind, held.summed, whole)
+                && summed != micro_batches
+            {
+                let name = &program.values[arg.value];
+                return Err(format!("reads `{name}`, the sum of {summed} of {micro_batches} micro-batches"));
+            }
+        }
+        let outputs = || instr.outputs.iter().flatten();
+        let mut sums = Vec::new();
+        for arg in outputs().filter(counts) {
+            let adds = match (arg.sum, kind) {
+                (Sum::No, _) => false,
+                (Sum::AfterFirst, Kind::Lasting { .. }) => m > 0,
+                (Sum::AfterFirst, Kind::Frame) | (Sum::Always, _) => true,
+            };
+            let before = if adds { self.read(event, arg)?.summed } else { None };
+            sums.push(match arg.sum {
+                Sum::No => None,
+                Sum::Always => before,
+                Sum::AfterFirst if !adds || before == Some(m) => Some(m + 1),
+                Sum::AfterFirst => {
+                    let (name, summed) = (&program.values[arg.value], before.unwrap_or(0));
+                    return Err(format!("adds micro-batch {m} to `{name}`, the sum of the first {summed}"));
+                }
+            });
+        }
+        for range in outputs().map(|a| event.operand(a)).chain(instr.workspace.map(|w| event.buffer(w))) {
+            self.clobber(range);
+        }
+        for (arg, summed) in outputs().filter(counts).zip(sums) {
+            let ByteRange { start, end } = event.operand(arg);
+            let (buffer, value, owner) = (arg.buffer.0, arg.value, owner(event, arg));
+            self.held.insert(start, Held { end, buffer, value, owner, summed });
+        }
+        Ok(())
+    }
+
+    /// What is where an operand is.
+    fn read(&self, event: &Event, arg: &Arg) -> Result<Held, String> {
+        let range = event.operand(arg);
+        let found = self.held.range(..=range.start).next_back();
+        let found =
+            found.filter(|(start, held)| (!arg.part.is_empty() || **start == range.start) && held.end >= range.end);
+        let means = |h: &Held| h.buffer == arg.buffer.0 && h.value == arg.value && h.owner == owner(event, arg);
+        let values = &event.walk.program.values;
+        match found.map(|(_, held)| *held) {
+            Some(held) if means(&held) => Ok(held),
+            Some(Held { value, owner: Some(m), .. }) if value == arg.value => {
+                Err(format!("reads `{}`, the buffer holds that of micro-batch {m}", values[value]))
+            }
+            other => {
+                let holds = other.map_or("nothing", |held| values[held.value].as_str());
+                Err(format!("reads `{}`, the buffer holds {holds}", values[arg.value]))
+            }
+        }
+    }
+}
+
+/// The micro-batch that an operand belongs to.
+fn owner(event: &Event, arg: &Arg) -> Option<usize> {
+    (event.walk.program.lifetime(arg.buffer) != Lifetime::Run).then_some(event.slot.micro_batch)
+}
