@@ -2,7 +2,7 @@
 
 use crate::Context;
 use lockstep_ir::graph::{Node, Source};
-use lockstep_ir::op::Rows;
+use lockstep_ir::op::Transfer;
 use lockstep_ir::program::Offsets;
 use lockstep_ir::{Axes, Graph, Mesh, MeshAxis, Op, Placement, Sharding, TensorType, ValueId};
 
@@ -26,14 +26,26 @@ impl<'a> Local<'a> {
         let mut range_of = vec![None; count];
         let mut here = vec![mesh.size(MeshAxis::Pp) == 1; count];
         for node in &graph.nodes {
-            match node.op {
-                Op::AllGather { over, dim: None } => node.outputs.iter().flatten().for_each(|v| padded[v.0] = over),
-                Op::ReduceScatter { over, dim: None } => node.inputs.iter().for_each(|v| padded[v.0] = over),
-                Op::Shard { over } => {
-                    padded[node.inputs[0].0] = over;
-                    node.outputs.iter().flatten().for_each(|v| range_of[v.0] = Some((node.inputs[0], over)));
+            match node.op.transfer() {
+                Some(Transfer::AllGather { over, dim: None }) => {
+                    node.outputs.iter().flatten().for_each(|v| padded[v.0] = over);
                 }
-                _ => {}
+                Some(Transfer::ReduceScatter { over, dim: None }) => {
+                    node.inputs.iter().for_each(|v| padded[v.0] = over);
+                }
+                Some(
+                    Transfer::AllGather { dim: Some(_), .. }
+                    | Transfer::ReduceScatter { dim: Some(_), .. }
+                    | Transfer::AllReduce { .. }
+                    | Transfer::SumShared { .. }
+                    | Transfer::Send { .. }
+                    | Transfer::Receive { .. },
+                )
+                | None => {}
+            }
+            if let Op::Shard { over } = node.op {
+                padded[node.inputs[0].0] = over;
+                node.outputs.iter().flatten().for_each(|v| range_of[v.0] = Some((node.inputs[0], over)));
             }
             for v in node.inputs.iter().chain(node.outputs.iter().flatten()) {
                 here[v.0] = true;
@@ -48,7 +60,7 @@ impl<'a> Local<'a> {
             in_range[value.0] = over;
         }
         // What lives in one buffer is padded alike.
-        for node in graph.nodes.iter().rev().filter(|n| n.op.spec().each && !n.op.spec().in_place.is_empty()) {
+        for node in graph.nodes.iter().rev().filter(|n| n.op.spec().each() && !n.op.spec().in_place.is_empty()) {
             for (x, y) in node.inputs.iter().zip(&node.outputs) {
                 padded[x.0] = padded[x.0].and(y.map_or(Axes::NONE, |y| padded[y.0]));
             }
@@ -113,16 +125,8 @@ impl<'a> Local<'a> {
 
     /// A node's op with the attributes of this rank.
     pub(crate) fn op(&self, node: &Node) -> Op {
-        let here = |rows: Rows| Rows { ranks: 1, ..rows };
-        match node.op {
-            Op::EmbeddingGrad { .. } => match node.outputs[0] {
-                Some(table) => Op::EmbeddingGrad { vocab: self.ty(table).dims[0].size() },
-                None => node.op,
-            },
-            Op::VocabLogits { rows, .. } => Op::VocabLogits { rows: here(rows), parts: 1 },
-            Op::VocabGrad { rows, scaled } => Op::VocabGrad { rows: here(rows), scaled },
-            op => op,
-        }
+        let outputs: Vec<Option<TensorType>> = node.outputs.iter().map(|v| v.map(|v| self.ty(v))).collect();
+        (node.op.spec().local)(&node.op, &outputs)
     }
 
     /// Where the parts of ranks start, for an op that must know.

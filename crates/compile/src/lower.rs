@@ -7,6 +7,7 @@ use crate::local::Local;
 use crate::slots::{WorkSegment, Works, allot};
 use crate::stage::RankGraph;
 use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
@@ -405,9 +406,9 @@ impl Lowering<'_> {
                 }
                 let until = order[last[v.0]].0;
                 let spec = node.op.spec();
-                let pair = |to: usize| if spec.each { o } else { to };
+                let pair = |to: usize| if spec.each() { o } else { to };
                 let donors = spec.in_place.iter().filter(|(_, to)| pair(*to) == o);
-                let donor = donors.map(|(i, _)| node.inputs[if spec.each { o } else { *i }]).find(|x| {
+                let donor = donors.map(|(i, _)| node.inputs[if spec.each() { o } else { *i }]).find(|x| {
                     let computed = first[x.0].is_some() && persistent.get(x.0).is_none_or(Option::is_none);
                     let once = node.inputs.iter().filter(|y| *y == x).count() == 1;
                     let same = local.ty(*x) == local.ty(v) && local.bytes(*x) >= local.bytes(v);
@@ -439,7 +440,16 @@ impl Lowering<'_> {
 
 /// Whether a node's outputs are copies of what other ranks hold.
 fn is_gathered(node: &Node) -> bool {
-    matches!(node.op, Op::AllGather { .. } | Op::Receive { .. })
+    match node.op.transfer() {
+        Some(Transfer::AllGather { .. } | Transfer::Receive { .. }) => true,
+        Some(
+            Transfer::AllReduce { .. }
+            | Transfer::SumShared { .. }
+            | Transfer::ReduceScatter { .. }
+            | Transfer::Send { .. },
+        )
+        | None => false,
+    }
 }
 
 /// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.

@@ -200,7 +200,7 @@ fn update(
             // Of several tensors, those that the rank has.
             let keep: Vec<bool> = node.inputs.iter().map(|v| known(has, v)).collect();
             let kept = |i: usize| keep.get(i).copied().unwrap_or(true);
-            if spec.each {
+            if spec.each() {
                 node.outputs = (0..node.outputs.len()).filter(|i| kept(*i)).map(|i| node.outputs[i]).collect();
             }
             node.inputs = (0..node.inputs.len()).filter(|i| kept(*i)).map(|i| node.inputs[i]).collect();

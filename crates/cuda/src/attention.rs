@@ -19,7 +19,7 @@ use plans::{Operands, SLACK, execute, scale};
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "bqs")] },
-        _ => Workspace::default(),
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
     }
 }
 
@@ -30,7 +30,9 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     match (compute, deterministic) {
         (DType::BF16, false) => Workspace { fixed, terms: vec![(8, "bsh"), (8, "bqs")] },
         (DType::BF16, true) => Workspace { fixed, terms: vec![(4, "bsh"), (8, "bqs"), (2, "bqSS")] },
-        _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
+        (DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64, _) => {
+            Workspace { fixed: 0, terms: vec![(4, "bqs")] }
+        }
     }
 }
 
@@ -43,11 +45,12 @@ pub(crate) fn keys_seen(window: Option<usize>) -> usize {
 pub(crate) const WARPS: usize = 4;
 
 /// o, and the log-sum-exp of each row of scores.
-pub unsafe fn forward(call: Call, documents: bool, window: Option<usize>) -> Result<(), CudaError> {
+pub unsafe fn forward(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let Some(o) = call.output(0) else { return Ok(()) };
     let (e, qkv) = (call.size('e'), call.input(0));
+    let starts = call.given(1);
     if let Some((shape, plan)) = call.attention.of(call.bound) {
-        if documents {
+        if starts.is_some() {
             // SAFETY: the operands have these sizes.
             return unsafe { documents::forward(call, &shape, plan, (qkv, o)) };
         }
@@ -58,7 +61,6 @@ pub unsafe fn forward(call: Call, documents: bool, window: Option<usize>) -> Res
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
     let (seq, heads) = (call.size('s'), call.size('q'));
-    let starts = documents.then(|| call.input(1));
     let grid = [seq.div_ceil(WARPS), heads, call.size('b')];
     let args = args![qkv, starts, o, call.output(1), seq, heads, call.size('u'), e, keys_seen(window), scale(e)];
     check_head(e)?;
@@ -75,12 +77,13 @@ pub(crate) fn check_head(e: usize) -> Result<(), CudaError> {
 }
 
 /// dqkv from do, qkv, o and the log-sum-exps.
-pub unsafe fn grad(call: Call, documents: bool, window: Option<usize>) -> Result<(), CudaError> {
+pub unsafe fn grad(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let Some(dqkv) = call.output(0) else { return Ok(()) };
     let (e, seq, heads, kv_heads) = (call.size('e'), call.size('s'), call.size('q'), call.size('u'));
     let (dout, qkv, o, lse, scratch) = (call.input(0), call.input(1), call.input(2), call.input(3), call.scratch()?);
+    let starts = call.given(4);
     if let Some((shape, plan)) = call.attention.of(call.bound) {
-        if documents {
+        if starts.is_some() {
             // SAFETY: the operands have these sizes.
             return unsafe { documents::grad(call, &shape, plan, dqkv) };
         }
@@ -90,7 +93,6 @@ pub unsafe fn grad(call: Call, documents: bool, window: Option<usize>) -> Result
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
     check_head(e)?;
-    let starts = documents.then(|| call.input(4));
     let rows = seq.div_ceil(WARPS);
     let (grid, keys) = ([rows, heads, call.size('b')], [rows, kv_heads, call.size('b')]);
     let args = args![dout, qkv, lse, scratch, starts, dqkv, seq, heads, kv_heads, e, keys_seen(window), scale(e)];
@@ -152,7 +154,7 @@ mod tests {
     fn planned_scratch_has_room_for_dq_and_the_largest_plan() {
         for shape in [false, true].into_iter().flat_map(shapes) {
             let profile = ops::profile("cuda", DType::BF16, DType::F32, shape.deterministic);
-            let op = Op::AttentionGrad { documents: false, window: None };
+            let op = Op::AttentionGrad { window: None };
             let [dout, qkv, o, lse, _] = operands(&shape);
             let planned = profile.workspace(&op, &[&dout, &qkv, &o, &lse]).unwrap();
             let used = shape.dq_bytes().next_multiple_of(ALIGNMENT) + shape.most_scratch();

@@ -44,6 +44,11 @@ impl Call<'_> {
         self.at(&self.bound.inputs[i])
     }
 
+    /// Address of an optional input; none where it is not given.
+    pub fn given(&self, i: usize) -> Option<Address> {
+        self.bound.inputs.get(i).map(|at| self.at(at))
+    }
+
     /// Address of an output; none where it is unused.
     pub fn output(&self, i: usize) -> Option<Address> {
         self.bound.outputs[i].as_ref().map(|at| self.at(at))
@@ -130,17 +135,21 @@ impl Call<'_> {
 /// What kernels of a type are called.
 pub fn suffix(dtype: DType) -> &'static str {
     match dtype {
+        DType::F32 => "f32",
         DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        DType::F64 => "f64",
+        DType::U32 => "u32",
         DType::Fixed64 => "fixed",
-        _ => "f32",
     }
 }
 
 /// What kernels call a type of gradient sums.
 pub fn sum_kind(dtype: DType) -> i32 {
     match dtype {
+        DType::F32 => 0,
         DType::BF16 => 1,
         DType::Fixed64 => 2,
-        _ => 0,
+        DType::F16 | DType::F64 | DType::U32 => unreachable!("nothing is summed in {dtype}"),
     }
 }

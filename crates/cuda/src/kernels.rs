@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 11] = [
+pub const SOURCES: [(&str, &str); 12] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("documents", include_str!("../kernels/documents.cu")),
@@ -20,6 +20,7 @@ pub const SOURCES: [(&str, &str); 11] = [
     ("norm", include_str!("../kernels/norm.cu")),
     ("optimizer", include_str!("../kernels/optimizer.cu")),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
+    ("sections", include_str!("../kernels/sections.cu")),
     ("sums", include_str!("../kernels/sums.cu")),
 ];
 

@@ -172,8 +172,11 @@ fn check(call: &'static str, status: c_int) -> Result<(), CudaError> {
 
 fn code(dtype: DType) -> c_int {
     match dtype {
+        DType::F32 => 0,
+        DType::F64 => 1,
+        DType::F16 => 2,
         DType::BF16 => 14,
-        _ => 0,
+        DType::U32 | DType::Fixed64 => unreachable!("no matmul is in {dtype}"),
     }
 }
 

@@ -1,9 +1,9 @@
 //! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
 
 use crate::ExecError;
-use lockstep_ir::op::{Elem, IGNORED_TARGET};
+use lockstep_ir::op::{Elem, IGNORED_TARGET, TypeVar};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, Placement, TypeError};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, TypeError};
 use std::collections::BTreeMap;
 
 /// An operand as the executor sees it.
@@ -76,6 +76,8 @@ pub struct Bound {
     sizes: [usize; 26],
     /// Rows of the sections of the first input.
     pub sections: Vec<usize>,
+    /// Elements of the sections of its last dimension.
+    pub columns: Vec<usize>,
 }
 
 /// A rank's part of the vocabulary.
@@ -107,11 +109,13 @@ impl Bound {
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Result<Self, TypeError> {
         let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
         let rows = types.first().and_then(|ty| ty.dims.first());
+        let columns = types.first().and_then(|ty| ty.dims.last());
+        let sizes_of = |dim: Option<&Dim>| dim.map_or(Vec::new(), |d| d.sections.iter().map(|s| s.size()).collect());
         let (sizes, float) = match instr.op.communicates() {
             true => ([1; 26], DType::F32),
             false => {
                 let dims = instr.op.bind(&types)?;
-                (std::array::from_fn(|i| dims.size((b'a' + i as u8) as char)), dims.float())
+                (std::array::from_fn(|i| dims.size((b'a' + i as u8) as char)), dims.float(TypeVar::T))
             }
         };
         Ok(Self {
@@ -122,7 +126,8 @@ impl Bound {
             float,
             part: instr.offsets.as_ref().map(|o| (o.starts[here.index(o.over, &program.mesh)], o.whole)),
             sizes,
-            sections: rows.map_or(Vec::new(), |d| d.sections.iter().map(|s| s.size()).collect()),
+            sections: sizes_of(rows),
+            columns: sizes_of(columns),
         })
     }
 

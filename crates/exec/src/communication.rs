@@ -3,8 +3,9 @@
 use crate::bound::At;
 use crate::comm::{Collective, CommError, Communicator, Piece, ProgramPlace, RankGroup};
 use crate::cpu::arena;
+use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
-use lockstep_ir::{Axes, Coordinates, MeshAxis, Op, TensorType};
+use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -46,23 +47,23 @@ impl CommunicationCall {
         let channel = u32::from(instr.stream == Stream::Communication);
         let along = |over: Axes| RankGroup { ranks: mesh.group(here, over), channel };
         let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
-        let what = match instr.op {
-            Op::AllReduce { over } => What::Together(Collective::AllReduce, along(over)),
-            Op::SumShared { over, sharers } => {
+        let transfer = instr.op.transfer()?;
+        let what = match transfer {
+            Transfer::AllReduce { over } => What::Together(Collective::AllReduce, along(over)),
+            Transfer::SumShared { over, sharers } => {
                 let first = here.index(over, mesh) / sharers * sharers;
                 let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
                 What::Together(Collective::AllReduce, RankGroup { ranks, channel })
             }
-            Op::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
-            Op::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
-            Op::Send { stage, tag } => {
+            Transfer::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
+            Transfer::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
+            Transfer::Send { stage, tag } => {
                 let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
                 let copies = (program.buffers[instr.workspace?.0].bytes / message.max(1)) as usize;
                 What::Send { to: peer(stage), tag, send_buffer, copies }
             }
-            Op::Receive { stage, tag } => What::Receive { from: peer(stage), tag },
-            _ => return None,
+            Transfer::Receive { stage, tag } => What::Receive { from: peer(stage), tag },
         };
         let at = |arg| At::arg(program, arg, here);
         let (mut pieces, mut padding) = (Vec::new(), Vec::new());
@@ -70,24 +71,30 @@ impl CommunicationCall {
         for i in 0..count {
             let (x, y) = (instr.inputs.get(i), instr.outputs.get(i).and_then(Option::as_ref));
             let (input, output) = (x.map(at), y.map(at));
-            let part = match instr.op {
-                Op::ReduceScatter { .. } | Op::Receive { .. } => &y?.ty,
-                _ => &x?.ty,
+            let part = match transfer {
+                Transfer::ReduceScatter { .. } | Transfer::Receive { .. } => &y?.ty,
+                Transfer::AllReduce { .. }
+                | Transfer::SumShared { .. }
+                | Transfer::AllGather { .. }
+                | Transfer::Send { .. } => &x?.ty,
             };
             let ranks = match &what {
                 What::Together(_, group) => group.ranks.len(),
                 What::Send { .. } | What::Receive { .. } => 1,
             };
-            let (rows, from) = rows(&instr.op, part);
+            let (rows, from) = rows(transfer, part);
             let elements = (part.elements() - from) / rows;
             let bytes = elements * part.dtype.bytes();
-            if let (Op::ReduceScatter { dim: None, .. }, Some(input), Some(x)) = (instr.op, input, x) {
+            if let (Transfer::ReduceScatter { dim: None, .. }, Some(input), Some(x)) = (transfer, input, x) {
                 padding.push((input, x.ty.bytes() as usize, bytes * ranks));
             }
-            let (of_input, of_output) = match instr.op {
-                Op::ReduceScatter { .. } => (ranks, 1),
-                Op::AllGather { .. } => (1, ranks),
-                _ => (1, 1),
+            let (of_input, of_output) = match transfer {
+                Transfer::ReduceScatter { .. } => (ranks, 1),
+                Transfer::AllGather { .. } => (1, ranks),
+                Transfer::AllReduce { .. }
+                | Transfer::SumShared { .. }
+                | Transfer::Send { .. }
+                | Transfer::Receive { .. } => (1, 1),
             };
             let start = from * part.dtype.bytes();
             for row in 0..rows {
@@ -159,12 +166,16 @@ impl CommunicationCall {
 }
 
 /// A tensor as pieces that ranks communicate: how many rows, and the first element that counts.
-fn rows(op: &Op, part: &TensorType) -> (usize, usize) {
+fn rows(transfer: Transfer, part: &TensorType) -> (usize, usize) {
     let before = |dim: usize| part.dims[..dim].iter().map(|d| d.size()).product();
-    match op {
-        Op::AllGather { dim: Some(dim), .. } | Op::ReduceScatter { dim: Some(dim), .. } => (before(*dim), 0),
-        Op::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes()),
-        _ => (1, 0),
+    match transfer {
+        Transfer::AllGather { dim: Some(dim), .. } | Transfer::ReduceScatter { dim: Some(dim), .. } => (before(dim), 0),
+        Transfer::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes()),
+        Transfer::AllGather { dim: None, .. }
+        | Transfer::ReduceScatter { dim: None, .. }
+        | Transfer::AllReduce { .. }
+        | Transfer::Send { .. }
+        | Transfer::Receive { .. } => (1, 0),
     }
 }
 

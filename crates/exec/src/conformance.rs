@@ -1,22 +1,19 @@
-//! The conformance suite: every op of the table on pseudo-random inputs against the f64 reference, for any executor. A seed
-//! draws the same inputs everywhere.
+//! The conformance suite: every op of the table on its samples, with pseudo-random inputs, against the f64 reference, for any
+//! executor. A seed draws the same inputs everywhere.
 //!
 //! Three things are checked: values (outputs are poisoned with NaN first), sums over micro-batches in float and fixed
 //! point, and that a sequence's bits do not depend on the sequences beside it.
 
 mod inputs;
-mod ops;
 mod single;
-
-pub use ops::ops;
 
 use crate::reference;
 use crate::{ExecError, Executor};
-use inputs::{Draw, Input, Size, case, draw, sizes};
+use inputs::draw;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::Elem;
+use lockstep_ir::op::{Draw, Elem, LEADING, Sample, samples};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
-use lockstep_ir::{DType, DeviceProfile, Graph, Op, TensorType, ValueId, verify};
+use lockstep_ir::{DType, DeviceProfile, Graph, Op, OpKind, TensorType, ValueId, verify};
 use single::{decode, encode, single_op};
 
 /// Loads a program on the executor under test.
@@ -44,7 +41,7 @@ fn tolerance(compute: DType) -> f64 {
         // Half a unit in the last place of the result, and of what is rounded on the way.
         DType::BF16 => 1.2e-2,
         DType::F16 => 1.5e-3,
-        _ => 2e-5,
+        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => 2e-5,
     }
 }
 
@@ -58,34 +55,49 @@ pub fn run(
     load: Load,
 ) -> Result<Vec<CaseOutcome>, ExecError> {
     let mut outcomes = Vec::new();
-    for op in ops() {
-        let cases = sizes(&op).into_iter().flat_map(|size| gradient_types(&op).iter().map(move |t| (size, *t)));
-        // Fixed point has a range of its own.
-        for (size, sums) in cases.filter(|(size, sums)| size.magnitude == 1.0 || *sums != DType::Fixed64) {
-            let (op, mut inputs) = case(op, size, compute);
-            let count = inputs.len();
-            for (i, (ty, _)) in inputs.iter_mut().enumerate() {
-                if op.input(i, count).elem == Elem::Accumulator {
-                    ty.dtype = sums;
-                }
+    for sample in kernel_samples(1).chain(kernel_samples(BATCH)) {
+        let usual = |(_, draw): &(TensorType, Draw)| !matches!(draw, Draw::Scaled(by) if *by != 1.0);
+        for sums in gradient_types(&sample.op).iter().copied() {
+            // Fixed point has a range of its own.
+            if sums == DType::Fixed64 && !sample.inputs.iter().all(usual) {
+                continue;
             }
+            let spec = sample.op.spec();
             let mut ways = vec![Way::Apart];
-            if op == Op::Accumulate {
-                ways.push(Way::Summed(sums));
-            } else if is_weight_gradient(&op) {
-                ways.extend(SUMS.map(Way::Summed));
+            if spec.sums.is_some() {
+                let of_inputs = spec.inputs.iter().any(|i| i.elem == Elem::Accumulator);
+                ways.extend(SUMS.into_iter().filter(|t| !of_inputs || *t == sums).map(Way::Summed));
             }
-            ways.extend(op.spec().in_place.iter().map(|&(input, output)| Way::InPlace(input, output)));
+            ways.extend(spec.in_place.iter().map(|&(input, output)| Way::InPlace(input, output)));
+            let rounds = if sums == DType::BF16 { sums } else { compute };
             for way in ways {
-                let rounds = if sums == DType::BF16 { sums } else { compute };
-                outcomes.push(check(profile, rounds, load, &op, &inputs, seed, way)?);
+                outcomes.push(check(profile, rounds, load, &sample, sample.types(compute, sums), seed, way)?);
             }
         }
-        if batch_invariant {
-            outcomes.extend(check_batch_invariance(profile, compute, load, op, seed)?);
+    }
+    if batch_invariant {
+        for (together, alone) in per_kind(BATCH).into_iter().zip(per_kind(1)) {
+            // Samples that stand alone have no partner.
+            for (together, alone) in together.into_iter().zip(alone) {
+                outcomes.extend(check_batch_invariance(profile, compute, load, together, alone, seed)?);
+            }
         }
     }
     Ok(outcomes)
+}
+
+/// Sequences of larger micro-batches.
+const BATCH: usize = 3;
+
+/// Samples of ops that a rank computes alone.
+fn kernel_samples(batch: usize) -> impl Iterator<Item = Sample> {
+    samples(batch).filter(|s| s.op.spec().has_kernel())
+}
+
+/// The same by op.
+fn per_kind(batch: usize) -> Vec<Vec<Sample>> {
+    let of = |kind: &OpKind| kernel_samples(batch).filter(|s| s.op.kind() == *kind).collect();
+    OpKind::ALL.iter().map(of).collect()
 }
 
 /// Types that gradients are summed in.
@@ -110,27 +122,6 @@ enum Way {
     InPlace(usize, usize),
 }
 
-fn is_weight_gradient(op: &Op) -> bool {
-    matches!(
-        op,
-        Op::EmbeddingGrad { .. }
-            | Op::LinearGradWeight
-            | Op::BiasGrad
-            | Op::RmsNormGradWeight
-            | Op::QkNormGradWeight
-            | Op::LayerNormGradWeight
-            | Op::PositionsGrad { .. }
-            | Op::LinearCrossEntropy { .. }
-            | Op::VocabGrad { .. }
-            | Op::Accumulate
-    )
-}
-
-/// Which output of a weight-gradient op is the weight's.
-fn weight_output(op: &Op) -> usize {
-    op.spec().outputs.len() - 1
-}
-
 fn evaluate(op: Op, types: &[TensorType], inputs: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let mut g = Graph::new();
     let ids: Vec<_> = types
@@ -143,21 +134,27 @@ fn evaluate(op: Op, types: &[TensorType], inputs: &[Vec<f64>]) -> Vec<Vec<f64>> 
     outputs.iter().map(|v| values[v.0].clone().unwrap_or_default()).collect()
 }
 
+/// The numbers of a sample whose inputs have these types.
+fn draw_as(sample: &Sample, types: &[TensorType], seed: u64) -> Vec<Vec<f64>> {
+    let inputs: Vec<_> = types.iter().cloned().zip(sample.inputs.iter().map(|(_, draw)| *draw)).collect();
+    draw(&sample.op, &inputs, seed)
+}
+
 fn check(
     profile: &DeviceProfile,
     compute: DType,
     load: Load,
-    op: &Op,
-    inputs: &[Input],
+    sample: &Sample,
+    types: Vec<TensorType>,
     seed: u64,
     way: Way,
 ) -> Result<CaseOutcome, ExecError> {
-    let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
-    let drawn = draw(op, inputs, seed);
+    let op = &sample.op;
+    let drawn = draw_as(sample, &types, seed);
     let mut expected = evaluate(*op, &types, &drawn);
-    if let Way::Summed(_) = way {
+    if let (Way::Summed(_), Some(sum)) = (way, op.spec().sums) {
         // Two micro-batches with the same inputs.
-        expected[weight_output(op)].iter_mut().for_each(|x| *x *= 2.0);
+        expected[sum].iter_mut().for_each(|x| *x *= 2.0);
     }
     let shapes: Vec<String> = types.iter().map(ToString::to_string).collect();
     let how = match way {
@@ -165,26 +162,30 @@ fn check(
         Way::Summed(dtype) => format!(", summed in {dtype}"),
         Way::InPlace(input, output) => format!(", output {output} in place of input {input}"),
     };
-    let magnitude = match inputs[0].1 {
+    let magnitude = match sample.inputs[0].1 {
         Draw::Scaled(by) if by != 1.0 => format!(", of about {by:.0e}"),
         Draw::Squares(norm) => format!(", of a norm of {norm:.1e}"),
         _ => String::new(),
     };
     let case = format!("{}({}{how}{magnitude}) as {op:?}", op.name(), shapes.join(", "));
     let mut found = execute(profile, load, op, &types, &drawn, way)?;
-    if matches!(op, Op::SquareSum { .. } | Op::MergeSums) {
+    if op.output(0).elem == Elem::Is(DType::Fixed64) {
         // An integer in parts counts as a whole.
         for parts in [&mut found[0], &mut expected[0]] {
             *parts = vec![reference::from_limbs(parts).sqrt()];
         }
     }
-    if *op == Op::GradientNorm {
+    if op.output(0).name == "stats" {
         // The norm and the factor are of different magnitudes.
         for outputs in [&mut found, &mut expected] {
             *outputs = outputs[0].iter().map(|x| vec![*x]).collect();
         }
     }
-    let limit = tolerance(if way == Way::Summed(DType::BF16) { DType::BF16 } else { compute });
+    let inferred = op.infer(&types.iter().collect::<Vec<_>>()).map_err(|e| ExecError::Internal(e.to_string()))?;
+    let floats = inferred.iter().enumerate().filter(|(o, _)| matches!(op.output(*o).elem, Elem::Float(_)));
+    let summed = if let Way::Summed(dtype) = way { Some(dtype) } else { None };
+    let stored = floats.map(|(_, ty)| ty.dtype).chain(summed).chain([compute]);
+    let limit = stored.map(tolerance).fold(0.0, f64::max);
     let mut error = 0.0f64;
     let mut failure = None;
     for (o, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -208,24 +209,21 @@ fn check_batch_invariance(
     profile: &DeviceProfile,
     compute: DType,
     load: Load,
-    op: Op,
+    together: Sample,
+    alone: Sample,
     seed: u64,
 ) -> Result<Option<CaseOutcome>, ExecError> {
-    const BATCH: usize = 3;
-    let size = |batch| Size { batch, ..sizes(&op)[0] };
-    let spec = op.spec();
-    let per_sequence = |dims: &str| dims.starts_with('b');
+    let spec = together.op.spec();
+    let per_sequence = |dims: &str| dims.starts_with(['b', LEADING]);
     // Chunks of positions are of the whole micro-batch.
     let chunks = spec.inputs.iter().any(|i| i.dims.contains(['?', 'c']));
     if chunks || !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
         return Ok(None);
     }
-    let (op, inputs) = case(op, size(BATCH), compute);
-    let drawn = draw(&op, &inputs, seed);
-    let types: Vec<TensorType> = inputs.iter().map(|(ty, _)| ty.clone()).collect();
-    let together = execute(profile, load, &op, &types, &drawn, Way::Apart)?;
-    let (op, single) = case(op, size(1), compute);
-    let types: Vec<TensorType> = single.iter().map(|(ty, _)| ty.clone()).collect();
+    let types = together.types(compute, DType::F32);
+    let drawn = draw_as(&together, &types, seed);
+    let together = execute(profile, load, &together.op, &types, &drawn, Way::Apart)?;
+    let (op, types) = (alone.op, alone.types(compute, DType::F32));
     let mut failure = None;
     for b in 0..BATCH {
         let share = |data: &[f64], dims: &str| match per_sequence(dims) {

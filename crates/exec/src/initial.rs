@@ -57,7 +57,8 @@ pub fn encode(data: &[f32], dtype: DType) -> Vec<u8> {
         match dtype {
             DType::BF16 => put_numbers(part, data, |x| bf16::from_f32(x).to_le_bytes()),
             DType::F16 => put_numbers(part, data, |x| f16::from_f32(x).to_le_bytes()),
-            _ => put_numbers(part, data, f32::to_le_bytes),
+            DType::F32 => put_numbers(part, data, f32::to_le_bytes),
+            DType::F64 | DType::U32 | DType::Fixed64 => unreachable!("no parameter is stored in {dtype}"),
         }
     });
     bytes

@@ -80,12 +80,12 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let d = dims.size('d');
             vec![column_sums(x[0], d, |i| x[0][i] * (x[1][i] - x[2][i / d]) * x[3][i / d])]
         }
-        Op::AddPositions { documents, .. } => {
-            vec![add(x[0], &rows_of(&dims, x[1], &positions(&dims, documents.then(|| x[2]))))]
+        Op::AddPositions { .. } => {
+            vec![add(x[0], &rows_of(&dims, x[1], &positions(&dims, given(x, 2))))]
         }
         Op::AddPositionsAt => vec![add(x[0], &rows_of(&dims, x[1], &generation::rows_from(&dims, x[2])))],
-        Op::PositionsGrad { documents, .. } => {
-            let (d, positions) = (dims.size('d'), positions(&dims, documents.then(|| x[1])));
+        Op::PositionsGrad { .. } => {
+            let (d, positions) = (dims.size('d'), positions(&dims, given(x, 1)));
             let mut table = vec![0.0; dims.size('t') * d];
             x[0].iter().enumerate().for_each(|(i, dx)| table[positions[i / d] * d + i % d] += dx);
             vec![table]
@@ -93,19 +93,17 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::QkNorm { eps } => qk_norm(&dims, x[0], x[1], f64::from(eps)).into(),
         Op::QkNormGrad => vec![qk_norm_grad(&dims, x[0], x[1], x[2], x[3])],
         Op::QkNormGradWeight => vec![qk_norm_grad_weight(&dims, x[0], x[1], x[2])],
-        Op::Rope { inverse, documents } => {
-            let positions = positions(&dims, documents.then(|| x[2]));
+        Op::Rope { inverse } => {
+            let positions = positions(&dims, given(x, 2));
             vec![rope(&dims, x[0], x[1], &positions, if inverse { -1.0 } else { 1.0 })]
         }
         Op::RopeAt => vec![rope(&dims, x[0], x[1], &generation::rows_from(&dims, x[2]), 1.0)],
-        Op::Attention { documents, window } => {
-            attention(&dims, x[0], &first_keys(&dims, documents.then(|| x[1]), window)).into()
+        Op::Attention { window } => attention(&dims, x[0], &first_keys(&dims, given(x, 1), window)).into(),
+        Op::AttentionGrad { window } => {
+            vec![attention_grad(&dims, x[0], x[1], &first_keys(&dims, given(x, 4), window))]
         }
-        Op::AttentionGrad { documents, window } => {
-            vec![attention_grad(&dims, x[0], x[1], &first_keys(&dims, documents.then(|| x[4]), window))]
-        }
-        Op::AttentionScores { documents, window } => {
-            vec![naive::scores(&dims, x[0], &first_keys(&dims, documents.then(|| x[1]), window))]
+        Op::AttentionScores { window } => {
+            vec![naive::scores(&dims, x[0], &first_keys(&dims, given(x, 1), window))]
         }
         Op::AttentionScoresGrad { .. } => vec![naive::scores_grad(&dims, x[0], x[1], x[2])],
         Op::AttentionMix { .. } => vec![naive::mix(&dims, x[0], x[1])],
@@ -146,10 +144,22 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![(0..x[0].len()).map(element).collect()]
         }
         Op::Add => vec![add(x[0], x[1])],
+        // Rounding is for those who store numbers.
+        Op::Cast { .. } => vec![x[0].to_vec()],
+        Op::Slice { first, .. } => {
+            let sections = types[0].dims.last().map_or(&[][..], |d| &d.sections);
+            let (at, n) = (sections[..first].iter().map(|s| s.size()).sum::<usize>(), dims.size('h'));
+            vec![x[0].chunks(dims.size('p')).flat_map(|row| &row[at..at + n]).copied().collect()]
+        }
+        Op::Concat => {
+            let widths: Vec<usize> = x.iter().map(|part| part.len() / rows).collect();
+            let row = |r: usize| x.iter().zip(&widths).flat_map(move |(part, n)| &part[r * n..(r + 1) * n]);
+            vec![(0..rows).flat_map(row).copied().collect()]
+        }
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
         Op::CrossEntropyGrad => vec![cross_entropy_grad(x[0], x[1])],
-        Op::LinearCrossEntropy { scaled, .. } => {
-            let seed = if scaled { f64::from(scalars(x[3]).loss_scale) } else { 1.0 };
+        Op::LinearCrossEntropy { .. } => {
+            let seed = given(x, 3).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
             let (k, v) = (dims.size('k'), dims.size('v'));
             let logits = matmul((rows, v, k), x[0], false, x[1], true);
             let [loss, _] = cross_entropy(&dims, &logits, x[2]);
@@ -193,8 +203,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::VocabLogits { rows, parts } => vocab::logits(&dims, x[0], x[1], x[2], rows, parts).into(),
         Op::VocabLoss => vec![vocab::loss(&dims, &x[..x.len() - 1], x[x.len() - 1])],
-        Op::VocabGrad { rows, scaled } => {
-            let seed = if scaled { f64::from(scalars(x[5]).loss_scale) } else { 1.0 };
+        Op::VocabGrad { rows } => {
+            let seed = given(x, 5).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
             vocab::grad(&dims, x, rows, seed).into()
         }
         Op::JoinRows => vec![x[..x.len() - 1].concat()],
@@ -204,6 +214,11 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::Send { .. } | Op::Receive { .. } => panic!("stages exist in programs only"),
     }
+}
+
+/// An optional input.
+fn given<'a>(x: &[&'a [f64]], i: usize) -> Option<&'a [f64]> {
+    x.get(i).copied()
 }
 
 /// A number as the parts that `Op::SquareSum` gives, each a fixed-point number.

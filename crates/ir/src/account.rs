@@ -1,11 +1,11 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
 use crate::graph::Phase;
-use crate::op::{Flops, TypeError};
+use crate::op::{Flops, Transfer, TypeError};
 use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use crate::schedule::{ChunkCosts, Pipeline};
 use crate::walk::{Distinct, Walk};
-use crate::{Axes, Coordinates, Op, Placement, timeline};
+use crate::{Axes, Coordinates, Placement, timeline};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -181,28 +181,31 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
     let mut lines: Vec<Communication> = Vec::new();
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
-        for instr in segment.instrs.iter().filter(|i| runs > 0 && i.op.communicates()) {
-            let over = instr.op.over();
-            let ranks = match instr.op {
-                Op::SumShared { sharers, .. } => sharers,
-                Op::Send { .. } | Op::Receive { .. } => 2,
-                _ => program.mesh.size(over),
+        let transfers = segment.instrs.iter().filter_map(|i| Some((i, i.op.transfer()?)));
+        for (instr, transfer) in transfers.filter(|_| runs > 0) {
+            let over = transfer.over();
+            let ranks = match transfer {
+                Transfer::AllReduce { .. } | Transfer::ReduceScatter { .. } | Transfer::AllGather { .. } => {
+                    program.mesh.size(over)
+                }
+                Transfer::SumShared { sharers, .. } => sharers,
+                Transfer::Send { .. } | Transfer::Receive { .. } => 2,
             };
             let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
             let input = total(&mut instr.inputs.iter());
             let output = total(&mut instr.outputs.iter().flatten());
             let n = ranks as u64;
             // A ring passes a part on n − 1 times, twice for an all-reduce.
-            let (whole, sent) = match instr.op {
-                Op::AllGather { .. } => (input * n, input * (n - 1)),
-                Op::ReduceScatter { .. } => (output * n, output * (n - 1)),
-                Op::Send { .. } => (input, input),
-                Op::Receive { .. } => (output, 0),
-                Op::SumShared { .. } => {
+            let (whole, sent) = match transfer {
+                Transfer::AllReduce { .. } => (input, input * 2 * (n - 1) / n),
+                Transfer::AllGather { .. } => (input * n, input * (n - 1)),
+                Transfer::ReduceScatter { .. } => (output * n, output * (n - 1)),
+                Transfer::Send { .. } => (input, input),
+                Transfer::Receive { .. } => (output, 0),
+                Transfer::SumShared { .. } => {
                     let shared = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum::<u64>();
                     (shared, shared * 2 * (n - 1) / n)
                 }
-                _ => (input, input * 2 * (n - 1) / n),
             };
             let (op, axis) = (instr.op.name(), over.to_string());
             let same = |l: &Communication| (l.segment, l.op, &l.axis, l.ranks) == (segment.name, op, &axis, ranks);

@@ -28,6 +28,14 @@ impl DType {
         }
     }
 
+    /// Whether activations and parameters may be stored in this type.
+    pub const fn is_float(self) -> bool {
+        match self {
+            DType::F32 | DType::BF16 | DType::F16 => true,
+            DType::F64 | DType::U32 | DType::Fixed64 => false,
+        }
+    }
+
     /// Whether gradients may be summed in this type.
     pub const fn accumulates(self) -> bool {
         matches!(self, DType::F32 | DType::BF16 | DType::Fixed64)

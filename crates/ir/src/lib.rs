@@ -37,7 +37,7 @@ pub use graph::{Graph, ValueId};
 pub use init::{Init, RopeScaling};
 pub use layout::{Layout, LayoutError};
 pub use mesh::{Axes, Coordinates, Mesh, MeshAxis};
-pub use op::{Op, TypeError};
+pub use op::{Op, OpKind, TypeError};
 pub use profile::{DeviceProfile, Workspace};
 pub use program::StepProgram;
 pub use scalars::{StepScalars, fixed};

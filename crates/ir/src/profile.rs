@@ -1,7 +1,7 @@
 //! What the compiler must know of a device: plain data.
 
 use crate::op::{Dims, TypeError};
-use crate::{FusedMatmul, Fusion, Op, TensorType};
+use crate::{FusedMatmul, Fusion, Op, OpKind, TensorType};
 use std::collections::BTreeMap;
 
 /// What the compiler must know of a device.
@@ -15,8 +15,10 @@ pub struct DeviceProfile {
     pub cross_entropy_logits: usize,
     /// Most rows of it at a time.
     pub cross_entropy_rows: usize,
-    /// Kernel scratch, by op name; ops not listed need none.
-    pub workspaces: BTreeMap<&'static str, Workspace>,
+    /// Kernel scratch; ops not listed need none.
+    pub workspaces: BTreeMap<OpKind, Workspace>,
+    /// Kernel scratch of calls with all optional operands, where it is not that of calls without.
+    pub workspaces_with_optional: BTreeMap<OpKind, Workspace>,
     /// Instructions that it does as one where they follow each other.
     pub fusions: Vec<Fusion>,
     /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel behind them.
@@ -51,7 +53,10 @@ impl Workspace {
 impl DeviceProfile {
     /// Scratch bytes of `op` on these inputs.
     pub fn workspace(&self, op: &Op, inputs: &[&TensorType]) -> Result<u64, TypeError> {
-        match self.workspaces.get(op.name()) {
+        let kind = op.kind();
+        let with_optional = self.workspaces_with_optional.get(&kind);
+        let spec = op.spec();
+        match with_optional.filter(|_| inputs.len() == spec.inputs.len()).or(self.workspaces.get(&kind)) {
             None => Ok(0),
             Some(workspace) => Ok(workspace.bytes(&op.bind(inputs)?)),
         }
@@ -75,7 +80,8 @@ mod tests {
             alignment: 1,
             cross_entropy_logits: 1,
             cross_entropy_rows: 1,
-            workspaces: BTreeMap::from([("add", Workspace { fixed: 5, terms: vec![(2, "bSS"), (1, "bs")] })]),
+            workspaces: BTreeMap::from([(OpKind::Add, Workspace { fixed: 5, terms: vec![(2, "bSS"), (1, "bs")] })]),
+            workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
         };
@@ -88,5 +94,26 @@ mod tests {
         };
         assert_eq!(bytes(128), 5 + 2 * 3 * 128 * 128 + 3 * 128);
         assert_eq!(bytes(129), 5 + 2 * 3 * 256 * 256 + 3 * 129);
+    }
+
+    #[test]
+    fn scratch_of_calls_with_optional_operands_may_be_another() {
+        let of = |fixed| BTreeMap::from([(OpKind::PositionsGrad, Workspace { fixed, terms: Vec::new() })]);
+        let profile = DeviceProfile {
+            name: String::new(),
+            alignment: 1,
+            cross_entropy_logits: 1,
+            cross_entropy_rows: 1,
+            workspaces: of(1),
+            workspaces_with_optional: of(2),
+            fusions: Vec::new(),
+            faster: Vec::new(),
+        };
+        let (b, s) = (Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4));
+        let dx = TensorType::new(DType::F32, [b.clone(), s.clone(), Dim::new(Axis::Embed, 7)]);
+        let starts = TensorType::new(DType::U32, [b, s]);
+        let op = Op::PositionsGrad { rows: 4, seq: 4 };
+        assert_eq!(profile.workspace(&op, &[&dx]), Ok(1));
+        assert_eq!(profile.workspace(&op, &[&dx, &starts]), Ok(2));
     }
 }

@@ -71,34 +71,13 @@ impl Sharding {
 
     /// What an op that [only changes shardings](Op::reshards) makes of it.
     pub fn after(self, op: &Op) -> Result<Sharding, TypeError> {
+        let refuse = |reason| TypeError { op: op.name(), reason };
+        let Some(rule) = op.spec().reshards else {
+            return Err(refuse("changes more than the sharding of tensors".into()));
+        };
         let whole = if self == Sharding::REPLICATED { "whole everywhere" } else { "" };
         let reason = || format!("cannot be{} of a tensor that is {whole}{self}", op.attributes());
-        let refuse = || TypeError { op: op.name(), reason: reason() };
-        let all = |over: Axes, placement| over.without(self.axes(placement)).is_empty();
-        // Ranges are cut and joined over all axes at once, parts of a dimension from the last axis on.
-        let last = |over: Axes, dim: Option<usize>| match dim {
-            None => self.axes(Placement::Flat).without(over).is_empty(),
-            Some(dim) => {
-                let rest = self.axes(Placement::Split(dim)).without(over);
-                rest.iter().all(|outer| over.iter().all(|inner| outer < inner))
-            }
-        };
-        let part = |dim: Option<usize>| dim.map_or(Placement::Flat, Placement::Split);
-        let (fits, after) = match *op {
-            Op::AllReduce { over } => (all(over, Placement::Partial), self.with(over, Placement::Replicated)),
-            Op::SumShared { over, .. } => (all(over, Placement::Split(0)), self),
-            Op::ReduceScatter { over, dim } => {
-                (all(over, Placement::Partial) && last(over, dim), self.with(over, part(dim)))
-            }
-            Op::AllGather { over, dim } => {
-                (all(over, part(dim)) && last(over, dim), self.with(over, Placement::Replicated))
-            }
-            Op::Shard { over } => {
-                (all(over, Placement::Replicated) && last(over, None), self.with(over, Placement::Flat))
-            }
-            _ => (false, self),
-        };
-        if fits { Ok(after) } else { Err(refuse()) }
+        rule(op, self).ok_or_else(|| refuse(reason()))
     }
 
     /// The same before flat ranges are cut.

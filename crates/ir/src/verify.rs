@@ -4,10 +4,11 @@ mod memory;
 
 use crate::fusion::FusedGroup;
 use crate::graph::{Graph, Node, Phase, Source, State};
-use crate::op::{Elem, Operand};
+use crate::op::{Elem, Operand, Transfer};
+use crate::placements::Placed;
 use crate::program::{Arg, BufferId, Instr, Lifetime, Segment, Slot, StepProgram, Stream, Sum};
 use crate::walk::Walk;
-use crate::{Axes, DType, Op, Placement, Sharding, TensorType, ValueId, placements};
+use crate::{Axes, DType, Op, Placement, TensorType, ValueId, placements};
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,9 +37,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         }
         // A partial sum must be reduced before use: only reductions, ops that pass it on and those that look at a rank's own part
         // may read one.
-        let passes_on = node.op.communicates()
-            || matches!(node.op, Op::JoinRows | Op::AddState | Op::Accumulate)
-            || node.phase == Phase::Probe;
+        let passes_on = node.op.spec().keeps_partial || node.phase == Phase::Probe;
         let partial_sum = |v: &&ValueId| !graph.get(**v).sharding.axes(Placement::Partial).is_empty();
         if let Some(v) = node.inputs.iter().find(partial_sum).filter(|_| !passes_on) {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
@@ -89,14 +88,15 @@ fn check_shardings(graph: &Graph, node: &Node) -> Result<(), String> {
         Source::Node { into: Some(sum) } => graph.get(sum).sharding,
         Source::Node { into: None } | Source::Input | Source::State(_) | Source::Sum => graph.get(v).sharding,
     };
-    let inputs: Vec<Sharding> = node.inputs.iter().map(|v| graph.get(*v).sharding).collect();
-    let outputs: Vec<Option<Sharding>> = node.outputs.iter().map(|v| v.map(sharding)).collect();
+    let rank = |v: ValueId| graph.ty(v).dims.len();
+    let inputs: Vec<Placed> = node.inputs.iter().map(|v| (graph.get(*v).sharding, rank(*v))).collect();
+    let outputs: Vec<Option<Placed>> = node.outputs.iter().map(|v| v.map(|v| (sharding(v), rank(v)))).collect();
     operand_shardings(&node.op, node.phase, &inputs, &outputs)
 }
 
-fn operand_shardings(op: &Op, phase: Phase, inputs: &[Sharding], outputs: &[Option<Sharding>]) -> Result<(), String> {
+fn operand_shardings(op: &Op, phase: Phase, inputs: &[Placed], outputs: &[Option<Placed>]) -> Result<(), String> {
     if op.reshards() {
-        for (x, y) in inputs.iter().zip(outputs.iter().flatten()) {
+        for ((x, _), (y, _)) in inputs.iter().zip(outputs.iter().flatten()) {
             let after = x.after(op).map_err(|e| e.reason)?;
             if after != *y {
                 return Err(format!("what is {x} becomes {after}, and is taken to be {y}"));
@@ -114,7 +114,7 @@ fn follows(operand: &Operand, dtype: DType) -> bool {
     match operand.elem {
         Elem::Accumulator => dtype.accumulates(),
         Elem::Rounded => matches!(dtype, DType::BF16 | DType::F16),
-        Elem::Is(_) | Elem::Float | Elem::Any => false,
+        Elem::Is(_) | Elem::Float(_) | Elem::Any => false,
     }
 }
 
@@ -170,24 +170,26 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         check_types(instr)?;
         check_offsets(program, instr)?;
     }
-    let inputs: Vec<Sharding> = instr.inputs.iter().map(|a| a.sharding).collect();
-    let outputs: Vec<Option<Sharding>> = instr.outputs.iter().map(|o| o.as_ref().map(|a| a.sharding)).collect();
+    let placed = |arg: &Arg| (arg.sharding, arg.ty.dims.len());
+    let inputs: Vec<Placed> = instr.inputs.iter().map(placed).collect();
+    let outputs: Vec<Option<Placed>> = instr.outputs.iter().map(|o| o.as_ref().map(placed)).collect();
     let shardings = operand_shardings(&instr.op, instr.phase, &inputs, &outputs);
     shardings.map_err(|reason| format!("{name}: {reason}"))?;
     let spec = instr.op.spec();
+    let each = spec.each();
     for (o, arg) in instr.outputs.iter().enumerate().filter_map(|(o, arg)| Some((o, arg.as_ref()?))) {
-        if arg.sum != Sum::No && instr.op.output(o).elem != Elem::Accumulator {
+        if arg.sum != Sum::No && spec.sums != Some(o) {
             return Err(format!("{name}: output {o} cannot be accumulated"));
         }
         for (i, input) in instr.inputs.iter().enumerate() {
             // A part of a whole: how collectives work in place.
-            let part = spec.each && i == o && input.part != arg.part;
-            let pair = if spec.each { i == o && !spec.in_place.is_empty() } else { spec.in_place.contains(&(i, o)) };
+            let part = each && i == o && input.part != arg.part;
+            let pair = if each { i == o && !spec.in_place.is_empty() } else { spec.in_place.contains(&(i, o)) };
             if input.buffer == arg.buffer && !pair && !part {
                 return Err(format!("{name}: output {o} overwrites input {i}"));
             }
         }
-        let state = match spec.each {
+        let state = match each {
             true => instr.inputs.get(o),
             false => spec.in_place.iter().find(|(_, to)| *to == o).map(|(i, _)| &instr.inputs[*i]),
         };
@@ -274,23 +276,23 @@ fn check_types(instr: &Instr) -> Result<(), String> {
 /// The shapes of a collective on one rank: parts times ranks make a whole, flat ranges with padding.
 fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     let bytes = |arg: &Arg| program.buffers[arg.buffer.0].bytes;
-    if matches!(instr.op, Op::Send { .. } | Op::Receive { .. }) {
-        return Ok(());
-    }
+    let Some(transfer) = instr.op.transfer() else { return Err(format!("{} is no collective", instr.op.name())) };
     for (x, y) in instr.inputs.iter().zip(instr.outputs.iter().flatten()) {
-        let fits = match instr.op {
-            Op::AllGather { over, dim: Some(_) } => y.ty.elements() == x.ty.elements() * program.mesh.size(over),
-            Op::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * program.mesh.size(over) as u64,
-            Op::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * program.mesh.size(over),
-            Op::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * program.mesh.size(over) as u64,
-            Op::AllReduce { .. } | Op::SumShared { .. } => x.ty == y.ty,
-            _ => false,
+        let ranks = |over: Axes| program.mesh.size(over);
+        let fits = match transfer {
+            Transfer::AllGather { over, dim: Some(_) } => y.ty.elements() == x.ty.elements() * ranks(over),
+            Transfer::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * ranks(over) as u64,
+            Transfer::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * ranks(over),
+            Transfer::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * ranks(over) as u64,
+            Transfer::AllReduce { .. } | Transfer::SumShared { .. } => x.ty == y.ty,
+            Transfer::Send { .. } | Transfer::Receive { .. } => return Ok(()),
         };
         if !fits || x.ty.dtype != y.ty.dtype {
             return Err(format!("{}: {} does not go with {}", instr.op.name(), x.ty, y.ty));
         }
     }
-    match instr.inputs.len() == instr.outputs.len() && instr.outputs.iter().all(Option::is_some) {
+    let together = instr.op.spec().each();
+    match !together || (instr.inputs.len() == instr.outputs.len() && instr.outputs.iter().all(Option::is_some)) {
         true => Ok(()),
         false => Err(format!("{}: an input has no output", instr.op.name())),
     }

@@ -113,7 +113,7 @@ impl Side {
         let (op, numbers) = match self {
             Side::Loss { targets, starts, .. } => {
                 let seq = g.ty(*targets).dims[1].size();
-                (Op::AddPositions { seq, documents: starts.is_some() }, *starts)
+                (Op::AddPositions { seq }, *starts)
             }
             Side::NextToken { start, .. } => (Op::AddPositionsAt, Some(*start)),
         };
@@ -130,7 +130,7 @@ impl Side {
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         let (op, numbers) = match self {
-            Side::Loss { starts, .. } => (Op::Rope { inverse: false, documents: starts.is_some() }, *starts),
+            Side::Loss { starts, .. } => (Op::Rope { inverse: false }, *starts),
             Side::NextToken { start, .. } => (Op::RopeAt, Some(*start)),
         };
         let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(numbers).collect();
@@ -149,11 +149,11 @@ impl Side {
         match self {
             Side::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                let (documents, window) = (starts.is_some(), m.sliding_window);
+                let window = m.sliding_window;
                 match m.attention {
-                    AttentionMethod::Flash => Ok(g.op(Op::Attention { documents, window }, &inputs, &at("o"))?[0]),
+                    AttentionMethod::Flash => Ok(g.op(Op::Attention { window }, &inputs, &at("o"))?[0]),
                     AttentionMethod::Naive => {
-                        let p = g.op(Op::AttentionScores { documents, window }, &inputs, &at("p"))?[0];
+                        let p = g.op(Op::AttentionScores { window }, &inputs, &at("p"))?[0];
                         Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0])
                     }
                 }

@@ -30,6 +30,7 @@ impl Machine for Described {
             cross_entropy_logits: 1 << 20,
             cross_entropy_rows: 1 << 10,
             workspaces: BTreeMap::new(),
+            workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
         }

@@ -38,7 +38,7 @@ fn layers(attend: &[bool]) -> (Graph, Context) {
         let (packed, inner, op) = match attends {
             true => {
                 let [q, k, v] = [Axis::Heads, Axis::KvHeads, Axis::KvHeads].map(heads);
-                (Dim::packed([q, k, v]), Dim::packed([q]), Op::Attention { documents: false, window: None })
+                (Dim::packed([q, k, v]), Dim::packed([q]), Op::Attention { window: None })
             }
             false => (Dim::packed([ffn, ffn]), Dim::packed([ffn]), Op::SwiGlu),
         };

@@ -2,7 +2,7 @@ use crate::passes::tests::small_model;
 use crate::{compile, fusable_matmuls};
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::program::Segment;
-use lockstep_ir::{Axis, DType, Dim, Fusion, Graph, Init, Op, StepProgram, TensorType, ValueId, Workspace};
+use lockstep_ir::{Axis, DType, Dim, Fusion, Graph, Init, Op, OpKind, StepProgram, TensorType, ValueId, Workspace};
 
 /// An MLP with biases and GELU behind a norm, and a head, for a device that fuses these.
 fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
@@ -33,7 +33,9 @@ fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
     g.outputs.push(loss);
     let scratch = || Workspace { fixed: 256, terms: Vec::new() };
     context.device.workspaces =
-        ["linear", "linear_grad_input", "layer_norm_grad_weight", "bias_grad"].map(|op| (op, scratch())).into();
+        [OpKind::Linear, OpKind::LinearGradInput, OpKind::LayerNormGradWeight, OpKind::BiasGrad]
+            .map(|op| (op, scratch()))
+            .into();
     context.device.fusions = fusions.to_vec();
     let mut programs = compile(&g, &context).unwrap().programs;
     if faster {

@@ -12,6 +12,7 @@ use crate::{Context, Precision};
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::op::Saved;
 use lockstep_ir::{DType, Graph, Op, StepScalars, TensorType, TypeError, ValueId};
+use std::collections::BTreeMap;
 
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -21,7 +22,11 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
         scale(&mut g)?;
     }
     let forward = g.nodes.clone();
-    let mut backward = Backward { grads: vec![None; g.values.len()], accumulator: context.precision.gradients };
+    let mut backward = Backward {
+        grads: vec![None; g.values.len()],
+        slices: BTreeMap::new(),
+        accumulator: context.precision.gradients,
+    };
     for node in forward.iter().rev() {
         backward.node(&mut g, node)?;
     }
@@ -31,16 +36,22 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
 struct Backward {
     /// The gradient of each forward value, as far as it has been summed up.
     grads: Vec<Option<ValueId>>,
+    /// Gradients of sections of forward values: the first section, how many, and their gradient.
+    slices: BTreeMap<ValueId, Vec<(usize, usize, ValueId)>>,
     accumulator: DType,
 }
 
 impl Backward {
     fn node(&mut self, g: &mut Graph, node: &Node) -> Result<(), TypeError> {
+        for v in node.outputs.iter().flatten() {
+            self.join_slices(g, *v, node.layer)?;
+        }
         let Some(reads) = node.op.spec().gradient_reads else { return Ok(()) };
         let input = |i: usize| {
             debug_assert!(reads.contains(&Saved::Input(i)), "{} saves no input {i}", node.op.name());
             node.inputs[i]
         };
+        let given = |i: usize| (i < node.inputs.len()).then(|| input(i));
         let output = |i: usize| {
             debug_assert!(reads.contains(&Saved::Output(i)), "{} saves no output {i}", node.op.name());
             node.outputs[i].unwrap_or_else(|| panic!("{}: a gradient needs output {i}", node.op.name()))
@@ -121,29 +132,26 @@ impl Backward {
                 self.add(g, node.inputs[0], dx, layer)?;
                 self.add(g, node.inputs[1], dx, layer)
             }
-            Op::AddPositions { seq, documents } => {
+            Op::AddPositions { seq } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let rows = g.ty(node.inputs[1]).dims[0].size();
-                let starts = documents.then(|| input(2));
-                let reads: Vec<ValueId> = [dy].into_iter().chain(starts).collect();
-                self.weight(g, Op::PositionsGrad { rows, seq, documents }, &reads, node.inputs[1], layer)?;
+                let reads: Vec<ValueId> = [dy].into_iter().chain(given(2)).collect();
+                self.weight(g, Op::PositionsGrad { rows, seq }, &reads, node.inputs[1], layer)?;
                 self.add(g, node.inputs[0], dy, layer)
             }
-            Op::Rope { inverse, documents } => {
+            Op::Rope { inverse } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
-                let starts = documents.then(|| input(2));
-                let reads: Vec<ValueId> = [dy, input(1)].into_iter().chain(starts).collect();
-                let dx = self.input(g, Op::Rope { inverse: !inverse, documents }, &reads, &name(g, 0), layer)?;
+                let reads: Vec<ValueId> = [dy, input(1)].into_iter().chain(given(2)).collect();
+                let dx = self.input(g, Op::Rope { inverse: !inverse }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::Attention { documents, window } => {
+            Op::Attention { window } => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
-                let starts = documents.then(|| input(1));
-                let reads: Vec<ValueId> = [dy, input(0), output(0), output(1)].into_iter().chain(starts).collect();
-                let dx = self.input(g, Op::AttentionGrad { documents, window }, &reads, &name(g, 0), layer)?;
+                let reads: Vec<ValueId> = [dy, input(0), output(0), output(1)].into_iter().chain(given(1)).collect();
+                let dx = self.input(g, Op::AttentionGrad { window }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::AttentionScores { window, .. } => {
+            Op::AttentionScores { window } => {
                 let Some(dp) = dy(self, 0) else { return Ok(()) };
                 let reads = [dp, output(0), input(0)];
                 let dx = self.input(g, Op::AttentionScoresGrad { window }, &reads, &name(g, 0), layer)?;
@@ -175,6 +183,33 @@ impl Backward {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 self.add(g, node.inputs[0], dy, layer)?;
                 self.add(g, node.inputs[1], dy, layer)
+            }
+            Op::Cast { .. } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let to = g.ty(node.inputs[0]).dtype;
+                let dx = self.input(g, Op::Cast { to }, &[dy], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::Slice { first, count } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let name = name(g, 0);
+                let slices = self.slices.entry(node.inputs[0]).or_default();
+                match slices.iter_mut().find(|known| (known.0, known.1) == (first, count)) {
+                    None => slices.push((first, count, dy)),
+                    Some(known) => known.2 = g.node(Op::Add, &[known.2, dy], &name, Phase::InputGrad, layer)?[0],
+                }
+                Ok(())
+            }
+            Op::Concat => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let mut first = 0;
+                for (i, v) in node.inputs.iter().enumerate() {
+                    let count = g.ty(*v).dims.last().map_or(0, |dim| dim.sections.len());
+                    let dx = self.input(g, Op::Slice { first, count }, &[dy], &name(g, i), layer)?;
+                    self.add(g, *v, dx, layer)?;
+                    first += count;
+                }
+                Ok(())
             }
             // A loss is where gradients start: its own gradient is one.
             Op::CrossEntropy => {
@@ -298,6 +333,23 @@ impl Backward {
         g.values[dw.0].source = Source::Node { into: Some(state) };
     }
 
+    /// The gradient of a value from those of its sections, which slices must have read one by one and all.
+    fn join_slices(&mut self, g: &mut Graph, value: ValueId, layer: Option<usize>) -> Result<(), TypeError> {
+        let Some(mut slices) = self.slices.remove(&value) else { return Ok(()) };
+        slices.sort();
+        let sections = g.ty(value).dims.last().map_or(0, |dim| dim.sections.len());
+        let end = slices.iter().try_fold(0, |next, (first, count, _)| (*first == next).then_some(next + count));
+        if end != Some(sections) {
+            let reason =
+                format!("slices of `{}` must read each of its {sections} sections, and none twice", g.get(value).name);
+            return Err(TypeError { op: "slice", reason });
+        }
+        let parts: Vec<ValueId> = slices.into_iter().map(|(_, _, grad)| grad).collect();
+        let name = format!("d.{}", g.get(value).name);
+        let grad = self.input(g, Op::Concat, &parts, &name, layer)?;
+        self.add(g, value, grad, layer)
+    }
+
     /// Adds `grad` to what has reached `value` so far.
     fn add(&mut self, g: &mut Graph, value: ValueId, grad: ValueId, layer: Option<usize>) -> Result<(), TypeError> {
         let sum = match self.grads[value.0] {
@@ -322,8 +374,7 @@ pub(super) fn scalars(g: &mut Graph) -> ValueId {
 fn scale(g: &mut Graph) -> Result<(), TypeError> {
     let scalars = scalars(g);
     for node in &mut g.nodes {
-        if let Op::LinearCrossEntropy { scaled, .. } = &mut node.op {
-            *scaled = true;
+        if let Op::LinearCrossEntropy { .. } = node.op {
             node.inputs.push(scalars);
         }
         if node.op == Op::CrossEntropy {

@@ -83,7 +83,7 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     g.nodes.remove(n);
     g.nodes.remove(l);
     let name = loss.map_or("loss".to_owned(), |v| g.get(v).name.clone());
-    g.node(Op::LinearCrossEntropy { rows, scaled: false }, &[x, w, targets], &name, Phase::Forward, layer)?;
+    g.node(Op::LinearCrossEntropy { rows }, &[x, w, targets], &name, Phase::Forward, layer)?;
     if let (Some(node), Some(_)) = (g.nodes.last_mut(), loss) {
         node.outputs[0] = loss;
     }
@@ -115,7 +115,7 @@ F x: f32[batch:1, seq:4, embed:2], = embedding(tokens, table)
 F n1: f32[batch:1, seq:4, embed:2], n1.rstd: f32[batch:1, seq:4] = rms_norm(x, w1) { eps: 1e-5 }
 F mid: f32[batch:1, seq:4, embed:2], n2: f32[batch:1, seq:4, embed:2], n2.rstd: f32[batch:1, seq:4] = add_rms_norm(x, n1, w2) { eps: 1e-5 }
 F y: f32[batch:1, seq:4, embed:2] = add(mid, n2)
-F loss: f64[batch:1], loss.dx: f32[batch:1, seq:4, embed:2], loss.dw: f32[vocab:8, embed:2] = linear_cross_entropy(y, table, targets) { rows: 4, scaled: false }
+F loss: f64[batch:1], loss.dx: f32[batch:1, seq:4, embed:2], loss.dw: f32[vocab:8, embed:2] = linear_cross_entropy(y, table, targets) { rows: 4 }
 return    loss
 ",
         );

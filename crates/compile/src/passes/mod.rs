@@ -104,6 +104,7 @@ pub(crate) mod tests {
             cross_entropy_logits: 1 << 20,
             cross_entropy_rows: 1024,
             workspaces: BTreeMap::new(),
+            workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
         };

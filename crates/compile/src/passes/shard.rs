@@ -11,7 +11,8 @@
 
 use super::vocab;
 use crate::Context;
-use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::graph::{Node, Phase, Source, State, Value};
+use lockstep_ir::op::{Operand, Split};
 use lockstep_ir::{Axes, Axis, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
@@ -102,46 +103,45 @@ impl Sweep<'_> {
     fn shard(&mut self, g: &mut Graph, node: &mut Node, axis: MeshAxis) -> Result<(), TypeError> {
         let spec = node.op.spec();
         let count = node.inputs.len();
-        let letter = |dims: &str, dim: usize| dims.chars().nth(dim).unwrap_or('*');
-        let group_of = |letter: char| spec.splits.iter().copied().find(|group| group.contains(letter));
-        let mut chosen: Option<&'static str> = None;
-        let mut consider = |dims: &str, placement: Placement| {
-            if let Placement::Split(dim) = placement
-                && let Some(group) = group_of(letter(dims, dim))
-                && (chosen.is_none() || chosen == Some("s"))
+        let mut chosen: Option<Split> = None;
+        let mut consider = |operand: &Operand, value: &Value| {
+            if let Placement::Split(dim) = value.sharding.over(axis)
+                && let Some(split) = spec.split_of(operand, value.ty.dims.len(), dim)
+                && chosen.is_none_or(|chosen| chosen.gives_way())
             {
-                chosen = Some(group);
+                chosen = Some(split);
             }
         };
         for (o, v) in node.outputs.iter().enumerate() {
             if let Some(v) = v
                 && let Source::Node { into: Some(state) } = g.get(*v).source
             {
-                consider(node.op.output(o).dims, g.get(state).sharding.over(axis));
+                consider(node.op.output(o), g.get(state));
             }
         }
         for (i, v) in node.inputs.iter().enumerate() {
-            consider(node.op.input(i, count).dims, g.get(*v).sharding.over(axis));
+            consider(node.op.input(i, count), g.get(*v));
         }
-        let chosen = chosen.unwrap_or("");
+        // Which dimension of an operand is split.
+        let split = |operand: &Operand, v: ValueId, g: &Graph| {
+            chosen.and_then(|split| operand.dim_of(split, g.ty(v).dims.len()))
+        };
         let mut partial = false;
         for i in 0..count {
-            let dims = node.op.input(i, count).dims;
-            match g.get(node.inputs[i]).sharding.over(axis) {
-                Placement::Split(dim) if !chosen.contains(letter(dims, dim)) => {
-                    node.inputs[i] = self.gather(g, node.inputs[i], axis, dim, node)?;
+            let v = node.inputs[i];
+            match g.get(v).sharding.over(axis) {
+                Placement::Split(dim) if split(node.op.input(i, count), v, g) != Some(dim) => {
+                    node.inputs[i] = self.gather(g, v, axis, dim, node)?;
                 }
                 Placement::Partial => partial = true,
                 Placement::Replicated | Placement::Split(_) | Placement::Flat => {}
             }
         }
-        let shared = !chosen.is_empty();
         for (o, v) in node.outputs.iter().enumerate() {
             let Some(v) = v else { continue };
-            let dim = node.op.output(o).dims.chars().position(|c| chosen.contains(c));
-            let placement = match dim {
+            let placement = match split(node.op.output(o), *v, g) {
                 Some(dim) => Placement::Split(dim),
-                None if shared || partial => Placement::Partial,
+                None if chosen.is_some() || partial => Placement::Partial,
                 None => Placement::Replicated,
             };
             g.values[v.0].sharding = g.get(*v).sharding.with(axis, placement);
@@ -194,7 +194,7 @@ F x: f32[batch:4, seq:4, embed:2] @(dp: split 0) = embedding(tokens, table)
 F n1: f32[batch:4, seq:4, embed:2] @(dp: split 0), n1.rstd: f32[batch:4, seq:4] @(dp: split 0) = rms_norm(x, w1) { eps: 1e-5 }
 F mid: f32[batch:4, seq:4, embed:2] @(dp: split 0), n2: f32[batch:4, seq:4, embed:2] @(dp: split 0), n2.rstd: f32[batch:4, seq:4] @(dp: split 0) = add_rms_norm(x, n1, w2) { eps: 1e-5 }
 F y: f32[batch:4, seq:4, embed:2] @(dp: split 0) = add(mid, n2)
-F loss: f64[batch:4] @(dp: split 0), loss.dx: f32[batch:4, seq:4, embed:2] @(dp: split 0), loss.dw: f32[vocab:8, embed:2] @(dp: partial) += grad.table = linear_cross_entropy(y, table, targets) { rows: 8, scaled: false }
+F loss: f64[batch:4] @(dp: split 0), loss.dx: f32[batch:4, seq:4, embed:2] @(dp: split 0), loss.dw: f32[vocab:8, embed:2] @(dp: partial) += grad.table = linear_cross_entropy(y, table, targets) { rows: 8 }
 W dw.w2: f32[embed:2] @(dp: partial) += grad.w2 = rms_norm_grad_weight(loss.dx, mid, n2.rstd)
 B d.x: f32[batch:4, seq:4, embed:2] @(dp: split 0) = add_rms_norm_grad(loss.dx, mid, w2, n2.rstd, loss.dx)
 W dw.w1: f32[embed:2] @(dp: partial) += grad.w1 = rms_norm_grad_weight(d.x, x, n1.rstd)

@@ -11,7 +11,7 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
     let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
     let rest = g.nodes.split_off(at + 1);
-    let Some(Node { op: Op::LinearCrossEntropy { rows, scaled }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
+    let Some(Node { op: Op::LinearCrossEntropy { rows }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
         return Ok(());
     };
     let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
@@ -34,7 +34,7 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
             continue;
         }
         let reads = [&[made[0], made[1], x, w, targets], scalars].concat();
-        let made = node(g, Op::VocabGrad { rows, scaled }, &reads, &format!("d.logits.{c}"))?;
+        let made = node(g, Op::VocabGrad { rows }, &reads, &format!("d.logits.{c}"))?;
         pieces.push(made[0]);
         if let Some(dw) = dw {
             g.values[made[1].0].ty = g.ty(dw).clone();
@@ -84,9 +84,9 @@ mod tests {
             lines(&g, &[" = vocab_", " = join_"], true),
             "\
 F logits.0: f32[seq:64, vocab:8], logits.0.statistics: f32[parts:2, seq:64, scalar:3] = vocab_logits(y, table, targets) { rows: Rows { first: 0, count: 32, ranks: 2 }, parts: 2 }
-F d.logits.0: f32[seq:64, embed:2], d.logits.0.dw: f32[vocab:8, embed:2] += grad.table = vocab_grad(logits.0, logits.0.statistics, y, table, targets) { rows: Rows { first: 0, count: 32, ranks: 2 }, scaled: false }
+F d.logits.0: f32[seq:64, embed:2], d.logits.0.dw: f32[vocab:8, embed:2] += grad.table = vocab_grad(logits.0, logits.0.statistics, y, table, targets) { rows: Rows { first: 0, count: 32, ranks: 2 } }
 F logits.1: f32[seq:16, vocab:8], logits.1.statistics: f32[parts:2, seq:16, scalar:3] = vocab_logits(y, table, targets) { rows: Rows { first: 32, count: 8, ranks: 2 }, parts: 2 }
-F d.logits.1: f32[seq:16, embed:2], d.logits.1.dw: f32[vocab:8, embed:2] += grad.table = vocab_grad(logits.1, logits.1.statistics, y, table, targets) { rows: Rows { first: 32, count: 8, ranks: 2 }, scaled: false }
+F d.logits.1: f32[seq:16, embed:2], d.logits.1.dw: f32[vocab:8, embed:2] += grad.table = vocab_grad(logits.1, logits.1.statistics, y, table, targets) { rows: Rows { first: 32, count: 8, ranks: 2 } }
 F loss: f64[batch:4] = vocab_loss(logits.0.statistics, logits.1.statistics, targets)
 F loss.dx: f32[batch:4, seq:20, embed:2] = join_rows(d.logits.0, d.logits.1, targets)
 "

@@ -15,7 +15,7 @@ use lockstep_ir::{DType, Workspace};
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace { fixed: SLACK + table::ROUNDING, terms: vec![(4, "bqs"), (table::BYTES, "bs")] },
-        _ => Workspace::default(),
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
     }
 }
 
@@ -26,7 +26,9 @@ pub fn grad_scratch(compute: DType) -> Workspace {
             fixed: SLACK + table::ROUNDING,
             terms: vec![(4, "bsp"), (GUARD, "p"), (8, "bsh"), (12, "bqs"), (table::BYTES, "bs")],
         },
-        _ => Workspace { fixed: 0, terms: vec![(4, "bqs")] },
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => {
+            Workspace { fixed: 0, terms: vec![(4, "bqs")] }
+        }
     }
 }
 
@@ -170,7 +172,7 @@ mod tests {
         for shape in shapes(false) {
             let shape = AttentionShape { documents: Some(shape.batch * shape.seq), ..shape };
             let profile = ops::profile("cuda", DType::BF16, DType::F32, false);
-            let op = Op::AttentionGrad { documents: true, window: None };
+            let op = Op::AttentionGrad { window: None };
             let types = operands(&shape);
             let planned = profile.workspace(&op, &types.each_ref()).unwrap();
             let mut room = Room(0);

@@ -41,11 +41,12 @@ pub struct AttentionShape {
 impl AttentionShape {
     /// Of an instruction that cuDNN may run, with at most `most` documents.
     fn of(bound: &Bound, deterministic: bool, most: Option<usize>) -> Option<Self> {
-        let (documents, window, backward) = match bound.op {
-            Op::Attention { documents, window } => (documents, window, false),
-            Op::AttentionGrad { documents, window } => (documents, window, true),
+        let (window, backward) = match bound.op {
+            Op::Attention { window } => (window, false),
+            Op::AttentionGrad { window } => (window, true),
             _ => return None,
         };
+        let documents = bound.inputs.len() == bound.op.spec().inputs.len();
         let size = |letter| bound.size(letter);
         let (batch, seq, heads, kv_heads, e) = (size('b'), size('s'), size('q'), size('u'), size('e'));
         let window = window.filter(|w| *w < seq);

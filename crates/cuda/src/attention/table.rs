@@ -41,7 +41,7 @@ impl Written {
     /// Of a program.
     pub fn new(program: &StepProgram) -> Self {
         let instrs = program.segments.iter().flat_map(|s| &s.instrs);
-        let read = |i: &Instr| Some(i.inputs[starts_input(&i.op)?].buffer);
+        let read = |i: &Instr| Some(i.inputs.get(starts_input(&i.op)?)?.buffer);
         let buffers: Vec<_> = instrs.filter_map(read).collect();
         let of = program.tensors.iter().filter(|t| t.ty.dtype == DType::U32 && buffers.contains(&t.buffer));
         let tensors = of.map(|t| (t.name.to_string(), t.ty.dims[1].size())).collect();
@@ -61,13 +61,9 @@ impl Written {
     }
 }
 
-/// Which input says where documents start.
+/// Which input says where documents start, if it is given.
 pub fn starts_input(op: &Op) -> Option<usize> {
-    match op {
-        Op::Attention { documents: true, .. } => Some(1),
-        Op::AttentionGrad { documents: true, .. } => Some(4),
-        _ => None,
-    }
+    op.spec().inputs.iter().position(|operand| operand.name == "starts")
 }
 
 /// Bytes of scratch that are given out one behind the other.

@@ -1,7 +1,7 @@
 //! Biases, GELU, learned positions, dropout.
 
 use super::norm::add_shares;
-use super::pointwise::{in_parts, over_rows};
+use super::pointwise::{Positions, in_parts, over_rows};
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
 use crate::kernels::args;
@@ -77,30 +77,25 @@ pub unsafe fn gelu_grad(call: Call) -> Result<(), CudaError> {
     unsafe { call.typed(("elements", "gelu_grad"), packs(call, n), THREADS, args) }
 }
 
-/// Where a row's position comes from: as kernels count.
-fn how(documents: bool, at: bool) -> i32 {
-    if at { 1 } else { 2 * i32::from(documents) }
-}
-
 /// `seq` is `None` where positions go on from a number on the device.
-pub unsafe fn add_positions(call: Call, seq: Option<usize>, documents: bool) -> Result<(), CudaError> {
+pub unsafe fn add_positions(call: Call, seq: Option<usize>) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
     let (d, here) = (call.size('d'), call.size('s'));
     let whole = seq.unwrap_or(here);
     let first = call.bound.first_position();
-    let starts = (call.bound.inputs.len() > 2).then(|| call.input(2));
-    let how = how(documents, seq.is_none());
-    let args = args![call.input(0), call.input(1), starts, y, d, here, whole, first, how, call.size('t')];
+    let starts = call.given(2);
+    let positions = if seq.is_none() { Positions::From } else { Positions::of(starts) };
+    let args = args![call.input(0), call.input(1), starts, y, d, here, whole, first, positions as i32, call.size('t')];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "add_positions"), [call.rows(), 1, 1], THREADS, args) }
 }
 
-pub unsafe fn positions_grad(call: Call, seq: usize, documents: bool) -> Result<(), CudaError> {
+pub unsafe fn positions_grad(call: Call, seq: usize) -> Result<(), CudaError> {
     let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
     let (d, rows, batch, here) = (call.size('d'), call.size('t'), call.size('b'), call.size('s'));
     let first = call.bound.first_position();
-    let starts = documents.then(|| call.input(1));
-    let (kind, adds, how) = (sum_kind(at.dtype), call.adds(0), how(documents, false));
+    let starts = call.given(1);
+    let (kind, adds, how) = (sum_kind(at.dtype), call.adds(0), Positions::of(starts) as i32);
     let args = args![call.input(0), starts, out, kind, adds, d, batch, here, seq, first, how, rows];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "positions_grad"), [rows, 1, 1], THREADS, args) }

@@ -40,7 +40,7 @@ pub fn column_parts(v: usize) -> Vec<(usize, usize)> {
 }
 
 /// Loss, dx and dw. Scratch: a matmul's; logits of a chunk; losses of all rows; for sums in fixed point dw once.
-pub unsafe fn linear_cross_entropy(call: Call, rows: usize, scaled: bool) -> Result<(), CudaError> {
+pub unsafe fn linear_cross_entropy(call: Call, rows: usize) -> Result<(), CudaError> {
     let (m, seq, k, v) = (call.rows(), call.size('s'), call.size('k'), call.size('v'));
     let (x, w, targets) = (call.input(0), call.input(1), call.input(2));
     let input = call.float();
@@ -52,7 +52,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize, scaled: bool) -> Res
     let losses = logits + (rows as u64 * stride as u64 * bytes).next_multiple_of(ALIGNMENT);
     let share = losses + (4 * m as u64).next_multiple_of(ALIGNMENT);
     // What gradients start with, among the step's scalars.
-    let scale = scaled.then(|| call.input(3) + LOSS_SCALE);
+    let scale = call.given(3).map(|scalars| scalars + LOSS_SCALE);
     let gradients = call.output(1).is_some() || dw.is_some();
     for (c, (first, count)) in chunks(m, seq, rows, fixed).into_iter().enumerate() {
         let at = (first * k) as u64 * bytes;
@@ -160,14 +160,14 @@ pub unsafe fn vocab_loss(call: Call) -> Result<(), CudaError> {
 }
 
 /// This part's share of dx, and dw. Scratch: a matmul's; dlogits in the compute type; for sums in fixed point dw once.
-pub unsafe fn vocab_grad(call: Call, rows: Rows, scaled: bool) -> Result<(), CudaError> {
+pub unsafe fn vocab_grad(call: Call, rows: Rows) -> Result<(), CudaError> {
     let (k, v, parts, part, input) = (call.size('k'), call.size('v'), call.size('a'), call.vocab_part(), call.float());
     let x = call.input(2) + (rows.first * k * input.bytes()) as u64;
     let targets = call.input(4) + 4 * rows.first as u64;
     let scratch = call.scratch()?;
     let (dlogits, count) = (scratch + WORKSPACE, rows.count);
     let share = dlogits + ((count * v * input.bytes()) as u64).next_multiple_of(ALIGNMENT);
-    let scale = scaled.then(|| call.input(5) + LOSS_SCALE);
+    let scale = call.given(5).map(|scalars| scalars + LOSS_SCALE);
     let args = args![call.input(0), call.input(1), targets, dlogits, scale, parts, v, part.first, part.entries];
     // SAFETY: the operands and the scratch have these sizes.
     unsafe {

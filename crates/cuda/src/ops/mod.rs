@@ -10,6 +10,7 @@ mod norm;
 mod optimizer;
 mod orthogonal;
 mod pointwise;
+mod sections;
 
 use norm::Kind;
 
@@ -17,7 +18,7 @@ use crate::call::Call;
 use crate::driver::ALIGNMENT;
 use crate::matmul::WORKSPACE;
 use crate::{CudaError, attention};
-use lockstep_ir::{DType, DeviceProfile, Fusion, Op, Workspace};
+use lockstep_ir::{DType, DeviceProfile, Fusion, Op, OpKind, Workspace};
 use std::collections::BTreeMap;
 
 /// What the compiler must know of this executor, for these types of parameters and of gradient sums, and for the same bits every
@@ -32,28 +33,28 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
     let head = [&[logits, (8 * compute.bytes() as u64, "c"), (4, "bs")][..], &share("vk")].concat();
     let vocab_grad = of(WORKSPACE + ALIGNMENT, &[&[logits][..], &share("vk")].concat());
     let workspaces = BTreeMap::from([
-        ("linear", fixed(WORKSPACE)),
-        ("linear_grad_input", fixed(WORKSPACE)),
-        ("linear_grad_weight", Workspace { fixed: WORKSPACE, terms: share("nk") }),
-        ("linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head.clone() }),
-        ("scaled_linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
-        ("rms_norm_grad_weight", shares(norm::SHARES, "d")),
-        ("layer_norm_grad_weight", shares(norm::SHARES, "d")),
-        ("qk_norm_grad_weight", shares(norm::SHARES, "i")),
-        ("bias_grad", shares(elements::SHARES, "d")),
-        ("attention_scores_grad", of(0, &[(4, "bqs")])),
-        ("embedding_grad", of(4 * ALIGNMENT, &[(8, "bs"), (8, "v")])),
-        ("cross_entropy", of(0, &[(4, "bs")])),
-        ("square_sum", fixed(ALIGNMENT)),
-        ("orthogonalise", orthogonal::scratch()),
-        ("attention", attention::scratch(compute)),
-        ("attention_grad", attention::grad_scratch(compute, deterministic)),
-        ("document_attention", attention::documents::scratch(compute)),
-        ("document_attention_grad", attention::documents::grad_scratch(compute)),
-        ("vocab_logits", fixed(WORKSPACE)),
-        ("vocab_loss", of(0, &[(4, "bs")])),
-        ("vocab_grad", vocab_grad.clone()),
-        ("scaled_vocab_grad", vocab_grad),
+        (OpKind::Linear, fixed(WORKSPACE)),
+        (OpKind::LinearGradInput, fixed(WORKSPACE)),
+        (OpKind::LinearGradWeight, Workspace { fixed: WORKSPACE, terms: share("nk") }),
+        (OpKind::LinearCrossEntropy, Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
+        (OpKind::RmsNormGradWeight, shares(norm::SHARES, "d")),
+        (OpKind::LayerNormGradWeight, shares(norm::SHARES, "d")),
+        (OpKind::QkNormGradWeight, shares(norm::SHARES, "i")),
+        (OpKind::BiasGrad, shares(elements::SHARES, "d")),
+        (OpKind::AttentionScoresGrad, of(0, &[(4, "bqs")])),
+        (OpKind::EmbeddingGrad, of(4 * ALIGNMENT, &[(8, "bs"), (8, "v")])),
+        (OpKind::CrossEntropy, of(0, &[(4, "bs")])),
+        (OpKind::SquareSum, fixed(ALIGNMENT)),
+        (OpKind::Orthogonalise, orthogonal::scratch()),
+        (OpKind::Attention, attention::scratch(compute)),
+        (OpKind::AttentionGrad, attention::grad_scratch(compute, deterministic)),
+        (OpKind::VocabLogits, fixed(WORKSPACE)),
+        (OpKind::VocabLoss, of(0, &[(4, "bs")])),
+        (OpKind::VocabGrad, vocab_grad),
+    ]);
+    let workspaces_with_optional = BTreeMap::from([
+        (OpKind::Attention, attention::documents::scratch(compute)),
+        (OpKind::AttentionGrad, attention::documents::grad_scratch(compute)),
     ]);
     DeviceProfile {
         name: name.to_owned(),
@@ -61,6 +62,7 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         cross_entropy_logits: 1 << 29,
         cross_entropy_rows: 8192,
         workspaces,
+        workspaces_with_optional,
         fusions: Fusion::ALL.to_vec(),
         faster: Vec::new(),
     }
@@ -94,28 +96,31 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::QkNorm { eps } => norm::heads_forward(call, eps),
             Op::QkNormGrad => norm::heads_grad(call),
             Op::QkNormGradWeight => norm::heads_grad_weight(call),
-            Op::AddPositions { seq, documents } => elements::add_positions(call, Some(seq), documents),
-            Op::AddPositionsAt => elements::add_positions(call, None, false),
-            Op::PositionsGrad { seq, documents, .. } => elements::positions_grad(call, seq, documents),
+            Op::AddPositions { seq } => elements::add_positions(call, Some(seq)),
+            Op::AddPositionsAt => elements::add_positions(call, None),
+            Op::PositionsGrad { seq, .. } => elements::positions_grad(call, seq),
             Op::Dropout { rate, site, .. } => elements::dropout(call, rate, site),
             Op::Gelu => elements::gelu(call),
             Op::GeluGrad => elements::gelu_grad(call),
-            Op::AttentionScores { documents, window } => naive::scores(call, documents, window),
+            Op::AttentionScores { window } => naive::scores(call, window),
             Op::AttentionScoresGrad { .. } => naive::scores_grad(call),
             Op::AttentionMix { .. } => naive::mix(call),
             Op::AttentionMixGrad { .. } => naive::mix_grad(call),
-            Op::Rope { inverse, documents } => pointwise::rope(call, inverse, documents),
+            Op::Rope { inverse } => pointwise::rope(call, inverse),
             Op::RopeAt => pointwise::rope_at(call),
-            Op::Attention { documents, window } => attention::forward(call, documents, window),
-            Op::AttentionGrad { documents, window } => attention::grad(call, documents, window),
+            Op::Attention { window } => attention::forward(call, window),
+            Op::AttentionGrad { window } => attention::grad(call, window),
             Op::CachedAttention { window } => attention::cached(call, window),
             Op::LastPosition => pointwise::last_position(call),
             Op::SwiGlu => pointwise::swiglu(call),
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),
+            Op::Cast { .. } => sections::cast(call),
+            Op::Slice { first, .. } => sections::slice(call, first),
+            Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
             Op::CrossEntropyGrad => head::cross_entropy_grad(call),
-            Op::LinearCrossEntropy { rows, scaled } => head::linear_cross_entropy(call, rows, scaled),
+            Op::LinearCrossEntropy { rows } => head::linear_cross_entropy(call, rows),
             Op::AddState => optimizer::add_state(call),
             Op::Accumulate => optimizer::accumulate(call),
             Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
@@ -133,7 +138,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::Descend { decay, lr_scale } => optimizer::descend(call, decay, lr_scale),
             Op::VocabLogits { rows, .. } => head::vocab_logits(call, rows),
             Op::VocabLoss => head::vocab_loss(call),
-            Op::VocabGrad { rows, scaled } => head::vocab_grad(call, rows, scaled),
+            Op::VocabGrad { rows } => head::vocab_grad(call, rows),
             Op::JoinRows => head::join_rows(call),
             Op::AllReduce { .. }
             | Op::SumShared { .. }

@@ -13,12 +13,11 @@ fn grids(call: Call) -> Result<[[usize; 3]; 2], CudaError> {
     Ok([call.size('q'), call.size('u')].map(|heads| [rows, heads, call.size('b')]))
 }
 
-pub unsafe fn scores(call: Call, documents: bool, window: Option<usize>) -> Result<(), CudaError> {
+pub unsafe fn scores(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let Some(p) = call.output(0) else { return Ok(()) };
     let [grid, _] = grids(call)?;
     let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
-    let starts = documents.then(|| call.input(1));
-    let args = args![call.input(0), starts, p, s, q, u, e, keys_seen(window), scale(e)];
+    let args = args![call.input(0), call.given(1), p, s, q, u, e, keys_seen(window), scale(e)];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("naive", "scores"), grid, 32 * WARPS, args) }
 }

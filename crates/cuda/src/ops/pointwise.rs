@@ -4,18 +4,24 @@ use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;
 
-/// Where a row's position comes from.
+/// Where a row's position comes from: as kernels count.
 #[derive(Clone, Copy)]
-enum Positions {
+pub enum Positions {
     Sequence = 0,
     From = 1,
     Document = 2,
 }
 
-pub unsafe fn rope(call: Call, inverse: bool, documents: bool) -> Result<(), CudaError> {
-    let positions = if documents { Positions::Document } else { Positions::Sequence };
+impl Positions {
+    /// Positions in documents where it is given where those start.
+    pub fn of(starts: Option<u64>) -> Self {
+        if starts.is_some() { Positions::Document } else { Positions::Sequence }
+    }
+}
+
+pub unsafe fn rope(call: Call, inverse: bool) -> Result<(), CudaError> {
     // SAFETY: as the caller says.
-    unsafe { rotate(call, if inverse { -1.0 } else { 1.0 }, positions) }
+    unsafe { rotate(call, if inverse { -1.0 } else { 1.0 }, Positions::of(call.given(2))) }
 }
 
 pub unsafe fn rope_at(call: Call) -> Result<(), CudaError> {
@@ -25,7 +31,7 @@ pub unsafe fn rope_at(call: Call) -> Result<(), CudaError> {
 
 unsafe fn rotate(call: Call, sign: f32, positions: Positions) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let starts = (call.bound.inputs.len() > 2).then(|| call.input(2));
+    let starts = call.given(2);
     let (e, width) = (call.size('e'), call.size('p'));
     let rotated = (call.size('q') + call.size('u')) * e;
     let wide = call.wide(e / 2) && call.wide(width);

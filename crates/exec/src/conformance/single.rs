@@ -1,6 +1,6 @@
 //! Programs of one instruction, and numbers as devices hold them.
 
-use super::{Way, weight_output};
+use super::Way;
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
@@ -19,8 +19,8 @@ pub(super) fn single_op(
 ) -> Result<StepProgram, String> {
     let refs: Vec<&TensorType> = types.iter().collect();
     let mut outputs = op.infer(&refs).map_err(|e| e.to_string())?;
-    if let Way::Summed(dtype) = way {
-        outputs[weight_output(op)].dtype = dtype;
+    if let (Way::Summed(dtype), Some(sum)) = (way, op.spec().sums) {
+        outputs[sum].dtype = dtype;
     }
     let scratch = profile.workspace(op, &refs).map_err(|e| e.to_string())?;
     let mut regions = Vec::new();
@@ -49,7 +49,9 @@ pub(super) fn single_op(
         buffers.push(Buffer { name: name.clone(), class: Class::Optimizer, layer: None, region, offset: end, bytes });
         end += profile.align(bytes);
         let value = ValueId(values.len());
-        let (role, sharding) = (Role::State(State::Gradient { of: value }), Sharding::REPLICATED);
+        // Inputs are there when the step begins, sums are not.
+        let state = if kind == "in" { State::Cache } else { State::Gradient { of: value } };
+        let (role, sharding) = (Role::State(state), Sharding::REPLICATED);
         let (ty, whole) = (ty.clone(), ty.clone());
         tensors.push(Tensor {
             name: name.clone(),
@@ -68,8 +70,8 @@ pub(super) fn single_op(
     }
     regions.push(Region { lifetime: Lifetime::Run, offset: first, slot_bytes: end, slots: 1 });
     let mut outputs = args.split_off(types.len());
-    if let Way::Summed(_) = way {
-        outputs[weight_output(op)].sum = Sum::AfterFirst;
+    if let (Way::Summed(_), Some(sum)) = (way, op.spec().sums) {
+        outputs[sum].sum = Sum::AfterFirst;
     }
     for &(input, output) in op.spec().in_place {
         // A change of state: all its outputs are its inputs' memory.

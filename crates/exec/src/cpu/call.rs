@@ -35,6 +35,11 @@ impl Call<'_> {
         self.at(&self.bound.inputs[i]).cast()
     }
 
+    /// Address of an optional input; none where it is not given.
+    pub fn given<T>(&self, i: usize) -> Option<*const T> {
+        self.bound.inputs.get(i).map(|at| self.at(at).cast_const().cast())
+    }
+
     /// Address of an output; none where it is unused.
     pub fn output<T>(&self, i: usize) -> Option<*mut T> {
         self.bound.outputs[i].as_ref().map(|at| self.at(at).cast())
@@ -46,9 +51,9 @@ impl Call<'_> {
         StepScalars::from_slice(unsafe { Ptr(self.input::<f32>(i)).slice(0, StepScalars::COUNT) })
     }
 
-    /// What gradients start with: 1, or where the op is scaled the loss scale among the scalars at input `i`.
-    pub fn seed(&self, scaled: bool, i: usize) -> f32 {
-        if scaled { self.scalars(i).loss_scale } else { 1.0 }
+    /// What gradients start with: 1, or where input `i` is given the loss scale among its scalars.
+    pub fn seed(&self, i: usize) -> f32 {
+        if i < self.bound.inputs.len() { self.scalars(i).loss_scale } else { 1.0 }
     }
 
     /// Address of the scratch.
@@ -87,7 +92,8 @@ impl Call<'_> {
         Some(match at.dtype {
             DType::Fixed64 => Accumulator::Fixed { sum: address.cast(), add },
             DType::BF16 => Accumulator::Bf16 { sum: address.cast(), add },
-            _ => Accumulator::Float { sum: address.cast(), add },
+            DType::F32 => Accumulator::Float { sum: address.cast(), add },
+            DType::F16 | DType::F64 | DType::U32 => unreachable!("nothing is summed in {}", at.dtype),
         })
     }
 

@@ -108,7 +108,7 @@ impl Layout {
 fn kept_bytes(compute: DType) -> usize {
     match compute {
         DType::BF16 => 2,
-        _ => 4,
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => 4,
     }
 }
 
@@ -156,7 +156,7 @@ unsafe impl Sync for Head<'_> {}
 /// x `[b, s, k]`, w `[v, k]`, targets `[b, s]` → loss `[b]`, and where asked for dx `[b, s, k]` and dw `[v, k]`.
 ///
 /// Scratch: `share` (v · k floats) for sums that are not in f32, then what `scratch_bytes` says.
-pub fn linear_cross_entropy<T: Float>(call: Call, most_rows: usize, scaled: bool) {
+pub fn linear_cross_entropy<T: Float>(call: Call, most_rows: usize) {
     let (batch, seq, k, v) = (call.size('b'), call.size('s'), call.size('k'), call.size('v'));
     let (x, w, targets) = (call.input::<T>(0), call.input::<T>(1), call.input::<u32>(2));
     let loss = call.output::<f64>(0);
@@ -167,7 +167,7 @@ pub fn linear_cross_entropy<T: Float>(call: Call, most_rows: usize, scaled: bool
     let share = if matches!(dw, None | Some(Accumulator::Float { .. })) { 0 } else { (v * k * 4).next_multiple_of(64) };
     // SAFETY: the device profile asks for this much.
     let scratch = unsafe { call.scratch::<u8>().add(share) };
-    let seed = call.seed(scaled, 3);
+    let seed = call.seed(3);
     let head = Head { call, seed, unit, k, v, most_rows, columns, blocks: v.div_ceil(columns), at, scratch };
     let wanted = dx.is_some() || dw.is_some();
     // SAFETY: operands have the sizes of their types.

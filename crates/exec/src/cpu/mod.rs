@@ -20,6 +20,7 @@ mod pointwise;
 mod pool;
 mod positions;
 mod rules;
+mod sections;
 mod simd;
 mod vocab;
 
@@ -32,7 +33,7 @@ use call::{Bound, Call};
 use communication_thread::CommunicationThread;
 use float::{Bf16, F16, Float};
 use lockstep_ir::program::{Instr, Segment, Slot, Stream, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, OpKind, StepProgram, Workspace, units};
 use pool::Pool;
 use simd::Simd;
 use std::borrow::Cow;
@@ -49,7 +50,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     // A result that is rounded is summed whole.
     let rounded = |letter| match compute {
         DType::BF16 | DType::F16 => Workspace { fixed: gemm, terms: vec![(per_k, letter)] },
-        _ => fixed(gemm),
+        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => fixed(gemm),
     };
     // A sum that is not in f32 needs each matmul once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
@@ -62,26 +63,21 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let rounds = if compute == DType::F32 { 0 } else { per_k };
     let naive = |terms: &[_]| Workspace { fixed: gemm + attention::naive::SLACK as u64, terms: terms.to_vec() };
     let workspaces = BTreeMap::from([
-        ("linear", rounded("k")),
-        ("linear_grad_input", rounded("n")),
-        ("linear_grad_weight", Workspace { fixed: gemm, terms: share("nk") }),
-        ("linear_cross_entropy", loss_head.clone()),
-        ("scaled_linear_cross_entropy", loss_head),
-        ("attention", of(attention.terms("s", "se"))),
-        ("document_attention", of(attention.terms("s", "se"))),
-        ("cached_attention", of(attention.terms("t", "te"))),
-        ("attention_grad", of(backward.terms("s", "se"))),
-        ("document_attention_grad", of(backward.terms("s", "se"))),
-        ("attention_scores", naive(&[(4, "st")])),
-        ("document_attention_scores", naive(&[(4, "st")])),
-        ("attention_scores_grad", naive(&[(rounds, "t"), (4, "st"), (4, "te")])),
-        ("attention_mix", naive(&[(rounds, "t")])),
-        ("attention_mix_grad", naive(&[(rounds, "e"), (4, "te")])),
-        ("vocab_logits", fixed(gemm)),
-        ("vocab_grad", vocab_grad.clone()),
-        ("scaled_vocab_grad", vocab_grad),
-        ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
-        ("orthogonalise", of(orthogonal::scratch(gemm))),
+        (OpKind::Linear, rounded("k")),
+        (OpKind::LinearGradInput, rounded("n")),
+        (OpKind::LinearGradWeight, Workspace { fixed: gemm, terms: share("nk") }),
+        (OpKind::LinearCrossEntropy, loss_head),
+        (OpKind::Attention, of(attention.terms("s", "se"))),
+        (OpKind::CachedAttention, of(attention.terms("t", "te"))),
+        (OpKind::AttentionGrad, of(backward.terms("s", "se"))),
+        (OpKind::AttentionScores, naive(&[(4, "st")])),
+        (OpKind::AttentionScoresGrad, naive(&[(rounds, "t"), (4, "st"), (4, "te")])),
+        (OpKind::AttentionMix, naive(&[(rounds, "t")])),
+        (OpKind::AttentionMixGrad, naive(&[(rounds, "e"), (4, "te")])),
+        (OpKind::VocabLogits, fixed(gemm)),
+        (OpKind::VocabGrad, vocab_grad),
+        (OpKind::SquareSum, fixed(optimizer::NORM_SCRATCH as u64)),
+        (OpKind::Orthogonalise, of(orthogonal::scratch(gemm))),
     ]);
     DeviceProfile {
         name: format!("cpu, {threads} thread{}", if threads == 1 { "" } else { "s" }),
@@ -89,6 +85,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         cross_entropy_logits: 16 << 20,
         cross_entropy_rows: 1024,
         workspaces,
+        workspaces_with_optional: BTreeMap::new(),
         fusions: Vec::new(),
         faster: Vec::new(),
     }
@@ -219,7 +216,7 @@ impl CpuExecutor {
         match bound.float {
             DType::BF16 => run_kernel::<Bf16>(call),
             DType::F16 => run_kernel::<F16>(call),
-            _ => run_kernel::<f32>(call),
+            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => run_kernel::<f32>(call),
         }
     }
 
@@ -259,17 +256,16 @@ fn run_kernel<T: Float>(call: Call) {
         Op::QkNorm { eps } => head_norm::forward::<T>(call, eps),
         Op::QkNormGrad => head_norm::grad::<T>(call),
         Op::QkNormGradWeight => head_norm::grad_weight::<T>(call),
-        Op::AddPositions { seq, documents } => positions::add::<T>(call, seq, documents),
+        Op::AddPositions { seq } => positions::add::<T>(call, seq),
         Op::AddPositionsAt => positions::add_at::<T>(call),
-        Op::PositionsGrad { seq, documents, .. } => positions::grad::<T>(call, seq, documents),
-        Op::Rope { inverse, documents: false } => pointwise::rope::<T>(call, inverse),
-        Op::Rope { inverse, documents: true } => positions::document_rope::<T>(call, inverse),
+        Op::PositionsGrad { seq, .. } => positions::grad::<T>(call, seq),
+        Op::Rope { inverse } => positions::rope::<T>(call, inverse),
         Op::RopeAt => positions::rope_at::<T>(call),
         Op::CachedAttention { window } => attention::cached::<T>(call, window),
         Op::LastPosition => positions::last_position::<T>(call),
-        Op::Attention { documents, window } => attention::forward::<T>(call, documents, window),
-        Op::AttentionGrad { documents, window } => attention::grad::<T>(call, documents, window),
-        Op::AttentionScores { documents, window } => attention::naive::scores::<T>(call, documents, window),
+        Op::Attention { window } => attention::forward::<T>(call, window),
+        Op::AttentionGrad { window } => attention::grad::<T>(call, window),
+        Op::AttentionScores { window } => attention::naive::scores::<T>(call, window),
         Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
         Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
         Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
@@ -279,9 +275,12 @@ fn run_kernel<T: Float>(call: Call) {
         Op::GeluGrad => pointwise::gelu_grad::<T>(call),
         Op::Dropout { rate, site, .. } => dropout::dropout::<T>(call, rate, site),
         Op::Add => pointwise::add::<T>(call),
+        Op::Cast { .. } => sections::cast::<T>(call),
+        Op::Slice { first, .. } => sections::slice::<T>(call, first),
+        Op::Concat => sections::concat::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
         Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
-        Op::LinearCrossEntropy { rows, scaled } => head::linear_cross_entropy::<T>(call, rows, scaled),
+        Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),
         Op::AddState => optimizer::add_state(call),
         Op::Accumulate => optimizer::accumulate(call),
         Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
@@ -295,7 +294,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Descend { decay, lr_scale } => rules::descend(call, decay, lr_scale),
         Op::VocabLogits { rows, .. } => vocab::logits::<T>(call, rows),
         Op::VocabLoss => vocab::loss(call),
-        Op::VocabGrad { rows, scaled } => vocab::grad::<T>(call, rows, scaled),
+        Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
         Op::JoinRows => vocab::join_rows::<T>(call),
         Op::AllReduce { .. }
         | Op::SumShared { .. }

@@ -41,7 +41,8 @@ fn settled(mut run: impl FnMut() -> f64) -> f64 {
 pub fn matmul(threads: usize, operands: DType) -> Result<f64, ExecError> {
     match operands {
         DType::BF16 => matmul_of::<Bf16>(threads),
-        _ => matmul_of::<f32>(threads),
+        // Other types are widened to f32.
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => matmul_of::<f32>(threads),
     }
 }
 

@@ -85,13 +85,8 @@ pub fn checked_target(target: u32, vocab: usize) -> Option<usize> {
     (target != IGNORED_TARGET).then(|| checked_token(target, vocab))
 }
 
-/// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position.
-pub fn rope<T: Float>(call: Call, inverse: bool) {
-    let seq = call.size('s');
-    rotate::<T>(call, if inverse { -1.0 } else { 1.0 }, |row| row % seq);
-}
-
-/// The same, with the position of every row (below the table's rows) and the sign of the angles given.
+/// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position, which is given (below
+/// the table's rows) as is their sign.
 pub fn rotate<T: Float>(call: Call, sign: f32, position: impl Fn(usize) -> usize + Sync) {
     let (seq, e) = (call.size('s'), call.size('e'));
     let (rotated, width) = (call.size('q') + call.size('u'), call.size('p'));

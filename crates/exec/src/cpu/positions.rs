@@ -26,14 +26,14 @@ pub fn add_at<T: Float>(call: Call) {
 }
 
 /// y `[b, s, d]` = x + table `[t, d]` by positions in sequences of `seq`, or in documents.
-pub fn add<T: Float>(call: Call, seq: usize, documents: bool) {
-    let position = positions(&call, seq, documents.then(|| call.input(2)));
+pub fn add<T: Float>(call: Call, seq: usize) {
+    let position = positions(&call, seq, call.given(2));
     add_table::<T>(call, position);
 }
 
 /// dtable `[t, d]` += dx `[b, s, d]` by the same positions.
-pub fn grad<T: Float>(call: Call, seq: usize, documents: bool) {
-    let position = positions(&call, seq, documents.then(|| call.input(1)));
+pub fn grad<T: Float>(call: Call, seq: usize) {
+    let position = positions(&call, seq, call.given(1));
     add_rows::<T>(call, call.size('t'), |row| Some(position(row)));
 }
 
@@ -50,15 +50,17 @@ fn positions(call: &Call, seq: usize, starts: Option<*const u32>) -> impl Fn(usi
     }
 }
 
-/// Rope of qkv `[b, s, (q + 2u)·e]` by positions in documents: `starts[b, s]` is where the one of each position starts.
-pub fn document_rope<T: Float>(call: Call, inverse: bool) {
-    let seq = call.size('s');
-    let starts = Ptr(call.input::<u32>(2));
-    rotate::<T>(call, if inverse { -1.0 } else { 1.0 }, |row| {
-        // SAFETY: there is an element per row.
-        let start = unsafe { *starts.at(row) } as usize;
-        (row % seq).saturating_sub(start)
-    });
+/// Rope of qkv `[b, s, (q + 2u)·e]` by positions in sequences or, with `starts[b, s]`, in documents.
+pub fn rope<T: Float>(call: Call, inverse: bool) {
+    let (seq, sign) = (call.size('s'), if inverse { -1.0 } else { 1.0 });
+    match call.given::<u32>(2).map(Ptr) {
+        None => rotate::<T>(call, sign, |row| row % seq),
+        Some(starts) => rotate::<T>(call, sign, |row| {
+            // SAFETY: there is an element per row.
+            let start = unsafe { *starts.at(row) } as usize;
+            (row % seq).saturating_sub(start)
+        }),
+    }
 }
 
 /// y `[b, 1, d]` = x `[b, s, d]` at position `count[b] − 1`.

@@ -85,13 +85,13 @@ pub fn loss(call: Call) {
 /// This part's share of dx `[c, k]`, and dw.
 ///
 /// Scratch: a matmul's; dlogits in the compute type; dx in f32; for sums that are not in f32 dw once.
-pub fn grad<T: Float>(call: Call, rows: Rows, scaled: bool) {
+pub fn grad<T: Float>(call: Call, rows: Rows) {
     let (k, v, parts) = (call.size('k'), call.size('v'), call.size('a'));
     let (logits, statistics) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
     let (x, w, targets) = (call.input::<T>(2), call.input::<T>(3), Ptr(call.input::<u32>(4)));
     let part = call.vocab_part();
     let scratch: *mut f32 = call.scratch();
-    let (count, seed) = (rows.count, call.seed(scaled, 5));
+    let (count, seed) = (rows.count, call.seed(5));
     // SAFETY: the device profile asks for this much scratch; the chunk lies in the operands; tasks own whole rows.
     unsafe {
         let sums = scratch.byte_add(call.gemm_scratch());

@@ -1,11 +1,16 @@
+use super::TypeVar;
 use crate::{DType, Dim};
 
-/// The dimensions behind an op's letters.
+/// What stands for any number of leading dimensions, at least one, in an operand's letters.
+pub const LEADING: char = '…';
+
+/// The dimensions behind an op's letters, and the types behind its type variables.
 #[derive(Clone, Debug, Default)]
 pub struct Dims {
     known: Vec<(char, Dim)>,
-    /// Type of the floating-point operands.
-    pub(super) float: Option<DType>,
+    /// Behind [`LEADING`]; none where no operand has it.
+    pub(super) leading: Vec<Dim>,
+    floats: [Option<DType>; TypeVar::COUNT],
 }
 
 impl Dims {
@@ -14,14 +19,21 @@ impl Dims {
         self.known.iter().find(|(c, _)| *c == letter).map(|(_, d)| d)
     }
 
-    /// Its size; 1 where the op has no such letter.
+    /// Its size; 1 where the op has no such letter. Of leading dimensions, `b` is the outermost where there are several, and `s` all
+    /// others: however many there are, `b` × `s` are the rows.
     pub fn size(&self, letter: char) -> usize {
-        self.get(letter).map_or(1, Dim::size)
+        let product = |dims: &[Dim]| dims.iter().map(Dim::size).product::<usize>();
+        match (letter, &self.leading[..]) {
+            (LEADING, all) | ('s', all @ [_]) => product(all),
+            ('b', [outermost, _, ..]) => outermost.size(),
+            ('s', [_, others @ .., last]) => product(others) * last.size(),
+            _ => self.get(letter).map_or(1, Dim::size),
+        }
     }
 
-    /// The type of the floating-point operands.
-    pub fn float(&self) -> DType {
-        self.float.unwrap_or(DType::F32)
+    /// The type behind a type variable.
+    pub fn float(&self, var: TypeVar) -> DType {
+        self.floats[var as usize].unwrap_or(DType::F32)
     }
 
     /// The product of the sizes of these letters.
@@ -38,5 +50,10 @@ impl Dims {
                 None
             }
         }
+    }
+
+    /// Binds a type variable, and returns the type that it is bound to now.
+    pub(super) fn set_float(&mut self, var: TypeVar, dtype: DType) -> DType {
+        *self.floats[var as usize].get_or_insert(dtype)
     }
 }

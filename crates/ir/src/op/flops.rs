@@ -1,6 +1,6 @@
 //! What ops cost in matmuls.
 
-use super::{Op, TypeError, newton_schulz};
+use super::{Op, TypeError};
 use crate::TensorType;
 
 /// Floating-point operations of one call, multiply and add counted as two; matmuls only.
@@ -14,6 +14,13 @@ pub struct Flops {
     /// What this op really asks of the hardware, recomputed scores included; keys as for the model, or all
     /// where the weights of attention exist.
     pub hardware: u128,
+}
+
+impl Flops {
+    /// The same by every way of counting.
+    pub(super) const fn all(n: u128) -> Self {
+        Self { model: n, causal: n, hardware: n }
+    }
 }
 
 impl std::ops::Add for Flops {
@@ -31,95 +38,6 @@ impl std::ops::Add for Flops {
 impl Op {
     /// Matmul FLOPs of one call with these input types; `wanted` says which outputs are asked for.
     pub fn flops(&self, inputs: &[&TensorType], wanted: &[bool]) -> Result<Flops, TypeError> {
-        let dims = self.bind(inputs)?;
-        let same = |n| Flops { model: n, causal: n, hardware: n };
-        // A query of a window counts as many keys as the window has.
-        let attention = |window: Option<usize>, model: u128, hardware: u128| {
-            let s = dims.size('s');
-            let w = window.unwrap_or(s).min(s);
-            let (whole, seen) = (dims.product("bsh") * w as u128, dims.product("bh") * ((2 * s - w) * w) as u128);
-            Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
-        };
-        // Weights that exist are computed for all keys.
-        let naive = |window: Option<usize>, each: u128| Flops {
-            hardware: each * dims.product("bssh"),
-            ..attention(window, each, each)
-        };
-        Ok(match self {
-            Op::Linear | Op::LinearGradInput | Op::LinearGradWeight => same(2 * dims.product("bsnk")),
-            // One matmul for the logits, one for each gradient that is used.
-            Op::LinearCrossEntropy { .. } => {
-                let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
-                same(2 * matmuls * dims.product("bskv"))
-            }
-            Op::VocabLogits { .. } => same(2 * dims.product("ckv")),
-            Op::VocabGrad { .. } => same(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")),
-            // Where documents end is known on the device only: what they mask is counted.
-            Op::Attention { window, .. } => attention(*window, 4, 4),
-            Op::AttentionGrad { window, .. } => attention(*window, 8, 10),
-            Op::AttentionScores { window, .. } | Op::AttentionMix { window } => naive(*window, 2),
-            Op::AttentionScoresGrad { window } | Op::AttentionMixGrad { window } => naive(*window, 4),
-            // Not the model's.
-            Op::Orthogonalise => {
-                let sections = inputs[0].dims[0].sections.iter();
-                let hardware = sections.map(|s| newton_schulz::flops(s.size(), dims.size('k'))).sum();
-                Flops { hardware, ..Flops::default() }
-            }
-            // How full the cache is is known on the device only: every new position counts over all of it.
-            Op::CachedAttention { window } => {
-                let t = dims.size('t');
-                same(4 * dims.product("bsh") * window.unwrap_or(t).min(t) as u128)
-            }
-            Op::Embedding
-            | Op::EmbeddingGrad { .. }
-            | Op::AddBias
-            | Op::BiasGrad
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::QkNorm { .. }
-            | Op::QkNormGrad
-            | Op::QkNormGradWeight
-            | Op::LayerNorm { .. }
-            | Op::AddLayerNorm { .. }
-            | Op::LayerNormGrad
-            | Op::AddLayerNormGrad
-            | Op::LayerNormGradWeight
-            | Op::AddPositions { .. }
-            | Op::AddPositionsAt
-            | Op::PositionsGrad { .. }
-            | Op::Rope { .. }
-            | Op::RopeAt
-            | Op::LastPosition
-            | Op::SwiGlu
-            | Op::SwiGluGrad
-            | Op::Gelu
-            | Op::GeluGrad
-            | Op::Dropout { .. }
-            | Op::Add
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad
-            | Op::AddState
-            | Op::Accumulate
-            | Op::SquareSum { .. }
-            | Op::MergeSums
-            | Op::GradientNorm
-            | Op::AdamW { .. }
-            | Op::Lion { .. }
-            | Op::Sgd { .. }
-            | Op::Momentum { .. }
-            | Op::Descend { .. }
-            | Op::VocabLoss
-            | Op::JoinRows
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shard { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => Flops::default(),
-        })
+        Ok((self.spec().flops)(self, &self.bind(inputs)?, wanted))
     }
 }

@@ -23,25 +23,72 @@ fn a_dimension_with_another_meaning_is_refused_even_at_the_same_size() {
 }
 
 #[test]
+fn leading_dimensions_may_be_any_and_are_the_same_in_all_operands() {
+    let (t, s, h, k) = ((Axis::Batch, 6), (Axis::Seq, 3), (Axis::Heads, 2), (Axis::Embed, 5));
+    let w = ty(&[(Axis::Ffn, 7), k]);
+    for (leading, printed) in [
+        (&[t][..], "f32[batch:6, ffn:7]"),
+        (&[t, s], "f32[batch:6, seq:3, ffn:7]"),
+        (&[t, s, h], "f32[batch:6, seq:3, heads:2, ffn:7]"),
+    ] {
+        let x = ty(&[leading, &[k]].concat());
+        assert_eq!(Op::Linear.infer(&[&x, &w]).unwrap()[0].to_string(), printed);
+        let rows: usize = leading.iter().map(|(_, n)| n).product();
+        assert_eq!(Op::Linear.flops(&[&x, &w], &[true]).unwrap().model, 2 * 5 * 7 * rows as u128);
+        let dims = Op::Linear.bind(&[&x, &w]).unwrap();
+        assert_eq!(dims.size('b') * dims.size('s'), rows);
+        let spec = OpKind::Linear.spec();
+        for dim in 0..leading.len() {
+            let split = spec.split_of(&spec.inputs[0], x.dims.len(), dim).unwrap();
+            assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Leading(dim), Some(dim)));
+        }
+        let split = spec.split_of(&spec.inputs[0], x.dims.len(), leading.len()).unwrap();
+        assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Letters("k"), None));
+    }
+    let (one, other) = (ty(&[t, s, k]), ty(&[s, k]));
+    let error = Op::Add.infer(&[&one, &other]).unwrap_err();
+    assert_eq!(error.to_string(), "add: input `b` is f32[seq:3, embed:5], of other leading dimensions");
+    assert!(Op::Linear.infer(&[&ty(&[k]), &w]).is_err());
+}
+
+#[test]
+fn a_cast_has_a_type_on_either_side_and_a_slice_the_sections_that_it_names() {
+    let head = |axis, count| Section { axis, count, unit: 4 };
+    let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
+    let x = TensorType::new(DType::BF16, [Dim::new(Axis::Batch, 3), packed]);
+    let cast = Op::Cast { to: DType::F32 }.infer(&[&x]).unwrap().remove(0);
+    assert_eq!((cast.dtype, &cast.dims), (DType::F32, &x.dims));
+    let error = Op::Cast { to: DType::U32 }.infer(&[&x]).unwrap_err();
+    assert_eq!(error.to_string(), "cast: u32 is no floating-point type");
+    let slice = |first, count| Op::Slice { first, count }.infer(&[&x]).map(|mut y| y.remove(0));
+    let (q, kv) = (slice(0, 1).unwrap(), slice(1, 2).unwrap());
+    assert_eq!(q.to_string(), "bf16[batch:3, heads:6×4]");
+    assert_eq!(Op::Concat.infer(&[&q, &kv]).unwrap(), std::slice::from_ref(&x));
+    assert_eq!(slice(2, 2).unwrap_err().to_string(), "slice: 2 sections from 2 on, of 3");
+    assert!(slice(0, 0).is_err());
+    assert!(Op::Concat.infer(&[&q, &cast]).is_err(), "of two types");
+}
+
+#[test]
 fn attention_reads_heads_from_the_packed_dimension() {
     let head = |axis, count| Section { axis, count, unit: 4 };
     let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
     let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-    let out = Op::Attention { documents: false, window: None }.infer(&[&qkv]).unwrap();
+    let out = Op::Attention { window: None }.infer(&[&qkv]).unwrap();
     assert_eq!(out[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
     assert_eq!(out[1].to_string(), "f32[batch:1, heads:6, seq:8]");
-    let flops = Op::Attention { documents: false, window: None }.flops(&[&qkv], &[true, true]).unwrap();
+    let flops = Op::Attention { window: None }.flops(&[&qkv], &[true, true]).unwrap();
     assert_eq!((flops.model, flops.causal), (4 * 8 * 8 * 24, 2 * 8 * 8 * 24));
-    let windowed = |window| Op::Attention { documents: false, window: Some(window) };
+    let windowed = |window| Op::Attention { window: Some(window) };
     let flops = |window| windowed(window).flops(&[&qkv], &[true, true]).unwrap();
     // Three positions of a triangle without its corner, and five of a whole window.
     let all = 4 * 24 * (8 * 3);
     assert_eq!(flops(3), Flops { model: all, causal: all - 2 * 24 * 3 * 3, hardware: all });
     assert_eq!(flops(8), flops(100));
     let starts = |seq| TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, seq)]);
-    assert_eq!(Op::Attention { documents: true, window: None }.infer(&[&qkv, &starts(8)]).unwrap(), out);
-    let error = Op::Attention { documents: true, window: None }.infer(&[&qkv, &starts(7)]).unwrap_err();
-    assert_eq!(error.to_string(), "document_attention: input `starts` has seq:7 where `s` is seq:8");
+    assert_eq!(Op::Attention { window: None }.infer(&[&qkv, &starts(8)]).unwrap(), out);
+    let error = Op::Attention { window: None }.infer(&[&qkv, &starts(7)]).unwrap_err();
+    assert_eq!(error.to_string(), "attention: input `starts` has seq:7 where `s` is seq:8");
 }
 
 #[test]
@@ -89,12 +136,12 @@ fn weights_of_attention_are_of_every_query_and_key() {
     let head = |axis, count| Section { axis, count, unit: 4 };
     let packed = Dim::packed([head(Axis::Heads, 6), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
     let qkv = TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 8), packed]);
-    let scores = Op::AttentionScores { documents: false, window: None };
+    let scores = Op::AttentionScores { window: None };
     let p = scores.infer(&[&qkv]).unwrap().remove(0);
     assert_eq!(p.to_string(), "f32[batch:1, heads:6, seq:8, seq:8]");
     let mix = Op::AttentionMix { window: None };
     assert_eq!(mix.infer(&[&p, &qkv]).unwrap()[0].to_string(), "f32[batch:1, seq:8, heads:6×4]");
-    let whole = Op::Attention { documents: false, window: None }.flops(&[&qkv], &[true, true]).unwrap();
+    let whole = Op::Attention { window: None }.flops(&[&qkv], &[true, true]).unwrap();
     let naive = scores.flops(&[&qkv], &[true]).unwrap() + mix.flops(&[&p, &qkv], &[true]).unwrap();
     assert_eq!(naive, whole);
     let fewer = ty(&[(Axis::Batch, 1), (Axis::Heads, 5), (Axis::Seq, 8), (Axis::Seq, 8)]);
@@ -102,17 +149,105 @@ fn weights_of_attention_are_of_every_query_and_key() {
     assert_eq!(error.to_string(), "attention_mix: `q` is heads:5 where the heads ask for heads:6");
 }
 
+/// The types of a sample's inputs, and what the op makes of them.
+fn inferred(sample: &Sample) -> (Vec<TensorType>, Vec<TensorType>) {
+    let types = sample.types(DType::BF16, DType::F32);
+    let outputs = sample.op.infer(&types.iter().collect::<Vec<_>>());
+    let outputs = outputs.unwrap_or_else(|e| panic!("{:?} of {types:?}: {e}", sample.op));
+    (types, outputs)
+}
+
 #[test]
-fn every_in_place_pair_names_operands_of_equal_shape() {
-    let norms = [Op::AddRmsNorm { eps: 0.0 }, Op::AddLayerNorm { eps: 0.0 }, Op::AddLayerNormGrad];
-    let head_norms = [Op::QkNorm { eps: 0.0 }, Op::QkNormGrad];
-    let pointwise = [Op::Add, Op::AddBias, Op::AddPositionsAt, Op::Gelu, Op::GeluGrad, Op::SwiGluGrad, Op::AddState];
-    let ropes = [false, true].map(|documents| Op::Rope { inverse: false, documents });
-    let ops =
-        [&norms[..], &head_norms, &pointwise, &ropes, &[Op::RopeAt, Op::CachedAttention { window: None }]].concat();
-    for spec in ops.iter().map(Op::spec) {
-        for &(input, output) in spec.in_place {
-            assert_eq!(spec.inputs[input].dims, spec.outputs[output].dims, "{}", spec.name);
+fn every_op_has_samples_that_it_takes_with_each_optional_input_and_without() {
+    let mut names = std::collections::BTreeSet::new();
+    for kind in OpKind::ALL {
+        let spec = kind.spec();
+        assert!(names.insert(spec.name), "{} is the name of two ops", spec.name);
+        let (one, three) = ((spec.samples)(1), (spec.samples)(3));
+        assert!(!three.is_empty() && one.len() >= three.len(), "{}", spec.name);
+        for (one, three) in one.iter().zip(&three) {
+            assert_eq!(one.op, three.op);
+            assert_eq!(one.inputs.len(), three.inputs.len(), "{}", spec.name);
+        }
+        for sample in one.iter().chain(&three) {
+            assert_eq!(sample.op.kind(), *kind);
+            if *kind != OpKind::Receive {
+                inferred(sample);
+            }
+        }
+        for count in spec.inputs.len() - spec.optional..spec.inputs.len() {
+            assert!(three.iter().any(|s| s.inputs.len() == count), "{} with {count} inputs", spec.name);
         }
     }
+}
+
+#[test]
+fn every_in_place_pair_names_operands_of_equal_type() {
+    for sample in samples(2) {
+        let spec = sample.op.spec();
+        let (inputs, outputs) = if spec.in_place.is_empty() { continue } else { inferred(&sample) };
+        for &(input, output) in spec.in_place {
+            assert_eq!(inputs[input], outputs[output], "{}", spec.name);
+        }
+    }
+}
+
+#[test]
+fn what_a_row_says_of_its_operands_is_there() {
+    for spec in OpKind::ALL.iter().map(|kind| kind.spec()) {
+        let operands = || spec.inputs.iter().chain(spec.outputs);
+        for letter in spec.splits.iter().flat_map(|group| group.chars()) {
+            // Letters of a shape rule: heads that packed Q·K·V is of.
+            let known = operands().any(|o| o.dims.contains(letter)) || "qu".contains(letter);
+            assert!(known, "{} splits {letter}", spec.name);
+        }
+        for (i, group) in spec.splits.iter().enumerate() {
+            let again = |c: char| spec.splits[..i].iter().any(|other| other.contains(c));
+            assert!(!group.contains(again), "{} splits a letter of {group} twice", spec.name);
+        }
+        for saved in spec.gradient_reads.unwrap_or_default() {
+            match saved {
+                Saved::Input(i) => assert!(*i < spec.inputs.len(), "{}", spec.name),
+                Saved::Output(o) => assert!(*o < spec.outputs.len(), "{}", spec.name),
+            }
+        }
+        let made = spec.cheap.iter().chain(spec.always_made).chain(&spec.sums);
+        assert!(made.into_iter().all(|o| *o < spec.outputs.len()), "{}", spec.name);
+        if let Some(sum) = spec.sums {
+            assert_eq!(spec.outputs[sum].elem, Elem::Accumulator, "{}", spec.name);
+        }
+        assert!(spec.optional == 0 || !spec.variadic, "{}: which inputs are left out?", spec.name);
+    }
+}
+
+/// Every file below a folder of sources.
+fn files(folder: &std::path::Path, found: &mut Vec<std::path::PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()) {
+        match entry.is_dir() {
+            true => files(&entry, found),
+            false => found.push(entry),
+        }
+    }
+}
+
+#[test]
+fn the_guide_lists_every_file_that_names_its_op() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let guide = std::fs::read_to_string(root.join("docs/adding-an-op.md")).unwrap();
+    let (mut sources, mut naming) = (Vec::new(), std::collections::BTreeSet::new());
+    for folder in ["ir/src", "compile/src", "exec/src", "cuda/src", "cuda/kernels", "model/src"] {
+        files(&root.join("crates").join(folder), &mut sources);
+    }
+    for source in sources {
+        let path = source.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
+        let text = std::fs::read_to_string(&source).unwrap();
+        let names = ["Op::Cast", "Cast {", "CAST", "fn cast", "cast_##"].iter().any(|name| text.contains(name));
+        if names && path != "crates/ir/src/op/tests.rs" {
+            naming.insert(path);
+        }
+    }
+    let listed = guide.split('`').skip(1).step_by(2).filter(|word| word.starts_with("crates/"));
+    let listed: std::collections::BTreeSet<String> =
+        listed.filter(|f| !f.contains("/tests/")).map(str::to_owned).collect();
+    assert_eq!(listed, naming);
 }

@@ -115,14 +115,14 @@ impl Buffers {
     }
 }
 
-/// dqkv; `documents` where the fifth input says where they start. A task owns a key-value head and the query heads that read it.
-pub fn grad<T: Float>(call: Call, documents: bool, window: Option<usize>) {
+/// dqkv; the fifth input, if given, says where documents start. A task owns a key-value head and the query heads that read it.
+pub fn grad<T: Float>(call: Call, window: Option<usize>) {
     let shape = HeadShape::of(&call);
     let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let (dout, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let (o, lse) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
-    let starts = Ptr(if documents { call.input::<u32>(4) } else { std::ptr::null() });
+    let starts = Ptr(call.given::<u32>(4).unwrap_or(std::ptr::null()));
     let Some(dqkv) = call.output::<T>(0).map(Ptr) else { return };
     let scratch = Ptr(call.scratch::<u8>());
     let bytes = Buffers::bytes(unit, seq, e);

@@ -144,13 +144,13 @@ pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, q
     }
 }
 
-/// o and lse; `documents` where the second input says where they start.
-pub fn forward<T: Float>(call: Call, documents: bool, window: Option<usize>) {
+/// o and lse; the second input, if given, says where documents start.
+pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     let shape = HeadShape::of(&call);
     let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let qkv = Ptr(call.input::<T>(0));
-    let starts = Ptr(if documents { call.input::<u32>(1) } else { std::ptr::null() });
+    let starts = Ptr(call.given::<u32>(1).unwrap_or(std::ptr::null()));
     let Some(o) = call.output::<T>(0).map(Ptr) else { return };
     let lse = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
     let scratch = Ptr(call.scratch::<u8>());

@@ -11,11 +11,11 @@ use super::{HeadShape, Mask, Pieces};
 /// Scratch bytes for pieces that end between multiples of 64.
 pub const SLACK: usize = 128;
 
-/// p from qkv; `documents` where the second input says where they start.
-pub fn scores<T: Float>(call: Call, documents: bool, window: Option<usize>) {
+/// p from qkv; the second input, if given, says where documents start.
+pub fn scores<T: Float>(call: Call, window: Option<usize>) {
     let shape = HeadShape::of(&call);
     let HeadShape { seq, e, scale, .. } = shape;
-    let starts = Ptr(if documents { call.input::<u32>(1) } else { std::ptr::null() });
+    let starts = Ptr(call.given::<u32>(1).unwrap_or(std::ptr::null()));
     let qkv = call.input::<T>(0);
     let Some(p) = call.output::<T>(0).map(Ptr) else { return };
     let mut pieces = Pieces { base: call.scratch(), used: 0 };

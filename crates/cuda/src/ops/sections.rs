@@ -1,0 +1,50 @@
+//! Copies: in another type, and of sections of packed rows.
+
+use crate::CudaError;
+use crate::call::{Call, THREADS, suffix};
+use crate::driver::Address;
+use crate::kernels::args;
+
+/// y = x, in the type of y.
+pub unsafe fn cast(call: Call) -> Result<(), CudaError> {
+    let (Some(y), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+    let kernel = format!("cast_{}_{}", suffix(call.float()), suffix(at.dtype));
+    let grid = [at.elements.div_ceil(THREADS), 1, 1];
+    // SAFETY: the operands have as many elements.
+    unsafe { call.plain(("sections", &kernel), grid, THREADS, args![call.input(0), y, at.elements]) }
+}
+
+/// y `[rows, h]` = x `[rows, p]` from section `first` on.
+pub unsafe fn slice(call: Call, first: usize) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let (n, at) = (call.size('h'), call.bound.columns[..first].iter().sum());
+    // SAFETY: the sections lie in the rows.
+    unsafe { copy_columns(call, (call.input(0), call.size('p'), at), (y, n, 0), n) }
+}
+
+/// whole `[rows, p]` = all inputs side by side.
+pub unsafe fn concat(call: Call) -> Result<(), CudaError> {
+    let Some(whole) = call.output(0) else { return Ok(()) };
+    let mut at = 0;
+    call.bound.inputs.iter().enumerate().try_for_each(|(i, part)| {
+        let n = part.elements / call.rows();
+        let to = (whole, call.size('p'), at);
+        at += n;
+        // SAFETY: the parts together are as wide as the whole.
+        unsafe { copy_columns(call, (call.input(i), n, 0), to, n) }
+    })
+}
+
+/// Copies `n` columns of every row; of either side the rows' width and the first of the columns are given.
+unsafe fn copy_columns(
+    call: Call,
+    from: (Address, usize, usize),
+    to: (Address, usize, usize),
+    n: usize,
+) -> Result<(), CudaError> {
+    let first = |(address, _, at): (Address, usize, usize)| address + (at * call.float().bytes()) as u64;
+    let threads = n.next_multiple_of(32).clamp(32, THREADS);
+    let args = args![first(from), first(to), from.1, to.1, n];
+    // SAFETY: the caller vouches.
+    unsafe { call.typed(("sections", "copy_columns"), [call.rows(), 1, 1], threads, args) }
+}

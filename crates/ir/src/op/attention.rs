@@ -1,0 +1,220 @@
+//! Attention over packed Q·K·V: fused, with weights that exist, and over a cache.
+
+use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
+use super::sample::{Draw, Sample, Shapes, embed, floats, normal, sample};
+use super::{Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
+use crate::{Axis, Dim, Section, TensorType};
+
+/// The Q section of packed Q·K·V, having bound the numbers of heads and their size.
+pub(super) fn packed_heads(op: &Op, dims: &mut Dims) -> Result<Section, TypeError> {
+    let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
+    match sections[..] {
+        [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
+            op.ask(dims, 'q', Dim::new(Axis::Heads, q.count))?;
+            dims.set('u', &Dim::new(Axis::KvHeads, k.count));
+            dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
+            Ok(q)
+        }
+        _ => Err(op.refuse("the packed dimension must be Q, K and V, with K's heads dividing Q's".into())),
+    }
+}
+
+const FUSED: ShapeRule = |op, _, dims| {
+    let out = Dim::packed([packed_heads(op, dims)?]);
+    op.ask(dims, 'h', out)
+};
+
+const NAIVE: ShapeRule = |op, inputs, dims| {
+    FUSED(op, inputs, dims)?;
+    let keys = dims.get('s').cloned().unwrap_or(Dim::new(Axis::Seq, 1));
+    op.ask(dims, 't', keys)
+};
+
+/// A query of a window counts as many keys as the window has.
+fn flops(dims: &Dims, window: Option<usize>, model: u128, hardware: u128) -> Flops {
+    let s = dims.size('s');
+    let w = window.unwrap_or(s).min(s);
+    let (whole, seen) = (dims.product("bsh") * w as u128, dims.product("bh") * ((2 * s - w) * w) as u128);
+    Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
+}
+
+/// Weights that exist are computed for all keys.
+fn naive_flops(dims: &Dims, window: Option<usize>, each: u128) -> Flops {
+    Flops { hardware: each * dims.product("bssh"), ..flops(dims, window, each, each) }
+}
+
+/// All keys; one; less than a tile; across tiles; past the start.
+const WINDOWS: [Option<usize>; 5] = [None, Some(1), Some(7), Some(100), Some(1000)];
+
+/// Samples at the usual size and, once, of sequences of several tiles, of heads wider than a tile, and of a size that libraries
+/// take too; each with all windows, with documents and without.
+fn tiled(batch: usize, of: impl Fn(&Shapes, Option<usize>, Option<(TensorType, Draw)>) -> Sample) -> Vec<Sample> {
+    let mut sizes = vec![Shapes::new(batch)];
+    if batch == 1 {
+        let larger = [(1, 300, 20), (1, 140, 150), (2, 192, 64)];
+        sizes.extend(larger.map(|(batch, seq, head_dim)| Shapes::sized(batch, seq, head_dim)));
+    }
+    let mut samples = Vec::new();
+    for s in &sizes {
+        // Libraries take documents that are apart.
+        let starts = (s.ids(), Draw::Starts { stray: s.head_dim != 64 });
+        for window in WINDOWS {
+            samples.extend([of(s, window, None), of(s, window, Some(starts.clone()))]);
+        }
+    }
+    samples
+}
+
+pub(super) static ATTENTION: Spec =
+    row("attention", &[float("qkv", "bsp"), u32("starts", "bs")], &[float("o", "bsh"), f32("lse", "bqs")], |batch| {
+        tiled(batch, |s, window, starts| {
+            let inputs: Vec<_> = [s.normal(s.qkv())].into_iter().chain(starts).collect();
+            sample(Op::Attention { window }, inputs)
+        })
+    })
+    .optional(1)
+    .gradient(&[Input(0), Input(1), Output(0), Output(1)])
+    .splits(&["b", "phqu"])
+    .shape(FUSED)
+    // Where documents end is known on the device only: what they mask is counted.
+    .flops(|op, dims, _| {
+        attributes!(op, Op::Attention { window });
+        flops(dims, window, 4, 4)
+    });
+
+pub(super) static ATTENTION_GRAD: Spec = row(
+    "attention_grad",
+    &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs"), u32("starts", "bs")],
+    &[float("dqkv", "bsp")],
+    |batch| {
+        tiled(batch, |s, window, starts| {
+            let reads: &[usize] = if starts.is_some() { &[1, 4] } else { &[1] };
+            let of = |output| Draw::Of(Op::Attention { window }, output, reads);
+            let lse = floats([s.b(), Dim::new(Axis::Heads, s.q().count), s.s()]);
+            let inputs = [s.normal(s.heads()), s.normal(s.qkv()), (s.act(s.heads()), of(0)), (lse, of(1))];
+            sample(Op::AttentionGrad { window }, inputs.into_iter().chain(starts).collect::<Vec<_>>())
+        })
+    },
+)
+.optional(1)
+.splits(&["b", "phqu"])
+.shape(FUSED)
+.flops(|op, dims, _| {
+    attributes!(op, Op::AttentionGrad { window });
+    flops(dims, window, 8, 10)
+});
+
+const P: Operand = float("p", "bqst");
+
+fn weights(s: &Shapes) -> TensorType {
+    floats([s.b(), Dim::new(Axis::Heads, s.q().count), s.s(), s.s()])
+}
+
+/// Weights of attention over these inputs.
+const fn drawn_weights(inputs: &'static [usize]) -> Draw {
+    Draw::Of(Op::AttentionScores { window: None }, 0, inputs)
+}
+
+pub(super) static ATTENTION_SCORES: Spec =
+    row("attention_scores", &[float("qkv", "bsp"), u32("starts", "bs")], &[P], |batch| {
+        let s = Shapes::new(batch);
+        let inputs = [s.normal(s.qkv()), s.starts()];
+        let of = |window, inputs: &[_]| sample(Op::AttentionScores { window }, inputs);
+        WINDOWS.into_iter().flat_map(|window| [of(window, &inputs[..1]), of(window, &inputs)]).collect()
+    })
+    .optional(1)
+    .gradient(&[Input(0), Output(0)])
+    .splits(&["b", "pqu"])
+    .cheap(&[0])
+    .shape(NAIVE)
+    .flops(|op, dims, _| {
+        attributes!(op, Op::AttentionScores { window });
+        naive_flops(dims, window, 2)
+    });
+
+pub(super) static ATTENTION_SCORES_GRAD: Spec =
+    row("attention_scores_grad", &[float("dp", "bqst"), P, float("qkv", "bsp")], &[float("dqkv", "bsp")], |batch| {
+        let s = Shapes::new(batch);
+        let inputs = [normal(weights(&s).dims), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
+        vec![sample(Op::AttentionScoresGrad { window: None }, inputs)]
+    })
+    .splits(&["b", "pqu"])
+    .shape(NAIVE)
+    .flops(|op, dims, _| {
+        attributes!(op, Op::AttentionScoresGrad { window });
+        naive_flops(dims, window, 4)
+    });
+
+pub(super) static ATTENTION_MIX: Spec =
+    row("attention_mix", &[P, float("qkv", "bsp")], &[float("o", "bsh")], |batch| {
+        let s = Shapes::new(batch);
+        let inputs = [(weights(&s), drawn_weights(&[1])), s.normal(s.qkv())];
+        vec![sample(Op::AttentionMix { window: None }, inputs)]
+    })
+    .gradient(&[Input(0), Input(1)])
+    .splits(&["b", "phqu"])
+    .shape(NAIVE)
+    .flops(|op, dims, _| {
+        attributes!(op, Op::AttentionMix { window });
+        naive_flops(dims, window, 2)
+    });
+
+pub(super) static ATTENTION_MIX_GRAD: Spec = row(
+    "attention_mix_grad",
+    &[float("do", "bsh"), P, float("qkv", "bsp")],
+    &[float("dp", "bqst"), float("dqkv", "bsp")],
+    |batch| {
+        let s = Shapes::new(batch);
+        let inputs = [s.normal(s.heads()), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
+        vec![sample(Op::AttentionMixGrad { window: None }, inputs)]
+    },
+)
+.splits(&["b", "phqu"])
+.shape(NAIVE)
+.flops(|op, dims, _| {
+    attributes!(op, Op::AttentionMixGrad { window });
+    naive_flops(dims, window, 4)
+});
+
+pub(super) static CACHED_ATTENTION: Spec = row(
+    "cached_attention",
+    &[float("qkv", "bsp"), float("cache", "btw"), u32("start", "b"), u32("count", "b")],
+    &[float("o", "bsh"), float("cache", "btw")],
+    |batch| {
+        // New positions on both sides of a border between tiles, and fewer than there is room for.
+        let s = Shapes::new(batch);
+        let cache = normal([s.b(), Dim::new(Axis::Seq, 170), Dim::packed([s.kv(), s.kv()])]);
+        let (start, count) = ((s.number(), Draw::Between(70, 110)), (s.number(), Draw::Between(49, 60)));
+        let inputs = [s.normal(s.qkv()), cache, start, count];
+        WINDOWS.map(|window| sample(Op::CachedAttention { window }, inputs.clone())).into()
+    },
+)
+.always_in_place(&[(1, 1)])
+.shape(|op, _, dims| {
+    let q = packed_heads(op, dims)?;
+    dims.set('h', &Dim::packed([q]));
+    let [packed, cached] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
+    if packed[1..] != *cached {
+        return Err(op.refuse("the cache must hold the K and V sections of the packed dimension".into()));
+    }
+    if dims.size('t') < dims.size('s') {
+        return Err(op.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
+    }
+    Ok(())
+})
+// How full the cache is is known on the device only: every new position counts over all of it.
+.flops(|op, dims, _| {
+    attributes!(op, Op::CachedAttention { window });
+    let t = dims.size('t');
+    Flops::all(4 * dims.product("bsh") * window.unwrap_or(t).min(t) as u128)
+});
+
+pub(super) static LAST_POSITION: Spec =
+    row("last_position", &[float("x", "bsd"), u32("count", "b")], &[float("y", "bld")], |batch| {
+        let s = Shapes::new(batch);
+        vec![sample(Op::LastPosition, [s.normal(embed()), (s.number(), Draw::Between(1, 60))])]
+    })
+    .shape(|_, _, dims| {
+        dims.set('l', &Dim::new(Axis::Seq, 1));
+        Ok(())
+    });

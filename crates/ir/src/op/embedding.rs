@@ -1,0 +1,33 @@
+//! Rows of a table by token, and their gradient.
+
+use super::row::{Spec, accumulator, float, row, u32};
+use super::sample::{Draw, Shapes, embed, normal, sample, vocab};
+use super::{Op, Saved::Input, attributes};
+use crate::{Axis, Dim};
+
+pub(super) static EMBEDDING: Spec =
+    row("embedding", &[u32("tokens", "bs"), float("table", "vd")], &[float("x", "bsd")], |batch| {
+        let ids = Shapes::new(batch).ids();
+        vec![sample(Op::Embedding, [(ids, Draw::Below(50)), normal([vocab(), embed()])])]
+    })
+    .gradient(&[Input(0)])
+    .splits(&["b", "v"])
+    .numbers('v');
+
+pub(super) static EMBEDDING_GRAD: Spec =
+    row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[accumulator("dtable", "vd")], |batch| {
+        let s = Shapes::new(batch);
+        vec![sample(Op::EmbeddingGrad { vocab: 50 }, [s.normal(embed()), (s.ids(), Draw::Below(50))])]
+    })
+    .sums(0)
+    .splits(&["b", "s", "v"])
+    .numbers('v')
+    .local(|op, outputs| match &outputs[0] {
+        Some(table) => Op::EmbeddingGrad { vocab: table.dims[0].size() },
+        None => *op,
+    })
+    .shape(|op, _, dims| {
+        attributes!(op, Op::EmbeddingGrad { vocab });
+        dims.set('v', &Dim::new(Axis::Vocab, vocab));
+        Ok(())
+    });

@@ -1,0 +1,148 @@
+//! The output head and its loss: whole, in chunks, and in parts of the vocabulary.
+
+use super::row::{Spec, accumulator, f32, f64, float, row, u32};
+use super::sample::{Draw, Shapes, embed, floats, normal, sample, scalars, vocab};
+use super::{Flops, Op, Rows, Saved::Input, Saved::Output, attributes};
+use crate::{Axis, Dim, TensorType};
+
+pub(super) static CROSS_ENTROPY: Spec = row(
+    "cross_entropy",
+    &[float("logits", "bsv"), u32("targets", "bs")],
+    &[f64("loss", "b"), f32("lse", "bs")],
+    |batch| {
+        let s = Shapes::new(batch);
+        vec![sample(Op::CrossEntropy, [s.normal(vocab()), (s.ids(), Draw::Targets(50))])]
+    },
+)
+.gradient(&[Input(0), Input(1), Output(1)])
+.splits(&["b"]);
+
+pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
+    "cross_entropy_grad",
+    &[float("logits", "bsv"), u32("targets", "bs"), f32("lse", "bs")],
+    &[float("dlogits", "bsv")],
+    |batch| {
+        let s = Shapes::new(batch);
+        let lse = (s.row(), Draw::Of(Op::CrossEntropy, 1, &[0, 1]));
+        vec![sample(Op::CrossEntropyGrad, [s.normal(vocab()), (s.ids(), Draw::Targets(50)), lse])]
+    },
+)
+.in_place(&[(0, 0)])
+.splits(&["b"]);
+
+pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
+    "linear_cross_entropy",
+    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs"), f32("scalars", "z")],
+    &[f64("loss", "b"), float("dx", "bsk"), accumulator("dw", "vk")],
+    |batch| {
+        // Enough columns for several blocks of a kernel that cuts the vocabulary.
+        let s = Shapes::new(batch);
+        let table = floats([Dim::new(Axis::Vocab, 400), embed()]);
+        let inputs = [s.normal(embed()), (table, Draw::Quarter), (s.ids(), Draw::Targets(400)), scalars()];
+        let op = Op::LinearCrossEntropy { rows: 23 };
+        vec![sample(op, &inputs[..3]), sample(op, inputs)]
+    },
+)
+.optional(1)
+.sums(2)
+.gradient(&[Output(1), Output(2)])
+.splits(&["b"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::LinearCrossEntropy { rows });
+    dims.set('c', &Dim::new(Axis::Seq, rows));
+    Ok(())
+})
+// One matmul for the logits, one for each gradient that is used.
+.flops(|_, dims, wanted| {
+    let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
+    Flops::all(2 * matmuls * dims.product("bskv"))
+});
+
+/// Some positions of one rank.
+const CHUNK: Rows = Rows { first: 7, count: 23, ranks: 1 };
+
+fn statistics(rows: usize) -> TensorType {
+    floats([Dim::new(Axis::Parts, 1), Dim::new(Axis::Seq, rows), Dim::new(Axis::Scalar, 3)])
+}
+
+pub(super) static VOCAB_LOGITS: Spec = row(
+    "vocab_logits",
+    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
+    &[f32("logits", "cv"), f32("statistics", "acj")],
+    |batch| {
+        let s = Shapes::new(batch);
+        let inputs = [s.normal(embed()), normal([vocab(), embed()]), (s.ids(), Draw::Below(50))];
+        vec![sample(Op::VocabLogits { rows: CHUNK, parts: 1 }, inputs)]
+    },
+)
+.splits(&["bc", "va"])
+.numbers('v')
+.local(|op, _| {
+    attributes!(op, Op::VocabLogits { rows, .. });
+    Op::VocabLogits { rows: rows.of_one_rank(), parts: 1 }
+})
+.shape(|op, _, dims| {
+    attributes!(op, Op::VocabLogits { rows, parts });
+    dims.set('c', &Dim::new(Axis::Seq, rows.count * rows.ranks));
+    dims.set('a', &Dim::new(Axis::Parts, parts));
+    dims.set('j', &Dim::new(Axis::Scalar, 3));
+    Ok(())
+})
+.flops(|_, dims, _| Flops::all(2 * dims.product("ckv")));
+
+pub(super) static VOCAB_LOSS: Spec =
+    row("vocab_loss", &[f32("statistics", "a?j"), u32("targets", "bs")], &[f64("loss", "b")], |batch| {
+        let s = Shapes::new(batch);
+        let chunk = |rows| (statistics(rows), Draw::Positive);
+        let rest = s.batch * s.seq - CHUNK.count;
+        vec![sample(Op::VocabLoss, [chunk(CHUNK.count), chunk(rest), (s.ids(), Draw::Targets(50))])]
+    })
+    .variadic()
+    .splits(&["b?"]);
+
+pub(super) static VOCAB_GRAD: Spec = row(
+    "vocab_grad",
+    &[
+        f32("logits", "cv"),
+        f32("statistics", "acj"),
+        float("x", "bsk"),
+        float("w", "vk"),
+        u32("targets", "bs"),
+        f32("scalars", "z"),
+    ],
+    &[float("dx", "ck"), accumulator("dw", "vk")],
+    |batch| {
+        let s = Shapes::new(batch);
+        let of = |output| Draw::Of(Op::VocabLogits { rows: CHUNK, parts: 1 }, output, &[2, 3, 4]);
+        let inputs = [
+            (floats([Dim::new(Axis::Seq, CHUNK.count), vocab()]), of(0)),
+            (statistics(CHUNK.count), of(1)),
+            s.normal(embed()),
+            normal([vocab(), embed()]),
+            (s.ids(), Draw::Targets(50)),
+            scalars(),
+        ];
+        let op = Op::VocabGrad { rows: CHUNK };
+        vec![sample(op, &inputs[..5]), sample(op, inputs)]
+    },
+)
+.optional(1)
+.sums(1)
+.splits(&["bc", "v"])
+.numbers('v')
+.local(|op, _| {
+    attributes!(op, Op::VocabGrad { rows });
+    Op::VocabGrad { rows: rows.of_one_rank() }
+})
+.flops(|_, dims, wanted| Flops::all(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")));
+
+pub(super) static JOIN_ROWS: Spec =
+    row("join_rows", &[float("part", "?k"), u32("targets", "bs")], &[float("joined", "bsk")], |batch| {
+        let s = Shapes::new(batch);
+        let chunk = |rows| normal([Dim::new(Axis::Seq, rows), embed()]);
+        let rest = s.batch * s.seq - CHUNK.count;
+        vec![sample(Op::JoinRows, [chunk(CHUNK.count), chunk(rest), (s.ids(), Draw::Below(50))])]
+    })
+    .variadic()
+    .splits(&["b?"])
+    .keeps_partial();

@@ -1,0 +1,46 @@
+//! Matmuls of activations and weights, and what is added to all positions alike.
+
+use super::row::{FlopsRule, Spec, accumulator, float, row};
+use super::sample::{Shapes, embed, ffn, normal, sample};
+use super::{Flops, Op, Saved::Input};
+
+/// One matmul.
+const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("…nk"));
+
+pub(super) static LINEAR: Spec =
+    row("linear", &[float("x", "…k"), float("w", "nk")], &[float("y", "…n")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::Linear, [s.normal(embed()), normal([ffn(), embed()])])).into()
+    })
+    .gradient(&[Input(0), Input(1)])
+    .splits(&["…", "n", "k"])
+    .flops(MATMUL);
+
+pub(super) static LINEAR_GRAD_INPUT: Spec =
+    row("linear_grad_input", &[float("dy", "…n"), float("w", "nk")], &[float("dx", "…k")], |batch| {
+        let of = |s: Shapes| sample(Op::LinearGradInput, [s.normal(ffn()), normal([ffn(), embed()])]);
+        Shapes::any_leading(batch).map(of).into()
+    })
+    .splits(&["…", "n", "k"])
+    .flops(MATMUL);
+
+pub(super) static LINEAR_GRAD_WEIGHT: Spec =
+    row("linear_grad_weight", &[float("dy", "…n"), float("x", "…k")], &[accumulator("dw", "nk")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::LinearGradWeight, [s.normal(ffn()), s.normal(embed())])).into()
+    })
+    .sums(0)
+    .splits(&["…", "n", "k"])
+    .flops(MATMUL);
+
+pub(super) static ADD_BIAS: Spec =
+    row("add_bias", &[float("x", "…d"), float("bias", "d")], &[float("y", "…d")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::AddBias, [s.normal(s.qkv()), normal([s.qkv()])])).into()
+    })
+    .in_place(&[(0, 0)])
+    .gradient(&[])
+    .splits(&["…", "d"]);
+
+pub(super) static BIAS_GRAD: Spec = row("bias_grad", &[float("dy", "…d")], &[accumulator("dbias", "d")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::BiasGrad, [s.normal(s.qkv())])).into()
+})
+.sums(0)
+.splits(&["…", "d"]);

@@ -1,0 +1,347 @@
+//! The list of all ops: attributes, and where the row of each is.
+
+use super::row::Spec;
+use super::{
+    Rows, attention, collective, embedding, gradient, head, linear, norm, optimizer, pointwise, position, section,
+};
+use crate::DType;
+use crate::mesh::Axes;
+
+/// From `Name { attribute: Type } = family::ROW` for every op: [`Op`], [`OpKind`] and the way from one to the other and to its row.
+macro_rules! ops {
+    ($($(#[$doc:meta])* $name:ident $({ $($(#[$field_doc:meta])* $field:ident: $ty:ty,)* })? = $row:path,)*) => {
+        /// An operation with its attributes.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub enum Op {
+            $($(#[$doc])* $name $({ $($(#[$field_doc])* $field: $ty,)* })?,)*
+        }
+
+        /// An operation whatever its attributes.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum OpKind {
+            $(#[doc = concat!("[`Op::", stringify!($name), "`]")] $name,)*
+        }
+
+        impl OpKind {
+            /// All of them.
+            pub const ALL: &[OpKind] = &[$(OpKind::$name,)*];
+
+            /// The op's row in the table.
+            pub fn spec(self) -> &'static Spec {
+                match self {
+                    $(OpKind::$name => &$row,)*
+                }
+            }
+        }
+
+        impl Op {
+            /// Which op it is.
+            pub fn kind(&self) -> OpKind {
+                match self {
+                    $(Op::$name { .. } => OpKind::$name,)*
+                }
+            }
+        }
+    };
+}
+
+ops! {
+    /// Rows of a table, chosen by token id.
+    Embedding = embedding::EMBEDDING,
+    /// Adds each position's gradient to its token's row.
+    EmbeddingGrad {
+        /// Rows of the table.
+        vocab: usize,
+    } = embedding::EMBEDDING_GRAD,
+    /// `y = x · wᵀ`.
+    Linear = linear::LINEAR,
+    /// `dx = dy · w`.
+    LinearGradInput = linear::LINEAR_GRAD_INPUT,
+    /// `dw = dyᵀ · x`, summed over all positions.
+    LinearGradWeight = linear::LINEAR_GRAD_WEIGHT,
+    /// `y = x + b`, the same vector at every position.
+    AddBias = linear::ADD_BIAS,
+    /// `db = dy`, summed over all positions.
+    BiasGrad = linear::BIAS_GRAD,
+    /// `y = x / rms(x) · w`.
+    RmsNorm {
+        /// Added to the mean square.
+        eps: f32,
+    } = norm::RMS_NORM,
+    /// `sum = x + delta`, `y = sum / rms(sum) · w`.
+    AddRmsNorm {
+        /// Added to the mean square.
+        eps: f32,
+    } = norm::ADD_RMS_NORM,
+    /// Input gradient of either norm.
+    RmsNormGrad = norm::RMS_NORM_GRAD,
+    /// Input gradient of `AddRmsNorm` plus the gradient that reaches `sum` on the residual path.
+    AddRmsNormGrad = norm::ADD_RMS_NORM_GRAD,
+    /// Weight gradient of either norm.
+    RmsNormGradWeight = norm::RMS_NORM_GRAD_WEIGHT,
+    /// Normalises every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
+    /// that of all K heads; V stays as it is.
+    QkNorm {
+        /// Added to the mean square.
+        eps: f32,
+    } = norm::QK_NORM,
+    /// Input gradient of `QkNorm`.
+    QkNormGrad = norm::QK_NORM_GRAD,
+    /// Weight gradient of `QkNorm`.
+    QkNormGradWeight = norm::QK_NORM_GRAD_WEIGHT,
+    /// `y = (x − mean(x)) / deviation(x) · w + b`.
+    LayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    } = norm::LAYER_NORM,
+    /// `sum = x + delta`, `y = (sum − mean(sum)) / deviation(sum) · w + b`.
+    AddLayerNorm {
+        /// Added to the variance.
+        eps: f32,
+    } = norm::ADD_LAYER_NORM,
+    /// Input gradient of either layer norm.
+    LayerNormGrad = norm::LAYER_NORM_GRAD,
+    /// Input gradient of `AddLayerNorm` plus the gradient that reaches `sum` on the residual path.
+    AddLayerNormGrad = norm::ADD_LAYER_NORM_GRAD,
+    /// Weight gradient of either layer norm; that of the bias is `BiasGrad`.
+    LayerNormGradWeight = norm::LAYER_NORM_GRAD_WEIGHT,
+    /// Adds to each position its row of a table. With `starts`, a number on the device for every position of the whole sequence,
+    /// positions count from the start of each document; a start after its position counts as that position.
+    AddPositions {
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+    } = position::ADD_POSITIONS,
+    /// As `AddPositions`, from position `start` of each sequence on, a number on the device. Positions past the table take its
+    /// last row.
+    AddPositionsAt = position::ADD_POSITIONS_AT,
+    /// Adds each position's gradient to its row of the table.
+    PositionsGrad {
+        /// Rows of the table.
+        rows: usize,
+        /// As in `AddPositions`.
+        seq: usize,
+    } = position::POSITIONS_GRAD,
+    /// RoPE: rotates the Q and K sections of packed Q·K·V by position (rotate-half convention). With `starts`, as in `AddPositions`.
+    Rope {
+        /// Rotate backwards: the gradient.
+        inverse: bool,
+    } = position::ROPE,
+    /// As `Rope`, from position `start` of each sequence on, a number on the device. Positions past the table take its last
+    /// row.
+    RopeAt = position::ROPE_AT,
+    /// Causal scaled-dot-product attention over packed Q·K·V, with the log-sum-exp of each row of scores. With `starts`, a query sees
+    /// the keys from the start of its document on; as in `AddPositions`.
+    Attention {
+        /// Sliding window: a query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
+        window: Option<usize>,
+    } = attention::ATTENTION,
+    /// Gradient of `Attention`; recomputes the scores tile by tile.
+    AttentionGrad {
+        /// As in `Attention`.
+        window: Option<usize>,
+    } = attention::ATTENTION_GRAD,
+    /// The weights of `Attention`, as a matrix that exists: softmax of scaled scores, zero for keys that a query does not see.
+    AttentionScores {
+        /// As in `Attention`.
+        window: Option<usize>,
+    } = attention::ATTENTION_SCORES,
+    /// Gradient of `AttentionScores`, in the Q and K sections; zero in V.
+    AttentionScoresGrad {
+        /// As in `Attention`.
+        window: Option<usize>,
+    } = attention::ATTENTION_SCORES_GRAD,
+    /// The values of packed Q·K·V, summed with such weights.
+    AttentionMix {
+        /// As in `Attention`: keys before it weigh nothing.
+        window: Option<usize>,
+    } = attention::ATTENTION_MIX,
+    /// Gradients of `AttentionMix`: of the weights, and of the V section; zero in Q and K.
+    AttentionMixGrad {
+        /// As in `AttentionMix`.
+        window: Option<usize>,
+    } = attention::ATTENTION_MIX_GRAD,
+    /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
+    /// cache from position `start` on, in place. Rows past `count` give zeros and leave the cache as it is.
+    CachedAttention {
+        /// As in `Attention`.
+        window: Option<usize>,
+    } = attention::CACHED_ATTENTION,
+    /// Of each sequence, the last of `count` positions.
+    LastPosition = attention::LAST_POSITION,
+    /// `y = silu(gate) · up` over packed gate·up.
+    SwiGlu = pointwise::SWIGLU,
+    /// Gradient of `SwiGlu`.
+    SwiGluGrad = pointwise::SWIGLU_GRAD,
+    /// `y = gelu(x)`, in the form with a hyperbolic tangent.
+    Gelu = pointwise::GELU,
+    /// Gradient of `Gelu`.
+    GeluGrad = pointwise::GELU_GRAD,
+    /// Each element either 0 or scaled by 1 / (1 − rate), by a mask that is a function of the sequence's key, the site,
+    /// position and feature (`counter::row_bits`): any rank of any layout draws the same. Its gradient is the same op.
+    Dropout {
+        /// The fraction of elements that become 0.
+        rate: f32,
+        /// The place in the model.
+        site: u64,
+        /// Positions of a whole sequence, of which a rank may have a part.
+        seq: usize,
+    } = pointwise::DROPOUT,
+    /// Elementwise sum.
+    Add = pointwise::ADD,
+    /// `y = x`, in another floating-point type.
+    Cast {
+        /// Which.
+        to: DType,
+    } = pointwise::CAST,
+    /// Sections of the last dimension that stand side by side, as a tensor of their own.
+    Slice {
+        /// The first of them.
+        first: usize,
+        /// How many.
+        count: usize,
+    } = section::SLICE,
+    /// Tensors side by side: the sections of the last dimension of all.
+    Concat = section::CONCAT,
+    /// Sum of token losses per sequence, with the log-sum-exp of each row of logits. A position whose target is
+    /// [`IGNORED_TARGET`] has no loss, here and in the other ops of the output head.
+    CrossEntropy = head::CROSS_ENTROPY,
+    /// Gradient of the sum of token losses.
+    CrossEntropyGrad = head::CROSS_ENTROPY_GRAD,
+    /// `CrossEntropy(Linear(x, w))` and its gradients, chunk by chunk, so that the logits never exist whole. Where gradients
+    /// are summed in fixed point, a chunk never crosses two sequences: a sequence's share does not depend on its neighbours. With
+    /// `scalars`, gradients start with the step's loss scale instead of 1.
+    LinearCrossEntropy {
+        /// Most positions of a chunk.
+        rows: usize,
+    } = head::LINEAR_CROSS_ENTROPY,
+    /// Adds one gradient accumulator to another: the second use of a tied parameter.
+    AddState = gradient::ADD_STATE,
+    /// Adds a value to its sum over micro-batches.
+    Accumulate = gradient::ACCUMULATE,
+    /// The sum of the squares of mean gradients, as a wide integer in parts ([`crate::squares`]): exact over the range of f32,
+    /// so that it does not depend on who adds what to what. Elements from `tail` on stand on `sharers` ranks and count in
+    /// shares.
+    SquareSum {
+        /// Ranks that hold the elements from `tail` on.
+        sharers: usize,
+        /// First shared element of each gradient, counted before flat cuts.
+        tail: usize,
+    } = gradient::SQUARE_SUM,
+    /// Adds such sums.
+    MergeSums = gradient::MERGE_SUMS,
+    /// From the sum of squares to the norm of the mean gradient, and the factor that scales and clips gradients (NaN where one
+    /// is not finite).
+    GradientNorm = gradient::GRADIENT_NORM,
+    /// One AdamW update with decoupled decay, and the new weights in bf16 where asked for; does nothing where the factor is
+    /// NaN.
+    AdamW {
+        /// Decay of the first moment.
+        beta1: f32,
+        /// Decay of the second moment.
+        beta2: f32,
+        /// Added to the root of the second moment.
+        eps: f32,
+        /// Decoupled weight decay, multiplied by the learning rate.
+        decay: f32,
+        /// Times the step's learning rate.
+        lr_scale: f32,
+    } = optimizer::ADAMW,
+    /// One Lion update: the sign of a mixture of moment and gradient, with decoupled decay; otherwise as `AdamW`.
+    Lion {
+        /// Share of the moment in the update.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
+    } = optimizer::LION,
+    /// One update by gradient and momentum, with decoupled decay; otherwise as `AdamW`.
+    Sgd {
+        /// Decay of the momentum.
+        momentum: f32,
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
+    } = optimizer::SGD,
+    /// The momentum of gradients, and the mixture of both that looks one step ahead (Nesterov); zeros, and the momentum as it
+    /// was, where the factor is NaN.
+    Momentum {
+        /// Decay of the momentum.
+        momentum: f32,
+    } = optimizer::MOMENTUM,
+    /// Of every section of the rows on its own: the nearest matrix with orthogonal rows or columns, about, by five
+    /// Newton–Schulz iterations, times 0.2·√(its longer side), which gives it the size of an AdamW update.
+    Orthogonalise = optimizer::ORTHOGONALISE,
+    /// `w = w − lr · (decay · w + update)`, and the new weights in bf16 where asked for; does nothing where the factor is NaN.
+    Descend {
+        /// As in `AdamW`.
+        decay: f32,
+        /// As in `AdamW`.
+        lr_scale: f32,
+    } = optimizer::DESCEND,
+    /// Logits of some positions over a part of the vocabulary, and of each position what the loss needs to know of this part:
+    /// largest logit, sum of exponentials below it, the target's logit (−∞ where the target is elsewhere).
+    VocabLogits {
+        /// Which positions.
+        rows: Rows,
+        /// Parts of the vocabulary.
+        parts: usize,
+    } = head::VOCAB_LOGITS,
+    /// Sum of token losses per sequence, from the statistics of all parts of the vocabulary, chunk by chunk.
+    VocabLoss = head::VOCAB_LOSS,
+    /// Gradients of the sum of token losses of some positions: this part's share of dx, and dw. `scalars` as in `LinearCrossEntropy`.
+    VocabGrad {
+        /// Which positions.
+        rows: Rows,
+    } = head::VOCAB_GRAD,
+    /// Chunks of positions, one behind the other.
+    JoinRows = head::JOIN_ROWS,
+    /// Partial sums become whole on every rank.
+    AllReduce {
+        /// Over the ranks along these axes.
+        over: Axes,
+    } = collective::ALL_REDUCE,
+    /// Adds up, between neighbours, the rows that they share: all sections of the outermost dimension but the first.
+    SumShared {
+        /// Neighbours along these axes.
+        over: Axes,
+        /// How many share.
+        sharers: usize,
+    } = collective::SUM_SHARED,
+    /// Partial sums become whole parts.
+    ReduceScatter {
+        /// Over the ranks along these axes.
+        over: Axes,
+        /// Parts of this dimension; flat ranges if `None`.
+        dim: Option<usize>,
+    } = collective::REDUCE_SCATTER,
+    /// Parts become whole on every rank.
+    AllGather {
+        /// Over the ranks along these axes.
+        over: Axes,
+        /// Parts of this dimension; flat ranges if `None`.
+        dim: Option<usize>,
+    } = collective::ALL_GATHER,
+    /// This rank's flat range of a whole: a view, no work.
+    Shard {
+        /// Over the ranks along these axes.
+        over: Axes,
+    } = collective::SHARD,
+    /// To the same rank of another pipeline stage.
+    Send {
+        /// The stage.
+        stage: usize,
+        /// Which stream of messages.
+        tag: u32,
+    } = collective::SEND,
+    /// From the same rank of another pipeline stage.
+    Receive {
+        /// The stage.
+        stage: usize,
+        /// Which stream of messages.
+        tag: u32,
+    } = collective::RECEIVE,
+}

@@ -1,0 +1,85 @@
+//! Ops on each element: activation functions, additions, dropout, casts.
+
+use super::row::{ANY_OPERAND, ShapeRule, Spec, TypeVar, float, other_float, row, u32};
+use super::sample::{Draw, Shapes, embed, ffn, gate_up, sample};
+use super::{Op, Saved::Input, attributes};
+use crate::{Axis, DType, Dim, TensorType};
+
+/// Gate and up have equally many units.
+const GATED: ShapeRule = |op, _, dims| match dims.get('g').map(|g| g.sections.as_slice()) {
+    Some(&[gate, up]) if gate == up => op.ask(dims, 'f', Dim::packed([gate])),
+    _ => Err(op.refuse("the packed dimension must be two equal sections".into())),
+};
+
+pub(super) static SWIGLU: Spec = row("swiglu", &[float("gate_up", "…g")], &[float("y", "…f")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::SwiGlu, [s.normal(gate_up())])).into()
+})
+.gradient(&[Input(0)])
+.splits(&["…", "gf"])
+.cheap(&[0])
+.shape(GATED);
+
+pub(super) static SWIGLU_GRAD: Spec =
+    row("swiglu_grad", &[float("dy", "…f"), float("gate_up", "…g")], &[float("dgate_up", "…g")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::SwiGluGrad, [s.normal(ffn()), s.normal(gate_up())])).into()
+    })
+    .in_place(&[(1, 0)])
+    .splits(&["…", "gf"])
+    .shape(GATED);
+
+pub(super) static GELU: Spec = row("gelu", &[float("x", "…f")], &[float("y", "…f")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::Gelu, [s.normal(ffn())])).into()
+})
+.in_place(&[(0, 0)])
+.gradient(&[Input(0)])
+.splits(&["…", "f"])
+.cheap(&[0]);
+
+pub(super) static GELU_GRAD: Spec =
+    row("gelu_grad", &[float("dy", "…f"), float("x", "…f")], &[float("dx", "…f")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::GeluGrad, [s.normal(ffn()), s.normal(ffn())])).into()
+    })
+    .in_place(ANY_OPERAND)
+    .splits(&["…", "f"]);
+
+pub(super) static DROPOUT: Spec =
+    row("dropout", &[float("x", "bsd"), u32("keys", "bz")], &[float("y", "bsd")], |batch| {
+        let s = Shapes::new(batch);
+        let keys = TensorType::new(DType::U32, [s.b(), Dim::new(Axis::Scalar, 2)]);
+        let op = Op::Dropout { rate: 0.3, site: 0x1234_5678_9abc_def0, seq: s.seq };
+        vec![sample(op, [s.normal(embed()), (keys, Draw::Below(u32::MAX))])]
+    })
+    .in_place(&[(0, 0)])
+    .gradient(&[Input(1)])
+    .splits(&["b", "s"])
+    .numbers('s')
+    .shape(|op, _, dims| {
+        attributes!(op, Op::Dropout { seq, .. });
+        let (part, words) = (dims.size('s'), dims.size('z'));
+        match seq.is_multiple_of(part) && words == 2 {
+            true => Ok(()),
+            false => Err(op.refuse(format!("{part} of {seq} positions with keys of {words} words"))),
+        }
+    });
+
+pub(super) static ADD: Spec = row("add", &[float("a", "…d"), float("b", "…d")], &[float("sum", "…d")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::Add, [s.normal(embed()), s.normal(embed())])).into()
+})
+.in_place(ANY_OPERAND)
+.gradient(&[])
+.splits(&["…", "d"]);
+
+pub(super) static CAST: Spec = row("cast", &[float("x", "…d")], &[other_float("y", "…d")], |batch| {
+    let to = [DType::F32, DType::BF16, DType::F16];
+    Shapes::any_leading(batch).into_iter().zip(to).map(|(s, to)| sample(Op::Cast { to }, [s.normal(embed())])).collect()
+})
+.gradient(&[])
+.splits(&["…", "d"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::Cast { to });
+    if !to.is_float() {
+        return Err(op.refuse(format!("{to} is no floating-point type")));
+    }
+    dims.set_float(TypeVar::U, to);
+    Ok(())
+});

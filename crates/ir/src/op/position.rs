@@ -1,0 +1,114 @@
+//! Where a position stands: tables of positions, and RoPE.
+
+use super::attention::packed_heads;
+use super::row::{ShapeRule, Spec, accumulator, f32, float, row, u32};
+use super::sample::{Draw, Shapes, embed, normal, sample};
+use super::{Op, Saved::Input};
+use crate::{Axis, Dim, TensorType};
+
+/// A rank may have a part of each sequence; starts of documents are of all of it.
+const POSITIONS: ShapeRule = |op, _, dims| {
+    if let Op::PositionsGrad { rows, .. } = *op {
+        dims.set('t', &Dim::new(Axis::Seq, rows));
+    }
+    if let Op::AddPositions { seq } | Op::PositionsGrad { seq, .. } = *op {
+        let (whole, rows, part) = (dims.get('o').map_or(seq, Dim::size), dims.size('t'), dims.size('s'));
+        if whole != seq || rows < seq || !seq.is_multiple_of(part) {
+            let reason = format!("{part} of {seq} positions with {whole} starts and {rows} rows of a table");
+            return Err(op.refuse(reason));
+        }
+    }
+    Ok(())
+};
+
+/// A table of more rows than sequences have positions.
+fn table() -> (TensorType, Draw) {
+    normal([Dim::new(Axis::Seq, 65), embed()])
+}
+
+/// Where sequences go on: some positions leave the table.
+fn start(s: &Shapes) -> (TensorType, Draw) {
+    (s.number(), Draw::Between(0, 20))
+}
+
+pub(super) static ADD_POSITIONS: Spec = row(
+    "add_positions",
+    &[float("x", "bsd"), float("table", "td"), u32("starts", "bo")],
+    &[float("y", "bsd")],
+    |batch| {
+        let s = Shapes::new(batch);
+        let op = Op::AddPositions { seq: s.seq };
+        let inputs = [s.normal(embed()), table(), s.starts()];
+        vec![sample(op, &inputs[..2]), sample(op, inputs)]
+    },
+)
+.optional(1)
+.in_place(&[(0, 0)])
+.gradient(&[Input(2)])
+.splits(&["b", "s"])
+.numbers('s')
+.shape(POSITIONS);
+
+pub(super) static ADD_POSITIONS_AT: Spec = row(
+    "add_positions_at",
+    &[float("x", "bsd"), float("table", "td"), u32("start", "b")],
+    &[float("y", "bsd")],
+    |batch| {
+        let s = Shapes::new(batch);
+        vec![sample(Op::AddPositionsAt, [s.normal(embed()), table(), start(&s)])]
+    },
+)
+.in_place(&[(0, 0)]);
+
+pub(super) static POSITIONS_GRAD: Spec =
+    row("positions_grad", &[float("dx", "bsd"), u32("starts", "bo")], &[accumulator("dtable", "td")], |batch| {
+        let s = Shapes::new(batch);
+        let op = Op::PositionsGrad { rows: 65, seq: s.seq };
+        let inputs = [s.normal(embed()), s.starts()];
+        vec![sample(op, &inputs[..1]), sample(op, inputs)]
+    })
+    .optional(1)
+    .sums(0)
+    .splits(&["b", "s"])
+    .numbers('s')
+    .shape(POSITIONS);
+
+const ROTATED: ShapeRule = |op, _, dims| {
+    let (q, columns) = (packed_heads(op, dims)?, dims.size('r'));
+    if columns != q.unit {
+        return Err(op.refuse(format!("table has {columns} columns for heads of {}", q.unit)));
+    }
+    if dims.size('t') < dims.size('s') {
+        return Err(op.refuse(format!("table has {} rows for {}", dims.size('t'), dims.size('s'))));
+    }
+    Ok(())
+};
+
+fn angles(s: &Shapes) -> (TensorType, Draw) {
+    normal([s.s(), Dim::new(Axis::HeadDim, s.head_dim)])
+}
+
+pub(super) static ROPE: Spec =
+    row("rope", &[float("qkv", "bsp"), f32("table", "tr"), u32("starts", "bs")], &[float("rotated", "bsp")], |batch| {
+        let s = Shapes::new(batch);
+        let inputs = [s.normal(s.qkv()), angles(&s), s.starts()];
+        let of = |inverse, inputs: &[_]| sample(Op::Rope { inverse }, inputs);
+        [false, true].into_iter().flat_map(|inverse| [of(inverse, &inputs[..2]), of(inverse, &inputs)]).collect()
+    })
+    .optional(1)
+    .in_place(&[(0, 0)])
+    .gradient(&[Input(1), Input(2)])
+    .splits(&["b", "pqu"])
+    .shape(ROTATED);
+
+pub(super) static ROPE_AT: Spec = row(
+    "rope_at",
+    &[float("qkv", "bsp"), f32("table", "tr"), u32("start", "b")],
+    &[float("rotated", "bsp")],
+    |batch| {
+        let s = Shapes::new(batch);
+        vec![sample(Op::RopeAt, [s.normal(s.qkv()), angles(&s), start(&s)])]
+    },
+)
+.in_place(&[(0, 0)])
+.shape(ROTATED);

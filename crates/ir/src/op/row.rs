@@ -1,0 +1,334 @@
+//! What a row of the op table says.
+
+use super::{Dims, Flops, LEADING, Op, Sample, Transfer, TypeError};
+use crate::{DType, Sharding, TensorType};
+
+/// Element types an operand accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Elem {
+    /// Exactly this type.
+    Is(DType),
+    /// `f32`, `bf16` or `f16`: the same for all operands of a call with the same variable.
+    Float(TypeVar),
+    /// `bf16` or `f16`, for outputs: whichever of them its value says.
+    Rounded,
+    /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
+    Accumulator,
+    /// Any type.
+    Any,
+}
+
+/// A variable that stands for a floating-point type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TypeVar {
+    /// That of activations and parameters.
+    T,
+    /// Another.
+    U,
+}
+
+impl TypeVar {
+    pub(super) const COUNT: usize = 2;
+}
+
+/// One operand's row in the table.
+#[derive(Clone, Copy, Debug)]
+pub struct Operand {
+    /// Name, for messages.
+    pub name: &'static str,
+    /// One letter per dimension, `?` for a dimension of any size; first `…` for any leading dimensions, the same in all operands;
+    /// `*` for any shape.
+    pub dims: &'static str,
+    /// Element type.
+    pub elem: Elem,
+}
+
+/// What a gradient rule may look at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Saved {
+    /// The op's input at this index, if it is given.
+    Input(usize),
+    /// The op's output at this index.
+    Output(usize),
+}
+
+/// Who runs an op.
+#[derive(Clone, Copy, Debug)]
+pub enum RunBy {
+    /// A kernel, on each rank alone.
+    Kernel,
+    /// All ranks of a group together, on several tensors at once: there is an output for every input.
+    Collective(TransferOf),
+    /// Two ranks: a message.
+    Message(TransferOf),
+    /// Nobody: the output is a part of the input's memory.
+    View,
+}
+
+/// Binds the letters that follow from attributes or from the sections of a packed dimension, or says why they do not fit.
+pub type ShapeRule = fn(&Op, &[&TensorType], &mut Dims) -> Result<(), TypeError>;
+/// What ranks do together in an op.
+pub type TransferOf = fn(&Op) -> Transfer;
+/// The op with the attributes that it has on one rank, whose outputs are these.
+pub type LocalRule = fn(&Op, &[Option<TensorType>]) -> Op;
+/// Matmul FLOPs of one call; the last says which outputs are asked for.
+pub type FlopsRule = fn(&Op, &Dims, &[bool]) -> Flops;
+/// The sharding of an output from that of its input; `None` where the op does not take such a one.
+pub type ShardingRule = fn(&Op, Sharding) -> Option<Sharding>;
+/// What an op is tried on, with so many sequences. Samples of other numbers of sequences differ in nothing else; those that stand
+/// alone come last.
+pub type Samples = fn(usize) -> Vec<Sample>;
+
+/// One op's row in the table.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Name in printed graphs.
+    pub name: &'static str,
+    /// Inputs, in order. With `variadic`, the first repeats.
+    pub inputs: &'static [Operand],
+    /// Outputs, in order.
+    pub outputs: &'static [Operand],
+    /// What the op is tried on.
+    pub samples: Samples,
+    /// How many of the last inputs may be left out. Whether they are there is an op's only say in it: no attribute repeats it.
+    pub optional: usize,
+    /// Whether the first input may be given any number of times.
+    pub variadic: bool,
+    /// (input, output) pairs that may share memory, if the input is not read afterwards.
+    pub in_place: &'static [(usize, usize)],
+    /// Whether those pairs must share memory: the op changes a state, or a part of it, where it is.
+    pub always_in_place: bool,
+    /// Outputs that the op makes even where they are unused: it works on them itself.
+    pub always_made: &'static [usize],
+    /// The output that may be added to a sum where that is: a weight gradient.
+    pub sums: Option<usize>,
+    /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
+    pub gradient_reads: Option<&'static [Saved]>,
+    /// Dimensions along which the op may be sharded, as groups of letters that are split together; `…` for any one of the leading
+    /// dimensions. An operand without a letter of the group is whole on every rank if it is an input, and a partial sum if it is an
+    /// output.
+    pub splits: &'static [&'static str],
+    /// The letter whose entries the op tells apart by number: where ranks split that dimension, it must know where their parts
+    /// start.
+    pub numbers: Option<char>,
+    /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
+    pub keeps_partial: bool,
+    /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
+    /// small one beside their bytes (attention scores).
+    pub cheap: &'static [usize],
+    /// Who runs it.
+    pub run_by: RunBy,
+    /// For ops that change nothing but shardings.
+    pub reshards: Option<ShardingRule>,
+    /// Letters that no input has.
+    pub shape: ShapeRule,
+    /// Attributes that speak of what all ranks have.
+    pub local: LocalRule,
+    /// What it costs in matmuls.
+    pub flops: FlopsRule,
+}
+
+pub(super) const fn f32(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::F32) }
+}
+
+pub(super) const fn rounded(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Rounded }
+}
+
+pub(super) const fn float(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Float(TypeVar::T) }
+}
+
+pub(super) const fn other_float(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Float(TypeVar::U) }
+}
+
+pub(super) const fn f64(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::F64) }
+}
+
+pub(super) const fn u32(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::U32) }
+}
+
+pub(super) const fn fixed(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::Fixed64) }
+}
+
+pub(super) const fn any(name: &'static str) -> Operand {
+    Operand { name, dims: "*", elem: Elem::Any }
+}
+
+pub(super) const fn accumulator(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Accumulator }
+}
+
+/// The pairs of an op of two operands that may work in place of either.
+pub(super) const ANY_OPERAND: &[(usize, usize)] = &[(0, 0), (1, 0)];
+
+/// A row without anything special to say.
+pub(super) const fn row(
+    name: &'static str,
+    inputs: &'static [Operand],
+    outputs: &'static [Operand],
+    samples: Samples,
+) -> Spec {
+    Spec {
+        name,
+        inputs,
+        outputs,
+        samples,
+        optional: 0,
+        variadic: false,
+        in_place: &[],
+        always_in_place: false,
+        always_made: &[],
+        sums: None,
+        gradient_reads: None,
+        splits: &[],
+        numbers: None,
+        keeps_partial: false,
+        cheap: &[],
+        run_by: RunBy::Kernel,
+        reshards: None,
+        shape: |_, _, _| Ok(()),
+        local: |op, _| *op,
+        flops: |_, _, _| Flops { model: 0, causal: 0, hardware: 0 },
+    }
+}
+
+/// A dimension along which an op is sharded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// That behind these letters.
+    Letters(&'static str),
+    /// This one of the leading dimensions.
+    Leading(usize),
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Split::Letters(letters) => write!(f, "`{letters}`"),
+            Split::Leading(dim) => write!(f, "leading dimension {dim}"),
+        }
+    }
+}
+
+impl Split {
+    /// Whether another dimension is split instead where both would be over the same ranks: positions are gathered, weights are not.
+    pub fn gives_way(&self) -> bool {
+        match self {
+            Split::Letters(letters) => *letters == "s",
+            Split::Leading(_) => true,
+        }
+    }
+}
+
+impl Operand {
+    /// Its leading dimensions, where it has `rank` dimensions.
+    fn leading(&self, rank: usize) -> usize {
+        match self.dims.strip_prefix(LEADING) {
+            Some(rest) => rank.saturating_sub(rest.chars().count()),
+            None => 0,
+        }
+    }
+
+    /// Which of its `rank` dimensions is split along `split`.
+    pub fn dim_of(&self, split: Split, rank: usize) -> Option<usize> {
+        let leading = self.leading(rank);
+        match split {
+            Split::Leading(i) => (i < leading).then_some(i),
+            Split::Letters(group) => {
+                let mut letters = self.dims.chars().filter(|c| *c != LEADING);
+                letters.position(|c| group.contains(c)).map(|at| leading + at)
+            }
+        }
+    }
+}
+
+impl Spec {
+    /// Along what the op may be sharded where dimension `dim` of an operand of `rank` dimensions is split.
+    pub fn split_of(&self, operand: &Operand, rank: usize, dim: usize) -> Option<Split> {
+        let split = |group: &&'static str| match group.starts_with(LEADING) {
+            true => Split::Leading(dim),
+            false => Split::Letters(group),
+        };
+        self.splits.iter().map(split).find(|split| operand.dim_of(*split, rank) == Some(dim))
+    }
+
+    /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
+    pub const fn each(&self) -> bool {
+        matches!(self.run_by, RunBy::Collective(_))
+    }
+
+    /// Whether each rank runs a kernel of its own for it.
+    pub const fn has_kernel(&self) -> bool {
+        matches!(self.run_by, RunBy::Kernel)
+    }
+
+    pub(super) const fn optional(self, optional: usize) -> Spec {
+        Spec { optional, ..self }
+    }
+
+    pub(super) const fn variadic(self) -> Spec {
+        Spec { variadic: true, ..self }
+    }
+
+    pub(super) const fn in_place(self, in_place: &'static [(usize, usize)]) -> Spec {
+        Spec { in_place, ..self }
+    }
+
+    pub(super) const fn always_in_place(self, in_place: &'static [(usize, usize)]) -> Spec {
+        Spec { in_place, always_in_place: true, ..self }
+    }
+
+    pub(super) const fn always_made(self, always_made: &'static [usize]) -> Spec {
+        Spec { always_made, ..self }
+    }
+
+    pub(super) const fn sums(self, output: usize) -> Spec {
+        Spec { sums: Some(output), ..self }
+    }
+
+    pub(super) const fn gradient(self, reads: &'static [Saved]) -> Spec {
+        Spec { gradient_reads: Some(reads), ..self }
+    }
+
+    pub(super) const fn splits(self, splits: &'static [&'static str]) -> Spec {
+        Spec { splits, ..self }
+    }
+
+    pub(super) const fn numbers(self, letter: char) -> Spec {
+        Spec { numbers: Some(letter), ..self }
+    }
+
+    pub(super) const fn keeps_partial(self) -> Spec {
+        Spec { keeps_partial: true, ..self }
+    }
+
+    pub(super) const fn cheap(self, cheap: &'static [usize]) -> Spec {
+        Spec { cheap, ..self }
+    }
+
+    pub(super) const fn run_by(self, run_by: RunBy) -> Spec {
+        Spec { run_by, ..self }
+    }
+
+    pub(super) const fn reshards(self, reshards: ShardingRule) -> Spec {
+        Spec { reshards: Some(reshards), ..self }
+    }
+
+    pub(super) const fn shape(self, shape: ShapeRule) -> Spec {
+        Spec { shape, ..self }
+    }
+
+    pub(super) const fn local(self, local: LocalRule) -> Spec {
+        Spec { local, ..self }
+    }
+
+    pub(super) const fn flops(self, flops: FlopsRule) -> Spec {
+        Spec { flops, ..self }
+    }
+}
