@@ -5,12 +5,14 @@ use crate::failure::Failure;
 use crate::style;
 use crate::table::wrapped;
 use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
+use lockstep_exec::comm::{self, conformance::Subject};
 use lockstep_exec::conformance::{self, CaseOutcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, StepProgram, units};
 use serde_json::{Value, json};
 use std::io::Write;
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -90,6 +92,19 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();
     let mut failed = 0;
+    let timeout = Duration::from_secs(10);
+    let ranks = |count: usize| match &gpu {
+        None => comm::threads(count, timeout).into_iter().map(|rank| Subject::inline(rank)).collect(),
+        // Too few are told of.
+        Some(gpu) => lockstep_cuda::conformance_ranks(gpu, count, timeout).unwrap_or_default(),
+    };
+    match comm::conformance::check(&ranks) {
+        Ok(()) => writeln!(out, "{device}, collectives and messages of up to 8 ranks hold")?,
+        Err(problem) => {
+            writeln!(out, "failed: {device}, {problem}")?;
+            failed += 1;
+        }
+    }
     // The CPU is always deterministic.
     let ways = [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)];
     for (compute, deterministic) in ways.into_iter().filter(|(_, d)| gpu.is_some() || !d) {

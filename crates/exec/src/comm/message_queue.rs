@@ -1,8 +1,8 @@
 //! Messages from one rank to another.
 
 use super::peers::{Gate, Peers};
-use super::rendezvous::{copy, thousands};
-use super::{CommError, ProgramPlace};
+use super::rendezvous::copy;
+use super::{CommError, ProgramPlace, other_size};
 
 /// One stream of messages.
 pub struct MessageQueue {
@@ -125,13 +125,9 @@ impl MessageQueue {
             return Err(self.refuse(peers, self.to, place));
         }
         if state.send_buffer.bytes != bytes {
-            let (ours, theirs) = (thousands(bytes), thousands(state.send_buffer.bytes));
+            let theirs = state.send_buffer.bytes;
             drop(state);
-            return Err(peers.end(CommError::Mismatch {
-                ranks: (self.from, self.to),
-                first: format!("a message of {theirs} bytes"),
-                second: format!("receive of {ours} bytes in {place}"),
-            }));
+            return Err(peers.end(other_size((self.from, self.to), theirs, bytes, place)));
         }
         state.reading = true;
         // SAFETY: the send buffer stays valid while a message is there and the message queue is not closed.

@@ -1,11 +1,15 @@
 //! Collectives and messages between the ranks of a run.
 //!
-//! [`Communicator`] is one rank's end. [`threads`](fn@threads) makes ranks that share a process; other kinds are held to
-//! the same behaviour by [`conformance::check`]. Sums are taken in the order of the group's ranks whatever the timing, so
+//! [`Communicator`] is one rank's end: who is where, who is alive, what ended the run. [`HostCommunicator`] moves bytes of the
+//! host besides; a device has streams of its own. [`threads`](fn@threads) makes ranks that share a process; other kinds, and all
+//! forms of [queues](crate::communication::CommunicationQueue), are held to the same behaviour by [`conformance::check`]. Sums are taken in the order of the group's ranks whatever the timing, so
 //! all ranks get the same bits in every run. What goes wrong anywhere ends the run everywhere, with one error that names
 //! the rank, its op and its layer.
 
 pub mod conformance;
+mod exchange;
+#[cfg(all(test, loom))]
+mod loom_tests;
 mod message_queue;
 mod peers;
 mod rendezvous;
@@ -14,7 +18,7 @@ mod sum;
 mod tests;
 pub mod threads;
 
-pub use threads::threads;
+pub use threads::{ThreadCommunicator, threads};
 
 use lockstep_ir::{DType, units};
 use std::fmt;
@@ -68,9 +72,11 @@ pub struct Piece {
     pub input: *const u8,
     /// Where this rank's result goes.
     pub output: *mut u8,
-    /// Elements of one rank's part. `AllReduce`: of the whole tensor. `ReduceScatter`: of the output; the input has
-    /// group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of the input; the output has
-    /// group-size times as many.
+    /// Rows of the tensor, one behind the other; what follows is of each of them. An `AllReduce` has one.
+    pub rows: usize,
+    /// Elements of one rank's part of a row. `AllReduce`: of the whole tensor. `ReduceScatter`: of a row of the output; that of the
+    /// input has group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of a row of the input; that
+    /// of the output has group-size times as many.
     pub elements: usize,
     /// Type of the elements.
     pub dtype: DType,
@@ -79,6 +85,11 @@ pub struct Piece {
 impl Piece {
     /// Bytes of one rank's part.
     pub const fn bytes(&self) -> usize {
+        self.rows * self.row_bytes()
+    }
+
+    /// Bytes of one rank's part of a row.
+    pub const fn row_bytes(&self) -> usize {
         self.elements * self.dtype.bytes()
     }
 }
@@ -183,6 +194,67 @@ pub enum CommError {
     },
 }
 
+/// What a rank wants of a collective.
+#[derive(Clone, Copy)]
+struct Wish<'a> {
+    kind: Collective,
+    pieces: &'a [Piece],
+    place: ProgramPlace,
+}
+
+/// Whether the members of a group want the same.
+fn agree<'a>(members: &[usize], wish: impl Fn(usize) -> Option<Wish<'a>>) -> Result<(), CommError> {
+    let Some(first) = wish(0) else { return Ok(()) };
+    for (member, rank) in members.iter().enumerate().skip(1) {
+        let Some(other) = wish(member) else { continue };
+        let differs = |(a, b): (&Piece, &Piece)| (a.rows, a.elements, a.dtype) != (b.rows, b.elements, b.dtype);
+        let piece = first.pieces.iter().zip(other.pieces).position(differs);
+        if first.kind == other.kind && first.pieces.len() == other.pieces.len() && piece.is_none() {
+            continue;
+        }
+        let (first, second) = (first.describe(piece), other.describe(piece));
+        return Err(CommError::Mismatch { ranks: (members[0], *rank), first, second });
+    }
+    Ok(())
+}
+
+impl Wish<'_> {
+    /// For messages; `piece` is the first that differs.
+    fn describe(&self, piece: Option<usize>) -> String {
+        let Wish { kind, pieces, place } = self;
+        let what = |piece: &Piece| format!("{} bytes {}", thousands(piece.bytes()), piece.dtype);
+        match (pieces, piece) {
+            ([only], _) => format!("{kind} of {} in {place}", what(only)),
+            (_, Some(p)) if p < pieces.len() => {
+                format!("{kind} of {} as tensor {} of {} in {place}", what(&pieces[p]), p + 1, pieces.len())
+            }
+            _ => format!("{kind} of {} tensors in {place}", pieces.len()),
+        }
+    }
+}
+
+/// The error for a message of `theirs` bytes from a rank to one that expects `ours`.
+fn other_size((from, to): (usize, usize), theirs: usize, ours: usize, place: ProgramPlace) -> CommError {
+    CommError::Mismatch {
+        ranks: (from, to),
+        first: format!("a message of {} bytes", thousands(theirs)),
+        second: format!("receive of {} bytes in {place}", thousands(ours)),
+    }
+}
+
+/// `1234567` as `1,234,567`.
+fn thousands(n: usize) -> String {
+    let digits = n.to_string();
+    let mut text = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(c);
+    }
+    text
+}
+
 fn at(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
 }
@@ -210,14 +282,26 @@ pub trait Communicator: Send + Sync {
     /// Says where this rank is now: a sign of life. Cheap; called before every instruction.
     fn at(&self, place: ProgramPlace);
 
+    /// This rank has ended its program: whoever waits for more of it gets an error. Waits until what it has sent is taken.
+    fn leave(&self);
+
+    /// Ends the run for everybody: this rank cannot go on.
+    fn fail(&self, reason: &str);
+
+    /// What ended the run, if anything did.
+    fn failure(&self) -> Option<CommError>;
+}
+
+/// A communicator that moves bytes of the host's memory, and returns when it has.
+pub trait HostCommunicator: Communicator {
     /// Does `kind` together with the other ranks of the group, which call it with pieces of the same sizes and types.
     /// Nothing is touched before all have agreed on that. Returns when this rank's outputs are there and nobody reads its
     /// inputs any more.
     ///
     /// # Safety
     /// The pieces' memory is valid, aligned to the element type and exclusively this rank's until return. Inputs and
-    /// outputs are apart, except that an input may be exactly the output (`AllReduce`), an output may be this rank's
-    /// part of the input (`ReduceScatter`), and an input may be this rank's part of the output (`AllGather`).
+    /// outputs are apart, except that an input may be exactly the output (`AllReduce`), where there is one row an output
+    /// may be this rank's part of the input (`ReduceScatter`), and an input this rank's part of the output (`AllGather`).
     unsafe fn collective(
         &self,
         kind: Collective,
@@ -260,15 +344,6 @@ pub trait Communicator: Send + Sync {
         bytes: usize,
         place: ProgramPlace,
     ) -> Result<(), CommError>;
-
-    /// This rank has ended its program: whoever waits for more of it gets an error. Waits until what it has sent is taken.
-    fn leave(&self);
-
-    /// Ends the run for everybody: this rank cannot go on.
-    fn fail(&self, reason: &str);
-
-    /// What ended the run, if anything did.
-    fn failure(&self) -> Option<CommError>;
 }
 
 /// Ends the run for everybody if this rank's thread panics while the guard lives.

@@ -1,14 +1,15 @@
 //! What the ranks of one process know of each other: where each is, who waits for whom, and what ended the run.
 
 use super::{CommError, ProgramPlace};
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, spins, yield_now};
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Looks at a gate before a waiting thread starts to yield, and before it goes to sleep: there may be more ranks than cores.
-const SPINS: u32 = 100;
-const LOOKS: u32 = SPINS + 16;
+const SPINS: usize = spins(100);
+const LOOKS: usize = SPINS + spins(16);
 /// How long a sleeping thread goes without looking for failures.
 const SLICE: Duration = Duration::from_millis(20);
 
@@ -88,7 +89,7 @@ thread_local! {
 
 impl Peers {
     pub fn new(ranks: usize, timeout: Duration) -> Self {
-        static RUNS: AtomicU64 = AtomicU64::new(0);
+        static RUNS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         let life = |_| Life {
             alive: AtomicU64::new(0),
             left: AtomicBool::new(false),
@@ -174,7 +175,7 @@ impl Peers {
                 drop(guard);
                 while looks < LOOKS && gate.version.load(Ordering::Acquire) == seen && self.failure().is_none() {
                     looks += 1;
-                    if looks < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+                    if looks < SPINS { std::hint::spin_loop() } else { yield_now() }
                 }
                 guard = gate.lock();
                 continue;
@@ -236,8 +237,4 @@ impl Peers {
             other_waits_for: whereabouts.waits.map(|(rank, _)| rank),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

@@ -1,11 +1,21 @@
+use super::conformance::Subject;
 use super::*;
 use std::sync::Arc;
 use std::thread::scope;
 use std::time::{Duration, Instant};
 
+fn threads_as(ranks: usize, subject: impl Fn(Arc<ThreadCommunicator>) -> Subject) -> Vec<Subject> {
+    threads(ranks, Duration::from_secs(10)).into_iter().map(subject).collect()
+}
+
 #[test]
 fn threads_conform() {
-    conformance::check(&|ranks| threads(ranks, Duration::from_secs(10))).unwrap();
+    conformance::check(&|ranks| threads_as(ranks, |comm| Subject::inline(comm))).unwrap();
+}
+
+#[test]
+fn communication_threads_conform() {
+    conformance::check(&|ranks| threads_as(ranks, |comm| Subject::beside(comm).unwrap())).unwrap();
 }
 
 /// What a planted communicator does wrong.
@@ -21,7 +31,7 @@ enum Fault {
     ForgetsFailures,
 }
 
-struct Wrong(Arc<dyn Communicator>, Fault);
+struct Wrong(Arc<ThreadCommunicator>, Fault);
 
 impl Communicator for Wrong {
     fn rank(&self) -> usize {
@@ -36,6 +46,22 @@ impl Communicator for Wrong {
         self.0.at(place);
     }
 
+    fn leave(&self) {
+        self.0.leave();
+    }
+
+    fn fail(&self, reason: &str) {
+        if self.1 != Fault::ForgetsFailures {
+            self.0.fail(reason);
+        }
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.0.failure()
+    }
+}
+
+impl HostCommunicator for Wrong {
     unsafe fn collective(
         &self,
         kind: Collective,
@@ -91,20 +117,6 @@ impl Communicator for Wrong {
         // SAFETY: the caller vouches.
         unsafe { self.0.receive(from, tag, data, bytes, place) }
     }
-
-    fn leave(&self) {
-        self.0.leave();
-    }
-
-    fn fail(&self, reason: &str) {
-        if self.1 != Fault::ForgetsFailures {
-            self.0.fail(reason);
-        }
-    }
-
-    fn failure(&self) -> Option<CommError> {
-        self.0.failure()
-    }
 }
 
 #[test]
@@ -125,7 +137,7 @@ fn the_suite_refuses_wrong_communicators() {
         (Fault::WritesBeforeItAgrees, endings, ["refused", "touches memory"]),
         (Fault::ForgetsFailures, endings, ["the error should say", "rank 2 failed"]),
     ] {
-        let wrong = |comm| Arc::new(Wrong(comm, fault)) as Arc<dyn Communicator>;
+        let wrong = |comm| Subject::inline(Arc::new(Wrong(comm, fault)));
         let make = |ranks| threads(ranks, Duration::from_millis(300)).into_iter().map(wrong).collect();
         let error = section(&make).expect_err(&format!("{fault:?}"));
         assert!(texts.iter().all(|text| error.contains(text)), "{fault:?}: {error}");
@@ -137,10 +149,10 @@ const fn place(op: &'static str, layer: usize) -> ProgramPlace {
 }
 
 /// Sums a few numbers over all ranks.
-fn all_reduce(comm: &dyn Communicator, place: ProgramPlace) -> Result<(), CommError> {
+fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
     let mut x = [1.0f32; 256];
     let output = x.as_mut_ptr().cast::<u8>();
-    let piece = Piece { input: output, output, elements: 256, dtype: DType::F32 };
+    let piece = Piece { input: output, output, rows: 1, elements: 256, dtype: DType::F32 };
     let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
     comm.at(place);
     // SAFETY: the array is this call's.
@@ -149,13 +161,13 @@ fn all_reduce(comm: &dyn Communicator, place: ProgramPlace) -> Result<(), CommEr
     Ok(())
 }
 
-fn receive(comm: &dyn Communicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
+fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
     comm.at(place);
     // SAFETY: no bytes.
     unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
 }
 
-fn send(comm: &dyn Communicator, to: usize, copies: usize) -> Result<(), CommError> {
+fn send(comm: &dyn HostCommunicator, to: usize, copies: usize) -> Result<(), CommError> {
     // SAFETY: no bytes.
     unsafe { comm.send(to, 0, std::ptr::null(), 0, std::ptr::null_mut(), copies, place("send", 0)) }
 }
@@ -264,8 +276,13 @@ fn a_mismatch_names_both_sides() {
     scope(|s| {
         let other = s.spawn(|| {
             let mut x = [1u16; 1024];
-            let piece =
-                Piece { input: x.as_ptr().cast(), output: x.as_mut_ptr().cast(), elements: 512, dtype: DType::BF16 };
+            let piece = Piece {
+                input: x.as_ptr().cast(),
+                output: x.as_mut_ptr().cast(),
+                rows: 1,
+                elements: 512,
+                dtype: DType::BF16,
+            };
             let group = RankGroup { ranks: vec![0, 1], channel: 0 };
             // SAFETY: the array is this call's, and its first half is this rank's part.
             soon(|| unsafe { comms[1].collective(Collective::AllGather, &group, &[piece], place("gather", 7)) })
@@ -307,7 +324,7 @@ fn a_message_that_nobody_takes_is_an_error() {
 
 #[test]
 fn what_cannot_be_done_is_refused() {
-    let refused = |run: &dyn Fn(&dyn Communicator) -> Result<(), CommError>| {
+    let refused = |run: &dyn Fn(&dyn HostCommunicator) -> Result<(), CommError>| {
         let error = run(&*threads(2, Duration::from_secs(10))[0]).unwrap_err();
         assert!(matches!(error, CommError::Refused { rank: 0, .. }), "{error}");
     };
