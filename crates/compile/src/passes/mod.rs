@@ -67,7 +67,7 @@ pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {
 pub(crate) mod tests {
     use super::*;
     use crate::Steps;
-    use lockstep_ir::graph::{Parameter, State};
+    use lockstep_ir::graph::{Loss, Parameter, State};
     use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
     use std::collections::BTreeMap;
 
@@ -98,6 +98,7 @@ pub(crate) mod tests {
         let logits = op(Op::Linear, &[y, table], "logits");
         let loss = op(Op::CrossEntropy, &[logits, targets], "loss");
         g.outputs.push(loss);
+        g.losses.push(Loss { value: loss, weight: 1.0 });
         let device = DeviceProfile {
             name: "test".into(),
             alignment: 64,

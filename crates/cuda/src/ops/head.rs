@@ -109,9 +109,9 @@ pub unsafe fn cross_entropy(call: Call) -> Result<(), CudaError> {
     }
 }
 
-pub unsafe fn cross_entropy_grad(call: Call) -> Result<(), CudaError> {
+pub unsafe fn cross_entropy_grad(call: Call, weight: f32) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let args = args![call.input(0), call.input(1), call.input(2), out, call.size('v')];
+    let args = args![call.input(0), call.input(1), call.input(2), out, call.size('v'), weight];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("loss", "cross_entropy_grad"), [call.rows(), 1, 1], THREADS, args) }
 }

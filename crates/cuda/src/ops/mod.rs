@@ -119,7 +119,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::Slice { first, .. } => sections::slice(call, first),
             Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
-            Op::CrossEntropyGrad => head::cross_entropy_grad(call),
+            Op::CrossEntropyGrad { weight } => head::cross_entropy_grad(call, weight),
             Op::LinearCrossEntropy { rows } => head::linear_cross_entropy(call, rows),
             Op::AddState => optimizer::add_state(call),
             Op::Accumulate => optimizer::accumulate(call),

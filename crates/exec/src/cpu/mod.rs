@@ -280,7 +280,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Slice { first, .. } => sections::slice::<T>(call, first),
         Op::Concat => sections::concat::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
-        Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
+        Op::CrossEntropyGrad { weight } => loss::cross_entropy_grad::<T>(call, weight),
         Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),
         Op::AddState => optimizer::add_state(call),
         Op::Accumulate => optimizer::accumulate(call),
