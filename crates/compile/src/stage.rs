@@ -22,7 +22,7 @@ pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
     }
     let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
     let mut costs = vec![0.0f64; layers];
-    let mut place = Place::new(layers.saturating_sub(1));
+    let mut place = LayerOf::new(layers.saturating_sub(1));
     for node in &g.nodes {
         let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
         let flops = node.op.flops(&g.input_types(node), &wanted)?.hardware as f64;
@@ -58,14 +58,14 @@ pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
 }
 
 /// Says which layer a node goes with: what stands before the layers with the first, what stands behind with the last.
-struct Place {
+struct LayerOf {
     last: usize,
     /// Whether a layer has been seen in this direction.
     inside: bool,
     forward: bool,
 }
 
-impl Place {
+impl LayerOf {
     fn new(last: usize) -> Self {
         Self { last, inside: false, forward: true }
     }
@@ -87,7 +87,7 @@ impl Place {
 /// The last layer, and for every node the layer that it goes with.
 pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
     let last = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
-    let mut place = Place::new(last);
+    let mut place = LayerOf::new(last);
     (last, g.nodes.iter().map(|n| place.of(n)).collect())
 }
 

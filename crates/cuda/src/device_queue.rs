@@ -10,7 +10,7 @@
 use crate::driver::{Event, Stream};
 use crate::gpu::Gpu;
 use crate::{CudaError, collectives};
-use lockstep_exec::comm::{CommError, Communicator, Piece, Place, ThreadCommunicator};
+use lockstep_exec::comm::{CommError, Communicator, Piece, ProgramPlace, ThreadCommunicator};
 use lockstep_exec::communication::{Action, CommunicationCall, CommunicationQueue, Enqueued};
 use lockstep_ir::program::Slot;
 use std::collections::BTreeMap;
@@ -40,7 +40,7 @@ struct Sending {
     /// Messages that this room has had, and those of them that are under way.
     sent: usize,
     under_way: usize,
-    place: Place,
+    place: ProgramPlace,
 }
 
 /// What a receiver hears of a message.
@@ -116,7 +116,7 @@ impl DeviceQueue {
         key: (usize, u32),
         piece: &Piece,
         room: (u64, usize, usize),
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let (buffer, bytes, copies) = room;
         if copies == 0 {
@@ -146,7 +146,7 @@ impl DeviceQueue {
         Ok(())
     }
 
-    fn receive(&mut self, (from, tag): (usize, u32), piece: &Piece, place: Place) -> Result<(), CommError> {
+    fn receive(&mut self, (from, tag): (usize, u32), piece: &Piece, place: ProgramPlace) -> Result<(), CommError> {
         let message: Message = self.comm.fetch(from, 2 * tag, place)?;
         if message.bytes != piece.bytes() {
             return Err(self.comm.refuse_size(from, message.bytes, piece.bytes(), place));

@@ -7,6 +7,9 @@ use std::sync::{Arc, OnceLock};
 
 /// An address on the device.
 pub type Address = u64;
+/// Every buffer in the memory of a device starts at a multiple of this.
+pub const ALIGNMENT: u64 = 256;
+
 type Handle = *mut c_void;
 
 functions! {

@@ -1,6 +1,7 @@
 //! The CUDA executor: a step program in one allocation of one device, replayed as a CUDA graph.
 
-use crate::attention::{Plans, Written};
+use crate::attention::Written;
+use crate::attention::plans::Plans;
 use crate::call::Call;
 use crate::device_queue::alone;
 use crate::driver::{Address, Event, Graph, Memory, Stream};
@@ -432,8 +433,8 @@ impl Executor for CudaExecutor {
         }
         self.enter()?;
         let mut data = vec![0u8; range.len()];
-        // SAFETY: the address and size are of a range of the tensor.
         let from = address + range.start as u64;
+        // SAFETY: the address and size are of a range of the tensor.
         self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &mut data, from) })?;
         Ok(Cow::Owned(data))
     }

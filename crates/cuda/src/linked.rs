@@ -4,7 +4,7 @@ use crate::device_queue::DeviceQueue;
 use crate::driver::{Event, Stream};
 use crate::gpu::Gpu;
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::{Communicator, Place, ThreadCommunicator};
+use lockstep_exec::comm::{Communicator, ProgramPlace, ThreadCommunicator};
 use lockstep_exec::communication::{CommunicationCalls, CommunicationQueue, Link, communication_calls};
 use lockstep_ir::program::{self, Slot};
 use lockstep_ir::{Coordinates, StepProgram};
@@ -42,7 +42,7 @@ impl Ready {
     }
 }
 
-const START: Place = Place { op: "the start of a run", layer: None, micro_batch: 0 };
+const START: ProgramPlace = ProgramPlace { op: "the start of a run", layer: None, micro_batch: 0 };
 
 impl Linked {
     /// Connects a rank that runs `program` on these streams.
@@ -71,7 +71,7 @@ impl Linked {
 
     /// Tells the others where this rank is.
     pub fn at(&self, op: &'static str, layer: Option<usize>, micro_batch: usize) {
-        self.link.comm.at(Place { op, layer, micro_batch });
+        self.link.comm.at(ProgramPlace { op, layer, micro_batch });
     }
 
     /// What all ranks do with an entry.

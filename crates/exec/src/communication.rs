@@ -7,7 +7,7 @@ pub use queue::{CommunicationQueue, Enqueued, Inline};
 pub use thread::CommunicationThread;
 
 use crate::bound::At;
-use crate::comm::{Collective, CommError, Group, HostCommunicator, Piece, Place};
+use crate::comm::{Collective, CommError, HostCommunicator, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType};
@@ -16,14 +16,14 @@ use std::sync::Arc;
 /// An instruction of several ranks, ready to run on one of them.
 pub struct CommunicationCall {
     what: What,
-    place: Place,
+    place: ProgramPlace,
     /// Bytes of a tensor's buffer behind the tensor, which are to be zero.
     padding: Vec<(At, usize, usize)>,
     pieces: Vec<PieceAt>,
 }
 
 enum What {
-    Together(Collective, Group),
+    Together(Collective, RankGroup),
     Send { to: usize, tag: u32, send_buffer: At, copies: usize },
     Receive { from: usize, tag: u32 },
 }
@@ -39,7 +39,7 @@ struct PieceAt {
 /// What an instruction of several ranks does with its pieces.
 pub enum Action<'a> {
     /// All of a group do it together.
-    Together(Collective, &'a Group),
+    Together(Collective, &'a RankGroup),
     /// Every piece is a message to a rank.
     Send {
         /// The rank.
@@ -65,7 +65,7 @@ impl CommunicationCall {
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
         let mesh = &program.mesh;
         let channel = u32::from(instr.stream == Stream::Communication);
-        let along = |over: Axes| Group { ranks: mesh.group(here, over), channel };
+        let along = |over: Axes| RankGroup { ranks: mesh.group(here, over), channel };
         let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
         let transfer = instr.op.transfer()?;
         let what = match transfer {
@@ -73,7 +73,7 @@ impl CommunicationCall {
             Transfer::SumShared { over, sharers } => {
                 let first = here.index(over, mesh) / sharers * sharers;
                 let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
-                What::Together(Collective::AllReduce, Group { ranks, channel })
+                What::Together(Collective::AllReduce, RankGroup { ranks, channel })
             }
             Transfer::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
             Transfer::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
@@ -112,12 +112,12 @@ impl CommunicationCall {
             let (input, output) = (input.map(|at| (at, start)), output.map(|at| (at, start)));
             pieces.push(PieceAt { input, output, rows, elements, dtype: part.dtype });
         }
-        let place = Place { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
+        let place = ProgramPlace { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
         Some(Self { what, place, padding, pieces })
     }
 
     /// Of pieces that are where they say, whatever the slot, for an arena that starts at 0.
-    pub(crate) fn absolute(action: &Action<'_>, pieces: &[Piece], place: Place) -> Self {
+    pub(crate) fn absolute(action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Self {
         let at = |address: *const u8| At::absolute(address as usize as u64);
         let what = match *action {
             Action::Together(kind, group) => What::Together(kind, group.clone()),
@@ -135,7 +135,7 @@ impl CommunicationCall {
 
     /// What it does at a slot of a schedule in an arena that starts at `base`, and where in the program that is. Its pieces go to
     /// `pieces`.
-    pub fn resolve(&self, base: *mut u8, slot: Slot, pieces: &mut Vec<Piece>) -> (Action<'_>, Place) {
+    pub fn resolve(&self, base: *mut u8, slot: Slot, pieces: &mut Vec<Piece>) -> (Action<'_>, ProgramPlace) {
         let address = |(at, offset): (At, usize)| at.address(base, slot).wrapping_add(offset);
         let none = std::ptr::null_mut();
         pieces.clear();
@@ -153,7 +153,7 @@ impl CommunicationCall {
             }
             What::Receive { from, tag } => Action::Receive { from: *from, tag: *tag },
         };
-        (action, Place { micro_batch: slot.micro_batch, ..self.place })
+        (action, ProgramPlace { micro_batch: slot.micro_batch, ..self.place })
     }
 
     /// Bytes that are to be zero before it runs, as addresses and lengths.

@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::initial::InitialWeights;
-use lockstep_checkpoint::{Bytes, CheckpointError, Group, Loaded, TensorRef};
+use lockstep_checkpoint::{CheckpointError, Loaded, TensorBytes, TensorGroup, TensorRef};
 use lockstep_exec::Executor;
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::graph::{Parameter, State};
@@ -231,17 +231,17 @@ fn round(data: &mut Vec<u8>, dtype: DType) {
 }
 
 /// Some bytes of a tensor, fetched when they are wanted.
-pub(crate) fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) -> Bytes<'a> {
+pub(crate) fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) -> TensorBytes<'a> {
     let (name, first) = (tensor.to_owned(), bytes.start);
-    Bytes::new(bytes.len(), move |range, take| {
+    TensorBytes::new(bytes.len(), move |range, take| {
         let range = first + range.start..first + range.end;
         take(&executor.read_range(&name, 0, range).map_err(std::io::Error::other)?)
     })
 }
 
 /// The tensors of a checkpoint of one rank.
-pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [Group<'a>; 2] {
-    let mut groups = GROUPS.map(|name| Group { name, tensors: Vec::new() });
+pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [TensorGroup<'a>; 2] {
+    let mut groups = GROUPS.map(|name| TensorGroup { name, tensors: Vec::new() });
     for (group, name, tensor, part) in stored(tensors) {
         let data = bytes(executor, &tensor.name, part.start * 4..(part.start + part.elements) * 4);
         let to = groups.iter_mut().find(|g| g.name == group);

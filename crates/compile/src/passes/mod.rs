@@ -11,7 +11,7 @@ mod zero;
 
 pub use autodiff::autodiff;
 pub use fuse::fuse;
-pub use optimizer::{AdamW, FIRST_STATS, Group, Optimizer, Rule, STATS};
+pub use optimizer::{AdamW, FIRST_STATS, Optimizer, ParameterGroup, Rule, STATS};
 pub use precision::Precision;
 pub use recompute::{Candidate, Recompute, Recomputed};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};

@@ -15,13 +15,11 @@ mod sections;
 use norm::Kind;
 
 use crate::call::Call;
+use crate::driver::ALIGNMENT;
 use crate::matmul::WORKSPACE;
 use crate::{CudaError, attention};
 use lockstep_ir::{DType, DeviceProfile, Fusion, Op, OpKind, Workspace};
 use std::collections::BTreeMap;
-
-/// Every buffer starts at a multiple of this.
-pub const ALIGNMENT: u64 = 256;
 
 /// What the compiler must know of this executor, for these types of parameters and of gradient sums, and for the same bits every
 /// time or not.

@@ -9,7 +9,7 @@ mod subject;
 
 pub use subject::{Memory, Subject};
 
-use super::{Collective, CommError, Group, Piece, Place, RankGuard};
+use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, RankGuard};
 use lockstep_ir::{DType, bf16, counter, f16, fixed};
 use std::ops::Range;
 use std::time::Duration;
@@ -45,7 +45,7 @@ fn at_once(make: Make<'_>) -> Result<(), String> {
 /// One collective with made-up data: everybody can compute everybody's inputs.
 struct Job {
     kind: Collective,
-    group: Group,
+    group: RankGroup,
     /// Rows, elements of a part of a row, type.
     pieces: Vec<(usize, usize, DType)>,
     in_place: bool,
@@ -151,7 +151,7 @@ impl Job {
         let draw = |i: u64, n: usize| (counter::bits(key, i) % n as u64) as usize;
         let kind = KINDS[draw(0, 3)];
         let pieces = (0..1 + draw(1, 3) as u64).map(|p| (1, draw(10 + p, 70), DTYPES[draw(20 + p, 4)])).collect();
-        Self { kind, group: Group { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
+        Self { kind, group: RankGroup { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
     }
 
     /// Elements of what a member gives for piece `p`.
@@ -186,7 +186,7 @@ impl Job {
         let n = self.group.ranks.len();
         let rank = subject.comm().rank();
         let Some(index) = self.group.ranks.iter().position(|&member| member == rank) else { return Ok(()) };
-        let place = Place { op: self.kind.name(), layer: None, micro_batch: 0 };
+        let place = ProgramPlace { op: self.kind.name(), layer: None, micro_batch: 0 };
         subject.comm().at(place);
         let mut memory = Vec::new();
         for (p, &(rows, elements, dtype)) in self.pieces.iter().enumerate() {
@@ -278,8 +278,8 @@ fn rotated(ranks: usize, by: usize) -> Vec<usize> {
     if by.is_multiple_of(2) { order.collect() } else { order.rev().collect() }
 }
 
-fn rotated_group(ranks: usize, by: usize) -> Group {
-    Group { ranks: rotated(ranks, by), channel: 0 }
+fn rotated_group(ranks: usize, by: usize) -> RankGroup {
+    RankGroup { ranks: rotated(ranks, by), channel: 0 }
 }
 
 /// Sometimes lets others go first.

@@ -1,7 +1,7 @@
 //! Values that ranks of one process hand each other, for executors that communicate otherwise than through the host's memory.
 
 use super::peers::{Gate, Peers};
-use super::{CommError, Group, Place};
+use super::{CommError, ProgramPlace, RankGroup};
 use std::any::Any;
 use std::collections::VecDeque;
 
@@ -22,7 +22,7 @@ struct Round {
 }
 
 impl Meeting {
-    pub fn new(group: &Group) -> Self {
+    pub fn new(group: &RankGroup) -> Self {
         let brought = group.ranks.iter().map(|_| None).collect();
         Self { members: group.ranks.clone(), gate: Gate::new(Round { ended: 0, brought, result: None }) }
     }
@@ -32,7 +32,7 @@ impl Meeting {
         &self,
         peers: &Peers,
         index: usize,
-        place: Place,
+        place: ProgramPlace,
         value: T,
         act: impl FnOnce(Vec<T>) -> R,
     ) -> Result<R, CommError> {
@@ -95,7 +95,7 @@ impl Post {
     }
 
     /// The next value, when it is there.
-    pub fn receive<T: 'static>(&self, peers: &Peers, place: Place) -> Result<T, CommError> {
+    pub fn receive<T: 'static>(&self, peers: &Peers, place: ProgramPlace) -> Result<T, CommError> {
         let values = self.gate.lock();
         let there = |values: &VecDeque<Value>| !values.is_empty();
         let (mut values, result) = peers.wait((self.to, place), &self.gate, values, there, |_, rank| rank == self.from);

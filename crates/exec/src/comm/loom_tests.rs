@@ -8,7 +8,7 @@ use lockstep_ir::program::Slot;
 use std::sync::Arc;
 use std::time::Duration;
 
-const PLACE: Place = Place { op: "test", layer: None, micro_batch: 0 };
+const PLACE: ProgramPlace = ProgramPlace { op: "test", layer: None, micro_batch: 0 };
 
 /// Runs a program on two ranks.
 fn two(program: impl Fn(&Arc<ThreadCommunicator>) + Copy + Send + Sync + 'static) {
@@ -28,7 +28,7 @@ fn piece(x: &mut [f32]) -> Piece {
 #[test]
 fn loom_ranks_get_the_sum() {
     two(|comm| {
-        let group = Group { ranks: vec![0, 1], channel: 0 };
+        let group = RankGroup { ranks: vec![0, 1], channel: 0 };
         let mut x = [1.0 + comm.rank() as f32; 17];
         let pieces = [piece(&mut x)];
         // SAFETY: the array is this call's.
@@ -72,7 +72,7 @@ fn loom_a_communication_thread_ends_what_is_waited_for() {
     explore(|| {
         let comm = threads(1, Duration::from_secs(60)).remove(0);
         let mut queue = CommunicationThread::start(comm).unwrap();
-        let group = Group { ranks: vec![0], channel: 0 };
+        let group = RankGroup { ranks: vec![0], channel: 0 };
         let (mut from, mut to) = ([1.0f32; 3], [0.0f32; 3]);
         let both = Piece { output: to.as_mut_ptr().cast(), ..piece(&mut from) };
         let transfer = Action::Together(Collective::AllGather, &group);

@@ -58,7 +58,7 @@ impl fmt::Display for Collective {
 
 /// Ranks that act together, in the order in which sums are taken.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Group {
+pub struct RankGroup {
     /// The ranks, each once. All of them must name them in the same order.
     pub ranks: Vec<usize>,
     /// Keeps collectives of one group that are issued from different streams apart.
@@ -96,7 +96,7 @@ impl Piece {
 
 /// Where a rank is in its program: for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct ProgramPlace {
     /// The op's name.
     pub op: &'static str,
     /// The layer that the op belongs to, if any.
@@ -105,14 +105,14 @@ pub struct Place {
     pub micro_batch: usize,
 }
 
-impl Place {
+impl ProgramPlace {
     /// Op and layer, without the micro-batch.
     fn brief(&self) -> String {
         self.layer.map_or_else(|| self.op.to_owned(), |layer| format!("{}, layer {layer}", self.op))
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ProgramPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, micro-batch {}", self.brief(), self.micro_batch)
     }
@@ -127,7 +127,7 @@ pub enum CommError {
         /// The rank that failed.
         rank: usize,
         /// Where it was; `None` before its first op.
-        place: Option<Place>,
+        place: Option<ProgramPlace>,
         /// What it said.
         reason: String,
     },
@@ -141,11 +141,11 @@ pub enum CommError {
         /// The rank that waits.
         rank: usize,
         /// Where it waits.
-        place: Place,
+        place: ProgramPlace,
         /// The rank that it waits for.
         other: usize,
         /// Where that one is; `None` before its first op.
-        other_place: Option<Place>,
+        other_place: Option<ProgramPlace>,
         /// How long that one has been there.
         seconds: f32,
         /// The rank that the other waits for in turn: they wait in a circle.
@@ -161,7 +161,7 @@ pub enum CommError {
         /// The rank that waits.
         rank: usize,
         /// Where it waits.
-        place: Place,
+        place: ProgramPlace,
         /// The rank that has ended its program.
         other: usize,
     },
@@ -188,7 +188,7 @@ pub enum CommError {
         /// The rank that asks.
         rank: usize,
         /// Where it asks.
-        place: Place,
+        place: ProgramPlace,
         /// Why not.
         reason: String,
     },
@@ -199,7 +199,7 @@ pub enum CommError {
 struct Wish<'a> {
     kind: Collective,
     pieces: &'a [Piece],
-    place: Place,
+    place: ProgramPlace,
 }
 
 /// Whether the members of a group want the same.
@@ -234,7 +234,7 @@ impl Wish<'_> {
 }
 
 /// The error for a message of `theirs` bytes from a rank to one that expects `ours`.
-fn other_size((from, to): (usize, usize), theirs: usize, ours: usize, place: Place) -> CommError {
+fn other_size((from, to): (usize, usize), theirs: usize, ours: usize, place: ProgramPlace) -> CommError {
     CommError::Mismatch {
         ranks: (from, to),
         first: format!("a message of {} bytes", thousands(theirs)),
@@ -255,11 +255,11 @@ fn thousands(n: usize) -> String {
     text
 }
 
-fn at(place: &Option<Place>) -> String {
+fn at(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
 }
 
-fn briefly(place: &Option<Place>) -> String {
+fn briefly(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {}", p.brief()))
 }
 
@@ -280,7 +280,7 @@ pub trait Communicator: Send + Sync {
     fn ranks(&self) -> usize;
 
     /// Says where this rank is now: a sign of life. Cheap; called before every instruction.
-    fn at(&self, place: Place);
+    fn at(&self, place: ProgramPlace);
 
     /// This rank has ended its program: whoever waits for more of it gets an error. Waits until what it has sent is taken.
     fn leave(&self);
@@ -305,9 +305,9 @@ pub trait HostCommunicator: Communicator {
     unsafe fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError>;
 
     /// Copies `bytes` bytes into the next of `copies` parts of `send_buffer`, each of `bytes` bytes (waiting until the receiver
@@ -329,15 +329,21 @@ pub trait HostCommunicator: Communicator {
         bytes: usize,
         send_buffer: *mut u8,
         copies: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError>;
 
     /// Waits for the next message of `from` with this tag, which must have `bytes` bytes, and copies it.
     ///
     /// # Safety
     /// `data` is valid for writes of `bytes` bytes and exclusively this call's.
-    unsafe fn receive(&self, from: usize, tag: u32, data: *mut u8, bytes: usize, place: Place)
-    -> Result<(), CommError>;
+    unsafe fn receive(
+        &self,
+        from: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+        place: ProgramPlace,
+    ) -> Result<(), CommError>;
 }
 
 /// Ends the run for everybody if this rank's thread panics while the guard lives.

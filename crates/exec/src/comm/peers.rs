@@ -1,6 +1,6 @@
 //! What the ranks of one process know of each other: where each is, who waits for whom, and what ended the run.
 
-use super::{CommError, Place};
+use super::{CommError, ProgramPlace};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, lock, spins, yield_now};
 use std::cell::Cell;
@@ -64,11 +64,11 @@ struct Life {
 }
 
 struct Whereabouts {
-    place: Option<Place>,
+    place: Option<ProgramPlace>,
     /// When it came there.
     since: u64,
     /// The rank that it waits for, and where.
-    waits: Option<(usize, Place)>,
+    waits: Option<(usize, ProgramPlace)>,
 }
 
 /// The ranks of one run.
@@ -84,7 +84,7 @@ pub struct Peers {
 thread_local! {
     /// Run, rank and place that this thread last spoke for. A rank has several threads; this one's place is what counts
     /// when it fails.
-    static HERE: Cell<Option<(u64, usize, Place)>> = const { Cell::new(None) };
+    static HERE: Cell<Option<(u64, usize, ProgramPlace)>> = const { Cell::new(None) };
 }
 
 impl Peers {
@@ -118,7 +118,7 @@ impl Peers {
     }
 
     /// A rank says where it is.
-    pub fn at(&self, rank: usize, place: Place) {
+    pub fn at(&self, rank: usize, place: ProgramPlace) {
         HERE.set(Some((self.id, rank, place)));
         let now = self.now();
         let life = &self.lives[rank];
@@ -156,7 +156,7 @@ impl Peers {
     /// those that `me` waits for. The lock comes back in any case.
     pub fn wait<'g, T>(
         &self,
-        (me, place): (usize, Place),
+        (me, place): (usize, ProgramPlace),
         gate: &'g Gate<T>,
         mut guard: MutexGuard<'g, T>,
         ready: impl Fn(&T) -> bool,
@@ -193,7 +193,13 @@ impl Peers {
     }
 
     /// Whether there is hope in waiting on.
-    fn look(&self, me: usize, place: Place, started: u64, missing: impl Fn(usize) -> bool) -> Result<(), CommError> {
+    fn look(
+        &self,
+        me: usize,
+        place: ProgramPlace,
+        started: u64,
+        missing: impl Fn(usize) -> bool,
+    ) -> Result<(), CommError> {
         let awaited = || (0..self.ranks()).filter(|&rank| missing(rank));
         if let Some(other) = awaited().find(|&rank| self.has_left(rank)) {
             return Err(CommError::Left { rank: me, place, other });
@@ -209,7 +215,7 @@ impl Peers {
     }
 
     /// The error for a rank that `me` has waited for in vain: names the last of a chain of waiting ranks.
-    fn stalled(&self, me: usize, place: Place, other: usize) -> CommError {
+    fn stalled(&self, me: usize, place: ProgramPlace, other: usize) -> CommError {
         let waits = |rank: usize| lock(&self.lives[rank].whereabouts).waits;
         let mut pair = (me, place, other);
         let mut circle = true;

@@ -1,7 +1,7 @@
 //! Where the ranks of one group meet for collectives.
 
 use super::peers::{Gate, Peers};
-use super::{Collective, CommError, Group, Piece, Place, Wish, agree, sum};
+use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, sum};
 use crate::sync::{MutexGuard, UnsafeCell};
 
 /// What one member wants of a collective.
@@ -10,7 +10,7 @@ struct Call {
     kind: Collective,
     pieces: *const Piece,
     count: usize,
-    place: Place,
+    place: ProgramPlace,
 }
 
 /// State of a rendezvous; a stage ends when all members have arrived.
@@ -43,7 +43,7 @@ unsafe impl Send for Rendezvous {}
 unsafe impl Sync for Rendezvous {}
 
 impl Rendezvous {
-    pub fn new(group: &Group) -> Self {
+    pub fn new(group: &RankGroup) -> Self {
         let n = group.ranks.len();
         let turn =
             Turn { stage: 0, arrived: vec![false; n], missing: n, touching: 0, inside: vec![false; n], closed: false };
@@ -64,7 +64,7 @@ impl Rendezvous {
         index: usize,
         kind: Collective,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let mut turn = self.gate.lock();
         if turn.inside[index] {
@@ -75,20 +75,20 @@ impl Rendezvous {
         let call = Call { kind, pieces: pieces.as_ptr(), count: pieces.len(), place };
         // SAFETY: this member is in no collective, so nobody reads what it wanted last.
         self.calls[index].with_mut(|wanted| unsafe { *wanted = Some(call) });
-        drop(self.arrive(peers, index, turn, Stage::Agree, place)?);
+        drop(self.arrive(peers, index, turn, Waypoint::Agree, place)?);
         // SAFETY: all have agreed; everybody writes only its own outputs, and of those only what nobody reads meanwhile.
         unsafe {
             match kind {
                 Collective::AllReduce => {
                     self.reduce_slice(index, pieces);
-                    drop(self.arrive(peers, index, self.done(), Stage::Work, place)?);
+                    drop(self.arrive(peers, index, self.done(), Waypoint::Work, place)?);
                     self.fetch_slices(index, pieces);
                 }
                 Collective::ReduceScatter => self.reduce_part(index, pieces),
                 Collective::AllGather => self.gather(index, pieces),
             }
         }
-        self.arrive(peers, index, self.done(), Stage::Leave, place)?.inside[index] = false;
+        self.arrive(peers, index, self.done(), Waypoint::Leave, place)?.inside[index] = false;
         Ok(())
     }
 
@@ -105,8 +105,8 @@ impl Rendezvous {
         peers: &Peers,
         index: usize,
         mut turn: MutexGuard<'g, Turn>,
-        stage: Stage,
-        place: Place,
+        stage: Waypoint,
+        place: ProgramPlace,
     ) -> Result<MutexGuard<'g, Turn>, CommError> {
         let me = self.members[index];
         let mut result = Ok(());
@@ -115,15 +115,15 @@ impl Rendezvous {
             turn.missing -= 1;
             if turn.missing == 0 {
                 match stage {
-                    Stage::Agree => result = self.agree().map_err(|error| peers.end(error)),
-                    Stage::Work | Stage::Leave => {}
+                    Waypoint::Agree => result = self.agree().map_err(|error| peers.end(error)),
+                    Waypoint::Work | Waypoint::Leave => {}
                 }
                 if result.is_ok() {
                     turn.stage += 1;
                     turn.arrived.fill(false);
                     turn.missing = self.members.len();
                     // Counted for all here, so that none is missed who has yet to wake.
-                    turn.touching = if stage == Stage::Leave { 0 } else { self.members.len() };
+                    turn.touching = if stage == Waypoint::Leave { 0 } else { self.members.len() };
                     self.gate.announce();
                     return Ok(turn);
                 }
@@ -248,7 +248,7 @@ impl Rendezvous {
 
 /// What the members wait for each other before.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum Waypoint {
     /// Touching anything.
     Agree,
     /// Reading each other's outputs.

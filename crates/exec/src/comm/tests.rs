@@ -42,7 +42,7 @@ impl Communicator for Wrong {
         self.0.ranks()
     }
 
-    fn at(&self, place: Place) {
+    fn at(&self, place: ProgramPlace) {
         self.0.at(place);
     }
 
@@ -65,9 +65,9 @@ impl HostCommunicator for Wrong {
     unsafe fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let (mut group, mut pieces) = (group.clone(), pieces);
         match self.1 {
@@ -97,7 +97,7 @@ impl HostCommunicator for Wrong {
         bytes: usize,
         send_buffer: *mut u8,
         copies: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
         let copies = if self.1 == Fault::OverrunsTheSendBuffer { copies + 1 } else { copies };
@@ -111,7 +111,7 @@ impl HostCommunicator for Wrong {
         tag: u32,
         data: *mut u8,
         bytes: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
         // SAFETY: the caller vouches.
@@ -144,16 +144,16 @@ fn the_suite_refuses_wrong_communicators() {
     }
 }
 
-const fn place(op: &'static str, layer: usize) -> Place {
-    Place { op, layer: Some(layer), micro_batch: 1 }
+const fn place(op: &'static str, layer: usize) -> ProgramPlace {
+    ProgramPlace { op, layer: Some(layer), micro_batch: 1 }
 }
 
 /// Sums a few numbers over all ranks.
-fn all_reduce(comm: &dyn HostCommunicator, place: Place) -> Result<(), CommError> {
+fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
     let mut x = [1.0f32; 256];
     let output = x.as_mut_ptr().cast::<u8>();
     let piece = Piece { input: output, output, rows: 1, elements: 256, dtype: DType::F32 };
-    let group = Group { ranks: (0..comm.ranks()).collect(), channel: 0 };
+    let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
     comm.at(place);
     // SAFETY: the array is this call's.
     unsafe { comm.collective(Collective::AllReduce, &group, &[piece], place) }?;
@@ -161,7 +161,7 @@ fn all_reduce(comm: &dyn HostCommunicator, place: Place) -> Result<(), CommError
     Ok(())
 }
 
-fn receive(comm: &dyn HostCommunicator, from: usize, place: Place) -> Result<(), CommError> {
+fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
     comm.at(place);
     // SAFETY: no bytes.
     unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
@@ -283,7 +283,7 @@ fn a_mismatch_names_both_sides() {
                 elements: 512,
                 dtype: DType::BF16,
             };
-            let group = Group { ranks: vec![0, 1], channel: 0 };
+            let group = RankGroup { ranks: vec![0, 1], channel: 0 };
             // SAFETY: the array is this call's, and its first half is this rank's part.
             soon(|| unsafe { comms[1].collective(Collective::AllGather, &group, &[piece], place("gather", 7)) })
         });
@@ -329,7 +329,7 @@ fn what_cannot_be_done_is_refused() {
         assert!(matches!(error, CommError::Refused { rank: 0, .. }), "{error}");
     };
     for ranks in [vec![], vec![1], vec![0, 0], vec![0, 2]] {
-        let group = Group { ranks, channel: 0 };
+        let group = RankGroup { ranks, channel: 0 };
         // SAFETY: no pieces.
         refused(&|comm| unsafe { comm.collective(Collective::AllGather, &group, &[], place("gather", 0)) });
     }

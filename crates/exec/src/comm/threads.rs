@@ -18,7 +18,9 @@ use super::exchange::{Meeting, Post};
 use super::message_queue::{MessageQueue, SendBuffer};
 use super::peers::Peers;
 use super::rendezvous::{Rendezvous, copy};
-use super::{Collective, CommError, Communicator, Group, HostCommunicator, Piece, Place, Wish, agree, other_size, sum};
+use super::{
+    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, Wish, agree, other_size, sum,
+};
 use crate::sync::{Arc, RwLock};
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -42,10 +44,10 @@ type Table<K, V> = RwLock<HashMap<K, Arc<V>>>;
 
 struct Shared {
     peers: Peers,
-    rendezvous: Table<Group, Rendezvous>,
+    rendezvous: Table<RankGroup, Rendezvous>,
     /// By sender, receiver and tag.
     queues: Table<(usize, usize, u32), MessageQueue>,
-    meetings: Table<Group, Meeting>,
+    meetings: Table<RankGroup, Meeting>,
     /// By sender, receiver and tag.
     posts: Table<(usize, usize, u32), Post>,
 }
@@ -71,7 +73,7 @@ impl ThreadCommunicator {
     }
 
     /// Every call starts here.
-    fn begin(&self, place: Place) -> Result<(), CommError> {
+    fn begin(&self, place: ProgramPlace) -> Result<(), CommError> {
         if let Some(error) = self.peers().failure() {
             return Err(error.clone());
         }
@@ -91,7 +93,7 @@ impl ThreadCommunicator {
         result
     }
 
-    fn refuse(&self, place: Place, reason: impl Into<String>) -> CommError {
+    fn refuse(&self, place: ProgramPlace, reason: impl Into<String>) -> CommError {
         self.peers().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
     }
 
@@ -107,7 +109,13 @@ impl ThreadCommunicator {
     }
 
     /// This rank's place in the group, after a look at what it asks for.
-    fn index(&self, kind: Collective, group: &Group, pieces: &[Piece], place: Place) -> Result<usize, CommError> {
+    fn index(
+        &self,
+        kind: Collective,
+        group: &RankGroup,
+        pieces: &[Piece],
+        place: ProgramPlace,
+    ) -> Result<usize, CommError> {
         if let Some(piece) = pieces.iter().find(|piece| kind.sums() && !sum::adds(piece.dtype)) {
             return Err(self.refuse(place, format!("{kind} of {}, which has no sum", piece.dtype)));
         }
@@ -121,7 +129,7 @@ impl ThreadCommunicator {
         Ok(index)
     }
 
-    fn check_message(&self, from: usize, to: usize, place: Place) -> Result<(), CommError> {
+    fn check_message(&self, from: usize, to: usize, place: ProgramPlace) -> Result<(), CommError> {
         if from.max(to) >= self.ranks() {
             let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
             return Err(self.refuse(place, reason));
@@ -129,7 +137,7 @@ impl ThreadCommunicator {
         Ok(())
     }
 
-    fn queue(&self, from: usize, to: usize, tag: u32, place: Place) -> Result<Arc<MessageQueue>, CommError> {
+    fn queue(&self, from: usize, to: usize, tag: u32, place: ProgramPlace) -> Result<Arc<MessageQueue>, CommError> {
         self.check_message(from, to, place)?;
         Ok(entry(&self.shared.queues, &(from, to, tag), || MessageQueue::new(from, to)))
     }
@@ -138,9 +146,9 @@ impl ThreadCommunicator {
     /// values of all, in the order of the group; all get what it gives. Nothing is touched here.
     pub fn agree<T: Send + 'static, R: Clone + Send + 'static>(
         &self,
-        (kind, group): (Collective, &Group),
+        (kind, group): (Collective, &RankGroup),
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
         value: T,
         act: impl FnOnce(Vec<(Vec<Piece>, T)>) -> R,
     ) -> Result<R, CommError> {
@@ -165,13 +173,13 @@ impl ThreadCommunicator {
     /// All ranks of the run bring a value each, and all get what `act` makes of them.
     pub fn meet<T: Send + 'static, R: Clone + Send + 'static>(
         &self,
-        place: Place,
+        place: ProgramPlace,
         value: T,
         act: impl FnOnce(Vec<T>) -> R,
     ) -> Result<R, CommError> {
         let meet = || {
             self.begin(place)?;
-            let group = Group { ranks: (0..self.ranks()).collect(), channel: u32::MAX };
+            let group = RankGroup { ranks: (0..self.ranks()).collect(), channel: u32::MAX };
             let meeting = entry(&self.shared.meetings, &group, || Meeting::new(&group));
             meeting.meet(self.peers(), self.rank, place, value, act)
         };
@@ -179,7 +187,7 @@ impl ThreadCommunicator {
     }
 
     /// Hands a value to another rank.
-    pub fn post<T: Send + 'static>(&self, to: usize, tag: u32, value: T, place: Place) -> Result<(), CommError> {
+    pub fn post<T: Send + 'static>(&self, to: usize, tag: u32, value: T, place: ProgramPlace) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
             self.check_message(self.rank, to, place)?;
@@ -190,7 +198,7 @@ impl ThreadCommunicator {
     }
 
     /// Waits for the next value of another rank.
-    pub fn fetch<T: 'static>(&self, from: usize, tag: u32, place: Place) -> Result<T, CommError> {
+    pub fn fetch<T: 'static>(&self, from: usize, tag: u32, place: ProgramPlace) -> Result<T, CommError> {
         let act = || {
             self.begin(place)?;
             self.check_message(from, self.rank, place)?;
@@ -201,7 +209,7 @@ impl ThreadCommunicator {
     }
 
     /// Ends the run because a message has another size than this rank expects.
-    pub fn refuse_size(&self, from: usize, theirs: usize, ours: usize, place: Place) -> CommError {
+    pub fn refuse_size(&self, from: usize, theirs: usize, ours: usize, place: ProgramPlace) -> CommError {
         let error = self.peers().end(other_size((from, self.rank), theirs, ours, place));
         self.withdraw();
         error
@@ -223,13 +231,13 @@ impl Communicator for ThreadCommunicator {
         self.peers().ranks()
     }
 
-    fn at(&self, place: Place) {
+    fn at(&self, place: ProgramPlace) {
         self.peers().at(self.rank, place);
     }
 
     fn leave(&self) {
         self.peers().leave(self.rank);
-        let place = Place { op: "leave", layer: None, micro_batch: 0 };
+        let place = ProgramPlace { op: "leave", layer: None, micro_batch: 0 };
         for queue in self.outgoing() {
             if queue.flush(self.peers(), place).is_err() {
                 break;
@@ -252,9 +260,9 @@ impl HostCommunicator for ThreadCommunicator {
     unsafe fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -281,7 +289,7 @@ impl HostCommunicator for ThreadCommunicator {
         bytes: usize,
         send_buffer: *mut u8,
         copies: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -301,7 +309,7 @@ impl HostCommunicator for ThreadCommunicator {
         tag: u32,
         data: *mut u8,
         bytes: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;

@@ -24,7 +24,7 @@ mod simd;
 mod vocab;
 
 use crate::bound::{Names, check_scratch, check_write};
-use crate::comm::{HostCommunicator, Place};
+use crate::comm::{HostCommunicator, ProgramPlace};
 use crate::communication::{
     CommunicationCalls, CommunicationQueue, CommunicationThread, Enqueued, Inline, Link, communication_calls,
 };
@@ -211,7 +211,7 @@ impl CpuExecutor {
         let bound = &self.segments[slot.segment][index];
         if let Some(link) = &self.link {
             let layer = self.program.segments[slot.segment].instrs[index].layer;
-            link.comm.at(Place { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
+            link.comm.at(ProgramPlace { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
         }
         let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot };
         match bound.float {

@@ -1,11 +1,11 @@
 //! How runs end: ranks that disagree, fail or leave.
 
 use super::{Buffer, Make, Subject, adds, must_fail, together};
-use crate::comm::{Collective, CommError, Group, Piece, Place};
+use crate::comm::{Collective, CommError, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::DType;
 use std::time::{Duration, Instant};
 
-const PLACE: Place = Place { op: "sum_gradients", layer: Some(2), micro_batch: 1 };
+const PLACE: ProgramPlace = ProgramPlace { op: "sum_gradients", layer: Some(2), micro_batch: 1 };
 /// The time in which all must know.
 const SOON: Duration = Duration::from_secs(1);
 
@@ -24,7 +24,7 @@ pub fn check(make: Make<'_>) -> Result<(), String> {
 
 /// A collective whose outputs must stay untouched.
 fn call(subject: &Subject, kind: Collective, shapes: &[(usize, DType)]) -> (Result<(), CommError>, Result<(), String>) {
-    let group = Group { ranks: (0..subject.comm().ranks()).collect(), channel: 0 };
+    let group = RankGroup { ranks: (0..subject.comm().ranks()).collect(), channel: 0 };
     let mut memory: Vec<_> = shapes.iter().map(|_| (Buffer::new(subject, 1000), Buffer::new(subject, 1000))).collect();
     let piece = |((input, output), &(elements, dtype)): (&mut (Buffer, Buffer), &(usize, DType))| Piece {
         input: input.pointer(),
@@ -116,7 +116,7 @@ fn failure(make: Make<'_>) -> Result<(), String> {
         match comm.rank() {
             2 => {
                 std::thread::sleep(Duration::from_millis(60));
-                comm.at(Place { op: "attention_grad", layer: Some(3), micro_batch: 1 });
+                comm.at(ProgramPlace { op: "attention_grad", layer: Some(3), micro_batch: 1 });
                 comm.fail("no more memory");
             }
             3 => {

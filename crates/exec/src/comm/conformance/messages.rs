@@ -1,10 +1,10 @@
 //! Messages: order, copies, tags, and the end of the sender.
 
 use super::{Buffer, Make, Subject, delay, together, values};
-use crate::comm::Place;
+use crate::comm::ProgramPlace;
 use lockstep_ir::DType;
 
-const PLACE: Place = Place { op: "message", layer: None, micro_batch: 0 };
+const PLACE: ProgramPlace = ProgramPlace { op: "message", layer: None, micro_batch: 0 };
 
 pub fn check(make: Make<'_>) -> Result<(), String> {
     for ranks in 1..=5 {

@@ -1,6 +1,6 @@
 //! A rank under test: its communicator, its queues, and the memory that it communicates from.
 
-use crate::comm::{Collective, CommError, Communicator, Group, HostCommunicator, Piece, Place};
+use crate::comm::{Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup};
 use crate::communication::{Action, CommunicationCall, CommunicationQueue, CommunicationThread, Inline};
 use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
@@ -58,9 +58,9 @@ impl Subject {
     pub(super) fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         self.run(group.channel as usize, &Action::Together(kind, group), pieces, place)
     }
@@ -72,7 +72,7 @@ impl Subject {
         tag: u32,
         (data, bytes): (*mut u8, usize),
         (send_buffer, copies): (*mut u8, usize),
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         self.run(0, &Action::Send { to, tag, send_buffer, copies }, &[message(data, bytes)], place)
     }
@@ -82,12 +82,12 @@ impl Subject {
         from: usize,
         tag: u32,
         (data, bytes): (*mut u8, usize),
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         self.run(0, &Action::Receive { from, tag }, &[message(data, bytes)], place)
     }
 
-    fn run(&self, queue: usize, action: &Action<'_>, pieces: &[Piece], place: Place) -> Result<(), CommError> {
+    fn run(&self, queue: usize, action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
         let call = Arc::new(CommunicationCall::absolute(action, pieces, place));
         let slot = Slot::new(0, place.micro_batch);
         let mut queue = self.queues[queue].lock().unwrap_or_else(PoisonError::into_inner);
