@@ -12,12 +12,12 @@ type Give<'a> = Arc<dyn Fn(Range<usize>, Take<'_>) -> io::Result<()> + 'a>;
 
 /// Bytes that are asked for a chunk at a time, so that those of a device need not be in memory together.
 #[derive(Clone)]
-pub struct Bytes<'a> {
+pub struct TensorBytes<'a> {
     count: usize,
     give: Give<'a>,
 }
 
-impl<'a> Bytes<'a> {
+impl<'a> TensorBytes<'a> {
     /// This many bytes; `give` hands any range of them over.
     pub fn new(count: usize, give: impl Fn(Range<usize>, Take<'_>) -> io::Result<()> + 'a) -> Self {
         Self { count, give: Arc::new(give) }
@@ -35,19 +35,19 @@ impl<'a> Bytes<'a> {
     }
 }
 
-impl<'a> From<&'a [u8]> for Bytes<'a> {
+impl<'a> From<&'a [u8]> for TensorBytes<'a> {
     fn from(bytes: &'a [u8]) -> Self {
         Self::new(bytes.len(), move |range, take| take(&bytes[range]))
     }
 }
 
-impl From<Vec<u8>> for Bytes<'_> {
+impl From<Vec<u8>> for TensorBytes<'_> {
     fn from(bytes: Vec<u8>) -> Self {
         Self::new(bytes.len(), move |range, take| take(&bytes[range]))
     }
 }
 
-impl fmt::Debug for Bytes<'_> {
+impl fmt::Debug for TensorBytes<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes", self.count)
     }

@@ -6,13 +6,13 @@ use std::sync::{Mutex, PoisonError};
 
 use lockstep_ir::DType;
 
-use crate::bytes::Bytes;
+use crate::bytes::TensorBytes;
 use crate::error::CheckpointError;
 use crate::manifest::{FileEntry, IN_PARTS, Manifest};
 use crate::save::{About, TemporaryFolder, write_synced};
 use crate::slice::Slice;
 use crate::stored;
-use crate::tensor_file::{Item, Place, TensorFile, rank_file_name};
+use crate::tensor_file::{Item, TensorFile, TensorPlace, rank_file_name};
 
 /// What one rank has of a tensor.
 #[derive(Debug, Clone)]
@@ -26,7 +26,7 @@ pub struct PartRef<'a> {
     /// Which elements these are.
     pub slices: Vec<Slice>,
     /// Their little-endian bytes in the order of the slices, in as many pieces as they lie in.
-    pub data: Vec<Bytes<'a>>,
+    pub data: Vec<TensorBytes<'a>>,
 }
 
 /// A checkpoint being written. It exists from [`publish`](Draft::publish) on; a draft that is dropped leaves nothing.
@@ -43,7 +43,7 @@ pub struct Draft {
 struct Written {
     entry: FileEntry,
     group: String,
-    places: BTreeMap<String, Place>,
+    places: BTreeMap<String, TensorPlace>,
 }
 
 impl Draft {
@@ -116,6 +116,6 @@ impl<'a> From<&'a PartRef<'_>> for Item<'a> {
 }
 
 /// The part as a reader will see it; where it stands in the file does not matter here.
-fn place(part: &PartRef<'_>) -> Place {
-    Place { dtype: part.dtype, shape: part.shape.clone(), slices: part.slices.clone(), range: 0..0 }
+fn place(part: &PartRef<'_>) -> TensorPlace {
+    TensorPlace { dtype: part.dtype, shape: part.shape.clone(), slices: part.slices.clone(), range: 0..0 }
 }

@@ -8,7 +8,7 @@ use crate::load::{Loaded, open};
 
 /// What [`latest`] came upon.
 #[derive(Debug)]
-pub struct Found {
+pub struct LatestCheckpoint {
     /// The newest whole checkpoint, if there is any.
     pub loaded: Option<Loaded>,
     /// One line for each newer one that was passed over, newest first.
@@ -20,7 +20,7 @@ pub struct Found {
 /// A newer one that is damaged, or that a killed writer left unfinished, gives a warning. Where none was ever finished,
 /// or there is no `dir`, nothing is found. It is an error when checkpoints exist and none is whole, and when one cannot
 /// be judged (no permission, a disk error, a later format): going back further than needed is the user's decision.
-pub fn latest(dir: &Path) -> Result<Found, CheckpointError> {
+pub fn latest(dir: &Path) -> Result<LatestCheckpoint, CheckpointError> {
     let mut passed_over = Vec::new();
     let mut loaded = None;
     for (step, path) in list(dir)?.into_iter().rev() {
@@ -50,5 +50,5 @@ pub fn latest(dir: &Path) -> Result<Found, CheckpointError> {
         None => "there is none before it".to_owned(),
     };
     let warnings = passed_over.into_iter().map(|(_, cause)| format!("{cause}; {instead}")).collect();
-    Ok(Found { loaded, warnings })
+    Ok(LatestCheckpoint { loaded, warnings })
 }

@@ -27,7 +27,6 @@
 //! Weights also come from folders that other programs wrote, and go to such: [`WeightsFolder`], [`save_copies`],
 //! [`export`]. They pass in chunks.
 
-#![deny(missing_docs)]
 #![deny(unsafe_code)]
 
 mod bytes;
@@ -43,12 +42,12 @@ mod stored;
 mod tensor_file;
 mod weights;
 
-pub use bytes::{Bytes, Take};
+pub use bytes::{Take, TensorBytes};
 pub use draft::{Draft, PartRef};
 pub use error::CheckpointError;
-pub use find::{Found, latest};
+pub use find::{LatestCheckpoint, latest};
 pub use folder::list;
 pub use load::{Loaded, TensorView, open};
-pub use save::{About, Group, TensorRef, looks_whole, save};
+pub use save::{About, TensorGroup, TensorRef, looks_whole, save};
 pub use slice::Slice;
-pub use weights::{NewFolder, Source, TensorCopy, WeightsFolder, export, save_copies};
+pub use weights::{NewFolder, TensorCopy, TensorSource, WeightsFolder, export, save_copies};

@@ -14,7 +14,7 @@ use crate::error::{AtPath, CheckpointError};
 use crate::folder;
 use crate::manifest::{self, FileEntry, Manifest, checksum, damaged, open_regular};
 use crate::stored::{self, Piece, Stored};
-use crate::tensor_file::{self, Place};
+use crate::tensor_file::{self, TensorPlace};
 
 /// A verified checkpoint, its tensors mapped from disk. It stays readable if the folder is removed meanwhile.
 #[derive(Debug)]
@@ -166,7 +166,7 @@ pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
     Ok(Loaded { step: manifest.step, path: path.to_owned(), state: manifest.state, files, attachments, groups })
 }
 
-fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<String, Place>), CheckpointError> {
+fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<String, TensorPlace>), CheckpointError> {
     let file = open_mapped(folder, entry)?;
     let places = tensor_file::read_header(&file.map).map_err(|cause| damaged(folder, &entry.name, cause))?;
     Ok((file, places))

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use lockstep_ir::DType;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::bytes::Bytes;
+use crate::bytes::TensorBytes;
 use crate::error::{AtPath, CheckpointError};
 use crate::folder;
 use crate::manifest::{self, FileEntry, Manifest, WHOLE};
@@ -24,12 +24,12 @@ pub struct TensorRef<'a> {
     /// Its dims, outermost first; a scalar has none.
     pub shape: Vec<usize>,
     /// Its elements.
-    pub data: Bytes<'a>,
+    pub data: TensorBytes<'a>,
 }
 
 /// Tensors that share a file, `<name>.safetensors`.
 #[derive(Debug, Clone)]
-pub struct Group<'a> {
+pub struct TensorGroup<'a> {
     /// Letters, digits, `-` and `_`.
     pub name: &'a str,
     /// In any order.
@@ -65,7 +65,7 @@ impl<'a> From<&'a serde_json::Value> for About<'a> {
 pub fn save<'a>(
     dir: &Path,
     step: u64,
-    groups: &[Group<'_>],
+    groups: &[TensorGroup<'_>],
     about: impl Into<About<'a>>,
     keep: usize,
     progress: &mut dyn FnMut(u64, u64),
@@ -95,7 +95,7 @@ pub fn save<'a>(
 }
 
 /// Every group's file by ascending name.
-fn lay_out<'a>(groups: &'a [Group<'a>]) -> Result<Vec<(String, TensorFile<'a>)>, String> {
+fn lay_out<'a>(groups: &'a [TensorGroup<'a>]) -> Result<Vec<(String, TensorFile<'a>)>, String> {
     let mut files = Vec::with_capacity(groups.len());
     for group in groups {
         let name = tensor_file::file_name(group.name)

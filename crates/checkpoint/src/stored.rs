@@ -6,7 +6,7 @@ use std::ops::Range;
 use lockstep_ir::DType;
 
 use crate::slice::{Misfit, Slice, check_cover};
-use crate::tensor_file::Place;
+use crate::tensor_file::TensorPlace;
 
 /// A tensor, and where its elements are.
 #[derive(Debug)]
@@ -32,12 +32,12 @@ pub(crate) struct Piece {
 ///
 /// Every element of every tensor is in one place: nothing else passes.
 pub(crate) fn join(
-    files: Vec<(&str, BTreeMap<String, Place>)>,
+    files: Vec<(&str, BTreeMap<String, TensorPlace>)>,
 ) -> Result<BTreeMap<String, BTreeMap<String, Stored>>, (usize, String)> {
     let mut groups: BTreeMap<String, BTreeMap<String, Stored>> = BTreeMap::new();
     for (file, (group, places)) in files.into_iter().enumerate() {
         let tensors = groups.entry(group.to_owned()).or_default();
-        for (name, Place { dtype, shape, slices, range }) in places {
+        for (name, TensorPlace { dtype, shape, slices, range }) in places {
             let piece = Piece { file, range, slices };
             match tensors.get_mut(&name) {
                 None => {

@@ -18,7 +18,7 @@ use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::bytes::Bytes;
+use crate::bytes::TensorBytes;
 use crate::manifest::checksum;
 use crate::slice::{self, Slice};
 
@@ -65,7 +65,7 @@ pub(crate) struct Item<'a> {
     /// Which elements these are.
     pub(crate) slices: Vec<Slice>,
     /// Their bytes, in the order of the slices, in as many pieces as they lie in.
-    pub(crate) data: Vec<&'a Bytes<'a>>,
+    pub(crate) data: Vec<&'a TensorBytes<'a>>,
 }
 
 impl Item<'_> {
@@ -167,7 +167,7 @@ pub(crate) fn front(
 
 /// Where a tensor, or some of its elements, lies in a file.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Place {
+pub(crate) struct TensorPlace {
     pub(crate) dtype: DType,
     /// Of the whole tensor.
     pub(crate) shape: Vec<usize>,
@@ -178,7 +178,7 @@ pub(crate) struct Place {
 }
 
 /// Reads the header of a whole file of any origin. Every place it returns lies inside `file`.
-pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, Place>, String> {
+pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, TensorPlace>, String> {
     let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or("too short for a header")?;
     let (header, payload) = rest.split_at(header_length(*length, rest.len() as u64)?);
     let metadata = read_metadata(header, payload.len() as u64)?;
@@ -203,7 +203,7 @@ pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, Place>, String
                 (shape, slices)
             }
         };
-        places.insert(name, Place { dtype, shape, slices, range: base + start..base + end });
+        places.insert(name, TensorPlace { dtype, shape, slices, range: base + start..base + end });
     }
     match parts.keys().next() {
         Some(name) => Err(format!("tensor `{name}` is described and not there")),
@@ -322,7 +322,7 @@ mod tests {
         let places = read_header(&file(header.len() as u64, &header, 8)).unwrap();
         let base = 8 + header.len();
         let (shape, slices) = (vec![2, 1], Slice::whole(2));
-        assert_eq!(places["w"], Place { dtype: DType::F32, shape, slices, range: base..base + 8 });
+        assert_eq!(places["w"], TensorPlace { dtype: DType::F32, shape, slices, range: base..base + 8 });
     }
 
     #[test]

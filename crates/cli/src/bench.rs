@@ -54,7 +54,7 @@ struct Train {
     preset: Option<String>,
     /// Old name of --preset: 15m, 29m, 124m, 1b, gpt2-xl or 8b, in fp32 unless --precision is given.
     #[arg(long, value_name = "NAME", hide = true)]
-    shape: Option<Shape>,
+    shape: Option<OldShape>,
     /// Override a key: --set train.seq=2048.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
@@ -100,7 +100,7 @@ struct Train {
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum Shape {
+enum OldShape {
     #[value(name = "15m")]
     M15,
     #[value(name = "29m")]
@@ -115,16 +115,16 @@ enum Shape {
     B8,
 }
 
-impl Shape {
+impl OldShape {
     /// Name, preset, sequence, batch.
     fn row(self) -> (&'static str, &'static str, usize, usize) {
         match self {
-            Shape::M15 => ("15m", "llama-15m", 256, 16),
-            Shape::M29 => ("29m", "llama-29m", 512, 8),
-            Shape::M124 => ("124m", "llama-124m", 1024, 64),
-            Shape::B1 => ("1b", "llama-3.2-1b", 4096, 8),
-            Shape::Gpt2Xl => ("gpt2-xl", "gpt2-xl", 1024, 16),
-            Shape::B8 => ("8b", "llama-3-8b", 4096, 1),
+            OldShape::M15 => ("15m", "llama-15m", 256, 16),
+            OldShape::M29 => ("29m", "llama-29m", 512, 8),
+            OldShape::M124 => ("124m", "llama-124m", 1024, 64),
+            OldShape::B1 => ("1b", "llama-3.2-1b", 4096, 8),
+            OldShape::Gpt2Xl => ("gpt2-xl", "gpt2-xl", 1024, 16),
+            OldShape::B8 => ("8b", "llama-3-8b", 4096, 1),
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::Format;
 use crate::failure::Failure;
 use crate::style;
 use crate::table::wrapped;
-use lockstep_config::{Found, KeyDoc, keys_at, nearest, presets, schema, search};
+use lockstep_config::{FoundKey, KeyDoc, keys_at, nearest, presets, schema, search};
 use std::io::Write;
 
 #[derive(clap::Args)]
@@ -87,7 +87,7 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
 }
 
 fn searched(words: &str) -> Result<(Vec<KeyDoc>, Vec<&'static str>), Failure> {
-    let Found { keys, missing } = search(words);
+    let FoundKey { keys, missing } = search(words);
     match keys.is_empty() && missing.is_empty() {
         false => Ok((keys, missing)),
         true => Err(Failure::request(format!(

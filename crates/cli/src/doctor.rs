@@ -5,12 +5,14 @@ use crate::failure::Failure;
 use crate::style;
 use crate::table::wrapped;
 use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
-use lockstep_exec::conformance::{self, Outcome};
+use lockstep_exec::comm::{self, conformance::Subject};
+use lockstep_exec::conformance::{self, CaseOutcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, StepProgram, units};
 use serde_json::{Value, json};
 use std::io::Write;
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -90,6 +92,19 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();
     let mut failed = 0;
+    let timeout = Duration::from_secs(10);
+    let ranks = |count: usize| match &gpu {
+        None => comm::threads(count, timeout).into_iter().map(|rank| Subject::inline(rank)).collect(),
+        // Too few are told of.
+        Some(gpu) => lockstep_cuda::conformance_ranks(gpu, count, timeout).unwrap_or_default(),
+    };
+    match comm::conformance::check(&ranks) {
+        Ok(()) => writeln!(out, "{device}, collectives and messages of up to 8 ranks hold")?,
+        Err(problem) => {
+            writeln!(out, "failed: {device}, {problem}")?;
+            failed += 1;
+        }
+    }
     // The CPU is always deterministic.
     let ways = [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)];
     for (compute, deterministic) in ways.into_iter().filter(|(_, d)| gpu.is_some() || !d) {
@@ -106,7 +121,7 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
                 conformance::run(&profile, compute, false, seed, &mut { load })?
             }
         };
-        let bad: Vec<&Outcome> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
+        let bad: Vec<&CaseOutcome> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
         for outcome in &bad {
             writeln!(out, "failed: {}: {}", outcome.case, outcome.failure.as_deref().unwrap_or_default())?;
         }
@@ -133,7 +148,7 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
 }
 
 /// Of the cases that hold the one whose error is closest to its limit: each case has a limit of its own.
-fn closest(outcomes: &[Outcome]) -> Option<&Outcome> {
+fn closest(outcomes: &[CaseOutcome]) -> Option<&CaseOutcome> {
     let holding = outcomes.iter().filter(|o| o.failure.is_none() && o.limit > 0.0);
     holding.max_by(|a, b| (a.error / a.limit).total_cmp(&(b.error / b.limit)))
 }
@@ -144,9 +159,9 @@ mod tests {
 
     #[test]
     fn an_error_counts_beside_its_own_limit() {
-        let case = |name: &str, error, limit| Outcome { case: name.to_owned(), error, limit, failure: None };
+        let case = |name: &str, error, limit| CaseOutcome { case: name.to_owned(), error, limit, failure: None };
         let bits = case("one sequence at a time", 0.0, 0.0);
-        let failed = Outcome { failure: Some("differs".into()), ..case("wrong", 1.0, 2e-5) };
+        let failed = CaseOutcome { failure: Some("differs".into()), ..case("wrong", 1.0, 2e-5) };
         let outcomes = [bits, case("in bf16", 8.4e-3, 1.2e-2), case("in f32", 1.9e-5, 2e-5), failed];
         assert_eq!(closest(&outcomes).map(|o| o.case.as_str()), Some("in f32"));
         assert!(closest(&outcomes[..1]).is_none());

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::style::message;
 use crate::terminal::printable;
 use lockstep_ir::units;
-use lockstep_train::{Devices, Generated, Generator, Sampling, Stop, TextStream, Tokenizer, Trained, generate};
+use lockstep_train::{Devices, Generated, Generator, RunTokenizer, Sampling, Stop, TextStream, Trained, generate};
 use serde_json::json;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
@@ -117,7 +117,7 @@ struct Screen {
 }
 
 impl Screen {
-    fn new(tokenizer: Tokenizer, live: bool) -> Self {
+    fn new(tokenizer: RunTokenizer, live: bool) -> Self {
         let (stream, text) = (TextStream::new(tokenizer), String::new());
         Self { stream, text, live: live.then_some(Ok(())), line_is_open: false }
     }

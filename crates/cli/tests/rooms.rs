@@ -1,4 +1,5 @@
-//! What is whose: the code map of ARCHITECTURE.md is that of the crates, and an architecture is named in one place.
+//! What is whose: the code map of ARCHITECTURE.md is that of the crates, an architecture is named in one
+//! place, keys of the config where the config is known, and names tell types apart.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -94,5 +95,36 @@ fn only_crates_that_know_the_config_name_its_keys() {
             let named = text.match_indices(key).any(|(at, _)| whole(at));
             assert!(!named, "{path} names {key}: give a typed error, and let `train` name the key");
         }
+    }
+}
+
+#[test]
+fn names_of_types_tell_them_apart() {
+    // Where it is in the tree: crate, file, whether other crates can name it, name.
+    let mut all: Vec<(String, String, bool, String)> = Vec::new();
+    for name in ["ir", "config", "model", "compile", "exec", "cuda", "data", "checkpoint", "plan", "train", "cli"] {
+        let root = read(project().join(format!("crates/{name}/src/{}.rs", if name == "cli" { "main" } else { "lib" })));
+        for (path, text) in sources(&[name]) {
+            for line in text.lines() {
+                let public = line.starts_with("pub ");
+                let line = line.trim_start().trim_start_matches("pub(crate) ").trim_start_matches("pub(super) ");
+                let mut words = line.trim_start_matches("pub ").split(|c: char| !c.is_alphanumeric());
+                if let Some("struct" | "enum" | "trait" | "type") = words.next()
+                    && let Some(ty) = words.next()
+                {
+                    // What stands in the crate's root by name can be named by others.
+                    let exported = public && root.split(|c: char| !c.is_alphanumeric()).any(|word| word == ty);
+                    all.push((name.to_owned(), path.clone(), exported, ty.to_owned()));
+                }
+            }
+        }
+    }
+    for vague in ["Place", "Shape", "Stage"] {
+        let called: Vec<_> = all.iter().filter(|(.., ty)| ty == vague).map(|(_, path, ..)| path).collect();
+        assert!(called.is_empty(), "{vague} tells nothing: {called:?}");
+    }
+    for (i, (name, path, exported, ty)) in all.iter().enumerate() {
+        let other = all[i + 1..].iter().find(|(other, _, too, t)| other != name && *exported && *too && t == ty);
+        assert!(other.is_none(), "{path} and {:?} both have a public {ty}", other.map(|(_, path, ..)| path));
     }
 }

@@ -62,7 +62,7 @@ struct Set {
 struct Search<'a> {
     estimator: &'a Estimator,
     kinds: Vec<Kind>,
-    stages: Vec<Stage>,
+    stages: Vec<StageMemory>,
     work: usize,
     /// Arenas that have been placed.
     known: BTreeMap<Vec<u64>, u64>,
@@ -98,7 +98,7 @@ struct Cost {
 }
 
 /// What a pipeline stage's arena holds whatever is recomputed, and the bytes that recomputation frees.
-struct Stage {
+struct StageMemory {
     /// States, host buffers, all saved values, and the largest operands that any one call has in the frame.
     bound: u64,
     /// By kind: bytes of each candidate in all layers of the stage and all micro-batches in flight.
@@ -127,7 +127,7 @@ impl<'a> Search<'a> {
         let of_stage = |s: usize| starts.get(s).map_or(&[][..], |from| &layers.kind_of[*from..end(s)]);
         let of_rank = |stages: &Vec<usize>| stages.iter().flat_map(|s| of_stage(*s)).copied().collect();
         let stages = none.iter().zip(&estimator.pipeline.virtual_stages);
-        let stages = stages.map(|(p, own)| Stage::new(p, estimator, &layers, &kinds, of_rank(own))).collect();
+        let stages = stages.map(|(p, own)| StageMemory::new(p, estimator, &layers, &kinds, of_rank(own))).collect();
         let mut search = Self { estimator, kinds, stages, work: 0, known: BTreeMap::new() };
         search.note(vec![0; search.kinds.len()], &none);
         Ok(search)
@@ -338,7 +338,7 @@ impl Kind {
     }
 }
 
-impl Stage {
+impl StageMemory {
     fn new(program: &StepProgram, estimator: &Estimator, layers: &Layers, kinds: &[Kind], own: Vec<usize>) -> Self {
         let graph = &estimator.derived;
         let forward = program.segments.iter().flat_map(|s| &s.instrs).filter(|i| i.phase == Phase::Forward);

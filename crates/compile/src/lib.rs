@@ -22,8 +22,8 @@ pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, SHARDING_PASSES, passes_behind};
 pub use passes::{
-    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Group, Optimizer, Pass, Precision, Recompute, Recomputed,
-    Rule, STATS, TRAINING_PASSES, autodiff, fuse,
+    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Optimizer, ParameterGroup, Pass, Precision, Recompute,
+    Recomputed, Rule, STATS, TRAINING_PASSES, autodiff, fuse,
 };
 
 use lockstep_ir::op::Flops;
@@ -80,7 +80,7 @@ pub enum CompileError {
 
 /// A graph as one pass left it.
 #[derive(Clone, Debug)]
-pub struct Stage {
+pub struct AfterPass {
     /// The pass.
     pub pass: Pass,
     /// Whether it changed anything.
@@ -93,7 +93,7 @@ pub struct Stage {
 #[derive(Clone, Debug)]
 pub struct Compiled {
     /// The graph after every pass, in order.
-    pub stages: Vec<Stage>,
+    pub stages: Vec<AfterPass>,
     /// The placed programs, one per pipeline stage.
     pub programs: Vec<StepProgram>,
     /// FLOPs that the model needs for one micro-batch of all ranks, forward and backward.
@@ -111,11 +111,11 @@ fn model_flops(graph: &Graph) -> Result<Flops, TypeError> {
 
 /// Compiles a model's forward graph to its training and evaluation program.
 pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileError> {
-    let mut passed: Vec<Stage> = Vec::new();
+    let mut passed: Vec<AfterPass> = Vec::new();
     let mut graph = forward.clone();
     let mut run = |pass: Pass, graph: &mut Graph| -> Result<(), CompileError> {
         let after = run(pass, graph, context)?;
-        passed.push(Stage { pass, changed: after != *graph, graph: after.clone() });
+        passed.push(AfterPass { pass, changed: after != *graph, graph: after.clone() });
         *graph = after;
         Ok(())
     };

@@ -87,3 +87,70 @@ fn pack(segment: &Segment, members: &[bool], sizes: &[u64], offsets: &mut [u64])
     }
     frame
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lower::UnplacedBuffer;
+    use crate::passes::tests::small_model;
+    use lockstep_ir::program::{BufferId, Class, Saved};
+
+    fn buffer(lifetime: Lifetime, chunk: usize, bytes: u64) -> UnplacedBuffer {
+        UnplacedBuffer { name: String::new(), class: Class::Activations, layer: None, chunk, lifetime, bytes }
+    }
+
+    fn unplaced(buffers: Vec<UnplacedBuffer>, saved: Vec<(Saved, usize)>) -> Unplaced {
+        let segment = |chunk| Segment { name: "forward", chunk, instrs: vec![], groups: vec![] };
+        let segments = vec![segment(0), segment(1)];
+        let (values, tensors, entries) = (vec![], vec![], vec![]);
+        Unplaced { stage: 0, buffers, values, tensors, segments, entries, micro_batches: 2, saved }
+    }
+
+    #[test]
+    fn chunks_share_the_copies_of_a_saved_region_and_each_stands_at_its_start() {
+        let [to_b, to_w, _] = Saved::ALL.map(Lifetime::Saved);
+        let buffers = vec![
+            buffer(Lifetime::Run, 0, 10),
+            buffer(to_b, 0, 100),
+            buffer(to_b, 1, 40),
+            buffer(to_b, 0, 70),
+            buffer(Lifetime::MicroBatch, 0, 1),
+            buffer(to_w, 1, 65),
+        ];
+        let saved = vec![(Saved::ForwardToBackward, 3), (Saved::ForwardToWeightGrad, 2)];
+        let program = place(unplaced(buffers, saved), &small_model().1);
+        let regions: Vec<_> = program.regions.iter().map(|r| (r.lifetime, r.offset, r.slot_bytes, r.slots)).collect();
+        assert_eq!(
+            regions,
+            [
+                (Lifetime::Run, 0, 64, 1),
+                (Lifetime::MicroBatch, 64, 64, 2),
+                (to_b, 192, 256, 3),
+                (to_w, 960, 128, 2),
+                (Lifetime::Frame, 1216, 0, 1),
+                (Lifetime::Overlay, 192, 0, 1),
+            ]
+        );
+        assert_eq!(program.arena_bytes, 1216);
+        assert_eq!(program.buffers.iter().map(|b| b.offset).collect::<Vec<_>>(), [0, 0, 0, 128, 0, 0]);
+        assert_eq!(program.lifetime(BufferId(5)), to_w);
+    }
+
+    #[test]
+    fn temporaries_that_live_at_the_same_time_stand_apart() {
+        let (graph, context) = small_model();
+        let program = crate::compile(&graph, &context).unwrap().programs.swap_remove(0);
+        let frame = program.regions.iter().position(|r| r.lifetime == Lifetime::Frame).unwrap();
+        for segment in &program.segments {
+            let lives = segment.lives(|b| program.buffers[b.0].region == frame);
+            for (i, a) in lives.iter().enumerate() {
+                for b in &lives[..i] {
+                    let [x, y] = [a, b].map(|l| &program.buffers[l.buffer.0]);
+                    let same_bytes = x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes;
+                    let same_time = a.first <= b.last && b.first <= a.last;
+                    assert!(!(same_bytes && same_time), "{a:?} and {b:?}");
+                }
+            }
+        }
+    }
+}

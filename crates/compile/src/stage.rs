@@ -22,7 +22,7 @@ pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
     }
     let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
     let mut costs = vec![0.0f64; layers];
-    let mut place = Place::new(layers.saturating_sub(1));
+    let mut place = LayerOf::new(layers.saturating_sub(1));
     for node in &g.nodes {
         let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
         let flops = node.op.flops(&g.input_types(node), &wanted)?.hardware as f64;
@@ -58,14 +58,14 @@ pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
 }
 
 /// Says which layer a node goes with: what stands before the layers with the first, what stands behind with the last.
-struct Place {
+struct LayerOf {
     last: usize,
     /// Whether a layer has been seen in this direction.
     inside: bool,
     forward: bool,
 }
 
-impl Place {
+impl LayerOf {
     fn new(last: usize) -> Self {
         Self { last, inside: false, forward: true }
     }
@@ -87,7 +87,7 @@ impl Place {
 /// The last layer, and for every node the layer that it goes with.
 pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
     let last = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
-    let mut place = Place::new(last);
+    let mut place = LayerOf::new(last);
     (last, g.nodes.iter().map(|n| place.of(n)).collect())
 }
 
@@ -267,5 +267,79 @@ fn sum_tied_gradients(
     // A rank's range of the sum over ranks lives there as well.
     if let Some(accumulator) = g.gradients_of(of).first() {
         out.parts.iter_mut().filter(|(state, _)| state == accumulator).for_each(|pair| pair.0 = home);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::passes::tests::two_layers;
+    use lockstep_ir::schedule::{Generator, PipeSlot};
+    use lockstep_ir::{Layout, Mesh, MeshAxis, Schedule};
+
+    /// Two virtual stages on one rank.
+    struct Both;
+
+    impl Generator for Both {
+        fn chunks(&self) -> usize {
+            2
+        }
+
+        fn slots(&self, _ranks: usize, _rank: usize, _micro_batches: usize) -> Vec<PipeSlot> {
+            let (forward, backward) = (PipeSlot::forward, PipeSlot::backward);
+            vec![forward(0, 0), forward(1, 0), backward(1, 0), backward(0, 0)]
+        }
+    }
+
+    /// The messages of a rank: phase, chunk, op and value.
+    fn messages(layout: Layout, rank: usize) -> Vec<String> {
+        let (graph, context) = two_layers(layout);
+        let pipeline = context.layout.pipeline();
+        let RankGraph { graph, chunks } = extract(&graph, &[1], &pipeline, rank).unwrap();
+        let all = graph.nodes.iter().zip(chunks);
+        let messages = all.filter(|(n, _)| matches!(n.op, Op::Send { .. } | Op::Receive { .. }));
+        let printed = messages.map(|(n, chunk)| {
+            let value = n.inputs.first().copied().or(n.outputs.first().copied().flatten()).unwrap();
+            let name = &graph.get(value).name;
+            format!("{} of chunk {chunk}: {}{} {name}", n.phase.letter(), n.op.name(), n.op.attributes())
+        });
+        printed.collect()
+    }
+
+    #[test]
+    fn ranks_send_what_crosses_a_cut_and_the_gradient_sums_of_what_both_use() {
+        let layout = Layout { mesh: Mesh::ONE.with(MeshAxis::Pp, 2), ..Layout::single(2) };
+        assert_eq!(
+            messages(layout, 0),
+            [
+                "F of chunk 0: send { stage: 1, tag: 0 } mid",
+                "W of chunk 0: receive { stage: 1, tag: 1 } d.mid",
+                "U of chunk 0: send { stage: 1, tag: 2 } grad.table.2",
+                "U of chunk 0: receive { stage: 1, tag: 2 } grad.table.received",
+            ]
+        );
+        assert_eq!(
+            messages(layout, 1),
+            [
+                "F of chunk 0: receive { stage: 0, tag: 0 } mid",
+                "B of chunk 0: send { stage: 0, tag: 1 } d.mid",
+                "U of chunk 0: send { stage: 0, tag: 2 } grad.table",
+                "U of chunk 0: receive { stage: 0, tag: 2 } grad.table.2.received",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_rank_sends_to_itself_what_its_other_chunk_reads() {
+        let layout = Layout { schedule: Schedule::new("both", &Both), ..Layout::single(1) };
+        assert_eq!(
+            messages(layout, 0),
+            [
+                "F of chunk 0: send { stage: 0, tag: 0 } mid",
+                "F of chunk 1: receive { stage: 0, tag: 0 } mid.received",
+                "B of chunk 1: send { stage: 0, tag: 4 } d.mid",
+                "W of chunk 0: receive { stage: 0, tag: 4 } d.mid.received",
+            ]
+        );
     }
 }

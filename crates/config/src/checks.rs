@@ -1,30 +1,15 @@
 //! Rules between keys: derived defaults, what must divide what, and sizes that later arithmetic can hold.
 
 use crate::architecture::{Architecture, Features};
+use crate::conflict::{Conflict, Derived};
 use crate::declare::Key;
-use crate::error::Problem;
+use crate::kind::MAX_BATCH;
 use crate::legal::{self, Extents};
-use crate::resolve::Values;
 use crate::rules;
 use crate::value::Value;
+use crate::values::Values;
 use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
-
-/// Keys that do not go together.
-pub(crate) struct Conflict {
-    /// The keys at fault, the most likely first.
-    pub keys: Vec<&'static str>,
-    pub problem: Problem,
-}
-
-impl Conflict {
-    pub(crate) fn new(keys: &[&'static str], text: String, hint: impl Into<String>) -> Self {
-        Self { keys: keys.to_vec(), problem: Problem::new(text, hint) }
-    }
-}
-
-/// A default made from other keys: `None` where one of those is in conflict itself.
-pub(crate) type Derived = Result<Option<Value>, Conflict>;
 
 /// As many key and value heads as query heads.
 pub(crate) fn default_kv_heads(values: &Values) -> Derived {
@@ -135,9 +120,6 @@ pub(crate) fn default_validation_sequences(values: &Values) -> Derived {
     };
     Ok(Some(Value::Count(sequences().unwrap_or(USUAL))))
 }
-
-/// The largest batch, in sequences.
-pub(crate) const MAX_BATCH: u64 = 1 << 32;
 
 /// Every rule that complete values must keep. A rule is silent where a key it needs has no value yet.
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[

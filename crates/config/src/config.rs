@@ -1,6 +1,5 @@
 //! Loading a [`Config`] and asking it things.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -10,6 +9,7 @@ use lockstep_ir::{Layout, Mesh, MeshAxis};
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{Inherited, NotInherited};
 use crate::legal::Extents;
+use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
@@ -17,53 +17,10 @@ use crate::value::CorpusConfig;
 use crate::words::OptimizerName;
 use crate::written::Change;
 
-/// Where the values of a config came from.
-#[derive(Clone, Debug)]
-pub(crate) struct Provenance {
-    /// The config file as the user named it.
-    pub file_name: String,
-    /// The folder that `data.paths` start from.
-    pub base_dir: PathBuf,
-    /// Of every key.
-    pub origins: BTreeMap<&'static str, Origin>,
-    /// What the user should know of what was read, a line each.
-    pub warnings: Vec<String>,
-    /// What it was all made from.
-    pub given: Given,
-}
-
-/// What a config was read from.
-#[derive(Clone, Debug)]
-pub(crate) struct Given {
-    pub path: PathBuf,
-    pub text: String,
-    pub overrides: Vec<String>,
-    /// What was taken from the folder that `train.init_from` names.
-    pub inherited: Option<Inherited>,
-}
-
 /// Reads what a folder of weights decides.
 type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 
 const MICRO_BATCH: &str = "train.micro_batch";
-
-/// Where one value came from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Origin {
-    Default,
-    Preset(String),
-    File {
-        line: usize,
-    },
-    Set,
-    /// From the folder that `train.init_from` names.
-    InitFrom,
-    /// A default that was found when the machine was known; the text says how.
-    Found(String),
-    Change {
-        step: u64,
-    },
-}
 
 impl Config {
     /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.

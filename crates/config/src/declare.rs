@@ -1,15 +1,11 @@
-//! The form of a declaration: the `tables!` macro, what it makes of a key, and the listing.
+//! The form of a declaration: the `tables!` macro, and what it makes of a key.
 
 use serde::Serialize;
 
-use crate::checks::Conflict;
-use crate::error::Problem;
+use crate::conflict::Conflict;
 use crate::kind::Kind;
-use crate::resolve::Values;
-use crate::schema::{Config, KEYS, TABLES};
-use crate::search;
-use crate::suggest;
 use crate::value::Value;
+use crate::values::Values;
 
 /// One key, as `lockstep config` lists it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -29,11 +25,6 @@ pub struct KeyDoc {
     pub old_names: &'static [&'static str],
 }
 
-/// Every key of `run.toml`, in the order of the schema.
-pub fn schema() -> Vec<KeyDoc> {
-    KEYS.iter().map(Key::doc).collect()
-}
-
 /// The declaration of one key.
 pub(crate) struct Key {
     pub table: &'static str,
@@ -45,7 +36,6 @@ pub(crate) struct Key {
     pub meaning: &'static str,
     pub synonyms: &'static [&'static str],
     pub old_names: &'static [&'static str],
-    pub get: fn(&Config) -> Option<Value>,
 }
 
 /// The value of a key that was not given.
@@ -83,14 +73,8 @@ pub(crate) enum Effect {
     Conduct,
 }
 
-/// A key, and the old name that it was given by, if it was.
-pub(crate) struct Named {
-    pub key: &'static Key,
-    pub old_name: Option<&'static str>,
-}
-
 impl Key {
-    fn doc(&self) -> KeyDoc {
+    pub(crate) fn doc(&self) -> KeyDoc {
         KeyDoc {
             path: self.path,
             type_text: self.kind.type_text(),
@@ -100,56 +84,9 @@ impl Key {
             old_names: self.old_names,
         }
     }
-
-    /// The key at `table.name`, or why there is none.
-    pub(crate) fn find(table: &str, name: &str) -> Result<Named, Problem> {
-        let siblings = || KEYS.iter().filter(|key| key.table == table);
-        if let Some(key) = siblings().find(|key| key.name == name) {
-            return Ok(Named { key, old_name: None });
-        }
-        let renamed = |key: &'static Key| {
-            let old_name = key.old_names.iter().copied().find(|old| *old == name)?;
-            Some(Named { key, old_name: Some(old_name) })
-        };
-        if let Some(named) = siblings().find_map(renamed) {
-            return Ok(named);
-        }
-        let shown = crate::source::quoted(name);
-        let list =
-            || format!("the keys of [{table}] are {}", siblings().map(|key| key.name).collect::<Vec<_>>().join(", "));
-        if let Some(what) = search::missing(table, name) {
-            return Err(Problem::new(format!("{table}.{shown}: {what} is not there yet"), list()));
-        }
-        let problem = format!("{table}.{shown} is not a key of [{table}]");
-        let hint = if let Some(key) = search::meant(table, name) {
-            let near = if key.table == table { key.name } else { key.path };
-            format!("did you mean `{near}`?")
-        } else if let Some(near) = suggest::nearest(name, siblings().map(|key| key.name)) {
-            format!("did you mean `{near}`?")
-        } else {
-            list()
-        };
-        Err(Problem::new(problem, hint))
-    }
-
-    /// Checks that `[table]` exists, or says why not.
-    pub(crate) fn check_table(table: &str) -> Result<(), Problem> {
-        if TABLES.contains(&table) {
-            return Ok(());
-        }
-        let problem = format!("{} is not a table of the config", crate::source::quoted(table));
-        let hint = if let Some(key) = search::meant("", table) {
-            format!("did you mean `{}`?", key.path)
-        } else if let Some(near) = suggest::nearest(table, TABLES.iter().copied()) {
-            format!("did you mean `{near}`?")
-        } else {
-            format!("the tables are {}", TABLES.join(", "))
-        };
-        Err(Problem::new(problem, hint))
-    }
 }
 
-/// Declares the tables and keys of `run.toml`: the structs, [`Config`], `TABLES`, `KEYS` and `build`.
+/// Declares the tables and keys of `run.toml`: the structs, [`Config`], `TABLES`, `KEYS`, `value_of` and `build`.
 macro_rules! tables {
     ($(
         $(#[doc = $about:literal])+
@@ -197,9 +134,16 @@ macro_rules! tables {
                 meaning: concat!($($meaning),+),
                 synonyms: &[$($($synonym),+)?],
                 old_names: &[$($($old),+)?],
-                get: |config| config.$table.$field.to_value(),
             },
         )+)+];
+
+        /// The value that a config has for a key.
+        pub(crate) fn value_of(config: &Config, key: &Key) -> Option<Value> {
+            match key.path {
+                $($(concat!(stringify!($table), ".", stringify!($field)) => config.$table.$field.to_value(),)+)+
+                path => unreachable!("{path} is declared above"),
+            }
+        }
 
         /// The typed config of a complete set of values.
         pub(crate) fn build(values: &Values, provenance: Provenance) -> Config {

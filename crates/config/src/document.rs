@@ -5,9 +5,10 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::declare::{Key, Named};
+use crate::declare::Key;
 use crate::error::{ConfigError, Problem};
 use crate::kind::Reading;
+use crate::lookup::{self, Named};
 use crate::source::{Source, quoted};
 use crate::value::Value;
 
@@ -36,7 +37,7 @@ pub(crate) fn read(source: &Source<'_>) -> Result<Document, ConfigError> {
     let mut problems = Vec::new();
     for (table, value) in root.get_ref() {
         document.tables.push((table.get_ref().to_string(), table.span()));
-        let entries = match (Key::check_table(table.get_ref()), value.get_ref()) {
+        let entries = match (lookup::table(table.get_ref()), value.get_ref()) {
             (Ok(()), DeValue::Table(entries)) => entries,
             (Ok(()), _) => {
                 let name = table.get_ref();
@@ -72,7 +73,7 @@ fn read_key(
     name: &Spanned<std::borrow::Cow<'_, str>>,
     value: &Spanned<DeValue<'_>>,
 ) -> Result<Given, Problem> {
-    let Named { key, old_name } = Key::find(table, name.get_ref()).map_err(|problem| problem.within(name.span()))?;
+    let Named { key, old_name } = lookup::key(table, name.get_ref()).map_err(|problem| problem.within(name.span()))?;
     let reading = Reading { path: key.path, text: source.text };
     let read = key.kind.read(reading, value)?;
     Ok(Given { key, value: read, span: value.span(), old_name })

@@ -5,12 +5,14 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeFloat, DeInteger, DeTable, DeValue};
 
-use crate::checks;
 use crate::error::Problem;
 use crate::quantity::{self, Quantity};
 use crate::source::quoted;
 use crate::suggest;
-use crate::value::{CorpusConfig, GroupConfig, RopeScaling, Value};
+use crate::value::{CorpusConfig, GroupConfig, RopeScalingConfig, Value};
+
+/// The largest batch, in sequences.
+pub(crate) const MAX_BATCH: u64 = 1 << 32;
 
 /// What a key accepts.
 #[derive(Clone, Copy)]
@@ -104,7 +106,7 @@ const NAME: Word = Word { text: "name", rule: "name the corpus with letters, dig
 
 /// The keys of one of `train.batch_ramp`.
 const RAMP_KEYS: [(&str, Kind); 2] =
-    [("tokens", Kind::Count(1, 1 << 60)), ("global_batch", Kind::Sequences(checks::MAX_BATCH))];
+    [("tokens", Kind::Count(1, 1 << 60)), ("global_batch", Kind::Sequences(MAX_BATCH))];
 
 /// The keys of one of `optimizer.groups`, in the order of [`GroupConfig`]; all but the first may be left out.
 const GROUP_KEYS: [(&str, Kind); 3] = [
@@ -118,7 +120,7 @@ const PATTERN: Word = Word {
     rule: "write a parameter's name, with * for any text and ? for any letter, such as \"*.mlp.*\"",
 };
 
-/// The keys of `model.rope_scaling`, in the order of [`RopeScaling`].
+/// The keys of `model.rope_scaling`, in the order of [`RopeScalingConfig`].
 const ROPE_SCALING_KEYS: [(&str, Kind); 4] = [
     ("factor", Kind::Float(AT_LEAST_ONE)),
     ("low_freq_factor", Kind::Float(POSITIVE)),
@@ -460,5 +462,5 @@ fn read_rope_scaling(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usi
         );
     }
     let original_context = original_context as usize;
-    Ok(Value::RopeScaling(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }))
+    Ok(Value::RopeScaling(RopeScalingConfig { factor, low_freq_factor, high_freq_factor, original_context }))
 }

@@ -13,19 +13,21 @@
 //! This crate reads one file, the config. It knows nothing of graphs, devices or data sets: whether a shape fits a
 //! machine or a path exists is for others to say. Which layouts fit a model and a batch is in [`legal`].
 
-#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 mod architecture;
 mod batches;
 mod checks;
 mod config;
+mod conflict;
 mod declare;
 mod document;
 mod error;
 mod inherit;
 mod kind;
 pub mod legal;
+mod lookup;
+mod origin;
 mod overrides;
 mod presets;
 mod quantity;
@@ -36,12 +38,13 @@ mod search;
 mod source;
 mod suggest;
 mod value;
+mod values;
 mod words;
 mod written;
 
 pub use architecture::{Architecture, Features};
 pub use batches::{Batch, BatchStage, Batches};
-pub use declare::{KeyDoc, schema};
+pub use declare::KeyDoc;
 pub use error::ConfigError;
 pub use inherit::{Inherited, NotInherited};
 pub use presets::presets;
@@ -50,9 +53,9 @@ pub use schema::{
     CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
     RecomputeConfig, TrainConfig,
 };
-pub use search::{Found, keys_at, search};
+pub use search::{FoundKey, keys_at, schema, search};
 pub use suggest::nearest;
-pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScaling};
+pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig};
 pub use words::{
     AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
 };

@@ -3,9 +3,9 @@
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::declare::{Key, Named};
 use crate::error::{ConfigError, Location, Problem};
 use crate::kind::Reading;
+use crate::lookup::{self, Named};
 use crate::source::quoted;
 use crate::value::Value;
 
@@ -29,12 +29,12 @@ fn read_parts(option: &str, text: &str) -> Result<(Named, Value), Problem> {
     let (path, value) =
         text.split_once('=').ok_or_else(|| Problem::new(format!("{} sets no value", quoted(text)), form()))?;
     let (path, value) = (path.trim(), value.trim());
-    let (table, name) = path.split_once('.').ok_or_else(|| match Key::check_table(path) {
+    let (table, name) = path.split_once('.').ok_or_else(|| match lookup::table(path) {
         Ok(()) => Problem::new(format!("{path} is a table, not a key"), form()),
         Err(problem) => Problem::new(format!("{} is not a key", quoted(path)), problem.hint),
     })?;
-    Key::check_table(table)?;
-    let named = Key::find(table, name)?;
+    lookup::table(table)?;
+    let named = lookup::key(table, name)?;
     if value.is_empty() {
         return Err(Problem::new(format!("{path} is set to nothing"), form()));
     }

@@ -5,66 +5,26 @@ use std::collections::BTreeMap;
 
 use toml::de::DeValue;
 
-use crate::checks::{self, Conflict};
-use crate::config::Origin;
+use crate::checks;
+use crate::conflict::Conflict;
 use crate::declare::{Default, Key};
-use crate::document::Document;
+use crate::document::{Document, Given};
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{self, Inherited, NotInherited};
 use crate::kind::{Reading, quote_list};
+use crate::origin::Origin;
 use crate::presets;
 use crate::rules;
 use crate::schema::KEYS;
 use crate::source::{self, Source};
-use crate::value::{Field, Value};
+use crate::value::Value;
+use crate::values::Values;
 use crate::written::Change;
 use crate::{document, overrides};
 
-/// The values of the keys, by path.
-#[derive(Default)]
-pub(crate) struct Values(BTreeMap<&'static str, Value>);
-
-impl Values {
-    pub(crate) fn get(&self, path: &str) -> Option<&Value> {
-        debug_assert!(KEYS.iter().any(|key| key.path == path), "{path} is not a key");
-        self.0.get(path)
-    }
-
-    /// The value of a count, once it has one.
-    pub(crate) fn count(&self, path: &str) -> Option<u64> {
-        match self.get(path) {
-            Some(Value::Count(n)) => Some(*n),
-            _ => None,
-        }
-    }
-
-    /// The value of a switch, once it has one.
-    pub(crate) fn switch(&self, path: &str) -> Option<bool> {
-        match self.get(path) {
-            Some(Value::Bool(b)) => Some(*b),
-            _ => None,
-        }
-    }
-
-    /// The value of a key whose words are an enum, once it has one.
-    pub(crate) fn word<T: Field>(&self, path: &str) -> Option<T> {
-        T::from_value(self.get(path).cloned())
-    }
-
-    /// Gives a key another count.
-    pub(crate) fn set_count(&mut self, path: &'static str, count: u64) {
-        self.0.insert(path, Value::Count(count));
-    }
-
-    /// The value as its typed field.
-    pub(crate) fn take<T: Field>(&self, path: &str) -> T {
-        T::from_value(self.get(path).cloned()).unwrap_or_else(|| panic!("{path}: its kind and its type disagree"))
-    }
-}
-
 /// Where a value stands, in the order in which problems are reported.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Place {
+enum GivenAt {
     InitFrom,
     Preset(String),
     File { start: usize, end: usize },
@@ -72,15 +32,15 @@ enum Place {
     Change(usize),
 }
 
-impl Place {
+impl GivenAt {
     /// A higher layer wins over a lower one.
     fn layer(&self) -> usize {
         match self {
-            Place::InitFrom => 0,
-            Place::Preset(_) => 1,
-            Place::File { .. } => 2,
-            Place::Override(_) => 3,
-            Place::Change(_) => 4,
+            GivenAt::InitFrom => 0,
+            GivenAt::Preset(_) => 1,
+            GivenAt::File { .. } => 2,
+            GivenAt::Override(_) => 3,
+            GivenAt::Change(_) => 4,
         }
     }
 }
@@ -107,28 +67,28 @@ pub(crate) fn resolve(
     inherit: Inherit<'_>,
 ) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
-    let (values, places, warnings) = (Values::default(), BTreeMap::new(), Vec::new());
+    let (values, places, warnings) = (Values::none(KEYS.iter().map(|key| key.path)), BTreeMap::new(), Vec::new());
     let mut layers = Layers { source, overrides, changes, values, places, warnings };
     for given in &document.given {
         let line = source.line_number(given.span.start);
         layers.renamed(given.key, given.old_name, format!("{}:{line}", source.name));
-        layers.set(given.key, given.value.clone(), Place::File { start: given.span.start, end: given.span.end });
+        layers.set(given.key, given.value.clone(), GivenAt::File { start: given.span.start, end: given.span.end });
     }
     for (index, text) in overrides.iter().enumerate() {
         let (named, value) = overrides::read(overrides::SET, text)?;
         layers.renamed(named.key, named.old_name, format!("--set {}", source::quoted(text)));
-        layers.set(named.key, value, Place::Override(index));
+        layers.set(named.key, value, GivenAt::Override(index));
     }
     for (index, change) in changes.iter().enumerate() {
         let (named, value) = overrides::read(overrides::CHANGE, &change.text)?;
         layers.renamed(named.key, named.old_name, format!("--change {}", source::quoted(&change.text)));
-        layers.set(named.key, value, Place::Change(index));
+        layers.set(named.key, value, GivenAt::Change(index));
     }
     if let Some(Value::Text(name)) = layers.values.get("model.preset").cloned() {
         layers.put_preset_over_the_file();
-        for given in presets::values(&name) {
+        for given in preset(&name) {
             if !layers.places.contains_key(given.key.path) {
-                layers.set(given.key, given.value, Place::Preset(name.clone()));
+                layers.set(given.key, given.value, GivenAt::Preset(name.clone()));
             }
         }
     }
@@ -144,13 +104,13 @@ struct Layers<'a> {
     overrides: &'a [String],
     changes: &'a [Change],
     values: Values,
-    places: BTreeMap<&'static str, Place>,
+    places: BTreeMap<&'static str, GivenAt>,
     warnings: Vec<String>,
 }
 
 impl Layers<'_> {
-    fn set(&mut self, key: &'static Key, value: Value, place: Place) {
-        self.values.0.insert(key.path, value);
+    fn set(&mut self, key: &'static Key, value: Value, place: GivenAt) {
+        self.values.set(key.path, value);
         self.places.insert(key.path, place);
     }
 
@@ -162,16 +122,16 @@ impl Layers<'_> {
 
     /// A preset that `--set` names wins over the shape that the file has, with a warning.
     fn put_preset_over_the_file(&mut self) {
-        if !matches!(self.places.get("model.preset"), Some(Place::Override(_))) {
+        if !matches!(self.places.get("model.preset"), Some(GivenAt::Override(_))) {
             return;
         }
-        let in_file = |(path, place): (&&'static str, &Place)| {
-            (inherit::is_of_presets(path) && matches!(place, Place::File { .. })).then_some(*path)
+        let in_file = |(path, place): (&&'static str, &GivenAt)| {
+            (inherit::is_of_presets(path) && matches!(place, GivenAt::File { .. })).then_some(*path)
         };
         let paths: Vec<&'static str> = self.places.iter().filter_map(in_file).collect();
         for path in &paths {
             self.places.remove(path);
-            self.values.0.remove(path);
+            self.values.clear(path);
         }
         if !paths.is_empty() {
             let (file, keys) = (&self.source.name, paths.join(", "));
@@ -199,15 +159,15 @@ impl Layers<'_> {
             let path = given.key.path;
             let Some(place) = self.places.get(path).cloned() else {
                 if path != "data.eos_token" || !own_tokenizer {
-                    self.set(given.key, given.value, Place::InitFrom);
+                    self.set(given.key, given.value, GivenAt::InitFrom);
                 }
                 continue;
             };
             let ours = self.values.get(path).cloned();
             if let (true, Some(ours)) = (inherit::is_shape(path), ours.filter(|ours| *ours != given.value)) {
                 let blamed = match &place {
-                    Place::Preset(preset) => format!("model.preset = \"{preset}\" has {path} = {ours}, which"),
-                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => {
+                    GivenAt::Preset(preset) => format!("model.preset = \"{preset}\" has {path} = {ours}, which"),
+                    GivenAt::InitFrom | GivenAt::File { .. } | GivenAt::Override(_) | GivenAt::Change(_) => {
                         format!("{path} = {ours}")
                     }
                 };
@@ -216,8 +176,8 @@ impl Layers<'_> {
                     "leave it out: the shape of the model is taken from train.init_from",
                 );
                 let place = match place {
-                    Place::Preset(_) => self.places.get("model.preset").cloned(),
-                    Place::InitFrom | Place::File { .. } | Place::Override(_) | Place::Change(_) => Some(place),
+                    GivenAt::Preset(_) => self.places.get("model.preset").cloned(),
+                    GivenAt::InitFrom | GivenAt::File { .. } | GivenAt::Override(_) | GivenAt::Change(_) => Some(place),
                 };
                 return Err(ConfigError::new(problem, self.locate(place)));
             }
@@ -251,7 +211,7 @@ impl Layers<'_> {
         let mut conflicts = Vec::new();
         for key in KEYS {
             if let (None, Default::Fixed(text)) = (self.values.get(key.path), &key.default) {
-                self.values.0.insert(key.path, fixed_default(key, text));
+                self.values.set(key.path, fixed_default(key, text));
             }
         }
         self.warnings.extend(rules::shorten_warmup(&mut self.values));
@@ -263,7 +223,7 @@ impl Layers<'_> {
                 (Some(_), _) | (None, Default::Unset | Default::Required | Default::Fixed(_)) => continue,
             };
             match filled {
-                Ok(Some(value)) => drop(self.values.0.insert(key.path, value)),
+                Ok(Some(value)) => self.values.set(key.path, value),
                 Ok(None) => {}
                 Err(conflict) => conflicts.push(conflict),
             }
@@ -280,37 +240,57 @@ impl Layers<'_> {
 
     /// The most likely of the keys in conflict that stands in the highest layer; for a value out of a
     /// preset, the key that chose the preset.
-    fn blame(&self, conflict: &Conflict) -> Option<Place> {
+    fn blame(&self, conflict: &Conflict) -> Option<GivenAt> {
         let places = conflict.keys.iter().filter_map(|path| self.places.get(path));
         match places.min_by_key(|place| Reverse(place.layer())) {
-            Some(Place::Preset(_)) => self.places.get("model.preset").cloned(),
-            Some(Place::InitFrom) => self.places.get("train.init_from").cloned(),
+            Some(GivenAt::Preset(_)) => self.places.get("model.preset").cloned(),
+            Some(GivenAt::InitFrom) => self.places.get("train.init_from").cloned(),
             place => place.cloned(),
         }
     }
 
-    fn locate(&self, place: Option<Place>) -> Location {
+    fn locate(&self, place: Option<GivenAt>) -> Location {
         match place {
-            Some(Place::File { start, end }) => self.source.locate(&(start..end)),
-            Some(Place::Override(index)) => overrides::location(overrides::SET, &self.overrides[index]),
-            Some(Place::Change(index)) => overrides::location(overrides::CHANGE, &self.changes[index].text),
-            Some(Place::InitFrom | Place::Preset(_)) | None => self.source.whole(),
+            Some(GivenAt::File { start, end }) => self.source.locate(&(start..end)),
+            Some(GivenAt::Override(index)) => overrides::location(overrides::SET, &self.overrides[index]),
+            Some(GivenAt::Change(index)) => overrides::location(overrides::CHANGE, &self.changes[index].text),
+            Some(GivenAt::InitFrom | GivenAt::Preset(_)) | None => self.source.whole(),
         }
     }
 
     fn origin(&self, key: &Key) -> Origin {
         match self.places.get(key.path) {
             None => Origin::Default,
-            Some(Place::Preset(name)) => Origin::Preset(name.clone()),
-            Some(Place::File { start, .. }) => Origin::File { line: self.source.line_number(*start) },
-            Some(Place::Override(_)) => Origin::Set,
-            Some(Place::InitFrom) => Origin::InitFrom,
-            Some(Place::Change(index)) => Origin::Change { step: self.changes[*index].step },
+            Some(GivenAt::Preset(name)) => Origin::Preset(name.clone()),
+            Some(GivenAt::File { start, .. }) => Origin::File { line: self.source.line_number(*start) },
+            Some(GivenAt::Override(_)) => Origin::Set,
+            Some(GivenAt::InitFrom) => Origin::InitFrom,
+            Some(GivenAt::Change(index)) => Origin::Change { step: self.changes[*index].step },
         }
     }
+}
+
+/// The values of a preset; none for a name that is not one.
+fn preset(name: &str) -> Vec<Given> {
+    let Some(text) = presets::text(name) else { return Vec::new() };
+    let read = Source::new(name, &text).and_then(|source| document::read(&source));
+    read.expect("presets are valid tables").given
 }
 
 fn fixed_default(key: &Key, text: &str) -> Value {
     let value = DeValue::parse(text).expect("defaults are valid TOML");
     key.kind.read(Reading { path: key.path, text }, &value).expect("defaults are of their kind")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_preset_reads() {
+        for name in presets::presets() {
+            assert!(preset(name).len() >= 7, "{name}");
+        }
+        assert!(preset("llama-9000b").is_empty());
+    }
 }

@@ -1,8 +1,8 @@
 //! Rules of `[optimizer]` and `[precision]`: defaults that follow from the update rule and the schedule, and keys that do not go with them.
 
-use crate::checks::{Conflict, Derived};
-use crate::resolve::Values;
+use crate::conflict::{Conflict, Derived};
 use crate::value::Value;
+use crate::values::Values;
 use crate::words::{LrSchedule, OptimizerName, PrecisionPolicy};
 
 fn optimizer(values: &Values) -> Option<OptimizerName> {
@@ -100,7 +100,7 @@ pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
 pub(crate) fn shorten_warmup(values: &mut Values) -> Option<String> {
     let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
     (steps > 0 && warmup > steps).then(|| {
-        values.set_count("optimizer.warmup_steps", steps);
+        values.set("optimizer.warmup_steps", Value::Count(steps));
         format!(
             "optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: the warmup is shortened to {steps}"
         )
@@ -112,7 +112,7 @@ pub(crate) fn shorten_decay(values: &mut Values) -> Option<String> {
     let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);
     let (decay, rest) = (values.count("optimizer.decay_steps")?, steps.saturating_sub(warmup));
     (steps > 0 && decay > rest).then(|| {
-        values.set_count("optimizer.decay_steps", rest);
+        values.set("optimizer.decay_steps", Value::Count(rest));
         format!(
             "optimizer.warmup_steps = {warmup} and optimizer.decay_steps = {decay} are more than train.steps = {steps}: \
              the decay is shortened to {rest}"

@@ -5,7 +5,6 @@
 
 use crate::architecture::Architecture;
 use crate::checks;
-use crate::config::Provenance;
 use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
 use crate::declare::Effect::{Changeable, Conduct, Trajectory};
 use crate::declare::{Key, tables};
@@ -13,13 +12,14 @@ use crate::kind::Kind::{
     Bool, Choice, Corpora, Count, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text, Texts,
 };
 use crate::kind::{
-    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, TOKEN, TOKENIZER,
-    UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, MAX_BATCH, NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, TOKEN,
+    TOKENIZER, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
+use crate::origin::Provenance;
 use crate::presets;
-use crate::resolve::Values;
 use crate::rules;
-use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScaling};
+use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, Value};
+use crate::values::Values;
 use crate::words::{
     AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
 };
@@ -28,7 +28,7 @@ use lockstep_ir::{Layout, Schedule};
 /// The largest extent of one tensor dimension.
 const EXTENT: u64 = 1 << 24;
 /// The largest batch, in sequences.
-const BATCH: u64 = checks::MAX_BATCH;
+const BATCH: u64 = MAX_BATCH;
 /// The largest number of ranks along an axis of the mesh.
 const RANKS: u64 = Layout::MOST as u64;
 /// The largest number of steps.
@@ -75,7 +75,7 @@ tables! {
         rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory,
             finds ["RoPE", "rotary embeddings", "rotary_base", "theta"];
         /// Llama-3 style RoPE scaling for a longer context.
-        rope_scaling: Option<RopeScaling> = Scaling, Unset, Trajectory, finds ["long context", "context extension"];
+        rope_scaling: Option<RopeScalingConfig> = Scaling, Unset, Trajectory, finds ["long context", "context extension"];
         /// Sliding-window attention: how many tokens a token of a mistral model attends to at most, itself included; if not
         /// set, all before it.
         sliding_window: Option<usize> = Count(1, EXTENT), Unset, Trajectory,

@@ -1,7 +1,12 @@
 //! Keys by what people call them: the names, synonyms and old names of their declarations.
 
-use crate::declare::{Key, KeyDoc, schema};
+use crate::declare::{Key, KeyDoc};
 use crate::schema::{KEYS, TABLES};
+
+/// Every key of `run.toml`, in the order of the schema.
+pub fn schema() -> Vec<KeyDoc> {
+    KEYS.iter().map(Key::doc).collect()
+}
 
 /// What keys a user may look for, and what is not there yet: table, names, what they stand for.
 const MISSING: &[(&str, &[&str], &str)] = &[
@@ -13,7 +18,7 @@ const MISSING: &[(&str, &[&str], &str)] = &[
 
 /// What a search found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct FoundKey {
     /// Keys, the nearest first.
     pub keys: Vec<KeyDoc>,
     /// What the words stand for and is not there yet.
@@ -21,7 +26,7 @@ pub struct Found {
 }
 
 /// The keys that go by these words: by name, synonym or old name, else by their meaning.
-pub fn search(words: &str) -> Found {
+pub fn search(words: &str) -> FoundKey {
     let wanted = plain(words);
     let missing = MISSING.iter().filter(|(_, names, what)| {
         names.iter().any(|name| plain(name) == wanted) || (wanted.len() > 2 && plain(what).contains(&wanted))
@@ -33,7 +38,7 @@ pub fn search(words: &str) -> Found {
     let named = ranked.iter().any(|(rank, _)| *rank < MENTIONED);
     ranked.retain(|(rank, _)| !named || *rank < MENTIONED);
     ranked.sort_by_key(|(rank, _)| *rank);
-    Found { keys: ranked.into_iter().map(|(_, doc)| doc).collect(), missing }
+    FoundKey { keys: ranked.into_iter().map(|(_, doc)| doc).collect(), missing }
 }
 
 /// The keys at `table`, `table.key` or `key`, by their names of today or before.

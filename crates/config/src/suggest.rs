@@ -17,24 +17,8 @@ pub fn nearest<'a>(given: &str, candidates: impl IntoIterator<Item = &'a str>) -
 
 /// Edit distance in which swapping two neighbours is one edit; letter case and `-` for `_` are free.
 fn distance(a: &str, b: &str) -> usize {
-    let fold = |s: &str| -> Vec<char> { s.to_lowercase().replace('-', "_").chars().collect() };
-    let (a, b) = (fold(a), fold(b));
-    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
-    for i in 0..=a.len() {
-        for j in 0..=b.len() {
-            rows[i][j] = if i == 0 || j == 0 {
-                i + j
-            } else {
-                let replace = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
-                let mut best = replace.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
-                if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
-                    best = best.min(rows[i - 2][j - 2] + 1);
-                }
-                best
-            };
-        }
-    }
-    rows[a.len()][b.len()]
+    let fold = |s: &str| s.to_lowercase().replace('-', "_");
+    strsim::osa_distance(&fold(a), &fold(b))
 }
 
 #[cfg(test)]

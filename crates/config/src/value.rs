@@ -4,7 +4,7 @@ use std::fmt;
 
 /// Llama-3 style RoPE scaling for a longer context.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RopeScaling {
+pub struct RopeScalingConfig {
     /// How many times longer the context becomes.
     pub factor: f64,
     /// Wavelengths longer than `original_context / low_freq_factor` are scaled in full.
@@ -61,7 +61,7 @@ pub(crate) enum Value {
     Bool(bool),
     Text(String),
     Texts(Vec<String>),
-    RopeScaling(RopeScaling),
+    RopeScaling(RopeScalingConfig),
     Corpora(Vec<CorpusConfig>),
     Groups(Vec<GroupConfig>),
     /// Tokens and a batch, which `resolve` turns into a count of sequences.
@@ -97,11 +97,13 @@ impl fmt::Display for Value {
                 }
                 f.write_str(" }")
             }),
-            Value::RopeScaling(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }) => write!(
-                f,
-                "{{ factor = {factor:?}, low_freq_factor = {low_freq_factor:?}, \
+            Value::RopeScaling(RopeScalingConfig { factor, low_freq_factor, high_freq_factor, original_context }) => {
+                write!(
+                    f,
+                    "{{ factor = {factor:?}, low_freq_factor = {low_freq_factor:?}, \
                  high_freq_factor = {high_freq_factor:?}, original_context = {original_context} }}"
-            ),
+                )
+            }
         }
     }
 }
@@ -169,7 +171,7 @@ field! {
     Vec<String>: Some(Value::Texts(texts)) => Some(texts), this => Some(Value::Texts(this.clone()));
     Vec<CorpusConfig>: Some(Value::Corpora(corpora)) => Some(corpora), this => Some(Value::Corpora(this.clone()));
     Vec<GroupConfig>: Some(Value::Groups(groups)) => Some(groups), this => Some(Value::Groups(this.clone()));
-    RopeScaling: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
+    RopeScalingConfig: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
 }
 
 impl Field for Vec<RampConfig> {

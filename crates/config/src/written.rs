@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Origin;
 use crate::declare::{Effect, Key};
+use crate::origin::Origin;
 use crate::overrides;
-use crate::schema::{Config, KEYS};
+use crate::schema::{Config, KEYS, value_of};
 use crate::source::printable;
 use crate::value::Value;
 
@@ -69,7 +69,7 @@ impl Config {
     pub fn model_toml(&self) -> String {
         let mut text = "[model]\n".to_owned();
         for key in KEYS.iter().filter(|key| key.table == "model" && key.name != "preset") {
-            if let Some(value) = (key.get)(self) {
+            if let Some(value) = value_of(self, key) {
                 let _ = writeln!(text, "{} = {value}", key.name);
             }
         }
@@ -101,7 +101,7 @@ impl Config {
 
     /// The part of a value that changes a run: where files are does not, what they are called does.
     fn decisive(&self, key: &Key) -> Option<Value> {
-        match (key.path, (key.get)(self)) {
+        match (key.path, value_of(self, key)) {
             ("data.corpora", Some(Value::Corpora(mut corpora))) => {
                 corpora.iter_mut().for_each(|corpus| corpus.paths.clear());
                 Some(Value::Corpora(corpora))
@@ -125,10 +125,12 @@ impl Config {
         match key.path {
             "data.paths" => Some(Value::Texts(self.data_paths().into_iter().map(text).collect())),
             "data.corpora" => Some(Value::Corpora(self.corpora())),
-            "data.tokenizer" => self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| (key.get)(self)),
+            "data.tokenizer" => {
+                self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| value_of(self, key))
+            }
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
             "train.init_from" => self.init_from().map(|path| Value::Text(text(path))),
-            _ => (key.get)(self),
+            _ => value_of(self, key),
         }
     }
 

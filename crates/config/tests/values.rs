@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use lockstep_config::{Architecture, Change, Config, PrecisionPolicy, RopeScaling, legal, presets, schema};
+use lockstep_config::{Architecture, Change, Config, PrecisionPolicy, RopeScalingConfig, legal, presets, schema};
 use lockstep_ir::Layout;
 
 fn parse(text: &str) -> Config {
@@ -23,7 +23,8 @@ fn a_preset_alone_is_a_config() {
     assert_eq!((model.vocab_size, model.layers, model.dim), (128_256, 16, 2048));
     assert_eq!((model.heads, model.kv_heads, model.head_dim, model.ffn), (32, 8, 64, 8192));
     assert_eq!((model.rope_theta, model.tied_embeddings), (500_000.0, true));
-    let llama3 = RopeScaling { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192 };
+    let llama3 =
+        RopeScalingConfig { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192 };
     assert_eq!(model.rope_scaling, Some(llama3));
 
     assert_eq!((config.train.steps, config.train.seq, config.train.global_batch), (1000, 8192, 8));

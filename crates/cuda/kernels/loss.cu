@@ -87,10 +87,11 @@ static __device__ void cross_entropy(const T *logits, const u32 *targets, float 
 
 // dlogits from known log-sum-exps.
 template <typename T>
-static __device__ void cross_entropy_grad(const T *logits, const u32 *targets, const float *lse, T *out, int v) {
+static __device__ void cross_entropy_grad(const T *logits, const u32 *targets, const float *lse, T *out, int v,
+                                          float weight) {
     i64 row = blockIdx.x;
     int target = targets[row] < (u32)v ? targets[row] : v - 1;
-    float seed = targets[row] == IGNORED_TARGET ? 0.0f : 1.0f;
+    float seed = targets[row] == IGNORED_TARGET ? 0.0f : weight;
     for (int i = threadIdx.x; i < v; i += blockDim.x)
         out[row * v + i] =
             Of<T>::f32(seed * (__expf(to_f32(logits[row * v + i]) - lse[row]) - (i == target ? 1.0f : 0.0f)));
@@ -171,8 +172,8 @@ static __device__ void vocab_grad(const float *logits, const float *statistics, 
         cross_entropy<T>(logits, targets, losses, lse, out, scale, v, stride, wide);                                   \
     }                                                                                                                  \
     extern "C" __global__ void cross_entropy_grad_##NAME(const T *logits, const u32 *targets, const float *lse,        \
-                                                         T *out, int v) {                                              \
-        cross_entropy_grad<T>(logits, targets, lse, out, v);                                                           \
+                                                         T *out, int v, float weight) {                                \
+        cross_entropy_grad<T>(logits, targets, lse, out, v, weight);                                                   \
     }                                                                                                                  \
     extern "C" __global__ void vocab_grad_##NAME(const float *logits, const float *statistics, const u32 *targets,     \
                                                  T *out, const float *scale, int parts, int v, int first,              \

@@ -1,21 +1,19 @@
 //! Attention: cuDNN's fused kernels where they take the shape, else kernels of our own.
 
+mod document_kernels;
 pub mod documents;
 mod graph;
-mod plans;
+pub(crate) mod plans;
 mod table;
 
-pub use plans::{Plans, Shared};
 pub use table::Written;
 
+use crate::CudaError;
 use crate::call::Call;
+use crate::driver::ALIGNMENT;
 use crate::kernels::args;
-use crate::{CudaError, ops};
 use lockstep_ir::{DType, Workspace};
-use plans::{Operands, execute};
-
-/// What a plan may ask for besides what grows with the shape.
-const SLACK: u64 = 1 << 20;
+use plans::{Operands, SLACK, execute, scale};
 
 /// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
@@ -28,7 +26,7 @@ pub fn scratch(compute: DType) -> Workspace {
 /// Scratch of the backward kernels. Ours: a sum of every row. cuDNN's: that, dK and dV of every query head, and dQ in f32, or all
 /// of dS where it is deterministic.
 pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
-    let fixed = SLACK + 2 * ops::ALIGNMENT;
+    let fixed = SLACK + 2 * ALIGNMENT;
     match (compute, deterministic) {
         (DType::BF16, false) => Workspace { fixed, terms: vec![(8, "bsh"), (8, "bqs")] },
         (DType::BF16, true) => Workspace { fixed, terms: vec![(4, "bsh"), (8, "bqs"), (2, "bqSS")] },
@@ -41,10 +39,6 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
 /// Keys that a query sees at most.
 pub(crate) fn keys_seen(window: Option<usize>) -> usize {
     window.unwrap_or(i32::MAX as usize).min(i32::MAX as usize)
-}
-
-pub(crate) fn scale(e: usize) -> f32 {
-    1.0 / (e as f32).sqrt()
 }
 
 /// Warps of a block of our own kernels; each has a position.
@@ -93,7 +87,7 @@ pub unsafe fn grad(call: Call, window: Option<usize>) -> Result<(), CudaError> {
             // SAFETY: the operands have these sizes.
             return unsafe { documents::grad(call, &shape, plan, dqkv) };
         }
-        let rest = scratch + shape.dq_bytes().next_multiple_of(ops::ALIGNMENT);
+        let rest = scratch + shape.dq_bytes().next_multiple_of(ALIGNMENT);
         let at = Operands { qkv, o, lse, dout, dqkv, dq: scratch, scratch: rest, ragged: None };
         // SAFETY: the operands have these sizes; the scratch has room for dQ and the plan.
         return unsafe { execute(call.stream, &shape, plan, &at) };
@@ -129,12 +123,13 @@ pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError>
 
 #[cfg(test)]
 mod tests {
-    use super::plans::Shape;
+    use super::plans::AttentionShape;
     use super::*;
+    use crate::ops;
     use lockstep_ir::{Axis, Dim, Op, Section, TensorType};
 
     /// The types of dO, qkv, o, log-sum-exps and starts of documents.
-    pub fn operands(shape: &Shape) -> [TensorType; 5] {
+    pub fn operands(shape: &AttentionShape) -> [TensorType; 5] {
         let (b, s) = (Dim::new(Axis::Batch, shape.batch), Dim::new(Axis::Seq, shape.seq));
         let of = |axis, count| Section { axis, count, unit: shape.e };
         let (q, kv) = (of(Axis::Heads, shape.heads), of(Axis::KvHeads, shape.kv_heads));
@@ -146,11 +141,11 @@ mod tests {
     }
 
     /// Shapes of backward passes.
-    pub fn shapes(deterministic: bool) -> impl Iterator<Item = Shape> {
+    pub fn shapes(deterministic: bool) -> impl Iterator<Item = AttentionShape> {
         [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)].into_iter().map(
             move |(batch, seq, heads, kv_heads, e)| {
                 let (window, backward, documents) = (None, true, None);
-                Shape { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents }
+                AttentionShape { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents }
             },
         )
     }
@@ -162,8 +157,8 @@ mod tests {
             let op = Op::AttentionGrad { window: None };
             let [dout, qkv, o, lse, _] = operands(&shape);
             let planned = profile.workspace(&op, &[&dout, &qkv, &o, &lse]).unwrap();
-            let used = shape.dq_bytes().next_multiple_of(ops::ALIGNMENT) + shape.most_scratch();
-            assert!(used <= planned && planned <= used + 2 * ops::ALIGNMENT, "{shape:?}: {used} of {planned} bytes");
+            let used = shape.dq_bytes().next_multiple_of(ALIGNMENT) + shape.most_scratch();
+            assert!(used <= planned && planned <= used + 2 * ALIGNMENT, "{shape:?}: {used} of {planned} bytes");
         }
     }
 }

@@ -1,9 +1,10 @@
 //! One instruction on the device: operands as addresses, dimensions as sizes.
 
+use crate::CudaError;
+use crate::attention::plans::Plans;
 use crate::driver::{Address, Stream};
 use crate::kernels::{Kernels, Value};
-use crate::matmul::{Matmul, Shape};
-use crate::{CudaError, attention};
+use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
 use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
@@ -14,7 +15,7 @@ pub struct Call<'a> {
     pub bound: &'a Bound,
     pub kernels: &'a Kernels,
     pub matmul: &'a Matmul,
-    pub attention: &'a attention::Plans,
+    pub attention: &'a Plans,
     pub stream: &'a Stream,
     pub base: Address,
     pub slot: Slot,
@@ -121,7 +122,7 @@ impl Call<'_> {
     /// The matrices are as large as the shape says.
     pub unsafe fn multiply(
         &self,
-        shape: &Shape,
+        shape: &MatmulShape,
         factors: (Address, Address),
         to: Address,
         scratch: Address,

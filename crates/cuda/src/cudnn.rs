@@ -98,7 +98,7 @@ pub enum Reduction {
 
 /// Where a tensor of a graph lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Storage {
     /// In memory, under this number.
     Memory(i64),
     /// Nowhere: between two operations.
@@ -270,7 +270,7 @@ impl Builder {
         dims: [i64; 4],
         strides: [i64; 4],
         data: Data,
-        place: Place,
+        place: Storage,
     ) -> Result<TensorId, CudaError> {
         self.ragged((dims, strides), data, place, None)
     }
@@ -280,13 +280,13 @@ impl Builder {
         &mut self,
         (dims, strides): ([i64; 4], [i64; 4]),
         data: Data,
-        place: Place,
+        place: Storage,
         offsets: Option<TensorId>,
     ) -> Result<TensorId, CudaError> {
         let t = self.cudnn.make(descriptor::TENSOR)?;
         let id = match place {
-            Place::Memory(id) | Place::Value(id) => id,
-            Place::Virtual => {
+            Storage::Memory(id) | Storage::Value(id) => id,
+            Storage::Virtual => {
                 self.next += 1;
                 self.next
             }
@@ -297,11 +297,11 @@ impl Builder {
             .set(906, kind::INT64, &[id])?
             .set(900, kind::INT64, &[16i64])?;
         match place {
-            Place::Memory(_) => {}
-            Place::Virtual => {
+            Storage::Memory(_) => {}
+            Storage::Virtual => {
                 t.set(907, kind::BOOLEAN, &[true])?;
             }
-            Place::Value(_) => {
+            Storage::Value(_) => {
                 t.set(908, kind::BOOLEAN, &[true])?;
             }
         }
@@ -314,13 +314,13 @@ impl Builder {
 
     /// A number of the host.
     pub fn value(&mut self, id: i64) -> Result<TensorId, CudaError> {
-        self.tensor([1; 4], [1; 4], Data::Float, Place::Value(id))
+        self.tensor([1; 4], [1; 4], Data::Float, Storage::Value(id))
     }
 
     /// A tensor between operations, its elements one behind the other.
     pub fn between(&mut self, dims: [i64; 4], data: Data) -> Result<TensorId, CudaError> {
         let [_, b, c, d] = dims;
-        self.tensor(dims, [b * c * d, c * d, d, 1], data, Place::Virtual)
+        self.tensor(dims, [b * c * d, c * d, d, 1], data, Storage::Virtual)
     }
 
     fn handle(&self, t: TensorId) -> &Descriptor {

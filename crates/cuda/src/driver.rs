@@ -7,6 +7,9 @@ use std::sync::{Arc, OnceLock};
 
 /// An address on the device.
 pub type Address = u64;
+/// Every buffer in the memory of a device starts at a multiple of this.
+pub const ALIGNMENT: u64 = 256;
+
 type Handle = *mut c_void;
 
 functions! {
@@ -21,6 +24,7 @@ functions! {
     device_pci = c"cuDeviceGetPCIBusId": fn(*mut c_char, c_int, c_int) -> c_int;
     device_total = c"cuDeviceTotalMem_v2": fn(*mut usize, c_int) -> c_int;
     context_retain = c"cuDevicePrimaryCtxRetain": fn(*mut Handle, c_int) -> c_int;
+    context_synchronize = c"cuCtxSynchronize": fn() -> c_int;
     context_set = c"cuCtxSetCurrent": fn(Handle) -> c_int;
     memory_info = c"cuMemGetInfo_v2": fn(*mut usize, *mut usize) -> c_int;
     memory_alloc = c"cuMemAlloc_v2": fn(*mut Address, usize) -> c_int;
@@ -33,6 +37,7 @@ functions! {
     set_bytes = c"cuMemsetD8Async": fn(Address, u8, usize, Handle) -> c_int;
     stream_create = c"cuStreamCreate": fn(*mut Handle, c_uint) -> c_int;
     stream_destroy = c"cuStreamDestroy_v2": fn(Handle) -> c_int;
+    stream_wait_event = c"cuStreamWaitEvent": fn(Handle, Handle, c_uint) -> c_int;
     stream_synchronize = c"cuStreamSynchronize": fn(Handle) -> c_int;
     event_create = c"cuEventCreate": fn(*mut Handle, c_uint) -> c_int;
     event_record = c"cuEventRecord": fn(Handle, Handle) -> c_int;
@@ -192,6 +197,13 @@ impl Device {
         self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.context_set)(self.context) })
     }
 
+    /// Waits until it does nothing more for this process.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.enter()?;
+        // SAFETY: the function has this type.
+        self.driver.check("cuCtxSynchronize", unsafe { (self.driver.context_synchronize)() })
+    }
+
     /// Bytes of memory that are free.
     pub fn free_bytes(&self) -> Result<u64, CudaError> {
         self.enter()?;
@@ -282,6 +294,8 @@ pub struct Stream {
 
 // SAFETY: streams may be used from any thread.
 unsafe impl Send for Stream {}
+// SAFETY: as above, and from several: the driver is thread-safe.
+unsafe impl Sync for Stream {}
 
 impl Stream {
     /// A new one, independent of the default stream.
@@ -303,6 +317,13 @@ impl Stream {
     pub fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the stream is open.
         self.device.driver.check("cuStreamSynchronize", unsafe { (self.device.driver.stream_synchronize)(self.handle) })
+    }
+
+    /// What is queued from here on waits for the event.
+    pub fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both are open.
+        let status = unsafe { (self.device.driver.stream_wait_event)(self.handle, event.handle, 0) };
+        self.device.driver.check("cuStreamWaitEvent", status)
     }
 
     /// Copies to the device.
@@ -358,26 +379,13 @@ impl Stream {
         Ok(end.since(&start)? / times as f64)
     }
 
-    /// Records what `work` queues here instead of doing it.
-    pub fn capture(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+    /// Records what is queued here from now on, and on streams that wait for it, instead of doing it.
+    pub fn begin_capture(self: &Arc<Self>) -> Result<Capture, CudaError> {
         const RELAXED: c_uint = 2;
         let driver = self.device.driver;
-        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: the stream is open and nothing of it is being captured.
         driver.check("cuStreamBeginCapture", unsafe { (driver.capture_begin)(self.handle, RELAXED) })?;
-        let worked = work();
-        // SAFETY: the capture was begun; the addresses are valid for the calls; the template is destroyed once.
-        unsafe {
-            let ended = driver.check("cuStreamEndCapture", (driver.capture_end)(self.handle, &mut graph));
-            let mut instantiate =
-                || driver.check("cuGraphInstantiate", (driver.graph_instantiate)(&mut exec, graph, 0));
-            let made = worked.and(ended).and_then(|()| instantiate());
-            if !graph.is_null() {
-                (driver.graph_destroy)(graph);
-            }
-            made?;
-        }
-        Ok(Graph { device: self.device.clone(), exec })
+        Ok(Capture { stream: self.clone(), ended: false })
     }
 
     /// Launches the CUDA graph.
@@ -396,6 +404,48 @@ impl Drop for Stream {
     }
 }
 
+/// A stream whose work is recorded. Where it is dropped before its end, what was recorded is forgotten.
+pub struct Capture {
+    stream: Arc<Stream>,
+    ended: bool,
+}
+
+impl Capture {
+    /// The CUDA graph of what was recorded.
+    pub fn end(mut self) -> Result<Graph, CudaError> {
+        let (driver, template) = (self.stream.device.driver, self.stop()?);
+        let mut exec = std::ptr::null_mut();
+        // SAFETY: the address is valid for the calls; the template is destroyed once.
+        let made = unsafe {
+            let status = (driver.graph_instantiate)(&mut exec, template, 0);
+            (driver.graph_destroy)(template);
+            driver.check("cuGraphInstantiate", status)
+        };
+        made.map(|()| Graph { device: self.stream.device.clone(), exec })
+    }
+
+    fn stop(&mut self) -> Result<Handle, CudaError> {
+        self.ended = true;
+        let (driver, mut template) = (self.stream.device.driver, std::ptr::null_mut());
+        // SAFETY: the capture was begun; the address is valid for the call.
+        let status = unsafe { (driver.capture_end)(self.stream.handle, &mut template) };
+        driver.check("cuStreamEndCapture", status).map(|()| template)
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        // Whoever drops it has an error to tell.
+        if self.ended {
+            return;
+        }
+        if let Ok(template) = self.stop() {
+            // SAFETY: the template is destroyed once.
+            unsafe { (self.stream.device.driver.graph_destroy)(template) };
+        }
+    }
+}
+
 /// A CUDA graph.
 pub struct Graph {
     device: Arc<Device>,
@@ -408,7 +458,7 @@ unsafe impl Send for Graph {}
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.device.enter().is_ok() {
-            // SAFETY: instantiated in `capture`, destroyed once.
+            // SAFETY: instantiated in `end`, destroyed once.
             unsafe { (self.device.driver.graph_exec_destroy)(self.exec) };
         }
     }
@@ -422,14 +472,28 @@ pub struct Event {
 
 // SAFETY: events may be used from any thread.
 unsafe impl Send for Event {}
+// SAFETY: as above, and from several: the driver is thread-safe.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// A new one, with a clock.
     pub fn new(device: &Arc<Device>) -> Result<Self, CudaError> {
+        Self::with_flags(device, 0)
+    }
+
+    /// Marks the end of what the stream has been given so far, for other streams. It has no clock.
+    pub fn mark(stream: &Stream) -> Result<Arc<Self>, CudaError> {
+        const DISABLE_TIMING: c_uint = 2;
+        let event = Self::with_flags(&stream.device, DISABLE_TIMING)?;
+        event.record(stream)?;
+        Ok(Arc::new(event))
+    }
+
+    fn with_flags(device: &Arc<Device>, flags: c_uint) -> Result<Self, CudaError> {
         device.enter()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the address is valid for the call.
-        device.driver.check("cuEventCreate", unsafe { (device.driver.event_create)(&mut handle, 0) })?;
+        device.driver.check("cuEventCreate", unsafe { (device.driver.event_create)(&mut handle, flags) })?;
         Ok(Self { device: device.clone(), handle })
     }
 

@@ -106,6 +106,19 @@ pub enum CudaError {
 }
 
 impl CudaError {
+    /// The device tells of errors late, at whatever is called next: they are of the entry that was queued last.
+    pub(crate) fn behind(self, entry: Option<&str>) -> Self {
+        let more = |text: String| match entry {
+            Some(entry) => format!("{text}, in `{entry}` or what was queued behind it"),
+            None => text,
+        };
+        match self {
+            CudaError::Call { call, text } => CudaError::Call { call, text: more(text) },
+            CudaError::Lost { call, text, hint } => CudaError::Lost { call, text: more(text), hint },
+            other => other,
+        }
+    }
+
     /// What a status of the driver means. `text` is what the driver says of it.
     pub(crate) fn of_status(call: &'static str, status: i32, text: String) -> Self {
         // What fails at the start was never there to be lost.

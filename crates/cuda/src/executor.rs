@@ -1,18 +1,21 @@
 //! The CUDA executor: a step program in one allocation of one device, replayed as a CUDA graph.
 
-use crate::attention::{Plans, Written};
+use crate::attention::Written;
+use crate::attention::plans::Plans;
 use crate::call::Call;
+use crate::device_queue::alone;
 use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;
-use crate::linked::Linked;
+use crate::linked::{Linked, Ready};
 use crate::ops::fused;
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
+use lockstep_exec::comm::ThreadCommunicator;
 use lockstep_exec::communication::Link;
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing};
-use lockstep_ir::program::{Instr, Role, Slot, Tensor};
+use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -39,9 +42,24 @@ pub struct CudaExecutor {
     results: Results,
     /// The entry that was queued last: errors of the device come when the host waits.
     queued: Option<Arc<str>>,
-    stream: Stream,
+    stream: Arc<Stream>,
+    /// That of the program's communication stream, where it has one.
+    second: Option<Second>,
+    /// Whether ranks capture a graph together now.
+    capturing: bool,
     arena: Memory,
     gpu: Arc<Gpu>,
+}
+
+/// A stream beside the kernels.
+struct Second {
+    stream: Arc<Stream>,
+    /// Behind the instructions of the segment that were queued there, by index.
+    marks: Vec<Option<Arc<Event>>>,
+    /// Behind the last, unless it has been waited for.
+    last: Option<Arc<Event>>,
+    /// Whether the entry has queued anything there.
+    used: bool,
 }
 
 /// Least bytes that are copied to or from the host at a time.
@@ -61,7 +79,7 @@ impl CudaExecutor {
         gpu: &Arc<Gpu>,
         program: StepProgram,
         deterministic: bool,
-        link: Option<Link>,
+        link: Option<Link<ThreadCommunicator>>,
     ) -> Result<Self, ExecError> {
         let here = link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
         let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
@@ -80,8 +98,7 @@ impl CudaExecutor {
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         let mut notes = attention.notes.clone();
         if link.is_some() {
-            let text =
-                "ranks share one GPU and communicate through the host's memory: good to check a layout, slow to train";
+            let text = "ranks share one GPU: good to check a layout, slower to train than one rank";
             notes.push(Note::Warning(text.into()));
         }
         gpu.note_context()?;
@@ -94,8 +111,21 @@ impl CudaExecutor {
             },
             other => other,
         })?;
-        let linked = link.map(|link| Linked::new(&program, link));
-        let stream = Stream::new(device)?;
+        let stream = Arc::new(Stream::new(device)?);
+        let overlaps = |i: &Instr| i.stream == program::Stream::Communication;
+        let second = match program.segments.iter().any(|s| s.instrs.iter().any(overlaps)) {
+            false => None,
+            true => {
+                let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
+                Some(Second {
+                    stream: Arc::new(Stream::new(device)?),
+                    marks: vec![None; longest],
+                    last: None,
+                    used: false,
+                })
+            }
+        };
+        let linked = link.map(|link| Linked::new(gpu, &program, link, &stream, second.as_ref().map(|s| &s.stream)));
         // States start at zero.
         // SAFETY: all of the arena.
         unsafe { stream.fill(arena.base, 0, arena.bytes as usize)? };
@@ -115,6 +145,8 @@ impl CudaExecutor {
             results: Results::default(),
             queued: None,
             stream,
+            second,
+            capturing: false,
             arena,
             gpu: gpu.clone(),
             program,
@@ -130,17 +162,19 @@ impl CudaExecutor {
         self.linked.as_ref().map_or(Coordinates::default(), Linked::coordinates)
     }
 
-    fn issue(&self, slot: Slot, instr: usize) -> Result<(), CudaError> {
+    /// Queues a kernel, or several that are done as one.
+    fn kernels(&self, slot: Slot, instr: usize, stream: &Stream) -> Result<(), CudaError> {
         let matmul = self.gpu.matmul(self.deterministic)?;
         let call = |instr: usize| Call {
             bound: &self.segments[slot.segment][instr],
             kernels: &self.gpu.kernels,
             matmul,
             attention: &self.attention,
-            stream: &self.stream,
+            stream,
             base: self.arena.base,
             slot,
         };
+        let _alone = alone(self.capturing);
         // SAFETY: the arena is this program's.
         unsafe {
             match self.program.segments[slot.segment].group_of(instr) {
@@ -154,24 +188,146 @@ impl CudaExecutor {
         }
     }
 
-    fn issue_all(&self, schedule: &[Slot]) -> Result<(), CudaError> {
-        for slot in schedule {
-            (0..self.segments[slot.segment].len()).try_for_each(|instr| self.issue(*slot, instr))?;
+    /// Queues an instruction on its stream, behind what it waits for.
+    fn issue(&mut self, slot: Slot, index: usize) -> Result<(), ExecError> {
+        let instr = &self.program.segments[slot.segment].instrs[index];
+        let (op, layer, on, last) = (instr.op.name(), instr.layer, instr.stream, instr.waits.iter().max().copied());
+        if let Some(linked) = &self.linked {
+            linked.at(op, layer, slot.micro_batch);
+        }
+        if let (Some(second), Some(last)) = (&self.second, last) {
+            let waited = second.marks[last].as_ref().map_or(Ok(()), |mark| self.wait_for(mark));
+            self.behind(waited)?;
+        }
+        let stream = match (on, &self.second) {
+            (program::Stream::Communication, Some(second)) => {
+                // It starts behind all kernels that were queued before it.
+                let _alone = alone(self.capturing);
+                self.behind(Event::mark(&self.stream).and_then(|mark| second.stream.wait_for(&mark)))?;
+                second.stream.clone()
+            }
+            _ => self.stream.clone(),
+        };
+        let together = match &mut self.linked {
+            // SAFETY: the arena is this program's.
+            Some(linked) => unsafe { linked.enqueue(self.arena.base, (slot, index), on)? },
+            None => false,
+        };
+        if !together {
+            self.behind(self.kernels(slot, index, &stream))?;
+        }
+        if on == program::Stream::Communication {
+            let mark = {
+                let _alone = alone(self.capturing);
+                self.behind(Event::mark(&stream))?
+            };
+            if let Some(second) = &mut self.second {
+                second.marks[index] = Some(mark.clone());
+                (second.last, second.used) = (Some(mark), true);
+            }
         }
         Ok(())
     }
 
-    /// Makes plans for the documents that the host wrote, where those that there are do not take as many. Graphs are captured anew.
-    fn fit_documents(&mut self) -> Result<(), ExecError> {
+    fn wait_for(&self, mark: &Event) -> Result<(), CudaError> {
+        let _alone = alone(self.capturing);
+        self.stream.wait_for(mark)
+    }
+
+    /// A segment ends when both streams have.
+    fn join(&mut self) -> Result<(), ExecError> {
+        let last = self.second.as_mut().and_then(|second| second.last.take());
+        self.behind(last.map_or(Ok(()), |mark| self.wait_for(&mark)))
+    }
+
+    fn issue_all(&mut self, schedule: &[Slot]) -> Result<(), ExecError> {
+        self.second.iter_mut().for_each(|second| second.used = false);
+        for slot in schedule {
+            (0..self.segments[slot.segment].len()).try_for_each(|instr| self.issue(*slot, instr))?;
+            self.join()?;
+        }
+        let Some(linked) = &mut self.linked else { return Ok(()) };
+        linked.settle()?;
+        match &self.second {
+            Some(second) if second.used => {
+                let _alone = alone(self.capturing);
+                self.behind(Event::mark(&second.stream).and_then(|mark| self.stream.wait_for(&mark)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether this rank, or the only one, has the CUDA graphs.
+    fn leads(&self) -> bool {
+        self.linked.as_ref().is_none_or(Linked::leads)
+    }
+
+    /// Records an entry. Ranks that share the device record theirs together: their streams fork from the first rank's and join it
+    /// again, so that one graph, which the first rank has, is of all of them.
+    fn capture(&mut self, schedule: &[Slot]) -> Result<Option<Graph>, ExecError> {
+        if !self.leads() {
+            return self.record(schedule, false).map(|()| None);
+        }
+        let capture = self.behind(self.stream.begin_capture())?;
+        let recorded = self.record(schedule, true);
+        // Where a rank has failed, others may not have noticed yet.
+        let _alone = alone(self.linked.is_some());
+        match recorded {
+            Ok(()) => self.behind(capture.end()).map(Some),
+            Err(error) => {
+                drop(capture);
+                Err(error)
+            }
+        }
+    }
+
+    fn record(&mut self, schedule: &[Slot], leads: bool) -> Result<(), ExecError> {
+        // Ranks wait for the marks of the others: those that follow at the begin, the first at the end.
+        let meet = |this: &Self, shows: bool| {
+            let Some(linked) = &this.linked else { return Ok(()) };
+            let mark = || {
+                let _alone = alone(true);
+                Event::mark(&this.stream)
+            };
+            let mark = if shows { Some(this.behind(mark())?) } else { None };
+            let marks = linked.share(mark)?;
+            let _alone = alone(true);
+            let waited = marks.iter().filter(|_| !shows).try_for_each(|mark| this.stream.wait_for(mark));
+            this.behind(waited)
+        };
+        meet(self, leads)?;
+        self.capturing = self.linked.is_some();
+        let issued = self.issue_all(schedule);
+        self.capturing = false;
+        issued?;
+        meet(self, !leads)
+    }
+
+    /// Makes plans for the documents that the host wrote, where those that there are do not take as many, and says whether it did.
+    fn fit_documents(&mut self) -> Result<bool, ExecError> {
         let most = self.documents.most();
         if self.attention.fits(most) {
-            return Ok(());
+            return Ok(false);
         }
         self.behind(self.stream.wait())?;
-        self.graphs.clear();
-        self.ran.clear();
         self.attention.fit(&self.gpu, self.segments.iter().flatten(), most);
-        Ok(())
+        Ok(true)
+    }
+
+    /// What can be done with an entry, by all ranks together. Where plans have changed, graphs are captured anew.
+    fn prepare(&mut self, entry: &str) -> Result<Ready, ExecError> {
+        let changed = self.fit_documents()?;
+        let (ran, captured) = (self.ran.contains(entry), self.graphs.contains_key(entry));
+        let mine = Ready { ran, captured, changed };
+        let ready = match &self.linked {
+            Some(linked) => linked.agree(mine)?,
+            None => Ready::together(&[mine]),
+        };
+        if ready.changed {
+            self.graphs.clear();
+            self.ran.clear();
+        }
+        Ok(ready)
     }
 
     fn enter(&self) -> Result<(), ExecError> {
@@ -180,20 +336,7 @@ impl CudaExecutor {
 
     /// What came of a call. The device tells of errors late, at whatever is called next: they are of what was queued before.
     fn behind<T>(&self, called: Result<T, CudaError>) -> Result<T, ExecError> {
-        called.map_err(|error| with_entry(self.queued.as_deref(), error))
-    }
-
-    /// Runs an instruction of a program of several ranks.
-    fn run_linked(&mut self, slot: Slot, instr: usize) -> Result<(), ExecError> {
-        let Some(linked) = &mut self.linked else { return Ok(()) };
-        let layer = self.program.segments[slot.segment].instrs[instr].layer;
-        linked.at(self.segments[slot.segment][instr].op.name(), layer, slot.micro_batch);
-        let failed = |error| with_entry(self.queued.as_deref(), error);
-        // SAFETY: the arena is this program's.
-        match unsafe { linked.run(&self.stream, self.arena.base, (slot, instr), failed)? } {
-            true => Ok(()),
-            false => self.behind(self.issue(slot, instr)),
-        }
+        called.map_err(|error| error.behind(self.queued.as_deref()).into())
     }
 
     /// As [`Executor::profile`], where ranks wait for each other.
@@ -203,13 +346,27 @@ impl CudaExecutor {
         for slot in schedule {
             for instr in 0..self.segments[slot.segment].len() {
                 let start = Instant::now();
-                self.run_linked(slot, instr)?;
-                self.behind(self.stream.wait())?;
+                self.issue(slot, instr)?;
+                let second = self.second.as_ref().map_or(Ok(()), |second| second.stream.wait());
+                self.behind(self.stream.wait().and(second))?;
                 let (start_s, seconds) = ((start - begin).as_secs_f64(), start.elapsed().as_secs_f64());
                 timings.push(Timing { slot, instr, start_s, seconds });
             }
+            self.join()?;
         }
+        if let Some(linked) = &mut self.linked {
+            linked.settle()?;
+        }
+        self.behind(self.stream.wait())?;
         Ok(timings)
+    }
+
+    /// Ranks run to the end: others are told of what fails here. One that follows another's graph has nothing to wait for.
+    fn ran_together(&self, graph: bool) -> Result<(), ExecError> {
+        match &self.linked {
+            Some(linked) if linked.leads() || !graph => self.behind(self.stream.wait()),
+            _ => Ok(()),
+        }
     }
 
     fn entry(&self, name: &str) -> Result<(Arc<str>, Vec<Slot>), ExecError> {
@@ -217,19 +374,6 @@ impl CudaExecutor {
         let entry = self.program.entry(name).ok_or_else(unknown)?;
         Ok((entry.name.clone(), entry.schedule.clone()))
     }
-}
-
-/// An error of the device with what was queued last.
-fn with_entry(queued: Option<&str>, error: CudaError) -> ExecError {
-    let more = |text: String| match queued {
-        Some(entry) => format!("{text}, in `{entry}` or what was queued behind it"),
-        None => text,
-    };
-    ExecError::from(match error {
-        CudaError::Call { call, text } => CudaError::Call { call, text: more(text) },
-        CudaError::Lost { call, text, hint } => CudaError::Lost { call, text: more(text), hint },
-        other => other,
-    })
 }
 
 /// Room for what a step is given: inputs of all micro-batches, and its scalars.
@@ -289,8 +433,8 @@ impl Executor for CudaExecutor {
         }
         self.enter()?;
         let mut data = vec![0u8; range.len()];
-        // SAFETY: the address and size are of a range of the tensor.
         let from = address + range.start as u64;
+        // SAFETY: the address and size are of a range of the tensor.
         self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &mut data, from) })?;
         Ok(Cow::Owned(data))
     }
@@ -299,28 +443,28 @@ impl Executor for CudaExecutor {
         self.enter()?;
         let begun = self.results.begin(&self.gpu.device, &self.stream);
         self.behind(begun)?;
-        self.fit_documents()?;
-        if let Some((name, graph)) = self.graphs.get_key_value(entry) {
-            self.queued = Some(name.clone());
-            return self.behind(self.stream.replay(graph));
+        let ready = self.prepare(entry)?;
+        if ready.captured {
+            if let Some((name, graph)) = self.graphs.get_key_value(entry) {
+                self.queued = Some(name.clone());
+                self.behind(self.stream.replay(graph))?;
+            }
+            return self.ran_together(true);
         }
         let (name, schedule) = self.entry(entry)?;
         self.queued = Some(name.clone());
-        if self.linked.is_some() {
-            for slot in schedule {
-                (0..self.segments[slot.segment].len()).try_for_each(|instr| self.run_linked(slot, instr))?;
-            }
-            // Ranks run to the end: others are told of what fails here.
-            return self.behind(self.stream.wait());
+        if let Some(linked) = &mut self.linked {
+            linked.begin(&name, ready.ran);
         }
-        if self.ran.insert(name.clone()) {
+        if !ready.ran {
             // The first run loads what libraries load late.
-            return self.behind(self.issue_all(&schedule));
+            self.issue_all(&schedule)?;
+            self.ran.insert(name);
+        } else if let Some(graph) = self.capture(&schedule)? {
+            self.behind(self.stream.replay(&graph))?;
+            self.graphs.insert(name, graph);
         }
-        let graph = self.behind(self.stream.capture(|| self.issue_all(&schedule)))?;
-        self.behind(self.stream.replay(&graph))?;
-        self.graphs.insert(name, graph);
-        Ok(())
+        self.ran_together(ready.ran)
     }
 
     fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
@@ -345,23 +489,23 @@ impl Executor for CudaExecutor {
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
         self.enter()?;
-        self.fit_documents()?;
+        self.prepare(entry)?;
         let (name, schedule) = self.entry(entry)?;
-        self.queued = Some(name);
-        if self.linked.is_some() {
+        self.queued = Some(name.clone());
+        if let Some(linked) = &mut self.linked {
+            linked.begin(&name, false);
             return self.profile_linked(schedule);
         }
-        let mark = || {
-            let event = Event::new(&self.gpu.device)?;
-            event.record(&self.stream)?;
-            Ok(event)
+        let mark = |this: &Self| {
+            let event = Event::new(&this.gpu.device).and_then(|event| event.record(&this.stream).map(|()| event));
+            this.behind(event)
         };
-        let begin = self.behind(mark())?;
+        let begin = mark(self)?;
         let mut marks = Vec::new();
         for slot in schedule {
             for instr in 0..self.segments[slot.segment].len() {
-                self.behind(self.issue(slot, instr))?;
-                marks.push((slot, instr, self.behind(mark())?));
+                self.issue(slot, instr)?;
+                marks.push((slot, instr, mark(self)?));
             }
         }
         self.behind(self.stream.wait())?;
@@ -380,7 +524,8 @@ impl Drop for CudaExecutor {
     fn drop(&mut self) {
         // What is queued uses the memory. An error has been seen by whoever waited before, or nobody waits for it.
         if self.gpu.device.enter().is_ok() {
-            let _ = self.stream.wait();
+            // Other ranks' streams use it as well.
+            let _ = if self.linked.is_some() { self.gpu.device.wait() } else { self.stream.wait() };
         }
     }
 }

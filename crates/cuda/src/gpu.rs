@@ -1,11 +1,12 @@
 //! A device with what programs on it share: kernels, plans of matmuls, cuDNN; and what it tells of itself.
 
+use crate::attention::plans::Shared;
 use crate::cudnn::Cudnn;
 use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::{self, Matmul};
 use crate::ops::fused;
-use crate::{CudaError, Nvml, Telemetry, attention, nvrtc};
+use crate::{CudaError, Nvml, Telemetry, nvrtc};
 use lockstep_ir::FusedMatmul;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ pub struct Gpu {
     matmul: Matmul,
     first_matmul: OnceLock<Result<Matmul, CudaError>>,
     cudnn: OnceLock<Result<Cudnn, CudaError>>,
-    pub(crate) attention: attention::Shared,
+    pub(crate) attention: Shared,
     nvml: Option<Nvml>,
     /// Bytes of its memory that were in use before this process had a context.
     others_bytes: Option<u64>,
@@ -47,7 +48,7 @@ impl Gpu {
         let device = Device::open(ordinal)?;
         let (kernels, matmul) = (Kernels::load(&device)?, Matmul::open(&device, tune)?);
         let (first_matmul, cudnn) = (OnceLock::new(), OnceLock::new());
-        let (bare, last_sample, attention) = (OnceLock::new(), Mutex::default(), attention::Shared::default());
+        let (bare, last_sample, attention) = (OnceLock::new(), Mutex::default(), Shared::default());
         let gpu =
             Self { device, kernels, matmul, first_matmul, cudnn, attention, nvml, others_bytes, bare, last_sample };
         Ok(Arc::new(gpu))

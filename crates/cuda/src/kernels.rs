@@ -9,9 +9,10 @@ use std::sync::{Arc, Mutex};
 const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 12] = [
+pub const SOURCES: [(&str, &str); 13] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
+    ("collectives", include_str!("../kernels/collectives.cu")),
     ("documents", include_str!("../kernels/documents.cu")),
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),

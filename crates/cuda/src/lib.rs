@@ -7,7 +7,10 @@ mod attention;
 mod best;
 mod cache;
 mod call;
+mod collectives;
+mod conformance;
 mod cudnn;
+mod device_queue;
 mod driver;
 mod error;
 mod executor;
@@ -24,6 +27,7 @@ pub mod peaks;
 mod staging;
 mod survey;
 
+pub use conformance::ranks as conformance_ranks;
 pub use driver::Device;
 pub use error::CudaError;
 pub use executor::CudaExecutor;

@@ -1,29 +1,62 @@
-//! A rank among others that share the device: they communicate through the host.
+//! A rank among others that share the device.
 
-use crate::CudaError;
-use crate::driver::{Address, Stream};
+use crate::device_queue::DeviceQueue;
+use crate::driver::{Event, Stream};
+use crate::gpu::Gpu;
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::{Piece, Place};
-use lockstep_exec::communication::{CommunicationCalls, Link, Mirror, communication_calls};
-use lockstep_ir::program::Slot;
+use lockstep_exec::comm::{Communicator, ProgramPlace, ThreadCommunicator};
+use lockstep_exec::communication::{CommunicationCalls, CommunicationQueue, Link, communication_calls};
+use lockstep_ir::program::{self, Slot};
 use lockstep_ir::{Coordinates, StepProgram};
+use std::sync::Arc;
 
-/// A rank's connection, and the host's view of what it communicates.
+/// A rank's connection.
 pub struct Linked {
-    link: Link,
-    communication_calls: CommunicationCalls,
-    mirror: Mirror,
-    pieces: Vec<Piece>,
+    link: Link<ThreadCommunicator>,
+    calls: CommunicationCalls,
+    /// Of the program's streams: that of kernels, and the other where the program uses it.
+    compute: DeviceQueue,
+    communication: Option<DeviceQueue>,
 }
 
-// SAFETY: `pieces` holds addresses in the mirror while a communication call runs; nobody looks at them afterwards.
-unsafe impl Send for Linked {}
+/// What a rank can do with an entry, and what all do then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ready {
+    /// It has run once.
+    pub ran: bool,
+    /// Its CUDA graph is there, which is the first rank's.
+    pub captured: bool,
+    /// Plans have changed: no graph is good any more.
+    pub changed: bool,
+}
+
+impl Ready {
+    /// What all ranks together can do.
+    pub fn together(all: &[Self]) -> Self {
+        let changed = all.iter().any(|one| one.changed);
+        Self {
+            ran: !changed && all.iter().all(|one| one.ran),
+            captured: !changed && all.iter().any(|one| one.captured),
+            changed,
+        }
+    }
+}
+
+const START: ProgramPlace = ProgramPlace { op: "the start of a run", layer: None, micro_batch: 0 };
 
 impl Linked {
-    /// Connects a rank that runs `program`.
-    pub fn new(program: &StepProgram, link: Link) -> Self {
-        let communication_calls = communication_calls(program, link.coordinates);
-        Self { link, communication_calls, mirror: Mirror::new(program.arena_bytes), pieces: Vec::new() }
+    /// Connects a rank that runs `program` on these streams.
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        program: &StepProgram,
+        link: Link<ThreadCommunicator>,
+        stream: &Arc<Stream>,
+        second: Option<&Arc<Stream>>,
+    ) -> Self {
+        let calls = communication_calls(program, link.coordinates);
+        let queue = |stream| DeviceQueue::new(gpu, &link.comm, stream);
+        let (compute, communication) = (queue(stream), second.map(queue));
+        Self { link, calls, compute, communication }
     }
 
     /// Where the rank stands.
@@ -31,37 +64,73 @@ impl Linked {
         self.link.coordinates
     }
 
-    /// Tells the others where this rank is.
-    pub fn at(&self, op: &'static str, layer: Option<usize>, micro_batch: usize) {
-        self.link.comm.at(Place { op, layer, micro_batch });
+    /// Whether it is the first rank, which has the CUDA graphs of all.
+    pub fn leads(&self) -> bool {
+        self.link.comm.rank() == 0
     }
 
-    /// Runs an instruction if ranks run it together, and says whether they do. Returns when its results are on the device.
-    /// `failed` says what an error of the device means.
+    /// Tells the others where this rank is.
+    pub fn at(&self, op: &'static str, layer: Option<usize>, micro_batch: usize) {
+        self.link.comm.at(ProgramPlace { op, layer, micro_batch });
+    }
+
+    /// What all ranks do with an entry.
+    pub fn agree(&self, mine: Ready) -> Result<Ready, ExecError> {
+        self.link.comm.at(START);
+        Ok(self.link.comm.meet(START, mine, |all| Ready::together(&all))?)
+    }
+
+    /// Shows all ranks the marks of those that have one.
+    pub fn share(&self, mark: Option<Arc<Event>>) -> Result<Arc<[Arc<Event>]>, ExecError> {
+        Ok(self.link.comm.meet(START, mark, |all| all.into_iter().flatten().collect())?)
+    }
+
+    /// Says what is run, and whether it is captured.
+    pub fn begin(&mut self, entry: &Arc<str>, capturing: bool) {
+        [Some(&mut self.compute), self.communication.as_mut()]
+            .into_iter()
+            .flatten()
+            .for_each(|queue| queue.begin(entry, capturing));
+    }
+
+    /// Enqueues an instruction if ranks run it together, and says whether they do.
     ///
     /// # Safety
-    /// `base` is the arena of the program, on the device that `stream` is of.
-    pub unsafe fn run(
+    /// `base` is the arena of the program.
+    pub unsafe fn enqueue(
         &mut self,
-        stream: &Stream,
-        base: Address,
+        base: u64,
         (slot, instr): (Slot, usize),
-        failed: impl Fn(CudaError) -> ExecError,
+        on: program::Stream,
     ) -> Result<bool, ExecError> {
-        let Some(call) = &self.communication_calls[slot.segment][instr] else { return Ok(false) };
-        for range in call.reads(slot) {
-            let from = base + range.start as u64;
-            // SAFETY: the verifier has checked that operands lie in the arena; the copy is waited for below.
-            unsafe { stream.to_host(self.mirror.range(range), from) }.map_err(&failed)?;
-        }
-        stream.wait().map_err(&failed)?;
-        self.mirror.run(call, self.link.comm.as_ref(), slot, &mut self.pieces)?;
-        for range in call.writes(slot) {
-            let to = base + range.start as u64;
-            // SAFETY: as above.
-            unsafe { stream.to_device(to, self.mirror.range(range)) }.map_err(&failed)?;
-        }
-        stream.wait().map_err(&failed)?;
+        let Some(call) = &self.calls[slot.segment][instr] else { return Ok(false) };
+        let queue = match (on, &mut self.communication) {
+            (program::Stream::Communication, Some(queue)) => queue,
+            _ => &mut self.compute,
+        };
+        // SAFETY: the caller vouches for the arena, the verifier for the operands; arenas go when the device does nothing more.
+        unsafe { queue.enqueue(call, base as usize as *mut u8, slot)? };
         Ok(true)
+    }
+
+    /// Lets the streams wait until all messages have been taken.
+    pub fn settle(&mut self) -> Result<(), ExecError> {
+        self.compute.settle()?;
+        Ok(self.communication.as_mut().map_or(Ok(()), DeviceQueue::settle)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Ready;
+
+    #[test]
+    fn ranks_replay_what_none_of_them_has_changed() {
+        let first = Ready { ran: true, captured: true, changed: false };
+        let other = Ready { captured: false, ..first };
+        assert_eq!(Ready::together(&[first, other]), first);
+        assert_eq!(Ready::together(&[other, Ready { ran: false, ..other }]), Ready { ran: false, ..other });
+        let changed = Ready { ran: false, captured: false, changed: true };
+        assert_eq!(Ready::together(&[first, Ready { changed: true, ..other }]), changed);
     }
 }

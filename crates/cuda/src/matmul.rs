@@ -81,7 +81,7 @@ pub enum Gemm {
 
 /// A matmul with its sizes and types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Shape {
+pub struct MatmulShape {
     /// Which.
     pub gemm: Gemm,
     /// Rows of activations.
@@ -102,7 +102,7 @@ pub struct Shape {
     pub epilogue: Epilogue,
 }
 
-impl Shape {
+impl MatmulShape {
     /// Matrices start where buffers do, or a whole number of rows behind: at multiples of this many bytes.
     fn alignment(&self) -> u32 {
         let rows = [self.k * self.input.bytes(), self.y_stride * self.input.bytes(), self.k * self.output.bytes()];
@@ -142,11 +142,11 @@ pub struct Matmul {
     lt: Lt,
     handle: Handle,
     device: Arc<Device>,
-    plans: RwLock<HashMap<Shape, Arc<Plan>>>,
+    plans: RwLock<HashMap<MatmulShape, Arc<Plan>>>,
     /// Held while a plan is made: two at once would time each other.
     making: Mutex<()>,
     /// Whether matmuls are worth their epilogues, as far as that was asked: one answer for as long as the process lives.
-    worth: Mutex<HashMap<Shape, bool>>,
+    worth: Mutex<HashMap<MatmulShape, bool>>,
     /// Whether proposals are timed: else the first is taken.
     tune: bool,
 }
@@ -192,8 +192,8 @@ impl Matmul {
         Ok(Self { lt, handle, device, plans, making, worth, tune })
     }
 
-    fn describe(&self, shape: &Shape) -> Result<Described, CudaError> {
-        let Shape { gemm, m, n, k, input, output, y_stride, .. } = *shape;
+    fn describe(&self, shape: &MatmulShape) -> Result<Described, CudaError> {
+        let MatmulShape { gemm, m, n, k, input, output, y_stride, .. } = *shape;
         // Row by row is column by column of the transpose: x is [k, m], w is [k, n], y is [n, m].
         let (x, w, y) = ((k, m, k), (k, n, k), (n, m, y_stride));
         let (a, b, c, transpose_a, transpose_b) = match gemm {
@@ -260,12 +260,12 @@ impl Matmul {
             .collect())
     }
 
-    fn plan(&self, shape: &Shape) -> Option<Arc<Plan>> {
+    fn plan(&self, shape: &MatmulShape) -> Option<Arc<Plan>> {
         self.plans.read().unwrap_or_else(|e| e.into_inner()).get(shape).cloned()
     }
 
     /// The plan of a matmul that is about to run; none where it has no elements.
-    fn to_run(&self, shape: &Shape) -> Result<Option<Arc<Plan>>, CudaError> {
+    fn to_run(&self, shape: &MatmulShape) -> Result<Option<Arc<Plan>>, CudaError> {
         if shape.m * shape.n * shape.k == 0 {
             return Ok(None);
         }
@@ -274,7 +274,7 @@ impl Matmul {
     }
 
     /// Makes the plan of a matmul, if it is not made yet.
-    pub fn prepare(&self, shape: Shape) -> Result<(), CudaError> {
+    pub fn prepare(&self, shape: MatmulShape) -> Result<(), CudaError> {
         match self.prepared(shape)? {
             true => Ok(()),
             false => Err(CudaError::Internal(format!("cuBLASLt proposes nothing for {shape:?}"))),
@@ -282,7 +282,7 @@ impl Matmul {
     }
 
     /// The same; false where the library does not have the matmul.
-    fn prepared(&self, shape: Shape) -> Result<bool, CudaError> {
+    fn prepared(&self, shape: MatmulShape) -> Result<bool, CudaError> {
         let _making = self.making.lock().unwrap_or_else(|e| e.into_inner());
         if self.plan(&shape).is_some() || shape.m * shape.n * shape.k == 0 {
             return Ok(true);
@@ -331,7 +331,12 @@ impl Matmul {
 
     /// The fastest of several proposals, and whether all were timed. Where there is no room to try them, the library's own choice
     /// has to do.
-    fn fastest(&self, shape: &Shape, d: &Described, proposals: &[Proposal]) -> Result<(Algorithm, bool), CudaError> {
+    fn fastest(
+        &self,
+        shape: &MatmulShape,
+        d: &Described,
+        proposals: &[Proposal],
+    ) -> Result<(Algorithm, bool), CudaError> {
         let Some(trial) = self.trial(shape)? else { return Ok((proposals[0].algorithm, false)) };
         let (mut best, mut failed) = (Best::new(), None);
         for p in proposals {
@@ -368,7 +373,7 @@ impl Matmul {
     pub unsafe fn multiply(
         &self,
         stream: &Stream,
-        shape: &Shape,
+        shape: &MatmulShape,
         (first, second): (Address, Address),
         plus: Address,
         to: Address,

@@ -1,7 +1,7 @@
 //! The device's measured peaks: matmul FLOP/s and memory bandwidth.
 
 use crate::driver::{Memory, Stream};
-use crate::matmul::{Epilogue, Gemm, Shape, WORKSPACE, fill_random};
+use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE, fill_random};
 use crate::{CudaError, Gpu};
 use lockstep_ir::DType;
 
@@ -12,7 +12,7 @@ pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
     let needed = |size: usize| 3 * (size * size * dtype.bytes()) as u64 + WORKSPACE;
     let size = [8192, 4096, 2048].into_iter().find(|size| needed(*size) <= free / 2).unwrap_or(1024);
     let (m, n, k) = (size, size, size);
-    let shape = Shape {
+    let shape = MatmulShape {
         gemm: Gemm::Forward,
         m,
         n,

@@ -80,7 +80,7 @@ struct Ring {
 }
 
 #[derive(Debug, PartialEq)]
-struct Place {
+struct RingPlace {
     buffer: usize,
     offset: usize,
     /// The buffer that was left for this one, if it was: who goes on waits for what used this one before.
@@ -93,13 +93,13 @@ impl Ring {
     }
 
     /// Places of one buffer follow each other and never overlap.
-    fn place(&mut self, bytes: usize) -> Place {
+    fn place(&mut self, bytes: usize) -> RingPlace {
         let full = self.offset + bytes > self.bytes;
         let left = full.then_some(self.buffer);
         if full {
             (self.buffer, self.offset) = (1 - self.buffer, 0);
         }
-        let place = Place { buffer: self.buffer, offset: self.offset, left };
+        let place = RingPlace { buffer: self.buffer, offset: self.offset, left };
         self.offset = (self.offset + bytes).next_multiple_of(ALIGNMENT);
         place
     }
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn a_ring_fills_one_buffer_and_then_the_other() {
         let mut ring = Ring::new(256);
-        let place = |buffer, offset, left| Place { buffer, offset, left };
+        let place = |buffer, offset, left| RingPlace { buffer, offset, left };
         assert_eq!(ring.place(100), place(0, 0, None));
         assert_eq!(ring.place(128), place(0, 128, None));
         assert_eq!(ring.place(1), place(1, 0, Some(0)));

@@ -7,13 +7,21 @@ use lockstep_exec::conformance;
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, StepProgram};
 use std::process::ExitCode;
+use std::time::Duration;
 
 fn main() -> ExitCode {
     on_device::run(&[
         ("every_op_conforms_in_fp32", || conforms(DType::F32, false)),
         ("every_op_conforms_in_bf16", || conforms(DType::BF16, false)),
         ("every_op_conforms_in_bf16_deterministic", || conforms(DType::BF16, true)),
+        ("ranks_that_share_the_device_communicate_as_all_do", communicates),
     ])
+}
+
+fn communicates() {
+    let gpu = Gpu::open(0, false).unwrap();
+    let ranks = |count| lockstep_cuda::conformance_ranks(&gpu, count, Duration::from_secs(10)).unwrap();
+    lockstep_exec::comm::conformance::check(&ranks).unwrap();
 }
 
 fn conforms(compute: DType, deterministic: bool) {

@@ -13,14 +13,13 @@
 //!
 //! This crate knows nothing of models, of the training loop, of ranks or of `run.toml`.
 
-#![deny(missing_docs)]
-
 mod cut;
 mod error;
 mod guard;
 mod holdout;
 mod mix;
 mod new_file;
+mod output;
 mod partial;
 mod prepare;
 mod prepared;
@@ -29,18 +28,19 @@ mod scan;
 mod shard;
 mod shard_writer;
 mod source;
+mod spec;
+mod stop;
 mod stream;
 mod tokenizer;
 mod workers;
 
 pub use error::{DataError, ShardFault};
-pub use prepare::{
-    PrepareOptions, PrepareSpec, Progress, Survey, is_current, is_same_text, prepare, prepare_with, survey,
-};
+pub use prepare::{PrepareOptions, Progress, Survey, is_current, is_same_text, prepare, prepare_with, survey};
 pub use prepared::{Prepared, SplitSummary};
-pub use sampler::{Corpus, Place, Sampler};
+pub use sampler::{Corpus, SamplePlace, Sampler};
 pub use shard::{Document, Origin, Shard};
 pub use shard_writer::ShardSummary;
+pub use spec::PrepareSpec;
 pub use stream::TokenStream;
 pub use tokenizer::{Tokenizer, TokenizerSpec};
 

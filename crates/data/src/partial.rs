@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::holdout::Split;
 use crate::new_file::{NewFile, remove_if_present, sync_folder};
-use crate::prepared::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal, is_output};
+use crate::output::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal, is_output};
 use crate::shard::Width;
 use crate::shard_writer::{ShardSummary, ShardWriter};
 use crate::source::Cursor;

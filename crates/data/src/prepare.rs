@@ -1,73 +1,21 @@
 //! From files of text to a folder of shards.
 
 use std::fs::{self, File, TryLockError};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::holdout::HoldOut;
+use crate::output::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal};
 use crate::partial::{Part, Partial};
-use crate::prepared::{DATA_JSON, Description, FILES_JSONL, TOKENIZER_JSON, files_jsonl, hexadecimal};
+use crate::prepared::{Description, files_jsonl};
 use crate::scan::{Form, Found, scan};
 use crate::source::{Cursor, Fields, Reading, Units};
+use crate::stop::{NEVER, go_on};
 use crate::workers::{Queue, Work, Workers};
-use crate::{DataError, Prepared, SplitSummary, Tokenizer, TokenizerSpec};
-
-/// Which text to prepare, and how.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PrepareSpec {
-    /// Files and folders, read in this order.
-    ///
-    /// Folders are walked by name. Hidden entries, symbolic links, and folders named `target`, `node_modules` or `runs`
-    /// inside them are skipped, and so are run directories and folders of prepared data. A file that is reached twice is
-    /// read once.
-    pub paths: Vec<PathBuf>,
-    /// Extensions of the files to take from folders, in any case; none takes every file. Files that `paths` names are
-    /// always read.
-    pub extensions: Vec<String>,
-    /// The field of a JSON line, or the column of a Parquet file, that holds the text.
-    pub text_field: String,
-    /// The field or column whose text stands before it as a prompt, which is read and not predicted. Only records have one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub prompt_field: Option<String>,
-    /// What makes tokens of the text.
-    pub tokenizer: TokenizerSpec,
-    /// The share of the text to hold out for validation, at least 0 and below 1.
-    pub validation_fraction: f64,
-    /// The seed of the choice of what is held out.
-    pub seed: u64,
-}
-
-impl PrepareSpec {
-    /// Whether the same text becomes the same tokens, wherever the text and the tokenizer are.
-    pub fn reads_alike(&self, other: &PrepareSpec) -> bool {
-        let anywhere = |spec: &PrepareSpec| PrepareSpec {
-            paths: Vec::new(),
-            extensions: Vec::new(),
-            tokenizer: spec.tokenizer.anywhere(),
-            ..spec.clone()
-        };
-        anywhere(self) == anywhere(other)
-    }
-}
-
-impl Default for PrepareSpec {
-    /// No text: bytes of any files, nothing held out.
-    fn default() -> Self {
-        PrepareSpec {
-            paths: Vec::new(),
-            extensions: Vec::new(),
-            text_field: "text".to_owned(),
-            prompt_field: None,
-            tokenizer: TokenizerSpec::Bytes,
-            validation_fraction: 0.0,
-            seed: 0,
-        }
-    }
-}
+use crate::{DataError, PrepareSpec, Prepared, SplitSummary, Tokenizer};
 
 /// How the work is carried out. What comes out does not depend on the threads.
 #[derive(Clone, Debug)]
@@ -80,17 +28,6 @@ pub struct PrepareOptions<'a> {
     pub stop: &'a AtomicBool,
     /// Whether to take what is there if it is what would be made: another process may have just made it.
     pub adopt: bool,
-}
-
-/// What stops nothing.
-pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
-
-/// An error once the caller asks to stop.
-pub(crate) fn go_on(stop: &AtomicBool) -> Result<(), DataError> {
-    match stop.load(Ordering::Relaxed) {
-        true => Err(DataError::Interrupted),
-        false => Ok(()),
-    }
 }
 
 impl Default for PrepareOptions<'_> {
@@ -335,7 +272,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 mod tests {
     use super::*;
     use crate::new_file::temporary_path;
-    use crate::prepared::TRAIN_SHARD;
+    use crate::output::TRAIN_SHARD;
 
     #[test]
     fn a_full_disk_is_reported_and_leaves_the_earlier_data_as_it_was() {

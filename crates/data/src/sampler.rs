@@ -33,7 +33,7 @@ pub struct Corpus {
 
 /// Where a sample's tokens are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct SamplePlace {
     /// The corpus, in the order they were given.
     pub corpus: usize,
     /// Which pass over the corpus this is, from 0.
@@ -125,7 +125,7 @@ impl Sampler {
     }
 
     /// Where a sample is. A pure function: no call depends on an earlier one.
-    pub fn locate(&self, global_sample_index: u64) -> Place {
+    pub fn locate(&self, global_sample_index: u64) -> SamplePlace {
         let (corpus, rank) = self.mix.locate(global_sample_index);
         let Sequences { sequences, ref order, .. } = self.corpora[corpus];
         let (epoch, index) = (rank / sequences, rank % sequences);
@@ -133,7 +133,7 @@ impl Sampler {
             Order::Shuffled { key } => counter::permute(counter::bits(*key, epoch), index, sequences),
             Order::AsStored => index,
         };
-        Place { corpus, epoch, offset: sequence * self.seq }
+        SamplePlace { corpus, epoch, offset: sequence * self.seq }
     }
 
     /// The epoch that a sample belongs to in its corpus, from 0.
@@ -148,7 +148,7 @@ impl Sampler {
 
     /// The corpus of a sample, and the offset in it of the sample's first token.
     pub fn source(&self, global_sample_index: u64) -> (&TokenStream, u64) {
-        let Place { corpus, offset, .. } = self.locate(global_sample_index);
+        let SamplePlace { corpus, offset, .. } = self.locate(global_sample_index);
         (&self.corpora[corpus].tokens, offset)
     }
 

@@ -9,8 +9,8 @@ use std::sync::atomic::AtomicBool;
 
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::prepare::go_on;
-use crate::prepared::{DATA_JSON, TRAIN_SHARD, is_output};
+use crate::output::{DATA_JSON, TRAIN_SHARD, is_output};
+use crate::stop::go_on;
 use crate::{DataError, PrepareSpec};
 
 /// Folders that hold what tools made, not what people wrote.

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use memmap2::{Mmap, MmapOptions};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::prepare::{NEVER, go_on};
+use crate::stop::{NEVER, go_on};
 use crate::{DataError, ShardFault};
 
 pub(crate) const HEADER_BYTES: usize = 64;

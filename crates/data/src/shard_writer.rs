@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::new_file::NewFile;
-use crate::prepared::hexadecimal;
+use crate::output::hexadecimal;
 use crate::shard::{HEADER_BYTES, Header, Width, entry_bytes};
 use crate::{DataError, Origin};
 

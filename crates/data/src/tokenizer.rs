@@ -11,9 +11,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::cut;
 use crate::guard::caught;
-use crate::prepare::{NEVER, go_on};
-use crate::prepared::hexadecimal;
+use crate::output::hexadecimal;
 use crate::shard::Width;
+use crate::stop::{NEVER, go_on};
 use crate::{BYTE_VOCABULARY, DataError, EOS_BYTE};
 
 /// The largest `tokenizer.json` that is read; the largest in use have about 35 MB.

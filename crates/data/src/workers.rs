@@ -12,9 +12,9 @@ use serde::de::{self, IgnoredAny, MapAccess, Visitor};
 
 use crate::cut;
 use crate::holdout::Split;
-use crate::prepare::go_on;
 use crate::scan::SourceFile;
 use crate::source::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit};
+use crate::stop::go_on;
 use crate::{DataError, Origin, Tokenizer};
 
 /// Units with about this much text are handed to a thread at once.

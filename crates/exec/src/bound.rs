@@ -38,6 +38,12 @@ impl At {
         }
     }
 
+    /// Bytes that start here, whatever the slot.
+    pub(crate) const fn absolute(first: u64) -> Self {
+        let (lifetime, dtype, sum) = (Lifetime::Run, DType::F32, Sum::No);
+        Self { lifetime, first, slot_bytes: 0, elements: 0, dtype, sum, cut_at: 0 }
+    }
+
     /// An operand of the rank at `here`.
     pub fn arg(program: &StepProgram, arg: &Arg, here: Coordinates) -> Self {
         let at = Self::buffer(program, arg.buffer);

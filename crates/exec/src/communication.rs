@@ -1,25 +1,29 @@
 //! Instructions that ranks run together, as every executor runs them.
 
+mod queue;
+mod thread;
+
+pub use queue::{CommunicationQueue, Enqueued, Inline};
+pub use thread::CommunicationThread;
+
 use crate::bound::At;
-use crate::comm::{Collective, CommError, Communicator, Group, Piece, Place};
-use crate::cpu::arena;
+use crate::comm::{Collective, CommError, HostCommunicator, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType};
-use std::ops::Range;
 use std::sync::Arc;
 
 /// An instruction of several ranks, ready to run on one of them.
 pub struct CommunicationCall {
     what: What,
-    place: Place,
+    place: ProgramPlace,
     /// Bytes of a tensor's buffer behind the tensor, which are to be zero.
     padding: Vec<(At, usize, usize)>,
     pieces: Vec<PieceAt>,
 }
 
 enum What {
-    Together(Collective, Group),
+    Together(Collective, RankGroup),
     Send { to: usize, tag: u32, send_buffer: At, copies: usize },
     Receive { from: usize, tag: u32 },
 }
@@ -27,17 +31,33 @@ enum What {
 struct PieceAt {
     input: Option<(At, usize)>,
     output: Option<(At, usize)>,
+    rows: usize,
     elements: usize,
     dtype: lockstep_ir::DType,
-    /// Ranks whose parts are in the input, and in the output.
-    parts: (usize, usize),
 }
 
-impl PieceAt {
-    fn range(&self, (at, offset): (At, usize), parts: usize, slot: Slot) -> Range<usize> {
-        let start = at.offset(slot) as usize + offset;
-        start..start + parts * self.elements * self.dtype.bytes()
-    }
+/// What an instruction of several ranks does with its pieces.
+pub enum Action<'a> {
+    /// All of a group do it together.
+    Together(Collective, &'a RankGroup),
+    /// Every piece is a message to a rank.
+    Send {
+        /// The rank.
+        to: usize,
+        /// The stream of messages.
+        tag: u32,
+        /// Where messages stay until they are taken.
+        send_buffer: *mut u8,
+        /// How many fit in.
+        copies: usize,
+    },
+    /// Every piece is a message from a rank.
+    Receive {
+        /// The rank.
+        from: usize,
+        /// The stream of messages.
+        tag: u32,
+    },
 }
 
 impl CommunicationCall {
@@ -45,7 +65,7 @@ impl CommunicationCall {
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
         let mesh = &program.mesh;
         let channel = u32::from(instr.stream == Stream::Communication);
-        let along = |over: Axes| Group { ranks: mesh.group(here, over), channel };
+        let along = |over: Axes| RankGroup { ranks: mesh.group(here, over), channel };
         let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
         let transfer = instr.op.transfer()?;
         let what = match transfer {
@@ -53,7 +73,7 @@ impl CommunicationCall {
             Transfer::SumShared { over, sharers } => {
                 let first = here.index(over, mesh) / sharers * sharers;
                 let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
-                What::Together(Collective::AllReduce, Group { ranks, channel })
+                What::Together(Collective::AllReduce, RankGroup { ranks, channel })
             }
             Transfer::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
             Transfer::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
@@ -88,77 +108,85 @@ impl CommunicationCall {
             if let (Transfer::ReduceScatter { dim: None, .. }, Some(input), Some(x)) = (transfer, input, x) {
                 padding.push((input, x.ty.bytes() as usize, bytes * ranks));
             }
-            let (of_input, of_output) = match transfer {
-                Transfer::ReduceScatter { .. } => (ranks, 1),
-                Transfer::AllGather { .. } => (1, ranks),
-                Transfer::AllReduce { .. }
-                | Transfer::SumShared { .. }
-                | Transfer::Send { .. }
-                | Transfer::Receive { .. } => (1, 1),
-            };
             let start = from * part.dtype.bytes();
-            for row in 0..rows {
-                let input = input.map(|at| (at, start + row * bytes * of_input));
-                let output = output.map(|at| (at, start + row * bytes * of_output));
-                pieces.push(PieceAt { input, output, elements, dtype: part.dtype, parts: (of_input, of_output) });
-            }
+            let (input, output) = (input.map(|at| (at, start)), output.map(|at| (at, start)));
+            pieces.push(PieceAt { input, output, rows, elements, dtype: part.dtype });
         }
-        let place = Place { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
+        let place = ProgramPlace { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
         Some(Self { what, place, padding, pieces })
     }
 
-    /// How many pieces it has.
-    pub fn pieces(&self) -> usize {
-        self.pieces.len()
+    /// Of pieces that are where they say, whatever the slot, for an arena that starts at 0.
+    pub(crate) fn absolute(action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Self {
+        let at = |address: *const u8| At::absolute(address as usize as u64);
+        let what = match *action {
+            Action::Together(kind, group) => What::Together(kind, group.clone()),
+            Action::Send { to, tag, send_buffer, copies } => {
+                What::Send { to, tag, send_buffer: at(send_buffer), copies }
+            }
+            Action::Receive { from, tag } => What::Receive { from, tag },
+        };
+        let piece = |p: &Piece| {
+            let (input, output) = (Some((at(p.input), 0)), Some((at(p.output), 0)));
+            PieceAt { input, output, rows: p.rows, elements: p.elements, dtype: p.dtype }
+        };
+        Self { what, place, padding: Vec::new(), pieces: pieces.iter().map(piece).collect() }
     }
 
-    /// What it reads of the arena, in bytes.
-    pub fn reads(&self, slot: Slot) -> impl Iterator<Item = Range<usize>> + '_ {
-        self.pieces.iter().filter_map(move |p| Some(p.range(p.input?, p.parts.0, slot)))
-    }
-
-    /// What it writes of the arena, in bytes.
-    pub fn writes(&self, slot: Slot) -> impl Iterator<Item = Range<usize>> + '_ {
-        self.pieces.iter().filter_map(move |p| Some(p.range(p.output?, p.parts.1, slot)))
-    }
-
-    /// Runs it.
-    ///
-    /// # Safety
-    /// `base` is the arena of the program that this was made for, nobody else touches the operands meanwhile.
-    pub unsafe fn run(
-        &self,
-        comm: &dyn Communicator,
-        base: *mut u8,
-        slot: Slot,
-        scratch: &mut Vec<Piece>,
-    ) -> Result<(), CommError> {
-        let place = Place { micro_batch: slot.micro_batch, ..self.place };
-        comm.at(place);
+    /// What it does at a slot of a schedule in an arena that starts at `base`, and where in the program that is. Its pieces go to
+    /// `pieces`.
+    pub fn resolve(&self, base: *mut u8, slot: Slot, pieces: &mut Vec<Piece>) -> (Action<'_>, ProgramPlace) {
         let address = |(at, offset): (At, usize)| at.address(base, slot).wrapping_add(offset);
         let none = std::ptr::null_mut();
-        scratch.clear();
-        scratch.extend(self.pieces.iter().map(|p| Piece {
+        pieces.clear();
+        pieces.extend(self.pieces.iter().map(|p| Piece {
             input: p.input.map_or(none, address).cast_const(),
             output: p.output.map_or(none, address),
+            rows: p.rows,
             elements: p.elements,
             dtype: p.dtype,
         }));
+        let action = match &self.what {
+            What::Together(kind, group) => Action::Together(*kind, group),
+            What::Send { to, tag, send_buffer, copies } => {
+                Action::Send { to: *to, tag: *tag, send_buffer: send_buffer.address(base, slot), copies: *copies }
+            }
+            What::Receive { from, tag } => Action::Receive { from: *from, tag: *tag },
+        };
+        (action, ProgramPlace { micro_batch: slot.micro_batch, ..self.place })
+    }
+
+    /// Bytes that are to be zero before it runs, as addresses and lengths.
+    pub fn padding(&self, base: *mut u8, slot: Slot) -> impl Iterator<Item = (*mut u8, usize)> {
+        let range = move |(at, from, to): &(At, usize, usize)| {
+            (at.address(base, slot).wrapping_add(*from), to.saturating_sub(*from))
+        };
+        self.padding.iter().map(range)
+    }
+
+    /// Runs it on the host's memory.
+    ///
+    /// # Safety
+    /// `base` is the arena of the program that this was made for, nobody else touches the operands meanwhile.
+    unsafe fn run(
+        &self,
+        comm: &dyn HostCommunicator,
+        base: *mut u8,
+        slot: Slot,
+        pieces: &mut Vec<Piece>,
+    ) -> Result<(), CommError> {
+        let (action, place) = self.resolve(base, slot, pieces);
+        comm.at(place);
         // SAFETY: the verifier has checked that operands lie in the arena and overlap only in place.
         unsafe {
-            for (at, from, to) in &self.padding {
-                at.address(base, slot).add(*from).write_bytes(0, to.saturating_sub(*from));
-            }
-            match &self.what {
-                What::Together(kind, group) => comm.collective(*kind, group, scratch, place),
-                What::Send { to, tag, send_buffer, copies } => {
-                    let send_buffer = send_buffer.address(base, slot);
-                    scratch
-                        .iter()
-                        .try_for_each(|p| comm.send(*to, *tag, p.input, p.bytes(), send_buffer, *copies, place))
+            self.padding(base, slot).for_each(|(at, bytes)| at.write_bytes(0, bytes));
+            match action {
+                Action::Together(kind, group) => comm.collective(kind, group, pieces, place),
+                Action::Send { to, tag, send_buffer, copies } => {
+                    pieces.iter().try_for_each(|p| comm.send(to, tag, p.input, p.bytes(), send_buffer, copies, place))
                 }
-                What::Receive { from, tag } => {
-                    scratch.iter().try_for_each(|p| comm.receive(*from, *tag, p.output, p.bytes(), place))
+                Action::Receive { from, tag } => {
+                    pieces.iter().try_for_each(|p| comm.receive(from, tag, p.output, p.bytes(), place))
                 }
             }
         }
@@ -180,63 +208,18 @@ fn rows(transfer: Transfer, part: &TensorType) -> (usize, usize) {
 }
 
 /// A rank's connection to the others.
-#[derive(Clone)]
-pub struct Link {
+pub struct Link<C: ?Sized> {
     /// Its communicator.
-    pub comm: Arc<dyn Communicator>,
+    pub comm: Arc<C>,
     /// Where it stands.
     pub coordinates: Coordinates,
 }
 
 /// Every instruction of several ranks, by segment and index.
-pub type CommunicationCalls = Vec<Vec<Option<CommunicationCall>>>;
+pub type CommunicationCalls = Vec<Vec<Option<Arc<CommunicationCall>>>>;
 
 /// Those of a program, for the rank at `here`.
 pub fn communication_calls(program: &StepProgram, here: Coordinates) -> CommunicationCalls {
-    let call = |i: &Instr| CommunicationCall::new(program, i, here);
+    let call = |i: &Instr| CommunicationCall::new(program, i, here).map(Arc::new);
     program.segments.iter().map(|s| s.instrs.iter().map(call).collect()).collect()
-}
-
-/// The arena of a device as the host sees it. Bytes that are not communicated take no memory: the system gives pages when they are
-/// written.
-pub struct Mirror {
-    /// Touched by addresses only: other ranks read what they were shown.
-    _memory: Vec<u8>,
-    bytes: usize,
-    /// Where the arena starts in the memory.
-    base: *mut u8,
-}
-
-// SAFETY: it owns its memory.
-unsafe impl Send for Mirror {}
-
-impl Mirror {
-    /// Of an arena of this many bytes.
-    pub fn new(bytes: u64) -> Self {
-        // Zeros that come from the system are not written here.
-        let (bytes, alignment) = (bytes as usize, arena::ALIGNMENT as usize);
-        let mut memory = vec![0; bytes + alignment];
-        let start = memory.as_mut_ptr();
-        let base = start.wrapping_add(start.align_offset(alignment));
-        Self { _memory: memory, bytes, base }
-    }
-
-    /// Some of its bytes: what a communication call reads, or has written.
-    pub fn range(&mut self, range: Range<usize>) -> &mut [u8] {
-        assert!(range.start <= range.end && range.end <= self.bytes, "{range:?} is outside the arena");
-        // SAFETY: the range is inside; other ranks touch what they were shown, while a communication call runs or in its send buffer.
-        unsafe { std::slice::from_raw_parts_mut(self.base.add(range.start), range.len()) }
-    }
-
-    /// Runs a communication call on these bytes.
-    pub fn run(
-        &mut self,
-        call: &CommunicationCall,
-        comm: &dyn Communicator,
-        slot: Slot,
-        scratch: &mut Vec<Piece>,
-    ) -> Result<(), CommError> {
-        // SAFETY: the mirror is as large as the arena that the call was made for, and this call's alone.
-        unsafe { call.run(comm, self.base, slot, scratch) }
-    }
 }

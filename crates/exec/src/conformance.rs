@@ -24,7 +24,7 @@ pub const SEED: u64 = 7;
 
 /// What came out for one op and shape.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct CaseOutcome {
     /// Op and shape.
     pub case: String,
     /// Largest difference of an output element, divided by the output's largest element.
@@ -53,7 +53,7 @@ pub fn run(
     batch_invariant: bool,
     seed: u64,
     load: Load,
-) -> Result<Vec<Outcome>, ExecError> {
+) -> Result<Vec<CaseOutcome>, ExecError> {
     let mut outcomes = Vec::new();
     for sample in kernel_samples(1).chain(kernel_samples(BATCH)) {
         let usual = |(_, draw): &(TensorType, Draw)| !matches!(draw, Draw::Scaled(by) if *by != 1.0);
@@ -148,7 +148,7 @@ fn check(
     types: Vec<TensorType>,
     seed: u64,
     way: Way,
-) -> Result<Outcome, ExecError> {
+) -> Result<CaseOutcome, ExecError> {
     let op = &sample.op;
     let drawn = draw_as(sample, &types, seed);
     let mut expected = evaluate(*op, &types, &drawn);
@@ -201,7 +201,7 @@ fn check(
         }
         error = if relative > error || relative.is_nan() { relative } else { error };
     }
-    Ok(Outcome { case, error, limit, failure })
+    Ok(CaseOutcome { case, error, limit, failure })
 }
 
 /// Ops whose outputs belong to sequences: each sequence alone must give the same bits.
@@ -212,7 +212,7 @@ fn check_batch_invariance(
     together: Sample,
     alone: Sample,
     seed: u64,
-) -> Result<Option<Outcome>, ExecError> {
+) -> Result<Option<CaseOutcome>, ExecError> {
     let spec = together.op.spec();
     let per_sequence = |dims: &str| dims.starts_with(['b', LEADING]);
     // Chunks of positions are of the whole micro-batch.
@@ -239,7 +239,7 @@ fn check_batch_invariance(
             }
         }
     }
-    Ok(Some(Outcome { case: format!("{} one sequence at a time", op.name()), error: 0.0, limit: 0.0, failure }))
+    Ok(Some(CaseOutcome { case: format!("{} one sequence at a time", op.name()), error: 0.0, limit: 0.0, failure }))
 }
 
 fn execute(

@@ -11,6 +11,7 @@ pub mod conformance;
 pub mod cpu;
 pub mod initial;
 pub mod reference;
+mod sync;
 mod world;
 
 pub use world::{Alone, Rank, ThreadWorld, World};

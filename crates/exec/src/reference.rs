@@ -157,13 +157,13 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![(0..rows).flat_map(row).copied().collect()]
         }
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
-        Op::CrossEntropyGrad => vec![cross_entropy_grad(x[0], x[1])],
+        Op::CrossEntropyGrad { weight } => vec![cross_entropy_grad(x[0], x[1], f64::from(weight))],
         Op::LinearCrossEntropy { .. } => {
             let seed = given(x, 3).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
             let (k, v) = (dims.size('k'), dims.size('v'));
             let logits = matmul((rows, v, k), x[0], false, x[1], true);
             let [loss, _] = cross_entropy(&dims, &logits, x[2]);
-            let dlogits: Vec<f64> = cross_entropy_grad(&logits, x[2]).iter().map(|d| d * seed).collect();
+            let dlogits = cross_entropy_grad(&logits, x[2], seed);
             let dx = matmul((rows, k, v), &dlogits, false, x[1], false);
             let dw = matmul((v, k, rows), &dlogits, true, x[0], false);
             vec![loss, dx, dw]
@@ -501,12 +501,12 @@ fn cross_entropy(dims: &Dims, logits: &[f64], targets: &[f64]) -> [Vec<f64>; 2] 
     [loss, lse]
 }
 
-fn cross_entropy_grad(logits: &[f64], targets: &[f64]) -> Vec<f64> {
+fn cross_entropy_grad(logits: &[f64], targets: &[f64], weight: f64) -> Vec<f64> {
     let v = logits.len() / targets.len();
     let lse: Vec<f64> = logits.chunks(v).map(log_sum_exp).collect();
     let hit = |i: usize| if targets[i / v] as usize == i % v { 1.0 } else { 0.0 };
     let element = |(i, x): (usize, &f64)| match is_counted(targets[i / v]) {
-        true => (x - lse[i / v]).exp() - hit(i),
+        true => weight * ((x - lse[i / v]).exp() - hit(i)),
         false => 0.0,
     };
     logits.iter().enumerate().map(element).collect()

@@ -17,7 +17,7 @@ use std::borrow::Cow;
 /// An executor that is one of several. Its tensors are that rank's parts.
 pub trait Rank: Executor {
     /// After an error: returns when nobody works on its arena any more.
-    fn drain(&self) {}
+    fn drain(&mut self) {}
 }
 
 /// The ranks that run a program together. As an executor it takes and gives whole tensors; `run` ends for all ranks with the same

@@ -15,7 +15,7 @@ fn conforms(compute: DType) {
         assert!(failed.is_empty(), "{failed:#?}");
         // Limits are those of the coarsest type in a case: bf16 sums have theirs where all else is f32.
         assert!(outcomes.iter().all(|o| o.error <= o.limit));
-        let in_bf16 = |o: &&conformance::Outcome| o.case.contains("summed in bf16");
+        let in_bf16 = |o: &&conformance::CaseOutcome| o.case.contains("summed in bf16");
         assert!(outcomes.iter().filter(in_bf16).all(|o| o.limit > 1e-3), "a limit of bf16");
         let named = |spec: &Spec| outcomes.iter().any(|o| o.case.starts_with(&format!("{}(", spec.name)));
         let specs = OpKind::ALL.iter().map(|kind| kind.spec());

@@ -19,6 +19,22 @@ pub fn from_f32(x: f32) -> u16 {
 mod tests {
     use super::*;
 
+    /// `half` gives a NaN its quiet bit on the way to f32, and asks for it of every number: the bits here go over as they are.
+    #[test]
+    fn every_number_is_that_of_half() {
+        for bits in 0..=u16::MAX {
+            let theirs = half::bf16::from_bits(bits).to_f32();
+            match theirs.is_nan() {
+                true => assert_eq!(to_f32(bits).to_bits() | 0x40_0000, theirs.to_bits(), "{bits:#x}"),
+                false => assert_eq!(to_f32(bits).to_bits(), theirs.to_bits(), "{bits:#x}"),
+            }
+        }
+        for n in 0..1u64 << 20 {
+            let x = f32::from_bits(crate::counter::bits(7, n) as u32);
+            assert_eq!(from_f32(x), half::bf16::from_f32(x).to_bits(), "{x:e}");
+        }
+    }
+
     #[test]
     fn rounds_to_nearest_even() {
         let round = |x: f32| to_f32(from_f32(x));

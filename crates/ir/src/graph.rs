@@ -73,7 +73,9 @@ pub enum State {
 pub struct Parameter {
     /// Initial values, drawn per part.
     pub init: Init,
-    /// The unpacked tensors' names, one per section of the outermost dimension; checkpoints use these.
+    /// The unpacked tensors' names, in storage order; checkpoints use these. One is that of the whole tensor; as many as the outermost
+    /// dimension has sections are those of its sections. More are those of a stack, such as one of experts: every entry of the outermost dimension
+    /// has as many, one or those of the sections of the next.
     pub parts: Vec<String>,
     /// Whether weight decay applies.
     pub decay: bool,
@@ -124,6 +126,15 @@ pub struct Node {
     pub layer: Option<usize>,
 }
 
+/// A value whose sum is trained to be small.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Loss {
+    /// The loss of every sequence.
+    pub value: ValueId,
+    /// How much it counts beside others.
+    pub weight: f32,
+}
+
 /// A pure, ordered program over named values.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Graph {
@@ -133,6 +144,8 @@ pub struct Graph {
     pub nodes: Vec<Node>,
     /// Values that the host reads.
     pub outputs: Vec<ValueId>,
+    /// Where gradients start: those of the weighted sum of these.
+    pub losses: Vec<Loss>,
     /// (state, value): after the step the state holds the value.
     pub updates: Vec<(ValueId, ValueId)>,
     /// (state, value): the value is this rank's flat range of the state and lives there.

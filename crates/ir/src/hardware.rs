@@ -5,7 +5,7 @@ use serde::Serialize;
 
 /// One accelerator. Where a board carries several, one that a program sees as its own device.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Gpu {
+pub struct GpuSpec {
     /// The name that commands take.
     pub name: &'static str,
     /// FLOP per second of dense 16-bit matmuls with 32-bit sums: bf16, or fp16 where there is no bf16 (V100).
@@ -19,8 +19,8 @@ pub struct Gpu {
 }
 
 /// TFLOP/s (16-bit, fp32), GB and TB/s: decimal units, as published.
-const fn gpu(name: &'static str, tflops: (f64, f64), gigabytes: u64, terabytes_per_s: f64) -> Gpu {
-    Gpu {
+const fn gpu(name: &'static str, tflops: (f64, f64), gigabytes: u64, terabytes_per_s: f64) -> GpuSpec {
+    GpuSpec {
         name,
         peak_flops_per_s: tflops.0 * 1e12,
         fp32_flops_per_s: tflops.1 * 1e12,
@@ -30,7 +30,7 @@ const fn gpu(name: &'static str, tflops: (f64, f64), gigabytes: u64, terabytes_p
 }
 
 /// The catalogue.
-pub const GPUS: [Gpu; 14] = [
+pub const GPUS: [GpuSpec; 14] = [
     gpu("v100", (125.0, 15.7), 32, 0.9),
     gpu("a100-40gb", (312.0, 19.5), 40, 1.555),
     gpu("a100", (312.0, 19.5), 80, 2.039),
@@ -47,9 +47,9 @@ pub const GPUS: [Gpu; 14] = [
     gpu("mi355x", (2500.0, 157.3), 288, 8.0),
 ];
 
-impl Gpu {
+impl GpuSpec {
     /// The accelerator called `name`, in any letter case.
-    pub fn named(name: &str) -> Option<&'static Gpu> {
+    pub fn named(name: &str) -> Option<&'static GpuSpec> {
         GPUS.iter().find(|gpu| gpu.name.eq_ignore_ascii_case(name))
     }
 
@@ -69,7 +69,7 @@ impl Gpu {
     }
 
     /// The accelerator that a driver calls so: "NVIDIA H100 80GB HBM3", say.
-    pub fn of_device(name: &str) -> Option<&'static Gpu> {
+    pub fn of_device(name: &str) -> Option<&'static GpuSpec> {
         name.split(|c: char| !c.is_ascii_alphanumeric()).find_map(Self::named)
     }
 }
@@ -83,12 +83,12 @@ mod tests {
         for (i, gpu) in GPUS.iter().enumerate() {
             assert_eq!(GPUS.iter().position(|other| other.name == gpu.name), Some(i));
         }
-        assert_eq!(Gpu::named("A100").map(|g| g.peak_flops_per_s), Some(312e12));
-        assert_eq!(Gpu::named("a1000"), None);
-        let h100 = Gpu::named("h100").map(|g| (g.peak(DType::BF16), g.peak(DType::F32), g.label()));
+        assert_eq!(GpuSpec::named("A100").map(|g| g.peak_flops_per_s), Some(312e12));
+        assert_eq!(GpuSpec::named("a1000"), None);
+        let h100 = GpuSpec::named("h100").map(|g| (g.peak(DType::BF16), g.peak(DType::F32), g.label()));
         assert_eq!(h100, Some((989e12, 67e12, "H100 80GB".into())));
-        assert_eq!(Gpu::named("a100-40gb").map(|g| g.label()), Some("A100 40GB".into()));
-        assert_eq!(Gpu::of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name), Some("a100"));
-        assert_eq!(Gpu::of_device("NVIDIA GeForce RTX 3090"), None);
+        assert_eq!(GpuSpec::named("a100-40gb").map(|g| g.label()), Some("A100 40GB".into()));
+        assert_eq!(GpuSpec::of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name), Some("a100"));
+        assert_eq!(GpuSpec::of_device("NVIDIA GeForce RTX 3090"), None);
     }
 }

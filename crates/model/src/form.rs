@@ -2,7 +2,7 @@
 
 use crate::names;
 use lockstep_config::{AttentionMethod, ModelConfig};
-use lockstep_ir::graph::State;
+use lockstep_ir::graph::{Loss, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId, counter};
 
 /// What a forward graph computes.
@@ -180,7 +180,11 @@ impl Side {
     /// Makes the graph yield what the form asks for.
     pub fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
         let output = match self {
-            Side::Loss { targets, .. } => g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0],
+            Side::Loss { targets, .. } => {
+                let value = g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0];
+                g.losses.push(Loss { value, weight: 1.0 });
+                value
+            }
             Side::NextToken { .. } => logits,
         };
         g.outputs.push(output);

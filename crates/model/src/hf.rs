@@ -43,7 +43,7 @@ pub struct HfError {
 
 /// What a `config.json` says besides the model.
 #[derive(Clone, Copy, Debug)]
-pub struct Beside<'a> {
+pub struct HfExtras<'a> {
     /// Positions that it is made for.
     pub context: usize,
     /// The type of the weights: `float32`, `bfloat16`.
@@ -181,7 +181,7 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 /// Writes the `config.json` of a model, in the form that transformers 4 and 5 read.
 ///
 /// Keys that the family has no field for are left out: reading the result back shows whether the model is still the same.
-pub fn write_config(model: &ModelConfig, beside: Beside) -> Result<Value, HfError> {
+pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfError> {
     let family = family(model).ok_or_else(|| {
         let problem = format!("model.architecture = \"{}\" is not a Hugging Face model", model.architecture);
         refused(&problem, "there is no folder to export it to")

@@ -39,7 +39,7 @@ pub mod names {
 }
 
 /// Writes down the forward graph of a model, in any form: what an architecture is.
-pub type Builder = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
+pub type ModelBuilder = fn(&ModelConfig, Form) -> Result<Graph, TypeError>;
 
 /// The forward graph of a model over one micro-batch of `batch` sequences of `seq` tokens: its loss.
 pub fn build(model: &ModelConfig, batch: usize, seq: usize) -> Result<Graph, TypeError> {

@@ -1,10 +1,10 @@
 //! `config.json` of every family: what is read, what is refused, and that it comes out as it went in.
 
 use lockstep_config::Config;
-use lockstep_model::hf::{Beside, HfConfig, read_config, write_config};
+use lockstep_model::hf::{HfConfig, HfExtras, read_config, write_config};
 use serde_json::{Value, json};
 
-const BESIDE: Beside = Beside { context: 128, dtype: "float32", end_token: Some(7) };
+const BESIDE: HfExtras = HfExtras { context: 128, dtype: "float32", end_token: Some(7) };
 
 /// A config.json as transformers 5 writes it, less what does not matter.
 fn theirs(model_type: &str) -> Value {

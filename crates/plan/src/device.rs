@@ -7,7 +7,7 @@ use lockstep_ir::DeviceProfile;
 
 /// A kind of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Device {
+pub enum Target {
     /// The CPU.
     Cpu,
     /// An NVIDIA GPU.
@@ -24,34 +24,34 @@ pub trait Machine: Sync {
     /// Whether it has a GPU, and what training on one needs.
     fn has_gpu(&self) -> bool;
     /// What the compiler must know of a device that computes in these types, on so many threads of each rank.
-    fn profile(&self, device: Device, threads: usize, precision: Precision) -> DeviceProfile;
+    fn profile(&self, device: Target, threads: usize, precision: Precision) -> DeviceProfile;
 }
 
-impl Device {
+impl Target {
     /// What a config asks for. `auto` takes a GPU where there is one and the run has one rank: several would share it.
     pub fn of(machine: &dyn Machine, config: &Config) -> Self {
-        let cuda = Device::Cuda { deterministic: config.train.deterministic };
+        let cuda = Target::Cuda { deterministic: config.train.deterministic };
         let one = config.layout().mesh.ranks() == 1;
         match config.train.device {
             DeviceChoice::Cuda => cuda,
             DeviceChoice::Auto if one && cuda.check(config).is_ok() && machine.has_gpu() => cuda,
-            DeviceChoice::Auto | DeviceChoice::Cpu => Device::Cpu,
+            DeviceChoice::Auto | DeviceChoice::Cpu => Target::Cpu,
         }
     }
 
     /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
-            Device::Cpu => "cpu",
-            Device::Cuda { .. } => "cuda",
+            Target::Cpu => "cpu",
+            Target::Cuda { .. } => "cuda",
         }
     }
 
     /// Refuses what the device does not do.
     pub fn check(self, config: &Config) -> Result<(), PlanError> {
         let what = match self {
-            Device::Cpu => return Ok(()),
-            Device::Cuda { .. } => match config.precision.policy {
+            Target::Cpu => return Ok(()),
+            Target::Cuda { .. } => match config.precision.policy {
                 PrecisionPolicy::Fp16 => "precision.policy = \"fp16\"",
                 PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 if config.train.reproducible => "train.reproducible",
                 PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 => return Ok(()),

@@ -1,7 +1,7 @@
 //! Programs without a training step: text from a model, and the loss of text.
 
 use crate::PlanError;
-use crate::device::{Device, Machine, threads};
+use crate::device::{Machine, Target, threads};
 use crate::plan::training_context;
 use lockstep_compile::{Context, Precision, Steps, compile_forward};
 use lockstep_config::{Config, ModelConfig};
@@ -33,7 +33,7 @@ fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
     let (context, _) = training_context(machine, config);
     let threads = threads(machine, config, 1);
     let precision = Precision { gradients: DType::F32, ..context.precision };
-    let device = machine.profile(Device::of(machine, config), threads, precision);
+    let device = machine.profile(Target::of(machine, config), threads, precision);
     (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }
 

@@ -3,7 +3,6 @@
 //! This crate compiles and runs nothing. It needs no device: what the compiler must know of one comes as a
 //! [`DeviceProfile`](lockstep_ir::DeviceProfile) from a [`Machine`], and the memory that a plan is held against as a [`Room`].
 //! It does no I/O.
-#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 mod account;
@@ -17,7 +16,7 @@ mod plan;
 mod timeline;
 
 pub use account::{Account, PolicyCost, Scaling, account};
-pub use device::{Device, Machine};
+pub use device::{Machine, Target};
 pub use error::PlanError;
 pub use fit::{
     LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs,

@@ -1,4 +1,4 @@
-use crate::device::{Device, Machine, threads};
+use crate::device::{Machine, Target, threads};
 use crate::fit::{Room, savings};
 use crate::{PlanError, groups};
 use lockstep_compile::{
@@ -8,7 +8,7 @@ use lockstep_config::{Config, GradientPrecision, OptimizerName, PrecisionPolicy,
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Axes, DType, FusedMatmul, Graph, Layout, StepProgram};
-use lockstep_model::{Builder, Form};
+use lockstep_model::{Form, ModelBuilder};
 use std::collections::BTreeMap;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
@@ -21,7 +21,7 @@ pub struct Plan {
     /// The device it was compiled for.
     pub device: String,
     /// Which kind of device that is.
-    pub target: Device,
+    pub target: Target,
     /// Types of parameters, activations and gradient sums.
     pub precision: Precision,
     /// Threads of the CPU executor.
@@ -81,7 +81,7 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
     let threads = threads(machine, config, config.layout().mesh.ranks());
     let precision = precision(config);
     let context = Context {
-        device: machine.profile(Device::of(machine, config), threads, precision),
+        device: machine.profile(Target::of(machine, config), threads, precision),
         layout: config.layout(),
         optimizer: optimizer(config),
         precision,
@@ -119,7 +119,7 @@ pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Cont
 pub(crate) fn prepare(
     machine: &dyn Machine,
     config: &Config,
-    build: Builder,
+    build: ModelBuilder,
 ) -> Result<(Graph, Context, usize), PlanError> {
     let (mut context, threads) = training_context(machine, config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
@@ -171,7 +171,7 @@ pub fn plan(machine: &dyn Machine, config: &Config) -> Result<Plan, PlanError> {
 }
 
 /// The same for an architecture of the caller's own, whatever the config names.
-pub fn plan_with(machine: &dyn Machine, config: &Config, build: Builder) -> Result<Plan, PlanError> {
+pub fn plan_with(machine: &dyn Machine, config: &Config, build: ModelBuilder) -> Result<Plan, PlanError> {
     plan_for(machine, config, build, Vec::new())
 }
 
@@ -184,11 +184,11 @@ pub fn plan_measured(machine: &dyn Machine, config: &Config, faster: Vec<FusedMa
 fn plan_for(
     machine: &dyn Machine,
     config: &Config,
-    build: Builder,
+    build: ModelBuilder,
     faster: Vec<FusedMatmul>,
 ) -> Result<Plan, PlanError> {
     check_numbers(config)?;
-    let target = Device::of(machine, config);
+    let target = Target::of(machine, config);
     target.check(config)?;
     let (forward, mut context, threads) = prepare(machine, config, build)?;
     context.device.faster = faster;

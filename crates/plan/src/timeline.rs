@@ -1,7 +1,7 @@
 //! Memory over the first steps, as planned; a run gives the same form.
 
 use crate::PlanError;
-use lockstep_ir::hardware::Gpu;
+use lockstep_ir::hardware::GpuSpec;
 use lockstep_ir::program::Class;
 use lockstep_ir::timeline::{self, Point};
 use lockstep_ir::walk::Distinct;
@@ -96,7 +96,7 @@ const MOST: usize = 1 << 18;
 pub fn planned_timeline(
     program: &StepProgram,
     steps: usize,
-    gpu: Option<(&'static Gpu, DType)>,
+    gpu: Option<(&'static GpuSpec, DType)>,
 ) -> Result<MemoryTimeline, PlanError> {
     let mut marks = Vec::new();
     let mut left_out = 0;
@@ -110,7 +110,7 @@ pub fn planned_timeline(
             for point in &points {
                 let instr = &program.segments[point.slot.segment].instrs[point.instr];
                 let cost = instr.cost()?;
-                let least = |(gpu, compute): (&Gpu, DType)| match instr.op.communicates() {
+                let least = |(gpu, compute): (&GpuSpec, DType)| match instr.op.communicates() {
                     true => 0.0,
                     false => (cost.flops.hardware as f64 / gpu.peak(compute)).max(cost.bytes as f64 / gpu.bytes_per_s),
                 };

@@ -4,7 +4,7 @@ use lockstep_compile::Precision;
 use lockstep_config::Config;
 use lockstep_ir::DeviceProfile;
 use lockstep_plan::{
-    Device, Machine, PlanError, Room, account, evaluation_program, generation_program, largest_micro_batches, plan,
+    Machine, PlanError, Room, Target, account, evaluation_program, generation_program, largest_micro_batches, plan,
 };
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ impl Machine for Described {
         self.gpu
     }
 
-    fn profile(&self, device: Device, threads: usize, precision: Precision) -> DeviceProfile {
+    fn profile(&self, device: Target, threads: usize, precision: Precision) -> DeviceProfile {
         DeviceProfile {
             name: format!("{} of {threads} threads in {}", device.name(), precision.compute),
             alignment: 64,
@@ -48,7 +48,7 @@ fn config(keys: &str) -> Config {
 fn the_profile_of_the_machine_is_what_programs_are_compiled_for() {
     let machine = Described { cores: 12, gpu: false };
     let planned = |keys: &str| plan(&machine, &config(keys)).unwrap();
-    assert_eq!((planned("").device.as_str(), planned("").target), ("cpu of 12 threads in f32", Device::Cpu));
+    assert_eq!((planned("").device.as_str(), planned("").target), ("cpu of 12 threads in f32", Target::Cpu));
     assert_eq!(planned("[parallel]\ndp = 4\n").device, "cpu of 3 threads in f32");
     assert_eq!(planned("device = \"cuda\"\n[precision]\npolicy = \"bf16\"\n").device, "cuda of 12 threads in bf16");
 }
@@ -56,11 +56,11 @@ fn the_profile_of_the_machine_is_what_programs_are_compiled_for() {
 #[test]
 fn auto_takes_a_gpu_for_one_rank_where_there_is_one() {
     let target = |gpu, keys| plan(&Described { cores: 1, gpu }, &config(keys)).unwrap().target;
-    assert_eq!(target(true, ""), Device::Cuda { deterministic: false });
-    assert_eq!(target(false, ""), Device::Cpu);
-    assert_eq!(target(true, "[parallel]\ndp = 2\n"), Device::Cpu);
+    assert_eq!(target(true, ""), Target::Cuda { deterministic: false });
+    assert_eq!(target(false, ""), Target::Cpu);
+    assert_eq!(target(true, "[parallel]\ndp = 2\n"), Target::Cpu);
     // What a GPU does not do stays on the CPU, unless it was asked for there.
-    assert_eq!(target(true, "reproducible = true\n"), Device::Cpu);
+    assert_eq!(target(true, "reproducible = true\n"), Target::Cpu);
     let asked = plan(&Described { cores: 1, gpu: false }, &config("reproducible = true\ndevice = \"cuda\"\n"));
     assert!(matches!(asked, Err(PlanError::NotOnDevice { what: "train.reproducible", .. })), "{asked:?}");
 }

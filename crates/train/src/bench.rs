@@ -7,7 +7,7 @@ use crate::{Devices, Session, TrainError, observed_timeline};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_exec::ExecError;
 use lockstep_ir::{StepProgram, StepScalars};
-use lockstep_plan::{Device, MemoryTimeline, plan};
+use lockstep_plan::{MemoryTimeline, Target, plan};
 use serde::Serialize;
 use std::time::Instant;
 
@@ -119,7 +119,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     let plan = devices.tuned(config, plan(devices, config)?)?;
     // On a machine that others use too, one measurement may be of a busy moment: before and after, and the best counts.
     let mut before = 0.0;
-    if plan.target == Device::Cpu {
+    if plan.target == Target::Cpu {
         show("measuring the matmul peak");
         let begun = Instant::now();
         before = devices.peak(plan.target, plan.threads, plan.precision.compute)?;
@@ -140,8 +140,8 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     let mut steps = Vec::new();
     let mut watched = Vec::new();
     let gpu = match plan.target {
-        Device::Cpu => None,
-        Device::Cuda { .. } => Some(devices.gpu()?),
+        Target::Cpu => None,
+        Target::Cuda { .. } => Some(devices.gpu()?),
     };
     let arena_bytes = session.arena_bytes();
     let (mut late_bytes, mut first_step_s) = (None, 0.0);
@@ -207,8 +207,8 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     let matmul_peak = match (devices.vendor_peak(plan.target, plan.precision.compute)?, plan.target) {
         (Some(peak), _) => peak,
         // As in training: a step that is faster than the peak has measured a better one.
-        (None, Device::Cpu) => best.0.max(flops),
-        (None, Device::Cuda { .. }) => best.0,
+        (None, Target::Cpu) => best.0.max(flops),
+        (None, Target::Cuda { .. }) => best.0,
     };
     Ok(BenchResult {
         device: plan.target.name(),
@@ -260,7 +260,7 @@ pub fn bench_deterministic(
         spec.config.train.deterministic = deterministic;
         spec
     });
-    if Device::of(devices, &deterministic.config) == Device::Cpu {
+    if Target::of(devices, &deterministic.config) == Target::Cpu {
         return Err(TrainError::AlwaysDeterministic);
     }
     let usual = bench_train(devices, &usual, &mut |text| show(&format!("usual: {text}")))?;

@@ -10,7 +10,7 @@ pub use judge::{Comparison, Criterion, Promise};
 
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError, feed};
-use judge::judge;
+use judge::{Natural, judge};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_ir::graph::State;
@@ -20,7 +20,7 @@ use lockstep_ir::{Axes, DType, Layout, MeshAxis, StepProgram, StepScalars, Value
 use lockstep_model::names;
 use lockstep_plan::plan;
 use std::collections::BTreeMap;
-use std::rc::Rc;
+use std::sync::Arc;
 
 /// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. What fits these
 /// layouts before fits them after; query heads per key head stay, and so does accumulation up to a bound.
@@ -100,7 +100,7 @@ struct Step {
 }
 
 /// Shared, since they are the largest part of a run of the whole model.
-type States = Rc<Vec<Stored>>;
+type States = Arc<Vec<Stored>>;
 
 /// A tensor as a device has it.
 #[derive(Clone)]
@@ -113,19 +113,22 @@ struct Stored {
 }
 
 impl Stored {
-    fn numbers(&self) -> Vec<f64> {
+    /// How many numbers it has.
+    fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.bytes()
+    }
+
+    /// One of them.
+    #[inline]
+    fn number(&self, i: usize) -> f64 {
         let bytes = &self.bytes;
         match self.dtype {
-            DType::BF16 => {
-                bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect()
-            }
-            DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
-            DType::Fixed64 => {
-                bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
-            }
-            DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
-            DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
-            DType::F32 => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
+            DType::F32 => f64::from(f32::from_le_bytes(bytes.as_chunks().0[i])),
+            DType::BF16 => f64::from(bf16::to_f32(u16::from_le_bytes(bytes.as_chunks().0[i]))),
+            DType::F16 => f64::from(f16::to_f32(u16::from_le_bytes(bytes.as_chunks().0[i]))),
+            DType::F64 => f64::from_le_bytes(bytes.as_chunks().0[i]),
+            DType::U32 => f64::from(u32::from_le_bytes(bytes.as_chunks().0[i])),
+            DType::Fixed64 => f64::from(fixed::to_f32(i64::from_le_bytes(bytes.as_chunks().0[i]))),
         }
     }
 
@@ -179,11 +182,14 @@ pub fn compare(
     if layouts.iter().any(|layout| Promise::of(layout, &config.at(layout)) != Promise::Identical) {
         disturbed = Some(trace(devices, &alone, steps, Some(disturb(&single.starts)))?);
     }
+    // The same for all layouts.
+    let mut natural = Natural::default();
     let mut result = Vec::new();
     for layout in layouts {
         let config = config.at(layout);
         let parallel = trace(devices, &config, steps, Some(single.starts.clone()))?;
-        let comparison = judge(layout, Promise::of(layout, &config), &single, disturbed.as_ref(), &parallel);
+        let comparison =
+            judge(layout, Promise::of(layout, &config), &single, (disturbed.as_ref(), &mut natural), &parallel);
         show(&comparison);
         result.push(comparison);
     }
@@ -191,7 +197,7 @@ pub fn compare(
 }
 
 fn disturb(starts: &[States]) -> Vec<States> {
-    starts.iter().map(|states| Rc::new(states.iter().map(Stored::disturbed).collect())).collect()
+    starts.iter().map(|states| Arc::new(states.iter().map(Stored::disturbed).collect())).collect()
 }
 
 /// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
@@ -200,7 +206,7 @@ fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<St
     let mut session = Session::new(devices, config, &plan)?;
     let positions = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES) * config.train.seq;
     let mut ran = Vec::new();
-    let mut own = vec![Rc::new(states(&mut session, is_kept)?)];
+    let mut own = vec![Arc::new(states(&mut session, is_kept)?)];
     for step in 0..steps {
         if let Some(starts) = &starts {
             write(&mut session, &starts[step])?;
@@ -211,7 +217,7 @@ fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<St
         let scalars = step_scalars(config, step as u64, step as u64, plan.tokens_per_step);
         let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         let gradients = gradients(&mut session)?;
-        let after = Rc::new(states(&mut session, is_kept)?);
+        let after = Arc::new(states(&mut session, is_kept)?);
         if starts.is_none() {
             own.push(after.clone());
         }

@@ -338,7 +338,7 @@ pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError
 
 /// A warning where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant, or has
 /// rows that nothing reads.
-pub(crate) fn unused_vocabulary(config: &Config, tokenizer: &crate::Tokenizer) -> Option<String> {
+pub(crate) fn unused_vocabulary(config: &Config, tokenizer: &crate::RunTokenizer) -> Option<String> {
     let (vocab, tokens) = (config.model.vocab_size, tokenizer.vocabulary());
     let named = config.tokenizer_path().map_or("\"bytes\"".to_owned(), |path| path.display().to_string());
     (tokens < vocab / 4 * 3).then(|| {

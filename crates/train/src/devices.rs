@@ -9,7 +9,7 @@ use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ThreadWorld, World};
 use lockstep_ir::hardware;
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
-use lockstep_plan::{Device, Machine, Plan, Room, plan_measured};
+use lockstep_plan::{Machine, Plan, Room, Target, plan_measured};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -28,10 +28,10 @@ impl Machine for Devices {
         Gpu::check().is_ok()
     }
 
-    fn profile(&self, device: Device, threads: usize, precision: Precision) -> DeviceProfile {
+    fn profile(&self, device: Target, threads: usize, precision: Precision) -> DeviceProfile {
         match device {
-            Device::Cpu => cpu::profile(threads, precision.compute, precision.gradients),
-            Device::Cuda { deterministic } => {
+            Target::Cpu => cpu::profile(threads, precision.compute, precision.gradients),
+            Target::Cuda { deterministic } => {
                 lockstep_cuda::profile("cuda", precision.compute, precision.gradients, deterministic)
             }
         }
@@ -59,20 +59,20 @@ impl Devices {
     pub(crate) fn tuned(&self, config: &Config, plan: Plan) -> Result<Plan, TrainError> {
         let matmuls = fusable_matmuls(&plan.compiled.programs);
         let faster = match plan.target {
-            Device::Cuda { deterministic: false } if !matmuls.is_empty() => {
+            Target::Cuda { deterministic: false } if !matmuls.is_empty() => {
                 self.gpu()?.faster(&matmuls).map_err(ExecError::from)?
             }
-            Device::Cpu | Device::Cuda { .. } => Vec::new(),
+            Target::Cpu | Target::Cuda { .. } => Vec::new(),
         };
         if faster.is_empty() { Ok(plan) } else { Ok(plan_measured(self, config, faster)?) }
     }
 
     /// What is free on the device that a config runs on, as far as that can be told.
     pub fn room(&self, config: &Config) -> Option<Room> {
-        let device = Device::of(self, config);
+        let device = Target::of(self, config);
         let place = match device {
-            Device::Cpu => "free on this machine".to_owned(),
-            Device::Cuda { .. } => "free on this GPU".to_owned(),
+            Target::Cpu => "free on this machine".to_owned(),
+            Target::Cuda { .. } => "free on this GPU".to_owned(),
         };
         let bytes = self.available_bytes(device).ok()??;
         Some(Room { bytes, shared: true, place })
@@ -107,7 +107,7 @@ impl Devices {
             Err(CudaError::Library { library: LibraryName::Driver, problem }) if problem == NOT_FOUND => return None,
             Err(error) => lines(&worded(&error.into()))?,
             Ok(()) => {
-                let cuda = Device::Cuda { deterministic: config.train.deterministic };
+                let cuda = Target::Cuda { deterministic: config.train.deterministic };
                 lines(&cuda.check(config).err()?.to_string())?
             }
         };
@@ -115,10 +115,10 @@ impl Devices {
     }
 
     /// FLOP per second of a large matmul, and bytes per second of a copy, both measured.
-    pub(crate) fn peaks(&self, device: Device, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
+    pub(crate) fn peaks(&self, device: Target, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
         match device {
-            Device::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
-            Device::Cuda { .. } => {
+            Target::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
+            Target::Cuda { .. } => {
                 let gpu = self.gpu()?;
                 let cuda = |r: Result<f64, CudaError>| r.map_err(ExecError::from);
                 let matmul = cuda(lockstep_cuda::peaks::matmul(&gpu, compute))?;
@@ -128,29 +128,29 @@ impl Devices {
     }
 
     /// What MFU is measured against: the vendor's figure where it is known, else what is measured now.
-    pub(crate) fn peak(&self, device: Device, threads: usize, compute: DType) -> Result<f64, TrainError> {
+    pub(crate) fn peak(&self, device: Target, threads: usize, compute: DType) -> Result<f64, TrainError> {
         match (self.vendor_peak(device, compute)?, device) {
             (Some(peak), _) => Ok(peak),
-            (None, Device::Cpu) => Ok(cpu::peaks::matmul(threads, compute)?),
-            (None, Device::Cuda { .. }) => {
+            (None, Target::Cpu) => Ok(cpu::peaks::matmul(threads, compute)?),
+            (None, Target::Cuda { .. }) => {
                 Ok(lockstep_cuda::peaks::matmul(&*self.gpu()?, compute).map_err(ExecError::from)?)
             }
         }
     }
 
     /// The vendor's figure for dense matmuls, where it is known.
-    pub(crate) fn vendor_peak(&self, device: Device, compute: DType) -> Result<Option<f64>, TrainError> {
+    pub(crate) fn vendor_peak(&self, device: Target, compute: DType) -> Result<Option<f64>, TrainError> {
         match device {
-            Device::Cpu => Ok(None),
-            Device::Cuda { .. } => Ok(hardware::Gpu::of_device(&self.gpu()?.device.name).map(|g| g.peak(compute))),
+            Target::Cpu => Ok(None),
+            Target::Cuda { .. } => Ok(hardware::GpuSpec::of_device(&self.gpu()?.device.name).map(|g| g.peak(compute))),
         }
     }
 
     /// The most memory that this process has had.
-    pub(crate) fn peak_bytes(&self, device: Device) -> Result<u64, TrainError> {
+    pub(crate) fn peak_bytes(&self, device: Target) -> Result<u64, TrainError> {
         match device {
-            Device::Cpu => Ok(peak_resident_bytes()),
-            Device::Cuda { .. } => {
+            Target::Cpu => Ok(peak_resident_bytes()),
+            Target::Cuda { .. } => {
                 let gpu = self.gpu()?;
                 Ok(gpu.device.memory - gpu.device.free_bytes().map_err(ExecError::from)?)
             }
@@ -158,54 +158,54 @@ impl Devices {
     }
 
     /// What a GPU does now, or did less than a second ago.
-    pub(crate) fn telemetry(&self, device: Device) -> Result<Option<Telemetry>, TrainError> {
+    pub(crate) fn telemetry(&self, device: Target) -> Result<Option<Telemetry>, TrainError> {
         match device {
-            Device::Cpu => Ok(None),
-            Device::Cuda { .. } => Ok(self.gpu()?.telemetry()),
+            Target::Cpu => Ok(None),
+            Target::Cuda { .. } => Ok(self.gpu()?.telemetry()),
         }
     }
 
     /// Bytes of a GPU's memory that this process takes besides the arena: its context, kernels and libraries.
-    pub(crate) fn context_bytes(&self, device: Device) -> Result<Option<u64>, TrainError> {
+    pub(crate) fn context_bytes(&self, device: Target) -> Result<Option<u64>, TrainError> {
         match device {
-            Device::Cpu => Ok(None),
-            Device::Cuda { .. } => Ok(self.gpu()?.context_bytes()),
+            Target::Cpu => Ok(None),
+            Target::Cuda { .. } => Ok(self.gpu()?.context_bytes()),
         }
     }
 
     /// Bytes that a program may take, as far as the system tells.
-    pub(crate) fn available_bytes(&self, device: Device) -> Result<Option<u64>, TrainError> {
+    pub(crate) fn available_bytes(&self, device: Target) -> Result<Option<u64>, TrainError> {
         match device {
-            Device::Cpu => Ok(cpu::available_bytes()),
-            Device::Cuda { .. } => Ok(Some(self.gpu()?.device.free_bytes().map_err(ExecError::from)?)),
+            Target::Cpu => Ok(cpu::available_bytes()),
+            Target::Cuda { .. } => Ok(Some(self.gpu()?.device.free_bytes().map_err(ExecError::from)?)),
         }
     }
 
     /// Loads a program of one rank.
     pub(crate) fn load(
         &self,
-        device: Device,
+        device: Target,
         program: StepProgram,
         threads: usize,
     ) -> Result<Box<dyn Executor>, TrainError> {
         match device {
-            Device::Cpu => Ok(Box::new(CpuExecutor::load(program, threads)?)),
-            Device::Cuda { deterministic } => Ok(Box::new(CudaExecutor::load(&self.gpu()?, program, deterministic)?)),
+            Target::Cpu => Ok(Box::new(CpuExecutor::load(program, threads)?)),
+            Target::Cuda { deterministic } => Ok(Box::new(CudaExecutor::load(&self.gpu()?, program, deterministic)?)),
         }
     }
 
     /// Loads the programs of all stages on as many ranks as they were compiled for.
     pub(crate) fn load_all(
         &self,
-        device: Device,
+        device: Target,
         programs: Vec<StepProgram>,
         threads: usize,
         timeout: Duration,
     ) -> Result<Box<dyn World>, TrainError> {
         match (device, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => Ok(Box::new(Alone::new(self.load(device, programs[0].clone(), threads)?, programs[0].clone()))),
-            (Device::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),
-            (Device::Cuda { deterministic }, _) => {
+            (Target::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),
+            (Target::Cuda { deterministic }, _) => {
                 let gpu = self.gpu()?;
                 let load = |program, link| {
                     Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, Some(link))?) as _)

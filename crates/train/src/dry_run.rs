@@ -6,7 +6,7 @@ use crate::initial::InitialWeights;
 use crate::run::resume;
 use crate::settled;
 use crate::{Devices, Existing, RunOptions, TrainError, data_folder};
-use lockstep_checkpoint::{Found, list};
+use lockstep_checkpoint::{LatestCheckpoint, list};
 use lockstep_config::Config;
 use lockstep_plan::{Plan, plan};
 use std::path::PathBuf;
@@ -64,7 +64,7 @@ pub fn dry_run(
 ) -> Result<DryRun, TrainError> {
     config.require_data()?;
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
-    let (Found { loaded, mut warnings }, course) = resume(devices, config, options)?;
+    let (LatestCheckpoint { loaded, mut warnings }, course) = resume(devices, config, options)?;
     warnings.extend(course.warnings);
     let config = course.config;
     let plan = plan(devices, &config)?;

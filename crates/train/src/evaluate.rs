@@ -2,13 +2,13 @@
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::state;
-use crate::{Devices, RunData, Tokenizer, TrainError, Trained};
+use crate::{Devices, RunData, RunTokenizer, TrainError, Trained};
 use lockstep_config::Config;
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
 use lockstep_ir::op::IGNORED_TARGET;
-use lockstep_plan::{Cut, Device, check_positions, evaluation_program};
+use lockstep_plan::{Cut, Target, check_positions, evaluation_program};
 use serde::Serialize;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -156,7 +156,7 @@ pub fn evaluate(
 }
 
 /// The tokenizer of a model for preparing text in a folder of its own.
-fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Result<TokenizerSpec, TrainError> {
+fn tokenizer_spec(tokenizer: &RunTokenizer, config: &Config, folder: &Path) -> Result<TokenizerSpec, TrainError> {
     let Some(json) = tokenizer.json() else { return Ok(TokenizerSpec::Bytes) };
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| TrainError::io("write", &path, e))?;
@@ -164,7 +164,7 @@ fn tokenizer_spec(tokenizer: &Tokenizer, config: &Config, folder: &Path) -> Resu
 }
 
 /// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. EOS tokens are none.
-fn text_bytes(tokenizer: &Tokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> i64 {
+fn text_bytes(tokenizer: &RunTokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> i64 {
     let mut ends = Vec::new();
     stream.eos_places(from, targets.len() as u64, |at| ends.push(at as usize));
     let mut bytes = 0;
@@ -258,7 +258,7 @@ impl Model {
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
         let (program, threads) = evaluation_program(devices, config, (batch, seq), cut)?;
-        let mut executor = devices.load(Device::of(devices, config), program.clone(), threads)?;
+        let mut executor = devices.load(Target::of(devices, config), program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), batch, seq, config.train.seed);
         Ok(Self {

@@ -1,12 +1,12 @@
 //! Text from a model: a loaded generation program, and the loop from prompt to last token.
 
 use crate::state::{self, Weights};
-use crate::{Devices, Sampling, Tokenizer, TrainError};
+use crate::{Devices, RunTokenizer, Sampling, TrainError};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_ir::StepProgram;
 use lockstep_model::names;
-use lockstep_plan::{Device, GENERATION_CHUNK, generation_program};
+use lockstep_plan::{GENERATION_CHUNK, Target, generation_program};
 use std::ops::ControlFlow;
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
     pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self, TrainError> {
         let (program, threads) = generation_program(devices, config, context)?;
-        let mut executor = devices.load(Device::of(devices, config), program.clone(), threads)?;
+        let mut executor = devices.load(Target::of(devices, config), program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
         let chunk = GENERATION_CHUNK.min(context);
         let logits = vec![0.0; config.model.vocab_size];
@@ -127,7 +127,7 @@ pub struct Generated {
 /// and continuation together never leave the context.
 pub fn generate(
     generator: &mut Generator,
-    tokenizer: &Tokenizer,
+    tokenizer: &RunTokenizer,
     ends: &[u32],
     prompt: &[u32],
     max_tokens: usize,

@@ -2,8 +2,8 @@
 
 use crate::hf::{self, HfFolder, Kept};
 use crate::trained::{TOKENIZER, Trained};
-use crate::{Part, Tokenizer, TrainError};
-use lockstep_checkpoint::{Loaded, Source, TensorCopy};
+use crate::{Part, RunTokenizer, TrainError};
+use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource};
 use lockstep_config::Config;
 use std::path::{Path, PathBuf};
 
@@ -42,7 +42,7 @@ impl InitialWeights {
             };
             let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
             copies = hf::model_parts(model)?.into_iter().map(copy).collect();
-            let source = Source::Checkpoint { loaded: &checkpoint, group: MODEL };
+            let source = TensorSource::Checkpoint { loaded: &checkpoint, group: MODEL };
             source.check(&copies, hint)?;
             let others = source.names()?.into_iter().filter(|name| !copies.iter().any(|copy| copy.from == *name));
             hf::refuse_others(source.path(), others, hint)?;
@@ -70,7 +70,7 @@ impl InitialWeights {
     }
 
     /// What came beside them, where that is about the tokens of this tokenizer.
-    pub(crate) fn kept(&self, tokenizer: &Tokenizer) -> Result<Kept, TrainError> {
+    pub(crate) fn kept(&self, tokenizer: &RunTokenizer) -> Result<Kept, TrainError> {
         Ok(match &self.origin {
             Origin::Checkpoint(loaded) => {
                 Kept::of_checkpoint(loaded).with_tokenizer(loaded.attachment(TOKENIZER), tokenizer)
@@ -82,10 +82,10 @@ impl InitialWeights {
     }
 
     /// The weights, and what is to be copied of them.
-    pub(crate) fn source(&self) -> (Source<'_>, &[TensorCopy]) {
+    pub(crate) fn source(&self) -> (TensorSource<'_>, &[TensorCopy]) {
         let source = match &self.origin {
-            Origin::Checkpoint(loaded) => Source::Checkpoint { loaded, group: MODEL },
-            Origin::Folder(folder) => Source::Folder(&folder.weights),
+            Origin::Checkpoint(loaded) => TensorSource::Checkpoint { loaded, group: MODEL },
+            Origin::Folder(folder) => TensorSource::Folder(&folder.weights),
         };
         (source, &self.copies)
     }

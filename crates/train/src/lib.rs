@@ -59,6 +59,6 @@ pub use session::{QueuedStep, Session, StepResult};
 pub use settle::settled;
 pub use shell::shell_quoted;
 pub use state::{Part, Weights, parts};
-pub use text::{TextStream, Tokenizer};
+pub use text::{RunTokenizer, TextStream};
 pub use timeline::observed_timeline;
 pub use trained::Trained;

@@ -16,13 +16,13 @@ use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::trained::TOKENIZER;
-use crate::{Devices, RunDir, Tokenizer, TrainError, learning_rate};
+use crate::{Devices, RunDir, RunTokenizer, TrainError, learning_rate};
 use lockstep_checkpoint::{About, list};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
 use lockstep_ir::StepScalars;
-use lockstep_plan::{Device, Plan, plan};
+use lockstep_plan::{Plan, Target, plan};
 use serde_json::json;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -159,7 +159,7 @@ struct Run<'a> {
     data: u64,
     /// The way from the run directory to data that it shares.
     prepared: Option<PathBuf>,
-    tokenizer: Tokenizer,
+    tokenizer: RunTokenizer,
     /// What came beside the weights of the Hugging Face model that it started from, as an attachment.
     kept: Option<Vec<u8>>,
     /// The line of the last step, where its validation was interrupted.
@@ -335,7 +335,7 @@ impl Run<'_> {
         let tokens_per_s = tokens as f64 / step_s;
         let achieved = self.plan.model_flops_per_token() * tokens_per_s;
         // A peak that was measured while the machine was busy is none.
-        if self.plan.target == Device::Cpu {
+        if self.plan.target == Target::Cpu {
             self.matmul_peak = self.matmul_peak.max(achieved);
         }
         let line = StepMetrics {
@@ -362,7 +362,7 @@ impl Run<'_> {
     /// Measures the peak that MFU is a share of once more, where it was measured on a machine that may have been busy. The best
     /// counts: what another program takes is no part of the machine's peak.
     fn measure_again(&mut self) -> Result<(), TrainError> {
-        if self.plan.target != Device::Cpu || self.measured.elapsed() < MEASURE_EVERY {
+        if self.plan.target != Target::Cpu || self.measured.elapsed() < MEASURE_EVERY {
             return Ok(());
         }
         let found = self.devices.matmul_peak(self.plan)?;

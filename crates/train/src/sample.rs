@@ -2,7 +2,7 @@
 //! is free again, so that it takes no more than was planned.
 
 use crate::state::Weights;
-use crate::{Devices, Generator, Sampling, TextStream, Tokenizer, TrainError, generate};
+use crate::{Devices, Generator, RunTokenizer, Sampling, TextStream, TrainError, generate};
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
@@ -29,7 +29,7 @@ const LONGEST: Duration = Duration::from_millis(1500);
 pub(crate) fn sample(
     devices: &Devices,
     config: &Config,
-    tokenizer: &Tokenizer,
+    tokenizer: &RunTokenizer,
     checkpoint: &Path,
     parameters: u64,
     data: &Sampler,

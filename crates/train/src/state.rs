@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::initial::InitialWeights;
-use lockstep_checkpoint::{Bytes, CheckpointError, Group, Loaded, TensorRef};
+use lockstep_checkpoint::{CheckpointError, Loaded, TensorBytes, TensorGroup, TensorRef};
 use lockstep_exec::Executor;
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::graph::{Parameter, State};
@@ -25,14 +25,16 @@ pub struct Part {
 
 /// The unpacked tensors of a parameter, in storage order.
 pub fn parts(parameter: &Parameter, ty: &TensorType) -> Vec<Part> {
-    let sections = &ty.dims[0].sections;
-    let inner: Vec<usize> = ty.dims[1..].iter().map(|d| d.size()).collect();
-    let columns: usize = inner.iter().product();
-    // One name covers the whole tensor, however many sections it has.
-    let rows: Vec<usize> = match parameter.parts.len() {
-        1 => vec![ty.dims[0].size()],
-        _ => sections.iter().map(|s| s.size()).collect(),
+    let names = &parameter.parts;
+    let stacked = names.len() > 1 && names.len() != ty.dims[0].sections.len();
+    let (entries, dims) = if stacked { (ty.dims[0].size(), &ty.dims[1..]) } else { (1, &ty.dims[..]) };
+    // One name covers a whole tensor, however many sections it has.
+    let rows: Vec<usize> = match names.len() / entries.max(1) {
+        1 => vec![dims[0].size()],
+        _ => dims[0].sections.iter().map(|s| s.size()).collect(),
     };
+    let inner: Vec<usize> = dims[1..].iter().map(|d| d.size()).collect();
+    let columns: usize = inner.iter().product();
     let mut start = 0;
     let part = |(name, rows): (&String, usize)| {
         let shape = [&[rows], &inner[..]].concat();
@@ -40,7 +42,8 @@ pub fn parts(parameter: &Parameter, ty: &TensorType) -> Vec<Part> {
         start += part.elements;
         part
     };
-    parameter.parts.iter().zip(rows).map(part).collect()
+    let all = (0..entries).flat_map(|_| rows.iter().copied());
+    names.iter().zip(all).map(part).collect()
 }
 
 /// The tensors of all stages of a run, each once.
@@ -228,17 +231,17 @@ fn round(data: &mut Vec<u8>, dtype: DType) {
 }
 
 /// Some bytes of a tensor, fetched when they are wanted.
-pub(crate) fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) -> Bytes<'a> {
+pub(crate) fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) -> TensorBytes<'a> {
     let (name, first) = (tensor.to_owned(), bytes.start);
-    Bytes::new(bytes.len(), move |range, take| {
+    TensorBytes::new(bytes.len(), move |range, take| {
         let range = first + range.start..first + range.end;
         take(&executor.read_range(&name, 0, range).map_err(std::io::Error::other)?)
     })
 }
 
 /// The tensors of a checkpoint of one rank.
-pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [Group<'a>; 2] {
-    let mut groups = GROUPS.map(|name| Group { name, tensors: Vec::new() });
+pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [TensorGroup<'a>; 2] {
+    let mut groups = GROUPS.map(|name| TensorGroup { name, tensors: Vec::new() });
     for (group, name, tensor, part) in stored(tensors) {
         let data = bytes(executor, &tensor.name, part.start * 4..(part.start + part.elements) * 4);
         let to = groups.iter_mut().find(|g| g.name == group);
@@ -248,3 +251,6 @@ pub(crate) fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [Gro
     }
     groups
 }
+
+#[cfg(test)]
+mod tests;

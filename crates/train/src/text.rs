@@ -8,20 +8,20 @@ use std::sync::Arc;
 
 /// How a model's tokens stand for text.
 #[derive(Clone, Debug)]
-pub enum Tokenizer {
+pub enum RunTokenizer {
     /// A token is a byte of UTF-8.
     Bytes,
     /// A `tokenizer.json`.
     File(Arc<lockstep_data::Tokenizer>),
 }
 
-impl From<lockstep_data::Tokenizer> for Tokenizer {
+impl From<lockstep_data::Tokenizer> for RunTokenizer {
     fn from(tokenizer: lockstep_data::Tokenizer) -> Self {
-        if tokenizer.is_bytes() { Tokenizer::Bytes } else { Tokenizer::File(Arc::new(tokenizer)) }
+        if tokenizer.is_bytes() { RunTokenizer::Bytes } else { RunTokenizer::File(Arc::new(tokenizer)) }
     }
 }
 
-impl Tokenizer {
+impl RunTokenizer {
     /// The tokenizer that a config names, where it is now. A trained model has its own: [`Trained::tokenizer`](crate::Trained::tokenizer).
     pub fn of(config: &Config) -> Result<Self, TrainError> {
         let tokenizer = lockstep_data::Tokenizer::open(&data::tokenizer_spec(config)?)?;
@@ -32,32 +32,32 @@ impl Tokenizer {
     /// The bytes of its `tokenizer.json`, if it has one.
     pub fn json(&self) -> Option<&[u8]> {
         match self {
-            Tokenizer::Bytes => None,
-            Tokenizer::File(tokenizer) => tokenizer.source(),
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.source(),
         }
     }
 
     /// Tokens that stand for text; a model's vocabulary may be larger.
     pub fn vocabulary(&self) -> usize {
         match self {
-            Tokenizer::Bytes => BYTE_VOCABULARY as usize,
-            Tokenizer::File(tokenizer) => tokenizer.vocabulary() as usize,
+            RunTokenizer::Bytes => BYTE_VOCABULARY as usize,
+            RunTokenizer::File(tokenizer) => tokenizer.vocabulary() as usize,
         }
     }
 
     /// The token after a document.
     pub fn eos(&self) -> u32 {
         match self {
-            Tokenizer::Bytes => u32::from(EOS_BYTE),
-            Tokenizer::File(tokenizer) => tokenizer.eos(),
+            RunTokenizer::Bytes => u32::from(EOS_BYTE),
+            RunTokenizer::File(tokenizer) => tokenizer.eos(),
         }
     }
 
     /// Text as tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TrainError> {
         match self {
-            Tokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
-            Tokenizer::File(tokenizer) => Ok(tokenizer.tokens(text)?),
+            RunTokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            RunTokenizer::File(tokenizer) => Ok(tokenizer.tokens(text)?),
         }
     }
 
@@ -66,9 +66,9 @@ impl Tokenizer {
     /// `�` before the cut, and what that was too much is taken off behind it.
     pub fn byte_count(&self, before: &[u32], tokens: &[u32]) -> i64 {
         match self {
-            Tokenizer::Bytes => tokens.len() as i64,
-            Tokenizer::File(_) if tokens.is_empty() => 0,
-            Tokenizer::File(tokenizer) => {
+            RunTokenizer::Bytes => tokens.len() as i64,
+            RunTokenizer::File(_) if tokens.is_empty() => 0,
+            RunTokenizer::File(tokenizer) => {
                 let length = |tokens: &[u32]| if tokens.is_empty() { 0 } else { tokenizer.decode(tokens).len() as i64 };
                 length(&[before, tokens].concat()) - length(before)
             }
@@ -79,7 +79,7 @@ impl Tokenizer {
 /// Tokens as text while they come: characters appear when they are whole, and bytes that are no UTF-8 as `�`.
 #[derive(Debug)]
 pub struct TextStream {
-    tokenizer: Tokenizer,
+    tokenizer: RunTokenizer,
     /// The beginning of a character, of byte tokens.
     pending: Vec<u8>,
     /// The last tokens of a `tokenizer.json`: those that were shown last, which tell how the next ones read, and behind them those
@@ -95,7 +95,7 @@ const MOST_PENDING: usize = 8;
 
 impl TextStream {
     /// An empty stream.
-    pub fn new(tokenizer: Tokenizer) -> Self {
+    pub fn new(tokenizer: RunTokenizer) -> Self {
         Self { tokenizer, pending: Vec::new(), tokens: Vec::new(), read: 0, shown: 0 }
     }
 
@@ -105,11 +105,11 @@ impl TextStream {
             return String::new();
         }
         match &self.tokenizer {
-            Tokenizer::Bytes => {
+            RunTokenizer::Bytes => {
                 self.pending.extend(u8::try_from(token));
                 self.whole_characters()
             }
-            Tokenizer::File(tokenizer) => {
+            RunTokenizer::File(tokenizer) => {
                 self.tokens.push(token);
                 let text = tokenizer.decode(&self.tokens);
                 let pending = self.tokens.len() - self.read;
@@ -128,11 +128,11 @@ impl TextStream {
     /// What is left at the end: a character that was never completed.
     pub fn finish(&mut self) -> String {
         match &self.tokenizer {
-            Tokenizer::Bytes => match std::mem::take(&mut self.pending)[..] {
+            RunTokenizer::Bytes => match std::mem::take(&mut self.pending)[..] {
                 [] => String::new(),
                 _ => char::REPLACEMENT_CHARACTER.to_string(),
             },
-            Tokenizer::File(tokenizer) => {
+            RunTokenizer::File(tokenizer) => {
                 tokenizer.decode(&self.tokens).get(self.shown..).unwrap_or_default().to_owned()
             }
         }
@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     fn stream(bytes: &[u8]) -> (Vec<String>, String) {
-        let mut stream = TextStream::new(Tokenizer::Bytes);
+        let mut stream = TextStream::new(RunTokenizer::Bytes);
         let pieces = bytes.iter().map(|b| stream.push(u32::from(*b))).collect();
         (pieces, stream.finish())
     }
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn eos_and_tokens_outside_the_vocabulary_are_no_text() {
-        let mut stream = TextStream::new(Tokenizer::Bytes);
+        let mut stream = TextStream::new(RunTokenizer::Bytes);
         assert_eq!(stream.push(0) + &stream.push(300) + &stream.push(u32::from(b'x')), "x");
     }
 
@@ -213,13 +213,13 @@ mod tests {
         for tokens in
             [&[2, 2, 3, 1, 2, 4, 5, 6, 2, 3][..], &[1, 1, 2, 3, 3], &[4, 5, 6, 4, 5, 6, 3], &[2, 4, 5], &[3, 7, 2, 7]]
         {
-            let mut stream = TextStream::new(Tokenizer::File(tokenizer.clone()));
+            let mut stream = TextStream::new(RunTokenizer::File(tokenizer.clone()));
             let pieces: String = tokens.iter().map(|token| stream.push(*token)).collect();
             assert_eq!(pieces + &stream.finish(), tokenizer.decode(tokens), "{tokens:?}");
         }
         // The bytes of pieces are those of the whole, wherever a character is cut.
         let tokens = [2, 4, 5, 6, 3, 2, 4, 5, 6, 4, 5, 6, 3];
-        let model = Tokenizer::File(tokenizer.clone());
+        let model = RunTokenizer::File(tokenizer.clone());
         for piece in 1..tokens.len() {
             let starts = (0..tokens.len()).step_by(piece);
             let bytes: i64 =
@@ -227,7 +227,7 @@ mod tests {
             assert_eq!(bytes, tokenizer.decode(&tokens).len() as i64, "pieces of {piece}");
         }
         // However long the text, or the noise, few tokens are looked at.
-        let mut stream = TextStream::new(Tokenizer::File(tokenizer));
+        let mut stream = TextStream::new(RunTokenizer::File(tokenizer));
         for token in [2, 3, 7].into_iter().cycle().take(100).chain([7; 100]) {
             stream.push(token);
             assert!(stream.tokens.len() <= 2 * MOST_PENDING, "{:?}", stream.tokens);

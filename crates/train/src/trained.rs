@@ -3,7 +3,7 @@
 use crate::data::require_vocabulary;
 use crate::hf::{self, FolderModel, Kept, unfit};
 use crate::initial::InitialWeights;
-use crate::{RunData, Tokenizer, TrainError, Weights, data_folder};
+use crate::{RunData, RunTokenizer, TrainError, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::{Config, DeviceChoice};
 use std::path::{Path, PathBuf};
@@ -84,7 +84,7 @@ impl Trained {
     }
 
     /// Tokens that end a text: the EOS token of its tokenizer, and those that a Hugging Face model names.
-    pub fn end_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, TrainError> {
+    pub fn end_tokens(&self, tokenizer: &RunTokenizer) -> Result<Vec<u32>, TrainError> {
         let mut tokens = self.kept()?.end_tokens();
         if !tokens.contains(&tokenizer.eos()) {
             tokens.push(tokenizer.eos());
@@ -94,16 +94,16 @@ impl Trained {
 
     /// Its tokenizer: the one that was saved with the checkpoint, or else the one beside the run's data. Only where there is
     /// neither does the path that the config names count.
-    pub fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
+    pub fn tokenizer(&self) -> Result<RunTokenizer, TrainError> {
         let config = &self.config;
         let Some(path) = config.tokenizer_path() else {
             if let Model::Folder(weights) = &self.model {
                 let hint = "fetch the tokenizer.json of the model too";
                 return Err(unfit(weights.path(), "no tokenizer.json".into(), hint.into()).into());
             }
-            return Tokenizer::of(config);
+            return RunTokenizer::of(config);
         };
-        let Some(checkpoint) = self.checkpoint() else { return Tokenizer::of(config) };
+        let Some(checkpoint) = self.checkpoint() else { return RunTokenizer::of(config) };
         let own = match checkpoint.attachment(TOKENIZER) {
             Some(json) => {
                 let path = checkpoint.path.join(TOKENIZER);
@@ -111,7 +111,7 @@ impl Trained {
             }
             None => match RunData::open(config, &self.data) {
                 Ok(Some(data)) => data.tokenizer()?,
-                _ if path.exists() => return Tokenizer::of(config),
+                _ if path.exists() => return RunTokenizer::of(config),
                 _ => return Err(TrainError::NoTokenizer { path, checkpoint: checkpoint.path.clone() }),
             },
         };

@@ -9,7 +9,7 @@ use lockstep_ir::program::{Class, Role};
 use lockstep_ir::{DType, Layout, StepProgram, account, counter};
 use lockstep_model::names;
 use lockstep_plan::{generation_program, plan};
-use lockstep_train::{Devices, Generator, Sampling, Session, Stop, Tokenizer, TrainError, Weights, generate};
+use lockstep_train::{Devices, Generator, RunTokenizer, Sampling, Session, Stop, TrainError, Weights, generate};
 use std::ops::ControlFlow;
 
 /// Longer than two tiles of keys, and no multiple of any tile or chunk.
@@ -184,7 +184,7 @@ fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
     let config = config(GQA_TIED, 64);
     let mut generator = Generator::new(&Devices::new(), &config, 64, Weights::Initial).unwrap();
     let mut write = |seed, temperature, prompt: &str, max_tokens| {
-        let tokenizer = Tokenizer::of(&config).unwrap();
+        let tokenizer = RunTokenizer::of(&config).unwrap();
         let sampling = Sampling { temperature, top_k: None, top_p: 1.0, seed };
         let mut heard = Vec::new();
         let listen = &mut |token| {

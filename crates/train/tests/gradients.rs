@@ -3,7 +3,7 @@
 
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, autodiff};
 use lockstep_exec::{cpu, reference};
-use lockstep_ir::graph::{Parameter, Source, State};
+use lockstep_ir::graph::{Loss, Parameter, Source, State};
 use lockstep_ir::op::samples;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
 
@@ -52,6 +52,7 @@ impl Build {
         let targets = self.ids("targets");
         let loss = self.op(Op::CrossEntropy, &[x, targets], "loss")[0];
         self.g.outputs.push(loss);
+        self.g.losses.push(Loss { value: loss, weight: 1.0 });
         self.g
     }
 }
@@ -197,6 +198,7 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let targets = b.ids("targets");
             let loss = b.op(Op::LinearCrossEntropy { rows: SEQ }, &[x, w, targets], "loss")[0];
             b.g.outputs.push(loss);
+            b.g.losses.push(Loss { value: loss, weight: 1.0 });
             b.g
         }
         Op::EmbeddingGrad { .. }
@@ -218,7 +220,7 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::AttentionScoresGrad { .. }
         | Op::AttentionMixGrad { .. }
         | Op::SwiGluGrad
-        | Op::CrossEntropyGrad
+        | Op::CrossEntropyGrad { .. }
         | Op::AddState
         | Op::Accumulate
         | Op::SquareSum { .. }
@@ -311,4 +313,44 @@ fn gradients_agree_with_finite_differences() {
         }
         assert!(checked > 0, "{}", op.name());
     }
+}
+
+#[test]
+fn losses_of_different_weights_give_the_weighted_sum_of_their_gradients() {
+    let mut b = Build { g: Graph::new() };
+    let x = b.activation("x", Dim::new(Axis::Embed, 6));
+    let w = b.parameter("w", &[Dim::new(Axis::Vocab, VOCAB), Dim::new(Axis::Embed, 6)]);
+    let logits = b.op(Op::Linear, &[x, w], "logits")[0];
+    // One on the logits, one on what they are made from.
+    for (name, of, weight) in [("first", logits, 0.25f32), ("second", x, 2.0)] {
+        let targets = b.ids(&format!("{name}.targets"));
+        let value = b.op(Op::CrossEntropy, &[of, targets], name)[0];
+        b.g.outputs.push(value);
+        b.g.losses.push(Loss { value, weight });
+    }
+    let forward = lockstep_compile::fuse(&b.g, &context()).unwrap();
+    assert_eq!(forward, b.g, "a loss of another weight stays apart from its head");
+    let graph = autodiff(&forward, &context()).unwrap();
+    verify::graph(&graph).unwrap();
+    let values = reference::evaluate(&graph, |v| feed(&graph, v, None));
+    let sum = |nudge| -> f64 {
+        let values = reference::evaluate(&forward, |v| feed(&forward, v, Some(nudge)));
+        let loss = |l: &Loss| f64::from(l.weight) * values[l.value.0].as_ref().unwrap().iter().sum::<f64>();
+        forward.losses.iter().map(loss).sum()
+    };
+    for (w, value, _) in forward.parameters() {
+        let grad = values[graph.gradients_of(w)[0].0].as_ref().unwrap();
+        let largest = grad.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+        for (i, analytic) in grad.iter().enumerate() {
+            let step = 1e-5;
+            let numeric = (sum((w, i, step)) - sum((w, i, -step))) / (2.0 * step);
+            let error = (analytic - numeric).abs() / largest.max(1e-3);
+            assert!(error < 1e-7, "{}[{i}] is {analytic}, numerically {numeric}", value.name);
+        }
+    }
+    // What is no loss has no gradient.
+    let mut fewer = forward.clone();
+    fewer.losses.remove(0);
+    let without = autodiff(&fewer, &context()).unwrap();
+    assert!(without.gradients_of(w).is_empty());
 }

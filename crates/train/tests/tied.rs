@@ -3,7 +3,7 @@
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld, cpu, reference};
-use lockstep_ir::graph::{Parameter, Source, State};
+use lockstep_ir::graph::{Loss, Parameter, Source, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, StepProgram, StepScalars, TensorType, ValueId, counter};
 use std::time::Duration;
 
@@ -44,6 +44,7 @@ fn model(uses: &str) -> Graph {
     let logits = op(&mut g, Op::Linear, &[x, table], "logits");
     let loss = op(&mut g, Op::CrossEntropy, &[logits, targets], "loss");
     g.outputs.push(loss);
+    g.losses.push(Loss { value: loss, weight: 1.0 });
     g
 }
 

@@ -24,7 +24,7 @@ use convert::Float;
 
 /// Tensors of floating-point numbers, wherever they lie.
 #[derive(Debug, Clone, Copy)]
-pub enum Source<'a> {
+pub enum TensorSource<'a> {
     /// A group of a checkpoint.
     Checkpoint {
         /// The checkpoint.
@@ -66,27 +66,27 @@ impl TensorCopy {
     }
 }
 
-impl<'a> Source<'a> {
+impl<'a> TensorSource<'a> {
     /// The folder, for messages.
     pub fn path(&self) -> &'a Path {
         match self {
-            Source::Checkpoint { loaded, .. } => &loaded.path,
-            Source::Folder(folder) => folder.path(),
+            TensorSource::Checkpoint { loaded, .. } => &loaded.path,
+            TensorSource::Folder(folder) => folder.path(),
         }
     }
 
     /// The names of its tensors, ascending.
     pub fn names(&self) -> Result<Vec<&'a str>, CheckpointError> {
         match self {
-            Source::Checkpoint { loaded, group } => loaded.names(group),
-            Source::Folder(folder) => Ok(folder.names().collect()),
+            TensorSource::Checkpoint { loaded, group } => loaded.names(group),
+            TensorSource::Folder(folder) => Ok(folder.names().collect()),
         }
     }
 
     /// The type and the dims of a tensor, the type as its file spells it.
     fn find(&self, name: &str) -> Option<(String, Option<Float>, &'a [usize])> {
         match self {
-            Source::Checkpoint { loaded, group } => {
+            TensorSource::Checkpoint { loaded, group } => {
                 let view = loaded.tensor(group, name).ok()?;
                 let float = match view.dtype {
                     DType::F32 => Some(Float::F32),
@@ -96,7 +96,7 @@ impl<'a> Source<'a> {
                 };
                 Some((view.dtype.to_string(), float, view.shape))
             }
-            Source::Folder(folder) => {
+            TensorSource::Folder(folder) => {
                 let (dtype, shape) = folder.find(name)?;
                 Some((dtype.to_string(), Float::of(dtype), shape))
             }
@@ -106,11 +106,11 @@ impl<'a> Source<'a> {
     /// Reads elements from `start` on.
     fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         match self {
-            Source::Checkpoint { loaded, group } => {
+            TensorSource::Checkpoint { loaded, group } => {
                 loaded.tensor(group, name)?.copy_range(start, bytes);
                 Ok(())
             }
-            Source::Folder(folder) => folder.read(name, start, bytes),
+            TensorSource::Folder(folder) => folder.read(name, start, bytes),
         }
     }
 

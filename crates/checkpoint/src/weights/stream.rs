@@ -2,14 +2,14 @@
 
 use lockstep_ir::DType;
 
-use super::{Source, TensorCopy};
+use super::{TensorCopy, TensorSource};
 use crate::error::CheckpointError;
 use crate::tensor_file::CHUNK_BYTES;
 
 /// The most of a transposed tensor that is in memory at a time: smaller ones are read in one go.
 const BLOCK_BYTES: usize = 64 << 20;
 
-impl Source<'_> {
+impl TensorSource<'_> {
     /// Reads a tensor that [`check`](Source::check) has passed and gives its elements, as `dtype`, in the order of the result,
     /// chunk by chunk.
     pub fn stream(

@@ -10,7 +10,7 @@ use safetensors::tensor::TensorInfo;
 use serde_json::json;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::{Source, TensorCopy};
+use super::{TensorCopy, TensorSource};
 use crate::error::{AtPath, CheckpointError};
 use crate::manifest::{FileEntry, Manifest, WHOLE, checksum};
 use crate::save::{About, TemporaryFolder, write_synced};
@@ -22,7 +22,7 @@ pub fn save_copies<'a>(
     dir: &Path,
     step: u64,
     group: &str,
-    source: Source,
+    source: TensorSource,
     copies: &[TensorCopy],
     about: impl Into<About<'a>>,
     progress: &mut dyn FnMut(u64, u64),
@@ -47,7 +47,7 @@ pub fn save_copies<'a>(
 /// programs read them. Elements become `dtype`, f32 or bf16. `progress` hears the bytes written and the bytes in all.
 pub fn export(
     folder: &Path,
-    source: Source,
+    source: TensorSource,
     copies: &[TensorCopy],
     dtype: DType,
     most: u64,
@@ -135,7 +135,7 @@ impl<'a> Shard<'a> {
     }
 
     /// Writes the file, makes it durable, and gives its checksum.
-    fn write(&self, path: &Path, source: Source, wrote: &mut dyn FnMut(u64)) -> Result<String, CheckpointError> {
+    fn write(&self, path: &Path, source: TensorSource, wrote: &mut dyn FnMut(u64)) -> Result<String, CheckpointError> {
         let mut file = File::create_new(path).at("create", path)?;
         let mut hasher = Xxh3::new();
         let mut put = |bytes: &[u8]| {

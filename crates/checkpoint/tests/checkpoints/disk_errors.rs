@@ -44,7 +44,7 @@ fn child_that_saves_under_a_file_size_limit() {
     let Some(dir) = std::env::var_os(CHILD) else { return };
     let mut done = 0;
     let tensors = vec![tensor("big", DType::U32, &[1 << 20], vec![5; 4 << 20])];
-    let groups = [Group { name: "model", tensors }];
+    let groups = [TensorGroup { name: "model", tensors }];
     let error = save(Path::new(&dir), 2, &groups, &json!({}), 1, &mut |bytes, _| done = bytes).unwrap_err();
     let message = error.to_string();
     assert!(done > 1 << 20, "the limit must strike in the middle of the file");

@@ -15,7 +15,7 @@ fn child_that_saves_without_end() {
     let first = latest(dir).unwrap().loaded.unwrap().step + 1;
     for step in first..first + 1000 {
         let tensors = vec![tensor("big", DType::U32, &[1 << 18], vec![step as u8; 1 << 20])];
-        let groups = [Group { name: "model", tensors }];
+        let groups = [TensorGroup { name: "model", tensors }];
         save(dir, step, &groups, &json!({ "position": step }), 2, &mut |_, _| {}).unwrap();
     }
 }

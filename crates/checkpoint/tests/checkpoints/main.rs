@@ -10,7 +10,7 @@ mod round_trip;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use lockstep_checkpoint::{CheckpointError, Group, TensorRef, save};
+use lockstep_checkpoint::{CheckpointError, TensorGroup, TensorRef, save};
 use lockstep_ir::DType;
 use serde_json::json;
 
@@ -24,7 +24,7 @@ fn save_small(dir: &Path, step: u8, keep: usize) -> Result<PathBuf, CheckpointEr
     let model =
         vec![tensor("embed", DType::F32, &[2, 3], vec![step; 24]), tensor("norm", DType::F32, &[3], vec![step; 12])];
     let optimizer = vec![tensor("embed.m", DType::F64, &[2], vec![step; 16])];
-    let groups = [Group { name: "model", tensors: model }, Group { name: "optimizer", tensors: optimizer }];
+    let groups = [TensorGroup { name: "model", tensors: model }, TensorGroup { name: "optimizer", tensors: optimizer }];
     save(dir, step.into(), &groups, &json!({ "position": step }), keep, &mut |_, _| {})
 }
 

@@ -17,7 +17,8 @@ fn every_type_and_shape_comes_back_byte_for_byte() {
         tensor("a \"quoted\"\nnamé", DType::U32, &[1], bytes(4)),
     ];
     let state = json!({"data": {"epoch": 2, "sample": 12345}, "lr": 0.1 + 0.2, "config": "a = 1\n"});
-    let groups = [Group { name: "all", tensors: tensors.clone() }, Group { name: "none", tensors: Vec::new() }];
+    let groups =
+        [TensorGroup { name: "all", tensors: tensors.clone() }, TensorGroup { name: "none", tensors: Vec::new() }];
     let path = save(dir.path(), 100, &groups, &state, 3, &mut |_, _| {}).unwrap();
     assert_eq!(path, dir.path().join("step-00000100"));
     assert_eq!(entries(&path), ["all.safetensors", "manifest.json", "none.safetensors"]);
@@ -50,7 +51,7 @@ fn the_files_are_standard_safetensors() {
         tensor("t", DType::U32, &[1], vec![8; 4]),
         tensor("d", DType::F64, &[1], vec![7; 8]),
     ];
-    let path = save(dir.path(), 1, &[Group { name: "model", tensors }], &json!({}), 1, &mut |_, _| {}).unwrap();
+    let path = save(dir.path(), 1, &[TensorGroup { name: "model", tensors }], &json!({}), 1, &mut |_, _| {}).unwrap();
 
     let bytes = fs::read(path.join("model.safetensors")).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
@@ -68,8 +69,8 @@ fn the_same_content_gives_the_same_bytes_in_whatever_order_it_is_given() {
     let dir = tempfile::tempdir().unwrap();
     let a = || tensor("a", DType::U32, &[1], vec![1; 4]);
     let b = || tensor("b", DType::U32, &[1], vec![2; 4]);
-    let one = [Group { name: "x", tensors: vec![a(), b()] }, Group { name: "y", tensors: vec![a()] }];
-    let other = [Group { name: "y", tensors: vec![a()] }, Group { name: "x", tensors: vec![b(), a()] }];
+    let one = [TensorGroup { name: "x", tensors: vec![a(), b()] }, TensorGroup { name: "y", tensors: vec![a()] }];
+    let other = [TensorGroup { name: "y", tensors: vec![a()] }, TensorGroup { name: "x", tensors: vec![b(), a()] }];
     let read = |path: PathBuf| entries(&path).iter().map(|name| fs::read(path.join(name)).unwrap()).collect::<Vec<_>>();
     let first = read(save(dir.path(), 5, &one, &json!({}), 1, &mut |_, _| {}).unwrap());
     let second = read(save(dir.path(), 5, &other, &json!({}), 1, &mut |_, _| {}).unwrap());
@@ -87,7 +88,7 @@ fn progress_counts_every_byte_in_small_chunks() {
         data: data.as_slice().into(),
     }];
     let mut reports = vec![(0, 0)];
-    let path = save(dir.path(), 1, &[Group { name: "model", tensors }], &json!({}), 1, &mut |done, total| {
+    let path = save(dir.path(), 1, &[TensorGroup { name: "model", tensors }], &json!({}), 1, &mut |done, total| {
         reports.push((done, total));
     });
     let bytes = fs::metadata(path.unwrap().join("model.safetensors")).unwrap().len();
@@ -127,7 +128,7 @@ fn what_a_checkpoint_lacks_is_named() {
 }
 
 /// Saving `groups` must be refused for `expected`, before anything is written.
-fn check_refused(groups: &[Group<'_>], expected: &str) {
+fn check_refused(groups: &[TensorGroup<'_>], expected: &str) {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = dir.path().join("checkpoints");
     let error = save(&checkpoints, 3, groups, &json!({}), 1, &mut |_, _| {}).unwrap_err();
@@ -138,7 +139,7 @@ fn check_refused(groups: &[Group<'_>], expected: &str) {
 
 #[test]
 fn requests_that_could_not_be_read_back_are_refused() {
-    let group = |name, tensors| Group { name, tensors };
+    let group = |name, tensors| TensorGroup { name, tensors };
     let scalar = |name| tensor(name, DType::F32, &[], vec![0; 4]);
     check_refused(&[group("a/b", vec![])], "group name \"a/b\"");
     check_refused(&[group("", vec![])], "group name \"\"");

@@ -4,11 +4,11 @@ use crate::failure::Failure;
 use crate::table::{columns, table, thousands};
 use crate::{Format, verify};
 use lockstep_config::{Config, DeviceChoice, bytes};
-use lockstep_ir::hardware::Gpu;
+use lockstep_ir::hardware::GpuSpec;
 use lockstep_ir::program::Class;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
-    Device, LargestMicroBatch, LayoutCost, PlanError, Room, largest_micro_batches, layout_costs,
+    LargestMicroBatch, LayoutCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
     with_fitting_micro_batch,
 };
 use lockstep_train::Devices;
@@ -36,13 +36,13 @@ pub(super) enum Shown {
 pub(super) fn placed(
     devices: &Devices,
     mut config: Config,
-    gpu: Option<&Gpu>,
+    gpu: Option<&GpuSpec>,
 ) -> Result<(Config, Option<Room>), PlanError> {
     if let Some(gpu) = gpu {
         let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
         let room = Room { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) };
         // Its kernels are a GPU's, not this machine's; what no GPU does yet stays as it is.
-        let does_it = Device::Cuda { deterministic: false }.check(&config).is_ok();
+        let does_it = Target::Cuda { deterministic: false }.check(&config).is_ok();
         if config.train.device == DeviceChoice::Auto && does_it {
             config.train.device = DeviceChoice::Cuda;
         }

@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::table::thousands;
 use lockstep_config::{count, nearest};
-use lockstep_ir::hardware::{GPUS, Gpu};
+use lockstep_ir::hardware::{GPUS, GpuSpec};
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
 use serde_json::{Value, json};
@@ -34,7 +34,7 @@ pub(super) struct Cost {
 
 /// The time it takes.
 struct Time {
-    gpu: &'static Gpu,
+    gpu: &'static GpuSpec,
     compute: DType,
     /// FLOP per second of matmuls in that type.
     peak: f64,
@@ -52,7 +52,7 @@ struct Shared {
 
 impl CostArgs {
     /// The catalogue's entry for the accelerator that was named.
-    pub(super) fn find_gpu(&self) -> Result<Option<&'static Gpu>, Failure> {
+    pub(super) fn find_gpu(&self) -> Result<Option<&'static GpuSpec>, Failure> {
         let Some(name) = &self.gpu else { return Ok(None) };
         let known: Vec<&str> = GPUS.iter().map(|gpu| gpu.name).collect();
         let unknown = || {
@@ -61,7 +61,7 @@ impl CostArgs {
             let list = known.join(", ");
             Failure::request(format!("--gpu {name} is not in the catalogue\nhint: {guess}it has {list}"))
         };
-        Gpu::named(name).map(Some).ok_or_else(unknown)
+        GpuSpec::named(name).map(Some).ok_or_else(unknown)
     }
 
     /// The cost of the run that was asked for.

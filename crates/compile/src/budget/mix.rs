@@ -4,7 +4,7 @@
 //! longest. Pairs of sets are taken in order of what they cost at least; for each the fewest first layers that fit are found by
 //! binary search. The search ends where no pair can be cheaper than the best so far, or after [`MIXING`] nodes.
 
-use super::{Search, Set, Stage};
+use super::{Search, Set, StageMemory};
 use crate::CompileError;
 use crate::passes::{Recompute, Recomputed};
 
@@ -90,7 +90,7 @@ fn policy(search: &Search, (first, rest): (&Set, &Set), count: usize) -> Recompu
     Recompute::Values(Recomputed { first: count, by_first: search.values(first), by_rest: search.values(rest) })
 }
 
-impl Stage {
+impl StageMemory {
     /// Bytes that the arena has at least, where the first layers recompute another set.
     fn mixed_bound(&self, (first, rest): (&Set, &Set), count: usize) -> u64 {
         let freed = |kind: usize| {

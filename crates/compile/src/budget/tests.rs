@@ -3,7 +3,7 @@
 use super::{Fit, Search, fit};
 use crate::passes::tests::small_model;
 use crate::{Candidate, Context, Estimator, Recompute, Recomputed};
-use lockstep_ir::graph::{Parameter, Phase, State};
+use lockstep_ir::graph::{Loss, Parameter, Phase, State};
 use lockstep_ir::program::StepProgram;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, MeshAxis, Op, Section, TensorType, ValueId};
 use std::collections::BTreeSet;
@@ -53,6 +53,7 @@ fn layers(attend: &[bool]) -> (Graph, Context) {
     let logits = g.op(Op::Linear, &[x, table], "logits").unwrap()[0];
     let loss = g.op(Op::CrossEntropy, &[logits, targets], "loss").unwrap()[0];
     g.outputs.push(loss);
+    g.losses.push(Loss { value: loss, weight: 1.0 });
     (g, context)
 }
 

@@ -1,6 +1,6 @@
 use crate::passes::tests::small_model;
 use crate::{compile, fusable_matmuls};
-use lockstep_ir::graph::{Parameter, State};
+use lockstep_ir::graph::{Loss, Parameter, State};
 use lockstep_ir::program::Segment;
 use lockstep_ir::{Axis, DType, Dim, Fusion, Graph, Init, Op, OpKind, StepProgram, TensorType, ValueId, Workspace};
 
@@ -31,6 +31,7 @@ fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
     let logits = op(Op::Linear, &[y, table], "logits");
     let loss = op(Op::CrossEntropy, &[logits, targets], "loss");
     g.outputs.push(loss);
+    g.losses.push(Loss { value: loss, weight: 1.0 });
     let scratch = || Workspace { fixed: 256, terms: Vec::new() };
     context.device.workspaces =
         [OpKind::Linear, OpKind::LinearGradInput, OpKind::LayerNormGradWeight, OpKind::BiasGrad]

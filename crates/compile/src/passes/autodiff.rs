@@ -1,6 +1,6 @@
 //! Autodiff: appends the backward pass, derived from one rule per op.
 //!
-//! Gradients are those of the *sum* of token losses; the optimizer divides by the counted targets of the global batch,
+//! Gradients are those of the weighted *sum* of token losses; the optimizer divides by the counted targets of the global batch,
 //! so no micro-batch needs to know of the others. Nodes that the layer below waits for are tagged B, weight gradients W;
 //! each W stands right behind the B that feeds it. Every use of a parameter gets an accumulator of its own (those of a
 //! tied table are added once, by the optimizer pass), named `grad.<parameter>`, `grad.<parameter>.2` and so on.
@@ -9,7 +9,7 @@
 //! takes it out again.
 
 use crate::{Context, Precision};
-use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::graph::{Loss, Node, Phase, Source, State};
 use lockstep_ir::op::Saved;
 use lockstep_ir::{DType, Graph, Op, StepScalars, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
@@ -25,6 +25,7 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut backward = Backward {
         grads: vec![None; g.values.len()],
         slices: BTreeMap::new(),
+        losses: g.losses.clone(),
         accumulator: context.precision.gradients,
     };
     for node in forward.iter().rev() {
@@ -36,6 +37,7 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
 struct Backward {
     /// The gradient of each forward value, as far as it has been summed up.
     grads: Vec<Option<ValueId>>,
+    losses: Vec<Loss>,
     /// Gradients of sections of forward values: the first section, how many, and their gradient.
     slices: BTreeMap<ValueId, Vec<(usize, usize, ValueId)>>,
     accumulator: DType,
@@ -211,13 +213,22 @@ impl Backward {
                 }
                 Ok(())
             }
-            // A loss is where gradients start: its own gradient is one.
+            // A loss is where gradients start: its own gradient is its weight.
             Op::CrossEntropy => {
+                let Some(weight) = self.weight_of(node.outputs[0]) else { return Ok(()) };
                 let reads = [input(0), input(1), output(1)];
-                let dx = self.input(g, Op::CrossEntropyGrad, &reads, &name(g, 0), layer)?;
+                let dx = self.input(g, Op::CrossEntropyGrad { weight }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::LinearCrossEntropy { .. } => {
+                match self.weight_of(node.outputs[0]) {
+                    None => return Ok(()),
+                    Some(1.0) => {}
+                    Some(weight) => {
+                        let reason = format!("makes gradients of a loss of weight 1, not {weight}");
+                        return Err(TypeError { op: node.op.name(), reason });
+                    }
+                }
                 let (dx, dw) = (output(1), output(2));
                 self.sum_into_state(g, dw, node.inputs[1]);
                 self.add(g, node.inputs[0], dx, layer)
@@ -244,7 +255,7 @@ impl Backward {
             | Op::LastPosition
             | Op::SwiGluGrad
             | Op::GeluGrad
-            | Op::CrossEntropyGrad
+            | Op::CrossEntropyGrad { .. }
             | Op::AddState
             | Op::Accumulate
             | Op::SquareSum { .. }
@@ -268,6 +279,11 @@ impl Backward {
             | Op::Send { .. }
             | Op::Receive { .. } => Ok(()),
         }
+    }
+
+    /// How much this counts as a loss, if it is one.
+    fn weight_of(&self, output: Option<ValueId>) -> Option<f32> {
+        self.losses.iter().find(|loss| Some(loss.value) == output).map(|loss| loss.weight)
     }
 
     /// Appends a B node and returns its first output.
@@ -433,6 +449,7 @@ W dw.table: f32[vocab:8, embed:2] += grad.table.2 = embedding_grad(d.x, tokens) 
         let (mut before, context) = small_model();
         before.nodes.pop();
         before.outputs.clear();
+        before.losses.clear();
         let x = before.values.iter().position(|v| v.name == "logits").unwrap();
         before.outputs.push(lockstep_ir::ValueId(x));
         let after = super::autodiff(&before, &context).unwrap();

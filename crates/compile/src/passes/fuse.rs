@@ -2,7 +2,7 @@
 //!
 //! - `add` whose sum feeds an `rms_norm` or `layer_norm` of the same layer → `add_rms_norm`, `add_layer_norm` (the sum is
 //!   normed while in cache). Across layers they stay apart: the residual stream is the only tensor that crosses that seam;
-//! - `linear` read only by `cross_entropy` → `linear_cross_entropy` (the logits never exist whole).
+//! - `linear` read only by a `cross_entropy` of weight 1 → `linear_cross_entropy` (the logits never exist whole).
 
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source};
@@ -65,6 +65,10 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     let logits = g.nodes[n].inputs[0];
     let Some(l) = producer(g, logits).filter(|&l| g.nodes[l].op == Op::Linear) else { return Ok(()) };
     if g.readers()[logits.0] != [n] || g.outputs.contains(&logits) {
+        return Ok(());
+    }
+    // The fused head makes gradients of a loss that counts once.
+    if g.losses.iter().any(|loss| g.nodes[n].outputs[0] == Some(loss.value) && loss.weight != 1.0) {
         return Ok(());
     }
     let (x, w, targets) = (g.nodes[l].inputs[0], g.nodes[l].inputs[1], g.nodes[n].inputs[1]);

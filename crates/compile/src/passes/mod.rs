@@ -11,7 +11,7 @@ mod zero;
 
 pub use autodiff::autodiff;
 pub use fuse::fuse;
-pub use optimizer::{AdamW, FIRST_STATS, Group, Optimizer, Rule, STATS};
+pub use optimizer::{AdamW, FIRST_STATS, Optimizer, ParameterGroup, Rule, STATS};
 pub use precision::Precision;
 pub use recompute::{Candidate, Recompute, Recomputed};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};
@@ -67,7 +67,7 @@ pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {
 pub(crate) mod tests {
     use super::*;
     use crate::Steps;
-    use lockstep_ir::graph::{Parameter, State};
+    use lockstep_ir::graph::{Loss, Parameter, State};
     use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
     use std::collections::BTreeMap;
 
@@ -98,6 +98,7 @@ pub(crate) mod tests {
         let logits = op(Op::Linear, &[y, table], "logits");
         let loss = op(Op::CrossEntropy, &[logits, targets], "loss");
         g.outputs.push(loss);
+        g.losses.push(Loss { value: loss, weight: 1.0 });
         let device = DeviceProfile {
             name: "test".into(),
             alignment: 64,
@@ -140,6 +141,14 @@ pub(crate) mod tests {
             false => line.split(": f32[").map(|piece| piece.split_once(']').map_or(piece, |(_, rest)| rest)).collect(),
         };
         wanted.map(|line| short(line) + "\n").collect()
+    }
+
+    /// The small model in two layers, behind all passes, and its context in a layout.
+    pub fn two_layers(layout: Layout) -> (Graph, Context) {
+        let (mut g, context) = small_model();
+        [(1, 0), (2, 0), (3, 1), (4, 1)].into_iter().for_each(|(n, layer)| g.nodes[n].layer = Some(layer));
+        let context = Context { layout, ..context };
+        (TRAINING_PASSES.iter().fold(g, |g, pass| (pass.run)(&g, &context).unwrap()), context)
     }
 
     /// The same with a third use of the table: a second lookup, added to what reaches the head.

@@ -15,12 +15,12 @@ pub struct Optimizer {
     /// Decoupled weight decay, for the parameters that ask for it.
     pub decay: f32,
     /// Parameters with other numbers, by the names of their values.
-    pub groups: BTreeMap<String, Group>,
+    pub groups: BTreeMap<String, ParameterGroup>,
 }
 
 /// Numbers of some parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Group {
+pub struct ParameterGroup {
     /// Times the learning rate.
     pub lr_scale: f32,
     /// Weight decay; `None` as without a group.
@@ -243,7 +243,7 @@ fn update(
 ) -> Result<Option<ValueId>, TypeError> {
     let w = t.parameter;
     let name = g.get(w).name.clone();
-    let group = context.optimizer.groups.get(&name).copied().unwrap_or(Group { lr_scale: 1.0, decay: None });
+    let group = context.optimizer.groups.get(&name).copied().unwrap_or(ParameterGroup { lr_scale: 1.0, decay: None });
     let usual = if t.decays { context.optimizer.decay } else { 0.0 };
     let (lr_scale, decay) = (group.lr_scale, group.decay.unwrap_or(usual));
     let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());

@@ -1,8 +1,9 @@
 //! Attention with document masks: every document is an entry of cuDNN's batch.
 
-use super::plans::{Operands, Ragged, Shape, execute};
+use super::document_kernels;
+use super::plans::{AttentionShape, Operands, Ragged, SLACK, execute, scale};
 use super::table::{self, Room, Table};
-use super::{SLACK, WARPS, keys_seen, scale};
+use super::{WARPS, keys_seen};
 use crate::CudaError;
 use crate::call::Call;
 use crate::cudnn::Plan;
@@ -51,7 +52,7 @@ struct GradScratch {
 }
 
 impl GradScratch {
-    fn new(shape: &Shape, room: &mut Room) -> Self {
+    fn new(shape: &AttentionShape, room: &mut Room) -> Self {
         let (rows, heads) = (shape.row_bytes(), (2 * shape.batch * shape.seq * shape.heads * shape.e) as u64);
         let width = ((shape.heads + 2 * shape.kv_heads) * shape.e) as u64;
         Self {
@@ -70,7 +71,12 @@ impl GradScratch {
 ///
 /// # Safety
 /// The operands of the call are as large as the shape says.
-pub unsafe fn forward(call: Call, shape: &Shape, plan: &Plan, (qkv, o): (Address, Address)) -> Result<(), CudaError> {
+pub unsafe fn forward(
+    call: Call,
+    shape: &AttentionShape,
+    plan: &Plan,
+    (qkv, o): (Address, Address),
+) -> Result<(), CudaError> {
     let mut room = Room(call.scratch()?);
     let (scratch, stats, table) = (room.take(SLACK), room.take(shape.row_bytes()), Table::new(shape, &mut room));
     let inputs = sections(shape).map(|(first, _)| qkv + 2 * first as u64);
@@ -78,10 +84,10 @@ pub unsafe fn forward(call: Call, shape: &Shape, plan: &Plan, (qkv, o): (Address
     let at = Operands { qkv, o, lse: stats, dout: 0, dqkv: 0, dq: 0, scratch, ragged };
     // SAFETY: the operands have these sizes, and the scratch has room for all.
     unsafe {
-        table.fill(call, shape, call.input(1))?;
+        document_kernels::fill(&table, call, shape, call.input(1))?;
         execute(call.stream, shape, plan, &at)?;
         match call.output(1) {
-            Some(lse) => table::transpose(call, (stats, lse), shape.seq, shape.heads),
+            Some(lse) => document_kernels::transpose(call, (stats, lse), shape.seq, shape.heads),
             None => Ok(()),
         }
     }
@@ -93,7 +99,7 @@ pub unsafe fn forward(call: Call, shape: &Shape, plan: &Plan, (qkv, o): (Address
 ///
 /// # Safety
 /// The operands of the call are as large as the shape says.
-pub unsafe fn grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Result<(), CudaError> {
+pub unsafe fn grad(call: Call, shape: &AttentionShape, plan: &Plan, dqkv: Address) -> Result<(), CudaError> {
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let at = GradScratch::new(shape, &mut Room(call.scratch()?));
     let sections = sections(shape);
@@ -105,18 +111,18 @@ pub unsafe fn grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Res
     let [_, of_k, of_v] = sections;
     // SAFETY: the operands have these sizes, and the scratch has room for all.
     unsafe {
-        at.table.fill(call, shape, starts)?;
-        table::transpose(call, (lse, at.stats), shape.heads, shape.seq)?;
+        document_kernels::fill(&at.table, call, shape, starts)?;
+        document_kernels::transpose(call, (lse, at.stats), shape.heads, shape.seq)?;
         if at.heads.is_some() {
-            table::repeat_heads(call, shape, (qkv, inputs[1]), of_k)?;
-            table::repeat_heads(call, shape, (qkv, inputs[2]), of_v)?;
+            document_kernels::repeat_heads(call, shape, (qkv, inputs[1]), of_k)?;
+            document_kernels::repeat_heads(call, shape, (qkv, inputs[2]), of_v)?;
         }
         let ragged = Some(Ragged { table: at.table, inputs, gradients, row_sum: at.row_sum });
         let operands = Operands { qkv, o, lse: at.stats, dout, dqkv, dq: at.dq, scratch: at.plan, ragged };
         execute(call.stream, shape, plan, &operands)?;
         if at.heads.is_some() {
-            table::sum_heads(call, shape, (gradients[1], dqkv), of_k)?;
-            table::sum_heads(call, shape, (gradients[2], dqkv), of_v)?;
+            document_kernels::sum_heads(call, shape, (gradients[1], dqkv), of_k)?;
+            document_kernels::sum_heads(call, shape, (gradients[2], dqkv), of_v)?;
         }
         match call.attention.deterministic {
             false => Ok(()),
@@ -126,7 +132,7 @@ pub unsafe fn grad(call: Call, shape: &Shape, plan: &Plan, dqkv: Address) -> Res
 }
 
 /// dQ, added up in one order.
-unsafe fn ordered_dq(call: Call, shape: &Shape, delta: Address, dqkv: Address) -> Result<(), CudaError> {
+unsafe fn ordered_dq(call: Call, shape: &AttentionShape, delta: Address, dqkv: Address) -> Result<(), CudaError> {
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let (seq, heads, kv_heads, e, batch) = (shape.seq, shape.heads, shape.kv_heads, shape.e, shape.batch);
     let (window, rows) = (keys_seen(shape.window), [seq.div_ceil(WARPS), heads, batch]);
@@ -149,7 +155,7 @@ const TENSOR_CORE_HEADS: [usize; 4] = [32, 64, 96, 128];
 const QUERIES: usize = 64;
 
 /// Where Q, K and V are in packed rows: their first elements, and how many.
-fn sections(shape: &Shape) -> [(usize, usize); 3] {
+fn sections(shape: &AttentionShape) -> [(usize, usize); 3] {
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
     [(0, q), (q, kv), (q + kv, kv)]
 }
@@ -164,7 +170,7 @@ mod tests {
     #[test]
     fn planned_scratch_has_room_for_all_that_documents_need() {
         for shape in shapes(false) {
-            let shape = Shape { documents: Some(shape.batch * shape.seq), ..shape };
+            let shape = AttentionShape { documents: Some(shape.batch * shape.seq), ..shape };
             let profile = ops::profile("cuda", DType::BF16, DType::F32, false);
             let op = Op::AttentionGrad { window: None };
             let types = operands(&shape);

@@ -1,11 +1,11 @@
 //! Attention as a graph of cuDNN, forward and backward.
 
-use super::plans::Shape;
+use super::plans::AttentionShape;
 use crate::CudaError;
-use crate::cudnn::{Builder, Cudnn, Data, Place, Pointwise, Reduction, TensorId};
+use crate::cudnn::{Builder, Cudnn, Data, Pointwise, Reduction, Storage, TensorId};
 
 /// The graph of a shape.
-pub fn build(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
+pub fn build(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> {
     match shape.backward {
         true => backward(cudnn, shape),
         false => forward(cudnn, shape),
@@ -68,11 +68,11 @@ struct Graph {
 }
 
 impl Graph {
-    fn new(cudnn: &Cudnn, shape: &Shape) -> Result<Self, CudaError> {
+    fn new(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Self, CudaError> {
         let entries = shape.documents.unwrap_or(shape.batch);
         let [b, h, kv, s, e] = [entries, shape.heads, shape.kv_heads, shape.seq, shape.e].map(|n| n as i64);
         let mut g = Builder::new(cudnn);
-        let mut column = |count, data, id| g.tensor([count, 1, 1, 1], [1; 4], data, Place::Memory(id));
+        let mut column = |count, data, id| g.tensor([count, 1, 1, 1], [1; 4], data, Storage::Memory(id));
         let documents = match shape.documents {
             None => None,
             Some(_) => {
@@ -90,7 +90,7 @@ impl Graph {
         (heads, width): (i64, i64),
         transposed: bool,
         data: Data,
-        (place, offsets): (Place, Option<TensorId>),
+        (place, offsets): (Storage, Option<TensorId>),
     ) -> Result<TensorId, CudaError> {
         let (mut dims, mut strides) = ([self.b, heads, self.s, self.e], [self.s * width, self.e, width, 1]);
         if transposed {
@@ -101,13 +101,13 @@ impl Graph {
     }
 
     /// Heads of packed Q·K·V.
-    fn packed(&mut self, heads: i64, transposed: bool, place: Place) -> Result<TensorId, CudaError> {
+    fn packed(&mut self, heads: i64, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
         self.in_rows((heads, self.width), transposed, Data::Bf16, (place, self.documents.map(|d| d.packed)))
     }
 
     /// K, V or their gradients in a backward pass: packed, or, where documents are apart and queries share keys, a key head per
     /// query head in rows of their own (the library's own sums over such heads fail with documents).
-    fn keys(&mut self, transposed: bool, place: Place) -> Result<TensorId, CudaError> {
+    fn keys(&mut self, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
         match self.documents {
             Some(d) if self.grouped() => {
                 self.in_rows((self.h, self.h * self.e), transposed, Data::Bf16, (place, Some(d.heads)))
@@ -123,7 +123,7 @@ impl Graph {
 
     /// Results, a row of all query heads per position.
     fn rows(&mut self, id: i64) -> Result<TensorId, CudaError> {
-        let place = (Place::Memory(id), self.documents.map(|d| d.heads));
+        let place = (Storage::Memory(id), self.documents.map(|d| d.heads));
         self.in_rows((self.h, self.h * self.e), false, Data::Bf16, place)
     }
 
@@ -131,9 +131,9 @@ impl Graph {
     fn stats(&mut self, id: i64) -> Result<TensorId, CudaError> {
         let (h, s) = (self.h, self.s);
         match self.documents {
-            None => self.column(Place::Memory(id)),
+            None => self.column(Storage::Memory(id)),
             Some(d) => {
-                self.g.ragged(([self.b, h, s, 1], [h * s, 1, h, 1]), Data::Float, Place::Memory(id), Some(d.stats))
+                self.g.ragged(([self.b, h, s, 1], [h * s, 1, h, 1]), Data::Float, Storage::Memory(id), Some(d.stats))
             }
         }
     }
@@ -166,11 +166,11 @@ impl Graph {
     /// Scores, seen transposed.
     fn scores_transposed(&mut self) -> Result<TensorId, CudaError> {
         let (h, s) = (self.h, self.s);
-        self.g.tensor([self.b, h, s, s], [h * s * s, s * s, 1, s], Data::Bf16, Place::Virtual)
+        self.g.tensor([self.b, h, s, s], [h * s * s, s * s, 1, s], Data::Bf16, Storage::Virtual)
     }
 
     /// A number per row of scores.
-    fn column(&mut self, place: Place) -> Result<TensorId, CudaError> {
+    fn column(&mut self, place: Storage) -> Result<TensorId, CudaError> {
         let (h, s) = (self.h, self.s);
         self.g.tensor([self.b, h, s, 1], [h * s, s, 1, 1], Data::Float, place)
     }
@@ -222,24 +222,24 @@ impl Graph {
     }
 }
 
-fn forward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
+fn forward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
-    let q = g.packed(g.h, false, Place::Memory(id::Q))?;
-    let (k, v) = (g.packed(g.kv, true, Place::Memory(id::K))?, g.packed(g.kv, false, Place::Memory(id::V))?);
+    let q = g.packed(g.h, false, Storage::Memory(id::Q))?;
+    let (k, v) = (g.packed(g.kv, true, Storage::Memory(id::K))?, g.packed(g.kv, false, Storage::Memory(id::V))?);
     let raw = g.scores(Data::Float)?;
     g.matmul(q, k, raw, Product::Scores)?;
     let scale = g.g.value(id::SCALE)?;
     let scaled = g.binary(Pointwise::Mul, raw, scale)?;
     let padded = g.padded(scaled)?;
     let scores = g.masked(padded)?;
-    let max = g.column(Place::Virtual)?;
+    let max = g.column(Storage::Virtual)?;
     g.g.reduce(Reduction::Max, scores, max)?;
     let below = g.binary(Pointwise::Sub, scores, max)?;
     let exp = g.scores(Data::Float)?;
     g.g.pointwise(Pointwise::Exp, (below, None, None), exp)?;
-    let sum = g.column(Place::Virtual)?;
+    let sum = g.column(Storage::Virtual)?;
     g.g.reduce(Reduction::Add, exp, sum)?;
-    let log = g.column(Place::Virtual)?;
+    let log = g.column(Storage::Virtual)?;
     g.g.pointwise(Pointwise::Log, (sum, None, None), log)?;
     let stats = g.stats(id::STATS)?;
     g.g.pointwise(Pointwise::Add, (max, Some(log), None), stats)?;
@@ -250,21 +250,21 @@ fn forward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     Ok(g.g)
 }
 
-fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
+fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
-    let q = g.packed(g.h, false, Place::Memory(id::Q))?;
-    let (k, v) = (g.keys(true, Place::Memory(id::K))?, g.keys(true, Place::Memory(id::V))?);
+    let q = g.packed(g.h, false, Storage::Memory(id::Q))?;
+    let (k, v) = (g.keys(true, Storage::Memory(id::K))?, g.keys(true, Storage::Memory(id::V))?);
     let (o, dout, stats) = (g.rows(id::O)?, g.rows(id::DO)?, g.stats(id::STATS)?);
     // What each row's gradients have in common.
     let product = g.heads_between(Data::Float)?;
     g.g.pointwise(Pointwise::Mul, (dout, Some(o), None), product)?;
-    let row_sum = g.column(Place::Virtual)?;
+    let row_sum = g.column(Storage::Virtual)?;
     g.g.reduce(Reduction::Add, product, row_sum)?;
     // Without this product by one, plans of cuDNN 9.14 and 9.19 give NaN.
     let one = g.g.value(id::ONE)?;
     let common = match g.documents {
         Some(_) => g.stats(id::ROW_SUM)?,
-        None => g.column(Place::Virtual)?,
+        None => g.column(Storage::Virtual)?,
     };
     g.g.pointwise(Pointwise::Mul, (row_sum, Some(one), None), common)?;
     // Recompute the probabilities.
@@ -280,7 +280,7 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     let p_transposed = g.scores_transposed()?;
     g.g.reshape(p, p_transposed)?;
     let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64| -> Result<(), CudaError> {
-        let out = g.keys(false, Place::Memory(id))?;
+        let out = g.keys(false, Storage::Memory(id))?;
         if !g.grouped() || g.documents.is_some() {
             return g.matmul(a, b, out, Product::OverKeys);
         }
@@ -297,9 +297,9 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     let ds_transposed = g.scores_transposed()?;
     g.g.reshape(ds, ds_transposed)?;
     sum_into(&mut g, ds_transposed, q, id::DK)?;
-    let k_rows = g.keys(false, Place::Virtual)?;
+    let k_rows = g.keys(false, Storage::Virtual)?;
     g.g.reshape(k, k_rows)?;
-    let dq = g.packed(g.h, false, Place::Memory(id::DQ))?;
+    let dq = g.packed(g.h, false, Storage::Memory(id::DQ))?;
     if shape.deterministic {
         // The library adds this product up in one order, over all of dS in scratch.
         g.matmul(ds, k_rows, dq, Product::OverKeys)?;
@@ -307,10 +307,10 @@ fn backward(cudnn: &Cudnn, shape: &Shape) -> Result<Builder, CudaError> {
     }
     let (h, s, e) = (g.h, g.s, g.e);
     let dq_sum = match g.documents {
-        None => g.g.tensor([g.b, h, s, e], [h * s * e, s * e, e, 1], Data::Float, Place::Memory(id::DQ_SUM))?,
+        None => g.g.tensor([g.b, h, s, e], [h * s * e, s * e, e, 1], Data::Float, Storage::Memory(id::DQ_SUM))?,
         // In rows as wide as those of Q: the library takes Q's offsets for it.
         Some(d) => {
-            let place = (Place::Memory(id::DQ_SUM), Some(d.packed));
+            let place = (Storage::Memory(id::DQ_SUM), Some(d.packed));
             g.in_rows((h, g.width), false, Data::Float, place)?
         }
     };

@@ -2,21 +2,28 @@
 
 use super::graph::{self, id};
 use super::table::Table;
-use super::{SLACK, scale};
+use crate::CudaError;
 use crate::cudnn::Plan;
-use crate::driver::{Address, Memory, Stream};
+use crate::driver::{ALIGNMENT, Address, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::matmul::fill_random;
-use crate::{CudaError, ops};
 use lockstep_exec::Note;
 use lockstep_exec::bound::Bound;
 use lockstep_ir::{DType, Op, Workspace, units};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+/// What a plan may ask for besides what grows with the shape.
+pub(crate) const SLACK: u64 = 1 << 20;
+
+/// What scores are multiplied by.
+pub(crate) fn scale(e: usize) -> f32 {
+    1.0 / (e as f32).sqrt()
+}
+
 /// The shape of an attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Shape {
+pub struct AttentionShape {
     pub batch: usize,
     pub seq: usize,
     pub heads: usize,
@@ -31,7 +38,7 @@ pub struct Shape {
     pub documents: Option<usize>,
 }
 
-impl Shape {
+impl AttentionShape {
     /// Of an instruction that cuDNN may run, with at most `most` documents.
     fn of(bound: &Bound, deterministic: bool, most: Option<usize>) -> Option<Self> {
         let (window, backward) = match bound.op {
@@ -107,10 +114,10 @@ struct Made {
 
 /// Plans that all programs on a device share, each made once.
 #[derive(Default)]
-pub struct Shared(Mutex<HashMap<Shape, Arc<Made>>>);
+pub struct Shared(Mutex<HashMap<AttentionShape, Arc<Made>>>);
 
 impl Shared {
-    fn get(&self, gpu: &Gpu, shape: Shape) -> Result<Arc<Made>, CudaError> {
+    fn get(&self, gpu: &Gpu, shape: AttentionShape) -> Result<Arc<Made>, CudaError> {
         // Held while plans are timed: two at once would time each other.
         let mut made = self.0.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(made) = made.get(&shape) {
@@ -122,7 +129,7 @@ impl Shared {
     }
 }
 
-fn make(gpu: &Gpu, shape: &Shape) -> Result<Plan, CudaError> {
+fn make(gpu: &Gpu, shape: &AttentionShape) -> Result<Plan, CudaError> {
     let graph = graph::build(gpu.cudnn()?, shape)?;
     let key = format!("attention {shape:?}");
     // Plans of documents are made while a program runs too: the library's order counts.
@@ -137,8 +144,8 @@ fn make(gpu: &Gpu, shape: &Shape) -> Result<Plan, CudaError> {
 }
 
 /// What a deterministic backward pass costs against the usual one.
-fn cost(gpu: &Gpu, shape: &Shape, plan: &Plan) -> String {
-    let usual = Shape { deterministic: false, ..*shape };
+fn cost(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> String {
+    let usual = AttentionShape { deterministic: false, ..*shape };
     let [here, there] = [shape, &usual].map(|s| s.most_scratch() + s.dq_bytes());
     let scratch = match here >= there {
         true => format!("{} more scratch", units::bytes(here - there)),
@@ -161,7 +168,7 @@ const FIRST_DOCUMENTS: usize = 64;
 /// Plans for the shapes of a program.
 pub struct Plans {
     /// None where cuDNN has none.
-    plans: HashMap<Shape, Option<Arc<Made>>>,
+    plans: HashMap<AttentionShape, Option<Arc<Made>>>,
     /// The same bits every time.
     pub(super) deterministic: bool,
     /// Documents of a micro-batch that plans are made for; none where starts are no cut into documents, which our own kernels take.
@@ -182,7 +189,7 @@ impl Plans {
     fn make<'a>(&mut self, gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>) {
         let attends = |b: &&Bound| matches!(b.op, Op::Attention { .. } | Op::AttentionGrad { .. });
         for bound in bounds.filter(attends) {
-            let note = match Shape::of(bound, self.deterministic, self.documents) {
+            let note = match AttentionShape::of(bound, self.deterministic, self.documents) {
                 None => Some(slow(
                     "cuDNN is used in bf16, for heads of 8, 16, … 256 elements (16, 32, … with document masks)",
                 )),
@@ -209,7 +216,7 @@ impl Plans {
         }
     }
 
-    fn add(&mut self, gpu: &Gpu, shape: Shape) -> Option<Note> {
+    fn add(&mut self, gpu: &Gpu, shape: AttentionShape) -> Option<Note> {
         let made = gpu.attention.get(gpu, shape);
         self.plans.insert(shape, made.as_ref().ok().cloned());
         match made {
@@ -226,8 +233,8 @@ impl Plans {
     }
 
     /// The plan of an instruction, if there is one.
-    pub(super) fn of(&self, bound: &Bound) -> Option<(Shape, &Plan)> {
-        let shape = Shape::of(bound, self.deterministic, self.documents)?;
+    pub(super) fn of(&self, bound: &Bound) -> Option<(AttentionShape, &Plan)> {
+        let shape = AttentionShape::of(bound, self.deterministic, self.documents)?;
         Some((shape, &self.plans.get(&shape)?.as_ref()?.plan))
     }
 }
@@ -265,7 +272,7 @@ pub struct Ragged {
 ///
 /// # Safety
 /// The operands are as large as the shape says.
-pub unsafe fn execute(stream: &Stream, shape: &Shape, plan: &Plan, at: &Operands) -> Result<(), CudaError> {
+pub unsafe fn execute(stream: &Stream, shape: &AttentionShape, plan: &Plan, at: &Operands) -> Result<(), CudaError> {
     // K and V stand behind Q in a row.
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
     let bytes = DType::BF16.bytes();
@@ -298,7 +305,7 @@ pub unsafe fn execute(stream: &Stream, shape: &Shape, plan: &Plan, at: &Operands
 }
 
 /// Seconds that a plan takes on random numbers, if there is room.
-fn trial(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaError> {
+fn trial(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
     match seconds(gpu, shape, plan) {
         // What is counted as free cannot always be had.
         Err(CudaError::OutOfMemory) => Ok(None),
@@ -306,13 +313,13 @@ fn trial(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaError
     }
 }
 
-fn seconds(gpu: &Gpu, shape: &Shape, plan: &Plan) -> Result<Option<f64>, CudaError> {
+fn seconds(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
     const TIMES: usize = 3;
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
     let rows = (shape.batch * shape.seq) as u64;
     let (wide, narrow) = (2 * rows * (q + 2 * kv) as u64, 2 * rows * q as u64);
     let sizes = [wide, narrow, 4 * rows * shape.heads as u64, narrow, wide, shape.dq_bytes(), plan.workspace];
-    let sizes = sizes.map(|s| s.next_multiple_of(ops::ALIGNMENT));
+    let sizes = sizes.map(|s| s.next_multiple_of(ALIGNMENT));
     if gpu.device.free_bytes()? < sizes.iter().sum::<u64>() + (256 << 20) {
         return Ok(None);
     }

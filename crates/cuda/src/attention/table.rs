@@ -1,11 +1,8 @@
 //! The table of documents that cuDNN reads: where each starts and how long it is are numbers on the device, so one plan serves every
 //! batch of at most as many documents.
 
-use super::plans::Shape;
-use crate::call::Call;
-use crate::driver::Address;
-use crate::kernels::args;
-use crate::{CudaError, ops};
+use super::plans::AttentionShape;
+use crate::driver::{ALIGNMENT, Address};
 use lockstep_ir::program::{Instr, StepProgram};
 use lockstep_ir::{DType, Op};
 use std::collections::BTreeMap;
@@ -14,7 +11,7 @@ use std::collections::BTreeMap;
 pub const BYTES: u64 = 3 * 8 + 4;
 
 /// Bytes of scratch besides what grows: an element more per array of offsets, and whole alignments.
-pub const ROUNDING: u64 = 16 * ops::ALIGNMENT;
+pub const ROUNDING: u64 = 16 * ALIGNMENT;
 
 /// How many documents rows of `seq` positions hold, by where the document of each position starts; none where that is no cut of
 /// the rows into documents. A start after its position counts as the position, as in every kernel.
@@ -76,7 +73,7 @@ impl Room {
     /// The next so many bytes.
     pub fn take(&mut self, bytes: u64) -> Address {
         let here = self.0;
-        self.0 += bytes.next_multiple_of(ops::ALIGNMENT);
+        self.0 += bytes.next_multiple_of(ALIGNMENT);
         here
     }
 }
@@ -89,87 +86,16 @@ pub struct Table {
     /// How many positions each has.
     pub lengths: Address,
     /// Elements between two arrays of offsets.
-    apart: u64,
+    pub apart: u64,
 }
 
 impl Table {
     /// Room for as many documents as there are positions.
-    pub fn new(shape: &Shape, room: &mut Room) -> Self {
+    pub fn new(shape: &AttentionShape, room: &mut Room) -> Self {
         let tokens = (shape.batch * shape.seq) as u64;
-        let bytes = (8 * (tokens + 1)).next_multiple_of(ops::ALIGNMENT);
+        let bytes = (8 * (tokens + 1)).next_multiple_of(ALIGNMENT);
         Self { offsets: [(); 3].map(|()| room.take(bytes)), lengths: room.take(4 * tokens), apart: bytes / 8 }
     }
-
-    /// Queues what fills it from where the document of each position starts.
-    ///
-    /// # Safety
-    /// Its addresses and the starts are of the call's arena.
-    pub unsafe fn fill(&self, call: Call, shape: &Shape, starts: Address) -> Result<(), CudaError> {
-        let (tokens, bound) = (shape.batch * shape.seq, shape.documents.unwrap_or_default());
-        let heads = shape.heads * shape.e;
-        let [packed, rows, stats] = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
-        let args =
-            args![starts, self.offsets[0], self.lengths, tokens, shape.seq, bound, self.apart, packed, rows, stats];
-        // SAFETY: the caller vouches.
-        unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args) }
-    }
-}
-
-/// Queues the transposition of `rows` × `columns` statistics of every sequence.
-///
-/// # Safety
-/// Both have as many elements.
-pub unsafe fn transpose(
-    call: Call,
-    (from, to): (Address, Address),
-    rows: usize,
-    columns: usize,
-) -> Result<(), CudaError> {
-    let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
-    // SAFETY: the caller vouches.
-    unsafe { call.plain(("documents", "transpose_statistics"), grid, 256, args![from, to, rows, columns]) }
-}
-
-/// Queues a copy of the key heads of a section of packed rows, one for every query head.
-///
-/// # Safety
-/// Both are as large as the shape says.
-pub unsafe fn repeat_heads(
-    call: Call,
-    shape: &Shape,
-    (packed, rows): (Address, Address),
-    section: (usize, usize),
-) -> Result<(), CudaError> {
-    // SAFETY: the caller vouches.
-    unsafe { copy_heads(call, shape, ("repeat_heads", shape.heads * shape.e), (packed, rows), section) }
-}
-
-/// Queues the way back: what query heads have of one head of the section is added up.
-///
-/// # Safety
-/// Both are as large as the shape says.
-pub unsafe fn sum_heads(
-    call: Call,
-    shape: &Shape,
-    (rows, packed): (Address, Address),
-    section: (usize, usize),
-) -> Result<(), CudaError> {
-    // SAFETY: the caller vouches.
-    unsafe { copy_heads(call, shape, ("sum_heads", section.1), (rows, packed), section) }
-}
-
-unsafe fn copy_heads(
-    call: Call,
-    shape: &Shape,
-    (kernel, written): (&str, usize),
-    (from, to): (Address, Address),
-    (first, count): (usize, usize),
-) -> Result<(), CudaError> {
-    let (heads, width) = (shape.heads * shape.e, (shape.heads + 2 * shape.kv_heads) * shape.e);
-    let packs = shape.batch * shape.seq * written / 8;
-    let args = args![from, to, packs, shape.e / 8, count / 8, heads / 8, first / 8, width / 8];
-    // SAFETY: the caller vouches.
-    unsafe { call.plain(("documents", kernel), [packs.div_ceil(256), 1, 1], 256, args) }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What a matmul does with its result before it is stored.
 
-use super::{Described, Matmul, Shape, check};
+use super::{Described, Matmul, MatmulShape, check};
 use crate::driver::{Address, Stream};
 use crate::{CudaError, cache};
 use lockstep_ir::DType;
@@ -72,7 +72,7 @@ impl Matmul {
     }
 
     /// Adds a shape's epilogue to the description of its matmul.
-    pub(super) fn describe_epilogue(&self, desc: *mut c_void, shape: &Shape) -> Result<(), CudaError> {
+    pub(super) fn describe_epilogue(&self, desc: *mut c_void, shape: &MatmulShape) -> Result<(), CudaError> {
         if shape.epilogue == Epilogue::None {
             return Ok(());
         }
@@ -102,7 +102,7 @@ impl Matmul {
     pub unsafe fn multiply_with(
         &self,
         stream: &Stream,
-        shape: &Shape,
+        shape: &MatmulShape,
         (first, second): (Address, Address),
         beside: Beside,
         to: Address,
@@ -125,7 +125,7 @@ impl Matmul {
     /// Whether a matmul fuses GELU, or its derivative, into its epilogue in less time than it takes without and a copy of the result, which is what a
     /// kernel of its own would cost. Never where choices are not timed: such programs compute the same wherever they run. An answer
     /// holds as long as the process lives; what could not be found out is a no until then.
-    pub fn worth(&self, shape: Shape) -> Result<bool, CudaError> {
+    pub fn worth(&self, shape: MatmulShape) -> Result<bool, CudaError> {
         // The library wants rows of whole packs beside the result.
         let fits = shape.input == DType::BF16 && shape.output == DType::BF16 && shape.result_row().is_multiple_of(8);
         if !self.tune || !fits || shape.m * shape.n * shape.k == 0 {
@@ -155,16 +155,16 @@ impl Matmul {
 
     /// What [`Matmul::worth`] asks, timed; none where there is no room for that. A matmul that the library does not have is an
     /// answer too.
-    fn measure(&self, shape: Shape) -> Result<Option<bool>, CudaError> {
+    fn measure(&self, shape: MatmulShape) -> Result<Option<bool>, CudaError> {
         if !self.prepared(shape)? {
             return Ok(Some(false));
         }
-        let plain = Shape { epilogue: shape.epilogue.without_gelu(), ..shape };
+        let plain = MatmulShape { epilogue: shape.epilogue.without_gelu(), ..shape };
         self.prepare(plain)?;
         // Plans that are made meanwhile would be timed beside it.
         let _making = self.making.lock().unwrap_or_else(|e| e.into_inner());
         let Some(trial) = self.trial(&shape)? else { return Ok(None) };
-        let seconds = |shape: &Shape, copies| -> Result<f64, CudaError> {
+        let seconds = |shape: &MatmulShape, copies| -> Result<f64, CudaError> {
             let plan = self.plan(shape).ok_or_else(|| CudaError::Internal(format!("{shape:?} has no plan")))?;
             let described = self.describe(shape)?;
             let seconds = trial.seconds(shape, &described, &plan.algorithm, copies);
@@ -247,7 +247,7 @@ mod tests {
             to: Address,
         ) -> bool {
             let (input, output) = (DType::BF16, DType::BF16);
-            let shape = Shape { gemm, m: M, n: N, k: K, input, output, adds: false, y_stride: N, epilogue };
+            let shape = MatmulShape { gemm, m: M, n: N, k: K, input, output, adds: false, y_stride: N, epilogue };
             let matmul = self.gpu.matmul(false).unwrap();
             if let Err(error) = matmul.prepare(shape) {
                 println!("skipped: {error}");

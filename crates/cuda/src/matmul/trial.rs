@@ -1,7 +1,7 @@
 //! Matmuls timed on random numbers: zeros would draw less power than real data do.
 
 use super::epilogue::Beside;
-use super::{Algorithm, Described, Gemm, Matmul, Shape, WORKSPACE};
+use super::{Algorithm, Described, Gemm, Matmul, MatmulShape, WORKSPACE};
 use crate::CudaError;
 use crate::driver::{Address, Memory, Stream};
 use lockstep_ir::DType;
@@ -20,7 +20,7 @@ pub(super) struct Trial<'a> {
 
 impl Matmul {
     /// Room to try a matmul in; none where there is too little beside what is already there.
-    pub(super) fn trial(&self, shape: &Shape) -> Result<Option<Trial<'_>>, CudaError> {
+    pub(super) fn trial(&self, shape: &MatmulShape) -> Result<Option<Trial<'_>>, CudaError> {
         match self.room(shape) {
             // What is counted as free cannot always be had.
             Err(CudaError::OutOfMemory) => Ok(None),
@@ -28,9 +28,9 @@ impl Matmul {
         }
     }
 
-    fn room(&self, shape: &Shape) -> Result<Option<Trial<'_>>, CudaError> {
+    fn room(&self, shape: &MatmulShape) -> Result<Option<Trial<'_>>, CudaError> {
         let bytes = |rows: usize, columns: usize, dtype: DType| (rows * columns * dtype.bytes()) as u64;
-        let Shape { gemm, m, n, k, input, output, y_stride, epilogue, .. } = *shape;
+        let MatmulShape { gemm, m, n, k, input, output, y_stride, epilogue, .. } = *shape;
         let (x, w, y) = ((m, k), (n, k), (m, y_stride));
         let (a, b, c) = match gemm {
             Gemm::Forward => (w, x, y),
@@ -64,7 +64,7 @@ impl Trial<'_> {
     /// sizes of the trial's.
     pub(super) fn seconds(
         &self,
-        shape: &Shape,
+        shape: &MatmulShape,
         d: &Described,
         algorithm: &Algorithm,
         copies: usize,

@@ -1,8 +1,8 @@
 //! Rows of a table by token, and their gradient.
 
-use super::ALIGNMENT;
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
+use crate::driver::ALIGNMENT;
 use crate::kernels::args;
 
 pub unsafe fn forward(call: Call) -> Result<(), CudaError> {

@@ -4,7 +4,7 @@ use super::norm::{self, Kind};
 use super::{elements, linear, optimizer};
 use crate::CudaError;
 use crate::call::Call;
-use crate::matmul::{Epilogue, Shape};
+use crate::matmul::{Epilogue, MatmulShape};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::program::Segment;
 use lockstep_ir::{FusedGroup, FusedMatmul, Fusion, Op};
@@ -20,7 +20,7 @@ fn epilogue(fusion: Fusion) -> Option<Epilogue> {
 }
 
 /// The matmuls that a segment needs, so that they can be planned before anything runs.
-pub fn shapes(segment: &Segment, bounds: &[Bound]) -> Vec<Shape> {
+pub fn shapes(segment: &Segment, bounds: &[Bound]) -> Vec<MatmulShape> {
     let of = |i: usize| match segment.group_of(i).and_then(|g| Some((epilogue(g.fusion)?, g.instrs.start))) {
         None => linear::shapes(&bounds[i]),
         Some((epilogue, first)) if first == i => linear::with_epilogue(&bounds[i], epilogue).into_iter().collect(),
@@ -30,11 +30,11 @@ pub fn shapes(segment: &Segment, bounds: &[Bound]) -> Vec<Shape> {
 }
 
 /// The matmul that a device may time.
-pub fn shape(matmul: &FusedMatmul) -> Result<Option<Shape>, CudaError> {
+pub fn shape(matmul: &FusedMatmul) -> Result<Option<MatmulShape>, CudaError> {
     let refused = |e: lockstep_ir::TypeError| CudaError::Internal(e.to_string());
     let dims = matmul.op.bind(&matmul.inputs.iter().collect::<Vec<_>>()).map_err(refused)?;
     let plain = linear::shape(matmul.op, &|letter| dims.size(letter), matmul.inputs[0].dtype);
-    Ok(epilogue(matmul.fusion).zip(plain).map(|(epilogue, shape)| Shape { epilogue, ..shape }))
+    Ok(epilogue(matmul.fusion).zip(plain).map(|(epilogue, shape)| MatmulShape { epilogue, ..shape }))
 }
 
 /// Queues the instructions of a group.

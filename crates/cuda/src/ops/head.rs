@@ -1,11 +1,11 @@
 //! The output head and its loss: logits exist a chunk of rows at a time.
 
-use super::ALIGNMENT;
 use super::linear::{padded, weight_product};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
+use crate::driver::ALIGNMENT;
 use crate::kernels::args;
-use crate::matmul::{Epilogue, Gemm, Shape, WORKSPACE};
+use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_ir::DType;
 use lockstep_ir::op::Rows;
 
@@ -56,7 +56,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize) -> Result<(), CudaEr
     let gradients = call.output(1).is_some() || dw.is_some();
     for (c, (first, count)) in chunks(m, seq, rows, fixed).into_iter().enumerate() {
         let at = (first * k) as u64 * bytes;
-        let forward = Shape {
+        let forward = MatmulShape {
             gemm: Gemm::Forward,
             m: count,
             n: v,
@@ -71,7 +71,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize) -> Result<(), CudaEr
         unsafe {
             for &(first, n) in &parts {
                 let (w, to) = (w + (first * k) as u64 * bytes, logits + first as u64 * bytes);
-                call.multiply(&Shape { n, ..forward }, (x + at, w), to, scratch)?;
+                call.multiply(&MatmulShape { n, ..forward }, (x + at, w), to, scratch)?;
             }
             let out = gradients.then_some(logits);
             let lse: Option<u64> = None;
@@ -82,7 +82,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize) -> Result<(), CudaEr
             for &(first, n) in &parts {
                 let (dlogits, w) = (logits + first as u64 * bytes, w + (first * k) as u64 * bytes);
                 if let Some(dx) = call.output(1) {
-                    let shape = Shape { gemm: Gemm::Input, n, adds: first > 0, ..forward };
+                    let shape = MatmulShape { gemm: Gemm::Input, n, adds: first > 0, ..forward };
                     call.multiply(&shape, (dlogits, w), dx + at, scratch)?;
                 }
                 let sizes = (count, count, n, k);
@@ -109,9 +109,9 @@ pub unsafe fn cross_entropy(call: Call) -> Result<(), CudaError> {
     }
 }
 
-pub unsafe fn cross_entropy_grad(call: Call) -> Result<(), CudaError> {
+pub unsafe fn cross_entropy_grad(call: Call, weight: f32) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let args = args![call.input(0), call.input(1), call.input(2), out, call.size('v')];
+    let args = args![call.input(0), call.input(1), call.input(2), out, call.size('v'), weight];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("loss", "cross_entropy_grad"), [call.rows(), 1, 1], THREADS, args) }
 }
@@ -122,7 +122,7 @@ pub unsafe fn vocab_logits(call: Call, rows: Rows) -> Result<(), CudaError> {
     let (k, v, part, input) = (call.size('k'), call.size('v'), call.vocab_part(), call.float());
     let x = call.input(0) + (rows.first * k * input.bytes()) as u64;
     let targets = call.input(2) + 4 * rows.first as u64;
-    let shape = Shape {
+    let shape = MatmulShape {
         gemm: Gemm::Forward,
         m: rows.count,
         n: v,
@@ -173,7 +173,7 @@ pub unsafe fn vocab_grad(call: Call, rows: Rows) -> Result<(), CudaError> {
     unsafe {
         call.typed(("loss", "vocab_grad"), [count, 1, 1], row_threads(call, v), args)?;
         if let Some(dx) = call.output(0) {
-            let shape = Shape {
+            let shape = MatmulShape {
                 gemm: Gemm::Input,
                 m: count,
                 n: v,

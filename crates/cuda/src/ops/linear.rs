@@ -2,15 +2,15 @@
 
 use crate::CudaError;
 use crate::call::Call;
-use crate::matmul::{Beside, Epilogue, Gemm, Shape, WORKSPACE};
+use crate::matmul::{Beside, Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::{DType, Op};
 
 /// The matmuls that an instruction may ask for, so that they can be planned before anything runs.
-pub fn shapes(bound: &Bound) -> Vec<Shape> {
+pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
     let size = |letter| bound.size(letter);
     let (m, input) = (size('b') * size('s'), bound.float);
-    let plain = |gemm, m, n, output| Shape {
+    let plain = |gemm, m, n, output| MatmulShape {
         gemm,
         m,
         n,
@@ -21,7 +21,7 @@ pub fn shapes(bound: &Bound) -> Vec<Shape> {
         y_stride: n,
         epilogue: Epilogue::None,
     };
-    let sums = |shape: Shape| [shape, Shape { adds: true, ..shape }];
+    let sums = |shape: MatmulShape| [shape, MatmulShape { adds: true, ..shape }];
     let gradients = |output: usize| bound.outputs[output].map_or(DType::F32, |at| at.dtype);
     match bound.op {
         Op::Linear | Op::LinearGradInput => shape(bound.op, &size, input).into_iter().collect(),
@@ -35,9 +35,12 @@ pub fn shapes(bound: &Bound) -> Vec<Shape> {
             for count in super::head::chunk_sizes(m, size('s'), rows, fixed) {
                 let (_, output) = weight_rows(input, gradients(2), count, count);
                 for (first, columns) in super::head::column_parts(size('v')) {
-                    let of =
-                        |gemm, output| Shape { y_stride: padded(size('v')), ..plain(gemm, count, columns, output) };
-                    shapes.extend([of(Gemm::Forward, input), Shape { adds: first > 0, ..of(Gemm::Input, input) }]);
+                    let of = |gemm, output| MatmulShape {
+                        y_stride: padded(size('v')),
+                        ..plain(gemm, count, columns, output)
+                    };
+                    shapes
+                        .extend([of(Gemm::Forward, input), MatmulShape { adds: first > 0, ..of(Gemm::Input, input) }]);
                     shapes.extend(sums(of(Gemm::Weight, output)));
                 }
             }
@@ -55,14 +58,14 @@ pub fn shapes(bound: &Bound) -> Vec<Shape> {
 }
 
 /// The matmul of an op that is one, of these sizes and this type.
-pub fn shape(op: Op, size: &dyn Fn(char) -> usize, input: DType) -> Option<Shape> {
+pub fn shape(op: Op, size: &dyn Fn(char) -> usize, input: DType) -> Option<MatmulShape> {
     let gemm = match op {
         Op::Linear => Gemm::Forward,
         Op::LinearGradInput => Gemm::Input,
         _ => return None,
     };
     let (m, n, k) = (size('b') * size('s'), size('n'), size('k'));
-    Some(Shape { gemm, m, n, k, input, output: input, adds: false, y_stride: n, epilogue: Epilogue::None })
+    Some(MatmulShape { gemm, m, n, k, input, output: input, adds: false, y_stride: n, epilogue: Epilogue::None })
 }
 
 /// Elements from one row of logits to the next: whole packs, which the matrix units and 16-byte accesses want.
@@ -90,8 +93,8 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
 }
 
 /// The matmul of an instruction that has one, with an epilogue.
-pub fn with_epilogue(bound: &Bound, epilogue: Epilogue) -> Option<Shape> {
-    shapes(bound).first().map(|shape| Shape { epilogue, ..*shape })
+pub fn with_epilogue(bound: &Bound, epilogue: Epilogue) -> Option<MatmulShape> {
+    shapes(bound).first().map(|shape| MatmulShape { epilogue, ..*shape })
 }
 
 /// A matmul whose result goes to `to` by way of an epilogue.
@@ -137,8 +140,8 @@ pub unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
     let (n, k, seq) = (call.size('n'), call.size('k'), call.size('s'));
     let scratch = call.scratch()?;
     let sizes = (call.rows(), seq, n, k);
-    // SAFETY: the operands have these sizes.
     let factors = (call.input(0), call.input(1));
+    // SAFETY: the operands have these sizes.
     unsafe { weight_product(call, sizes, n, factors, (0, 0, call.adds(0)), scratch, scratch + WORKSPACE) }
 }
 
@@ -159,14 +162,23 @@ pub unsafe fn weight_product(
     let (Some(dw), Some(at)) = (call.output(output), call.bound.outputs[output]) else { return Ok(()) };
     let dw = dw + (first * k * at.dtype.bytes()) as u64;
     let input = call.float();
-    let shape =
-        Shape { gemm: Gemm::Weight, m: rows, n, k, input, output: at.dtype, adds, y_stride, epilogue: Epilogue::None };
+    let shape = MatmulShape {
+        gemm: Gemm::Weight,
+        m: rows,
+        n,
+        k,
+        input,
+        output: at.dtype,
+        adds,
+        y_stride,
+        epilogue: Epilogue::None,
+    };
     if !apart(input, at.dtype) {
         // SAFETY: the caller vouches.
         return unsafe { call.multiply(&shape, (dy, x), dw, scratch) };
     }
     let (together, output) = weight_rows(input, at.dtype, rows, seq);
-    let shape = Shape { m: together, output, adds: false, ..shape };
+    let shape = MatmulShape { m: together, output, adds: false, ..shape };
     for s in 0..rows / together {
         let row = (s * together * input.bytes()) as u64;
         // SAFETY: the caller vouches.

@@ -15,13 +15,11 @@ mod sections;
 use norm::Kind;
 
 use crate::call::Call;
+use crate::driver::ALIGNMENT;
 use crate::matmul::WORKSPACE;
 use crate::{CudaError, attention};
 use lockstep_ir::{DType, DeviceProfile, Fusion, Op, OpKind, Workspace};
 use std::collections::BTreeMap;
-
-/// Every buffer starts at a multiple of this.
-pub const ALIGNMENT: u64 = 256;
 
 /// What the compiler must know of this executor, for these types of parameters and of gradient sums, and for the same bits every
 /// time or not.
@@ -121,7 +119,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::Slice { first, .. } => sections::slice(call, first),
             Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
-            Op::CrossEntropyGrad => head::cross_entropy_grad(call),
+            Op::CrossEntropyGrad { weight } => head::cross_entropy_grad(call, weight),
             Op::LinearCrossEntropy { rows } => head::linear_cross_entropy(call, rows),
             Op::AddState => optimizer::add_state(call),
             Op::Accumulate => optimizer::accumulate(call),

@@ -1,7 +1,8 @@
 //! Attention whose weights exist.
 
 use crate::CudaError;
-use crate::attention::{WARPS, check_head, keys_seen, scale};
+use crate::attention::plans::scale;
+use crate::attention::{WARPS, check_head, keys_seen};
 use crate::call::Call;
 use crate::kernels::args;
 

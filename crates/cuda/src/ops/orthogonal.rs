@@ -1,10 +1,10 @@
 //! The nearest orthogonal matrix, by Newton–Schulz iterations on cuBLASLt matmuls in f32.
 
-use super::ALIGNMENT;
 use crate::CudaError;
 use crate::call::{Call, THREADS};
+use crate::driver::ALIGNMENT;
 use crate::kernels::args;
-use crate::matmul::{Epilogue, Gemm, Shape, WORKSPACE};
+use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
 use lockstep_ir::{DType, Workspace};
@@ -19,10 +19,10 @@ pub fn scratch() -> Workspace {
 }
 
 /// The Gram matrix of the shorter side, its square, and the polynomial times the matrix.
-fn gemms(rows: usize, columns: usize) -> [Shape; 3] {
+fn gemms(rows: usize, columns: usize) -> [MatmulShape; 3] {
     let shape = |gemm, m, n, k| {
         let dtype = DType::F32;
-        Shape { gemm, m, n, k, input: dtype, output: dtype, adds: false, y_stride: n, epilogue: Epilogue::None }
+        MatmulShape { gemm, m, n, k, input: dtype, output: dtype, adds: false, y_stride: n, epilogue: Epilogue::None }
     };
     let short = rows.min(columns);
     let square = shape(Gemm::Forward, short, short, short);
@@ -33,7 +33,7 @@ fn gemms(rows: usize, columns: usize) -> [Shape; 3] {
 }
 
 /// All matmuls of an instruction.
-pub fn shapes(bound: &Bound) -> Vec<Shape> {
+pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
     bound.sections.iter().flat_map(|rows| gemms(*rows, bound.size('k'))).collect()
 }
 

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
 use crate::DataError;
 use crate::holdout::HoldOut;
-use crate::prepare::go_on;
 use crate::scan::SourceFile;
+use crate::stop::go_on;
 
 /// Bytes that are passed over at a time on the way to where reading goes on.
 const SKIP_BYTES: u64 = 16 << 20;

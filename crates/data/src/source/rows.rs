@@ -15,8 +15,8 @@ use super::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit, record};
 use crate::DataError;
 use crate::guard::caught;
 use crate::holdout::HoldOut;
-use crate::prepare::go_on;
 use crate::scan::SourceFile;
+use crate::stop::go_on;
 
 /// Rows that are decoded at a time.
 const BATCH_ROWS: usize = 64;

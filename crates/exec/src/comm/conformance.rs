@@ -5,15 +5,18 @@
 
 mod endings;
 mod messages;
+mod subject;
 
-use super::{Collective, CommError, Communicator, Group, Piece, Place, RankGuard};
+pub use subject::{Memory, Subject};
+
+use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, RankGuard};
 use lockstep_ir::{DType, bf16, counter, f16, fixed};
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
+use subject::Buffer;
 
-/// Makes the communicators of so many ranks.
-pub type Make<'a> = &'a dyn Fn(usize) -> Vec<Arc<dyn Communicator>>;
+/// Makes so many ranks.
+pub type Make<'a> = &'a dyn Fn(usize) -> Vec<Subject>;
 
 const KINDS: [Collective; 3] = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
 const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
@@ -42,25 +45,29 @@ fn at_once(make: Make<'_>) -> Result<(), String> {
 /// One collective with made-up data: everybody can compute everybody's inputs.
 struct Job {
     kind: Collective,
-    group: Group,
-    pieces: Vec<(usize, DType)>,
+    group: RankGroup,
+    /// Rows, elements of a part of a row, type.
+    pieces: Vec<(usize, usize, DType)>,
     in_place: bool,
     key: u64,
 }
 
 /// Every kind with every type, and with several at once, in place and not, in groups of several orders.
 fn collectives(make: Make<'_>, ranks: usize) -> Result<(), String> {
-    together(make, ranks, "collectives", |comm| {
+    together(make, ranks, "collectives", |subject| {
         let mut key = 0;
         for kind in KINDS {
             let dtypes = || DTYPES.into_iter().filter(|&dtype| adds(kind, dtype));
-            let mut shapes: Vec<Vec<_>> = dtypes().map(|dtype| [0, 1, 7, 1000].map(|n| (n, dtype)).into()).collect();
-            shapes.extend([dtypes().map(|dtype| (17, dtype)).collect(), vec![]]);
+            let mut shapes: Vec<Vec<_>> = dtypes().map(|dtype| [0, 1, 7, 1000].map(|n| (1, n, dtype)).into()).collect();
+            shapes.extend([dtypes().map(|dtype| (1, 17, dtype)).collect(), vec![]]);
+            if kind != Collective::AllReduce {
+                shapes.push(dtypes().map(|dtype| (5, 9, dtype)).collect());
+            }
             for pieces in shapes {
                 for in_place in [false, true] {
                     key += 1;
                     let group = rotated_group(ranks, key as usize);
-                    Job { kind, group, pieces: pieces.clone(), in_place, key }.run(comm)?;
+                    Job { kind, group, pieces: pieces.clone(), in_place, key }.run(subject)?;
                 }
             }
         }
@@ -70,12 +77,12 @@ fn collectives(make: Make<'_>, ranks: usize) -> Result<(), String> {
 
 /// Tensors that take the ranks some time, so that they work at the same time.
 fn large(make: Make<'_>) -> Result<(), String> {
-    together(make, 3, "large tensors", |comm| {
+    together(make, 3, "large tensors", |subject| {
         for (key, kind) in KINDS.into_iter().enumerate() {
             for dtype in [DType::F32, DType::BF16, DType::Fixed64] {
-                let pieces = vec![(30_001, dtype), (8_192, dtype)];
+                let pieces = vec![(1, 30_001, dtype), (1, 8_192, dtype)];
                 Job { kind, group: rotated_group(3, key), pieces, in_place: key.is_multiple_of(2), key: key as u64 }
-                    .run(comm)?;
+                    .run(subject)?;
             }
         }
         Ok(())
@@ -84,8 +91,8 @@ fn large(make: Make<'_>) -> Result<(), String> {
 
 /// The axes and planes of a 2 × 2 × 2 mesh, one after the other, each of its groups at its own pace.
 fn mesh(make: Make<'_>) -> Result<(), String> {
-    together(make, 8, "groups of a 2x2x2 mesh", |comm| {
-        let rank = comm.rank();
+    together(make, 8, "groups of a 2x2x2 mesh", |subject| {
+        let rank = subject.comm().rank();
         for round in 0..30u64 {
             for free in 1..8usize {
                 // The group: ranks that differ in the `free` bits only.
@@ -93,7 +100,7 @@ fn mesh(make: Make<'_>) -> Result<(), String> {
                 let key = round << 8 | (free as u64) << 4 | (rank & !free) as u64;
                 delay(key, rank);
                 let job = Job { kind: KINDS[(round as usize + free) % 3], ..Job::random(key, ranks, 0) };
-                job.run(comm)?;
+                job.run(subject)?;
             }
         }
         Ok(())
@@ -102,15 +109,15 @@ fn mesh(make: Make<'_>) -> Result<(), String> {
 
 /// Two streams of every rank in the same group at once.
 fn channels(make: Make<'_>) -> Result<(), String> {
-    together(make, 4, "two channels of one group", |comm| {
+    together(make, 4, "two channels of one group", |subject| {
         let stream = |channel: u32| -> Result<(), String> {
-            let _guard = RankGuard::new(comm);
+            let _guard = RankGuard::new(subject.comm());
             let round = |round: u64| {
                 let key = round << 1 | u64::from(channel);
-                delay(key, comm.rank());
-                Job::random(key, (0..4).collect(), channel).run(comm)
+                delay(key, subject.comm().rank());
+                Job::random(key, (0..4).collect(), channel).run(subject)
             };
-            (0..200).try_for_each(round).inspect_err(|error| comm.fail(error))
+            (0..200).try_for_each(round).inspect_err(|error| subject.comm().fail(error))
         };
         std::thread::scope(|scope| {
             let other = scope.spawn(|| stream(1));
@@ -121,7 +128,7 @@ fn channels(make: Make<'_>) -> Result<(), String> {
 
 /// Many small collectives of changing groups with changing delays.
 fn storm(make: Make<'_>, ranks: usize) -> Result<(), String> {
-    together(make, ranks, "many collectives with delays", |comm| {
+    together(make, ranks, "many collectives with delays", |subject| {
         for round in 0..250 {
             let key = counter::key(round, "storm");
             // All, or all but one.
@@ -129,9 +136,9 @@ fn storm(make: Make<'_>, ranks: usize) -> Result<(), String> {
             if key.is_multiple_of(3) {
                 group.pop();
             }
-            delay(key, comm.rank());
-            if group.contains(&comm.rank()) {
-                Job::random(key, group, 0).run(comm)?;
+            delay(key, subject.comm().rank());
+            if group.contains(&subject.comm().rank()) {
+                Job::random(key, group, 0).run(subject)?;
             }
         }
         Ok(())
@@ -143,67 +150,76 @@ impl Job {
     fn random(key: u64, ranks: Vec<usize>, channel: u32) -> Self {
         let draw = |i: u64, n: usize| (counter::bits(key, i) % n as u64) as usize;
         let kind = KINDS[draw(0, 3)];
-        let pieces = (0..1 + draw(1, 3) as u64).map(|p| (draw(10 + p, 70), DTYPES[draw(20 + p, 4)])).collect();
-        Self { kind, group: Group { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
+        let pieces = (0..1 + draw(1, 3) as u64).map(|p| (1, draw(10 + p, 70), DTYPES[draw(20 + p, 4)])).collect();
+        Self { kind, group: RankGroup { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
     }
 
     /// Elements of what a member gives for piece `p`.
     fn given(&self, p: usize) -> usize {
         let parts = if self.kind == Collective::ReduceScatter { self.group.ranks.len() } else { 1 };
-        self.pieces[p].0 * parts
+        let (rows, elements, _) = self.pieces[p];
+        rows * elements * parts
     }
 
     /// Some elements of what a member gives for piece `p`.
     fn input(&self, member: usize, p: usize, range: Range<usize>) -> Vec<u8> {
-        values(self.pieces[p].1, counter::bits(self.key, (member << 8 | p) as u64), range)
+        values(self.pieces[p].2, counter::bits(self.key, (member << 8 | p) as u64), range)
     }
 
     /// What the member at `index` must get for piece `p`.
     fn expected(&self, index: usize, p: usize) -> Vec<u8> {
-        let (elements, dtype) = self.pieces[p];
-        let start = if self.kind == Collective::ReduceScatter { index * elements } else { 0 };
-        let inputs = (0..self.group.ranks.len()).map(|member| self.input(member, p, start..start + elements));
-        if self.kind.sums() { sum(dtype, inputs) } else { inputs.flatten().collect() }
+        let (rows, elements, dtype) = self.pieces[p];
+        let (first, step) = match self.kind {
+            Collective::ReduceScatter => (index * elements, elements * self.group.ranks.len()),
+            Collective::AllReduce | Collective::AllGather => (0, elements),
+        };
+        let row = |row: usize| {
+            let start = first + row * step;
+            let inputs = (0..self.group.ranks.len()).map(|member| self.input(member, p, start..start + elements));
+            if self.kind.sums() { sum(dtype, inputs) } else { inputs.flatten().collect() }
+        };
+        (0..rows).flat_map(row).collect()
     }
 
     /// Does it and looks at the result.
-    fn run(&self, comm: &dyn Communicator) -> Result<(), String> {
+    fn run(&self, subject: &Subject) -> Result<(), String> {
         let n = self.group.ranks.len();
-        let Some(index) = self.group.ranks.iter().position(|&rank| rank == comm.rank()) else { return Ok(()) };
-        let place = Place { op: self.kind.name(), layer: None, micro_batch: 0 };
-        comm.at(place);
+        let rank = subject.comm().rank();
+        let Some(index) = self.group.ranks.iter().position(|&member| member == rank) else { return Ok(()) };
+        let place = ProgramPlace { op: self.kind.name(), layer: None, micro_batch: 0 };
+        subject.comm().at(place);
         let mut memory = Vec::new();
-        for (p, &(elements, dtype)) in self.pieces.iter().enumerate() {
+        for (p, &(rows, elements, dtype)) in self.pieces.iter().enumerate() {
             let part = elements * dtype.bytes();
             let (given, expected) = (self.input(index, p, 0..self.given(p)), self.expected(index, p));
             // In place there is one buffer, the larger one.
+            let in_place = self.in_place && rows == 1;
             let own = if self.kind == Collective::AllReduce { 0 } else { index * part };
-            let mut output = Buffer::new(if self.in_place { given.len().max(expected.len()) } else { expected.len() });
-            let mut input = Buffer::new(given.len());
-            input.bytes_mut().copy_from_slice(&given);
+            let mut output =
+                Buffer::new(subject, if in_place { given.len().max(expected.len()) } else { expected.len() });
+            let mut input = Buffer::new(subject, given.len());
+            input.write(0, &given);
             let (mut from, mut to) = (input.pointer().cast_const(), output.pointer());
-            if self.in_place {
+            if in_place {
                 let start = if self.kind == Collective::AllGather { own } else { 0 };
-                output.bytes_mut()[start..start + given.len()].copy_from_slice(&given);
-                // SAFETY: this rank's part of the buffer.
-                let mine = unsafe { output.pointer().add(own) };
+                output.write(start, &given);
+                let mine = output.pointer().wrapping_add(own);
                 (from, to) = match self.kind {
                     Collective::AllReduce => (to.cast_const(), to),
                     Collective::ReduceScatter => (to.cast_const(), mine),
                     Collective::AllGather => (mine.cast_const(), to),
                 };
             }
-            let piece = Piece { input: from, output: to, elements, dtype };
-            let start = if self.kind == Collective::ReduceScatter && self.in_place { own } else { 0 };
+            let piece = Piece { input: from, output: to, rows, elements, dtype };
+            let start = if self.kind == Collective::ReduceScatter && in_place { own } else { 0 };
             memory.push((piece, input, output, given, expected, start));
         }
         let pieces: Vec<Piece> = memory.iter().map(|m| m.0).collect();
-        // SAFETY: pieces of buffers that live on and that nobody else uses, overlapping only as allowed.
-        unsafe { comm.collective(self.kind, &self.group, &pieces, place) }.map_err(|e| e.to_string())?;
+        subject.collective(self.kind, &self.group, &pieces, place).map_err(|e| e.to_string())?;
         for (piece, input, output, given, expected, start) in &memory {
             let wrong = if output.bytes()[*start..start + expected.len()] != expected[..] {
                 "gives the wrong result"
-            } else if input.bytes() != &given[..] {
+            } else if input.bytes() != given[..] {
                 "changes its input"
             } else if !input.intact() || !output.intact() {
                 "writes beyond its buffers"
@@ -218,65 +234,30 @@ impl Job {
     }
 }
 
-/// Memory with a margin that nobody may write to.
-struct Buffer {
-    words: Vec<u64>,
-    bytes: usize,
-}
-
-impl Buffer {
-    const MARGIN: u64 = 0xa5a5_a5a5_a5a5_a5a5;
-
-    fn new(bytes: usize) -> Self {
-        Self { words: vec![Self::MARGIN; bytes.div_ceil(8) + 8], bytes }
-    }
-
-    fn pointer(&mut self) -> *mut u8 {
-        self.words.as_mut_ptr().cast()
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.all()[..self.bytes]
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: inside the vector; every bit pattern is a byte.
-        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.bytes) }
-    }
-
-    fn intact(&self) -> bool {
-        self.all()[self.bytes..].iter().all(|&byte| byte == Self::MARGIN as u8)
-    }
-
-    fn all(&self) -> &[u8] {
-        // SAFETY: the whole vector; every bit pattern is a byte.
-        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.words.len() * 8) }
-    }
-}
-
 /// Runs a program on fresh ranks, one thread each. The first error counts; it ends the other ranks too.
 fn together(
     make: Make<'_>,
     ranks: usize,
     what: &str,
-    program: impl Fn(&dyn Communicator) -> Result<(), String> + Sync,
+    program: impl Fn(&Subject) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
-    let comms = make(ranks);
-    if comms.len() != ranks || comms.iter().enumerate().any(|(i, comm)| (comm.rank(), comm.ranks()) != (i, ranks)) {
+    let subjects = make(ranks);
+    let others = |(i, s): (usize, &Subject)| (s.comm().rank(), s.comm().ranks()) != (i, ranks);
+    if subjects.len() != ranks || subjects.iter().enumerate().any(others) {
         return Err(format!("asked for {ranks} ranks, got others"));
     }
     let program = &program;
-    let run = |comm: &dyn Communicator| {
-        let _guard = RankGuard::new(comm);
-        let result = program(comm);
+    let run = |subject: &Subject| {
+        let _guard = RankGuard::new(subject.comm());
+        let result = program(subject);
         match &result {
-            Ok(()) => comm.leave(),
-            Err(error) => comm.fail(error),
+            Ok(()) => subject.leave(),
+            Err(error) => subject.comm().fail(error),
         }
         result
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = comms.iter().map(|comm| scope.spawn(move || run(&**comm))).collect();
+        let threads: Vec<_> = subjects.iter().map(|subject| scope.spawn(move || run(subject))).collect();
         let results: Vec<_> = threads.into_iter().map(|thread| joined(thread.join())).collect();
         results.into_iter().collect::<Result<(), _>>()
     })
@@ -297,8 +278,8 @@ fn rotated(ranks: usize, by: usize) -> Vec<usize> {
     if by.is_multiple_of(2) { order.collect() } else { order.rev().collect() }
 }
 
-fn rotated_group(ranks: usize, by: usize) -> Group {
-    Group { ranks: rotated(ranks, by), channel: 0 }
+fn rotated_group(ranks: usize, by: usize) -> RankGroup {
+    RankGroup { ranks: rotated(ranks, by), channel: 0 }
 }
 
 /// Sometimes lets others go first.

@@ -1,8 +1,8 @@
 //! Messages from one rank to another.
 
 use super::peers::{Gate, Peers};
-use super::rendezvous::{copy, thousands};
-use super::{CommError, Place};
+use super::rendezvous::copy;
+use super::{CommError, ProgramPlace, other_size};
 
 /// One stream of messages.
 pub struct MessageQueue {
@@ -66,7 +66,7 @@ impl MessageQueue {
         peers: &Peers,
         data: *const u8,
         send_buffer: SendBuffer,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let state = self.gate.lock();
         let room = |state: &State| {
@@ -109,7 +109,13 @@ impl MessageQueue {
     ///
     /// # Safety
     /// As `Communicator::receive`.
-    pub unsafe fn receive(&self, peers: &Peers, data: *mut u8, bytes: usize, place: Place) -> Result<(), CommError> {
+    pub unsafe fn receive(
+        &self,
+        peers: &Peers,
+        data: *mut u8,
+        bytes: usize,
+        place: ProgramPlace,
+    ) -> Result<(), CommError> {
         let state = self.gate.lock();
         let there = |state: &State| state.offered > state.taken && !state.closed;
         let (mut state, result) = peers.wait((self.to, place), &self.gate, state, there, |_, rank| rank == self.from);
@@ -119,13 +125,9 @@ impl MessageQueue {
             return Err(self.refuse(peers, self.to, place));
         }
         if state.send_buffer.bytes != bytes {
-            let (ours, theirs) = (thousands(bytes), thousands(state.send_buffer.bytes));
+            let theirs = state.send_buffer.bytes;
             drop(state);
-            return Err(peers.end(CommError::Mismatch {
-                ranks: (self.from, self.to),
-                first: format!("a message of {theirs} bytes"),
-                second: format!("receive of {ours} bytes in {place}"),
-            }));
+            return Err(peers.end(other_size((self.from, self.to), theirs, bytes, place)));
         }
         state.reading = true;
         // SAFETY: the send buffer stays valid while a message is there and the message queue is not closed.
@@ -141,7 +143,7 @@ impl MessageQueue {
     }
 
     /// Waits until everything is taken.
-    pub fn flush(&self, peers: &Peers, place: Place) -> Result<(), CommError> {
+    pub fn flush(&self, peers: &Peers, place: ProgramPlace) -> Result<(), CommError> {
         let state = self.gate.lock();
         let empty = |state: &State| state.offered == state.taken || state.closed;
         peers.wait((self.from, place), &self.gate, state, empty, |_, rank| rank == self.to).1
@@ -158,7 +160,7 @@ impl MessageQueue {
     }
 
     /// For streams that two threads of a rank use at once, or that are used after the rank's end.
-    fn refuse(&self, peers: &Peers, rank: usize, place: Place) -> CommError {
+    fn refuse(&self, peers: &Peers, rank: usize, place: ProgramPlace) -> CommError {
         let reason = "a stream of messages that another thread uses, or that has ended".to_owned();
         peers.end(CommError::Refused { rank, place, reason })
     }

@@ -1,11 +1,15 @@
 //! Collectives and messages between the ranks of a run.
 //!
-//! [`Communicator`] is one rank's end. [`threads`](fn@threads) makes ranks that share a process; other kinds are held to
-//! the same behaviour by [`conformance::check`]. Sums are taken in the order of the group's ranks whatever the timing, so
+//! [`Communicator`] is one rank's end: who is where, who is alive, what ended the run. [`HostCommunicator`] moves bytes of the
+//! host besides; a device has streams of its own. [`threads`](fn@threads) makes ranks that share a process; other kinds, and all
+//! forms of [queues](crate::communication::CommunicationQueue), are held to the same behaviour by [`conformance::check`]. Sums are taken in the order of the group's ranks whatever the timing, so
 //! all ranks get the same bits in every run. What goes wrong anywhere ends the run everywhere, with one error that names
 //! the rank, its op and its layer.
 
 pub mod conformance;
+mod exchange;
+#[cfg(all(test, loom))]
+mod loom_tests;
 mod message_queue;
 mod peers;
 mod rendezvous;
@@ -14,7 +18,7 @@ mod sum;
 mod tests;
 pub mod threads;
 
-pub use threads::threads;
+pub use threads::{ThreadCommunicator, threads};
 
 use lockstep_ir::{DType, units};
 use std::fmt;
@@ -54,7 +58,7 @@ impl fmt::Display for Collective {
 
 /// Ranks that act together, in the order in which sums are taken.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Group {
+pub struct RankGroup {
     /// The ranks, each once. All of them must name them in the same order.
     pub ranks: Vec<usize>,
     /// Keeps collectives of one group that are issued from different streams apart.
@@ -68,9 +72,11 @@ pub struct Piece {
     pub input: *const u8,
     /// Where this rank's result goes.
     pub output: *mut u8,
-    /// Elements of one rank's part. `AllReduce`: of the whole tensor. `ReduceScatter`: of the output; the input has
-    /// group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of the input; the output has
-    /// group-size times as many.
+    /// Rows of the tensor, one behind the other; what follows is of each of them. An `AllReduce` has one.
+    pub rows: usize,
+    /// Elements of one rank's part of a row. `AllReduce`: of the whole tensor. `ReduceScatter`: of a row of the output; that of the
+    /// input has group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of a row of the input; that
+    /// of the output has group-size times as many.
     pub elements: usize,
     /// Type of the elements.
     pub dtype: DType,
@@ -79,13 +85,18 @@ pub struct Piece {
 impl Piece {
     /// Bytes of one rank's part.
     pub const fn bytes(&self) -> usize {
+        self.rows * self.row_bytes()
+    }
+
+    /// Bytes of one rank's part of a row.
+    pub const fn row_bytes(&self) -> usize {
         self.elements * self.dtype.bytes()
     }
 }
 
 /// Where a rank is in its program: for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct ProgramPlace {
     /// The op's name.
     pub op: &'static str,
     /// The layer that the op belongs to, if any.
@@ -94,14 +105,14 @@ pub struct Place {
     pub micro_batch: usize,
 }
 
-impl Place {
+impl ProgramPlace {
     /// Op and layer, without the micro-batch.
     fn brief(&self) -> String {
         self.layer.map_or_else(|| self.op.to_owned(), |layer| format!("{}, layer {layer}", self.op))
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ProgramPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, micro-batch {}", self.brief(), self.micro_batch)
     }
@@ -116,7 +127,7 @@ pub enum CommError {
         /// The rank that failed.
         rank: usize,
         /// Where it was; `None` before its first op.
-        place: Option<Place>,
+        place: Option<ProgramPlace>,
         /// What it said.
         reason: String,
     },
@@ -130,11 +141,11 @@ pub enum CommError {
         /// The rank that waits.
         rank: usize,
         /// Where it waits.
-        place: Place,
+        place: ProgramPlace,
         /// The rank that it waits for.
         other: usize,
         /// Where that one is; `None` before its first op.
-        other_place: Option<Place>,
+        other_place: Option<ProgramPlace>,
         /// How long that one has been there.
         seconds: f32,
         /// The rank that the other waits for in turn: they wait in a circle.
@@ -150,7 +161,7 @@ pub enum CommError {
         /// The rank that waits.
         rank: usize,
         /// Where it waits.
-        place: Place,
+        place: ProgramPlace,
         /// The rank that has ended its program.
         other: usize,
     },
@@ -177,17 +188,78 @@ pub enum CommError {
         /// The rank that asks.
         rank: usize,
         /// Where it asks.
-        place: Place,
+        place: ProgramPlace,
         /// Why not.
         reason: String,
     },
 }
 
-fn at(place: &Option<Place>) -> String {
+/// What a rank wants of a collective.
+#[derive(Clone, Copy)]
+struct Wish<'a> {
+    kind: Collective,
+    pieces: &'a [Piece],
+    place: ProgramPlace,
+}
+
+/// Whether the members of a group want the same.
+fn agree<'a>(members: &[usize], wish: impl Fn(usize) -> Option<Wish<'a>>) -> Result<(), CommError> {
+    let Some(first) = wish(0) else { return Ok(()) };
+    for (member, rank) in members.iter().enumerate().skip(1) {
+        let Some(other) = wish(member) else { continue };
+        let differs = |(a, b): (&Piece, &Piece)| (a.rows, a.elements, a.dtype) != (b.rows, b.elements, b.dtype);
+        let piece = first.pieces.iter().zip(other.pieces).position(differs);
+        if first.kind == other.kind && first.pieces.len() == other.pieces.len() && piece.is_none() {
+            continue;
+        }
+        let (first, second) = (first.describe(piece), other.describe(piece));
+        return Err(CommError::Mismatch { ranks: (members[0], *rank), first, second });
+    }
+    Ok(())
+}
+
+impl Wish<'_> {
+    /// For messages; `piece` is the first that differs.
+    fn describe(&self, piece: Option<usize>) -> String {
+        let Wish { kind, pieces, place } = self;
+        let what = |piece: &Piece| format!("{} bytes {}", thousands(piece.bytes()), piece.dtype);
+        match (pieces, piece) {
+            ([only], _) => format!("{kind} of {} in {place}", what(only)),
+            (_, Some(p)) if p < pieces.len() => {
+                format!("{kind} of {} as tensor {} of {} in {place}", what(&pieces[p]), p + 1, pieces.len())
+            }
+            _ => format!("{kind} of {} tensors in {place}", pieces.len()),
+        }
+    }
+}
+
+/// The error for a message of `theirs` bytes from a rank to one that expects `ours`.
+fn other_size((from, to): (usize, usize), theirs: usize, ours: usize, place: ProgramPlace) -> CommError {
+    CommError::Mismatch {
+        ranks: (from, to),
+        first: format!("a message of {} bytes", thousands(theirs)),
+        second: format!("receive of {} bytes in {place}", thousands(ours)),
+    }
+}
+
+/// `1234567` as `1,234,567`.
+fn thousands(n: usize) -> String {
+    let digits = n.to_string();
+    let mut text = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(c);
+    }
+    text
+}
+
+fn at(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
 }
 
-fn briefly(place: &Option<Place>) -> String {
+fn briefly(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {}", p.brief()))
 }
 
@@ -208,22 +280,34 @@ pub trait Communicator: Send + Sync {
     fn ranks(&self) -> usize;
 
     /// Says where this rank is now: a sign of life. Cheap; called before every instruction.
-    fn at(&self, place: Place);
+    fn at(&self, place: ProgramPlace);
 
+    /// This rank has ended its program: whoever waits for more of it gets an error. Waits until what it has sent is taken.
+    fn leave(&self);
+
+    /// Ends the run for everybody: this rank cannot go on.
+    fn fail(&self, reason: &str);
+
+    /// What ended the run, if anything did.
+    fn failure(&self) -> Option<CommError>;
+}
+
+/// A communicator that moves bytes of the host's memory, and returns when it has.
+pub trait HostCommunicator: Communicator {
     /// Does `kind` together with the other ranks of the group, which call it with pieces of the same sizes and types.
     /// Nothing is touched before all have agreed on that. Returns when this rank's outputs are there and nobody reads its
     /// inputs any more.
     ///
     /// # Safety
     /// The pieces' memory is valid, aligned to the element type and exclusively this rank's until return. Inputs and
-    /// outputs are apart, except that an input may be exactly the output (`AllReduce`), an output may be this rank's
-    /// part of the input (`ReduceScatter`), and an input may be this rank's part of the output (`AllGather`).
+    /// outputs are apart, except that an input may be exactly the output (`AllReduce`), where there is one row an output
+    /// may be this rank's part of the input (`ReduceScatter`), and an input this rank's part of the output (`AllGather`).
     unsafe fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError>;
 
     /// Copies `bytes` bytes into the next of `copies` parts of `send_buffer`, each of `bytes` bytes (waiting until the receiver
@@ -245,24 +329,21 @@ pub trait Communicator: Send + Sync {
         bytes: usize,
         send_buffer: *mut u8,
         copies: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError>;
 
     /// Waits for the next message of `from` with this tag, which must have `bytes` bytes, and copies it.
     ///
     /// # Safety
     /// `data` is valid for writes of `bytes` bytes and exclusively this call's.
-    unsafe fn receive(&self, from: usize, tag: u32, data: *mut u8, bytes: usize, place: Place)
-    -> Result<(), CommError>;
-
-    /// This rank has ended its program: whoever waits for more of it gets an error. Waits until what it has sent is taken.
-    fn leave(&self);
-
-    /// Ends the run for everybody: this rank cannot go on.
-    fn fail(&self, reason: &str);
-
-    /// What ended the run, if anything did.
-    fn failure(&self) -> Option<CommError>;
+    unsafe fn receive(
+        &self,
+        from: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+        place: ProgramPlace,
+    ) -> Result<(), CommError>;
 }
 
 /// Ends the run for everybody if this rank's thread panics while the guard lives.

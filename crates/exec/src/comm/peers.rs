@@ -1,14 +1,15 @@
 //! What the ranks of one process know of each other: where each is, who waits for whom, and what ended the run.
 
-use super::{CommError, Place};
+use super::{CommError, ProgramPlace};
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, spins, yield_now};
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Looks at a gate before a waiting thread starts to yield, and before it goes to sleep: there may be more ranks than cores.
-const SPINS: u32 = 100;
-const LOOKS: u32 = SPINS + 16;
+const SPINS: usize = spins(100);
+const LOOKS: usize = SPINS + spins(16);
 /// How long a sleeping thread goes without looking for failures.
 const SLICE: Duration = Duration::from_millis(20);
 
@@ -63,11 +64,11 @@ struct Life {
 }
 
 struct Whereabouts {
-    place: Option<Place>,
+    place: Option<ProgramPlace>,
     /// When it came there.
     since: u64,
     /// The rank that it waits for, and where.
-    waits: Option<(usize, Place)>,
+    waits: Option<(usize, ProgramPlace)>,
 }
 
 /// The ranks of one run.
@@ -83,12 +84,12 @@ pub struct Peers {
 thread_local! {
     /// Run, rank and place that this thread last spoke for. A rank has several threads; this one's place is what counts
     /// when it fails.
-    static HERE: Cell<Option<(u64, usize, Place)>> = const { Cell::new(None) };
+    static HERE: Cell<Option<(u64, usize, ProgramPlace)>> = const { Cell::new(None) };
 }
 
 impl Peers {
     pub fn new(ranks: usize, timeout: Duration) -> Self {
-        static RUNS: AtomicU64 = AtomicU64::new(0);
+        static RUNS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         let life = |_| Life {
             alive: AtomicU64::new(0),
             left: AtomicBool::new(false),
@@ -117,7 +118,7 @@ impl Peers {
     }
 
     /// A rank says where it is.
-    pub fn at(&self, rank: usize, place: Place) {
+    pub fn at(&self, rank: usize, place: ProgramPlace) {
         HERE.set(Some((self.id, rank, place)));
         let now = self.now();
         let life = &self.lives[rank];
@@ -155,7 +156,7 @@ impl Peers {
     /// those that `me` waits for. The lock comes back in any case.
     pub fn wait<'g, T>(
         &self,
-        (me, place): (usize, Place),
+        (me, place): (usize, ProgramPlace),
         gate: &'g Gate<T>,
         mut guard: MutexGuard<'g, T>,
         ready: impl Fn(&T) -> bool,
@@ -174,7 +175,7 @@ impl Peers {
                 drop(guard);
                 while looks < LOOKS && gate.version.load(Ordering::Acquire) == seen && self.failure().is_none() {
                     looks += 1;
-                    if looks < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+                    if looks < SPINS { std::hint::spin_loop() } else { yield_now() }
                 }
                 guard = gate.lock();
                 continue;
@@ -192,7 +193,13 @@ impl Peers {
     }
 
     /// Whether there is hope in waiting on.
-    fn look(&self, me: usize, place: Place, started: u64, missing: impl Fn(usize) -> bool) -> Result<(), CommError> {
+    fn look(
+        &self,
+        me: usize,
+        place: ProgramPlace,
+        started: u64,
+        missing: impl Fn(usize) -> bool,
+    ) -> Result<(), CommError> {
         let awaited = || (0..self.ranks()).filter(|&rank| missing(rank));
         if let Some(other) = awaited().find(|&rank| self.has_left(rank)) {
             return Err(CommError::Left { rank: me, place, other });
@@ -208,7 +215,7 @@ impl Peers {
     }
 
     /// The error for a rank that `me` has waited for in vain: names the last of a chain of waiting ranks.
-    fn stalled(&self, me: usize, place: Place, other: usize) -> CommError {
+    fn stalled(&self, me: usize, place: ProgramPlace, other: usize) -> CommError {
         let waits = |rank: usize| lock(&self.lives[rank].whereabouts).waits;
         let mut pair = (me, place, other);
         let mut circle = true;
@@ -230,8 +237,4 @@ impl Peers {
             other_waits_for: whereabouts.waits.map(|(rank, _)| rank),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

@@ -1,9 +1,8 @@
 //! Where the ranks of one group meet for collectives.
 
 use super::peers::{Gate, Peers};
-use super::{Collective, CommError, Group, Piece, Place, sum};
-use std::cell::UnsafeCell;
-use std::sync::MutexGuard;
+use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, sum};
+use crate::sync::{MutexGuard, UnsafeCell};
 
 /// What one member wants of a collective.
 #[derive(Clone, Copy)]
@@ -11,7 +10,7 @@ struct Call {
     kind: Collective,
     pieces: *const Piece,
     count: usize,
-    place: Place,
+    place: ProgramPlace,
 }
 
 /// State of a rendezvous; a stage ends when all members have arrived.
@@ -44,7 +43,7 @@ unsafe impl Send for Rendezvous {}
 unsafe impl Sync for Rendezvous {}
 
 impl Rendezvous {
-    pub fn new(group: &Group) -> Self {
+    pub fn new(group: &RankGroup) -> Self {
         let n = group.ranks.len();
         let turn =
             Turn { stage: 0, arrived: vec![false; n], missing: n, touching: 0, inside: vec![false; n], closed: false };
@@ -65,7 +64,7 @@ impl Rendezvous {
         index: usize,
         kind: Collective,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let mut turn = self.gate.lock();
         if turn.inside[index] {
@@ -75,21 +74,21 @@ impl Rendezvous {
         turn.inside[index] = true;
         let call = Call { kind, pieces: pieces.as_ptr(), count: pieces.len(), place };
         // SAFETY: this member is in no collective, so nobody reads what it wanted last.
-        unsafe { *self.calls[index].get() = Some(call) };
-        drop(self.arrive(peers, index, turn, Stage::Agree, place)?);
+        self.calls[index].with_mut(|wanted| unsafe { *wanted = Some(call) });
+        drop(self.arrive(peers, index, turn, Waypoint::Agree, place)?);
         // SAFETY: all have agreed; everybody writes only its own outputs, and of those only what nobody reads meanwhile.
         unsafe {
             match kind {
                 Collective::AllReduce => {
                     self.reduce_slice(index, pieces);
-                    drop(self.arrive(peers, index, self.done(), Stage::Work, place)?);
+                    drop(self.arrive(peers, index, self.done(), Waypoint::Work, place)?);
                     self.fetch_slices(index, pieces);
                 }
                 Collective::ReduceScatter => self.reduce_part(index, pieces),
                 Collective::AllGather => self.gather(index, pieces),
             }
         }
-        self.arrive(peers, index, self.done(), Stage::Leave, place)?.inside[index] = false;
+        self.arrive(peers, index, self.done(), Waypoint::Leave, place)?.inside[index] = false;
         Ok(())
     }
 
@@ -106,8 +105,8 @@ impl Rendezvous {
         peers: &Peers,
         index: usize,
         mut turn: MutexGuard<'g, Turn>,
-        stage: Stage,
-        place: Place,
+        stage: Waypoint,
+        place: ProgramPlace,
     ) -> Result<MutexGuard<'g, Turn>, CommError> {
         let me = self.members[index];
         let mut result = Ok(());
@@ -116,15 +115,15 @@ impl Rendezvous {
             turn.missing -= 1;
             if turn.missing == 0 {
                 match stage {
-                    Stage::Agree => result = self.agree().map_err(|error| peers.end(error)),
-                    Stage::Work | Stage::Leave => {}
+                    Waypoint::Agree => result = self.agree().map_err(|error| peers.end(error)),
+                    Waypoint::Work | Waypoint::Leave => {}
                 }
                 if result.is_ok() {
                     turn.stage += 1;
                     turn.arrived.fill(false);
                     turn.missing = self.members.len();
                     // Counted for all here, so that none is missed who has yet to wake.
-                    turn.touching = if stage == Stage::Leave { 0 } else { self.members.len() };
+                    turn.touching = if stage == Waypoint::Leave { 0 } else { self.members.len() };
                     self.gate.announce();
                     return Ok(turn);
                 }
@@ -151,26 +150,14 @@ impl Rendezvous {
 
     /// Whether all members want the same. Called by the last to arrive, under the lock.
     fn agree(&self) -> Result<(), CommError> {
-        // SAFETY: all members have arrived and wait, so calls and pieces stay as they are.
-        let call = |member: usize| unsafe { *self.calls[member].get() };
-        // SAFETY: as above.
-        let pieces = |call: &Call| unsafe { slice(call.pieces, call.count) };
-        let Some(first) = call(0) else { return Ok(()) };
-        for member in 1..self.members.len() {
-            let Some(other) = call(member) else { continue };
-            let (a, b) = (pieces(&first), pieces(&other));
-            let differs = |(a, b): (&Piece, &Piece)| (a.elements, a.dtype) != (b.elements, b.dtype);
-            let piece = a.iter().zip(b).position(differs);
-            if first.kind == other.kind && a.len() == b.len() && piece.is_none() {
-                continue;
-            }
-            return Err(CommError::Mismatch {
-                ranks: (self.members[0], self.members[member]),
-                first: describe(&first, a, piece),
-                second: describe(&other, b, piece),
-            });
-        }
-        Ok(())
+        let wish = |member: usize| {
+            // SAFETY: all members have arrived and wait, so calls and pieces stay as they are.
+            let call = self.calls[member].with(|call| unsafe { *call })?;
+            // SAFETY: as above.
+            let pieces = unsafe { std::slice::from_raw_parts(call.pieces, call.count) };
+            Some(Wish { kind: call.kind, pieces, place: call.place })
+        };
+        agree(&self.members, wish)
     }
 
     /// What member `member` wants done with piece `p`.
@@ -179,11 +166,10 @@ impl Rendezvous {
     /// Between the first stage and the last, with `p` among the pieces.
     unsafe fn piece(&self, member: usize, p: usize) -> Piece {
         // SAFETY: the caller vouches; all members have as many pieces.
-        unsafe {
-            match *self.calls[member].get() {
-                Some(call) => *call.pieces.add(p),
-                None => unreachable!("a member that has arrived has a call"),
-            }
+        match self.calls[member].with(|call| unsafe { *call }) {
+            // SAFETY: as above.
+            Some(call) => unsafe { *call.pieces.add(p) },
+            None => unreachable!("a member that has arrived has a call"),
         }
     }
 
@@ -218,10 +204,13 @@ impl Rendezvous {
     /// Sums this member's part of all inputs into its output.
     unsafe fn reduce_part(&self, index: usize, pieces: &[Piece]) {
         for (p, piece) in pieces.iter().enumerate() {
-            // SAFETY: inside the tensors. Nobody else reads this part of this member's input, which may be its output.
-            unsafe {
-                let input = |member| self.piece(member, p).input.add(index * piece.bytes());
-                sum::sum(piece.dtype, self.members.len(), input, piece.output, piece.elements);
+            let (n, bytes) = (self.members.len(), piece.row_bytes());
+            for row in 0..piece.rows {
+                // SAFETY: inside the tensors. Nobody else reads this part of this member's input, which may be its output.
+                unsafe {
+                    let input = |member| self.piece(member, p).input.add((row * n + index) * bytes);
+                    sum::sum(piece.dtype, n, input, piece.output.add(row * bytes), piece.elements);
+                }
             }
         }
     }
@@ -230,9 +219,14 @@ impl Rendezvous {
     unsafe fn gather(&self, index: usize, pieces: &[Piece]) {
         for member in self.others(index).chain([index]) {
             for (p, piece) in pieces.iter().enumerate() {
-                let bytes = piece.bytes();
-                // SAFETY: inside the tensors. The part of the output that may be this member's input is not written.
-                unsafe { copy(self.piece(member, p).input, piece.output.add(member * bytes), bytes) };
+                let (n, bytes) = (self.members.len(), piece.row_bytes());
+                for row in 0..piece.rows {
+                    // SAFETY: inside the tensors. The part of the output that may be this member's input is not written.
+                    unsafe {
+                        let from = self.piece(member, p).input.add(row * bytes);
+                        copy(from, piece.output.add((row * n + member) * bytes), bytes);
+                    }
+                }
             }
         }
     }
@@ -254,7 +248,7 @@ impl Rendezvous {
 
 /// What the members wait for each other before.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum Waypoint {
     /// Touching anything.
     Agree,
     /// Reading each other's outputs.
@@ -272,37 +266,4 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
         // SAFETY: the caller vouches.
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
     }
-}
-
-/// # Safety
-/// As `slice::from_raw_parts`.
-unsafe fn slice<'a>(pieces: *const Piece, count: usize) -> &'a [Piece] {
-    // SAFETY: the caller vouches.
-    unsafe { std::slice::from_raw_parts(pieces, count) }
-}
-
-/// A call, for messages; `piece` is the first that differs.
-fn describe(call: &Call, pieces: &[Piece], piece: Option<usize>) -> String {
-    let (kind, place) = (call.kind, call.place);
-    let what = |piece: &Piece| format!("{} bytes {}", thousands(piece.bytes()), piece.dtype);
-    match (pieces, piece) {
-        ([only], _) => format!("{kind} of {} in {place}", what(only)),
-        (_, Some(p)) if p < pieces.len() => {
-            format!("{kind} of {} as tensor {} of {} in {place}", what(&pieces[p]), p + 1, pieces.len())
-        }
-        _ => format!("{kind} of {} tensors in {place}", pieces.len()),
-    }
-}
-
-/// `1234567` as `1,234,567`.
-pub fn thousands(n: usize) -> String {
-    let digits = n.to_string();
-    let mut text = String::new();
-    for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(c);
-    }
-    text
 }

@@ -1,11 +1,21 @@
+use super::conformance::Subject;
 use super::*;
 use std::sync::Arc;
 use std::thread::scope;
 use std::time::{Duration, Instant};
 
+fn threads_as(ranks: usize, subject: impl Fn(Arc<ThreadCommunicator>) -> Subject) -> Vec<Subject> {
+    threads(ranks, Duration::from_secs(10)).into_iter().map(subject).collect()
+}
+
 #[test]
 fn threads_conform() {
-    conformance::check(&|ranks| threads(ranks, Duration::from_secs(10))).unwrap();
+    conformance::check(&|ranks| threads_as(ranks, |comm| Subject::inline(comm))).unwrap();
+}
+
+#[test]
+fn communication_threads_conform() {
+    conformance::check(&|ranks| threads_as(ranks, |comm| Subject::beside(comm).unwrap())).unwrap();
 }
 
 /// What a planted communicator does wrong.
@@ -21,7 +31,7 @@ enum Fault {
     ForgetsFailures,
 }
 
-struct Wrong(Arc<dyn Communicator>, Fault);
+struct Wrong(Arc<ThreadCommunicator>, Fault);
 
 impl Communicator for Wrong {
     fn rank(&self) -> usize {
@@ -32,16 +42,32 @@ impl Communicator for Wrong {
         self.0.ranks()
     }
 
-    fn at(&self, place: Place) {
+    fn at(&self, place: ProgramPlace) {
         self.0.at(place);
     }
 
+    fn leave(&self) {
+        self.0.leave();
+    }
+
+    fn fail(&self, reason: &str) {
+        if self.1 != Fault::ForgetsFailures {
+            self.0.fail(reason);
+        }
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.0.failure()
+    }
+}
+
+impl HostCommunicator for Wrong {
     unsafe fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let (mut group, mut pieces) = (group.clone(), pieces);
         match self.1 {
@@ -71,7 +97,7 @@ impl Communicator for Wrong {
         bytes: usize,
         send_buffer: *mut u8,
         copies: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
         let copies = if self.1 == Fault::OverrunsTheSendBuffer { copies + 1 } else { copies };
@@ -85,25 +111,11 @@ impl Communicator for Wrong {
         tag: u32,
         data: *mut u8,
         bytes: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
         // SAFETY: the caller vouches.
         unsafe { self.0.receive(from, tag, data, bytes, place) }
-    }
-
-    fn leave(&self) {
-        self.0.leave();
-    }
-
-    fn fail(&self, reason: &str) {
-        if self.1 != Fault::ForgetsFailures {
-            self.0.fail(reason);
-        }
-    }
-
-    fn failure(&self) -> Option<CommError> {
-        self.0.failure()
     }
 }
 
@@ -125,23 +137,23 @@ fn the_suite_refuses_wrong_communicators() {
         (Fault::WritesBeforeItAgrees, endings, ["refused", "touches memory"]),
         (Fault::ForgetsFailures, endings, ["the error should say", "rank 2 failed"]),
     ] {
-        let wrong = |comm| Arc::new(Wrong(comm, fault)) as Arc<dyn Communicator>;
+        let wrong = |comm| Subject::inline(Arc::new(Wrong(comm, fault)));
         let make = |ranks| threads(ranks, Duration::from_millis(300)).into_iter().map(wrong).collect();
         let error = section(&make).expect_err(&format!("{fault:?}"));
         assert!(texts.iter().all(|text| error.contains(text)), "{fault:?}: {error}");
     }
 }
 
-const fn place(op: &'static str, layer: usize) -> Place {
-    Place { op, layer: Some(layer), micro_batch: 1 }
+const fn place(op: &'static str, layer: usize) -> ProgramPlace {
+    ProgramPlace { op, layer: Some(layer), micro_batch: 1 }
 }
 
 /// Sums a few numbers over all ranks.
-fn all_reduce(comm: &dyn Communicator, place: Place) -> Result<(), CommError> {
+fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
     let mut x = [1.0f32; 256];
     let output = x.as_mut_ptr().cast::<u8>();
-    let piece = Piece { input: output, output, elements: 256, dtype: DType::F32 };
-    let group = Group { ranks: (0..comm.ranks()).collect(), channel: 0 };
+    let piece = Piece { input: output, output, rows: 1, elements: 256, dtype: DType::F32 };
+    let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
     comm.at(place);
     // SAFETY: the array is this call's.
     unsafe { comm.collective(Collective::AllReduce, &group, &[piece], place) }?;
@@ -149,13 +161,13 @@ fn all_reduce(comm: &dyn Communicator, place: Place) -> Result<(), CommError> {
     Ok(())
 }
 
-fn receive(comm: &dyn Communicator, from: usize, place: Place) -> Result<(), CommError> {
+fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
     comm.at(place);
     // SAFETY: no bytes.
     unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
 }
 
-fn send(comm: &dyn Communicator, to: usize, copies: usize) -> Result<(), CommError> {
+fn send(comm: &dyn HostCommunicator, to: usize, copies: usize) -> Result<(), CommError> {
     // SAFETY: no bytes.
     unsafe { comm.send(to, 0, std::ptr::null(), 0, std::ptr::null_mut(), copies, place("send", 0)) }
 }
@@ -264,9 +276,14 @@ fn a_mismatch_names_both_sides() {
     scope(|s| {
         let other = s.spawn(|| {
             let mut x = [1u16; 1024];
-            let piece =
-                Piece { input: x.as_ptr().cast(), output: x.as_mut_ptr().cast(), elements: 512, dtype: DType::BF16 };
-            let group = Group { ranks: vec![0, 1], channel: 0 };
+            let piece = Piece {
+                input: x.as_ptr().cast(),
+                output: x.as_mut_ptr().cast(),
+                rows: 1,
+                elements: 512,
+                dtype: DType::BF16,
+            };
+            let group = RankGroup { ranks: vec![0, 1], channel: 0 };
             // SAFETY: the array is this call's, and its first half is this rank's part.
             soon(|| unsafe { comms[1].collective(Collective::AllGather, &group, &[piece], place("gather", 7)) })
         });
@@ -307,12 +324,12 @@ fn a_message_that_nobody_takes_is_an_error() {
 
 #[test]
 fn what_cannot_be_done_is_refused() {
-    let refused = |run: &dyn Fn(&dyn Communicator) -> Result<(), CommError>| {
+    let refused = |run: &dyn Fn(&dyn HostCommunicator) -> Result<(), CommError>| {
         let error = run(&*threads(2, Duration::from_secs(10))[0]).unwrap_err();
         assert!(matches!(error, CommError::Refused { rank: 0, .. }), "{error}");
     };
     for ranks in [vec![], vec![1], vec![0, 0], vec![0, 2]] {
-        let group = Group { ranks, channel: 0 };
+        let group = RankGroup { ranks, channel: 0 };
         // SAFETY: no pieces.
         refused(&|comm| unsafe { comm.collective(Collective::AllGather, &group, &[], place("gather", 0)) });
     }

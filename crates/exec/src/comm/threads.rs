@@ -14,37 +14,46 @@
 //!
 //! Locks are held for bookkeeping only, never while tensors are touched. In the steady state nothing is allocated.
 
+use super::exchange::{Meeting, Post};
 use super::message_queue::{MessageQueue, SendBuffer};
 use super::peers::Peers;
 use super::rendezvous::{Rendezvous, copy};
-use super::{Collective, CommError, Communicator, Group, Piece, Place, sum};
+use super::{
+    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, Wish, agree, other_size, sum,
+};
+use crate::sync::{Arc, RwLock};
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 /// As many communicators as ranks, in one process. A rank that waits longer than `timeout` without any sign of life from
 /// the rank it waits for gives up. A rank that itself waits is as alive as the one that it waits for.
-pub fn threads(ranks: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
+pub fn threads(ranks: usize, timeout: Duration) -> Vec<std::sync::Arc<ThreadCommunicator>> {
     let shared = Arc::new(Shared {
         peers: Peers::new(ranks, timeout),
         rendezvous: RwLock::new(HashMap::new()),
         queues: RwLock::new(HashMap::new()),
+        meetings: RwLock::new(HashMap::new()),
+        posts: RwLock::new(HashMap::new()),
     });
-    (0..ranks).map(|rank| Arc::new(Threads { shared: shared.clone(), rank }) as Arc<dyn Communicator>).collect()
+    (0..ranks).map(|rank| std::sync::Arc::new(ThreadCommunicator { shared: shared.clone(), rank })).collect()
 }
 
 type Table<K, V> = RwLock<HashMap<K, Arc<V>>>;
 
 struct Shared {
     peers: Peers,
-    rendezvous: Table<Group, Rendezvous>,
+    rendezvous: Table<RankGroup, Rendezvous>,
     /// By sender, receiver and tag.
     queues: Table<(usize, usize, u32), MessageQueue>,
+    meetings: Table<RankGroup, Meeting>,
+    /// By sender, receiver and tag.
+    posts: Table<(usize, usize, u32), Post>,
 }
 
-/// One rank.
-struct Threads {
+/// One rank that is a thread of this process.
+pub struct ThreadCommunicator {
     shared: Arc<Shared>,
     rank: usize,
 }
@@ -58,13 +67,13 @@ fn entry<K: Hash + Eq + Clone, V>(table: &Table<K, V>, key: &K, make: impl FnOnc
     table.entry(key.clone()).or_insert_with(|| Arc::new(make())).clone()
 }
 
-impl Threads {
+impl ThreadCommunicator {
     fn peers(&self) -> &Peers {
         &self.shared.peers
     }
 
     /// Every call starts here.
-    fn begin(&self, place: Place) -> Result<(), CommError> {
+    fn begin(&self, place: ProgramPlace) -> Result<(), CommError> {
         if let Some(error) = self.peers().failure() {
             return Err(error.clone());
         }
@@ -76,15 +85,15 @@ impl Threads {
     }
 
     /// And ends here.
-    fn end(&self, result: Result<(), CommError>) -> Result<(), CommError> {
+    fn end<T>(&self, result: Result<T, CommError>) -> Result<T, CommError> {
         match result {
-            Ok(()) => self.peers().alive(self.rank),
+            Ok(_) => self.peers().alive(self.rank),
             Err(_) => self.withdraw(),
         }
         result
     }
 
-    fn refuse(&self, place: Place, reason: impl Into<String>) -> CommError {
+    fn refuse(&self, place: ProgramPlace, reason: impl Into<String>) -> CommError {
         self.peers().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
     }
 
@@ -100,7 +109,13 @@ impl Threads {
     }
 
     /// This rank's place in the group, after a look at what it asks for.
-    fn index(&self, kind: Collective, group: &Group, pieces: &[Piece], place: Place) -> Result<usize, CommError> {
+    fn index(
+        &self,
+        kind: Collective,
+        group: &RankGroup,
+        pieces: &[Piece],
+        place: ProgramPlace,
+    ) -> Result<usize, CommError> {
         if let Some(piece) = pieces.iter().find(|piece| kind.sums() && !sum::adds(piece.dtype)) {
             return Err(self.refuse(place, format!("{kind} of {}, which has no sum", piece.dtype)));
         }
@@ -114,16 +129,100 @@ impl Threads {
         Ok(index)
     }
 
-    fn queue(&self, from: usize, to: usize, tag: u32, place: Place) -> Result<Arc<MessageQueue>, CommError> {
+    fn check_message(&self, from: usize, to: usize, place: ProgramPlace) -> Result<(), CommError> {
         if from.max(to) >= self.ranks() {
             let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
             return Err(self.refuse(place, reason));
         }
+        Ok(())
+    }
+
+    fn queue(&self, from: usize, to: usize, tag: u32, place: ProgramPlace) -> Result<Arc<MessageQueue>, CommError> {
+        self.check_message(from, to, place)?;
         Ok(entry(&self.shared.queues, &(from, to, tag), || MessageQueue::new(from, to)))
+    }
+
+    /// Ranks that enqueue a collective on a device agree on it, and bring a value each. The last to come calls `act` with the pieces and
+    /// values of all, in the order of the group; all get what it gives. Nothing is touched here.
+    pub fn agree<T: Send + 'static, R: Clone + Send + 'static>(
+        &self,
+        (kind, group): (Collective, &RankGroup),
+        pieces: &[Piece],
+        place: ProgramPlace,
+        value: T,
+        act: impl FnOnce(Vec<(Vec<Piece>, T)>) -> R,
+    ) -> Result<R, CommError> {
+        let meet = || {
+            self.begin(place)?;
+            let index = self.index(kind, group, pieces, place)?;
+            let meeting = entry(&self.shared.meetings, group, || Meeting::new(group));
+            let mine = (kind, SendPieces(pieces.to_vec()), place, value);
+            let result = meeting.meet(self.peers(), index, place, mine, |all| {
+                let wish = |member: usize| {
+                    let (kind, pieces, place, _): &(_, SendPieces, _, T) = all.get(member)?;
+                    Some(Wish { kind: *kind, pieces: &pieces.0, place: *place })
+                };
+                agree(&group.ranks, wish)?;
+                Ok(act(all.into_iter().map(|(_, pieces, _, value)| (pieces.0, value)).collect()))
+            })?;
+            result.map_err(|error| self.peers().end(error))
+        };
+        self.end(meet())
+    }
+
+    /// All ranks of the run bring a value each, and all get what `act` makes of them.
+    pub fn meet<T: Send + 'static, R: Clone + Send + 'static>(
+        &self,
+        place: ProgramPlace,
+        value: T,
+        act: impl FnOnce(Vec<T>) -> R,
+    ) -> Result<R, CommError> {
+        let meet = || {
+            self.begin(place)?;
+            let group = RankGroup { ranks: (0..self.ranks()).collect(), channel: u32::MAX };
+            let meeting = entry(&self.shared.meetings, &group, || Meeting::new(&group));
+            meeting.meet(self.peers(), self.rank, place, value, act)
+        };
+        self.end(meet())
+    }
+
+    /// Hands a value to another rank.
+    pub fn post<T: Send + 'static>(&self, to: usize, tag: u32, value: T, place: ProgramPlace) -> Result<(), CommError> {
+        let act = || {
+            self.begin(place)?;
+            self.check_message(self.rank, to, place)?;
+            entry(&self.shared.posts, &(self.rank, to, tag), || Post::new(self.rank, to)).send(value);
+            Ok(())
+        };
+        self.end(act())
+    }
+
+    /// Waits for the next value of another rank.
+    pub fn fetch<T: 'static>(&self, from: usize, tag: u32, place: ProgramPlace) -> Result<T, CommError> {
+        let act = || {
+            self.begin(place)?;
+            self.check_message(from, self.rank, place)?;
+            let post = entry(&self.shared.posts, &(from, self.rank, tag), || Post::new(from, self.rank));
+            post.receive(self.peers(), place)
+        };
+        self.end(act())
+    }
+
+    /// Ends the run because a message has another size than this rank expects.
+    pub fn refuse_size(&self, from: usize, theirs: usize, ours: usize, place: ProgramPlace) -> CommError {
+        let error = self.peers().end(other_size((from, self.rank), theirs, ours, place));
+        self.withdraw();
+        error
     }
 }
 
-impl Communicator for Threads {
+/// Pieces that another thread looks at: their sizes, and addresses for a device.
+struct SendPieces(Vec<Piece>);
+
+// SAFETY: nobody reads or writes at their addresses on this thread's account; who enqueues them vouches for the memory.
+unsafe impl Send for SendPieces {}
+
+impl Communicator for ThreadCommunicator {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -132,16 +231,38 @@ impl Communicator for Threads {
         self.peers().ranks()
     }
 
-    fn at(&self, place: Place) {
+    fn at(&self, place: ProgramPlace) {
         self.peers().at(self.rank, place);
     }
 
+    fn leave(&self) {
+        self.peers().leave(self.rank);
+        let place = ProgramPlace { op: "leave", layer: None, micro_batch: 0 };
+        for queue in self.outgoing() {
+            if queue.flush(self.peers(), place).is_err() {
+                break;
+            }
+        }
+        self.withdraw();
+    }
+
+    fn fail(&self, reason: &str) {
+        self.peers().fail(self.rank, reason);
+        self.withdraw();
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.peers().failure().cloned()
+    }
+}
+
+impl HostCommunicator for ThreadCommunicator {
     unsafe fn collective(
         &self,
         kind: Collective,
-        group: &Group,
+        group: &RankGroup,
         pieces: &[Piece],
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -168,7 +289,7 @@ impl Communicator for Threads {
         bytes: usize,
         send_buffer: *mut u8,
         copies: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -188,7 +309,7 @@ impl Communicator for Threads {
         tag: u32,
         data: *mut u8,
         bytes: usize,
-        place: Place,
+        place: ProgramPlace,
     ) -> Result<(), CommError> {
         let act = || {
             self.begin(place)?;
@@ -198,29 +319,9 @@ impl Communicator for Threads {
         };
         self.end(act())
     }
-
-    fn leave(&self) {
-        self.peers().leave(self.rank);
-        let place = Place { op: "leave", layer: None, micro_batch: 0 };
-        for queue in self.outgoing() {
-            if queue.flush(self.peers(), place).is_err() {
-                break;
-            }
-        }
-        self.withdraw();
-    }
-
-    fn fail(&self, reason: &str) {
-        self.peers().fail(self.rank, reason);
-        self.withdraw();
-    }
-
-    fn failure(&self) -> Option<CommError> {
-        self.peers().failure().cloned()
-    }
 }
 
-impl Drop for Threads {
+impl Drop for ThreadCommunicator {
     fn drop(&mut self) {
         self.peers().leave(self.rank);
         self.withdraw();

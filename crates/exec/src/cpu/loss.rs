@@ -33,8 +33,8 @@ pub fn cross_entropy<T: Float>(call: Call) {
     });
 }
 
-/// dlogits = softmax(logits) − one-hot(target); 0 where the target is ignored.
-pub fn cross_entropy_grad<T: Float>(call: Call) {
+/// dlogits = weight · (softmax(logits) − one-hot(target)); 0 where the target is ignored.
+pub fn cross_entropy_grad<T: Float>(call: Call, weight: f32) {
     let (rows, v) = (call.size('b') * call.size('s'), call.size('v'));
     let (logits, targets) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let lse = Ptr(call.input::<f32>(2));
@@ -45,7 +45,8 @@ pub fn cross_entropy_grad<T: Float>(call: Call) {
             unsafe {
                 match checked_target(*targets.at(row), v) {
                     Some(target) => {
-                        softmax_minus_hit(call.simd, logits.at(row * v), out.at(row * v), v, *lse.at(row), target);
+                        let (x, dx) = (logits.at(row * v), out.at(row * v));
+                        softmax_minus_hit(call.simd, x, dx, v, *lse.at(row), target, weight);
                     }
                     None => out.slice(row * v, v).fill(T::of(0.0)),
                 }
@@ -78,10 +79,10 @@ vectorised! {
 
 vectorised! {
     /// `out` may be the memory of `logits`.
-    unsafe fn softmax_minus_hit<T>(logits: *const T, out: *mut T, n: usize, lse: f32, target: usize) -> () {
-        let hit = simd::exp((*logits.add(target)).to() - lse) - 1.0;
+    unsafe fn softmax_minus_hit<T>(logits: *const T, out: *mut T, n: usize, lse: f32, target: usize, weight: f32) -> () {
+        let hit = weight * (simd::exp((*logits.add(target)).to() - lse) - 1.0);
         for i in 0..n {
-            *out.add(i) = T::of(simd::exp((*logits.add(i)).to() - lse));
+            *out.add(i) = T::of(weight * simd::exp((*logits.add(i)).to() - lse));
         }
         *out.add(target) = T::of(hit);
     }

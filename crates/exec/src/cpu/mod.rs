@@ -4,7 +4,6 @@ pub(crate) mod arena;
 mod attention;
 mod call;
 mod columns;
-mod communication_thread;
 mod dropout;
 mod float;
 mod gemm;
@@ -25,12 +24,13 @@ mod simd;
 mod vocab;
 
 use crate::bound::{Names, check_scratch, check_write};
-use crate::comm::{Piece, Place};
-use crate::communication::{CommunicationCall, CommunicationCalls, Link, communication_calls};
+use crate::comm::{HostCommunicator, ProgramPlace};
+use crate::communication::{
+    CommunicationCalls, CommunicationQueue, CommunicationThread, Enqueued, Inline, Link, communication_calls,
+};
 use crate::{ExecError, Executor, Rank, Timing};
 use arena::Arena;
 use call::{Bound, Call};
-use communication_thread::CommunicationThread;
 use float::{Bf16, F16, Float};
 use lockstep_ir::program::{Instr, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, OpKind, StepProgram, Workspace, units};
@@ -38,7 +38,6 @@ use pool::Pool;
 use simd::Simd;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::Instant;
 
 /// What the compiler must know of this executor: alignment, and the scratch of every kernel, for these types of parameters
@@ -115,16 +114,14 @@ pub struct CpuExecutor {
     pool: Pool,
     simd: Simd,
     segments: Vec<Vec<Bound>>,
-    communication_calls: Arc<CommunicationCalls>,
-    link: Option<Link>,
-    /// Room for the pieces of a collective, and the communication thread's numbers of the instructions of a segment.
-    pieces: Vec<Piece>,
-    numbers: Vec<u64>,
+    communication_calls: CommunicationCalls,
+    link: Option<Link<dyn HostCommunicator>>,
+    /// What the compute stream has of communication.
+    inline: Option<Inline>,
+    /// The communication thread's numbers of the instructions of a segment.
+    numbers: Vec<Enqueued>,
     names: Names,
 }
-
-// SAFETY: `pieces` holds addresses in the arena while a collective runs; nobody looks at them afterwards.
-unsafe impl Send for CpuExecutor {}
 
 impl CpuExecutor {
     /// Allocates the arena of a program of one rank that was compiled for [`profile`] with this number of threads.
@@ -136,7 +133,11 @@ impl CpuExecutor {
     }
 
     /// The same for one of several ranks.
-    pub fn load_rank(program: StepProgram, threads: usize, link: Option<Link>) -> Result<Self, ExecError> {
+    pub fn load_rank(
+        program: StepProgram,
+        threads: usize,
+        link: Option<Link<dyn HostCommunicator>>,
+    ) -> Result<Self, ExecError> {
         let here = link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
         let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
         let segments = program
@@ -145,22 +146,19 @@ impl CpuExecutor {
             .map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>())
             .collect::<Result<Vec<_>, _>>()?;
         check_scratch(&program, &segments, |compute, gradients| profile(threads, compute, gradients))?;
-        let communication_calls = Arc::new(communication_calls(&program, here));
+        let communication_calls = communication_calls(&program, here);
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
         let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
         let overlaps = |s: &Segment| s.instrs.iter().any(|i| i.stream == Stream::Communication);
         let communication = match &link {
             Some(link) if program.segments.iter().any(overlaps) => {
-                // SAFETY: the communication thread is dropped before the arena.
-                let communication =
-                    unsafe { CommunicationThread::start(communication_calls.clone(), link.comm.clone(), arena.base()) };
-                Some(communication.map_err(|e| ExecError::Threads(1, e))?)
+                let thread = CommunicationThread::start(link.comm.clone());
+                Some(thread.map_err(|e| ExecError::Threads(1, e))?)
             }
             _ => None,
         };
         let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
-        let pieces = communication_calls.iter().flatten().flatten().map(CommunicationCall::pieces).max().unwrap_or(0);
         Ok(Self {
             pool,
             simd: Simd::detect(),
@@ -168,9 +166,9 @@ impl CpuExecutor {
             arena,
             segments,
             communication_calls,
+            inline: link.as_ref().map(|link| Inline::new(link.comm.clone())),
             link,
-            pieces: Vec::with_capacity(pieces),
-            numbers: vec![0; longest],
+            numbers: vec![Enqueued::default(); longest],
             names: Names::new(&program),
             program,
         })
@@ -191,18 +189,21 @@ impl CpuExecutor {
     /// Runs one instruction, or hands it to the communication thread.
     fn instr(&mut self, index: usize, slot: Slot) -> Result<(), ExecError> {
         let instr = &self.program.segments[slot.segment].instrs[index];
-        if let (Some(communication), Some(last)) = (&self.communication, instr.waits.iter().max()) {
+        if let (Some(communication), Some(last)) = (&mut self.communication, instr.waits.iter().max()) {
             communication.wait(self.numbers[*last])?;
         }
-        match (&self.communication_calls[slot.segment][index], &self.link) {
-            (None, _) => self.kernel(index, slot),
-            (Some(_), None) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
-            (Some(call), Some(link)) => match (&self.communication, instr.stream) {
-                (Some(communication), Stream::Communication) => self.numbers[index] = communication.hand(index, slot),
-                // SAFETY: the arena is this program's; the verifier has checked what runs at the same time.
-                _ => unsafe { call.run(link.comm.as_ref(), self.arena.base(), slot, &mut self.pieces)? },
-            },
-        }
+        let Some(call) = &self.communication_calls[slot.segment][index] else {
+            self.kernel(index, slot);
+            return Ok(());
+        };
+        let queue: &mut dyn CommunicationQueue = match (&mut self.communication, &mut self.inline, instr.stream) {
+            (Some(communication), _, Stream::Communication) => communication,
+            (_, Some(inline), _) => inline,
+            (_, None, _) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
+        };
+        // SAFETY: the arena is this program's and is dropped behind the queues; the verifier has checked what runs at the same
+        // time, and ranks leave before their arenas go.
+        self.numbers[index] = unsafe { queue.enqueue(call, self.arena.base(), slot)? };
         Ok(())
     }
 
@@ -210,7 +211,7 @@ impl CpuExecutor {
         let bound = &self.segments[slot.segment][index];
         if let Some(link) = &self.link {
             let layer = self.program.segments[slot.segment].instrs[index].layer;
-            link.comm.at(Place { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
+            link.comm.at(ProgramPlace { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
         }
         let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot };
         match bound.float {
@@ -221,9 +222,9 @@ impl CpuExecutor {
     }
 
     /// A segment ends when both streams have.
-    fn join(&self) -> Result<(), ExecError> {
-        match &self.communication {
-            Some(communication) => Ok(communication.wait(communication.handed())?),
+    fn join(&mut self) -> Result<(), ExecError> {
+        match &mut self.communication {
+            Some(communication) => Ok(communication.finish()?),
             None => Ok(()),
         }
     }
@@ -279,7 +280,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Slice { first, .. } => sections::slice::<T>(call, first),
         Op::Concat => sections::concat::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
-        Op::CrossEntropyGrad => loss::cross_entropy_grad::<T>(call),
+        Op::CrossEntropyGrad { weight } => loss::cross_entropy_grad::<T>(call, weight),
         Op::LinearCrossEntropy { rows } => head::linear_cross_entropy::<T>(call, rows),
         Op::AddState => optimizer::add_state(call),
         Op::Accumulate => optimizer::accumulate(call),
@@ -360,11 +361,11 @@ impl Executor for CpuExecutor {
 
 impl Rank for CpuExecutor {
     /// Waits until the communication thread has ended what it was handed.
-    fn drain(&self) {
-        if let (Some(communication), Some(link)) = (&self.communication, &self.link) {
+    fn drain(&mut self) {
+        if let (Some(communication), Some(link)) = (&mut self.communication, &self.link) {
             link.comm.fail("ended by another error");
             // What went wrong is known.
-            let _ = communication.wait(communication.handed());
+            let _ = communication.finish();
         }
     }
 }

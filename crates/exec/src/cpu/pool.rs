@@ -4,11 +4,10 @@
 //! done when its tasks are, whether or not every thread has woken for it, so a machine with fewer free cores than threads
 //! is not slowed down by those that sleep.
 
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Arc, JoinHandle, Mutex, Thread, lock, park, spawn, spin, spins, yield_now};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::{Builder, JoinHandle, Thread};
 
 /// `f(task, worker)`, with the lifetime hidden: valid while `Pool::run` waits.
 type Job = *const (dyn Fn(usize, usize) + Sync);
@@ -43,7 +42,7 @@ pub struct Pool {
 }
 
 /// Spins before a waiting thread goes to sleep: about the time between two kernels of a step.
-const SPINS: usize = 2_000;
+const SPINS: usize = spins(2_000);
 /// A ticket from which no task can be claimed.
 const CLOSED: u64 = u32::MAX as u64;
 
@@ -61,7 +60,7 @@ impl Pool {
         for worker in 1..threads.max(1) {
             let asleep = Arc::new(AtomicBool::new(false));
             let (theirs, flag) = (pool.shared.clone(), asleep.clone());
-            let handle = Builder::new().name(format!("lockstep-{worker}")).spawn(move || theirs.work(worker, &flag))?;
+            let handle = spawn(format!("lockstep-{worker}"), move || theirs.work(worker, &flag))?;
             pool.workers.push(Worker { thread: handle.thread().clone(), handle: Some(handle), asleep });
         }
         Ok(pool)
@@ -98,7 +97,7 @@ impl Pool {
         let mut spins = 0;
         while shared.done.load(Ordering::SeqCst) < tasks {
             spins += 1;
-            if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+            if spins < SPINS { std::hint::spin_loop() } else { yield_now() }
         }
         shared.ticket.store(number | CLOSED, Ordering::SeqCst);
         let panic = lock(&shared.panic).take();
@@ -136,9 +135,10 @@ impl Shared {
             }
             asleep.store(true, Ordering::SeqCst);
             if !self.open() && !self.stop.load(Ordering::SeqCst) {
-                std::thread::park();
+                park();
             }
             asleep.store(false, Ordering::SeqCst);
+            spin();
             spins = 0;
         }
     }
@@ -174,11 +174,7 @@ impl Shared {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
@@ -207,5 +203,30 @@ mod tests {
             count.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(count.into_inner(), 10);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+
+    /// What tasks count. loom tells of two accesses at once, and of a count that is read before the task is done.
+    struct Counts(Vec<loom::cell::UnsafeCell<u32>>);
+    // SAFETY: a task is claimed once, which is what is tested.
+    unsafe impl Sync for Counts {}
+
+    #[test]
+    fn loom_every_task_of_two_jobs_runs_once_and_is_waited_for() {
+        crate::sync::explore(|| {
+            let pool = Pool::new(2).unwrap();
+            for tasks in [2, 3] {
+                let counts = Counts((0..tasks).map(|_| loom::cell::UnsafeCell::new(0)).collect());
+                let all = &counts;
+                // SAFETY: as above.
+                pool.run(tasks, move |task, _| all.0[task].with_mut(|count| unsafe { *count += 1 }));
+                // SAFETY: all tasks are done.
+                counts.0.iter().for_each(|count| count.with(|count| assert_eq!(unsafe { *count }, 1)));
+            }
+        });
     }
 }

@@ -203,9 +203,10 @@ fn blocks(call: Call, input: usize, factor: f32, f: impl Fn(Grad, usize, usize) 
     let At { elements, dtype, .. } = call.bound.inputs[input];
     let grad = Ptr(call.input::<u8>(input));
     call.ranges(elements, GRAIN, |from, to| {
-        // SAFETY: from .. to lies in the gradient.
         match dtype {
+            // SAFETY: from .. to lies in the gradient.
             DType::F32 => f(Grad::F32(unsafe { grad.get().cast::<f32>().add(from) }), from, to - from),
+            // SAFETY: the same.
             DType::BF16 => f(Grad::Bf16(unsafe { grad.get().cast::<Bf16>().add(from) }), from, to - from),
             DType::Fixed64 | DType::F16 | DType::F64 | DType::U32 => {
                 const WIDTH: usize = 256;

@@ -4,7 +4,7 @@
 //! stage; ranks of a stage share it.
 
 use super::{Rank, World, gather, scatter};
-use crate::comm::{Communicator, threads};
+use crate::comm::{Communicator, HostCommunicator, ThreadCommunicator, threads};
 use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Timing};
@@ -31,7 +31,7 @@ pub struct ThreadWorld {
 
 struct Worker {
     executor: Arc<Mutex<Box<dyn Rank>>>,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<ThreadCommunicator>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -65,6 +65,7 @@ impl ThreadWorld {
     /// Loads the programs of all stages on the CPU, each on its ranks, with `threads` kernel threads per rank.
     pub fn on_cpu(programs: Vec<StepProgram>, threads: usize, timeout: Duration) -> Result<Self, ExecError> {
         Self::load(programs, timeout, |program, link| {
+            let link = Link { comm: link.comm as Arc<dyn HostCommunicator>, coordinates: link.coordinates };
             Ok(Box::new(CpuExecutor::load_rank(program, threads, Some(link))?))
         })
     }
@@ -74,7 +75,7 @@ impl ThreadWorld {
     pub fn load(
         programs: Vec<StepProgram>,
         timeout: Duration,
-        mut load: impl FnMut(StepProgram, Link) -> Result<Box<dyn Rank>, ExecError>,
+        mut load: impl FnMut(StepProgram, Link<ThreadCommunicator>) -> Result<Box<dyn Rank>, ExecError>,
     ) -> Result<Self, ExecError> {
         let Some(mesh) = programs.first().map(|p| p.mesh) else {
             return Err(ExecError::Internal("a run without programs".into()));

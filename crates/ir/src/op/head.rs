@@ -24,7 +24,7 @@ pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
     |batch| {
         let s = Shapes::new(batch);
         let lse = (s.row(), Draw::Of(Op::CrossEntropy, 1, &[0, 1]));
-        vec![sample(Op::CrossEntropyGrad, [s.normal(vocab()), (s.ids(), Draw::Targets(50)), lse])]
+        vec![sample(Op::CrossEntropyGrad { weight: 0.75 }, [s.normal(vocab()), (s.ids(), Draw::Targets(50)), lse])]
     },
 )
 .in_place(&[(0, 0)])

@@ -205,8 +205,11 @@ ops! {
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits. A position whose target is
     /// [`IGNORED_TARGET`] has no loss, here and in the other ops of the output head.
     CrossEntropy = head::CROSS_ENTROPY,
-    /// Gradient of the sum of token losses.
-    CrossEntropyGrad = head::CROSS_ENTROPY_GRAD,
+    /// Gradient of the weighted sum of token losses.
+    CrossEntropyGrad {
+        /// How much the loss counts.
+        weight: f32,
+    } = head::CROSS_ENTROPY_GRAD,
     /// `CrossEntropy(Linear(x, w))` and its gradients, chunk by chunk, so that the logits never exist whole. Where gradients
     /// are summed in fixed point, a chunk never crosses two sequences: a sequence's share does not depend on its neighbours. With
     /// `scalars`, gradients start with the step's loss scale instead of 1.

@@ -1,7 +1,7 @@
 //! The architectures, a file each. Which there are is the list of `lockstep_config::architectures!`: a line there and a file here
 //! are all of a new one.
 
-use crate::Builder;
+use crate::ModelBuilder;
 use lockstep_config::Architecture;
 
 macro_rules! choose {
@@ -9,7 +9,7 @@ macro_rules! choose {
         $(mod $file;)+
 
         /// What writes down the forward graph of an architecture.
-        pub(crate) fn builder(architecture: Architecture) -> Builder {
+        pub(crate) fn builder(architecture: Architecture) -> ModelBuilder {
             match architecture {
                 $(Architecture::$Variant => $file::build,)+
             }

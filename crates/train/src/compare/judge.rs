@@ -1,10 +1,13 @@
 //! What a layout promises, and whether it is kept: every number that is compared, with its bound.
 
-use super::{Stored, Trace};
+use super::{Step, Stored, Trace};
 use lockstep_config::{Config, GradientPrecision, PrecisionPolicy};
+use lockstep_exec::cpu;
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axes, DType, Layout, MeshAxis};
 use serde::Serialize;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// What a layout promises about one rank's numbers, step by step from the same state.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -116,6 +119,19 @@ impl Kind {
     }
 }
 
+/// Differences of one rank from itself with weights that were changed in their last bit, for the promise that they were measured by.
+#[derive(Default)]
+pub(super) struct Natural(Option<(Promise, Vec<Difference>)>);
+
+impl Natural {
+    fn of(&mut self, single: &Trace, disturbed: Option<&Trace>, promise: Promise) -> &[Difference] {
+        if self.0.as_ref().is_none_or(|(of, _)| *of != promise) {
+            self.0 = disturbed.map(|disturbed| (promise, differences(single, disturbed, promise)));
+        }
+        self.0.as_ref().map_or(&[], |(_, found)| found)
+    }
+}
+
 /// A difference, of the kinds that [`Kind`] has.
 struct Difference {
     kind: Kind,
@@ -134,7 +150,7 @@ pub(super) fn judge(
     layout: &Layout,
     promise: Promise,
     single: &Trace,
-    disturbed: Option<&Trace>,
+    (disturbed, natural): (Option<&Trace>, &mut Natural),
     parallel: &Trace,
 ) -> Comparison {
     let identical = same_bits(single, parallel);
@@ -149,8 +165,8 @@ pub(super) fn judge(
             vec![Criterion { name: "bits", found: differing, bound: 0.0, promised: 0.0, raised: false, at }]
         }
         Promise::Close { .. } => {
-            let natural = disturbed.map(|disturbed| differences(single, disturbed, promise)).unwrap_or_default();
-            Kind::ALL.into_iter().filter_map(|kind| criterion(kind, promise, &found, &natural)).collect()
+            let natural = natural.of(single, disturbed, promise);
+            Kind::ALL.into_iter().filter_map(|kind| criterion(kind, promise, &found, natural)).collect()
         }
     };
     Comparison {
@@ -215,14 +231,11 @@ fn same_bits(a: &Trace, b: &Trace) -> bool {
         a.len() == b.len()
             && a.iter().all(|a| {
                 find(b, &a.name).is_some_and(|b| {
-                    a.bytes == b.bytes || {
-                        let (a, b) = (a.numbers(), b.numbers());
-                        a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(*a, b))
-                    }
+                    a.bytes == b.bytes || { a.len() == b.len() && (0..a.len()).all(|i| same(a.number(i), b.number(i))) }
                 })
             })
     };
-    let step = |(a, b): (&super::Step, &super::Step)| {
+    let step = |(a, b): (&Step, &Step)| {
         same(a.loss, b.loss)
             && same(a.norm.into(), b.norm.into())
             && all_same(&a.gradients, &b.gradients)
@@ -235,8 +248,30 @@ fn find<'a>(states: &'a [Stored], name: &str) -> Option<&'a Stored> {
     states.iter().find(|s| s.name == name)
 }
 
-fn largest(x: &[f64]) -> f64 {
-    x.iter().fold(0.0, |m: f64, x| m.max(x.abs()))
+fn largest(x: &Stored) -> f64 {
+    (0..x.len()).fold(0.0, |m: f64, i| m.max(x.number(i).abs()))
+}
+
+/// What `f` gives for each of so many, in their order, on all cores: tensors do not depend on each other.
+fn each<R: Send>(count: usize, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(count)));
+    std::thread::scope(|scope| {
+        for _ in 0..cpu::cores().min(count) {
+            scope.spawn(|| {
+                loop {
+                    let i = next.fetch_add(1, Ordering::Relaxed);
+                    if i >= count {
+                        break;
+                    }
+                    let result = f(i);
+                    done.lock().unwrap_or_else(PoisonError::into_inner).push((i, result));
+                }
+            });
+        }
+    });
+    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    done.sort_by_key(|(i, _)| *i);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Every difference of two runs of the same steps, always in the same order.
@@ -244,49 +279,44 @@ fn differences(a: &Trace, b: &Trace, promise: Promise) -> Vec<Difference> {
     let mut all = Vec::new();
     let relative = |a: f64, b: f64| apart(a, b) / a.abs().max(f64::MIN_POSITIVE);
     for (step, (ours, theirs)) in a.steps.iter().zip(&b.steps).enumerate() {
-        let mut push =
-            |kind, tensor: &str, value| all.push(Difference { kind, step, tensor: tensor.to_owned(), value });
-        push(Kind::Loss, "", relative(ours.loss, theirs.loss));
-        push(Kind::Norm, "", relative(ours.norm.into(), theirs.norm.into()));
-        let norm = ours.norm;
-        let gradients: Vec<Vec<f64>> = ours.gradients.iter().map(Stored::numbers).collect();
+        let difference = |kind, tensor: &str, value| Difference { kind, step, tensor: tensor.to_owned(), value };
+        all.push(difference(Kind::Loss, "", relative(ours.loss, theirs.loss)));
+        all.push(difference(Kind::Norm, "", relative(ours.norm.into(), theirs.norm.into())));
         // A tensor whose gradient is nothing but rounding has no size of its own.
-        let least = 1e-3 * gradients.iter().map(|g| largest(g)).fold(0.0, f64::max);
-        for (gradient, x) in ours.gradients.iter().zip(&gradients) {
-            push(Kind::Gradient, &gradient.name, most(x, find(&theirs.gradients, &gradient.name), least));
-        }
-        for state in ours.after.iter() {
-            let x = state.numbers();
+        let sizes = each(ours.gradients.len(), |i| largest(&ours.gradients[i]));
+        let least = 1e-3 * sizes.into_iter().fold(0.0, f64::max);
+        all.extend(each(ours.gradients.len(), |i| {
+            let gradient = &ours.gradients[i];
+            let value = most(gradient, find(&theirs.gradients, &gradient.name), least);
+            difference(Kind::Gradient, &gradient.name, value)
+        }));
+        let of_state = |i: usize| {
+            let state = &ours.after[i];
             if let State::Moment { .. } = &state.state {
-                push(Kind::Moment, &state.name, most(&x, find(&theirs.after, &state.name), 0.0));
-                continue;
+                let value = most(state, find(&theirs.after, &state.name), 0.0);
+                return Some(difference(Kind::Moment, &state.name, value));
             }
-            let Some((parameter, rounding)) = updated(state, &ours.after) else { continue };
-            let of = |g: &Stored| matches!(g.state, State::Gradient { of } if of == parameter.value);
-            let gradient = ours.gradients.iter().position(of);
-            let other = gradient.and_then(|i| find(&theirs.gradients, &ours.gradients[i].name)).map(Stored::numbers);
-            let gradient = gradient.map(|i| gradients[i].clone());
-            let changes = [(a, &ours.after), (b, &theirs.after)].map(|(run, after)| {
-                let (before, after) = (find(&run.starts[step], &state.name)?, find(after, &state.name)?);
-                let (before, after) = (before.numbers(), after.numbers());
-                (before.len() == x.len() && after.len() == x.len())
-                    .then(|| after.iter().zip(&before).map(|(a, b)| a - b).collect::<Vec<f64>>())
-            });
+            let (parameter, rounding) = updated(state, &ours.after)?;
+            let of = |g: &&Stored| matches!(g.state, State::Gradient { of } if of == parameter.value);
             // As the rule reads them: clipped.
-            let clipped = |gradient: Vec<f64>, norm: f32| {
-                let factor = (a.clip / f64::from(norm)).min(1.0);
-                gradient.iter().map(|g| g * factor).collect::<Vec<f64>>()
+            let factor = |norm: f32| (a.clip / f64::from(norm)).min(1.0);
+            let update = |before, after, gradient, norm| {
+                let (before, after, gradient) = (find(before, &state.name)?, find(after, &state.name)?, gradient?);
+                let same = [before, after, gradient].iter().all(|x| x.len() == state.len());
+                same.then_some(Update { before, after, gradient, factor: factor(norm) })
             };
-            let read = [gradient.map(|g| clipped(g, ours.norm)), other.map(|g| clipped(g, theirs.norm))];
-            let value = match (changes, read) {
-                ([Some(ours), Some(theirs)], [Some(g), Some(h)]) if g.len() == x.len() && h.len() == x.len() => {
-                    let away = least * (a.clip / f64::from(norm)).min(1.0);
-                    other_updates([&ours, &theirs], [&g, &h], &x, away, rounding, promise)
-                }
+            let gradient = ours.gradients.iter().find(of);
+            let other = gradient.and_then(|g| find(&theirs.gradients, &g.name));
+            let value = match (
+                update(&a.starts[step], &ours.after, gradient, ours.norm),
+                update(&b.starts[step], &theirs.after, other, theirs.norm),
+            ) {
+                (Some(x), Some(y)) => other_updates(&x, &y, least * factor(ours.norm), rounding, promise),
                 _ => f64::INFINITY,
             };
-            push(Kind::Update, &parameter.name, value);
-        }
+            Some(difference(Kind::Update, &parameter.name, value))
+        };
+        all.extend(each(ours.after.len(), of_state).into_iter().flatten());
     }
     let step = a.steps.len();
     let value = relative(a.evaluated, b.evaluated);
@@ -295,12 +325,12 @@ fn differences(a: &Trace, b: &Trace, promise: Promise) -> Vec<Difference> {
 }
 
 /// The largest difference of an element, as a share of the tensor's largest, or of `least` where that is more.
-fn most(x: &[f64], other: Option<&Stored>, least: f64) -> f64 {
-    let y = other.map(Stored::numbers).unwrap_or_default();
-    if x.len() != y.len() {
-        return f64::INFINITY;
-    }
-    let difference = x.iter().zip(&y).map(|(a, b)| apart(*a, *b)).fold(0.0, f64::max);
+fn most(x: &Stored, other: Option<&Stored>, least: f64) -> f64 {
+    let y = match other {
+        Some(y) if y.len() == x.len() => y,
+        _ => return f64::INFINITY,
+    };
+    let difference = (0..x.len()).map(|i| apart(x.number(i), y.number(i))).fold(0.0, f64::max);
     if difference == 0.0 { 0.0 } else { difference / largest(x).max(least) }
 }
 
@@ -324,27 +354,45 @@ fn updated<'a>(state: &'a Stored, all: &'a [Stored]) -> Option<(&'a Stored, f64)
 
 /// The share of elements with another update, of those whose gradient is the same and well away from zero: rules that look at
 /// signs turn the rounding of a gradient that is zero into a whole step. Whether gradients are the same is judged elsewhere.
-fn other_updates(
-    [ours, theirs]: [&[f64]; 2],
-    [gradient, other_gradient]: [&[f64]; 2],
-    parameter: &[f64],
-    least: f64,
-    rounding: f64,
-    promise: Promise,
-) -> f64 {
+fn other_updates(ours: &Update, theirs: &Update, least: f64, rounding: f64, promise: Promise) -> f64 {
     let Promise::Close { gradient: bound, update, .. } = promise else { return 0.0 };
-    let away = (100.0 * bound).min(0.2) * largest(gradient).max(least);
-    let usual = (ours.iter().map(|x| x * x).sum::<f64>() / ours.len().max(1) as f64).sqrt();
+    let count = ours.after.len();
+    let largest = (0..count).fold(0.0, |m: f64, i| m.max(ours.gradient(i).abs()));
+    let away = (100.0 * bound).min(0.2) * largest.max(least);
+    let usual = ((0..count).map(|i| ours.change(i)).map(|x| x * x).sum::<f64>() / count.max(1) as f64).sqrt();
     let (mut counted, mut other) = (0, 0);
-    for i in 0..ours.len() {
-        let same = apart(gradient[i], other_gradient[i]) <= (10.0 * bound).min(0.1) * gradient[i].abs();
-        if !same || gradient[i].abs() < away || away == 0.0 {
+    for i in 0..count {
+        let gradient = ours.gradient(i);
+        let same = apart(gradient, theirs.gradient(i)) <= (10.0 * bound).min(0.1) * gradient.abs();
+        if !same || gradient.abs() < away || away == 0.0 {
             continue;
         }
         counted += 1;
-        let accepted = update * ours[i].abs().max(usual) + rounding * parameter[i].abs();
-        let difference = apart(ours[i], theirs[i]);
+        let change = ours.change(i);
+        let accepted = update * change.abs().max(usual) + rounding * ours.after.number(i).abs();
+        let difference = apart(change, theirs.change(i));
         other += usize::from(difference > accepted || (difference > 0.0 && accepted.is_nan()));
     }
     other.saturating_sub(FREE) as f64 / f64::from(counted.max(1))
+}
+
+/// A parameter before and after a step, and what the rule read.
+struct Update<'a> {
+    before: &'a Stored,
+    after: &'a Stored,
+    gradient: &'a Stored,
+    /// What clips the gradient.
+    factor: f64,
+}
+
+impl Update<'_> {
+    #[inline]
+    fn change(&self, i: usize) -> f64 {
+        self.after.number(i) - self.before.number(i)
+    }
+
+    #[inline]
+    fn gradient(&self, i: usize) -> f64 {
+        self.gradient.number(i) * self.factor
+    }
 }

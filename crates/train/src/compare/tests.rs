@@ -28,12 +28,17 @@ fn change(tensors: &mut [Stored], name: &str, f: impl Fn(usize, f32) -> f32) {
     }
 }
 
+fn numbers(tensors: &[Stored], name: &str) -> Vec<f64> {
+    let tensor = tensors.iter().find(|t| t.name == name).unwrap();
+    (0..tensor.len()).map(|i| tensor.number(i)).collect()
+}
+
 /// The criteria that a change of what the layout gave breaks.
 fn broken(config: &Config, plant: impl Fn(&mut Trace)) -> Vec<&'static str> {
     let ([single, disturbed, mut parallel], layout) = traces(config, "tp=2");
     let judged = |parallel: &Trace| {
         let promise = Promise::of(&layout, config);
-        judge(&layout, promise, &single, Some(&disturbed), parallel)
+        judge(&layout, promise, &single, (Some(&disturbed), &mut Natural::default()), parallel)
     };
     let sound = judged(&parallel);
     assert!(sound.kept && !sound.identical, "{sound:#?}");
@@ -64,15 +69,19 @@ fn faults_are_found_whatever_the_optimizer() {
         // One wrong element.
         let one = broken(&config, |t| {
             let name = format!("grad.{}", some(t));
-            let largest = t.steps[0].gradients.iter().flat_map(Stored::numbers).fold(0.0, |m: f64, x| m.max(x.abs()));
+            let largest = t.steps[0]
+                .gradients
+                .iter()
+                .flat_map(|g| (0..g.len()).map(|i| g.number(i)))
+                .fold(0.0, |m: f64, x| m.max(x.abs()));
             change(&mut t.steps[0].gradients, &name, |i, x| if i == 3 { x + 1e-2 * largest as f32 } else { x });
         });
         assert_eq!(one, ["gradients"], "{name}");
         // Half of a tensor that is not updated.
         let stale = broken(&config, |t| {
             let name = some(t);
-            let before = t.starts[1].iter().find(|s| s.name == name).unwrap().numbers();
-            change(Rc::make_mut(&mut t.steps[1].after).as_mut_slice(), &name, |i, x| {
+            let before = numbers(&t.starts[1], &name);
+            change(Arc::make_mut(&mut t.steps[1].after).as_mut_slice(), &name, |i, x| {
                 if i % 2 == 0 { before[i] as f32 } else { x }
             });
         });
@@ -80,14 +89,14 @@ fn faults_are_found_whatever_the_optimizer() {
         // An update in the wrong direction.
         let wrong = broken(&config, |t| {
             let name = some(t);
-            let before = t.starts[0].iter().find(|s| s.name == name).unwrap().numbers();
-            change(Rc::make_mut(&mut t.steps[0].after).as_mut_slice(), &name, |i, x| 2.0 * before[i] as f32 - x);
+            let before = numbers(&t.starts[0], &name);
+            change(Arc::make_mut(&mut t.steps[0].after).as_mut_slice(), &name, |i, x| 2.0 * before[i] as f32 - x);
         });
         assert_eq!(wrong, ["updates"], "{name}");
         let moment = broken(&config, |t| {
             let is = |t: &&Stored| matches!(t.state, State::Moment { .. });
             let name = t.steps[1].after.iter().find(is).unwrap().name.clone();
-            change(Rc::make_mut(&mut t.steps[1].after).as_mut_slice(), &name, |_, x| 1.01 * x);
+            change(Arc::make_mut(&mut t.steps[1].after).as_mut_slice(), &name, |_, x| 1.01 * x);
         });
         assert_eq!(moment, ["optimizer state"], "{name}");
         assert_eq!(broken(&config, |t| t.steps[1].loss *= 1.0001), ["loss"]);
@@ -100,10 +109,12 @@ fn faults_are_found_whatever_the_optimizer() {
 fn where_bits_are_promised_one_of_them_counts() {
     let config = config("");
     let ([single, disturbed, mut parallel], layout) = traces(&config, "pp=2");
-    let judged = |parallel: &Trace| judge(&layout, Promise::Identical, &single, Some(&disturbed), parallel);
+    let judged = |parallel: &Trace| {
+        judge(&layout, Promise::Identical, &single, (Some(&disturbed), &mut Natural::default()), parallel)
+    };
     assert!(judged(&parallel).kept && judged(&parallel).identical);
     let name = parameter(&parallel, "up");
-    change(Rc::make_mut(&mut parallel.steps[1].after).as_mut_slice(), &name, |i, x| {
+    change(Arc::make_mut(&mut parallel.steps[1].after).as_mut_slice(), &name, |i, x| {
         if i == 0 { f32::from_bits(x.to_bits() ^ 1) } else { x }
     });
     let found = judged(&parallel);
@@ -113,10 +124,17 @@ fn where_bits_are_promised_one_of_them_counts() {
 #[test]
 fn weights_that_change_in_the_last_bit_raise_a_bound_only_where_a_step_is_chaotic() {
     let ([single, disturbed, parallel], layout) = traces(&config(""), "tp=2");
-    let calm = judge(&layout, Promise::of(&layout, &config("")), &single, Some(&disturbed), &parallel);
+    let calm = judge(
+        &layout,
+        Promise::of(&layout, &config("")),
+        &single,
+        (Some(&disturbed), &mut Natural::default()),
+        &parallel,
+    );
     assert!(calm.criteria.iter().all(|c| !c.raised), "{calm:#?}");
     let wild = config("[optimizer]\nlr = 30.0\nname = \"sgd\"\ngrad_clip = 0.0");
     let ([single, disturbed, parallel], layout) = traces(&wild, "tp=2");
-    let found = judge(&layout, Promise::of(&layout, &wild), &single, Some(&disturbed), &parallel);
+    let found =
+        judge(&layout, Promise::of(&layout, &wild), &single, (Some(&disturbed), &mut Natural::default()), &parallel);
     assert!(found.kept, "{found:#?}");
 }

@@ -1,11 +1,11 @@
 //! A checkpoint becomes a Hugging Face folder.
 
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
-use crate::{Part, Tokenizer, TrainError, Trained};
-use lockstep_checkpoint::{NewFolder, Source, TensorCopy, WeightsFolder};
+use crate::{Part, RunTokenizer, TrainError, Trained};
+use lockstep_checkpoint::{NewFolder, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::DType;
-use lockstep_model::hf::{self, Beside};
+use lockstep_model::hf::{self, HfExtras};
 use lockstep_plan::check_positions;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -68,10 +68,10 @@ pub fn export(
     // A model that came without its tokenizer goes without one: it is not made of bytes.
     let unknown = !checkpoint.state["imported"].is_null() && config.tokenizer_path().is_none();
     let tokenizer = if unknown { None } else { Some(trained.tokenizer()?) };
-    let beside = Beside {
+    let beside = HfExtras {
         context,
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
-        end_token: tokenizer.as_ref().map(Tokenizer::eos),
+        end_token: tokenizer.as_ref().map(RunTokenizer::eos),
     };
     let mut described = describe(config, beside, from)?;
     kept.put_ids(&mut described);
@@ -86,7 +86,7 @@ pub fn export(
         TensorCopy { from: name.clone(), to: name, shape, transposed }
     };
     let copies: Vec<TensorCopy> = model_parts(model)?.into_iter().map(copy).collect();
-    let source = Source::Checkpoint { loaded: checkpoint, group: "model" };
+    let source = TensorSource::Checkpoint { loaded: checkpoint, group: "model" };
     source.check(&copies, "run.toml is not of this checkpoint: name the checkpoint's own folder")?;
 
     let new = NewFolder::begin(out)?;
@@ -112,7 +112,7 @@ pub fn export(
 }
 
 /// The `config.json` of a model, which must read back as the same model.
-fn describe(config: &Config, beside: Beside, from: &Path) -> Result<Value, TrainError> {
+fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value, TrainError> {
     let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = Config::parse(&again.to_toml(), CONFIG, &[])?;
@@ -129,12 +129,12 @@ fn describe(config: &Config, beside: Beside, from: &Path) -> Result<Value, Train
 /// The files of a run's tokenizer. One that came with a `tokenizer_config.json` keeps it.
 fn tokenizer_files(
     config: &Config,
-    tokenizer: &Tokenizer,
+    tokenizer: &RunTokenizer,
     kept: &Kept,
     context: usize,
 ) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
     let mut described = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
-    let (Some(path), Tokenizer::File(file)) = (config.tokenizer_path(), tokenizer) else {
+    let (Some(path), RunTokenizer::File(file)) = (config.tokenizer_path(), tokenizer) else {
         let tokenizer = byte_tokenizer::tokenizer_json();
         return Ok(vec![
             (TOKENIZER, format!("{tokenizer:#}\n").into_bytes()),
@@ -162,7 +162,7 @@ mod tests {
     fn a_model_that_no_config_json_can_describe_is_refused() {
         let text = "[model]\narchitecture = \"qwen2\"\nvocab_size = 64\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nattention = \"naive\"\n";
         let mut config = Config::parse(text, "run.toml", &[]).unwrap();
-        let beside = Beside { context: 64, dtype: "float32", end_token: None };
+        let beside = HfExtras { context: 64, dtype: "float32", end_token: None };
         assert!(describe(&config, beside, Path::new("run")).is_ok());
         // The schema refuses this today; whoever allows it is told here.
         config.model.sliding_window = Some(8);

@@ -2,7 +2,7 @@
 
 use super::{ATTACHMENT, CONFIG, HfFolder, Kept, SAME_FOLDER, TOKENIZER, TOKENIZER_CONFIG, unfit};
 use crate::TrainError;
-use lockstep_checkpoint::{About, NewFolder, Source, TensorCopy, WeightsFolder, save_copies};
+use lockstep_checkpoint::{About, NewFolder, TensorCopy, TensorSource, WeightsFolder, save_copies};
 use lockstep_config::{Config, Inherited};
 use lockstep_data::{Tokenizer, TokenizerSpec};
 use lockstep_ir::DType;
@@ -49,7 +49,7 @@ pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> 
     let attachments = [(TOKENIZER, &tokenizer), (ATTACHMENT, &kept)];
     let attachments: Vec<_> = attachments.iter().filter_map(|(name, file)| Some((*name, file.as_deref()?))).collect();
     let about = About { state: &state, attachments: &attachments };
-    let source = Source::Folder(&theirs.weights);
+    let source = TensorSource::Folder(&theirs.weights);
     save_copies(&new.contents().join("checkpoints"), 0, "model", source, &copies, about, progress)?;
     new.publish()?;
     let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
@@ -72,7 +72,7 @@ pub(crate) fn read_folder(path: &Path) -> Result<FolderModel, TrainError> {
     let plain = Config::parse(&folder.config.to_toml(), CONFIG, &[])?;
     let copies = folder.copies(&plain.model, SAME_FOLDER)?;
     let mut text = folder.config.to_toml() + &tokenizer_keys(path, TOKENIZER)?;
-    if Source::Folder(&folder.weights).all_are(&copies, DType::BF16) {
+    if TensorSource::Folder(&folder.weights).all_are(&copies, DType::BF16) {
         text += "\n[precision]\npolicy = \"bf16\"\n";
     }
     Ok(FolderModel { folder, copies, text })

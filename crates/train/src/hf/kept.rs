@@ -1,7 +1,7 @@
 //! The files beside the weights of a Hugging Face model: they go with it through import, training and export.
 
 use super::{CONFIG, GENERATION, TOKENIZER_CONFIG, unfit};
-use crate::{Tokenizer, TrainError};
+use crate::{RunTokenizer, TrainError};
 use lockstep_checkpoint::{Loaded, WeightsFolder};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -55,7 +55,7 @@ impl Kept {
 
     /// These files for a run with a tokenizer: they are about another one's tokens where `theirs`, the `tokenizer.json` that came
     /// with them, is another.
-    pub(crate) fn with_tokenizer(self, theirs: Option<&[u8]>, ours: &Tokenizer) -> Self {
+    pub(crate) fn with_tokenizer(self, theirs: Option<&[u8]>, ours: &RunTokenizer) -> Self {
         if theirs.is_none() || theirs == ours.json() { self } else { Self::default() }
     }
 

@@ -11,7 +11,7 @@ pub use import::{Imported, import};
 pub(crate) use kept::{ATTACHMENT, Kept};
 
 use crate::{Part, TrainError, parts};
-use lockstep_checkpoint::{CheckpointError, Source, TensorCopy, WeightsFolder};
+use lockstep_checkpoint::{CheckpointError, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::ModelConfig;
 use lockstep_model::hf::{self, HfConfig};
 use lockstep_plan::PlanError;
@@ -71,7 +71,7 @@ impl HfFolder {
             shape: part.shape,
         };
         let copies: Vec<TensorCopy> = model_parts(model)?.into_iter().map(copy).collect();
-        let source = Source::Folder(&self.weights);
+        let source = TensorSource::Folder(&self.weights);
         source.check(&copies, hint)?;
         let (head, embedding) = hf::head_and_embedding(model);
         let spare = model.tied_embeddings && names.contains(head);

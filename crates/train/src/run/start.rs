@@ -10,8 +10,8 @@ use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Noise, NoiseBits};
 use crate::session::Session;
-use crate::{Devices, Existing, RunData, RunDir, Tokenizer, TrainError, data_folder, settled};
-use lockstep_checkpoint::{Found, latest, list, open};
+use crate::{Devices, Existing, RunData, RunDir, RunTokenizer, TrainError, data_folder, settled};
+use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
 use lockstep_config::Config;
 use lockstep_plan::Plan;
 use serde_json::json;
@@ -19,10 +19,14 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
-pub(crate) fn resume(devices: &Devices, config: &Config, options: &RunOptions) -> Result<(Found, Course), TrainError> {
+pub(crate) fn resume(
+    devices: &Devices,
+    config: &Config,
+    options: &RunOptions,
+) -> Result<(LatestCheckpoint, Course), TrainError> {
     let dir = options.dir.join("checkpoints");
     let found = match options.resume_from {
-        _ if options.fresh => Found { loaded: None, warnings: Vec::new() },
+        _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
         None => latest(&dir)?,
         Some(step) => {
             let there = list(&dir)?;
@@ -30,7 +34,7 @@ pub(crate) fn resume(devices: &Devices, config: &Config, options: &RunOptions) -
                 let there = there.iter().map(|(saved, _)| *saved).collect();
                 return Err(TrainError::NoSuchStep { dir: options.dir.clone(), step, there });
             };
-            Found { loaded: Some(open(path)?), warnings: Vec::new() }
+            LatestCheckpoint { loaded: Some(open(path)?), warnings: Vec::new() }
         }
     };
     if let Some(loaded) = &found.loaded
@@ -51,7 +55,7 @@ pub(super) fn start<'a>(
     course: &'a Course,
     (plan, devices): (&'a Plan, &'a Devices),
     mut dir: RunDir,
-    found: Found,
+    found: LatestCheckpoint,
     options: &RunOptions,
     stop: &AtomicBool,
     show: &mut dyn FnMut(Event),
@@ -80,7 +84,7 @@ pub(super) fn start<'a>(
     let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
     data.refuse_other_text(config, &folder, stop, &mut |text| show(Event::Warning(text)))?;
     data.verify(stop, &mut |done, total| show(Event::Checking { done, total }))?;
-    let tokenizer = Tokenizer::from(data.tokenizer()?);
+    let tokenizer = RunTokenizer::from(data.tokenizer()?);
     if let Some(text) = unused_vocabulary(config, &tokenizer) {
         show(Event::Warning(&text));
     }

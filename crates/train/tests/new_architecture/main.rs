@@ -4,7 +4,7 @@ mod parallel_block;
 
 use lockstep_config::{Config, Features};
 use lockstep_ir::{Axes, Layout, StepScalars, counter, verify};
-use lockstep_model::{Builder, Form, names};
+use lockstep_model::{Form, ModelBuilder, names};
 use lockstep_plan::plan_with;
 use lockstep_train::{Devices, Session};
 
@@ -24,7 +24,7 @@ macro_rules! line {
             stringify!($features),
             ";"
         );
-        const BUILD: Builder = $file::build;
+        const BUILD: ModelBuilder = $file::build;
         const FEATURES: Features = $features;
     };
 }

@@ -163,7 +163,7 @@ fn groups_that_are_not_one_moment_or_not_of_their_kind_are_refused() {
     let refused = |change: &dyn Fn(&mut StepProgram)| {
         let mut program = sound.clone();
         change(&mut program);
-        verify::program(&program, super::super::ALIGNMENT).unwrap_err().to_string()
+        verify::program(&program, crate::driver::ALIGNMENT).unwrap_err().to_string()
     };
     // Two of the group have their scratch in one place.
     let shared = refused(&|program| {

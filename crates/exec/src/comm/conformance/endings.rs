@@ -1,11 +1,11 @@
 //! How runs end: ranks that disagree, fail or leave.
 
-use super::{Buffer, Make, adds, must_fail, together};
-use crate::comm::{Collective, CommError, Communicator, Group, Piece, Place};
+use super::{Buffer, Make, Subject, adds, must_fail, together};
+use crate::comm::{Collective, CommError, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::DType;
 use std::time::{Duration, Instant};
 
-const PLACE: Place = Place { op: "sum_gradients", layer: Some(2), micro_batch: 1 };
+const PLACE: ProgramPlace = ProgramPlace { op: "sum_gradients", layer: Some(2), micro_batch: 1 };
 /// The time in which all must know.
 const SOON: Duration = Duration::from_secs(1);
 
@@ -23,25 +23,22 @@ pub fn check(make: Make<'_>) -> Result<(), String> {
 }
 
 /// A collective whose outputs must stay untouched.
-fn call(
-    comm: &dyn Communicator,
-    kind: Collective,
-    shapes: &[(usize, DType)],
-) -> (Result<(), CommError>, Result<(), String>) {
-    let group = Group { ranks: (0..comm.ranks()).collect(), channel: 0 };
-    let mut memory: Vec<_> = shapes.iter().map(|_| (Buffer::new(1000), Buffer::new(1000))).collect();
+fn call(subject: &Subject, kind: Collective, shapes: &[(usize, DType)]) -> (Result<(), CommError>, Result<(), String>) {
+    let group = RankGroup { ranks: (0..subject.comm().ranks()).collect(), channel: 0 };
+    let mut memory: Vec<_> = shapes.iter().map(|_| (Buffer::new(subject, 1000), Buffer::new(subject, 1000))).collect();
     let piece = |((input, output), &(elements, dtype)): (&mut (Buffer, Buffer), &(usize, DType))| Piece {
         input: input.pointer(),
         output: output.pointer(),
+        rows: 1,
         elements,
         dtype,
     };
     let pieces: Vec<Piece> = memory.iter_mut().zip(shapes).map(piece).collect();
-    comm.at(PLACE);
+    subject.comm().at(PLACE);
     let start = Instant::now();
-    // SAFETY: the buffers are larger than what is asked for, whoever is right.
-    let result = unsafe { comm.collective(kind, &group, &pieces, PLACE) };
-    let fresh = Buffer::new(1000);
+    // The buffers are larger than what is asked for, whoever is right.
+    let result = subject.collective(kind, &group, &pieces, PLACE);
+    let fresh = Buffer::new(subject, 1000);
     let state = if start.elapsed() > SOON {
         Err(format!("{kind} takes {:?} to end", start.elapsed()))
     } else if memory.iter().any(|(input, output)| input.bytes() != fresh.bytes() || output.bytes() != fresh.bytes()) {
@@ -56,25 +53,24 @@ type Wish<'a> = (Collective, &'a [(usize, DType)]);
 
 /// Rank 1 wants something else than ranks 0 and 2: all learn of it, and nothing is touched.
 fn disagree(make: Make<'_>, what: &str, most: Wish<'_>, one: Wish<'_>) -> Result<(), String> {
-    together(make, 3, &format!("ranks that disagree in their {what}"), |comm| {
-        let (kind, shapes) = if comm.rank() == 1 { one } else { most };
-        let (result, state) = call(comm, kind, shapes);
+    together(make, 3, &format!("ranks that disagree in their {what}"), |subject| {
+        let (kind, shapes) = if subject.comm().rank() == 1 { one } else { most };
+        let (result, state) = call(subject, kind, shapes);
         state?;
         let text = must_fail(result, "a disagreement")?;
         says(&text, &["ranks 0 and 1 do not agree", most.0.name(), one.0.name()])?;
-        says(&comm.failure().map(|e| e.to_string()).unwrap_or_default(), &[&text])
+        says(&subject.comm().failure().map(|e| e.to_string()).unwrap_or_default(), &[&text])
     })
 }
 
 /// The receiver expects another size than was sent.
 fn message_sizes(make: Make<'_>) -> Result<(), String> {
-    together(make, 2, "messages of another size than expected", |comm| {
-        let (mut data, mut send_buffer) = (Buffer::new(64), Buffer::new(64));
+    together(make, 2, "messages of another size than expected", |subject| {
+        let (mut data, mut send_buffer) = (Buffer::new(subject, 64), Buffer::new(subject, 64));
+        let comm = subject.comm();
         comm.at(PLACE);
         let text = if comm.rank() == 0 {
-            // SAFETY: both buffers are large enough; this rank fails or leaves before they go.
-            unsafe { comm.send(1, 0, data.pointer(), 40, send_buffer.pointer(), 1, PLACE) }
-                .map_err(|e| e.to_string())?;
+            subject.send(1, 0, (data.pointer(), 40), (send_buffer.pointer(), 1), PLACE).map_err(|e| e.to_string())?;
             let start = Instant::now();
             loop {
                 if let Some(error) = comm.failure() {
@@ -87,11 +83,10 @@ fn message_sizes(make: Make<'_>) -> Result<(), String> {
                 std::thread::sleep(Duration::from_millis(1));
             }
         } else {
-            // SAFETY: the buffer is larger than either size.
-            must_fail(unsafe { comm.receive(0, 0, data.pointer(), 48, PLACE) }, "a message of another size")?
+            must_fail(subject.receive(0, 0, (data.pointer(), 48), PLACE), "a message of another size")?
         };
-        comm.leave();
-        if data.bytes() != Buffer::new(64).bytes() {
+        subject.leave();
+        if data.bytes() != Buffer::new(subject, 64).bytes() {
             return Err("a message that is refused touches memory".to_owned());
         }
         says(&text, &["ranks 0 and 1 do not agree", "40 bytes", "48 bytes"])
@@ -101,9 +96,9 @@ fn message_sizes(make: Make<'_>) -> Result<(), String> {
 /// Types without a sum are refused.
 fn no_sum(make: Make<'_>) -> Result<(), String> {
     for ranks in 1..3 {
-        together(make, ranks, "sums of u32", |comm| {
+        together(make, ranks, "sums of u32", |subject| {
             for kind in super::KINDS.into_iter().filter(|&kind| !adds(kind, DType::U32)) {
-                let (result, state) = call(comm, kind, &[(10, DType::U32)]);
+                let (result, state) = call(subject, kind, &[(10, DType::U32)]);
                 state?;
                 says(&must_fail(result, "a sum of u32")?, &["u32"])?;
             }
@@ -115,28 +110,28 @@ fn no_sum(make: Make<'_>) -> Result<(), String> {
 
 /// A rank that fails ends the others' waiting, whatever they wait in.
 fn failure(make: Make<'_>) -> Result<(), String> {
-    together(make, 4, "a rank that fails", |comm| {
+    together(make, 4, "a rank that fails", |subject| {
         let all = ["rank 2 failed in attention_grad, layer 3, micro-batch 1: no more memory"];
+        let comm = subject.comm();
         match comm.rank() {
             2 => {
                 std::thread::sleep(Duration::from_millis(60));
-                comm.at(Place { op: "attention_grad", layer: Some(3), micro_batch: 1 });
+                comm.at(ProgramPlace { op: "attention_grad", layer: Some(3), micro_batch: 1 });
                 comm.fail("no more memory");
             }
             3 => {
-                let mut data = Buffer::new(8);
-                // SAFETY: the buffer has as many bytes.
-                let result = unsafe { comm.receive(2, 0, data.pointer(), 8, PLACE) };
+                let mut data = Buffer::new(subject, 8);
+                let result = subject.receive(2, 0, (data.pointer(), 8), PLACE);
                 says(&must_fail(result, "a message of a failed rank")?, &all)?;
             }
             _ => {
-                let (result, state) = call(comm, Collective::AllReduce, &[(10, DType::F32)]);
+                let (result, state) = call(subject, Collective::AllReduce, &[(10, DType::F32)]);
                 state?;
                 says(&must_fail(result, "a collective with a failed rank")?, &all)?;
             }
         }
         // From then on everything ends at once.
-        let (result, state) = call(comm, Collective::AllGather, &[(10, DType::F32)]);
+        let (result, state) = call(subject, Collective::AllGather, &[(10, DType::F32)]);
         state?;
         says(&must_fail(result, "a call after a failure")?, &all)
     })
@@ -145,18 +140,17 @@ fn failure(make: Make<'_>) -> Result<(), String> {
 /// A rank that has ended its program ends the waiting of those who need it.
 fn leaving(make: Make<'_>) -> Result<(), String> {
     for by_message in [false, true] {
-        together(make, 3, "a rank that ends early", |comm| {
-            if comm.rank() == 1 {
+        together(make, 3, "a rank that ends early", |subject| {
+            if subject.comm().rank() == 1 {
                 std::thread::sleep(Duration::from_millis(30));
-                comm.leave();
+                subject.leave();
                 return Ok(());
             }
             let result = if by_message {
-                let mut data = Buffer::new(8);
-                // SAFETY: the buffer has as many bytes.
-                unsafe { comm.receive(1, 0, data.pointer(), 8, PLACE) }
+                let mut data = Buffer::new(subject, 8);
+                subject.receive(1, 0, (data.pointer(), 8), PLACE)
             } else {
-                let (result, state) = call(comm, Collective::AllReduce, &[(10, DType::F32)]);
+                let (result, state) = call(subject, Collective::AllReduce, &[(10, DType::F32)]);
                 state?;
                 result
             };

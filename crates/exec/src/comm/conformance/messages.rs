@@ -1,10 +1,10 @@
 //! Messages: order, copies, tags, and the end of the sender.
 
-use super::{Buffer, Make, delay, together, values};
-use crate::comm::{Communicator, Place};
+use super::{Buffer, Make, Subject, delay, together, values};
+use crate::comm::ProgramPlace;
 use lockstep_ir::DType;
 
-const PLACE: Place = Place { op: "message", layer: None, micro_batch: 0 };
+const PLACE: ProgramPlace = ProgramPlace { op: "message", layer: None, micro_batch: 0 };
 
 pub fn check(make: Make<'_>) -> Result<(), String> {
     for ranks in 1..=5 {
@@ -19,27 +19,26 @@ pub fn check(make: Make<'_>) -> Result<(), String> {
 
 /// Sends from a buffer that is overwritten at once.
 fn send(
-    comm: &dyn Communicator,
+    subject: &Subject,
     to: usize,
     tag: u32,
     text: &[u8],
     send_buffer: &mut Buffer,
     copies: usize,
 ) -> Result<(), String> {
-    let mut data = Buffer::new(text.len());
-    data.bytes_mut().copy_from_slice(text);
-    comm.at(PLACE);
-    // SAFETY: the send buffer has room for the copies and lives until the rank has left.
-    let result = unsafe { comm.send(to, tag, data.pointer(), text.len(), send_buffer.pointer(), copies, PLACE) };
-    data.bytes_mut().fill(0);
+    let mut data = Buffer::new(subject, text.len());
+    data.write(0, text);
+    subject.comm().at(PLACE);
+    // The send buffer has room for the copies and lives until the rank has left.
+    let result = subject.send(to, tag, (data.pointer(), text.len()), (send_buffer.pointer(), copies), PLACE);
+    data.write(0, &vec![0; text.len()]);
     result.map_err(|e| e.to_string())
 }
 
-fn receive(comm: &dyn Communicator, from: usize, tag: u32, expected: &[u8]) -> Result<(), String> {
-    let mut data = Buffer::new(expected.len());
-    comm.at(PLACE);
-    // SAFETY: the buffer has as many bytes.
-    unsafe { comm.receive(from, tag, data.pointer(), expected.len(), PLACE) }.map_err(|e| e.to_string())?;
+fn receive(subject: &Subject, from: usize, tag: u32, expected: &[u8]) -> Result<(), String> {
+    let mut data = Buffer::new(subject, expected.len());
+    subject.comm().at(PLACE);
+    subject.receive(from, tag, (data.pointer(), expected.len()), PLACE).map_err(|e| e.to_string())?;
     if data.bytes() != expected || !data.intact() {
         return Err(format!("a message from rank {from} with tag {tag} comes out wrong"));
     }
@@ -53,20 +52,20 @@ fn text(from: usize, tag: u32, number: u64, bytes: usize) -> Vec<u8> {
 /// Everybody sends to the next, as many ahead as there are copies.
 fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
     const MESSAGES: u64 = 20;
-    for bytes in [0, 13, 4000] {
-        together(make, ranks, &format!("a ring of messages with {copies} copies"), |comm| {
-            let me = comm.rank();
+    for bytes in [0, 14, 4000] {
+        together(make, ranks, &format!("a ring of messages with {copies} copies"), |subject| {
+            let me = subject.comm().rank();
             let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
-            let mut send_buffer = Buffer::new(bytes * copies);
+            let mut send_buffer = Buffer::new(subject, bytes * copies);
             let ahead = copies as u64;
             let run = |send_buffer: &mut Buffer| {
                 for number in 0..MESSAGES + ahead {
                     delay(number, me);
                     if number >= ahead {
-                        receive(comm, before, 7, &text(before, 7, number - ahead, bytes))?;
+                        receive(subject, before, 7, &text(before, 7, number - ahead, bytes))?;
                     }
                     if number < MESSAGES {
-                        send(comm, next, 7, &text(me, 7, number, bytes), send_buffer, copies)?;
+                        send(subject, next, 7, &text(me, 7, number, bytes), send_buffer, copies)?;
                     }
                 }
                 Ok(())
@@ -74,7 +73,7 @@ fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
             let result = run(&mut send_buffer).and_then(|()| {
                 if send_buffer.intact() { Ok(()) } else { Err("a message goes beyond the send buffer".to_owned()) }
             });
-            end(comm, result)
+            end(subject, result)
         })?;
     }
     Ok(())
@@ -82,21 +81,21 @@ fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
 
 /// Streams of different tags do not disturb each other, whatever order they are taken in.
 fn tags(make: Make<'_>) -> Result<(), String> {
-    together(make, 2, "messages with tags", |comm| {
-        let mut send_buffers: Vec<Buffer> = (0..3).map(|_| Buffer::new(2 * 9)).collect();
+    together(make, 2, "messages with tags", |subject| {
+        let mut send_buffers: Vec<Buffer> = (0..3).map(|_| Buffer::new(subject, 2 * 10)).collect();
         let mut run = || {
             for round in 0..10 {
                 for number in 2 * round..2 * round + 2 {
                     for (tag, send_buffer) in (0..3).zip(&mut send_buffers) {
-                        if comm.rank() == 0 {
-                            send(comm, 1, tag, &text(0, tag, number, 9), send_buffer, 2)?;
+                        if subject.comm().rank() == 0 {
+                            send(subject, 1, tag, &text(0, tag, number, 10), send_buffer, 2)?;
                         }
                     }
                 }
                 for tag in [2, 0, 1] {
                     for number in 2 * round..2 * round + 2 {
-                        if comm.rank() == 1 {
-                            receive(comm, 0, tag, &text(0, tag, number, 9))?;
+                        if subject.comm().rank() == 1 {
+                            receive(subject, 0, tag, &text(0, tag, number, 10))?;
                         }
                     }
                 }
@@ -104,52 +103,53 @@ fn tags(make: Make<'_>) -> Result<(), String> {
             Ok(())
         };
         let result = run();
-        end(comm, result)
+        end(subject, result)
     })
 }
 
 /// A stream may change its send buffer and the size of its messages.
 fn shapes(make: Make<'_>) -> Result<(), String> {
-    together(make, 2, "messages of changing size", |comm| {
-        let mut send_buffers = [Buffer::new(30), Buffer::new(200)];
+    together(make, 2, "messages of changing size", |subject| {
+        let mut send_buffers = [Buffer::new(subject, 30), Buffer::new(subject, 200)];
         let mut run = || {
             for number in 0..30u64 {
                 let large = number / 3 % 2;
                 let (bytes, copies) = [(10, 3), (100, 2)][large as usize];
                 let text = text(0, 0, number, bytes);
-                if comm.rank() == 0 {
-                    send(comm, 1, 0, &text, &mut send_buffers[large as usize], copies)?;
+                if subject.comm().rank() == 0 {
+                    send(subject, 1, 0, &text, &mut send_buffers[large as usize], copies)?;
                 } else {
-                    receive(comm, 0, 0, &text)?;
+                    receive(subject, 0, 0, &text)?;
                 }
             }
             Ok(())
         };
         let result = run();
-        end(comm, result)
+        end(subject, result)
     })
 }
 
 /// What a rank sent before it left arrives, though its send buffer is gone afterwards.
 fn last_words(make: Make<'_>) -> Result<(), String> {
-    together(make, 2, "messages of a rank that leaves", |comm| {
-        if comm.rank() == 0 {
-            let mut send_buffer = Buffer::new(200);
-            let result = (0..2).try_for_each(|number| send(comm, 1, 0, &text(0, 0, number, 100), &mut send_buffer, 2));
-            let result = end(comm, result);
-            send_buffer.bytes_mut().fill(0);
+    together(make, 2, "messages of a rank that leaves", |subject| {
+        if subject.comm().rank() == 0 {
+            let mut send_buffer = Buffer::new(subject, 200);
+            let result =
+                (0..2).try_for_each(|number| send(subject, 1, 0, &text(0, 0, number, 100), &mut send_buffer, 2));
+            let result = end(subject, result);
+            send_buffer.write(0, &[0; 200]);
             return result;
         }
         std::thread::sleep(std::time::Duration::from_millis(30));
-        (0..2).try_for_each(|number| receive(comm, 0, 0, &text(0, 0, number, 100)))
+        (0..2).try_for_each(|number| receive(subject, 0, 0, &text(0, 0, number, 100)))
     })
 }
 
 /// Ends a rank's program before its send buffers go.
-fn end(comm: &dyn Communicator, result: Result<(), String>) -> Result<(), String> {
+fn end(subject: &Subject, result: Result<(), String>) -> Result<(), String> {
     match &result {
-        Ok(()) => comm.leave(),
-        Err(error) => comm.fail(error),
+        Ok(()) => subject.leave(),
+        Err(error) => subject.comm().fail(error),
     }
     result
 }

@@ -5,7 +5,7 @@ use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
 use super::super::simd::{self, Simd, vectorised};
 use super::forward::{hide, round_rows, transpose_rows};
-use super::{KEYS, Mask, Pieces, Shape, whole};
+use super::{HeadShape, KEYS, Mask, Pieces, whole};
 
 /// Queries of a tile: as many as keys, so that tiles meet the diagonal at their corners.
 const QUERIES: usize = KEYS;
@@ -117,8 +117,8 @@ impl Buffers {
 
 /// dqkv; the fifth input, if given, says where documents start. A task owns a key-value head and the query heads that read it.
 pub fn grad<T: Float>(call: Call, window: Option<usize>) {
-    let shape = Shape::of(&call);
-    let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
+    let shape = HeadShape::of(&call);
+    let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let (dout, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let (o, lse) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));

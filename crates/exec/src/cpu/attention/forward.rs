@@ -4,7 +4,7 @@ use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_b_pair, transpose};
 use super::super::simd::{self, Simd, vectorised};
-use super::{KEYS, Mask, Pieces, Shape, whole};
+use super::{HeadShape, KEYS, Mask, Pieces, whole};
 
 /// What one thread works with.
 #[derive(Clone, Copy)]
@@ -146,8 +146,8 @@ pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, q
 
 /// o and lse; the second input, if given, says where documents start.
 pub fn forward<T: Float>(call: Call, window: Option<usize>) {
-    let shape = Shape::of(&call);
-    let Shape { seq, e, heads, group, kv_heads, width, scale } = shape;
+    let shape = HeadShape::of(&call);
+    let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let qkv = Ptr(call.input::<T>(0));
     let starts = Ptr(call.given::<u32>(1).unwrap_or(std::ptr::null()));

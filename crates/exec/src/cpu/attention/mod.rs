@@ -27,7 +27,7 @@ use lockstep_ir::DType;
 const KEYS: usize = 96;
 
 #[derive(Clone, Copy)]
-struct Shape {
+struct HeadShape {
     seq: usize,
     e: usize,
     heads: usize,
@@ -38,7 +38,7 @@ struct Shape {
     scale: f32,
 }
 
-impl Shape {
+impl HeadShape {
     fn of(call: &Call) -> Self {
         let (heads, kv_heads, e) = (call.size('q'), call.size('u'), call.size('e'));
         Self {

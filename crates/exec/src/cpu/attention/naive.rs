@@ -6,15 +6,15 @@ use super::super::float::Float;
 use super::super::gemm::{Matrix, Target, gemm};
 use super::super::simd::{self, vectorised};
 use super::forward::round_rows;
-use super::{Mask, Pieces, Shape};
+use super::{HeadShape, Mask, Pieces};
 
 /// Scratch bytes for pieces that end between multiples of 64.
 pub const SLACK: usize = 128;
 
 /// p from qkv; the second input, if given, says where documents start.
 pub fn scores<T: Float>(call: Call, window: Option<usize>) {
-    let shape = Shape::of(&call);
-    let Shape { seq, e, scale, .. } = shape;
+    let shape = HeadShape::of(&call);
+    let HeadShape { seq, e, scale, .. } = shape;
     let starts = Ptr(call.given::<u32>(1).unwrap_or(std::ptr::null()));
     let qkv = call.input::<T>(0);
     let Some(p) = call.output::<T>(0).map(Ptr) else { return };
@@ -42,8 +42,8 @@ pub fn scores<T: Float>(call: Call, window: Option<usize>) {
 
 /// o from p and qkv.
 pub fn mix<T: Float>(call: Call) {
-    let shape = Shape::of(&call);
-    let Shape { seq, e, heads: all, group, width, .. } = shape;
+    let shape = HeadShape::of(&call);
+    let HeadShape { seq, e, heads: all, group, width, .. } = shape;
     let (p, qkv) = (call.input::<T>(0), call.input::<T>(1));
     let Some(o) = call.output::<T>(0) else { return };
     for (b, h) in heads(&call, shape) {
@@ -59,8 +59,8 @@ pub fn mix<T: Float>(call: Call) {
 
 /// dp and the V section of dqkv from do, p and qkv.
 pub fn mix_grad<T: Float>(call: Call) {
-    let shape = Shape::of(&call);
-    let Shape { seq, e, heads: all, group, width, .. } = shape;
+    let shape = HeadShape::of(&call);
+    let HeadShape { seq, e, heads: all, group, width, .. } = shape;
     let (dout, p, qkv) = (call.input::<T>(0), call.input::<T>(1), call.input::<T>(2));
     let (dp, dqkv) = (call.output::<T>(0), call.output::<T>(1));
     let mut pieces = Pieces { base: call.scratch(), used: 0 };
@@ -90,8 +90,8 @@ pub fn mix_grad<T: Float>(call: Call) {
 
 /// The Q and K sections of dqkv from dp, p and qkv.
 pub fn scores_grad<T: Float>(call: Call) {
-    let shape = Shape::of(&call);
-    let Shape { seq, e, heads: all, group, kv_heads, width, scale } = shape;
+    let shape = HeadShape::of(&call);
+    let HeadShape { seq, e, heads: all, group, kv_heads, width, scale } = shape;
     let (dp, p, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)), call.input::<T>(2));
     let Some(dqkv) = call.output::<T>(0) else { return };
     let mut pieces = Pieces { base: call.scratch(), used: 0 };
@@ -121,12 +121,12 @@ pub fn scores_grad<T: Float>(call: Call) {
 }
 
 /// Every sequence and query head.
-fn heads(call: &Call, shape: Shape) -> impl Iterator<Item = (usize, usize)> {
+fn heads(call: &Call, shape: HeadShape) -> impl Iterator<Item = (usize, usize)> {
     (0..call.size('b') * shape.heads).map(move |i| (i / shape.heads, i % shape.heads))
 }
 
 /// Rounds the sums over a group of query heads to the key or value head that they read, after the last of them.
-unsafe fn finish_head<T: Float>(call: &Call, shape: Shape, h: usize, sums: *const f32, to: *mut T) {
+unsafe fn finish_head<T: Float>(call: &Call, shape: HeadShape, h: usize, sums: *const f32, to: *mut T) {
     if (h + 1).is_multiple_of(shape.group) {
         // SAFETY: the caller vouches for the section of a sequence behind `to`.
         unsafe { round_rows(call.simd, sums, shape.e, to, shape.width, shape.seq, shape.e) };

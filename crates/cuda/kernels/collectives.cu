@@ -1,0 +1,103 @@
+// Collectives of ranks that share the device. Sums are taken in the order of the group, as on the host.
+
+enum Kind { ALL_REDUCE = 0, REDUCE_SCATTER = 1 };
+
+// Of each tensor: rows, elements of a rank's part of a row, then every rank's input, then every rank's output.
+struct Tensors {
+    u64 words[448];
+};
+
+struct f16 {
+    u16 bits;
+};
+
+// What a number is added up in.
+template <typename T>
+struct Number {
+    typedef T Sum;
+    static __device__ __forceinline__ T start(T x) { return x; }
+    static __device__ __forceinline__ T add(T sum, T x) { return sum + x; }
+    static __device__ __forceinline__ T end(T sum) { return sum; }
+};
+template <>
+struct Number<i64> {
+    typedef i64 Sum;
+    static __device__ __forceinline__ i64 start(i64 x) { return x; }
+    static __device__ __forceinline__ i64 add(i64 sum, i64 x) { return fixed_merge(sum, x); }
+    static __device__ __forceinline__ i64 end(i64 sum) { return sum; }
+};
+template <>
+struct Number<bf16> {
+    typedef float Sum;
+    static __device__ __forceinline__ float start(bf16 x) { return to_f32(x); }
+    static __device__ __forceinline__ float add(float sum, bf16 x) { return sum + to_f32(x); }
+    static __device__ __forceinline__ bf16 end(float sum) { return Of<bf16>::f32(sum); }
+};
+template <>
+struct Number<f16> {
+    typedef float Sum;
+    static __device__ __forceinline__ float start(f16 x) {
+        float y;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+        return y;
+    }
+    static __device__ __forceinline__ float add(float sum, f16 x) { return sum + start(x); }
+    static __device__ __forceinline__ f16 end(float sum) {
+        f16 y;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(sum));
+        return y;
+    }
+};
+
+// One thread reads an element of all inputs before it writes it to any output, so that they may be the same.
+template <typename T>
+static __device__ __forceinline__ void add_up(const Tensors &tensors, int kind, int ranks) {
+    const u64 *tensor = tensors.words + blockIdx.y * (2 + 2 * ranks);
+    i64 rows = (i64)tensor[0], elements = (i64)tensor[1];
+    const u64 *inputs = tensor + 2, *outputs = inputs + ranks;
+    i64 all = kind == ALL_REDUCE ? elements : rows * ranks * elements;
+    i64 step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        typename Number<T>::Sum sum = Number<T>::start(((const T *)inputs[0])[i]);
+        for (int r = 1; r < ranks; r++) sum = Number<T>::add(sum, ((const T *)inputs[r])[i]);
+        T y = Number<T>::end(sum);
+        if (kind == ALL_REDUCE) {
+            for (int r = 0; r < ranks; r++) ((T *)outputs[r])[i] = y;
+        } else {
+            i64 part = i / elements;
+            ((T *)outputs[part % ranks])[part / ranks * elements + i % elements] = y;
+        }
+    }
+}
+
+// Bytes of any type. The part of an output that may be an input is written with what it holds.
+template <typename T>
+static __device__ __forceinline__ void gather(const Tensors &tensors, int ranks) {
+    const u64 *tensor = tensors.words + blockIdx.y * (2 + 2 * ranks);
+    i64 rows = (i64)tensor[0], elements = (i64)tensor[1];
+    const u64 *inputs = tensor + 2, *outputs = inputs + ranks;
+    i64 all = rows * ranks * elements, step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        i64 part = i / elements;
+        T x = ((const T *)inputs[part % ranks])[part / ranks * elements + i % elements];
+        for (int r = 0; r < ranks; r++) ((T *)outputs[r])[i] = x;
+    }
+}
+
+#define ADD(NAME, T)                                                                                              \
+    extern "C" __global__ void add_##NAME(const __grid_constant__ Tensors tensors, int kind, int ranks) {         \
+        add_up<T>(tensors, kind, ranks);                                                                          \
+    }
+ADD(f32, float)
+ADD(f64, double)
+ADD(bf16, bf16)
+ADD(f16, f16)
+ADD(fixed64, i64)
+
+#define GATHER(NAME, T)                                                                                           \
+    extern "C" __global__ void gather_##NAME(const __grid_constant__ Tensors tensors, int ranks) {                \
+        gather<T>(tensors, ranks);                                                                                \
+    }
+GATHER(2, u16)
+GATHER(4, u32)
+GATHER(8, u64)

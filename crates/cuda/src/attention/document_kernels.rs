@@ -1,0 +1,79 @@
+//! Kernels around the plans of documents: the table, statistics in the other order, key heads for every query head.
+
+use super::plans::AttentionShape;
+use super::table::Table;
+use crate::CudaError;
+use crate::call::Call;
+use crate::driver::Address;
+use crate::kernels::args;
+
+/// Queues what fills a table from where the document of each position starts.
+///
+/// # Safety
+/// The addresses of the table and the starts are of the call's arena.
+pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Address) -> Result<(), CudaError> {
+    let (tokens, bound) = (shape.batch * shape.seq, shape.documents.unwrap_or_default());
+    let heads = shape.heads * shape.e;
+    let [packed, rows, stats] = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
+    let args =
+        args![starts, table.offsets[0], table.lengths, tokens, shape.seq, bound, table.apart, packed, rows, stats];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args) }
+}
+
+/// Queues the transposition of `rows` × `columns` statistics of every sequence.
+///
+/// # Safety
+/// Both have as many elements.
+pub unsafe fn transpose(
+    call: Call,
+    (from, to): (Address, Address),
+    rows: usize,
+    columns: usize,
+) -> Result<(), CudaError> {
+    let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("documents", "transpose_statistics"), grid, 256, args![from, to, rows, columns]) }
+}
+
+/// Queues a copy of the key heads of a section of packed rows, one for every query head.
+///
+/// # Safety
+/// Both are as large as the shape says.
+pub unsafe fn repeat_heads(
+    call: Call,
+    shape: &AttentionShape,
+    (packed, rows): (Address, Address),
+    section: (usize, usize),
+) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { copy_heads(call, shape, ("repeat_heads", shape.heads * shape.e), (packed, rows), section) }
+}
+
+/// Queues the way back: what query heads have of one head of the section is added up.
+///
+/// # Safety
+/// Both are as large as the shape says.
+pub unsafe fn sum_heads(
+    call: Call,
+    shape: &AttentionShape,
+    (rows, packed): (Address, Address),
+    section: (usize, usize),
+) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { copy_heads(call, shape, ("sum_heads", section.1), (rows, packed), section) }
+}
+
+unsafe fn copy_heads(
+    call: Call,
+    shape: &AttentionShape,
+    (kernel, written): (&str, usize),
+    (from, to): (Address, Address),
+    (first, count): (usize, usize),
+) -> Result<(), CudaError> {
+    let (heads, width) = (shape.heads * shape.e, (shape.heads + 2 * shape.kv_heads) * shape.e);
+    let packs = shape.batch * shape.seq * written / 8;
+    let args = args![from, to, packs, shape.e / 8, count / 8, heads / 8, first / 8, width / 8];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("documents", kernel), [packs.div_ceil(256), 1, 1], 256, args) }
+}

@@ -1,0 +1,76 @@
+//! Collectives of ranks that share the device, as kernels that see the memory of all of them.
+
+use crate::CudaError;
+use crate::driver::Stream;
+use crate::kernels::{Kernels, args};
+use lockstep_exec::comm::{Collective, Piece};
+use lockstep_ir::DType;
+
+/// Words that a kernel takes: of each tensor two sizes and two addresses per rank.
+const WORDS: usize = 448;
+const THREADS: usize = 256;
+/// Blocks that fill any device; more elements are taken in turns.
+const BLOCKS: usize = 2048;
+
+/// Queues a collective of ranks whose pieces these are, in the order of the group.
+///
+/// # Safety
+/// The pieces are as `HostCommunicator::collective` wants them, in the device's memory, and ready where the stream stands. All
+/// ranks have pieces of the same sizes and types, and sums are of types that can be added.
+pub unsafe fn queue(
+    kernels: &Kernels,
+    stream: &Stream,
+    kind: Collective,
+    ranks: &[Vec<Piece>],
+) -> Result<(), CudaError> {
+    let (n, first) = (ranks.len(), ranks.first().map_or(&[][..], |pieces| pieces));
+    let at_a_time = WORDS / (2 + 2 * n);
+    if at_a_time == 0 {
+        return Err(CudaError::Internal(format!("{kind} of {n} ranks on one device")));
+    }
+    let indices: Vec<usize> = (0..first.len()).collect();
+    for alike in indices.chunk_by(|a, b| first[*a].dtype == first[*b].dtype) {
+        for batch in alike.chunks(at_a_time) {
+            let mut words = Vec::with_capacity(WORDS);
+            for &p in batch {
+                words.extend([first[p].rows as u64, first[p].elements as u64]);
+                words.extend(ranks.iter().map(|pieces| pieces[p].input as u64));
+                words.extend(ranks.iter().map(|pieces| pieces[p].output as u64));
+            }
+            words.resize(WORDS, 0);
+            let parts = if kind == Collective::AllReduce { 1 } else { n };
+            let largest = batch.iter().map(|&p| first[p].rows * first[p].elements * parts).max().unwrap_or(0);
+            let grid = [largest.div_ceil(THREADS).min(BLOCKS), batch.len(), 1];
+            let dtype = first[batch[0]].dtype;
+            let (name, code) = match kind {
+                Collective::AllReduce => (adding(dtype)?, 0i32),
+                Collective::ReduceScatter => (adding(dtype)?, 1),
+                Collective::AllGather => (copying(dtype), 2),
+            };
+            let ranks = n as i32;
+            let args: &[_] = if kind.sums() { args![code, ranks] } else { args![ranks] };
+            // SAFETY: the caller vouches for the pieces; the words are the kernel's struct.
+            unsafe { kernels.launch_with(stream, ("collectives", name), grid, THREADS, Some(&words), args)? };
+        }
+    }
+    Ok(())
+}
+
+fn adding(dtype: DType) -> Result<&'static str, CudaError> {
+    match dtype {
+        DType::F32 => Ok("add_f32"),
+        DType::F64 => Ok("add_f64"),
+        DType::BF16 => Ok("add_bf16"),
+        DType::F16 => Ok("add_f16"),
+        DType::Fixed64 => Ok("add_fixed64"),
+        DType::U32 => Err(CudaError::Internal("a sum of u32".into())),
+    }
+}
+
+fn copying(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 | DType::F16 => "gather_2",
+        DType::F32 | DType::U32 => "gather_4",
+        DType::F64 | DType::Fixed64 => "gather_8",
+    }
+}

@@ -1,0 +1,16 @@
+//! Work that the caller may end.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::DataError;
+
+/// What stops nothing.
+pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
+
+/// An error once the caller asks to stop.
+pub(crate) fn go_on(stop: &AtomicBool) -> Result<(), DataError> {
+    match stop.load(Ordering::Relaxed) {
+        true => Err(DataError::Interrupted),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,175 @@
+//! A rank under test: its communicator, its queues, and the memory that it communicates from.
+
+use crate::comm::{Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup};
+use crate::communication::{Action, CommunicationCall, CommunicationQueue, CommunicationThread, Inline};
+use lockstep_ir::DType;
+use lockstep_ir::program::Slot;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A rank under test.
+pub struct Subject {
+    comm: Arc<dyn Communicator>,
+    /// By channel.
+    queues: [Mutex<Box<dyn CommunicationQueue>>; 2],
+    memory: Box<dyn Fn(usize) -> Box<dyn Memory> + Send + Sync>,
+}
+
+/// Memory that a rank communicates from.
+pub trait Memory: Send {
+    /// Where it starts, as the rank's queues know it.
+    fn pointer(&self) -> *mut u8;
+
+    /// Copies from the host to `at`.
+    fn write(&mut self, at: usize, data: &[u8]);
+
+    /// All of it, copied to the host.
+    fn read(&self) -> Vec<u8>;
+}
+
+impl Subject {
+    /// A rank with a queue per channel; `memory` gives so many bytes.
+    pub fn new(
+        comm: Arc<dyn Communicator>,
+        queues: [Box<dyn CommunicationQueue>; 2],
+        memory: impl Fn(usize) -> Box<dyn Memory> + Send + Sync + 'static,
+    ) -> Self {
+        Self { comm, queues: queues.map(Mutex::new), memory: Box::new(memory) }
+    }
+
+    /// A rank that communicates on the thread that asks for it.
+    pub fn inline(comm: Arc<dyn HostCommunicator>) -> Self {
+        let queue = || Box::new(Inline::new(comm.clone())) as Box<dyn CommunicationQueue>;
+        Self::new(comm.clone(), [queue(), queue()], |bytes| Box::new(HostMemory::new(bytes)))
+    }
+
+    /// A rank with threads that communicate beside it.
+    pub fn beside(comm: Arc<dyn HostCommunicator>) -> std::io::Result<Self> {
+        let queue = || -> std::io::Result<Box<dyn CommunicationQueue>> {
+            Ok(Box::new(CommunicationThread::start(comm.clone())?))
+        };
+        let queues = [queue()?, queue()?];
+        Ok(Self::new(comm, queues, |bytes| Box::new(HostMemory::new(bytes))))
+    }
+
+    pub(super) fn comm(&self) -> &dyn Communicator {
+        self.comm.as_ref()
+    }
+
+    pub(super) fn collective(
+        &self,
+        kind: Collective,
+        group: &RankGroup,
+        pieces: &[Piece],
+        place: ProgramPlace,
+    ) -> Result<(), CommError> {
+        self.run(group.channel as usize, &Action::Together(kind, group), pieces, place)
+    }
+
+    /// Sends so many bytes by a send buffer of so many copies.
+    pub(super) fn send(
+        &self,
+        to: usize,
+        tag: u32,
+        (data, bytes): (*mut u8, usize),
+        (send_buffer, copies): (*mut u8, usize),
+        place: ProgramPlace,
+    ) -> Result<(), CommError> {
+        self.run(0, &Action::Send { to, tag, send_buffer, copies }, &[message(data, bytes)], place)
+    }
+
+    pub(super) fn receive(
+        &self,
+        from: usize,
+        tag: u32,
+        (data, bytes): (*mut u8, usize),
+        place: ProgramPlace,
+    ) -> Result<(), CommError> {
+        self.run(0, &Action::Receive { from, tag }, &[message(data, bytes)], place)
+    }
+
+    fn run(&self, queue: usize, action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
+        let call = Arc::new(CommunicationCall::absolute(action, pieces, place));
+        let slot = Slot::new(0, place.micro_batch);
+        let mut queue = self.queues[queue].lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the suite's buffers live until the rank has left, and nobody else uses them; they overlap only as allowed.
+        let number = unsafe { queue.enqueue(&call, std::ptr::null_mut(), slot)? };
+        queue.wait(number)
+    }
+
+    /// Ends the rank's program: what it sent is taken, or the run has ended.
+    pub(super) fn leave(&self) {
+        for queue in &self.queues {
+            // An error is the run's, which others see as well.
+            let _ = queue.lock().unwrap_or_else(PoisonError::into_inner).finish();
+        }
+        self.comm.leave();
+    }
+}
+
+/// Bytes as the piece of a message; there are evenly many.
+fn message(data: *mut u8, bytes: usize) -> Piece {
+    let dtype = DType::BF16;
+    Piece { input: data, output: data, rows: 1, elements: bytes / dtype.bytes(), dtype }
+}
+
+/// Memory of the host.
+struct HostMemory {
+    words: Vec<u64>,
+}
+
+impl HostMemory {
+    fn new(bytes: usize) -> Self {
+        Self { words: vec![0; bytes.div_ceil(8)] }
+    }
+}
+
+impl Memory for HostMemory {
+    fn pointer(&self) -> *mut u8 {
+        self.words.as_ptr().cast_mut().cast()
+    }
+
+    fn write(&mut self, at: usize, data: &[u8]) {
+        assert!(at + data.len() <= self.words.len() * 8);
+        // SAFETY: inside the vector; every bit pattern is a byte.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.pointer().add(at), data.len()) };
+    }
+
+    fn read(&self) -> Vec<u8> {
+        self.words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+    }
+}
+
+/// Memory with a margin that nobody may write to.
+pub(super) struct Buffer {
+    memory: Box<dyn Memory>,
+    bytes: usize,
+}
+
+impl Buffer {
+    const MARGIN: u8 = 0xa5;
+
+    pub fn new(subject: &Subject, bytes: usize) -> Self {
+        let all = (bytes.div_ceil(8) + 8) * 8;
+        let mut memory = (subject.memory)(all);
+        memory.write(0, &vec![Self::MARGIN; all]);
+        Self { memory, bytes }
+    }
+
+    pub fn pointer(&mut self) -> *mut u8 {
+        self.memory.pointer()
+    }
+
+    pub fn write(&mut self, at: usize, data: &[u8]) {
+        self.memory.write(at, data);
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = self.memory.read();
+        bytes.truncate(self.bytes);
+        bytes
+    }
+
+    pub fn intact(&self) -> bool {
+        self.memory.read()[self.bytes..].iter().all(|&byte| byte == Self::MARGIN)
+    }
+}
