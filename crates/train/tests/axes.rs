@@ -150,8 +150,9 @@ fn refused(program: &StepProgram, change: impl Fn(&mut Instr) -> bool) -> usize 
             let (op, layer) = (instr.op.name(), instr.layer);
             let error = verify::program(&faulty, ALIGNMENT).expect_err(op).to_string();
             let layer = layer.map_or(String::new(), |layer| format!(", layer {layer}"));
-            let place = format!("{} {i}{layer}: {op}: ", faulty.segments[s].name);
-            assert!(error.starts_with(&place), "{error} does not start with {place}");
+            let place = format!("instruction {i} ({op}{layer}): {op}: ");
+            let segment = faulty.segments[s].name;
+            assert!(error.contains(&place) && error.contains(segment), "{error} does not say {segment}, {place}");
         }
     }
     planted
