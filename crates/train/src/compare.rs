@@ -10,7 +10,7 @@ pub use judge::{Comparison, Criterion, Promise};
 
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError, feed};
-use judge::{Natural, judge};
+use judge::{Natural, each, judge};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_ir::graph::State;
@@ -197,7 +197,7 @@ pub fn compare(
 }
 
 fn disturb(starts: &[States]) -> Vec<States> {
-    starts.iter().map(|states| Arc::new(states.iter().map(Stored::disturbed).collect())).collect()
+    starts.iter().map(|states| Arc::new(each(states.len(), |i| states[i].disturbed()))).collect()
 }
 
 /// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
@@ -206,7 +206,10 @@ fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<St
     let mut session = Session::new(devices, config, &plan)?;
     let positions = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES) * config.train.seq;
     let mut ran = Vec::new();
-    let mut own = vec![Arc::new(states(&mut session, is_kept)?)];
+    let mut own = Vec::new();
+    if starts.is_none() {
+        own.push(Arc::new(states(&mut session, is_kept)?));
+    }
     for step in 0..steps {
         if let Some(starts) = &starts {
             write(&mut session, &starts[step])?;

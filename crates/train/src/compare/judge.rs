@@ -253,7 +253,7 @@ fn largest(x: &Stored) -> f64 {
 }
 
 /// What `f` gives for each of so many, in their order, on all cores: tensors do not depend on each other.
-fn each<R: Send>(count: usize, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
+pub(super) fn each<R: Send>(count: usize, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(count)));
     std::thread::scope(|scope| {
         for _ in 0..cpu::cores().min(count) {
