@@ -65,11 +65,26 @@ impl Staging {
             // SAFETY: the caller vouches for `from`; the copy is done before the memory is read.
             unsafe { stream.to_host(&mut memory[..part.len()], from)? };
             stream.wait()?;
-            part.copy_from_slice(&memory[..part.len()]);
+            copy(part, &memory[..part.len()]);
             from += part.len() as u64;
         }
         Ok(())
     }
+}
+
+/// Copies to memory that is new to the process: most of the time goes to its pages, which several threads get at once.
+fn copy(to: &mut [u8], from: &[u8]) {
+    const THREADS: usize = 4;
+    const LEAST: usize = 1 << 20;
+    let part = to.len().div_ceil(THREADS).max(LEAST);
+    let mut parts = to.chunks_mut(part).zip(from.chunks(part));
+    let Some((first, of_first)) = parts.next() else { return };
+    std::thread::scope(|scope| {
+        for (to, from) in parts {
+            scope.spawn(|| to.copy_from_slice(from));
+        }
+        first.copy_from_slice(of_first);
+    });
 }
 
 /// Where in two buffers the next bytes go.

@@ -11,7 +11,7 @@ pub use threads::ThreadWorld;
 
 use crate::{ExecError, Executor};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, Placement, StepProgram};
+use lockstep_ir::{Coordinates, Mesh, Placement, Run, StepProgram};
 use std::borrow::Cow;
 
 /// An executor that is one of several. Its tensors are that rank's parts.
@@ -43,18 +43,28 @@ impl dyn World + '_ {
 }
 
 /// The part of a whole tensor that the rank at `at` has.
-fn scatter(tensor: &Tensor, mesh: &Mesh, at: Coordinates, whole: &[u8]) -> Result<Vec<u8>, ExecError> {
+fn scatter<'a>(tensor: &Tensor, mesh: &Mesh, at: Coordinates, whole: &'a [u8]) -> Result<Cow<'a, [u8]>, ExecError> {
     let width = tensor.whole.dtype.bytes();
     if whole.len() as u64 != tensor.whole.bytes() {
         let (name, bytes) = (&tensor.name, tensor.whole.bytes());
         return Err(ExecError::Internal(format!("`{name}` takes {bytes} bytes, got {}", whole.len())));
     }
+    let runs = tensor.sharding.runs(&tensor.whole, mesh, at);
+    if is_whole(tensor, &runs) {
+        return Ok(Cow::Borrowed(whole));
+    }
     let mut local = vec![0; tensor.ty.bytes() as usize];
-    for run in tensor.sharding.runs(&tensor.whole, mesh, at) {
+    for run in runs {
         let (from, to, len) = (run.whole * width, run.local * width, run.len * width);
         local[to..to + len].copy_from_slice(&whole[from..from + len]);
     }
-    Ok(local)
+    Ok(Cow::Owned(local))
+}
+
+/// Whether a rank that has these runs has all of the tensor, and nothing besides.
+fn is_whole(tensor: &Tensor, runs: &[Run]) -> bool {
+    let all = Run { whole: 0, local: 0, len: tensor.whole.elements() };
+    runs == [all] && tensor.ty.bytes() == tensor.whole.bytes()
 }
 
 /// Puts what the rank at `at` has of a tensor, and no rank before it, where it belongs in the whole. `read` gives the rank's part,
@@ -70,8 +80,14 @@ fn gather<'a>(
         return Err(ExecError::Internal(format!("`{}` is not summed over ranks", tensor.name)));
     }
     let width = tensor.whole.dtype.bytes();
-    whole.resize(tensor.whole.bytes() as usize, 0);
     let runs = tensor.sharding.first_runs(&tensor.whole, mesh, at);
+    if is_whole(tensor, &runs) {
+        *whole = read()?.into_owned();
+        return Ok(());
+    }
+    if whole.is_empty() {
+        *whole = vec![0; tensor.whole.bytes() as usize];
+    }
     if runs.is_empty() {
         return Ok(());
     }
