@@ -185,7 +185,7 @@ pub struct Instr {
     pub stream: Stream,
     /// Instructions of this segment, on the other stream, that must have ended before it starts.
     pub waits: Vec<usize>,
-    /// Where ranks split the dimension whose entries the op [numbers](crate::op::Spec::numbers): where their parts start.
+    /// Where ranks split the dimension whose entries the op numbers: where their parts start.
     pub offsets: Option<Offsets>,
 }
 

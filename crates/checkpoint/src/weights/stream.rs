@@ -10,7 +10,7 @@ use crate::tensor_file::CHUNK_BYTES;
 const BLOCK_BYTES: usize = 64 << 20;
 
 impl TensorSource<'_> {
-    /// Reads a tensor that [`check`](Source::check) has passed and gives its elements, as `dtype`, in the order of the result,
+    /// Reads a tensor that [`check`](TensorSource::check) has passed and gives its elements, as `dtype`, in the order of the result,
     /// chunk by chunk.
     pub fn stream(
         &self,

@@ -318,8 +318,8 @@ pub trait HostCommunicator: Communicator {
     ///
     /// # Safety
     /// `data` is valid for `bytes` bytes, and `send_buffer` for `copies` times as many. The send buffer is the stream's alone and
-    /// stays valid until all that was sent is taken, or a call has returned an error, or [`leave`](Self::leave) or
-    /// [`fail`](Self::fail) has returned.
+    /// stays valid until all that was sent is taken, or a call has returned an error, or [`leave`](Communicator::leave) or
+    /// [`fail`](Communicator::fail) has returned.
     #[allow(clippy::too_many_arguments)]
     unsafe fn send(
         &self,

@@ -203,7 +203,7 @@ ops! {
     /// Tensors side by side: the sections of the last dimension of all.
     Concat = section::CONCAT,
     /// Sum of token losses per sequence, with the log-sum-exp of each row of logits. A position whose target is
-    /// [`IGNORED_TARGET`] has no loss, here and in the other ops of the output head.
+    /// [`IGNORED_TARGET`](super::IGNORED_TARGET) has no loss, here and in the other ops of the output head.
     CrossEntropy = head::CROSS_ENTROPY,
     /// Gradient of the weighted sum of token losses.
     CrossEntropyGrad {

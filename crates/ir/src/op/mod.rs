@@ -127,7 +127,7 @@ impl Op {
         }
     }
 
-    /// The operand and dimension that have the letter which the op [numbers](Spec::numbers): (whether it is an input, its index,
+    /// The operand and dimension that have the letter which the op numbers: (whether it is an input, its index,
     /// the dimension). Inputs come first.
     pub fn numbered(&self, inputs: usize) -> Option<(bool, usize, usize)> {
         let spec = self.spec();
