@@ -7,13 +7,14 @@ mod layout;
 
 use crate::failure::Failure;
 use crate::style;
-use crate::table::{table, thousands, wrapped};
+use crate::table::{table, wrapped};
 use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
 use lockstep_config::{BatchStage, Config};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
+use lockstep_ir::units::thousands;
 use lockstep_ir::{StepProgram, units};
 use lockstep_plan::{Plan, PlanError, Verdict, account, plan, planned_timeline};
 use lockstep_train::Devices;

@@ -130,19 +130,6 @@ pub fn wrapped(text: &str, indent: &str) -> String {
     lines.iter().enumerate().map(line).collect()
 }
 
-/// `1234567` as `1,234,567`.
-pub fn thousands(n: u64) -> String {
-    let digits = n.to_string();
-    let mut text = String::new();
-    for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(c);
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,8 +142,6 @@ mod tests {
     fn columns_line_up() {
         let rows = [row(&["a", "12"]), row(&["long", "3"])];
         assert_eq!(table(&["op", "n"], &rows), "  op     n\n  a     12\n  long   3\n");
-        assert_eq!(thousands(1234567), "1,234,567");
-        assert_eq!(thousands(12), "12");
     }
 
     #[test]

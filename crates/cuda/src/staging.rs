@@ -222,6 +222,16 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_copy_in_parts_is_a_copy() {
+        for len in [0, 1, (1 << 20) - 1, (1 << 20) + 1, (5 << 20) + 3] {
+            let from: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
+            let mut to = vec![0; len];
+            copy(&mut to, &from);
+            assert!(to == from, "{len} bytes");
+        }
+    }
+
+    #[test]
     fn a_ring_fills_one_buffer_and_then_the_other() {
         let mut ring = Ring::new(256);
         let place = |buffer, offset, left| RingPlace { buffer, offset, left };

@@ -49,6 +49,19 @@ fn scaled(mut x: f64, base: f64, units: &[&str], whole: bool) -> String {
     format!("{x:.digits$} {}", units[unit]).trim_end().to_owned()
 }
 
+/// `1234567` as `1,234,567`.
+pub fn thousands(n: u64) -> String {
+    let digits = n.to_string();
+    let mut text = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(c);
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,5 +77,7 @@ mod tests {
         assert_eq!(flops(3.2e12), "3.20 TFLOP");
         assert_eq!(seconds(0.0421), "42 ms");
         assert_eq!(seconds(125.0), "2m 05s");
+        assert_eq!(thousands(1234567), "1,234,567");
+        assert_eq!(thousands(12), "12");
     }
 }

@@ -1,11 +1,12 @@
 //! `lockstep data inspect`.
 
 use super::statistics;
+use crate::Format;
 use crate::failure::Failure;
 use crate::train::default_run_dir;
-use crate::{Format, table::thousands};
 use lockstep_config::Config;
 use lockstep_data::Sampler;
+use lockstep_ir::units::thousands;
 use lockstep_train::{RunCorpus, RunData, data_folder};
 use serde::Serialize;
 use std::io::Write;

@@ -1,8 +1,9 @@
 //! What prepared data hold, in numbers.
 
-use crate::table::{table, thousands};
+use crate::table::table;
 use lockstep_data::{SplitSummary, TokenizerSpec};
 use lockstep_ir::units;
+use lockstep_ir::units::thousands;
 use lockstep_train::RunCorpus;
 use serde::Serialize;
 use std::path::Path;

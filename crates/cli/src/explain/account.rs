@@ -1,8 +1,9 @@
 //! What other choices would cost, and the program's counts beside analytical formulas.
 
-use crate::table::{table, thousands, wrapped};
+use crate::table::{table, wrapped};
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
+use lockstep_ir::units::thousands;
 use lockstep_plan::{Account, Formula, PolicyCost, Scaling};
 
 pub(super) fn as_text(account: &Account) -> String {

@@ -1,11 +1,12 @@
 //! `--fit` and `--layouts`: what else would fit, side by side; and the memory that all of it is held against.
 
 use crate::failure::Failure;
-use crate::table::{columns, table, thousands};
+use crate::table::{columns, table};
 use crate::{Format, verify};
 use lockstep_config::{Config, DeviceChoice, bytes};
 use lockstep_ir::hardware::GpuSpec;
 use lockstep_ir::program::Class;
+use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
     LargestMicroBatch, LayoutCost, PlanError, Room, Target, largest_micro_batches, layout_costs,

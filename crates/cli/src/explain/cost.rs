@@ -1,9 +1,9 @@
 //! `--tokens --gpu --mfu`: what a whole run costs.
 
 use crate::failure::Failure;
-use crate::table::thousands;
 use lockstep_config::{count, nearest};
 use lockstep_ir::hardware::{GPUS, GpuSpec};
+use lockstep_ir::units::thousands;
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
 use serde_json::{Value, json};

@@ -222,7 +222,7 @@ impl Wish<'_> {
     /// For messages; `piece` is the first that differs.
     fn describe(&self, piece: Option<usize>) -> String {
         let Wish { kind, pieces, place } = self;
-        let what = |piece: &Piece| format!("{} bytes {}", thousands(piece.bytes()), piece.dtype);
+        let what = |piece: &Piece| format!("{} bytes {}", units::thousands(piece.bytes() as u64), piece.dtype);
         match (pieces, piece) {
             ([only], _) => format!("{kind} of {} in {place}", what(only)),
             (_, Some(p)) if p < pieces.len() => {
@@ -237,22 +237,9 @@ impl Wish<'_> {
 fn other_size((from, to): (usize, usize), theirs: usize, ours: usize, place: ProgramPlace) -> CommError {
     CommError::Mismatch {
         ranks: (from, to),
-        first: format!("a message of {} bytes", thousands(theirs)),
-        second: format!("receive of {} bytes in {place}", thousands(ours)),
+        first: format!("a message of {} bytes", units::thousands(theirs as u64)),
+        second: format!("receive of {} bytes in {place}", units::thousands(ours as u64)),
     }
-}
-
-/// `1234567` as `1,234,567`.
-fn thousands(n: usize) -> String {
-    let digits = n.to_string();
-    let mut text = String::new();
-    for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(c);
-    }
-    text
 }
 
 fn at(place: &Option<ProgramPlace>) -> String {
