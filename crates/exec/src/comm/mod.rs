@@ -1,8 +1,9 @@
 //! Collectives and messages between the ranks of a run.
 //!
 //! [`Communicator`] is one rank's end: who is where, who is alive, what ended the run. [`HostCommunicator`] moves bytes of the
-//! host besides; a device has streams of its own. [`threads`](fn@threads) makes ranks that share a process; other kinds, and all
-//! forms of [queues](crate::communication::CommunicationQueue), are held to the same behaviour by [`conformance::check`]. Sums are taken in the order of the group's ranks whatever the timing, so
+//! host besides; a device has streams of its own. [`threads`](fn@threads) makes ranks that share a process, [`processes`] ranks that
+//! are processes; all kinds, and all forms of [queues](crate::communication::CommunicationQueue), are held to the same behaviour by
+//! [`conformance::check`]. Sums are taken in the order of the group's ranks whatever the timing, so
 //! all ranks get the same bits in every run. What goes wrong anywhere ends the run everywhere, with one error that names
 //! the rank, its op and its layer.
 
@@ -12,6 +13,7 @@ mod exchange;
 mod loom_tests;
 mod message_queue;
 mod peers;
+pub mod processes;
 mod rendezvous;
 mod sum;
 #[cfg(test)]
@@ -131,6 +133,24 @@ pub enum CommError {
         /// What it said.
         reason: String,
     },
+    /// The process of a rank has ended without a word, or cannot be reached any more.
+    #[error(
+        "rank {rank} on host {host} is gone: {reason}; it was last heard of {}{}\n\
+         hint: look at the messages of rank {rank} and of its host (out of memory?); the run goes on from its last checkpoint",
+        at(.place), seen_by(.seen)
+    )]
+    Lost {
+        /// The rank.
+        rank: usize,
+        /// Its host.
+        host: String,
+        /// Where it was, as far as is known.
+        place: Option<ProgramPlace>,
+        /// How that was noticed.
+        reason: String,
+        /// The rank that tells of it, and where it was.
+        seen: Option<(usize, ProgramPlace)>,
+    },
     /// A rank waits for one that shows no sign of life.
     #[error(
         "rank {rank} waits in {}, for rank {other}, which has been {}, for {}{}\n\
@@ -194,6 +214,34 @@ pub enum CommError {
     },
 }
 
+/// Where `rank` of `ranks` stands in the group of a collective, or why that cannot be done.
+fn index_in(
+    group: &RankGroup,
+    kind: Collective,
+    pieces: &[Piece],
+    (rank, ranks): (usize, usize),
+) -> Result<usize, String> {
+    if let Some(piece) = pieces.iter().find(|piece| kind.sums() && !sum::adds(piece.dtype)) {
+        return Err(format!("{kind} of {}, which has no sum", piece.dtype));
+    }
+    let Some(index) = group.ranks.iter().position(|&member| member == rank) else {
+        return Err(format!("{kind} of the ranks {:?}, which it is not among", group.ranks));
+    };
+    let again = |(i, member): (usize, &usize)| *member >= ranks || group.ranks[..i].contains(member);
+    if group.ranks.iter().enumerate().any(again) {
+        return Err(format!("{kind} of the ranks {:?} of {ranks}", group.ranks));
+    }
+    Ok(index)
+}
+
+/// First element and number of elements of the slice that a member of a group of `members` adds: whole cache lines.
+fn slice_of(member: usize, members: usize, piece: &Piece) -> (usize, usize) {
+    let line = 64 / piece.dtype.bytes();
+    let size = piece.elements.div_ceil(members).next_multiple_of(line);
+    let start = piece.elements.min(member * size);
+    (start, size.min(piece.elements - start))
+}
+
 /// What a rank wants of a collective.
 #[derive(Clone, Copy)]
 struct Wish<'a> {
@@ -244,6 +292,10 @@ fn other_size((from, to): (usize, usize), theirs: usize, ours: usize, place: Pro
 
 fn at(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
+}
+
+fn seen_by(by: &Option<(usize, ProgramPlace)>) -> String {
+    by.map_or_else(String::new, |(rank, place)| format!("; rank {rank} waited in {}", place.brief()))
 }
 
 fn briefly(place: &Option<ProgramPlace>) -> String {

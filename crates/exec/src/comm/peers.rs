@@ -1,4 +1,7 @@
-//! What the ranks of one process know of each other: where each is, who waits for whom, and what ended the run.
+//! What ranks know of each other: where each is, who waits for whom, and what ended the run.
+//!
+//! Ranks that are threads share one [`Peers`]. A process has one of its own and hears of the others: the first rank's of all, so
+//! that it can tell who stalls; the others' of who has left.
 
 use super::{CommError, ProgramPlace};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -67,18 +70,43 @@ struct Whereabouts {
     place: Option<ProgramPlace>,
     /// When it came there.
     since: u64,
-    /// The rank that it waits for, and where.
-    waits: Option<(usize, ProgramPlace)>,
+    waits: Option<Waiting>,
 }
+
+/// A rank that waits for another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Waiting {
+    /// The rank that it waits for.
+    pub other: usize,
+    /// Where it waits.
+    pub place: ProgramPlace,
+    /// Since when: nanoseconds since the start.
+    pub since: u64,
+}
+
+/// What a rank that is a process tells of itself. Times are nanoseconds before the telling.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pulse {
+    pub alive: u64,
+    pub place: Option<ProgramPlace>,
+    pub since: u64,
+    pub waits: Option<Waiting>,
+}
+
+/// Settles what ended a run of processes, of which several may notice something.
+type Judge = Box<dyn Fn(CommError) -> CommError + Send + Sync>;
 
 /// The ranks of one run.
 pub struct Peers {
     /// Tells these ranks from others of the process.
     id: u64,
     start: Instant,
-    timeout: Duration,
+    /// None where another process looks for ranks that stall.
+    timeout: Option<Duration>,
     lives: Vec<Life>,
     failure: OnceLock<CommError>,
+    /// None where ranks are threads: the first error stays.
+    judge: OnceLock<Judge>,
 }
 
 thread_local! {
@@ -88,7 +116,17 @@ thread_local! {
 }
 
 impl Peers {
+    /// Ranks that are threads, or as the first of several processes knows them.
     pub fn new(ranks: usize, timeout: Duration) -> Self {
+        Self::make(ranks, Some(timeout))
+    }
+
+    /// Ranks as a process knows them that leaves it to the first to look for those that stall.
+    pub fn unwatched(ranks: usize) -> Self {
+        Self::make(ranks, None)
+    }
+
+    fn make(ranks: usize, timeout: Option<Duration>) -> Self {
         static RUNS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         let life = |_| Life {
             alive: AtomicU64::new(0),
@@ -101,7 +139,14 @@ impl Peers {
             timeout,
             lives: (0..ranks).map(life).collect(),
             failure: OnceLock::new(),
+            judge: OnceLock::new(),
         }
+    }
+
+    /// Lets `judge` settle what ended the run. It may wait for the verdict of another process.
+    pub fn judged_by(&self, judge: impl Fn(CommError) -> CommError + Send + Sync + 'static) {
+        // There is one per run.
+        let _ = self.judge.set(Box::new(judge));
     }
 
     pub fn ranks(&self) -> usize {
@@ -142,7 +187,71 @@ impl Peers {
 
     /// Ends the run; the first error stays.
     pub fn end(&self, error: CommError) -> CommError {
-        self.failure.get_or_init(|| error).clone()
+        self.failure
+            .get_or_init(|| match self.judge.get() {
+                Some(judge) => judge(error),
+                None => error,
+            })
+            .clone()
+    }
+
+    /// Ends the run with what another process has settled.
+    pub fn conclude(&self, error: CommError) {
+        // Where this process has ended it, that waited for the same verdict.
+        let _ = self.failure.set(error);
+    }
+
+    /// Where a rank was when it was last heard of.
+    pub fn place(&self, rank: usize) -> Option<ProgramPlace> {
+        lock(&self.lives[rank].whereabouts).place
+    }
+
+    /// What a rank tells of itself.
+    pub fn pulse(&self, rank: usize) -> Pulse {
+        let (now, life) = (self.now(), &self.lives[rank]);
+        let whereabouts = lock(&life.whereabouts);
+        let ago = |then: u64| now.saturating_sub(then);
+        let waits = whereabouts.waits.map(|w| Waiting { since: ago(w.since), ..w });
+        let alive = ago(life.alive.load(Ordering::Relaxed));
+        Pulse { alive, place: whereabouts.place, since: ago(whereabouts.since), waits }
+    }
+
+    /// What another process tells of its rank.
+    pub fn hear(&self, rank: usize, pulse: Pulse) {
+        let (now, life) = (self.now(), &self.lives[rank]);
+        let then = |ago: u64| now.saturating_sub(ago);
+        life.alive.fetch_max(then(pulse.alive), Ordering::Relaxed);
+        let mut whereabouts = lock(&life.whereabouts);
+        (whereabouts.place, whereabouts.since) = (pulse.place, then(pulse.since));
+        whereabouts.waits = pulse.waits.map(|w| Waiting { since: then(w.since), ..w });
+    }
+
+    /// Looks whether a rank waits for one that shows no sign of life, on behalf of ranks that are other processes.
+    pub fn watch(&self) -> Result<(), CommError> {
+        let Some(timeout) = self.timeout else { return Ok(()) };
+        let waits = |rank: usize| lock(&self.lives[rank].whereabouts).waits.filter(|w| w.other < self.ranks());
+        let alive = |rank: usize| self.lives[rank].alive.load(Ordering::Relaxed);
+        // Whoever waits is as alive as the one that it waits for, along chains of any length.
+        for _ in 0..self.ranks() {
+            let mut changed = false;
+            for rank in 0..self.ranks() {
+                if let Some(waiting) = waits(rank) {
+                    let other = alive(waiting.other);
+                    changed |= self.lives[rank].alive.fetch_max(other, Ordering::Relaxed) < other;
+                }
+            }
+            if !changed {
+                break;
+            }
+        }
+        for rank in 0..self.ranks() {
+            if let Some(Waiting { other, place, since }) = waits(rank)
+                && self.now().saturating_sub(alive(other).max(since)) > timeout.as_nanos() as u64
+            {
+                return Err(self.stalled(rank, place, other));
+            }
+        }
+        Ok(())
     }
 
     /// Ends the run because a rank cannot go on, and names the place of this thread if it is one of the rank's.
@@ -207,11 +316,13 @@ impl Peers {
         let alive = |rank: usize| self.lives[rank].alive.load(Ordering::Relaxed);
         let Some(other) = awaited().min_by_key(|&rank| alive(rank)) else { return Ok(()) };
         self.lives[me].alive.fetch_max(alive(other), Ordering::Relaxed);
-        lock(&self.lives[me].whereabouts).waits = Some((other, place));
-        if self.now().saturating_sub(alive(other).max(started)) > self.timeout.as_nanos() as u64 {
-            return Err(self.stalled(me, place, other));
+        lock(&self.lives[me].whereabouts).waits = Some(Waiting { other, place, since: started });
+        match self.timeout {
+            Some(timeout) if self.now().saturating_sub(alive(other).max(started)) > timeout.as_nanos() as u64 => {
+                Err(self.stalled(me, place, other))
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// The error for a rank that `me` has waited for in vain: names the last of a chain of waiting ranks.
@@ -220,11 +331,11 @@ impl Peers {
         let mut pair = (me, place, other);
         let mut circle = true;
         for _ in 0..self.ranks() {
-            let Some((next, place)) = waits(pair.2) else {
+            let Some(next) = waits(pair.2) else {
                 circle = false;
                 break;
             };
-            pair = (pair.2, place, next);
+            pair = (pair.2, next.place, next.other);
         }
         let (rank, place, other) = if circle { (me, place, other) } else { pair };
         let whereabouts = lock(&self.lives[other].whereabouts);
@@ -232,9 +343,9 @@ impl Peers {
             rank,
             place,
             other,
-            other_place: whereabouts.waits.map(|(_, place)| place).or(whereabouts.place),
+            other_place: whereabouts.waits.map(|w| w.place).or(whereabouts.place),
             seconds: self.now().saturating_sub(whereabouts.since) as f32 * 1e-9,
-            other_waits_for: whereabouts.waits.map(|(rank, _)| rank),
+            other_waits_for: whereabouts.waits.map(|w| w.other),
         }
     }
 }

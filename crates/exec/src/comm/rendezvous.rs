@@ -1,7 +1,7 @@
 //! Where the ranks of one group meet for collectives.
 
 use super::peers::{Gate, Peers};
-use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, sum};
+use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, slice_of, sum};
 use crate::sync::{MutexGuard, UnsafeCell};
 
 /// What one member wants of a collective.
@@ -176,7 +176,7 @@ impl Rendezvous {
     /// Sums this member's slices of all inputs into its outputs.
     unsafe fn reduce_slice(&self, index: usize, pieces: &[Piece]) {
         for (p, piece) in pieces.iter().enumerate() {
-            let (start, n) = self.slice_of(index, piece);
+            let (start, n) = slice_of(index, self.members.len(), piece);
             let at = start * piece.dtype.bytes();
             // SAFETY: inside the tensors. Nobody else reads this slice of this member's input, which may be its output.
             unsafe {
@@ -190,7 +190,7 @@ impl Rendezvous {
     unsafe fn fetch_slices(&self, index: usize, pieces: &[Piece]) {
         for member in self.others(index) {
             for (p, piece) in pieces.iter().enumerate() {
-                let (start, n) = self.slice_of(member, piece);
+                let (start, n) = slice_of(member, self.members.len(), piece);
                 let size = piece.dtype.bytes();
                 // SAFETY: inside the tensors; the owner has written its slice, and this copy of it is read by nobody.
                 unsafe {
@@ -229,14 +229,6 @@ impl Rendezvous {
                 }
             }
         }
-    }
-
-    /// First element and number of elements of the slice that a member adds: whole cache lines.
-    fn slice_of(&self, member: usize, piece: &Piece) -> (usize, usize) {
-        let line = 64 / piece.dtype.bytes();
-        let size = piece.elements.div_ceil(self.members.len()).next_multiple_of(line);
-        let start = piece.elements.min(member * size);
-        (start, size.min(piece.elements - start))
     }
 
     /// The other members, each rank starting at another.

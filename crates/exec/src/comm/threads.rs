@@ -19,7 +19,7 @@ use super::message_queue::{MessageQueue, SendBuffer};
 use super::peers::Peers;
 use super::rendezvous::{Rendezvous, copy};
 use super::{
-    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, Wish, agree, other_size, sum,
+    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, Wish, agree, index_in, other_size,
 };
 use crate::sync::{Arc, RwLock};
 use std::collections::HashMap;
@@ -116,17 +116,7 @@ impl ThreadCommunicator {
         pieces: &[Piece],
         place: ProgramPlace,
     ) -> Result<usize, CommError> {
-        if let Some(piece) = pieces.iter().find(|piece| kind.sums() && !sum::adds(piece.dtype)) {
-            return Err(self.refuse(place, format!("{kind} of {}, which has no sum", piece.dtype)));
-        }
-        let Some(index) = group.ranks.iter().position(|&rank| rank == self.rank) else {
-            return Err(self.refuse(place, format!("{kind} of the ranks {:?}, which it is not among", group.ranks)));
-        };
-        let again = |(i, rank): (usize, &usize)| *rank >= self.ranks() || group.ranks[..i].contains(rank);
-        if group.ranks.iter().enumerate().any(again) {
-            return Err(self.refuse(place, format!("{kind} of the ranks {:?} of {}", group.ranks, self.ranks())));
-        }
-        Ok(index)
+        index_in(group, kind, pieces, (self.rank, self.ranks())).map_err(|reason| self.refuse(place, reason))
     }
 
     fn check_message(&self, from: usize, to: usize, place: ProgramPlace) -> Result<(), CommError> {

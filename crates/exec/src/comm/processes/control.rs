@@ -1,0 +1,222 @@
+//! The failure channel: every rank has a connection to the first, on which both tell that they live, and on which it is settled
+//! what ended the run.
+//!
+//! Several ranks may notice that something is wrong, each another part of it. They tell the first rank, and what it hears first is
+//! the verdict for all. Where the first rank is the one that is gone, the others see that for themselves.
+
+use super::inbox::Inbox;
+use super::sockets::{CUT_AFTER, ended};
+use super::wire::{Reader, Writer, read_note, write_note};
+use crate::comm::CommError;
+use lockstep_ir::units;
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How often ranks tell that they live.
+const BEAT_EVERY: Duration = Duration::from_millis(500);
+/// How long a rank waits for the verdict of the first.
+const VERDICT_WITHIN: Duration = Duration::from_secs(2);
+
+/// Kinds of notes.
+const BEAT: u8 = 10;
+const PROPOSAL: u8 = 11;
+const VERDICT: u8 = 12;
+const BYE: u8 = 13;
+
+/// One rank's end of the failure channel.
+pub struct Control {
+    rank: usize,
+    inbox: Arc<Inbox>,
+    start: Instant,
+    /// By rank: those of all others on the first rank, that of the first on the others.
+    links: Vec<Option<Link>>,
+    verdict: Mutex<Option<CommError>>,
+    changed: Condvar,
+    closed: AtomicBool,
+    /// A process of which nothing is heard for so long is gone.
+    silence: Duration,
+}
+
+struct Link {
+    stream: Mutex<TcpStream>,
+    /// When something was last heard: milliseconds since the start.
+    heard: AtomicU64,
+    /// The other end has said goodbye, or is gone.
+    ended: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Control {
+    /// Opens the channel over connections that the rendezvous has made. A rank that shows no sign of life for `timeout` ends the
+    /// run.
+    pub fn start(
+        rank: usize,
+        links: Vec<Option<TcpStream>>,
+        inbox: &Arc<Inbox>,
+        timeout: Duration,
+    ) -> std::io::Result<Arc<Self>> {
+        let link = |stream: TcpStream| Link {
+            stream: Mutex::new(stream),
+            heard: AtomicU64::new(0),
+            ended: AtomicBool::new(false),
+        };
+        let readers: Vec<_> = links.iter().enumerate().filter_map(|(rank, s)| Some((rank, s.as_ref()?.try_clone()))).collect();
+        let control = Arc::new(Self {
+            rank,
+            inbox: inbox.clone(),
+            start: Instant::now(),
+            links: links.into_iter().map(|stream| stream.map(link)).collect(),
+            verdict: Mutex::new(None),
+            changed: Condvar::new(),
+            closed: AtomicBool::new(false),
+            silence: CUT_AFTER.min(timeout),
+        });
+        let weak = Arc::downgrade(&control);
+        inbox.peers.judged_by(move |error| match weak.upgrade() {
+            Some(control) => control.settle(error),
+            None => error,
+        });
+        for (other, stream) in readers {
+            let (control, stream) = (control.clone(), stream?);
+            let thread = std::thread::Builder::new().name(format!("lockstep-hears-{other}"));
+            thread.spawn(move || control.listen(other, &stream))?;
+        }
+        let beats = control.clone();
+        // Often enough that where a rank is, and whether it waits, is known in time.
+        let beat = BEAT_EVERY.min(timeout / 8);
+        std::thread::Builder::new().name("lockstep-beats".into()).spawn(move || beats.beat(beat))?;
+        Ok(control)
+    }
+
+    fn now(&self) -> u64 {
+        self.start.elapsed().as_millis() as u64
+    }
+
+    /// Sends a note to a rank that is there. Where that fails, whoever reads from it finds out.
+    fn tell(&self, link: &Link, kind: u8, body: &[u8]) {
+        if !link.ended.load(Ordering::Acquire) {
+            let _ = write_note(&*lock(&link.stream), kind, body);
+        }
+    }
+
+    /// What ended the run, as all will know it.
+    fn settle(&self, error: CommError) -> CommError {
+        let mut verdict = lock(&self.verdict);
+        if let Some(verdict) = &*verdict {
+            return verdict.clone();
+        }
+        let mut body = Writer::default();
+        body.error(&error);
+        if self.rank == 0 {
+            *verdict = Some(error.clone());
+            drop(verdict);
+            self.links.iter().flatten().for_each(|link| self.tell(link, VERDICT, &body.0));
+            return error;
+        }
+        let Some(link) = self.links[0].as_ref() else { return error };
+        self.tell(link, PROPOSAL, &body.0);
+        let until = Instant::now() + VERDICT_WITHIN;
+        while verdict.is_none() && !link.ended.load(Ordering::Acquire) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            verdict = self.changed.wait_timeout(verdict, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        verdict.get_or_insert(error).clone()
+    }
+
+    /// Reads what a rank tells until it tells no more.
+    fn listen(&self, other: usize, stream: &TcpStream) {
+        let Some(link) = &self.links[other] else { return };
+        let peers = &self.inbox.peers;
+        loop {
+            let note = read_note(stream);
+            link.heard.store(self.now(), Ordering::Relaxed);
+            match note {
+                Ok((BEAT, body)) => {
+                    if let Some(pulse) = Reader(&body).pulse() {
+                        peers.hear(other, pulse);
+                    }
+                }
+                Ok((PROPOSAL, body)) if self.rank == 0 => {
+                    if let Some(error) = Reader(&body).error() {
+                        peers.end(error);
+                    }
+                }
+                Ok((VERDICT, body)) if other == 0 => {
+                    if let Some(error) = Reader(&body).error() {
+                        let settled = lock(&self.verdict).get_or_insert(error).clone();
+                        self.changed.notify_all();
+                        peers.conclude(settled);
+                    }
+                }
+                Ok((BYE, _)) => {
+                    link.ended.store(true, Ordering::Release);
+                    return;
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    link.ended.store(true, Ordering::Release);
+                    self.changed.notify_all();
+                    self.inbox.cut(other, ended(&error));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Tells that this rank lives, and looks who does not.
+    fn beat(&self, every: Duration) {
+        let peers = &self.inbox.peers;
+        while !self.closed.load(Ordering::Acquire) {
+            let mut body = Writer::default();
+            body.pulse(peers.pulse(self.rank));
+            for (other, link) in self.links.iter().enumerate() {
+                let Some(link) = link else { continue };
+                self.tell(link, BEAT, &body.0);
+                let silent = self.now().saturating_sub(link.heard.load(Ordering::Relaxed));
+                if silent > self.silence.as_millis() as u64 && !link.ended.swap(true, Ordering::AcqRel) {
+                    self.changed.notify_all();
+                    let seconds = units::seconds(self.silence.as_secs_f64());
+                    self.inbox.cut(other, format!("nothing was heard of its process for {seconds}"));
+                }
+            }
+            if peers.failure().is_none()
+                && let Err(error) = peers.watch()
+            {
+                peers.end(error);
+            }
+            let guard = lock(&self.verdict);
+            // A signal that comes while this thread is busy is seen above.
+            drop(self.changed.wait_timeout(guard, every));
+        }
+    }
+
+    /// Closes the connections without a word.
+    #[cfg(test)]
+    pub fn cut(&self) {
+        self.closed.store(true, Ordering::Release);
+        for link in self.links.iter().flatten() {
+            link.ended.store(true, Ordering::Release);
+            let _ = lock(&link.stream).shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Says goodbye: from now on nobody misses this rank.
+    pub fn close(&self) {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.changed.notify_all();
+        for link in self.links.iter().flatten() {
+            self.tell(link, BYE, &[]);
+            let _ = lock(&link.stream).shutdown(Shutdown::Write);
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! What has come from other processes and was not taken yet, and what of ours they have taken.
+
+use crate::comm::peers::{Gate, Peers};
+use crate::comm::CommError;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Bytes whose start is aligned for every type of element.
+#[derive(Default)]
+pub struct Buffer {
+    words: Vec<u64>,
+    bytes: usize,
+}
+
+impl Buffer {
+    /// Makes it hold so many bytes, of any value.
+    pub fn resize(&mut self, bytes: usize) {
+        if self.words.len() * 8 < bytes {
+            self.words.resize(bytes.div_ceil(8), 0);
+        }
+        self.bytes = bytes;
+    }
+
+    pub fn clear(&mut self) {
+        self.bytes = 0;
+    }
+
+    /// Goes on at the next multiple of 8.
+    pub fn align(&mut self) {
+        self.resize(self.bytes.next_multiple_of(8));
+    }
+
+    pub fn push(&mut self, data: &[u8]) {
+        // SAFETY: a slice is valid.
+        unsafe { self.push_from(data.as_ptr(), data.len()) }
+    }
+
+    /// Appends bytes.
+    ///
+    /// # Safety
+    /// `data` is valid for `bytes` bytes, or there are none.
+    pub unsafe fn push_from(&mut self, data: *const u8, bytes: usize) {
+        let at = self.bytes;
+        self.resize(at + bytes);
+        if bytes > 0 {
+            // SAFETY: the caller vouches for the data; the rest of the buffer has room for them.
+            unsafe { std::ptr::copy_nonoverlapping(data, self.words.as_mut_ptr().cast::<u8>().add(at), bytes) };
+        }
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: `resize` keeps the words as many as the bytes need; every bit pattern is a byte.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.bytes) }
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above; every byte is part of a bit pattern of a word.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.bytes) }
+    }
+}
+
+/// What a frame belongs to, between two ranks: frames of one stream come out in the order in which they went in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stream(pub u64);
+
+impl Stream {
+    /// The rank has ended its program; nothing but [`taken`](Self::taken) comes after it.
+    pub const LEFT: Stream = Stream(0);
+    /// What all ranks tell each other.
+    pub const EXCHANGE: Stream = Stream(1);
+    const KIND: u32 = 62;
+
+    /// Messages with a tag.
+    pub fn message(tag: u32) -> Self {
+        Self(1 << Self::KIND | u64::from(tag))
+    }
+
+    /// The receiver has taken a message with this tag.
+    pub fn taken(tag: u32) -> Self {
+        Self(2 << Self::KIND | u64::from(tag))
+    }
+
+    /// Collectives of a group that has this number.
+    pub fn group(number: u64) -> Self {
+        Self(3 << Self::KIND | number >> 2)
+    }
+
+    fn is_taken(self) -> Option<u32> {
+        (self.0 >> Self::KIND == 2).then_some(self.0 as u32)
+    }
+}
+
+/// A stream of messages that this rank sends.
+#[derive(Default)]
+pub struct Outgoing {
+    /// Bytes of a message and send buffer, whose change waits until all is taken.
+    pub shape: (usize, usize, usize),
+    pub offered: u64,
+    pub taken: u64,
+    /// A thread is sending.
+    pub sending: bool,
+}
+
+#[derive(Default)]
+pub struct State {
+    /// By sender.
+    frames: HashMap<(usize, Stream), VecDeque<Buffer>>,
+    /// By receiver and tag.
+    pub outgoing: HashMap<(usize, u32), Outgoing>,
+}
+
+impl State {
+    /// Whether something has come.
+    pub fn has(&self, from: usize, stream: Stream) -> bool {
+        self.frames.get(&(from, stream)).is_some_and(|frames| !frames.is_empty())
+    }
+
+    pub fn peek(&self, from: usize, stream: Stream) -> Option<&Buffer> {
+        self.frames.get(&(from, stream))?.front()
+    }
+
+    pub fn pop(&mut self, from: usize, stream: Stream) -> Option<Buffer> {
+        self.frames.get_mut(&(from, stream))?.pop_front()
+    }
+}
+
+/// The inbox of a rank that is this process. Whoever reads from the network delivers here and never waits.
+pub struct Inbox {
+    pub peers: Arc<Peers>,
+    pub gate: Gate<State>,
+    hosts: Vec<String>,
+    /// Buffers to be used again, so that a step allocates nothing.
+    free: Mutex<Vec<Buffer>>,
+}
+
+/// Buffers that are kept for later.
+const KEPT: usize = 64;
+
+impl Inbox {
+    pub fn new(peers: Arc<Peers>, hosts: Vec<String>) -> Self {
+        Self { peers, gate: Gate::new(State::default()), hosts, free: Mutex::default() }
+    }
+
+    /// A buffer of so many bytes: the smallest that is free and large enough.
+    pub fn buffer(&self, bytes: usize) -> Buffer {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |(_, buffer): &(usize, &Buffer)| buffer.words.len() * 8 >= bytes;
+        let best = free.iter().enumerate().filter(fits).min_by_key(|(_, buffer)| buffer.words.len()).map(|(i, _)| i);
+        let mut buffer = best.map_or_else(Buffer::default, |i| free.swap_remove(i));
+        drop(free);
+        buffer.resize(bytes);
+        buffer
+    }
+
+    /// Gives a buffer back.
+    pub fn recycle(&self, buffer: Buffer) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < KEPT {
+            free.push(buffer);
+        }
+    }
+
+    /// Something has come.
+    pub fn deliver(&self, from: usize, stream: Stream, frame: Buffer) {
+        if stream == Stream::LEFT {
+            self.peers.leave(from);
+            let _state = self.gate.lock();
+            self.gate.announce();
+            return;
+        }
+        let mut state = self.gate.lock();
+        match stream.is_taken() {
+            Some(tag) => state.outgoing.entry((from, tag)).or_default().taken += 1,
+            None => state.frames.entry((from, stream)).or_default().push_back(frame),
+        }
+        self.gate.announce();
+    }
+
+    /// Nothing more will come from a rank.
+    pub fn cut(&self, from: usize, reason: String) {
+        if !self.peers.has_left(from) {
+            self.peers.end(self.lost(from, reason));
+        }
+    }
+
+    /// The error for a rank whose process is gone.
+    pub fn lost(&self, rank: usize, reason: String) -> CommError {
+        CommError::Lost { rank, host: self.hosts[rank].clone(), place: self.peers.place(rank), reason, seen: None }
+    }
+}

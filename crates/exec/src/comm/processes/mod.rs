@@ -1,0 +1,367 @@
+//! Ranks that are processes, on one host or many.
+//!
+//! [`join`] finds the others. Bytes go over a [`Transport`] in frames, each of a stream; whoever receives them puts them into the
+//! inbox and never waits, so that sends always end. A [failure channel](control) beside it notices who is gone or stalls, and
+//! settles for all what ended the run.
+//!
+//! **Collectives.** Every member sends every other what it is to add or to have, with what it asks for in front; nothing is touched
+//! before all of these have come and agree. `AllReduce` adds one slice per member, in the order of the group, and sends it round;
+//! a small one is sent whole and added by everybody.
+//!
+//! **Messages** are kept by the receiver, which tells the sender when it takes one; so no more are on their way than the send buffer
+//! has room for, which itself is not used.
+
+mod collective;
+mod control;
+mod inbox;
+mod join;
+mod sockets;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+pub use join::{JoinError, Member, Start, host, join};
+
+use crate::comm::peers::Peers;
+use crate::comm::{
+    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, index_in, other_size,
+};
+use collective::Channel;
+use control::Control;
+use inbox::{Buffer, Inbox, State, Stream};
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+
+/// Moves frames between processes. What comes in goes to the inbox that it was made with.
+trait Transport: Send + Sync {
+    /// Sends a frame, and returns when its bytes may be changed, or when `goes_on` says no. Frames of one stream to one rank
+    /// arrive in order, and before one of [`Stream::LEFT`] that is sent after them. The error says why the rank cannot be reached.
+    fn send(&self, to: usize, stream: Stream, frame: &[u8], goes_on: &dyn Fn() -> bool) -> Result<(), String>;
+}
+
+/// One rank that is this process.
+pub struct ProcessCommunicator {
+    rank: usize,
+    inbox: Arc<Inbox>,
+    /// None when it has been closed.
+    transport: Option<Box<dyn Transport>>,
+    control: Arc<Control>,
+    members: Vec<Member>,
+    channels: Mutex<HashMap<RankGroup, Arc<Mutex<Channel>>>>,
+    /// Keeps two threads from talking to all ranks at once.
+    exchanging: Mutex<()>,
+    /// What tells latecomers that all have come; the first rank's.
+    gate: Option<Arc<AtomicBool>>,
+}
+
+impl ProcessCommunicator {
+    fn new(
+        rank: usize,
+        inbox: Arc<Inbox>,
+        transport: Box<dyn Transport>,
+        control: Arc<Control>,
+        members: Vec<Member>,
+        gate: Option<Arc<AtomicBool>>,
+    ) -> Self {
+        let (channels, exchanging) = (Mutex::default(), Mutex::default());
+        Self { rank, inbox, transport: Some(transport), control, members, channels, exchanging, gate }
+    }
+
+    /// The processes, by rank.
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// Every rank gives some bytes, as many as it likes, and all get everybody's, by rank.
+    pub fn exchange(&self, place: ProgramPlace, mine: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let act = || {
+            self.begin(place)?;
+            let _turn = self.exchanging.lock().unwrap_or_else(PoisonError::into_inner);
+            for i in 1..self.ranks() {
+                self.post((self.rank + i) % self.ranks(), Stream::EXCHANGE, mine, place)?;
+            }
+            let others = |rank: &usize| *rank != self.rank;
+            let mut state = self.wait_for(place, (0..self.ranks()).filter(others), Stream::EXCHANGE)?;
+            let taken: Vec<_> = (0..self.ranks()).map(|rank| state.pop(rank, Stream::EXCHANGE)).collect();
+            drop(state);
+            let bytes = |frame: Option<Buffer>| match frame {
+                Some(frame) => {
+                    let bytes = frame.bytes().to_vec();
+                    self.inbox.recycle(frame);
+                    bytes
+                }
+                None => mine.to_vec(),
+            };
+            Ok(taken.into_iter().map(bytes).collect())
+        };
+        self.end(act(), place)
+    }
+
+    fn peers(&self) -> &Peers {
+        &self.inbox.peers
+    }
+
+    /// Every call starts here.
+    fn begin(&self, place: ProgramPlace) -> Result<(), CommError> {
+        if let Some(error) = self.peers().failure() {
+            return Err(error.clone());
+        }
+        if self.peers().has_left(self.rank) {
+            return Err(self.refuse(place, "this rank has ended its program"));
+        }
+        self.peers().alive(self.rank);
+        Ok(())
+    }
+
+    /// And ends here.
+    fn end<T>(&self, result: Result<T, CommError>, place: ProgramPlace) -> Result<T, CommError> {
+        match result {
+            Ok(value) => {
+                self.peers().alive(self.rank);
+                Ok(value)
+            }
+            Err(CommError::Lost { rank, host, place: last, reason, .. }) => {
+                Err(CommError::Lost { rank, host, place: last, reason, seen: Some((self.rank, place)) })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn refuse(&self, place: ProgramPlace, reason: impl Into<String>) -> CommError {
+        self.peers().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
+    }
+
+    /// Sends a frame; to this rank itself it is delivered at once.
+    fn post(&self, to: usize, stream: Stream, frame: &[u8], place: ProgramPlace) -> Result<(), CommError> {
+        if to == self.rank {
+            let mut copy = self.inbox.buffer(0);
+            copy.push(frame);
+            self.inbox.deliver(to, stream, copy);
+            return Ok(());
+        }
+        let goes_on = || self.peers().failure().is_none();
+        let sent = match &self.transport {
+            Some(transport) => transport.send(to, stream, frame, &goes_on),
+            None => return Err(self.refuse(place, "this rank has ended its program")),
+        };
+        if let Err(reason) = sent {
+            // One that has left may have closed its end, and needs nothing more.
+            return match self.peers().has_left(to) {
+                true => Err(self.peers().end(CommError::Left { rank: self.rank, place, other: to })),
+                false => Err(self.peers().end(self.inbox.lost(to, reason))),
+            };
+        }
+        self.peers().failure().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Waits until a frame has come from each of these ranks.
+    fn wait_for(
+        &self,
+        place: ProgramPlace,
+        from: impl Iterator<Item = usize> + Clone,
+        stream: Stream,
+    ) -> Result<crate::sync::MutexGuard<'_, State>, CommError> {
+        let state = self.inbox.gate.lock();
+        let ready = |state: &State| from.clone().all(|rank| state.has(rank, stream));
+        let missing = |state: &State, rank: usize| from.clone().any(|r| r == rank) && !state.has(rank, stream);
+        let (state, result) = self.peers().wait((self.rank, place), &self.inbox.gate, state, ready, missing);
+        result.map(|()| state)
+    }
+
+    fn check_message(&self, from: usize, to: usize, place: ProgramPlace) -> Result<(), CommError> {
+        if from.max(to) >= self.ranks() {
+            let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
+            return Err(self.refuse(place, reason));
+        }
+        Ok(())
+    }
+
+    /// Waits until everything that was sent is taken.
+    fn flush(&self, place: ProgramPlace) -> Result<(), CommError> {
+        let state = self.inbox.gate.lock();
+        let waits_for = |state: &State, rank: Option<usize>| {
+            state.outgoing.iter().any(|((to, _), s)| s.offered > s.taken && rank.is_none_or(|rank| rank == *to))
+        };
+        let done = |state: &State| !waits_for(state, None);
+        let missing = |state: &State, rank| waits_for(state, Some(rank));
+        self.peers().wait((self.rank, place), &self.inbox.gate, state, done, missing).1
+    }
+
+    /// Ends as a process does that is killed.
+    #[cfg(test)]
+    fn die(mut self) {
+        // It says nothing any more, to nobody.
+        self.peers().leave(self.rank);
+        self.control.cut();
+        self.transport = None;
+    }
+
+    /// Closes the connections: nobody misses this rank any more.
+    fn close(&mut self) {
+        self.control.close();
+        self.transport = None;
+        if let Some(gate) = &self.gate {
+            gate.store(true, Ordering::Release);
+        }
+    }
+}
+
+impl Communicator for ProcessCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.peers().ranks()
+    }
+
+    fn at(&self, place: ProgramPlace) {
+        self.peers().at(self.rank, place);
+    }
+
+    fn leave(&self) {
+        if self.peers().has_left(self.rank) {
+            return;
+        }
+        self.peers().leave(self.rank);
+        let place = ProgramPlace { op: "leave", layer: None, micro_batch: 0 };
+        for other in (0..self.ranks()).filter(|&other| other != self.rank) {
+            if let Some(transport) = &self.transport {
+                // Who cannot be reached has left before, or is missed by others.
+                let _ = transport.send(other, Stream::LEFT, &[], &|| self.peers().failure().is_none());
+            }
+        }
+        // An error is the run's, which others see as well.
+        let _ = self.flush(place);
+    }
+
+    fn fail(&self, reason: &str) {
+        self.peers().fail(self.rank, &format!("{reason} (on host {})", self.members[self.rank].host));
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.peers().failure().cloned()
+    }
+}
+
+impl HostCommunicator for ProcessCommunicator {
+    unsafe fn collective(
+        &self,
+        kind: Collective,
+        group: &RankGroup,
+        pieces: &[Piece],
+        place: ProgramPlace,
+    ) -> Result<(), CommError> {
+        let act = || {
+            self.begin(place)?;
+            let index = index_in(group, kind, pieces, (self.rank, self.ranks()))
+                .map_err(|reason| self.refuse(place, reason))?;
+            let channel = {
+                let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
+                match channels.get(group) {
+                    Some(channel) => channel.clone(),
+                    None => channels.entry(group.clone()).or_insert(Arc::new(Mutex::new(Channel::new(group)))).clone(),
+                }
+            };
+            let mut channel = match channel.try_lock() {
+                Ok(channel) => channel,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => {
+                    return Err(self.refuse(place, "two collectives of one group at once on one channel"));
+                }
+            };
+            // SAFETY: the caller vouches.
+            unsafe { channel.act(self, index, kind, pieces, place) }
+        };
+        self.end(act(), place)
+    }
+
+    unsafe fn send(
+        &self,
+        to: usize,
+        tag: u32,
+        data: *const u8,
+        bytes: usize,
+        send_buffer: *mut u8,
+        copies: usize,
+        place: ProgramPlace,
+    ) -> Result<(), CommError> {
+        let act = || {
+            self.begin(place)?;
+            self.check_message(self.rank, to, place)?;
+            if copies == 0 {
+                return Err(self.refuse(place, "a message without a send buffer"));
+            }
+            let shape = (bytes, send_buffer as usize, copies);
+            let room = |state: &State| {
+                state.outgoing.get(&(to, tag)).is_none_or(|s| {
+                    let under_way = (s.offered - s.taken) as usize;
+                    under_way == 0 || (s.shape == shape && under_way < copies)
+                })
+            };
+            let state = self.inbox.gate.lock();
+            let missing = |_: &State, rank: usize| rank == to;
+            let (mut state, result) =
+                self.peers().wait((self.rank, place), &self.inbox.gate, state, room, missing);
+            result?;
+            let stream = state.outgoing.entry((to, tag)).or_default();
+            if stream.sending {
+                drop(state);
+                return Err(self.refuse(place, "a stream of messages that another thread uses"));
+            }
+            (stream.shape, stream.sending) = (shape, true);
+            stream.offered += 1;
+            drop(state);
+            // SAFETY: the caller vouches for the data.
+            let message = unsafe { if bytes == 0 { &[] } else { std::slice::from_raw_parts(data, bytes) } };
+            let sent = self.post(to, Stream::message(tag), message, place);
+            if let Some(stream) = self.inbox.gate.lock().outgoing.get_mut(&(to, tag)) {
+                stream.sending = false;
+            }
+            sent
+        };
+        self.end(act(), place)
+    }
+
+    unsafe fn receive(
+        &self,
+        from: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+        place: ProgramPlace,
+    ) -> Result<(), CommError> {
+        let act = || {
+            self.begin(place)?;
+            self.check_message(from, self.rank, place)?;
+            let stream = Stream::message(tag);
+            let mut state = self.wait_for(place, std::iter::once(from), stream)?;
+            let theirs = state.peek(from, stream).map_or(0, |frame| frame.bytes().len());
+            if theirs != bytes {
+                drop(state);
+                return Err(self.peers().end(other_size((from, self.rank), theirs, bytes, place)));
+            }
+            let frame = state.pop(from, stream);
+            drop(state);
+            let Some(frame) = frame else { return Err(self.refuse(place, "a message that another thread took")) };
+            // SAFETY: the caller vouches for its memory; the message has as many bytes.
+            unsafe { crate::comm::rendezvous::copy(frame.bytes().as_ptr(), data, bytes) };
+            self.inbox.recycle(frame);
+            // One that has left does not wait to hear of it where it cannot be reached.
+            match self.post(from, Stream::taken(tag), &[], place) {
+                Err(_) if self.peers().has_left(from) && self.peers().failure().is_none() => Ok(()),
+                sent => sent,
+            }
+        };
+        self.end(act(), place)
+    }
+}
+
+/// A number that all members of a group find for it.
+fn number(group: &RankGroup) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    group.hash(&mut hasher);
+    hasher.finish()
+}

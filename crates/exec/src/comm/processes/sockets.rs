@@ -1,0 +1,186 @@
+//! Bytes between processes over TCP: a connection per pair of ranks, and a thread per connection that empties it into the inbox.
+//!
+//! Because these threads never wait for anybody, a sender's bytes are always taken in the end, and no order of sends and receives
+//! can deadlock.
+
+use super::Transport;
+use super::inbox::{Inbox, Stream};
+use super::wire::{Reader, Writer, read_note, write_note};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A connection of whose other end nothing is heard for so long is cut.
+pub const CUT_AFTER: Duration = Duration::from_secs(8);
+/// How often a blocked sender looks whether the run has ended.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How often a process that waits for connections looks for them.
+const ACCEPT_EVERY: Duration = Duration::from_millis(1);
+/// Bytes before each frame: its stream and its length.
+const HEAD: usize = 16;
+/// The note that opens a connection.
+const OPEN: u8 = 1;
+
+/// The connections of one rank, by rank; none to itself.
+pub struct Sockets {
+    connections: Vec<Option<Mutex<TcpStream>>>,
+}
+
+/// Where a rank can be reached, and which rank of which run it is.
+pub struct Mesh<'a> {
+    pub rank: usize,
+    /// The listeners of all ranks.
+    pub addresses: &'a [SocketAddr],
+    /// Tells this run from others.
+    pub token: u64,
+    pub deadline: Instant,
+}
+
+impl Sockets {
+    /// Connects to all ranks before this one, and waits for those behind it. Whatever comes goes to the inbox from then on.
+    pub fn connect(mesh: &Mesh<'_>, listener: &TcpListener, inbox: &Arc<Inbox>) -> Result<Self, String> {
+        let Mesh { rank, addresses, token, deadline } = *mesh;
+        let mut connections: Vec<Option<TcpStream>> = addresses.iter().map(|_| None).collect();
+        let mut body = Writer::default();
+        body.u64(token);
+        body.size(rank);
+        for (other, address) in addresses.iter().enumerate().take(rank) {
+            let left = deadline.saturating_duration_since(Instant::now()).max(LOOK_EVERY);
+            let open = || {
+                let stream = TcpStream::connect_timeout(address, left.min(CUT_AFTER))?;
+                tune(&stream)?;
+                write_note(&stream, OPEN, &body.0)?;
+                Ok(stream)
+            };
+            let text = |e: io::Error| format!("rank {other} cannot be reached at {address}: {e}");
+            connections[other] = Some(open().map_err(text)?);
+        }
+        listener.set_nonblocking(true).map_err(|e| format!("cannot listen: {e}"))?;
+        while let Some(missing) = (rank + 1..addresses.len()).find(|&other| connections[other].is_none()) {
+            if let Some(error) = inbox.peers.failure() {
+                return Err(error.to_string());
+            }
+            match listener.accept() {
+                // A stranger, or a connection that broke at once: whoever is missing is told of below.
+                Ok((stream, _)) => {
+                    if let Some(other) = opened(&stream, token)
+                        && (rank + 1..addresses.len()).contains(&other)
+                    {
+                        connections[other] = Some(stream);
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => std::thread::sleep(ACCEPT_EVERY),
+                Err(e) => return Err(format!("cannot accept connections: {e}")),
+            }
+            if Instant::now() > deadline {
+                return Err(format!("rank {missing} has not connected"));
+            }
+        }
+        for (other, stream) in connections.iter().enumerate() {
+            let Some(stream) = stream else { continue };
+            let stream = stream.try_clone().map_err(|e| format!("no more connections: {e}"))?;
+            let inbox = inbox.clone();
+            let thread = std::thread::Builder::new().name(format!("lockstep-from-{other}"));
+            thread.spawn(move || receive(other, stream, &inbox)).map_err(|e| format!("no more threads: {e}"))?;
+        }
+        Ok(Self { connections: connections.into_iter().map(|c| c.map(Mutex::new)).collect() })
+    }
+}
+
+/// The rank that opened a connection, if it is one of this run.
+fn opened(stream: &TcpStream, token: u64) -> Option<usize> {
+    stream.set_nonblocking(false).ok()?;
+    tune(stream).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(2))).ok()?;
+    let (kind, body) = read_note(stream).ok()?;
+    stream.set_read_timeout(None).ok()?;
+    let mut body = Reader(&body);
+    let (theirs, rank) = (body.u64()?, body.size()?);
+    (kind == OPEN && theirs == token).then_some(rank)
+}
+
+/// Small frames go at once; a connection whose other end is silent is cut; who writes comes back now and then.
+pub fn tune(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_write_timeout(Some(LOOK_EVERY))?;
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 2),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 2),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
+        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, CUT_AFTER.as_millis() as libc::c_int),
+    ];
+    for (level, option, value) in options {
+        let size = size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: the socket is open; the value is an int, as these options take.
+        let done = unsafe { libc::setsockopt(stream.as_raw_fd(), level, option, (&raw const value).cast(), size) };
+        if done != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Reads what a rank sends until it sends no more.
+fn receive(from: usize, mut stream: TcpStream, inbox: &Inbox) {
+    let mut head = [0; HEAD];
+    let error = loop {
+        if let Err(error) = stream.read_exact(&mut head) {
+            break error;
+        }
+        let mut fields = Reader(&head);
+        let (Some(kind), Some(bytes)) = (fields.u64(), fields.size()) else { continue };
+        let mut frame = inbox.buffer(bytes);
+        if let Err(error) = stream.read_exact(frame.bytes_mut()) {
+            break error;
+        }
+        inbox.deliver(from, Stream(kind), frame);
+    };
+    inbox.cut(from, ended(&error));
+}
+
+/// What the end of a connection means.
+pub fn ended(error: &io::Error) -> String {
+    match error.kind() {
+        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
+            "its process has ended, and its connections with it".to_owned()
+        }
+        _ => format!("its connection was cut: {error}"),
+    }
+}
+
+impl Transport for Sockets {
+    fn send(&self, to: usize, stream: Stream, frame: &[u8], goes_on: &dyn Fn() -> bool) -> Result<(), String> {
+        let Some(connection) = &self.connections[to] else { return Err("no connection".to_owned()) };
+        let mut head = [0; HEAD];
+        head[..8].copy_from_slice(&stream.0.to_le_bytes());
+        head[8..].copy_from_slice(&(frame.len() as u64).to_le_bytes());
+        let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sent = 0;
+        while sent < HEAD + frame.len() {
+            let slices = [io::IoSlice::new(&head[sent.min(HEAD)..]), io::IoSlice::new(&frame[sent.saturating_sub(HEAD)..])];
+            match connection.write_vectored(&slices) {
+                Ok(0) => return Err("its connection takes no more".to_owned()),
+                Ok(bytes) => sent += bytes,
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                    if !goes_on() {
+                        return Ok(());
+                    }
+                }
+                Err(e) => return Err(ended(&e)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Sockets {
+    fn drop(&mut self) {
+        for connection in self.connections.iter().flatten() {
+            // What was sent still arrives; the threads that read end when the others have closed too.
+            let _ = connection.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Write);
+        }
+    }
+}

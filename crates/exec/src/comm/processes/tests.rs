@@ -1,0 +1,272 @@
+use super::inbox::Buffer;
+use super::*;
+use crate::comm::conformance::{self, Subject};
+use lockstep_ir::DType;
+use std::net::{TcpListener, TcpStream};
+use std::thread::scope;
+use std::time::{Duration, Instant};
+
+fn free_address() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
+
+fn start(rank: usize, ranks: usize, address: &str, timeout: Duration) -> Start {
+    Start { rank, ranks, address: address.to_owned(), timeout, build: "0.1 (test)".to_owned() }
+}
+
+/// Joins these, each from a thread of its own.
+fn join_all(starts: &[Start]) -> Vec<Result<ProcessCommunicator, JoinError>> {
+    scope(|s| {
+        let threads: Vec<_> = starts.iter().map(|start| s.spawn(move || join(start))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Communicators as so many processes would have them, over real sockets.
+fn sockets(ranks: usize, timeout: Duration) -> Vec<ProcessCommunicator> {
+    let address = free_address();
+    let starts: Vec<_> = (0..ranks).map(|rank| start(rank, ranks, &address, timeout)).collect();
+    join_all(&starts).into_iter().map(|joined| joined.unwrap()).collect()
+}
+
+const SOME: Duration = Duration::from_secs(10);
+
+#[test]
+fn sockets_conform() {
+    let make = |ranks| sockets(ranks, SOME).into_iter().map(|comm| Subject::inline(Arc::new(comm))).collect();
+    conformance::check(&make).unwrap();
+}
+
+#[test]
+fn sockets_conform_on_communication_threads() {
+    let make = |ranks| sockets(ranks, SOME).into_iter().map(|comm| Subject::beside(Arc::new(comm)).unwrap()).collect();
+    conformance::check(&make).unwrap();
+}
+
+const fn place(op: &'static str, layer: usize) -> ProgramPlace {
+    ProgramPlace { op, layer: Some(layer), micro_batch: 1 }
+}
+
+fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
+    let mut x = [1.0f32; 4096];
+    let output = x.as_mut_ptr().cast::<u8>();
+    let piece = Piece { input: output, output, rows: 1, elements: 4096, dtype: DType::F32 };
+    let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
+    comm.at(place);
+    // SAFETY: the array is this call's.
+    unsafe { comm.collective(Collective::AllReduce, &group, &[piece], place) }?;
+    assert_eq!(x, [comm.ranks() as f32; 4096]);
+    Ok(())
+}
+
+fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
+    comm.at(place);
+    // SAFETY: no bytes.
+    unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
+}
+
+fn within(limit: Duration, run: impl FnOnce() -> Result<(), CommError>) -> String {
+    let start = Instant::now();
+    let text = run().unwrap_err().to_string();
+    assert!(start.elapsed() < limit, "{:?}: {text}", start.elapsed());
+    text
+}
+
+#[test]
+fn everybody_gets_what_everybody_says() {
+    let comms = sockets(3, SOME);
+    scope(|s| {
+        for comm in &comms {
+            s.spawn(move || {
+                for round in 0..20u8 {
+                    let mine = vec![round; comm.rank() * 1000];
+                    let all = comm.exchange(place("tell", 0), &mine).unwrap();
+                    let expected: Vec<_> = (0..3).map(|rank| vec![round; rank * 1000]).collect();
+                    assert_eq!(all, expected);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_process_that_ends_without_a_word_is_named_to_all() {
+    for victim in [0, 2] {
+        let mut comms = sockets(3, SOME);
+        let gone = comms.remove(victim);
+        gone.at(place("attention", 5));
+        // As the system closes them when a process is killed. What it was doing is known from its last sign of life.
+        std::thread::sleep(Duration::from_millis(700));
+        gone.die();
+        scope(|s| {
+            let threads: Vec<_> = comms
+                .iter()
+                .map(|comm| s.spawn(move || within(Duration::from_secs(3), || all_reduce(comm, place("sum", 3)))))
+                .collect();
+            for (thread, comm) in threads.into_iter().zip(&comms) {
+                let text = thread.join().unwrap();
+                let start = format!("rank {victim} on host {} is gone: its process has ended", host());
+                let waited = format!("; rank {} waited in sum, layer 3\nhint: ", comm.rank());
+                assert!(text.starts_with(&start) && text.contains("last heard of in attention, layer 5"), "{text}");
+                assert!(text.contains(&waited), "{text}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_process_that_falls_silent_is_named() {
+    // Between the first rank and the second stands a proxy, whose failure channel goes silent.
+    let (address, door) = (free_address(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let proxy = door.local_addr().unwrap().to_string();
+    let silent = Arc::new(AtomicBool::new(false));
+    let (hears, to) = (silent.clone(), address.clone());
+    std::thread::spawn(move || {
+        let (near, _) = door.accept().unwrap();
+        let far = loop {
+            match TcpStream::connect(&to) {
+                Ok(far) => break far,
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let pass = |mut from: TcpStream, mut to: TcpStream, silent: Arc<AtomicBool>| {
+            std::thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                while let Ok(count @ 1..) = std::io::Read::read(&mut from, &mut bytes) {
+                    if !silent.load(Ordering::Acquire) {
+                        std::io::Write::write_all(&mut to, &bytes[..count]).unwrap();
+                    }
+                }
+            })
+        };
+        pass(near.try_clone().unwrap(), far.try_clone().unwrap(), hears.clone());
+        pass(far, near, hears);
+    });
+    let timeout = Duration::from_secs(1);
+    let joined = join_all(&[start(0, 2, &address, timeout), start(1, 2, &proxy, timeout)]);
+    let comms: Vec<_> = joined.into_iter().map(|comm| comm.unwrap()).collect();
+    scope(|s| {
+        let other = s.spawn(|| all_reduce(&comms[1], place("sum", 0)));
+        all_reduce(&comms[0], place("sum", 0)).unwrap();
+        other.join().unwrap().unwrap();
+    });
+    silent.store(true, Ordering::Release);
+    scope(|s| {
+        let other = s.spawn(|| within(Duration::from_secs(4), || receive(&comms[1], 0, place("receive", 1))));
+        let text = within(Duration::from_secs(4), || receive(&comms[0], 1, place("receive", 1)));
+        assert!(text.starts_with("rank 1 on host ") && text.contains("nothing was heard of its process for 1.0"), "{text}");
+        let text = other.join().unwrap();
+        assert!(text.starts_with("rank 0 on host ") && text.contains("nothing was heard of its process for 1.0"), "{text}");
+    });
+}
+
+#[test]
+fn a_rank_that_stalls_is_named_to_all_by_the_first() {
+    let comms = sockets(3, Duration::from_secs(1));
+    comms[2].at(place("linear", 4));
+    scope(|s| {
+        let first = s.spawn(|| within(Duration::from_secs(4), || receive(&comms[0], 1, place("receive", 0))));
+        let text = within(Duration::from_secs(4), || receive(&comms[1], 2, place("receive", 1)));
+        assert!(text.starts_with("rank 1 waits in receive, layer 1, for rank 2, which has been in linear, layer 4, for "), "{text}");
+        assert_eq!(first.join().unwrap(), text);
+        // The one that stalls is told as well.
+        let until = Instant::now() + Duration::from_secs(2);
+        while comms[2].failure().is_none() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(comms[2].failure().unwrap().to_string(), text);
+    });
+}
+
+#[test]
+fn slow_ranks_that_go_on_are_waited_for_through_ranks_that_wait() {
+    let comms = sockets(3, Duration::from_secs(1));
+    scope(|s| {
+        s.spawn(|| {
+            for layer in 0..20 {
+                comms[2].at(place("linear", layer));
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            // SAFETY: no bytes.
+            unsafe { comms[2].send(1, 0, std::ptr::null(), 0, std::ptr::null_mut(), 1, place("send", 0)) }.unwrap();
+            all_reduce(&comms[2], place("all_reduce", 1)).unwrap();
+        });
+        s.spawn(|| {
+            receive(&comms[1], 2, place("receive", 0)).unwrap();
+            all_reduce(&comms[1], place("all_reduce", 1)).unwrap();
+        });
+        all_reduce(&comms[0], place("all_reduce", 1)).unwrap();
+    });
+}
+
+#[test]
+fn bad_starts_are_named_to_all_who_came() {
+    let check = |starts: &[Start], expected: &str| {
+        let joined = join_all(starts);
+        for result in &joined {
+            let text = result.as_ref().err().unwrap_or_else(|| panic!("{expected}")).to_string();
+            assert!(text.contains(expected) && text.contains("\nhint: "), "{text}");
+        }
+        // Whoever is refused is told what the first rank says.
+        assert!(joined.iter().skip(1).all(|result| matches!(result, Err(JoinError::Refused(_)))));
+    };
+    let short = Duration::from_millis(300);
+    let at = free_address();
+    check(&[start(0, 4, &at, short), start(2, 4, &at, short)], "ranks 1 and 3 of 4 have not come within 300");
+    let at = free_address();
+    check(&[start(0, 2, &at, SOME), start(1, 3, &at, SOME)], "is rank 1 of 3, and rank 0 counts 2 ranks");
+    let at = free_address();
+    check(&[start(0, 2, &at, SOME), start(2, 2, &at, SOME)], "is rank 2 of 2, and rank 0 counts 2 ranks");
+    let at = free_address();
+    check(&[start(0, 3, &at, SOME), start(1, 3, &at, SOME), start(1, 3, &at, SOME)], "rank 1 came twice: as process ");
+    let at = free_address();
+    let other = Start { build: "0.2 (test)".into(), ..start(1, 2, &at, SOME) };
+    check(&[start(0, 2, &at, SOME), other], "is Lockstep 0.1 (test), rank 1 on host");
+
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let error = join(&start(0, 2, &address, short)).err().unwrap();
+    assert!(error.to_string().contains("another process uses this port"), "{error}");
+    let error = join(&start(1, 2, &free_address(), short)).err().unwrap();
+    assert!(error.to_string().starts_with("rank 1 found no rank 0 at 127.0.0.1:"), "{error}");
+    let error = join(&start(1, 2, "no.such.host.invalid:1", short)).err().unwrap();
+    assert!(error.to_string().contains("found no rank 0 at no.such.host.invalid:1"), "{error}");
+}
+
+#[test]
+fn strangers_and_latecomers_do_no_harm() {
+    let address = free_address();
+    let first = start(0, 2, &address, SOME);
+    let comms = scope(|s| {
+        let first = s.spawn(|| join(&first));
+        let mut stranger = loop {
+            match TcpStream::connect(&address) {
+                Ok(stream) => break stream,
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        std::io::Write::write_all(&mut stranger, b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        [join(&start(1, 2, &address, SOME)), first.join().unwrap()].map(|comm| comm.unwrap())
+    });
+    let error = join(&start(1, 2, &address, Duration::from_secs(2))).err().unwrap();
+    assert!(error.to_string().contains("rank 1 came twice"), "{error}");
+    scope(|s| {
+        s.spawn(|| all_reduce(&comms[0], place("sum", 0)).unwrap());
+        all_reduce(&comms[1], place("sum", 0)).unwrap();
+    });
+}
+
+#[test]
+fn buffers_are_aligned_and_used_again() {
+    let mut buffer = Buffer::default();
+    buffer.push(b"abc");
+    buffer.align();
+    buffer.push(b"d");
+    assert_eq!(buffer.bytes(), b"abc\0\0\0\0\0d");
+    assert!(buffer.bytes().as_ptr().cast::<u64>().is_aligned());
+    let inbox = Inbox::new(Arc::new(Peers::unwatched(1)), vec![host()]);
+    inbox.recycle(buffer);
+    let address = inbox.buffer(10).bytes().as_ptr();
+    inbox.recycle(inbox.buffer(1000));
+    assert_ne!(inbox.buffer(12).bytes().as_ptr(), address, "the one of 10 bytes was not given back");
+}
