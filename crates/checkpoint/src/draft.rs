@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use lockstep_ir::DType;
+use serde::{Deserialize, Serialize};
 
 use crate::bytes::TensorBytes;
 use crate::error::CheckpointError;
@@ -39,7 +40,7 @@ pub struct Draft {
 }
 
 /// A finished file.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Written {
     entry: FileEntry,
     group: String,
@@ -51,6 +52,31 @@ impl Draft {
     pub fn begin(dir: &Path, step: u64) -> Result<Draft, CheckpointError> {
         let temporary = TemporaryFolder::create(dir, step)?;
         Ok(Draft { dir: dir.to_owned(), step, temporary, written: Mutex::default() })
+    }
+
+    /// Where its files are until it is published. Other processes may write there too, see [`Draft::join`].
+    pub fn folder(&self) -> &Path {
+        &self.temporary.path
+    }
+
+    /// The draft of `step` in `dir` that another process has begun in `folder`. What is written here is
+    /// [handed over](Draft::hand_over) to that process, which publishes it; dropping this one removes nothing.
+    pub fn join(dir: &Path, step: u64, folder: &Path) -> Draft {
+        let temporary = TemporaryFolder::of_another(folder);
+        Draft { dir: dir.to_owned(), step, temporary, written: Mutex::default() }
+    }
+
+    /// What was written here, for the process that publishes.
+    pub fn hand_over(self) -> Result<Vec<u8>, CheckpointError> {
+        let written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        serde_json::to_vec(&*written).map_err(|e| self.refused(e.to_string()))
+    }
+
+    /// Takes what another process has written to this draft's folder.
+    pub fn take_over(&self, handed_over: &[u8]) -> Result<(), CheckpointError> {
+        let theirs: Vec<Written> = serde_json::from_slice(handed_over).map_err(|e| self.refused(e.to_string()))?;
+        self.written.lock().unwrap_or_else(PoisonError::into_inner).extend(theirs);
+        Ok(())
     }
 
     /// Writes what `rank` has of a group, and makes it durable; where it has nothing, there is no file. Ranks may write at

@@ -148,11 +148,11 @@ pub fn looks_whole(path: &Path) -> bool {
     Manifest::read(path).is_ok_and(|m| m.files.iter().chain(&m.attachments).all(right_length))
 }
 
-/// A folder that is gone when this value is, unless it was published.
+/// A folder that is gone when this value is, unless it was published or is another process's.
 #[derive(Debug)]
 pub(crate) struct TemporaryFolder {
     pub(crate) path: PathBuf,
-    published: bool,
+    stays: bool,
 }
 
 impl TemporaryFolder {
@@ -162,7 +162,12 @@ impl TemporaryFolder {
         folder::sweep(dir)?;
         let path = folder::temporary_path(dir, step);
         fs::create_dir(&path).at("create", &path)?;
-        Ok(TemporaryFolder { path, published: false })
+        Ok(TemporaryFolder { path, stays: false })
+    }
+
+    /// One that another process has made, and publishes.
+    pub(crate) fn of_another(path: &Path) -> TemporaryFolder {
+        TemporaryFolder { path: path.to_owned(), stays: true }
     }
 
     /// Writes files that hold no tensors, and makes them durable.
@@ -199,7 +204,7 @@ impl TemporaryFolder {
             }
             return Err(cause).at("rename", &self.path);
         }
-        self.published = true;
+        self.stays = true;
         folder::sync(dir)?;
         if let Some(replaced) = replaced {
             folder::discard(&replaced);
@@ -210,7 +215,7 @@ impl TemporaryFolder {
 
 impl Drop for TemporaryFolder {
     fn drop(&mut self) {
-        if !self.published {
+        if !self.stays {
             folder::discard(&self.path);
         }
     }

@@ -166,7 +166,7 @@ pub(crate) fn front(
 }
 
 /// Where a tensor, or some of its elements, lies in a file.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TensorPlace {
     pub(crate) dtype: DType,
     /// Of the whole tensor.

@@ -44,6 +44,12 @@ impl Failure {
         ExitCode::from(self.code)
     }
 
+    /// As told by a rank that is not the first.
+    pub fn of_rank(self, rank: usize) -> Self {
+        let host = lockstep_exec::comm::processes::host();
+        Self { text: format!("rank {rank} on host {host}: {}", self.text), ..self }
+    }
+
     fn new(text: String, code: u8) -> Self {
         Self { text, code, reader_gone: false }
     }

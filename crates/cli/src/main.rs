@@ -11,7 +11,9 @@ mod eval;
 mod explain;
 mod failure;
 mod generate;
+mod launch;
 mod manual;
+mod processes;
 mod profile;
 mod progress;
 mod style;
@@ -39,6 +41,9 @@ enum Command {
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
     #[command(after_help = failure::EXIT_CODES)]
     Train(train::Args),
+    /// Train with every rank of the layout as a process of its own on this machine; takes the options of train.
+    #[command(after_help = failure::EXIT_CODES)]
+    Launch(launch::Args),
     /// Continue a text with a trained model, as it comes.
     Generate(generate::Args),
     /// Loss, perplexity and bits per byte of a trained model on text.
@@ -78,9 +83,14 @@ struct ConfigArgs {
 
 impl ConfigArgs {
     fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        let config = lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_train::inherited)?;
+        let config = self.load_quietly()?;
         warn(config.warnings());
         Ok(config)
+    }
+
+    /// As `load`, where another process says what the user should know.
+    fn load_quietly(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
+        lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_train::inherited)
     }
 
     /// The run directory that was given, or the one that goes with the config's name.
@@ -110,6 +120,9 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => {
             return train::run(args).unwrap_or_else(|failure| failure.report());
+        }
+        Command::Launch(args) => {
+            return launch::run(args).unwrap_or_else(|failure| failure.report());
         }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),

@@ -2,6 +2,7 @@
 
 use crate::ConfigArgs;
 use crate::failure::{Failure, INTERRUPTED};
+use crate::processes::{self, Place};
 use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
 use crate::style;
@@ -9,8 +10,9 @@ use crate::terminal::printable;
 use crate::warn;
 use lockstep_config::Config;
 use lockstep_ir::units;
-use lockstep_train::{Devices, DryData, DryRun, Outcome, RunOptions, dry_run, shell_quoted};
+use lockstep_train::{Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, dry_run, shell_quoted};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use std::ffi::OsString;
 use std::io::Write;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -21,7 +23,7 @@ use std::sync::atomic::AtomicBool;
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    config: ConfigArgs,
+    pub config: ConfigArgs,
     /// Where the run's files go; `runs/` and the name of the config if not given.
     #[arg(long, value_name = "DIR")]
     run_dir: Option<PathBuf>,
@@ -45,7 +47,24 @@ pub struct Args {
     quiet: bool,
     /// Check the config, the run directory, the data's paths and the memory, say what would be done, and start nothing.
     #[arg(long)]
-    dry_run: bool,
+    pub dry_run: bool,
+}
+
+impl Args {
+    /// The same again, as arguments of another process.
+    pub fn arguments(&self) -> Vec<OsString> {
+        let mut arguments = vec![self.config.config.clone().into_os_string()];
+        let mut add = |flag: &str, value: OsString| arguments.extend([flag.into(), value]);
+        self.config.set.iter().for_each(|set| add("--set", set.into()));
+        self.run_dir.iter().for_each(|dir| add("--run-dir", dir.into()));
+        self.profile_steps.iter().for_each(|s| add("--profile-steps", format!("{}:{}", s.start(), s.end()).into()));
+        self.resume_from.iter().for_each(|step| add("--resume-from", step.to_string().into()));
+        self.change.iter().for_each(|change| add("--change", change.into()));
+        for (flag, given) in [("--fresh", self.fresh), ("--quiet", self.quiet), ("--dry-run", self.dry_run)] {
+            arguments.extend(given.then(|| flag.into()));
+        }
+        arguments
+    }
 }
 
 /// `5:8`, or one step alone.
@@ -57,11 +76,24 @@ fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
     }
 }
 
+/// Trains; where other processes were started for the same run, as one rank of it.
 pub fn run(args: Args) -> Result<ExitCode, Failure> {
-    let config = args.config.load()?;
+    // A run that is not started needs no others.
+    let place = if args.dry_run { None } else { processes::place()? };
+    let rank = place.as_ref().map_or(0, |place| place.rank);
+    run_rank(args, place).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) })
+}
+
+fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
+    let first = place.as_ref().is_none_or(|place| place.rank == 0);
+    let config = if first { args.config.load()? } else { args.config.load_quietly()? };
     let dir = args.config.run_dir(args.run_dir);
     let stop = on_interrupt()?;
-    let devices = Devices::new();
+    processes::stop_with_launcher(&stop)?;
+    let devices = match &place {
+        Some(place) => Devices::of_processes(Processes::join(&place.start(&config)?)?),
+        None => Devices::new(),
+    };
     let rewinds = args.resume_from.is_some();
     let options = RunOptions {
         dir: dir.clone(),
@@ -76,6 +108,9 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
         warn(&dry.warnings);
         write!(std::io::stdout(), "{}", dry_summary(&dry, &dir))?;
         return Ok(ExitCode::SUCCESS);
+    }
+    if let Some(place) = place.filter(|_| !first) {
+        return follow(&place, &devices, &config, &options, &stop);
     }
     let steps = config.train.steps;
     let mut progress = if args.quiet { Progress::new(steps).quiet() } else { Progress::new(steps) };
@@ -103,6 +138,24 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
         let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &config, &dir));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The part of a rank that is not the first, which speaks for all: nothing is shown but what this one waits for.
+fn follow(
+    place: &Place,
+    devices: &Devices,
+    config: &Config,
+    options: &RunOptions,
+    stop: &AtomicBool,
+) -> Result<ExitCode, Failure> {
+    let mut show = |event: Event<'_>| match event {
+        Event::Preparing(progress) if progress.waiting => {
+            processes::say(place.rank, "waiting for rank 0, which prepares the data");
+        }
+        _ => {}
+    };
+    let outcome = lockstep_train::run(devices, config, options, stop, &mut show)?;
+    Ok(if outcome.finished { ExitCode::SUCCESS } else { ExitCode::from(INTERRUPTED) })
 }
 
 /// Prints where the time of the profiled steps went, and writes their trace.

@@ -14,7 +14,7 @@ pub mod reference;
 mod sync;
 mod world;
 
-pub use world::{Alone, Rank, ThreadWorld, World};
+pub use world::{Alone, ProcessWorld, Rank, ThreadWorld, World};
 
 use initial::Initial;
 use lockstep_ir::DType;

@@ -4,9 +4,11 @@
 //! whole tensors into the ranks' parts and puts them together again, runs an entry on all of them, and says what ended the run.
 
 mod alone;
+mod processes;
 mod threads;
 
 pub use alone::Alone;
+pub use processes::ProcessWorld;
 pub use threads::ThreadWorld;
 
 use crate::{ExecError, Executor};
@@ -33,6 +35,16 @@ pub trait World: Executor {
         f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExecError>;
+
+    /// Which of the world's processes this is; the first where all ranks are of one.
+    fn process(&self) -> usize {
+        0
+    }
+
+    /// Every process gives some bytes, and all get everybody's, by process. `op` is for messages.
+    fn exchange(&self, _op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, ExecError> {
+        Ok(vec![mine.to_vec()])
+    }
 }
 
 impl dyn World + '_ {

@@ -2,11 +2,12 @@
 
 use crate::TrainError;
 use crate::error::worded;
+use crate::processes::{Processes, Team};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
 use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
-use lockstep_exec::{Alone, ExecError, Executor, ThreadWorld, World};
+use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
 use lockstep_ir::hardware;
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
 use lockstep_plan::{Machine, Plan, Room, Target, plan_measured};
@@ -17,11 +18,13 @@ use std::time::Duration;
 #[derive(Default)]
 pub struct Devices {
     gpu: Mutex<Option<Arc<Gpu>>>,
+    /// Where ranks are processes.
+    processes: Option<Processes>,
 }
 
 impl Machine for Devices {
     fn cores(&self) -> usize {
-        cpu::cores()
+        self.processes.as_ref().map_or_else(cpu::cores, Processes::cores)
     }
 
     fn has_gpu(&self) -> bool {
@@ -42,6 +45,16 @@ impl Devices {
     /// Opens nothing yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Those of all processes of a run: programs of as many ranks run on them, each of which is one.
+    pub fn of_processes(processes: Processes) -> Self {
+        Self { processes: Some(processes), ..Self::default() }
+    }
+
+    /// The processes that run together.
+    pub(crate) fn team(&self) -> Team<'_> {
+        Team(self.processes.as_ref())
     }
 
     /// The first GPU.
@@ -80,8 +93,10 @@ impl Devices {
 
     /// FLOP per second that the MFU of a plan is measured against.
     pub(crate) fn matmul_peak(&self, plan: &Plan) -> Result<f64, TrainError> {
-        let threads = (plan.threads * plan.layout.mesh.ranks()).min(cpu::cores().max(plan.threads));
-        self.peak(plan.target, threads, plan.precision.compute)
+        let ranks = plan.layout.mesh.ranks();
+        let local = self.processes.as_ref().map_or(ranks, Processes::local_ranks);
+        let threads = (plan.threads * local).min(cpu::cores().max(plan.threads));
+        Ok(self.peak(plan.target, threads, plan.precision.compute)? * (ranks / local).max(1) as f64)
     }
 
     /// What kind of number MFU is a share of.
@@ -176,7 +191,11 @@ impl Devices {
     /// Bytes that a program may take, as far as the system tells.
     pub(crate) fn available_bytes(&self, device: Target) -> Result<Option<u64>, TrainError> {
         match device {
-            Target::Cpu => Ok(cpu::available_bytes()),
+            // Ranks of other hosts find as much there.
+            Target::Cpu => Ok(cpu::available_bytes().map(|bytes| match &self.processes {
+                Some(processes) => bytes * (processes.ranks() / processes.local_ranks()).max(1) as u64,
+                None => bytes,
+            })),
             Target::Cuda { .. } => Ok(Some(self.gpu()?.device.free_bytes().map_err(ExecError::from)?)),
         }
     }
@@ -202,6 +221,9 @@ impl Devices {
         threads: usize,
         timeout: Duration,
     ) -> Result<Box<dyn World>, TrainError> {
+        if let (Some(processes), Target::Cpu) = (&self.processes, device) {
+            return Ok(Box::new(ProcessWorld::on_cpu(programs, threads, processes.comm().clone())?));
+        }
         match (device, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => Ok(Box::new(Alone::new(self.load(device, programs[0].clone(), threads)?, programs[0].clone()))),
             (Target::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),

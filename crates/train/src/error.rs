@@ -2,6 +2,7 @@ use crate::shell::shell_quoted;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
+use lockstep_exec::comm::processes::JoinError;
 use lockstep_exec::{ExecError, Remedy};
 use lockstep_plan::PlanError;
 use std::path::{Path, PathBuf};
@@ -24,6 +25,61 @@ pub enum TrainError {
     /// The executor cannot load or run the program.
     #[error("{}", worded(.0))]
     Exec(#[from] ExecError),
+    /// The processes of a run do not find each other.
+    #[error("{0}")]
+    Join(#[from] JoinError),
+    /// There are more or fewer processes than ranks.
+    #[error(
+        "the config has {ranks} rank{} ({layout}), and {processes} processes were started\nhint: start {ranks}, or choose a \
+         layout of {processes} ranks: --set parallel.dp={processes}, say",
+        if *.ranks == 1 { "" } else { "s" }
+    )]
+    OtherRanks {
+        /// The layout of the config.
+        layout: String,
+        /// Its ranks.
+        ranks: usize,
+        /// Processes that there are.
+        processes: usize,
+    },
+    /// Processes run on the CPU.
+    #[error(
+        "ranks that are processes train on the CPU so far, and this config trains on a GPU\nhint: set train.device = \"cpu\", or \
+         let the ranks share the GPU in one process: lockstep train"
+    )]
+    ProcessesOnGpu,
+    /// Processes have other things in hand.
+    #[error(
+        "rank 0 on host {} and rank {rank} on host {} do not have the same {what}: {first} against {other}\n\
+         hint: start all ranks with the same binary, config file, options and data",
+        .hosts[0], .hosts[1]
+    )]
+    Disagree {
+        /// What differs.
+        what: &'static str,
+        /// The rank that has something else than the first.
+        rank: usize,
+        /// The hosts of both.
+        hosts: Box<[String; 2]>,
+        /// What the first has.
+        first: String,
+        /// What the other has.
+        other: String,
+    },
+    /// The run directory of one host is not that of another.
+    #[error(
+        "{} on host {} (rank {rank}) is not the folder of this name on host {} (rank 0)\nhint: choose a --run-dir on a file \
+         system that all hosts share",
+        dir.display(), .hosts[1], .hosts[0]
+    )]
+    NotShared {
+        /// The run directory.
+        dir: PathBuf,
+        /// The rank that does not find it.
+        rank: usize,
+        /// The hosts of rank 0 and of that rank.
+        hosts: Box<[String; 2]>,
+    },
     /// The vocabulary is too small for the tokenizer.
     #[error(
         "model.vocab_size is {vocab}, the tokenizer \"{tokenizer}\" makes tokens up to {}\nhint: set model.vocab_size = \
@@ -272,6 +328,10 @@ impl TrainError {
             self,
             TrainError::Config(_)
                 | TrainError::Data(_)
+                | TrainError::OtherRanks { .. }
+                | TrainError::ProcessesOnGpu
+                | TrainError::Disagree { .. }
+                | TrainError::NotShared { .. }
                 | TrainError::Vocabulary { .. }
                 | TrainError::SharedData { .. }
                 | TrainError::ConfigChanged { .. }

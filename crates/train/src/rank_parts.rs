@@ -12,7 +12,8 @@ use std::sync::{Mutex, PoisonError};
 /// Bytes of an element: checkpoints hold f32.
 const WIDTH: usize = 4;
 
-/// Lets all ranks write their parts at once, straight from their arenas or devices. `tensors` are those of all stages, each once.
+/// Lets the ranks of this process write their parts at once, straight from their arenas or devices. `tensors` are those of all
+/// stages, each once. `progress` hears the bytes written and the bytes in all, its last word being that all are.
 pub(crate) fn write(
     world: &dyn World,
     tensors: &[Tensor],
@@ -45,6 +46,7 @@ pub(crate) fn write(
             }
         },
     )?;
+    progress(total as u64, total as u64);
     // The first rank's error.
     let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
     results.sort_by_key(|(rank, _)| *rank);

@@ -10,6 +10,7 @@ use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::hf::ATTACHMENT;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
+use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
@@ -26,7 +27,7 @@ use lockstep_plan::{Plan, Target, plan};
 use serde_json::json;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// How a run is started.
@@ -93,11 +94,17 @@ impl Outcome {
 /// The least time from one measurement of the matmul peak to the next, which takes a second at most.
 const MEASURE_EVERY: Duration = Duration::from_secs(120);
 
+/// Sequences of a validation after which it is seen whether the run is to stop.
+const LOOK_EVERY: u64 = 16;
+
 /// Steps in a row whose gradients may be non-finite before the run gives up.
 const MOST_SKIPPED: u64 = 3;
 
 /// Trains, or resumes where the last call stopped. `stop` ends the run after the current step, with a checkpoint; before
 /// the first one it ends what is under way, and the next call goes on with it.
+///
+/// Where ranks are processes, all of them call this with the same config and options. They stop after the same step, whichever of
+/// them is asked to; the first writes the run directory.
 pub fn run(
     devices: &Devices,
     config: &Config,
@@ -105,18 +112,41 @@ pub fn run(
     stop: &AtomicBool,
     show: &mut dyn FnMut(Event),
 ) -> Result<Outcome, TrainError> {
+    run_here(devices, config, options, stop, show).inspect_err(|error| devices.team().fail(error))
+}
+
+fn run_here(
+    devices: &Devices,
+    config: &Config,
+    options: &RunOptions,
+    stop: &AtomicBool,
+    show: &mut dyn FnMut(Event),
+) -> Result<Outcome, TrainError> {
+    let team = devices.team();
     config.require_data()?;
+    team.require_ranks(config)?;
+    team.agree("config", &config.resolved_toml())?;
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
     if let Some(how) = config.micro_batch_found() {
         show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
     }
     // What can be refused without touching the directory is refused first.
     let unchanged = plan(devices, config)?;
-    let dir = RunDir::open(&options.dir)?;
+    if team.0.is_some() && unchanged.target != Target::Cpu {
+        return Err(TrainError::ProcessesOnGpu);
+    }
+    let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
+    team.require_shared(&options.dir)?;
     let (found, course) = resume(devices, config, options)?;
+    let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
+    team.agree("checkpoint", &resumed)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
     let plan = devices.tuned(&course.config, plan)?;
-    let aside = if options.fresh { Some(dir.set_aside()?) } else { None };
+    let programs: Vec<String> = plan.compiled.programs.iter().map(|p| format!("{:016x}", p.fingerprint())).collect();
+    team.agree("program", &programs.join(" "))?;
+    let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
+    team.meet("begin")?;
+    let stop = &Stop::new(stop, team);
     let error = match start::start(&course, (&plan, devices), dir, found, options, stop, show) {
         Ok(mut run) => {
             run.profile_steps = options.profile_steps.clone();
@@ -171,7 +201,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn go(mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
+    fn go(mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
         let steps = self.config.train.steps;
         if !self.outcome.finished || self.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
@@ -184,13 +214,13 @@ impl Run<'_> {
         let mut saved = self.outcome.step;
         let mut skipped = 0;
         let mut ahead = None;
-        while ahead.is_some() || (self.outcome.step < steps && !stop.load(Ordering::SeqCst)) {
+        while ahead.is_some() || (self.outcome.step < steps && !stop.look()?) {
             let current = match ahead.take() {
                 Some(queued) => queued,
                 None => self.queue(self.outcome.step, false)?,
             };
             // A device that is given its next step before this one is done never waits for the host.
-            if !current.work.is_done() && !self.needs_result(current.step) && !stop.load(Ordering::SeqCst) {
+            if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? {
                 ahead = Some(self.queue(current.step, true)?);
             }
             let mut metrics = self.finish(current)?;
@@ -232,6 +262,9 @@ impl Run<'_> {
         self.dir.event(kind, json!({ "step": self.outcome.step }))?;
         // Its memory is enough for the sample too, and for measuring peaks.
         drop(self.session);
+        if !self.devices.team().is_first() {
+            return Ok(self.outcome);
+        }
         if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
             let text =
                 self.validation_samples.as_ref().map_or(&self.train, |(validation_samples, _)| validation_samples);
@@ -362,7 +395,8 @@ impl Run<'_> {
     /// Measures the peak that MFU is a share of once more, where it was measured on a machine that may have been busy. The best
     /// counts: what another program takes is no part of the machine's peak.
     fn measure_again(&mut self) -> Result<(), TrainError> {
-        if self.plan.target != Target::Cpu || self.measured.elapsed() < MEASURE_EVERY {
+        let team = self.devices.team();
+        if self.plan.target != Target::Cpu || !team.is_first() || self.measured.elapsed() < MEASURE_EVERY {
             return Ok(());
         }
         let found = self.devices.matmul_peak(self.plan)?;
@@ -374,13 +408,21 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn validate(&mut self, stop: &AtomicBool, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
+    fn validate(&mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
         self.measure_again()?;
         let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
-        let mut heard = |done| show(Event::Validating { done: done * seq, total });
-        let Some(loss) = self.session.evaluate(sampler, *sequences, stop, &mut heard)? else { return Ok(None) };
+        let mut looked = Ok(false);
+        let mut heard = |done: u64| {
+            show(Event::Validating { done: done * seq, total });
+            if done.is_multiple_of(LOOK_EVERY) && looked.is_ok() {
+                looked = stop.look();
+            }
+        };
+        let loss = self.session.evaluate(sampler, *sequences, stop.flag(), &mut heard)?;
+        looked?;
+        let Some(loss) = loss else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
         show(Event::Validated { step, loss });

@@ -17,7 +17,8 @@ pub struct RunDir {
     path: PathBuf,
     metrics: Option<File>,
     events: Option<File>,
-    _lock: File,
+    /// None where another process has it, and writes all files.
+    lock: Option<File>,
 }
 
 /// Files and folders of a run.
@@ -63,7 +64,12 @@ impl RunDir {
             Err(TryLockError::WouldBlock) => return Err(TrainError::Locked { dir: path.to_owned() }),
             Err(TryLockError::Error(e)) => return Err(TrainError::io("lock", &lock_path, e)),
         }
-        Ok(Self { path: path.to_owned(), metrics: None, events: None, _lock: lock })
+        Ok(Self { path: path.to_owned(), metrics: None, events: None, lock: Some(lock) })
+    }
+
+    /// A run directory that another process of the run has opened and writes to: what would be written here is not.
+    pub(crate) fn follow(path: &Path) -> Self {
+        Self { path: path.to_owned(), metrics: None, events: None, lock: None }
     }
 
     /// Where it is.
@@ -100,6 +106,9 @@ impl RunDir {
     /// Moves the checkpoints after `step` into a folder `old-1`, `old-2` … inside, with a copy of what else tells of the run,
     /// so that the folder is a run directory of its own. Gives their steps, and the folder if there were any.
     pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>), TrainError> {
+        if self.lock.is_none() {
+            return Ok((Vec::new(), None));
+        }
         let mut later = list(&self.checkpoints())?;
         later.retain(|(saved, _)| *saved > step);
         if later.is_empty() {
@@ -130,6 +139,9 @@ impl RunDir {
         step: u64,
         written: u64,
     ) -> Result<Vec<(u64, u64)>, TrainError> {
+        if self.lock.is_none() {
+            return Ok(Vec::new());
+        }
         self.replace(CONFIG, resolved.as_bytes())?;
         if !changes.is_empty() || self.path.join(CHANGES).exists() {
             self.replace(CHANGES, changes::written(changes).as_bytes())?;

@@ -15,6 +15,8 @@ use lockstep_ir::program::Tensor;
 use lockstep_ir::{Axes, StepProgram, StepScalars};
 use lockstep_plan::Plan;
 use std::borrow::Cow;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -90,6 +92,8 @@ impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
         let total = devices.require_memory(config, plan)?;
+        // What one has allocated is not free for the others to see.
+        devices.team().meet("load")?;
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
         let timeout = std::time::Duration::from_secs_f64(config.parallel.timeout);
@@ -159,7 +163,7 @@ impl Session {
     }
 
     /// Writes parameters and moments as the checkpoint of `step` in `dir`, and gives its path. Several ranks write their parts
-    /// at once. `progress` hears the bytes written and the bytes in all; `about` and `keep` are as for [`save`].
+    /// at once; where they are processes, the first publishes the checkpoint when all have written. `progress` hears the bytes written and the bytes in all; `about` and `keep` are as for [`save`].
     pub fn save<'a>(
         &self,
         dir: &Path,
@@ -173,12 +177,37 @@ impl Session {
                 let groups = state::groups(&self.tensors, self.executor.as_ref());
                 Ok(save(dir, step, &groups, about, keep, progress)?)
             }
-            _ => {
-                let draft = Draft::begin(dir, step)?;
-                rank_parts::write(self.executor.as_ref(), &self.tensors, &draft, progress)?;
-                Ok(draft.publish(about, keep)?)
-            }
+            _ => self.save_parts(dir, step, about.into(), keep, progress),
         }
+    }
+
+    fn save_parts(
+        &self,
+        dir: &Path,
+        step: u64,
+        about: About<'_>,
+        keep: usize,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<PathBuf, TrainError> {
+        let world = self.executor.as_ref();
+        // Paths go between processes of one file system, as the system has them.
+        let told = |path: &Path| world.exchange("save", path.as_os_str().as_encoded_bytes());
+        let path = |all: Vec<Vec<u8>>| PathBuf::from(OsString::from_vec(all.into_iter().next().unwrap_or_default()));
+        if world.process() > 0 {
+            let draft = Draft::join(dir, step, &path(told(Path::new(""))?));
+            rank_parts::write(world, &self.tensors, &draft, progress)?;
+            world.exchange("save", &draft.hand_over()?)?;
+            return Ok(path(told(Path::new(""))?));
+        }
+        let draft = Draft::begin(dir, step)?;
+        told(draft.folder())?;
+        rank_parts::write(world, &self.tensors, &draft, progress)?;
+        for handed_over in &world.exchange("save", &[])?[1..] {
+            draft.take_over(handed_over)?;
+        }
+        let path = draft.publish(about, keep)?;
+        told(&path)?;
+        Ok(path)
     }
 
     /// One training step on these samples of the global order.

@@ -11,6 +11,21 @@ pub fn settled(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result
     if !config.micro_batch_is_default() {
         return Ok(config.clone());
     }
+    // What fits is the first process's to find out: others may have other memory.
+    let told = devices.team().told("settle", || {
+        let found = settled_here(devices, config, dir)?;
+        let how = found.micro_batch_found().unwrap_or_default();
+        Ok([&(found.train.micro_batch as u64).to_le_bytes()[..], how.as_bytes()].concat())
+    })?;
+    let Some((sequences, how)) = told.split_first_chunk() else { return Ok(config.clone()) };
+    let (sequences, how) = (u64::from_le_bytes(*sequences) as usize, String::from_utf8_lossy(how));
+    match how.is_empty() {
+        true => Ok(config.clone()),
+        false => Ok(config.with_default_micro_batch(sequences, &how)),
+    }
+}
+
+fn settled_here(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config, TrainError> {
     let begun = dir.map(|dir| dir.join("run.toml")).filter(|path| path.is_file());
     if let Some(before) = begun.and_then(|path| Config::load(&path, &[]).ok()) {
         let sequences = before.train.micro_batch;

@@ -45,6 +45,35 @@ fn every_rank_that_has_something_has_a_file_and_the_tensors_are_whole() {
     assert_eq!(loaded.state, json!({ "position": 7 }));
 }
 
+#[test]
+fn processes_write_to_one_draft_and_the_first_publishes_it() {
+    let [one, two] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let expected = save_parts(one.path(), 7);
+    let bytes = [7; 48];
+    let draft = Draft::begin(two.path(), 7).unwrap();
+    let parts = |rank: usize| part("embed", &[2, 6], &[[rank * 3, 3, 6, 2]], &bytes[..24]);
+    draft.write(0, "model", &[parts(0), part("norm", &[3], &[[0, 3, 3, 1]], &bytes[..12])], &mut |_| {}).unwrap();
+    let other = Draft::join(two.path(), 7, draft.folder());
+    other.write(1, "model", &[parts(1)], &mut |_| {}).unwrap();
+    let handed_over = other.hand_over().unwrap();
+    draft.take_over(&handed_over).unwrap();
+    assert!(draft.take_over(b"nonsense").is_err());
+    let path = draft.publish(&json!({ "position": 7 }), 5).unwrap();
+    for file in entries(&expected) {
+        assert_eq!(fs::read(expected.join(&file)).unwrap(), fs::read(path.join(&file)).unwrap(), "{file}");
+    }
+}
+
+#[test]
+fn a_process_that_gives_up_leaves_the_draft_to_the_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = Draft::begin(dir.path(), 7).unwrap();
+    drop(Draft::join(dir.path(), 7, draft.folder()));
+    assert!(draft.folder().exists());
+    drop(draft);
+    assert_eq!(entries(dir.path()), [""; 0]);
+}
+
 /// What a rank has whole it writes under its own shape, for any reader of the format.
 #[test]
 fn the_files_are_standard_safetensors_and_deterministic() {

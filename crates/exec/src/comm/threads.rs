@@ -19,7 +19,8 @@ use super::message_queue::{MessageQueue, SendBuffer};
 use super::peers::Peers;
 use super::rendezvous::{Rendezvous, copy};
 use super::{
-    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, Wish, agree, index_in, other_size,
+    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, Wish, agree, index_in,
+    other_size,
 };
 use crate::sync::{Arc, RwLock};
 use std::collections::HashMap;

@@ -9,13 +9,14 @@ use crate::hf::Kept;
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Noise, NoiseBits};
+use crate::processes::Stop;
 use crate::session::Session;
 use crate::{Devices, Existing, RunData, RunDir, RunTokenizer, TrainError, data_folder, settled};
 use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
 use lockstep_config::Config;
+use lockstep_data::Progress;
 use lockstep_plan::Plan;
 use serde_json::json;
-use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
@@ -57,10 +58,10 @@ pub(super) fn start<'a>(
     mut dir: RunDir,
     found: LatestCheckpoint,
     options: &RunOptions,
-    stop: &AtomicBool,
+    stop: &Stop<'_>,
     show: &mut dyn FnMut(Event),
 ) -> Result<Run<'a>, TrainError> {
-    let config = &course.config;
+    let (config, team) = (&course.config, devices.team());
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
     if let Some(why) = Devices::not_taken(config) {
         show(Event::Warning(&why));
@@ -81,9 +82,24 @@ pub(super) fn start<'a>(
     let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
     let existing = if started { Existing::Keep } else { Existing::Refresh };
     let folder = data_folder(config, dir.path());
-    let data = RunData::prepare(config, &folder, existing, stop, &mut |_, p| show(Event::Preparing(p)))?;
-    data.refuse_other_text(config, &folder, stop, &mut |text| show(Event::Warning(text)))?;
-    data.verify(stop, &mut |done, total| show(Event::Checking { done, total }))?;
+    if !team.is_first() && RunData::open(config, &folder)?.is_none() {
+        show(Event::Preparing(Progress { waiting: true, ..Progress::default() }));
+    }
+    let data = team.first_then_others("prepare data", || {
+        let data = RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| {
+            team.alive("prepare data");
+            show(Event::Preparing(p));
+        })?;
+        if team.is_first() {
+            data.refuse_other_text(config, &folder, stop.asked(), &mut |text| show(Event::Warning(text)))?;
+            data.verify(stop.asked(), &mut |done, total| {
+                team.alive("check data");
+                show(Event::Checking { done, total });
+            })?;
+        }
+        Ok(data)
+    })?;
+    team.agree("data", &format!("{:016x}", data.fingerprint()))?;
     let tokenizer = RunTokenizer::from(data.tokenizer()?);
     if let Some(text) = unused_vocabulary(config, &tokenizer) {
         show(Event::Warning(&text));
@@ -95,7 +111,8 @@ pub(super) fn start<'a>(
     };
     let train = data.train(config)?;
     // The arena may leave no memory to measure in.
-    let matmul_peak = devices.matmul_peak(plan)?;
+    let peak = team.told("measure", || Ok(devices.matmul_peak(plan)?.to_le_bytes().to_vec()))?;
+    let matmul_peak = peak.try_into().map_or(1.0, f64::from_le_bytes);
     let mut session = Session::new(devices, config, plan)?;
     session.notes().iter().for_each(|note| show(Event::Note(note)));
     let mut loss_scale = LossScale::new(config);

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Results are as they were when they were asked for. While steps are under way, nothing but a next step may be asked for.
 struct Late {
@@ -124,11 +124,12 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
         _ => {}
     };
     let devices = Devices::new();
+    let asked = Stop::new(&stop, devices.team());
     let plan = plan(&devices, config).unwrap();
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let (found, course) = resume(&devices, config, &options).unwrap();
     let mut run =
-        start::start(&course, (&plan, &devices), RunDir::open(dir).unwrap(), found, &options, &stop, &mut show)
+        start::start(&course, (&plan, &devices), RunDir::open(dir).unwrap(), found, &options, &asked, &mut show)
             .unwrap();
     if how.late {
         run.session = run.session.with_executor(|inner| {
@@ -143,7 +144,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
             })
         });
     }
-    let outcome = run.go(&stop, &mut show);
+    let outcome = run.go(&asked, &mut show);
     let lines = ["metrics.jsonl", "events.jsonl"].map(|name| std::fs::read_to_string(dir.join(name)).unwrap());
     let without_times = |line: &str| {
         let mut value: serde_json::Value = serde_json::from_str(line).unwrap();

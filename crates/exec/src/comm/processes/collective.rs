@@ -4,9 +4,7 @@ use super::inbox::{Buffer, Stream};
 use super::wire::{Reader, Writer};
 use super::{ProcessCommunicator, number};
 use crate::comm::rendezvous::copy;
-use crate::comm::{
-    Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, slice_of, sum,
-};
+use crate::comm::{Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, slice_of, sum};
 use lockstep_ir::DType;
 
 /// Tensors of so many bytes together are sent whole and added by everybody: one round instead of two.

@@ -65,7 +65,8 @@ impl Control {
             heard: AtomicU64::new(0),
             ended: AtomicBool::new(false),
         };
-        let readers: Vec<_> = links.iter().enumerate().filter_map(|(rank, s)| Some((rank, s.as_ref()?.try_clone()))).collect();
+        let readers: Vec<_> =
+            links.iter().enumerate().filter_map(|(rank, s)| Some((rank, s.as_ref()?.try_clone()))).collect();
         let control = Arc::new(Self {
             rank,
             inbox: inbox.clone(),

@@ -1,7 +1,7 @@
 //! What has come from other processes and was not taken yet, and what of ours they have taken.
 
-use crate::comm::peers::{Gate, Peers};
 use crate::comm::CommError;
+use crate::comm::peers::{Gate, Peers};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -4,11 +4,11 @@
 //! the first tells them of each other, and its connections to them become the [failure channel](super::control). Whatever is wrong
 //! is told to all who have come.
 
+use super::ProcessCommunicator;
 use super::control::Control;
 use super::inbox::Inbox;
 use super::sockets::{Mesh, Sockets, tune};
 use super::wire::{Reader, Writer, read_note, write_note};
-use super::ProcessCommunicator;
 use crate::comm::Communicator;
 use crate::comm::peers::Peers;
 use lockstep_ir::{counter, units};
@@ -141,7 +141,9 @@ pub enum JoinError {
     #[error("{0}")]
     Refused(String),
     /// Ranks cannot reach each other.
-    #[error("rank {rank}: {cause}\nhint: every host must reach every other, on any port; look for a firewall between them")]
+    #[error(
+        "rank {rank}: {cause}\nhint: every host must reach every other, on any port; look for a firewall between them"
+    )]
     Unconnected {
         /// The rank that says so.
         rank: usize,
@@ -149,7 +151,9 @@ pub enum JoinError {
         cause: String,
     },
     /// The system lacks something.
-    #[error("rank {rank} cannot join the others: {cause}\nhint: check the limits of threads and open files (ulimit -u, -n)")]
+    #[error(
+        "rank {rank} cannot join the others: {cause}\nhint: check the limits of threads and open files (ulimit -u, -n)"
+    )]
     System {
         /// The rank.
         rank: usize,
@@ -322,12 +326,8 @@ fn listen(ip: IpAddr, rank: usize) -> Result<(TcpListener, SocketAddr), JoinErro
 /// The part of a rank that is not the first.
 fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
     let Start { rank, ranks, address, timeout, build } = start;
-    let no_answer = |cause: String| JoinError::NoAnswer {
-        rank: *rank,
-        address: address.clone(),
-        cause,
-        within: *timeout,
-    };
+    let no_answer =
+        |cause: String| JoinError::NoAnswer { rank: *rank, address: address.clone(), cause, within: *timeout };
     let connect = || -> std::io::Result<TcpStream> {
         let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
         for at in address.to_socket_addrs()? {
@@ -347,11 +347,13 @@ fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
             Err(_) => std::thread::sleep(LOOK_EVERY),
         }
     };
-    let gone = |e: std::io::Error| no_answer(match e.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => "it answers nothing".to_owned(),
-        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => "it has ended".to_owned(),
-        _ => e.to_string(),
-    });
+    let gone = |e: std::io::Error| {
+        no_answer(match e.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => "it answers nothing".to_owned(),
+            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => "it has ended".to_owned(),
+            _ => e.to_string(),
+        })
+    };
     tune(&stream).map_err(gone)?;
     let (ours, theirs) = (stream.local_addr().map_err(gone)?.ip(), stream.peer_addr().map_err(gone)?.ip());
     let (listener, listens) = listen(ours, *rank)?;
@@ -465,7 +467,13 @@ fn check(
     }
     if *build != start.build {
         let (ours, theirs) = (start.build.clone(), build.clone());
-        return Err(JoinError::OtherBuild { first: first.host.clone(), member: member.clone(), rank: *rank, ours, theirs });
+        return Err(JoinError::OtherBuild {
+            first: first.host.clone(),
+            member: member.clone(),
+            rank: *rank,
+            ours,
+            theirs,
+        });
     }
     Ok(())
 }

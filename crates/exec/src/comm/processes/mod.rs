@@ -303,8 +303,7 @@ impl HostCommunicator for ProcessCommunicator {
             };
             let state = self.inbox.gate.lock();
             let missing = |_: &State, rank: usize| rank == to;
-            let (mut state, result) =
-                self.peers().wait((self.rank, place), &self.inbox.gate, state, room, missing);
+            let (mut state, result) = self.peers().wait((self.rank, place), &self.inbox.gate, state, room, missing);
             result?;
             let stream = state.outgoing.entry((to, tag)).or_default();
             if stream.sending {

@@ -160,7 +160,8 @@ impl Transport for Sockets {
         let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
         let mut sent = 0;
         while sent < HEAD + frame.len() {
-            let slices = [io::IoSlice::new(&head[sent.min(HEAD)..]), io::IoSlice::new(&frame[sent.saturating_sub(HEAD)..])];
+            let slices =
+                [io::IoSlice::new(&head[sent.min(HEAD)..]), io::IoSlice::new(&frame[sent.saturating_sub(HEAD)..])];
             match connection.write_vectored(&slices) {
                 Ok(0) => return Err("its connection takes no more".to_owned()),
                 Ok(bytes) => sent += bytes,

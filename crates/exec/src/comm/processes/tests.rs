@@ -154,9 +154,15 @@ fn a_process_that_falls_silent_is_named() {
     scope(|s| {
         let other = s.spawn(|| within(Duration::from_secs(4), || receive(&comms[1], 0, place("receive", 1))));
         let text = within(Duration::from_secs(4), || receive(&comms[0], 1, place("receive", 1)));
-        assert!(text.starts_with("rank 1 on host ") && text.contains("nothing was heard of its process for 1.0"), "{text}");
+        assert!(
+            text.starts_with("rank 1 on host ") && text.contains("nothing was heard of its process for 1.0"),
+            "{text}"
+        );
         let text = other.join().unwrap();
-        assert!(text.starts_with("rank 0 on host ") && text.contains("nothing was heard of its process for 1.0"), "{text}");
+        assert!(
+            text.starts_with("rank 0 on host ") && text.contains("nothing was heard of its process for 1.0"),
+            "{text}"
+        );
     });
 }
 
@@ -167,7 +173,10 @@ fn a_rank_that_stalls_is_named_to_all_by_the_first() {
     scope(|s| {
         let first = s.spawn(|| within(Duration::from_secs(4), || receive(&comms[0], 1, place("receive", 0))));
         let text = within(Duration::from_secs(4), || receive(&comms[1], 2, place("receive", 1)));
-        assert!(text.starts_with("rank 1 waits in receive, layer 1, for rank 2, which has been in linear, layer 4, for "), "{text}");
+        assert!(
+            text.starts_with("rank 1 waits in receive, layer 1, for rank 2, which has been in linear, layer 4, for "),
+            "{text}"
+        );
         assert_eq!(first.join().unwrap(), text);
         // The one that stalls is told as well.
         let until = Instant::now() + Duration::from_secs(2);

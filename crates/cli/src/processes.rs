@@ -1,0 +1,164 @@
+//! How a process finds the others of its run: by the variables that whoever started it has set.
+
+use crate::failure::Failure;
+use lockstep_config::Config;
+use lockstep_exec::comm::processes::Start;
+use std::hash::Hasher;
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use xxhash_rust::xxh3::Xxh3;
+
+/// Set for processes that `lockstep launch` started: their standard input is a pipe, on which they hear that they are to stop.
+pub const LAUNCHED: &str = "LOCKSTEP_LAUNCHED";
+
+/// The port where none is given, as with torchrun.
+const PORT: &str = "29500";
+
+/// One process of several.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Which it is.
+    pub rank: usize,
+    /// How many there are.
+    pub ranks: usize,
+    /// Where the first listens.
+    pub address: String,
+}
+
+/// Where this process stands among others; `None` if it is alone.
+pub fn place() -> Result<Option<Place>, Failure> {
+    find(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+}
+
+fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> {
+    let number = |name: &str| -> Result<Option<usize>, Failure> {
+        let wrong =
+            |value: &str| Failure::request(format!("{name}={value} is no number\nhint: unset it, or set it right"));
+        get(name).map(|value| value.parse().map_err(|_| wrong(&value))).transpose()
+    };
+    let address = |host: Option<String>, port: String| host.map(|host| format!("{host}:{port}"));
+    let (host, port) = (get("MASTER_ADDR"), get("MASTER_PORT"));
+    // By torchrun and `lockstep launch`; by srun, whose batch shell has no step; by Open MPI; by MPICH and its relatives.
+    let started = [
+        ("RANK", "WORLD_SIZE", None),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", get("SLURM_LAUNCH_NODE_IPADDR")),
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            local(get, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+        ),
+        ("PMI_RANK", "PMI_SIZE", local(get, "MPI_LOCALNRANKS", "PMI_SIZE")),
+    ];
+    for (rank_name, ranks_name, first) in started {
+        let (Some(rank), Some(ranks)) = (number(rank_name)?, number(ranks_name)?) else { continue };
+        if ranks <= 1 {
+            return Ok(None);
+        }
+        // Jobs that share a host need ports of their own.
+        let job = number("SLURM_JOB_ID")?.filter(|_| rank_name == "SLURM_PROCID");
+        let port = port.or_else(|| job.map(|job| (20000 + job % 10000).to_string())).unwrap_or(PORT.to_owned());
+        let Some(address) = address(host.or(first), port) else {
+            return Err(Failure::request(format!(
+                "{rank_name}={rank} and {ranks_name}={ranks} say that this is one process of several, and MASTER_ADDR does not \
+                 say where rank 0 is\nhint: set MASTER_ADDR to the host of rank 0, or unset {rank_name} to train alone"
+            )));
+        };
+        return Ok(Some(Place { rank, ranks, address }));
+    }
+    Ok(None)
+}
+
+/// This host, if all processes are on it.
+fn local(get: &dyn Fn(&str) -> Option<String>, here: &str, all: &str) -> Option<String> {
+    (get(here)? == get(all)?).then(|| "127.0.0.1".to_owned())
+}
+
+impl Place {
+    /// How it joins the others.
+    pub fn start(&self, config: &Config) -> Result<Start, Failure> {
+        let Place { rank, ranks, address } = self;
+        let timeout = Duration::from_secs_f64(config.parallel.timeout);
+        Ok(Start { rank: *rank, ranks: *ranks, address: address.clone(), timeout, build: build()? })
+    }
+}
+
+/// The version and a checksum of this binary.
+fn build() -> Result<String, Failure> {
+    let mut file = std::fs::File::open("/proc/self/exe").or_else(|_| std::fs::File::open(std::env::current_exe()?))?;
+    let (mut hasher, mut chunk) = (Xxh3::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut chunk)? {
+            0 => break,
+            bytes => hasher.write(&chunk[..bytes]),
+        }
+    }
+    Ok(format!("{} (binary {:016x})", env!("CARGO_PKG_VERSION"), hasher.finish()))
+}
+
+/// Sets `stop` when whoever launched this process asks for it, or is gone.
+pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<(), Failure> {
+    if std::env::var_os(LAUNCHED).is_none() {
+        return Ok(());
+    }
+    let stop = stop.clone();
+    std::thread::Builder::new().name("lockstep-launcher".into()).spawn(move || {
+        // Whatever comes, and the end of the pipe, means the same.
+        let _ = std::io::stdin().read(&mut [0]);
+        stop.store(true, Ordering::SeqCst);
+    })?;
+    Ok(())
+}
+
+/// Says a line of a rank that is not the first.
+pub fn say(rank: usize, text: &str) {
+    // Where nobody listens, nobody is told.
+    let _ = writeln!(std::io::stderr(), "rank {rank}: {text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(variables: &[(&str, &str)]) -> Result<Option<Place>, String> {
+        let get = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+        find(&get).map_err(|failure| format!("{failure:?}"))
+    }
+
+    fn check(variables: &[(&str, &str)], rank: usize, ranks: usize, address: &str) {
+        assert_eq!(found(variables), Ok(Some(Place { rank, ranks, address: address.to_owned() })), "{variables:?}");
+    }
+
+    #[test]
+    fn processes_are_found_by_the_variables_of_whoever_started_them() {
+        let master = [("MASTER_ADDR", "n1"), ("MASTER_PORT", "4321")];
+        let with = |more: &[(&'static str, &'static str)]| [&master[..], more].concat();
+        check(&with(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")]), 3, 4, "n1:4321");
+        let slurm = [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_JOB_ID", "70012")];
+        check(&with(&slurm), 1, 2, "n1:4321");
+        check(&[&slurm[..], &[("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")]].concat(), 1, 2, "10.0.0.7:20012");
+        let open_mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")];
+        check(&with(&open_mpi), 0, 4, "n1:4321");
+        check(&[&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]].concat(), 0, 4, "127.0.0.1:29500");
+        check(&[("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPI_LOCALNRANKS", "3")], 2, 3, "127.0.0.1:29500");
+    }
+
+    #[test]
+    fn a_process_alone_is_alone() {
+        assert_eq!(found(&[]), Ok(None));
+        assert_eq!(found(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
+        // A batch script is no task of a step.
+        assert_eq!(found(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "7")]), Ok(None));
+    }
+
+    #[test]
+    fn what_is_missing_or_wrong_is_named() {
+        let text = found(&[("RANK", "1"), ("WORLD_SIZE", "4")]).unwrap_err();
+        assert!(text.contains("MASTER_ADDR") && text.contains("hint: "), "{text}");
+        let text =
+            found(&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]);
+        assert!(text.unwrap_err().contains("MASTER_ADDR"));
+        assert!(found(&[("RANK", "one"), ("WORLD_SIZE", "4")]).unwrap_err().contains("RANK=one is no number"));
+    }
+}

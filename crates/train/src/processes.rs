@@ -1,0 +1,254 @@
+//! The processes of a run: which of them prepares and writes, and what all of them must agree on.
+//!
+//! Every process runs the whole driver in lockstep on its own rank. Whatever could differ between them is either told by the first
+//! or compared: the config, the program, the checkpoint, the data, and when to stop.
+
+use crate::TrainError;
+use lockstep_config::Config;
+use lockstep_data::DataError;
+use lockstep_exec::ExecError;
+use lockstep_exec::comm::processes::{Member, ProcessCommunicator, Start, join};
+use lockstep_exec::comm::{Communicator, ProgramPlace};
+use lockstep_ir::counter;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// The processes that run together, of which this is one.
+pub struct Processes {
+    comm: Arc<ProcessCommunicator>,
+}
+
+impl Processes {
+    /// Finds the others.
+    pub fn join(start: &Start) -> Result<Self, TrainError> {
+        Ok(Self { comm: Arc::new(join(start)?) })
+    }
+
+    /// Which rank this process is.
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    /// How many there are.
+    pub fn ranks(&self) -> usize {
+        self.comm.ranks()
+    }
+
+    pub(crate) fn comm(&self) -> &Arc<ProcessCommunicator> {
+        &self.comm
+    }
+
+    fn member(&self, rank: usize) -> &Member {
+        &self.comm.members()[rank]
+    }
+
+    /// Ranks on this one's host.
+    pub(crate) fn local_ranks(&self) -> usize {
+        let host = &self.member(self.rank()).host;
+        self.comm.members().iter().filter(|member| member.host == *host).count()
+    }
+
+    /// Cores of all hosts.
+    pub(crate) fn cores(&self) -> usize {
+        let members = self.comm.members();
+        let first = |(i, m): &(usize, &Member)| !members[..*i].iter().any(|other| other.host == m.host);
+        members.iter().enumerate().filter(first).map(|(_, member)| member.cores).sum()
+    }
+
+    /// Every process gives some bytes, and all get everybody's, by rank.
+    fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
+        let place = ProgramPlace { op, layer: None, micro_batch: 0 };
+        self.comm.at(place);
+        Ok(self.comm.exchange(place, mine).map_err(ExecError::from)?)
+    }
+}
+
+/// The processes of a run, if there are several: everything that they do in turns or together.
+#[derive(Clone, Copy)]
+pub(crate) struct Team<'a>(pub(crate) Option<&'a Processes>);
+
+/// How the first process ended what the others waited for.
+const DONE: u8 = 0;
+const INTERRUPTED: u8 = 1;
+
+impl<'a> Team<'a> {
+    /// Whether this process is the one that shows and writes what concerns all.
+    pub(crate) fn is_first(self) -> bool {
+        self.0.is_none_or(|p| p.rank() == 0)
+    }
+
+    /// Refuses a layout of another number of ranks than there are processes.
+    pub(crate) fn require_ranks(self, config: &Config) -> Result<(), TrainError> {
+        let (layout, Some(processes)) = (config.layout(), self.0) else { return Ok(()) };
+        match processes.ranks() == layout.mesh.ranks() {
+            true => Ok(()),
+            false => Err(TrainError::OtherRanks {
+                layout: layout.to_string(),
+                ranks: layout.mesh.ranks(),
+                processes: processes.ranks(),
+            }),
+        }
+    }
+
+    /// Refuses processes that do not have the same text for `what`; the error names both sides of the first difference.
+    pub(crate) fn agree(self, what: &'static str, mine: &str) -> Result<(), TrainError> {
+        let Some(processes) = self.0 else { return Ok(()) };
+        let all = processes.exchange(what, mine.as_bytes())?;
+        let Some(rank) = all.iter().position(|text| *text != all[0]) else { return Ok(()) };
+        let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
+        let (first, other) = difference(&text(0), &text(rank));
+        let host = |rank: usize| processes.member(rank).host.clone();
+        Err(TrainError::Disagree { what, rank, hosts: Box::new([host(0), host(rank)]), first, other })
+    }
+
+    /// What the first process finds out, told to all.
+    pub(crate) fn told(
+        self,
+        op: &'static str,
+        find: impl FnOnce() -> Result<Vec<u8>, TrainError>,
+    ) -> Result<Vec<u8>, TrainError> {
+        let Some(processes) = self.0 else { return find() };
+        let mine = if self.is_first() { find()? } else { Vec::new() };
+        Ok(std::mem::take(&mut processes.exchange(op, &mine)?[0]))
+    }
+
+    /// Waits until all are here.
+    pub(crate) fn meet(self, op: &'static str) -> Result<(), TrainError> {
+        self.0.map_or(Ok(()), |processes| processes.exchange(op, &[]).map(|_| ()))
+    }
+
+    /// Shows the others a sign of life while this process does something long.
+    pub(crate) fn alive(self, op: &'static str) {
+        if let Some(processes) = self.0 {
+            processes.comm.at(ProgramPlace { op, layer: None, micro_batch: 0 });
+        }
+    }
+
+    /// Lets the first process do something, and then the others. Where the first was interrupted, all are.
+    pub(crate) fn first_then_others<T>(
+        self,
+        op: &'static str,
+        work: impl FnOnce() -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        if self.is_first() {
+            let result = work();
+            match &result {
+                Ok(_) => drop(self.told(op, || Ok(vec![DONE]))?),
+                Err(TrainError::Data(DataError::Interrupted)) => drop(self.told(op, || Ok(vec![INTERRUPTED]))?),
+                // The others hear of it when this run ends.
+                Err(_) => {}
+            }
+            return result;
+        }
+        match self.told(op, || Ok(Vec::new()))?[..] {
+            [INTERRUPTED] => Err(DataError::Interrupted.into()),
+            _ => work(),
+        }
+    }
+
+    /// Refuses a folder that the processes do not share: the first leaves a file there, and the others must find it.
+    pub(crate) fn require_shared(self, folder: &Path) -> Result<(), TrainError> {
+        let Some(processes) = self.0 else { return Ok(()) };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+        let name = format!(".shared-{:016x}", counter::bits(now, u64::from(std::process::id())));
+        let name = self.told("share", || {
+            let path = folder.join(&name);
+            std::fs::write(&path, &name).map_err(|e| TrainError::io("write", &path, e))?;
+            Ok(name.clone().into_bytes())
+        })?;
+        let path = folder.join(String::from_utf8_lossy(&name).as_ref());
+        let until = Instant::now() + SEEN_WITHIN;
+        let mut found = std::fs::read(&path).is_ok_and(|text| text == name);
+        while !found && Instant::now() < until {
+            std::thread::sleep(LOOK_EVERY);
+            found = std::fs::read(&path).is_ok_and(|text| text == name);
+        }
+        let all = processes.exchange("share", &[u8::from(found)])?;
+        if self.is_first() {
+            // An empty file more does no harm where it cannot be removed.
+            let _ = std::fs::remove_file(&path);
+        }
+        match all.iter().position(|found| found[..] != [1]) {
+            None => Ok(()),
+            Some(rank) => {
+                let hosts = [0, rank].map(|rank| processes.member(rank).host.clone());
+                Err(TrainError::NotShared { dir: folder.to_owned(), rank, hosts: Box::new(hosts) })
+            }
+        }
+    }
+
+    /// Tells the others that this process cannot go on.
+    pub(crate) fn fail(self, error: &TrainError) {
+        if let Some(processes) = self.0 {
+            let text = error.to_string();
+            processes.comm.fail(text.split("\nhint: ").next().unwrap_or(&text));
+        }
+    }
+}
+
+/// A network file system may take a moment to show a new file.
+const SEEN_WITHIN: Duration = Duration::from_secs(5);
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// The first lines in which two texts differ.
+fn difference(first: &str, other: &str) -> (String, String) {
+    let (mut a, mut b) = (first.lines(), other.lines());
+    loop {
+        match (a.next(), b.next()) {
+            (Some(x), Some(y)) if x == y => {}
+            (None, None) => return (first.to_owned(), other.to_owned()),
+            (x, y) => return [x, y].map(|line| line.unwrap_or("nothing").trim().to_owned()).into(),
+        }
+    }
+}
+
+/// Whether a run is to stop: asked of any process, known to all of them at the same point of the program.
+pub(crate) struct Stop<'a> {
+    asked: &'a AtomicBool,
+    agreed: AtomicBool,
+    team: Team<'a>,
+}
+
+impl<'a> Stop<'a> {
+    pub(crate) fn new(asked: &'a AtomicBool, team: Team<'a>) -> Self {
+        Self { asked, agreed: AtomicBool::new(false), team }
+    }
+
+    /// Looks whether any process was asked to stop. All must look at the same points.
+    pub(crate) fn look(&self) -> Result<bool, TrainError> {
+        let Some(processes) = self.team.0 else { return Ok(self.asked.load(Ordering::SeqCst)) };
+        if !self.agreed.load(Ordering::SeqCst) {
+            let mine = u8::from(self.asked.load(Ordering::SeqCst));
+            let any = processes.exchange("stop", &[mine])?.iter().any(|asked| asked[..] != [0]);
+            self.agreed.store(any, Ordering::SeqCst);
+        }
+        Ok(self.agreed.load(Ordering::SeqCst))
+    }
+
+    /// What was found when all last looked; with one process, what is asked of it.
+    pub(crate) fn flag(&self) -> &AtomicBool {
+        if self.team.0.is_some() { &self.agreed } else { self.asked }
+    }
+
+    /// What is asked of this process, for work that it does while the others wait.
+    pub(crate) fn asked(&self) -> &AtomicBool {
+        self.asked
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_shown() {
+        let check = |a: &str, b: &str, expected: (&str, &str)| {
+            assert_eq!(difference(a, b), (expected.0.to_owned(), expected.1.to_owned()));
+        };
+        check("x = 1\n  y = 2\n", "x = 1\n  y = 3\n", ("y = 2", "y = 3"));
+        check("x = 1", "x = 1\nz = 4", ("nothing", "z = 4"));
+        check("00ff", "00fe", ("00ff", "00fe"));
+    }
+}
