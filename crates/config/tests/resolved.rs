@@ -80,6 +80,7 @@ gradients = "fp32"  # default
 
 [parallel]
 dp = 1  # default
+dp_replicate = 1  # default
 tp = 1  # default
 pp = 1  # default
 zero = 0  # default

@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::str::FromStr;
 
 /// The axes that the text of a layout may name.
-const NAMED: [MeshAxis; 3] = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+const NAMED: [MeshAxis; 4] = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
 
 /// What was chosen for a run. Prints what differs from one rank: `dp=2 zero=1 tp=2 sp pp=2 1f1b`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -68,10 +68,14 @@ pub enum LayoutError {
     #[error("the layout is empty\nhint: write what differs from one rank, such as dp=2,tp=2")]
     Empty,
     /// An axis that is not there yet.
-    #[error("{0}: {1} is not there yet\nhint: a layout is made of dp=N, tp=N, pp=N, zero=N, sp, 1f1b and gpipe")]
+    #[error(
+        "{0}: {1} is not there yet\nhint: a layout is made of dp=N, dp_replicate=N, tp=N, pp=N, zero=N, sp, 1f1b and gpipe"
+    )]
     NotYet(&'static str, &'static str),
     /// A word that means nothing here.
-    #[error("{0:?} is not part of a layout\nhint: a layout is made of dp=N, tp=N, pp=N, zero=N, sp, 1f1b and gpipe")]
+    #[error(
+        "{0:?} is not part of a layout\nhint: a layout is made of dp=N, dp_replicate=N, tp=N, pp=N, zero=N, sp, 1f1b and gpipe"
+    )]
     Unknown(String),
     /// A size without a number.
     #[error("{0} has no value\nhint: write {0}=N")]
@@ -188,6 +192,10 @@ mod tests {
         assert_eq!(read("gpipe, pp=8, sp, tp=4, zero=1, dp=2"), layout);
         assert_eq!(read(&layout.to_string()), layout);
         assert_eq!(read("dp=1"), Layout::single(1));
+        let hybrid = read("zero=3,dp=4,dp_replicate=2");
+        assert_eq!(hybrid.mesh, mesh(4, 1, 1).with(MeshAxis::DpReplicate, 2));
+        assert_eq!(hybrid.to_string(), "dp_replicate=2 dp=4 zero=3");
+        assert_eq!(read(&hybrid.to_string()), hybrid);
         assert_eq!(read("pp=2").schedule, Schedule::USUAL);
     }
 

@@ -232,7 +232,7 @@ impl Sizes<'_> {
     fn estimate(&mut self, sequences: usize, recompute: &Recompute) -> Result<Estimate, PlanError> {
         if !self.estimators.contains_key(&sequences) {
             let mut config = with_micro_batch(self.config, sequences);
-            config.train.global_batch = sequences * config.parallel.dp * self.micro_batches;
+            config.train.global_batch = config.round() * self.micro_batches;
             config.train.batch_ramp.clear();
             let (forward, context, _) = prepare(self.machine, &config, lockstep_model::build_form)?;
             // The last few are asked for again, by other policies.
