@@ -48,12 +48,13 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 21] = [
+const KINDS: [&str; 24] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
     "dp=a,zero=3",
     "dp=b,zero=3",
+    "dp=a,zero=3,no-reshard",
     "dp_replicate=a,dp=a,zero=1",
     "dp_replicate=a,dp=a,zero=3",
     "tp=a",
@@ -66,6 +67,8 @@ const KINDS: [&str; 21] = [
     "dp=a,zero=1,tp=a,sp",
     "dp=a,zero=3,tp=a,sp",
     "dp=a,zero=1,pp=a",
+    "dp=a,zero=2,pp=a",
+    "dp=a,zero=3,pp=a",
     "dp_replicate=a,dp=a,zero=1,pp=a",
     "tp=a,sp,pp=a",
     "dp=a,tp=a,pp=a",

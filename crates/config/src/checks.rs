@@ -269,6 +269,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
             .with(MeshAxis::Tp, size("parallel.tp")?)
             .with(MeshAxis::Pp, size("parallel.pp")?),
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
+        reshard_after_forward: values.switch("parallel.reshard_after_forward")?,
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
         ..Layout::single(1)
     };

@@ -206,6 +206,7 @@ impl Config {
         (p.dp_replicate, p.dp) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
         (p.tp, p.pp) = (size(MeshAxis::Tp), size(MeshAxis::Pp));
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
+        p.reshard_after_forward = layout.reshard_after_forward;
         p.schedule = layout.schedule;
         config
     }
@@ -217,6 +218,7 @@ impl Config {
             micro_batches: self.accumulation_steps(),
             mesh: self.mesh(),
             zero: p.zero,
+            reshard_after_forward: p.reshard_after_forward,
             sequence_parallel: p.sequence_parallel,
             schedule: p.schedule,
         }

@@ -60,6 +60,7 @@ pub fn check(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     refusals.extend(batch(layout, extents));
     refusals.extend(pipeline(layout, extents));
     refusals.extend(zero(layout));
+    refusals.extend(reshard(layout));
     refusals
 }
 
@@ -201,7 +202,7 @@ fn pipeline(layout: &Layout, extents: &Extents) -> Option<Refusal> {
 }
 
 fn zero(layout: &Layout) -> Option<Refusal> {
-    let (zero, shards, pp) = (layout.zero, layout.mesh.size(Axes::ZERO), layout.mesh.size(MeshAxis::Pp));
+    let (zero, shards) = (layout.zero, layout.mesh.size(Axes::ZERO));
     let refuse = |with, reason, nearest: &str| Refusal { key: "parallel.zero", with, reason, nearest: nearest.into() };
     match zero {
         0 => None,
@@ -211,16 +212,20 @@ fn zero(layout: &Layout) -> Option<Refusal> {
             format!("parallel.zero = {zero} shards state over dp ranks, and parallel.dp = 1"),
             "zero = 0, or dp = 2 or more",
         )),
-        2.. if pp > 1 => Some(refuse(
-            &["parallel.pp"],
-            format!(
-                "parallel.zero = {zero} with parallel.pp = {pp}: gradients would be reduce-scattered for every \
-                 micro-batch and stage"
-            ),
-            "zero = 0 or 1 with pp, or pp = 1",
-        )),
         _ => None,
     }
+}
+
+fn reshard(layout: &Layout) -> Option<Refusal> {
+    (!layout.reshard_after_forward && layout.zero != 3).then(|| Refusal {
+        key: "parallel.reshard_after_forward",
+        with: &["parallel.zero"],
+        reason: format!(
+            "parallel.reshard_after_forward = false keeps gathered parameters, and parallel.zero = {} gathers none",
+            layout.zero
+        ),
+        nearest: "reshard_after_forward = true, or zero = 3".into(),
+    })
 }
 
 /// `n / d` where it comes out even.
@@ -398,12 +403,13 @@ mod tests {
     }
 
     #[test]
-    fn zero_needs_dp_and_shards_gradients_only_without_a_pipeline() {
+    fn zero_needs_dp() {
         assert_eq!(refused("zero=1", LLAMA), one("parallel.zero", "zero = 0, or dp = 2 or more"));
-        assert_eq!(check(&layout("dp=2,zero=1,pp=2"), &LLAMA), []);
-        for text in ["dp=2,zero=2,pp=2", "dp=2,zero=3,pp=2"] {
-            assert_eq!(refused(text, LLAMA), one("parallel.zero", "zero = 0 or 1 with pp, or pp = 1"));
+        for text in ["dp=2,zero=1,pp=2", "dp=2,zero=2,pp=2", "dp=2,zero=3,pp=2", "dp=2,zero=3,no-reshard"] {
+            assert_eq!(check(&layout(text), &LLAMA), [], "{text}");
         }
+        let nearest = "reshard_after_forward = true, or zero = 3";
+        assert_eq!(refused("dp=2,zero=2,no-reshard", LLAMA), one("parallel.reshard_after_forward", nearest));
         let four = Layout { zero: 4, ..layout("dp=2") };
         assert_eq!(check(&four, &LLAMA)[0].nearest, "zero = 3");
     }
@@ -430,7 +436,7 @@ mod tests {
     #[test]
     fn several_faults_are_all_named() {
         let keys: Vec<_> = refused("dp=3,tp=3,pp=64,zero=2", LLAMA).into_iter().map(|(key, _)| key).collect();
-        assert_eq!(keys, ["parallel.tp", "parallel.tp", "parallel.tp", "parallel.dp", "parallel.pp", "parallel.zero"]);
+        assert_eq!(keys, ["parallel.tp", "parallel.tp", "parallel.tp", "parallel.dp", "parallel.pp"]);
     }
 
     #[test]

@@ -235,6 +235,10 @@ tables! {
         zero: u8 = Integer(0, 3), Fixed("0"), Conduct,
             finds ["FSDP", "ZeRO", "fully sharded", "sharded optimizer", "distributed optimizer", "DeepSpeed",
                 "use_distributed_optimizer", "zero stage"];
+        /// With zero = 3, whether backward gathers parameters again. false: what forward has gathered stays until the backward pass of
+        /// its micro-batch, which saves an all-gather and takes its memory for every micro-batch in flight; explain shows both.
+        reshard_after_forward: bool = Bool, Fixed("true"), Conduct,
+            finds ["reshard_after_forward", "SHARD_GRAD_OP", "FULL_SHARD", "fsdp_reshard_after_forward"];
         /// Sequence parallelism: whether tp ranks split the sequence where they do not split the matrices.
         sequence_parallel: bool = Bool, Fixed("false"), Conduct, finds ["sequence parallelism", "SP"];
         /// Pipeline schedule: the order in which stages compute micro-batches. 1f1b: a forward and a backward pass in turn,

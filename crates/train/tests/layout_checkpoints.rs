@@ -67,10 +67,10 @@ fn a_reproducible_run_has_the_same_bits_however_its_layout_changes() {
         let name = |kind: &str| format!("{kind}-{}", precision.len());
         let whole = run_to(&config(dir.path(), &train, &[]), &dir.path().join(name("whole")), 8);
         let legs: [&[&str]; 4] = [
-            &["dp=2"],
-            &["pp=2", "train.micro_batch=2"],
             &["dp_replicate=2", "dp=2", "zero=3"],
-            &["train.micro_batch=4"],
+            &["train.micro_batch=2"],
+            &["dp=2", "zero=3", "pp=2", "train.micro_batch=2"],
+            &["dp=4", "zero=2", "train.micro_batch=1"],
         ];
         assert_eq!(run_legs(dir.path(), &name("changing"), &train, &legs), whole, "{precision}");
     }

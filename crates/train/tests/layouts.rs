@@ -16,7 +16,7 @@ fn config(model: &str, train: &str) -> Config {
 }
 
 /// All pairs of what an axis, ZeRO, sequence parallelism and a schedule can be, and triples.
-const LAYOUTS: [&str; 35] = [
+const LAYOUTS: [&str; 41] = [
     "dp=2",
     "dp=2,zero=1",
     "dp=2,zero=2",
@@ -51,7 +51,13 @@ const LAYOUTS: [&str; 35] = [
     "dp_replicate=2,dp=2,zero=2",
     "dp_replicate=2,dp=2,zero=3",
     "dp_replicate=2,dp=2,zero=1,tp=2,sp",
-    "dp_replicate=2,dp=2,zero=1,pp=2",
+    "dp_replicate=2,dp=2,zero=3,pp=2",
+    "dp=2,zero=3,no-reshard",
+    "dp=2,zero=2,pp=2",
+    "dp=2,zero=2,pp=4,gpipe",
+    "dp=2,zero=3,pp=2,gpipe",
+    "dp=2,zero=3,no-reshard,pp=4",
+    "dp=2,zero=3,tp=2,sp,pp=2",
 ];
 
 const BF16: &str = "[precision]\npolicy = \"bf16\"";
@@ -130,6 +136,7 @@ fn random_models_on_random_layouts() {
         let replicas = pick(18, &[1, 1, 2]);
         let mut layout: Layout = format!("dp_replicate={replicas},dp={dp},tp={tp},pp={pp}").parse().unwrap();
         layout.zero = draw(3, 4) as u8;
+        layout.reshard_after_forward = layout.zero < 3 || draw(19, 2) == 0;
         layout.sequence_parallel = draw(4, 2) == 0;
         layout.schedule = if draw(5, 2) == 0 { "gpipe" } else { "1f1b" }.parse().unwrap();
         let (heads, kv_heads, head_dim) = (pick(6, &[4, 8]), pick(7, &[1, 2, 4]), pick(8, &[4, 6]));
