@@ -8,7 +8,8 @@ use serde_json::Value;
 #[test]
 fn every_command_has_help_in_both_ways() {
     let place = Place::new();
-    for command in ["train", "explain", "verify", "bench", "doctor", "config", "generate", "eval", "data", "checkpoint"]
+    for command in
+        ["train", "launch", "explain", "verify", "bench", "doctor", "config", "generate", "eval", "data", "checkpoint"]
     {
         assert_eq!(place.ok(&["help", command]), place.ok(&[command, "--help"]), "{command}");
     }

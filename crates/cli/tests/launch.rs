@@ -30,13 +30,13 @@ fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
     let place = place();
     let layouts: [&[&str]; 8] = [
         &["parallel.dp=4"],
-        &["parallel.dp=4", "parallel.zero=1", "precision.policy=\"bf16\""],
+        &["parallel.dp=4", "parallel.zero=1", "precision.policy=bf16"],
         &["parallel.dp=4", "parallel.zero=2"],
         &["parallel.dp=4", "parallel.zero=3"],
         &["parallel.tp=4"],
         &["parallel.tp=2", "parallel.dp=2", "parallel.sequence_parallel=true", "train.micro_batch=1"],
-        &["parallel.pp=4", "parallel.schedule=\"gpipe\"", "train.micro_batch=2"],
-        &["parallel.pp=2", "parallel.dp=2", "parallel.schedule=\"1f1b\"", "train.micro_batch=1"],
+        &["parallel.pp=4", "parallel.schedule=gpipe", "train.micro_batch=2"],
+        &["parallel.pp=2", "parallel.dp=2", "parallel.schedule=1f1b", "train.micro_batch=1"],
     ];
     for (i, layout) in layouts.iter().enumerate() {
         let set = [&SHORT[..], layout].concat();
@@ -205,7 +205,7 @@ fn a_signal_to_any_rank_stops_all_after_the_same_step() {
 #[test]
 fn killed_again_and_again_a_run_restarts_by_itself_and_ends_with_the_same_bits() {
     let place = place();
-    let set = ["train.steps=40", "checkpoint.every=1", "train.validate_every=10", "parallel.dp=2", "parallel.tp=2"];
+    let set = ["train.steps=60", "checkpoint.every=1", "train.validate_every=20", "parallel.dp=2", "parallel.tp=2"];
     let set = [&set[..], &["train.micro_batch=1"]].concat();
     place.ok(&command("train", "whole", &set));
     let mut args = command("launch", "killed", &set);
@@ -215,8 +215,8 @@ fn killed_again_and_again_a_run_restarts_by_itself_and_ends_with_the_same_bits()
     for attempt in 0..6u64 {
         let steps = place.path("killed/metrics.jsonl");
         let before = fs::read_to_string(&steps).unwrap_or_default().lines().count();
-        wait_for_steps(&place, "killed", (before + 1).min(39));
-        sleep(Duration::from_millis(lockstep_ir::counter::bits(3, attempt) % 60));
+        wait_for_steps(&place, "killed", (before + 1).min(59));
+        sleep(Duration::from_millis(lockstep_ir::counter::bits(3, attempt) % 30));
         let pids = ranks_of(&launcher);
         let rank = lockstep_ir::counter::bits(4, attempt) as usize % 4;
         // Between two attempts there is nobody to kill.
@@ -279,16 +279,16 @@ fn bad_starts_are_one_clear_error_for_all() {
     all_say(&ended, 2, "do not have the same config: lr = 0.003");
     let ended = start(&place, 2, &[train("run", &[]), train("other", &[])]);
     all_say(&ended, 2, "is not the folder of this name");
-    let ended = start(&place, 3, &[train("run", &[]); 3]);
+    let ended = start(&place, 3, &vec![train("run", &[]); 3]);
     all_say(&ended, 2, "the config has 2 ranks (dp=2), and 3 processes were started");
     let ended = start(&place, 2, &[train("run", &["parallel.timeout=0.5"])]);
-    all_say(&ended, 1, "rank 1 of 2 has not come within 500 ms");
+    all_say(&ended, 1, "rank 1 of 2 has not come within 500");
     assert!(!place.path("run/checkpoints").exists());
 
     let error = place.fails(2, &[&command("launch", "run", &dp)[..], &["--ranks", "4"]].concat());
     assert!(error.contains("the config has 2 ranks (dp=2), and 4 processes were started\nhint: "), "{error}");
-    let error = place.fails(2, &[&command("launch", "run", &["parallel.dp=3"])[..], &[]].concat());
-    assert!(error.contains("global_batch"), "{error}");
+    let error = place.fails(2, &command("launch", "run", &["parallel.dp=3"]));
+    assert!(error.contains("parallel.dp"), "{error}");
     let error = place.fails(2, &[&command("launch", "run", &dp)[..], &["--fresh", "--restarts", "2"]].concat());
     assert!(error.contains("cannot be used with"), "{error}");
     assert!(place.ok(&[&command("launch", "run", &dp)[..], &["--dry-run"]].concat()).contains("nothing was started"));

@@ -57,6 +57,25 @@ impl Processes {
         members.iter().enumerate().filter(first).map(|(_, member)| member.cores).sum()
     }
 
+    /// Shows the others signs of life while this process does something that may take long and that no program has.
+    fn busy<T>(&self, op: &'static str, work: impl FnOnce() -> T) -> T {
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let beats = std::thread::Builder::new().name("lockstep-busy".into()).spawn_scoped(scope, || {
+                while !done.load(Ordering::Acquire) {
+                    self.comm.at(ProgramPlace { op, layer: None, micro_batch: 0 });
+                    std::thread::park_timeout(BEAT_EVERY);
+                }
+            });
+            let result = work();
+            done.store(true, Ordering::Release);
+            if let Ok(beats) = &beats {
+                beats.thread().unpark();
+            }
+            result
+        })
+    }
+
     /// Every process gives some bytes, and all get everybody's, by rank.
     fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
         let place = ProgramPlace { op, layer: None, micro_batch: 0 };
@@ -110,7 +129,7 @@ impl<'a> Team<'a> {
         find: impl FnOnce() -> Result<Vec<u8>, TrainError>,
     ) -> Result<Vec<u8>, TrainError> {
         let Some(processes) = self.0 else { return find() };
-        let mine = if self.is_first() { find()? } else { Vec::new() };
+        let mine = if self.is_first() { processes.busy(op, find)? } else { Vec::new() };
         Ok(std::mem::take(&mut processes.exchange(op, &mine)?[0]))
     }
 
@@ -119,21 +138,15 @@ impl<'a> Team<'a> {
         self.0.map_or(Ok(()), |processes| processes.exchange(op, &[]).map(|_| ()))
     }
 
-    /// Shows the others a sign of life while this process does something long.
-    pub(crate) fn alive(self, op: &'static str) {
-        if let Some(processes) = self.0 {
-            processes.comm.at(ProgramPlace { op, layer: None, micro_batch: 0 });
-        }
-    }
-
     /// Lets the first process do something, and then the others. Where the first was interrupted, all are.
     pub(crate) fn first_then_others<T>(
         self,
         op: &'static str,
         work: impl FnOnce() -> Result<T, TrainError>,
     ) -> Result<T, TrainError> {
+        let Some(processes) = self.0 else { return work() };
         if self.is_first() {
-            let result = work();
+            let result = processes.busy(op, work);
             match &result {
                 Ok(_) => drop(self.told(op, || Ok(vec![DONE]))?),
                 Err(TrainError::Data(DataError::Interrupted)) => drop(self.told(op, || Ok(vec![INTERRUPTED]))?),
@@ -144,7 +157,7 @@ impl<'a> Team<'a> {
         }
         match self.told(op, || Ok(Vec::new()))?[..] {
             [INTERRUPTED] => Err(DataError::Interrupted.into()),
-            _ => work(),
+            _ => processes.busy(op, work),
         }
     }
 
@@ -152,22 +165,23 @@ impl<'a> Team<'a> {
     pub(crate) fn require_shared(self, folder: &Path) -> Result<(), TrainError> {
         let Some(processes) = self.0 else { return Ok(()) };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
-        let name = format!(".shared-{:016x}", counter::bits(now, u64::from(std::process::id())));
-        let name = self.told("share", || {
-            let path = folder.join(&name);
-            std::fs::write(&path, &name).map_err(|e| TrainError::io("write", &path, e))?;
-            Ok(name.clone().into_bytes())
+        let path = folder.join(SHARED);
+        let mark = self.told("share", || {
+            let mark = counter::bits(now, u64::from(std::process::id())).to_string().into_bytes();
+            std::fs::write(&path, &mark).map_err(|e| TrainError::io("write", &path, e))?;
+            Ok(mark)
         })?;
-        let path = folder.join(String::from_utf8_lossy(&name).as_ref());
-        let until = Instant::now() + SEEN_WITHIN;
-        let mut found = std::fs::read(&path).is_ok_and(|text| text == name);
-        while !found && Instant::now() < until {
-            std::thread::sleep(LOOK_EVERY);
-            found = std::fs::read(&path).is_ok_and(|text| text == name);
-        }
+        let there = || std::fs::read(&path).is_ok_and(|text| text == mark);
+        let found = processes.busy("share", || {
+            let until = Instant::now() + SEEN_WITHIN;
+            while !there() && Instant::now() < until {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            there()
+        });
         let all = processes.exchange("share", &[u8::from(found)])?;
         if self.is_first() {
-            // An empty file more does no harm where it cannot be removed.
+            // Where it cannot be removed, it does no harm.
             let _ = std::fs::remove_file(&path);
         }
         match all.iter().position(|found| found[..] != [1]) {
@@ -188,9 +202,13 @@ impl<'a> Team<'a> {
     }
 }
 
+/// The file that shows that a folder is shared.
+const SHARED: &str = ".shared";
 /// A network file system may take a moment to show a new file.
 const SEEN_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How often a busy process shows that it lives.
+const BEAT_EVERY: Duration = Duration::from_millis(100);
 
 /// The first lines in which two texts differ.
 fn difference(first: &str, other: &str) -> (String, String) {

@@ -149,7 +149,7 @@ pub enum CommError {
         /// How that was noticed.
         reason: String,
         /// The rank that tells of it, and where it was.
-        seen: Option<(usize, ProgramPlace)>,
+        seen: Option<Box<(usize, ProgramPlace)>>,
     },
     /// A rank waits for one that shows no sign of life.
     #[error(
@@ -294,8 +294,8 @@ fn at(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
 }
 
-fn seen_by(by: &Option<(usize, ProgramPlace)>) -> String {
-    by.map_or_else(String::new, |(rank, place)| format!("; rank {rank} waited in {}", place.brief()))
+fn seen_by(by: &Option<Box<(usize, ProgramPlace)>>) -> String {
+    by.as_deref().map_or_else(String::new, |(rank, place)| format!("; rank {rank} waited in {}", place.brief()))
 }
 
 fn briefly(place: &Option<ProgramPlace>) -> String {

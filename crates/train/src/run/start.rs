@@ -86,16 +86,10 @@ pub(super) fn start<'a>(
         show(Event::Preparing(Progress { waiting: true, ..Progress::default() }));
     }
     let data = team.first_then_others("prepare data", || {
-        let data = RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| {
-            team.alive("prepare data");
-            show(Event::Preparing(p));
-        })?;
+        let data = RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| show(Event::Preparing(p)))?;
         if team.is_first() {
             data.refuse_other_text(config, &folder, stop.asked(), &mut |text| show(Event::Warning(text)))?;
-            data.verify(stop.asked(), &mut |done, total| {
-                team.alive("check data");
-                show(Event::Checking { done, total });
-            })?;
+            data.verify(stop.asked(), &mut |done, total| show(Event::Checking { done, total }))?;
         }
         Ok(data)
     })?;

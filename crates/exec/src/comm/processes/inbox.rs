@@ -1,5 +1,6 @@
 //! What has come from other processes and was not taken yet, and what of ours they have taken.
 
+use super::wire::Reader;
 use crate::comm::CommError;
 use crate::comm::peers::{Gate, Peers};
 use std::collections::{HashMap, VecDeque};
@@ -68,6 +69,8 @@ impl Stream {
     pub const LEFT: Stream = Stream(0);
     /// What all ranks tell each other.
     pub const EXCHANGE: Stream = Stream(1);
+    /// The rank ends because the run has ended, with what ended it: it is not missed for itself.
+    pub const ENDED: Stream = Stream(2);
     const KIND: u32 = 62;
 
     /// Messages with a tag.
@@ -166,6 +169,13 @@ impl Inbox {
             self.peers.leave(from);
             let _state = self.gate.lock();
             self.gate.announce();
+            return;
+        }
+        if stream == Stream::ENDED {
+            if let Some(error) = Reader(frame.bytes()).error() {
+                self.peers.end(error);
+            }
+            self.peers.leave(from);
             return;
         }
         let mut state = self.gate.lock();

@@ -121,17 +121,16 @@ pub enum JoinError {
     },
     /// A process is of another build.
     #[error(
-        "rank 0 on host {} is Lockstep {ours}, rank {rank} on host {} is Lockstep {theirs}\n\
-         hint: start all ranks from the same binary",
-        .first, .member.host
+        "rank 0 on host {first} is Lockstep {ours}, rank {rank} on host {host} is Lockstep {theirs}\n\
+         hint: start all ranks from the same binary"
     )]
     OtherBuild {
         /// The host of the first rank.
         first: String,
-        /// The process.
-        member: Member,
-        /// Its rank.
+        /// The rank.
         rank: usize,
+        /// Its host.
+        host: String,
         /// The build of the first rank.
         ours: String,
         /// Its build.
@@ -466,14 +465,9 @@ fn check(
         return Err(JoinError::Twice { rank: *rank, first: before.clone(), second: member.clone() });
     }
     if *build != start.build {
+        let (first, host) = (first.host.clone(), member.host.clone());
         let (ours, theirs) = (start.build.clone(), build.clone());
-        return Err(JoinError::OtherBuild {
-            first: first.host.clone(),
-            member: member.clone(),
-            rank: *rank,
-            ours,
-            theirs,
-        });
+        return Err(JoinError::OtherBuild { first, rank: *rank, host, ours, theirs });
     }
     Ok(())
 }

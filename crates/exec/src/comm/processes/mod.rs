@@ -33,6 +33,7 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use wire::Writer;
 
 /// Moves frames between processes. What comes in goes to the inbox that it was made with.
 trait Transport: Send + Sync {
@@ -123,7 +124,7 @@ impl ProcessCommunicator {
                 Ok(value)
             }
             Err(CommError::Lost { rank, host, place: last, reason, .. }) => {
-                Err(CommError::Lost { rank, host, place: last, reason, seen: Some((self.rank, place)) })
+                Err(CommError::Lost { rank, host, place: last, reason, seen: Some(Box::new((self.rank, place))) })
             }
             Err(error) => Err(error),
         }
@@ -227,10 +228,19 @@ impl Communicator for ProcessCommunicator {
         }
         self.peers().leave(self.rank);
         let place = ProgramPlace { op: "leave", layer: None, micro_batch: 0 };
+        // Where the run has ended, others may learn of it from this rank's end before they learn of the cause.
+        let mut last = Writer::default();
+        let stream = match self.peers().failure() {
+            Some(error) => {
+                last.error(error);
+                Stream::ENDED
+            }
+            None => Stream::LEFT,
+        };
         for other in (0..self.ranks()).filter(|&other| other != self.rank) {
             if let Some(transport) = &self.transport {
                 // Who cannot be reached has left before, or is missed by others.
-                let _ = transport.send(other, Stream::LEFT, &[], &|| self.peers().failure().is_none());
+                let _ = transport.send(other, stream, &last.0, &|| self.peers().failure().is_none());
             }
         }
         // An error is the run's, which others see as well.

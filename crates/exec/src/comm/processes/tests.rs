@@ -115,6 +115,19 @@ fn a_process_that_ends_without_a_word_is_named_to_all() {
 }
 
 #[test]
+fn ranks_that_end_because_of_another_are_not_taken_for_the_cause() {
+    let mut comms = sockets(3, SOME);
+    let last = comms.pop().unwrap();
+    // The first is gone, and the second ends before the third has seen that.
+    let error = CommError::Lost { rank: 0, host: host(), place: None, reason: "gone".into(), seen: None };
+    comms[1].peers().conclude(error.clone());
+    comms.remove(1).leave();
+    let text = within(Duration::from_secs(3), || receive(&last, 1, place("receive", 0)));
+    assert!(text.starts_with("rank 0 on host ") && text.contains(" is gone: gone"), "{text}");
+    assert_eq!(comms[0].failure(), Some(error));
+}
+
+#[test]
 fn a_process_that_falls_silent_is_named() {
     // Between the first rank and the second stands a proxy, whose failure channel goes silent.
     let (address, door) = (free_address(), TcpListener::bind("127.0.0.1:0").unwrap());

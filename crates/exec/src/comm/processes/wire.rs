@@ -73,7 +73,7 @@ impl Writer {
                 self.text(host);
                 self.option(*place, Self::place);
                 self.text(reason);
-                self.option(*seen, |to, (rank, place)| {
+                self.option(seen.as_deref().copied(), |to, (rank, place)| {
                     to.size(rank);
                     to.place(place);
                 });
@@ -176,7 +176,7 @@ impl<'a> Reader<'a> {
                 host: self.text()?.to_owned(),
                 place: self.option(Self::place)?,
                 reason: self.text()?.to_owned(),
-                seen: self.option(|from| Some((from.size()?, from.place()?)))?,
+                seen: self.option(|from| Some(Box::new((from.size()?, from.place()?))))?,
             },
             2 => CommError::Stalled {
                 rank: self.size()?,
@@ -253,7 +253,7 @@ mod tests {
                 host: "n1".into(),
                 place: Some(before),
                 reason: "cut".into(),
-                seen: Some((0, place)),
+                seen: Some(Box::new((0, place))),
             },
             CommError::Stalled {
                 rank: 0,
