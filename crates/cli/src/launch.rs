@@ -11,7 +11,9 @@ use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+// Those of `train` are a group of this name.
 #[derive(clap::Args)]
+#[group(skip)]
 pub struct Args {
     #[command(flatten)]
     train: train::Args,
