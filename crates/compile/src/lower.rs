@@ -80,10 +80,18 @@ pub(crate) fn lower(
         parts.extend(works.segments().iter().map(part));
     }
     let once = |name, phase| Part { name, chunk: 0, work: None, nodes: of(None, &[phase]) };
-    let probe = train.graph.nodes.iter().any(|n| n.phase == Phase::Probe).then(|| {
-        parts.push(once("probe", Phase::Probe));
-        parts.len() - 1
-    });
+    // What looks at the gradients of the first micro-batch: by chunk, and whether forward makes them.
+    let mut probes: BTreeMap<(usize, bool), usize> = BTreeMap::new();
+    let late = read_late(&train.graph);
+    for (chunk, forward) in (0..chunks.len()).flat_map(|chunk| [(chunk, true), (chunk, false)]) {
+        let all = train.graph.nodes.iter().zip(&train.chunks).zip(&late);
+        let mine = all.filter(|((n, c), late)| n.phase == Phase::Probe && **c == chunk && **late != forward);
+        let nodes: Vec<&Node> = mine.map(|((n, _), _)| n).collect();
+        if !nodes.is_empty() {
+            probes.insert((chunk, forward), parts.len());
+            parts.push(Part { name: "probe", chunk, work: None, nodes });
+        }
+    }
     parts.push(once("update", Phase::Update));
     let update = parts.len() - 1;
     let frame = Temporaries { works, lifetime: Lifetime::Frame };
@@ -125,13 +133,15 @@ pub(crate) fn lower(
         for (saved, most) in &mut saved {
             *most = copies.iter().map(|c| c[*saved as usize] + 1).fold(*most, usize::max);
         }
-        let probed = slots.iter().rposition(|s| s.work.sums_gradients() && s.micro_batch == 0);
         let mut schedule: Vec<Slot> = Vec::new();
-        for (i, (slot, saved)) in slots.iter().zip(copies).enumerate() {
+        for (slot, saved) in slots.iter().zip(copies) {
             let [plain, last] = runs[&(slot.chunk, slot.work)];
             let segment = if slot.micro_batch + 1 == micro_batches { last } else { plain };
             schedule.push(Slot { segment, micro_batch: slot.micro_batch, saved });
-            schedule.extend(probe.filter(|_| probed == Some(i)).map(|segment| Slot { segment, micro_batch: 0, saved }));
+            let forward = slot.work == Work::Forward;
+            let probe = probes.get(&(slot.chunk, forward)).filter(|_| forward || slot.work.sums_gradients());
+            let probe = probe.filter(|_| slot.micro_batch == 0);
+            schedule.extend(probe.map(|&segment| Slot { segment, micro_batch: 0, saved }));
         }
         schedule.push(Slot::new(update, 0));
         schedule
@@ -151,6 +161,26 @@ pub(crate) fn lower(
         micro_batches: layout.micro_batches,
         saved,
     })
+}
+
+/// Of every node, whether it reads, itself or through others that look at gradients, a sum that backward makes.
+fn read_late(g: &Graph) -> Vec<bool> {
+    let mut late = vec![false; g.values.len()];
+    for node in g.nodes.iter().filter(|n| !matches!(n.phase, Phase::Forward | Phase::Probe)) {
+        for v in node.outputs.iter().flatten() {
+            if let Source::Node { into: Some(sum) } = g.get(*v).source {
+                late[sum.0] = true;
+            }
+        }
+    }
+    let reads = |node: &Node| {
+        let found = node.inputs.iter().any(|v| late[v.0]);
+        if node.phase == Phase::Probe {
+            node.outputs.iter().flatten().for_each(|v| late[v.0] = found);
+        }
+        found
+    };
+    g.nodes.iter().map(reads).collect()
 }
 
 /// Of a segment with sums over ranks, which belong to the last micro-batch of a step only: what the others run.

@@ -176,9 +176,8 @@ fn high_learning_rates_raise_no_alarm() {
     for name in ["adamw", "lion", "sgd", "muon"] {
         for lr in ["0.3", "30.0"] {
             let keys = format!("micro_batch = 1\n[optimizer]\nname = \"{name}\"\nlr = {lr}\ngrad_clip = 0.0");
-            // Muon needs whole matrices.
             let layouts = ["dp=2,zero=1", "dp=4", "tp=2", "tp=4,sp", "dp=2,zero=3,tp=2,sp"];
-            check(&config("", &keys), if name == "muon" { &layouts[..2] } else { &layouts });
+            check(&config("", &keys), &layouts);
         }
     }
 }
