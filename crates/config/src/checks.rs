@@ -266,6 +266,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         mesh: Mesh::ONE
             .with(MeshAxis::DpReplicate, size("parallel.dp_replicate")?)
             .with(MeshAxis::DpShard, size("parallel.dp")?)
+            .with(MeshAxis::Cp, size("parallel.cp")?)
             .with(MeshAxis::Tp, size("parallel.tp")?)
             .with(MeshAxis::Pp, size("parallel.pp")?),
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
@@ -286,6 +287,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
             true => Some(size("model.head_dim")? * size("model.dim")?),
             false => None,
         },
+        naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
     };
     Some((layout, extents))
 }

@@ -16,7 +16,7 @@ fn config(model: &str, train: &str) -> Config {
 }
 
 /// All pairs of what an axis, ZeRO, sequence parallelism and a schedule can be, and triples.
-const LAYOUTS: [&str; 41] = [
+const LAYOUTS: [&str; 43] = [
     "dp=2",
     "dp=2,zero=1",
     "dp=2,zero=2",
@@ -58,6 +58,8 @@ const LAYOUTS: [&str; 41] = [
     "dp=2,zero=3,pp=2,gpipe",
     "dp=2,zero=3,no-reshard,pp=4",
     "dp=2,zero=3,tp=2,sp,pp=2",
+    "dp_replicate=2,dp=2,zero=1,cp=2",
+    "dp=2,zero=3,cp=2,pp=2",
 ];
 
 const BF16: &str = "[precision]\npolicy = \"bf16\"";

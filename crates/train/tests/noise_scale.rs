@@ -89,13 +89,16 @@ fn ranks_that_split_matrices_and_layers_measure_the_same() {
         groups.iter().map(|group| square(tied, group)).sum::<f64>() / groups.len() as f64
     };
     // A layout, and the sequences whose gradients are measured, each group's on its own. On four ranks neighbours share a key head.
-    let layouts: [(&str, bool, &[&[u64]]); 12] = [
+    let layouts: [(&str, bool, &[&[u64]]); 15] = [
         ("tp = 2", true, &[&[0]]),
         ("tp = 4\nsequence_parallel = true", true, &[&[0]]),
         ("tp = 4", false, &[&[0]]),
         ("dp = 2\nzero = 1\ntp = 4", true, &[&[0], &[1]]),
         ("dp = 2\nzero = 2\ntp = 2\nsequence_parallel = true", true, &[&[0, 1]]),
         ("dp = 2\nzero = 3\ntp = 4", false, &[&[0, 1]]),
+        ("cp = 2", true, &[&[0]]),
+        ("dp = 2\nzero = 1\ncp = 2\ntp = 4", false, &[&[0], &[1]]),
+        ("dp = 2\nzero = 3\ncp = 2\npp = 2", false, &[&[0, 1]]),
         ("pp = 2", false, &[&[0]]),
         ("pp = 2\nschedule = \"gpipe\"", false, &[&[0]]),
         ("dp = 2\npp = 2\nschedule = \"gpipe\"", false, &[&[0], &[1]]),

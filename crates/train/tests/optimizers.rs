@@ -118,6 +118,7 @@ fn muon_gathers_what_tensor_parallel_ranks_split_and_share() {
         "dp=2,zero=3,tp=2,pp=2",
         "dp_replicate=2,dp=2,zero=1,tp=2",
         "dp_replicate=2,dp=2,zero=3,pp=2",
+        "dp=2,zero=3,cp=2,tp=2",
     ];
     for train in ["", "[precision]\npolicy = \"bf16\""] {
         check(&layout_config("muon", train), &layouts);
