@@ -9,10 +9,11 @@ use std::sync::{Arc, Mutex};
 const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 13] = [
+pub const SOURCES: [(&str, &str); 14] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
+    ("context", include_str!("../kernels/context.cu")),
     ("documents", include_str!("../kernels/documents.cu")),
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
@@ -92,7 +93,7 @@ macro_rules! args {
 }
 pub(crate) use args;
 
-const MOST_ARGS: usize = 16;
+const MOST_ARGS: usize = 24;
 
 impl Kernels {
     /// Compiles what is not cached, and loads all.
