@@ -446,7 +446,7 @@ impl Lowering<'_> {
 /// Whether a node's outputs are copies of what other ranks hold.
 fn is_gathered(node: &Node) -> bool {
     match node.op.transfer() {
-        Some(Transfer::AllGather { .. } | Transfer::Receive { .. }) => true,
+        Some(Transfer::AllGather { .. } | Transfer::Shift { .. } | Transfer::Receive { .. }) => true,
         Some(
             Transfer::AllReduce { .. }
             | Transfer::SumShared { .. }
@@ -463,18 +463,19 @@ fn stream(node: &Node) -> Stream {
     if overlaps { Stream::Communication } else { Stream::Compute }
 }
 
-/// Lets every instruction wait for the collectives of the other stream whose results it touches.
+/// Lets every instruction wait for the collectives of the other stream that have made what it reads, or work on what it writes.
 fn wait(segment: &mut Segment) {
-    let mut made: BTreeMap<usize, usize> = BTreeMap::new();
+    let (mut made, mut touched): (BTreeMap<usize, usize>, BTreeMap<usize, usize>) = Default::default();
     let mut ended: Option<usize> = None;
     for t in 0..segment.instrs.len() {
         let instr = &mut segment.instrs[t];
-        let touched = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
+        let reads = instr.inputs.iter().map(|a| a.buffer.0);
+        let writes = instr.outputs.iter().flatten().map(|a| a.buffer.0);
         if instr.stream == Stream::Communication {
-            touched.for_each(|b| {
-                made.insert(b, t);
-            });
-        } else if let Some(last) = touched.filter_map(|b| made.get(&b)).max().copied()
+            made.extend(writes.clone().map(|b| (b, t)));
+            touched.extend(reads.chain(writes).map(|b| (b, t)));
+        } else if let Some(last) =
+            reads.filter_map(|b| made.get(&b)).chain(writes.filter_map(|b| touched.get(&b))).max().copied()
             && ended.is_none_or(|e| e < last)
         {
             instr.waits = vec![last];
