@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 14] = [
+pub const SOURCES: [(&str, &str); 15] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -18,6 +18,7 @@ pub const SOURCES: [(&str, &str); 14] = [
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
     ("loss", include_str!("../kernels/loss.cu")),
+    ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),
     ("norm", include_str!("../kernels/norm.cu")),
     ("optimizer", include_str!("../kernels/optimizer.cu")),

@@ -77,6 +77,14 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
     }
 }
 
+/// Ops that are an expression of every element `x`, as lines of `kernels/map.cu`.
+macro_rules! maps {
+    () => {
+        "MAP(cast, x)\n"
+    };
+}
+pub(crate) use maps;
+
 /// Queues an instruction.
 ///
 /// # Safety
@@ -129,7 +137,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::SwiGlu => pointwise::swiglu(call),
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),
-            Op::Cast { .. } => sections::cast(call),
+            Op::Cast { .. } => pointwise::map(call, "cast"),
             Op::Slice { first, .. } => sections::slice(call, first),
             Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
