@@ -190,7 +190,11 @@ impl Config {
         let p = &mut config.parallel;
         (p.dp, p.tp, p.pp) = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp].map(|axis| layout.mesh.size(axis)).into();
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
-        p.schedule = layout.schedule;
+        (p.schedule, p.r#virtual) = (layout.schedule, layout.chunks);
+        // Stages cut by hand are those of as many.
+        if p.stages.len() != layout.stages() {
+            p.stages.clear();
+        }
         config
     }
 
@@ -203,6 +207,7 @@ impl Config {
             zero: p.zero,
             sequence_parallel: p.sequence_parallel,
             schedule: p.schedule,
+            chunks: p.r#virtual,
         }
     }
 
