@@ -48,12 +48,15 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 18] = [
+const KINDS: [&str; 24] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
     "dp=a,zero=3",
     "dp=b,zero=3",
+    "dp=a,zero=3,no-reshard",
+    "dp_replicate=a,dp=a,zero=1",
+    "dp_replicate=a,dp=a,zero=3",
     "tp=a",
     "tp=a,sp",
     "tp=b,sp",
@@ -64,6 +67,9 @@ const KINDS: [&str; 18] = [
     "dp=a,zero=1,tp=a,sp",
     "dp=a,zero=3,tp=a,sp",
     "dp=a,zero=1,pp=a",
+    "dp=a,zero=2,pp=a",
+    "dp=a,zero=3,pp=a",
+    "dp_replicate=a,dp=a,zero=1,pp=a",
     "tp=a,sp,pp=a",
     "dp=a,tp=a,pp=a",
     "dp=a,zero=1,tp=a,sp,pp=a,gpipe",
@@ -84,6 +90,7 @@ fn kinds(config: &Config) -> Vec<Layout> {
     let all = [
         // Micro-batches are made to fit.
         sizes("dp", &|dp| config.train.global_batch.is_multiple_of(*dp)),
+        sizes("dp_replicate", &|dp| config.train.global_batch.is_multiple_of(*dp)),
         sizes("tp", &|tp| legal(format!("tp={tp}"))),
         sizes("pp", &|pp| legal(format!("pp={pp}"))),
     ]

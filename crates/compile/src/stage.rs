@@ -7,7 +7,7 @@
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::schedule::Pipeline;
-use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use lockstep_ir::{Axes, Graph, Op, TypeError, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Streams of messages between two ranks: those of a chunk, and what is sent once per step.
@@ -94,11 +94,30 @@ impl LayerOf {
     }
 }
 
-/// The last layer, and for every node the layer that it goes with.
+/// The last layer, and for every node the layer that it goes with. What ZeRO gathers and reduces stands ahead of or behind its unit:
+/// where it has no layer, a gather goes with who reads it, all else with who made what it reads.
 pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
     let last = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
     let mut place = LayerOf::new(last);
-    (last, g.nodes.iter().map(|n| place.of(n)).collect())
+    let moves = |n: &Node| n.op == Op::Accumulate || !n.op.over().within(Axes::TOKENS).is_empty();
+    let mut layers: Vec<Option<usize>> =
+        g.nodes.iter().map(|n| if moves(n) { n.layer } else { Some(place.of(n)) }).collect();
+    let mut made: Vec<Option<usize>> = vec![None; g.values.len()];
+    for (node, layer) in g.nodes.iter().zip(&mut layers) {
+        *layer = layer.or_else(|| node.inputs.iter().find_map(|v| made[v.0]));
+        for v in node.outputs.iter().flatten() {
+            made[v.0] = *layer;
+            if let Source::Node { into: Some(sum) } = g.get(*v).source {
+                made[sum.0] = *layer;
+            }
+        }
+    }
+    let mut read: Vec<Option<usize>> = vec![None; g.values.len()];
+    for (node, layer) in g.nodes.iter().zip(&mut layers).rev() {
+        *layer = layer.or_else(|| node.outputs.iter().flatten().find_map(|v| read[v.0]));
+        node.inputs.iter().for_each(|v| read[v.0] = *layer);
+    }
+    (last, layers.into_iter().map(|layer| layer.unwrap_or(0)).collect())
 }
 
 /// What one rank of the pipeline runs.

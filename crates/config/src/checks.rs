@@ -52,12 +52,17 @@ pub(crate) fn default_tied(values: &Values) -> Derived {
     Ok(Some(Value::Bool(features(values).gpt2_block)))
 }
 
-/// No accumulation. Where dp does not divide the batch, [`layout_conflicts`] says so.
+/// No accumulation. Where data-parallel ranks do not divide the batch, [`layout_conflicts`] says so.
 pub(crate) fn default_micro_batch(values: &Values) -> Derived {
-    let (Some(global), Some(dp)) = (values.count("train.global_batch"), values.count("parallel.dp")) else {
+    let (Some(global), Some(ranks)) = (values.count("train.global_batch"), data_parallel_ranks(values)) else {
         return Ok(None);
     };
-    Ok(Some(Value::Count(if global % dp == 0 { global / dp } else { 1 })))
+    Ok(Some(Value::Count(if global % ranks == 0 { global / ranks } else { 1 })))
+}
+
+/// Ranks that have sequences of their own.
+fn data_parallel_ranks(values: &Values) -> Option<u64> {
+    values.count("parallel.dp")?.checked_mul(values.count("parallel.dp_replicate")?)
 }
 
 /// A batch given in tokens, as sequences.
@@ -248,13 +253,10 @@ fn ramp_conflict(values: &Values, layout: &Layout, extents: &Extents) -> Option<
         _ => None,
     };
     let count = stages.iter().find_map(odd)?;
-    let what = match layout.mesh.size(Axes::SEQUENCES) {
-        1 => format!("train.micro_batch = {}", extents.micro_batch),
-        dp => format!("parallel.dp × train.micro_batch = {dp} × {}", extents.micro_batch),
-    };
+    let what = legal::round(layout, extents);
     let near: Vec<String> = [count / round, count / round + 1].map(|n| (n * round).to_string()).to_vec();
     Some(Conflict::new(
-        &["train.batch_ramp", "train.micro_batch", "parallel.dp"],
+        &["train.batch_ramp", "train.micro_batch", "parallel.dp", "parallel.dp_replicate"],
         format!("{what} does not divide the {count} sequences of a step in train.batch_ramp"),
         format!("use {} sequences there, or a train.micro_batch that divides all sizes", near.join(" or ")),
     ))
@@ -264,10 +266,12 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
     let size = |path: &str| values.count(path).and_then(|n| usize::try_from(n).ok());
     let layout = Layout {
         mesh: Mesh::ONE
+            .with(MeshAxis::DpReplicate, size("parallel.dp_replicate")?)
             .with(MeshAxis::DpShard, size("parallel.dp")?)
             .with(MeshAxis::Tp, size("parallel.tp")?)
             .with(MeshAxis::Pp, size("parallel.pp")?),
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
+        reshard_after_forward: values.switch("parallel.reshard_after_forward")?,
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
         schedule: values.word("parallel.schedule")?,
         chunks: size("parallel.virtual")?,
@@ -378,9 +382,8 @@ fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
             return conflict(key, reason, "remove train.noise_scale, or split the run by dp and zero alone");
         }
     }
-    let keys = ["train.global_batch", "train.micro_batch", "parallel.dp"];
-    let [global, micro, dp] = keys.map(|key| values.count(key));
-    if global? < 2 * micro? * dp? {
+    let [global, micro] = ["train.global_batch", "train.micro_batch"].map(|key| values.count(key));
+    if global? < micro?.saturating_mul(data_parallel_ranks(values)?).saturating_mul(2) {
         let reason = format!("needs two micro-batches per step and rank, and train.micro_batch = {} makes one", micro?);
         return conflict("train.micro_batch", reason, "lower train.micro_batch, or raise train.global_batch");
     }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use lockstep_ir::{Layout, Mesh, MeshAxis};
+use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{Inherited, NotInherited};
@@ -180,7 +180,21 @@ impl Config {
     /// Micro-batches of a rank per optimizer step, of the largest that the run has: its share of the batch divided by the
     /// micro-batch.
     pub fn accumulation_steps(&self) -> usize {
-        self.batches().largest() / (self.parallel.dp * self.train.micro_batch)
+        self.batches().largest() / self.round()
+    }
+
+    /// Sequences that all ranks compute at once: a micro-batch of each that has its own.
+    pub fn round(&self) -> usize {
+        self.train.micro_batch * self.mesh().size(Axes::SEQUENCES)
+    }
+
+    fn mesh(&self) -> Mesh {
+        let p = &self.parallel;
+        Mesh::ONE
+            .with(MeshAxis::Pp, p.pp)
+            .with(MeshAxis::DpReplicate, p.dp_replicate)
+            .with(MeshAxis::DpShard, p.dp)
+            .with(MeshAxis::Tp, p.tp)
     }
 
     /// The same run with its work split otherwise. The layout's count of micro-batches is not looked at: it follows from the
@@ -188,8 +202,11 @@ impl Config {
     pub fn at(&self, layout: &Layout) -> Config {
         let mut config = self.clone();
         let p = &mut config.parallel;
-        (p.dp, p.tp, p.pp) = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp].map(|axis| layout.mesh.size(axis)).into();
+        let size = |axis: MeshAxis| layout.mesh.size(axis);
+        (p.dp_replicate, p.dp) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
+        (p.tp, p.pp) = (size(MeshAxis::Tp), size(MeshAxis::Pp));
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
+        p.reshard_after_forward = layout.reshard_after_forward;
         (p.schedule, p.r#virtual) = (layout.schedule, layout.chunks);
         // Stages cut by hand are those of as many.
         if p.stages.len() != layout.stages() {
@@ -203,8 +220,9 @@ impl Config {
         let p = &self.parallel;
         Layout {
             micro_batches: self.accumulation_steps(),
-            mesh: Mesh::ONE.with(MeshAxis::DpShard, p.dp).with(MeshAxis::Tp, p.tp).with(MeshAxis::Pp, p.pp),
+            mesh: self.mesh(),
             zero: p.zero,
+            reshard_after_forward: p.reshard_after_forward,
             sequence_parallel: p.sequence_parallel,
             schedule: p.schedule,
             chunks: p.r#virtual,

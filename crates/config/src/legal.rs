@@ -1,6 +1,6 @@
 //! Which layouts fit a model and a batch, as checks on plain numbers.
 
-use lockstep_ir::{Layout, MeshAxis, Schedule};
+use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
 use serde::Serialize;
 
 /// The sizes that a layout must split.
@@ -27,9 +27,9 @@ pub struct Extents {
 }
 
 impl Extents {
-    /// Micro-batches of one rank in one step, among `dp` that share the batch; none where they do not come out even.
-    pub fn micro_batches(&self, dp: usize) -> Option<usize> {
-        let per_rank = quotient(self.global_batch, dp)?;
+    /// Micro-batches of one rank in one step, among so many that share the batch; none where they do not come out even.
+    pub fn micro_batches(&self, ranks: usize) -> Option<usize> {
+        let per_rank = quotient(self.global_batch, ranks)?;
         quotient(per_rank, self.micro_batch)
     }
 }
@@ -60,11 +60,13 @@ pub fn check(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     refusals.extend(batch(layout, extents));
     refusals.extend(pipeline(layout, extents));
     refusals.extend(zero(layout));
+    refusals.extend(reshard(layout));
     refusals
 }
 
 fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let sizes = [
+        ("parallel.dp_replicate", layout.mesh.size(MeshAxis::DpReplicate)),
         ("parallel.dp", layout.mesh.size(MeshAxis::DpShard)),
         ("parallel.tp", layout.mesh.size(MeshAxis::Tp)),
         ("parallel.pp", layout.mesh.size(MeshAxis::Pp)),
@@ -145,30 +147,48 @@ fn sequence_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
     })
 }
 
+/// The data-parallel axes, with the keys that give their sizes.
+const DATA_PARALLEL: [(&str, MeshAxis); 2] =
+    [("parallel.dp", MeshAxis::DpShard), ("parallel.dp_replicate", MeshAxis::DpReplicate)];
+
+/// What all ranks compute at once, with the keys that it follows from: `parallel.dp × train.micro_batch = 2 × 4`.
+pub(crate) fn round(layout: &Layout, extents: &Extents) -> String {
+    let ranks = DATA_PARALLEL.map(|(key, axis)| (key, layout.mesh.size(axis)));
+    let ranks = ranks.into_iter().filter(|(_, size)| *size > 1);
+    let (keys, sizes): (Vec<&str>, Vec<String>) =
+        ranks.chain([("train.micro_batch", extents.micro_batch)]).map(|(key, size)| (key, size.to_string())).unzip();
+    format!("{} = {}", keys.join(" × "), sizes.join(" × "))
+}
+
 fn batch(layout: &Layout, extents: &Extents) -> Option<Refusal> {
-    let (dp, global, micro) = (layout.mesh.size(MeshAxis::DpShard), extents.global_batch, extents.micro_batch);
-    let Some(per_rank) = quotient(global, dp) else {
-        // A dp that leaves the micro-batch as it is, where there is one.
-        let sizes = divisors(quotient(global, micro).unwrap_or(global));
-        return Some(Refusal {
-            key: "parallel.dp",
-            with: &["train.global_batch"],
-            reason: format!("parallel.dp = {dp} does not divide train.global_batch = {global}"),
-            nearest: near(MeshAxis::DpShard.name(), &sizes, dp),
-        });
-    };
-    if per_rank.is_multiple_of(micro) {
+    let (global, micro) = (extents.global_batch, extents.micro_batch);
+    // Sequences that are left to the ranks along the other axes.
+    let (mut left, mut keys, mut sizes) = (global, "train.global_batch".to_owned(), global.to_string());
+    for (key, axis) in DATA_PARALLEL.into_iter().rev() {
+        let size = layout.mesh.size(axis);
+        let Some(rest) = quotient(left, size) else {
+            // A size that leaves the micro-batch as it is, where there is one.
+            let fitting = divisors(quotient(left, micro).unwrap_or(left));
+            return Some(Refusal {
+                key,
+                with: &["train.global_batch", "parallel.dp_replicate"],
+                reason: format!("{key} = {size} does not divide {keys} = {sizes}"),
+                nearest: near(axis.name(), &fitting, size),
+            });
+        };
+        if size > 1 {
+            (keys, sizes) = (format!("{keys} / {key}"), format!("{sizes} / {size}"));
+        }
+        left = rest;
+    }
+    if left.is_multiple_of(micro) {
         return None;
     }
-    let what = match dp {
-        1 => format!("train.micro_batch = {micro}"),
-        _ => format!("parallel.dp × train.micro_batch = {dp} × {micro}"),
-    };
     Some(Refusal {
         key: "train.micro_batch",
-        with: &["parallel.dp", "train.global_batch"],
-        reason: format!("{what} does not divide train.global_batch = {global}"),
-        nearest: near("micro_batch", &divisors(per_rank), micro),
+        with: &["parallel.dp", "parallel.dp_replicate", "train.global_batch"],
+        reason: format!("{} does not divide train.global_batch = {global}", round(layout, extents)),
+        nearest: near("micro_batch", &divisors(left), micro),
     })
 }
 
@@ -235,26 +255,30 @@ fn chunks_of(schedule: Schedule, chunks: usize) -> Refusal {
 }
 
 fn zero(layout: &Layout) -> Option<Refusal> {
-    let (zero, dp, pp) = (layout.zero, layout.mesh.size(MeshAxis::DpShard), layout.mesh.size(MeshAxis::Pp));
+    let (zero, shards) = (layout.zero, layout.mesh.size(Axes::ZERO));
     let refuse = |with, reason, nearest: &str| Refusal { key: "parallel.zero", with, reason, nearest: nearest.into() };
     match zero {
         0 => None,
         4.. => Some(refuse(&[], format!("parallel.zero = {zero} is no stage of ZeRO"), "zero = 3")),
-        _ if dp == 1 => Some(refuse(
+        _ if shards == 1 => Some(refuse(
             &["parallel.dp"],
             format!("parallel.zero = {zero} shards state over dp ranks, and parallel.dp = 1"),
             "zero = 0, or dp = 2 or more",
         )),
-        2.. if pp > 1 => Some(refuse(
-            &["parallel.pp"],
-            format!(
-                "parallel.zero = {zero} with parallel.pp = {pp}: gradients would be reduce-scattered for every \
-                 micro-batch and stage"
-            ),
-            "zero = 0 or 1 with pp, or pp = 1",
-        )),
         _ => None,
     }
+}
+
+fn reshard(layout: &Layout) -> Option<Refusal> {
+    (!layout.reshard_after_forward && layout.zero != 3).then(|| Refusal {
+        key: "parallel.reshard_after_forward",
+        with: &["parallel.zero"],
+        reason: format!(
+            "parallel.reshard_after_forward = false keeps gathered parameters, and parallel.zero = {} gathers none",
+            layout.zero
+        ),
+        nearest: "reshard_after_forward = true, or zero = 3".into(),
+    })
 }
 
 /// `n / d` where it comes out even.
@@ -406,6 +430,26 @@ mod tests {
     }
 
     #[test]
+    fn replicas_share_the_batch_too() {
+        assert_eq!(check(&layout("dp_replicate=2,dp=64,zero=3"), &LLAMA), []);
+        assert_eq!(check(&layout("dp_replicate=8"), &LLAMA), []);
+        assert_eq!(refused("dp_replicate=3", LLAMA), one("parallel.dp_replicate", "dp_replicate = 2 or 4"));
+        assert_eq!(refused("dp_replicate=4,dp=256", LLAMA), one("train.micro_batch", "micro_batch = 1"));
+        assert_eq!(refused("dp_replicate=4,dp=300", LLAMA), one("parallel.dp", "dp = 128"));
+        assert_eq!(refused("dp_replicate=2,zero=1", LLAMA), one("parallel.zero", "zero = 0, or dp = 2 or more"));
+        let thirds = Extents { micro_batch: 3, ..LLAMA };
+        let reasons = ["dp_replicate=2,dp=4", "dp_replicate=2", "dp_replicate=4,dp=3"];
+        assert_eq!(
+            reasons.map(|text| check(&layout(text), &thirds)[0].reason.clone()),
+            [
+                "parallel.dp × parallel.dp_replicate × train.micro_batch = 4 × 2 × 3 does not divide train.global_batch = 1024",
+                "parallel.dp_replicate × train.micro_batch = 2 × 3 does not divide train.global_batch = 1024",
+                "parallel.dp = 3 does not divide train.global_batch / parallel.dp_replicate = 1024 / 4",
+            ]
+        );
+    }
+
+    #[test]
     fn every_stage_has_a_layer() {
         assert_eq!(check(&layout("pp=32"), &LLAMA), []);
         assert_eq!(refused("pp=33", LLAMA), one("parallel.pp", "pp = 32"));
@@ -438,19 +482,20 @@ mod tests {
     }
 
     #[test]
-    fn zero_needs_dp_and_shards_gradients_only_without_a_pipeline() {
+    fn zero_needs_dp() {
         assert_eq!(refused("zero=1", LLAMA), one("parallel.zero", "zero = 0, or dp = 2 or more"));
-        assert_eq!(check(&layout("dp=2,zero=1,pp=2"), &LLAMA), []);
-        for text in ["dp=2,zero=2,pp=2", "dp=2,zero=3,pp=2"] {
-            assert_eq!(refused(text, LLAMA), one("parallel.zero", "zero = 0 or 1 with pp, or pp = 1"));
+        for text in ["dp=2,zero=1,pp=2", "dp=2,zero=2,pp=2", "dp=2,zero=3,pp=2", "dp=2,zero=3,no-reshard"] {
+            assert_eq!(check(&layout(text), &LLAMA), [], "{text}");
         }
+        let nearest = "reshard_after_forward = true, or zero = 3";
+        assert_eq!(refused("dp=2,zero=2,no-reshard", LLAMA), one("parallel.reshard_after_forward", nearest));
         let four = Layout { zero: 4, ..layout("dp=2") };
         assert_eq!(check(&four, &LLAMA)[0].nearest, "zero = 3");
     }
 
     #[test]
     fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
-        let sizes = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+        let sizes = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
         let mesh = sizes.into_iter().fold(lockstep_ir::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
         let none = Extents {
             layers: 0,
@@ -463,14 +508,14 @@ mod tests {
             micro_batch: 0,
             whole_matrices: false,
         };
-        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 11);
+        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 12);
         assert_eq!(refused("tp=2", Extents { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
     }
 
     #[test]
     fn several_faults_are_all_named() {
         let keys: Vec<_> = refused("dp=3,tp=3,pp=64,zero=2", LLAMA).into_iter().map(|(key, _)| key).collect();
-        assert_eq!(keys, ["parallel.tp", "parallel.tp", "parallel.tp", "parallel.dp", "parallel.pp", "parallel.zero"]);
+        assert_eq!(keys, ["parallel.tp", "parallel.tp", "parallel.tp", "parallel.dp", "parallel.pp"]);
     }
 
     #[test]

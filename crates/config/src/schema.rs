@@ -154,11 +154,11 @@ tables! {
         /// first. Steps are counted as ever, by train.steps and the learning rate too. Memory is that of the largest size.
         batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Changeable,
             finds ["batch size warmup", "batch ramp-up", "rampup_batch_size"];
-        /// Micro-batch size: sequences that a rank computes at once. Times `parallel.dp`, it divides the global batch; the
-        /// quotient is the number of gradient accumulation steps. Where the whole batch does not fit the memory, the default
+        /// Micro-batch size: sequences that a rank computes at once. Times data-parallel ranks (`parallel.dp` ×
+        /// `parallel.dp_replicate`), it divides the global batch; the quotient is the number of gradient accumulation steps. Where the whole batch does not fit the memory, the default
         /// is the largest size that does.
         micro_batch: usize =
-            Sequences(BATCH), Derived("train.global_batch / parallel.dp, or the largest that fits", checks::default_micro_batch), Conduct,
+            Sequences(BATCH), Derived("train.global_batch / data-parallel ranks, or the largest that fits", checks::default_micro_batch), Conduct,
             finds ["gradient accumulation", "gradient_accumulation_steps", "accumulation", "micro_batch_size",
                 "per_device_train_batch_size", "local_batch_size", "OOM", "out of memory"];
         /// Seed of the initial weights and the data order.
@@ -220,7 +220,13 @@ tables! {
     parallel: ParallelConfig {
         /// Data parallelism: groups of ranks that compute on sequences of their own and reduce their gradients.
         dp: usize = Count(1, RANKS), Fixed("1"), Conduct,
-            finds ["data parallel", "data parallelism", "DDP", "data_parallel_size", "world size"];
+            finds ["data parallel", "data parallelism", "DDP", "data_parallel_size", "world size",
+                "data_parallel_shard_degree"];
+        /// HSDP (hybrid sharded data parallelism): groups of parallel.dp ranks that each have all state, as zero shards it inside
+        /// of one, and compute on sequences of their own. Gradients are reduced inside, then across.
+        dp_replicate: usize = Count(1, RANKS), Fixed("1"), Conduct,
+            finds ["HSDP", "hybrid sharding", "HYBRID_SHARD", "data_parallel_replicate_degree", "replicas",
+                "num_distributed_optimizer_instances"];
         /// Tensor parallelism: ranks that split heads, hidden units and vocabulary among themselves.
         tp: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["tensor parallel", "tensor parallelism", "tensor_model_parallel_size", "model parallel", "Megatron"];
@@ -231,6 +237,10 @@ tables! {
         zero: u8 = Integer(0, 3), Fixed("0"), Conduct,
             finds ["FSDP", "ZeRO", "fully sharded", "sharded optimizer", "distributed optimizer", "DeepSpeed",
                 "use_distributed_optimizer", "zero stage"];
+        /// With zero = 3, whether backward gathers parameters again. false: what forward has gathered stays until the backward pass of
+        /// its micro-batch, which saves an all-gather and takes its memory for every micro-batch in flight; explain shows both.
+        reshard_after_forward: bool = Bool, Fixed("true"), Conduct,
+            finds ["reshard_after_forward", "SHARD_GRAD_OP", "FULL_SHARD", "fsdp_reshard_after_forward"];
         /// Sequence parallelism: whether tp ranks split the sequence where they do not split the matrices.
         sequence_parallel: bool = Bool, Fixed("false"), Conduct, finds ["sequence parallelism", "SP"];
         /// Pipeline schedule: the order in which stages compute micro-batches. 1f1b: a forward and a backward pass in turn,

@@ -198,7 +198,7 @@ hint: give every virtual stage a number of layers, such as [3, 4, 4, 3]
 }
 
 #[test]
-fn zero_needs_dp_and_shares_gradients_only_without_stages() {
+fn zero_needs_dp_and_keeps_only_what_it_gathers() {
     check(
         &format!("{TINY}[parallel]\nzero = 1\n"),
         "
@@ -211,14 +211,14 @@ hint: use zero = 0, or dp = 2 or more
 ",
     );
     check(
-        &format!("{TINY}[parallel]\ndp = 2\npp = 2\nzero = 2\n"),
+        &format!("{TINY}[parallel]\ndp = 2\nzero = 2\nreshard_after_forward = false\n"),
         "
-parallel.zero = 2 with parallel.pp = 2: gradients would be reduce-scattered for every micro-batch and stage
+parallel.reshard_after_forward = false keeps gathered parameters, and parallel.zero = 2 gathers none
   --> run.toml:6
   |
-6 | zero = 2
-  |        ^
-hint: use zero = 0 or 1 with pp, or pp = 1
+6 | reshard_after_forward = false
+  |                         ^^^^^
+hint: use reshard_after_forward = true, or zero = 3
 ",
     );
 }

@@ -80,9 +80,11 @@ gradients = "fp32"  # default
 
 [parallel]
 dp = 1  # default
+dp_replicate = 1  # default
 tp = 1  # default
 pp = 1  # default
 zero = 0  # default
+reshard_after_forward = true  # default
 sequence_parallel = false  # default
 schedule = "1f1b"  # default
 virtual = 1  # default

@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::str::FromStr;
 
 /// The axes that the text of a layout may name.
-const NAMED: [MeshAxis; 3] = [MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+const NAMED: [MeshAxis; 4] = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
 
 /// What words for a schedule are about.
 const SCHEDULE: &str = "the schedule";
@@ -23,6 +23,8 @@ pub struct Layout {
     pub mesh: Mesh,
     /// ZeRO level, what is sharded over dp ranks: nothing (0), optimizer state (1), gradients too (2), parameters too (3).
     pub zero: u8,
+    /// Whether parameters that ZeRO 3 has gathered for forward are gathered again for backward, and not kept from one to the other.
+    pub reshard_after_forward: bool,
     /// Whether tp ranks split the sequence where they do not split the matrices.
     pub sequence_parallel: bool,
     /// In which order stages compute micro-batches.
@@ -47,7 +49,15 @@ impl Layout {
 
     /// One rank.
     pub const fn single(micro_batches: usize) -> Self {
-        Self { micro_batches, mesh: Mesh::ONE, zero: 0, sequence_parallel: false, schedule: Schedule::USUAL, chunks: 1 }
+        Self {
+            micro_batches,
+            mesh: Mesh::ONE,
+            zero: 0,
+            reshard_after_forward: true,
+            sequence_parallel: false,
+            schedule: Schedule::USUAL,
+            chunks: 1,
+        }
     }
 }
 
@@ -62,6 +72,7 @@ impl std::fmt::Display for Layout {
             size(MeshAxis::DpReplicate),
             size(MeshAxis::DpShard),
             (self.zero != 0).then(|| format!("zero={}", self.zero)),
+            (!self.reshard_after_forward).then(|| "no-reshard".to_owned()),
             size(MeshAxis::Cp),
             size(MeshAxis::Ep),
             size(MeshAxis::Tp),
@@ -81,7 +92,7 @@ impl std::fmt::Display for Layout {
 /// What the text of a layout may say.
 fn words() -> String {
     format!(
-        "a layout is made of dp=N, tp=N, pp=N, zero=N, sp, virtual=N and a schedule: {}",
+        "a layout is made of dp=N, dp_replicate=N, tp=N, pp=N, zero=N, no-reshard, sp, virtual=N and a schedule: {}",
         Schedule::NAMES.join(", ")
     )
 }
@@ -185,6 +196,11 @@ impl Layout {
                 self.zero = number("zero", 0, 3)? as u8;
                 Ok("zero")
             }
+            "no-reshard" => {
+                alone("no-reshard")?;
+                self.reshard_after_forward = false;
+                Ok("no-reshard")
+            }
             "sp" => {
                 alone("sp")?;
                 self.sequence_parallel = true;
@@ -231,6 +247,11 @@ mod tests {
         assert_eq!(read("gpipe, pp=8, sp, tp=4, zero=1, dp=2"), layout);
         assert_eq!(read(&layout.to_string()), layout);
         assert_eq!(read("dp=1"), Layout::single(1));
+        let hybrid = read("zero=3,no-reshard,dp=4,dp_replicate=2");
+        assert!(!hybrid.reshard_after_forward);
+        assert_eq!(hybrid.mesh, mesh(4, 1, 1).with(MeshAxis::DpReplicate, 2));
+        assert_eq!(hybrid.to_string(), "dp_replicate=2 dp=4 zero=3 no-reshard");
+        assert_eq!(read(&hybrid.to_string()), hybrid);
         assert_eq!(read("pp=2").schedule, Schedule::USUAL);
     }
 

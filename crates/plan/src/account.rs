@@ -1,14 +1,15 @@
 //! What a config costs beside what it could: every recompute policy, twice the batch, sequence, width and depth, and the analytical
 //! formulas of the literature. All of it is read off programs that are compiled for the purpose.
 
+use crate::fit::sent_bytes;
 use crate::formulas::{Formula, formulas};
 use crate::plan::{hardware_flops, prepare, training_context};
 use crate::{Machine, Plan, PlanError, groups};
-use lockstep_compile::{Estimator, Recompute};
+use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::{Config, RecomputePolicy};
-use lockstep_ir::StepProgram;
 use lockstep_ir::account;
 use lockstep_ir::program::{Class, Lifetime};
+use lockstep_ir::{Layout, StepProgram};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -17,6 +18,9 @@ use std::collections::BTreeMap;
 pub struct Account {
     /// What each recompute policy saves and costs; the first saves everything.
     pub policies: Vec<PolicyCost>,
+    /// Under ZeRO 3: what it costs to gather parameters again for backward, and to keep them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub reshard: Vec<ReshardCost>,
     /// Scaling: how everything grows when one extent is doubled.
     pub scaling: Vec<Scaling>,
     /// The program's counts beside analytical formulas.
@@ -43,6 +47,19 @@ pub struct PolicyCost {
     /// Under a budget: what layers recompute.
     #[serde(rename = "gives_up", skip_serializing_if = "Option::is_none")]
     pub recomputed: Option<Vec<(String, Vec<String>)>>,
+}
+
+/// What a choice of `parallel.reshard_after_forward` costs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ReshardCost {
+    /// The choice.
+    pub reshard_after_forward: bool,
+    /// Whether it is the config's.
+    pub chosen: bool,
+    /// Bytes of the largest arena.
+    pub arena_bytes: u64,
+    /// Bytes that such a rank sends in a step, in a ring.
+    pub sent_bytes: u64,
 }
 
 /// How many times as large everything is when one extent is doubled.
@@ -74,8 +91,9 @@ pub fn account(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Ac
         let policies = policies(config, plan, &estimator, &none)?;
         let full = policies.iter().find(|p| p.policy == RecomputePolicy::Full.word()).map_or(0.0, |p| p.added_flops);
         let formulas = formulas(config, plan, estimator.derived(), &none, full)?;
+        let reshard = reshard(plan, &context)?;
         let scaling = scaling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok(Account { policies, scaling, formulas })
+        Ok(Account { policies, reshard, scaling, formulas })
     })
 }
 
@@ -156,6 +174,28 @@ fn policies(
             added_share: added_flops / before.1 as f64,
             recomputed,
         });
+    }
+    Ok(costs)
+}
+
+/// Both choices of what becomes of gathered parameters; none where nothing is gathered.
+fn reshard(plan: &Plan, context: &Context) -> Result<Vec<ReshardCost>, PlanError> {
+    let choices: &[bool] = if plan.layout.zero == 3 { &[true, false] } else { &[] };
+    let mut costs = Vec::new();
+    for &reshard_after_forward in choices {
+        let chosen = plan.layout.reshard_after_forward == reshard_after_forward;
+        let made;
+        let programs = match chosen {
+            true => &plan.compiled.programs,
+            false => {
+                let layout = Layout { reshard_after_forward, ..context.layout };
+                let context = Context { layout, ..context.clone() };
+                made = Estimator::new(&plan.forward, &context)?.programs(plan.recompute.clone())?;
+                &made
+            }
+        };
+        let (arena_bytes, sent_bytes) = largest(programs).map_or((0, 0), |p| (p.arena_bytes, sent_bytes(p)));
+        costs.push(ReshardCost { reshard_after_forward, chosen, arena_bytes, sent_bytes });
     }
     Ok(costs)
 }

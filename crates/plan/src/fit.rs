@@ -232,7 +232,7 @@ impl Sizes<'_> {
     fn estimate(&mut self, sequences: usize, recompute: &Recompute) -> Result<Estimate, PlanError> {
         if !self.estimators.contains_key(&sequences) {
             let mut config = with_micro_batch(self.config, sequences);
-            config.train.global_batch = sequences * config.parallel.dp * self.micro_batches;
+            config.train.global_batch = config.round() * self.micro_batches;
             config.train.batch_ramp.clear();
             let (forward, context, _) = prepare(self.machine, &config, lockstep_model::build_form)?;
             // The last few are asked for again, by other policies.
@@ -256,7 +256,7 @@ pub struct LayoutCost {
     pub micro_batch: usize,
     /// Bytes of the rank with the largest arena.
     pub memory: MemoryBreakdown,
-    /// Bytes that such a rank sends in collectives in a step, in a ring.
+    /// Bytes that such a rank sends in a step, in a ring.
     pub sent_bytes: u64,
     /// Whether it fits, where the memory is known.
     pub verdict: Option<Verdict>,
@@ -275,19 +275,24 @@ pub fn layout_costs(
         let found = Estimate::of(machine, &config)?;
         let largest = found.stages.iter().zip(&found.programs).max_by_key(|(stage, _)| stage.total_bytes);
         let Some((memory, program)) = largest else { continue };
-        let entry = program.entry(StepProgram::TRAIN);
-        let collectives = entry.map_or(Vec::new(), |entry| account::communication(program, entry));
         let ranks = layout.mesh.ranks();
         rows.push(LayoutCost {
             layout: layout.to_string(),
             ranks,
             micro_batch: config.train.micro_batch,
             memory: memory.clone(),
-            sent_bytes: collectives.iter().map(|collective| collective.sent_bytes).sum(),
+            sent_bytes: sent_bytes(program),
             verdict: room.map(|room| room.verdict(&found.stages, ranks)),
         });
     }
     Ok(rows)
+}
+
+/// Bytes that a rank sends in a step, in a ring.
+pub(crate) fn sent_bytes(program: &StepProgram) -> u64 {
+    let entry = program.entry(StepProgram::TRAIN);
+    let all = entry.map_or(Vec::new(), |entry| account::communication(program, entry));
+    all.iter().map(|collective| collective.sent_bytes).sum()
 }
 
 /// A change of the config that saves memory.
@@ -301,7 +306,7 @@ pub struct Saving {
     pub fits: bool,
 }
 
-/// What would save memory, each alone and then all together: only what applies to the config and saves something.
+/// What would save memory, each alone and then the strongest of each key together: only what applies to the config and saves something.
 pub(crate) fn savings(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Vec<Saving>, PlanError> {
     let before = Estimate::of(machine, config)?.arena();
     let ranks = config.layout().mesh.ranks();
@@ -354,8 +359,15 @@ pub(crate) fn savings(machine: &dyn Machine, config: &Config, room: &Room) -> Re
             }
         }
     }
+    if !config.parallel.reshard_after_forward {
+        let mut changed = config.clone();
+        changed.parallel.reshard_after_forward = true;
+        if consider("parallel.reshard_after_forward = true".into(), &changed) {
+            all.parallel.reshard_after_forward = true;
+        }
+    }
     if found.len() > 1 {
-        found.extend(saving("all of these".into(), &all));
+        found.extend(saving("the last of each key, together".into(), &all));
     }
     Ok(found)
 }

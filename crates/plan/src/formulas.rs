@@ -7,7 +7,7 @@ use lockstep_config::{
 };
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Buffer, Lifetime, Role};
-use lockstep_ir::{Axes, Axis, Graph, StepProgram};
+use lockstep_ir::{Axis, Graph, StepProgram};
 use serde::Serialize;
 
 /// A count that is known twice.
@@ -39,7 +39,7 @@ pub(crate) fn formulas(
     let layer = LayerFlops::of(derived)?;
     let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
     let s = config.train.seq as f64;
-    let sequences = (config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES)) as f64;
+    let sequences = config.round() as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
     // Keys that a query counts.
     let seen = m.sliding_window.map_or(s, |w| s.min(w as f64));

@@ -15,7 +15,7 @@ mod groups;
 mod plan;
 mod timeline;
 
-pub use account::{Account, PolicyCost, Scaling, account};
+pub use account::{Account, PolicyCost, ReshardCost, Scaling, account};
 pub use device::{Machine, Target};
 pub use error::PlanError;
 pub use fit::{

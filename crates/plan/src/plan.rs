@@ -124,8 +124,7 @@ pub(crate) fn prepare(
 ) -> Result<(Graph, Context, usize), PlanError> {
     let (mut context, threads) = training_context(machine, config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
-    let batch = config.train.micro_batch * context.layout.mesh.size(Axes::SEQUENCES);
-    let form = Form::Loss { batch, seq, context: seq, documents };
+    let form = Form::Loss { batch: config.round(), seq, context: seq, documents };
     let forward = build(&config.model, form)?;
     context.optimizer.groups = groups::resolve(config, &forward)?;
     Ok((forward, context, threads))
@@ -146,9 +145,8 @@ pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, PlanError
 /// Micro-batches of the steps that are smaller than the largest.
 fn smaller_steps(config: &Config) -> Vec<usize> {
     let batches = config.batches();
-    let round = config.train.micro_batch * config.parallel.dp;
     let smaller = batches.stages().iter().map(|stage| stage.sequences).filter(|n| *n < batches.largest());
-    smaller.map(|sequences| sequences / round).collect()
+    smaller.map(|sequences| sequences / config.round()).collect()
 }
 
 /// The update rule of a config, and its constants.

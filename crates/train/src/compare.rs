@@ -207,7 +207,7 @@ fn disturb(starts: &[States]) -> Vec<States> {
 fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
     let plan = devices.tuned(config, plan(devices, config)?)?;
     let mut session = Session::new(devices, config, &plan)?;
-    let positions = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES) * config.train.seq;
+    let positions = config.round() * config.train.seq;
     let mut ran = Vec::new();
     let mut own = Vec::new();
     if starts.is_none() {
@@ -234,8 +234,7 @@ fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<St
     // The same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
     let mut evaluated = 0.0;
     let sequences = config.train.global_batch;
-    let batch = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
-    for first in (0..sequences).step_by(batch) {
+    for first in (0..sequences).step_by(config.round()) {
         fill(&mut session, config, u64::MAX, 0, first * config.train.seq, positions)?;
         session.executor().run(StepProgram::EVALUATE)?;
         let losses = session.executor().read(names::LOSS, 0)?;

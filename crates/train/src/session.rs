@@ -42,7 +42,7 @@ const NARROWINGS: usize = 5;
 /// What the gradients of the first micro-batch are of.
 #[derive(Clone, Copy)]
 struct First {
-    /// Ranks that have one each.
+    /// Groups of ranks that have one each.
     ranks: usize,
     /// Sequences of one.
     sequences: usize,
@@ -96,12 +96,11 @@ impl Session {
         let executor = devices.load_all(plan.target, programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
-        let batch = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
+        let batch = config.round();
         // Ranks that sum for every micro-batch have one gradient together.
-        let (ranks, sequences) = match plan.layout.zero {
-            0 | 1 => (plan.layout.mesh.size(Axes::SEQUENCES), config.train.micro_batch),
-            _ => (1, batch),
-        };
+        let together = if plan.layout.zero < 2 { Axes::NONE } else { Axes::SEQUENCES.within(Axes::ZERO) };
+        let sequences = config.train.micro_batch * plan.layout.mesh.size(together);
+        let ranks = plan.layout.mesh.size(Axes::SEQUENCES.without(together));
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),

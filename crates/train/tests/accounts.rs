@@ -85,6 +85,55 @@ fn gradients_travel_once_per_step_at_levels_0_and_1_and_once_per_micro_batch_abo
 }
 
 #[test]
+fn parameters_that_stay_gathered_travel_once_and_take_their_memory() {
+    let m = MICRO_BATCHES;
+    let all = ["forward", "backward"];
+    assert_eq!(per_layer("dp=2,zero=3,no-reshard", 128, &all, "all_gather", "dp"), (m, m * LAYER));
+    let bytes = |layers: usize, layout: &str| planned(&config(layers, 128, ""), layout).memory.total_bytes;
+    let per_layer = |layout: &str| bytes(3, layout) - bytes(2, layout);
+    assert_eq!(per_layer("dp=2,zero=3,no-reshard"), per_layer("dp=2,zero=3") + LAYER);
+}
+
+#[test]
+fn stages_gather_and_scatter_their_own_layers_for_every_micro_batch() {
+    let m = MICRO_BATCHES;
+    for schedule in ["1f1b", "gpipe"] {
+        let plan = planned(&config(4, 128, ""), &format!("dp=2,zero=3,pp=2,{schedule}"));
+        for (stage, program) in plan.compiled.programs.iter().enumerate() {
+            let all = account::communication(program, program.entry(StepProgram::TRAIN).unwrap());
+            let of = |op: &str, segment: &str| {
+                let mine = all.iter().filter(|e| e.op == op && e.axis == "dp" && e.segment.starts_with(segment));
+                mine.fold((0, 0), |(calls, bytes), e| (calls + e.calls, bytes + e.bytes))
+            };
+            // Two layers; the embedding on the first stage, norm and head on the last, whose gradients are made in forward.
+            let (table, norm) = (256 * 128 * 4, 128 * 4);
+            let (forward, backward) = if stage == 0 { (table, (0, 0)) } else { (table + norm, (1, norm)) };
+            assert_eq!(of("all_gather", "forward"), (3 * m, m * (2 * LAYER + forward)), "stage {stage}");
+            assert_eq!(
+                of("all_gather", "backward"),
+                ((2 + backward.0) * m, m * (2 * LAYER + backward.1)),
+                "stage {stage}"
+            );
+            let scattered = of("reduce_scatter", "").1;
+            assert_eq!(scattered, m * (2 * LAYER + forward), "stage {stage}");
+            assert_eq!(of("all_gather", "update"), (0, 0));
+        }
+    }
+}
+
+#[test]
+fn replicas_reduce_shards_once_per_step() {
+    let of = |layout: &str, op: &str, axis: &str| per_layer(layout, 128, &["backward", "backward_last"], op, axis);
+    let m = MICRO_BATCHES;
+    assert_eq!(of("dp_replicate=2,dp=2", "all_reduce", "dp_replicate×dp"), (1, LAYER));
+    for (zero, times) in [(1, 1), (2, m), (3, m)] {
+        let layout = format!("dp_replicate=2,dp=2,zero={zero}");
+        assert_eq!(of(&layout, "reduce_scatter", "dp"), (times, times * LAYER), "{layout}");
+        assert_eq!(of(&layout, "all_reduce", "dp_replicate"), (1, LAYER / 2), "{layout}");
+    }
+}
+
+#[test]
 fn stages_send_the_residual_stream_and_its_gradient() {
     let plan = planned(&config(4, 64, ""), "pp=2");
     let calls = |stage: usize, op: &str| {

@@ -21,11 +21,15 @@ fn mesh(sizes: &[(MeshAxis, usize)]) -> Mesh {
 }
 
 fn compiled(mesh: Mesh, zero: u8, sequence_parallel: bool) -> Compiled {
+    compiled_as(Layout { mesh, zero, sequence_parallel, ..Layout::single(2) })
+}
+
+fn compiled_as(layout: Layout) -> Compiled {
     let config = Config::parse(MODEL, "run.toml", &[]).unwrap();
     let gradients = DType::Fixed64;
     let context = Context {
         device: cpu::profile(1, DType::F32, gradients),
-        layout: Layout { mesh, zero, sequence_parallel, ..Layout::single(2) },
+        layout,
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
         precision: Precision { compute: DType::F32, gradients },
         recompute: Recompute::None,
@@ -94,7 +98,7 @@ fn ranks_that_split_sequences_over_several_axes_compute_the_same_bits() {
         (mesh(&[(DpReplicate, 2), (DpShard, 2)]), &[0, 1, 2, 3][..]),
         (mesh(&[(DpShard, 2), (Ep, 2)]), &[0, 1, 2, 3]),
         (mesh(&[(DpReplicate, 2), (DpShard, 2), (Ep, 2)]), &[1, 3]),
-        (mesh(&[(Pp, 2), (DpReplicate, 2), (DpShard, 2)]), &[0, 1]),
+        (mesh(&[(Pp, 2), (DpReplicate, 2), (DpShard, 2)]), &[0, 1, 2, 3]),
     ];
     for (mesh, zeros) in meshes {
         for &zero in zeros {
@@ -128,9 +132,11 @@ fn random_meshes_of_all_axes_give_sound_programs() {
                 all = all.with(axis, 1 + draw(3 + axis as u64, 2));
             }
         }
-        let zero = draw(12, if all.size(Pp) > 1 { 2 } else { 4 }) as u8;
+        let zero = draw(12, 4) as u8;
         let sequence_parallel = all.size(Tp) > 1 && draw(13, 2) == 1;
-        for program in compiled(all, zero, sequence_parallel).programs {
+        let reshard_after_forward = zero < 3 || draw(14, 2) == 0;
+        let layout = Layout { mesh: all, zero, sequence_parallel, reshard_after_forward, ..Layout::single(2) };
+        for program in compiled_as(layout).programs {
             verify::program(&program, ALIGNMENT).unwrap_or_else(|error| panic!("{all} zero={zero}: {error}"));
         }
     }

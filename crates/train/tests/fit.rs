@@ -128,7 +128,7 @@ fn what_does_not_fit_says_what_each_change_saves() {
         "parallel.zero = 1",
         "parallel.zero = 2",
         "parallel.zero = 3",
-        "all of these",
+        "the last of each key, together",
     ];
     assert!(changes.iter().all(|c| expected.contains(c) || c.starts_with("train.micro_batch = ")), "{changes:?}");
     for change in &expected[1..] {

@@ -66,8 +66,12 @@ fn a_reproducible_run_has_the_same_bits_however_its_layout_changes() {
         let train = format!("reproducible = true\n{precision}");
         let name = |kind: &str| format!("{kind}-{}", precision.len());
         let whole = run_to(&config(dir.path(), &train, &[]), &dir.path().join(name("whole")), 8);
-        let legs: [&[&str]; 4] =
-            [&["dp=2"], &["pp=2", "train.micro_batch=2"], &["dp=4", "zero=3"], &["train.micro_batch=4"]];
+        let legs: [&[&str]; 4] = [
+            &["dp_replicate=2", "dp=2", "zero=3"],
+            &["train.micro_batch=2"],
+            &["dp=2", "zero=3", "pp=2", "train.micro_batch=2"],
+            &["dp=4", "zero=2", "train.micro_batch=1"],
+        ];
         assert_eq!(run_legs(dir.path(), &name("changing"), &train, &legs), whole, "{precision}");
     }
 }
@@ -162,11 +166,14 @@ fn draw_layout(case: u64, model: &str, precision: &str, tied: bool) -> Config {
         let draw = |i: u64, n: u64| counter::bits(counter::key(case, "layouts"), attempt * 8 + i) % n;
         let power = |i: u64| 1u64 << draw(i, 3);
         let (dp, tp, pp, zero) = (power(0), power(1), power(2), draw(3, 4));
+        let replicas = 1 + draw(4, 2);
         let text = format!(
             "{model}tied_embeddings = {tied}\n[train]\nseq = 12\nglobal_batch = 8\nmicro_batch = 1\nthreads = 1\n{precision}\n\
-             [parallel]\ndp = {dp}\ntp = {tp}\npp = {pp}\nzero = {zero}\n"
+             [parallel]\ndp_replicate = {replicas}\ndp = {dp}\ntp = {tp}\npp = {pp}\nzero = {zero}\n"
         );
-        if let Some(config) = (dp * tp * pp <= 8).then(|| Config::parse(&text, "run.toml", &[]).ok()).flatten() {
+        if let Some(config) =
+            (replicas * dp * tp * pp <= 8).then(|| Config::parse(&text, "run.toml", &[]).ok()).flatten()
+        {
             return config;
         }
     }

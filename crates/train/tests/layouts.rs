@@ -16,7 +16,7 @@ fn config(model: &str, train: &str) -> Config {
 }
 
 /// All pairs of what an axis, ZeRO, sequence parallelism and a schedule can be, and triples.
-const LAYOUTS: [&str; 40] = [
+const LAYOUTS: [&str; 54] = [
     "dp=2",
     "dp=2,zero=1",
     "dp=2,zero=2",
@@ -57,6 +57,20 @@ const LAYOUTS: [&str; 40] = [
     "tp=2,sp,pp=2,zb-v",
     "tp=2,pp=2,interleaved",
     "dp=2,zero=1,tp=2,sp,pp=2,zb-h1",
+    "dp_replicate=2,dp=2",
+    "dp_replicate=2,dp=2,zero=2",
+    "dp_replicate=2,dp=2,zero=3",
+    "dp_replicate=2,dp=2,zero=1,tp=2,sp",
+    "dp_replicate=2,dp=2,zero=3,pp=2",
+    "dp=2,zero=3,no-reshard",
+    "dp=2,zero=2,pp=2",
+    "dp=2,zero=2,pp=4,gpipe",
+    "dp=2,zero=3,pp=2,gpipe",
+    "dp=2,zero=3,no-reshard,pp=4",
+    "dp=2,zero=3,tp=2,sp,pp=2",
+    "dp=2,zero=3,pp=2,zb-v",
+    "dp=2,zero=2,pp=2,zb-h1",
+    "dp=2,zero=3,no-reshard,pp=2,interleaved",
 ];
 
 const BF16: &str = "[precision]\npolicy = \"bf16\"";
@@ -132,8 +146,10 @@ fn random_models_on_random_layouts() {
         let draw = |i: u64, n: u64| counter::bits(counter::key(11, "layouts"), case * 32 + i) % n;
         let pick = |i: u64, from: &[usize]| from[draw(i, from.len() as u64) as usize];
         let (dp, tp, pp) = (pick(0, &[1, 2, 3, 4]), pick(1, &[1, 2, 4]), pick(2, &[1, 2, 3]));
-        let mut layout: Layout = format!("dp={dp},tp={tp},pp={pp}").parse().unwrap();
+        let replicas = pick(18, &[1, 1, 2]);
+        let mut layout: Layout = format!("dp_replicate={replicas},dp={dp},tp={tp},pp={pp}").parse().unwrap();
         layout.zero = draw(3, 4) as u8;
+        layout.reshard_after_forward = layout.zero < 3 || draw(19, 2) == 0;
         layout.sequence_parallel = draw(4, 2) == 0;
         let schedules = if pp == 1 { 1 } else { Schedule::ALL.len() as u64 };
         layout.schedule = Schedule::ALL[draw(5, schedules) as usize];

@@ -25,8 +25,7 @@ const FROZEN: StepScalars =
 fn measure(config: &Config, sequences: &[u64]) -> (f64, Option<(f64, f64)>) {
     let plan = plan(&Devices::new(), config).unwrap();
     let mut session = Session::new(&Devices::new(), config, &plan).unwrap();
-    let per_micro_batch = config.train.micro_batch * config.parallel.dp;
-    for (m, chunk) in sequences.chunks(per_micro_batch).enumerate() {
+    for (m, chunk) in sequences.chunks(config.round()).enumerate() {
         for name in [names::TOKENS, names::TARGETS] {
             let id = |sequence: u64, i: u64| (counter::bits(counter::key(sequence, name), i) % 67) as u32;
             let all = chunk.iter().flat_map(|s| (0..8).flat_map(move |i| id(*s, i).to_le_bytes()));
@@ -72,6 +71,13 @@ fn the_first_gradient_is_that_of_the_first_micro_batch() {
             assert_eq!(count, if own { 1.0 } else { 2.0 });
             close(first, expected, &format!("first, zero {zero}"));
         }
+        // Two groups of ranks have a gradient each.
+        let keys = "noise_scale = true\n[parallel]\ndp_replicate = 2\ndp = 2\nzero = 2";
+        let (all, first) = measure(&config(tied, keys), &sequences);
+        close(all, square(tied, &sequences), "all of two groups");
+        let (count, first) = first.unwrap();
+        assert_eq!(count, 2.0);
+        close(first, (square(tied, &[0, 1]) + square(tied, &[2, 3])) / 2.0, "first of two groups");
         assert_eq!(measure(&config(tied, ""), &sequences).1, None);
     }
 }

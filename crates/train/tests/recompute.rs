@@ -28,10 +28,17 @@ fn config(policy: &str, keys: &str) -> Config {
 
 #[test]
 fn every_policy_gives_the_same_bits_on_every_layout() {
-    let layouts: Vec<Layout> =
-        ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp", "pp=2", "pp=4,gpipe", "dp=2,zero=1,tp=2,sp,pp=2"]
-            .map(|l| l.parse().unwrap())
-            .to_vec();
+    let layouts: Vec<Layout> = [
+        "dp=2",
+        "dp=2,zero=3,no-reshard",
+        "tp=2",
+        "tp=2,sp",
+        "dp=2,zero=3,pp=2",
+        "pp=4,gpipe",
+        "dp=2,zero=1,tp=2,sp,pp=2",
+    ]
+    .map(|l| l.parse().unwrap())
+    .to_vec();
     for keys in ["", "[precision]\npolicy = \"bf16\""] {
         let run = |policy: &str| compare(&Devices::new(), &config(policy, keys), &layouts, 3, &mut |_| ()).unwrap();
         let saved = run("none");

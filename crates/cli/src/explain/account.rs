@@ -4,10 +4,11 @@ use crate::table::{table, wrapped};
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
-use lockstep_plan::{Account, Formula, PolicyCost, Scaling};
+use lockstep_plan::{Account, Formula, PolicyCost, ReshardCost, Scaling};
 
 pub(super) fn as_text(account: &Account) -> String {
-    [policies(&account.policies), scaling(&account.scaling), formulas(&account.formulas)].concat()
+    [policies(&account.policies), reshard(&account.reshard), scaling(&account.scaling), formulas(&account.formulas)]
+        .concat()
 }
 
 fn policies(policies: &[PolicyCost]) -> String {
@@ -36,6 +37,22 @@ fn policies(policies: &[PolicyCost]) -> String {
     let recomputed: String = recomputed.flatten().map(line).collect();
     format!(
         "\nrecompute policies (activation checkpointing), one step (* this config's)\n{}{recomputed}",
+        table(&header, &rows)
+    )
+}
+
+fn reshard(costs: &[ReshardCost]) -> String {
+    if costs.is_empty() {
+        return String::new();
+    }
+    let row = |c: &ReshardCost| {
+        let name = format!("{}{}", c.reshard_after_forward, if c.chosen { " *" } else { "" });
+        vec![name, units::bytes(c.arena_bytes), units::bytes(c.sent_bytes)]
+    };
+    let rows: Vec<_> = costs.iter().map(row).collect();
+    let header = ["reshard_after_forward", "arena", "sent by a rank"];
+    format!(
+        "\nZeRO 3: parameters gathered again for backward, or kept; one step (* this config's)\n{}",
         table(&header, &rows)
     )
 }

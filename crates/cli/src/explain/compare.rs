@@ -129,6 +129,12 @@ fn layouts_text(tokens: u64, rows: &[LayoutCost]) -> String {
         ];
         lines.extend(Class::ALL.iter().map(|c| line(c.name(), &|r| units::bytes(r.memory.classes[c.name()]))));
         lines.push(line("total", &|r| units::bytes(r.memory.total_bytes)));
+        // Ranks of one machine share its memory.
+        let together =
+            |r: &LayoutCost| r.verdict.as_ref().map(|v| v.planned_bytes).filter(|b| *b != r.memory.total_bytes);
+        if part.iter().any(|r| together(r).is_some()) {
+            lines.push(line("of all ranks", &|r| units::bytes(together(r).unwrap_or(r.memory.total_bytes))));
+        }
         lines.push(line("sent by a rank", &|r| units::bytes(r.sent_bytes)));
         if part.iter().any(|r| r.verdict.is_some()) {
             let fits =

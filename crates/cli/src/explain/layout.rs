@@ -72,6 +72,7 @@ pub(super) fn as_json(plan: &Plan) -> Value {
         "ranks": layout.mesh.ranks(),
         "mesh": layout.mesh,
         "zero": layout.zero,
+        "reshard_after_forward": layout.reshard_after_forward,
         "sequence_parallel": layout.sequence_parallel,
         "schedule": layout.schedule.name(),
         "bubble": timeline.as_ref().map_or(0.0, Timeline::bubble),

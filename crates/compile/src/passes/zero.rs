@@ -8,11 +8,12 @@
 //!
 //! Ranges are summed over the axes that replicate state (HSDP) once per step.
 //!
-//! At level 3 parameters are stored as flat ranges too, and gathered for a unit while the unit before it computes.
+//! At level 3 parameters are stored as flat ranges too, and gathered for a unit while the unit before it computes: for forward and
+//! again for backward, or once for both, which saves a gather and takes the memory of what stays.
 //!
 //! Before that, what tensor-parallel ranks hold as partial sums or share is reduced between them.
 
-use crate::Context;
+use crate::{Context, stage};
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::{Axes, Graph, MeshAxis, Op, Placement, TypeError, ValueId};
 use std::collections::BTreeMap;
@@ -262,11 +263,15 @@ fn scatter_into(
     Ok(g.nodes.split_off(before))
 }
 
-/// Shards parameters into flat ranges and gathers each unit's before the unit in front of it computes.
+/// Shards parameters into flat ranges and gathers each unit's before the unit in front of it computes. Backward gathers again what
+/// forward has gathered, unless it is to stay.
 fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
     let over = sharded_from(context, 3);
     let parameter = |g: &Graph, v: &ValueId| matches!(g.get(*v).source, Source::State(State::Parameter(_)));
     let units = units(&g.nodes);
+    let places = stage::layers(g).1;
+    // What forward has gathered, by parameter and the layer that it goes with.
+    let mut kept: BTreeMap<(ValueId, usize), ValueId> = BTreeMap::new();
     let mut nodes: Vec<Vec<Node>> = Vec::new();
     let all = std::mem::take(&mut g.nodes);
     let mut all = all.into_iter();
@@ -275,9 +280,13 @@ fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> 
     for v in parameters {
         g.values[v.0].sharding = g.get(v).sharding.with(over, Placement::Flat);
     }
-    // Forward and backward are segments of their own, so a unit is not gathered in one for the other.
+    // Forward and backward are segments of their own, so a unit is not gathered ahead in one for the other.
     let mut gathers: Vec<Option<Node>> = Vec::new();
-    for unit in &mut nodes {
+    for (unit, range) in nodes.iter_mut().zip(&units) {
+        let (place, forward) = (places[range.start], unit[0].phase == Phase::Forward);
+        for v in unit.iter_mut().flat_map(|n| &mut n.inputs).filter(|_| !forward) {
+            *v = kept.get(&(*v, place)).copied().unwrap_or(*v);
+        }
         let mut needed: Vec<ValueId> =
             unit.iter().flat_map(|n| &n.inputs).copied().filter(|v| parameter(g, v)).collect();
         needed.sort_unstable();
@@ -286,10 +295,12 @@ fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> 
             gathers.push(None);
             continue;
         }
-        let (layer, phase) =
-            (unit[0].layer, if unit[0].phase == Phase::Forward { Phase::Forward } else { Phase::InputGrad });
+        let (layer, phase) = (unit[0].layer, if forward { Phase::Forward } else { Phase::InputGrad });
         let whole = g.relay(Op::AllGather { over, dim: None }, &needed, "whole", phase, layer)?;
         gathers.push(g.nodes.pop());
+        if !context.layout.reshard_after_forward {
+            kept.extend(needed.iter().zip(&whole).map(|(w, whole)| ((*w, place), *whole)));
+        }
         for v in unit.iter_mut().flat_map(|n| &mut n.inputs) {
             if let Some(at) = needed.iter().position(|p| p == v) {
                 *v = whole[at];
@@ -377,6 +388,17 @@ W grad.w1.here.scattered.sum @(dp: flat) += grad.w1 = accumulate(grad.w1.here.sc
 W grad.table.2.here.scattered.sum @(dp: flat) += grad.table.2 = accumulate(grad.table.2.here.scattered)
 "
         );
+    }
+
+    #[test]
+    fn what_stays_gathered_is_not_gathered_again() {
+        let gathers = |text: &str| {
+            let all = moved(text.parse().unwrap());
+            all.lines().filter(|line| line.contains("all_gather")).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let [forward, backward] = &gathers("dp=2,zero=3")[..] else { panic!("two gathers") };
+        assert!(forward.starts_with('F') && backward.starts_with('B'));
+        assert_eq!(gathers("dp=2,zero=3,no-reshard"), [forward.as_str()]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 mod parallel_block;
 
 use lockstep_config::{Config, Features};
-use lockstep_ir::{Axes, Layout, StepScalars, counter, verify};
+use lockstep_ir::{Layout, StepScalars, counter, verify};
 use lockstep_model::{Form, ModelBuilder, names};
 use lockstep_plan::plan_with;
 use lockstep_train::{Devices, Session};
@@ -63,7 +63,7 @@ fn losses(config: &Config, steps: u64) -> Vec<f64> {
     let plan = plan_with(&Devices::new(), config, BUILD).unwrap();
     let mut session = Session::new(&Devices::new(), config, &plan).unwrap();
     let (text, seq) = (corpus(), config.train.seq);
-    let sequences = config.train.micro_batch * plan.layout.mesh.size(Axes::SEQUENCES);
+    let sequences = config.round();
     let mut step = |step: u64| {
         for m in 0..plan.layout.micro_batches {
             let sample = |i: usize| step * config.train.global_batch as u64 + (m * sequences + i) as u64;
