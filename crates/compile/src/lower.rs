@@ -160,15 +160,12 @@ fn phases(g: &Graph) -> Result<Vec<Phase>, TypeError> {
     for node in &g.nodes {
         let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
         let sums = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(_) });
-        let early = match node.op.transfer() {
-            Some(Transfer::Receive { .. }) => true,
-            Some(_) => false,
-            None => {
-                node.outputs.iter().flatten().all(sums)
-                    && node.op.flops(&g.input_types(node), &wanted)?.hardware == 0
-                    && !node.inputs.iter().any(|v| late.contains(v))
-            }
+        let summed = |flops: u128| {
+            let late = node.inputs.iter().any(|v| late.contains(v));
+            flops == 0 && !late && !node.op.communicates() && node.outputs.iter().flatten().all(sums)
         };
+        let received = matches!(node.op, Op::Receive { .. });
+        let early = received || summed(node.op.flops(&g.input_types(node), &wanted)?.hardware);
         phases.push(if early && node.phase == Phase::WeightGrad { Phase::InputGrad } else { node.phase });
         if phases.last() == Some(&Phase::WeightGrad) {
             late.extend(node.outputs.iter().flatten());
@@ -470,7 +467,7 @@ impl Lowering<'_> {
 /// Whether a node's outputs are copies of what other ranks hold.
 fn is_gathered(node: &Node) -> bool {
     match node.op.transfer() {
-        Some(Transfer::AllGather { .. } | Transfer::Receive { .. }) => true,
+        Some(Transfer::AllGather { .. } | Transfer::Shift { .. } | Transfer::Receive { .. }) => true,
         Some(
             Transfer::AllReduce { .. }
             | Transfer::SumShared { .. }
@@ -487,18 +484,19 @@ fn stream(node: &Node) -> Stream {
     if overlaps { Stream::Communication } else { Stream::Compute }
 }
 
-/// Lets every instruction wait for the collectives of the other stream whose results it touches.
+/// Lets every instruction wait for the collectives of the other stream that have made what it reads, or work on what it writes.
 fn wait(segment: &mut Segment) {
-    let mut made: BTreeMap<usize, usize> = BTreeMap::new();
+    let (mut made, mut touched): (BTreeMap<usize, usize>, BTreeMap<usize, usize>) = Default::default();
     let mut ended: Option<usize> = None;
     for t in 0..segment.instrs.len() {
         let instr = &mut segment.instrs[t];
-        let touched = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
+        let reads = instr.inputs.iter().map(|a| a.buffer.0);
+        let writes = instr.outputs.iter().flatten().map(|a| a.buffer.0);
         if instr.stream == Stream::Communication {
-            touched.for_each(|b| {
-                made.insert(b, t);
-            });
-        } else if let Some(last) = touched.filter_map(|b| made.get(&b)).max().copied()
+            made.extend(writes.clone().map(|b| (b, t)));
+            touched.extend(reads.chain(writes).map(|b| (b, t)));
+        } else if let Some(last) =
+            reads.filter_map(|b| made.get(&b)).chain(writes.filter_map(|b| touched.get(&b))).max().copied()
             && ended.is_none_or(|e| e < last)
         {
             instr.waits = vec![last];

@@ -268,6 +268,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         mesh: Mesh::ONE
             .with(MeshAxis::DpReplicate, size("parallel.dp_replicate")?)
             .with(MeshAxis::DpShard, size("parallel.dp")?)
+            .with(MeshAxis::Cp, size("parallel.cp")?)
             .with(MeshAxis::Tp, size("parallel.tp")?)
             .with(MeshAxis::Pp, size("parallel.pp")?),
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
@@ -287,6 +288,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
         whole_matrices: values.word("optimizer.name") == Some(OptimizerName::Muon),
+        naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
     };
     Some((layout, extents))
 }

@@ -24,6 +24,8 @@ pub struct Extents {
     pub micro_batch: usize,
     /// Whether the optimizer works on whole matrices.
     pub whole_matrices: bool,
+    /// Whether attention has the matrix of its weights.
+    pub naive_attention: bool,
 }
 
 impl Extents {
@@ -57,6 +59,7 @@ pub fn check(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     }
     let mut refusals = tensor_parallel(layout, extents);
     refusals.extend(sequence_parallel(layout, extents));
+    refusals.extend(context_parallel(layout, extents));
     refusals.extend(batch(layout, extents));
     refusals.extend(pipeline(layout, extents));
     refusals.extend(zero(layout));
@@ -68,6 +71,7 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let sizes = [
         ("parallel.dp_replicate", layout.mesh.size(MeshAxis::DpReplicate)),
         ("parallel.dp", layout.mesh.size(MeshAxis::DpShard)),
+        ("parallel.cp", layout.mesh.size(MeshAxis::Cp)),
         ("parallel.tp", layout.mesh.size(MeshAxis::Tp)),
         ("parallel.pp", layout.mesh.size(MeshAxis::Pp)),
         ("parallel.virtual", layout.chunks),
@@ -90,6 +94,8 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
 fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 6] {
     let Extents { heads, kv_heads, ffn, seq, vocab, .. } = *extents;
+    let cp = layout.mesh.size(MeshAxis::Cp);
+    let chunks = if cp == 1 { 1 } else { 2 * cp };
     [
         (
             heads.is_multiple_of(tp),
@@ -109,9 +115,14 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
         ),
         (ffn.is_multiple_of(tp), &["model.ffn"], format!("parallel.tp = {tp} does not divide model.ffn = {ffn}")),
         (
-            !layout.sequence_parallel || seq.is_multiple_of(tp),
+            !layout.sequence_parallel || !seq.is_multiple_of(chunks) || (seq / cp).is_multiple_of(tp),
             &["parallel.sequence_parallel", "train.seq"],
-            format!("parallel.tp = {tp} does not divide train.seq = {seq}, which sequence_parallel splits"),
+            match cp {
+                1 => format!("parallel.tp = {tp} does not divide train.seq = {seq}, which sequence_parallel splits"),
+                _ => format!(
+                    "parallel.tp = {tp} does not divide train.seq / parallel.cp = {seq} / {cp}, which sequence_parallel splits"
+                ),
+            },
         ),
         (
             tp == 1 || !extents.whole_matrices,
@@ -145,6 +156,38 @@ fn sequence_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
             nearest: format!("sequence_parallel = false{other}"),
         }
     })
+}
+
+/// Every rank has two chunks of a sequence, which are as long as any other, and attention that can be computed part by part.
+fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
+    let (cp, seq) = (layout.mesh.size(MeshAxis::Cp), extents.seq);
+    let mut refusals = Vec::new();
+    if cp > 1 && !seq.is_multiple_of(2 * cp) {
+        let inner = if layout.sequence_parallel { layout.mesh.size(MeshAxis::Tp) } else { 1 };
+        let fits = |cp: &usize| *cp == 1 || (seq.is_multiple_of(2 * cp) && (seq / cp).is_multiple_of(inner));
+        let sizes: Vec<usize> = divisors(seq).into_iter().filter(fits).collect();
+        let longer = seq.next_multiple_of(2 * cp * inner);
+        refusals.push(Refusal {
+            key: "parallel.cp",
+            with: &["train.seq"],
+            reason: format!(
+                "parallel.cp = {cp} cuts sequences into {} chunks, which do not divide train.seq = {seq}",
+                2 * cp
+            ),
+            nearest: format!("{}, or seq = {longer}", near(MeshAxis::Cp.name(), &sizes, cp)),
+        });
+    }
+    if cp > 1 && extents.naive_attention {
+        refusals.push(Refusal {
+            key: "parallel.cp",
+            with: &["model.attention"],
+            reason: format!(
+                "parallel.cp = {cp} computes attention part by part, which model.attention = \"naive\" does not"
+            ),
+            nearest: "attention = \"flash\", or cp = 1".into(),
+        });
+    }
+    refusals
 }
 
 /// The data-parallel axes, with the keys that give their sizes.
@@ -316,6 +359,7 @@ mod tests {
         global_batch: 1024,
         micro_batch: 2,
         whole_matrices: false,
+        naive_attention: false,
     };
 
     fn layout(text: &str) -> Layout {
@@ -359,6 +403,7 @@ mod tests {
             global_batch: 1,
             micro_batch: 1,
             whole_matrices: true,
+            naive_attention: false,
         };
         assert_eq!(check(&Layout::single(1), &single), []);
     }
@@ -409,6 +454,23 @@ mod tests {
         let seq = Extents { seq: 1028, ..LLAMA };
         assert_eq!(refused("tp=8,sp", seq), one("parallel.tp", "tp = 4"));
         assert_eq!(check(&layout("tp=8"), &seq), []);
+    }
+
+    #[test]
+    fn context_parallelism_cuts_sequences_into_two_chunks_for_every_rank() {
+        for fits in ["cp=2", "cp=4,context=gather,dp=8,zero=3", "cp=16,tp=8,sp,pp=2", "cp=4096", "cp=2,zero=1"] {
+            assert_eq!(check(&layout(fits), &LLAMA), [], "{fits}");
+        }
+        assert_eq!(refused("cp=3", LLAMA), one("parallel.cp", "cp = 2 or 4, or seq = 8196"));
+        assert_eq!(refused("cp=8192", LLAMA), one("parallel.cp", "cp = 4096, or seq = 16384"));
+        let odd = Extents { seq: 1022, ..LLAMA };
+        assert_eq!(refused("cp=2", odd), one("parallel.cp", "cp = 1 or 7, or seq = 1024"));
+        assert_eq!(refused("cp=73,tp=2,sp", odd), []);
+        let seq = Extents { seq: 48, ..LLAMA };
+        assert_eq!(refused("cp=8,tp=4,sp", seq), one("parallel.tp", "tp = 2"));
+        assert_eq!(refused("cp=16,tp=4,sp", seq), one("parallel.cp", "cp = 12, or seq = 128"));
+        let naive = Extents { naive_attention: true, ..LLAMA };
+        assert_eq!(refused("cp=2", naive), one("parallel.cp", "attention = \"flash\", or cp = 1"));
     }
 
     #[test]
@@ -495,7 +557,7 @@ mod tests {
 
     #[test]
     fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
-        let sizes = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+        let sizes = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Tp, MeshAxis::Pp];
         let mesh = sizes.into_iter().fold(lockstep_ir::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
         let none = Extents {
             layers: 0,
@@ -507,8 +569,9 @@ mod tests {
             global_batch: 0,
             micro_batch: 0,
             whole_matrices: false,
+            naive_attention: false,
         };
-        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 12);
+        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 13);
         assert_eq!(refused("tp=2", Extents { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
     }
 

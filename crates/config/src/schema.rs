@@ -25,7 +25,7 @@ use crate::values::Values;
 use crate::words::{
     AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
 };
-use lockstep_ir::{Layout, Schedule};
+use lockstep_ir::{ContextParallel, Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
 const EXTENT: u64 = 1 << 24;
@@ -227,6 +227,15 @@ tables! {
         dp_replicate: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["HSDP", "hybrid sharding", "HYBRID_SHARD", "data_parallel_replicate_degree", "replicas",
                 "num_distributed_optimizer_instances"];
+        /// Context parallelism: ranks that split every sequence among themselves, an early and a late chunk each (zig-zag), for long
+        /// sequences. Twice as many divide train.seq.
+        cp: usize = Count(1, RANKS), Fixed("1"), Conduct,
+            finds ["context parallel", "context parallelism", "context_parallel", "context_parallel_size", "context_parallel_degree",
+                "long context", "zig-zag", "CP"];
+        /// How attention is computed over parallel.cp. ring (ring attention): keys and values go from rank to rank while attention is computed
+        /// over those that are there. gather: all of them are gathered, which takes their memory and no turns.
+        context: ContextParallel = Choice(&ContextParallel::NAMES), Fixed("\"ring\""), Conduct,
+            finds ["ring attention", "cp_comm_type", "context_parallel_rotate_method", "all-gather KV"];
         /// Tensor parallelism: ranks that split heads, hidden units and vocabulary among themselves.
         tp: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["tensor parallel", "tensor parallelism", "tensor_model_parallel_size", "model parallel", "Megatron"];

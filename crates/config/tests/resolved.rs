@@ -81,6 +81,8 @@ gradients = "fp32"  # default
 [parallel]
 dp = 1  # default
 dp_replicate = 1  # default
+cp = 1  # default
+context = "ring"  # default
 tp = 1  # default
 pp = 1  # default
 zero = 0  # default

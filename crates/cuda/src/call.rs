@@ -6,8 +6,8 @@ use crate::driver::{Address, Stream};
 use crate::kernels::{Kernels, Value};
 use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
-use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
+use lockstep_ir::{DType, Span};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -68,6 +68,12 @@ impl Call<'_> {
     /// The part of the vocabulary that this rank has.
     pub fn vocab_part(&self) -> VocabPart {
         self.bound.vocab_part()
+    }
+
+    /// The positions that this rank has of its sequences, as kernels take them (`Span` in `common.cuh`).
+    pub fn span(&self) -> [usize; 3] {
+        let Span { first, count, then } = self.bound.positions();
+        [first, count, then].map(|n| n.min(i32::MAX as usize))
     }
 
     /// Type of the floating-point operands.

@@ -66,11 +66,13 @@ struct Second {
 const STAGING: usize = 8 << 20;
 
 impl CudaExecutor {
-    /// Loads a program of one rank that was compiled for [`crate::profile`], deterministic or not.
+    /// Loads a program of one rank, or of the first of several that do not communicate, which was compiled for [`crate::profile`],
+    /// deterministic or not.
     pub fn load(gpu: &Arc<Gpu>, program: StepProgram, deterministic: bool) -> Result<Self, ExecError> {
-        match program.mesh.ranks() {
-            1 => Self::load_rank(gpu, program, deterministic, None),
-            ranks => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
+        let (ranks, mut instrs) = (program.mesh.ranks(), program.segments.iter().flat_map(|s| &s.instrs));
+        match ranks == 1 || !instrs.any(|i| i.op.communicates()) {
+            true => Self::load_rank(gpu, program, deterministic, None),
+            false => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
         }
     }
 

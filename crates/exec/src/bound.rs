@@ -2,8 +2,8 @@
 
 use crate::ExecError;
 use lockstep_ir::op::{Elem, IGNORED_TARGET, TypeVar};
-use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, TypeError};
+use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Offsets, Role, Slot, StepProgram, Sum, Tensor};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Span, TypeError};
 use std::collections::BTreeMap;
 
 /// An operand as the executor sees it.
@@ -76,14 +76,28 @@ pub struct Bound {
     pub workspace: Option<At>,
     /// Type of the floating-point operands.
     pub float: DType,
-    /// Where the rank has a part of the dimension that the op numbers: its first entry, and those of the whole.
-    part: Option<(usize, usize)>,
+    /// Where the rank has a part of the dimension that the op numbers.
+    part: Option<Part>,
     /// Sizes by letter of the op table.
     sizes: [usize; 26],
     /// Rows of the sections of the first input.
     pub sections: Vec<usize>,
     /// Elements of the sections of its last dimension.
     pub columns: Vec<usize>,
+}
+
+/// The parts that ranks have of a dimension, and which of them is this rank's.
+struct Part {
+    all: Vec<Span>,
+    index: usize,
+    /// Entries of the whole.
+    whole: usize,
+}
+
+impl Part {
+    fn new(Offsets { over, parts, whole }: &Offsets, program: &StepProgram, here: Coordinates) -> Self {
+        Self { all: parts.clone(), index: here.index(*over, &program.mesh), whole: *whole }
+    }
 }
 
 /// A rank's part of the vocabulary.
@@ -130,7 +144,7 @@ impl Bound {
             outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a, here))).collect(),
             workspace: instr.workspace.map(|w| At::buffer(program, w)),
             float,
-            part: instr.offsets.as_ref().map(|o| (o.starts[here.index(o.over, &program.mesh)], o.whole)),
+            part: instr.offsets.as_ref().map(|offsets| Part::new(offsets, program, here)),
             sizes,
             sections: sizes_of(rows),
             columns: sizes_of(columns),
@@ -154,13 +168,19 @@ impl Bound {
     /// The part of the vocabulary that the rank has: all of it, if nothing else is said.
     pub fn vocab_part(&self) -> VocabPart {
         let entries = self.size('v');
-        let (first, whole) = self.part.unwrap_or((0, entries));
+        let (first, whole) = self.part.as_ref().map_or((0, entries), |part| (part.all[part.index].first, part.whole));
         VocabPart { first, entries: entries.min(whole.saturating_sub(first)), whole }
     }
 
-    /// The first position that the rank has of its sequences.
-    pub fn first_position(&self) -> usize {
-        self.part.map_or(0, |(first, _)| first)
+    /// The positions that the rank has of its sequences.
+    pub fn positions(&self) -> Span {
+        self.positions_before(0)
+    }
+
+    /// The positions that the rank so many before this one around the ring has: where keys are that have come so far.
+    pub fn positions_before(&self, step: usize) -> Span {
+        let of = |Part { all, index, .. }: &Part| all[(index + all.len() - step % all.len()) % all.len()];
+        self.part.as_ref().map_or(Span::ALL, of)
     }
 }
 

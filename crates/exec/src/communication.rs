@@ -7,7 +7,7 @@ pub use queue::{CommunicationQueue, Enqueued, Inline};
 pub use thread::CommunicationThread;
 
 use crate::bound::At;
-use crate::comm::{Collective, CommError, HostCommunicator, Piece, ProgramPlace, RankGroup};
+use crate::comm::{Collective, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType};
@@ -33,6 +33,7 @@ struct PieceAt {
     output: Option<(At, usize)>,
     rows: usize,
     elements: usize,
+    order: Order,
     dtype: lockstep_ir::DType,
 }
 
@@ -77,6 +78,7 @@ impl CommunicationCall {
             }
             Transfer::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
             Transfer::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
+            Transfer::Shift { over } => What::Together(Collective::Shift, along(over)),
             Transfer::Send { stage, tag } => {
                 let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
@@ -96,6 +98,7 @@ impl CommunicationCall {
                 Transfer::AllReduce { .. }
                 | Transfer::SumShared { .. }
                 | Transfer::AllGather { .. }
+                | Transfer::Shift { .. }
                 | Transfer::Send { .. } => &x?.ty,
             };
             let ranks = match &what {
@@ -110,7 +113,7 @@ impl CommunicationCall {
             }
             let start = from * part.dtype.bytes();
             let (input, output) = (input.map(|at| (at, start)), output.map(|at| (at, start)));
-            pieces.push(PieceAt { input, output, rows, elements, dtype: part.dtype });
+            pieces.push(PieceAt { input, output, rows, elements, order: order(transfer), dtype: part.dtype });
         }
         let place = ProgramPlace { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
         Some(Self { what, place, padding, pieces })
@@ -128,7 +131,7 @@ impl CommunicationCall {
         };
         let piece = |p: &Piece| {
             let (input, output) = (Some((at(p.input), 0)), Some((at(p.output), 0)));
-            PieceAt { input, output, rows: p.rows, elements: p.elements, dtype: p.dtype }
+            PieceAt { input, output, rows: p.rows, elements: p.elements, order: p.order, dtype: p.dtype }
         };
         Self { what, place, padding: Vec::new(), pieces: pieces.iter().map(piece).collect() }
     }
@@ -144,6 +147,7 @@ impl CommunicationCall {
             output: p.output.map_or(none, address),
             rows: p.rows,
             elements: p.elements,
+            order: p.order,
             dtype: p.dtype,
         }));
         let action = match &self.what {
@@ -202,8 +206,27 @@ fn rows(transfer: Transfer, part: &TensorType) -> (usize, usize) {
         Transfer::AllGather { dim: None, .. }
         | Transfer::ReduceScatter { dim: None, .. }
         | Transfer::AllReduce { .. }
+        | Transfer::Shift { .. }
         | Transfer::Send { .. }
         | Transfer::Receive { .. } => (1, 0),
+    }
+}
+
+/// Parts over context-parallel ranks are in zig-zag order.
+fn order(transfer: Transfer) -> Order {
+    match transfer {
+        Transfer::AllGather { over, dim: Some(_) } | Transfer::ReduceScatter { over, dim: Some(_) }
+            if over == MeshAxis::Cp.into() =>
+        {
+            Order::ZigZag
+        }
+        Transfer::AllGather { .. }
+        | Transfer::ReduceScatter { .. }
+        | Transfer::SumShared { .. }
+        | Transfer::AllReduce { .. }
+        | Transfer::Shift { .. }
+        | Transfer::Send { .. }
+        | Transfer::Receive { .. } => Order::Group,
     }
 }
 

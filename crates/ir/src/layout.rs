@@ -6,7 +6,39 @@ use serde::Serialize;
 use std::str::FromStr;
 
 /// The axes that the text of a layout may name.
-const NAMED: [MeshAxis; 4] = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+const NAMED: [MeshAxis; 5] = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Tp, MeshAxis::Pp];
+
+/// How queries of one context-parallel rank come to the keys of another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ContextParallel {
+    /// Keys and values go around, a part at a time.
+    #[default]
+    Ring,
+    /// All of them are gathered.
+    Gather,
+}
+
+impl ContextParallel {
+    /// Both.
+    pub const ALL: [ContextParallel; 2] = [ContextParallel::Ring, ContextParallel::Gather];
+
+    /// Their names, in the same order.
+    pub const NAMES: [&str; 2] = [ContextParallel::Ring.name(), ContextParallel::Gather.name()];
+
+    /// The name in configs and layouts.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ContextParallel::Ring => "ring",
+            ContextParallel::Gather => "gather",
+        }
+    }
+
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|one| one.name() == name)
+    }
+}
 
 /// What words for a schedule are about.
 const SCHEDULE: &str = "the schedule";
@@ -27,6 +59,8 @@ pub struct Layout {
     pub reshard_after_forward: bool,
     /// Whether tp ranks split the sequence where they do not split the matrices.
     pub sequence_parallel: bool,
+    /// How attention is computed over cp ranks.
+    pub context: ContextParallel,
     /// In which order stages compute micro-batches.
     pub schedule: Schedule,
     /// Chunks of layers that a rank of the pipeline has (virtual pipeline stages).
@@ -55,6 +89,7 @@ impl Layout {
             zero: 0,
             reshard_after_forward: true,
             sequence_parallel: false,
+            context: ContextParallel::Ring,
             schedule: Schedule::USUAL,
             chunks: 1,
         }
@@ -74,6 +109,8 @@ impl std::fmt::Display for Layout {
             (self.zero != 0).then(|| format!("zero={}", self.zero)),
             (!self.reshard_after_forward).then(|| "no-reshard".to_owned()),
             size(MeshAxis::Cp),
+            (self.mesh.size(MeshAxis::Cp) != 1 && self.context != ContextParallel::default())
+                .then(|| format!("context={}", self.context.name())),
             size(MeshAxis::Ep),
             size(MeshAxis::Tp),
             self.sequence_parallel.then(|| "sp".to_owned()),
@@ -92,7 +129,8 @@ impl std::fmt::Display for Layout {
 /// What the text of a layout may say.
 fn words() -> String {
     format!(
-        "a layout is made of dp=N, dp_replicate=N, tp=N, pp=N, zero=N, no-reshard, sp, virtual=N and a schedule: {}",
+        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring or gather, tp=N, sp, pp=N, virtual=N and a \
+         schedule: {}",
         Schedule::NAMES.join(", ")
     )
 }
@@ -123,6 +161,16 @@ pub enum LayoutError {
         least: usize,
         /// The most that is accepted.
         most: usize,
+    },
+    /// A value that is none of a few words.
+    #[error("{key}={value} is not known\nhint: write {key}={}", .words.join(&format!(" or {key}=")))]
+    Word {
+        /// What was being given.
+        key: &'static str,
+        /// What was written.
+        value: String,
+        /// What is accepted.
+        words: &'static [&'static str],
     },
     /// A value for a word that has none.
     #[error("{0} takes no value\nhint: write {0} alone, or leave it out")]
@@ -206,7 +254,13 @@ impl Layout {
                 self.sequence_parallel = true;
                 Ok("sp")
             }
-            "cp" => Err(LayoutError::NotYet("cp", "context parallelism")),
+            "context" => {
+                let value = value.ok_or(LayoutError::NoValue("context"))?;
+                let unknown =
+                    || LayoutError::Word { key: "context", value: value.to_owned(), words: &ContextParallel::NAMES };
+                self.context = ContextParallel::named(value).ok_or_else(unknown)?;
+                Ok("context")
+            }
             "ep" => Err(LayoutError::NotYet("ep", "expert parallelism")),
             _ => Err(LayoutError::Unknown(word.to_owned())),
         }
@@ -253,6 +307,11 @@ mod tests {
         assert_eq!(hybrid.to_string(), "dp_replicate=2 dp=4 zero=3 no-reshard");
         assert_eq!(read(&hybrid.to_string()), hybrid);
         assert_eq!(read("pp=2").schedule, Schedule::USUAL);
+        let context = read("cp=4,context=gather,tp=2");
+        assert_eq!((context.mesh.size(MeshAxis::Cp), context.context), (4, ContextParallel::Gather));
+        assert_eq!(context.to_string(), "cp=4 context=gather tp=2");
+        assert_eq!(read(&context.to_string()), context);
+        assert_eq!(read("cp=2,context=ring").to_string(), "cp=2");
     }
 
     #[test]
@@ -285,6 +344,7 @@ mod tests {
         assert_eq!(first("dp=99999999999999999999"), "dp=99999999999999999999 is not a number in range");
         assert_eq!(first("zero=4"), "zero=4 is not a number in range");
         assert_eq!(first("sp=1"), "sp takes no value");
+        assert_eq!(refused("context=all"), "context=all is not known\nhint: write context=ring or context=gather");
         assert_eq!(first("gpipe=true"), "gpipe takes no value");
         assert_eq!(first("dp=2,dp=2"), "dp is given twice");
         assert_eq!(first("gpipe,1f1b"), "the schedule is given twice");

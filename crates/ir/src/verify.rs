@@ -249,14 +249,15 @@ fn check_offsets(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         };
     };
     let entries = arg.ty.dims[dim].size();
-    let mut starts = offsets.starts.clone();
-    starts.sort_unstable();
-    let end = starts.iter().fold(0, |end, start| if *start <= end { end.max(start + entries) } else { end });
-    if offsets.over != over || starts.len() != program.mesh.size(over) {
+    let mut runs: Vec<(usize, usize)> =
+        offsets.parts.iter().flat_map(|part| part.runs(entries)).map(|run| (run.whole, run.len)).collect();
+    runs.sort_unstable();
+    let end = runs.iter().fold(0, |end, (start, len)| if *start <= end { end.max(start + len) } else { end });
+    if offsets.over != over || offsets.parts.len() != program.mesh.size(over) {
         return refuse(format!("parts over {over} start where parts over {} do", offsets.over));
     }
     if end < offsets.whole {
-        return refuse(format!("parts of {entries} from {:?} on leave out some of {}", offsets.starts, offsets.whole));
+        return refuse(format!("parts of {entries} from {:?} on leave out some of {}", offsets.parts, offsets.whole));
     }
     Ok(())
 }
@@ -284,7 +285,7 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
             Transfer::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * ranks(over) as u64,
             Transfer::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * ranks(over),
             Transfer::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * ranks(over) as u64,
-            Transfer::AllReduce { .. } | Transfer::SumShared { .. } => x.ty == y.ty,
+            Transfer::AllReduce { .. } | Transfer::SumShared { .. } | Transfer::Shift { .. } => x.ty == y.ty,
             Transfer::Send { .. } | Transfer::Receive { .. } => return Ok(()),
         };
         if !fits || x.ty.dtype != y.ty.dtype {

@@ -49,7 +49,9 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     }
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
     m.ffn = fit(m.ffn, 192, tp);
-    t.seq = fit(t.seq, 64, tp);
+    // Chunks of context-parallel ranks, in which sequence-parallel ranks have parts.
+    let chunks = most(|l| if l.mesh.size(MeshAxis::Cp) == 1 { 1 } else { 2 * l.mesh.size(MeshAxis::Cp) });
+    t.seq = fit(t.seq, 64, tp * chunks);
     // What was shorter than a sequence stays so.
     let share = |window: usize| (window * t.seq / config.train.seq).max(1);
     m.sliding_window = m.sliding_window.map(|w| if w < config.train.seq { share(w) } else { w });

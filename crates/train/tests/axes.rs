@@ -176,7 +176,7 @@ fn a_wrong_axis_is_refused_with_op_and_layer() {
             let other = |over: &mut Axes| std::mem::replace(over, set) != set;
             let collectives = refused(&program, |instr| match &mut instr.op {
                 Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => other(over),
-                Op::SumShared { over, .. } => other(over),
+                Op::SumShared { over, .. } | Op::Shift { over } => other(over),
                 _ => false,
             });
             let offsets = refused(&program, |instr| instr.offsets.as_mut().is_some_and(|o| other(&mut o.over)));
@@ -195,7 +195,7 @@ fn a_wrong_axis_is_refused_with_op_and_layer() {
 fn a_table_of_offsets_that_leaves_entries_out_is_refused() {
     let program = compiled(mesh(&[(Tp, 2)]), 0, false).programs.remove(0);
     let moved = refused(&program, |instr| {
-        instr.offsets.as_mut().is_some_and(|o| std::mem::replace(&mut o.starts[1], 40) != 40)
+        instr.offsets.as_mut().is_some_and(|o| std::mem::replace(&mut o.parts[1].first, 40) != 40)
     });
     let missing = refused(&program, |instr| instr.offsets.take().is_some());
     assert!(moved > 2 && moved == missing);

@@ -238,6 +238,12 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::VocabGrad { .. }
         | Op::JoinRows
         | Op::AllReduce { .. }
+        | Op::RingAttention { .. }
+        | Op::RingAttentionGrad { .. }
+        | Op::AttentionMerge
+        | Op::GatheredAttention { .. }
+        | Op::GatheredAttentionGrad { .. }
+        | Op::Shift { .. }
         | Op::SumShared { .. }
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }

@@ -272,6 +272,12 @@ impl Backward {
             | Op::VocabGrad { .. }
             | Op::JoinRows
             | Op::AllReduce { .. }
+            | Op::RingAttention { .. }
+            | Op::RingAttentionGrad { .. }
+            | Op::AttentionMerge
+            | Op::GatheredAttention { .. }
+            | Op::GatheredAttentionGrad { .. }
+            | Op::Shift { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }

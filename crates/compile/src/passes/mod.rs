@@ -1,6 +1,7 @@
 //! The passes over the graph, in order.
 
 mod autodiff;
+mod context;
 mod fuse;
 mod optimizer;
 mod precision;

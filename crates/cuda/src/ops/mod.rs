@@ -110,6 +110,13 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::RopeAt => pointwise::rope_at(call),
             Op::Attention { window } => attention::forward(call, window),
             Op::AttentionGrad { window } => attention::grad(call, window),
+            Op::RingAttention { .. }
+            | Op::RingAttentionGrad { .. }
+            | Op::AttentionMerge
+            | Op::GatheredAttention { .. }
+            | Op::GatheredAttentionGrad { .. } => {
+                Err(CudaError::Internal(format!("{} is not there on CUDA yet", call.bound.op.name())))
+            }
             Op::CachedAttention { window } => attention::cached(call, window),
             Op::LastPosition => pointwise::last_position(call),
             Op::SwiGlu => pointwise::swiglu(call),
@@ -144,6 +151,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }
+            | Op::Shift { .. }
             | Op::Shard { .. }
             | Op::Send { .. }
             | Op::Receive { .. } => Err(CudaError::Internal(format!("{} is no kernel", call.bound.op.name()))),

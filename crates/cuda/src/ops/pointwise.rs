@@ -39,7 +39,9 @@ unsafe fn rotate(call: Call, sign: f32, positions: Positions) -> Result<(), Cuda
     let threads = work.next_multiple_of(32).clamp(32, THREADS);
     let (qkv, table) = (call.input(0), call.input(1));
     let (seq, rows) = (call.size('s'), call.size('t'));
-    let args = args![qkv, table, starts, out, seq, width, rotated, e, rows, sign, positions as i32, wide];
+    let [first, count, then] = call.span();
+    let how = positions as i32;
+    let args = args![qkv, table, starts, out, seq, first, count, then, width, rotated, e, rows, sign, how, wide];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("pointwise", "rope"), [call.rows(), 1, 1], threads, args) }
 }

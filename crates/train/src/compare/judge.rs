@@ -31,8 +31,9 @@ pub enum Promise {
 impl Promise {
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
-        let same_sums =
-            layout.mesh.size(MeshAxis::Tp) == 1 && (layout.mesh.size(Axes::TOKENS) == 1 || config.train.reproducible);
+        // Ranks that split what a sum is over, inside a sequence.
+        let inside = layout.mesh.size(Axes::of(&[MeshAxis::Cp, MeshAxis::Tp]));
+        let same_sums = inside == 1 && (layout.mesh.size(Axes::SEQUENCES) == 1 || config.train.reproducible);
         let rounds =
             config.precision.policy != PrecisionPolicy::Fp32 || config.precision.gradients == GradientPrecision::Bf16;
         match (same_sums, rounds) {
