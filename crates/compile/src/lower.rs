@@ -11,9 +11,9 @@ use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::schedule::Work;
+use lockstep_ir::schedule::{PipeRank, Work};
 use lockstep_ir::{Axes, Graph, Op, Placement, TypeError, ValueId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A program whose buffers have no offsets yet.
 pub(crate) struct Unplaced {
@@ -64,15 +64,11 @@ pub(crate) fn lower(
     let pipeline = layout.pipeline();
     let works = Works::new(&pipeline.slots[rank]);
     let chunks = &pipeline.virtual_stages[rank];
+    let runs_with = phases(&train.graph)?;
     let of = |chunk: Option<usize>, phases: &[Phase]| {
-        let nodes = train.graph.nodes.iter().zip(&train.chunks);
-        // A gradient is received with the input gradients, whoever reads it first.
-        let phase = |n: &Node| match (n.op, n.phase) {
-            (Op::Receive { .. }, Phase::WeightGrad) => Phase::InputGrad,
-            (_, phase) => phase,
-        };
-        let wanted = nodes.filter(|(n, c)| phases.contains(&phase(n)) && chunk.is_none_or(|chunk| chunk == **c));
-        wanted.map(|(n, _)| n).collect::<Vec<_>>()
+        let nodes = train.graph.nodes.iter().zip(&train.chunks).zip(&runs_with);
+        let wanted = nodes.filter(|((_, c), phase)| phases.contains(phase) && chunk.is_none_or(|chunk| chunk == **c));
+        wanted.map(|((n, _), _)| n).collect::<Vec<_>>()
     };
     let mut parts: Vec<Part> = Vec::new();
     for chunk in 0..chunks.len() {
@@ -120,7 +116,8 @@ pub(crate) fn lower(
 
     let mut saved: Vec<(Saved, usize)> = works.saved().iter().map(|saved| (*saved, 1)).collect();
     let mut step_of = |micro_batches: usize| {
-        let slots = layout.schedule.pipeline(pipeline.slots.len(), micro_batches).slots.swap_remove(rank);
+        let (ranks, chunks) = (pipeline.slots.len(), layout.chunks);
+        let slots = layout.schedule.slots(PipeRank { ranks, rank, chunks, micro_batches });
         let copies = allot(&slots);
         for (saved, most) in &mut saved {
             *most = copies.iter().map(|c| c[*saved as usize] + 1).fold(*most, usize::max);
@@ -151,6 +148,30 @@ pub(crate) fn lower(
         micro_batches: layout.micro_batches,
         saved,
     })
+}
+
+/// The phase with which every node runs. A gradient is received with the input gradients, whoever reads it first. So are weight
+/// gradients summed that are no matmuls (of norms, biases and tables): they take little time, and what they read need not be saved
+/// until W.
+fn phases(g: &Graph) -> Result<Vec<Phase>, TypeError> {
+    // Values that are there only with the weight gradients.
+    let mut late: BTreeSet<ValueId> = BTreeSet::new();
+    let mut phases = Vec::new();
+    for node in &g.nodes {
+        let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
+        let sums = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(_) });
+        let summed = |flops: u128| {
+            let late = node.inputs.iter().any(|v| late.contains(v));
+            flops == 0 && !late && !node.op.communicates() && node.outputs.iter().flatten().all(sums)
+        };
+        let received = matches!(node.op, Op::Receive { .. });
+        let early = received || summed(node.op.flops(&g.input_types(node), &wanted)?.hardware);
+        phases.push(if early && node.phase == Phase::WeightGrad { Phase::InputGrad } else { node.phase });
+        if phases.last() == Some(&Phase::WeightGrad) {
+            late.extend(node.outputs.iter().flatten());
+        }
+    }
+    Ok(phases)
 }
 
 /// Of a segment with sums over ranks, which belong to the last micro-batch of a step only: what the others run.

@@ -30,7 +30,7 @@ use std::sync::mpsc;
 pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let most = |size: fn(&Layout) -> usize| layouts.iter().map(size).fold(1, |a, b| a / gcd(a, b) * b);
     let (tp, dp) = (most(|l| l.mesh.size(MeshAxis::Tp)), most(|l| l.mesh.size(Axes::SEQUENCES)));
-    let pp = layouts.iter().map(|l| l.mesh.size(MeshAxis::Pp)).max().unwrap_or(1);
+    let stages = layouts.iter().map(Layout::stages).max().unwrap_or(1);
     // The least multiple of `step` that is at least `wanted`, where the size was a multiple of it and larger.
     let fit = |size: usize, wanted: usize, step: usize| match size.is_multiple_of(step) {
         true => size.min(wanted.next_multiple_of(step)),
@@ -46,7 +46,10 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
     m.dim = if plain { m.heads * m.head_dim } else { m.dim.min(128) };
-    m.layers = m.layers.min(pp.max(4));
+    m.layers = m.layers.min(stages.max(4));
+    if m.layers != config.model.layers {
+        small.parallel.stages.clear();
+    }
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
     m.ffn = fit(m.ffn, 192, tp);
     // Chunks of context-parallel ranks, in which sequence-parallel ranks have parts.

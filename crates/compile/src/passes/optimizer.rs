@@ -166,10 +166,11 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
     // At both ends: an embedding and the head that is tied to it.
     match held.len() <= 1 || held.iter().all(|layer| [0, last].contains(layer)) {
         true => {
-            let places = context.layout.pipeline().places();
-            let end = |layer: &usize| if *layer == 0 { places.first() } else { places.last() };
-            let ranks: BTreeSet<Option<usize>> = held.iter().map(|layer| end(layer).map(|(rank, _)| *rank)).collect();
-            Ok(ranks.len())
+            let (layout, last) = (&context.layout, context.layout.stages() - 1);
+            let stages = layout.schedule.virtual_stages(layout.mesh.size(MeshAxis::Pp), layout.chunks);
+            let end = |layer: &usize| if *layer == 0 { 0 } else { last };
+            let rank = |layer: &usize| stages.iter().position(|own| own.contains(&end(layer)));
+            Ok(held.iter().map(rank).collect::<BTreeSet<_>>().len())
         }
         false => {
             let reason = "a parameter that two layers share does not go over pipeline stages".to_owned();
