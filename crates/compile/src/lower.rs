@@ -11,9 +11,9 @@ use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::schedule::Work;
+use lockstep_ir::schedule::{PipeRank, Work};
 use lockstep_ir::{Axes, Graph, Op, Placement, TypeError, ValueId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A program whose buffers have no offsets yet.
 pub(crate) struct Unplaced {
@@ -64,15 +64,11 @@ pub(crate) fn lower(
     let pipeline = layout.pipeline();
     let works = Works::new(&pipeline.slots[rank]);
     let chunks = &pipeline.virtual_stages[rank];
+    let runs_with = phases(&train.graph)?;
     let of = |chunk: Option<usize>, phases: &[Phase]| {
-        let nodes = train.graph.nodes.iter().zip(&train.chunks);
-        // A gradient is received with the input gradients, whoever reads it first.
-        let phase = |n: &Node| match (n.op, n.phase) {
-            (Op::Receive { .. }, Phase::WeightGrad) => Phase::InputGrad,
-            (_, phase) => phase,
-        };
-        let wanted = nodes.filter(|(n, c)| phases.contains(&phase(n)) && chunk.is_none_or(|chunk| chunk == **c));
-        wanted.map(|(n, _)| n).collect::<Vec<_>>()
+        let nodes = train.graph.nodes.iter().zip(&train.chunks).zip(&runs_with);
+        let wanted = nodes.filter(|((_, c), phase)| phases.contains(phase) && chunk.is_none_or(|chunk| chunk == **c));
+        wanted.map(|((n, _), _)| n).collect::<Vec<_>>()
     };
     let mut parts: Vec<Part> = Vec::new();
     for chunk in 0..chunks.len() {
@@ -80,15 +76,16 @@ pub(crate) fn lower(
         parts.extend(works.segments().iter().map(part));
     }
     let once = |name, phase| Part { name, chunk: 0, work: None, nodes: of(None, &[phase]) };
-    // What looks at the gradients of the first micro-batch: by chunk, and whether forward makes them.
-    let mut probes: BTreeMap<(usize, bool), usize> = BTreeMap::new();
-    let late = read_late(&train.graph);
-    for (chunk, forward) in (0..chunks.len()).flat_map(|chunk| [(chunk, true), (chunk, false)]) {
-        let all = train.graph.nodes.iter().zip(&train.chunks).zip(&late);
-        let mine = all.filter(|((n, c), late)| n.phase == Phase::Probe && **c == chunk && **late != forward);
-        let nodes: Vec<&Node> = mine.map(|((n, _), _)| n).collect();
+    // What looks at the gradients of the first micro-batch, behind the work that makes them: by then no other has been added.
+    let mut probes: BTreeMap<(usize, Work), usize> = BTreeMap::new();
+    let summed = summed_in(&train.graph, &runs_with, works);
+    for (chunk, (k, kind)) in (0..chunks.len()).flat_map(|c| works.segments().iter().enumerate().map(move |k| (c, k))) {
+        let all = train.graph.nodes.iter().zip(&train.chunks);
+        let behind = |n: &Node| n.inputs.iter().map(|v| summed[v.0]).max() == Some(k);
+        let mine = all.filter(|(n, c)| n.phase == Phase::Probe && **c == chunk && behind(n));
+        let nodes: Vec<&Node> = mine.map(|(n, _)| n).collect();
         if !nodes.is_empty() {
-            probes.insert((chunk, forward), parts.len());
+            probes.insert((chunk, kind.work), parts.len());
             parts.push(Part { name: "probe", chunk, work: None, nodes });
         }
     }
@@ -128,7 +125,8 @@ pub(crate) fn lower(
 
     let mut saved: Vec<(Saved, usize)> = works.saved().iter().map(|saved| (*saved, 1)).collect();
     let mut step_of = |micro_batches: usize| {
-        let slots = layout.schedule.pipeline(pipeline.slots.len(), micro_batches).slots.swap_remove(rank);
+        let (ranks, chunks) = (pipeline.slots.len(), layout.chunks);
+        let slots = layout.schedule.slots(PipeRank { ranks, rank, chunks, micro_batches });
         let copies = allot(&slots);
         for (saved, most) in &mut saved {
             *most = copies.iter().map(|c| c[*saved as usize] + 1).fold(*most, usize::max);
@@ -138,9 +136,7 @@ pub(crate) fn lower(
             let [plain, last] = runs[&(slot.chunk, slot.work)];
             let segment = if slot.micro_batch + 1 == micro_batches { last } else { plain };
             schedule.push(Slot { segment, micro_batch: slot.micro_batch, saved });
-            let forward = slot.work == Work::Forward;
-            let probe = probes.get(&(slot.chunk, forward)).filter(|_| forward || slot.work.sums_gradients());
-            let probe = probe.filter(|_| slot.micro_batch == 0);
+            let probe = probes.get(&(slot.chunk, slot.work)).filter(|_| slot.micro_batch == 0);
             schedule.extend(probe.map(|&segment| Slot { segment, micro_batch: 0, saved }));
         }
         schedule.push(Slot::new(update, 0));
@@ -163,24 +159,50 @@ pub(crate) fn lower(
     })
 }
 
-/// Of every node, whether it reads, itself or through others that look at gradients, a sum that backward makes.
-fn read_late(g: &Graph) -> Vec<bool> {
-    let mut late = vec![false; g.values.len()];
-    for node in g.nodes.iter().filter(|n| !matches!(n.phase, Phase::Forward | Phase::Probe)) {
+/// Of every sum over micro-batches, and of what is counted from some: behind which of the segments of a chunk it has the first one's
+/// gradient.
+fn summed_in(g: &Graph, runs_with: &[Phase], works: Works) -> Vec<usize> {
+    let mut place = vec![0; g.values.len()];
+    for (node, phase) in g.nodes.iter().zip(runs_with) {
+        let counts = node.phase == Phase::Probe;
+        let here = match counts {
+            true => node.inputs.iter().map(|v| place[v.0]).max(),
+            false => works.segments().iter().position(|s| s.phases.contains(phase)),
+        };
+        let Some(here) = here else { continue };
         for v in node.outputs.iter().flatten() {
             if let Source::Node { into: Some(sum) } = g.get(*v).source {
-                late[sum.0] = true;
+                place[sum.0] = place[sum.0].max(here);
+            } else if counts {
+                place[v.0] = here;
             }
         }
     }
-    let reads = |node: &Node| {
-        let found = node.inputs.iter().any(|v| late[v.0]);
-        if node.phase == Phase::Probe {
-            node.outputs.iter().flatten().for_each(|v| late[v.0] = found);
+    place
+}
+
+/// The phase with which every node runs. A gradient is received with the input gradients, whoever reads it first. So are weight
+/// gradients summed that are no matmuls (of norms, biases and tables): they take little time, and what they read need not be saved
+/// until W.
+fn phases(g: &Graph) -> Result<Vec<Phase>, TypeError> {
+    // Values that are there only with the weight gradients.
+    let mut late: BTreeSet<ValueId> = BTreeSet::new();
+    let mut phases = Vec::new();
+    for node in &g.nodes {
+        let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
+        let sums = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(_) });
+        let summed = |flops: u128| {
+            let late = node.inputs.iter().any(|v| late.contains(v));
+            flops == 0 && !late && !node.op.communicates() && node.outputs.iter().flatten().all(sums)
+        };
+        let received = matches!(node.op, Op::Receive { .. });
+        let early = received || summed(node.op.flops(&g.input_types(node), &wanted)?.hardware);
+        phases.push(if early && node.phase == Phase::WeightGrad { Phase::InputGrad } else { node.phase });
+        if phases.last() == Some(&Phase::WeightGrad) {
+            late.extend(node.outputs.iter().flatten());
         }
-        found
-    };
-    g.nodes.iter().map(reads).collect()
+    }
+    Ok(phases)
 }
 
 /// Of a segment with sums over ranks, which belong to the last micro-batch of a step only: what the others run.

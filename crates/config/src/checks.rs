@@ -6,6 +6,7 @@ use crate::declare::Key;
 use crate::kind::MAX_BATCH;
 use crate::legal::{self, Extents};
 use crate::rules;
+use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
 use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
@@ -145,6 +146,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     prompts_go_with_the_rest,
     eos_token_has_a_tokenizer,
     recompute_has_its_keys,
+    stages::stages_make_up_the_model,
 ];
 
 fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
@@ -272,6 +274,8 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
         reshard_after_forward: values.switch("parallel.reshard_after_forward")?,
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
+        schedule: values.word("parallel.schedule")?,
+        chunks: size("parallel.virtual")?,
         ..Layout::single(1)
     };
     let extents = Extents {

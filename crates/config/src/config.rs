@@ -208,7 +208,12 @@ impl Config {
         (p.cp, p.tp, p.pp) = (size(MeshAxis::Cp), size(MeshAxis::Tp), size(MeshAxis::Pp));
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
         p.reshard_after_forward = layout.reshard_after_forward;
-        (p.context, p.schedule) = (layout.context, layout.schedule);
+        p.context = layout.context;
+        (p.schedule, p.r#virtual) = (layout.schedule, layout.chunks);
+        // Stages cut by hand are those of as many.
+        if p.stages.len() != layout.stages() {
+            p.stages.clear();
+        }
         config
     }
 
@@ -223,6 +228,7 @@ impl Config {
             sequence_parallel: p.sequence_parallel,
             context: p.context,
             schedule: p.schedule,
+            chunks: p.r#virtual,
         }
     }
 

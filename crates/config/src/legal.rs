@@ -1,6 +1,6 @@
 //! Which layouts fit a model and a batch, as checks on plain numbers.
 
-use lockstep_ir::{Axes, Layout, MeshAxis};
+use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
 use serde::Serialize;
 
 /// The sizes that a layout must split.
@@ -74,6 +74,7 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
         ("parallel.cp", layout.mesh.size(MeshAxis::Cp)),
         ("parallel.tp", layout.mesh.size(MeshAxis::Tp)),
         ("parallel.pp", layout.mesh.size(MeshAxis::Pp)),
+        ("parallel.virtual", layout.chunks),
         ("model.layers", extents.layers),
         ("model.heads", extents.heads),
         ("model.kv_heads", extents.kv_heads),
@@ -238,13 +239,65 @@ fn batch(layout: &Layout, extents: &Extents) -> Option<Refusal> {
 }
 
 fn pipeline(layout: &Layout, extents: &Extents) -> Option<Refusal> {
-    let (pp, layers) = (layout.mesh.size(MeshAxis::Pp), extents.layers);
-    (pp > layers).then(|| Refusal {
-        key: "parallel.pp",
-        with: &["model.layers"],
-        reason: format!("parallel.pp = {pp} is more than model.layers = {layers}, and every stage needs a layer"),
-        nearest: format!("pp = {layers}"),
+    let (pp, chunks, layers, schedule) =
+        (layout.mesh.size(MeshAxis::Pp), layout.chunks, extents.layers, layout.schedule);
+    let accepts = schedule.chunks();
+    if !accepts.contains(&chunks) {
+        return Some(chunks_of(schedule, chunks));
+    }
+    if pp == 1 && schedule != Schedule::USUAL {
+        let usual = Schedule::USUAL;
+        let other = if layers >= 2 * chunks { ", or pp = 2 or more" } else { "" };
+        return Some(Refusal {
+            key: "parallel.schedule",
+            with: &["parallel.pp"],
+            reason: format!("parallel.schedule = \"{schedule}\" orders the stages of a pipeline, and parallel.pp = 1"),
+            nearest: format!("schedule = \"{usual}\"{other}"),
+        });
+    }
+    if pp > layers {
+        return Some(Refusal {
+            key: "parallel.pp",
+            with: &["model.layers"],
+            reason: format!("parallel.pp = {pp} is more than model.layers = {layers}, and every stage needs a layer"),
+            nearest: format!("pp = {}", (layers / accepts.start()).max(1)),
+        });
+    }
+    (pp.saturating_mul(chunks) > layers).then(|| Refusal {
+        key: "parallel.virtual",
+        with: &["parallel.pp", "model.layers"],
+        reason: format!(
+            "parallel.pp × parallel.virtual = {pp} × {chunks} are more than model.layers = {layers}, and every virtual stage \
+             needs a layer"
+        ),
+        nearest: match layers / pp {
+            fewer if accepts.contains(&fewer) => format!("virtual = {fewer}"),
+            _ if layers / chunks > 1 => format!("pp = {}", layers / chunks),
+            _ => format!("schedule = \"{}\" with virtual = 1", Schedule::USUAL),
+        },
     })
+}
+
+/// A number of chunks that the schedule does not have.
+fn chunks_of(schedule: Schedule, chunks: usize) -> Refusal {
+    let (least, most) = schedule.chunks().into_inner();
+    let nearest = chunks.clamp(least, most);
+    let others: Vec<String> = Schedule::ALL
+        .iter()
+        .filter(|other| other.chunks().contains(&chunks))
+        .map(|other| format!("\"{other}\""))
+        .collect();
+    let has = match (least, most) {
+        (1, 1) => "has one chunk of layers per rank".to_owned(),
+        (least, most) if least == most => format!("has {least} chunks of layers per rank"),
+        _ => format!("has {least} chunks of layers per rank or more"),
+    };
+    Refusal {
+        key: "parallel.virtual",
+        with: &["parallel.schedule"],
+        reason: format!("parallel.virtual = {chunks}, and parallel.schedule = \"{schedule}\" {has}"),
+        nearest: format!("virtual = {nearest}, or schedule = {}", others.join(" or ")),
+    }
 }
 
 fn zero(layout: &Layout) -> Option<Refusal> {
@@ -468,6 +521,32 @@ mod tests {
     fn every_stage_has_a_layer() {
         assert_eq!(check(&layout("pp=32"), &LLAMA), []);
         assert_eq!(refused("pp=33", LLAMA), one("parallel.pp", "pp = 32"));
+    }
+
+    #[test]
+    fn every_virtual_stage_has_a_layer_and_a_schedule_as_many_chunks_as_it_can_have() {
+        for fits in
+            ["pp=8,interleaved", "pp=8,interleaved,virtual=4", "pp=16,zb-v", "pp=32,zb-h1", "pp=2,zb-v,virtual=2"]
+        {
+            assert_eq!(check(&layout(fits), &LLAMA), [], "{fits}");
+        }
+        let other = |nearest: &str| one("parallel.virtual", nearest);
+        assert_eq!(refused("pp=8,virtual=2", LLAMA), other("virtual = 1, or schedule = \"interleaved\" or \"zb-v\""));
+        assert_eq!(refused("pp=8,zb-h1,virtual=3", LLAMA), other("virtual = 1, or schedule = \"interleaved\""));
+        assert_eq!(refused("pp=8,zb-v,virtual=3", LLAMA), other("virtual = 2, or schedule = \"interleaved\""));
+        let ones = "virtual = 2, or schedule = \"1f1b\" or \"gpipe\" or \"zb-h1\"";
+        assert_eq!(refused("pp=8,interleaved,virtual=1", LLAMA), other(ones));
+        assert_eq!(refused("pp=8,interleaved,virtual=5", LLAMA), other("virtual = 4"));
+        assert_eq!(refused("pp=20,interleaved", LLAMA), other("pp = 16"));
+        assert_eq!(refused("pp=20,zb-v", LLAMA), other("pp = 16"));
+        assert_eq!(refused("pp=40,zb-v", LLAMA), one("parallel.pp", "pp = 16"));
+        let two = Extents { layers: 2, ..LLAMA };
+        assert_eq!(refused("pp=2,zb-v", two), other("schedule = \"1f1b\" with virtual = 1"));
+        let needs_pp = |nearest: &str| one("parallel.schedule", nearest);
+        for schedule in ["gpipe", "interleaved", "zb-h1", "zb-v"] {
+            assert_eq!(refused(schedule, LLAMA), needs_pp("schedule = \"1f1b\", or pp = 2 or more"));
+        }
+        assert_eq!(refused("zb-v", two), needs_pp("schedule = \"1f1b\""));
     }
 
     #[test]

@@ -72,13 +72,22 @@ impl Call<'_> {
 
     /// The positions that this rank has of its sequences, as kernels take them (`Span` in `common.cuh`).
     pub fn span(&self) -> [usize; 3] {
-        let Span { first, count, then } = self.bound.positions();
+        self.span_of(self.bound.positions())
+    }
+
+    /// Positions as kernels take them.
+    pub fn span_of(&self, Span { first, count, then }: Span) -> [usize; 3] {
         [first, count, then].map(|n| n.min(i32::MAX as usize))
     }
 
     /// Type of the floating-point operands.
     pub fn float(&self) -> DType {
         self.bound.float
+    }
+
+    /// What kernels of that type are called.
+    pub fn suffix(&self) -> &'static str {
+        suffix(self.float())
     }
 
     /// Whether rows of `n` elements are whole packs of 16 bytes.

@@ -19,6 +19,7 @@ fn context() -> Context {
         optimizer,
         precision: Precision::FP32,
         recompute: Recompute::None,
+        stages: vec![],
         steps: Steps::default(),
     }
 }

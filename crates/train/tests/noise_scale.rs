@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicBool;
 
 fn config(tied: bool, keys: &str) -> Config {
     let text = format!(
-        "[model]\nvocab_size = 67\nlayers = 2\ndim = 16\nheads = 4\nkv_heads = 2\nffn = 24\ntied_embeddings = {tied}\n\
+        "[model]\nvocab_size = 67\nlayers = 4\ndim = 16\nheads = 4\nkv_heads = 2\nffn = 24\ntied_embeddings = {tied}\n\
          [train]\nseq = 8\nglobal_batch = 8\nmicro_batch = 1\nthreads = 2\n{keys}\n"
     );
     Config::parse(&text, "run.toml", &[]).unwrap()
@@ -89,7 +89,7 @@ fn ranks_that_split_matrices_and_layers_measure_the_same() {
         groups.iter().map(|group| square(tied, group)).sum::<f64>() / groups.len() as f64
     };
     // A layout, and the sequences whose gradients are measured, each group's on its own. On four ranks neighbours share a key head.
-    let layouts: [(&str, bool, &[&[u64]]); 15] = [
+    let layouts: [(&str, bool, &[&[u64]]); 18] = [
         ("tp = 2", true, &[&[0]]),
         ("tp = 4\nsequence_parallel = true", true, &[&[0]]),
         ("tp = 4", false, &[&[0]]),
@@ -101,6 +101,9 @@ fn ranks_that_split_matrices_and_layers_measure_the_same() {
         ("dp = 2\nzero = 3\ncp = 2\npp = 2", false, &[&[0, 1]]),
         ("pp = 2", false, &[&[0]]),
         ("pp = 2\nschedule = \"gpipe\"", false, &[&[0]]),
+        ("pp = 2\nschedule = \"interleaved\"", false, &[&[0]]),
+        ("pp = 2\nschedule = \"zb-h1\"", false, &[&[0]]),
+        ("dp = 2\nzero = 2\npp = 2\nschedule = \"zb-v\"", false, &[&[0, 1]]),
         ("dp = 2\npp = 2\nschedule = \"gpipe\"", false, &[&[0], &[1]]),
         ("dp = 2\nzero = 2\npp = 2", false, &[&[0, 1]]),
         ("dp_replicate = 2\ndp = 2\nzero = 3\npp = 2", false, &[&[0, 1], &[2, 3]]),

@@ -119,6 +119,7 @@ pub(crate) mod tests {
                 optimizer,
                 precision: Precision::FP32,
                 recompute: Recompute::None,
+                stages: vec![],
                 steps: Steps::default(),
             },
         )

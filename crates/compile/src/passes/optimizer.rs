@@ -166,10 +166,11 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
     // At both ends: an embedding and the head that is tied to it.
     match held.len() <= 1 || held.iter().all(|layer| [0, last].contains(layer)) {
         true => {
-            let places = context.layout.pipeline().places();
-            let end = |layer: &usize| if *layer == 0 { places.first() } else { places.last() };
-            let ranks: BTreeSet<Option<usize>> = held.iter().map(|layer| end(layer).map(|(rank, _)| *rank)).collect();
-            Ok(ranks.len())
+            let (layout, last) = (&context.layout, context.layout.stages() - 1);
+            let stages = layout.schedule.virtual_stages(layout.mesh.size(MeshAxis::Pp), layout.chunks);
+            let end = |layer: &usize| if *layer == 0 { 0 } else { last };
+            let rank = |layer: &usize| stages.iter().position(|own| own.contains(&end(layer)));
+            Ok(held.iter().map(rank).collect::<BTreeSet<_>>().len())
         }
         false => {
             let reason = "a parameter that two layers share does not go over pipeline stages".to_owned();
@@ -185,13 +186,15 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
     let made = (mesh.size(MeshAxis::Pp) > 1).then(|| made(g));
     let update = g.nodes.iter().position(|n| n.phase == Phase::Update).unwrap_or(g.nodes.len());
     let after = g.nodes.split_off(update);
-    // What is counted together: by the layer that a stage has, whether forward makes it, and who shares it. What is reduced first is
-    // counted at once, so that one such gradient at a time takes memory.
+    // What is counted together: on stages each gradient alone, as schedules make them at other times; else by who shares it. What is
+    // reduced first is counted at once, so that one such gradient at a time takes memory.
     let mut squares = Vec::new();
-    let mut groups: BTreeMap<(Option<usize>, bool, usize, usize), Vec<ValueId>> = BTreeMap::new();
-    let count = |g: &mut Graph, (layer, _, sharers, tail), mut read: Vec<ValueId>| -> Result<ValueId, TypeError> {
+    let mut groups: BTreeMap<(Option<(usize, ValueId)>, usize, usize), Vec<ValueId>> = BTreeMap::new();
+    type Alone = Option<(usize, ValueId)>;
+    let count = |g: &mut Graph, (alone, sharers, tail): (Alone, usize, usize), mut read: Vec<ValueId>| {
         read.push(scalars);
-        Ok(g.node(Op::SquareSum { sharers, tail }, &read, "first_squares", Phase::Probe, layer)?[0])
+        let (op, layer) = (Op::SquareSum { sharers, tail }, alone.map(|(layer, _)| layer));
+        Ok::<_, TypeError>(g.node(op, &read, "first_squares", Phase::Probe, layer)?[0])
     };
     for t in trained {
         if t.copies > 1 {
@@ -199,13 +202,12 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
             return Err(TypeError { op: "gradient", reason });
         }
         let uses = g.gradients_of(t.parameter);
-        let (layer, forward) =
-            made.as_ref().and_then(|made| made[uses[0].0]).map_or((None, false), |(l, f)| (Some(l), f));
+        let layer = made.as_ref().and_then(|made| made[uses[0].0]);
         let sums = add_uses(g, &uses, "first", Phase::Probe)?;
         let sum = sums.last().copied().unwrap_or(uses[0]);
         let whole = whole_sequences(g, context, sum, layer)?;
         let (sharers, tail) = zero::sharers(g, context, t.parameter);
-        let group = (layer, forward, sharers, tail);
+        let group = (layer.map(|layer| (layer, t.parameter)), sharers, tail);
         match whole == sum {
             true => groups.entry(group).or_default().push(whole),
             false => squares.push(count(g, group, vec![whole])?),
@@ -232,13 +234,13 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
     Ok(())
 }
 
-/// Of every gradient sum, the layer that its last contribution goes with, and whether that is made in forward.
-fn made(g: &Graph) -> Vec<Option<(usize, bool)>> {
+/// Of every gradient sum, the layer that its last contribution goes with.
+fn made(g: &Graph) -> Vec<Option<usize>> {
     let mut made = vec![None; g.values.len()];
     for (node, layer) in g.nodes.iter().zip(stage::layers(g).1) {
         for v in node.outputs.iter().flatten() {
             if let Source::Node { into: Some(sum) } = g.get(*v).source {
-                made[sum.0] = Some((layer, node.phase == Phase::Forward));
+                made[sum.0] = Some(layer);
             }
         }
     }

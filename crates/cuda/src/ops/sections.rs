@@ -1,18 +1,9 @@
-//! Copies: in another type, and of sections of packed rows.
+//! Copies of sections of packed rows.
 
 use crate::CudaError;
-use crate::call::{Call, THREADS, suffix};
+use crate::call::{Call, THREADS};
 use crate::driver::Address;
 use crate::kernels::args;
-
-/// y = x, in the type of y.
-pub unsafe fn cast(call: Call) -> Result<(), CudaError> {
-    let (Some(y), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let kernel = format!("cast_{}_{}", suffix(call.float()), suffix(at.dtype));
-    let grid = [at.elements.div_ceil(THREADS), 1, 1];
-    // SAFETY: the operands have as many elements.
-    unsafe { call.plain(("sections", &kernel), grid, THREADS, args![call.input(0), y, at.elements]) }
-}
 
 /// y `[rows, h]` = x `[rows, p]` from section `first` on.
 pub unsafe fn slice(call: Call, first: usize) -> Result<(), CudaError> {

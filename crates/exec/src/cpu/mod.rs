@@ -96,9 +96,10 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     }
 }
 
-/// Number of cores that this process may use.
+/// Number of cores that this process may use. The system is asked once: it reads files for that.
 pub fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, |n| n.get())
+    static CORES: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
 /// Bytes that this process can still allocate, as far as the system tells.
@@ -289,7 +290,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::GeluGrad => pointwise::gelu_grad::<T>(call),
         Op::Dropout { rate, site, .. } => dropout::dropout::<T>(call, rate, site),
         Op::Add => pointwise::add::<T>(call),
-        Op::Cast { .. } => sections::cast::<T>(call),
+        Op::Cast { .. } => pointwise::map::<T>(call, |x| x),
         Op::Slice { first, .. } => sections::slice::<T>(call, first),
         Op::Concat => sections::concat::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),

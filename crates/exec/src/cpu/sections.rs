@@ -1,28 +1,7 @@
-//! Copies: in another type, and of sections of packed rows.
+//! Copies of sections of packed rows.
 
 use super::call::{Call, Ptr};
-use super::float::{Bf16, F16, Float};
-use lockstep_ir::DType;
-
-/// y = x, in the type of y.
-pub fn cast<T: Float>(call: Call) {
-    match call.bound.outputs[0].map(|at| at.dtype) {
-        Some(DType::F32) => convert::<T, f32>(call),
-        Some(DType::BF16) => convert::<T, Bf16>(call),
-        Some(DType::F16) => convert::<T, F16>(call),
-        Some(other @ (DType::F64 | DType::U32 | DType::Fixed64)) => unreachable!("the op table refuses {other}"),
-        None => {}
-    }
-}
-
-fn convert<T: Float, U: Float>(call: Call) {
-    let x = Ptr(call.input::<T>(0));
-    let Some(y) = call.output::<U>(0).map(Ptr) else { return };
-    call.rows(call.bound.inputs[0].elements, |from, to| {
-        // SAFETY: elements from .. to belong to this task.
-        (from..to).for_each(|i| unsafe { *y.at(i) = U::of((*x.at(i)).to()) });
-    });
-}
+use super::float::Float;
 
 /// y `[rows, h]` = x `[rows, p]` from section `first` on.
 pub fn slice<T: Float>(call: Call, first: usize) {

@@ -80,13 +80,15 @@ fn parted(batch: usize, of: impl Fn(&Shapes, (Option<usize>, bool), usize) -> Ve
     // The gradient of a single score is nothing but rounding.
     let windows = WINDOWS.into_iter().filter(|window| *window != Some(1));
     let all: Vec<_> = windows.enumerate().map(|(i, window)| (window, i % 2 == 1)).collect();
-    let mut sizes = vec![(60, 2, all), (60, 3, vec![(Some(7), true)])];
+    let mut sizes = vec![(60, 20, 2, all), (60, 20, 3, vec![(Some(7), true)])];
     if batch == 1 {
-        sizes.push((440, 2, vec![(None, false), (Some(100), true)]));
+        sizes.push((440, 20, 2, vec![(None, false), (Some(100), true)]));
+        // Libraries take it too.
+        sizes.push((384, 64, 3, vec![(None, false)]));
     }
     let mut samples = Vec::new();
-    for (seq, parts, masks) in sizes {
-        for sample in masks.into_iter().flat_map(|mask| of(&Shapes::sized(batch, seq, 20), mask, parts)) {
+    for (seq, head_dim, parts, masks) in sizes {
+        for sample in masks.into_iter().flat_map(|mask| of(&Shapes::sized(batch, seq, head_dim), mask, parts)) {
             samples.extend((0..parts).map(|index| Sample { part: Some((index, parts)), ..sample.clone() }));
         }
     }
