@@ -7,6 +7,7 @@
 
 pub mod account;
 pub mod bf16;
+pub mod blocks;
 pub mod counter;
 mod dtype;
 pub mod f16;

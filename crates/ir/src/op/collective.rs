@@ -162,11 +162,11 @@ pub(super) static SHIFT: Spec = collective(
         attributes!(op, Op::Shift { over });
         Transfer::Shift { over }
     },
-    // The tensor is what it was; other ranks have its parts.
+    // The tensor is what it was; other context-parallel ranks have its parts.
     |op, before| {
         attributes!(op, Op::Shift { over });
-        let parted = |axis| matches!(before.over(axis), Placement::Split(_));
-        over.iter().all(parted).then_some(before)
+        let parted = matches!(before.over(MeshAxis::Cp), Placement::Split(_));
+        (over == MeshAxis::Cp.into() && parted).then_some(before)
     },
     |_| vec![two(Op::Shift { over: MeshAxis::Cp.into() })],
 );
