@@ -368,3 +368,27 @@ fn ranks_that_share_a_lost_device_end_with_one_error() {
     let text = fake.ok(&ranks, &[]);
     assert!(text.contains("finished 12 steps"), "{text}");
 }
+
+#[test]
+fn ranks_that_capture_a_graph_end_with_the_error_of_the_one_that_fails() {
+    let fake = Fake::new();
+    let settings = ["--set", "parallel.dp=2", "--set", "train.micro_batch=2", "--set", "parallel.timeout=60"];
+    let ranks = [&TRAIN[..], &settings].concat();
+    let faults = [
+        "cuLaunchKernel:1=900",
+        "cuLaunchKernel:40=900",
+        "cuEventRecord:2=900",
+        "cuStreamWaitEvent:1=905",
+        "cuStreamEndCapture:1=901",
+    ];
+    for fault in faults {
+        let begin = std::time::Instant::now();
+        let text = fake.fails(1, &ranks, &[("FAKE_CUDA_CAPTURE", fault)]);
+        let (function, _) = fault.split_once(':').unwrap();
+        assert!(text.contains(function), "{fault}: {text}");
+        assert!(text.contains("rank ") && !text.contains("no sign of life"), "{fault}: {text}");
+        assert!(begin.elapsed().as_secs() < 50, "{fault}: ranks waited for each other");
+    }
+    let text = fake.ok(&ranks, &[]);
+    assert!(text.contains("finished 12 steps"), "{text}");
+}

@@ -28,7 +28,7 @@ const SHORT: [&str; 3] = ["train.steps=4", "train.validate_every=2", "checkpoint
 #[test]
 fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
     let place = place();
-    let layouts: [&[&str]; 8] = [
+    let layouts: [&[&str]; 12] = [
         &["parallel.dp=4"],
         &["parallel.dp=4", "parallel.zero=1", "precision.policy=bf16"],
         &["parallel.dp=4", "parallel.zero=2"],
@@ -37,6 +37,10 @@ fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
         &["parallel.tp=2", "parallel.dp=2", "parallel.sequence_parallel=true", "train.micro_batch=1"],
         &["parallel.pp=4", "parallel.schedule=gpipe", "train.micro_batch=2"],
         &["parallel.pp=2", "parallel.dp=2", "parallel.schedule=1f1b", "train.micro_batch=1"],
+        &["parallel.cp=4"],
+        &["parallel.cp=2", "parallel.dp=2", "parallel.context=gather", "train.micro_batch=1"],
+        &["parallel.dp=2", "parallel.dp_replicate=2", "parallel.zero=3"],
+        &["parallel.pp=2", "parallel.dp=2", "parallel.zero=2", "train.micro_batch=1"],
     ];
     for (i, layout) in layouts.iter().enumerate() {
         let set = [&SHORT[..], layout].concat();

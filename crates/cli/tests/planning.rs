@@ -101,8 +101,8 @@ fn layouts_are_shown_side_by_side() {
     assert_eq!(rows[0]["memory"]["total_bytes"], alone["memory"]["total_bytes"]);
     let error = place.fails(2, &["explain", "run.toml", "--layouts", "dp=2;tp=3"]);
     assert!(error.contains("tp=3") && error.contains("hint: "), "{error}");
-    let error = place.fails(2, &["explain", "run.toml", "--layouts", "cp=2"]);
-    assert!(error.contains("context parallelism is not there yet"), "{error}");
+    let error = place.fails(2, &["explain", "run.toml", "--layouts", "ep=2"]);
+    assert!(error.contains("expert parallelism is not there yet"), "{error}");
 }
 
 #[test]

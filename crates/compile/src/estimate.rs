@@ -26,7 +26,7 @@ impl Estimator {
         let derived = (AUTODIFF.run)(&stored, context)?;
         let evaluate = evaluated(&stored, context)?;
         let pipeline = context.layout.pipeline();
-        let cuts = stage::cut(&derived, pipeline.stages())?;
+        let cuts = stage::cut(&derived, context)?;
         let ranks = 0..pipeline.slots.len();
         let evaluate = ranks.map(|r| stage::extract(&evaluate, &cuts, &pipeline, r)).collect::<Result<_, _>>()?;
         Ok(Self { derived, evaluate, cuts, pipeline, context: context.clone() })

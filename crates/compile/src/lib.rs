@@ -38,6 +38,8 @@ pub struct Context {
     pub device: DeviceProfile,
     /// What was chosen for the run.
     pub layout: Layout,
+    /// Layers of every virtual stage; stages as equal in FLOPs as can be where it is empty.
+    pub stages: Vec<usize>,
     /// The optimizer.
     pub optimizer: Optimizer,
     /// Types of parameters, activations and gradient sums.
@@ -123,7 +125,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     let evaluate = evaluated(&graph, context)?;
     run(AUTODIFF, &mut graph)?;
     let pipeline = context.layout.pipeline();
-    let cuts = stage::cut(&graph, pipeline.stages())?;
+    let cuts = stage::cut(&graph, context)?;
     let model_flops = model_flops(&graph)?;
     passes_behind(&AUTODIFF).try_for_each(|pass| run(pass, &mut graph))?;
     let mut programs = Vec::new();

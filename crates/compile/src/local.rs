@@ -38,6 +38,7 @@ impl<'a> Local<'a> {
                     | Transfer::ReduceScatter { dim: Some(_), .. }
                     | Transfer::AllReduce { .. }
                     | Transfer::SumShared { .. }
+                    | Transfer::Shift { .. }
                     | Transfer::Send { .. }
                     | Transfer::Receive { .. },
                 )
@@ -204,7 +205,7 @@ table.next: f32[flat:64], 256 bytes in table.next over none
         let numbered = g.nodes.iter().filter_map(|node| Some((node.op.name(), local.offsets(node)?)));
         for (op, offsets) in numbered {
             assert_eq!(
-                format!("{:?} {:?} of {}", offsets.over, offsets.starts, offsets.whole),
+                format!("{:?} {:?} of {}", offsets.over, offsets.parts, offsets.whole),
                 "tp [0, 4] of 8",
                 "{op}"
             );

@@ -11,9 +11,9 @@ use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
-use lockstep_ir::schedule::Work;
+use lockstep_ir::schedule::{PipeRank, Work};
 use lockstep_ir::{Axes, Graph, Op, Placement, TypeError, ValueId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A program whose buffers have no offsets yet.
 pub(crate) struct Unplaced {
@@ -64,15 +64,11 @@ pub(crate) fn lower(
     let pipeline = layout.pipeline();
     let works = Works::new(&pipeline.slots[rank]);
     let chunks = &pipeline.virtual_stages[rank];
+    let runs_with = phases(&train.graph)?;
     let of = |chunk: Option<usize>, phases: &[Phase]| {
-        let nodes = train.graph.nodes.iter().zip(&train.chunks);
-        // A gradient is received with the input gradients, whoever reads it first.
-        let phase = |n: &Node| match (n.op, n.phase) {
-            (Op::Receive { .. }, Phase::WeightGrad) => Phase::InputGrad,
-            (_, phase) => phase,
-        };
-        let wanted = nodes.filter(|(n, c)| phases.contains(&phase(n)) && chunk.is_none_or(|chunk| chunk == **c));
-        wanted.map(|(n, _)| n).collect::<Vec<_>>()
+        let nodes = train.graph.nodes.iter().zip(&train.chunks).zip(&runs_with);
+        let wanted = nodes.filter(|((_, c), phase)| phases.contains(phase) && chunk.is_none_or(|chunk| chunk == **c));
+        wanted.map(|((n, _), _)| n).collect::<Vec<_>>()
     };
     let mut parts: Vec<Part> = Vec::new();
     for chunk in 0..chunks.len() {
@@ -80,10 +76,19 @@ pub(crate) fn lower(
         parts.extend(works.segments().iter().map(part));
     }
     let once = |name, phase| Part { name, chunk: 0, work: None, nodes: of(None, &[phase]) };
-    let probe = train.graph.nodes.iter().any(|n| n.phase == Phase::Probe).then(|| {
-        parts.push(once("probe", Phase::Probe));
-        parts.len() - 1
-    });
+    // What looks at the gradients of the first micro-batch, behind the work that makes them: by then no other has been added.
+    let mut probes: BTreeMap<(usize, Work), usize> = BTreeMap::new();
+    let summed = summed_in(&train.graph, &runs_with, works);
+    for (chunk, (k, kind)) in (0..chunks.len()).flat_map(|c| works.segments().iter().enumerate().map(move |k| (c, k))) {
+        let all = train.graph.nodes.iter().zip(&train.chunks);
+        let behind = |n: &Node| n.inputs.iter().map(|v| summed[v.0]).max() == Some(k);
+        let mine = all.filter(|(n, c)| n.phase == Phase::Probe && **c == chunk && behind(n));
+        let nodes: Vec<&Node> = mine.map(|(n, _)| n).collect();
+        if !nodes.is_empty() {
+            probes.insert((chunk, kind.work), parts.len());
+            parts.push(Part { name: "probe", chunk, work: None, nodes });
+        }
+    }
     parts.push(once("update", Phase::Update));
     let update = parts.len() - 1;
     let frame = Temporaries { works, lifetime: Lifetime::Frame };
@@ -120,18 +125,19 @@ pub(crate) fn lower(
 
     let mut saved: Vec<(Saved, usize)> = works.saved().iter().map(|saved| (*saved, 1)).collect();
     let mut step_of = |micro_batches: usize| {
-        let slots = layout.schedule.pipeline(pipeline.slots.len(), micro_batches).slots.swap_remove(rank);
+        let (ranks, chunks) = (pipeline.slots.len(), layout.chunks);
+        let slots = layout.schedule.slots(PipeRank { ranks, rank, chunks, micro_batches });
         let copies = allot(&slots);
         for (saved, most) in &mut saved {
             *most = copies.iter().map(|c| c[*saved as usize] + 1).fold(*most, usize::max);
         }
-        let probed = slots.iter().rposition(|s| s.work.sums_gradients() && s.micro_batch == 0);
         let mut schedule: Vec<Slot> = Vec::new();
-        for (i, (slot, saved)) in slots.iter().zip(copies).enumerate() {
+        for (slot, saved) in slots.iter().zip(copies) {
             let [plain, last] = runs[&(slot.chunk, slot.work)];
             let segment = if slot.micro_batch + 1 == micro_batches { last } else { plain };
             schedule.push(Slot { segment, micro_batch: slot.micro_batch, saved });
-            schedule.extend(probe.filter(|_| probed == Some(i)).map(|segment| Slot { segment, micro_batch: 0, saved }));
+            let probe = probes.get(&(slot.chunk, slot.work)).filter(|_| slot.micro_batch == 0);
+            schedule.extend(probe.map(|&segment| Slot { segment, micro_batch: 0, saved }));
         }
         schedule.push(Slot::new(update, 0));
         schedule
@@ -151,6 +157,52 @@ pub(crate) fn lower(
         micro_batches: layout.micro_batches,
         saved,
     })
+}
+
+/// Of every sum over micro-batches, and of what is counted from some: behind which of the segments of a chunk it has the first one's
+/// gradient.
+fn summed_in(g: &Graph, runs_with: &[Phase], works: Works) -> Vec<usize> {
+    let mut place = vec![0; g.values.len()];
+    for (node, phase) in g.nodes.iter().zip(runs_with) {
+        let counts = node.phase == Phase::Probe;
+        let here = match counts {
+            true => node.inputs.iter().map(|v| place[v.0]).max(),
+            false => works.segments().iter().position(|s| s.phases.contains(phase)),
+        };
+        let Some(here) = here else { continue };
+        for v in node.outputs.iter().flatten() {
+            if let Source::Node { into: Some(sum) } = g.get(*v).source {
+                place[sum.0] = place[sum.0].max(here);
+            } else if counts {
+                place[v.0] = here;
+            }
+        }
+    }
+    place
+}
+
+/// The phase with which every node runs. A gradient is received with the input gradients, whoever reads it first. So are weight
+/// gradients summed that are no matmuls (of norms, biases and tables): they take little time, and what they read need not be saved
+/// until W.
+fn phases(g: &Graph) -> Result<Vec<Phase>, TypeError> {
+    // Values that are there only with the weight gradients.
+    let mut late: BTreeSet<ValueId> = BTreeSet::new();
+    let mut phases = Vec::new();
+    for node in &g.nodes {
+        let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
+        let sums = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(_) });
+        let summed = |flops: u128| {
+            let late = node.inputs.iter().any(|v| late.contains(v));
+            flops == 0 && !late && !node.op.communicates() && node.outputs.iter().flatten().all(sums)
+        };
+        let received = matches!(node.op, Op::Receive { .. });
+        let early = received || summed(node.op.flops(&g.input_types(node), &wanted)?.hardware);
+        phases.push(if early && node.phase == Phase::WeightGrad { Phase::InputGrad } else { node.phase });
+        if phases.last() == Some(&Phase::WeightGrad) {
+            late.extend(node.outputs.iter().flatten());
+        }
+    }
+    Ok(phases)
 }
 
 /// Of a segment with sums over ranks, which belong to the last micro-batch of a step only: what the others run.
@@ -446,7 +498,7 @@ impl Lowering<'_> {
 /// Whether a node's outputs are copies of what other ranks hold.
 fn is_gathered(node: &Node) -> bool {
     match node.op.transfer() {
-        Some(Transfer::AllGather { .. } | Transfer::Receive { .. }) => true,
+        Some(Transfer::AllGather { .. } | Transfer::Shift { .. } | Transfer::Receive { .. }) => true,
         Some(
             Transfer::AllReduce { .. }
             | Transfer::SumShared { .. }
@@ -463,18 +515,19 @@ fn stream(node: &Node) -> Stream {
     if overlaps { Stream::Communication } else { Stream::Compute }
 }
 
-/// Lets every instruction wait for the collectives of the other stream whose results it touches.
+/// Lets every instruction wait for the collectives of the other stream that have made what it reads, or work on what it writes.
 fn wait(segment: &mut Segment) {
-    let mut made: BTreeMap<usize, usize> = BTreeMap::new();
+    let (mut made, mut touched): (BTreeMap<usize, usize>, BTreeMap<usize, usize>) = Default::default();
     let mut ended: Option<usize> = None;
     for t in 0..segment.instrs.len() {
         let instr = &mut segment.instrs[t];
-        let touched = instr.inputs.iter().chain(instr.outputs.iter().flatten()).map(|a| a.buffer.0);
+        let reads = instr.inputs.iter().map(|a| a.buffer.0);
+        let writes = instr.outputs.iter().flatten().map(|a| a.buffer.0);
         if instr.stream == Stream::Communication {
-            touched.for_each(|b| {
-                made.insert(b, t);
-            });
-        } else if let Some(last) = touched.filter_map(|b| made.get(&b)).max().copied()
+            made.extend(writes.clone().map(|b| (b, t)));
+            touched.extend(reads.chain(writes).map(|b| (b, t)));
+        } else if let Some(last) =
+            reads.filter_map(|b| made.get(&b)).chain(writes.filter_map(|b| touched.get(&b))).max().copied()
             && ended.is_none_or(|e| e < last)
         {
             instr.waits = vec![last];

@@ -131,9 +131,9 @@ mod tests {
 
     #[test]
     fn copies_come_round_in_order_of_micro_batches() {
-        for schedule in Schedule::ALL {
+        for schedule in ["1f1b", "gpipe"].map(|name| name.parse::<Schedule>().unwrap()) {
             for (ranks, m) in (1..=6).flat_map(|p| (1..=12).map(move |m| (p, m))) {
-                let pipeline = schedule.pipeline(ranks, m);
+                let pipeline = schedule.pipeline(ranks, 1, m);
                 for (slots, in_flight) in pipeline.slots.iter().zip(pipeline.in_flight()) {
                     for (slot, copies) in slots.iter().zip(allot(slots)) {
                         assert_eq!(copies, [slot.micro_batch % in_flight, 0, 0]);

@@ -4,6 +4,7 @@
 //! itself, where it has both sides). A parameter that two ranks use (a tied table) is held and updated by both: they send each other
 //! its gradient sums and add them in the same order.
 
+use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::schedule::Pipeline;
 use lockstep_ir::{Axes, Graph, Op, TypeError, ValueId};
@@ -15,10 +16,19 @@ const GRADIENTS: u32 = 1;
 const TIED: u32 = 2;
 const STREAMS: u32 = 3;
 
-/// The first layer of each virtual stage after the first: stages as equal as can be in FLOPs, embedding and head included.
-pub(crate) fn cut(g: &Graph, stages: usize) -> Result<Vec<usize>, TypeError> {
+/// The first layer of each virtual stage after the first: as the context says, or stages as equal as can be in FLOPs, embedding and
+/// head included.
+pub(crate) fn cut(g: &Graph, context: &Context) -> Result<Vec<usize>, TypeError> {
+    let stages = context.layout.stages();
     if stages == 1 {
         return Ok(Vec::new());
+    }
+    if let [given @ .., _] = &context.stages[..] {
+        let ends = given.iter().scan(0, |end, layers| {
+            *end += layers;
+            Some(*end)
+        });
+        return Ok(ends.collect());
     }
     let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
     let mut costs = vec![0.0f64; layers];
@@ -293,18 +303,18 @@ fn sum_tied_gradients(
 mod tests {
     use super::*;
     use crate::passes::tests::two_layers;
-    use lockstep_ir::schedule::{Generator, PipeSlot};
+    use lockstep_ir::schedule::{Generator, PipeRank, PipeSlot};
     use lockstep_ir::{Layout, Mesh, MeshAxis, Schedule};
 
     /// Two virtual stages on one rank.
     struct Both;
 
     impl Generator for Both {
-        fn chunks(&self) -> usize {
-            2
+        fn chunks(&self) -> std::ops::RangeInclusive<usize> {
+            2..=2
         }
 
-        fn slots(&self, _ranks: usize, _rank: usize, _micro_batches: usize) -> Vec<PipeSlot> {
+        fn slots(&self, _of: PipeRank) -> Vec<PipeSlot> {
             let (forward, backward) = (PipeSlot::forward, PipeSlot::backward);
             vec![forward(0, 0), forward(1, 0), backward(1, 0), backward(0, 0)]
         }
@@ -350,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_rank_sends_to_itself_what_its_other_chunk_reads() {
-        let layout = Layout { schedule: Schedule::new("both", &Both), ..Layout::single(1) };
+        let layout = Layout { schedule: Schedule::new("both", &Both), chunks: 2, ..Layout::single(1) };
         assert_eq!(
             messages(layout, 0),
             [

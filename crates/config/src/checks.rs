@@ -6,6 +6,7 @@ use crate::declare::Key;
 use crate::kind::MAX_BATCH;
 use crate::legal::{self, Extents};
 use crate::rules;
+use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
 use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
@@ -145,6 +146,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     prompts_go_with_the_rest,
     eos_token_has_a_tokenizer,
     recompute_has_its_keys,
+    stages::stages_make_up_the_model,
 ];
 
 fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
@@ -266,11 +268,14 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         mesh: Mesh::ONE
             .with(MeshAxis::DpReplicate, size("parallel.dp_replicate")?)
             .with(MeshAxis::DpShard, size("parallel.dp")?)
+            .with(MeshAxis::Cp, size("parallel.cp")?)
             .with(MeshAxis::Tp, size("parallel.tp")?)
             .with(MeshAxis::Pp, size("parallel.pp")?),
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
         reshard_after_forward: values.switch("parallel.reshard_after_forward")?,
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
+        schedule: values.word("parallel.schedule")?,
+        chunks: size("parallel.virtual")?,
         ..Layout::single(1)
     };
     let extents = Extents {
@@ -282,7 +287,11 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
-        whole_matrices: values.word("optimizer.name") == Some(OptimizerName::Muon),
+        gathered_head: match values.word("optimizer.name") == Some(OptimizerName::Muon) {
+            true => Some(size("model.head_dim")? * size("model.dim")?),
+            false => None,
+        },
+        naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
     };
     Some((layout, extents))
 }
@@ -371,12 +380,12 @@ fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
     let conflict = |with: &'static str, reason: String, hint: &str| {
         Some(Conflict::new(&["train.noise_scale", with], format!("train.noise_scale = true {reason}"), hint))
     };
-    for key in ["parallel.tp", "parallel.pp"] {
-        let size = values.count(key)?;
-        if size > 1 {
-            let reason = format!("needs gradients that are whole on a rank, and {key} = {size} splits them");
-            return conflict(key, reason, "remove train.noise_scale, or split the run by dp and zero alone");
-        }
+    let stages = values.count("parallel.pp")?;
+    if stages > 1 && values.switch("model.tied_embeddings")? {
+        let reason = format!(
+            "needs both gradients of a tied table on one rank, and parallel.pp = {stages} has them on the first stage and the last"
+        );
+        return conflict("parallel.pp", reason, "remove train.noise_scale, or use pp = 1");
     }
     let [global, micro] = ["train.global_batch", "train.micro_batch"].map(|key| values.count(key));
     if global? < micro?.saturating_mul(data_parallel_ranks(values)?).saturating_mul(2) {

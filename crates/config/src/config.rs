@@ -14,7 +14,7 @@ use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::CorpusConfig;
-use crate::words::OptimizerName;
+use crate::words::{AttentionMethod, OptimizerName};
 use crate::written::Change;
 
 /// Reads what a folder of weights decides.
@@ -194,6 +194,7 @@ impl Config {
             .with(MeshAxis::Pp, p.pp)
             .with(MeshAxis::DpReplicate, p.dp_replicate)
             .with(MeshAxis::DpShard, p.dp)
+            .with(MeshAxis::Cp, p.cp)
             .with(MeshAxis::Tp, p.tp)
     }
 
@@ -204,10 +205,15 @@ impl Config {
         let p = &mut config.parallel;
         let size = |axis: MeshAxis| layout.mesh.size(axis);
         (p.dp_replicate, p.dp) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
-        (p.tp, p.pp) = (size(MeshAxis::Tp), size(MeshAxis::Pp));
+        (p.cp, p.tp, p.pp) = (size(MeshAxis::Cp), size(MeshAxis::Tp), size(MeshAxis::Pp));
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
         p.reshard_after_forward = layout.reshard_after_forward;
-        p.schedule = layout.schedule;
+        p.context = layout.context;
+        (p.schedule, p.r#virtual) = (layout.schedule, layout.chunks);
+        // Stages cut by hand are those of as many.
+        if p.stages.len() != layout.stages() {
+            p.stages.clear();
+        }
         config
     }
 
@@ -220,7 +226,9 @@ impl Config {
             zero: p.zero,
             reshard_after_forward: p.reshard_after_forward,
             sequence_parallel: p.sequence_parallel,
+            context: p.context,
             schedule: p.schedule,
+            chunks: p.r#virtual,
         }
     }
 
@@ -236,7 +244,8 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
-            whole_matrices: self.optimizer.name == OptimizerName::Muon,
+            gathered_head: (self.optimizer.name == OptimizerName::Muon).then_some(model.head_dim * model.dim),
+            naive_attention: model.attention == AttentionMethod::Naive,
         }
     }
 }

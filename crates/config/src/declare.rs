@@ -86,6 +86,17 @@ impl Key {
     }
 }
 
+/// The name of a key whose field has this name: the same, and without `r#` where it is a word of Rust.
+macro_rules! name {
+    (r#virtual) => {
+        "virtual"
+    };
+    ($field:ident) => {
+        stringify!($field)
+    };
+}
+pub(crate) use name;
+
 /// Declares the tables and keys of `run.toml`: the structs, [`Config`], `TABLES`, `KEYS`, `value_of` and `build`.
 macro_rules! tables {
     ($(
@@ -126,8 +137,8 @@ macro_rules! tables {
         pub(crate) static KEYS: &[Key] = &[$($(
             Key {
                 table: stringify!($table),
-                name: stringify!($field),
-                path: concat!(stringify!($table), ".", stringify!($field)),
+                name: name!($field),
+                path: concat!(stringify!($table), ".", name!($field)),
                 kind: $kind,
                 default: $default,
                 effect: $effect,
@@ -140,7 +151,7 @@ macro_rules! tables {
         /// The value that a config has for a key.
         pub(crate) fn value_of(config: &Config, key: &Key) -> Option<Value> {
             match key.path {
-                $($(concat!(stringify!($table), ".", stringify!($field)) => config.$table.$field.to_value(),)+)+
+                $($(concat!(stringify!($table), ".", name!($field)) => config.$table.$field.to_value(),)+)+
                 path => unreachable!("{path} is declared above"),
             }
         }
@@ -151,7 +162,7 @@ macro_rules! tables {
                 $(
                     $table: $Struct {
                         $(
-                            $field: values.take(concat!(stringify!($table), ".", stringify!($field))),
+                            $field: values.take(concat!(stringify!($table), ".", name!($field))),
                         )+
                     },
                 )+

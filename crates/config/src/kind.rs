@@ -31,6 +31,8 @@ pub(crate) enum Kind {
     Float(Bounds),
     Text(Word),
     Texts(Item),
+    /// A list of counts from 1.
+    Counts(Item),
     RopeScaling,
     Corpora,
     Groups,
@@ -74,7 +76,7 @@ pub(crate) const FIELD: Word = Word { text: "name", rule: "write the name of a f
 pub(crate) const FOLDER: Word =
     Word { text: "folder", rule: "write the path of a folder, relative to the config file's folder" };
 
-/// What the strings of a list stand for.
+/// What the strings or numbers of a list stand for.
 #[derive(Clone, Copy)]
 pub(crate) struct Item {
     plural: &'static str,
@@ -96,6 +98,12 @@ pub(crate) const EXTENSIONS: Item = Item {
     plural: "extensions",
     rule: "write file extensions without the dot, such as [\"txt\", \"md\"]",
     hold: |text| !text.is_empty() && !text.starts_with('.') && !text.contains(['/', '\\']),
+};
+
+pub(crate) const LAYERS_OF_STAGES: Item = Item {
+    plural: "numbers of layers",
+    rule: "give every virtual stage a number of layers, such as [3, 4, 4, 3]",
+    hold: |number| number.parse().is_ok_and(|n: u32| n > 0),
 };
 
 /// The keys of one of `data.corpora`, in the order of [`CorpusConfig`].
@@ -157,7 +165,7 @@ impl Kind {
             Kind::Sequences(_) => "sequences, or \"N tokens\"".into(),
             Kind::Size => "bytes, such as \"4 GiB\"".into(),
             Kind::Float(bounds) => format!("number, {}", bounds.text),
-            Kind::Texts(item) => format!("list of {}", item.plural),
+            Kind::Texts(item) | Kind::Counts(item) => format!("list of {}", item.plural),
             Kind::Text(word) => word.text.into(),
             Kind::RopeScaling => form(&ROPE_SCALING_KEYS),
             Kind::Corpora => format!("list of {}", form(&CORPUS_KEYS)),
@@ -226,6 +234,16 @@ impl Kind {
                 })
                 .collect::<Result<_, _>>()
                 .map(Value::Texts),
+            (Kind::Counts(item), DeValue::Array(array)) => array
+                .iter()
+                .map(|element| match element.get_ref() {
+                    DeValue::Integer(integer) if (item.hold)(integer.as_str()) => {
+                        integer_value(integer).ok_or_else(|| refuse_element(reading, item, element))
+                    }
+                    _ => Err(refuse_element(reading, item, element)),
+                })
+                .collect::<Result<_, _>>()
+                .map(Value::Counts),
             (Kind::Text(_), DeValue::String(text)) if text.trim().is_empty() => Err(refuse("is empty".into())),
             (Kind::Text(_), DeValue::String(text)) => Ok(Value::Text(text.to_string())),
             (Kind::RopeScaling, DeValue::Table(table)) => read_rope_scaling(reading, table, &span),
@@ -248,6 +266,7 @@ impl Kind {
             Kind::Size => "a size",
             Kind::Float(_) => "a number",
             Kind::Texts(_) => "a list of strings",
+            Kind::Counts(_) => "a list of integers",
             Kind::Text(_) => "a string",
             Kind::RopeScaling => "an inline table",
             Kind::Corpora => "a list of corpora",
@@ -274,7 +293,7 @@ impl Kind {
                 "give a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB, GB, TB; B)".into()
             }
             Kind::Float(bounds) => format!("give a number {}", bounds.text),
-            Kind::Texts(item) => item.rule.into(),
+            Kind::Texts(item) | Kind::Counts(item) => item.rule.into(),
             Kind::Text(word) => word.rule.into(),
             Kind::RopeScaling => format!("give all of {}", form(&ROPE_SCALING_KEYS)),
             Kind::Corpora => format!("give a list of {}", form(&CORPUS_KEYS)),

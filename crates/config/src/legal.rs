@@ -1,6 +1,6 @@
 //! Which layouts fit a model and a batch, as checks on plain numbers.
 
-use lockstep_ir::{Axes, Layout, MeshAxis};
+use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
 use serde::Serialize;
 
 /// The sizes that a layout must split.
@@ -22,8 +22,10 @@ pub struct Extents {
     pub global_batch: usize,
     /// Sequences that a rank computes at once.
     pub micro_batch: usize,
-    /// Whether the optimizer works on whole matrices.
-    pub whole_matrices: bool,
+    /// Elements of the matrix of a key head, where the optimizer gathers whole matrices.
+    pub gathered_head: Option<usize>,
+    /// Whether attention has the matrix of its weights.
+    pub naive_attention: bool,
 }
 
 impl Extents {
@@ -57,6 +59,7 @@ pub fn check(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     }
     let mut refusals = tensor_parallel(layout, extents);
     refusals.extend(sequence_parallel(layout, extents));
+    refusals.extend(context_parallel(layout, extents));
     refusals.extend(batch(layout, extents));
     refusals.extend(pipeline(layout, extents));
     refusals.extend(zero(layout));
@@ -68,8 +71,10 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let sizes = [
         ("parallel.dp_replicate", layout.mesh.size(MeshAxis::DpReplicate)),
         ("parallel.dp", layout.mesh.size(MeshAxis::DpShard)),
+        ("parallel.cp", layout.mesh.size(MeshAxis::Cp)),
         ("parallel.tp", layout.mesh.size(MeshAxis::Tp)),
         ("parallel.pp", layout.mesh.size(MeshAxis::Pp)),
+        ("parallel.virtual", layout.chunks),
         ("model.layers", extents.layers),
         ("model.heads", extents.heads),
         ("model.kv_heads", extents.kv_heads),
@@ -89,6 +94,8 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
 fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 6] {
     let Extents { heads, kv_heads, ffn, seq, vocab, .. } = *extents;
+    let cp = layout.mesh.size(MeshAxis::Cp);
+    let chunks = if cp == 1 { 1 } else { 2 * cp };
     [
         (
             heads.is_multiple_of(tp),
@@ -108,14 +115,22 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
         ),
         (ffn.is_multiple_of(tp), &["model.ffn"], format!("parallel.tp = {tp} does not divide model.ffn = {ffn}")),
         (
-            !layout.sequence_parallel || seq.is_multiple_of(tp),
+            !layout.sequence_parallel || !seq.is_multiple_of(chunks) || (seq / cp).is_multiple_of(tp),
             &["parallel.sequence_parallel", "train.seq"],
-            format!("parallel.tp = {tp} does not divide train.seq = {seq}, which sequence_parallel splits"),
+            match cp {
+                1 => format!("parallel.tp = {tp} does not divide train.seq = {seq}, which sequence_parallel splits"),
+                _ => format!(
+                    "parallel.tp = {tp} does not divide train.seq / parallel.cp = {seq} / {cp}, which sequence_parallel splits"
+                ),
+            },
         ),
         (
-            tp == 1 || !extents.whole_matrices,
-            &["optimizer.name"],
-            format!("parallel.tp = {tp} splits the matrices that optimizer.name = \"muon\" needs whole"),
+            extents.gathered_head.is_none_or(|elements| elements.is_multiple_of((tp / kv_heads).max(1))),
+            &["optimizer.name", "model.kv_heads"],
+            format!(
+                "parallel.tp = {tp} shares each of model.kv_heads = {kv_heads} among ranks that do not divide its elements, and \
+                 optimizer.name = \"muon\" gathers it from them"
+            ),
         ),
     ]
 }
@@ -144,6 +159,38 @@ fn sequence_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
             nearest: format!("sequence_parallel = false{other}"),
         }
     })
+}
+
+/// Every rank has two chunks of a sequence, which are as long as any other, and attention that can be computed part by part.
+fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
+    let (cp, seq) = (layout.mesh.size(MeshAxis::Cp), extents.seq);
+    let mut refusals = Vec::new();
+    if cp > 1 && !seq.is_multiple_of(2 * cp) {
+        let inner = if layout.sequence_parallel { layout.mesh.size(MeshAxis::Tp) } else { 1 };
+        let fits = |cp: &usize| *cp == 1 || (seq.is_multiple_of(2 * cp) && (seq / cp).is_multiple_of(inner));
+        let sizes: Vec<usize> = divisors(seq).into_iter().filter(fits).collect();
+        let longer = seq.next_multiple_of(2 * cp * inner);
+        refusals.push(Refusal {
+            key: "parallel.cp",
+            with: &["train.seq"],
+            reason: format!(
+                "parallel.cp = {cp} cuts sequences into {} chunks, which do not divide train.seq = {seq}",
+                2 * cp
+            ),
+            nearest: format!("{}, or seq = {longer}", near(MeshAxis::Cp.name(), &sizes, cp)),
+        });
+    }
+    if cp > 1 && extents.naive_attention {
+        refusals.push(Refusal {
+            key: "parallel.cp",
+            with: &["model.attention"],
+            reason: format!(
+                "parallel.cp = {cp} computes attention part by part, which model.attention = \"naive\" does not"
+            ),
+            nearest: "attention = \"flash\", or cp = 1".into(),
+        });
+    }
+    refusals
 }
 
 /// The data-parallel axes, with the keys that give their sizes.
@@ -192,13 +239,65 @@ fn batch(layout: &Layout, extents: &Extents) -> Option<Refusal> {
 }
 
 fn pipeline(layout: &Layout, extents: &Extents) -> Option<Refusal> {
-    let (pp, layers) = (layout.mesh.size(MeshAxis::Pp), extents.layers);
-    (pp > layers).then(|| Refusal {
-        key: "parallel.pp",
-        with: &["model.layers"],
-        reason: format!("parallel.pp = {pp} is more than model.layers = {layers}, and every stage needs a layer"),
-        nearest: format!("pp = {layers}"),
+    let (pp, chunks, layers, schedule) =
+        (layout.mesh.size(MeshAxis::Pp), layout.chunks, extents.layers, layout.schedule);
+    let accepts = schedule.chunks();
+    if !accepts.contains(&chunks) {
+        return Some(chunks_of(schedule, chunks));
+    }
+    if pp == 1 && schedule != Schedule::USUAL {
+        let usual = Schedule::USUAL;
+        let other = if layers >= 2 * chunks { ", or pp = 2 or more" } else { "" };
+        return Some(Refusal {
+            key: "parallel.schedule",
+            with: &["parallel.pp"],
+            reason: format!("parallel.schedule = \"{schedule}\" orders the stages of a pipeline, and parallel.pp = 1"),
+            nearest: format!("schedule = \"{usual}\"{other}"),
+        });
+    }
+    if pp > layers {
+        return Some(Refusal {
+            key: "parallel.pp",
+            with: &["model.layers"],
+            reason: format!("parallel.pp = {pp} is more than model.layers = {layers}, and every stage needs a layer"),
+            nearest: format!("pp = {}", (layers / accepts.start()).max(1)),
+        });
+    }
+    (pp.saturating_mul(chunks) > layers).then(|| Refusal {
+        key: "parallel.virtual",
+        with: &["parallel.pp", "model.layers"],
+        reason: format!(
+            "parallel.pp × parallel.virtual = {pp} × {chunks} are more than model.layers = {layers}, and every virtual stage \
+             needs a layer"
+        ),
+        nearest: match layers / pp {
+            fewer if accepts.contains(&fewer) => format!("virtual = {fewer}"),
+            _ if layers / chunks > 1 => format!("pp = {}", layers / chunks),
+            _ => format!("schedule = \"{}\" with virtual = 1", Schedule::USUAL),
+        },
     })
+}
+
+/// A number of chunks that the schedule does not have.
+fn chunks_of(schedule: Schedule, chunks: usize) -> Refusal {
+    let (least, most) = schedule.chunks().into_inner();
+    let nearest = chunks.clamp(least, most);
+    let others: Vec<String> = Schedule::ALL
+        .iter()
+        .filter(|other| other.chunks().contains(&chunks))
+        .map(|other| format!("\"{other}\""))
+        .collect();
+    let has = match (least, most) {
+        (1, 1) => "has one chunk of layers per rank".to_owned(),
+        (least, most) if least == most => format!("has {least} chunks of layers per rank"),
+        _ => format!("has {least} chunks of layers per rank or more"),
+    };
+    Refusal {
+        key: "parallel.virtual",
+        with: &["parallel.schedule"],
+        reason: format!("parallel.virtual = {chunks}, and parallel.schedule = \"{schedule}\" {has}"),
+        nearest: format!("virtual = {nearest}, or schedule = {}", others.join(" or ")),
+    }
 }
 
 fn zero(layout: &Layout) -> Option<Refusal> {
@@ -262,7 +361,8 @@ mod tests {
         seq: 8192,
         global_batch: 1024,
         micro_batch: 2,
-        whole_matrices: false,
+        gathered_head: None,
+        naive_attention: false,
     };
 
     fn layout(text: &str) -> Layout {
@@ -305,7 +405,8 @@ mod tests {
             seq: 1,
             global_batch: 1,
             micro_batch: 1,
-            whole_matrices: true,
+            gathered_head: Some(1),
+            naive_attention: false,
         };
         assert_eq!(check(&Layout::single(1), &single), []);
     }
@@ -341,11 +442,14 @@ mod tests {
     }
 
     #[test]
-    fn whole_matrices_are_not_split() {
-        let muon = Extents { whole_matrices: true, ..LLAMA };
-        assert_eq!(refused("tp=2", muon), one("parallel.tp", "tp = 1"));
-        assert_eq!(check(&layout("dp=8,zero=3"), &muon), []);
-        assert_eq!(check(&layout("dp=8,zero=1,pp=4"), &muon), []);
+    fn ranks_that_share_a_key_head_divide_it_where_matrices_are_gathered() {
+        let muon = Extents { gathered_head: Some(128 * 4096), ..LLAMA };
+        for fits in ["tp=2", "tp=8,sp", "tp=32", "dp=8,zero=3,tp=2", "dp=8,zero=1,pp=4"] {
+            assert_eq!(check(&layout(fits), &muon), [], "{fits}");
+        }
+        let odd = Extents { gathered_head: Some(2 * 33), ..LLAMA };
+        assert_eq!(check(&layout("tp=16"), &odd), []);
+        assert_eq!(refused("tp=32", odd), one("parallel.tp", "tp = 16"));
     }
 
     #[test]
@@ -356,6 +460,23 @@ mod tests {
         let seq = Extents { seq: 1028, ..LLAMA };
         assert_eq!(refused("tp=8,sp", seq), one("parallel.tp", "tp = 4"));
         assert_eq!(check(&layout("tp=8"), &seq), []);
+    }
+
+    #[test]
+    fn context_parallelism_cuts_sequences_into_two_chunks_for_every_rank() {
+        for fits in ["cp=2", "cp=4,context=gather,dp=8,zero=3", "cp=16,tp=8,sp,pp=2", "cp=4096", "cp=2,zero=1"] {
+            assert_eq!(check(&layout(fits), &LLAMA), [], "{fits}");
+        }
+        assert_eq!(refused("cp=3", LLAMA), one("parallel.cp", "cp = 2 or 4, or seq = 8196"));
+        assert_eq!(refused("cp=8192", LLAMA), one("parallel.cp", "cp = 4096, or seq = 16384"));
+        let odd = Extents { seq: 1022, ..LLAMA };
+        assert_eq!(refused("cp=2", odd), one("parallel.cp", "cp = 1 or 7, or seq = 1024"));
+        assert_eq!(refused("cp=73,tp=2,sp", odd), []);
+        let seq = Extents { seq: 48, ..LLAMA };
+        assert_eq!(refused("cp=8,tp=4,sp", seq), one("parallel.tp", "tp = 2"));
+        assert_eq!(refused("cp=16,tp=4,sp", seq), one("parallel.cp", "cp = 12, or seq = 128"));
+        let naive = Extents { naive_attention: true, ..LLAMA };
+        assert_eq!(refused("cp=2", naive), one("parallel.cp", "attention = \"flash\", or cp = 1"));
     }
 
     #[test]
@@ -403,6 +524,32 @@ mod tests {
     }
 
     #[test]
+    fn every_virtual_stage_has_a_layer_and_a_schedule_as_many_chunks_as_it_can_have() {
+        for fits in
+            ["pp=8,interleaved", "pp=8,interleaved,virtual=4", "pp=16,zb-v", "pp=32,zb-h1", "pp=2,zb-v,virtual=2"]
+        {
+            assert_eq!(check(&layout(fits), &LLAMA), [], "{fits}");
+        }
+        let other = |nearest: &str| one("parallel.virtual", nearest);
+        assert_eq!(refused("pp=8,virtual=2", LLAMA), other("virtual = 1, or schedule = \"interleaved\" or \"zb-v\""));
+        assert_eq!(refused("pp=8,zb-h1,virtual=3", LLAMA), other("virtual = 1, or schedule = \"interleaved\""));
+        assert_eq!(refused("pp=8,zb-v,virtual=3", LLAMA), other("virtual = 2, or schedule = \"interleaved\""));
+        let ones = "virtual = 2, or schedule = \"1f1b\" or \"gpipe\" or \"zb-h1\"";
+        assert_eq!(refused("pp=8,interleaved,virtual=1", LLAMA), other(ones));
+        assert_eq!(refused("pp=8,interleaved,virtual=5", LLAMA), other("virtual = 4"));
+        assert_eq!(refused("pp=20,interleaved", LLAMA), other("pp = 16"));
+        assert_eq!(refused("pp=20,zb-v", LLAMA), other("pp = 16"));
+        assert_eq!(refused("pp=40,zb-v", LLAMA), one("parallel.pp", "pp = 16"));
+        let two = Extents { layers: 2, ..LLAMA };
+        assert_eq!(refused("pp=2,zb-v", two), other("schedule = \"1f1b\" with virtual = 1"));
+        let needs_pp = |nearest: &str| one("parallel.schedule", nearest);
+        for schedule in ["gpipe", "interleaved", "zb-h1", "zb-v"] {
+            assert_eq!(refused(schedule, LLAMA), needs_pp("schedule = \"1f1b\", or pp = 2 or more"));
+        }
+        assert_eq!(refused("zb-v", two), needs_pp("schedule = \"1f1b\""));
+    }
+
+    #[test]
     fn zero_needs_dp() {
         assert_eq!(refused("zero=1", LLAMA), one("parallel.zero", "zero = 0, or dp = 2 or more"));
         for text in ["dp=2,zero=1,pp=2", "dp=2,zero=2,pp=2", "dp=2,zero=3,pp=2", "dp=2,zero=3,no-reshard"] {
@@ -416,7 +563,7 @@ mod tests {
 
     #[test]
     fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
-        let sizes = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+        let sizes = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Tp, MeshAxis::Pp];
         let mesh = sizes.into_iter().fold(lockstep_ir::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
         let none = Extents {
             layers: 0,
@@ -427,9 +574,10 @@ mod tests {
             seq: 0,
             global_batch: 0,
             micro_batch: 0,
-            whole_matrices: false,
+            gathered_head: None,
+            naive_attention: false,
         };
-        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 12);
+        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 13);
         assert_eq!(refused("tp=2", Extents { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
     }
 

@@ -36,6 +36,7 @@ mod rules;
 mod schema;
 mod search;
 mod source;
+mod stages;
 mod suggest;
 mod value;
 mod values;

@@ -7,23 +7,25 @@ use crate::architecture::Architecture;
 use crate::checks;
 use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
 use crate::declare::Effect::{Changeable, Conduct, Trajectory};
-use crate::declare::{Key, tables};
+use crate::declare::{Key, name, tables};
 use crate::kind::Kind::{
-    Bool, Choice, Corpora, Count, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text, Texts,
+    Bool, Choice, Corpora, Count, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text,
+    Texts,
 };
 use crate::kind::{
-    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, MAX_BATCH, NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, TOKEN,
-    TOKENIZER, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, NOT_NEGATIVE, OPS, PATHS, POSITIVE,
+    POWER_OF_TWO, TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::origin::Provenance;
 use crate::presets;
 use crate::rules;
+use crate::stages;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, Value};
 use crate::values::Values;
 use crate::words::{
     AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
 };
-use lockstep_ir::{Layout, Schedule};
+use lockstep_ir::{ContextParallel, Layout, Schedule};
 
 /// The largest extent of one tensor dimension.
 const EXTENT: u64 = 1 << 24;
@@ -225,6 +227,15 @@ tables! {
         dp_replicate: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["HSDP", "hybrid sharding", "HYBRID_SHARD", "data_parallel_replicate_degree", "replicas",
                 "num_distributed_optimizer_instances"];
+        /// Context parallelism: ranks that split every sequence among themselves, an early and a late chunk each (zig-zag), for long
+        /// sequences. Twice as many divide train.seq.
+        cp: usize = Count(1, RANKS), Fixed("1"), Conduct,
+            finds ["context parallel", "context parallelism", "context_parallel", "context_parallel_size", "context_parallel_degree",
+                "long context", "zig-zag", "CP"];
+        /// How attention is computed over parallel.cp. ring (ring attention): keys and values go from rank to rank while attention is computed
+        /// over those that are there. gather: all of them are gathered, which takes their memory and no turns.
+        context: ContextParallel = Choice(&ContextParallel::NAMES), Fixed("\"ring\""), Conduct,
+            finds ["ring attention", "cp_comm_type", "context_parallel_rotate_method", "all-gather KV"];
         /// Tensor parallelism: ranks that split heads, hidden units and vocabulary among themselves.
         tp: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["tensor parallel", "tensor parallelism", "tensor_model_parallel_size", "model parallel", "Megatron"];
@@ -242,9 +253,21 @@ tables! {
         /// Sequence parallelism: whether tp ranks split the sequence where they do not split the matrices.
         sequence_parallel: bool = Bool, Fixed("false"), Conduct, finds ["sequence parallelism", "SP"];
         /// Pipeline schedule: the order in which stages compute micro-batches. 1f1b: a forward and a backward pass in turn,
-        /// with few micro-batches in flight. gpipe: all forward passes first.
+        /// with few micro-batches in flight. gpipe: all forward passes first. interleaved: 1f1b with several chunks of layers per
+        /// rank, a smaller bubble for more memory and messages. zb-h1: 1f1b whose weight gradients wait and fill idle time. zb-v: the
+        /// same with two chunks per rank, placed in a V, nearly without a bubble.
         schedule: Schedule = Choice(&Schedule::NAMES), Fixed("\"1f1b\""), Conduct,
-            finds ["pipeline schedule", "1F1B", "GPipe"];
+            finds ["pipeline schedule", "1F1B", "GPipe", "interleaved 1F1B", "zero bubble", "ZB-H1", "ZB-V",
+                "pipeline bubble"];
+        /// Virtual pipeline stages: chunks of layers that a rank of the pipeline has.
+        r#virtual: usize = Count(1, RANKS), Derived("2 for interleaved and zb-v, else 1", stages::default_virtual), Conduct,
+            finds ["virtual pipeline", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+                "model chunks", "virtual stages"];
+        /// Layers of every virtual stage of the pipeline, in the order of the model. If it is empty, stages are cut so that their
+        /// FLOPs are as equal as can be, with embedding and head counted.
+        stages: Vec<usize> = Counts(LAYERS_OF_STAGES), Fixed("[]"), Conduct,
+            finds ["pipeline split", "layers per stage", "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
+                "stage boundaries"];
         /// Seconds that a rank waits for another one that shows no sign of life.
         timeout: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct,
             finds ["NCCL timeout", "collective timeout", "watchdog", "distributed_timeout"], was ["patience"];

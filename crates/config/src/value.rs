@@ -61,6 +61,7 @@ pub(crate) enum Value {
     Bool(bool),
     Text(String),
     Texts(Vec<String>),
+    Counts(Vec<u64>),
     RopeScaling(RopeScalingConfig),
     Corpora(Vec<CorpusConfig>),
     Groups(Vec<GroupConfig>),
@@ -83,6 +84,7 @@ impl fmt::Display for Value {
             Value::Bool(b) => write!(f, "{b}"),
             Value::Text(text) => write_string(f, text),
             Value::Texts(texts) => write_list(f, texts, |f, text| write_string(f, text)),
+            Value::Counts(counts) => write_list(f, counts, |f, count| write!(f, "{count}")),
             Value::Corpora(corpora) => write_list(f, corpora, |f, CorpusConfig { name, paths, weight }| {
                 write!(f, "{{ name = \"{name}\", paths = {}, weight = {weight:?} }}", Value::Texts(paths.clone()))
             }),
@@ -174,6 +176,17 @@ field! {
     RopeScalingConfig: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
 }
 
+impl Field for Vec<usize> {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        let Some(Value::Counts(counts)) = value else { return None };
+        counts.into_iter().map(|count| usize::try_from(count).ok()).collect()
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::Counts(self.iter().map(|count| *count as u64).collect()))
+    }
+}
+
 impl Field for Vec<RampConfig> {
     fn from_value(value: Option<Value>) -> Option<Self> {
         let Some(Value::Ramp(stages)) = value else { return None };
@@ -212,6 +225,7 @@ mod tests {
         assert_eq!(Value::Float(500000.0).to_string(), "500000.0");
         assert_eq!(Value::Text("a \"b\" \\ \n".into()).to_string(), r#""a \"b\" \\ \u000A""#);
         assert_eq!(Value::Texts(vec!["a".into(), "b".into()]).to_string(), r#"["a", "b"]"#);
+        assert_eq!(Value::Counts(vec![3, 4]).to_string(), "[3, 4]");
     }
 
     #[test]

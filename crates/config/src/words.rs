@@ -1,7 +1,7 @@
 //! Keys whose value is one of a few words: an enum for each, whose words are those that the schema accepts.
 
 use crate::value::{Field, Value};
-use lockstep_ir::Schedule;
+use lockstep_ir::{ContextParallel, Schedule};
 
 /// Declares enums whose variants are the words of a key.
 macro_rules! words {
@@ -137,6 +137,18 @@ impl Field for Schedule {
     fn from_value(value: Option<Value>) -> Option<Self> {
         let Some(Value::Text(word)) = value else { return None };
         word.parse().ok()
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::Text(self.name().to_owned()))
+    }
+}
+
+/// The words of context parallelism are those of `ir`.
+impl Field for ContextParallel {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        let Some(Value::Text(word)) = value else { return None };
+        Self::named(&word)
     }
 
     fn to_value(&self) -> Option<Value> {

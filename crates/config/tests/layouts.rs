@@ -124,6 +124,80 @@ hint: use pp = 6
 }
 
 #[test]
+fn chunks_go_with_their_schedule_and_have_layers() {
+    check(
+        &format!("{TINY}[parallel]\npp = 2\nvirtual = 2\n"),
+        "
+parallel.virtual = 2, and parallel.schedule = \"1f1b\" has one chunk of layers per rank
+  --> run.toml:5
+  |
+5 | virtual = 2
+  |           ^
+hint: use virtual = 1, or schedule = \"interleaved\" or \"zb-v\"
+",
+    );
+    check(
+        &format!("{TINY}[parallel]\npp = 2\nschedule = \"interleaved\"\nvirtual = 4\n"),
+        "
+parallel.pp × parallel.virtual = 2 × 4 are more than model.layers = 6, and every virtual stage needs a layer
+  --> run.toml:6
+  |
+6 | virtual = 4
+  |           ^
+hint: use virtual = 3
+",
+    );
+    check(
+        &format!("{TINY}[parallel]\nschedule = \"zb-h1\"\n"),
+        "
+parallel.schedule = \"zb-h1\" orders the stages of a pipeline, and parallel.pp = 1
+  --> run.toml:4
+  |
+4 | schedule = \"zb-h1\"
+  |            ^^^^^^^
+hint: use schedule = \"1f1b\", or pp = 2 or more
+",
+    );
+}
+
+#[test]
+fn stages_cut_by_hand_make_up_the_model() {
+    check(
+        &format!("{TINY}[parallel]\npp = 2\nstages = [2, 2, 2]\n"),
+        "
+parallel.stages lists 3 stages, and parallel.pp × parallel.virtual = 2 × 1 are 2
+  --> run.toml:5
+  |
+5 | stages = [2, 2, 2]
+  |          ^^^^^^^^^
+hint: write [3, 3], or remove parallel.stages
+",
+    );
+    check(
+        &format!("{TINY}[parallel]\npp = 2\nschedule = \"zb-v\"\nstages = [1, 1, 2, 1]\n"),
+        "
+parallel.stages has 5 layers in all, and model.layers = 6
+  --> run.toml:6
+  |
+6 | stages = [1, 1, 2, 1]
+  |          ^^^^^^^^^^^^
+hint: write [1, 2, 1, 2], or remove parallel.stages
+",
+    );
+    check(
+        &format!("{TINY}[parallel]\npp = 2\nstages = [6, 0]\n"),
+        "
+parallel.stages: 0 is not one of the numbers of layers it lists
+  --> run.toml:5
+  |
+5 | stages = [6, 0]
+  |              ^
+hint: give every virtual stage a number of layers, such as [3, 4, 4, 3]
+",
+    );
+}
+
+#[test]
 fn zero_needs_dp_and_keeps_only_what_it_gathers() {
     check(
         &format!("{TINY}[parallel]\nzero = 1\n"),
@@ -175,7 +249,7 @@ hint: give an integer from 1 to 65536, or a string with a decimal suffix (K, M, 
         "
 parallel.schedule = 1b1f is not known
   --> --set parallel.schedule=1b1f
-hint: choose one of \"1f1b\", \"gpipe\"
+hint: choose one of \"1f1b\", \"gpipe\", \"interleaved\", \"zb-h1\", \"zb-v\"
 ",
     );
     check_set(

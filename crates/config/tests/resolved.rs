@@ -81,12 +81,16 @@ gradients = "fp32"  # default
 [parallel]
 dp = 1  # default
 dp_replicate = 1  # default
+cp = 1  # default
+context = "ring"  # default
 tp = 1  # default
 pp = 1  # default
 zero = 0  # default
 reshard_after_forward = true  # default
 sequence_parallel = false  # default
 schedule = "1f1b"  # default
+virtual = 1  # default
+stages = []  # default
 timeout = 60.0  # default
 
 [recompute]
@@ -183,7 +187,9 @@ fn differences_leave_out_how_a_run_is_carried_out() {
         "parallel.tp=4",
         "parallel.pp=2",
         "parallel.sequence_parallel=true",
-        "parallel.schedule=gpipe",
+        "parallel.schedule=zb-v",
+        "parallel.virtual=2",
+        "parallel.stages=[1, 1, 1, 1]",
         "parallel.timeout=5",
     ];
     let after = parse(EXAMPLE, &conduct);
@@ -194,7 +200,8 @@ fn differences_leave_out_how_a_run_is_carried_out() {
 #[test]
 fn a_run_may_go_on_with_any_layout_and_micro_batch() {
     let before = parse(EXAMPLE, &["train.micro_batch=2"]);
-    let layout = ["parallel.dp=8", "parallel.zero=1", "parallel.tp=2", "parallel.pp=4", "parallel.schedule=gpipe"];
+    let layout =
+        ["parallel.dp=8", "parallel.zero=1", "parallel.tp=2", "parallel.pp=2", "parallel.schedule=interleaved"];
     let after = parse(EXAMPLE, &layout);
     assert_ne!(after.train.micro_batch, before.train.micro_batch);
     assert_eq!(after.differences(&before), []);

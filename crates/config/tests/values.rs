@@ -130,6 +130,22 @@ fn the_layout_is_that_of_the_parallel_table() {
     assert_eq!(config.layout(), Layout { micro_batches: 4, ..written });
     assert_eq!(config.parallel.timeout, 5.0);
     assert_eq!(legal::check(&config.layout(), &config.extents()), []);
+    let virtual_stages = |keys: &str| parse(&format!("{TINY}[parallel]\npp = 2\n{keys}\n"));
+    for (keys, text) in [
+        ("", "pp=2"),
+        ("schedule = \"interleaved\"", "pp=2,interleaved,virtual=2"),
+        ("schedule = \"interleaved\"\nvirtual = 3", "pp=2,interleaved,virtual=3"),
+        ("schedule = \"zb-v\"", "pp=2,zb-v"),
+    ] {
+        let written: Layout = text.parse().unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(virtual_stages(keys).layout(), written, "{keys}");
+    }
+    // Stages cut by hand stay with layouts of as many.
+    let config = virtual_stages("schedule = \"zb-v\"\nstages = [1, 1, 2, 2]");
+    assert_eq!(config.parallel.stages, [1, 1, 2, 2]);
+    for (text, stages) in [("pp=2,interleaved", 4), ("pp=4", 4), ("pp=2", 0), ("pp=3,zb-v", 0)] {
+        assert_eq!(config.at(&text.parse().unwrap()).parallel.stages.len(), stages, "{text}");
+    }
 }
 
 #[test]
@@ -200,7 +216,7 @@ fn a_budget_is_a_number_of_bytes_with_its_unit() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 74);
+    assert_eq!(paths.len(), 76);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());
@@ -320,7 +336,7 @@ fn every_word_of_the_schema_is_read_and_written_back() {
         ("train.device", ""),
         ("precision.policy", ""),
         ("precision.gradients", ""),
-        ("parallel.schedule", ""),
+        ("parallel.schedule", "[parallel]\npp = 2\n"),
         ("recompute.policy", "[recompute]\nops = [\"swiglu\"]\n"),
         ("optimizer.name", ""),
         ("optimizer.schedule", ""),
@@ -328,11 +344,12 @@ fn every_word_of_the_schema_is_read_and_written_back() {
         for word in words(path) {
             let more = match word.as_str() {
                 "list" => more,
+                _ if path == "parallel.schedule" => more,
                 "budget" => "[recompute]\nbudget = \"1 GiB\"\n",
                 _ => "",
             };
             let text =
-                format!("[model]\nvocab_size = 8\nlayers = 1\ndim = 8\nheads = 2\nffn = 16\n[train]\nseq = 8\n{more}");
+                format!("[model]\nvocab_size = 8\nlayers = 4\ndim = 8\nheads = 2\nffn = 16\n[train]\nseq = 8\n{more}");
             let config = Config::parse(&text, "run.toml", &[format!("{path}={word}")]);
             let config = config.unwrap_or_else(|error| panic!("{path} = {word}: {error}"));
             let key = path.split_once('.').unwrap().1;

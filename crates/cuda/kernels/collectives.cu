@@ -49,9 +49,27 @@ struct Number<f16> {
     }
 };
 
+// Where element `i` of the whole, in rows of every rank's part, stands: on which rank, and where in its part. In zig-zag order ranks have two
+// halves of a part each, an early and a late one.
+struct Place {
+    int rank;
+    i64 at;
+};
+static __device__ __forceinline__ Place place_of(i64 i, i64 elements, int ranks, int zigzag) {
+    if (!zigzag) {
+        i64 part = i / elements;
+        return {(int)(part % ranks), part / ranks * elements + i % elements};
+    }
+    i64 half = elements / 2, part = i / half;
+    int chunk = (int)(part % (2 * ranks));
+    i64 row = part / (2 * ranks);
+    bool late = chunk >= ranks;
+    return {late ? 2 * ranks - 1 - chunk : chunk, row * elements + (late ? half : 0) + i % half};
+}
+
 // One thread reads an element of all inputs before it writes it to any output, so that they may be the same.
 template <typename T>
-static __device__ __forceinline__ void add_up(const Tensors &tensors, int kind, int ranks) {
+static __device__ __forceinline__ void add_up(const Tensors &tensors, int kind, int ranks, int zigzag) {
     const u64 *tensor = tensors.words + blockIdx.y * (2 + 2 * ranks);
     i64 rows = (i64)tensor[0], elements = (i64)tensor[1];
     const u64 *inputs = tensor + 2, *outputs = inputs + ranks;
@@ -64,29 +82,30 @@ static __device__ __forceinline__ void add_up(const Tensors &tensors, int kind, 
         if (kind == ALL_REDUCE) {
             for (int r = 0; r < ranks; r++) ((T *)outputs[r])[i] = y;
         } else {
-            i64 part = i / elements;
-            ((T *)outputs[part % ranks])[part / ranks * elements + i % elements] = y;
+            Place to = place_of(i, elements, ranks, zigzag);
+            ((T *)outputs[to.rank])[to.at] = y;
         }
     }
 }
 
 // Bytes of any type. The part of an output that may be an input is written with what it holds.
 template <typename T>
-static __device__ __forceinline__ void gather(const Tensors &tensors, int ranks) {
+static __device__ __forceinline__ void gather(const Tensors &tensors, int ranks, int zigzag) {
     const u64 *tensor = tensors.words + blockIdx.y * (2 + 2 * ranks);
     i64 rows = (i64)tensor[0], elements = (i64)tensor[1];
     const u64 *inputs = tensor + 2, *outputs = inputs + ranks;
     i64 all = rows * ranks * elements, step = (i64)gridDim.x * blockDim.x;
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
-        i64 part = i / elements;
-        T x = ((const T *)inputs[part % ranks])[part / ranks * elements + i % elements];
+        Place from = place_of(i, elements, ranks, zigzag);
+        T x = ((const T *)inputs[from.rank])[from.at];
         for (int r = 0; r < ranks; r++) ((T *)outputs[r])[i] = x;
     }
 }
 
 #define ADD(NAME, T)                                                                                              \
-    extern "C" __global__ void add_##NAME(const __grid_constant__ Tensors tensors, int kind, int ranks) {         \
-        add_up<T>(tensors, kind, ranks);                                                                          \
+    extern "C" __global__ void add_##NAME(const __grid_constant__ Tensors tensors, int kind, int ranks,           \
+                                          int zigzag) {                                                           \
+        add_up<T>(tensors, kind, ranks, zigzag);                                                                  \
     }
 ADD(f32, float)
 ADD(f64, double)
@@ -95,8 +114,8 @@ ADD(f16, f16)
 ADD(fixed64, i64)
 
 #define GATHER(NAME, T)                                                                                           \
-    extern "C" __global__ void gather_##NAME(const __grid_constant__ Tensors tensors, int ranks) {                \
-        gather<T>(tensors, ranks);                                                                                \
+    extern "C" __global__ void gather_##NAME(const __grid_constant__ Tensors tensors, int ranks, int zigzag) {    \
+        gather<T>(tensors, ranks, zigzag);                                                                        \
     }
 GATHER(2, u16)
 GATHER(4, u32)

@@ -10,6 +10,18 @@ struct bf16 {
     u16 bits;
 };
 
+// Which entries of a dimension a rank has: `count` from `first` on, then from `then` on.
+struct Span {
+    int first, count, then;
+    __device__ __forceinline__ int entry(int at) const { return at < count ? first + at : then + (at - count); }
+    // Where an entry stands among the rank's `len`; -1 where another rank has it.
+    __device__ __forceinline__ int at(int entry, int len) const {
+        int early = entry - first, late = entry - then;
+        if (early >= 0 && early < count && early < len) return early;
+        return late >= 0 && late < len - count ? count + late : -1;
+    }
+};
+
 static __device__ __forceinline__ float to_f32(float x) { return x; }
 static __device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
 

@@ -134,10 +134,10 @@ static __device__ void gelu_grad(const T *dy, const T *x, T *dx, i64 n) {
 }
 
 // The row of the table of a position. `how`: 0 its place in the sequence, 1 from starts[sequence] on, 2 from the start of its
-// document, by starts of the whole sequence. This rank's part of a sequence of `whole` starts at `first`.
-static __device__ __forceinline__ i64 place_of(i64 row, int seq, int whole, int first, const u32 *starts, int how,
+// document, by starts of the whole sequence, of which `span` is this rank's part.
+static __device__ __forceinline__ i64 place_of(i64 row, int seq, int whole, Span span, const u32 *starts, int how,
                                                int rows) {
-    i64 b = row / seq, s = row % seq + first;
+    i64 b = row / seq, s = span.entry((int)(row % seq));
     if (how == 1) s += starts[b];
     if (how == 2) {
         i64 start = starts[b * whole + s];
@@ -148,9 +148,9 @@ static __device__ __forceinline__ i64 place_of(i64 row, int seq, int whole, int 
 
 template <typename T>
 static __device__ void add_positions(const T *x, const T *table, const u32 *starts, T *y, int d, int seq, int whole,
-                                     int first, int how, int rows) {
+                                     Span span, int how, int rows) {
     i64 row = blockIdx.x;
-    i64 place = place_of(row, seq, whole, first, starts, how, rows);
+    i64 place = place_of(row, seq, whole, span, starts, how, rows);
     for (int i = threadIdx.x; i < d; i += blockDim.x)
         y[row * d + i] = Of<T>::f32(to_f32(x[row * d + i]) + to_f32(table[place * d + i]));
 }
@@ -158,16 +158,17 @@ static __device__ void add_positions(const T *x, const T *table, const u32 *star
 // One block per row of the table: adds up the positions that used it, in order.
 template <typename T>
 static __device__ void positions_grad(const T *dx, const u32 *starts, void *out, int kind, int add, int d, int batch,
-                                      int seq, int whole, int first, int how, int rows) {
+                                      int seq, int whole, Span span, int how, int rows) {
     i64 place = blockIdx.x;
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
         float sum = 0.0f;
         i64 fixed = kind == SUM_FIXED && add ? ((i64 *)out)[place * d + i] : 0;
         for (int b = 0; b < batch; b++) {
-            int from = how == 2 ? 0 : (int)place - first, to = how == 2 ? seq : from + 1;
-            for (int s = from < 0 ? 0 : from; s < to && s < seq; s++) {
+            int here = how == 2 ? -1 : span.at((int)place, seq);
+            int from = how == 2 ? 0 : here < 0 ? seq : here, to = how == 2 ? seq : from + 1;
+            for (int s = from; s < to && s < seq; s++) {
                 i64 row = (i64)b * seq + s;
-                if (place_of(row, seq, whole, first, starts, how, rows) != place) continue;
+                if (place_of(row, seq, whole, span, starts, how, rows) != place) continue;
                 float x = to_f32(dx[row * d + i]);
                 if (kind == SUM_FIXED)
                     fixed = fixed_merge(fixed, fixed_of(x));
@@ -190,10 +191,10 @@ static __device__ __forceinline__ u32 mix_small(u32 z) {
 
 // The mask is a function of the sequence's key, the site, position and feature.
 template <typename T>
-static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site, u32 below,
+static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, Span span, u64 site, u32 below,
                                float scale) {
     i64 row = blockIdx.x;
-    i64 b = row / seq, s = row % seq + first;
+    i64 b = row / seq, s = span.entry((int)(row % seq));
     u64 key = (u64)keys[2 * b] | (u64)keys[2 * b + 1] << 32;
     u64 mask = hash_bits(hash_bits(key, site), (u64)s);
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
@@ -243,20 +244,21 @@ static __device__ void initial(T *out, u64 key, float scale, int drawn, i64 n) {
     extern "C" __global__ void gelu_##NAME(const T *x, T *y, i64 n) { gelu<T>(x, y, n); }                              \
     extern "C" __global__ void gelu_grad_##NAME(const T *dy, const T *x, T *dx, i64 n) { gelu_grad<T>(dy, x, dx, n); } \
     extern "C" __global__ void add_positions_##NAME(const T *x, const T *table, const u32 *starts, T *y, int d,        \
-                                                    int seq, int whole, int first, int how, int rows) {                \
-        add_positions<T>(x, table, starts, y, d, seq, whole, first, how, rows);                                        \
+                                                    int seq, int whole, int first, int count, int then, int how,       \
+                                                    int rows) {                                                        \
+        add_positions<T>(x, table, starts, y, d, seq, whole, {first, count, then}, how, rows);                         \
     }                                                                                                                  \
     extern "C" __global__ void positions_grad_##NAME(const T *dx, const u32 *starts, void *out, int kind, int add,     \
-                                                     int d, int batch, int seq, int whole, int first, int how,         \
-                                                     int rows) {                                                       \
-        positions_grad<T>(dx, starts, out, kind, add, d, batch, seq, whole, first, how, rows);                         \
+                                                     int d, int batch, int seq, int whole, int first, int count,       \
+                                                     int then, int how, int rows) {                                    \
+        positions_grad<T>(dx, starts, out, kind, add, d, batch, seq, whole, {first, count, then}, how, rows);          \
     }                                                                                                                  \
     extern "C" __global__ void initial_##NAME(T *out, u64 key, float scale, int drawn, i64 n) {                        \
         initial<T>(out, key, scale, drawn, n);                                                                         \
     }                                                                                                                  \
-    extern "C" __global__ void dropout_##NAME(const T *x, const u32 *keys, T *y, int d, int seq, int first, u64 site,  \
-                                              u32 below, float scale) {                                                \
-        dropout<T>(x, keys, y, d, seq, first, site, below, scale);                                                     \
+    extern "C" __global__ void dropout_##NAME(const T *x, const u32 *keys, T *y, int d, int seq, int first, int count, \
+                                              int then, u64 site, u32 below, float scale) {                            \
+        dropout<T>(x, keys, y, d, seq, {first, count, then}, site, below, scale);                                      \
     }
 ELEMENTS(float, f32)
 ELEMENTS(bf16, bf16)

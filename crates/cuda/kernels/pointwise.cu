@@ -19,12 +19,12 @@ static __device__ void embed(const u32 *tokens, const T *table, T *out, int d, i
 }
 
 // RoPE: rotates the first `rotated` columns of a row, head by head; the others are copied if `out` is apart. `positions`: 0 the row's
-// place in its sequence, 1 from starts[sequence] on, 2 from the start of its document.
+// place in its sequence, of which `span` is this rank's part, 1 from starts[sequence] on, 2 from the start of its document.
 template <typename T>
-static __device__ void rotate(const T *in, const float *table, const u32 *starts, T *out, int seq, int width, int rotated,
-                            int e, int table_rows, float sign, int positions, int wide) {
+static __device__ void rotate(const T *in, const float *table, const u32 *starts, T *out, int seq, Span span, int width,
+                              int rotated, int e, int table_rows, float sign, int positions, int wide) {
     i64 row = blockIdx.x;
-    i64 place = row % seq;
+    i64 place = span.entry((int)(row % seq));
     if (positions == 1) {
         place += starts[row / seq];
         if (place > table_rows - 1) place = table_rows - 1;
@@ -159,9 +159,10 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
         embed<T>(tokens, table, out, d, first, entries, wide);                                                         \
     }                                                                                                                  \
     extern "C" __global__ void rope_##NAME(const T *in, const float *table, const u32 *starts, T *out, int seq,        \
-                                           int width, int rotated, int e, int table_rows, float sign, int positions,    \
-                                           int wide) {                                                                 \
-        rotate<T>(in, table, starts, out, seq, width, rotated, e, table_rows, sign, positions, wide);                     \
+                                           int first, int count, int then, int width, int rotated, int e,              \
+                                           int table_rows, float sign, int positions, int wide) {                      \
+        rotate<T>(in, table, starts, out, seq, {first, count, then}, width, rotated, e, table_rows, sign, positions,   \
+                  wide);                                                                                               \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_##NAME(const T *gate_up, T *y, int f, int wide) {                                \
         swiglu<T>(gate_up, y, f, wide);                                                                                \

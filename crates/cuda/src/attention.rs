@@ -1,5 +1,7 @@
 //! Attention: cuDNN's fused kernels where they take the shape, else kernels of our own.
 
+pub(crate) mod blocks;
+pub mod context;
 mod document_kernels;
 pub mod documents;
 mod graph;
@@ -10,9 +12,9 @@ pub use table::Written;
 
 use crate::CudaError;
 use crate::call::Call;
-use crate::driver::ALIGNMENT;
-use crate::kernels::args;
-use lockstep_ir::{DType, Workspace};
+use crate::driver::{ALIGNMENT, Address};
+use crate::kernels::{Value, args};
+use lockstep_ir::{DType, Span, Workspace};
 use plans::{Operands, SLACK, execute, scale};
 
 /// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
@@ -44,10 +46,58 @@ pub(crate) fn keys_seen(window: Option<usize>) -> usize {
 /// Warps of a block of our own kernels; each has a position.
 pub(crate) const WARPS: usize = 4;
 
+/// Where queries and keys stand, and which positions they are.
+#[derive(Clone, Copy)]
+struct Rows {
+    queries: Address,
+    keys: Address,
+    /// Keys of a sequence.
+    count: usize,
+    /// Elements from a key to the next.
+    key_width: usize,
+    positions: Span,
+    key_positions: Span,
+}
+
+impl Rows {
+    /// Packed Q·K·V of whole sequences.
+    fn packed(call: &Call, qkv: Address) -> Self {
+        let keys = qkv + (call.size('q') * call.size('e') * call.float().bytes()) as u64;
+        let (count, key_width) = (call.size('s'), width(call));
+        Self { queries: qkv, keys, count, key_width, positions: Span::ALL, key_positions: Span::ALL }
+    }
+
+    /// The arguments of our own kernels behind their operands.
+    fn sizes(&self, call: &Call, window: Option<usize>) -> Vec<Value> {
+        let (heads, kv_heads, e) = (call.size('q'), call.size('u'), call.size('e'));
+        let [first, count, then] = call.span_of(self.positions);
+        let [key_first, key_count, key_then] = call.span_of(self.key_positions);
+        let value = kv_heads * e;
+        let rows = args![
+            call.size('s'),
+            heads,
+            kv_heads,
+            e,
+            self.count,
+            keys_seen(window),
+            width(call),
+            self.key_width,
+            value
+        ];
+        let positions = args![first, count, then, key_first, key_count, key_then, scale(e)];
+        [&rows[..], positions].concat()
+    }
+}
+
+/// Elements of a row of packed Q·K·V.
+fn width(call: &Call) -> usize {
+    (call.size('q') + 2 * call.size('u')) * call.size('e')
+}
+
 /// o, and the log-sum-exp of each row of scores.
 pub unsafe fn forward(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let Some(o) = call.output(0) else { return Ok(()) };
-    let (e, qkv) = (call.size('e'), call.input(0));
+    let qkv = call.input(0);
     let starts = call.given(1);
     if let Some((shape, plan)) = call.attention.of(call.bound) {
         if starts.is_some() {
@@ -56,16 +106,28 @@ pub unsafe fn forward(call: Call, window: Option<usize>) -> Result<(), CudaError
         }
         let scratch = call.scratch()?;
         let lse = call.output(1).unwrap_or(scratch + SLACK);
-        let at = Operands { qkv, o, lse, dout: 0, dqkv: 0, dq: 0, scratch, ragged: None };
+        let at = Operands { inputs: shape.packed(qkv), o, lse, scratch, ..Operands::default() };
         // SAFETY: the operands have these sizes.
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
-    let (seq, heads) = (call.size('s'), call.size('q'));
-    let grid = [seq.div_ceil(WARPS), heads, call.size('b')];
-    let args = args![qkv, starts, o, call.output(1), seq, heads, call.size('u'), e, keys_seen(window), scale(e)];
-    check_head(e)?;
     // SAFETY: the operands have these sizes.
-    unsafe { call.typed(("attention", "attention"), grid, 32 * WARPS, args) }
+    unsafe { own_forward(call, Rows::packed(&call, qkv), (window, starts), call.suffix(), (Some(o), call.output(1))) }
+}
+
+/// o and log-sum-exps by a kernel of our own, of these types.
+unsafe fn own_forward(
+    call: Call,
+    rows: Rows,
+    (window, starts): (Option<usize>, Option<Address>),
+    types: &str,
+    (o, lse): (Option<Address>, Option<Address>),
+) -> Result<(), CudaError> {
+    check_head(call.size('e'))?;
+    let grid = [call.size('s').div_ceil(WARPS), call.size('q'), call.size('b')];
+    let operands = args![rows.queries, rows.keys, starts, o, lse];
+    let args = [&operands[..], &rows.sizes(&call, window)].concat();
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("attention", &format!("attention_{types}")), grid, 32 * WARPS, &args) }
 }
 
 /// Our own kernels keep a head in the registers of a warp.
@@ -79,7 +141,6 @@ pub(crate) fn check_head(e: usize) -> Result<(), CudaError> {
 /// dqkv from do, qkv, o and the log-sum-exps.
 pub unsafe fn grad(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let Some(dqkv) = call.output(0) else { return Ok(()) };
-    let (e, seq, heads, kv_heads) = (call.size('e'), call.size('s'), call.size('q'), call.size('u'));
     let (dout, qkv, o, lse, scratch) = (call.input(0), call.input(1), call.input(2), call.input(3), call.scratch()?);
     let starts = call.given(4);
     if let Some((shape, plan)) = call.attention.of(call.bound) {
@@ -88,21 +149,45 @@ pub unsafe fn grad(call: Call, window: Option<usize>) -> Result<(), CudaError> {
             return unsafe { documents::grad(call, &shape, plan, dqkv) };
         }
         let rest = scratch + shape.dq_bytes().next_multiple_of(ALIGNMENT);
-        let at = Operands { qkv, o, lse, dout, dqkv, dq: scratch, scratch: rest, ragged: None };
+        let (inputs, gradients) = (shape.packed(qkv), shape.packed(dqkv));
+        let at = Operands { inputs, o, lse, dout, gradients, dq: scratch, scratch: rest, ragged: None };
         // SAFETY: the operands have these sizes; the scratch has room for dQ and the plan.
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
-    check_head(e)?;
-    let rows = seq.div_ceil(WARPS);
-    let (grid, keys) = ([rows, heads, call.size('b')], [rows, kv_heads, call.size('b')]);
-    let args = args![dout, qkv, lse, scratch, starts, dqkv, seq, heads, kv_heads, e, keys_seen(window), scale(e)];
-    let delta = args![dout, o, scratch, seq, heads, kv_heads, e];
+    let rows = Rows::packed(&call, qkv);
+    let dq = Some((dqkv, width(&call), call.suffix()));
+    let dkv = Some((dqkv + (rows.keys - rows.queries), width(&call), call.suffix()));
     // SAFETY: the operands have these sizes; the scratch has a number per row.
+    unsafe { own_grad(call, rows, (window, starts), (dout, o, lse, scratch), (dq, dkv)) }
+}
+
+/// Where gradients go, elements from a row to the next, and the types of the kernel.
+type Into<'a> = Option<(Address, usize, &'a str)>;
+
+/// dq and dkv by kernels of our own, from do, o, log-sum-exps and a number of scratch per row.
+unsafe fn own_grad(
+    call: Call,
+    rows: Rows,
+    (window, starts): (Option<usize>, Option<Address>),
+    (dout, o, lse, delta): (Address, Address, Address, Address),
+    (dq, dkv): (Into, Into),
+) -> Result<(), CudaError> {
+    let (e, seq, heads, batch) = (call.size('e'), call.size('s'), call.size('q'), call.size('b'));
+    check_head(e)?;
+    let sizes = rows.sizes(&call, window);
+    let grid = [seq.div_ceil(WARPS), heads, batch];
+    let keys = [rows.count.div_ceil(WARPS), call.size('u'), batch];
+    // SAFETY: the caller vouches.
     unsafe {
-        call.typed(("attention", "attention_delta"), grid, 32 * WARPS, delta)?;
-        call.typed(("attention", "attention_grad_query"), grid, 32 * WARPS, args)?;
-        call.typed(("attention", "attention_grad_key"), keys, 32 * WARPS, args)
+        call.typed(("attention", "attention_delta"), grid, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
+        for (into, kernel, grid) in [(dq, "query", grid), (dkv, "key", keys)] {
+            let Some((to, width, types)) = into else { continue };
+            let args = args![dout, rows.queries, rows.keys, lse, delta, starts, to, width];
+            let name = format!("attention_grad_{kernel}_{types}");
+            call.plain(("attention", &name), grid, 32 * WARPS, &[&args[..], &sizes].concat())?;
+        }
     }
+    Ok(())
 }
 
 /// o of new positions over the cache, which gets their keys and values.
@@ -144,8 +229,8 @@ mod tests {
     pub fn shapes(deterministic: bool) -> impl Iterator<Item = AttentionShape> {
         [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)].into_iter().map(
             move |(batch, seq, heads, kv_heads, e)| {
-                let (window, backward, documents) = (None, true, None);
-                AttentionShape { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents }
+                let (window, backward, documents, parts) = (None, true, None, None);
+                AttentionShape { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
             },
         )
     }

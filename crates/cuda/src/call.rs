@@ -6,8 +6,8 @@ use crate::driver::{Address, Stream};
 use crate::kernels::{Kernels, Value};
 use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
-use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
+use lockstep_ir::{DType, Span};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -70,9 +70,24 @@ impl Call<'_> {
         self.bound.vocab_part()
     }
 
+    /// The positions that this rank has of its sequences, as kernels take them (`Span` in `common.cuh`).
+    pub fn span(&self) -> [usize; 3] {
+        self.span_of(self.bound.positions())
+    }
+
+    /// Positions as kernels take them.
+    pub fn span_of(&self, Span { first, count, then }: Span) -> [usize; 3] {
+        [first, count, then].map(|n| n.min(i32::MAX as usize))
+    }
+
     /// Type of the floating-point operands.
     pub fn float(&self) -> DType {
         self.bound.float
+    }
+
+    /// What kernels of that type are called.
+    pub fn suffix(&self) -> &'static str {
+        suffix(self.float())
     }
 
     /// Whether rows of `n` elements are whole packs of 16 bytes.

@@ -3,7 +3,7 @@
 use crate::CudaError;
 use crate::driver::Stream;
 use crate::kernels::{Kernels, args};
-use lockstep_exec::comm::{Collective, Piece};
+use lockstep_exec::comm::{Collective, Order, Piece};
 use lockstep_ir::DType;
 
 /// Words that a kernel takes: of each tensor two sizes and two addresses per rank.
@@ -24,12 +24,21 @@ pub unsafe fn queue(
     ranks: &[Vec<Piece>],
 ) -> Result<(), CudaError> {
     let (n, first) = (ranks.len(), ranks.first().map_or(&[][..], |pieces| pieces));
+    if kind == Collective::Shift {
+        for (rank, p) in (0..n).flat_map(|rank| (0..first.len()).map(move |p| (rank, p))) {
+            let (from, to) = (ranks[(rank + n - 1) % n][p].input, ranks[rank][p].output);
+            // SAFETY: the caller vouches for the pieces, which are apart.
+            unsafe { stream.copy(to as u64, from as u64, first[p].bytes())? };
+        }
+        return Ok(());
+    }
     let at_a_time = WORDS / (2 + 2 * n);
     if at_a_time == 0 {
         return Err(CudaError::Internal(format!("{kind} of {n} ranks on one device")));
     }
     let indices: Vec<usize> = (0..first.len()).collect();
-    for alike in indices.chunk_by(|a, b| first[*a].dtype == first[*b].dtype) {
+    let alike = |a: &Piece, b: &Piece| (a.dtype, a.order) == (b.dtype, b.order);
+    for alike in indices.chunk_by(|a, b| alike(&first[*a], &first[*b])) {
         for batch in alike.chunks(at_a_time) {
             let mut words = Vec::with_capacity(WORDS);
             for &p in batch {
@@ -46,9 +55,10 @@ pub unsafe fn queue(
                 Collective::AllReduce => (adding(dtype)?, 0i32),
                 Collective::ReduceScatter => (adding(dtype)?, 1),
                 Collective::AllGather => (copying(dtype), 2),
+                Collective::Shift => unreachable!("a shift is copies"),
             };
-            let ranks = n as i32;
-            let args: &[_] = if kind.sums() { args![code, ranks] } else { args![ranks] };
+            let (ranks, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
+            let args: &[_] = if kind.sums() { args![code, ranks, zigzag] } else { args![ranks, zigzag] };
             // SAFETY: the caller vouches for the pieces; the words are the kernel's struct.
             unsafe { kernels.launch_with(stream, ("collectives", name), grid, THREADS, Some(&words), args)? };
         }

@@ -1,6 +1,6 @@
 //! Ranks that share a device, for the conformance suite of communicators.
 
-use crate::device_queue::DeviceQueue;
+use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::driver::{Memory, Stream};
 use crate::gpu::Gpu;
 use lockstep_exec::ExecError;
@@ -14,7 +14,7 @@ use std::time::Duration;
 pub fn ranks(gpu: &Arc<Gpu>, count: usize, timeout: Duration) -> Result<Vec<Subject>, ExecError> {
     let subject = |comm| {
         let queue = || -> Result<Box<dyn CommunicationQueue>, ExecError> {
-            Ok(Box::new(DeviceQueue::new(gpu, &comm, &Arc::new(Stream::new(&gpu.device)?))))
+            Ok(Box::new(DeviceQueue::new(gpu, &comm, &Arc::new(Stream::new(&gpu.device)?), &CaptureTurn::default())))
         };
         let queues = [queue()?, queue()?];
         let gpu = gpu.clone();

@@ -28,6 +28,7 @@ pub struct DeviceQueue {
     /// What is run, for messages.
     entry: Option<Arc<str>>,
     capturing: bool,
+    turn: CaptureTurn,
 }
 
 // SAFETY: `pieces` holds addresses while a call is enqueued; nobody looks at them afterwards.
@@ -50,17 +51,21 @@ struct Message {
     ready: Arc<Event>,
 }
 
-/// Ranks that capture one graph together queue one thing at a time: a graph is not made for several threads.
-static CAPTURE: Mutex<()> = Mutex::new(());
+/// What the ranks of one world share while they capture one graph together: they queue one thing at a time, since a graph is not made
+/// for several threads.
+#[derive(Clone, Default)]
+pub struct CaptureTurn(Arc<Mutex<()>>);
 
-/// Keeps other ranks that capture from queueing, if this one captures.
-pub fn alone(capturing: bool) -> Option<MutexGuard<'static, ()>> {
-    capturing.then(|| CAPTURE.lock().unwrap_or_else(PoisonError::into_inner))
+impl CaptureTurn {
+    /// Keeps other ranks that capture from queueing, if this one captures.
+    pub(crate) fn take(&self, capturing: bool) -> Option<MutexGuard<'_, ()>> {
+        capturing.then(|| self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 impl DeviceQueue {
     /// The queue of a rank on a stream of its own.
-    pub fn new(gpu: &Arc<Gpu>, comm: &Arc<ThreadCommunicator>, stream: &Arc<Stream>) -> Self {
+    pub fn new(gpu: &Arc<Gpu>, comm: &Arc<ThreadCommunicator>, stream: &Arc<Stream>, turn: &CaptureTurn) -> Self {
         Self {
             gpu: gpu.clone(),
             comm: comm.clone(),
@@ -70,6 +75,7 @@ impl DeviceQueue {
             pieces: Vec::new(),
             entry: None,
             capturing: false,
+            turn: turn.clone(),
         }
     }
 
@@ -105,7 +111,7 @@ impl DeviceQueue {
     /// Waits for the oldest message under way to be taken.
     fn reclaim(&self, (to, tag): (usize, u32), sending: &mut Sending) -> Result<(), CommError> {
         let taken: Arc<Event> = self.comm.fetch(to, 2 * tag + 1, sending.place)?;
-        let _alone = alone(self.capturing);
+        let _turn = self.turn.take(self.capturing);
         self.told(self.stream.wait_for(&taken))?;
         sending.under_way -= 1;
         Ok(())
@@ -134,7 +140,7 @@ impl DeviceQueue {
         }
         let at = buffer + (sending.sent % copies * bytes) as u64;
         let queue = || {
-            let _alone = alone(self.capturing);
+            let _turn = self.turn.take(self.capturing);
             // SAFETY: who enqueues vouches for the piece and the send buffer; what was in this part has been taken.
             unsafe { self.stream.copy(at, piece.input as u64, bytes)? };
             Event::mark(&self.stream)
@@ -152,7 +158,7 @@ impl DeviceQueue {
             return Err(self.comm.refuse_size(from, message.bytes, piece.bytes(), place));
         }
         let queue = || {
-            let _alone = alone(self.capturing);
+            let _turn = self.turn.take(self.capturing);
             self.stream.wait_for(&message.ready)?;
             // SAFETY: who enqueues vouches for the piece; the sender leaves the message alone until it is taken.
             unsafe { self.stream.copy(piece.output as u64, message.at, message.bytes)? };
@@ -168,7 +174,7 @@ impl DeviceQueue {
         self.comm.at(place);
         self.told(self.gpu.device.enter())?;
         let zero = || {
-            let _alone = alone(self.capturing);
+            let _turn = self.turn.take(self.capturing);
             for (at, bytes) in call.padding(base, slot).filter(|(_, bytes)| *bytes > 0) {
                 // SAFETY: who enqueues vouches for the arena.
                 unsafe { self.stream.fill(at as u64, 0, bytes)? };
@@ -179,13 +185,13 @@ impl DeviceQueue {
         match transfer {
             Action::Together(kind, group) => {
                 let mark = || {
-                    let _alone = alone(self.capturing);
+                    let _turn = self.turn.take(self.capturing);
                     Event::mark(&self.stream)
                 };
                 let ready = self.told(mark())?;
                 let done = self.comm.agree((kind, group), &pieces, place, ready, |all| {
                     let queue = || {
-                        let _alone = alone(self.capturing);
+                        let _turn = self.turn.take(self.capturing);
                         all.iter().try_for_each(|(_, ready)| self.stream.wait_for(ready))?;
                         let pieces: Vec<_> = all.into_iter().map(|(pieces, _)| pieces).collect();
                         // SAFETY: those who enqueue vouch for their pieces; the ranks have agreed on them.
@@ -194,7 +200,7 @@ impl DeviceQueue {
                     };
                     self.told(queue())
                 })??;
-                let _alone = alone(self.capturing);
+                let _turn = self.turn.take(self.capturing);
                 self.told(self.stream.wait_for(&done))?;
             }
             Action::Send { to, tag, send_buffer, copies } => {

@@ -3,7 +3,7 @@
 use crate::CudaError;
 use crate::library::{Name, functions};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// An address on the device.
 pub type Address = u64;
@@ -117,7 +117,12 @@ pub struct Device {
     pub memory: u64,
     /// Its place on the bus, by which other libraries know it.
     pub pci: String,
+    /// Pinned memory that nobody uses now: to pin as much again takes milliseconds.
+    spare: Mutex<Vec<(Handle, usize)>>,
 }
+
+/// Most bytes of pinned memory that are kept while nobody uses them.
+const MOST_SPARE: usize = 256 << 20;
 
 // SAFETY: contexts may be used from any thread; every use makes it current first.
 unsafe impl Send for Device {}
@@ -181,6 +186,7 @@ impl Device {
             processors: attribute(16),
             memory: total as u64,
             pci: Self::bus_id(ordinal)?,
+            spare: Mutex::default(),
         };
         device.enter()?;
         Ok(Arc::new(device))
@@ -245,11 +251,13 @@ impl Drop for Memory {
     }
 }
 
-/// Pinned host memory, which the device copies from and to by itself.
+/// Pinned host memory, which the device copies from and to by itself. Who drops it has waited for the device's copies.
 pub struct Pinned {
     device: Arc<Device>,
     data: *mut u8,
     bytes: usize,
+    /// What was allocated.
+    room: usize,
 }
 
 // SAFETY: it owns its memory.
@@ -258,11 +266,21 @@ unsafe impl Send for Pinned {}
 impl Pinned {
     /// Takes this many bytes.
     pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        let of = |data: Handle, room| Self { device: device.clone(), data: data.cast(), bytes, room };
+        {
+            let mut spare = device.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            let fits = |(_, room): &(Handle, usize)| (bytes..=2 * bytes).contains(room);
+            if let Some(found) = spare.iter().position(fits) {
+                let (data, room) = spare.swap_remove(found);
+                return Ok(of(data, room));
+            }
+        }
         device.enter()?;
         let mut data = std::ptr::null_mut();
+        let room = bytes.max(1);
         // SAFETY: the address is valid for the call.
-        device.driver.check("cuMemHostAlloc", unsafe { (device.driver.host_alloc)(&mut data, bytes.max(1), 0) })?;
-        Ok(Self { device: device.clone(), data: data.cast(), bytes })
+        device.driver.check("cuMemHostAlloc", unsafe { (device.driver.host_alloc)(&mut data, room, 0) })?;
+        Ok(of(data, room))
     }
 
     /// How many bytes.
@@ -279,7 +297,10 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.device.enter().is_ok() {
+        let mut spare = self.device.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        if spare.iter().map(|(_, room)| room).sum::<usize>() + self.room <= MOST_SPARE {
+            spare.push((self.data.cast(), self.room));
+        } else if self.device.enter().is_ok() {
             // SAFETY: allocated in `new`, freed once.
             unsafe { (self.device.driver.host_free)(self.data.cast()) };
         }

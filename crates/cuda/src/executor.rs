@@ -3,7 +3,7 @@
 use crate::attention::Written;
 use crate::attention::plans::Plans;
 use crate::call::Call;
-use crate::device_queue::alone;
+use crate::device_queue::CaptureTurn;
 use crate::driver::{Address, Event, Graph, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::linked::{Linked, Ready};
@@ -14,7 +14,7 @@ use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::comm::ThreadCommunicator;
 use lockstep_exec::communication::Link;
 use lockstep_exec::initial::Initial;
-use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing};
+use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing, copy};
 use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
@@ -47,6 +47,9 @@ pub struct CudaExecutor {
     second: Option<Second>,
     /// Whether ranks capture a graph together now.
     capturing: bool,
+    turn: CaptureTurn,
+    /// Whether the last run came to its end.
+    ended: bool,
     arena: Memory,
     gpu: Arc<Gpu>,
 }
@@ -66,22 +69,24 @@ struct Second {
 const STAGING: usize = 8 << 20;
 
 impl CudaExecutor {
-    /// Loads a program of one rank that was compiled for [`crate::profile`], deterministic or not.
+    /// Loads a program of one rank, or of the first of several that do not communicate, which was compiled for [`crate::profile`],
+    /// deterministic or not.
     pub fn load(gpu: &Arc<Gpu>, program: StepProgram, deterministic: bool) -> Result<Self, ExecError> {
-        match program.mesh.ranks() {
-            1 => Self::load_rank(gpu, program, deterministic, None),
-            ranks => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
+        let (ranks, mut instrs) = (program.mesh.ranks(), program.segments.iter().flat_map(|s| &s.instrs));
+        match ranks == 1 || !instrs.any(|i| i.op.communicates()) {
+            true => Self::load_rank(gpu, program, deterministic, None),
+            false => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
         }
     }
 
-    /// The same for one of several ranks that share the device.
+    /// The same for one of several ranks that share the device; those of one world share a turn, too.
     pub fn load_rank(
         gpu: &Arc<Gpu>,
         program: StepProgram,
         deterministic: bool,
-        link: Option<Link<ThreadCommunicator>>,
+        link: Option<(Link<ThreadCommunicator>, CaptureTurn)>,
     ) -> Result<Self, ExecError> {
-        let here = link.as_ref().map_or(Coordinates::default(), |l| l.coordinates);
+        let here = link.as_ref().map_or(Coordinates::default(), |(link, _)| link.coordinates);
         let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
         let segments = program.segments.iter().map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>());
         let segments: Vec<Vec<Bound>> = segments.collect::<Result<Vec<_>, _>>()?;
@@ -125,7 +130,9 @@ impl CudaExecutor {
                 })
             }
         };
-        let linked = link.map(|link| Linked::new(gpu, &program, link, &stream, second.as_ref().map(|s| &s.stream)));
+        let turn = link.as_ref().map(|(_, turn)| turn.clone()).unwrap_or_default();
+        let streams = (&stream, second.as_ref().map(|s| &s.stream));
+        let linked = link.map(|(link, turn)| Linked::new(gpu, &program, link, streams, &turn));
         // States start at zero.
         // SAFETY: all of the arena.
         unsafe { stream.fill(arena.base, 0, arena.bytes as usize)? };
@@ -147,6 +154,8 @@ impl CudaExecutor {
             stream,
             second,
             capturing: false,
+            turn,
+            ended: true,
             arena,
             gpu: gpu.clone(),
             program,
@@ -174,7 +183,7 @@ impl CudaExecutor {
             base: self.arena.base,
             slot,
         };
-        let _alone = alone(self.capturing);
+        let _turn = self.turn.take(self.capturing);
         // SAFETY: the arena is this program's.
         unsafe {
             match self.program.segments[slot.segment].group_of(instr) {
@@ -202,7 +211,7 @@ impl CudaExecutor {
         let stream = match (on, &self.second) {
             (program::Stream::Communication, Some(second)) => {
                 // It starts behind all kernels that were queued before it.
-                let _alone = alone(self.capturing);
+                let _turn = self.turn.take(self.capturing);
                 self.behind(Event::mark(&self.stream).and_then(|mark| second.stream.wait_for(&mark)))?;
                 second.stream.clone()
             }
@@ -218,7 +227,7 @@ impl CudaExecutor {
         }
         if on == program::Stream::Communication {
             let mark = {
-                let _alone = alone(self.capturing);
+                let _turn = self.turn.take(self.capturing);
                 self.behind(Event::mark(&stream))?
             };
             if let Some(second) = &mut self.second {
@@ -230,7 +239,7 @@ impl CudaExecutor {
     }
 
     fn wait_for(&self, mark: &Event) -> Result<(), CudaError> {
-        let _alone = alone(self.capturing);
+        let _turn = self.turn.take(self.capturing);
         self.stream.wait_for(mark)
     }
 
@@ -250,7 +259,7 @@ impl CudaExecutor {
         linked.settle()?;
         match &self.second {
             Some(second) if second.used => {
-                let _alone = alone(self.capturing);
+                let _turn = self.turn.take(self.capturing);
                 self.behind(Event::mark(&second.stream).and_then(|mark| self.stream.wait_for(&mark)))
             }
             _ => Ok(()),
@@ -271,7 +280,7 @@ impl CudaExecutor {
         let capture = self.behind(self.stream.begin_capture())?;
         let recorded = self.record(schedule, true);
         // Where a rank has failed, others may not have noticed yet.
-        let _alone = alone(self.linked.is_some());
+        let _turn = self.turn.take(self.linked.is_some());
         match recorded {
             Ok(()) => self.behind(capture.end()).map(Some),
             Err(error) => {
@@ -286,12 +295,12 @@ impl CudaExecutor {
         let meet = |this: &Self, shows: bool| {
             let Some(linked) = &this.linked else { return Ok(()) };
             let mark = || {
-                let _alone = alone(true);
+                let _turn = this.turn.take(true);
                 Event::mark(&this.stream)
             };
             let mark = if shows { Some(this.behind(mark())?) } else { None };
             let marks = linked.share(mark)?;
-            let _alone = alone(true);
+            let _turn = this.turn.take(true);
             let waited = marks.iter().filter(|_| !shows).try_for_each(|mark| this.stream.wait_for(mark));
             this.behind(waited)
         };
@@ -317,6 +326,10 @@ impl CudaExecutor {
     /// What can be done with an entry, by all ranks together. Where plans have changed, graphs are captured anew.
     fn prepare(&mut self, entry: &str) -> Result<Ready, ExecError> {
         let changed = self.fit_documents()?;
+        if !self.leads() {
+            // The first rank replays the graph of all ranks on its own stream: what was written on this one is there before.
+            self.behind(self.stream.wait())?;
+        }
         let (ran, captured) = (self.ran.contains(entry), self.graphs.contains_key(entry));
         let mine = Ready { ran, captured, changed };
         let ready = match &self.linked {
@@ -367,6 +380,35 @@ impl CudaExecutor {
             Some(linked) if linked.leads() || !graph => self.behind(self.stream.wait()),
             _ => Ok(()),
         }
+    }
+
+    /// As [`Executor::run`].
+    fn run_entry(&mut self, entry: &str) -> Result<(), ExecError> {
+        self.enter()?;
+        let begun = self.results.begin(&self.gpu.device, &self.stream);
+        self.behind(begun)?;
+        let ready = self.prepare(entry)?;
+        if ready.captured {
+            if let Some((name, graph)) = self.graphs.get_key_value(entry) {
+                self.queued = Some(name.clone());
+                self.behind(self.stream.replay(graph))?;
+            }
+            return self.ran_together(true);
+        }
+        let (name, schedule) = self.entry(entry)?;
+        self.queued = Some(name.clone());
+        if let Some(linked) = &mut self.linked {
+            linked.begin(&name, ready.ran);
+        }
+        if !ready.ran {
+            // The first run loads what libraries load late.
+            self.issue_all(&schedule)?;
+            self.ran.insert(name);
+        } else if let Some(graph) = self.capture(&schedule)? {
+            self.behind(self.stream.replay(&graph))?;
+            self.graphs.insert(name, graph);
+        }
+        self.ran_together(ready.ran)
     }
 
     fn entry(&self, name: &str) -> Result<(Arc<str>, Vec<Slot>), ExecError> {
@@ -434,37 +476,26 @@ impl Executor for CudaExecutor {
         self.enter()?;
         let mut data = vec![0u8; range.len()];
         let from = address + range.start as u64;
+        let ranges = [(from, range.len())];
+        let mut take = |_, first: usize, bytes: &[u8]| copy(&mut data[first..first + bytes.len()], bytes);
         // SAFETY: the address and size are of a range of the tensor.
-        self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &mut data, from) })?;
+        self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &ranges, &mut take) })?;
         Ok(Cow::Owned(data))
     }
 
-    fn run(&mut self, entry: &str) -> Result<(), ExecError> {
+    fn read_all(&self, tensors: &[&str], take: &mut dyn FnMut(usize, usize, &[u8])) -> Result<(), ExecError> {
+        let range = |name: &&str| self.tensor(name, 0).map(|(_, address, bytes)| (address, bytes));
+        let ranges = tensors.iter().map(range).collect::<Result<Vec<_>, _>>()?;
         self.enter()?;
-        let begun = self.results.begin(&self.gpu.device, &self.stream);
-        self.behind(begun)?;
-        let ready = self.prepare(entry)?;
-        if ready.captured {
-            if let Some((name, graph)) = self.graphs.get_key_value(entry) {
-                self.queued = Some(name.clone());
-                self.behind(self.stream.replay(graph))?;
-            }
-            return self.ran_together(true);
-        }
-        let (name, schedule) = self.entry(entry)?;
-        self.queued = Some(name.clone());
-        if let Some(linked) = &mut self.linked {
-            linked.begin(&name, ready.ran);
-        }
-        if !ready.ran {
-            // The first run loads what libraries load late.
-            self.issue_all(&schedule)?;
-            self.ran.insert(name);
-        } else if let Some(graph) = self.capture(&schedule)? {
-            self.behind(self.stream.replay(&graph))?;
-            self.graphs.insert(name, graph);
-        }
-        self.ran_together(ready.ran)
+        // SAFETY: addresses and sizes are the tensors'.
+        self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &ranges, take) })
+    }
+
+    fn run(&mut self, entry: &str) -> Result<(), ExecError> {
+        self.ended = false;
+        self.run_entry(entry)?;
+        self.ended = true;
+        Ok(())
     }
 
     fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
@@ -494,7 +525,10 @@ impl Executor for CudaExecutor {
         self.queued = Some(name.clone());
         if let Some(linked) = &mut self.linked {
             linked.begin(&name, false);
-            return self.profile_linked(schedule);
+            self.ended = false;
+            let timings = self.profile_linked(schedule)?;
+            self.ended = true;
+            return Ok(timings);
         }
         let mark = |this: &Self| {
             let event = Event::new(&this.gpu.device).and_then(|event| event.record(&this.stream).map(|()| event));
@@ -524,8 +558,11 @@ impl Drop for CudaExecutor {
     fn drop(&mut self) {
         // What is queued uses the memory. An error has been seen by whoever waited before, or nobody waits for it.
         if self.gpu.device.enter().is_ok() {
-            // Other ranks' streams use it as well.
-            let _ = if self.linked.is_some() { self.gpu.device.wait() } else { self.stream.wait() };
+            let _ = self.stream.wait();
+            // Other ranks' streams use it as well, and where a run has failed nobody has waited for them.
+            if self.linked.is_some() && !self.ended {
+                let _ = self.gpu.device.wait();
+            }
         }
     }
 }

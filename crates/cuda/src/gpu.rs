@@ -6,7 +6,7 @@ use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::{self, Matmul};
 use crate::ops::fused;
-use crate::{CudaError, Nvml, Telemetry, nvrtc};
+use crate::{CudaError, Nvml, Telemetry, nvml, nvrtc};
 use lockstep_ir::FusedMatmul;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,7 +16,8 @@ pub struct Gpu {
     /// The device.
     pub device: Arc<Device>,
     pub(crate) kernels: Kernels,
-    matmul: Matmul,
+    tune: bool,
+    matmul: OnceLock<Result<Matmul, CudaError>>,
     first_matmul: OnceLock<Result<Matmul, CudaError>>,
     cudnn: OnceLock<Result<Cudnn, CudaError>>,
     pub(crate) attention: Shared,
@@ -42,27 +43,43 @@ impl Gpu {
     /// Opens device `ordinal`: compiles or loads kernels, opens cuBLASLt. `tune` says whether matmuls are timed to find the
     /// best way to compute them; else the library's first proposal is taken.
     pub fn open(ordinal: usize, tune: bool) -> Result<Arc<Self>, CudaError> {
-        // Training does without NVML.
-        let nvml = Device::bus_id(ordinal).and_then(|pci| Nvml::open(&pci)).ok();
-        let others_bytes = nvml.as_ref().and_then(Nvml::used_bytes);
-        let device = Device::open(ordinal)?;
-        let (kernels, matmul) = (Kernels::load(&device)?, Matmul::open(&device, tune)?);
-        let (first_matmul, cudnn) = (OnceLock::new(), OnceLock::new());
-        let (bare, last_sample, attention) = (OnceLock::new(), Mutex::default(), Shared::default());
-        let gpu =
-            Self { device, kernels, matmul, first_matmul, cudnn, attention, nvml, others_bytes, bare, last_sample };
-        Ok(Arc::new(gpu))
+        let (device, nvml, others_bytes) = std::thread::scope(|scope| {
+            // Libraries take a while to start, each for itself.
+            let (nvml, matmul) = (scope.spawn(nvml::start), scope.spawn(matmul::version));
+            let pci = Device::bus_id(ordinal);
+            // Training does without NVML.
+            let started = nvml.join().unwrap_or(Err(CudaError::Internal("NVML stopped".into())));
+            let nvml = started.and_then(|()| Nvml::open(&pci?)).ok();
+            let others_bytes = nvml.as_ref().and_then(Nvml::used_bytes);
+            let device = Device::open(ordinal)?;
+            matmul.join().unwrap_or(Err(CudaError::Internal("cuBLASLt stopped".into())))?;
+            Ok::<_, CudaError>((device, nvml, others_bytes))
+        })?;
+        let kernels = Kernels::load(&device)?;
+        let (matmul, first_matmul, cudnn, bare) = (OnceLock::new(), OnceLock::new(), OnceLock::new(), OnceLock::new());
+        let (last_sample, attention) = (Mutex::default(), Shared::default());
+        Ok(Arc::new(Self {
+            device,
+            kernels,
+            tune,
+            matmul,
+            first_matmul,
+            cudnn,
+            attention,
+            nvml,
+            others_bytes,
+            bare,
+            last_sample,
+        }))
     }
 
     /// Matmuls: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.
     pub(crate) fn matmul(&self, deterministic: bool) -> Result<&Matmul, CudaError> {
-        match deterministic {
-            false => Ok(&self.matmul),
-            true => {
-                let open = || Matmul::open(&self.device, false);
-                self.first_matmul.get_or_init(open).as_ref().map_err(Clone::clone)
-            }
-        }
+        let (opened, tune) = match deterministic {
+            false => (&self.matmul, self.tune),
+            true => (&self.first_matmul, false),
+        };
+        opened.get_or_init(|| Matmul::open(&self.device, tune)).as_ref().map_err(Clone::clone)
     }
 
     /// Those of the matmuls that take less time with what they could fuse in their epilogue: timed once, and cached on disk. Before an
@@ -71,7 +88,7 @@ impl Gpu {
         let mut faster = Vec::new();
         for matmul in matmuls {
             if let Some(shape) = fused::shape(matmul)?
-                && self.matmul.worth(shape)?
+                && self.matmul(false)?.worth(shape)?
             {
                 faster.push(matmul.clone());
             }

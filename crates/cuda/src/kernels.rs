@@ -4,19 +4,21 @@ use crate::driver::{Address, Device, Function, Module, Stream};
 use crate::{CudaError, nvrtc};
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, PoisonError, RwLock};
 
 const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 13] = [
+pub const SOURCES: [(&str, &str); 15] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
+    ("context", include_str!("../kernels/context.cu")),
     ("documents", include_str!("../kernels/documents.cu")),
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
     ("loss", include_str!("../kernels/loss.cu")),
+    ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),
     ("norm", include_str!("../kernels/norm.cu")),
     ("optimizer", include_str!("../kernels/optimizer.cu")),
@@ -42,7 +44,7 @@ pub fn compile_all(capability: u32) -> Result<Vec<(&'static str, Vec<u8>)>, Cuda
 pub struct Kernels {
     device: Arc<Device>,
     modules: Vec<(&'static str, Module)>,
-    functions: Mutex<HashMap<String, Function>>,
+    functions: RwLock<HashMap<String, Function>>,
 }
 
 /// An argument of a kernel: as many of its low bytes as the parameter has.
@@ -92,7 +94,7 @@ macro_rules! args {
 }
 pub(crate) use args;
 
-const MOST_ARGS: usize = 16;
+const MOST_ARGS: usize = 24;
 
 impl Kernels {
     /// Compiles what is not cached, and loads all.
@@ -100,19 +102,19 @@ impl Kernels {
         let code = compile_all(device.capability)?;
         let modules = code.into_iter().map(|(name, code)| Ok((name, Module::load(device, &code)?)));
         let modules = modules.collect::<Result<Vec<_>, CudaError>>()?;
-        Ok(Self { device: device.clone(), modules, functions: Mutex::default() })
+        Ok(Self { device: device.clone(), modules, functions: RwLock::default() })
     }
 
     fn function(&self, source: &str, name: &str) -> Result<Function, CudaError> {
-        let mut functions = self.functions.lock().unwrap_or_else(|e| e.into_inner());
         let key = format!("{source}/{name}");
-        if let Some(function) = functions.get(&key) {
+        // Many threads launch kernels; few are the first to launch one.
+        if let Some(function) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
             return Ok(*function);
         }
         let module = self.modules.iter().find(|(n, _)| *n == source);
         let (_, module) = module.ok_or_else(|| CudaError::Internal(format!("no kernels called {source}")))?;
         let function = module.function(&self.device, name)?;
-        functions.insert(key, function);
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
         Ok(function)
     }
 

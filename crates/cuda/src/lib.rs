@@ -28,6 +28,7 @@ mod staging;
 mod survey;
 
 pub use conformance::ranks as conformance_ranks;
+pub use device_queue::CaptureTurn;
 pub use driver::Device;
 pub use error::CudaError;
 pub use executor::CudaExecutor;

@@ -1,6 +1,6 @@
 //! A rank among others that share the device.
 
-use crate::device_queue::DeviceQueue;
+use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::driver::{Event, Stream};
 use crate::gpu::Gpu;
 use lockstep_exec::ExecError;
@@ -50,11 +50,11 @@ impl Linked {
         gpu: &Arc<Gpu>,
         program: &StepProgram,
         link: Link<ThreadCommunicator>,
-        stream: &Arc<Stream>,
-        second: Option<&Arc<Stream>>,
+        (stream, second): (&Arc<Stream>, Option<&Arc<Stream>>),
+        turn: &CaptureTurn,
     ) -> Self {
         let calls = communication_calls(program, link.coordinates);
-        let queue = |stream| DeviceQueue::new(gpu, &link.comm, stream);
+        let queue = |stream| DeviceQueue::new(gpu, &link.comm, stream, turn);
         let (compute, communication) = (queue(stream), second.map(queue));
         Self { link, calls, compute, communication }
     }

@@ -60,6 +60,13 @@ pub struct Telemetry {
     pub utilisation_percent: Option<u32>,
 }
 
+/// Starts the library, which takes a while. It is started once and counts who asks.
+pub(crate) fn start() -> Result<(), CudaError> {
+    let (functions, _) = Functions::open()?;
+    // SAFETY: it takes nothing.
+    check("nvmlInit", unsafe { (functions.init)() })
+}
+
 impl Nvml {
     /// Opens the library for the device at this place on the bus.
     pub fn open(pci: &str) -> Result<Self, CudaError> {

@@ -2,7 +2,8 @@
 
 use crate::CudaError;
 use crate::driver::{Address, Device, Event, Pinned, Stream};
-use lockstep_exec::{DeviceTime, Taken};
+use lockstep_exec::{DeviceTime, Taken, copy};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Copies start at multiples of this many bytes.
@@ -45,7 +46,7 @@ impl Staging {
                 self.buffers[place.buffer].used.wait()?;
             }
             let memory = &mut self.buffers[place.buffer].memory.slice()[place.offset..place.offset + part.len()];
-            memory.copy_from_slice(part);
+            copy(memory, part);
             // SAFETY: the caller vouches for `to`; these bytes are used again only after an event behind this copy.
             unsafe { stream.to_device(to, memory)? };
             to += part.len() as u64;
@@ -53,38 +54,48 @@ impl Staging {
         Ok(())
     }
 
-    /// Waits for the stream and copies to the host.
+    /// Waits for the stream and copies ranges to the host. `take` gets pieces, each with its range's index and where in that it
+    /// starts; the next are under way meanwhile.
     ///
     /// # Safety
-    /// `from` has as many bytes as `data`.
-    pub unsafe fn fetch(&mut self, stream: &Stream, data: &mut [u8], mut from: Address) -> Result<(), CudaError> {
+    /// The ranges are in the device's memory.
+    pub unsafe fn fetch(
+        &mut self,
+        stream: &Stream,
+        ranges: &[(Address, usize)],
+        take: &mut dyn FnMut(usize, usize, &[u8]),
+    ) -> Result<(), CudaError> {
         // Copies to the device are done then, and both buffers free.
         stream.wait()?;
-        let memory = self.buffers[0].memory.slice();
-        for part in data.chunks_mut(memory.len()) {
-            // SAFETY: the caller vouches for `from`; the copy is done before the memory is read.
-            unsafe { stream.to_host(&mut memory[..part.len()], from)? };
-            stream.wait()?;
-            copy(part, &memory[..part.len()]);
-            from += part.len() as u64;
+        let size = self.ring.bytes;
+        let pieces = |(i, &(_, bytes)): (usize, &(Address, usize))| {
+            (0..bytes).step_by(size).map(move |first| (i, first, size.min(bytes - first)))
+        };
+        let mut pieces = ranges.iter().enumerate().flat_map(pieces).peekable();
+        let mut under_way: Vec<(usize, usize, Range<usize>)> = Vec::new();
+        let mut buffer = 0;
+        loop {
+            let (mut placed, mut end) = (Vec::new(), 0);
+            while let Some((i, first, len)) = pieces.next_if(|(_, _, len)| end + len <= size) {
+                let to = &mut self.buffers[buffer].memory.slice()[end..end + len];
+                // SAFETY: the caller vouches for the range; the memory is read only behind the event.
+                unsafe { stream.to_host(to, ranges[i].0 + first as u64)? };
+                placed.push((i, first, end..end + len));
+                end = (end + len).next_multiple_of(ALIGNMENT);
+            }
+            self.buffers[buffer].used.record(stream)?;
+            let last = &mut self.buffers[1 - buffer];
+            if !under_way.is_empty() {
+                last.used.wait()?;
+            }
+            let memory = last.memory.slice();
+            under_way.drain(..).for_each(|(i, first, at)| take(i, first, &memory[at]));
+            if placed.is_empty() {
+                return Ok(());
+            }
+            (under_way, buffer) = (placed, 1 - buffer);
         }
-        Ok(())
     }
-}
-
-/// Copies to memory that is new to the process: most of the time goes to its pages, which several threads get at once.
-fn copy(to: &mut [u8], from: &[u8]) {
-    const THREADS: usize = 4;
-    const LEAST: usize = 1 << 20;
-    let part = to.len().div_ceil(THREADS).max(LEAST);
-    let mut parts = to.chunks_mut(part).zip(from.chunks(part));
-    let Some((first, of_first)) = parts.next() else { return };
-    std::thread::scope(|scope| {
-        for (to, from) in parts {
-            scope.spawn(|| to.copy_from_slice(from));
-        }
-        first.copy_from_slice(of_first);
-    });
 }
 
 /// Where in two buffers the next bytes go.
@@ -220,16 +231,6 @@ impl Results {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_copy_in_parts_is_a_copy() {
-        for len in [0, 1, (1 << 20) - 1, (1 << 20) + 1, (5 << 20) + 3] {
-            let from: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
-            let mut to = vec![0; len];
-            copy(&mut to, &from);
-            assert!(to == from, "{len} bytes");
-        }
-    }
 
     #[test]
     fn a_ring_fills_one_buffer_and_then_the_other() {

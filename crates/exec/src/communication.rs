@@ -7,10 +7,10 @@ pub use queue::{CommunicationQueue, Enqueued, Inline};
 pub use thread::CommunicationThread;
 
 use crate::bound::At;
-use crate::comm::{Collective, CommError, HostCommunicator, Piece, ProgramPlace, RankGroup};
+use crate::comm::{Collective, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
-use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType};
+use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType, gathered};
 use std::sync::Arc;
 
 /// An instruction of several ranks, ready to run on one of them.
@@ -33,6 +33,7 @@ struct PieceAt {
     output: Option<(At, usize)>,
     rows: usize,
     elements: usize,
+    order: Order,
     dtype: lockstep_ir::DType,
 }
 
@@ -77,6 +78,7 @@ impl CommunicationCall {
             }
             Transfer::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
             Transfer::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
+            Transfer::Shift { over } => What::Together(Collective::Shift, along(over)),
             Transfer::Send { stage, tag } => {
                 let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
@@ -96,12 +98,32 @@ impl CommunicationCall {
                 Transfer::AllReduce { .. }
                 | Transfer::SumShared { .. }
                 | Transfer::AllGather { .. }
+                | Transfer::Shift { .. }
                 | Transfer::Send { .. } => &x?.ty,
             };
             let ranks = match &what {
                 What::Together(_, group) => group.ranks.len(),
                 What::Send { .. } | What::Receive { .. } => 1,
             };
+            if let (Transfer::AllGather { dim: Some(dim), over }, Some(x), Some(y)) = (transfer, x, y) {
+                let sections =
+                    gathered(&x.ty, &y.ty, dim, ranks).expect("the verifier has seen that parts make a whole");
+                let bytes = part.dtype.bytes();
+                pieces.extend(sections.into_iter().map(|s| {
+                    let share = here.index(over, mesh) % s.sharers * s.elements;
+                    let input = input.map(|at| (at, (s.part + share) * bytes));
+                    let output = output.map(|at| (at, s.whole * bytes));
+                    PieceAt {
+                        input,
+                        output,
+                        rows: s.rows,
+                        elements: s.elements,
+                        order: order(transfer),
+                        dtype: part.dtype,
+                    }
+                }));
+                continue;
+            }
             let (rows, from) = rows(transfer, part);
             let elements = (part.elements() - from) / rows;
             let bytes = elements * part.dtype.bytes();
@@ -110,7 +132,7 @@ impl CommunicationCall {
             }
             let start = from * part.dtype.bytes();
             let (input, output) = (input.map(|at| (at, start)), output.map(|at| (at, start)));
-            pieces.push(PieceAt { input, output, rows, elements, dtype: part.dtype });
+            pieces.push(PieceAt { input, output, rows, elements, order: order(transfer), dtype: part.dtype });
         }
         let place = ProgramPlace { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
         Some(Self { what, place, padding, pieces })
@@ -128,7 +150,7 @@ impl CommunicationCall {
         };
         let piece = |p: &Piece| {
             let (input, output) = (Some((at(p.input), 0)), Some((at(p.output), 0)));
-            PieceAt { input, output, rows: p.rows, elements: p.elements, dtype: p.dtype }
+            PieceAt { input, output, rows: p.rows, elements: p.elements, order: p.order, dtype: p.dtype }
         };
         Self { what, place, padding: Vec::new(), pieces: pieces.iter().map(piece).collect() }
     }
@@ -144,6 +166,7 @@ impl CommunicationCall {
             output: p.output.map_or(none, address),
             rows: p.rows,
             elements: p.elements,
+            order: p.order,
             dtype: p.dtype,
         }));
         let action = match &self.what {
@@ -197,13 +220,32 @@ impl CommunicationCall {
 fn rows(transfer: Transfer, part: &TensorType) -> (usize, usize) {
     let before = |dim: usize| part.dims[..dim].iter().map(|d| d.size()).product();
     match transfer {
-        Transfer::AllGather { dim: Some(dim), .. } | Transfer::ReduceScatter { dim: Some(dim), .. } => (before(dim), 0),
+        Transfer::ReduceScatter { dim: Some(dim), .. } => (before(dim), 0),
         Transfer::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes()),
-        Transfer::AllGather { dim: None, .. }
+        Transfer::AllGather { .. }
         | Transfer::ReduceScatter { dim: None, .. }
         | Transfer::AllReduce { .. }
+        | Transfer::Shift { .. }
         | Transfer::Send { .. }
         | Transfer::Receive { .. } => (1, 0),
+    }
+}
+
+/// Parts over context-parallel ranks are in zig-zag order.
+fn order(transfer: Transfer) -> Order {
+    match transfer {
+        Transfer::AllGather { over, dim: Some(_) } | Transfer::ReduceScatter { over, dim: Some(_) }
+            if over == MeshAxis::Cp.into() =>
+        {
+            Order::ZigZag
+        }
+        Transfer::AllGather { .. }
+        | Transfer::ReduceScatter { .. }
+        | Transfer::SumShared { .. }
+        | Transfer::AllReduce { .. }
+        | Transfer::Shift { .. }
+        | Transfer::Send { .. }
+        | Transfer::Receive { .. } => Order::Group,
     }
 }
 

@@ -5,6 +5,7 @@
 //! point, and that a sequence's bits do not depend on the sequences beside it.
 
 mod inputs;
+mod part;
 mod single;
 
 use crate::reference;
@@ -13,7 +14,8 @@ use inputs::draw;
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::op::{Draw, Elem, LEADING, Sample, samples};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
-use lockstep_ir::{DType, DeviceProfile, Graph, Op, OpKind, TensorType, ValueId, verify};
+use lockstep_ir::{DType, DeviceProfile, Graph, Op, OpKind, Placement, TensorType, ValueId, verify};
+use part::Part;
 use single::{decode, encode, single_op};
 
 /// Loads a program on the executor under test.
@@ -150,8 +152,20 @@ fn check(
     way: Way,
 ) -> Result<CaseOutcome, ExecError> {
     let op = &sample.op;
-    let drawn = draw_as(sample, &types, seed);
+    let mut drawn = draw_as(sample, &types, seed);
+    let part = Part::of(sample);
+    let inferred = op.infer(&types.iter().collect::<Vec<_>>()).map_err(|e| ExecError::Internal(e.to_string()))?;
+    if let Some(part) = &part {
+        let partial = |o: usize| part.output_sharding(op, o, inferred[o].dims.len()).axes(Placement::Partial);
+        if (0..inferred.len()).any(|o| !partial(o).is_empty()) {
+            part.alone(op, op.input(0, types.len()), &types[0], &mut drawn[0]);
+        }
+    }
     let mut expected = evaluate(*op, &types, &drawn);
+    if let Some(part) = &part {
+        let outputs = expected.iter().zip(&inferred).enumerate();
+        expected = outputs.map(|(o, (data, ty))| part.local(op, op.output(o), ty, data).1).collect();
+    }
     if let (Way::Summed(_), Some(sum)) = (way, op.spec().sums) {
         // Two micro-batches with the same inputs.
         expected[sum].iter_mut().for_each(|x| *x *= 2.0);
@@ -167,8 +181,9 @@ fn check(
         Draw::Squares(norm) => format!(", of a norm of {norm:.1e}"),
         _ => String::new(),
     };
-    let case = format!("{}({}{how}{magnitude}) as {op:?}", op.name(), shapes.join(", "));
-    let mut found = execute(profile, load, op, &types, &drawn, way)?;
+    let rank = sample.part.map_or(String::new(), |(index, parts)| format!(", on rank {index} of {parts}"));
+    let case = format!("{}({}{how}{magnitude}{rank}) as {op:?}", op.name(), shapes.join(", "));
+    let mut found = execute(profile, load, sample, &types, &drawn, way)?;
     if op.output(0).elem == Elem::Is(DType::Fixed64) {
         // An integer in parts counts as a whole.
         for parts in [&mut found[0], &mut expected[0]] {
@@ -181,7 +196,6 @@ fn check(
             *outputs = outputs[0].iter().map(|x| vec![*x]).collect();
         }
     }
-    let inferred = op.infer(&types.iter().collect::<Vec<_>>()).map_err(|e| ExecError::Internal(e.to_string()))?;
     let floats = inferred.iter().enumerate().filter(|(o, _)| matches!(op.output(*o).elem, Elem::Float(_)));
     let summed = if let Way::Summed(dtype) = way { Some(dtype) } else { None };
     let stored = floats.map(|(_, ty)| ty.dtype).chain(summed).chain([compute]);
@@ -189,11 +203,11 @@ fn check(
     let mut error = 0.0f64;
     let mut failure = None;
     for (o, (found, expected)) in found.iter().zip(&expected).enumerate() {
-        let largest = expected.iter().fold(1e-40, |m: f64, x| m.max(x.abs()));
+        let largest = expected.iter().filter(|x| x.is_finite()).fold(1e-40, |m: f64, x| m.max(x.abs()));
         let difference = found
             .iter()
             .zip(expected)
-            .map(|(a, b)| (a - b).abs())
+            .map(|(a, b)| if a == b { 0.0 } else { (a - b).abs() })
             .fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m });
         let relative = difference / largest;
         if relative.is_nan() || relative > limit {
@@ -222,8 +236,9 @@ fn check_batch_invariance(
     }
     let types = together.types(compute, DType::F32);
     let drawn = draw_as(&together, &types, seed);
-    let together = execute(profile, load, &together.op, &types, &drawn, Way::Apart)?;
+    let together = execute(profile, load, &together, &types, &drawn, Way::Apart)?;
     let (op, types) = (alone.op, alone.types(compute, DType::F32));
+    let sample = &alone;
     let mut failure = None;
     for b in 0..BATCH {
         let share = |data: &[f64], dims: &str| match per_sequence(dims) {
@@ -232,7 +247,7 @@ fn check_batch_invariance(
         };
         let alone: Vec<Vec<f64>> =
             drawn.iter().enumerate().map(|(i, x)| share(x, op.input(i, drawn.len()).dims)).collect();
-        let found = execute(profile, load, &op, &types, &alone, Way::Apart)?;
+        let found = execute(profile, load, sample, &types, &alone, Way::Apart)?;
         for (o, output) in spec.outputs.iter().enumerate().filter(|(_, o)| per_sequence(o.dims)) {
             if found[o] != share(&together[o], output.dims) {
                 failure = Some(format!("sequence {b} of output {o} depends on its neighbours"));
@@ -242,19 +257,27 @@ fn check_batch_invariance(
     Ok(Some(CaseOutcome { case: format!("{} one sequence at a time", op.name()), error: 0.0, limit: 0.0, failure }))
 }
 
+/// Runs a sample's op on these inputs, or one rank's part of it.
 fn execute(
     profile: &DeviceProfile,
     load: Load,
-    op: &Op,
+    sample: &Sample,
     types: &[TensorType],
     inputs: &[Vec<f64>],
     way: Way,
 ) -> Result<Vec<Vec<f64>>, ExecError> {
     let internal = |e: String| ExecError::Internal(e);
-    let program = single_op(profile, op, types, way).map_err(internal)?;
+    let (op, part) = (&sample.op, Part::of(sample));
+    let local = |(i, (ty, data)): (usize, (&TensorType, &Vec<f64>))| match &part {
+        Some(part) => part.local(op, op.input(i, types.len()), ty, data),
+        None => (ty.clone(), data.clone()),
+    };
+    let offsets = part.and_then(|part| part.offsets(op, types));
+    let (types, inputs): (Vec<_>, Vec<_>) = types.iter().zip(inputs).enumerate().map(local).unzip();
+    let program = single_op(profile, op, &types, way, part.zip(offsets)).map_err(internal)?;
     verify::program(&program, profile.alignment).map_err(|e| internal(e.to_string()))?;
     let mut executor = load(program.clone())?;
-    for (i, (ty, data)) in types.iter().zip(inputs).enumerate() {
+    for (i, (ty, data)) in types.iter().zip(&inputs).enumerate() {
         executor.write(&format!("in{i}"), 0, &encode(ty.dtype, data))?;
     }
     let outputs: Vec<&Tensor> = program.tensors.iter().filter(|t| t.name.starts_with("out")).collect();

@@ -90,6 +90,15 @@ pub trait Executor: Send {
     /// The bytes of a tensor that the program knows by name; `micro_batch` counts for outputs and inputs only.
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError>;
 
+    /// The bytes of tensors in few pieces: `take` gets each with the tensor's index among those named and where in the tensor it
+    /// starts. What lies on a device comes over in large copies, however small the tensors are.
+    fn read_all(&self, tensors: &[&str], take: &mut dyn FnMut(usize, usize, &[u8])) -> Result<(), ExecError> {
+        tensors.iter().enumerate().try_for_each(|(i, name)| {
+            take(i, 0, &self.read(name, 0)?);
+            Ok(())
+        })
+    }
+
     /// A range of those bytes. What lies on a device comes over in this part only.
     fn read_range(&self, tensor: &str, micro_batch: usize, range: Range<usize>) -> Result<Cow<'_, [u8]>, ExecError> {
         let outside = || ExecError::Internal(format!("`{tensor}` has no bytes {range:?}"));
@@ -125,6 +134,24 @@ pub trait Executor: Send {
     fn notes(&self) -> &[Note] {
         &[]
     }
+}
+
+/// Copies bytes of the same number. Where there are many, several threads do: memory that is new to the process comes page by page.
+pub fn copy(to: &mut [u8], from: &[u8]) {
+    const THREADS: usize = 8;
+    const LEAST: usize = 1 << 20;
+    if to.len() <= LEAST {
+        return to.copy_from_slice(from);
+    }
+    let part = to.len().div_ceil(THREADS.min(cpu::cores())).max(LEAST);
+    let mut parts = to.chunks_mut(part).zip(from.chunks(part));
+    let Some((first, of_first)) = parts.next() else { return };
+    std::thread::scope(|scope| {
+        for (to, from) in parts {
+            scope.spawn(|| to.copy_from_slice(from));
+        }
+        first.copy_from_slice(of_first);
+    });
 }
 
 /// What an executor says of a program that it has loaded.
@@ -178,4 +205,17 @@ pub struct Timing {
     pub start_s: f64,
     /// Seconds that it took.
     pub seconds: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_copy_in_parts_is_a_copy() {
+        for len in [0, 1, (1 << 20) - 1, (1 << 20) + 1, (9 << 20) + 3] {
+            let from: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
+            let mut to = vec![0; len];
+            super::copy(&mut to, &from);
+            assert!(to == from, "{len} bytes");
+        }
+    }
 }

@@ -2,11 +2,13 @@
 //!
 //! Kernels are held against it, and it is held against finite differences.
 
+mod context;
 mod generation;
 mod naive;
 mod rules;
 mod vocab;
 
+use context::Ring;
 use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::{Dims, IGNORED_TARGET};
 use lockstep_ir::squares::{LIMBS, Squares};
@@ -102,6 +104,20 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AttentionGrad { window } => {
             vec![attention_grad(&dims, x[0], x[1], &first_keys(&dims, given(x, 4), window))]
         }
+        Op::RingAttention { window, step, parts } => {
+            let first = first_keys(&dims, given(x, 2), window);
+            context::attention(&dims, x[0], x[1], &first, Ring { step, parts }).into()
+        }
+        Op::RingAttentionGrad { window, step, parts } => {
+            context::grad(&dims, x, &first_keys(&dims, given(x, 5), window), Ring { step, parts }).into()
+        }
+        Op::AttentionMerge => context::merge(&dims, x).into(),
+        Op::GatheredAttention { window } => {
+            context::attention(&dims, x[0], x[1], &first_keys(&dims, given(x, 2), window), Ring::ALL).into()
+        }
+        Op::GatheredAttentionGrad { window } => {
+            context::grad(&dims, x, &first_keys(&dims, given(x, 5), window), Ring::ALL).into()
+        }
         Op::AttentionScores { window } => {
             vec![naive::scores(&dims, x[0], &first_keys(&dims, given(x, 1), window))]
         }
@@ -169,7 +185,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![loss, dx, dw]
         }
         Op::AddState => vec![add(x[0], x[1])],
-        Op::Accumulate | Op::Shard { .. } => vec![x[0].to_vec()],
+        Op::Accumulate | Op::Shard { .. } | Op::Part { .. } => vec![x[0].to_vec()],
         Op::SquareSum { sharers, tail } => {
             let (scalars, grads) = (scalars(x[x.len() - 1]), &x[..x.len() - 1]);
             let inverse = f64::from(scalars.inverse());
@@ -209,9 +225,11 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::JoinRows => vec![x[..x.len() - 1].concat()],
         // Whole tensors, as graphs speak of them, are the same before and after.
-        Op::AllReduce { .. } | Op::SumShared { .. } | Op::ReduceScatter { .. } | Op::AllGather { .. } => {
-            x.iter().map(|x| x.to_vec()).collect()
-        }
+        Op::AllReduce { .. }
+        | Op::SumShared { .. }
+        | Op::ReduceScatter { .. }
+        | Op::AllGather { .. }
+        | Op::Shift { .. } => x.iter().map(|x| x.to_vec()).collect(),
         Op::Send { .. } | Op::Receive { .. } => panic!("stages exist in programs only"),
     }
 }

@@ -88,12 +88,10 @@ fn gather<'a>(
     whole: &mut Vec<u8>,
     read: impl FnOnce() -> Result<Cow<'a, [u8]>, ExecError>,
 ) -> Result<(), ExecError> {
-    if !tensor.sharding.axes(Placement::Partial).is_empty() {
-        return Err(ExecError::Internal(format!("`{}` is not summed over ranks", tensor.name)));
-    }
-    let width = tensor.whole.dtype.bytes();
-    let runs = tensor.sharding.first_runs(&tensor.whole, mesh, at);
-    if is_whole(tensor, &runs) {
+    let runs = first_runs(tensor, mesh, at)?;
+    if runs == [Run { whole: 0, local: 0, len: tensor.whole.bytes() as usize }]
+        && tensor.ty.bytes() == tensor.whole.bytes()
+    {
         *whole = read()?.into_owned();
         return Ok(());
     }
@@ -105,8 +103,17 @@ fn gather<'a>(
     }
     let local = read()?;
     for run in runs {
-        let (from, to, len) = (run.local * width, run.whole * width, run.len * width);
-        whole[to..to + len].copy_from_slice(&local[from..from + len]);
+        whole[run.whole..run.whole + run.len].copy_from_slice(&local[run.local..run.local + run.len]);
     }
     Ok(())
+}
+
+/// The ranges of a tensor, in bytes, that the rank at `at` has and no rank before it.
+fn first_runs(tensor: &Tensor, mesh: &Mesh, at: Coordinates) -> Result<Vec<Run>, ExecError> {
+    if !tensor.sharding.axes(Placement::Partial).is_empty() {
+        return Err(ExecError::Internal(format!("`{}` is not summed over ranks", tensor.name)));
+    }
+    let width = tensor.whole.dtype.bytes();
+    let bytes = |run: Run| Run { whole: run.whole * width, local: run.local * width, len: run.len * width };
+    Ok(tensor.sharding.first_runs(&tensor.whole, mesh, at).into_iter().map(bytes).collect())
 }

@@ -185,9 +185,10 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
         for (instr, transfer) in transfers.filter(|_| runs > 0) {
             let over = transfer.over();
             let ranks = match transfer {
-                Transfer::AllReduce { .. } | Transfer::ReduceScatter { .. } | Transfer::AllGather { .. } => {
-                    program.mesh.size(over)
-                }
+                Transfer::AllReduce { .. }
+                | Transfer::ReduceScatter { .. }
+                | Transfer::AllGather { .. }
+                | Transfer::Shift { .. } => program.mesh.size(over),
                 Transfer::SumShared { sharers, .. } => sharers,
                 Transfer::Send { .. } | Transfer::Receive { .. } => 2,
             };
@@ -198,8 +199,11 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
             // A ring passes a part on n − 1 times, twice for an all-reduce.
             let (whole, sent) = match transfer {
                 Transfer::AllReduce { .. } => (input, input * 2 * (n - 1) / n),
-                Transfer::AllGather { .. } => (input * n, input * (n - 1)),
+                // Neighbours that share a part of a dimension give a share of it each.
+                Transfer::AllGather { dim: Some(_), .. } => (output, output / n * (n - 1)),
+                Transfer::AllGather { dim: None, .. } => (input * n, input * (n - 1)),
                 Transfer::ReduceScatter { .. } => (output * n, output * (n - 1)),
+                Transfer::Shift { .. } => (input * n, input),
                 Transfer::Send { .. } => (input, input),
                 Transfer::Receive { .. } => (output, 0),
                 Transfer::SumShared { .. } => {
@@ -269,7 +273,7 @@ impl Instr {
         let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 });
         let mut flops = self.op.flops(&types, &wanted)?;
         // An op of the forward pass that runs in backward is recomputed: the model does not need it.
-        if self.phase == Phase::InputGrad && self.op.spec().gradient_reads.is_some() {
+        if self.phase == Phase::InputGrad && self.op.spec().is_forward() {
             (flops.model, flops.causal) = (0, 0);
         }
         Ok(Cost { flops, bytes: read.chain(written).sum() })

@@ -1,12 +1,50 @@
 //! What was chosen for a run: how its work is split among ranks and micro-batches.
 
 use crate::mesh::{Mesh, MeshAxis};
-use crate::schedule::{Pipeline, Schedule};
+use crate::schedule::{Pipeline, Schedule, UnknownSchedule};
 use serde::Serialize;
 use std::str::FromStr;
 
 /// The axes that the text of a layout may name.
-const NAMED: [MeshAxis; 4] = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Tp, MeshAxis::Pp];
+const NAMED: [MeshAxis; 5] = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Tp, MeshAxis::Pp];
+
+/// How queries of one context-parallel rank come to the keys of another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ContextParallel {
+    /// Keys and values go around, a part at a time.
+    #[default]
+    Ring,
+    /// All of them are gathered.
+    Gather,
+}
+
+impl ContextParallel {
+    /// Both.
+    pub const ALL: [ContextParallel; 2] = [ContextParallel::Ring, ContextParallel::Gather];
+
+    /// Their names, in the same order.
+    pub const NAMES: [&str; 2] = [ContextParallel::Ring.name(), ContextParallel::Gather.name()];
+
+    /// The name in configs and layouts.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ContextParallel::Ring => "ring",
+            ContextParallel::Gather => "gather",
+        }
+    }
+
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|one| one.name() == name)
+    }
+}
+
+/// What words for a schedule are about.
+const SCHEDULE: &str = "the schedule";
+
+/// How the text of a layout calls the chunks of a rank.
+const VIRTUAL: &str = "virtual";
 
 /// What was chosen for a run. Prints what differs from one rank: `dp=2 zero=1 tp=2 sp pp=2 1f1b`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -21,8 +59,12 @@ pub struct Layout {
     pub reshard_after_forward: bool,
     /// Whether tp ranks split the sequence where they do not split the matrices.
     pub sequence_parallel: bool,
+    /// How attention is computed over cp ranks.
+    pub context: ContextParallel,
     /// In which order stages compute micro-batches.
     pub schedule: Schedule,
+    /// Chunks of layers that a rank of the pipeline has (virtual pipeline stages).
+    pub chunks: usize,
 }
 
 impl Layout {
@@ -31,7 +73,12 @@ impl Layout {
 
     /// What the ranks of its pipeline do in a step.
     pub fn pipeline(&self) -> Pipeline {
-        self.schedule.pipeline(self.mesh.size(MeshAxis::Pp), self.micro_batches)
+        self.schedule.pipeline(self.mesh.size(MeshAxis::Pp), self.chunks, self.micro_batches)
+    }
+
+    /// How many virtual stages its pipeline has.
+    pub fn stages(&self) -> usize {
+        self.mesh.size(MeshAxis::Pp) * self.chunks
     }
 
     /// One rank.
@@ -42,7 +89,9 @@ impl Layout {
             zero: 0,
             reshard_after_forward: true,
             sequence_parallel: false,
+            context: ContextParallel::Ring,
             schedule: Schedule::USUAL,
+            chunks: 1,
         }
     }
 }
@@ -53,22 +102,37 @@ impl std::fmt::Display for Layout {
             let size = self.mesh.size(axis);
             (size != 1).then(|| format!("{}={size}", axis.name()))
         };
+        let pipeline = self.mesh.size(MeshAxis::Pp) != 1;
         let words = [
             size(MeshAxis::DpReplicate),
             size(MeshAxis::DpShard),
             (self.zero != 0).then(|| format!("zero={}", self.zero)),
             (!self.reshard_after_forward).then(|| "no-reshard".to_owned()),
             size(MeshAxis::Cp),
+            (self.mesh.size(MeshAxis::Cp) != 1 && self.context != ContextParallel::default())
+                .then(|| format!("context={}", self.context.name())),
             size(MeshAxis::Ep),
             size(MeshAxis::Tp),
             self.sequence_parallel.then(|| "sp".to_owned()),
             size(MeshAxis::Pp),
-            (self.mesh.size(MeshAxis::Pp) != 1).then(|| self.schedule.name().to_owned()),
+            pipeline.then(|| self.schedule.name().to_owned()),
+            // Where the schedule leaves a choice.
+            (pipeline && self.schedule.chunks() != (self.chunks..=self.chunks))
+                .then(|| format!("virtual={}", self.chunks)),
         ];
         let words: Vec<_> = words.into_iter().flatten().collect();
         f.write_str(if words.is_empty() { "one rank" } else { "" })?;
         f.write_str(&words.join(" "))
     }
+}
+
+/// What the text of a layout may say.
+fn words() -> String {
+    format!(
+        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring or gather, tp=N, sp, pp=N, virtual=N and a \
+         schedule: {}",
+        Schedule::NAMES.join(", ")
+    )
 }
 
 /// Why the text of a layout was refused.
@@ -78,14 +142,10 @@ pub enum LayoutError {
     #[error("the layout is empty\nhint: write what differs from one rank, such as dp=2,tp=2")]
     Empty,
     /// An axis that is not there yet.
-    #[error(
-        "{0}: {1} is not there yet\nhint: a layout is made of dp=N, dp_replicate=N, tp=N, pp=N, zero=N, no-reshard, sp, 1f1b and gpipe"
-    )]
+    #[error("{0}: {1} is not there yet\nhint: {words}", words = words())]
     NotYet(&'static str, &'static str),
     /// A word that means nothing here.
-    #[error(
-        "{0:?} is not part of a layout\nhint: a layout is made of dp=N, dp_replicate=N, tp=N, pp=N, zero=N, no-reshard, sp, 1f1b and gpipe"
-    )]
+    #[error("{0:?} is not part of a layout\nhint: {words}", words = words())]
     Unknown(String),
     /// A size without a number.
     #[error("{0} has no value\nhint: write {0}=N")]
@@ -102,16 +162,32 @@ pub enum LayoutError {
         /// The most that is accepted.
         most: usize,
     },
+    /// A value that is none of a few words.
+    #[error("{key}={value} is not known\nhint: write {key}={}", .words.join(&format!(" or {key}=")))]
+    Word {
+        /// What was being given.
+        key: &'static str,
+        /// What was written.
+        value: String,
+        /// What is accepted.
+        words: &'static [&'static str],
+    },
     /// A value for a word that has none.
     #[error("{0} takes no value\nhint: write {0} alone, or leave it out")]
     TakesNoValue(&'static str),
+    /// A schedule without a name.
+    #[error("schedule has no value\nhint: write schedule= and one of {}", Schedule::NAMES.join(", "))]
+    NoSchedule,
+    /// A schedule that does not exist.
+    #[error(transparent)]
+    Schedule(#[from] UnknownSchedule),
     /// Something said twice.
     #[error("{0} is given twice\nhint: give it once")]
     Twice(&'static str),
 }
 
-/// Reads `dp=2,zero=1,tp=2,sp,pp=2,gpipe`, in any order; blanks separate as commas do. What is not given is as in
-/// [`Layout::single`] of one micro-batch: how many there are follows from the batch.
+/// Reads `dp=2,zero=1,tp=2,sp,pp=2,interleaved,virtual=4`, in any order; `schedule=interleaved` is the word alone. Blanks separate as commas do. What is not given is as in
+/// [`Layout::single`] of one micro-batch: how many there are follows from the batch. Chunks are as the schedule usually has them.
 impl FromStr for Layout {
     type Err = LayoutError;
 
@@ -124,6 +200,9 @@ impl FromStr for Layout {
                 return Err(LayoutError::Twice(key));
             }
             given.push(key);
+        }
+        if !given.contains(&VIRTUAL) {
+            layout.chunks = *layout.schedule.chunks().start();
         }
         if given.is_empty() { Err(LayoutError::Empty) } else { Ok(layout) }
     }
@@ -149,9 +228,18 @@ impl Layout {
         if let Ok(schedule) = name.parse::<Schedule>() {
             alone(schedule.name())?;
             self.schedule = schedule;
-            return Ok("the schedule");
+            return Ok(SCHEDULE);
         }
         match name {
+            "schedule" => {
+                let name = value.ok_or(LayoutError::NoSchedule)?;
+                self.schedule = name.parse()?;
+                Ok(SCHEDULE)
+            }
+            VIRTUAL => {
+                self.chunks = number(VIRTUAL, 1, Layout::MOST)?;
+                Ok(VIRTUAL)
+            }
             "zero" => {
                 self.zero = number("zero", 0, 3)? as u8;
                 Ok("zero")
@@ -166,7 +254,13 @@ impl Layout {
                 self.sequence_parallel = true;
                 Ok("sp")
             }
-            "cp" => Err(LayoutError::NotYet("cp", "context parallelism")),
+            "context" => {
+                let value = value.ok_or(LayoutError::NoValue("context"))?;
+                let unknown =
+                    || LayoutError::Word { key: "context", value: value.to_owned(), words: &ContextParallel::NAMES };
+                self.context = ContextParallel::named(value).ok_or_else(unknown)?;
+                Ok("context")
+            }
             "ep" => Err(LayoutError::NotYet("ep", "expert parallelism")),
             _ => Err(LayoutError::Unknown(word.to_owned())),
         }
@@ -213,6 +307,28 @@ mod tests {
         assert_eq!(hybrid.to_string(), "dp_replicate=2 dp=4 zero=3 no-reshard");
         assert_eq!(read(&hybrid.to_string()), hybrid);
         assert_eq!(read("pp=2").schedule, Schedule::USUAL);
+        let context = read("cp=4,context=gather,tp=2");
+        assert_eq!((context.mesh.size(MeshAxis::Cp), context.context), (4, ContextParallel::Gather));
+        assert_eq!(context.to_string(), "cp=4 context=gather tp=2");
+        assert_eq!(read(&context.to_string()), context);
+        assert_eq!(read("cp=2,context=ring").to_string(), "cp=2");
+    }
+
+    #[test]
+    fn chunks_are_as_many_as_the_schedule_usually_has_or_as_given() {
+        let check = |text: &str, chunks: usize, printed: &str| {
+            let layout = read(text);
+            assert_eq!((layout.chunks, layout.to_string().as_str()), (chunks, printed), "{text}");
+            assert_eq!(read(printed), layout);
+        };
+        check("pp=4", 1, "pp=4 1f1b");
+        check("interleaved,pp=4", 2, "pp=4 interleaved virtual=2");
+        check("virtual=4,schedule=interleaved,pp=4", 4, "pp=4 interleaved virtual=4");
+        check("pp=4,zb-h1", 1, "pp=4 zb-h1");
+        check("pp=4,schedule=zb-v", 2, "pp=4 zb-v");
+        // Whether they go together is not the text's business.
+        check("pp=4,zb-v,virtual=3", 3, "pp=4 zb-v virtual=3");
+        assert_eq!(read("pp=4,interleaved,virtual=4").stages(), 16);
     }
 
     #[test]
@@ -228,10 +344,15 @@ mod tests {
         assert_eq!(first("dp=99999999999999999999"), "dp=99999999999999999999 is not a number in range");
         assert_eq!(first("zero=4"), "zero=4 is not a number in range");
         assert_eq!(first("sp=1"), "sp takes no value");
+        assert_eq!(refused("context=all"), "context=all is not known\nhint: write context=ring or context=gather");
         assert_eq!(first("gpipe=true"), "gpipe takes no value");
         assert_eq!(first("dp=2,dp=2"), "dp is given twice");
         assert_eq!(first("gpipe,1f1b"), "the schedule is given twice");
-        for text in ["", "x", "tp", "tp=", "zero=9", "sp=", "sp sp"] {
+        assert_eq!(first("gpipe,schedule=1f1b"), "the schedule is given twice");
+        assert_eq!(first("schedule=zigzag"), "\"zigzag\" is not a schedule");
+        assert_eq!(first("schedule"), "schedule has no value");
+        assert_eq!(first("virtual=0"), "virtual=0 is not a number in range");
+        for text in ["", "x", "tp", "schedule", "schedule=x", "virtual", "tp=", "zero=9", "sp=", "sp sp"] {
             assert_eq!(refused(text).matches("\nhint: ").count(), 1, "{text}");
         }
     }

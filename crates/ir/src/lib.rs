@@ -7,6 +7,7 @@
 
 pub mod account;
 pub mod bf16;
+pub mod blocks;
 pub mod counter;
 mod dtype;
 pub mod f16;
@@ -35,7 +36,7 @@ pub use dtype::DType;
 pub use fusion::{FusedGroup, FusedMatmul, Fusion};
 pub use graph::{Graph, ValueId};
 pub use init::{Init, RopeScaling};
-pub use layout::{Layout, LayoutError};
+pub use layout::{ContextParallel, Layout, LayoutError};
 pub use mesh::{Axes, Coordinates, Mesh, MeshAxis};
 pub use op::{Op, OpKind, TypeError};
 pub use profile::{DeviceProfile, Workspace};
@@ -43,4 +44,4 @@ pub use program::StepProgram;
 pub use scalars::{StepScalars, fixed};
 pub use schedule::Schedule;
 pub use shape::{Axis, Dim, Section, TensorType};
-pub use sharding::{FLAT_BLOCK, Placement, Run, Sharding};
+pub use sharding::{FLAT_BLOCK, Gathered, Placement, Run, Sharding, Span, gathered};

@@ -22,17 +22,21 @@ pub(crate) fn check(op: &Op, inputs: &[Placed], outputs: &[Option<Placed>]) -> R
         return Err("takes several tensors of one sharding".into());
     }
     for axis in Axes::STAGE.iter() {
-        let mut chosen: Option<Split> = None;
+        let mut may: Option<Vec<Split>> = None;
         for (operand, (sharding, rank), _) in &operands {
             let Placement::Split(dim) = sharding.over(axis) else { continue };
-            let Some(split) = spec.split_of(operand, *rank, dim) else {
+            let splits = spec.splits_of(operand, *rank, dim);
+            let Some(split) = splits.first() else {
                 return Err(format!("`{}` cannot be split along dimension {dim}, over {}", operand.name, axis.name()));
             };
-            if let Some(other) = chosen.filter(|other| *other != split) {
+            let both =
+                may.as_ref().map_or(splits.clone(), |may| may.iter().filter(|s| splits.contains(s)).copied().collect());
+            if let (true, Some([other, ..])) = (both.is_empty(), may.as_deref()) {
                 return Err(format!("is split along {other} and along {split} over {}", axis.name()));
             }
-            chosen = Some(split);
+            may = Some(both);
         }
+        let chosen = may.and_then(|may| may.first().copied());
         let partial = inputs.iter().any(|(sharding, _)| sharding.over(axis) == Placement::Partial);
         for (operand, (sharding, rank), input) in &operands {
             let found = sharding.over(axis);

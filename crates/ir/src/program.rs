@@ -3,7 +3,7 @@
 use crate::fusion::FusedGroup;
 use crate::graph::{Phase, State};
 use crate::mesh::{Axes, Mesh};
-use crate::{Op, Placement, Sharding, TensorType, ValueId, counter};
+use crate::{Op, Placement, Sharding, Span, TensorType, ValueId, counter};
 use serde::Serialize;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -185,17 +185,17 @@ pub struct Instr {
     pub stream: Stream,
     /// Instructions of this segment, on the other stream, that must have ended before it starts.
     pub waits: Vec<usize>,
-    /// Where ranks split the dimension whose entries the op numbers: where their parts start.
+    /// Where ranks split the dimension whose entries the op numbers: which entries each has.
     pub offsets: Option<Offsets>,
 }
 
-/// Where the parts of a dimension start: entries of a vocabulary, positions of a sequence.
+/// Which entries of a dimension each part has: of a vocabulary, positions of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offsets {
     /// Parts are counted over these axes.
     pub over: Axes,
-    /// The first entry of each part, by index over the axes.
-    pub starts: Vec<usize>,
+    /// The entries of each part, by index over the axes.
+    pub parts: Vec<Span>,
     /// Entries of the whole.
     pub whole: usize,
 }
@@ -204,8 +204,8 @@ impl Offsets {
     /// Those of a dimension; `None` where every rank has all of it.
     pub fn new(ty: &TensorType, sharding: &Sharding, dim: usize, mesh: &Mesh) -> Option<Self> {
         let over = sharding.axes(Placement::Split(dim));
-        let starts = || sharding.starts(ty, dim, mesh);
-        (!over.is_empty()).then(|| Self { over, starts: starts(), whole: ty.dims[dim].size() })
+        let parts = || sharding.spans(ty, dim, mesh);
+        (!over.is_empty()).then(|| Self { over, parts: parts(), whole: ty.dims[dim].size() })
     }
 }
 
@@ -482,8 +482,8 @@ impl std::fmt::Display for StepProgram {
                 let (outputs, inputs) = (outputs.join(", "), inputs.join(", "));
                 let (name, attributes) = (i.op.name(), i.op.attributes());
                 write!(f, "  {} {stream}{outputs} = {name}({inputs}){attributes}", i.phase.letter())?;
-                if let Some(Offsets { over, starts, whole }) = &i.offsets {
-                    write!(f, " from {starts:?}[{over}.index] of {whole}")?;
+                if let Some(Offsets { over, parts, whole }) = &i.offsets {
+                    write!(f, " from {parts:?}[{over}.index] of {whole}")?;
                 }
                 if !i.waits.is_empty() {
                     write!(f, " after {:?}", i.waits)?;

@@ -124,6 +124,7 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                     Some(
                         Transfer::AllReduce { .. }
                         | Transfer::SumShared { .. }
+                        | Transfer::Shift { .. }
                         | Transfer::ReduceScatter { .. }
                         | Transfer::AllGather { .. },
                     )

@@ -10,7 +10,9 @@ pub enum Placement {
     #[default]
     Replicated,
     /// Every rank has a part of this dimension, of each of its sections. Where a section has fewer entries than there are
-    /// ranks, neighbours share one; where vocabulary entries do not divide, the last part is filled up with padding.
+    /// ranks, neighbours share one; where vocabulary entries do not divide, the last part is filled up with padding. Over
+    /// [`MeshAxis::Cp`] parts are in zig-zag order, always: of `2·cp` equal chunks, index i has chunks i and 2·cp − 1 − i, so that
+    /// causal attention is as much work on every rank.
     Split(usize),
     /// Every rank has a contiguous range of the elements, all equally long, the last filled up with padding.
     Flat,
@@ -38,10 +40,109 @@ pub struct Run {
     pub len: usize,
 }
 
-/// Part `index` of `of` of a section's entries: (first entry, entries).
-fn part(section: Section, of: usize, index: usize) -> (usize, usize) {
-    let count = part_count(section, of);
-    (if section.count < of { index * section.count / of } else { index * count }, count)
+/// Which entries of a dimension a part has: consecutive ones in one run, or in two where the order is zig-zag.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// The first entry.
+    pub first: usize,
+    /// Entries of the first run.
+    pub count: usize,
+    /// The first entry behind them.
+    pub then: usize,
+}
+
+impl Span {
+    /// Consecutive entries from 0 on.
+    pub const ALL: Span = Span { first: 0, count: usize::MAX, then: 0 };
+
+    /// Which entry stands at a place of the part.
+    #[inline(always)]
+    pub const fn entry(&self, at: usize) -> usize {
+        if at < self.count { self.first + at } else { self.then + (at - self.count) }
+    }
+
+    /// Its runs as (first entry, place of that in the part, entries), where the part has `len` entries.
+    pub fn runs(&self, len: usize) -> [Run; 2] {
+        let count = self.count.min(len);
+        let behind = Run { whole: self.then, local: count, len: len - count };
+        [Run { whole: self.first, local: 0, len: count }, behind]
+    }
+}
+
+impl std::fmt::Debug for Span {
+    /// `8`, or `8+4, 20` where behind four entries it goes on at 20.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.first)?;
+        let goes_on = self.first.checked_add(self.count) == Some(self.then);
+        if goes_on { Ok(()) } else { write!(f, "+{}, {}", self.count, self.then) }
+    }
+}
+
+/// How ranks share out a dimension, and which of them is meant: over context-parallel ranks, those around and those inside
+/// them.
+#[derive(Clone, Copy)]
+struct Shares {
+    outer: (usize, usize),
+    context: (usize, usize),
+    inner: (usize, usize),
+}
+
+impl Shares {
+    /// Of the rank at `at`, over these axes.
+    fn new(over: Axes, mesh: &Mesh, at: Coordinates) -> Self {
+        let part = |axes: Axes| (at.index(axes, mesh), mesh.size(axes));
+        let of = |wanted: fn(&MeshAxis) -> bool| part(over.iter().filter(wanted).collect());
+        Self {
+            outer: of(|axis| *axis < MeshAxis::Cp),
+            context: of(|axis| *axis == MeshAxis::Cp),
+            inner: of(|axis| *axis > MeshAxis::Cp),
+        }
+    }
+
+    fn parts(&self) -> usize {
+        self.outer.1 * self.context.1 * self.inner.1
+    }
+
+    fn index(&self) -> usize {
+        (self.outer.0 * self.context.1 + self.context.0) * self.inner.1 + self.inner.0
+    }
+
+    /// The share before this one in the order of the mesh.
+    fn before(&self) -> Option<Self> {
+        let index = self.index().checked_sub(1)?;
+        let (context, inner) = (self.context.1, self.inner.1);
+        Some(Self {
+            outer: (index / inner / context, self.outer.1),
+            context: (index / inner % context, context),
+            inner: (index % inner, inner),
+        })
+    }
+
+    /// Its entries of a section, padding included: where neighbours share some, or the last are padding, in one run.
+    fn span(&self, section: Section) -> Span {
+        let (index, parts) = (self.index(), self.parts());
+        let count = part_count(section, parts);
+        if self.context.1 == 1 {
+            let first = if section.count < parts { index * section.count / parts } else { index * count };
+            return Span { first, count, then: first + count };
+        }
+        let here = count * self.inner.1;
+        debug_assert_eq!(section.count, count * parts, "context-parallel parts are equal");
+        debug_assert!(here.is_multiple_of(2), "a context-parallel part is two chunks");
+        let (chunk, (i, n)) = (here / 2, self.context);
+        let base = self.outer.0 * here * n;
+        let (before, behind) = (base + i * chunk, base + (2 * n - 1 - i) * chunk);
+        // A part inside this one is contiguous here, and may have some of either chunk.
+        let from = self.inner.0 * count;
+        match chunk.checked_sub(from).filter(|rest| *rest > 0) {
+            Some(rest) => Span {
+                first: before + from,
+                count: rest.min(count),
+                then: if rest < count { behind } else { before + from + count },
+            },
+            None => Span { first: behind + from - chunk, count, then: behind + from - chunk + count },
+        }
+    }
 }
 
 /// Entries of a section on each of `of` ranks, padding included.
@@ -80,6 +181,13 @@ impl Sharding {
         rule(op, self).ok_or_else(|| refuse(reason()))
     }
 
+    /// What it has beyond another: its placements along the axes where the two differ.
+    pub fn beyond(self, other: Sharding) -> Self {
+        let differs = |axis: &MeshAxis| self.over(*axis) != other.over(*axis);
+        let axes = MeshAxis::ALL.into_iter().filter(differs);
+        axes.fold(Sharding::REPLICATED, |sharding, axis| sharding.with(axis, self.over(axis)))
+    }
+
     /// The same before flat ranges are cut.
     pub fn uncut(self) -> Self {
         self.with(self.axes(Placement::Flat), Placement::Replicated)
@@ -105,10 +213,15 @@ impl Sharding {
         ty.dims[dim].sections.iter().map(|s| (parts / s.count.max(1)).max(1)).collect()
     }
 
-    /// Where each rank's part of a dimension of one section starts, by index over the axes that split it.
-    pub fn starts(&self, ty: &TensorType, dim: usize, mesh: &Mesh) -> Vec<usize> {
-        let (section, parts) = (ty.dims[dim].sections[0], mesh.size(self.axes(Placement::Split(dim))));
-        (0..parts).map(|index| part(section, parts, index).0 * section.unit).collect()
+    /// Which entries of a dimension of one section each rank has, by index over the axes that split it.
+    pub fn spans(&self, ty: &TensorType, dim: usize, mesh: &Mesh) -> Vec<Span> {
+        let (section, over) = (ty.dims[dim].sections[0], self.axes(Placement::Split(dim)));
+        let span = |index| {
+            let span = Shares::new(over, mesh, Coordinates::default().with_index(over, mesh, index)).span(section);
+            let Span { first, count, then } = span;
+            Span { first: first * section.unit, count: count * section.unit, then: then * section.unit }
+        };
+        (0..mesh.size(over)).map(span).collect()
     }
 
     /// How many elements of the whole a rank has: without padding.
@@ -168,9 +281,46 @@ impl Sharding {
         let split = self.axes(Placement::Split(d));
         match split.is_empty() {
             true => (vec![Run { whole: 0, local: 0, len: dim.size() }], dim.size()),
-            false => ranges(dim, mesh.size(split), at.index(split, mesh)),
+            false => ranges(dim, Shares::new(split, mesh, at)),
         }
     }
+}
+
+/// What ranks gather of one section of a dimension: each gives so many elements of every row, and what they give stands one behind
+/// the other, in rank order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gathered {
+    /// Where the section starts in a rank's part, in elements.
+    pub part: usize,
+    /// Where it starts in the whole.
+    pub whole: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Elements of a row that a rank gives.
+    pub elements: usize,
+    /// Neighbours that have the same elements of the section: the first gives the first of as many shares, and so on.
+    pub sharers: usize,
+}
+
+/// How the parts that ranks have of a dimension make up the whole; `None` where they do not.
+pub fn gathered(part: &TensorType, whole: &TensorType, dim: usize, ranks: usize) -> Option<Vec<Gathered>> {
+    let (mine, all) = (&part.dims.get(dim)?.sections, &whole.dims.get(dim)?.sections);
+    let rows: usize = part.dims[..dim].iter().map(Dim::size).product();
+    let inner: usize = part.dims[dim + 1..].iter().map(Dim::size).product();
+    // Sections stand one behind the other only where there is one row.
+    if mine.len() != all.len() || (rows > 1 && mine.len() > 1) {
+        return None;
+    }
+    let mut at = (0, 0);
+    let piece = |(mine, all): (&Section, &Section)| {
+        let sharers = (mine.count * ranks).checked_div(all.count).filter(|n| n * all.count == mine.count * ranks)?;
+        let (held, given) = (mine.size() * inner, mine.size() * inner / sharers.max(1));
+        let fits = mine.unit == all.unit && (sharers == 1 || mine.count == 1) && given * sharers == held;
+        let piece = Gathered { part: at.0, whole: at.1, rows, elements: given, sharers };
+        at = (at.0 + held, at.1 + all.size() * inner);
+        fits.then_some(piece)
+    };
+    mine.iter().zip(all).map(piece).collect()
 }
 
 /// Elements of each of `ranges` flat ranges, padding included.
@@ -178,29 +328,32 @@ fn flat_len(elements: usize, ranges: usize) -> usize {
     elements.div_ceil(ranges).next_multiple_of(FLAT_BLOCK)
 }
 
-/// Which ranges of a dimension part `index` of `of` has, and how long the dimension is there.
-type Ranges = fn(dim: &Dim, of: usize, index: usize) -> (Vec<Run>, usize);
+/// Which ranges of a dimension a rank has, and how long the dimension is there.
+type Ranges = fn(dim: &Dim, shares: Shares) -> (Vec<Run>, usize);
 
 /// What a rank has of one dimension but for what the rank before it has too.
-fn first_ranges(dim: &Dim, of: usize, index: usize) -> (Vec<Run>, usize) {
-    let (mut mine, extent) = ranges(dim, of, index);
-    if index > 0 {
+fn first_ranges(dim: &Dim, shares: Shares) -> (Vec<Run>, usize) {
+    let (mut mine, extent) = ranges(dim, shares);
+    if let Some(before) = shares.before() {
         // Neighbours share whole entries of a section, so they have them at the same place.
-        let (before, _) = ranges(dim, of, index - 1);
+        let (before, _) = ranges(dim, before);
         mine.retain(|run| !before.contains(run));
     }
     (mine, extent)
 }
 
 /// What a rank has of one dimension, and how long it is there.
-fn ranges(dim: &Dim, of: usize, index: usize) -> (Vec<Run>, usize) {
+fn ranges(dim: &Dim, shares: Shares) -> (Vec<Run>, usize) {
     let (mut whole, mut local) = (0, 0);
     let mut result = Vec::new();
     for &section in &dim.sections {
-        let (first, count) = part(section, of, index);
-        let held = count.min(section.count.saturating_sub(first));
-        if held > 0 {
-            result.push(Run { whole: whole + first * section.unit, local, len: held * section.unit });
+        let count = part_count(section, shares.parts());
+        for run in shares.span(section).runs(count) {
+            let held = run.len.min(section.count.saturating_sub(run.whole)) * section.unit;
+            if held > 0 {
+                let (first, at) = (run.whole * section.unit, run.local * section.unit);
+                result.push(Run { whole: whole + first, local: local + at, len: held });
+            }
         }
         whole += section.size();
         local += count * section.unit;
@@ -263,12 +416,17 @@ mod tests {
             let Some(offsets) = Offsets::new(ty, &sharding, d, &mesh) else { continue };
             let line = TensorType::new(DType::F32, [dim.clone()]);
             let split = Sharding::REPLICATED.with(offsets.over, Placement::Split(0));
-            assert_eq!((offsets.starts.len(), offsets.whole), (mesh.size(offsets.over), dim.size()));
+            assert_eq!((offsets.parts.len(), offsets.whole), (mesh.size(offsets.over), dim.size()));
             for at in (0..mesh.ranks()).map(|rank| mesh.coordinates(rank)) {
-                let start = offsets.starts[at.index(offsets.over, &mesh)];
-                let runs = split.runs(&line, &mesh, at);
-                assert!(runs.first().is_none_or(|run| run.whole == start), "{sharding} of {ty} on {mesh}");
-                assert!(!runs.is_empty() || start >= dim.size(), "{sharding} of {ty} on {mesh}");
+                let span = offsets.parts[at.index(offsets.over, &mesh)];
+                let mut has = vec![None; split.local(&line, &mesh).elements()];
+                for run in split.runs(&line, &mesh, at) {
+                    (0..run.len).for_each(|i| has[run.local + i] = Some(run.whole + i));
+                }
+                for (place, entry) in has.into_iter().enumerate() {
+                    let expected = Some(span.entry(place)).filter(|entry| *entry < dim.size());
+                    assert_eq!(entry, expected, "{sharding} of {ty} on {mesh}");
+                }
             }
         }
     }
@@ -319,12 +477,15 @@ mod tests {
             let heads = |axis, count| Section { axis, count, unit: 1 + draw(8, 3) };
             let packed =
                 Dim::packed([heads(Axis::Heads, 48 * (1 + draw(9, 2))), heads(Axis::KvHeads, 1 << draw(10, 3))]);
+            let context = mesh.size(MeshAxis::Cp);
             let plain = Dim::new(Axis::Vocab, 1 + draw(11, 40));
+            // What context-parallel ranks may split: two chunks for each.
+            let seq = Dim::new(Axis::Seq, 2 * mesh.size(Axes::STAGE) * (1 + draw(14, 3)));
             let batch = Dim::new(Axis::Batch, mesh.size(Axes::TOKENS) * (1 + draw(12, 3)));
             let dims = match draw(13, 3) {
                 0 => vec![packed, plain],
                 1 => vec![plain, packed],
-                _ => vec![batch, plain, packed],
+                _ => vec![batch, if context > 1 { seq } else { plain }, packed],
             };
             let shared = dims.iter().position(|dim| dim.sections.len() > 1);
             let rank = dims.len();
@@ -334,6 +495,7 @@ mod tests {
                 let placement = match draw(16 + axis as u64, 2 + rank as u64) {
                     0 => Placement::Replicated,
                     1 => Placement::Flat,
+                    d if axis == MeshAxis::Cp && ty.dims[d - 2].sections[0].axis != Axis::Seq => Placement::Replicated,
                     d => Placement::Split(d - 2),
                 };
                 sharding = sharding.with(axis, placement);
@@ -352,6 +514,24 @@ mod tests {
         }
     }
 
+    #[test]
+    fn sections_are_gathered_one_by_one_and_neighbours_give_a_share_each_of_what_they_share() {
+        let heads = |axis, count| Section { axis, count, unit: 2 };
+        let packed = |q, kv| Dim::packed([heads(Axis::Heads, q), heads(Axis::KvHeads, kv), heads(Axis::KvHeads, kv)]);
+        let matrix = |rows: Dim, columns| TensorType::new(DType::F32, [rows, Dim::new(Axis::Embed, columns)]);
+        let piece = |part, whole, elements, sharers| Gathered { part, whole, rows: 1, elements, sharers };
+        let four = gathered(&matrix(packed(1, 1), 3), &matrix(packed(4, 2), 3), 0, 4).unwrap();
+        assert_eq!(four, [piece(0, 0, 6, 1), piece(6, 24, 3, 2), piece(12, 36, 3, 2)]);
+        let two = gathered(&matrix(packed(2, 1), 3), &matrix(packed(4, 2), 3), 0, 2).unwrap();
+        assert_eq!(two, [piece(0, 0, 12, 1), piece(12, 24, 6, 1), piece(18, 36, 6, 1)]);
+        // Columns: as many of every row.
+        let columns = gathered(&matrix(packed(4, 2), 3), &matrix(packed(4, 2), 6), 1, 2).unwrap();
+        assert_eq!(columns, [Gathered { part: 0, whole: 0, rows: 16, elements: 3, sharers: 1 }]);
+        // Shares that do not come out even, and parts of something else.
+        assert_eq!(gathered(&matrix(packed(8, 1), 3), &matrix(packed(64, 2), 3), 0, 8), None);
+        assert_eq!(gathered(&matrix(packed(1, 1), 3), &matrix(packed(4, 2), 3), 0, 3), None);
+    }
+
     const DP: MeshAxis = MeshAxis::DpShard;
     const TP: MeshAxis = MeshAxis::Tp;
 
@@ -368,6 +548,24 @@ mod tests {
         let run = |whole, local| Run { whole, local, len: 2 };
         assert_eq!(of(1), [run(2, 0), run(8, 2)]);
         assert_eq!(of(2), [run(4, 0), run(10, 2)]);
+    }
+
+    #[test]
+    fn context_parallel_parts_are_an_early_and_a_late_chunk() {
+        let mesh = Mesh::ONE.with(MeshAxis::Cp, 2).with(TP, 2);
+        let ty = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 16)]);
+        let split = Sharding::REPLICATED.with(MeshAxis::Cp, Placement::Split(1));
+        assert_eq!(format!("{:?}", split.spans(&ty, 1, &mesh)), "[0+4, 12, 4]");
+        let run = |whole, local, len| Run { whole, local, len };
+        let of = |cp| split.runs(&ty, &mesh, Coordinates::default().with(MeshAxis::Cp, cp));
+        assert_eq!(of(0), [run(0, 0, 4), run(12, 4, 4)]);
+        assert_eq!(of(1), [run(4, 0, 4), run(8, 4, 4)]);
+        // A piece of a part, over tp, may have some of either chunk.
+        let pieces = split.with(TP, Placement::Split(1));
+        assert_eq!(format!("{:?}", pieces.spans(&ty, 1, &mesh)), "[0, 12, 4, 8]");
+        let thirds = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 12)]);
+        let mesh = Mesh::ONE.with(MeshAxis::Cp, 2).with(TP, 3);
+        assert_eq!(format!("{:?}", pieces.spans(&thirds, 1, &mesh)), "[0, 2+1, 9, 10, 3, 5, 7]");
     }
 
     #[test]

@@ -83,6 +83,7 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
     let context = Context {
         device: machine.profile(Target::of(machine, config), threads, precision),
         layout: config.layout(),
+        stages: config.parallel.stages.clone(),
         optimizer: optimizer(config),
         precision,
         recompute: recompute(config),

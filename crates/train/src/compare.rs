@@ -5,29 +5,32 @@
 //! changed in their last bit, and where that alone moves a number a lot, a layout may move it too.
 
 mod judge;
+mod numbers;
 
 pub use judge::{Comparison, Criterion, Promise};
 
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError, feed};
-use judge::{Natural, each, judge};
+use judge::{Found, judge};
 use lockstep_config::Config;
-use lockstep_exec::ExecError;
+use lockstep_exec::{ExecError, copy};
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Axes, DType, Layout, MeshAxis, StepProgram, StepScalars, ValueId, bf16, counter, f16, fixed};
+use lockstep_ir::{Axes, Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
 use lockstep_model::names;
-use lockstep_plan::plan;
+use lockstep_plan::{Plan, Target, plan};
+use numbers::{Spare, Stored, disturbed};
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 
 /// A model and batch small enough to run many times, with what was made smaller: `model.layers 32 -> 4`. What fits these
 /// layouts before fits them after; query heads per key head stay, and so does accumulation up to a bound.
 pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let most = |size: fn(&Layout) -> usize| layouts.iter().map(size).fold(1, |a, b| a / gcd(a, b) * b);
     let (tp, dp) = (most(|l| l.mesh.size(MeshAxis::Tp)), most(|l| l.mesh.size(Axes::SEQUENCES)));
-    let pp = layouts.iter().map(|l| l.mesh.size(MeshAxis::Pp)).max().unwrap_or(1);
+    let stages = layouts.iter().map(Layout::stages).max().unwrap_or(1);
     // The least multiple of `step` that is at least `wanted`, where the size was a multiple of it and larger.
     let fit = |size: usize, wanted: usize, step: usize| match size.is_multiple_of(step) {
         true => size.min(wanted.next_multiple_of(step)),
@@ -43,10 +46,15 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
     m.dim = if plain { m.heads * m.head_dim } else { m.dim.min(128) };
-    m.layers = m.layers.min(pp.max(4));
+    m.layers = m.layers.min(stages.max(4));
+    if m.layers != config.model.layers {
+        small.parallel.stages.clear();
+    }
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
     m.ffn = fit(m.ffn, 192, tp);
-    t.seq = fit(t.seq, 64, tp);
+    // Chunks of context-parallel ranks, in which sequence-parallel ranks have parts.
+    let chunks = most(|l| if l.mesh.size(MeshAxis::Cp) == 1 { 1 } else { 2 * l.mesh.size(MeshAxis::Cp) });
+    t.seq = fit(t.seq, 64, tp * chunks);
     // What was shorter than a sequence stays so.
     let share = |window: usize| (window * t.seq / config.train.seq).max(1);
     m.sliding_window = m.sliding_window.map(|w| if w < config.train.seq { share(w) } else { w });
@@ -75,92 +83,32 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// What a run gave.
-#[derive(Clone)]
+/// What one rank gave.
 struct Trace {
-    steps: Vec<Step>,
-    /// Parameters, master weights and moments before each step, and after the last. Of a run that starts its steps from another's
-    /// states: those that it started from.
-    starts: Vec<States>,
+    steps: Vec<SingleStep>,
+    /// Parameters, master weights and moments before each step, and after the last.
+    starts: Vec<Vec<Stored>>,
     /// The norm above which gradients are clipped.
     clip: f64,
     /// The sum of losses of an evaluation, from the last state.
     evaluated: f64,
-    arena_bytes: Vec<u64>,
 }
 
-#[derive(Clone)]
+/// A step of one rank, whose states are in its trace.
+struct SingleStep {
+    loss: f64,
+    norm: f32,
+    gradients: Vec<Stored>,
+}
+
+/// What a step gave.
 struct Step {
     loss: f64,
     norm: f32,
     /// As they were when the optimizer read them; of tied uses, their sum.
     gradients: Vec<Stored>,
     /// Parameters, master weights and moments after the step.
-    after: States,
-}
-
-/// Shared, since they are the largest part of a run of the whole model.
-type States = Arc<Vec<Stored>>;
-
-/// A tensor as a device has it.
-#[derive(Clone)]
-struct Stored {
-    name: String,
-    value: ValueId,
-    state: State,
-    dtype: DType,
-    bytes: Vec<u8>,
-}
-
-impl Stored {
-    /// How many numbers it has.
-    fn len(&self) -> usize {
-        self.bytes.len() / self.dtype.bytes()
-    }
-
-    /// One of them.
-    #[inline]
-    fn number(&self, i: usize) -> f64 {
-        let bytes = &self.bytes;
-        match self.dtype {
-            DType::F32 => f64::from(f32::from_le_bytes(bytes.as_chunks().0[i])),
-            DType::BF16 => f64::from(bf16::to_f32(u16::from_le_bytes(bytes.as_chunks().0[i]))),
-            DType::F16 => f64::from(f16::to_f32(u16::from_le_bytes(bytes.as_chunks().0[i]))),
-            DType::F64 => f64::from_le_bytes(bytes.as_chunks().0[i]),
-            DType::U32 => f64::from(u32::from_le_bytes(bytes.as_chunks().0[i])),
-            DType::Fixed64 => f64::from(fixed::to_f32(i64::from_le_bytes(bytes.as_chunks().0[i]))),
-        }
-    }
-
-    /// The same with every number moved by about one unit in its last place, up or down: what forward and backward read.
-    fn disturbed(&self) -> Self {
-        let mut moved = self.clone();
-        if !matches!(self.state, State::Parameter(_)) {
-            return moved;
-        }
-        let key = counter::key(0, &self.name);
-        let up = |i: usize| counter::bits(key, i as u64).is_multiple_of(2);
-        match self.dtype {
-            DType::F32 => {
-                for (i, b) in moved.bytes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                    let x = f32::from_le_bytes(*b);
-                    *b = (x * if up(i) { 1.0 + f32::EPSILON } else { 1.0 - f32::EPSILON }).to_le_bytes();
-                }
-            }
-            DType::BF16 | DType::F16 => {
-                for (i, b) in moved.bytes.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                    // The bits of neighbours are neighbours; zero and what is not finite stay.
-                    let bits = u16::from_le_bytes(*b);
-                    let mask = if self.dtype == DType::BF16 { 0x7f80 } else { 0x7c00 };
-                    if bits & 0x7fff != 0 && bits & mask != mask {
-                        *b = (if up(i) { bits ^ 1 } else { bits }).to_le_bytes();
-                    }
-                }
-            }
-            DType::F64 | DType::U32 | DType::Fixed64 => {}
-        }
-        moved
-    }
+    after: Vec<Stored>,
 }
 
 /// Runs `steps` steps on random tokens with one rank and with each layout.
@@ -176,84 +124,231 @@ pub fn compare(
     config.train.batch_ramp.clear();
     config.train.noise_scale = false;
     let alone = config.at(&Layout::single(1));
-    let single = trace(devices, &alone, steps, None)?;
-    // Only where bits may differ is it of interest how much.
-    let mut disturbed = None;
-    if layouts.iter().any(|layout| Promise::of(layout, &config.at(layout)) != Promise::Identical) {
-        disturbed = Some(trace(devices, &alone, steps, Some(disturb(&single.starts)))?);
+    let configs: Vec<Config> = layouts.iter().map(|layout| config.at(layout)).collect();
+    let single_plan = devices.tuned(&alone, plan(devices, &alone)?)?;
+    let plans = plan_all(devices, &configs)?;
+    let single = trace(devices, (&alone, &single_plan), steps)?;
+    let promises: Vec<Promise> = layouts.iter().zip(&configs).map(|(l, c)| Promise::of(l, c)).collect();
+    let mut tasks = Vec::new();
+    // Only where bits may differ is it of interest how much. The bounds are the same for all layouts.
+    if let Some(promise) = promises.iter().find(|promise| **promise != Promise::Identical) {
+        tasks.push(Task { config: &alone, plan: &single_plan, promise: *promise, disturbs: true });
     }
-    // The same for all layouts.
-    let mut natural = Natural::default();
-    let mut result = Vec::new();
-    for layout in layouts {
-        let config = config.at(layout);
-        let parallel = trace(devices, &config, steps, Some(single.starts.clone()))?;
-        let comparison =
-            judge(layout, Promise::of(layout, &config), &single, (disturbed.as_ref(), &mut natural), &parallel);
+    let first = tasks.len();
+    let all = configs.iter().zip(&plans).zip(&promises);
+    tasks.extend(all.map(|((config, plan), promise)| Task { config, plan, promise: *promise, disturbs: false }));
+    let (mut natural, mut result) = (Vec::new(), Vec::new());
+    follow_all(devices, &tasks, &single, &mut |i, found| {
+        let Some(i) = i.checked_sub(first) else { return natural = found.differences() };
+        let comparison = judge(&layouts[i], promises[i], found, &natural, arena_bytes(&plans[i]));
         show(&comparison);
         result.push(comparison);
-    }
+    })?;
     Ok(result)
 }
 
-fn disturb(starts: &[States]) -> Vec<States> {
-    starts.iter().map(|states| Arc::new(each(states.len(), |i| states[i].disturbed()))).collect()
+/// The plans of all layouts.
+fn plan_all(devices: &Devices, configs: &[Config]) -> Result<Vec<Plan>, TrainError> {
+    let plans: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = configs.iter().map(|config| scope.spawn(|| plan(devices, config))).collect();
+        threads.into_iter().map(|thread| thread.join()).collect()
+    });
+    let stopped = |_| TrainError::from(ExecError::Internal("planning stopped".into()));
+    let tuned = |(config, plan): (_, Result<_, _>)| devices.tuned(config, plan.map_err(stopped)??);
+    configs.iter().zip(plans).map(tuned).collect()
 }
 
-/// Runs steps, each from the state that `starts` has for it, or from where the last one ended.
-fn trace(devices: &Devices, config: &Config, steps: usize, starts: Option<Vec<States>>) -> Result<Trace, TrainError> {
-    let plan = devices.tuned(config, plan(devices, config)?)?;
-    let mut session = Session::new(devices, config, &plan)?;
-    let positions = config.round() * config.train.seq;
-    let mut ran = Vec::new();
-    let mut own = Vec::new();
-    if starts.is_none() {
-        own.push(Arc::new(states(&mut session, is_kept)?));
-    }
+fn arena_bytes(plan: &Plan) -> Vec<u64> {
+    plan.stages.iter().map(|m| m.total_bytes).collect()
+}
+
+/// A run that is to be compared with one rank.
+struct Task<'a> {
+    config: &'a Config,
+    plan: &'a Plan,
+    promise: Promise,
+    /// Whether it starts from weights that are changed in their last bit.
+    disturbs: bool,
+}
+
+/// Most runs that share a GPU.
+const AT_ONCE: usize = 4;
+
+/// How many of these runs go on at the same time. A GPU that has memory for several waits less for the host then; on the CPU one run has
+/// all cores.
+fn at_once(devices: &Devices, tasks: &[Task]) -> Result<usize, TrainError> {
+    let Some(Task { plan, .. }) = tasks.first() else { return Ok(1) };
+    let free = match plan.target {
+        Target::Cpu => 0,
+        Target::Cuda { .. } => devices.available_bytes(plan.target)?.unwrap_or(0),
+    };
+    let bytes = |task: &Task| {
+        let mesh = task.plan.layout.mesh;
+        arena_bytes(task.plan).iter().sum::<u64>() * (mesh.ranks() / mesh.size(MeshAxis::Pp)) as u64
+    };
+    let largest = tasks.iter().map(bytes).max().unwrap_or(0);
+    Ok((1..=AT_ONCE).rev().find(|count| *count as u64 * largest <= free / 2).unwrap_or(1))
+}
+
+/// Runs the tasks; `done` hears of them in their order.
+fn follow_all(
+    devices: &Devices,
+    tasks: &[Task],
+    single: &Trace,
+    done: &mut dyn FnMut(usize, Found),
+) -> Result<(), TrainError> {
+    let next = AtomicUsize::new(0);
+    let (sender, receiver) = mpsc::channel();
+    let work = |sender: mpsc::Sender<_>| {
+        let spare = &mut Spare::default();
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            let Some(task) = tasks.get(i) else { break };
+            // Nobody listens any more once another has failed.
+            if sender.send((i, follow(devices, task, single, spare))).is_err() {
+                break;
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..at_once(devices, tasks)? {
+            let sender = sender.clone();
+            scope.spawn(move || work(sender));
+        }
+        drop(sender);
+        let (mut early, mut told) = (BTreeMap::new(), 0);
+        for (i, found) in receiver {
+            early.insert(i, found?);
+            while let Some(found) = early.remove(&told) {
+                done(told, found);
+                told += 1;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Runs one rank.
+fn trace(devices: &Devices, (config, plan): (&Config, &Plan), steps: usize) -> Result<Trace, TrainError> {
+    let (mut run, spare) = (Run::new(devices, config, plan, true)?, &mut Spare::default());
+    let mut starts = vec![run.states(is_kept, spare)?];
+    let mut all = Vec::new();
     for step in 0..steps {
-        if let Some(starts) = &starts {
-            write(&mut session, &starts[step])?;
-        }
-        for m in 0..plan.layout.micro_batches {
-            fill(&mut session, config, step as u64, m, m * positions, positions)?;
-        }
-        let scalars = step_scalars(config, step as u64, step as u64, plan.tokens_per_step);
-        let result = session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
-        let gradients = gradients(&mut session)?;
-        let after = Arc::new(states(&mut session, is_kept)?);
-        if starts.is_none() {
-            own.push(after.clone());
-        }
-        ran.push(Step { loss: result.loss, norm: result.grad_norm, gradients, after });
-    }
-    let starts = starts.unwrap_or(own);
-    write(&mut session, &starts[steps])?;
-    // The same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
-    let mut evaluated = 0.0;
-    let sequences = config.train.global_batch;
-    for first in (0..sequences).step_by(config.round()) {
-        fill(&mut session, config, u64::MAX, 0, first * config.train.seq, positions)?;
-        session.executor().run(StepProgram::EVALUATE)?;
-        let losses = session.executor().read(names::LOSS, 0)?;
-        evaluated = losses.as_chunks().0.iter().fold(evaluated, |sum, b| sum + f64::from_le_bytes(*b));
+        let Step { loss, norm, gradients, after } = run.step(step, spare)?;
+        all.push(SingleStep { loss, norm, gradients });
+        starts.push(after);
     }
     let clip = step_scalars(config, 0, 0, 1).clip.into();
-    let arena_bytes = plan.stages.iter().map(|m| m.total_bytes).collect();
-    Ok(Trace { steps: ran, starts, clip, evaluated, arena_bytes })
+    Ok(Trace { steps: all, starts, clip, evaluated: run.evaluate()? })
+}
+
+/// Runs each of one rank's steps from the state that it had before.
+fn follow(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spare) -> Result<Found, TrainError> {
+    let mut run = Run::new(devices, task.config, task.plan, false)?;
+    let mut found = Found::new(task.promise);
+    for (step, start) in single.starts.iter().enumerate() {
+        let moved = task.disturbs.then(|| disturbed(start, spare));
+        let before = moved.as_ref().unwrap_or(start);
+        run.write(before)?;
+        if step < single.steps.len() {
+            let ran = run.step(step, spare)?;
+            found.add_step(single, step, before, &ran);
+            spare.keep(ran.gradients);
+            spare.keep(ran.after);
+        } else {
+            found.add_evaluation(single, run.evaluate()?);
+        }
+        spare.keep(moved.unwrap_or_default());
+    }
+    Ok(found)
+}
+
+/// A program that runs steps.
+struct Run<'a> {
+    session: Session,
+    config: &'a Config,
+    plan: &'a Plan,
+    /// Of a micro-batch of all ranks.
+    positions: usize,
+}
+
+impl<'a> Run<'a> {
+    /// Loads a config; `draws` says whether parameters get their initial values, which others write else.
+    fn new(devices: &Devices, config: &'a Config, plan: &'a Plan, draws: bool) -> Result<Self, TrainError> {
+        let session = match draws {
+            true => Session::new(devices, config, plan)?,
+            false => Session::blank(devices, config, plan)?,
+        };
+        let positions = config.round() * config.train.seq;
+        Ok(Self { session, config, plan, positions })
+    }
+
+    fn step(&mut self, step: usize, spare: &mut Spare) -> Result<Step, TrainError> {
+        let config = self.config;
+        for m in 0..self.plan.layout.micro_batches {
+            fill(&mut self.session, config, step as u64, m, m * self.positions, self.positions)?;
+        }
+        let scalars = step_scalars(config, step as u64, step as u64, self.plan.tokens_per_step);
+        let result = self.session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
+        let gradients = self.gradients(spare)?;
+        let after = self.states(is_kept, spare)?;
+        Ok(Step { loss: result.loss, norm: result.grad_norm, gradients, after })
+    }
+
+    /// The sum of losses over the same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
+    fn evaluate(&mut self) -> Result<f64, TrainError> {
+        let mut evaluated = 0.0;
+        let (config, positions) = (self.config, self.positions);
+        for first in (0..config.train.global_batch).step_by(config.round()) {
+            fill(&mut self.session, config, u64::MAX, 0, first * config.train.seq, positions)?;
+            self.session.executor().run(StepProgram::EVALUATE)?;
+            let losses = self.session.executor().read(names::LOSS, 0)?;
+            evaluated = losses.as_chunks().0.iter().fold(evaluated, |sum, b| sum + f64::from_le_bytes(*b));
+        }
+        Ok(evaluated)
+    }
+
+    fn write(&mut self, states: &[Stored]) -> Result<(), TrainError> {
+        let known = self.session.tensors().iter().filter(|t| is_kept(t)).count();
+        if known != states.len() {
+            let text = format!("one rank has {} states, a layout of the same model {known}", states.len());
+            return Err(ExecError::Internal(text).into());
+        }
+        states.iter().try_for_each(|state| Ok(self.session.executor().write(&state.name, 0, &state.bytes)?))
+    }
+
+    /// The gradient of every parameter: the sum over its uses lives in the accumulator of the first.
+    fn gradients(&mut self, spare: &mut Spare) -> Result<Vec<Stored>, TrainError> {
+        let mut first: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+        for tensor in self.session.tensors() {
+            if let Role::State(State::Gradient { of }) = tensor.role {
+                first.entry(of).and_modify(|v| *v = tensor.value.min(*v)).or_insert(tensor.value);
+            }
+        }
+        self.states(|t| first.values().any(|v| *v == t.value), spare)
+    }
+
+    /// Some of the states, whole.
+    fn states(&mut self, wanted: impl Fn(&Tensor) -> bool, spare: &mut Spare) -> Result<Vec<Stored>, TrainError> {
+        let mut result = Vec::new();
+        for tensor in self.session.tensors().iter().filter(|t| wanted(t)) {
+            let Role::State(state) = &tensor.role else { continue };
+            let (name, value, state, dtype) = (tensor.name.clone(), tensor.value, state.clone(), tensor.whole.dtype);
+            let bytes = spare.take(tensor.whole.bytes() as usize);
+            result.push(Stored { name, value, state, dtype, bytes });
+        }
+        let names: Vec<String> = result.iter().map(|stored| stored.name.clone()).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        self.session.executor().read_all(&names, &mut |i, first, bytes| {
+            copy(&mut result[i].bytes[first..first + bytes.len()], bytes);
+        })?;
+        Ok(result)
+    }
 }
 
 /// What a step starts from and changes.
 fn is_kept(tensor: &Tensor) -> bool {
     matches!(tensor.role, Role::State(State::Parameter(_) | State::Master { .. } | State::Moment { .. }))
-}
-
-fn write(session: &mut Session, states: &[Stored]) -> Result<(), TrainError> {
-    let known = session.tensors().iter().filter(|t| is_kept(t)).count();
-    if known != states.len() {
-        let text = format!("one rank has {} states, a layout of the same model {known}", states.len());
-        return Err(ExecError::Internal(text).into());
-    }
-    states.iter().try_for_each(|state| Ok(session.executor().write(&state.name, 0, &state.bytes)?))
 }
 
 /// Writes random tokens to a micro-batch: those from `first` on of the step with this number, the same in every layout.
@@ -294,31 +389,6 @@ pub(crate) fn fill(
         session.executor().write(names::DOCUMENT_STARTS, micro_batch, &bytes)?;
     }
     Ok(())
-}
-
-/// The gradient of every parameter: the sum over its uses lives in the accumulator of the first.
-fn gradients(session: &mut Session) -> Result<Vec<Stored>, TrainError> {
-    let mut first: BTreeMap<ValueId, ValueId> = BTreeMap::new();
-    for tensor in session.tensors() {
-        if let Role::State(State::Gradient { of }) = tensor.role {
-            first.entry(of).and_modify(|v| *v = tensor.value.min(*v)).or_insert(tensor.value);
-        }
-    }
-    states(session, |t| first.values().any(|v| *v == t.value))
-}
-
-/// Some of the states, whole.
-fn states(session: &mut Session, wanted: impl Fn(&Tensor) -> bool) -> Result<Vec<Stored>, TrainError> {
-    let mut result = Vec::new();
-    for tensor in session.tensors().iter().filter(|t| wanted(t)) {
-        let Role::State(state) = &tensor.role else { continue };
-        let (name, value, state, dtype) = (tensor.name.clone(), tensor.value, state.clone(), tensor.whole.dtype);
-        result.push(Stored { name, value, state, dtype, bytes: Vec::new() });
-    }
-    for stored in &mut result {
-        stored.bytes = session.executor().read(&stored.name, 0)?.into_owned();
-    }
-    Ok(result)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use crate::error::worded;
 use crate::processes::{Processes, Team};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
-use lockstep_cuda::{CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
+use lockstep_cuda::{CaptureTurn, CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
 use lockstep_ir::hardware;
@@ -229,8 +229,10 @@ impl Devices {
             (Target::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),
             (Target::Cuda { deterministic }, _) => {
                 let gpu = self.gpu()?;
+                let turn = CaptureTurn::default();
                 let load = |program, link| {
-                    Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, Some(link))?) as _)
+                    let link = Some((link, turn.clone()));
+                    Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, link)?) as _)
                 };
                 Ok(Box::new(ThreadWorld::load(programs, timeout, load)?))
             }

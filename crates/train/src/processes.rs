@@ -21,8 +21,13 @@ pub struct Processes {
 }
 
 impl Processes {
-    /// Finds the others.
-    pub fn join(start: &Start) -> Result<Self, TrainError> {
+    /// Finds the others. There must be as many as the layout of the config has ranks.
+    pub fn join(start: &Start, config: &Config) -> Result<Self, TrainError> {
+        let (layout, processes) = (config.layout(), start.ranks);
+        let ranks = layout.mesh.ranks();
+        if ranks != processes {
+            return Err(TrainError::OtherRanks { layout: layout.to_string(), ranks, processes });
+        }
         Ok(Self { comm: Arc::new(join(start)?) })
     }
 
@@ -96,19 +101,6 @@ impl<'a> Team<'a> {
     /// Whether this process is the one that shows and writes what concerns all.
     pub(crate) fn is_first(self) -> bool {
         self.0.is_none_or(|p| p.rank() == 0)
-    }
-
-    /// Refuses a layout of another number of ranks than there are processes.
-    pub(crate) fn require_ranks(self, config: &Config) -> Result<(), TrainError> {
-        let (layout, Some(processes)) = (config.layout(), self.0) else { return Ok(()) };
-        match processes.ranks() == layout.mesh.ranks() {
-            true => Ok(()),
-            false => Err(TrainError::OtherRanks {
-                layout: layout.to_string(),
-                ranks: layout.mesh.ranks(),
-                processes: processes.ranks(),
-            }),
-        }
     }
 
     /// Refuses processes that do not have the same text for `what`; the error names both sides of the first difference.

@@ -124,7 +124,6 @@ fn run_here(
 ) -> Result<Outcome, TrainError> {
     let team = devices.team();
     config.require_data()?;
-    team.require_ranks(config)?;
     team.agree("config", &config.resolved_toml())?;
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
     if let Some(how) = config.micro_batch_found() {

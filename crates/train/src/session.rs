@@ -91,6 +91,19 @@ impl QueuedStep {
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
     pub fn new(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
+        let mut session = Self::load(devices, config, plan)?;
+        state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
+        Ok(session)
+    }
+
+    /// Loads a plan, whose parameters others write.
+    pub(crate) fn blank(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
+        let mut session = Self::load(devices, config, plan)?;
+        state::constants(&session.tensors, session.executor.as_mut(), config.train.seed)?;
+        Ok(session)
+    }
+
+    fn load(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
         let total = devices.require_memory(config, plan)?;
         // What one has allocated is not free for the others to see.
         devices.team().meet("load")?;
@@ -105,7 +118,7 @@ impl Session {
         let together = if plan.layout.zero < 2 { Axes::NONE } else { Axes::SEQUENCES.within(Axes::ZERO) };
         let sequences = config.train.micro_batch * plan.layout.mesh.size(together);
         let ranks = plan.layout.mesh.size(Axes::SEQUENCES.without(together));
-        let mut session = Self {
+        Ok(Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
@@ -114,9 +127,7 @@ impl Session {
             micro_batches: plan.layout.micro_batches,
             targets: plan.tokens_per_step,
             smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
-        };
-        state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
-        Ok(session)
+        })
     }
 
     /// Bytes allocated.

@@ -123,6 +123,11 @@ pub(crate) fn load(
     }
 }
 
+/// Writes every constant of a program.
+pub(crate) fn constants(tensors: &[Tensor], executor: &mut dyn Executor, seed: u64) -> Result<(), TrainError> {
+    initialise(tensors, executor, false, seed)
+}
+
 /// Writes constants, and where asked for the initial value of every parameter.
 fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool, seed: u64) -> Result<(), TrainError> {
     for tensor in tensors {

@@ -83,7 +83,7 @@ fn a_run_resumes_anywhere_in_its_ramp_and_in_any_layout() {
     let at = |layout: &str| config(dir.path(), &format!("{RAMP}reproducible = true\n[parallel]\n{layout}"));
     let whole = run_to(&at(""), &dir.path().join("whole"), 9).steps;
     let legs =
-        [("dp = 2\nzero = 1", 2), ("pp = 2", 5), ("dp = 2\nzero = 3", 6), ("pp = 2\nschedule = \"gpipe\"", 8), ("", 9)];
+        [("dp = 2\nzero = 1", 2), ("pp = 2", 5), ("dp = 2\nzero = 3", 6), ("pp = 2\nschedule = \"zb-h1\"", 8), ("", 9)];
     let parts = dir.path().join("parts");
     let parts: Vec<StepMetrics> =
         legs.iter().flat_map(|(layout, last)| run_to(&at(layout), &parts, *last).steps).collect();

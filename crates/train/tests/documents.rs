@@ -37,6 +37,7 @@ fn token_losses(model: &str, tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64>
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0),
         precision: Precision::FP32,
         recompute: lockstep_compile::Recompute::None,
+        stages: vec![],
         steps: lockstep_compile::Steps::default(),
     };
     let seq = inputs.len();

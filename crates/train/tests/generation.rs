@@ -46,6 +46,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
         optimizer,
         precision: Precision::FP32,
         recompute: Recompute::None,
+        stages: vec![],
         steps: Steps::default(),
     };
     let mut forward = lockstep_model::build(&config.model, 1, SEQ).unwrap();

@@ -101,7 +101,8 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     let device = profile(threads, precision.compute, precision.gradients);
     let recompute = lockstep_compile::Recompute::None;
     let steps = lockstep_compile::Steps::default();
-    let context = Context { device, layout: Layout::single(micro_batches), optimizer, precision, recompute, steps };
+    let layout = Layout::single(micro_batches);
+    let context = Context { device, layout, stages: vec![], optimizer, precision, recompute, steps };
     let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
     if !fused {
         // Logits that are used are not fused away.

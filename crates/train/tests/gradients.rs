@@ -19,6 +19,7 @@ fn context() -> Context {
         optimizer,
         precision: Precision::FP32,
         recompute: Recompute::None,
+        stages: vec![],
         steps: Steps::default(),
     }
 }
@@ -237,10 +238,17 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::VocabGrad { .. }
         | Op::JoinRows
         | Op::AllReduce { .. }
+        | Op::RingAttention { .. }
+        | Op::RingAttentionGrad { .. }
+        | Op::AttentionMerge
+        | Op::GatheredAttention { .. }
+        | Op::GatheredAttentionGrad { .. }
+        | Op::Shift { .. }
         | Op::SumShared { .. }
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }
         | Op::Shard { .. }
+        | Op::Part { .. }
         | Op::Send { .. }
         | Op::Receive { .. }
         | Op::RopeAt

@@ -4,7 +4,7 @@ mod common;
 
 use common::check_layouts as check;
 use lockstep_config::{Config, legal};
-use lockstep_ir::{Layout, counter};
+use lockstep_ir::{Layout, Schedule, counter};
 use lockstep_train::{Comparison, Devices, compare};
 
 fn config(model: &str, train: &str) -> Config {
@@ -16,7 +16,7 @@ fn config(model: &str, train: &str) -> Config {
 }
 
 /// All pairs of what an axis, ZeRO, sequence parallelism and a schedule can be, and triples.
-const LAYOUTS: [&str; 41] = [
+const LAYOUTS: [&str; 56] = [
     "dp=2",
     "dp=2,zero=1",
     "dp=2,zero=2",
@@ -47,6 +47,16 @@ const LAYOUTS: [&str; 41] = [
     "tp=2,sp,pp=4",
     "dp=2,tp=2,pp=2",
     "dp=2,zero=1,tp=2,sp,pp=2",
+    "pp=2,interleaved",
+    "pp=2,zb-h1",
+    "pp=4,zb-h1",
+    "pp=2,zb-v",
+    "dp=2,zero=1,pp=2,interleaved",
+    "dp=2,zero=1,pp=2,zb-v",
+    "dp=2,pp=4,zb-h1",
+    "tp=2,sp,pp=2,zb-v",
+    "tp=2,pp=2,interleaved",
+    "dp=2,zero=1,tp=2,sp,pp=2,zb-h1",
     "dp_replicate=2,dp=2",
     "dp_replicate=2,dp=2,zero=2",
     "dp_replicate=2,dp=2,zero=3",
@@ -58,6 +68,11 @@ const LAYOUTS: [&str; 41] = [
     "dp=2,zero=3,pp=2,gpipe",
     "dp=2,zero=3,no-reshard,pp=4",
     "dp=2,zero=3,tp=2,sp,pp=2",
+    "dp_replicate=2,dp=2,zero=1,cp=2",
+    "dp=2,zero=3,cp=2,pp=2",
+    "dp=2,zero=3,pp=2,zb-v",
+    "dp=2,zero=2,pp=2,zb-h1",
+    "dp=2,zero=3,no-reshard,pp=2,interleaved",
 ];
 
 const BF16: &str = "[precision]\npolicy = \"bf16\"";
@@ -134,13 +149,18 @@ fn random_models_on_random_layouts() {
         let pick = |i: u64, from: &[usize]| from[draw(i, from.len() as u64) as usize];
         let (dp, tp, pp) = (pick(0, &[1, 2, 3, 4]), pick(1, &[1, 2, 4]), pick(2, &[1, 2, 3]));
         let replicas = pick(18, &[1, 1, 2]);
-        let mut layout: Layout = format!("dp_replicate={replicas},dp={dp},tp={tp},pp={pp}").parse().unwrap();
+        let (cp, context) = (pick(19, &[1, 1, 2, 5]), ["ring", "gather"][draw(20, 2) as usize]);
+        let sizes = format!("dp_replicate={replicas},dp={dp},cp={cp},context={context},tp={tp},pp={pp}");
+        let mut layout: Layout = sizes.parse().unwrap();
         layout.zero = draw(3, 4) as u8;
         layout.reshard_after_forward = layout.zero < 3 || draw(19, 2) == 0;
         layout.sequence_parallel = draw(4, 2) == 0;
-        layout.schedule = if draw(5, 2) == 0 { "gpipe" } else { "1f1b" }.parse().unwrap();
+        let schedules = if pp == 1 { 1 } else { Schedule::ALL.len() as u64 };
+        layout.schedule = Schedule::ALL[draw(5, schedules) as usize];
+        layout.chunks = layout.schedule.chunks().start()
+            + if layout.schedule.name() == "interleaved" { pick(18, &[0, 1]) } else { 0 };
         let (heads, kv_heads, head_dim) = (pick(6, &[4, 8]), pick(7, &[1, 2, 4]), pick(8, &[4, 6]));
-        let (layers, dim, ffn) = (pick(9, &[3, 4, 5]), pick(10, &[20, 33]), pick(11, &[16, 24]));
+        let (layers, dim, ffn) = (pick(9, &[4, 6, 7]), pick(10, &[20, 33]), pick(11, &[16, 24]));
         let (vocab, seq, micro_batch) = (40 + draw(12, 30), pick(13, &[4, 8, 20]), pick(14, &[1, 2]));
         let precision = ["", BF16, BF16_GRADIENTS][draw(15, 3) as usize];
         let (tied, reproducible) = (draw(16, 2) == 0, draw(17, 3) == 0);
@@ -176,9 +196,8 @@ fn high_learning_rates_raise_no_alarm() {
     for name in ["adamw", "lion", "sgd", "muon"] {
         for lr in ["0.3", "30.0"] {
             let keys = format!("micro_batch = 1\n[optimizer]\nname = \"{name}\"\nlr = {lr}\ngrad_clip = 0.0");
-            // Muon needs whole matrices.
             let layouts = ["dp=2,zero=1", "dp=4", "tp=2", "tp=4,sp", "dp=2,zero=3,tp=2,sp"];
-            check(&config("", &keys), if name == "muon" { &layouts[..2] } else { &layouts });
+            check(&config("", &keys), &layouts);
         }
     }
 }

@@ -32,6 +32,7 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0),
         precision: Precision::FP32,
         recompute: Recompute::None,
+        stages: vec![],
         steps: Steps::default(),
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();

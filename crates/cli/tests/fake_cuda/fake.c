@@ -10,8 +10,12 @@
  *   FAKE_CUDA_FAIL      FUNCTION:N=STATUS  from the Nth call on, this function gives this status
  *   FAKE_CUDA_LOSE      FUNCTION:N=STATUS  the Nth call succeeds, and every later call of anything that the device has to do
  *                                          with gives this status: what a kernel that goes wrong looks like
+ *   FAKE_CUDA_CAPTURE   FUNCTION:N=STATUS  the same as FAKE_CUDA_FAIL, of calls while a graph is captured
  *   FAKE_CUDA_COUNT     FUNCTION  at the end, how often it was called is printed
  *   FAKE_CUDNN_VERSION  cuDNN's version, as 10000 x major + 100 x minor + patch (91400)
+ *
+ * A graph does not start while another stream than its own has copies to the device that nobody waited for: what it reads may not be
+ * there.
  *
  * A function that Lockstep starts to use is one line below: OK where nothing is to be done, HOST where a lost device does not
  * matter besides, MAKE where it gives a handle, GIVE where it gives a number. */
@@ -45,7 +49,9 @@ static int due(struct fault *fault, const char *variable, const char *function) 
     return !strcmp(fault->function, function) && __atomic_add_fetch(&fault->count, 1, __ATOMIC_SEQ_CST) >= fault->at;
 }
 
-static int lost, counted;
+static int lost, counted, capturing;
+/* Streams with copies to the device that nobody waited for. */
+static int behind;
 
 __attribute__((destructor)) static void print_count(void) {
     if (counted)
@@ -53,7 +59,7 @@ __attribute__((destructor)) static void print_count(void) {
 }
 
 static int called(const char *function) {
-    static struct fault fail, lose;
+    static struct fault fail, lose, capture;
     const char *count = getenv("FAKE_CUDA_COUNT");
     if (count && !strcmp(count, function))
         __atomic_add_fetch(&counted, 1, __ATOMIC_SEQ_CST);
@@ -61,6 +67,8 @@ static int called(const char *function) {
         return lost;
     if (due(&fail, "FAKE_CUDA_FAIL", function))
         return fail.status;
+    if (capturing && due(&capture, "FAKE_CUDA_CAPTURE", function))
+        return capture.status;
     if (due(&lose, "FAKE_CUDA_LOSE", function))
         lost = lose.status;
     return 0;
@@ -195,7 +203,13 @@ static int copy(const char *function, address to, address from, size_t bytes) {
 COPY(cuMemcpy)
 COPY(cuMemcpyAsync)
 COPY(cuMemcpyHtoD_v2)
-COPY(cuMemcpyHtoDAsync_v2)
+int cuMemcpyHtoDAsync_v2(address to, address from, size_t bytes, int *stream) {
+    TRY;
+    memcpy((void *)to, (void *)from, bytes);
+    if (stream && !__atomic_exchange_n(stream, 1, __ATOMIC_SEQ_CST))
+        __atomic_add_fetch(&behind, 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
 COPY(cuMemcpyDtoH_v2)
 COPY(cuMemcpyDtoHAsync_v2)
 COPY(cuMemcpyDtoD_v2)
@@ -221,10 +235,22 @@ HOST(cuCtxSetCurrent)
 OK(cuCtxSynchronize)
 OK(cuMemHostRegister_v2)
 OK(cuMemHostUnregister)
-MAKE(cuStreamCreate)
+GIVE(cuStreamCreate, void *, calloc(1, 8))
 MAKE(cuStreamCreateWithPriority)
-OK(cuStreamDestroy_v2)
-OK(cuStreamSynchronize)
+static void caught_up(int *stream) {
+    if (__atomic_exchange_n(stream, 0, __ATOMIC_SEQ_CST))
+        __atomic_sub_fetch(&behind, 1, __ATOMIC_SEQ_CST);
+}
+int cuStreamDestroy_v2(int *stream) {
+    TRY;
+    caught_up(stream);
+    return 0;
+}
+int cuStreamSynchronize(int *stream) {
+    TRY;
+    caught_up(stream);
+    return 0;
+}
 OK(cuStreamQuery)
 OK(cuStreamWaitEvent)
 MAKE(cuEventCreate)
@@ -248,11 +274,25 @@ OK(cuTensorMapEncodeTiled)
 GIVE(cuFuncGetAttribute, int, 1)
 GIVE(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 1)
 
-OK(cuStreamBeginCapture_v2)
-GIVE_2(cuStreamEndCapture, void *, malloc(8))
+int cuStreamBeginCapture_v2() {
+    TRY;
+    capturing = 1;
+    return 0;
+}
+int cuStreamEndCapture(intptr_t stream, void **graph) {
+    int status = called(__func__);
+    (void)stream;
+    capturing = 0;
+    *graph = status ? NULL : malloc(8);
+    return status;
+}
 MAKE(cuGraphInstantiateWithFlags)
 OK(cuGraphUpload)
-OK(cuGraphLaunch)
+int cuGraphLaunch(intptr_t graph, int *stream) {
+    (void)graph;
+    TRY;
+    return __atomic_load_n(&behind, __ATOMIC_SEQ_CST) > __atomic_load_n(stream, __ATOMIC_SEQ_CST) ? 999 : 0;
+}
 OK(cuGraphDestroy)
 OK(cuGraphExecDestroy)
 

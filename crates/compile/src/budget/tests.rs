@@ -61,8 +61,7 @@ fn layers(attend: &[bool]) -> (Graph, Context) {
 fn measure(programs: &[StepProgram]) -> (u128, u64, u64) {
     let recomputation = |p: &StepProgram| {
         let segment = p.segments.iter().find(|s| s.name == "backward").unwrap();
-        let calls =
-            segment.instrs.iter().filter(|i| i.phase == Phase::InputGrad && i.op.spec().gradient_reads.is_some());
+        let calls = segment.instrs.iter().filter(|i| i.phase == Phase::InputGrad && i.op.spec().is_forward());
         let costs = calls.filter(|i| i.op != Op::Add).map(|i| i.cost().unwrap());
         costs.fold((0, 0), |(flops, bytes), c| (flops + c.flops.hardware, bytes + c.bytes))
     };

@@ -1,14 +1,16 @@
 use super::*;
-use crate::passes::tests::two_layers;
+use crate::passes::TRAINING_PASSES;
+use crate::passes::tests::small_model;
 use crate::stage;
-use lockstep_ir::schedule::{Generator, PipeSlot};
-use lockstep_ir::{Layout, Mesh, MeshAxis, Schedule};
+use lockstep_ir::graph::Parameter;
+use lockstep_ir::schedule::{Generator, PipeRank, PipeSlot};
+use lockstep_ir::{Axis, DType, Dim, Init, Layout, Mesh, MeshAxis, Schedule, TensorType};
 
 /// Weight gradients of two micro-batches behind the input gradients of both.
 struct Late;
 
 impl Generator for Late {
-    fn slots(&self, _ranks: usize, _rank: usize, _micro_batches: usize) -> Vec<PipeSlot> {
+    fn slots(&self, _of: PipeRank) -> Vec<PipeSlot> {
         let (f, b, w) = (PipeSlot::forward, PipeSlot::input_grad, PipeSlot::weight_grad);
         vec![f(0, 0), b(0, 0), f(0, 1), b(0, 1), w(0, 0), w(0, 1)]
     }
@@ -18,9 +20,30 @@ fn lowered(schedule: Schedule) -> Unplaced {
     lowered_for(Layout { schedule, ..Layout::single(2) }, &[])
 }
 
+/// The small model in two layers with two matmuls in the first, behind all passes.
+fn with_matmuls(layout: Layout) -> (Graph, Context) {
+    let (mut g, context) = small_model();
+    let n1 = g.nodes[1].outputs[0].unwrap();
+    let [embed, ffn] = [g.ty(n1).dims[2].clone(), Dim::new(Axis::Ffn, 3)];
+    let mut parameter = |name: &str, dims: [Dim; 2]| {
+        let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true };
+        g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
+    };
+    let weights = [parameter("up", [ffn.clone(), embed.clone()]), parameter("down", [embed, ffn])];
+    let out = weights.iter().fold(n1, |x, w| g.op(Op::Linear, &[x, *w], "h").unwrap()[0]);
+    let matmuls = g.nodes.split_off(g.nodes.len() - 2);
+    g.nodes[2].inputs[1] = out;
+    g.nodes.splice(2..2, matmuls);
+    for (n, layer) in [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1), (6, 1)] {
+        g.nodes[n].layer = Some(layer);
+    }
+    let context = Context { layout, ..context };
+    (TRAINING_PASSES.iter().fold(g, |g, pass| (pass.run)(&g, &context).unwrap()), context)
+}
+
 /// What the first rank runs.
 fn lowered_for(layout: Layout, cuts: &[usize]) -> Unplaced {
-    let (train, context) = two_layers(layout);
+    let (train, context) = with_matmuls(layout);
     let pipeline = context.layout.pipeline();
     let rank = stage::extract(&train, cuts, &pipeline, 0).unwrap();
     let mut forward = train.clone();
@@ -84,4 +107,16 @@ fn separate_weight_gradients_have_a_segment_and_regions_by_lifetime() {
     assert!(!from_b.is_empty() && from_b.iter().all(|s| *s == ["input_grad", "weight_grad"]), "{from_b:?}");
     let to_b = touched(&program, Lifetime::Saved(to_b));
     assert!(to_b.iter().all(|s| *s == ["forward", "input_grad"]), "{to_b:?}");
+}
+
+#[test]
+fn weight_gradients_that_are_no_matmuls_are_summed_with_the_input_gradients() {
+    let program = lowered(Schedule::new("late", &Late));
+    let sums = |name: &str| {
+        let segment = program.segments.iter().find(|s| s.name == name).unwrap();
+        let sums = |i: &&Instr| i.outputs.iter().flatten().any(|arg| arg.sum != Sum::No);
+        segment.instrs.iter().filter(sums).map(|i| i.op.name()).collect::<Vec<_>>()
+    };
+    assert_eq!(sums("input_grad"), ["rms_norm_grad_weight", "rms_norm_grad_weight", "embedding_grad"]);
+    assert_eq!(sums("weight_grad"), ["linear_grad_weight", "linear_grad_weight"]);
 }

@@ -272,10 +272,17 @@ impl Backward {
             | Op::VocabGrad { .. }
             | Op::JoinRows
             | Op::AllReduce { .. }
+            | Op::RingAttention { .. }
+            | Op::RingAttentionGrad { .. }
+            | Op::AttentionMerge
+            | Op::GatheredAttention { .. }
+            | Op::GatheredAttentionGrad { .. }
+            | Op::Shift { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }
             | Op::Shard { .. }
+            | Op::Part { .. }
             | Op::Send { .. }
             | Op::Receive { .. } => Ok(()),
         }

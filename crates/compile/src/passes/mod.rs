@@ -1,6 +1,7 @@
 //! The passes over the graph, in order.
 
 mod autodiff;
+mod context;
 mod fuse;
 mod optimizer;
 mod precision;
@@ -118,6 +119,7 @@ pub(crate) mod tests {
                 optimizer,
                 precision: Precision::FP32,
                 recompute: Recompute::None,
+                stages: vec![],
                 steps: Steps::default(),
             },
         )

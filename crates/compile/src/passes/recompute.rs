@@ -64,7 +64,7 @@ pub(super) fn recompute(graph: &Graph, context: &Context) -> Result<Graph, TypeE
         Recompute::Sqrt => ((count as f64).sqrt().round() as usize).max(1),
     };
     // A block ends where a stage does.
-    let layers = Layers::new(graph, block, &stage::cut(graph, context.layout.pipeline().stages())?);
+    let layers = Layers::new(graph, block, &stage::cut(graph, context)?);
     let mut rewrite =
         Rewrite { saved: layers.saved(graph, &context.recompute), copies: vec![None; graph.values.len()], layers };
     let mut g = graph.clone();

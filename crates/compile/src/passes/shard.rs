@@ -1,15 +1,16 @@
 //! Shard: gives every value its sharding over the ranks of a stage, and inserts the collectives that follow.
 //!
-//! One sweep in order. Seeds: inputs are split by sequences; a parameter with heads, hidden units or vocabulary entries is
+//! One sweep in order. Seeds: inputs are split by sequences, and by positions over context-parallel ranks; a parameter with heads, hidden units or vocabulary entries is
 //! split along them; the residual stream is whole on every tensor-parallel rank, or split by positions with sequence
 //! parallelism. Everything else follows from the op table: a letter that is split in one operand is split in all, and a split
 //! letter that an output lacks leaves partial sums, which are reduced at once (activations) or after the last micro-batch
 //! (gradients). Where two letters would be split over the same ranks, positions give way and are gathered; backward gathers
 //! what forward saved split again.
 //!
-//! The chunked output head is rewritten first, since the loss needs statistics of all parts of the vocabulary (`vocab.rs`).
+//! Two things are rewritten first: the chunked output head, since the loss needs statistics of all parts of the vocabulary (`vocab.rs`), and
+//! attention over context-parallel ranks, since queries see keys of other parts of the sequence (`context.rs`).
 
-use super::vocab;
+use super::{context, vocab};
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::op::{Operand, Split};
@@ -21,10 +22,10 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
     if mesh.size(Axes::STAGE) == 1 {
         return Ok(graph.clone());
     }
-    if mesh.size(MeshAxis::Cp) > 1 {
-        return Err(TypeError { op: "shard", reason: "positions cannot be split over cp yet".into() });
-    }
     let mut g = graph.clone();
+    if mesh.size(MeshAxis::Cp) > 1 {
+        context::split_attention(&mut g, &context.layout)?;
+    }
     if mesh.size(MeshAxis::Tp) > 1 {
         vocab::split_head(&mut g, context)?;
     }
@@ -53,7 +54,11 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
 fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     let mesh = context.layout.mesh;
     match source {
-        Source::Input => Sharding::REPLICATED.with(mesh.wide(Axes::SEQUENCES), Placement::Split(0)),
+        Source::Input => {
+            let whole = Sharding::REPLICATED.with(mesh.wide(Axes::SEQUENCES), Placement::Split(0));
+            let seq = ty.dims.iter().position(|d| d.sections[0].axis == Axis::Seq);
+            seq.map_or(whole, |dim| whole.with(mesh.wide(MeshAxis::Cp.into()), Placement::Split(dim)))
+        }
         Source::State(State::Parameter(_) | State::Gradient { .. }) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
             let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| parallel(s.axis)));
@@ -75,6 +80,13 @@ struct Sweep<'a> {
 impl Sweep<'_> {
     fn node(&mut self, g: &mut Graph, mut node: Node) -> Result<(), TypeError> {
         node.inputs = node.inputs.iter().map(|v| self.now[v.0]).collect();
+        if node.op.reshards() {
+            for (x, y) in node.inputs.iter().zip(node.outputs.iter().flatten()) {
+                g.values[y.0].sharding = g.get(*x).sharding.after(&node.op)?;
+            }
+            g.nodes.push(node);
+            return Ok(());
+        }
         for axis in self.context.layout.mesh.wide(Axes::STAGE).iter() {
             self.shard(g, &mut node, axis)?;
         }
@@ -85,16 +97,28 @@ impl Sweep<'_> {
         for v in made {
             if let Source::Node { into: Some(state) } = g.get(v).source {
                 g.values[state.0].sharding = g.get(v).sharding;
-            } else if g.get(v).sharding.over(MeshAxis::Tp) == Placement::Partial && !waits {
-                let over = MeshAxis::Tp.into();
-                let (op, suffix) = match self.context.layout.sequence_parallel {
-                    true => (Op::ReduceScatter { over, dim: Some(1) }, "scattered"),
-                    false => (Op::AllReduce { over }, "reduced"),
-                };
-                self.now[v.0] = g.relay(op, &[v], suffix, phase, layer)?[0];
+                continue;
             }
+            let mut now = v;
+            for axis in [MeshAxis::Cp, MeshAxis::Tp] {
+                if g.get(now).sharding.over(axis) == Placement::Partial && !waits {
+                    let (op, suffix) = self.reduction(g.ty(now), axis);
+                    now = g.relay(op, &[now], suffix, phase, layer)?[0];
+                }
+            }
+            self.now[v.0] = now;
         }
         Ok(())
+    }
+
+    /// What makes a partial sum whole: parts of the positions over ranks that have those, where it has positions.
+    fn reduction(&self, ty: &TensorType, axis: MeshAxis) -> (Op, &'static str) {
+        let over = axis.into();
+        let positions = ty.dims.iter().position(|d| d.sections[0].axis == Axis::Seq);
+        match positions.filter(|_| axis == MeshAxis::Cp || self.context.layout.sequence_parallel) {
+            Some(dim) => (Op::ReduceScatter { over, dim: Some(dim) }, "scattered"),
+            None => (Op::AllReduce { over }, "reduced"),
+        }
     }
 
     /// Chooses the dimension along which this node is sharded over `axis`, gathers inputs that are split otherwise, and
@@ -102,13 +126,16 @@ impl Sweep<'_> {
     fn shard(&mut self, g: &mut Graph, node: &mut Node, axis: MeshAxis) -> Result<(), TypeError> {
         let spec = node.op.spec();
         let count = node.inputs.len();
-        let mut chosen: Option<Split> = None;
+        // What it may be: an operand may leave open whether its rows are split by sequences or by positions.
+        let mut may: Vec<Split> = Vec::new();
         let mut consider = |operand: &Operand, value: &Value| {
-            if let Placement::Split(dim) = value.sharding.over(axis)
-                && let Some(split) = spec.split_of(operand, value.ty.dims.len(), dim)
-                && chosen.is_none_or(|chosen| chosen.gives_way())
-            {
-                chosen = Some(split);
+            let Placement::Split(dim) = value.sharding.over(axis) else { return };
+            let splits = spec.splits_of(operand, value.ty.dims.len(), dim);
+            let both: Vec<Split> = may.iter().filter(|split| splits.contains(split)).copied().collect();
+            if !both.is_empty() {
+                may = both;
+            } else if !splits.is_empty() && may.iter().all(Split::gives_way) {
+                may = splits;
             }
         };
         for (o, v) in node.outputs.iter().enumerate() {
@@ -121,6 +148,7 @@ impl Sweep<'_> {
         for (i, v) in node.inputs.iter().enumerate() {
             consider(node.op.input(i, count), g.get(*v));
         }
+        let chosen = may.first().copied();
         // Which dimension of an operand is split.
         let split = |operand: &Operand, v: ValueId, g: &Graph| {
             chosen.and_then(|split| operand.dim_of(split, g.ty(v).dims.len()))
@@ -251,10 +279,41 @@ gradient  grad.table.2: f32[vocab:8, embed:2] @(dp_replicate: partial, dp: parti
     }
 
     #[test]
-    fn positions_are_not_split_over_cp_yet() {
-        let mesh = Mesh::ONE.with(MeshAxis::Cp, 2);
-        let (before, context) = derived(Layout { mesh, ..Layout::single(2) }, 4);
-        let refusal = super::shard(&before, &context).unwrap_err().to_string();
-        assert_eq!(refusal, "shard: positions cannot be split over cp yet");
+    fn context_parallel_ranks_split_positions_and_add_up_losses() {
+        let (before, context) = derived("cp=2".parse().unwrap(), 4);
+        let after = super::shard(&before, &context).unwrap();
+        assert_eq!(
+            lines(&after, &["input ", "gradient ", " = all_", " = linear_cross", "return"], true),
+            "\
+input     tokens: u32[batch:2, seq:4] @(cp: split 1)
+input     targets: u32[batch:2, seq:4] @(cp: split 1)
+gradient  grad.table: f32[vocab:8, embed:2] @(cp: partial)
+gradient  grad.w2: f32[embed:2] @(cp: partial)
+gradient  grad.w1: f32[embed:2] @(cp: partial)
+gradient  grad.table.2: f32[vocab:8, embed:2] @(cp: partial)
+F loss.partial: f64[batch:2] @(cp: partial), loss.dx: f32[batch:2, seq:4, embed:2] @(cp: split 1), loss.dw: f32[vocab:8, embed:2] @(cp: partial) += grad.table = linear_cross_entropy(y, table, targets) { rows: 8 }
+F loss: f64[batch:2] = all_reduce(loss.partial) { over: cp }
+return    loss
+"
+        );
+    }
+
+    #[test]
+    fn context_parallel_parts_of_a_chunk_are_split_by_positions() {
+        let (before, context) = derived("dp=2,cp=2,tp=2,sp".parse().unwrap(), 8);
+        let after = super::shard(&before, &context).unwrap();
+        assert_eq!(
+            lines(&after, &[" = vocab_logits", " = join", " = all_", " = reduce_"], true),
+            "\
+F x.scattered: f32[batch:4, seq:8, embed:2] @(dp: split 0, cp: split 1, tp: split 1) = reduce_scatter(x) { over: tp, dim: Some(1) }
+F y.gathered: f32[batch:4, seq:8, embed:2] @(dp: split 0, cp: split 1) = all_gather(y) { over: tp, dim: Some(1) }
+F logits.0: f32[seq:32, vocab:8] @(dp: split 0, cp: split 0, tp: split 1), logits.0.statistics: f32[parts:2, seq:32, scalar:3] @(dp: split 1, cp: split 1, tp: split 0) = vocab_logits(y.gathered, table, targets) { rows: Rows { first: 0, count: 8, ranks: 4 }, parts: 2 }
+F logits.0.statistics.gathered: f32[parts:2, seq:32, scalar:3] @(dp: split 1, cp: split 1) = all_gather(logits.0.statistics) { over: tp, dim: Some(0) }
+F loss: f64[batch:4] @(dp: split 0) = all_reduce(loss.partial) { over: cp }
+F loss.dx: f32[batch:4, seq:8, embed:2] @(dp: split 0, cp: split 1, tp: partial) = join_rows(d.logits.0, targets)
+F loss.dx.scattered: f32[batch:4, seq:8, embed:2] @(dp: split 0, cp: split 1, tp: split 1) = reduce_scatter(loss.dx) { over: tp, dim: Some(1) }
+W d.x.gathered: f32[batch:4, seq:8, embed:2] @(dp: split 0, cp: split 1) = all_gather(d.x) { over: tp, dim: Some(1) }
+"
+        );
     }
 }

@@ -16,9 +16,10 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     };
     let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
     let [loss, dx, dw] = outputs[..] else { return Ok(()) };
-    let ranks = context.layout.mesh.size(Axes::SEQUENCES);
+    let mesh = &context.layout.mesh;
+    let (sequences, parts, ranks) = (mesh.size(Axes::SEQUENCES), mesh.size(MeshAxis::Cp), mesh.size(Axes::TOKENS));
     let sizes = g.ty(targets).sizes();
-    let (batch, seq) = (sizes[0] / ranks, sizes[1]);
+    let (batch, seq) = (sizes[0] / sequences, sizes[1] / parts);
     // Sums in fixed point take each sequence's share on its own.
     let apart = context.precision.gradients == DType::Fixed64;
     let (spans, span) = if apart { (batch, seq) } else { (1, batch * seq) };

@@ -79,9 +79,9 @@ pub unsafe fn forward(
 ) -> Result<(), CudaError> {
     let mut room = Room(call.scratch()?);
     let (scratch, stats, table) = (room.take(SLACK), room.take(shape.row_bytes()), Table::new(shape, &mut room));
-    let inputs = sections(shape).map(|(first, _)| qkv + 2 * first as u64);
-    let ragged = Some(Ragged { table, inputs, gradients: [0; 3], row_sum: 0 });
-    let at = Operands { qkv, o, lse: stats, dout: 0, dqkv: 0, dq: 0, scratch, ragged };
+    let inputs = shape.packed(qkv);
+    let ragged = Some(Ragged { table, row_sum: 0 });
+    let at = Operands { inputs, o, lse: stats, scratch, ragged, ..Operands::default() };
     // SAFETY: the operands have these sizes, and the scratch has room for all.
     unsafe {
         document_kernels::fill(&table, call, shape, call.input(1))?;
@@ -103,8 +103,7 @@ pub unsafe fn grad(call: Call, shape: &AttentionShape, plan: &Plan, dqkv: Addres
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let at = GradScratch::new(shape, &mut Room(call.scratch()?));
     let sections = sections(shape);
-    let mut inputs = sections.map(|(first, _)| qkv + 2 * first as u64);
-    let mut gradients = sections.map(|(first, _)| dqkv + 2 * first as u64);
+    let (mut inputs, mut gradients) = (shape.packed(qkv), shape.packed(dqkv));
     if let Some([k, v, dk, dv]) = at.heads {
         (inputs[1], inputs[2], gradients[1], gradients[2]) = (k, v, dk, dv);
     }
@@ -117,8 +116,8 @@ pub unsafe fn grad(call: Call, shape: &AttentionShape, plan: &Plan, dqkv: Addres
             document_kernels::repeat_heads(call, shape, (qkv, inputs[1]), of_k)?;
             document_kernels::repeat_heads(call, shape, (qkv, inputs[2]), of_v)?;
         }
-        let ragged = Some(Ragged { table: at.table, inputs, gradients, row_sum: at.row_sum });
-        let operands = Operands { qkv, o, lse: at.stats, dout, dqkv, dq: at.dq, scratch: at.plan, ragged };
+        let ragged = Some(Ragged { table: at.table, row_sum: at.row_sum });
+        let operands = Operands { inputs, o, lse: at.stats, dout, gradients, dq: at.dq, scratch: at.plan, ragged };
         execute(call.stream, shape, plan, &operands)?;
         if at.heads.is_some() {
             document_kernels::sum_heads(call, shape, (gradients[1], dqkv), of_k)?;
@@ -135,17 +134,19 @@ pub unsafe fn grad(call: Call, shape: &AttentionShape, plan: &Plan, dqkv: Addres
 unsafe fn ordered_dq(call: Call, shape: &AttentionShape, delta: Address, dqkv: Address) -> Result<(), CudaError> {
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let (seq, heads, kv_heads, e, batch) = (shape.seq, shape.heads, shape.kv_heads, shape.e, shape.batch);
-    let (window, rows) = (keys_seen(shape.window), [seq.div_ceil(WARPS), heads, batch]);
+    let rows = [seq.div_ceil(WARPS), heads, batch];
     // SAFETY: the operands have these sizes.
     unsafe {
-        call.typed(("attention", "attention_delta"), rows, 32 * WARPS, args![dout, o, delta, seq, heads, kv_heads, e])?;
         if TENSOR_CORE_HEADS.contains(&e) {
+            let window = keys_seen(shape.window);
+            call.typed(("attention", "attention_delta"), rows, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
             let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, window, scale(e)];
             let (name, grid) = (format!("attention_dq_{e}"), [seq.div_ceil(QUERIES), heads, batch]);
             return call.plain(("attention_dq", &name), grid, 2 * QUERIES, args);
         }
-        let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, e, window, scale(e)];
-        call.typed(("attention", "attention_grad_query"), rows, 32 * WARPS, args)
+        let to = Some((dqkv, super::width(&call), call.suffix()));
+        let (mask, reads) = ((shape.window, Some(starts)), (dout, o, lse, delta));
+        super::own_grad(call, super::Rows::packed(&call, qkv), mask, reads, (to, None))
     }
 }
 

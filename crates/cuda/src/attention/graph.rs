@@ -1,6 +1,6 @@
 //! Attention as a graph of cuDNN, forward and backward.
 
-use super::plans::AttentionShape;
+use super::plans::{AttentionShape, Parts};
 use crate::CudaError;
 use crate::cudnn::{Builder, Cudnn, Data, Pointwise, Reduction, Storage, TensorId};
 
@@ -59,18 +59,22 @@ struct Graph {
     b: i64,
     h: i64,
     kv: i64,
+    /// Queries, keys.
     s: i64,
+    t: i64,
     e: i64,
     /// Elements of a row of packed Q·K·V.
     width: i64,
     window: bool,
     documents: Option<Documents>,
+    parts: Option<Parts>,
 }
 
 impl Graph {
     fn new(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Self, CudaError> {
         let entries = shape.documents.unwrap_or(shape.batch);
         let [b, h, kv, s, e] = [entries, shape.heads, shape.kv_heads, shape.seq, shape.e].map(|n| n as i64);
+        let (t, parts) = (shape.keys() as i64, shape.parts);
         let mut g = Builder::new(cudnn);
         let mut column = |count, data, id| g.tensor([count, 1, 1, 1], [1; 4], data, Storage::Memory(id));
         let documents = match shape.documents {
@@ -81,18 +85,19 @@ impl Graph {
                 Some(Documents { packed, heads, stats, lengths: column(b, Data::Int32, id::LENGTHS)? })
             }
         };
-        Ok(Self { g, b, h, kv, s, e, width: (h + 2 * kv) * e, window: shape.window.is_some(), documents })
+        Ok(Self { g, b, h, kv, s, t, e, width: (h + 2 * kv) * e, window: shape.window.is_some(), documents, parts })
     }
 
-    /// Heads in rows of `width` elements.
+    /// Heads of `count` positions in rows of `width` elements, `rows` from a sequence to the next.
     fn in_rows(
         &mut self,
         (heads, width): (i64, i64),
+        (count, rows): (i64, i64),
         transposed: bool,
         data: Data,
         (place, offsets): (Storage, Option<TensorId>),
     ) -> Result<TensorId, CudaError> {
-        let (mut dims, mut strides) = ([self.b, heads, self.s, self.e], [self.s * width, self.e, width, 1]);
+        let (mut dims, mut strides) = ([self.b, heads, count, self.e], [rows * width, self.e, width, 1]);
         if transposed {
             dims.swap(2, 3);
             strides.swap(2, 3);
@@ -100,19 +105,53 @@ impl Graph {
         self.g.ragged((dims, strides), data, place, offsets)
     }
 
-    /// Heads of packed Q·K·V.
-    fn packed(&mut self, heads: i64, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
-        self.in_rows((heads, self.width), transposed, Data::Bf16, (place, self.documents.map(|d| d.packed)))
+    /// Rows from a sequence to the next, of queries and of keys.
+    fn rows_apart(&self) -> (i64, i64) {
+        self.parts.map_or((self.s, self.s), |parts| (parts.rows.0 as i64, parts.rows.1 as i64))
     }
 
-    /// K, V or their gradients in a backward pass: packed, or, where documents are apart and queries share keys, a key head per
+    /// Queries: heads of packed Q·K·V.
+    fn queries(&mut self, place: Storage) -> Result<TensorId, CudaError> {
+        let offsets = self.documents.map(|d| d.packed);
+        let rows = (self.s, self.rows_apart().0);
+        self.in_rows((self.h, self.width), rows, false, Data::Bf16, (place, offsets))
+    }
+
+    /// dQ: where Q is, or in rows of its own.
+    fn query_gradients(&mut self, place: Storage) -> Result<TensorId, CudaError> {
+        match self.parts {
+            None => self.queries(place),
+            Some(_) => self.in_rows((self.h, self.h * self.e), (self.s, self.s), false, Data::Bf16, (place, None)),
+        }
+    }
+
+    /// K or V: packed, or in rows of their own.
+    fn packed_keys(&mut self, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
+        let offsets = self.documents.map(|d| d.packed);
+        let width = if self.parts.is_some() { 2 * self.kv * self.e } else { self.width };
+        let rows = (self.t, self.rows_apart().1);
+        self.in_rows((self.kv, width), rows, transposed, Data::Bf16, (place, offsets))
+    }
+
+    /// K or V in a backward pass: as in a forward pass, or, where documents are apart and queries share keys, a key head per
     /// query head in rows of their own (the library's own sums over such heads fail with documents).
     fn keys(&mut self, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
         match self.documents {
             Some(d) if self.grouped() => {
-                self.in_rows((self.h, self.h * self.e), transposed, Data::Bf16, (place, Some(d.heads)))
+                let rows = (self.s, self.s);
+                self.in_rows((self.h, self.h * self.e), rows, transposed, Data::Bf16, (place, Some(d.heads)))
             }
-            _ => self.packed(self.kv, transposed, place),
+            _ => self.packed_keys(transposed, place),
+        }
+    }
+
+    /// dK or dV: where K and V are, or one behind the other.
+    fn key_gradients(&mut self, place: Storage) -> Result<TensorId, CudaError> {
+        match self.parts {
+            None => self.keys(false, place),
+            Some(_) => {
+                self.in_rows((self.kv, 2 * self.kv * self.e), (self.t, self.t), false, Data::Bf16, (place, None))
+            }
         }
     }
 
@@ -121,10 +160,10 @@ impl Graph {
         self.kv != self.h
     }
 
-    /// Results, a row of all query heads per position.
-    fn rows(&mut self, id: i64) -> Result<TensorId, CudaError> {
+    /// Results, a row of all query heads per position, `apart` from a sequence to the next.
+    fn rows(&mut self, id: i64, apart: i64) -> Result<TensorId, CudaError> {
         let place = (Storage::Memory(id), self.documents.map(|d| d.heads));
-        self.in_rows((self.h, self.h * self.e), false, Data::Bf16, place)
+        self.in_rows((self.h, self.h * self.e), (self.s, apart), false, Data::Bf16, place)
     }
 
     /// Statistics in memory: position by position where documents are apart, head by head otherwise.
@@ -160,13 +199,13 @@ impl Graph {
     }
 
     fn scores(&mut self, data: Data) -> Result<TensorId, CudaError> {
-        self.g.between([self.b, self.h, self.s, self.s], data)
+        self.g.between([self.b, self.h, self.s, self.t], data)
     }
 
     /// Scores, seen transposed.
     fn scores_transposed(&mut self) -> Result<TensorId, CudaError> {
-        let (h, s) = (self.h, self.s);
-        self.g.tensor([self.b, h, s, s], [h * s * s, s * s, 1, s], Data::Bf16, Storage::Virtual)
+        let (h, s, t) = (self.h, self.s, self.t);
+        self.g.tensor([self.b, h, t, s], [h * s * t, s * t, 1, t], Data::Bf16, Storage::Virtual)
     }
 
     /// A number per row of scores.
@@ -175,8 +214,8 @@ impl Graph {
         self.g.tensor([self.b, h, s, 1], [h * s, s, 1, 1], Data::Float, place)
     }
 
-    fn heads_between(&mut self, data: Data) -> Result<TensorId, CudaError> {
-        self.g.between([self.b, self.h, self.s, self.e], data)
+    fn heads_between(&mut self, positions: i64, data: Data) -> Result<TensorId, CudaError> {
+        self.g.between([self.b, self.h, positions, self.e], data)
     }
 
     fn binary(&mut self, mode: Pointwise, x: TensorId, b: TensorId) -> Result<TensorId, CudaError> {
@@ -188,6 +227,9 @@ impl Graph {
     /// Scores with those of keys that a query does not see at −∞: later ones, and those before its window. The library knows
     /// this graph by its form: two masks one after the other, each with indices of its own, and a window that is a float.
     fn masked(&mut self, x: TensorId) -> Result<TensorId, CudaError> {
+        if self.parts.is_some_and(|parts| !parts.causal) {
+            return Ok(x);
+        }
         let (row, column) = self.indices(x, Data::Float)?;
         let earlier = self.kept(x, (Pointwise::GreaterEqual, row, column), id::MINUS_INFINITY)?;
         if !self.window {
@@ -224,8 +266,8 @@ impl Graph {
 
 fn forward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
-    let q = g.packed(g.h, false, Storage::Memory(id::Q))?;
-    let (k, v) = (g.packed(g.kv, true, Storage::Memory(id::K))?, g.packed(g.kv, false, Storage::Memory(id::V))?);
+    let q = g.queries(Storage::Memory(id::Q))?;
+    let (k, v) = (g.packed_keys(true, Storage::Memory(id::K))?, g.packed_keys(false, Storage::Memory(id::V))?);
     let raw = g.scores(Data::Float)?;
     g.matmul(q, k, raw, Product::Scores)?;
     let scale = g.g.value(id::SCALE)?;
@@ -245,18 +287,20 @@ fn forward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> 
     g.g.pointwise(Pointwise::Add, (max, Some(log), None), stats)?;
     let p = g.scores(Data::Bf16)?;
     g.g.pointwise(Pointwise::Div, (exp, Some(sum), None), p)?;
-    let o = g.rows(id::O)?;
+    // Of a block, one behind the other.
+    let o = g.rows(id::O, g.s)?;
     g.matmul(p, v, o, Product::OverKeys)?;
     Ok(g.g)
 }
 
 fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
-    let q = g.packed(g.h, false, Storage::Memory(id::Q))?;
+    let q = g.queries(Storage::Memory(id::Q))?;
     let (k, v) = (g.keys(true, Storage::Memory(id::K))?, g.keys(true, Storage::Memory(id::V))?);
-    let (o, dout, stats) = (g.rows(id::O)?, g.rows(id::DO)?, g.stats(id::STATS)?);
+    let apart = g.rows_apart().0;
+    let (o, dout, stats) = (g.rows(id::O, apart)?, g.rows(id::DO, apart)?, g.stats(id::STATS)?);
     // What each row's gradients have in common.
-    let product = g.heads_between(Data::Float)?;
+    let product = g.heads_between(g.s, Data::Float)?;
     g.g.pointwise(Pointwise::Mul, (dout, Some(o), None), product)?;
     let row_sum = g.column(Storage::Virtual)?;
     g.g.reduce(Reduction::Add, product, row_sum)?;
@@ -280,11 +324,11 @@ fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError>
     let p_transposed = g.scores_transposed()?;
     g.g.reshape(p, p_transposed)?;
     let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64| -> Result<(), CudaError> {
-        let out = g.keys(false, Storage::Memory(id))?;
+        let out = g.key_gradients(Storage::Memory(id))?;
         if !g.grouped() || g.documents.is_some() {
             return g.matmul(a, b, out, Product::OverKeys);
         }
-        let full = g.heads_between(Data::Bf16)?;
+        let full = g.heads_between(g.t, Data::Bf16)?;
         g.matmul(a, b, full, Product::OverKeys)?;
         g.g.reduce(Reduction::Add, full, out)
     };
@@ -299,7 +343,7 @@ fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError>
     sum_into(&mut g, ds_transposed, q, id::DK)?;
     let k_rows = g.keys(false, Storage::Virtual)?;
     g.g.reshape(k, k_rows)?;
-    let dq = g.packed(g.h, false, Storage::Memory(id::DQ))?;
+    let dq = g.query_gradients(Storage::Memory(id::DQ))?;
     if shape.deterministic {
         // The library adds this product up in one order, over all of dS in scratch.
         g.matmul(ds, k_rows, dq, Product::OverKeys)?;
@@ -311,7 +355,7 @@ fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError>
         // In rows as wide as those of Q: the library takes Q's offsets for it.
         Some(d) => {
             let place = (Storage::Memory(id::DQ_SUM), Some(d.packed));
-            g.in_rows((h, g.width), false, Data::Float, place)?
+            g.in_rows((h, g.width), (s, s), false, Data::Float, place)?
         }
     };
     g.matmul(ds, k_rows, dq_sum, Product::OverKeys)?;

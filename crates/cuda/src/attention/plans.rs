@@ -1,5 +1,6 @@
 //! Plans of cuDNN for the attentions of programs.
 
+use super::blocks::{self, Block, Parted};
 use super::graph::{self, id};
 use super::table::Table;
 use crate::CudaError;
@@ -36,6 +37,19 @@ pub struct AttentionShape {
     pub deterministic: bool,
     /// Documents that a micro-batch has at most, where they are apart.
     pub documents: Option<usize>,
+    /// Where keys are others than those of the queries, in rows of their own.
+    pub parts: Option<Parts>,
+}
+
+/// Queries over keys that stand elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Parts {
+    /// Keys of a sequence.
+    pub keys: usize,
+    /// Whether a query sees the keys up to its own place, rather than all.
+    pub causal: bool,
+    /// Rows from a sequence to the next: of queries, of keys.
+    pub rows: (usize, usize),
 }
 
 impl AttentionShape {
@@ -60,7 +74,29 @@ impl AttentionShape {
         };
         // With documents the same plan serves both: what it sums in no order is recomputed.
         let deterministic = deterministic && documents.is_none();
-        fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents })
+        let parts = None;
+        fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts })
+    }
+
+    /// Of a block of an instruction that cuDNN may run in blocks.
+    fn of_block(bound: &Bound, parted: Parted, block: &Block, deterministic: bool) -> Self {
+        let size = |letter| bound.size(letter);
+        let (batch, heads, kv_heads, e) = (size('b'), size('q'), size('u'), size('e'));
+        let rows = (size('s'), parted.keys(bound).1);
+        let parts = Some(Parts { keys: block.keys, causal: block.causal, rows });
+        let (seq, window, documents, backward) = (block.queries, None, None, parted.backward);
+        Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
+    }
+
+    /// Keys of a sequence.
+    pub(super) fn keys(&self) -> usize {
+        self.parts.map_or(self.seq, |parts| parts.keys)
+    }
+
+    /// Where Q, K and V stand in packed rows.
+    pub(super) fn packed(&self, rows: Address) -> [Address; 3] {
+        let (q, kv) = (self.heads * self.e, self.kv_heads * self.e);
+        [0, q, q + kv].map(|first| rows + (first * DType::BF16.bytes()) as u64)
     }
 
     /// Whether several queries share a key.
@@ -76,12 +112,14 @@ impl AttentionShape {
     /// Bytes of scratch that were planned for its plan, besides dQ.
     pub(super) fn most_scratch(&self) -> u64 {
         let heads = (self.batch * self.heads) as u64;
-        let tiles = self.seq.next_multiple_of(Workspace::TILE) as u64;
+        let tiles = |rows: usize| rows.next_multiple_of(Workspace::TILE) as u64;
+        // dK and dV of every query head, and two numbers per row.
+        let backward = SLACK + 4 * heads * (self.keys() * self.e + 2 * self.seq) as u64;
         match (self.backward, self.deterministic) {
             _ if self.documents.is_some() => SLACK,
             (false, _) => SLACK,
-            (true, false) => SLACK + 4 * heads * self.seq as u64 * (self.e as u64 + 2),
-            (true, true) => SLACK + 4 * heads * self.seq as u64 * (self.e as u64 + 2) + 2 * heads * tiles * tiles,
+            (true, false) => backward,
+            (true, true) => backward + 2 * heads * tiles(self.seq) * tiles(self.keys()),
         }
     }
 
@@ -100,8 +138,9 @@ impl AttentionShape {
         let which = if self.backward { ", backward" } else { ", forward" };
         let how = if self.deterministic { ", deterministic" } else { "" };
         let documents = self.documents.map_or(String::new(), |d| format!(" of at most {d} documents"));
+        let keys = self.parts.map_or(String::new(), |parts| format!(" over {} keys", parts.keys));
         format!(
-            "{batch} × {seq} tokens{documents}, {heads} heads ({kv_heads} of keys) of {e} elements{window}{which}{how}"
+            "{batch} × {seq} tokens{documents}{keys}, {heads} heads ({kv_heads} of keys) of {e} elements{window}{which}{how}"
         )
     }
 }
@@ -187,17 +226,42 @@ impl Plans {
     }
 
     fn make<'a>(&mut self, gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>) {
-        let attends = |b: &&Bound| matches!(b.op, Op::Attention { .. } | Op::AttentionGrad { .. });
-        for bound in bounds.filter(attends) {
-            let note = match AttentionShape::of(bound, self.deterministic, self.documents) {
-                None => Some(slow(
-                    "cuDNN is used in bf16, for heads of 8, 16, … 256 elements (16, 32, … with document masks)",
-                )),
-                Some(shape) if self.plans.contains_key(&shape) => None,
-                Some(shape) => self.add(gpu, shape),
-            };
-            self.notes.extend(note.filter(|n| !self.notes.contains(n)));
+        for bound in bounds {
+            if let Op::Attention { .. } | Op::AttentionGrad { .. } = bound.op {
+                self.want(gpu, AttentionShape::of(bound, self.deterministic, self.documents), IN_ONE);
+            }
+            if let Some(parted) = Parted::of(&bound.op) {
+                match self.shapes(bound, parted) {
+                    None => self.want(gpu, None, IN_BLOCKS),
+                    Some(shapes) => shapes.into_iter().for_each(|(_, shape)| self.want(gpu, Some(shape), IN_BLOCKS)),
+                }
+            }
         }
+    }
+
+    /// Makes the plan of a shape; `when` says when cuDNN has none.
+    fn want(&mut self, gpu: &Gpu, shape: Option<AttentionShape>, when: &str) {
+        let note = match shape {
+            None => Some(slow(when)),
+            Some(shape) if self.plans.contains_key(&shape) => None,
+            Some(shape) => self.add(gpu, shape),
+        };
+        self.notes.extend(note.filter(|n| !self.notes.contains(n)));
+    }
+
+    /// The blocks of an instruction that cuDNN may run in blocks.
+    fn shapes(&self, bound: &Bound, parted: Parted) -> Option<Vec<(Block, AttentionShape)>> {
+        let e = bound.size('e');
+        let fits = bound.float == DType::BF16 && e.is_multiple_of(8) && e <= 256;
+        let blocks = blocks::of(bound, parted).filter(|_| fits)?;
+        let shape = |b: Block| (b, AttentionShape::of_block(bound, parted, &b, self.deterministic));
+        Some(blocks.into_iter().map(shape).collect())
+    }
+
+    /// The blocks of an instruction with their plans, if there are plans for all.
+    pub(super) fn blocks(&self, bound: &Bound, parted: Parted) -> Option<Vec<(Block, AttentionShape, &Plan)>> {
+        let plan = |(block, shape)| Some((block, shape, &self.plans.get(&shape)?.as_ref()?.plan));
+        self.shapes(bound, parted)?.into_iter().map(plan).collect()
     }
 
     /// Whether its plans take micro-batches of so many documents; `None` is no cut into documents.
@@ -239,17 +303,25 @@ impl Plans {
     }
 }
 
+/// When cuDNN has a plan.
+const IN_ONE: &str = "cuDNN is used in bf16, for heads of 8, 16, … 256 elements (16, 32, … with document masks)";
+const IN_BLOCKS: &str = "with context parallelism, cuDNN is used in bf16, for heads of 8, 16, … 256 elements, \
+                         without sliding windows and document masks";
+
 fn slow(why: &str) -> Note {
     Note::Warning(format!("attention runs on a slow kernel: {why}"))
 }
 
 /// Where the operands of an attention stand.
+#[derive(Clone, Copy, Default)]
 pub struct Operands {
-    pub qkv: Address,
+    /// Q, K and V.
+    pub inputs: [Address; 3],
     pub o: Address,
     pub lse: Address,
     pub dout: Address,
-    pub dqkv: Address,
+    /// dQ, dK and dV.
+    pub gradients: [Address; 3],
     /// dQ in f32, where it is.
     pub dq: Address,
     pub scratch: Address,
@@ -258,12 +330,9 @@ pub struct Operands {
 }
 
 /// What a plan of documents needs besides.
+#[derive(Clone, Copy)]
 pub struct Ragged {
     pub table: Table,
-    /// Q, K and V.
-    pub inputs: [Address; 3],
-    /// dQ, dK and dV.
-    pub gradients: [Address; 3],
     /// A number of every row.
     pub row_sum: Address,
 }
@@ -273,24 +342,18 @@ pub struct Ragged {
 /// # Safety
 /// The operands are as large as the shape says.
 pub unsafe fn execute(stream: &Stream, shape: &AttentionShape, plan: &Plan, at: &Operands) -> Result<(), CudaError> {
-    // K and V stand behind Q in a row.
-    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
-    let bytes = DType::BF16.bytes();
-    let (k, v) = ((q * bytes) as u64, ((q + kv) * bytes) as u64);
-    let packed = |rows| [rows, rows + k, rows + v];
-    let (inputs, gradients) = match &at.ragged {
-        None => (packed(at.qkv), packed(at.dqkv)),
-        Some(ragged) => (ragged.inputs, ragged.gradients),
-    };
-    let mut operands: Vec<_> = [id::Q, id::K, id::V].into_iter().zip(inputs).collect();
+    let mut operands: Vec<_> = [id::Q, id::K, id::V].into_iter().zip(at.inputs).collect();
     operands.extend([(id::O, at.o), (id::STATS, at.lse)]);
-    let mut values = vec![(id::SCALE, scale(shape.e)), (id::MINUS_INFINITY, f32::NEG_INFINITY)];
+    let mut values = vec![(id::SCALE, scale(shape.e))];
+    if shape.parts.is_none_or(|parts| parts.causal) {
+        values.push((id::MINUS_INFINITY, f32::NEG_INFINITY));
+    }
     if let Some(window) = shape.window {
         values.extend([(id::WINDOW, window as f32), (id::MINUS_INFINITY_BEFORE, f32::NEG_INFINITY)]);
     }
     if shape.backward {
         operands.push((id::DO, at.dout));
-        operands.extend([id::DQ, id::DK, id::DV].into_iter().zip(gradients));
+        operands.extend([id::DQ, id::DK, id::DV].into_iter().zip(at.gradients));
         operands.extend((!shape.deterministic).then_some((id::DQ_SUM, at.dq)));
         values.push((id::ONE, 1.0));
     }
@@ -316,7 +379,8 @@ fn trial(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, 
 fn seconds(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
     const TIMES: usize = 3;
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
-    let rows = (shape.batch * shape.seq) as u64;
+    let (queries, keys) = shape.parts.map_or((shape.seq, shape.seq), |parts| parts.rows);
+    let rows = (shape.batch * queries.max(keys)) as u64;
     let (wide, narrow) = (2 * rows * (q + 2 * kv) as u64, 2 * rows * q as u64);
     let sizes = [wide, narrow, 4 * rows * shape.heads as u64, narrow, wide, shape.dq_bytes(), plan.workspace];
     let sizes = sizes.map(|s| s.next_multiple_of(ALIGNMENT));
@@ -331,7 +395,8 @@ fn seconds(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>
         next += size;
         here
     });
-    let at = Operands { qkv, o, lse, dout, dqkv, dq, scratch, ragged: None };
+    let (inputs, gradients) = (shape.packed(qkv), shape.packed(dqkv));
+    let at = Operands { inputs, o, lse, dout, gradients, dq, scratch, ragged: None };
     // SAFETY: the operands are as large as the shape says.
     let once = || unsafe { execute(&stream, shape, plan, &at) };
     // The first call loads code.

@@ -82,10 +82,11 @@ pub unsafe fn add_positions(call: Call, seq: Option<usize>) -> Result<(), CudaEr
     let Some(y) = call.output(0) else { return Ok(()) };
     let (d, here) = (call.size('d'), call.size('s'));
     let whole = seq.unwrap_or(here);
-    let first = call.bound.first_position();
+    let [first, count, then] = call.span();
     let starts = call.given(2);
     let positions = if seq.is_none() { Positions::From } else { Positions::of(starts) };
-    let args = args![call.input(0), call.input(1), starts, y, d, here, whole, first, positions as i32, call.size('t')];
+    let (x, table, how, rows) = (call.input(0), call.input(1), positions as i32, call.size('t'));
+    let args = args![x, table, starts, y, d, here, whole, first, count, then, how, rows];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "add_positions"), [call.rows(), 1, 1], THREADS, args) }
 }
@@ -93,19 +94,20 @@ pub unsafe fn add_positions(call: Call, seq: Option<usize>) -> Result<(), CudaEr
 pub unsafe fn positions_grad(call: Call, seq: usize) -> Result<(), CudaError> {
     let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
     let (d, rows, batch, here) = (call.size('d'), call.size('t'), call.size('b'), call.size('s'));
-    let first = call.bound.first_position();
+    let [first, count, then] = call.span();
     let starts = call.given(1);
     let (kind, adds, how) = (sum_kind(at.dtype), call.adds(0), Positions::of(starts) as i32);
-    let args = args![call.input(0), starts, out, kind, adds, d, batch, here, seq, first, how, rows];
+    let args = args![call.input(0), starts, out, kind, adds, d, batch, here, seq, first, count, then, how, rows];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "positions_grad"), [rows, 1, 1], THREADS, args) }
 }
 
 pub unsafe fn dropout(call: Call, rate: f32, site: u64) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let first = call.bound.first_position();
+    let [first, count, then] = call.span();
     let (below, scale) = (counter::threshold(rate) as usize, 1.0 / (1.0 - rate));
-    let args = args![call.input(0), call.input(1), y, call.size('d'), call.size('s'), first, site, below, scale];
+    let (x, keys, d, seq) = (call.input(0), call.input(1), call.size('d'), call.size('s'));
+    let args = args![x, keys, y, d, seq, first, count, then, site, below, scale];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "dropout"), [call.rows(), 1, 1], THREADS, args) }
 }

@@ -48,6 +48,10 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         (OpKind::Orthogonalise, orthogonal::scratch()),
         (OpKind::Attention, attention::scratch(compute)),
         (OpKind::AttentionGrad, attention::grad_scratch(compute, deterministic)),
+        (OpKind::RingAttention, attention::context::scratch(compute)),
+        (OpKind::RingAttentionGrad, attention::context::ring_grad_scratch(compute, deterministic)),
+        (OpKind::GatheredAttention, attention::context::scratch(compute)),
+        (OpKind::GatheredAttentionGrad, attention::context::gathered_grad_scratch(compute, deterministic)),
         (OpKind::VocabLogits, fixed(WORKSPACE)),
         (OpKind::VocabLoss, of(0, &[(4, "bs")])),
         (OpKind::VocabGrad, vocab_grad),
@@ -55,6 +59,11 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
     let workspaces_with_optional = BTreeMap::from([
         (OpKind::Attention, attention::documents::scratch(compute)),
         (OpKind::AttentionGrad, attention::documents::grad_scratch(compute)),
+        // Kernels of our own.
+        (OpKind::RingAttention, Workspace::default()),
+        (OpKind::RingAttentionGrad, of(0, &[(4, "bqs")])),
+        (OpKind::GatheredAttention, Workspace::default()),
+        (OpKind::GatheredAttentionGrad, of(0, &[(4, "bqs")])),
     ]);
     DeviceProfile {
         name: name.to_owned(),
@@ -67,6 +76,14 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         faster: Vec::new(),
     }
 }
+
+/// Ops that are an expression of every element `x`, as lines of `kernels/map.cu`.
+macro_rules! maps {
+    () => {
+        "MAP(cast, x)\n"
+    };
+}
+pub(crate) use maps;
 
 /// Queues an instruction.
 ///
@@ -110,12 +127,17 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::RopeAt => pointwise::rope_at(call),
             Op::Attention { window } => attention::forward(call, window),
             Op::AttentionGrad { window } => attention::grad(call, window),
+            Op::RingAttention { .. } => attention::context::forward(call, true),
+            Op::RingAttentionGrad { .. } => attention::context::grad(call, true),
+            Op::AttentionMerge => attention::context::merge_two(call),
+            Op::GatheredAttention { .. } => attention::context::forward(call, false),
+            Op::GatheredAttentionGrad { .. } => attention::context::grad(call, false),
             Op::CachedAttention { window } => attention::cached(call, window),
             Op::LastPosition => pointwise::last_position(call),
             Op::SwiGlu => pointwise::swiglu(call),
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),
-            Op::Cast { .. } => sections::cast(call),
+            Op::Cast { .. } => pointwise::map(call, "cast"),
             Op::Slice { first, .. } => sections::slice(call, first),
             Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
@@ -140,10 +162,12 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::VocabLoss => head::vocab_loss(call),
             Op::VocabGrad { rows } => head::vocab_grad(call, rows),
             Op::JoinRows => head::join_rows(call),
+            Op::Part { .. } => sections::part(call),
             Op::AllReduce { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }
+            | Op::Shift { .. }
             | Op::Shard { .. }
             | Op::Send { .. }
             | Op::Receive { .. } => Err(CudaError::Internal(format!("{} is no kernel", call.bound.op.name()))),

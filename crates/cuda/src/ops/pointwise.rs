@@ -1,7 +1,7 @@
 //! Rotary positions, SwiGLU, additions: each element on its own.
 
 use crate::CudaError;
-use crate::call::{Call, THREADS};
+use crate::call::{Call, THREADS, suffix};
 use crate::kernels::args;
 
 /// Where a row's position comes from: as kernels count.
@@ -17,6 +17,18 @@ impl Positions {
     pub fn of(starts: Option<u64>) -> Self {
         if starts.is_some() { Positions::Document } else { Positions::Sequence }
     }
+}
+
+/// Elements that a thread of a map has: as in `map.cu`.
+const EACH: usize = 4;
+
+/// y = an expression of x, of this name among [`maps`](super::maps), in the type of y.
+pub unsafe fn map(call: Call, name: &str) -> Result<(), CudaError> {
+    let (Some(y), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+    let kernel = format!("{name}_{}_{}", call.suffix(), suffix(at.dtype));
+    let grid = [at.elements.div_ceil(EACH * THREADS), 1, 1];
+    // SAFETY: the operands have as many elements.
+    unsafe { call.plain(("map", &kernel), grid, THREADS, args![call.input(0), y, at.elements]) }
 }
 
 pub unsafe fn rope(call: Call, inverse: bool) -> Result<(), CudaError> {
@@ -39,7 +51,9 @@ unsafe fn rotate(call: Call, sign: f32, positions: Positions) -> Result<(), Cuda
     let threads = work.next_multiple_of(32).clamp(32, THREADS);
     let (qkv, table) = (call.input(0), call.input(1));
     let (seq, rows) = (call.size('s'), call.size('t'));
-    let args = args![qkv, table, starts, out, seq, width, rotated, e, rows, sign, positions as i32, wide];
+    let [first, count, then] = call.span();
+    let how = positions as i32;
+    let args = args![qkv, table, starts, out, seq, first, count, then, width, rotated, e, rows, sign, how, wide];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("pointwise", "rope"), [call.rows(), 1, 1], threads, args) }
 }

@@ -1,18 +1,9 @@
-//! Copies: in another type, and of sections of packed rows.
+//! Copies of sections of packed rows.
 
 use crate::CudaError;
-use crate::call::{Call, THREADS, suffix};
+use crate::call::{Call, THREADS};
 use crate::driver::Address;
 use crate::kernels::args;
-
-/// y = x, in the type of y.
-pub unsafe fn cast(call: Call) -> Result<(), CudaError> {
-    let (Some(y), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let kernel = format!("cast_{}_{}", suffix(call.float()), suffix(at.dtype));
-    let grid = [at.elements.div_ceil(THREADS), 1, 1];
-    // SAFETY: the operands have as many elements.
-    unsafe { call.plain(("sections", &kernel), grid, THREADS, args![call.input(0), y, at.elements]) }
-}
 
 /// y `[rows, h]` = x `[rows, p]` from section `first` on.
 pub unsafe fn slice(call: Call, first: usize) -> Result<(), CudaError> {
@@ -32,6 +23,26 @@ pub unsafe fn concat(call: Call) -> Result<(), CudaError> {
         at += n;
         // SAFETY: the parts together are as wide as the whole.
         unsafe { copy_columns(call, (call.input(i), n, 0), to, n) }
+    })
+}
+
+/// This rank's part of a whole.
+pub unsafe fn part(call: Call) -> Result<(), CudaError> {
+    let Some(part) = call.output(0) else { return Ok(()) };
+    call.bound.blocks.iter().try_for_each(|block| {
+        let (from, to) = (call.input(0) + 4 * block.whole as u64, part + 4 * block.part as u64);
+        let (n, rows) = (block.len, block.rows);
+        // SAFETY: the block lies in both.
+        unsafe {
+            match rows {
+                1 => call.plain(("sections", "cast_f32_f32"), [n.div_ceil(THREADS), 1, 1], THREADS, args![from, to, n]),
+                _ => {
+                    let threads = n.next_multiple_of(32).clamp(32, THREADS);
+                    let args = args![from, to, block.whole_stride, block.part_stride, n];
+                    call.plain(("sections", "copy_columns_f32"), [rows, 1, 1], threads, args)
+                }
+            }
+        }
     })
 }
 

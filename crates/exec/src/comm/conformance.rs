@@ -9,7 +9,7 @@ mod subject;
 
 pub use subject::{Memory, Subject};
 
-use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, RankGuard};
+use super::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup, RankGuard};
 use lockstep_ir::{DType, bf16, counter, f16, fixed};
 use std::ops::Range;
 use std::time::Duration;
@@ -18,7 +18,8 @@ use subject::Buffer;
 /// Makes so many ranks.
 pub type Make<'a> = &'a dyn Fn(usize) -> Vec<Subject>;
 
-const KINDS: [Collective; 3] = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
+const KINDS: [Collective; 4] =
+    [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift];
 const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
 
 /// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a timeout of some
@@ -49,6 +50,7 @@ struct Job {
     /// Rows, elements of a part of a row, type.
     pieces: Vec<(usize, usize, DType)>,
     in_place: bool,
+    order: Order,
     key: u64,
 }
 
@@ -60,15 +62,21 @@ fn collectives(make: Make<'_>, ranks: usize) -> Result<(), String> {
             let dtypes = || DTYPES.into_iter().filter(|&dtype| adds(kind, dtype));
             let mut shapes: Vec<Vec<_>> = dtypes().map(|dtype| [0, 1, 7, 1000].map(|n| (1, n, dtype)).into()).collect();
             shapes.extend([dtypes().map(|dtype| (1, 17, dtype)).collect(), vec![]]);
-            if kind != Collective::AllReduce {
+            let parts = matches!(kind, Collective::ReduceScatter | Collective::AllGather);
+            if parts {
                 shapes.push(dtypes().map(|dtype| (5, 9, dtype)).collect());
             }
             for pieces in shapes {
                 for in_place in [false, true] {
                     key += 1;
-                    let group = rotated_group(ranks, key as usize);
-                    Job { kind, group, pieces: pieces.clone(), in_place, key }.run(subject)?;
+                    let (group, order) = (rotated_group(ranks, key as usize), Order::Group);
+                    Job { kind, group, pieces: pieces.clone(), in_place, order, key }.run(subject)?;
                 }
+            }
+            if parts {
+                let pieces = dtypes().flat_map(|dtype| [(1, 10, dtype), (3, 1234, dtype)]).collect();
+                let (group, order) = (rotated_group(ranks, key as usize), Order::ZigZag);
+                Job { kind, group, pieces, in_place: false, order, key }.run(subject)?;
             }
         }
         Ok(())
@@ -81,8 +89,8 @@ fn large(make: Make<'_>) -> Result<(), String> {
         for (key, kind) in KINDS.into_iter().enumerate() {
             for dtype in [DType::F32, DType::BF16, DType::Fixed64] {
                 let pieces = vec![(1, 30_001, dtype), (1, 8_192, dtype)];
-                Job { kind, group: rotated_group(3, key), pieces, in_place: key.is_multiple_of(2), key: key as u64 }
-                    .run(subject)?;
+                let (group, order) = (rotated_group(3, key), Order::Group);
+                Job { kind, group, pieces, in_place: key.is_multiple_of(2), order, key: key as u64 }.run(subject)?;
             }
         }
         Ok(())
@@ -99,7 +107,7 @@ fn mesh(make: Make<'_>) -> Result<(), String> {
                 let ranks: Vec<usize> = (0..8).filter(|other| (other ^ rank) & !free == 0).collect();
                 let key = round << 8 | (free as u64) << 4 | (rank & !free) as u64;
                 delay(key, rank);
-                let job = Job { kind: KINDS[(round as usize + free) % 3], ..Job::random(key, ranks, 0) };
+                let job = Job { kind: KINDS[(round as usize + free) % KINDS.len()], ..Job::random(key, ranks, 0) };
                 job.run(subject)?;
             }
         }
@@ -149,9 +157,10 @@ impl Job {
     /// A small job, the same wherever the arguments are.
     fn random(key: u64, ranks: Vec<usize>, channel: u32) -> Self {
         let draw = |i: u64, n: usize| (counter::bits(key, i) % n as u64) as usize;
-        let kind = KINDS[draw(0, 3)];
+        let kind = KINDS[draw(0, KINDS.len())];
         let pieces = (0..1 + draw(1, 3) as u64).map(|p| (1, draw(10 + p, 70), DTYPES[draw(20 + p, 4)])).collect();
-        Self { kind, group: RankGroup { ranks, channel }, pieces, in_place: draw(2, 2) == 0, key }
+        let group = RankGroup { ranks, channel };
+        Self { kind, group, pieces, in_place: draw(2, 2) == 0, order: Order::Group, key }
     }
 
     /// Elements of what a member gives for piece `p`.
@@ -166,19 +175,40 @@ impl Job {
         values(self.pieces[p].2, counter::bits(self.key, (member << 8 | p) as u64), range)
     }
 
+    /// Piece `p` as a call has it.
+    fn piece(&self, p: usize, input: *const u8, output: *mut u8) -> Piece {
+        let (rows, elements, dtype) = self.pieces[p];
+        Piece { input, output, rows, elements, order: self.order, dtype }
+    }
+
     /// What the member at `index` must get for piece `p`.
     fn expected(&self, index: usize, p: usize) -> Vec<u8> {
-        let (rows, elements, dtype) = self.pieces[p];
-        let (first, step) = match self.kind {
-            Collective::ReduceScatter => (index * elements, elements * self.group.ranks.len()),
-            Collective::AllReduce | Collective::AllGather => (0, elements),
-        };
-        let row = |row: usize| {
-            let start = first + row * step;
-            let inputs = (0..self.group.ranks.len()).map(|member| self.input(member, p, start..start + elements));
-            if self.kind.sums() { sum(dtype, inputs) } else { inputs.flatten().collect() }
-        };
-        (0..rows).flat_map(row).collect()
+        let ((rows, elements, dtype), n) = (self.pieces[p], self.group.ranks.len());
+        let piece = self.piece(p, std::ptr::null(), std::ptr::null_mut());
+        let all = |range: Range<usize>| (0..n).map(move |member| self.input(member, p, range.clone()));
+        match self.kind {
+            Collective::AllReduce => sum(dtype, all(0..rows * elements)),
+            Collective::Shift => self.input((index + n - 1) % n, p, 0..rows * elements),
+            Collective::ReduceScatter => {
+                let mine = (0..rows).flat_map(|row| piece.spans(n, index).map(|(whole, _, len)| (row, whole, len)));
+                let sums = mine.map(|(row, whole, len)| {
+                    let start = row * n * elements + whole;
+                    if len == 0 { Vec::new() } else { sum(dtype, all(start..start + len)) }
+                });
+                sums.flatten().collect()
+            }
+            Collective::AllGather => {
+                let mut whole = vec![0; rows * n * elements * dtype.bytes()];
+                for (row, member) in (0..rows).flat_map(|row| (0..n).map(move |member| (row, member))) {
+                    for (to, from, len) in piece.spans(n, member) {
+                        let (to, from) = (row * n * elements + to, row * elements + from);
+                        let bytes = to * dtype.bytes()..(to + len) * dtype.bytes();
+                        whole[bytes].copy_from_slice(&self.input(member, p, from..from + len));
+                    }
+                }
+                whole
+            }
+        }
     }
 
     /// Does it and looks at the result.
@@ -193,7 +223,7 @@ impl Job {
             let part = elements * dtype.bytes();
             let (given, expected) = (self.input(index, p, 0..self.given(p)), self.expected(index, p));
             // In place there is one buffer, the larger one.
-            let in_place = self.in_place && rows == 1;
+            let in_place = self.in_place && rows == 1 && self.kind != Collective::Shift;
             let own = if self.kind == Collective::AllReduce { 0 } else { index * part };
             let mut output =
                 Buffer::new(subject, if in_place { given.len().max(expected.len()) } else { expected.len() });
@@ -208,9 +238,10 @@ impl Job {
                     Collective::AllReduce => (to.cast_const(), to),
                     Collective::ReduceScatter => (to.cast_const(), mine),
                     Collective::AllGather => (mine.cast_const(), to),
+                    Collective::Shift => (from, to),
                 };
             }
-            let piece = Piece { input: from, output: to, rows, elements, dtype };
+            let piece = self.piece(p, from, to);
             let start = if self.kind == Collective::ReduceScatter && in_place { own } else { 0 };
             memory.push((piece, input, output, given, expected, start));
         }

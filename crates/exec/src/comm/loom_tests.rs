@@ -22,7 +22,7 @@ fn two(program: impl Fn(&Arc<ThreadCommunicator>) + Copy + Send + Sync + 'static
 
 fn piece(x: &mut [f32]) -> Piece {
     let output = x.as_mut_ptr().cast::<u8>();
-    Piece { input: output, output, rows: 1, elements: x.len(), dtype: DType::F32 }
+    Piece { input: output, output, rows: 1, elements: x.len(), order: Order::Group, dtype: DType::F32 }
 }
 
 #[test]

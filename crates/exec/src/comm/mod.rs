@@ -34,6 +34,8 @@ pub enum Collective {
     ReduceScatter,
     /// Every rank gets all tensors, in the order of the group.
     AllGather,
+    /// Every rank gets the tensor of the rank before it in the group, the first that of the last.
+    Shift,
 }
 
 impl Collective {
@@ -43,6 +45,7 @@ impl Collective {
             Collective::AllReduce => "all_reduce",
             Collective::ReduceScatter => "reduce_scatter",
             Collective::AllGather => "all_gather",
+            Collective::Shift => "shift",
         }
     }
 
@@ -67,6 +70,16 @@ pub struct RankGroup {
     pub channel: u32,
 }
 
+/// Where the ranks' parts of a row stand in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// One behind the other.
+    #[default]
+    Group,
+    /// In halves: of the i-th of n ranks as halves i and 2n − 1 − i of the row. Parts have an even number of elements.
+    ZigZag,
+}
+
 /// One tensor of a collective; several go together in one call.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
@@ -78,13 +91,26 @@ pub struct Piece {
     pub rows: usize,
     /// Elements of one rank's part of a row. `AllReduce`: of the whole tensor. `ReduceScatter`: of a row of the output; that of the
     /// input has group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of a row of the input; that
-    /// of the output has group-size times as many.
+    /// of the output has group-size times as many. `Shift`: of the tensor.
     pub elements: usize,
+    /// Of `ReduceScatter` and `AllGather`: where the parts of a row stand.
+    pub order: Order,
     /// Type of the elements.
     pub dtype: DType,
 }
 
 impl Piece {
+    /// Where the part of the `member`-th of `n` ranks stands: (first element in a row of the whole, first in a row of the part, elements).
+    pub const fn spans(&self, n: usize, member: usize) -> [(usize, usize, usize); 2] {
+        match self.order {
+            Order::Group => [(member * self.elements, 0, self.elements), (0, 0, 0)],
+            Order::ZigZag => {
+                let half = self.elements / 2;
+                [(member * half, 0, half), ((2 * n - 1 - member) * half, half, half)]
+            }
+        }
+    }
+
     /// Bytes of one rank's part.
     pub const fn bytes(&self) -> usize {
         self.rows * self.row_bytes()
@@ -255,7 +281,8 @@ fn agree<'a>(members: &[usize], wish: impl Fn(usize) -> Option<Wish<'a>>) -> Res
     let Some(first) = wish(0) else { return Ok(()) };
     for (member, rank) in members.iter().enumerate().skip(1) {
         let Some(other) = wish(member) else { continue };
-        let differs = |(a, b): (&Piece, &Piece)| (a.rows, a.elements, a.dtype) != (b.rows, b.elements, b.dtype);
+        let differs =
+            |(a, b): (&Piece, &Piece)| (a.rows, a.elements, a.dtype, a.order) != (b.rows, b.elements, b.dtype, b.order);
         let piece = first.pieces.iter().zip(other.pieces).position(differs);
         if first.kind == other.kind && first.pieces.len() == other.pieces.len() && piece.is_none() {
             continue;
@@ -339,8 +366,8 @@ pub trait HostCommunicator: Communicator {
     ///
     /// # Safety
     /// The pieces' memory is valid, aligned to the element type and exclusively this rank's until return. Inputs and
-    /// outputs are apart, except that an input may be exactly the output (`AllReduce`), where there is one row an output
-    /// may be this rank's part of the input (`ReduceScatter`), and an input this rank's part of the output (`AllGather`).
+    /// outputs are apart, except that an input may be exactly the output (`AllReduce`), where there is one row in the order of the group an
+    /// output may be this rank's part of the input (`ReduceScatter`), and an input this rank's part of the output (`AllGather`).
     unsafe fn collective(
         &self,
         kind: Collective,

@@ -86,6 +86,7 @@ impl Rendezvous {
                 }
                 Collective::ReduceScatter => self.reduce_part(index, pieces),
                 Collective::AllGather => self.gather(index, pieces),
+                Collective::Shift => self.take_from_before(index, pieces),
             }
         }
         self.arrive(peers, index, self.done(), Waypoint::Leave, place)?.inside[index] = false;
@@ -204,12 +205,12 @@ impl Rendezvous {
     /// Sums this member's part of all inputs into its output.
     unsafe fn reduce_part(&self, index: usize, pieces: &[Piece]) {
         for (p, piece) in pieces.iter().enumerate() {
-            let (n, bytes) = (self.members.len(), piece.row_bytes());
-            for row in 0..piece.rows {
+            let (n, size) = (self.members.len(), piece.dtype.bytes());
+            for (row, (whole, part, len)) in in_rows(piece, n, index) {
                 // SAFETY: inside the tensors. Nobody else reads this part of this member's input, which may be its output.
                 unsafe {
-                    let input = |member| self.piece(member, p).input.add((row * n + index) * bytes);
-                    sum::sum(piece.dtype, n, input, piece.output.add(row * bytes), piece.elements);
+                    let input = |member| self.piece(member, p).input.add((row * n * piece.elements + whole) * size);
+                    sum::sum(piece.dtype, n, input, piece.output.add((row * piece.elements + part) * size), len);
                 }
             }
         }
@@ -219,15 +220,24 @@ impl Rendezvous {
     unsafe fn gather(&self, index: usize, pieces: &[Piece]) {
         for member in self.others(index).chain([index]) {
             for (p, piece) in pieces.iter().enumerate() {
-                let (n, bytes) = (self.members.len(), piece.row_bytes());
-                for row in 0..piece.rows {
+                let (n, size) = (self.members.len(), piece.dtype.bytes());
+                for (row, (whole, part, len)) in in_rows(piece, n, member) {
                     // SAFETY: inside the tensors. The part of the output that may be this member's input is not written.
                     unsafe {
-                        let from = self.piece(member, p).input.add(row * bytes);
-                        copy(from, piece.output.add((row * n + member) * bytes), bytes);
+                        let from = self.piece(member, p).input.add((row * piece.elements + part) * size);
+                        copy(from, piece.output.add((row * n * piece.elements + whole) * size), len * size);
                     }
                 }
             }
+        }
+    }
+
+    /// Copies the inputs of the member before this one.
+    unsafe fn take_from_before(&self, index: usize, pieces: &[Piece]) {
+        let n = self.members.len();
+        for (p, piece) in pieces.iter().enumerate() {
+            // SAFETY: inside the tensors, which are apart.
+            unsafe { copy(self.piece((index + n - 1) % n, p).input, piece.output, piece.bytes()) };
         }
     }
 
@@ -236,6 +246,12 @@ impl Rendezvous {
         let n = self.members.len();
         (1..n).map(move |i| (index + i) % n)
     }
+}
+
+/// Where a member's part stands in every row (see [`Piece::spans`]).
+fn in_rows(piece: &Piece, n: usize, member: usize) -> impl Iterator<Item = (usize, (usize, usize, usize))> {
+    let spans = piece.spans(n, member).into_iter().filter(|(.., len)| *len > 0);
+    (0..piece.rows).flat_map(move |row| spans.clone().map(move |span| (row, span)))
 }
 
 /// What the members wait for each other before.

@@ -152,7 +152,7 @@ const fn place(op: &'static str, layer: usize) -> ProgramPlace {
 fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
     let mut x = [1.0f32; 256];
     let output = x.as_mut_ptr().cast::<u8>();
-    let piece = Piece { input: output, output, rows: 1, elements: 256, dtype: DType::F32 };
+    let piece = Piece { input: output, output, rows: 1, elements: 256, order: Order::Group, dtype: DType::F32 };
     let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
     comm.at(place);
     // SAFETY: the array is this call's.
@@ -281,6 +281,7 @@ fn a_mismatch_names_both_sides() {
                 output: x.as_mut_ptr().cast(),
                 rows: 1,
                 elements: 512,
+                order: Order::Group,
                 dtype: DType::BF16,
             };
             let group = RankGroup { ranks: vec![0, 1], channel: 0 };

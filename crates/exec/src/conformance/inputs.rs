@@ -32,6 +32,10 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
                 let range = u64::from(high - low + 1);
                 (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % range + u64::from(*low)) as f64).collect()
             }
+            Draw::Unseen => {
+                let unseen = |j: usize| counter::bits(key, j as u64).is_multiple_of(3);
+                (0..ty.elements()).map(|j| if unseen(j) { f64::NEG_INFINITY } else { normal(j) }).collect()
+            }
             Draw::Starts { stray } => starts(ty, key, *stray),
             Draw::Scalars => {
                 let s = StepScalars {

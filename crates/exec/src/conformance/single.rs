@@ -1,21 +1,23 @@
 //! Programs of one instruction, and numbers as devices hold them.
 
-use super::Way;
+use super::{Part, Way};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
-    Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Region, Role, Segment, Slot, StepProgram, Stream, Sum, Tensor,
+    Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Offsets, Region, Role, Segment, Slot, StepProgram, Stream,
+    Sum, Tensor,
 };
 use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Mesh, Op, Sharding, TensorType, ValueId, bf16, f16, fixed};
 
 /// Elements of a guard: memory behind scratch and behind every output that no instruction may write.
 const GUARD: usize = 1 << 16;
 
-/// A program of one instruction, run for two micro-batches where it sums.
+/// A program of one instruction, run for two micro-batches where it sums; `part` where types are those of one rank.
 pub(super) fn single_op(
     profile: &DeviceProfile,
     op: &Op,
     types: &[TensorType],
     way: Way,
+    part: Option<(Part, Offsets)>,
 ) -> Result<StepProgram, String> {
     let refs: Vec<&TensorType> = types.iter().collect();
     let mut outputs = op.infer(&refs).map_err(|e| e.to_string())?;
@@ -53,6 +55,11 @@ pub(super) fn single_op(
         let state = if kind == "in" { State::Cache } else { State::Gradient { of: value } };
         let (role, sharding) = (Role::State(state), Sharding::REPLICATED);
         let (ty, whole) = (ty.clone(), ty.clone());
+        let placed = match (&part, i.checked_sub(types.len())) {
+            (None, _) => sharding,
+            (Some((part, _)), None) => part.sharding(op, op.input(i, types.len()), ty.dims.len()),
+            (Some((part, _)), Some(output)) => part.output_sharding(op, output, ty.dims.len()),
+        };
         tensors.push(Tensor {
             name: name.clone(),
             value,
@@ -64,7 +71,7 @@ pub(super) fn single_op(
             role,
         });
         if kind != "guard" {
-            args.push(Arg { buffer, value: values.len(), ty, sum: Sum::No, sharding, part: Axes::NONE });
+            args.push(Arg { buffer, value: values.len(), ty, sum: Sum::No, sharding: placed, part: Axes::NONE });
         }
         values.push(name);
     }
@@ -86,11 +93,12 @@ pub(super) fn single_op(
     let outputs = outputs.into_iter().map(Some).collect();
     let (stream, phase) = (Stream::Compute, Phase::Forward);
     let (op, waits) = (*op, Vec::new());
-    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, offsets: None };
+    let (mesh, offsets) = part.map_or((Mesh::ONE, None), |(part, offsets)| (part.mesh, Some(offsets)));
+    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, offsets };
     let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
     let slot = |micro_batch| Slot::new(0, micro_batch);
     Ok(StepProgram {
-        mesh: Mesh::ONE,
+        mesh,
         stage: 0,
         arena_bytes: first + end,
         regions,

@@ -5,7 +5,7 @@ use super::pool::Pool;
 use super::simd::Simd;
 pub use crate::bound::{At, Bound, VocabPart};
 use lockstep_ir::program::Slot;
-use lockstep_ir::{DType, StepScalars, fixed};
+use lockstep_ir::{DType, Span, StepScalars, fixed};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -79,9 +79,9 @@ impl Call<'_> {
         self.bound.vocab_part()
     }
 
-    /// The first position that this rank has of its sequences.
-    pub fn first_position(&self) -> usize {
-        self.bound.first_position()
+    /// The positions that this rank has of its sequences.
+    pub fn positions(&self) -> Span {
+        self.bound.positions()
     }
 
     /// Where a weight gradient goes.

@@ -7,7 +7,7 @@ use lockstep_ir::counter;
 
 /// y `[b, s, d]` = x / (1 − rate), or 0 by a mask drawn from keys `[b, 2]`, in sequences of which this rank may have a part.
 pub fn dropout<T: Float>(call: Call, rate: f32, site: u64) {
-    let (here, d, first) = (call.size('s'), call.size('d'), call.first_position());
+    let (here, d, places) = (call.size('s'), call.size('d'), call.positions());
     let (x, keys) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     let (below, scale) = (counter::threshold(rate), 1.0 / (1.0 - rate));
@@ -17,7 +17,7 @@ pub fn dropout<T: Float>(call: Call, rate: f32, site: u64) {
             unsafe {
                 let key = keys.slice(row / here * 2, 2);
                 let key = u64::from(key[0]) | u64::from(key[1]) << 32;
-                let mask = counter::row(key, site, (first + row % here) as u64);
+                let mask = counter::row(key, site, places.entry(row % here) as u64);
                 dropout_row(call.simd, x.at(row * d), y.at(row * d), d, mask, below, scale);
             }
         }

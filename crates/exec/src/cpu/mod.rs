@@ -57,6 +57,8 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     let of = |(fixed, terms)| Workspace { fixed, terms };
     let attention = attention::scratch(compute, threads);
     let backward = attention::grad_scratch(compute, threads);
+    let in_runs = attention::scratch(compute, threads).in_runs();
+    let backward_in_runs = attention::grad_scratch(compute, threads).in_runs();
     let loss_head = Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() };
     let vocab_grad = Workspace { fixed: gemm, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
     let rounds = if compute == DType::F32 { 0 } else { per_k };
@@ -69,6 +71,10 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         (OpKind::Attention, of(attention.terms("s", "se"))),
         (OpKind::CachedAttention, of(attention.terms("t", "te"))),
         (OpKind::AttentionGrad, of(backward.terms("s", "se"))),
+        (OpKind::RingAttention, of(in_runs.terms("t", "te"))),
+        (OpKind::RingAttentionGrad, of(backward_in_runs.terms("t", "te"))),
+        (OpKind::GatheredAttention, of(in_runs.terms("o", "oe"))),
+        (OpKind::GatheredAttentionGrad, of(backward_in_runs.terms("o", "oe"))),
         (OpKind::AttentionScores, naive(&[(4, "st")])),
         (OpKind::AttentionScoresGrad, naive(&[(rounds, "t"), (4, "st"), (4, "te")])),
         (OpKind::AttentionMix, naive(&[(rounds, "t")])),
@@ -90,9 +96,10 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     }
 }
 
-/// Number of cores that this process may use.
+/// Number of cores that this process may use. The system is asked once: it reads files for that.
 pub fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, |n| n.get())
+    static CORES: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
 /// Bytes that this process can still allocate, as far as the system tells.
@@ -124,11 +131,13 @@ pub struct CpuExecutor {
 }
 
 impl CpuExecutor {
-    /// Allocates the arena of a program of one rank that was compiled for [`profile`] with this number of threads.
+    /// Allocates the arena of a program of one rank, or of the first of several that do not communicate, which was compiled for
+    /// [`profile`] with this number of threads.
     pub fn load(program: StepProgram, threads: usize) -> Result<Self, ExecError> {
-        match program.mesh.ranks() {
-            1 => Self::load_rank(program, threads, None),
-            ranks => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
+        let (ranks, mut instrs) = (program.mesh.ranks(), program.segments.iter().flat_map(|s| &s.instrs));
+        match ranks == 1 || !instrs.any(|i| i.op.communicates()) {
+            true => Self::load_rank(program, threads, None),
+            false => Err(ExecError::Internal(format!("a program of {ranks} ranks was loaded on one"))),
         }
     }
 
@@ -266,6 +275,11 @@ fn run_kernel<T: Float>(call: Call) {
         Op::LastPosition => positions::last_position::<T>(call),
         Op::Attention { window } => attention::forward::<T>(call, window),
         Op::AttentionGrad { window } => attention::grad::<T>(call, window),
+        Op::RingAttention { window, step, .. } => attention::ring::<T>(call, window, step),
+        Op::RingAttentionGrad { window, step, .. } => attention::ring_grad::<T>(call, window, step),
+        Op::AttentionMerge => attention::merge(call),
+        Op::GatheredAttention { window } => attention::gathered::<T>(call, window),
+        Op::GatheredAttentionGrad { window } => attention::gathered_grad::<T>(call, window),
         Op::AttentionScores { window } => attention::naive::scores::<T>(call, window),
         Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
         Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
@@ -276,7 +290,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::GeluGrad => pointwise::gelu_grad::<T>(call),
         Op::Dropout { rate, site, .. } => dropout::dropout::<T>(call, rate, site),
         Op::Add => pointwise::add::<T>(call),
-        Op::Cast { .. } => sections::cast::<T>(call),
+        Op::Cast { .. } => pointwise::map::<T>(call, |x| x),
         Op::Slice { first, .. } => sections::slice::<T>(call, first),
         Op::Concat => sections::concat::<T>(call),
         Op::CrossEntropy => loss::cross_entropy::<T>(call),
@@ -297,10 +311,12 @@ fn run_kernel<T: Float>(call: Call) {
         Op::VocabLoss => vocab::loss(call),
         Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
         Op::JoinRows => vocab::join_rows::<T>(call),
+        Op::Part { .. } => sections::part(call),
         Op::AllReduce { .. }
         | Op::SumShared { .. }
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }
+        | Op::Shift { .. }
         | Op::Shard { .. }
         | Op::Send { .. }
         | Op::Receive { .. } => unreachable!("{} is no kernel", call.bound.op.name()),

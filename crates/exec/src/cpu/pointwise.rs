@@ -1,10 +1,30 @@
 //! Ops that look at one position at a time: embedding, rope, activation functions, additions.
 
 use super::call::{Accumulator, Call, Ptr};
-use super::float::{Bf16, Float};
+use super::float::{Bf16, F16, Float};
 use super::simd::{self, vectorised};
-use lockstep_ir::fixed;
 use lockstep_ir::op::IGNORED_TARGET;
+use lockstep_ir::{DType, fixed};
+
+/// y = f(x), element by element, in the type of y.
+pub fn map<T: Float>(call: Call, f: impl Fn(f32) -> f32 + Sync) {
+    match call.bound.outputs[0].map(|at| at.dtype) {
+        Some(DType::F32) => map_into::<T, f32>(call, f),
+        Some(DType::BF16) => map_into::<T, Bf16>(call, f),
+        Some(DType::F16) => map_into::<T, F16>(call, f),
+        Some(other @ (DType::F64 | DType::U32 | DType::Fixed64)) => unreachable!("the op table refuses {other}"),
+        None => {}
+    }
+}
+
+fn map_into<T: Float, U: Float>(call: Call, f: impl Fn(f32) -> f32 + Sync) {
+    let x = Ptr(call.input::<T>(0));
+    let Some(y) = call.output::<U>(0).map(Ptr) else { return };
+    call.rows(call.bound.inputs[0].elements, |from, to| {
+        // SAFETY: elements from .. to belong to this task.
+        (from..to).for_each(|i| unsafe { *y.at(i) = U::of(f((*x.at(i)).to())) });
+    });
+}
 
 /// x `[rows, d]` = table `[v, d]` at tokens `[rows]`; zeros for tokens of another rank's part.
 pub fn embedding<T: Float>(call: Call) {

@@ -40,25 +40,26 @@ pub fn grad<T: Float>(call: Call, seq: usize) {
 /// The position of every row of `[b, s]` in sequences of `seq`, of which this rank may have a part; with `starts[b, seq]` in its
 /// document.
 fn positions(call: &Call, seq: usize, starts: Option<*const u32>) -> impl Fn(usize) -> usize + Sync + use<> {
-    let (here, first) = (call.size('s'), call.first_position());
+    let (here, places) = (call.size('s'), call.positions());
     let starts = starts.map(Ptr);
     move |row| {
-        let position = first + row % here;
+        let position = places.entry(row % here);
         // SAFETY: there is an element per position of the whole sequences.
         let start = starts.map_or(0, |starts| unsafe { *starts.at(row / here * seq + position) } as usize);
         position.saturating_sub(start)
     }
 }
 
-/// Rope of qkv `[b, s, (q + 2u)·e]` by positions in sequences or, with `starts[b, s]`, in documents.
+/// Rope of qkv `[b, s, (q + 2u)·e]` by positions in sequences, of which this rank may have a part, or, with `starts[b, s]`, in
+/// documents.
 pub fn rope<T: Float>(call: Call, inverse: bool) {
-    let (seq, sign) = (call.size('s'), if inverse { -1.0 } else { 1.0 });
+    let (here, places, sign) = (call.size('s'), call.positions(), if inverse { -1.0 } else { 1.0 });
     match call.given::<u32>(2).map(Ptr) {
-        None => rotate::<T>(call, sign, |row| row % seq),
+        None => rotate::<T>(call, sign, |row| places.entry(row % here)),
         Some(starts) => rotate::<T>(call, sign, |row| {
             // SAFETY: there is an element per row.
             let start = unsafe { *starts.at(row) } as usize;
-            (row % seq).saturating_sub(start)
+            places.entry(row % here).saturating_sub(start)
         }),
     }
 }

@@ -1,28 +1,7 @@
-//! Copies: in another type, and of sections of packed rows.
+//! Copies of sections of packed rows.
 
 use super::call::{Call, Ptr};
-use super::float::{Bf16, F16, Float};
-use lockstep_ir::DType;
-
-/// y = x, in the type of y.
-pub fn cast<T: Float>(call: Call) {
-    match call.bound.outputs[0].map(|at| at.dtype) {
-        Some(DType::F32) => convert::<T, f32>(call),
-        Some(DType::BF16) => convert::<T, Bf16>(call),
-        Some(DType::F16) => convert::<T, F16>(call),
-        Some(other @ (DType::F64 | DType::U32 | DType::Fixed64)) => unreachable!("the op table refuses {other}"),
-        None => {}
-    }
-}
-
-fn convert<T: Float, U: Float>(call: Call) {
-    let x = Ptr(call.input::<T>(0));
-    let Some(y) = call.output::<U>(0).map(Ptr) else { return };
-    call.rows(call.bound.inputs[0].elements, |from, to| {
-        // SAFETY: elements from .. to belong to this task.
-        (from..to).for_each(|i| unsafe { *y.at(i) = U::of((*x.at(i)).to()) });
-    });
-}
+use super::float::Float;
 
 /// y `[rows, h]` = x `[rows, p]` from section `first` on.
 pub fn slice<T: Float>(call: Call, first: usize) {
@@ -39,6 +18,25 @@ pub fn concat<T: Float>(call: Call) {
         let n = part.elements / (call.size('b') * call.size('s'));
         copy_columns(call, (call.input::<T>(i), n, 0), (whole, call.size('p'), at), n);
         at += n;
+    }
+}
+
+/// This rank's part of a whole.
+pub fn part(call: Call) {
+    let (whole, Some(part)) = (Ptr(call.input::<f32>(0)), call.output::<f32>(0).map(Ptr)) else { return };
+    for block in &call.bound.blocks {
+        // One row may be a whole section: it is copied in pieces.
+        let pieces = if block.rows == 1 { 4 * call.pool.threads() } else { 1 };
+        let len = block.len.div_ceil(pieces).max(1);
+        call.rows(block.rows * pieces, |first, last| {
+            for (row, at) in (first..last).map(|i| (i / pieces, (i % pieces * len).min(block.len))) {
+                let (from, to) =
+                    (block.whole + row * block.whole_stride + at, block.part + row * block.part_stride + at);
+                let n = len.min(block.len - at);
+                // SAFETY: the block lies in both, and every element of the part is one task's.
+                unsafe { part.slice(to, n).copy_from_slice(whole.slice(from, n)) };
+            }
+        });
     }
 }
 

@@ -53,6 +53,10 @@ impl Executor for Alone {
         self.executor.read(tensor, micro_batch)
     }
 
+    fn read_all(&self, tensors: &[&str], take: &mut dyn FnMut(usize, usize, &[u8])) -> Result<(), ExecError> {
+        self.executor.read_all(tensors, take)
+    }
+
     fn read_range(&self, tensor: &str, micro_batch: usize, range: Range<usize>) -> Result<Cow<'_, [u8]>, ExecError> {
         self.executor.read_range(tensor, micro_batch, range)
     }

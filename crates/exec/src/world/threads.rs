@@ -3,7 +3,7 @@
 //! Every rank is a thread with an executor of its own, on the CPU or on a device that all share. A program comes per pipeline
 //! stage; ranks of a stage share it.
 
-use super::{Rank, World, gather, scatter};
+use super::{Rank, World, first_runs, gather, scatter};
 use crate::comm::{Communicator, HostCommunicator, ThreadCommunicator, threads};
 use crate::communication::Link;
 use crate::cpu::CpuExecutor;
@@ -237,6 +237,35 @@ impl Executor for ThreadWorld {
             gather(t, &mesh, at, &mut whole, || executor.read(tensor, micro_batch))
         })?;
         Ok(Cow::Owned(whole))
+    }
+
+    fn read_all(&self, tensors: &[&str], take: &mut dyn FnMut(usize, usize, &[u8])) -> Result<(), ExecError> {
+        for (rank, worker) in self.workers.iter().enumerate() {
+            let at = self.mesh.coordinates(rank);
+            // What this rank has and none before it.
+            let mut parts = Vec::new();
+            for (i, name) in tensors.iter().enumerate() {
+                let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
+                let stages = self.tensors.get(*name).ok_or_else(unknown)?;
+                let here = stages.iter().filter(|(stage, _)| *stage == at.get(MeshAxis::Pp));
+                for (stage, t) in here {
+                    let tensor = &self.programs[*stage].tensors[*t];
+                    parts.push((i, first_runs(tensor, &self.mesh, at)?));
+                }
+            }
+            parts.retain(|(_, runs)| !runs.is_empty());
+            let names: Vec<&str> = parts.iter().map(|(i, _)| tensors[*i]).collect();
+            lock(&worker.executor).read_all(&names, &mut |part, first, bytes| {
+                let (i, runs) = &parts[part];
+                for run in runs {
+                    let (start, end) = (run.local.max(first), (run.local + run.len).min(first + bytes.len()));
+                    if start < end {
+                        take(*i, run.whole + start - run.local, &bytes[start - first..end - first]);
+                    }
+                }
+            })?;
+        }
+        Ok(())
     }
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {

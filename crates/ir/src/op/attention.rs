@@ -32,9 +32,13 @@ const NAIVE: ShapeRule = |op, inputs, dims| {
 
 /// A query of a window counts as many keys as the window has.
 fn flops(dims: &Dims, window: Option<usize>, model: u128, hardware: u128) -> Flops {
-    let s = dims.size('s');
+    flops_of(dims, dims.size('s'), window, model, hardware)
+}
+
+/// The same of sequences of `s` positions.
+pub(super) fn flops_of(dims: &Dims, s: usize, window: Option<usize>, model: u128, hardware: u128) -> Flops {
     let w = window.unwrap_or(s).min(s);
-    let (whole, seen) = (dims.product("bsh") * w as u128, dims.product("bh") * ((2 * s - w) * w) as u128);
+    let (whole, seen) = (dims.product("bh") * (s * w) as u128, dims.product("bh") * ((2 * s - w) * w) as u128);
     Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
 }
 
@@ -44,7 +48,7 @@ fn naive_flops(dims: &Dims, window: Option<usize>, each: u128) -> Flops {
 }
 
 /// All keys; one; less than a tile; across tiles; past the start.
-const WINDOWS: [Option<usize>; 5] = [None, Some(1), Some(7), Some(100), Some(1000)];
+pub(super) const WINDOWS: [Option<usize>; 5] = [None, Some(1), Some(7), Some(100), Some(1000)];
 
 /// Samples at the usual size and, once, of sequences of several tiles, of heads wider than a tile, and of a size that libraries
 /// take too; each with all windows, with documents and without.

@@ -1,6 +1,6 @@
 //! What ranks do together, and this rank's part of a whole.
 
-use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, row};
+use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, f32, row};
 use super::sample::{embed, ffn, normal, sample};
 use super::{Op, Sample, attributes};
 use crate::{Axes, MeshAxis, Placement, Sharding};
@@ -34,6 +34,11 @@ pub enum Transfer {
         /// Parts of this dimension; flat ranges if `None`.
         dim: Option<usize>,
     },
+    /// [`Op::Shift`]
+    Shift {
+        /// Over the ranks along these axes.
+        over: Axes,
+    },
     /// [`Op::Send`]
     Send {
         /// The stage.
@@ -57,7 +62,8 @@ impl Transfer {
             Transfer::AllReduce { over }
             | Transfer::SumShared { over, .. }
             | Transfer::ReduceScatter { over, .. }
-            | Transfer::AllGather { over, .. } => over,
+            | Transfer::AllGather { over, .. }
+            | Transfer::Shift { over } => over,
             Transfer::Send { .. } | Transfer::Receive { .. } => MeshAxis::Pp.into(),
         }
     }
@@ -84,9 +90,13 @@ fn part(dim: Option<usize>) -> Placement {
     dim.map_or(Placement::Flat, Placement::Split)
 }
 
-/// Ranges are cut and joined over all axes at once, parts of a dimension from the last axis on.
+/// Ranges are cut and joined over all axes at once, parts of a dimension from the last axis on; those over cp, which are in an order of
+/// their own, alone.
 fn last(sharding: Sharding, over: Axes, dim: Option<usize>) -> bool {
     let rest = sharding.axes(part(dim)).without(over);
+    if dim.is_some() && over.contains(MeshAxis::Cp) && over != MeshAxis::Cp.into() {
+        return false;
+    }
     dim.map_or(rest.is_empty(), |_| rest.iter().all(|outer| over.iter().all(|inner| outer < inner)))
 }
 
@@ -146,6 +156,21 @@ pub(super) static ALL_GATHER: Spec = collective(
     |_| [None, Some(0)].map(|dim| two(Op::AllGather { over: MeshAxis::DpShard.into(), dim })).into(),
 );
 
+pub(super) static SHIFT: Spec = collective(
+    "shift",
+    |op| {
+        attributes!(op, Op::Shift { over });
+        Transfer::Shift { over }
+    },
+    // The tensor is what it was; other context-parallel ranks have its parts.
+    |op, before| {
+        attributes!(op, Op::Shift { over });
+        let parted = matches!(before.over(MeshAxis::Cp), Placement::Split(_));
+        (over == MeshAxis::Cp.into() && parted).then_some(before)
+    },
+    |_| vec![two(Op::Shift { over: MeshAxis::Cp.into() })],
+);
+
 pub(super) static SHARD: Spec = row("shard", &[any("x")], &[any("part")], |_| {
     vec![sample(Op::Shard { over: MeshAxis::DpShard.into() }, [normal([ffn(), embed()])])]
 })
@@ -154,6 +179,15 @@ pub(super) static SHARD: Spec = row("shard", &[any("x")], &[any("part")], |_| {
     attributes!(op, Op::Shard { over });
     let fits = all(before, over, Placement::Replicated) && last(before, over, None);
     fits.then(|| before.with(over, Placement::Flat))
+});
+
+pub(super) static PART: Spec = row("part", &[f32("whole", "*")], &[f32("part", "*")], |_| {
+    vec![sample(Op::Part { over: Axes::NONE, dim: 1 }, [normal([ffn(), embed()])])]
+})
+.reshards(|op, before| {
+    attributes!(op, Op::Part { over, dim });
+    let fits = all(before, over, Placement::Replicated) && last(before, over, Some(dim));
+    fits.then(|| before.with(over, Placement::Split(dim)))
 });
 
 pub(super) static SEND: Spec =

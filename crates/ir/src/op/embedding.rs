@@ -11,7 +11,7 @@ pub(super) static EMBEDDING: Spec =
         vec![sample(Op::Embedding, [(ids, Draw::Below(50)), normal([vocab(), embed()])])]
     })
     .gradient(&[Input(0)])
-    .splits(&["b", "v"])
+    .splits(&["b", "s", "v"])
     .numbers('v');
 
 pub(super) static EMBEDDING_GRAD: Spec =

@@ -15,7 +15,7 @@ pub(super) static CROSS_ENTROPY: Spec = row(
     },
 )
 .gradient(&[Input(0), Input(1), Output(1)])
-.splits(&["b"]);
+.splits(&["b", "s"]);
 
 pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
     "cross_entropy_grad",
@@ -28,7 +28,7 @@ pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
     },
 )
 .in_place(&[(0, 0)])
-.splits(&["b"]);
+.splits(&["b", "s"]);
 
 pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
     "linear_cross_entropy",
@@ -46,7 +46,7 @@ pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
 .optional(1)
 .sums(2)
 .gradient(&[Output(1), Output(2)])
-.splits(&["b"])
+.splits(&["b", "s"])
 .shape(|op, _, dims| {
     attributes!(op, Op::LinearCrossEntropy { rows });
     dims.set('c', &Dim::new(Axis::Seq, rows));
@@ -75,7 +75,7 @@ pub(super) static VOCAB_LOGITS: Spec = row(
         vec![sample(Op::VocabLogits { rows: CHUNK, parts: 1 }, inputs)]
     },
 )
-.splits(&["bc", "va"])
+.splits(&["bc", "sc", "va"])
 .numbers('v')
 .local(|op, _| {
     attributes!(op, Op::VocabLogits { rows, .. });
@@ -98,7 +98,7 @@ pub(super) static VOCAB_LOSS: Spec =
         vec![sample(Op::VocabLoss, [chunk(CHUNK.count), chunk(rest), (s.ids(), Draw::Targets(50))])]
     })
     .variadic()
-    .splits(&["b?"]);
+    .splits(&["b?", "s?"]);
 
 pub(super) static VOCAB_GRAD: Spec = row(
     "vocab_grad",
@@ -128,7 +128,7 @@ pub(super) static VOCAB_GRAD: Spec = row(
 )
 .optional(1)
 .sums(1)
-.splits(&["bc", "v"])
+.splits(&["bc", "sc", "v"])
 .numbers('v')
 .chunks()
 .local(|op, _| {
@@ -145,5 +145,5 @@ pub(super) static JOIN_ROWS: Spec =
         vec![sample(Op::JoinRows, [chunk(CHUNK.count), chunk(rest), (s.ids(), Draw::Below(50))])]
     })
     .variadic()
-    .splits(&["b?"])
+    .splits(&["b?", "s?"])
     .keeps_partial();

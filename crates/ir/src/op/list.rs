@@ -2,7 +2,8 @@
 
 use super::row::Spec;
 use super::{
-    Rows, attention, collective, embedding, gradient, head, linear, norm, optimizer, pointwise, position, section,
+    Rows, attention, collective, context, embedding, gradient, head, linear, norm, optimizer, pointwise, position,
+    section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -166,6 +167,39 @@ ops! {
         /// As in `Attention`.
         window: Option<usize>,
     } = attention::CACHED_ATTENTION,
+    /// One step of ring attention, over context-parallel parts of the sequence: `Attention` of the queries of packed Q·K·V over the keys and
+    /// values of another part. A rank's row of packed K·V has come `step` ranks far: queries of part i see keys of part
+    /// (i − step) mod `parts`, as far as the mask lets them. A query that sees none of them has zeros and a log-sum-exp of −∞.
+    RingAttention {
+        /// As in `Attention`.
+        window: Option<usize>,
+        /// How far keys and values have come.
+        step: usize,
+        /// Parts of the sequence, in zig-zag order (see [`Placement::Split`](crate::Placement::Split)).
+        parts: usize,
+    } = context::RING_ATTENTION,
+    /// Gradient of attention by one part of the keys and values: what that part adds to dQ, and dK·dV of the part by these
+    /// queries. Output and log-sum-exp are those of all parts.
+    RingAttentionGrad {
+        /// As in `Attention`.
+        window: Option<usize>,
+        /// As in `RingAttention`.
+        step: usize,
+        /// As in `RingAttention`.
+        parts: usize,
+    } = context::RING_ATTENTION_GRAD,
+    /// Of attention over two sets of keys: that over both, by their log-sum-exps.
+    AttentionMerge = context::ATTENTION_MERGE,
+    /// `Attention` of a part of the queries over packed K·V of the whole sequence.
+    GatheredAttention {
+        /// As in `Attention`.
+        window: Option<usize>,
+    } = context::GATHERED_ATTENTION,
+    /// Gradient of `GatheredAttention`: dQ of these queries, and what they add to dK·dV of the whole sequence.
+    GatheredAttentionGrad {
+        /// As in `Attention`.
+        window: Option<usize>,
+    } = context::GATHERED_ATTENTION_GRAD,
     /// Of each sequence, the last of `count` positions.
     LastPosition = attention::LAST_POSITION,
     /// `y = silu(gate) · up` over packed gate·up.
@@ -328,11 +362,23 @@ ops! {
         /// Parts of this dimension; flat ranges if `None`.
         dim: Option<usize>,
     } = collective::ALL_GATHER,
+    /// Parts go to the next rank and come from the one before, around a ring.
+    Shift {
+        /// Over the ranks along these axes.
+        over: Axes,
+    } = collective::SHIFT,
     /// This rank's flat range of a whole: a view, no work.
     Shard {
         /// Over the ranks along these axes.
         over: Axes,
     } = collective::SHARD,
+    /// This rank's part of a whole matrix: a copy.
+    Part {
+        /// Over the ranks along these axes.
+        over: Axes,
+        /// Parts of this dimension.
+        dim: usize,
+    } = collective::PART,
     /// To the same rank of another pipeline stage.
     Send {
         /// The stage.

@@ -8,13 +8,14 @@
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
 //! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
 //! or keys, `r` table columns, `a` the
-//! shorter side of a matrix or parts of a vocabulary, `w` packed K·V of a cache, `o` a whole sequence of which `s` may be a part, `x` query and key heads
+//! shorter side of a matrix or parts of a vocabulary, `w` packed K·V of a cache or of a part, `o` a whole sequence of which `s` may be a part, `x` query and key heads
 //! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars or words of a key,
 //! `m` statistics, `…` any leading dimensions. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
 //! is summed over.
 
 mod attention;
 mod collective;
+mod context;
 mod dims;
 mod embedding;
 mod flops;
@@ -56,7 +57,7 @@ pub const IGNORED_TARGET: u32 = u32::MAX;
 /// Consecutive positions of a micro-batch, counted over its sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
-    /// The first, on each rank that has sequences of its own.
+    /// The first, on each rank that has tokens of its own.
     pub first: usize,
     /// How many, on each such rank.
     pub count: usize,

@@ -181,7 +181,7 @@ pub(super) static QK_NORM: Spec =
     })
     .in_place(&[(0, 0)])
     .gradient(&[Input(0), Input(1), Output(1)])
-    .splits(&["b", "pqux"])
+    .splits(&["b", "s", "pqux"])
     .shape(OF_HEADS);
 
 pub(super) static QK_NORM_GRAD: Spec = row(
@@ -196,7 +196,7 @@ pub(super) static QK_NORM_GRAD: Spec = row(
     },
 )
 .in_place(&[(0, 0)])
-.splits(&["b", "pqux"])
+.splits(&["b", "s", "pqux"])
 .shape(OF_HEADS);
 
 pub(super) static QK_NORM_GRAD_WEIGHT: Spec = row(
@@ -210,5 +210,5 @@ pub(super) static QK_NORM_GRAD_WEIGHT: Spec = row(
     },
 )
 .sums(0)
-.splits(&["b", "pqux"])
+.splits(&["b", "s", "pqux"])
 .shape(OF_HEADS);

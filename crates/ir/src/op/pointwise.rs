@@ -1,7 +1,7 @@
 //! Ops on each element: activation functions, additions, dropout, casts.
 
 use super::row::{ANY_OPERAND, ShapeRule, Spec, TypeVar, float, other_float, row, u32};
-use super::sample::{Draw, Shapes, embed, ffn, gate_up, sample};
+use super::sample::{Draw, Shapes, embed, ffn, gate_up, sample, with_parts};
 use super::{Op, Saved::Input, attributes};
 use crate::{Axis, DType, Dim, TensorType};
 
@@ -47,7 +47,7 @@ pub(super) static DROPOUT: Spec =
         let s = Shapes::new(batch);
         let keys = TensorType::new(DType::U32, [s.b(), Dim::new(Axis::Scalar, 2)]);
         let op = Op::Dropout { rate: 0.3, site: 0x1234_5678_9abc_def0, seq: s.seq };
-        vec![sample(op, [s.normal(embed()), (keys, Draw::Below(u32::MAX))])]
+        with_parts(vec![sample(op, [s.normal(embed()), (keys, Draw::Below(u32::MAX))])], 2)
     })
     .in_place(&[(0, 0)])
     .gradient(&[Input(1)])

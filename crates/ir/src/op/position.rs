@@ -2,7 +2,7 @@
 
 use super::attention::packed_heads;
 use super::row::{ShapeRule, Spec, accumulator, f32, float, row, u32};
-use super::sample::{Draw, Shapes, embed, normal, sample};
+use super::sample::{Draw, Shapes, embed, normal, sample, with_parts};
 use super::{Op, Saved::Input};
 use crate::{Axis, Dim, TensorType};
 
@@ -39,7 +39,7 @@ pub(super) static ADD_POSITIONS: Spec = row(
         let s = Shapes::new(batch);
         let op = Op::AddPositions { seq: s.seq };
         let inputs = [s.normal(embed()), table(), s.starts()];
-        vec![sample(op, &inputs[..2]), sample(op, inputs)]
+        with_parts(vec![sample(op, &inputs[..2]), sample(op, inputs)], 2)
     },
 )
 .optional(1)
@@ -65,7 +65,7 @@ pub(super) static POSITIONS_GRAD: Spec =
         let s = Shapes::new(batch);
         let op = Op::PositionsGrad { rows: 65, seq: s.seq };
         let inputs = [s.normal(embed()), s.starts()];
-        vec![sample(op, &inputs[..1]), sample(op, inputs)]
+        with_parts(vec![sample(op, &inputs[..1]), sample(op, inputs)], 2)
     })
     .optional(1)
     .sums(0)
@@ -93,12 +93,14 @@ pub(super) static ROPE: Spec =
         let s = Shapes::new(batch);
         let inputs = [s.normal(s.qkv()), angles(&s), s.starts()];
         let of = |inverse, inputs: &[_]| sample(Op::Rope { inverse }, inputs);
-        [false, true].into_iter().flat_map(|inverse| [of(inverse, &inputs[..2]), of(inverse, &inputs)]).collect()
+        let both = [false, true].into_iter().flat_map(|inverse| [of(inverse, &inputs[..2]), of(inverse, &inputs)]);
+        with_parts(both.collect(), 2)
     })
     .optional(1)
     .in_place(&[(0, 0)])
     .gradient(&[Input(1), Input(2)])
-    .splits(&["b", "pqu"])
+    .splits(&["b", "s", "pqu"])
+    .numbers('s')
     .shape(ROTATED);
 
 pub(super) static ROPE_AT: Spec = row(

@@ -104,8 +104,8 @@ pub struct Spec {
     pub sums: Option<usize>,
     /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
     pub gradient_reads: Option<&'static [Saved]>,
-    /// Dimensions along which the op may be sharded, as groups of letters that are split together; `…` for any one of the leading
-    /// dimensions. An operand without a letter of the group is whole on every rank if it is an input, and a partial sum if it is an
+    /// Dimensions along which the op may be sharded, as groups of letters that are split together, `s` first where positions are; `…`
+    /// for any one of the leading dimensions. An operand without a letter of the group is whole on every rank if it is an input, and a partial sum if it is an
     /// output.
     pub splits: &'static [&'static str],
     /// The letter whose entries the op tells apart by number: where ranks split that dimension, it must know where their parts
@@ -118,6 +118,8 @@ pub struct Spec {
     /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
     /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
+    /// Whether it is of the forward pass though it has no gradient rule: it is made behind autodiff. In backward it is recomputed.
+    pub forward: bool,
     /// Who runs it.
     pub run_by: RunBy,
     /// For ops that change nothing but shardings.
@@ -193,6 +195,7 @@ pub(super) const fn row(
         keeps_partial: false,
         chunks: false,
         cheap: &[],
+        forward: false,
         run_by: RunBy::Kernel,
         reshards: None,
         shape: |_, _, _| Ok(()),
@@ -223,7 +226,7 @@ impl Split {
     /// Whether another dimension is split instead where both would be over the same ranks: positions are gathered, weights are not.
     pub fn gives_way(&self) -> bool {
         match self {
-            Split::Letters(letters) => *letters == "s",
+            Split::Letters(letters) => letters.starts_with('s'),
             Split::Leading(_) => true,
         }
     }
@@ -252,13 +255,14 @@ impl Operand {
 }
 
 impl Spec {
-    /// Along what the op may be sharded where dimension `dim` of an operand of `rank` dimensions is split.
-    pub fn split_of(&self, operand: &Operand, rank: usize, dim: usize) -> Option<Split> {
+    /// Along what the op may be sharded where dimension `dim` of an operand of `rank` dimensions is split: rows of a chunk are split
+    /// with sequences or with positions.
+    pub fn splits_of(&self, operand: &Operand, rank: usize, dim: usize) -> Vec<Split> {
         let split = |group: &&'static str| match group.starts_with(LEADING) {
             true => Split::Leading(dim),
             false => Split::Letters(group),
         };
-        self.splits.iter().map(split).find(|split| operand.dim_of(*split, rank) == Some(dim))
+        self.splits.iter().map(split).filter(|split| operand.dim_of(*split, rank) == Some(dim)).collect()
     }
 
     /// Whether there is an output for every input, of the same type: collectives over several tensors at once.
@@ -269,6 +273,11 @@ impl Spec {
     /// Whether each rank runs a kernel of its own for it.
     pub const fn has_kernel(&self) -> bool {
         matches!(self.run_by, RunBy::Kernel)
+    }
+
+    /// Whether it is of the forward pass: in backward it is recomputed.
+    pub const fn is_forward(&self) -> bool {
+        self.forward || self.gradient_reads.is_some()
     }
 
     /// Whether its output is a part of its input's memory.
@@ -322,6 +331,10 @@ impl Spec {
 
     pub(super) const fn cheap(self, cheap: &'static [usize]) -> Spec {
         Spec { cheap, ..self }
+    }
+
+    pub(super) const fn forward(self) -> Spec {
+        Spec { forward: true, ..self }
     }
 
     pub(super) const fn run_by(self, run_by: RunBy) -> Spec {

@@ -28,6 +28,8 @@ pub enum Draw {
         /// Here and there a start after its position.
         stray: bool,
     },
+    /// Normal, and −∞ for one in three: log-sum-exps of queries that saw no key.
+    Unseen,
     /// Scalars of a step.
     Scalars,
     /// Statistics of a step.
@@ -45,6 +47,9 @@ pub struct Sample {
     pub op: Op,
     /// Its inputs. Floating-point operands stand there as `f32`.
     pub inputs: Vec<(TensorType, Draw)>,
+    /// Where one of several context-parallel ranks tries it on its part: the rank's index, and how many there are. The inputs are
+    /// those of all.
+    pub part: Option<(usize, usize)>,
 }
 
 impl Sample {
@@ -69,7 +74,13 @@ pub fn samples(batch: usize) -> impl Iterator<Item = Sample> {
 
 /// One sample.
 pub(super) fn sample(op: Op, inputs: impl Into<Vec<(TensorType, Draw)>>) -> Sample {
-    Sample { op, inputs: inputs.into() }
+    Sample { op, inputs: inputs.into(), part: None }
+}
+
+/// The same on every context-parallel rank too.
+pub(super) fn with_parts(samples: Vec<Sample>, parts: usize) -> Vec<Sample> {
+    let parted = samples.iter().flat_map(|s| (0..parts).map(|i| Sample { part: Some((i, parts)), ..s.clone() }));
+    samples.iter().cloned().chain(parted).collect()
 }
 
 /// A tensor of floats.

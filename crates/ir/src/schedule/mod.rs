@@ -3,12 +3,16 @@
 //! A schedule is one file with a [`Generator`] and one line in [`Schedule::ALL`].
 
 mod gpipe;
+mod interleaved;
 mod one_f_one_b;
 mod timeline;
+mod zb_h1;
+mod zb_v;
 
 pub use timeline::{ChunkCosts, Costs, Deadlock, Stuck, Timeline, WaitsFor, evaluate};
 
 use serde::{Serialize, Serializer};
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 /// What a rank does with a micro-batch.
@@ -80,14 +84,34 @@ impl std::fmt::Display for PipeSlot {
     }
 }
 
+/// A rank of a pipeline, and the work that all ranks have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PipeRank {
+    /// Ranks of the pipeline.
+    pub ranks: usize,
+    /// Which of them.
+    pub rank: usize,
+    /// Chunks of layers that every rank has.
+    pub chunks: usize,
+    /// Micro-batches of a step.
+    pub micro_batches: usize,
+}
+
+impl PipeRank {
+    /// Ranks behind it.
+    pub(crate) fn behind(&self) -> usize {
+        self.ranks - self.rank - 1
+    }
+}
+
 /// Makes the slots of a schedule.
 ///
 /// The layers are cut into as many virtual stages as ranks × chunks; a micro-batch passes them in order. A rank computes the
 /// weight gradients of a chunk in ascending order of micro-batches, so all schedules give the same bits.
 pub trait Generator: Sync {
-    /// Chunks of layers that a rank has.
-    fn chunks(&self) -> usize {
-        1
+    /// The numbers of chunks of layers that a rank may have; the least is the usual one.
+    fn chunks(&self) -> RangeInclusive<usize> {
+        1..=1
     }
 
     /// The virtual stage that a rank's chunk is.
@@ -97,7 +121,13 @@ pub trait Generator: Sync {
 
     /// What a rank does, in order: for every chunk and micro-batch either a forward and a backward pass, or a forward pass, input
     /// gradients and weight gradients.
-    fn slots(&self, ranks: usize, rank: usize, micro_batches: usize) -> Vec<PipeSlot>;
+    fn slots(&self, of: PipeRank) -> Vec<PipeSlot>;
+
+    /// The memory bound: the most forward passes of all its chunks that a rank may have run and whose gradients are not yet
+    /// summed. Held against the slots whenever they are made.
+    fn most_in_flight(&self, of: PipeRank) -> usize {
+        of.chunks * of.micro_batches
+    }
 }
 
 /// An order of the work of every rank, by its name.
@@ -109,8 +139,13 @@ pub struct Schedule {
 
 impl Schedule {
     /// All schedules, the usual one first.
-    pub const ALL: [Schedule; 2] =
-        [Schedule::new("1f1b", &one_f_one_b::OneForwardOneBackward), Schedule::new("gpipe", &gpipe::GPipe)];
+    pub const ALL: [Schedule; 5] = [
+        Schedule::new("1f1b", &one_f_one_b::OneForwardOneBackward),
+        Schedule::new("gpipe", &gpipe::GPipe),
+        Schedule::new("interleaved", &interleaved::Interleaved),
+        Schedule::new("zb-h1", &zb_h1::ZbH1),
+        Schedule::new("zb-v", &zb_v::ZbV),
+    ];
 
     /// The usual one.
     pub const USUAL: Schedule = Schedule::ALL[0];
@@ -136,12 +171,33 @@ impl Schedule {
         self.name
     }
 
-    /// What the ranks of a pipeline do.
-    pub fn pipeline(self, ranks: usize, micro_batches: usize) -> Pipeline {
-        let chunks = self.generator.chunks();
+    /// The numbers of chunks of layers that its ranks may have; the least is the usual one.
+    pub fn chunks(self) -> RangeInclusive<usize> {
+        self.generator.chunks()
+    }
+
+    /// By rank: the virtual stage of every chunk.
+    pub fn virtual_stages(self, ranks: usize, chunks: usize) -> Vec<Vec<usize>> {
         let stages = |rank| (0..chunks).map(|chunk| self.generator.virtual_stage(ranks, rank, chunk)).collect();
-        let slots = |rank| self.generator.slots(ranks, rank, micro_batches);
-        Pipeline { virtual_stages: (0..ranks).map(stages).collect(), slots: (0..ranks).map(slots).collect() }
+        (0..ranks).map(stages).collect()
+    }
+
+    /// What one rank of a pipeline does.
+    ///
+    /// # Panics
+    ///
+    /// Where a generator does not keep its memory bound.
+    pub fn slots(self, of: PipeRank) -> Vec<PipeSlot> {
+        let slots = self.generator.slots(of);
+        let (found, most) = (in_flight(&slots), self.generator.most_in_flight(of));
+        assert!(found <= most, "{self} has {found} chunks in flight and promised at most {most}: {of:?}");
+        slots
+    }
+
+    /// What the ranks of a pipeline do.
+    pub fn pipeline(self, ranks: usize, chunks: usize, micro_batches: usize) -> Pipeline {
+        let slots = |rank| self.slots(PipeRank { ranks, rank, chunks, micro_batches });
+        Pipeline { virtual_stages: self.virtual_stages(ranks, chunks), slots: (0..ranks).map(slots).collect() }
     }
 }
 
@@ -169,19 +225,20 @@ impl Pipeline {
         places
     }
 
-    /// By rank: the most micro-batches of all its chunks whose forward pass has run and whose gradients are not yet summed.
+    /// By rank: the most forward passes of all its chunks that have run and whose gradients are not yet summed.
     pub fn in_flight(&self) -> Vec<usize> {
-        let peak = |slots: &Vec<PipeSlot>| {
-            let (mut now, mut most) = (0usize, 0);
-            for slot in slots {
-                now += usize::from(slot.work == Work::Forward);
-                most = most.max(now);
-                now = now.saturating_sub(usize::from(slot.work.sums_gradients()));
-            }
-            most
-        };
-        self.slots.iter().map(peak).collect()
+        self.slots.iter().map(|slots| in_flight(slots)).collect()
     }
+}
+
+fn in_flight(slots: &[PipeSlot]) -> usize {
+    let (mut now, mut most) = (0usize, 0);
+    for slot in slots {
+        now += usize::from(slot.work == Work::Forward);
+        most = most.max(now);
+        now = now.saturating_sub(usize::from(slot.work.sums_gradients()));
+    }
+    most
 }
 
 impl Default for Schedule {
@@ -242,22 +299,33 @@ mod tests {
 
     pub(super) const GPIPE: Schedule = Schedule::ALL[1];
 
-    pub(super) fn printed(schedule: Schedule, ranks: usize, rank: usize, micro_batches: usize) -> String {
-        let slots = &schedule.pipeline(ranks, micro_batches).slots[rank];
-        slots.iter().map(PipeSlot::to_string).collect::<Vec<_>>().join(" ")
+    pub(super) fn named(name: &str) -> Schedule {
+        name.parse().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    pub(super) fn printed(schedule: Schedule, of: PipeRank) -> String {
+        schedule.slots(of).iter().map(PipeSlot::to_string).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Every schedule with the chunks it may have, up to four.
+    pub(super) fn all() -> impl Iterator<Item = (Schedule, usize)> {
+        let chunks = |schedule: Schedule| (1..=4).filter(move |chunks| schedule.chunks().contains(chunks));
+        Schedule::ALL.into_iter().flat_map(move |schedule| chunks(schedule).map(move |chunks| (schedule, chunks)))
     }
 
     #[test]
     fn every_schedule_has_each_slot_once_and_each_kind_of_work_in_ascending_order() {
-        for schedule in Schedule::ALL {
+        for (schedule, chunks) in all() {
             for (ranks, micro_batches) in (1..=8).flat_map(|p| (0..=16).map(move |m| (p, m))) {
-                for slots in schedule.pipeline(ranks, micro_batches).slots {
+                for slots in schedule.pipeline(ranks, chunks, micro_batches).slots {
                     let kinds: std::collections::BTreeSet<_> = slots.iter().map(|s| (s.chunk, s.work)).collect();
-                    for kind in kinds {
+                    for kind in &kinds {
                         let order: Vec<_> =
-                            slots.iter().filter(|s| (s.chunk, s.work) == kind).map(|s| s.micro_batch).collect();
+                            slots.iter().filter(|s| (s.chunk, s.work) == *kind).map(|s| s.micro_batch).collect();
                         assert_eq!(order, Vec::from_iter(0..micro_batches), "{schedule} {ranks}");
                     }
+                    let works = if slots.iter().any(|s| s.work == Work::WeightGrad) { 3 } else { 2 };
+                    assert!(micro_batches == 0 || kinds.len() == works * chunks, "{schedule} {ranks}");
                 }
             }
         }
@@ -265,9 +333,9 @@ mod tests {
 
     #[test]
     fn virtual_stages_and_places_are_inverse() {
-        for schedule in Schedule::ALL {
+        for (schedule, chunks) in all() {
             for ranks in 1..=8 {
-                let pipeline = schedule.pipeline(ranks, 1);
+                let pipeline = schedule.pipeline(ranks, chunks, 1);
                 for (stage, (rank, chunk)) in pipeline.places().into_iter().enumerate() {
                     assert_eq!(pipeline.virtual_stages[rank][chunk], stage);
                 }
@@ -276,11 +344,30 @@ mod tests {
     }
 
     #[test]
+    #[should_panic(expected = "greedy has 2 chunks in flight and promised at most 1")]
+    fn a_generator_that_breaks_its_memory_bound_is_found_out() {
+        struct Greedy;
+        impl Generator for Greedy {
+            fn slots(&self, of: PipeRank) -> Vec<PipeSlot> {
+                gpipe::GPipe.slots(of)
+            }
+
+            fn most_in_flight(&self, _of: PipeRank) -> usize {
+                1
+            }
+        }
+        Schedule::new("greedy", &Greedy).pipeline(2, 1, 2);
+    }
+
+    #[test]
     fn schedules_are_read_by_their_names() {
         for schedule in Schedule::ALL {
             assert_eq!(schedule.name().parse(), Ok(schedule));
         }
         let error = "zigzag".parse::<Schedule>().expect_err("no such schedule");
-        assert_eq!(error.to_string(), "\"zigzag\" is not a schedule\nhint: choose one of 1f1b, gpipe");
+        assert_eq!(
+            error.to_string(),
+            "\"zigzag\" is not a schedule\nhint: choose one of 1f1b, gpipe, interleaved, zb-h1, zb-v"
+        );
     }
 }

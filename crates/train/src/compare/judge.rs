@@ -1,13 +1,11 @@
 //! What a layout promises, and whether it is kept: every number that is compared, with its bound.
 
-use super::{Step, Stored, Trace};
+use super::numbers::{Stored, apart, blocks, largest, most_apart, parts};
+use super::{Step, Trace};
 use lockstep_config::{Config, GradientPrecision, PrecisionPolicy};
-use lockstep_exec::cpu;
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axes, DType, Layout, MeshAxis};
 use serde::Serialize;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 /// What a layout promises about one rank's numbers, step by step from the same state.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -31,8 +29,9 @@ pub enum Promise {
 impl Promise {
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
-        let same_sums =
-            layout.mesh.size(MeshAxis::Tp) == 1 && (layout.mesh.size(Axes::TOKENS) == 1 || config.train.reproducible);
+        // Ranks that split what a sum is over, inside a sequence.
+        let inside = layout.mesh.size(Axes::of(&[MeshAxis::Cp, MeshAxis::Tp]));
+        let same_sums = inside == 1 && (layout.mesh.size(Axes::SEQUENCES) == 1 || config.train.reproducible);
         let rounds =
             config.precision.policy != PrecisionPolicy::Fp32 || config.precision.gradients == GradientPrecision::Bf16;
         match (same_sums, rounds) {
@@ -119,25 +118,100 @@ impl Kind {
     }
 }
 
-/// Differences of one rank from itself with weights that were changed in their last bit, for the promise that they were measured by.
-#[derive(Default)]
-pub(super) struct Natural(Option<(Promise, Vec<Difference>)>);
-
-impl Natural {
-    fn of(&mut self, single: &Trace, disturbed: Option<&Trace>, promise: Promise) -> &[Difference] {
-        if self.0.as_ref().is_none_or(|(of, _)| *of != promise) {
-            self.0 = disturbed.map(|disturbed| (promise, differences(single, disturbed, promise)));
-        }
-        self.0.as_ref().map_or(&[], |(_, found)| found)
-    }
-}
-
 /// A difference, of the kinds that [`Kind`] has.
-struct Difference {
+pub(super) struct Difference {
     kind: Kind,
     step: usize,
     tensor: String,
     value: f64,
+}
+
+/// What a run has shown beside one rank so far.
+pub(super) struct Found {
+    /// Always in the same order.
+    differences: Vec<Difference>,
+    /// Of one rank and of the run.
+    losses: Vec<(f64, f64)>,
+    identical: bool,
+    /// What differences are measured by.
+    measure: Promise,
+}
+
+impl Found {
+    /// Nothing yet.
+    pub fn new(promise: Promise) -> Self {
+        let loose = Promise::Close { loss: 0.0, gradient: 1e-4, update: 0.1, other_updates: 0.0 };
+        let measure = if promise == Promise::Identical { loose } else { promise };
+        Self { differences: Vec::new(), losses: Vec::new(), identical: true, measure }
+    }
+
+    /// How far apart the run is.
+    pub fn differences(self) -> Vec<Difference> {
+        self.differences
+    }
+
+    fn add(&mut self, kind: Kind, step: usize, tensor: &str, value: f64) {
+        self.differences.push(Difference { kind, step, tensor: tensor.to_owned(), value });
+    }
+
+    /// Adds a number, as a share of one rank's.
+    fn add_number(&mut self, kind: Kind, step: usize, (ours, theirs): (f64, f64)) {
+        self.identical &= apart(ours, theirs) == 0.0;
+        self.add(kind, step, "", apart(ours, theirs) / ours.abs().max(f64::MIN_POSITIVE));
+    }
+
+    /// Adds a step that began with `before`.
+    pub fn add_step(&mut self, single: &Trace, step: usize, before: &[Stored], theirs: &Step) {
+        let ours = &single.steps[step];
+        self.losses.push((ours.loss, theirs.loss));
+        self.add_number(Kind::Loss, step, (ours.loss, theirs.loss));
+        self.add_number(Kind::Norm, step, (ours.norm.into(), theirs.norm.into()));
+        // A tensor whose gradient is nothing but rounding has no size of its own.
+        let sizes = all_largest(&ours.gradients);
+        let least = 1e-3 * sizes.iter().copied().fold(0.0, f64::max);
+        let distances = distances(&ours.gradients, &theirs.gradients);
+        for ((gradient, largest), distance) in ours.gradients.iter().zip(&sizes).zip(&distances) {
+            self.identical &= *distance == 0.0;
+            self.add(Kind::Gradient, step, &gradient.name, share(*distance, largest.max(least)));
+        }
+        let after = single.starts[step + 1].as_slice();
+        let is_moment = |s: &&Stored| matches!(s.state, State::Moment { .. });
+        let moments: Vec<&Stored> = after.iter().filter(is_moment).collect();
+        let distances = distances_of(&moments, &theirs.after);
+        for (moment, distance) in moments.iter().zip(&distances) {
+            self.identical &= *distance == 0.0;
+            let largest = if *distance == 0.0 { 0.0 } else { all_largest(std::slice::from_ref(*moment))[0] };
+            self.add(Kind::Moment, step, &moment.name, share(*distance, largest));
+        }
+        // Whether parameters have the same bits is of interest only where all else has.
+        if self.identical {
+            let others: Vec<&Stored> = after.iter().filter(|s| !is_moment(s)).collect();
+            self.identical = distances_of(&others, &theirs.after).iter().all(|distance| *distance == 0.0);
+        }
+        // As the rule reads them: clipped.
+        let factor = |norm: f32| (single.clip / f64::from(norm)).min(1.0);
+        let (mut names, mut pairs) = (Vec::new(), Vec::new());
+        for state in after {
+            let Some((parameter, rounding)) = updated(state, after) else { continue };
+            let of = |g: &Stored| matches!(g.state, State::Gradient { of } if of == parameter.value);
+            let index = ours.gradients.iter().position(of);
+            let gradient = index.map(|i| &ours.gradients[i]);
+            let other = gradient.and_then(|g| find(&theirs.gradients, &g.name));
+            let ours = Update::of(state, &single.starts[step], after, gradient, factor(ours.norm));
+            let theirs = Update::of(state, before, &theirs.after, other, factor(theirs.norm));
+            let largest = index.map_or(0.0, |i| sizes[i]).max(least) * ours.as_ref().map_or(0.0, |u| u.factor);
+            names.push(&parameter.name);
+            pairs.push(ours.zip(theirs).map(|(ours, theirs)| UpdatePair { ours, theirs, largest, rounding }));
+        }
+        for (name, value) in names.into_iter().zip(other_updates(&pairs, self.measure)) {
+            self.add(Kind::Update, step, name, value);
+        }
+    }
+
+    /// Adds the evaluation after the last step.
+    pub fn add_evaluation(&mut self, single: &Trace, evaluated: f64) {
+        self.add_number(Kind::Evaluation, single.steps.len(), (single.evaluated, evaluated));
+    }
 }
 
 /// A layout may move a number this many times as far as a change of the weights in their last bit does.
@@ -146,17 +220,16 @@ const CHAOS: f64 = 32.0;
 /// goes either way.
 const FREE: usize = 2;
 
+/// What is said of a layout that gave this. `natural` are the differences of one rank from itself with weights that were changed in
+/// their last bit.
 pub(super) fn judge(
     layout: &Layout,
     promise: Promise,
-    single: &Trace,
-    (disturbed, natural): (Option<&Trace>, &mut Natural),
-    parallel: &Trace,
+    found: Found,
+    natural: &[Difference],
+    arena_bytes: Vec<u64>,
 ) -> Comparison {
-    let identical = same_bits(single, parallel);
-    let loose = Promise::Close { loss: 0.0, gradient: 1e-4, update: 0.1, other_updates: 0.0 };
-    let measure = if promise == Promise::Identical { loose } else { promise };
-    let found = differences(single, parallel, measure);
+    let Found { differences: found, losses, identical, .. } = found;
     let largest = |kind: Kind| found.iter().filter(|d| d.kind == kind).map(|d| d.value).fold(0.0, f64::max);
     let criteria = match promise {
         Promise::Identical => {
@@ -165,21 +238,20 @@ pub(super) fn judge(
             vec![Criterion { name: "bits", found: differing, bound: 0.0, promised: 0.0, raised: false, at }]
         }
         Promise::Close { .. } => {
-            let natural = natural.of(single, disturbed, promise);
             Kind::ALL.into_iter().filter_map(|kind| criterion(kind, promise, &found, natural)).collect()
         }
     };
     Comparison {
         layout: layout.to_string(),
         ranks: layout.mesh.ranks(),
-        losses: single.steps.iter().zip(&parallel.steps).map(|(a, b)| (a.loss, b.loss)).collect(),
+        losses,
         loss_difference: largest(Kind::Loss),
         gradient_difference: largest(Kind::Gradient),
         identical,
         promise,
         kept: criteria.iter().all(Criterion::is_kept),
         criteria,
-        arena_bytes: parallel.arena_bytes.clone(),
+        arena_bytes,
     }
 }
 
@@ -215,123 +287,32 @@ fn criterion(kind: Kind, promise: Promise, found: &[Difference], natural: &[Diff
     })
 }
 
-/// A number beside none is infinitely far from it.
-fn apart(a: f64, b: f64) -> f64 {
-    match (a.is_nan(), b.is_nan()) {
-        (true, true) => 0.0,
-        (false, false) if a == b => 0.0,
-        (false, false) => Some((a - b).abs()).filter(|x| x.is_finite()).unwrap_or(f64::INFINITY),
-        _ => f64::INFINITY,
-    }
-}
-
-fn same_bits(a: &Trace, b: &Trace) -> bool {
-    let same = |a: f64, b: f64| a == b || (a.is_nan() && b.is_nan());
-    let all_same = |a: &[Stored], b: &[Stored]| {
-        a.len() == b.len()
-            && a.iter().all(|a| {
-                find(b, &a.name).is_some_and(|b| {
-                    a.bytes == b.bytes || { a.len() == b.len() && (0..a.len()).all(|i| same(a.number(i), b.number(i))) }
-                })
-            })
-    };
-    let step = |(a, b): (&Step, &Step)| {
-        same(a.loss, b.loss)
-            && same(a.norm.into(), b.norm.into())
-            && all_same(&a.gradients, &b.gradients)
-            && all_same(&a.after, &b.after)
-    };
-    same(a.evaluated, b.evaluated) && a.steps.iter().zip(&b.steps).all(step)
-}
-
 fn find<'a>(states: &'a [Stored], name: &str) -> Option<&'a Stored> {
     states.iter().find(|s| s.name == name)
 }
 
-fn largest(x: &Stored) -> f64 {
-    (0..x.len()).fold(0.0, |m: f64, i| m.max(x.number(i).abs()))
+/// A distance as a share of a size; of none, however small the size.
+fn share(distance: f64, size: f64) -> f64 {
+    if distance == 0.0 { 0.0 } else { distance / size }
 }
 
-/// What `f` gives for each of so many, in their order, on all cores: tensors do not depend on each other.
-pub(super) fn each<R: Send>(count: usize, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
-    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(count)));
-    std::thread::scope(|scope| {
-        for _ in 0..cpu::cores().min(count) {
-            scope.spawn(|| {
-                loop {
-                    let i = next.fetch_add(1, Ordering::Relaxed);
-                    if i >= count {
-                        break;
-                    }
-                    let result = f(i);
-                    done.lock().unwrap_or_else(PoisonError::into_inner).push((i, result));
-                }
-            });
-        }
-    });
-    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
-    done.sort_by_key(|(i, _)| *i);
-    done.into_iter().map(|(_, result)| result).collect()
+/// The largest number of each tensor, without its sign.
+fn all_largest(tensors: &[Stored]) -> Vec<f64> {
+    let sizes: Vec<usize> = tensors.iter().map(Stored::len).collect();
+    let found = parts(&sizes, |i, range| largest(&tensors[i], range));
+    found.into_iter().map(|parts| parts.into_iter().fold(0.0, f64::max)).collect()
 }
 
-/// Every difference of two runs of the same steps, always in the same order.
-fn differences(a: &Trace, b: &Trace, promise: Promise) -> Vec<Difference> {
-    let mut all = Vec::new();
-    let relative = |a: f64, b: f64| apart(a, b) / a.abs().max(f64::MIN_POSITIVE);
-    for (step, (ours, theirs)) in a.steps.iter().zip(&b.steps).enumerate() {
-        let difference = |kind, tensor: &str, value| Difference { kind, step, tensor: tensor.to_owned(), value };
-        all.push(difference(Kind::Loss, "", relative(ours.loss, theirs.loss)));
-        all.push(difference(Kind::Norm, "", relative(ours.norm.into(), theirs.norm.into())));
-        // A tensor whose gradient is nothing but rounding has no size of its own.
-        let sizes = each(ours.gradients.len(), |i| largest(&ours.gradients[i]));
-        let least = 1e-3 * sizes.into_iter().fold(0.0, f64::max);
-        all.extend(each(ours.gradients.len(), |i| {
-            let gradient = &ours.gradients[i];
-            let value = most(gradient, find(&theirs.gradients, &gradient.name), least);
-            difference(Kind::Gradient, &gradient.name, value)
-        }));
-        let of_state = |i: usize| {
-            let state = &ours.after[i];
-            if let State::Moment { .. } = &state.state {
-                let value = most(state, find(&theirs.after, &state.name), 0.0);
-                return Some(difference(Kind::Moment, &state.name, value));
-            }
-            let (parameter, rounding) = updated(state, &ours.after)?;
-            let of = |g: &&Stored| matches!(g.state, State::Gradient { of } if of == parameter.value);
-            // As the rule reads them: clipped.
-            let factor = |norm: f32| (a.clip / f64::from(norm)).min(1.0);
-            let update = |before, after, gradient, norm| {
-                let (before, after, gradient) = (find(before, &state.name)?, find(after, &state.name)?, gradient?);
-                let same = [before, after, gradient].iter().all(|x| x.len() == state.len());
-                same.then_some(Update { before, after, gradient, factor: factor(norm) })
-            };
-            let gradient = ours.gradients.iter().find(of);
-            let other = gradient.and_then(|g| find(&theirs.gradients, &g.name));
-            let value = match (
-                update(&a.starts[step], &ours.after, gradient, ours.norm),
-                update(&b.starts[step], &theirs.after, other, theirs.norm),
-            ) {
-                (Some(x), Some(y)) => other_updates(&x, &y, least * factor(ours.norm), rounding, promise),
-                _ => f64::INFINITY,
-            };
-            Some(difference(Kind::Update, &parameter.name, value))
-        };
-        all.extend(each(ours.after.len(), of_state).into_iter().flatten());
-    }
-    let step = a.steps.len();
-    let value = relative(a.evaluated, b.evaluated);
-    all.push(Difference { kind: Kind::Evaluation, step, tensor: String::new(), value });
-    all
+/// The largest difference of an element of each tensor from that of the same name. What is not there is infinitely far.
+fn distances(ours: &[Stored], theirs: &[Stored]) -> Vec<f64> {
+    distances_of(&ours.iter().collect::<Vec<_>>(), theirs)
 }
 
-/// The largest difference of an element, as a share of the tensor's largest, or of `least` where that is more.
-fn most(x: &Stored, other: Option<&Stored>, least: f64) -> f64 {
-    let y = match other {
-        Some(y) if y.len() == x.len() => y,
-        _ => return f64::INFINITY,
-    };
-    let difference = (0..x.len()).map(|i| apart(x.number(i), y.number(i))).fold(0.0, f64::max);
-    if difference == 0.0 { 0.0 } else { difference / largest(x).max(least) }
+fn distances_of(ours: &[&Stored], theirs: &[Stored]) -> Vec<f64> {
+    let others: Vec<_> = ours.iter().map(|x| find(theirs, &x.name).filter(|y| y.len() == x.len())).collect();
+    let sizes: Vec<usize> = ours.iter().map(|x| x.len()).collect();
+    let found = parts(&sizes, |i, range| others[i].map_or(f64::INFINITY, |y| most_apart(ours[i], y, range)));
+    found.into_iter().map(|parts| parts.into_iter().fold(0.0, f64::max)).collect()
 }
 
 /// The parameter that a state is the one updated of, and the rounding of its numbers: the master weights where there are
@@ -352,30 +333,6 @@ fn updated<'a>(state: &'a Stored, all: &'a [Stored]) -> Option<(&'a Stored, f64)
     }
 }
 
-/// The share of elements with another update, of those whose gradient is the same and well away from zero: rules that look at
-/// signs turn the rounding of a gradient that is zero into a whole step. Whether gradients are the same is judged elsewhere.
-fn other_updates(ours: &Update, theirs: &Update, least: f64, rounding: f64, promise: Promise) -> f64 {
-    let Promise::Close { gradient: bound, update, .. } = promise else { return 0.0 };
-    let count = ours.after.len();
-    let largest = (0..count).fold(0.0, |m: f64, i| m.max(ours.gradient(i).abs()));
-    let away = (100.0 * bound).min(0.2) * largest.max(least);
-    let usual = ((0..count).map(|i| ours.change(i)).map(|x| x * x).sum::<f64>() / count.max(1) as f64).sqrt();
-    let (mut counted, mut other) = (0, 0);
-    for i in 0..count {
-        let gradient = ours.gradient(i);
-        let same = apart(gradient, theirs.gradient(i)) <= (10.0 * bound).min(0.1) * gradient.abs();
-        if !same || gradient.abs() < away || away == 0.0 {
-            continue;
-        }
-        counted += 1;
-        let change = ours.change(i);
-        let accepted = update * change.abs().max(usual) + rounding * ours.after.number(i).abs();
-        let difference = apart(change, theirs.change(i));
-        other += usize::from(difference > accepted || (difference > 0.0 && accepted.is_nan()));
-    }
-    other.saturating_sub(FREE) as f64 / f64::from(counted.max(1))
-}
-
 /// A parameter before and after a step, and what the rule read.
 struct Update<'a> {
     before: &'a Stored,
@@ -385,14 +342,78 @@ struct Update<'a> {
     factor: f64,
 }
 
-impl Update<'_> {
-    #[inline]
-    fn change(&self, i: usize) -> f64 {
-        self.after.number(i) - self.before.number(i)
+impl<'a> Update<'a> {
+    /// That of a state, if all that it takes is there.
+    fn of(
+        state: &Stored,
+        before: &'a [Stored],
+        after: &'a [Stored],
+        gradient: Option<&'a Stored>,
+        factor: f64,
+    ) -> Option<Self> {
+        let (before, after, gradient) = (find(before, &state.name)?, find(after, &state.name)?, gradient?);
+        let same = [before, after, gradient].iter().all(|x| x.len() == state.len());
+        same.then_some(Self { before, after, gradient, factor })
     }
 
-    #[inline]
-    fn gradient(&self, i: usize) -> f64 {
-        self.gradient.number(i) * self.factor
+    /// Whether both go from the same bits to the same.
+    fn is_same(&self, other: &Self) -> bool {
+        let same = |a: &Stored, b: &Stored| std::ptr::eq(a, b) || (a.dtype == b.dtype && a.bytes == b.bytes);
+        same(self.before, other.before) && same(self.after, other.after)
     }
+}
+
+/// One rank's update and another of the same parameter.
+struct UpdatePair<'a> {
+    ours: Update<'a>,
+    theirs: Update<'a>,
+    /// The largest gradient that counts as one.
+    largest: f64,
+    /// Of the parameter's numbers.
+    rounding: f64,
+}
+
+/// For each parameter the share of elements with another update, of those whose gradient is the same and well away from zero: rules that
+/// look at signs turn the rounding of a gradient that is zero into a whole step. Whether gradients are the same is judged elsewhere.
+fn other_updates(pairs: &[Option<UpdatePair>], promise: Promise) -> Vec<f64> {
+    let Promise::Close { gradient: bound, update, .. } = promise else { return vec![0.0; pairs.len()] };
+    let differing: Vec<_> = pairs.iter().map(|p| p.as_ref().filter(|p| !p.ours.is_same(&p.theirs))).collect();
+    let sizes: Vec<usize> = differing.iter().map(|p| p.map_or(0, |p| p.ours.after.len())).collect();
+    let squares = parts(&sizes, |i, range| {
+        let mut sum = 0.0;
+        if let Some(UpdatePair { ours, .. }) = differing[i] {
+            blocks([ours.before, ours.after], range, |[before, after]| {
+                sum += before.iter().zip(after).map(|(b, a)| (a - b) * (a - b)).sum::<f64>();
+            });
+        }
+        sum
+    });
+    let root = |(sums, size): (&Vec<f64>, &usize)| (sums.iter().sum::<f64>() / (*size).max(1) as f64).sqrt();
+    let usual: Vec<f64> = squares.iter().zip(&sizes).map(root).collect();
+    let counts = parts(&sizes, |i, range| {
+        let (mut counted, mut other) = (0usize, 0usize);
+        let Some(UpdatePair { ours, theirs, largest, rounding }) = differing[i] else { return (counted, other) };
+        let away = (100.0 * bound).min(0.2) * largest;
+        let tensors = [ours.before, ours.after, ours.gradient, theirs.before, theirs.after, theirs.gradient];
+        blocks(tensors, range, |[before, after, gradient, other_before, other_after, other_gradient]| {
+            for k in 0..before.len() {
+                let (gradient, other_gradient) = (gradient[k] * ours.factor, other_gradient[k] * theirs.factor);
+                let same = apart(gradient, other_gradient) <= (10.0 * bound).min(0.1) * gradient.abs();
+                if !same || gradient.abs() < away || away == 0.0 {
+                    continue;
+                }
+                counted += 1;
+                let change = after[k] - before[k];
+                let accepted = update * change.abs().max(usual[i]) + rounding * after[k].abs();
+                let difference = apart(change, other_after[k] - other_before[k]);
+                other += usize::from(difference > accepted || (difference > 0.0 && accepted.is_nan()));
+            }
+        });
+        (counted, other)
+    });
+    let share = |(pair, counts): (&Option<UpdatePair>, Vec<(usize, usize)>)| {
+        let all = counts.into_iter().fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
+        if pair.is_some() { all.1.saturating_sub(FREE) as f64 / all.0.max(1) as f64 } else { f64::INFINITY }
+    };
+    pairs.iter().zip(counts).map(share).collect()
 }

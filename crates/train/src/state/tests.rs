@@ -34,6 +34,7 @@ fn executor() -> (Vec<Tensor>, CpuExecutor) {
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
         precision: Precision::FP32,
         recompute: Recompute::None,
+        stages: vec![],
         steps: Steps::default(),
     };
     let program = compile_forward(&[("nothing", graph())], &context).unwrap();

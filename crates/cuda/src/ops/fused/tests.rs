@@ -45,6 +45,7 @@ fn program_of(
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
         precision,
         recompute,
+        stages: vec![],
         steps: Steps::default(),
     };
     let graph = lockstep_model::build(&config.model, batch, seq).unwrap();

@@ -1,7 +1,7 @@
 //! How runs end: ranks that disagree, fail or leave.
 
 use super::{Buffer, Make, Subject, adds, must_fail, together};
-use crate::comm::{Collective, CommError, Piece, ProgramPlace, RankGroup};
+use crate::comm::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::DType;
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,7 @@ fn call(subject: &Subject, kind: Collective, shapes: &[(usize, DType)]) -> (Resu
         output: output.pointer(),
         rows: 1,
         elements,
+        order: Order::Group,
         dtype,
     };
     let pieces: Vec<Piece> = memory.iter_mut().zip(shapes).map(piece).collect();

@@ -1,6 +1,6 @@
 //! A rank under test: its communicator, its queues, and the memory that it communicates from.
 
-use crate::comm::{Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup};
+use crate::comm::{Collective, CommError, Communicator, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
 use crate::communication::{Action, CommunicationCall, CommunicationQueue, CommunicationThread, Inline};
 use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
@@ -109,7 +109,7 @@ impl Subject {
 /// Bytes as the piece of a message; there are evenly many.
 fn message(data: *mut u8, bytes: usize) -> Piece {
     let dtype = DType::BF16;
-    Piece { input: data, output: data, rows: 1, elements: bytes / dtype.bytes(), dtype }
+    Piece { input: data, output: data, rows: 1, elements: bytes / dtype.bytes(), order: Order::Group, dtype }
 }
 
 /// Memory of the host.

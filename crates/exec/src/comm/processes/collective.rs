@@ -24,19 +24,21 @@ pub struct Channel {
     place: Writer,
 }
 
-/// Which part of a piece goes from every member to one.
+/// Which part of a piece goes from one member to another.
 #[derive(Clone, Copy)]
 struct Share {
     kind: Collective,
+    /// Whether what is summed over all goes whole.
     whole: bool,
     members: usize,
-    member: usize,
+    from: usize,
+    to: usize,
 }
 
 impl Share {
     /// First element and number of elements of a piece that is summed over all.
     fn slice(&self, piece: &Piece) -> (usize, usize) {
-        if self.whole { (0, piece.elements) } else { slice_of(self.member, self.members, piece) }
+        if self.whole { (0, piece.elements) } else { slice_of(self.to, self.members, piece) }
     }
 
     /// Its bytes, without padding.
@@ -44,6 +46,8 @@ impl Share {
         match self.kind {
             Collective::AllReduce => self.slice(piece).1 * piece.dtype.bytes(),
             Collective::ReduceScatter | Collective::AllGather => piece.bytes(),
+            Collective::Shift if (self.from + 1) % self.members == self.to => piece.bytes(),
+            Collective::Shift => 0,
         }
     }
 
@@ -61,11 +65,11 @@ impl Share {
                 }
                 Collective::ReduceScatter => {
                     for row in 0..piece.rows {
-                        let part = (row * self.members + self.member) * piece.row_bytes();
+                        let part = (row * self.members + self.to) * piece.row_bytes();
                         to.push_from(piece.input.wrapping_add(part), piece.row_bytes());
                     }
                 }
-                Collective::AllGather => to.push_from(piece.input, piece.bytes()),
+                Collective::AllGather | Collective::Shift => to.push_from(piece.input, self.bytes(piece)),
             }
         }
         to.align();
@@ -106,7 +110,7 @@ impl Channel {
             return Ok(());
         }
         let small = pieces.iter().map(Piece::bytes).sum::<usize>() <= SMALL;
-        let share = |member| Share { kind, whole: small, members: n, member };
+        let share = |from, to| Share { kind, whole: small, members: n, from, to };
         self.ask(kind, pieces, place);
         let alike = kind == Collective::AllGather || (kind == Collective::AllReduce && small);
         for i in 1..n {
@@ -114,20 +118,20 @@ impl Channel {
             if i == 1 || !alike {
                 self.head();
                 // SAFETY: the caller vouches.
-                pieces.iter().for_each(|piece| unsafe { share(member).pack(piece, &mut self.packed) });
+                pieces.iter().for_each(|piece| unsafe { share(index, member).pack(piece, &mut self.packed) });
             }
             comm.post(self.members[member], self.stream, self.packed.bytes(), place)?;
         }
         self.collect(comm, index, place)?;
-        let mine = share(index);
-        let data: usize = pieces.iter().map(|piece| mine.bytes(piece).next_multiple_of(8)).sum();
+        let data = |from| pieces.iter().map(|piece| share(from, index).bytes(piece).next_multiple_of(8)).sum();
         self.agreed(index, data, (kind, pieces, place)).map_err(|error| comm.peers().end(error))?;
         // SAFETY: all have agreed and sent as much as is read here; the caller vouches for the pieces.
         unsafe {
             match kind {
-                Collective::AllReduce => self.add_slices(index, mine, pieces),
+                Collective::AllReduce => self.add_slices(index, share(index, index), pieces),
                 Collective::ReduceScatter => self.add_parts(index, pieces),
                 Collective::AllGather => self.gather(index, pieces),
+                Collective::Shift => self.take((index + n - 1) % n, pieces),
             }
         }
         self.recycle(comm);
@@ -175,18 +179,19 @@ impl Channel {
         self.received.iter_mut().filter_map(Option::take).for_each(|frame| comm.inbox.recycle(frame));
     }
 
-    /// Finds where the data of every member's frame begin, if all ask for the same and have sent `data` bytes of them.
+    /// Finds where the data of every member's frame begin, if all ask for the same and have sent as many bytes as `data`
+    /// says.
     fn agreed(
         &mut self,
         index: usize,
-        data: usize,
+        data: impl Fn(usize) -> usize,
         (kind, pieces, place): (Collective, &[Piece], ProgramPlace),
     ) -> Result<(), CommError> {
         let mut same = true;
-        for (frame, start) in self.received.iter().zip(&mut self.starts) {
+        for (member, (frame, start)) in self.received.iter().zip(&mut self.starts).enumerate() {
             let Some(frame) = frame else { continue };
             match head_of(frame.bytes()) {
-                Some((wish, _, at)) if wish == self.wish.0 && frame.bytes().len() == at + data => *start = at,
+                Some((wish, _, at)) if wish == self.wish.0 && frame.bytes().len() == at + data(member) => *start = at,
                 _ => same = false,
             }
         }
@@ -263,6 +268,16 @@ impl Channel {
         }
     }
 
+    /// Copies the inputs of a member into this one's outputs.
+    unsafe fn take(&self, member: usize, pieces: &[Piece]) {
+        let mut offset = 0;
+        for piece in pieces {
+            // SAFETY: inside the frame and the piece, for which the caller vouches.
+            unsafe { copy(self.part(member, offset), piece.output, piece.bytes()) };
+            offset += piece.bytes().next_multiple_of(8);
+        }
+    }
+
     /// Sends round the slices that this member has summed, and fetches the others'.
     unsafe fn spread(
         &mut self,
@@ -301,7 +316,8 @@ impl Channel {
     }
 }
 
-const KINDS: [Collective; 3] = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
+const KINDS: [Collective; 4] =
+    [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift];
 const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
 
 /// What a frame asks for, where, and where its data begin.

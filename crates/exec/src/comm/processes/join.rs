@@ -287,6 +287,11 @@ pub fn join(start: &Start) -> Result<ProcessCommunicator, JoinError> {
     let mesh = Mesh { rank, addresses: &addresses, token: roster.token, deadline };
     match Sockets::connect(&mesh, &listener, &inbox) {
         Ok(sockets) => Ok(ProcessCommunicator::new(rank, inbox, Box::new(sockets), control, members, gate)),
+        Err(_) if inbox.peers.failure().is_some() => {
+            let text = inbox.peers.failure().map_or_else(String::new, ToString::to_string);
+            control.close();
+            Err(JoinError::Refused(text))
+        }
         Err(cause) => {
             inbox.peers.fail(rank, &format!("{cause} (on host {})", members[rank].host));
             control.close();

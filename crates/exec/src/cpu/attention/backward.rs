@@ -5,7 +5,8 @@ use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
 use super::super::simd::{self, Simd, vectorised};
 use super::forward::{hide, round_rows, transpose_rows};
-use super::{HeadShape, KEYS, Mask, Pieces, whole};
+use super::{HeadShape, KEYS, KeyRun, Keys, Mask, Pieces, Places, tiles, whole};
+use lockstep_ir::Run;
 
 /// Queries of a tile: as many as keys, so that tiles meet the diagonal at their corners.
 const QUERIES: usize = KEYS;
@@ -115,63 +116,119 @@ impl Buffers {
     }
 }
 
-/// dqkv; the fifth input, if given, says where documents start. A task owns a key-value head and the query heads that read it.
+/// dqkv; the fifth input, if given, says where documents start.
 pub fn grad<T: Float>(call: Call, window: Option<usize>) {
+    let shape = HeadShape::of(&call);
+    let Some(dqkv) = call.output::<T>(0) else { return };
+    let dkv = Keys::new(&shape, dqkv.wrapping_add(shape.heads * shape.e), shape.width, shape.seq);
+    let kv = Keys::packed(&shape, call.input(1));
+    let inputs = Inputs { o: 2, lse: 3, starts: 4 };
+    over::<T, T, T>(call, (window, inputs), kv, (dqkv, shape.width), dkv, Places::whole(shape.seq));
+}
+
+/// dq and dkv in f32 by a part of the keys that has come `step` ranks far; the sixth input, if given, says where documents start.
+pub fn ring_grad<T: Float>(call: Call, window: Option<usize>, step: usize) {
+    let rows = call.size('s');
+    let places = Places::parts(call.positions(), call.bound.positions_before(step), rows);
+    apart::<T, f32>(call, window, rows, places);
+}
+
+/// dq, and dkv in f32, of a part of the queries over all keys; the sixth input, if given, says where documents start.
+pub fn gathered_grad<T: Float>(call: Call, window: Option<usize>) {
+    let rows = call.size('o');
+    apart::<T, T>(call, window, rows, Places::gathered(call.positions(), call.size('s'), rows));
+}
+
+/// The same for `rows` keys and values that stand apart from queries.
+fn apart<T: Float, Q: Float>(call: Call, window: Option<usize>, rows: usize, places: Places) {
+    let shape = HeadShape::of(&call);
+    let (Some(dq), Some(dkv)) = (call.output::<Q>(0), call.output::<f32>(1)) else {
+        unreachable!("both gradients are wanted");
+    };
+    let kv = Keys::apart(&shape, call.input(2), rows);
+    let dkv = Keys::new(&shape, dkv, kv.width, rows);
+    let inputs = Inputs { o: 3, lse: 4, starts: 5 };
+    over::<T, Q, f32>(call, (window, inputs), kv, (dq, shape.heads * shape.e), dkv, places);
+}
+
+/// Which inputs these are; do and qkv are the first two.
+struct Inputs {
+    o: usize,
+    lse: usize,
+    starts: usize,
+}
+
+/// Gradients of queries, in rows of a width, and of keys and values. A task owns a key-value head and the query heads that read it.
+fn over<T: Float, Q: Float, K: Float>(
+    call: Call,
+    (window, inputs): (Option<usize>, Inputs),
+    kv: Keys<*const T>,
+    (dq, dq_width): (*mut Q, usize),
+    dkv: Keys<*mut K>,
+    places: Places,
+) {
     let shape = HeadShape::of(&call);
     let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let (dout, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
-    let (o, lse) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
-    let starts = Ptr(call.given::<u32>(4).unwrap_or(std::ptr::null()));
-    let Some(dqkv) = call.output::<T>(0).map(Ptr) else { return };
-    let scratch = Ptr(call.scratch::<u8>());
-    let bytes = Buffers::bytes(unit, seq, e);
+    let (o, lse) = (Ptr(call.input::<T>(inputs.o)), Ptr(call.input::<f32>(inputs.lse)));
+    let starts = Ptr(call.given::<u32>(inputs.starts).unwrap_or(std::ptr::null()));
+    let (dq, scratch) = (Ptr(dq), Ptr(call.scratch::<u8>()));
+    let bytes = Buffers::bytes(unit, places.room, e);
     call.pool.run(call.size('b') * kv_heads, |task, worker| {
-        let (b, kv) = (task / kv_heads, task % kv_heads);
-        // SAFETY: the task owns the columns of its heads in dqkv; each worker has buffers of its own.
+        let (b, kv_head) = (task / kv_heads, task % kv_heads);
+        // SAFETY: the task owns the columns of its heads in the gradients; each worker has buffers of its own.
         unsafe {
-            let t = Buffers::carve(scratch.get().add(worker * bytes), unit, seq, e).0;
-            let key = Matrix::rows(qkv.at(shape.k(b, 0, kv)), width);
-            let value = Matrix::rows(qkv.at(shape.v(b, 0, kv)), width);
-            pack_a(simd, key, seq, e, t.keys);
-            pack_a(simd, value, seq, e, t.values);
-            pack_a(simd, key.transposed(), e, seq, t.keys_transposed);
-            t.dk.write_bytes(0, seq.next_multiple_of(KEYS) * t.stride);
-            t.dv.write_bytes(0, seq.next_multiple_of(KEYS) * t.stride);
-            for h in kv * group..(kv + 1) * group {
-                for q0 in (0..seq).step_by(QUERIES) {
-                    let rows = QUERIES.min(seq - q0);
-                    let at = shape.o(b, q0, h);
+            let t = Buffers::carve(scratch.get().add(worker * bytes), unit, places.room, e).0;
+            for run in places.runs() {
+                let [key, value] = kv.head(b, run.row, kv_head);
+                pack_a(simd, key, run.len, e, t.keys.rows_from(unit, run.at));
+                pack_a(simd, value, run.len, e, t.values.rows_from(unit, run.at));
+                pack_a(simd, key.transposed(), e, run.len, t.keys_transposed.rows_deep(unit, run.at));
+            }
+            t.dk.write_bytes(0, places.room.next_multiple_of(KEYS) * t.stride);
+            t.dv.write_bytes(0, places.room.next_multiple_of(KEYS) * t.stride);
+            let tiles =
+                |run: Run| (0..run.len).step_by(QUERIES).map(move |q| (run.local + q, run.whole + q, run.len - q));
+            for h in kv_head * group..(kv_head + 1) * group {
+                for (row, position, rest) in places.queries.into_iter().flat_map(tiles) {
+                    let rows = QUERIES.min(rest);
+                    let at = shape.o(b, row, h);
                     *t.dots = [0.0; QUERIES];
                     row_dots(simd, dout.at(at), o.at(at), heads * e, t.dots.cast(), rows, e);
                     // Queries that are not there weigh nothing.
                     *t.lse = [f32::INFINITY; QUERIES];
-                    std::ptr::copy_nonoverlapping(lse.at((b * heads + h) * seq + q0), t.lse.cast(), rows);
-                    let query = Matrix::rows(qkv.at(shape.q(b, q0, h)), width);
+                    std::ptr::copy_nonoverlapping(lse.at((b * heads + h) * seq + row), t.lse.cast(), rows);
+                    let query = Matrix::rows(qkv.at(shape.q(b, row, h)), width);
                     let (dout, mask) = (Matrix::rows(dout.at(at), heads * e), Mask::of(starts.get(), b, seq, window));
-                    query_tile(simd, &t, query, dout, q0, rows, mask, e, scale);
+                    query_tile(simd, &t, query, dout, (row, position), rows, mask, places.runs(), e, scale);
                     for first in (0..rows).step_by(NR) {
-                        let (dq, to) = (t.dq.add(first * t.stride), dqkv.at(shape.q(b, q0 + first, h)));
-                        transpose_rows(simd, dq, t.transposed, to, width, NR.min(rows - first), e);
+                        let to = dq.at((b * seq + row + first) * dq_width + h * e);
+                        let sums = t.dq.add(first * t.stride);
+                        transpose_rows(simd, sums, t.transposed, to, dq_width, NR.min(rows - first), e);
                     }
                 }
             }
-            round_rows(simd, t.dk, t.stride, dqkv.at(shape.k(b, 0, kv)), width, seq, e);
-            round_rows(simd, t.dv, t.stride, dqkv.at(shape.v(b, 0, kv)), width, seq, e);
+            for run in places.runs() {
+                let (at, from) = (dkv.at(b, run.row, kv_head), run.at * t.stride);
+                round_rows(simd, t.dk.add(from), t.stride, dkv.first.at(at), dkv.width, run.len, e);
+                round_rows(simd, t.dv.add(from), t.stride, dkv.first.at(at + dkv.values), dkv.width, run.len, e);
+            }
         }
     });
 }
 
 /// dq of a tile of queries, and its shares of dk and dv.
 #[allow(clippy::too_many_arguments)]
-unsafe fn query_tile<T: Float>(
+unsafe fn query_tile<'k, T: Float>(
     simd: Simd,
     t: &Buffers,
     query: Matrix<T>,
     dout: Matrix<T>,
-    q0: usize,
+    (row, position): (usize, usize),
     rows: usize,
     mask: Mask,
+    runs: impl Iterator<Item = &'k KeyRun>,
     e: usize,
     scale: f32,
 ) {
@@ -185,31 +242,40 @@ unsafe fn query_tile<T: Float>(
         pack_b(simd, query, e, rows, t.query_rows);
         pack_b(simd, dout, e, rows, t.dout_rows);
         t.dq.write_bytes(0, PANELS * t.stride * NR);
-        for k0 in (mask.first_tile(q0, rows)..q0 + rows).step_by(KEYS) {
-            let keys = KEYS.min(q0 + rows - k0);
-            for p in 0..rows.div_ceil(NR) {
-                // On the diagonal a panel sees the keys up to its last query.
-                let (at, seen) = (p * KEYS * NR, keys.min(q0 + (p + 1) * NR - k0));
-                let shape = (whole(unit, seen), NR, e);
-                let columns = p * NR;
-                let (keys_here, values_here) = (t.keys.rows_from(unit, k0), t.values.rows_from(unit, k0));
-                multiply::<T>(simd, shape, keys_here, t.query.columns_from(columns), into(t.scores.add(at), NR, false));
-                multiply::<T>(simd, shape, values_here, t.dout.columns_from(columns), into(t.dp.add(at), NR, false));
-                hide(t.scores.add(at), k0, seen, q0 + columns, NR.min(rows - columns), mask);
-                t.panel::<T>(simd, p, seen, keys, scale);
-                let ds = Packed::b(unit, t.ds_panels.add(p * t.ds_bytes), KEYS);
-                let dq = into(t.dq.add(columns * t.stride), NR, true);
-                multiply::<T>(simd, (lines, NR, seen), t.keys_transposed.rows_deep(unit, k0), ds, dq);
-            }
-            // Rows of keys that on the diagonal are read from the same panel on.
-            let step = NR.next_multiple_of(unit.rows());
-            for r0 in (0..keys).step_by(step) {
-                let from = if k0 == q0 { r0 / NR * NR } else { 0 };
-                let shape = (whole(unit, step.min(keys - r0)), if unit == Unit::Amx { lines } else { e }, rows - from);
-                let at = (k0 + r0) * t.stride;
-                for (a, b, c) in [(t.p_rows, t.dout_rows, t.dv), (t.ds_rows, t.query_rows, t.dk)] {
-                    let a = a.rows_from(unit, r0).rows_deep(unit, from);
-                    multiply::<T>(simd, shape, a, b.columns_deep(unit, from), into(c.add(at), t.stride, true));
+        let seen = mask.first_of(row, position, rows);
+        for run in runs {
+            let tiles = tiles(run, position, rows, seen);
+            // Where the queries stand among the keys, behind them if the run ends before.
+            let q0 = position.saturating_sub(run.first);
+            for k0 in tiles.clone().step_by(KEYS) {
+                let (keys, at) = (KEYS.min(tiles.end - k0), run.at + k0);
+                for p in 0..rows.div_ceil(NR) {
+                    // On the diagonal a panel sees the keys up to its last query.
+                    let (panel, seen) = (p * KEYS * NR, keys.min(q0 + (p + 1) * NR - k0));
+                    let shape = (whole(unit, seen), NR, e);
+                    let columns = p * NR;
+                    let (keys_here, values_here) = (t.keys.rows_from(unit, at), t.values.rows_from(unit, at));
+                    let (scores, dp) = (into(t.scores.add(panel), NR, false), into(t.dp.add(panel), NR, false));
+                    multiply::<T>(simd, shape, keys_here, t.query.columns_from(columns), scores);
+                    multiply::<T>(simd, shape, values_here, t.dout.columns_from(columns), dp);
+                    let (first, queries) = ((row + columns, position + columns), NR.min(rows - columns));
+                    hide(t.scores.add(panel), run.first + k0, seen, first, queries, mask);
+                    t.panel::<T>(simd, p, seen, keys, scale);
+                    let ds = Packed::b(unit, t.ds_panels.add(p * t.ds_bytes), KEYS);
+                    let dq = into(t.dq.add(columns * t.stride), NR, true);
+                    multiply::<T>(simd, (lines, NR, seen), t.keys_transposed.rows_deep(unit, at), ds, dq);
+                }
+                // Rows of keys that on the diagonal are read from the same panel on.
+                let step = NR.next_multiple_of(unit.rows());
+                for r0 in (0..keys).step_by(step) {
+                    let from = if k0 == q0 { r0 / NR * NR } else { 0 };
+                    let shape =
+                        (whole(unit, step.min(keys - r0)), if unit == Unit::Amx { lines } else { e }, rows - from);
+                    let at = (at + r0) * t.stride;
+                    for (a, b, c) in [(t.p_rows, t.dout_rows, t.dv), (t.ds_rows, t.query_rows, t.dk)] {
+                        let a = a.rows_from(unit, r0).rows_deep(unit, from);
+                        multiply::<T>(simd, shape, a, b.columns_deep(unit, from), into(c.add(at), t.stride, true));
+                    }
                 }
             }
         }

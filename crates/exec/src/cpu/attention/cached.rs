@@ -6,8 +6,8 @@
 use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Unit};
-use super::Mask;
 use super::forward::{Buffers, parts};
+use super::{KEYS, KeyRun, Mask};
 
 /// Appends the new keys and values to the cache, then o.
 pub fn forward<T: Float>(call: Call, window: Option<usize>) {
@@ -49,11 +49,12 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
         unsafe {
             let buffers = Buffers::of(scratch.get(), worker, unit, context, e);
             let mask = Mask::of(std::ptr::null(), b, context, window);
+            let run = KeyRun { len: start + count, ..KeyRun::default() };
             if part * NR < count {
                 let key = cache.at(b * context * cached + kv * e).cast_const();
-                let value = Matrix::rows(key.add(kv_heads * e), cached);
-                let first = mask.first_tile(start + part * NR, 1);
-                buffers.pack(simd, Matrix::rows(key, cached), value, first, start + count, e);
+                let kv = [key, key.add(kv_heads * e)].map(|first| Matrix::rows(first, cached));
+                let first = mask.first_of(0, start + part * NR, 1) / KEYS * KEYS;
+                buffers.pack(simd, kv, &run, (first, run.len), e);
             }
             for h in kv * group..(kv + 1) * group {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
@@ -62,7 +63,8 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
                     if queries > 0 {
                         let query = Matrix::rows(qkv.at((b * seq + first) * width + h * e), width);
                         let (o, null) = (o.at(at(first, h)), std::ptr::null_mut());
-                        buffers.attend(simd, (queries, e, scale), query, start + first, mask, o, heads * e, null);
+                        let (size, at) = ((queries, e, scale), (0, start + first));
+                        buffers.attend(simd, size, query, at, [run].iter(), mask, o, heads * e, null);
                     }
                 }
             }

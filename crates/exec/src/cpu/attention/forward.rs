@@ -4,7 +4,7 @@ use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_b_pair, transpose};
 use super::super::simd::{self, Simd, vectorised};
-use super::{HeadShape, KEYS, Mask, Pieces, whole};
+use super::{HeadShape, KEYS, KeyRun, Keys, Mask, Pieces, Places, tiles, whole};
 
 /// What one thread works with.
 #[derive(Clone, Copy)]
@@ -63,34 +63,36 @@ impl Buffers {
         Self::carve(own, unit, positions, e).0
     }
 
-    /// Packs the keys and values from `first`, a multiple of a tile, up to `end`.
+    /// Packs the keys and values of a run, from `from`, a multiple of a tile, up to `end`.
     pub unsafe fn pack<T: Float>(
         &self,
         simd: Simd,
-        key: Matrix<T>,
-        value: Matrix<T>,
-        first: usize,
-        end: usize,
+        [key, value]: [Matrix<T>; 2],
+        run: &KeyRun,
+        (from, end): (usize, usize),
         e: usize,
     ) {
         let Self { unit, keys, values, .. } = *self;
+        let (row, at, n) = (run.row + from, run.at + from, end - from);
         // SAFETY: the caller vouches for the rows of each.
         unsafe {
-            pack_a(simd, key.skip_rows(first), end - first, e, keys.rows_from(unit, first));
-            pack_a(simd, value.skip_rows(first).transposed(), e, end - first, values.rows_deep(unit, first));
+            pack_a(simd, key.skip_rows(row), n, e, keys.rows_from(unit, at));
+            pack_a(simd, value.skip_rows(row).transposed(), e, n, values.rows_deep(unit, at));
         }
     }
 
-    /// The outputs of up to NR queries, the first of them at position `first`, to rows of `stride`; lse where it is not null.
+    /// The outputs of up to NR queries over runs of keys, to rows of `stride`; lse where it is not null. The first query is in this row, at
+    /// this position.
     #[allow(clippy::too_many_arguments)]
-    pub unsafe fn attend<T: Float>(
+    pub unsafe fn attend<'k, T: Float, O: Float>(
         &self,
         simd: Simd,
         (queries, e, scale): (usize, usize, f32),
         query: Matrix<T>,
-        first: usize,
+        (row, position): (usize, usize),
+        runs: impl Iterator<Item = &'k KeyRun>,
         mask: Mask,
-        o: *mut T,
+        o: *mut O,
         stride: usize,
         lse: *mut f32,
     ) {
@@ -102,19 +104,24 @@ impl Buffers {
             pack_b(simd, query.transposed(), queries, e, packed);
             *lanes = Lanes { maxima: [f32::NEG_INFINITY; NR], sums: [0.0; NR] };
             out.write_bytes(0, rows * NR);
-            let end = first + queries;
-            for k0 in (mask.first_tile(first, queries)..end).step_by(KEYS) {
-                let n = KEYS.min(end - k0);
-                let to = Target::F32 { ptr: scores, stride: NR, add: false };
-                multiply::<T>(simd, (whole(unit, n), NR, e), keys.rows_from(unit, k0), packed, to);
-                hide(scores, k0, n, first, queries, mask);
-                weigh::<T>(simd, unit, scores, weights, n, scale, lanes, out, e);
-                let (value, weight) = (values.rows_deep(unit, k0), Packed::b(unit, weights, KEYS));
-                multiply::<T>(simd, (rows, NR, n), value, weight, Target::F32 { ptr: out, stride: NR, add: true });
+            let seen = mask.first_of(row, position, queries);
+            for run in runs {
+                let tiles = tiles(run, position, queries, seen);
+                for k0 in tiles.clone().step_by(KEYS) {
+                    let (n, at) = (KEYS.min(tiles.end - k0), run.at + k0);
+                    let to = Target::F32 { ptr: scores, stride: NR, add: false };
+                    multiply::<T>(simd, (whole(unit, n), NR, e), keys.rows_from(unit, at), packed, to);
+                    hide(scores, run.first + k0, n, (row, position), queries, mask);
+                    weigh::<T>(simd, unit, scores, weights, n, scale, lanes, out, e);
+                    let (value, weight) = (values.rows_deep(unit, at), Packed::b(unit, weights, KEYS));
+                    multiply::<T>(simd, (rows, NR, n), value, weight, Target::F32 { ptr: out, stride: NR, add: true });
+                }
             }
+            // A query that has seen no key has no weights.
+            let sums = (*lanes).sums.map(|sum| if sum == 0.0 { 1.0 } else { sum });
             for row in 0..e {
                 let row = &mut *out.cast::<[f32; NR]>().add(row);
-                row.iter_mut().zip(&(*lanes).sums).for_each(|(x, sum)| *x /= sum);
+                row.iter_mut().zip(&sums).for_each(|(x, sum)| *x /= sum);
             }
             transpose_rows(simd, out, self.transposed, o, stride, queries, e);
             if !lse.is_null() {
@@ -124,9 +131,16 @@ impl Buffers {
     }
 }
 
-/// Takes the keys that a query must not see out of a tile of `n` keys from `k0` on: those after its own position and those before
-/// its document or its window. `first` is the position of column 0.
-pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, queries: usize, mask: Mask) {
+/// Takes the keys that a query must not see out of a tile of `n` keys from position `k0` on: those after its own position and those
+/// before its document or its window. `row` and `first` are the row and the position of column 0.
+pub(super) unsafe fn hide(
+    scores: *mut f32,
+    k0: usize,
+    n: usize,
+    (row, first): (usize, usize),
+    queries: usize,
+    mask: Mask,
+) {
     for row in (first + 1).saturating_sub(k0)..n {
         let hidden = (k0 + row - first).min(NR);
         // SAFETY: the caller vouches for n rows of NR scores.
@@ -138,7 +152,7 @@ pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, q
     for column in 0..queries {
         // SAFETY: the caller vouches for n rows of NR scores and for the queries.
         unsafe {
-            let before = mask.first(first + column).saturating_sub(k0).min(n);
+            let before = mask.first(row + column, first + column).saturating_sub(k0).min(n);
             (0..before).for_each(|row| *scores.add(row * NR + column) = f32::NEG_INFINITY);
         }
     }
@@ -147,35 +161,57 @@ pub(super) unsafe fn hide(scores: *mut f32, k0: usize, n: usize, first: usize, q
 /// o and lse; the second input, if given, says where documents start.
 pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     let shape = HeadShape::of(&call);
+    over::<T, T>(call, window, Keys::packed(&shape, call.input(0)), Places::whole(shape.seq), 1);
+}
+
+/// o in f32 and lse over a part of the keys that has come `step` ranks far; the third input, if given, says where documents
+/// start.
+pub fn ring<T: Float>(call: Call, window: Option<usize>, step: usize) {
+    let shape = HeadShape::of(&call);
+    let places = Places::parts(call.positions(), call.bound.positions_before(step), shape.seq);
+    over::<T, f32>(call, window, Keys::apart(&shape, call.input(1), shape.seq), places, 2);
+}
+
+/// o and lse of a part of the queries over all keys; the third input, if given, says where documents start.
+pub fn gathered<T: Float>(call: Call, window: Option<usize>) {
+    let (shape, seq) = (HeadShape::of(&call), call.size('o'));
+    let places = Places::gathered(call.positions(), shape.seq, seq);
+    over::<T, T>(call, window, Keys::apart(&shape, call.input(1), seq), places, 2);
+}
+
+/// o and lse of the queries of input 0; input `starts`, if given, says where documents start.
+fn over<T: Float, O: Float>(call: Call, window: Option<usize>, kv: Keys<*const T>, places: Places, starts: usize) {
+    let shape = HeadShape::of(&call);
     let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let qkv = Ptr(call.input::<T>(0));
-    let starts = Ptr(call.given::<u32>(1).unwrap_or(std::ptr::null()));
-    let Some(o) = call.output::<T>(0).map(Ptr) else { return };
+    let starts = Ptr(call.given::<u32>(starts).unwrap_or(std::ptr::null()));
+    let Some(o) = call.output::<O>(0).map(Ptr) else { return };
     let lse = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
     let scratch = Ptr(call.scratch::<u8>());
-    let panels = seq.div_ceil(NR);
+    let panels = places.panels();
+    // Keys behind the last query are seen by none.
+    let end = places.queries.iter().map(|run| run.whole + run.len).max().unwrap_or(0);
     let pairs = call.size('b') * kv_heads;
     let parts = parts(pairs, panels, call.pool.threads());
     call.pool.run(pairs * parts, |task, worker| {
-        let (b, kv, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);
+        let (b, kv_head, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);
         // SAFETY: the task owns these rows of o and lse; each worker has buffers of its own.
         unsafe {
-            let buffers = Buffers::of(scratch.get(), worker, unit, seq, e);
-            let key = Matrix::rows(qkv.at(shape.k(b, 0, kv)), width);
-            let value = Matrix::rows(qkv.at(shape.v(b, 0, kv)), width);
-            buffers.pack(simd, key, value, 0, seq, e);
+            let buffers = Buffers::of(scratch.get(), worker, unit, places.room, e);
+            let runs = || places.runs().filter(|run| run.first < end);
+            runs().for_each(|run| buffers.pack(simd, kv.head(b, 0, kv_head), run, (0, run.len), e));
             let mask = Mask::of(starts.get(), b, seq, window);
-            for h in kv * group..(kv + 1) * group {
-                for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
-                    let queries = NR.min(seq - first);
-                    let query = Matrix::rows(qkv.at(shape.q(b, first, h)), width);
+            for h in kv_head * group..(kv_head + 1) * group {
+                for (row, position, queries) in (part..panels).step_by(parts).map(|panel| places.panel(panel)) {
+                    let query = Matrix::rows(qkv.at(shape.q(b, row, h)), width);
                     let lse = match lse.get() {
                         null if null.is_null() => null,
-                        lse => lse.add((b * heads + h) * seq + first),
+                        lse => lse.add((b * heads + h) * seq + row),
                     };
-                    let o = o.at(shape.o(b, first, h));
-                    buffers.attend(simd, (queries, e, scale), query, first, mask, o, heads * e, lse);
+                    let o = o.at(shape.o(b, row, h));
+                    let (size, at) = ((queries, e, scale), (row, position));
+                    buffers.attend(simd, size, query, at, runs(), mask, o, heads * e, lse);
                 }
             }
         }

@@ -6,22 +6,26 @@
 //! A task owns a key-value head of a sequence, or some of the queries that read it, and packs the keys and values once. Tiles are
 //! transposed: rows are keys, columns are the queries of a panel. So maxima and sums go down the columns in vector registers, and
 //! weights are already laid out as the next matmul reads them. Keys are visited in tiles counted from position 0 and sums go in key order,
-//! so a query's bits do not depend on the queries around it. Scores, sums and gradient sums are in f32; weights and score gradients
+//! so a query's bits do not depend on the queries around it. A context-parallel rank has two chunks of a sequence: tiles of queries and of keys are
+//! counted from the start of each chunk, so chunks meet at the corners of tiles or not at all. Scores, sums and gradient sums are in f32; weights and score gradients
 //! are stored in the compute type for the next matmul.
 
 mod backward;
 mod cached;
 mod forward;
+mod merge;
 pub mod naive;
 
-pub use backward::grad;
+pub use backward::{gathered_grad, grad, ring_grad};
 pub use cached::forward as cached;
-pub use forward::forward;
+pub use forward::{forward, gathered, ring};
+pub use merge::merge;
 
-use super::call::Call;
-use super::gemm::{K_STEP, NR, Unit};
+use super::call::{Call, Ptr};
+use super::float::Float;
+use super::gemm::{K_STEP, Matrix, NR, Unit};
 use super::simd::Simd;
-use lockstep_ir::DType;
+use lockstep_ir::{DType, Run, Span};
 
 /// Keys of a tile: whole panels of every unit.
 const KEYS: usize = 96;
@@ -70,17 +74,135 @@ impl HeadShape {
     }
 }
 
+/// Keys and values, in rows of their own or of packed Q·K·V: K of all heads, then V.
+#[derive(Clone, Copy)]
+struct Keys<T> {
+    first: Ptr<T>,
+    /// Elements of a row, and of the K section.
+    width: usize,
+    values: usize,
+    /// Rows of a sequence.
+    rows: usize,
+    e: usize,
+}
+
+impl<T> Keys<*const T> {
+    /// Those of packed Q·K·V.
+    fn packed(shape: &HeadShape, qkv: *const T) -> Self {
+        Self::new(shape, qkv.wrapping_add(shape.heads * shape.e), shape.width, shape.seq)
+    }
+
+    /// Those of packed K·V with so many rows.
+    fn apart(shape: &HeadShape, kv: *const T, rows: usize) -> Self {
+        Self::new(shape, kv, 2 * shape.kv_heads * shape.e, rows)
+    }
+}
+
+impl<T> Keys<T> {
+    fn new(shape: &HeadShape, first: T, width: usize, rows: usize) -> Self {
+        Self { first: Ptr(first), width, values: shape.kv_heads * shape.e, rows, e: shape.e }
+    }
+
+    /// Where row `row` of sequence `b` starts for a key head.
+    fn at(&self, b: usize, row: usize, head: usize) -> usize {
+        (b * self.rows + row) * self.width + head * self.e
+    }
+}
+
+impl<T: Float> Keys<*const T> {
+    /// Keys and values of a head from a row on.
+    ///
+    /// # Safety
+    /// The operand has the row.
+    unsafe fn head(&self, b: usize, row: usize, head: usize) -> [Matrix<T>; 2] {
+        let at = self.at(b, row, head);
+        // SAFETY: the caller vouches.
+        [at, at + self.values].map(|at| Matrix::rows(unsafe { self.first.at(at) }, self.width))
+    }
+}
+
+/// Keys that stand together: where they are in the sequence, in their operand, and packed, from a multiple of a tile on.
+#[derive(Clone, Copy, Default)]
+struct KeyRun {
+    /// Position of the first.
+    first: usize,
+    /// Its row in the operand.
+    row: usize,
+    /// Where it is packed.
+    at: usize,
+    len: usize,
+}
+
+/// Most runs of keys: those of two chunks, before, between and behind them.
+const RUNS: usize = 5;
+
+/// Which positions a rank's queries and its keys have. A run of keys is one of queries, or has no position of any.
+#[derive(Clone, Copy)]
+struct Places {
+    queries: [Run; 2],
+    keys: [KeyRun; RUNS],
+    /// Rows of packed keys.
+    room: usize,
+}
+
+impl Places {
+    fn new(queries: [Run; 2], runs: impl IntoIterator<Item = Run>) -> Self {
+        let (mut keys, mut room) = ([KeyRun::default(); RUNS], 0);
+        for (to, Run { whole: first, local: row, len }) in keys.iter_mut().zip(runs.into_iter().filter(|r| r.len > 0)) {
+            *to = KeyRun { first, row, at: room, len };
+            room += len.next_multiple_of(KEYS);
+        }
+        Self { queries, keys, room }
+    }
+
+    /// Sequences of `seq` positions that are here whole.
+    fn whole(seq: usize) -> Self {
+        let all = Span::ALL.runs(seq);
+        Self { room: seq, ..Self::new(all, all) }
+    }
+
+    /// Parts of as many positions.
+    fn parts(queries: Span, keys: Span, rows: usize) -> Self {
+        Self::new(queries.runs(rows), keys.runs(rows))
+    }
+
+    /// A part of the queries, over all `seq` keys.
+    fn gathered(queries: Span, rows: usize, seq: usize) -> Self {
+        let queries = queries.runs(rows);
+        let [a, b] = queries.map(|run| (run.whole, run.whole + run.len));
+        let run = |(from, to): (usize, usize)| Run { whole: from, local: from, len: to.saturating_sub(from) };
+        let last = if b.0 < b.1 { b } else { a };
+        Self::new(queries, [(0, a.0), a, (a.1, b.0), b, (last.1, seq)].map(run))
+    }
+
+    /// Panels of up to `NR` queries, each in one run: (its first row, that one's position, queries).
+    fn panels(&self) -> usize {
+        self.queries.iter().map(|run| run.len.div_ceil(NR)).sum()
+    }
+
+    fn panel(&self, index: usize) -> (usize, usize, usize) {
+        let before = self.queries[0].len.div_ceil(NR);
+        let (run, index) = if index < before { (self.queries[0], index) } else { (self.queries[1], index - before) };
+        (run.local + index * NR, run.whole + index * NR, NR.min(run.len - index * NR))
+    }
+
+    /// The runs of keys that there are.
+    fn runs(&self) -> impl Iterator<Item = &KeyRun> {
+        self.keys.iter().filter(|run| run.len > 0)
+    }
+}
+
 /// What queries of a sequence see of the keys up to their own.
 #[derive(Clone, Copy)]
 struct Mask {
-    /// Where the document of every position starts; null where all are in one document.
+    /// Where the document of every row starts; null where all are in one document.
     starts: *const u32,
     /// How many keys a query sees at most.
     window: usize,
 }
 
 impl Mask {
-    /// Of sequence `b`; `starts` is null or has an element per position of every sequence.
+    /// Of sequence `b`; `starts` is null or has an element per row of every sequence.
     fn of(starts: *const u32, b: usize, seq: usize, window: Option<usize>) -> Self {
         let starts = if starts.is_null() { starts } else { starts.wrapping_add(b * seq) };
         Self { starts, window: window.unwrap_or(usize::MAX).max(1) }
@@ -91,28 +213,34 @@ impl Mask {
         self.starts.is_null() && self.window == usize::MAX
     }
 
-    /// The first key that the query at a position sees. A start after the query counts as the query.
+    /// The first key that the query in a row, at a position, sees. A start after the query counts as the query.
     ///
     /// # Safety
-    /// The sequence has the position.
-    unsafe fn first(self, position: usize) -> usize {
+    /// The sequence has the row.
+    unsafe fn first(self, row: usize, position: usize) -> usize {
         let start = match self.starts.is_null() {
             true => 0,
             // SAFETY: the caller vouches.
-            false => (unsafe { *self.starts.add(position) } as usize).min(position),
+            false => (unsafe { *self.starts.add(row) } as usize).min(position),
         };
         start.max((position + 1).saturating_sub(self.window))
     }
 
-    /// The first tile of keys that one of `queries` queries from `first` on sees.
+    /// The first key that one of `queries` queries from a row, at a position, on sees.
     ///
     /// # Safety
-    /// The sequence has these positions.
-    unsafe fn first_tile(self, first: usize, queries: usize) -> usize {
+    /// The sequence has these rows.
+    unsafe fn first_of(self, row: usize, position: usize, queries: usize) -> usize {
         // SAFETY: the caller vouches.
-        let seen = (first..first + queries).map(|q| unsafe { self.first(q) }).min().unwrap_or(0);
-        seen / KEYS * KEYS
+        (0..queries).map(|q| unsafe { self.first(row + q, position + q) }).min().unwrap_or(0)
     }
+}
+
+/// The tiles of a run of keys that some of `queries` queries from `position` on see, the first key that one of them sees being
+/// `seen`: where in the run they start, and how far keys are seen.
+fn tiles(run: &KeyRun, position: usize, queries: usize, seen: usize) -> std::ops::Range<usize> {
+    let end = (position + queries).saturating_sub(run.first).min(run.len);
+    seen.saturating_sub(run.first) / KEYS * KEYS..end
 }
 
 /// Rows of a matmul whose target has room for whole tiles: tile registers write them whole.
@@ -163,6 +291,20 @@ impl Scratch {
         }
     }
 
+    /// The same where there are so many positions more than the letter says.
+    fn and_positions(self, more: usize) -> Self {
+        Self {
+            fixed: self.fixed + more * self.per_position,
+            per_element: self.per_element + more * self.per_both,
+            ..self
+        }
+    }
+
+    /// The same for keys in runs.
+    pub fn in_runs(self) -> Self {
+        self.and_positions(RUNS * KEYS)
+    }
+
     /// As a device profile's terms, with the letter of positions.
     pub fn terms(&self, position: &'static str, both: &'static str) -> (u64, Vec<(u64, &'static str)>) {
         let terms = [(self.per_element, "e"), (self.per_position, position), (self.per_both, both)];
@@ -203,8 +345,58 @@ mod tests {
         ];
         for (starts, window, first, queries, expected) in cases {
             // SAFETY: there are starts of 400 positions, or none.
-            let found = unsafe { Mask::of(starts, 0, 400, window).first_tile(first, queries) };
-            assert_eq!(found, expected, "{window:?} {first} {queries}");
+            let seen = unsafe { Mask::of(starts, 0, 400, window).first_of(first, first, queries) };
+            let found = tiles(&Places::whole(400).keys[0], first, queries, seen);
+            assert_eq!(found, expected..first + queries, "{window:?} {first} {queries}");
+        }
+    }
+
+    /// Tiles that all queries of a rank visit, as the kernels do: in the forward pass by panels, in the backward pass by tiles.
+    fn visited(places: &Places, window: Option<usize>) -> [usize; 2] {
+        [NR, KEYS].map(|step| {
+            let mask = Mask::of(std::ptr::null(), 0, 0, window);
+            let of_run = |queries: &Run| -> usize {
+                let panels = (0..queries.len).step_by(step).map(|q| (queries.whole + q, step.min(queries.len - q)));
+                let tiles = panels.flat_map(|(position, n)| {
+                    // SAFETY: there are no documents.
+                    let seen = unsafe { mask.first_of(0, position, n) };
+                    places.runs().map(move |run| tiles(run, position, n, seen).step_by(KEYS).count())
+                });
+                tiles.sum()
+            };
+            places.queries.iter().map(of_run).sum()
+        })
+    }
+
+    #[test]
+    fn causal_attention_visits_as_many_tiles_on_every_context_parallel_rank_in_every_step() {
+        for (seq, parts) in [(64, 2), (800, 2), (2400, 4), (1728, 3)] {
+            let chunk = seq / parts / 2;
+            let span = |i: usize| Span { first: i * chunk, count: chunk, then: (2 * parts - 1 - i) * chunk };
+            let ring = |i: usize, window| {
+                let step =
+                    |k: usize| visited(&Places::parts(span(i), span((i + parts - k) % parts), 2 * chunk), window);
+                (0..parts).map(step).fold([0, 0], |a, b| [a[0] + b[0], a[1] + b[1]])
+            };
+            let gathered = |i: usize| visited(&Places::gathered(span(i), 2 * chunk, seq), None);
+            assert!((1..parts).all(|i| ring(i, None) == ring(0, None)), "{seq} over {parts}");
+            if chunk.is_multiple_of(KEYS) {
+                assert!((0..parts).all(|i| gathered(i) == ring(0, None)), "{seq} over {parts}, gathered");
+            }
+            if chunk > 2 * KEYS {
+                assert_ne!(ring(0, Some(chunk)), ring(1, Some(chunk)), "a window makes ranks unequal");
+            }
+        }
+    }
+
+    #[test]
+    fn runs_of_keys_cover_the_sequence_and_are_packed_apart() {
+        for (first, count, then, rows, seq) in [(0, 5, 15, 10, 20), (5, 5, 10, 10, 20), (10, 10, 20, 10, 20)] {
+            let places = Places::gathered(Span { first, count, then }, rows, seq);
+            let covered: Vec<usize> = places.runs().flat_map(|run| run.first..run.first + run.len).collect();
+            assert_eq!(covered, (0..seq).collect::<Vec<_>>());
+            assert!(places.runs().zip(places.runs().skip(1)).all(|(a, b)| a.at + a.len <= b.at));
+            assert!(places.runs().all(|run| run.at.is_multiple_of(KEYS) && run.at + run.len <= places.room));
         }
     }
 

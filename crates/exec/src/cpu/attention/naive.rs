@@ -32,7 +32,7 @@ pub fn scores<T: Float>(call: Call, window: Option<usize>) {
             let mask = Ptr(Mask::of(starts.get(), b, seq, window));
             call.rows(seq, |from, to| {
                 for s in from..to {
-                    let (first, row) = (mask.get().first(s), ((b * shape.heads + h) * seq + s) * seq);
+                    let (first, row) = (mask.get().first(s, s), ((b * shape.heads + h) * seq + s) * seq);
                     softmax_row(call.simd, p.at(row), raw.at(s * seq), first, s + 1, seq, scale);
                 }
             });

@@ -1,0 +1,250 @@
+//! Attention over context-parallel ranks, each of which has a part of every sequence.
+//!
+//! *Ring*: keys and values go around. In step i a rank has those of the rank i before it, and merges attention over them into what it
+//! has by log-sum-exp; those of the next step are on their way meanwhile. Backward, keys and values go around again, and so do
+//! their gradients, in f32: every rank adds its share and passes them on, the last hop is to their owner.
+//!
+//! *Gather*: every rank has all keys and values for the moment; the sweep of `shard` gathers them, and scatters the sum of their
+//! gradients.
+
+use lockstep_ir::graph::{Node, Phase};
+use lockstep_ir::{ContextParallel, DType, Graph, Layout, MeshAxis, Op, TypeError, ValueId};
+
+/// Rewrites every attention: of the forward pass, recomputed ones, and gradients.
+pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<(), TypeError> {
+    let parts = layout.mesh.size(MeshAxis::Cp);
+    for node in std::mem::take(&mut g.nodes) {
+        let name = node.outputs.first().copied().flatten().map_or(String::new(), |v| g.get(v).name.clone());
+        let rewrite = |g, window| Rewrite { g, phase: node.phase, layer: node.layer, name, window, parts };
+        if let Op::Attention { window } = node.op {
+            let rewrite = rewrite(&mut *g, window);
+            match layout.context {
+                ContextParallel::Ring => rewrite.ring(&node)?,
+                ContextParallel::Gather => rewrite.gather(&node)?,
+            }
+        } else if let Op::AttentionGrad { window } = node.op {
+            let rewrite = rewrite(&mut *g, window);
+            match layout.context {
+                ContextParallel::Ring => rewrite.ring_grad(&node)?,
+                ContextParallel::Gather => rewrite.gather_grad(&node)?,
+            }
+        } else {
+            g.nodes.push(node);
+        }
+    }
+    Ok(())
+}
+
+/// One attention that is rewritten.
+struct Rewrite<'a> {
+    g: &'a mut Graph,
+    phase: Phase,
+    layer: Option<usize>,
+    name: String,
+    window: Option<usize>,
+    parts: usize,
+}
+
+impl Rewrite<'_> {
+    /// Adds a node; the first of its outputs is called after the attention.
+    fn node(&mut self, op: Op, inputs: &[ValueId], what: &str) -> Result<Vec<ValueId>, TypeError> {
+        self.g.node(op, inputs, &format!("{}.{what}", self.name), self.phase, self.layer)
+    }
+
+    fn one(&mut self, op: Op, inputs: &[ValueId], what: &str) -> Result<ValueId, TypeError> {
+        Ok(self.node(op, inputs, what)?[0])
+    }
+
+    /// Lets an output of the last node be a value that was there before, or unused.
+    fn last_is(&mut self, output: usize, value: Option<ValueId>) {
+        if let Some(last) = self.g.nodes.last_mut() {
+            last.outputs[output] = value;
+        }
+    }
+
+    fn keys_and_values(&mut self, qkv: ValueId) -> Result<ValueId, TypeError> {
+        self.one(Op::Slice { first: 1, count: 2 }, &[qkv], "kv")
+    }
+
+    fn shift(&mut self, v: ValueId, what: &str) -> Result<ValueId, TypeError> {
+        self.one(Op::Shift { over: MeshAxis::Cp.into() }, &[v], what)
+    }
+
+    /// Keys and values of a step, having sent them on to where they are needed in the next.
+    fn send_on(&mut self, kv: ValueId, step: usize) -> Result<Option<ValueId>, TypeError> {
+        let next = step + 1;
+        (next < self.parts).then(|| self.shift(kv, &format!("kv.{next}"))).transpose()
+    }
+
+    /// In another type, where it is not of that type.
+    fn cast(&mut self, v: ValueId, to: DType, what: &str) -> Result<ValueId, TypeError> {
+        if self.g.ty(v).dtype == to { Ok(v) } else { self.one(Op::Cast { to }, &[v], what) }
+    }
+
+    fn ring(mut self, node: &Node) -> Result<(), TypeError> {
+        let ([qkv, starts @ ..], [o, lse]) = (&node.inputs[..], &node.outputs[..]) else { return Ok(()) };
+        let (window, parts) = (self.window, self.parts);
+        let mut next = Some(self.keys_and_values(*qkv)?);
+        let mut sum: Option<[ValueId; 2]> = None;
+        for step in 0..parts {
+            let Some(kv) = next else { break };
+            next = self.send_on(kv, step)?;
+            let reads = [&[*qkv, kv], starts].concat();
+            let made = self.node(Op::RingAttention { window, step, parts }, &reads, &format!("step.{step}"))?;
+            sum = Some(match sum {
+                None => [made[0], made[1]],
+                Some([o, lse]) => {
+                    let merged = self.node(Op::AttentionMerge, &[o, lse, made[0], made[1]], &format!("sum.{step}"))?;
+                    [merged[0], merged[1]]
+                }
+            });
+        }
+        self.last_is(1, *lse);
+        let (Some([sum, _]), Some(o)) = (sum, o) else { return Ok(()) };
+        let to = self.g.ty(*o).dtype;
+        if to != DType::F32 {
+            self.cast(sum, to, "rounded")?;
+        }
+        self.last_is(0, Some(*o));
+        Ok(())
+    }
+
+    fn ring_grad(mut self, node: &Node) -> Result<(), TypeError> {
+        let [dout, qkv, o, lse, starts @ ..] = &node.inputs[..] else { return Ok(()) };
+        let (window, parts) = (self.window, self.parts);
+        let mut next = Some(self.keys_and_values(*qkv)?);
+        let (mut own, mut dq, mut on_the_way): (Option<ValueId>, Option<ValueId>, Option<ValueId>) = Default::default();
+        for step in 0..parts {
+            let Some(kv) = next else { break };
+            next = self.send_on(kv, step)?;
+            let reads = [&[*dout, *qkv, kv, *o, *lse], starts].concat();
+            let grad = Op::RingAttentionGrad { window, step, parts };
+            let made = self.node(grad, &reads, &format!("dq.{step}"))?;
+            if step == 0 {
+                own = Some(made[1]);
+            } else {
+                let share = match on_the_way {
+                    None => made[1],
+                    Some(others) => self.one(Op::Add, &[others, made[1]], &format!("dkv.sum.{step}"))?,
+                };
+                on_the_way = Some(self.shift(share, &format!("dkv.{step}"))?);
+            }
+            dq = Some(match dq {
+                None => made[0],
+                Some(dq) => self.one(Op::Add, &[dq, made[0]], &format!("dq.sum.{step}"))?,
+            });
+        }
+        let (Some(dq), Some(own)) = (dq, own) else { return Ok(()) };
+        let dkv = match on_the_way {
+            None => own,
+            Some(others) => self.one(Op::Add, &[others, own], "dkv")?,
+        };
+        self.join(dq, dkv, node)
+    }
+
+    fn gather(mut self, node: &Node) -> Result<(), TypeError> {
+        let [qkv, starts @ ..] = &node.inputs[..] else { return Ok(()) };
+        let kv = self.keys_and_values(*qkv)?;
+        let reads = [&[*qkv, kv], starts].concat();
+        self.node(Op::GatheredAttention { window: self.window }, &reads, "o")?;
+        (0..2).for_each(|output| self.last_is(output, node.outputs[output]));
+        Ok(())
+    }
+
+    fn gather_grad(mut self, node: &Node) -> Result<(), TypeError> {
+        let [dout, qkv, o, lse, starts @ ..] = &node.inputs[..] else { return Ok(()) };
+        let kv = self.keys_and_values(*qkv)?;
+        let reads = [&[*dout, *qkv, kv, *o, *lse], starts].concat();
+        let made = self.node(Op::GatheredAttentionGrad { window: self.window }, &reads, "dq")?;
+        self.join(made[0], made[1], node)
+    }
+
+    /// Packed Q·K·V of gradients.
+    fn join(&mut self, dq: ValueId, dkv: ValueId, node: &Node) -> Result<(), TypeError> {
+        let Some(dqkv) = node.outputs[0] else { return Ok(()) };
+        let to = self.g.ty(dqkv).dtype;
+        let (dq, dkv) = (self.cast(dq, to, "dq.rounded")?, self.cast(dkv, to, "dkv.rounded")?);
+        self.node(Op::Concat, &[dq, dkv], "joined")?;
+        self.last_is(0, Some(dqkv));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Context;
+    use crate::passes::shard::shard;
+    use crate::passes::tests::{lines, small_model};
+    use lockstep_ir::graph::Phase;
+    use lockstep_ir::{Axis, DType, Dim, Graph, Layout, Op, Section, TensorType};
+
+    /// Attention of packed Q·K·V and its gradient, sharded.
+    fn sharded(layout: &str, dtype: DType) -> Graph {
+        let mut g = Graph::new();
+        let heads = |axis, count| Section { axis, count, unit: 2 };
+        let [b, s] = [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 12)];
+        let act = |sections: &[Section]| TensorType::new(dtype, [b.clone(), s.clone(), Dim::packed(sections.to_vec())]);
+        let (q, kv) = (heads(Axis::Heads, 4), heads(Axis::KvHeads, 2));
+        let qkv = g.input("qkv", act(&[q, kv, kv]));
+        let dout = g.input("do", act(&[q]));
+        let made = g.node(Op::Attention { window: None }, &[qkv], "o", Phase::Forward, Some(3)).unwrap();
+        let reads = [dout, qkv, made[0], made[1]];
+        g.node(Op::AttentionGrad { window: None }, &reads, "d.qkv", Phase::InputGrad, Some(3)).unwrap();
+        let layout: Layout = layout.parse().unwrap();
+        shard(&g, &Context { layout, ..small_model().1 }).unwrap()
+    }
+
+    /// What is computed from what, without types.
+    fn short(g: &Graph) -> String {
+        let calls = lines(g, &[" = "], false);
+        calls.lines().map(|line| line.replace(" @(cp: split 1)", "").replace(" @(cp: split 2)", "") + "\n").collect()
+    }
+
+    #[test]
+    fn keys_of_the_next_step_are_sent_before_those_of_this_one_are_used() {
+        assert_eq!(
+            short(&sharded("cp=3", DType::F32)),
+            "\
+F o.kv = slice(qkv) { first: 1, count: 2 }
+F o.kv.1 = shift(o.kv) { over: cp }
+F o.step.0, o.step.0.lse = ring_attention(qkv, o.kv) { window: None, step: 0, parts: 3 }
+F o.kv.2 = shift(o.kv.1) { over: cp }
+F o.step.1, o.step.1.lse = ring_attention(qkv, o.kv.1) { window: None, step: 1, parts: 3 }
+F o.sum.1, o.sum.1.lse = attention_merge(o.step.0, o.step.0.lse, o.step.1, o.step.1.lse)
+F o.step.2, o.step.2.lse = ring_attention(qkv, o.kv.2) { window: None, step: 2, parts: 3 }
+F o, o.lse = attention_merge(o.sum.1, o.sum.1.lse, o.step.2, o.step.2.lse)
+B d.qkv.kv = slice(qkv) { first: 1, count: 2 }
+B d.qkv.kv.1 = shift(d.qkv.kv) { over: cp }
+B d.qkv.dq.0, d.qkv.dq.0.dkv = ring_attention_grad(do, qkv, d.qkv.kv, o, o.lse) { window: None, step: 0, parts: 3 }
+B d.qkv.kv.2 = shift(d.qkv.kv.1) { over: cp }
+B d.qkv.dq.1, d.qkv.dq.1.dkv = ring_attention_grad(do, qkv, d.qkv.kv.1, o, o.lse) { window: None, step: 1, parts: 3 }
+B d.qkv.dkv.1 = shift(d.qkv.dq.1.dkv) { over: cp }
+B d.qkv.dq.sum.1 = add(d.qkv.dq.0, d.qkv.dq.1)
+B d.qkv.dq.2, d.qkv.dq.2.dkv = ring_attention_grad(do, qkv, d.qkv.kv.2, o, o.lse) { window: None, step: 2, parts: 3 }
+B d.qkv.dkv.sum.2 = add(d.qkv.dkv.1, d.qkv.dq.2.dkv)
+B d.qkv.dkv.2 = shift(d.qkv.dkv.sum.2) { over: cp }
+B d.qkv.dq.sum.2 = add(d.qkv.dq.sum.1, d.qkv.dq.2)
+B d.qkv.dkv = add(d.qkv.dkv.2, d.qkv.dq.0.dkv)
+B d.qkv = concat(d.qkv.dq.sum.2, d.qkv.dkv)
+"
+        );
+    }
+
+    #[test]
+    fn gathered_keys_are_gathered_again_and_their_gradients_scattered_in_f32() {
+        assert_eq!(
+            lines(&sharded("cp=2,context=gather", DType::BF16), &[" = "], true),
+            "\
+F o.kv: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = slice(qkv) { first: 1, count: 2 }
+F o.kv.gathered: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] = all_gather(o.kv) { over: cp, dim: Some(1) }
+F o: bf16[batch:1, seq:12, heads:4×2] @(cp: split 1), o.lse: f32[batch:1, heads:4, seq:12] @(cp: split 2) = gathered_attention(qkv, o.kv.gathered) { window: None }
+B d.qkv.kv: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = slice(qkv) { first: 1, count: 2 }
+B d.qkv.kv.gathered: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] = all_gather(d.qkv.kv) { over: cp, dim: Some(1) }
+B d.qkv.dq: bf16[batch:1, seq:12, heads:4×2] @(cp: split 1), d.qkv.dq.dkv: f32[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: partial) = gathered_attention_grad(do, qkv, d.qkv.kv.gathered, o, o.lse) { window: None }
+B d.qkv.dq.dkv.scattered: f32[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = reduce_scatter(d.qkv.dq.dkv) { over: cp, dim: Some(1) }
+B d.qkv.dkv.rounded: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = cast(d.qkv.dq.dkv.scattered) { to: BF16 }
+B d.qkv: bf16[batch:1, seq:12, heads:4×2+kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = concat(d.qkv.dq, d.qkv.dkv.rounded)
+"
+        );
+    }
+}

@@ -1,0 +1,278 @@
+//! Attention of context-parallel ranks: cuDNN's fused kernels block by block where nothing but the causal mask cuts them, else kernels
+//! of our own.
+
+use super::blocks::{Block, Parted};
+use super::plans::{AttentionShape, Operands, SLACK, execute};
+use super::table::Room;
+use super::{Rows, WARPS, own_forward, own_grad};
+use crate::CudaError;
+use crate::call::Call;
+use crate::driver::{ALIGNMENT, Address};
+use crate::kernels::args;
+use lockstep_ir::{DType, Workspace};
+
+/// Scratch of the forward kernels: cuDNN's, o and log-sum-exps of a block, and all log-sum-exps where they are otherwise unused.
+pub fn scratch(compute: DType) -> Workspace {
+    match compute {
+        DType::BF16 => Workspace { fixed: SLACK + 3 * ALIGNMENT, terms: vec![(2, "bsh"), (8, "bqs")] },
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
+    }
+}
+
+/// Terms of the scratch of backward kernels that grow with keys, and that of all of dS.
+type KeyTerms = [(u64, &'static str); 2];
+const OF_A_PART: (KeyTerms, (u64, &str)) = ([(4, "bth"), (2, "btw")], (2, "bqST"));
+const OF_ALL: (KeyTerms, (u64, &str)) = ([(4, "boh"), (2, "bow")], (2, "bqSO"));
+
+/// Scratch of the backward kernels of a step of the ring: see [`GradScratch`]. Without cuDNN, a number per row.
+pub fn ring_grad_scratch(compute: DType, deterministic: bool) -> Workspace {
+    grad_scratch(compute, deterministic, OF_A_PART)
+}
+
+/// Scratch of the backward kernels over gathered keys.
+pub fn gathered_grad_scratch(compute: DType, deterministic: bool) -> Workspace {
+    grad_scratch(compute, deterministic, OF_ALL)
+}
+
+fn grad_scratch(compute: DType, deterministic: bool, (keys, scores): (KeyTerms, (u64, &'static str))) -> Workspace {
+    match compute {
+        DType::BF16 => {
+            let rows = [(6, "bsh"), (12, "bqs")];
+            let terms = rows.into_iter().chain(keys).chain(deterministic.then_some(scores));
+            Workspace { fixed: SLACK + 5 * ALIGNMENT, terms: terms.collect() }
+        }
+        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => {
+            Workspace { fixed: 0, terms: vec![(4, "bqs")] }
+        }
+    }
+}
+
+/// Where things of a block are in the scratch of a backward pass.
+struct GradScratch {
+    stats: Address,
+    /// dQ in f32, where it is added up in no order.
+    dq_sum: Address,
+    /// dQ; dK and dV in packed rows.
+    dq: Address,
+    dkv: Address,
+    plan: Address,
+}
+
+impl GradScratch {
+    fn new(shape: &AttentionShape, room: &mut Room) -> Self {
+        let (queries, keys) = (shape.batch * shape.seq, shape.batch * shape.keys());
+        Self {
+            stats: room.take(shape.row_bytes()),
+            dq_sum: room.take(shape.dq_bytes()),
+            dq: room.take((2 * queries * shape.heads * shape.e) as u64),
+            dkv: room.take((4 * keys * shape.kv_heads * shape.e) as u64),
+            plan: room.take(shape.most_scratch()),
+        }
+    }
+}
+
+/// What the instruction says.
+fn parted(call: &Call) -> Result<Parted, CudaError> {
+    let other = || CudaError::Internal(format!("{} is no attention over parts", call.bound.op.name()));
+    Parted::of(&call.bound.op).ok_or_else(other)
+}
+
+/// Queries of packed Q·K·V over packed K·V.
+fn rows(call: &Call, parted: Parted, qkv: Address, kv: Address) -> Rows {
+    let (key_positions, count) = parted.keys(call.bound);
+    let key_width = 2 * call.size('u') * call.size('e');
+    Rows { queries: qkv, keys: kv, count, key_width, positions: call.bound.positions(), key_positions }
+}
+
+/// The types of our own kernels: operands, and results in f32 or as they are.
+fn types(call: &Call, wide: bool) -> &'static str {
+    if wide && call.float() == DType::BF16 { "bf16_to_f32" } else { call.suffix() }
+}
+
+/// Q, K and V of a block.
+fn inputs(call: &Call, (qkv, kv): (Address, Address), block: &Block) -> [Address; 3] {
+    let bytes = DType::BF16.bytes();
+    let values = call.size('u') * call.size('e');
+    let (query, key) = (block.query * super::width(call) * bytes, block.key * 2 * values * bytes);
+    [qkv + query as u64, kv + key as u64, kv + (key + values * bytes) as u64]
+}
+
+/// o and log-sum-exps of one step of the ring (in f32) or over gathered keys.
+///
+/// # Safety
+/// The operands of the call are as large as its sizes say.
+pub unsafe fn forward(call: Call, wide: bool) -> Result<(), CudaError> {
+    let (qkv, kv, parted) = (call.input(0), call.input(1), parted(&call)?);
+    let to = (call.output(0), call.output(1));
+    let mask = (parted.window, call.given(2));
+    let Some(planned) = call.attention.blocks(call.bound, parted) else {
+        // SAFETY: the operands have these sizes.
+        return unsafe { own_forward(call, rows(&call, parted, qkv, kv), mask, types(&call, wide), to) };
+    };
+    let mut room = Room(call.scratch()?);
+    let unused = room.take((4 * call.size('b') * call.size('q') * call.size('s')) as u64);
+    let to = (to.0, Some(to.1.unwrap_or(unused)));
+    let rest = room.0;
+    for (i, (block, shape, plan)) in planned.iter().enumerate() {
+        let mut room = Room(rest);
+        let o = room.take((2 * shape.batch * shape.seq * shape.heads * shape.e) as u64);
+        let (stats, scratch) = (room.take(shape.row_bytes()), room.take(SLACK));
+        let at = Operands { inputs: inputs(&call, (qkv, kv), block), o, lse: stats, scratch, ..Operands::default() };
+        let types = if wide { "block_f32" } else { "block_bf16" };
+        // SAFETY: the operands have these sizes, and the scratch has room for all.
+        unsafe {
+            execute(call.stream, shape, plan, &at)?;
+            merge(call, types, to, (o, stats), to, (block.query, block.queries, i == 0))?;
+        }
+    }
+    Ok(())
+}
+
+/// Merges rows of another set of keys into those of `before`: a first row, how many, and whether there is nothing before.
+unsafe fn merge(
+    call: Call,
+    types: &str,
+    (o, lse): (Option<Address>, Option<Address>),
+    (other, other_lse): (Address, Address),
+    (to, to_lse): (Option<Address>, Option<Address>),
+    (first, count, fresh): (usize, usize, bool),
+) -> Result<(), CudaError> {
+    let (seq, heads) = (call.size('s'), call.size('q'));
+    let e = call.size('h') / heads;
+    let args = args![o, lse, other, other_lse, to, to_lse, seq, heads, e, first, count, fresh];
+    let grid = [seq.div_ceil(WARPS), heads, call.size('b')];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("context", &format!("merge_{types}")), grid, 32 * WARPS, args) }
+}
+
+/// o and log-sum-exps over two sets of keys.
+///
+/// # Safety
+/// The operands of the call are as large as its sizes say.
+pub unsafe fn merge_two(call: Call) -> Result<(), CudaError> {
+    let before = (Some(call.input(0)), Some(call.input(1)));
+    let (other, to) = ((call.input(2), call.input(3)), (call.output(0), call.output(1)));
+    // SAFETY: the caller vouches.
+    unsafe { merge(call, "f32", before, other, to, (0, call.size('s'), false)) }
+}
+
+/// dq (in f32 where `wide`) and dkv in f32, from do, qkv, kv, o and log-sum-exps.
+///
+/// # Safety
+/// The operands of the call are as large as its sizes say.
+pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
+    let (dout, qkv, kv, o, lse) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
+    let (dq, dkv) = (call.output(0), call.output(1));
+    let (heads, keys) = (call.size('q') * call.size('e'), 2 * call.size('u') * call.size('e'));
+    let parted = parted(&call)?;
+    let Some(planned) = call.attention.blocks(call.bound, parted) else {
+        let (mask, scratch) = ((parted.window, call.given(5)), call.scratch()?);
+        let dq = dq.map(|to| (to, heads, types(&call, wide)));
+        let dkv = dkv.map(|to| (to, keys, types(&call, true)));
+        // SAFETY: the operands have these sizes; the scratch has a number per row.
+        return unsafe { own_grad(call, rows(&call, parted, qkv, kv), mask, (dout, o, lse, scratch), (dq, dkv)) };
+    };
+    let (seq, count) = (call.size('s'), parted.keys(call.bound).1);
+    for (i, (block, shape, plan)) in planned.iter().enumerate() {
+        let at = GradScratch::new(shape, &mut Room(call.scratch()?));
+        let row = (block.query * heads * DType::BF16.bytes()) as u64;
+        let values = (call.size('u') * call.size('e') * DType::BF16.bytes()) as u64;
+        let operands = Operands {
+            inputs: inputs(&call, (qkv, kv), block),
+            o: o + row,
+            lse: at.stats,
+            dout: dout + row,
+            gradients: [at.dq, at.dkv, at.dkv + values],
+            dq: at.dq_sum,
+            scratch: at.plan,
+            ragged: None,
+        };
+        let types = if wide { "f32" } else { "bf16" };
+        // SAFETY: the operands have these sizes, and the scratch has room for all.
+        unsafe {
+            statistics(call, shape, (lse, at.stats), block)?;
+            execute(call.stream, shape, plan, &operands)?;
+            let (rows, columns) = ((block.query, block.queries, i == 0), (block.key, block.keys, i == 0));
+            add(call, types, (dq, at.dq), (seq, heads), rows)?;
+            add(call, "f32", (dkv, at.dkv), (count, keys), columns)?;
+        }
+    }
+    Ok(())
+}
+
+/// Log-sum-exps of a block's queries, one behind the other.
+unsafe fn statistics(
+    call: Call,
+    shape: &AttentionShape,
+    (from, to): (Address, Address),
+    block: &Block,
+) -> Result<(), CudaError> {
+    let grid = [block.queries.div_ceil(256), shape.batch * shape.heads, 1];
+    let args = args![from, to, call.size('s'), block.query, block.queries];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("context", "block_statistics"), grid, 256, args) }
+}
+
+/// Adds the rows of a block to those of all: a first row, how many, and whether there is nothing before.
+unsafe fn add(
+    call: Call,
+    types: &str,
+    (to, block): (Option<Address>, Address),
+    (rows, width): (usize, usize),
+    (first, count, fresh): (usize, usize, bool),
+) -> Result<(), CudaError> {
+    let Some(to) = to else { return Ok(()) };
+    let args = args![to, block, rows, width, first, count, fresh];
+    // SAFETY: the caller vouches.
+    unsafe { call.plain(("context", &format!("add_block_{types}")), [rows, call.size('b'), 1], 256, args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::plans::Parts;
+    use super::*;
+    use crate::ops;
+    use lockstep_ir::{Axis, Dim, Op, Section, TensorType};
+
+    #[test]
+    fn planned_scratch_has_room_for_all_that_a_block_needs() {
+        for deterministic in [false, true] {
+            let profile = ops::profile("cuda", DType::BF16, DType::F32, deterministic);
+            for (batch, seq, ranks, heads, kv_heads, e) in
+                [(1, 2, 2, 1, 1, 16), (3, 250, 4, 6, 2, 64), (2, 4096, 2, 32, 8, 128)]
+            {
+                let of = |axis, count| Section { axis, count, unit: e };
+                let (q, kv) = (of(Axis::Heads, heads), of(Axis::KvHeads, kv_heads));
+                let rows = |count, sections: &[Section]| {
+                    let dims =
+                        [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, count), Dim::packed(sections.to_vec())];
+                    TensorType::new(DType::BF16, dims)
+                };
+                let lse = [Dim::new(Axis::Batch, batch), Dim::new(Axis::Heads, heads), Dim::new(Axis::Seq, seq)];
+                let lse = TensorType::new(DType::F32, lse);
+                let ring = Op::RingAttentionGrad { window: None, step: 1, parts: ranks };
+                for (op, keys) in [(ring, seq), (Op::GatheredAttentionGrad { window: None }, seq * ranks)] {
+                    let (qkv, kv, o) = (rows(seq, &[q, kv, kv]), rows(keys, &[kv, kv]), rows(seq, &[q]));
+                    let planned = profile.workspace(&op, &[&o, &qkv, &kv, &o, &lse]).unwrap();
+                    let parts = Some(Parts { keys, causal: false, rows: (seq, keys) });
+                    let (window, documents, backward) = (None, None, true);
+                    let shape = AttentionShape {
+                        batch,
+                        seq,
+                        heads,
+                        kv_heads,
+                        e,
+                        window,
+                        backward,
+                        deterministic,
+                        documents,
+                        parts,
+                    };
+                    let mut room = Room(0);
+                    GradScratch::new(&shape, &mut room);
+                    assert!(room.0 <= planned, "{shape:?}: {} of {planned} bytes", room.0);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! Attention over two sets of keys, by log-sum-exp.
+
+use super::super::call::{Call, Ptr};
+
+/// o `[b, s, q·e]` and lse `[b, q, s]` over the keys of both inputs; either may be in place of the first.
+pub fn merge(call: Call) {
+    let (seq, heads) = (call.size('s'), call.size('q'));
+    let e = call.size('h') / heads;
+    let [o, other] = [0, 2].map(|i| Ptr(call.input::<f32>(i)));
+    let [lse, other_lse] = [1, 3].map(|i| Ptr(call.input::<f32>(i)));
+    let (to, to_lse) = (call.output::<f32>(0).map(Ptr), call.output::<f32>(1).map(Ptr));
+    call.rows(call.size('b') * seq, |from, end| {
+        for (row, h) in (from..end).flat_map(|row| (0..heads).map(move |h| (row, h))) {
+            let (at, statistic) = ((row * heads + h) * e, (row / seq * heads + h) * seq + row % seq);
+            // SAFETY: rows from .. end belong to this task.
+            unsafe {
+                let (a, b) = (*lse.at(statistic), *other_lse.at(statistic));
+                let top = a.max(b);
+                // Neither has seen a key.
+                let base = if top == f32::NEG_INFINITY { 0.0 } else { top };
+                let (weight, other_weight) = ((a - base).exp(), (b - base).exp());
+                let sum = weight + other_weight;
+                let inverse = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+                if let Some(to) = to {
+                    for i in at..at + e {
+                        *to.at(i) = (*o.at(i) * weight + *other.at(i) * other_weight) * inverse;
+                    }
+                }
+                if let Some(to_lse) = to_lse {
+                    *to_lse.at(statistic) = top + sum.ln();
+                }
+            }
+        }
+    });
+}

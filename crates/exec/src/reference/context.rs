@@ -1,0 +1,106 @@
+//! Attention over parts of the keys: of context-parallel ranks, over sequences that are there whole.
+
+use super::{Heads, log_sum_exp};
+use lockstep_ir::op::Dims;
+
+/// Which keys a step is about: those of every part but `step` parts before a query's own, in zig-zag order.
+#[derive(Clone, Copy)]
+pub struct Ring {
+    pub step: usize,
+    pub parts: usize,
+}
+
+impl Ring {
+    /// All keys.
+    pub const ALL: Ring = Ring { step: 0, parts: 1 };
+
+    fn part(&self, position: usize, seq: usize) -> usize {
+        let chunk = position / (seq / (2 * self.parts)).max(1);
+        if self.parts == 1 { 0 } else { chunk.min(2 * self.parts - 1 - chunk) }
+    }
+
+    fn has(&self, query: usize, key: usize, seq: usize) -> bool {
+        self.part(key, seq) == (self.part(query, seq) + self.parts - self.step) % self.parts
+    }
+}
+
+/// Calls `f(b, h, s, keys)` for every query, with the keys that it sees; `first` says from which on, of every row.
+fn each_query(dims: &Dims, first: &[usize], ring: Ring, mut f: impl FnMut(usize, usize, usize, &[usize])) {
+    let g = Heads::of(dims);
+    for b in 0..dims.size('b') {
+        for s in 0..g.seq {
+            let keys: Vec<usize> = (first[b * g.seq + s]..=s).filter(|t| ring.has(s, *t, g.seq)).collect();
+            (0..g.heads).for_each(|h| f(b, h, s, &keys));
+        }
+    }
+}
+
+/// Index in packed K·V of element `i` of the key (0) or value (1) that query head `h` reads.
+fn at(g: &Heads, b: usize, t: usize, h: usize, value: usize, i: usize) -> usize {
+    let head = h / (g.heads / g.kv_heads) + value * g.kv_heads;
+    ((b * g.seq + t) * 2 * g.kv_heads + head) * g.e + i
+}
+
+fn score(g: &Heads, (qkv, kv): (&[f64], &[f64]), b: usize, h: usize, s: usize, t: usize) -> f64 {
+    let dot: f64 = (0..g.e).map(|i| qkv[g.at(b, s, h, i)] * kv[at(g, b, t, h, 0, i)]).sum();
+    dot / (g.e as f64).sqrt()
+}
+
+/// o and lse.
+pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Ring) -> [Vec<f64>; 2] {
+    let g = Heads::of(dims);
+    let mut o = vec![0.0; dims.size('b') * g.seq * g.heads * g.e];
+    let mut lse = vec![f64::NEG_INFINITY; dims.size('b') * g.heads * g.seq];
+    each_query(dims, first, ring, |b, h, s, keys| {
+        let scores: Vec<f64> = keys.iter().map(|t| score(&g, (qkv, kv), b, h, s, *t)).collect();
+        if keys.is_empty() {
+            return;
+        }
+        let total = log_sum_exp(&scores);
+        lse[(b * g.heads + h) * g.seq + s] = total;
+        for i in 0..g.e {
+            let terms = keys.iter().zip(&scores).map(|(t, x)| (x - total).exp() * kv[at(&g, b, *t, h, 1, i)]);
+            o[g.out(b, s, h, i)] = terms.sum();
+        }
+    });
+    [o, lse]
+}
+
+/// dq and dkv, from do, qkv, kv, and o and lse over all keys.
+pub fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Ring) -> [Vec<f64>; 2] {
+    let g = Heads::of(dims);
+    let (dout, qkv, kv, o, lse) = (x[0], x[1], x[2], x[3], x[4]);
+    let scale = 1.0 / (g.e as f64).sqrt();
+    let (mut dq, mut dkv) = (vec![0.0; dout.len()], vec![0.0; kv.len()]);
+    each_query(dims, first, ring, |b, h, s, keys| {
+        let mean: f64 = (0..g.e).map(|i| dout[g.out(b, s, h, i)] * o[g.out(b, s, h, i)]).sum();
+        for &t in keys {
+            let p = (score(&g, (qkv, kv), b, h, s, t) - lse[(b * g.heads + h) * g.seq + s]).exp();
+            let dp: f64 = (0..g.e).map(|i| dout[g.out(b, s, h, i)] * kv[at(&g, b, t, h, 1, i)]).sum();
+            let ds = p * (dp - mean) * scale;
+            for i in 0..g.e {
+                dkv[at(&g, b, t, h, 1, i)] += p * dout[g.out(b, s, h, i)];
+                dq[g.out(b, s, h, i)] += ds * kv[at(&g, b, t, h, 0, i)];
+                dkv[at(&g, b, t, h, 0, i)] += ds * qkv[g.at(b, s, h, i)];
+            }
+        }
+    });
+    [dq, dkv]
+}
+
+/// o and lse over two sets of keys.
+pub fn merge(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
+    let (seq, heads) = (dims.size('s'), dims.size('q'));
+    let e = dims.size('h') / heads;
+    let both = |i: usize| [x[1][i], x[3][i]];
+    let lse: Vec<f64> = (0..x[1].len())
+        .map(|i| if both(i).iter().all(|x| x.is_infinite()) { f64::NEG_INFINITY } else { log_sum_exp(&both(i)) })
+        .collect();
+    let element = |i: usize| {
+        let (row, h) = (i / e / heads, i / e % heads);
+        let at = (row / seq * heads + h) * seq + row % seq;
+        let weight = |part: f64| if part.is_infinite() { 0.0 } else { (part - lse[at]).exp() };
+        x[0][i] * weight(x[1][at]) + x[2][i] * weight(x[3][at])
+    };
+    [(0..x[0].len()).map(element).collect(), lse]
+}
