@@ -249,7 +249,7 @@ impl Rendezvous {
 }
 
 /// Where a member's part stands in every row (see [`Piece::spans`]).
-fn in_rows(piece: &Piece, n: usize, member: usize) -> impl Iterator<Item = (usize, (usize, usize, usize))> {
+pub fn in_rows(piece: &Piece, n: usize, member: usize) -> impl Iterator<Item = (usize, (usize, usize, usize))> {
     let spans = piece.spans(n, member).into_iter().filter(|(.., len)| *len > 0);
     (0..piece.rows).flat_map(move |row| spans.clone().map(move |span| (row, span)))
 }

@@ -3,8 +3,8 @@
 use super::inbox::{Buffer, Stream};
 use super::wire::{Reader, Writer};
 use super::{ProcessCommunicator, number};
-use crate::comm::rendezvous::copy;
-use crate::comm::{Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, slice_of, sum};
+use crate::comm::rendezvous::{copy, in_rows};
+use crate::comm::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup, Wish, agree, slice_of, sum};
 use lockstep_ir::DType;
 
 /// Tensors of so many bytes together are sent whole and added by everybody: one round instead of two.
@@ -64,9 +64,10 @@ impl Share {
                     to.push_from(piece.input.wrapping_add(start), self.bytes(piece));
                 }
                 Collective::ReduceScatter => {
-                    for row in 0..piece.rows {
-                        let part = (row * self.members + self.to) * piece.row_bytes();
-                        to.push_from(piece.input.wrapping_add(part), piece.row_bytes());
+                    let size = piece.dtype.bytes();
+                    for (row, (whole, _, len)) in in_rows(piece, self.members, self.to) {
+                        let at = (row * self.members * piece.elements + whole) * size;
+                        to.push_from(piece.input.wrapping_add(at), len * size);
                     }
                 }
                 Collective::AllGather | Collective::Shift => to.push_from(piece.input, self.bytes(piece)),
@@ -149,6 +150,7 @@ impl Channel {
         for piece in pieces {
             self.wish.size(piece.rows);
             self.wish.size(piece.elements);
+            self.wish.u8(u8::from(piece.order == Order::ZigZag));
             self.wish.u8(DTYPES.iter().position(|dtype| *dtype == piece.dtype).unwrap_or(DTYPES.len()) as u8);
         }
         self.place.0.clear();
@@ -236,14 +238,15 @@ impl Channel {
     unsafe fn add_parts(&self, index: usize, pieces: &[Piece]) {
         let (mut offset, n) = (0, self.members.len());
         for piece in pieces {
-            let bytes = piece.row_bytes();
-            for row in 0..piece.rows {
+            let size = piece.dtype.bytes();
+            for (row, (whole, part, len)) in in_rows(piece, n, index) {
+                let at = (row * piece.elements + part) * size;
                 let input = |member| match member == index {
-                    true => piece.input.wrapping_add((row * n + index) * bytes),
-                    false => self.part(member, offset + row * bytes),
+                    true => piece.input.wrapping_add((row * n * piece.elements + whole) * size),
+                    false => self.part(member, offset + at),
                 };
-                // SAFETY: as above; rows are whole elements.
-                unsafe { sum::sum(piece.dtype, n, input, piece.output.wrapping_add(row * bytes), piece.elements) };
+                // SAFETY: as above; rows and halves of them are whole elements.
+                unsafe { sum::sum(piece.dtype, n, input, piece.output.wrapping_add(at), len) };
             }
             offset += piece.bytes().next_multiple_of(8);
         }
@@ -253,15 +256,17 @@ impl Channel {
     unsafe fn gather(&self, index: usize, pieces: &[Piece]) {
         let (mut offset, n) = (0, self.members.len());
         for piece in pieces {
-            let bytes = piece.row_bytes();
+            let size = piece.dtype.bytes();
             for member in 0..n {
-                for row in 0..piece.rows {
+                for (row, (whole, part, len)) in in_rows(piece, n, member) {
+                    let at = (row * piece.elements + part) * size;
                     let input = match member == index {
-                        true => piece.input.wrapping_add(row * bytes),
-                        false => self.part(member, offset + row * bytes),
+                        true => piece.input.wrapping_add(at),
+                        false => self.part(member, offset + at),
                     };
+                    let to = piece.output.wrapping_add((row * n * piece.elements + whole) * size);
                     // SAFETY: inside the frames and the piece, for which the caller vouches; what may be the input is not written.
-                    unsafe { copy(input, piece.output.wrapping_add((row * n + member) * bytes), bytes) };
+                    unsafe { copy(input, to, len * size) };
                 }
             }
             offset += piece.bytes().next_multiple_of(8);
@@ -337,8 +342,9 @@ fn read_wish(frame: &[u8]) -> Option<(Collective, Vec<Piece>, ProgramPlace)> {
     let mut pieces = Vec::new();
     while !wish.0.is_empty() {
         let (rows, elements) = (wish.size()?, wish.size()?);
+        let order = if wish.u8()? == 0 { Order::Group } else { Order::ZigZag };
         let dtype = *DTYPES.get(wish.u8()? as usize)?;
-        pieces.push(Piece { input: std::ptr::null(), output: std::ptr::null_mut(), rows, elements, dtype });
+        pieces.push(Piece { input: std::ptr::null(), output: std::ptr::null_mut(), rows, elements, order, dtype });
     }
     Some((kind, pieces, Reader(place).place()?))
 }

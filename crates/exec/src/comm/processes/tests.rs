@@ -1,5 +1,6 @@
 use super::inbox::Buffer;
 use super::*;
+use crate::comm::Order;
 use crate::comm::conformance::{self, Subject};
 use lockstep_ir::DType;
 use std::net::{TcpListener, TcpStream};
@@ -50,7 +51,7 @@ const fn place(op: &'static str, layer: usize) -> ProgramPlace {
 fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
     let mut x = [1.0f32; 4096];
     let output = x.as_mut_ptr().cast::<u8>();
-    let piece = Piece { input: output, output, rows: 1, elements: 4096, dtype: DType::F32 };
+    let piece = Piece { input: output, output, rows: 1, elements: 4096, order: Order::Group, dtype: DType::F32 };
     let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
     comm.at(place);
     // SAFETY: the array is this call's.
