@@ -185,8 +185,11 @@ impl<'a> Team<'a> {
         }
     }
 
-    /// Tells the others that this process cannot go on.
+    /// Tells the others that this process cannot go on. What all find out by themselves needs no telling.
     pub(crate) fn fail(self, error: &TrainError) {
+        if matches!(error, TrainError::Disagree { .. } | TrainError::NotShared { .. }) {
+            return;
+        }
         if let Some(processes) = self.0 {
             let text = error.to_string();
             processes.comm.fail(text.split("\nhint: ").next().unwrap_or(&text));
