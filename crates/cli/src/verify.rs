@@ -48,7 +48,7 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 24] = [
+const KINDS: [&str; 28] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
@@ -73,6 +73,10 @@ const KINDS: [&str; 24] = [
     "tp=a,sp,pp=a",
     "dp=a,tp=a,pp=a",
     "dp=a,zero=1,tp=a,sp,pp=a,gpipe",
+    "cp=a",
+    "cp=b,context=gather",
+    "dp=a,zero=3,cp=a",
+    "cp=a,tp=a,sp,pp=a",
 ];
 
 /// Largest size of an axis, and most ranks, of what is tried.
@@ -91,6 +95,7 @@ fn kinds(config: &Config) -> Vec<Layout> {
         // Micro-batches are made to fit.
         sizes("dp", &|dp| config.train.global_batch.is_multiple_of(*dp)),
         sizes("dp_replicate", &|dp| config.train.global_batch.is_multiple_of(*dp)),
+        sizes("cp", &|cp| legal(format!("cp={cp}"))),
         sizes("tp", &|tp| legal(format!("tp={tp}"))),
         sizes("pp", &|pp| legal(format!("pp={pp}"))),
     ]

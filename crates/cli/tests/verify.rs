@@ -38,7 +38,7 @@ fn a_layout_that_does_not_fit_the_model_is_refused_and_one_that_does_survives_ma
     assert!(place.fails(2, &["verify", "run.toml", "--layouts", "tp=two"]).contains("hint: "));
     assert!(place.fails(2, &["verify", "run.toml", "--steps", "0"]).contains("steps"));
     place.config(WIDE);
-    for layout in ["pp=8", "dp=16", "tp=8", "tp=2,sp"] {
+    for layout in ["pp=8", "dp=16", "tp=8", "tp=2,sp", "cp=4,tp=2,sp"] {
         let found = json(&place, &["verify", "run.toml", "--layouts", layout, "--steps", "1"]);
         assert_eq!(found["layouts"].as_array().unwrap().len(), 1, "{layout}");
     }
@@ -46,6 +46,7 @@ fn a_layout_that_does_not_fit_the_model_is_refused_and_one_that_does_survives_ma
         &WIDE
             .replace("layers = 8", "layers = 1")
             .replace("global_batch = 16", "global_batch = 1")
+            .replace("seq = 96", "seq = 95")
             .replace("heads = 8", "heads = 1"),
     );
     assert!(place.fails(2, &["verify", "run.toml"]).contains("no layout of several ranks fits"));
@@ -86,4 +87,23 @@ fn explain_shows_every_stage_with_its_bytes_and_exchanges() {
     }
     let text = place.ok(&["explain", "run.toml"]);
     assert!(text.contains("stage 1: ranks 4 to 7, layers 4 to 7") && text.contains("pipeline: bubble"), "{text}");
+}
+
+#[test]
+fn explain_shows_how_equal_attention_is_on_context_parallel_ranks() {
+    let place = Place::new();
+    let keys = "[train]\nseq = 2048\nglobal_batch = 2\ndevice = \"cpu\"\n[parallel]\ncp = 2\n";
+    let model = "[model]\nvocab_size = 64\nlayers = 2\ndim = 16\nheads = 2\nffn = 16\n";
+    place.config(&format!("{model}{keys}"));
+    let layout = &json(&place, &["explain", "run.toml"])["layout"];
+    assert_eq!((layout["layout"].as_str(), layout["context"].as_str()), (Some("cp=2"), Some("ring")));
+    let blocks = &layout["roles"][0]["attention_blocks"];
+    assert!(blocks[0] == blocks[1] && blocks[0].as_u64() > Some(0), "{blocks}");
+    let text = place.ok(&["explain", "run.toml"]);
+    assert!(text.contains("attention over cp, in blocks of 128 × 128 positions") && text.contains(" on every rank"));
+    place.config(&format!("{model}architecture = \"mistral\"\nsliding_window = 300\n{keys}"));
+    let text = place.ok(&["explain", "run.toml"]);
+    assert!(text.contains("% more than the mean"), "{text}");
+    let error = place.fails(2, &["explain", "run.toml", "--set", "parallel.cp=3"]);
+    assert!(error.contains("6 chunks") && error.contains("cp = 2 or 4"), "{error}");
 }

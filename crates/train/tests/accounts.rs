@@ -2,8 +2,9 @@
 
 use lockstep_config::Config;
 use lockstep_ir::account::{self, Communication};
+use lockstep_ir::blocks::attention_blocks;
 use lockstep_ir::graph::State;
-use lockstep_ir::program::Role;
+use lockstep_ir::program::{Lifetime, Role};
 use lockstep_ir::{Axes, Layout, StepProgram};
 use lockstep_plan::{Plan, plan};
 use lockstep_train::Devices;
@@ -53,6 +54,69 @@ fn tensor_parallel_layers_sum_twice_in_each_direction() {
     for op in ["all_gather", "reduce_scatter"] {
         assert_eq!(per_layer("tp=2", 64, &["forward", "backward"], op, "tp"), (0, 0), "{op}");
     }
+}
+
+/// Bytes that a rank sends for one more layer, in a micro-batch, by op: the difference between two depths.
+fn sent_per_layer(layout: &str, keys: &str, segments: &[&str], op: &str) -> u64 {
+    let total = |layers: usize| {
+        let plan = planned(&config(layers, 64, keys), layout);
+        let program = plan.program();
+        let all = account::communication(program, program.entry(StepProgram::TRAIN).unwrap());
+        let mine = |e: &&Communication| segments.contains(&e.segment) && (e.op, e.axis.as_str()) == (op, "cp");
+        all.iter().filter(mine).map(|e| e.sent_bytes).sum::<u64>()
+    };
+    (total(3) - total(2)) / MICRO_BATCHES
+}
+
+#[test]
+fn context_parallel_layers_pass_keys_and_values_on_and_their_gradients_back() {
+    // 16 positions, 4 key heads of 8.
+    let (seq, kv_dim) = (16, 4 * 8);
+    for (keys, bytes) in [("", 4), ("[precision]\npolicy = \"bf16\"", 2)] {
+        for cp in [2, 4, 8] {
+            let elements = 2 * (cp - 1) * seq / cp * kv_dim;
+            let ring = |segments| sent_per_layer(&format!("cp={cp}"), keys, segments, "shift");
+            assert_eq!(ring(&["forward"]), elements * bytes, "forward, cp={cp}");
+            // Keys and values again, and their gradients in f32.
+            assert_eq!(ring(&BACKWARD), elements * bytes + elements * 4, "backward, cp={cp}");
+            let layout = format!("cp={cp},context=gather");
+            let gathered = |segments, op| sent_per_layer(&layout, keys, segments, op);
+            assert_eq!(gathered(&["forward"], "all_gather"), elements * bytes, "forward, {layout}");
+            assert_eq!(gathered(&BACKWARD, "all_gather"), elements * bytes, "backward, {layout}");
+            assert_eq!(gathered(&BACKWARD, "reduce_scatter"), elements * 4, "backward, {layout}");
+        }
+    }
+}
+
+#[test]
+fn context_parallel_ranks_share_activations_work_and_blocks_of_attention() {
+    let mut config = config(4, 64, "");
+    config.train.seq = 1024;
+    let one = planned(&config, "dp=1");
+    let flops = |plan: &Plan| {
+        let program = plan.program();
+        account::flops(program, program.entry(StepProgram::TRAIN).unwrap()).unwrap()
+    };
+    let saved = |plan: &Plan| {
+        let saved = |r: &&lockstep_ir::program::Region| matches!(r.lifetime, Lifetime::Saved(_));
+        plan.program().regions.iter().filter(saved).map(|r| r.bytes()).sum::<u64>()
+    };
+    for cp in [2u64, 4] {
+        for context in ["ring", "gather"] {
+            let plan = planned(&config, &format!("cp={cp},context={context}"));
+            assert_eq!(saved(&plan) * cp, saved(&one), "cp={cp}, {context}");
+            let (part, whole) = (flops(&plan), flops(&one));
+            let n = u128::from(cp);
+            assert_eq!((part.model * n, part.causal * n), (whole.model, whole.causal), "cp={cp}, {context}");
+            assert_eq!(part.hardware * n, whole.hardware, "cp={cp}, {context}");
+            let program = plan.program();
+            let blocks = attention_blocks(program, program.entry(StepProgram::TRAIN).unwrap());
+            assert_eq!(blocks.len(), cp as usize);
+            assert!(blocks[0] > 0 && blocks.iter().all(|n| *n == blocks[0]), "cp={cp}, {context}: {blocks:?}");
+        }
+    }
+    let program = one.program();
+    assert!(attention_blocks(program, program.entry(StepProgram::TRAIN).unwrap()).is_empty());
 }
 
 #[test]

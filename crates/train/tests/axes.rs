@@ -6,7 +6,9 @@ use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld, cpu};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Arg, Instr, Role};
-use lockstep_ir::{Axes, DType, Layout, Mesh, MeshAxis, Op, Placement, StepProgram, StepScalars, counter, verify};
+use lockstep_ir::{
+    Axes, ContextParallel, DType, Layout, Mesh, MeshAxis, Op, Placement, StepProgram, StepScalars, counter, verify,
+};
 use lockstep_model::names;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -88,7 +90,7 @@ fn trained(programs: Vec<StepProgram>) -> BTreeMap<String, Vec<f64>> {
     found
 }
 
-use MeshAxis::{DpReplicate, DpShard, Ep, Pp, Tp};
+use MeshAxis::{Cp, DpReplicate, DpShard, Ep, Pp, Tp};
 
 #[test]
 fn ranks_that_split_sequences_over_several_axes_compute_the_same_bits() {
@@ -132,10 +134,12 @@ fn random_meshes_of_all_axes_give_sound_programs() {
                 all = all.with(axis, 1 + draw(3 + axis as u64, 2));
             }
         }
+        all = all.with(Cp, 1 + draw(15, 2));
+        let context = ContextParallel::ALL[draw(10, 2)];
         let zero = draw(12, 4) as u8;
         let sequence_parallel = all.size(Tp) > 1 && draw(13, 2) == 1;
         let reshard_after_forward = zero < 3 || draw(14, 2) == 0;
-        let layout = Layout { mesh: all, zero, sequence_parallel, reshard_after_forward, ..Layout::single(2) };
+        let layout = Layout { mesh: all, zero, sequence_parallel, reshard_after_forward, context, ..Layout::single(2) };
         for program in compiled_as(layout).programs {
             verify::program(&program, ALIGNMENT).unwrap_or_else(|error| panic!("{all} zero={zero}: {error}"));
         }
@@ -167,9 +171,9 @@ fn refused(program: &StepProgram, change: impl Fn(&mut Instr) -> bool) -> usize 
 
 #[test]
 fn a_wrong_axis_is_refused_with_op_and_layer() {
-    let axes = [DpReplicate, DpShard, Tp];
-    let mesh = axes.into_iter().fold(Mesh::ONE, |mesh, axis| mesh.with(axis, 2));
-    for (zero, sequence_parallel) in [(1, true), (3, false)] {
+    let (hybrid, context) = ([DpReplicate, DpShard, Tp], [DpShard, Cp, Tp]);
+    for (axes, zero, sequence_parallel) in [(hybrid, 1, true), (hybrid, 3, false), (context, 1, true)] {
+        let mesh = axes.into_iter().fold(Mesh::ONE, |mesh, axis| mesh.with(axis, 2));
         let program = compiled(mesh, zero, sequence_parallel).programs.remove(0);
         let sets = (1..8).map(|bits| (0..3).filter(|i| bits >> i & 1 == 1).map(|i| axes[i]).collect::<Axes>());
         for set in sets {
@@ -186,7 +190,7 @@ fn a_wrong_axis_is_refused_with_op_and_layer() {
                 parts.next().is_some_and(|arg| other(&mut arg.part))
             });
             assert!(collectives > 10 && (offsets > 2 || set == Tp.into()), "{set}: {collectives} and {offsets}");
-            assert!(parts > 0 || zero == 3 || set == DpShard.into(), "{set}: {parts}");
+            assert!(parts > 0 || zero == 3 || set == mesh.wide(Axes::ZERO), "{set}: {parts}");
         }
     }
 }

@@ -118,7 +118,7 @@ fn a_run_goes_on_in_another_layout_within_the_promised_bounds() {
             panic!("tp changes sums")
         };
         let whole = run_to(&begin, &dir.path().join(name), 8);
-        for layout in [&["pp=4"][..], &["dp=4", "zero=3"], &["train.micro_batch=8"]] {
+        for layout in [&["pp=4"][..], &["dp=4", "zero=3"], &["cp=2", "dp=2", "zero=3"], &["train.micro_batch=8"]] {
             let legs = [&["dp=2", "tp=2"][..], &["dp=2", "tp=2"], layout, layout];
             let steps = run_legs(dir.path(), &format!("{name}-{}", layout.join("-")), &train, &legs);
             assert_eq!(steps[..4], whole[..4], "a resume in the same layout leaves no trace");
@@ -166,13 +166,13 @@ fn draw_layout(case: u64, model: &str, precision: &str, tied: bool) -> Config {
         let draw = |i: u64, n: u64| counter::bits(counter::key(case, "layouts"), attempt * 8 + i) % n;
         let power = |i: u64| 1u64 << draw(i, 3);
         let (dp, tp, pp, zero) = (power(0), power(1), power(2), draw(3, 4));
-        let replicas = 1 + draw(4, 2);
+        let (replicas, cp) = (1 + draw(4, 2), 1 + draw(5, 3));
         let text = format!(
             "{model}tied_embeddings = {tied}\n[train]\nseq = 12\nglobal_batch = 8\nmicro_batch = 1\nthreads = 1\n{precision}\n\
-             [parallel]\ndp_replicate = {replicas}\ndp = {dp}\ntp = {tp}\npp = {pp}\nzero = {zero}\n"
+             [parallel]\ndp_replicate = {replicas}\ndp = {dp}\ncp = {cp}\ntp = {tp}\npp = {pp}\nzero = {zero}\n"
         );
         if let Some(config) =
-            (replicas * dp * tp * pp <= 8).then(|| Config::parse(&text, "run.toml", &[]).ok()).flatten()
+            (replicas * dp * cp * tp * pp <= 8).then(|| Config::parse(&text, "run.toml", &[]).ok()).flatten()
         {
             return config;
         }

@@ -16,7 +16,7 @@ fn config(model: &str, train: &str) -> Config {
 }
 
 /// All pairs of what an axis, ZeRO, sequence parallelism and a schedule can be, and triples.
-const LAYOUTS: [&str; 54] = [
+const LAYOUTS: [&str; 56] = [
     "dp=2",
     "dp=2,zero=1",
     "dp=2,zero=2",
@@ -68,6 +68,8 @@ const LAYOUTS: [&str; 54] = [
     "dp=2,zero=3,pp=2,gpipe",
     "dp=2,zero=3,no-reshard,pp=4",
     "dp=2,zero=3,tp=2,sp,pp=2",
+    "dp_replicate=2,dp=2,zero=1,cp=2",
+    "dp=2,zero=3,cp=2,pp=2",
     "dp=2,zero=3,pp=2,zb-v",
     "dp=2,zero=2,pp=2,zb-h1",
     "dp=2,zero=3,no-reshard,pp=2,interleaved",
@@ -147,7 +149,9 @@ fn random_models_on_random_layouts() {
         let pick = |i: u64, from: &[usize]| from[draw(i, from.len() as u64) as usize];
         let (dp, tp, pp) = (pick(0, &[1, 2, 3, 4]), pick(1, &[1, 2, 4]), pick(2, &[1, 2, 3]));
         let replicas = pick(18, &[1, 1, 2]);
-        let mut layout: Layout = format!("dp_replicate={replicas},dp={dp},tp={tp},pp={pp}").parse().unwrap();
+        let (cp, context) = (pick(19, &[1, 1, 2, 5]), ["ring", "gather"][draw(20, 2) as usize]);
+        let sizes = format!("dp_replicate={replicas},dp={dp},cp={cp},context={context},tp={tp},pp={pp}");
+        let mut layout: Layout = sizes.parse().unwrap();
         layout.zero = draw(3, 4) as u8;
         layout.reshard_after_forward = layout.zero < 3 || draw(19, 2) == 0;
         layout.sequence_parallel = draw(4, 2) == 0;
@@ -192,9 +196,8 @@ fn high_learning_rates_raise_no_alarm() {
     for name in ["adamw", "lion", "sgd", "muon"] {
         for lr in ["0.3", "30.0"] {
             let keys = format!("micro_batch = 1\n[optimizer]\nname = \"{name}\"\nlr = {lr}\ngrad_clip = 0.0");
-            // Muon needs whole matrices.
             let layouts = ["dp=2,zero=1", "dp=4", "tp=2", "tp=4,sp", "dp=2,zero=3,tp=2,sp"];
-            check(&config("", &keys), if name == "muon" { &layouts[..2] } else { &layouts });
+            check(&config("", &keys), &layouts);
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::memory;
 use crate::table::{columns, table};
 use lockstep_ir::account::{self, Communication};
+use lockstep_ir::blocks::{BLOCK, attention_blocks};
 use lockstep_ir::schedule::{Costs, Timeline, evaluate};
 use lockstep_ir::{Axes, MeshAxis, StepProgram, units};
 use lockstep_plan::Plan;
@@ -13,12 +14,19 @@ struct Role<'a> {
     program: &'a StepProgram,
     collectives: Vec<Communication>,
     padding: u64,
+    /// Blocks of attention by index over cp.
+    blocks: Vec<u64>,
 }
 
 fn roles(plan: &Plan) -> Vec<Role<'_>> {
     let role = |program| {
-        let collectives = StepProgram::entry(program, StepProgram::TRAIN).map(|e| account::communication(program, e));
-        Role { program, collectives: collectives.unwrap_or_default(), padding: account::padding(program) }
+        let entry = StepProgram::entry(program, StepProgram::TRAIN);
+        Role {
+            program,
+            collectives: entry.map(|e| account::communication(program, e)).unwrap_or_default(),
+            padding: account::padding(program),
+            blocks: entry.map(|e| attention_blocks(program, e)).unwrap_or_default(),
+        }
     };
     plan.compiled.programs.iter().map(role).collect()
 }
@@ -61,6 +69,7 @@ pub(super) fn as_json(plan: &Plan) -> Value {
                 "memory": memory,
                 "padding_bytes_all_ranks": role.padding,
                 "collectives": role.collectives,
+                "attention_blocks": role.blocks,
                 // The name that they had before.
                 "exchanges": role.collectives,
             })
@@ -74,6 +83,7 @@ pub(super) fn as_json(plan: &Plan) -> Value {
         "zero": layout.zero,
         "reshard_after_forward": layout.reshard_after_forward,
         "sequence_parallel": layout.sequence_parallel,
+        "context": layout.context.name(),
         "schedule": layout.schedule.name(),
         "bubble": timeline.as_ref().map_or(0.0, Timeline::bubble),
         "in_flight": timeline.as_ref().map(|_| layout.pipeline().in_flight()),
@@ -118,6 +128,31 @@ pub(super) fn as_text(plan: &Plan) -> String {
         let rows: Vec<Vec<String>> = role.collectives.iter().map(row).collect();
         let header = ["segment and op", "along", "calls", "~whole tensors", "sent by a rank"];
         text.push_str(&format!("\ncommunication of one step, in bytes (sent: in a ring)\n{}", table(&header, &rows)));
+        text.push_str(&attention(&role.blocks));
     }
     text
+}
+
+/// How equal the work of attention is on context-parallel ranks.
+fn attention(blocks: &[u64]) -> String {
+    let (Some((least_rank, least)), Some((most_rank, most))) = (
+        blocks.iter().enumerate().min_by_key(|(_, blocks)| **blocks),
+        blocks.iter().enumerate().rev().max_by_key(|(_, blocks)| **blocks),
+    ) else {
+        return String::new();
+    };
+    let count = |blocks: u64| units::thousands(blocks);
+    let text = match least == most {
+        true => format!("{} on every rank", count(*most)),
+        false => {
+            let mean = blocks.iter().sum::<u64>() as f64 / blocks.len() as f64;
+            format!(
+                "{} at cp index {least_rank}, {} at {most_rank}, {:.1}% more than the mean",
+                count(*least),
+                count(*most),
+                100.0 * (*most as f64 / mean - 1.0)
+            )
+        }
+    };
+    format!("\nattention over cp, in blocks of {BLOCK} × {BLOCK} positions in one step:\n  {text}\n")
 }
