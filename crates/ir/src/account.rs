@@ -106,7 +106,7 @@ fn side_by_side(program: &StepProgram, region: usize) -> Vec<&Buffer> {
 /// last call that reads it. No placement can use fewer bytes than this.
 pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
     let mut best = Moment::default();
-    for point in timeline::planned(program, &Distinct::of(program, entry)) {
+    timeline::each_planned(program, &Distinct::of(program, entry), |point| {
         let segment = &program.segments[point.slot.segment];
         if point.total() > best.live_bytes {
             best = Moment {
@@ -118,7 +118,7 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
                 live_bytes: point.total(),
             };
         }
-    }
+    });
     best
 }
 
@@ -199,9 +199,7 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
             // A ring passes a part on n − 1 times, twice for an all-reduce.
             let (whole, sent) = match transfer {
                 Transfer::AllReduce { .. } => (input, input * 2 * (n - 1) / n),
-                // Neighbours that share a part of a dimension give a share of it each.
-                Transfer::AllGather { dim: Some(_), .. } => (output, output / n * (n - 1)),
-                Transfer::AllGather { dim: None, .. } => (input * n, input * (n - 1)),
+                Transfer::AllGather { .. } => (input * n, input * (n - 1)),
                 Transfer::ReduceScatter { .. } => (output * n, output * (n - 1)),
                 Transfer::Shift { .. } => (input * n, input),
                 Transfer::Send { .. } => (input, input),

@@ -248,7 +248,6 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }
         | Op::Shard { .. }
-        | Op::Part { .. }
         | Op::Send { .. }
         | Op::Receive { .. }
         | Op::RopeAt

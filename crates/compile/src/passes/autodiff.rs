@@ -282,7 +282,6 @@ impl Backward {
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }
             | Op::Shard { .. }
-            | Op::Part { .. }
             | Op::Send { .. }
             | Op::Receive { .. } => Ok(()),
         }
