@@ -76,10 +76,19 @@ pub(crate) fn lower(
         parts.extend(works.segments().iter().map(part));
     }
     let once = |name, phase| Part { name, chunk: 0, work: None, nodes: of(None, &[phase]) };
-    let probe = train.graph.nodes.iter().any(|n| n.phase == Phase::Probe).then(|| {
-        parts.push(once("probe", Phase::Probe));
-        parts.len() - 1
-    });
+    // What looks at the gradients of the first micro-batch, behind the work that makes them: by then no other has been added.
+    let mut probes: BTreeMap<(usize, Work), usize> = BTreeMap::new();
+    let summed = summed_in(&train.graph, &runs_with, works);
+    for (chunk, (k, kind)) in (0..chunks.len()).flat_map(|c| works.segments().iter().enumerate().map(move |k| (c, k))) {
+        let all = train.graph.nodes.iter().zip(&train.chunks);
+        let behind = |n: &Node| n.inputs.iter().map(|v| summed[v.0]).max() == Some(k);
+        let mine = all.filter(|(n, c)| n.phase == Phase::Probe && **c == chunk && behind(n));
+        let nodes: Vec<&Node> = mine.map(|(n, _)| n).collect();
+        if !nodes.is_empty() {
+            probes.insert((chunk, kind.work), parts.len());
+            parts.push(Part { name: "probe", chunk, work: None, nodes });
+        }
+    }
     parts.push(once("update", Phase::Update));
     let update = parts.len() - 1;
     let frame = Temporaries { works, lifetime: Lifetime::Frame };
@@ -122,13 +131,13 @@ pub(crate) fn lower(
         for (saved, most) in &mut saved {
             *most = copies.iter().map(|c| c[*saved as usize] + 1).fold(*most, usize::max);
         }
-        let probed = slots.iter().rposition(|s| s.work.sums_gradients() && s.micro_batch == 0);
         let mut schedule: Vec<Slot> = Vec::new();
-        for (i, (slot, saved)) in slots.iter().zip(copies).enumerate() {
+        for (slot, saved) in slots.iter().zip(copies) {
             let [plain, last] = runs[&(slot.chunk, slot.work)];
             let segment = if slot.micro_batch + 1 == micro_batches { last } else { plain };
             schedule.push(Slot { segment, micro_batch: slot.micro_batch, saved });
-            schedule.extend(probe.filter(|_| probed == Some(i)).map(|segment| Slot { segment, micro_batch: 0, saved }));
+            let probe = probes.get(&(slot.chunk, slot.work)).filter(|_| slot.micro_batch == 0);
+            schedule.extend(probe.map(|&segment| Slot { segment, micro_batch: 0, saved }));
         }
         schedule.push(Slot::new(update, 0));
         schedule
@@ -148,6 +157,28 @@ pub(crate) fn lower(
         micro_batches: layout.micro_batches,
         saved,
     })
+}
+
+/// Of every sum over micro-batches, and of what is counted from some: behind which of the segments of a chunk it has the first one's
+/// gradient.
+fn summed_in(g: &Graph, runs_with: &[Phase], works: Works) -> Vec<usize> {
+    let mut place = vec![0; g.values.len()];
+    for (node, phase) in g.nodes.iter().zip(runs_with) {
+        let counts = node.phase == Phase::Probe;
+        let here = match counts {
+            true => node.inputs.iter().map(|v| place[v.0]).max(),
+            false => works.segments().iter().position(|s| s.phases.contains(phase)),
+        };
+        let Some(here) = here else { continue };
+        for v in node.outputs.iter().flatten() {
+            if let Source::Node { into: Some(sum) } = g.get(*v).source {
+                place[sum.0] = place[sum.0].max(here);
+            } else if counts {
+                place[v.0] = here;
+            }
+        }
+    }
+    place
 }
 
 /// The phase with which every node runs. A gradient is received with the input gradients, whoever reads it first. So are weight

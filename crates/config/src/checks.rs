@@ -287,7 +287,10 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
-        whole_matrices: values.word("optimizer.name") == Some(OptimizerName::Muon),
+        gathered_head: match values.word("optimizer.name") == Some(OptimizerName::Muon) {
+            true => Some(size("model.head_dim")? * size("model.dim")?),
+            false => None,
+        },
         naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
     };
     Some((layout, extents))
@@ -377,12 +380,12 @@ fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
     let conflict = |with: &'static str, reason: String, hint: &str| {
         Some(Conflict::new(&["train.noise_scale", with], format!("train.noise_scale = true {reason}"), hint))
     };
-    for key in ["parallel.tp", "parallel.pp"] {
-        let size = values.count(key)?;
-        if size > 1 {
-            let reason = format!("needs gradients that are whole on a rank, and {key} = {size} splits them");
-            return conflict(key, reason, "remove train.noise_scale, or split the run by dp and zero alone");
-        }
+    let stages = values.count("parallel.pp")?;
+    if stages > 1 && values.switch("model.tied_embeddings")? {
+        let reason = format!(
+            "needs both gradients of a tied table on one rank, and parallel.pp = {stages} has them on the first stage and the last"
+        );
+        return conflict("parallel.pp", reason, "remove train.noise_scale, or use pp = 1");
     }
     let [global, micro] = ["train.global_batch", "train.micro_batch"].map(|key| values.count(key));
     if global? < micro?.saturating_mul(data_parallel_ranks(values)?).saturating_mul(2) {

@@ -244,7 +244,7 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
-            whole_matrices: self.optimizer.name == OptimizerName::Muon,
+            gathered_head: (self.optimizer.name == OptimizerName::Muon).then_some(model.head_dim * model.dim),
             naive_attention: model.attention == AttentionMethod::Naive,
         }
     }

@@ -22,8 +22,8 @@ pub struct Extents {
     pub global_batch: usize,
     /// Sequences that a rank computes at once.
     pub micro_batch: usize,
-    /// Whether the optimizer works on whole matrices.
-    pub whole_matrices: bool,
+    /// Elements of the matrix of a key head, where the optimizer gathers whole matrices.
+    pub gathered_head: Option<usize>,
     /// Whether attention has the matrix of its weights.
     pub naive_attention: bool,
 }
@@ -125,9 +125,12 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
             },
         ),
         (
-            tp == 1 || !extents.whole_matrices,
-            &["optimizer.name"],
-            format!("parallel.tp = {tp} splits the matrices that optimizer.name = \"muon\" needs whole"),
+            extents.gathered_head.is_none_or(|elements| elements.is_multiple_of((tp / kv_heads).max(1))),
+            &["optimizer.name", "model.kv_heads"],
+            format!(
+                "parallel.tp = {tp} shares each of model.kv_heads = {kv_heads} among ranks that do not divide its elements, and \
+                 optimizer.name = \"muon\" gathers it from them"
+            ),
         ),
     ]
 }
@@ -358,7 +361,7 @@ mod tests {
         seq: 8192,
         global_batch: 1024,
         micro_batch: 2,
-        whole_matrices: false,
+        gathered_head: None,
         naive_attention: false,
     };
 
@@ -402,7 +405,7 @@ mod tests {
             seq: 1,
             global_batch: 1,
             micro_batch: 1,
-            whole_matrices: true,
+            gathered_head: Some(1),
             naive_attention: false,
         };
         assert_eq!(check(&Layout::single(1), &single), []);
@@ -439,11 +442,14 @@ mod tests {
     }
 
     #[test]
-    fn whole_matrices_are_not_split() {
-        let muon = Extents { whole_matrices: true, ..LLAMA };
-        assert_eq!(refused("tp=2", muon), one("parallel.tp", "tp = 1"));
-        assert_eq!(check(&layout("dp=8,zero=3"), &muon), []);
-        assert_eq!(check(&layout("dp=8,zero=1,pp=4"), &muon), []);
+    fn ranks_that_share_a_key_head_divide_it_where_matrices_are_gathered() {
+        let muon = Extents { gathered_head: Some(128 * 4096), ..LLAMA };
+        for fits in ["tp=2", "tp=8,sp", "tp=32", "dp=8,zero=3,tp=2", "dp=8,zero=1,pp=4"] {
+            assert_eq!(check(&layout(fits), &muon), [], "{fits}");
+        }
+        let odd = Extents { gathered_head: Some(2 * 33), ..LLAMA };
+        assert_eq!(check(&layout("tp=16"), &odd), []);
+        assert_eq!(refused("tp=32", odd), one("parallel.tp", "tp = 16"));
     }
 
     #[test]
@@ -568,7 +574,7 @@ mod tests {
             seq: 0,
             global_batch: 0,
             micro_batch: 0,
-            whole_matrices: false,
+            gathered_head: None,
             naive_attention: false,
         };
         assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 13);

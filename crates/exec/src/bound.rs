@@ -3,7 +3,7 @@
 use crate::ExecError;
 use lockstep_ir::op::{Elem, IGNORED_TARGET, TypeVar};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Offsets, Role, Slot, StepProgram, Sum, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Span, TypeError};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Run, Span, TypeError};
 use std::collections::BTreeMap;
 
 /// An operand as the executor sees it.
@@ -84,6 +84,47 @@ pub struct Bound {
     pub sections: Vec<usize>,
     /// Elements of the sections of its last dimension.
     pub columns: Vec<usize>,
+    /// What `Op::Part` copies.
+    pub blocks: Vec<Block>,
+}
+
+/// Rows of elements that a rank copies from a whole to its part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// The first element, in the whole.
+    pub whole: usize,
+    /// The first element, in the part.
+    pub part: usize,
+    /// Elements of a row.
+    pub len: usize,
+    /// Rows.
+    pub rows: usize,
+    /// From one row of the whole to the next.
+    pub whole_stride: usize,
+    /// From one row of the part to the next.
+    pub part_stride: usize,
+}
+
+impl Block {
+    /// Runs in order, those that follow each other in equal steps together.
+    fn of(runs: &[Run]) -> Vec<Block> {
+        let mut blocks: Vec<Block> = Vec::new();
+        for run in runs {
+            if let Some(block) = blocks.last_mut().filter(|block| block.len == run.len) {
+                let steps = (run.whole - block.whole, run.local - block.part);
+                if block.rows == 1 {
+                    (block.whole_stride, block.part_stride) = steps;
+                }
+                if steps == (block.rows * block.whole_stride, block.rows * block.part_stride) {
+                    block.rows += 1;
+                    continue;
+                }
+            }
+            let (whole, part, len) = (run.whole, run.local, run.len);
+            blocks.push(Block { whole, part, len, rows: 1, whole_stride: len, part_stride: len });
+        }
+        blocks
+    }
 }
 
 /// The parts that ranks have of a dimension, and which of them is this rank's.
@@ -138,6 +179,13 @@ impl Bound {
                 (std::array::from_fn(|i| dims.size((b'a' + i as u8) as char)), dims.float(TypeVar::T))
             }
         };
+        let blocks = match (instr.op, &instr.outputs[..]) {
+            (Op::Part { .. }, [Some(part)]) => {
+                let (whole, mesh) = (&instr.inputs[0], &program.mesh);
+                Block::of(&part.sharding.beyond(whole.sharding).runs(&whole.ty, mesh, here))
+            }
+            _ => Vec::new(),
+        };
         Ok(Self {
             op: instr.op,
             inputs: instr.inputs.iter().map(|a| At::arg(program, a, here)).collect(),
@@ -148,6 +196,7 @@ impl Bound {
             sizes,
             sections: sizes_of(rows),
             columns: sizes_of(columns),
+            blocks,
         })
     }
 
@@ -246,4 +295,22 @@ pub fn check_scratch(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_in_equal_steps_are_one_block() {
+        let run = |whole, local, len| Run { whole, local, len };
+        let columns = Block::of(&[run(2, 0, 2), run(6, 2, 2), run(10, 4, 2)]);
+        assert_eq!(columns, [Block { whole: 2, part: 0, len: 2, rows: 3, whole_stride: 4, part_stride: 2 }]);
+        let sections = Block::of(&[run(8, 0, 8), run(20, 8, 4), run(28, 12, 4), run(40, 16, 4)]);
+        assert_eq!(
+            sections.iter().map(|b| (b.whole, b.part, b.len * b.rows)).collect::<Vec<_>>(),
+            [(8, 0, 8), (20, 8, 8), (40, 16, 4)]
+        );
+        assert_eq!(Block::of(&[]), []);
+    }
 }

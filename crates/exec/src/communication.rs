@@ -10,7 +10,7 @@ use crate::bound::At;
 use crate::comm::{Collective, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
-use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType};
+use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType, gathered};
 use std::sync::Arc;
 
 /// An instruction of several ranks, ready to run on one of them.
@@ -105,6 +105,25 @@ impl CommunicationCall {
                 What::Together(_, group) => group.ranks.len(),
                 What::Send { .. } | What::Receive { .. } => 1,
             };
+            if let (Transfer::AllGather { dim: Some(dim), over }, Some(x), Some(y)) = (transfer, x, y) {
+                let sections =
+                    gathered(&x.ty, &y.ty, dim, ranks).expect("the verifier has seen that parts make a whole");
+                let bytes = part.dtype.bytes();
+                pieces.extend(sections.into_iter().map(|s| {
+                    let share = here.index(over, mesh) % s.sharers * s.elements;
+                    let input = input.map(|at| (at, (s.part + share) * bytes));
+                    let output = output.map(|at| (at, s.whole * bytes));
+                    PieceAt {
+                        input,
+                        output,
+                        rows: s.rows,
+                        elements: s.elements,
+                        order: order(transfer),
+                        dtype: part.dtype,
+                    }
+                }));
+                continue;
+            }
             let (rows, from) = rows(transfer, part);
             let elements = (part.elements() - from) / rows;
             let bytes = elements * part.dtype.bytes();
@@ -201,9 +220,9 @@ impl CommunicationCall {
 fn rows(transfer: Transfer, part: &TensorType) -> (usize, usize) {
     let before = |dim: usize| part.dims[..dim].iter().map(|d| d.size()).product();
     match transfer {
-        Transfer::AllGather { dim: Some(dim), .. } | Transfer::ReduceScatter { dim: Some(dim), .. } => (before(dim), 0),
+        Transfer::ReduceScatter { dim: Some(dim), .. } => (before(dim), 0),
         Transfer::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes()),
-        Transfer::AllGather { dim: None, .. }
+        Transfer::AllGather { .. }
         | Transfer::ReduceScatter { dim: None, .. }
         | Transfer::AllReduce { .. }
         | Transfer::Shift { .. }

@@ -185,7 +185,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![loss, dx, dw]
         }
         Op::AddState => vec![add(x[0], x[1])],
-        Op::Accumulate | Op::Shard { .. } => vec![x[0].to_vec()],
+        Op::Accumulate | Op::Shard { .. } | Op::Part { .. } => vec![x[0].to_vec()],
         Op::SquareSum { sharers, tail } => {
             let (scalars, grads) = (scalars(x[x.len() - 1]), &x[..x.len() - 1]);
             let inverse = f64::from(scalars.inverse());

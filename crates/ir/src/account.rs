@@ -199,7 +199,9 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
             // A ring passes a part on n − 1 times, twice for an all-reduce.
             let (whole, sent) = match transfer {
                 Transfer::AllReduce { .. } => (input, input * 2 * (n - 1) / n),
-                Transfer::AllGather { .. } => (input * n, input * (n - 1)),
+                // Neighbours that share a part of a dimension give a share of it each.
+                Transfer::AllGather { dim: Some(_), .. } => (output, output / n * (n - 1)),
+                Transfer::AllGather { dim: None, .. } => (input * n, input * (n - 1)),
                 Transfer::ReduceScatter { .. } => (output * n, output * (n - 1)),
                 Transfer::Shift { .. } => (input * n, input),
                 Transfer::Send { .. } => (input, input),

@@ -44,4 +44,4 @@ pub use program::StepProgram;
 pub use scalars::{StepScalars, fixed};
 pub use schedule::Schedule;
 pub use shape::{Axis, Dim, Section, TensorType};
-pub use sharding::{FLAT_BLOCK, Placement, Run, Sharding, Span};
+pub use sharding::{FLAT_BLOCK, Gathered, Placement, Run, Sharding, Span, gathered};

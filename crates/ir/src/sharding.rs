@@ -181,6 +181,13 @@ impl Sharding {
         rule(op, self).ok_or_else(|| refuse(reason()))
     }
 
+    /// What it has beyond another: its placements along the axes where the two differ.
+    pub fn beyond(self, other: Sharding) -> Self {
+        let differs = |axis: &MeshAxis| self.over(*axis) != other.over(*axis);
+        let axes = MeshAxis::ALL.into_iter().filter(differs);
+        axes.fold(Sharding::REPLICATED, |sharding, axis| sharding.with(axis, self.over(axis)))
+    }
+
     /// The same before flat ranges are cut.
     pub fn uncut(self) -> Self {
         self.with(self.axes(Placement::Flat), Placement::Replicated)
@@ -277,6 +284,43 @@ impl Sharding {
             false => ranges(dim, Shares::new(split, mesh, at)),
         }
     }
+}
+
+/// What ranks gather of one section of a dimension: each gives so many elements of every row, and what they give stands one behind
+/// the other, in rank order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gathered {
+    /// Where the section starts in a rank's part, in elements.
+    pub part: usize,
+    /// Where it starts in the whole.
+    pub whole: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Elements of a row that a rank gives.
+    pub elements: usize,
+    /// Neighbours that have the same elements of the section: the first gives the first of as many shares, and so on.
+    pub sharers: usize,
+}
+
+/// How the parts that ranks have of a dimension make up the whole; `None` where they do not.
+pub fn gathered(part: &TensorType, whole: &TensorType, dim: usize, ranks: usize) -> Option<Vec<Gathered>> {
+    let (mine, all) = (&part.dims.get(dim)?.sections, &whole.dims.get(dim)?.sections);
+    let rows: usize = part.dims[..dim].iter().map(Dim::size).product();
+    let inner: usize = part.dims[dim + 1..].iter().map(Dim::size).product();
+    // Sections stand one behind the other only where there is one row.
+    if mine.len() != all.len() || (rows > 1 && mine.len() > 1) {
+        return None;
+    }
+    let mut at = (0, 0);
+    let piece = |(mine, all): (&Section, &Section)| {
+        let sharers = (mine.count * ranks).checked_div(all.count).filter(|n| n * all.count == mine.count * ranks)?;
+        let (held, given) = (mine.size() * inner, mine.size() * inner / sharers.max(1));
+        let fits = mine.unit == all.unit && (sharers == 1 || mine.count == 1) && given * sharers == held;
+        let piece = Gathered { part: at.0, whole: at.1, rows, elements: given, sharers };
+        at = (at.0 + held, at.1 + all.size() * inner);
+        fits.then_some(piece)
+    };
+    mine.iter().zip(all).map(piece).collect()
 }
 
 /// Elements of each of `ranges` flat ranges, padding included.
@@ -468,6 +512,24 @@ mod tests {
                 offsets_agree(&ty, sharding, mesh);
             }
         }
+    }
+
+    #[test]
+    fn sections_are_gathered_one_by_one_and_neighbours_give_a_share_each_of_what_they_share() {
+        let heads = |axis, count| Section { axis, count, unit: 2 };
+        let packed = |q, kv| Dim::packed([heads(Axis::Heads, q), heads(Axis::KvHeads, kv), heads(Axis::KvHeads, kv)]);
+        let matrix = |rows: Dim, columns| TensorType::new(DType::F32, [rows, Dim::new(Axis::Embed, columns)]);
+        let piece = |part, whole, elements, sharers| Gathered { part, whole, rows: 1, elements, sharers };
+        let four = gathered(&matrix(packed(1, 1), 3), &matrix(packed(4, 2), 3), 0, 4).unwrap();
+        assert_eq!(four, [piece(0, 0, 6, 1), piece(6, 24, 3, 2), piece(12, 36, 3, 2)]);
+        let two = gathered(&matrix(packed(2, 1), 3), &matrix(packed(4, 2), 3), 0, 2).unwrap();
+        assert_eq!(two, [piece(0, 0, 12, 1), piece(12, 24, 6, 1), piece(18, 36, 6, 1)]);
+        // Columns: as many of every row.
+        let columns = gathered(&matrix(packed(4, 2), 3), &matrix(packed(4, 2), 6), 1, 2).unwrap();
+        assert_eq!(columns, [Gathered { part: 0, whole: 0, rows: 16, elements: 3, sharers: 1 }]);
+        // Shares that do not come out even, and parts of something else.
+        assert_eq!(gathered(&matrix(packed(8, 1), 3), &matrix(packed(64, 2), 3), 0, 8), None);
+        assert_eq!(gathered(&matrix(packed(1, 1), 3), &matrix(packed(4, 2), 3), 0, 3), None);
     }
 
     const DP: MeshAxis = MeshAxis::DpShard;

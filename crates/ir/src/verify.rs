@@ -8,7 +8,7 @@ use crate::op::{Elem, Operand, Transfer};
 use crate::placements::Placed;
 use crate::program::{Arg, BufferId, Instr, Lifetime, Segment, Slot, StepProgram, Stream, Sum};
 use crate::walk::Walk;
-use crate::{Axes, DType, Op, Placement, TensorType, ValueId, placements};
+use crate::{Axes, DType, Op, Placement, TensorType, ValueId, gathered, placements};
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -167,7 +167,7 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     if instr.op.communicates() {
         check_collective(program, instr)?;
     } else {
-        check_types(instr)?;
+        check_types(program, instr)?;
         check_offsets(program, instr)?;
     }
     let placed = |arg: &Arg| (arg.sharding, arg.ty.dims.len());
@@ -262,9 +262,15 @@ fn check_offsets(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     Ok(())
 }
 
-fn check_types(instr: &Instr) -> Result<(), String> {
+fn check_types(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     let types: Vec<&TensorType> = instr.inputs.iter().map(|a| &a.ty).collect();
-    let inferred = instr.op.infer(&types).map_err(|e| e.to_string())?;
+    let mut inferred = instr.op.infer(&types).map_err(|e| e.to_string())?;
+    if instr.op.reshards() {
+        // What a rank takes of what it has.
+        for ((x, y), ty) in instr.inputs.iter().zip(instr.outputs.iter().flatten()).zip(&mut inferred) {
+            *ty = y.sharding.beyond(x.sharding).local(&x.ty, &program.mesh);
+        }
+    }
     for (o, (ty, output)) in inferred.iter().zip(&instr.outputs).enumerate() {
         let Some(arg) = output else { continue };
         if arg.ty.dims != ty.dims || !(arg.ty.dtype == ty.dtype || follows(instr.op.output(o), arg.ty.dtype)) {
@@ -281,7 +287,7 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
     for (x, y) in instr.inputs.iter().zip(instr.outputs.iter().flatten()) {
         let ranks = |over: Axes| program.mesh.size(over);
         let fits = match transfer {
-            Transfer::AllGather { over, dim: Some(_) } => y.ty.elements() == x.ty.elements() * ranks(over),
+            Transfer::AllGather { over, dim: Some(dim) } => gathered(&x.ty, &y.ty, dim, ranks(over)).is_some(),
             Transfer::AllGather { over, dim: None } => bytes(y) >= x.ty.bytes() * ranks(over) as u64,
             Transfer::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * ranks(over),
             Transfer::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * ranks(over) as u64,

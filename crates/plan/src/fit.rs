@@ -365,7 +365,6 @@ pub(crate) fn savings(machine: &dyn Machine, config: &Config, room: &Room) -> Re
         for zero in config.parallel.zero + 1..=3 {
             let mut changed = config.clone();
             changed.parallel.zero = zero;
-            // Muon's matrices are whole on a rank: a layout may refuse a stage.
             let legal = legal::check(&changed.layout(), &changed.extents()).is_empty();
             if legal && consider(format!("parallel.zero = {zero}"), &changed) {
                 all.parallel.zero = zero;

@@ -248,6 +248,7 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }
         | Op::Shard { .. }
+        | Op::Part { .. }
         | Op::Send { .. }
         | Op::Receive { .. }
         | Op::RopeAt

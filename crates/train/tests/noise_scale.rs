@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicBool;
 
 fn config(tied: bool, keys: &str) -> Config {
     let text = format!(
-        "[model]\nvocab_size = 67\nlayers = 2\ndim = 16\nheads = 2\nffn = 24\ntied_embeddings = {tied}\n\
+        "[model]\nvocab_size = 67\nlayers = 4\ndim = 16\nheads = 4\nkv_heads = 2\nffn = 24\ntied_embeddings = {tied}\n\
          [train]\nseq = 8\nglobal_batch = 8\nmicro_batch = 1\nthreads = 2\n{keys}\n"
     );
     Config::parse(&text, "run.toml", &[]).unwrap()
@@ -79,6 +79,44 @@ fn the_first_gradient_is_that_of_the_first_micro_batch() {
         assert_eq!(count, 2.0);
         close(first, (square(tied, &[0, 1]) + square(tied, &[2, 3])) / 2.0, "first of two groups");
         assert_eq!(measure(&config(tied, ""), &sequences).1, None);
+    }
+}
+
+#[test]
+fn ranks_that_split_matrices_and_layers_measure_the_same() {
+    let sequences: Vec<u64> = (0..8).collect();
+    let mean = |tied: bool, groups: &[&[u64]]| -> f64 {
+        groups.iter().map(|group| square(tied, group)).sum::<f64>() / groups.len() as f64
+    };
+    // A layout, and the sequences whose gradients are measured, each group's on its own. On four ranks neighbours share a key head.
+    let layouts: [(&str, bool, &[&[u64]]); 18] = [
+        ("tp = 2", true, &[&[0]]),
+        ("tp = 4\nsequence_parallel = true", true, &[&[0]]),
+        ("tp = 4", false, &[&[0]]),
+        ("dp = 2\nzero = 1\ntp = 4", true, &[&[0], &[1]]),
+        ("dp = 2\nzero = 2\ntp = 2\nsequence_parallel = true", true, &[&[0, 1]]),
+        ("dp = 2\nzero = 3\ntp = 4", false, &[&[0, 1]]),
+        ("cp = 2", true, &[&[0]]),
+        ("dp = 2\nzero = 1\ncp = 2\ntp = 4", false, &[&[0], &[1]]),
+        ("dp = 2\nzero = 3\ncp = 2\npp = 2", false, &[&[0, 1]]),
+        ("pp = 2", false, &[&[0]]),
+        ("pp = 2\nschedule = \"gpipe\"", false, &[&[0]]),
+        ("pp = 2\nschedule = \"interleaved\"", false, &[&[0]]),
+        ("pp = 2\nschedule = \"zb-h1\"", false, &[&[0]]),
+        ("dp = 2\nzero = 2\npp = 2\nschedule = \"zb-v\"", false, &[&[0, 1]]),
+        ("dp = 2\npp = 2\nschedule = \"gpipe\"", false, &[&[0], &[1]]),
+        ("dp = 2\nzero = 2\npp = 2", false, &[&[0, 1]]),
+        ("dp_replicate = 2\ndp = 2\nzero = 3\npp = 2", false, &[&[0, 1], &[2, 3]]),
+        ("tp = 4\nsequence_parallel = true\npp = 2", false, &[&[0]]),
+    ];
+    for (layout, tied, groups) in layouts {
+        let keys = format!("noise_scale = true\n[parallel]\n{layout}");
+        let (all, first) = measure(&config(tied, &keys), &sequences);
+        let (count, first) = first.unwrap();
+        assert_eq!(count, groups[0].len() as f64, "{layout}");
+        for (what, found, expected) in [("all", all, square(tied, &sequences)), ("first", first, mean(tied, groups))] {
+            assert!((found / expected - 1.0).abs() < 1e-4, "{what} of {layout}: {found}, not {expected}");
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use lockstep_exec::Executor;
 use lockstep_exec::cpu::CpuExecutor;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Entry, Role, Slot, Tensor};
-use lockstep_ir::{Layout, Op, StepScalars};
+use lockstep_ir::{Layout, Op, StepProgram, StepScalars, account};
 use lockstep_plan::plan;
 use lockstep_train::{Devices, Event, compare, parts};
 use safetensors::SafeTensors;
@@ -101,22 +101,36 @@ fn every_layout_moves_parameters_as_one_rank_does() {
         for train in ["", "[precision]\npolicy = \"bf16\"\ngradients = \"bf16\"", "reproducible = true"] {
             let config = layout_config(optimizer, train);
             check(&config, &layouts);
-            if *optimizer != "muon" {
-                check(&config, &split);
-            }
+            check(&config, &split);
         }
     }
 }
 
+/// What Muon orthogonalises is the same matrix, whoever has which part of it.
 #[test]
-fn muon_refuses_split_matrices() {
-    let text = layout_config("muon", "").resolved_toml();
-    let error = Config::parse(&text, "run.toml", &["parallel.tp=2".into()]).unwrap_err().to_string();
-    assert!(
-        error.contains("parallel.tp = 2 splits the matrices that optimizer.name = \"muon\" needs whole"),
-        "{error}"
-    );
-    assert!(error.contains("hint: use tp = 1"), "{error}");
+fn muon_gathers_what_tensor_parallel_ranks_split_and_share() {
+    let layouts = [
+        "tp=4",
+        "tp=4,sp",
+        "dp=2,zero=1,tp=4",
+        "dp=2,zero=2,tp=2,sp",
+        "dp=2,zero=3,tp=4",
+        "dp=2,zero=3,tp=2,pp=2",
+        "dp_replicate=2,dp=2,zero=1,tp=2",
+        "dp_replicate=2,dp=2,zero=3,pp=2",
+        "dp=2,zero=3,cp=2,tp=2",
+    ];
+    for train in ["", "[precision]\npolicy = \"bf16\""] {
+        check(&layout_config("muon", train), &layouts);
+    }
+    // As many bytes as a matrix has, whoever shares a part of it.
+    let config = layout_config("muon", "").at(&"tp=4".parse().unwrap());
+    let planned = plan(&Devices::new(), &config).unwrap();
+    let program = planned.program();
+    let all = account::communication(program, program.entry(StepProgram::TRAIN).unwrap());
+    let gathers = all.iter().find(|c| (c.segment, c.op, c.axis.as_str()) == ("update", "all_gather", "tp")).unwrap();
+    let layer = (32 + 2 * 16) * 32 + 32 * 32 + 3 * 48 * 32;
+    assert_eq!((gathers.calls, gathers.bytes, gathers.sent_bytes), (2 * 4, 2 * layer * 4, 2 * layer * 3));
 }
 
 #[test]

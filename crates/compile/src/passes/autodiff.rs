@@ -282,6 +282,7 @@ impl Backward {
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }
             | Op::Shard { .. }
+            | Op::Part { .. }
             | Op::Send { .. }
             | Op::Receive { .. } => Ok(()),
         }

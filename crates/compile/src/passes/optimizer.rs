@@ -179,25 +179,93 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
     }
 }
 
-/// The norm of the gradient that the first micro-batch gave: of the tokens of each rank where those sum at the end of a step,
+/// The norm of the gradient that the first micro-batch gave: of the sequences of each rank where those sum at the end of a step,
 /// as the root of the sum of squares; of their sum where they sum for every micro-batch.
 fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId) -> Result<(), TypeError> {
+    let mesh = context.layout.mesh;
+    let made = (mesh.size(MeshAxis::Pp) > 1).then(|| made(g));
     let update = g.nodes.iter().position(|n| n.phase == Phase::Update).unwrap_or(g.nodes.len());
     let after = g.nodes.split_off(update);
-    let mut read = Vec::new();
+    // What is counted together: on stages each gradient alone, as schedules make them at other times; else by who shares it. What is
+    // reduced first is counted at once, so that one such gradient at a time takes memory.
+    let mut squares = Vec::new();
+    let mut groups: BTreeMap<(Option<(usize, ValueId)>, usize, usize), Vec<ValueId>> = BTreeMap::new();
+    type Alone = Option<(usize, ValueId)>;
+    let count = |g: &mut Graph, (alone, sharers, tail): (Alone, usize, usize), mut read: Vec<ValueId>| {
+        read.push(scalars);
+        let (op, layer) = (Op::SquareSum { sharers, tail }, alone.map(|(layer, _)| layer));
+        Ok::<_, TypeError>(g.node(op, &read, "first_squares", Phase::Probe, layer)?[0])
+    };
     for t in trained {
+        if t.copies > 1 {
+            let reason = "the first micro-batch's gradient of what two stages share is not added up".to_owned();
+            return Err(TypeError { op: "gradient", reason });
+        }
         let uses = g.gradients_of(t.parameter);
+        let layer = made.as_ref().and_then(|made| made[uses[0].0]);
         let sums = add_uses(g, &uses, "first", Phase::Probe)?;
-        read.push(sums.last().copied().unwrap_or(uses[0]));
+        let sum = sums.last().copied().unwrap_or(uses[0]);
+        let whole = whole_sequences(g, context, sum, layer)?;
+        let (sharers, tail) = zero::sharers(g, context, t.parameter);
+        let group = (layer.map(|layer| (layer, t.parameter)), sharers, tail);
+        match whole == sum {
+            true => groups.entry(group).or_default().push(whole),
+            false => squares.push(count(g, group, vec![whole])?),
+        }
     }
-    read.push(scalars);
-    let square_sum = Op::SquareSum { sharers: 1, tail: 0 };
-    let squares = g.node(square_sum, &read, "first_squares", Phase::Probe, None)?[0];
+    for (group, read) in groups {
+        squares.push(count(g, group, read)?);
+    }
+    for (i, v) in squares.iter().enumerate().skip(1) {
+        g.values[v.0].name = format!("first_squares.{i}");
+    }
     g.nodes.extend(after);
-    let total = sum_over(g, squares, &[context.layout.mesh.wide(Axes::TOKENS)])?;
+    let counted = match squares[..] {
+        [one] if made.is_none() => one,
+        _ => g.node(Op::MergeSums, &squares, "first_squares.merged", Phase::Update, None)?[0],
+    };
+    // Ranks that have positions of the same sequences have the same gradient by now, or a range each.
+    let positions = if context.layout.zero < 2 { Axes::from(MeshAxis::Cp) } else { Axes::NONE };
+    let over = [Axes::TOKENS.without(positions), MeshAxis::Tp.into(), MeshAxis::Pp.into()];
+    let total = sum_over(g, counted, &over.map(|axes| mesh.wide(axes)))?;
     let stats = g.node(Op::GradientNorm, &[total, scalars], FIRST_STATS, Phase::Update, None)?[0];
-    g.outputs.extend([squares, stats]);
+    g.outputs.extend(squares);
+    g.outputs.push(stats);
     Ok(())
+}
+
+/// Of every gradient sum, the layer that its last contribution goes with.
+fn made(g: &Graph) -> Vec<Option<usize>> {
+    let mut made = vec![None; g.values.len()];
+    for (node, layer) in g.nodes.iter().zip(stage::layers(g).1) {
+        for v in node.outputs.iter().flatten() {
+            if let Source::Node { into: Some(sum) } = g.get(*v).source {
+                made[sum.0] = Some(layer);
+            }
+        }
+    }
+    made
+}
+
+/// The first micro-batch's gradient of whole sequences: what ranks have of other positions of them, or share, is added up, and the sum
+/// over micro-batches left as it is.
+fn whole_sequences(g: &mut Graph, context: &Context, sum: ValueId, layer: Option<usize>) -> Result<ValueId, TypeError> {
+    let mesh = context.layout.mesh;
+    let positions = g.get(sum).sharding.axes(Placement::Partial).within(mesh.wide(MeshAxis::Cp.into()));
+    let mut whole = sum;
+    if !positions.is_empty() {
+        whole = g.relay(Op::AllReduce { over: positions }, &[whole], "positions", Phase::Probe, layer)?[0];
+    }
+    let sharding = g.get(whole).sharding;
+    let cut = !sharding.axes(Placement::Flat).is_empty();
+    let split = sharding.over(MeshAxis::Tp) == Placement::Split(0);
+    if whole == sum && !cut && split && zero::sharers(g, context, whole).0 > 1 {
+        // Neighbours add in place.
+        let name = format!("{}.first", g.get(sum).name);
+        whole = g.node(Op::Accumulate, &[sum], &name, Phase::Probe, layer)?[0];
+        g.values[whole.0].sharding = sharding;
+    }
+    Ok(zero::sum_over_tensor_parallel(g, context, &[whole], Phase::Probe, layer)?[0])
 }
 
 /// The norm of all gradients over all ranks.
@@ -317,7 +385,7 @@ fn is_matrix(ty: &TensorType) -> bool {
     ty.dims.len() == 2 && ty.dims.iter().flat_map(|d| &d.sections).all(|s| features(s.axis))
 }
 
-/// The orthogonalised momentum. Where ranks hold ranges of it, each gathers the whole matrix, works on it, and keeps its range.
+/// The orthogonalised momentum. Where ranks hold ranges or parts of it, each gathers the whole matrix, works on it, and keeps its own.
 fn direction(
     g: &mut Graph,
     momentum: f32,
@@ -332,17 +400,29 @@ fn direction(
     g.values[moved[0].0].name = format!("{}.next", g.get(moment).name);
     g.values[moved[1].0].name = name.clone();
     g.updates.push((moment, moved[0]));
-    let over = sharding.axes(Placement::Flat);
-    let whole = match over.is_empty() {
-        true => moved[1],
-        false => g.relay(Op::AllGather { over, dim: None }, &[moved[1]], "whole", Phase::Update, None)?[0],
+    let ranges = sharding.axes(Placement::Flat);
+    let split =
+        [0, 1].map(|dim| (dim, sharding.axes(Placement::Split(dim)))).into_iter().find(|(_, over)| !over.is_empty());
+    let mut whole = moved[1];
+    let relay = |g: &mut Graph, op, v: &mut ValueId, suffix| -> Result<(), TypeError> {
+        *v = g.relay(op, &[*v], suffix, Phase::Update, None)?[0];
+        Ok(())
     };
-    let direction = g.node(Op::Orthogonalise, &[whole], &format!("{name}.orthogonal"), Phase::Update, None)?[0];
-    g.values[direction.0].sharding = g.get(whole).sharding;
-    match over.is_empty() {
-        true => Ok(direction),
-        false => Ok(g.relay(Op::Shard { over }, &[direction], "range", Phase::Update, None)?[0]),
+    if !ranges.is_empty() {
+        relay(g, Op::AllGather { over: ranges, dim: None }, &mut whole, "whole")?;
     }
+    if let Some((dim, over)) = split {
+        relay(g, Op::AllGather { over, dim: Some(dim) }, &mut whole, "gathered")?;
+    }
+    let mut direction = g.node(Op::Orthogonalise, &[whole], &format!("{name}.orthogonal"), Phase::Update, None)?[0];
+    g.values[direction.0].sharding = g.get(whole).sharding;
+    if let Some((dim, over)) = split {
+        relay(g, Op::Part { over, dim }, &mut direction, "part")?;
+    }
+    if !ranges.is_empty() {
+        relay(g, Op::Shard { over: ranges }, &mut direction, "range")?;
+    }
+    Ok(direction)
 }
 
 /// The layer of the first node that reads each value.

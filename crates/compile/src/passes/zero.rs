@@ -178,7 +178,7 @@ fn relay_some(
 }
 
 /// Reduces what tensor-parallel ranks hold as partial sums, and rows that neighbours share.
-fn sum_over_tensor_parallel(
+pub(super) fn sum_over_tensor_parallel(
     g: &mut Graph,
     context: &Context,
     values: &[ValueId],

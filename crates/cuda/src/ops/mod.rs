@@ -162,6 +162,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::VocabLoss => head::vocab_loss(call),
             Op::VocabGrad { rows } => head::vocab_grad(call, rows),
             Op::JoinRows => head::join_rows(call),
+            Op::Part { .. } => sections::part(call),
             Op::AllReduce { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }

@@ -26,6 +26,26 @@ pub unsafe fn concat(call: Call) -> Result<(), CudaError> {
     })
 }
 
+/// This rank's part of a whole.
+pub unsafe fn part(call: Call) -> Result<(), CudaError> {
+    let Some(part) = call.output(0) else { return Ok(()) };
+    call.bound.blocks.iter().try_for_each(|block| {
+        let (from, to) = (call.input(0) + 4 * block.whole as u64, part + 4 * block.part as u64);
+        let (n, rows) = (block.len, block.rows);
+        // SAFETY: the block lies in both.
+        unsafe {
+            match rows {
+                1 => call.plain(("sections", "cast_f32_f32"), [n.div_ceil(THREADS), 1, 1], THREADS, args![from, to, n]),
+                _ => {
+                    let threads = n.next_multiple_of(32).clamp(32, THREADS);
+                    let args = args![from, to, block.whole_stride, block.part_stride, n];
+                    call.plain(("sections", "copy_columns_f32"), [rows, 1, 1], threads, args)
+                }
+            }
+        }
+    })
+}
+
 /// Copies `n` columns of every row; of either side the rows' width and the first of the columns are given.
 unsafe fn copy_columns(
     call: Call,

@@ -311,6 +311,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::VocabLoss => vocab::loss(call),
         Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
         Op::JoinRows => vocab::join_rows::<T>(call),
+        Op::Part { .. } => sections::part(call),
         Op::AllReduce { .. }
         | Op::SumShared { .. }
         | Op::ReduceScatter { .. }

@@ -21,6 +21,25 @@ pub fn concat<T: Float>(call: Call) {
     }
 }
 
+/// This rank's part of a whole.
+pub fn part(call: Call) {
+    let (whole, Some(part)) = (Ptr(call.input::<f32>(0)), call.output::<f32>(0).map(Ptr)) else { return };
+    for block in &call.bound.blocks {
+        // One row may be a whole section: it is copied in pieces.
+        let pieces = if block.rows == 1 { 4 * call.pool.threads() } else { 1 };
+        let len = block.len.div_ceil(pieces).max(1);
+        call.rows(block.rows * pieces, |first, last| {
+            for (row, at) in (first..last).map(|i| (i / pieces, (i % pieces * len).min(block.len))) {
+                let (from, to) =
+                    (block.whole + row * block.whole_stride + at, block.part + row * block.part_stride + at);
+                let n = len.min(block.len - at);
+                // SAFETY: the block lies in both, and every element of the part is one task's.
+                unsafe { part.slice(to, n).copy_from_slice(whole.slice(from, n)) };
+            }
+        });
+    }
+}
+
 /// Copies `n` columns of every row; of either side the rows' width and the first of the columns are given.
 fn copy_columns<T: Float>(call: Call, from: (*const T, usize, usize), to: (*mut T, usize, usize), n: usize) {
     let ((from, from_width, from_at), (to, to_width, to_at)) = ((Ptr(from.0), from.1, from.2), (Ptr(to.0), to.1, to.2));

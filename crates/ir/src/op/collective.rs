@@ -1,6 +1,6 @@
 //! What ranks do together, and this rank's part of a whole.
 
-use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, row};
+use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, f32, row};
 use super::sample::{embed, ffn, normal, sample};
 use super::{Op, Sample, attributes};
 use crate::{Axes, MeshAxis, Placement, Sharding};
@@ -179,6 +179,15 @@ pub(super) static SHARD: Spec = row("shard", &[any("x")], &[any("part")], |_| {
     attributes!(op, Op::Shard { over });
     let fits = all(before, over, Placement::Replicated) && last(before, over, None);
     fits.then(|| before.with(over, Placement::Flat))
+});
+
+pub(super) static PART: Spec = row("part", &[f32("whole", "*")], &[f32("part", "*")], |_| {
+    vec![sample(Op::Part { over: Axes::NONE, dim: 1 }, [normal([ffn(), embed()])])]
+})
+.reshards(|op, before| {
+    attributes!(op, Op::Part { over, dim });
+    let fits = all(before, over, Placement::Replicated) && last(before, over, Some(dim));
+    fits.then(|| before.with(over, Placement::Split(dim)))
 });
 
 pub(super) static SEND: Spec =

@@ -372,6 +372,13 @@ ops! {
         /// Over the ranks along these axes.
         over: Axes,
     } = collective::SHARD,
+    /// This rank's part of a whole matrix: a copy.
+    Part {
+        /// Over the ranks along these axes.
+        over: Axes,
+        /// Parts of this dimension.
+        dim: usize,
+    } = collective::PART,
     /// To the same rank of another pipeline stage.
     Send {
         /// The stage.
