@@ -105,7 +105,7 @@ pub(super) fn start<'a>(
     if let Some(share) = imbalance {
         let cp = config.parallel.cp;
         let text = format!(
-            "document masks leave the most loaded of {cp} cp ranks {:.0}% more attention than the mean (blocks of the first {LOOKED_AT} sequences)",
+            "document masks leave the most loaded of {cp} cp ranks {:.1}% more attention than the mean (blocks of the first {LOOKED_AT} sequences)",
             100.0 * share
         );
         show(Event::Note(&Note::Cost(text)));
