@@ -15,7 +15,7 @@ pub fn attention_blocks(program: &StepProgram, entry: &Entry) -> Vec<u64> {
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         for instr in segment.instrs.iter().filter(|_| runs > 0) {
-            let (Some(mask), Some(offsets)) = (Mask::of(&instr.op), &instr.offsets) else { continue };
+            let (Some(mask), Some(offsets)) = (PartedAttention::of(&instr.op), &instr.offsets) else { continue };
             let (rows, heads) = size(instr);
             let same = |(op, o, r, _): &&(Op, &Offsets, usize, Vec<u64>)| (*op, *o, *r) == (instr.op, offsets, rows);
             let each = match known.iter().find(same) {
@@ -50,20 +50,31 @@ fn size(instr: &Instr) -> (usize, u64) {
     instr.op.bind(&types).map_or((0, 0), |dims| (dims.size('s'), dims.product("bq") as u64))
 }
 
-/// Which keys queries see, and of which rank.
-struct Mask {
-    window: Option<usize>,
+/// What an op says of attention over parts of sequences: which keys queries see, and of which rank.
+#[derive(Clone, Copy, Debug)]
+pub struct PartedAttention {
+    /// Sliding window.
+    pub window: Option<usize>,
     /// How far the keys have come around the ring; `None` where they are all there.
-    step: Option<usize>,
+    pub step: Option<usize>,
+    /// Whether it is the gradient.
+    pub backward: bool,
 }
 
-impl Mask {
-    fn of(op: &Op) -> Option<Self> {
-        if let Op::RingAttention { window, step, .. } | Op::RingAttentionGrad { window, step, .. } = *op {
-            return Some(Self { window, step: Some(step) });
+impl PartedAttention {
+    /// None where the op is another.
+    pub fn of(op: &Op) -> Option<Self> {
+        if let Op::RingAttention { window, step, .. } = *op {
+            return Some(Self { window, step: Some(step), backward: false });
         }
-        let (Op::GatheredAttention { window } | Op::GatheredAttentionGrad { window }) = *op else { return None };
-        Some(Self { window, step: None })
+        if let Op::RingAttentionGrad { window, step, .. } = *op {
+            return Some(Self { window, step: Some(step), backward: true });
+        }
+        if let Op::GatheredAttention { window } = *op {
+            return Some(Self { window, step: None, backward: false });
+        }
+        let Op::GatheredAttentionGrad { window } = *op else { return None };
+        Some(Self { window, step: None, backward: true })
     }
 
     /// Blocks of one head of a sequence on a rank.
@@ -108,7 +119,9 @@ mod tests {
         let split = Sharding::REPLICATED.with(MeshAxis::Cp, Placement::Split(0));
         let offsets = Offsets::new(&ty, &split, 0, &mesh).unwrap();
         let steps = if ring { (0..cp).map(Some).collect() } else { vec![None] };
-        let of = |step: &Option<usize>, index| Mask { window, step: *step }.blocks(&offsets, index, seq / cp);
+        let of = |step: &Option<usize>, index| {
+            PartedAttention { window, step: *step, backward: false }.blocks(&offsets, index, seq / cp)
+        };
         (0..cp).map(|index| steps.iter().map(|step| of(step, index)).sum()).collect()
     }
 

@@ -1,6 +1,7 @@
 //! The picture of a pipeline schedule, as papers draw it: a row per rank, time to the right. One file, no scripts, no fonts of its
 //! own; its colours follow the viewer's light or dark scheme.
 
+use crate::drawing::{line, text, tick_step};
 use crate::failure::Failure;
 use crate::timeline::wrote;
 use lockstep_ir::schedule::{PipeSlot, Pipeline, Timeline, Work};
@@ -123,15 +124,9 @@ fn draw(plan: &Plan, timeline: &Timeline) -> String {
             true => (y(from.0 + 1) - gap / 2.0, y(to.0) + gap / 2.0),
             false => (y(from.0) + gap / 2.0, y(to.0 + 1) - gap / 2.0),
         };
-        let _ = writeln!(
-            svg,
-            "<line class=\"sent\" x1=\"{:.1}\" y1=\"{leaves:.1}\" x2=\"{:.1}\" y2=\"{arrives:.1}\"/>",
-            x(from.1),
-            x(to.1)
-        );
+        line(&mut svg, "sent", x(from.1), leaves, x(to.1), arrives);
     }
-    let _ =
-        writeln!(svg, "<line class=\"end\" x1=\"{RIGHT}\" y1=\"{:.1}\" x2=\"{RIGHT}\" y2=\"{bottom:.1}\"/>", TOP - 8.0);
+    line(&mut svg, "end", RIGHT, TOP - 8.0, RIGHT, bottom);
     text(&mut svg, "quiet", RIGHT, TOP - 12.0, "end", "gradient norm of all ranks, update");
     time_axis(&mut svg, timeline.total, bottom, &x);
     let sends = match drawn {
@@ -187,17 +182,10 @@ fn messages(pipeline: &Pipeline, timeline: &Timeline) -> Vec<Message> {
 }
 
 fn time_axis(svg: &mut String, end: f64, bottom: f64, x: &dyn Fn(f64) -> f64) {
-    let rough = (end / 8.0).max(f64::MIN_POSITIVE);
-    let power = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|f| f * power).into_iter().find(|s| *s >= rough).unwrap_or(rough);
+    let step = tick_step(end);
     for n in 0..=(end / step) as usize {
         let at = x(n as f64 * step);
-        let _ = writeln!(
-            svg,
-            "<line class=\"axis\" x1=\"{at:.1}\" y1=\"{:.1}\" x2=\"{at:.1}\" y2=\"{:.1}\"/>",
-            bottom + 3.0,
-            bottom + 9.0
-        );
+        line(svg, "axis", at, bottom + 3.0, at, bottom + 9.0);
         let label = if n == 0 { "0".to_owned() } else { units::flops(n as f64 * step) };
         text(svg, "quiet", at, bottom + 25.0, "middle", &label);
     }
@@ -224,9 +212,4 @@ fn legend(svg: &mut String, timeline: &Timeline, chunks: usize) {
     if chunks > 1 {
         entry(Vec::new(), "dark to light: chunks in order");
     }
-}
-
-fn text(svg: &mut String, class: &str, x: f64, y: f64, anchor: &str, content: &str) {
-    let _ =
-        writeln!(svg, "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{content}</text>");
 }
