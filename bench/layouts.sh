@@ -5,6 +5,7 @@
 set -euo pipefail
 lockstep=$(realpath "${1:?usage: bench/layouts.sh LOCKSTEP}")
 every=${2:-1} # every n-th of the mixtures
+export COLUMNS=120
 cd "$(mktemp -d)"
 
 data=("1:" "2:dp=2" "2:dp=2,zero=1" "2:dp=2,zero=2" "2:dp=2,zero=3" "4:dp_replicate=2,dp=2,zero=1" "4:dp_replicate=2,dp=2,zero=2"

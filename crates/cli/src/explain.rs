@@ -4,6 +4,7 @@ mod account;
 pub(crate) mod compare;
 mod cost;
 mod layout;
+mod schedule;
 
 use crate::failure::Failure;
 use crate::style;
@@ -37,6 +38,10 @@ pub struct Args {
     /// gets a file of its own (-stage0, -stage1 …). Time counts in instructions, or with --gpu in seconds at its peak rates.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
+    /// Also draw the pipeline schedule into this .svg: ranks as rows; F, B and W with the numbers of their micro-batches, idle time
+    /// and sends. Time is FLOPs.
+    #[arg(long, value_name = "FILE")]
+    schedule: Option<PathBuf>,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -44,6 +49,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
+    let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
     let gpu = args.cost.find_gpu()?;
     let devices = Devices::new();
     let (config, room) = compare::placed(&devices, args.config.load()?, gpu)?;
@@ -70,6 +76,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
             let name = units::count(plan.parameters);
             file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
         }
+    }
+    if let Some(path) = &schedule {
+        schedule::write(path, &plan)?;
     }
     let mut out = std::io::stdout().lock();
     match args.format {

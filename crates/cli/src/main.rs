@@ -7,6 +7,7 @@ mod checkpoint_list;
 mod config_command;
 mod data;
 mod doctor;
+mod drawing;
 mod eval;
 mod explain;
 mod failure;

@@ -4,12 +4,14 @@ use crate::style;
 use console::Term;
 use std::sync::OnceLock;
 
-/// Columns of the screen: those of the terminal, else 80.
+/// Columns of the screen: those of the terminal, else as many as `COLUMNS` says, else 80.
 pub fn columns() -> usize {
     static COLUMNS: OnceLock<usize> = OnceLock::new();
     *COLUMNS.get_or_init(|| {
         // None where stdout is not a terminal.
-        Term::stdout().size_checked().map_or(USUAL, |(_, width)| usize::from(width)).max(LEAST)
+        let terminal = Term::stdout().size_checked().map(|(_, width)| usize::from(width));
+        let asked = || std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+        terminal.or_else(asked).unwrap_or(USUAL).max(LEAST)
     })
 }
 

@@ -48,7 +48,7 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 28] = [
+const KINDS: [&str; 31] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
@@ -62,6 +62,9 @@ const KINDS: [&str; 28] = [
     "tp=b,sp",
     "pp=a",
     "pp=a,gpipe",
+    "pp=a,interleaved,virtual=2",
+    "pp=a,zb-h1",
+    "pp=a,zb-v",
     "pp=b",
     "dp=a,tp=a",
     "dp=a,zero=1,tp=a,sp",

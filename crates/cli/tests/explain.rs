@@ -99,6 +99,29 @@ fn a_budget_says_what_it_computes_again_and_one_that_is_too_small_what_is_least(
 }
 
 #[test]
+fn a_schedule_is_drawn_with_every_slot_its_legend_and_its_units() {
+    let place = Place::new();
+    let zb_v = ["--set", "model.layers=4", "--set", "parallel.pp=2", "--set", "parallel.schedule=zb-v"];
+    place.ok(&[&["explain", "run.toml", "--schedule", "s.svg"], &zb_v[..]].concat());
+    let svg = std::fs::read_to_string(place.path("s.svg")).unwrap();
+    assert!(svg.starts_with("<svg xmlns=") && svg.trim_end().ends_with("</svg>"));
+    let parts = ["rank 0", "rank 1", "F: forward", "B: input gradients", "W: weight gradients", "idle (bubble)"];
+    for part in parts.iter().chain(&["time, as FLOPs of one rank", "chunk 1", "class=\"sent\""]) {
+        assert!(svg.contains(part), "{part}");
+    }
+    let layout = &json(&place, &zb_v)["layout"];
+    let m = json(&place, &zb_v)["step"]["accumulation_steps"].as_u64().unwrap() as usize;
+    // Two ranks, two chunks, three kinds of work.
+    assert_eq!(svg.matches("class=\"slot\"").count(), 12 * m);
+    assert_eq!((&layout["virtual"], &layout["schedule"]), (&Value::from(2), &Value::from("zb-v")));
+    assert_eq!(layout["roles"][0]["chunks"], serde_json::json!([[0, 0], [3, 3]]));
+    let error = place.fails(2, &["explain", "run.toml", "--schedule", "s.svg"]);
+    assert!(error.contains("parallel.pp = 1\nhint: add --set parallel.pp=2"), "{error}");
+    let error = place.fails(2, &["explain", "run.toml", "--schedule", "s.png"]);
+    assert!(error.contains("s.png is not an .svg\nhint: name it schedule.svg"), "{error}");
+}
+
+#[test]
 fn timelines_are_pictures_or_traces_one_for_each_stage() {
     let place = Place::new();
     place.ok(&["explain", "run.toml", "--timeline", "memory.svg"]);

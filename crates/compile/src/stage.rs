@@ -7,7 +7,7 @@
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::schedule::Pipeline;
-use lockstep_ir::{Axes, Graph, Op, TypeError, ValueId};
+use lockstep_ir::{Axes, DType, Graph, Op, Sharding, TensorType, TypeError, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Streams of messages between two ranks: those of a chunk, and what is sent once per step.
@@ -140,8 +140,8 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
     for (node, &s) in g.nodes.iter().zip(&stages).filter(|(n, _)| n.phase != Phase::Update) {
         node.outputs.iter().flatten().for_each(|v| made_in[v.0] = Some(s));
     }
-    let mut out = g.clone();
-    out.nodes.clear();
+    let mut out = Graph::new();
+    out.values = g.values.iter().map(|_| nothing()).collect();
     // What this rank has: values that it makes or receives, and states that its nodes touch.
     let mut has: BTreeSet<ValueId> = BTreeSet::new();
     let mut nodes: Vec<(Node, usize)> = Vec::new();
@@ -151,9 +151,14 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
     for (node, &s) in g.nodes.iter().zip(&stages).filter(|(n, _)| n.phase != Phase::Update) {
         let kind = if node.phase == Phase::Forward { ACTIVATIONS } else { GRADIENTS };
         let (reader, chunk) = places[s];
+        let crosses = |v: &ValueId| made_in[v.0].filter(|from| *from != s);
+        let sends = |v: &ValueId| crosses(v).is_some_and(|from| places[from].0 == rank);
+        if reader != rank && !node.inputs.iter().any(sends) {
+            continue;
+        }
         let mut node = node.clone();
         for v in &mut node.inputs {
-            let Some(from) = made_in[v.0].filter(|from| *from != s) else { continue };
+            let Some(from) = crosses(v) else { continue };
             let (sender, sender_chunk) = places[from];
             let tag = STREAMS * sender_chunk as u32 + kind;
             if sender == rank && sent.insert((*v, s)) {
@@ -167,7 +172,7 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
                 continue;
             }
             *v = *received.entry((*v, s)).or_insert_with(|| {
-                let here = if sender == rank { copy(&mut out, *v) } else { *v };
+                let here = if sender == rank { copy(g, &mut out, *v) } else { *v };
                 has.insert(here);
                 let (op, outputs) = (Op::Receive { stage: sender, tag }, vec![Some(here)]);
                 nodes.push((Node { op, inputs: vec![], outputs, phase: node.phase, layer: node.layer }, chunk));
@@ -188,18 +193,27 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
     let mut chunks: Vec<usize>;
     (out.nodes, chunks) = nodes.into_iter().unzip();
     let made_on: Vec<Option<usize>> = made_in.iter().map(|s| s.map(|s| places[s].0)).collect();
+    (out.updates, out.parts) = (g.updates.clone(), g.parts.clone());
     update(g, &mut out, &mut has, rank, &made_on)?;
     chunks.resize(out.nodes.len(), 0);
-    let owned = |v: &ValueId| has.contains(v);
-    out.outputs.retain(owned);
+    out.outputs = g.outputs.iter().copied().filter(|v| has.contains(v)).collect();
     out.updates.retain(|(state, v)| has.contains(state) && has.contains(v));
     out.parts.retain(|(state, v)| has.contains(state) && has.contains(v));
+    for v in has.iter().filter(|v| v.0 < g.values.len()) {
+        out.values[v.0] = g.get(*v).clone();
+    }
     Ok(RankGraph { graph: out, chunks })
 }
 
+/// What stands for a value that a rank does not have, so that others keep their ids.
+fn nothing() -> Value {
+    let ty = TensorType::new(DType::F32, []);
+    Value { name: String::new(), ty, source: Source::Node { into: None }, sharding: Sharding::default() }
+}
+
 /// A value for what is received of `v`.
-fn copy(out: &mut Graph, v: ValueId) -> ValueId {
-    let value = out.get(v);
+fn copy(g: &Graph, out: &mut Graph, v: ValueId) -> ValueId {
+    let value = g.get(v);
     let source = Source::Node { into: None };
     let received = Value { name: format!("{}.received", value.name), source, ..value.clone() };
     out.values.push(received);
@@ -215,12 +229,16 @@ fn update(
     made_on: &[Option<usize>],
 ) -> Result<(), TypeError> {
     for node in g.nodes.iter().filter(|n| n.phase == Phase::Update) {
-        let mut node = node.clone();
         let optimizer = |v: &ValueId| {
             let source = &g.get(*v).source;
             matches!(source, Source::State(State::Scalars | State::Moment { .. } | State::Master { .. }))
         };
         let known = |has: &BTreeSet<ValueId>, v: &ValueId| has.contains(v) || optimizer(v);
+        let partly = node.op.spec().variadic || node.op == Op::AddState;
+        if !partly && !node.inputs.iter().all(|v| known(has, v)) {
+            continue;
+        }
+        let mut node = node.clone();
         if node.op == Op::AddState {
             sum_tied_gradients(g, out, has, &mut node, rank, made_on);
         }
@@ -283,7 +301,7 @@ fn sum_tied_gradients(
     let (first, sum) = (node.inputs[0], node.outputs[0]);
     for input in &mut node.inputs {
         let Some(other) = maker(*input).filter(|r| *r != rank) else { continue };
-        let received = copy(out, *input);
+        let received = copy(g, out, *input);
         out.nodes.push(message(Op::Receive { stage: other, tag: TIED }, vec![], vec![Some(received)]));
         has.insert(received);
         *input = received;

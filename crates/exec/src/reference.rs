@@ -13,6 +13,7 @@ use lockstep_ir::graph::{Node, Source};
 use lockstep_ir::op::{Dims, IGNORED_TARGET};
 use lockstep_ir::squares::{LIMBS, Squares};
 use lockstep_ir::{Graph, Op, StepScalars, ValueId, counter, fixed};
+use std::ops::Range;
 
 /// Evaluates a graph. `feed` gives inputs and states (token ids as whole numbers); gradient states start at zero. Returns every
 /// value that was computed; a sum into a state is also found under the state.
@@ -432,6 +433,15 @@ impl Heads {
         ((b * self.seq + s) * (self.heads + 2 * self.kv_heads) + h) * self.e + i
     }
 
+    /// Where the head stands in qkv, and where its output does.
+    fn range(&self, b: usize, s: usize, h: usize) -> Range<usize> {
+        self.at(b, s, h, 0)..self.at(b, s, h, 0) + self.e
+    }
+
+    fn out_range(&self, b: usize, s: usize, h: usize) -> Range<usize> {
+        self.out(b, s, h, 0)..self.out(b, s, h, 0) + self.e
+    }
+
     fn key(&self, h: usize) -> usize {
         self.heads + h / (self.heads / self.kv_heads)
     }
@@ -446,8 +456,8 @@ impl Heads {
 
     /// Weights of the keys from ..= s, and the log-sum-exp of their scores.
     fn weights(&self, qkv: &[f64], b: usize, from: usize, s: usize, h: usize) -> (Vec<f64>, f64) {
-        let dot =
-            |t: usize| (0..self.e).map(|i| qkv[self.at(b, s, h, i)] * qkv[self.at(b, t, self.key(h), i)]).sum::<f64>();
+        let query = &qkv[self.range(b, s, h)];
+        let dot = |t: usize| dot(query, &qkv[self.range(b, t, self.key(h))]);
         let scores: Vec<f64> = (from..=s).map(|t| dot(t) / (self.e as f64).sqrt()).collect();
         let lse = log_sum_exp(&scores);
         (scores.iter().map(|x| (x - lse).exp()).collect(), lse)
@@ -465,9 +475,8 @@ fn attention(dims: &Dims, qkv: &[f64], first: &[usize]) -> [Vec<f64>; 2] {
                 let from = first[b * g.seq + s];
                 let (p, row_lse) = g.weights(qkv, b, from, s, h);
                 lse[(b * g.heads + h) * g.seq + s] = row_lse;
-                for i in 0..g.e {
-                    o[g.out(b, s, h, i)] = (from..=s).map(|t| p[t - from] * qkv[g.at(b, t, g.value(h), i)]).sum();
-                }
+                let o = &mut o[g.out_range(b, s, h)];
+                (from..=s).for_each(|t| add_scaled(o, p[t - from], &qkv[g.range(b, t, g.value(h))]));
             }
         }
     }
@@ -483,23 +492,29 @@ fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], first: &[usize]) -> Ve
             for s in 0..g.seq {
                 let from = first[b * g.seq + s];
                 let (p, _) = g.weights(qkv, b, from, s, h);
-                let dp =
-                    |t: usize| (0..g.e).map(|i| dout[g.out(b, s, h, i)] * qkv[g.at(b, t, g.value(h), i)]).sum::<f64>();
-                let dp: Vec<f64> = (from..=s).map(dp).collect();
+                let dout = &dout[g.out_range(b, s, h)];
+                let dp: Vec<f64> = (from..=s).map(|t| dot(dout, &qkv[g.range(b, t, g.value(h))])).collect();
                 let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
                 for t in from..=s {
                     let p = p[t - from];
                     let ds = p * (dp[t - from] - mean) * scale;
-                    for i in 0..g.e {
-                        dqkv[g.at(b, t, g.value(h), i)] += p * dout[g.out(b, s, h, i)];
-                        dqkv[g.at(b, s, h, i)] += ds * qkv[g.at(b, t, g.key(h), i)];
-                        dqkv[g.at(b, t, g.key(h), i)] += ds * qkv[g.at(b, s, h, i)];
-                    }
+                    add_scaled(&mut dqkv[g.range(b, t, g.value(h))], p, dout);
+                    add_scaled(&mut dqkv[g.range(b, s, h)], ds, &qkv[g.range(b, t, g.key(h))]);
+                    add_scaled(&mut dqkv[g.range(b, t, g.key(h))], ds, &qkv[g.range(b, s, h)]);
                 }
             }
         }
     }
     dqkv
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// `to` += `by` · `x`.
+fn add_scaled(to: &mut [f64], by: f64, x: &[f64]) {
+    to.iter_mut().zip(x).for_each(|(to, x)| *to += by * x);
 }
 
 fn log_sum_exp(x: &[f64]) -> f64 {

@@ -106,7 +106,7 @@ fn side_by_side(program: &StepProgram, region: usize) -> Vec<&Buffer> {
 /// last call that reads it. No placement can use fewer bytes than this.
 pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
     let mut best = Moment::default();
-    for point in timeline::planned(program, &Distinct::of(program, entry)) {
+    timeline::each_planned(program, &Distinct::of(program, entry), |point| {
         let segment = &program.segments[point.slot.segment];
         if point.total() > best.live_bytes {
             best = Moment {
@@ -118,7 +118,7 @@ pub fn peak(program: &StepProgram, entry: &Entry) -> Moment {
                 live_bytes: point.total(),
             };
         }
-    }
+    });
     best
 }
 

@@ -15,7 +15,7 @@ pub fn attention_blocks(program: &StepProgram, entry: &Entry) -> Vec<u64> {
     for (s, segment) in program.segments.iter().enumerate() {
         let runs = entry.schedule.iter().filter(|slot| slot.segment == s).count() as u64;
         for instr in segment.instrs.iter().filter(|_| runs > 0) {
-            let (Some(mask), Some(offsets)) = (Mask::of(&instr.op), &instr.offsets) else { continue };
+            let (Some(mask), Some(offsets)) = (PartedAttention::of(&instr.op), &instr.offsets) else { continue };
             let (rows, heads) = size(instr);
             let same = |(op, o, r, _): &&(Op, &Offsets, usize, Vec<u64>)| (*op, *o, *r) == (instr.op, offsets, rows);
             let each = match known.iter().find(same) {
@@ -33,26 +33,48 @@ pub fn attention_blocks(program: &StepProgram, entry: &Entry) -> Vec<u64> {
     ranks
 }
 
+/// The same of one head and layer, for a sequence whose documents start where `starts` says for each position. Parts of the sequence are
+/// in zig-zag order.
+pub fn document_blocks(starts: &[u32], ranks: usize, window: Option<usize>) -> Vec<u64> {
+    let len = starts.len() / (2 * ranks).max(1);
+    let chunk = |i: usize| Run { whole: i * len, local: 0, len };
+    // Documents stand in order: the first query of a block sees the first key.
+    let seen = |query: usize| first_seen(query, window).max((starts[query] as usize).min(query));
+    let of = |i: usize| (0..2 * ranks).map(|k| between(chunk(i), chunk(k), &seen)).sum::<u64>();
+    (0..ranks).map(|i| of(i) + of(2 * ranks - 1 - i)).collect()
+}
+
 /// Rows of a rank's queries, and how often they stand there: heads of all sequences.
 fn size(instr: &Instr) -> (usize, u64) {
     let types: Vec<_> = instr.inputs.iter().map(|arg| &arg.ty).collect();
     instr.op.bind(&types).map_or((0, 0), |dims| (dims.size('s'), dims.product("bq") as u64))
 }
 
-/// Which keys queries see, and of which rank.
-struct Mask {
-    window: Option<usize>,
+/// What an op says of attention over parts of sequences: which keys queries see, and of which rank.
+#[derive(Clone, Copy, Debug)]
+pub struct PartedAttention {
+    /// Sliding window.
+    pub window: Option<usize>,
     /// How far the keys have come around the ring; `None` where they are all there.
-    step: Option<usize>,
+    pub step: Option<usize>,
+    /// Whether it is the gradient.
+    pub backward: bool,
 }
 
-impl Mask {
-    fn of(op: &Op) -> Option<Self> {
-        if let Op::RingAttention { window, step, .. } | Op::RingAttentionGrad { window, step, .. } = *op {
-            return Some(Self { window, step: Some(step) });
+impl PartedAttention {
+    /// None where the op is another.
+    pub fn of(op: &Op) -> Option<Self> {
+        if let Op::RingAttention { window, step, .. } = *op {
+            return Some(Self { window, step: Some(step), backward: false });
         }
-        let (Op::GatheredAttention { window } | Op::GatheredAttentionGrad { window }) = *op else { return None };
-        Some(Self { window, step: None })
+        if let Op::RingAttentionGrad { window, step, .. } = *op {
+            return Some(Self { window, step: Some(step), backward: true });
+        }
+        if let Op::GatheredAttention { window } = *op {
+            return Some(Self { window, step: None, backward: false });
+        }
+        let Op::GatheredAttentionGrad { window } = *op else { return None };
+        Some(Self { window, step: None, backward: true })
     }
 
     /// Blocks of one head of a sequence on a rank.
@@ -63,20 +85,26 @@ impl Mask {
             Some(step) => chunks(offsets.parts[(index + n - step % n) % n]).collect(),
             None => offsets.parts.iter().flat_map(|part| chunks(*part)).collect(),
         };
-        let of_run = |queries: Run| keys.iter().map(|keys| self.between(queries, *keys)).sum::<u64>();
+        let seen = |query| first_seen(query, self.window);
+        let of_run = |queries: Run| keys.iter().map(|keys| between(queries, *keys, &seen)).sum::<u64>();
         chunks(offsets.parts[index]).map(of_run).sum()
     }
+}
 
-    /// Blocks between a run of queries and one of keys.
-    fn between(&self, queries: Run, keys: Run) -> u64 {
-        let row = |q: usize| {
-            let (first, end) = (queries.whole + q, queries.whole + queries.len.min(q + BLOCK));
-            let seen = (first + 1).saturating_sub(self.window.unwrap_or(usize::MAX).max(1));
-            let (from, to) = (seen.saturating_sub(keys.whole) / BLOCK, end.saturating_sub(keys.whole).min(keys.len));
-            to.div_ceil(BLOCK).saturating_sub(from) as u64
-        };
-        (0..queries.len).step_by(BLOCK).map(row).sum()
-    }
+/// The first position that the query at this one sees.
+fn first_seen(query: usize, window: Option<usize>) -> usize {
+    (query + 1).saturating_sub(window.unwrap_or(usize::MAX).max(1))
+}
+
+/// Blocks between a run of queries and one of keys; `seen` gives the first position that a query sees.
+fn between(queries: Run, keys: Run, seen: &dyn Fn(usize) -> usize) -> u64 {
+    let row = |q: usize| {
+        let (first, end) = (queries.whole + q, queries.whole + queries.len.min(q + BLOCK));
+        let from = seen(first).saturating_sub(keys.whole) / BLOCK;
+        let to = end.saturating_sub(keys.whole).min(keys.len);
+        to.div_ceil(BLOCK).saturating_sub(from) as u64
+    };
+    (0..queries.len).step_by(BLOCK).map(row).sum()
 }
 
 #[cfg(test)]
@@ -91,7 +119,9 @@ mod tests {
         let split = Sharding::REPLICATED.with(MeshAxis::Cp, Placement::Split(0));
         let offsets = Offsets::new(&ty, &split, 0, &mesh).unwrap();
         let steps = if ring { (0..cp).map(Some).collect() } else { vec![None] };
-        let of = |step: &Option<usize>, index| Mask { window, step: *step }.blocks(&offsets, index, seq / cp);
+        let of = |step: &Option<usize>, index| {
+            PartedAttention { window, step: *step, backward: false }.blocks(&offsets, index, seq / cp)
+        };
         (0..cp).map(|index| steps.iter().map(|step| of(step, index)).sum()).collect()
     }
 
@@ -113,5 +143,16 @@ mod tests {
         assert!(windowed.iter().sum::<u64>() < blocks(4096, 2, None, true).iter().sum());
         // Keys of a window that is one rank's own, and where chunks meet.
         assert_eq!(blocks(1024, 2, Some(1), true), [4, 4]);
+    }
+
+    #[test]
+    fn documents_leave_ranks_unequal_work() {
+        let one = vec![0; 4096];
+        assert_eq!(document_blocks(&one, 2, None), blocks(4096, 2, None, true));
+        assert_eq!(document_blocks(&one, 4, Some(600)), blocks(4096, 4, Some(600), true));
+        // A long document first: the rank that has its end has most of it.
+        let starts: Vec<u32> = (0..4096).map(|p| if p < 2048 { 0 } else { p / 128 * 128 }).collect();
+        // Chunks of 1,024: the first has 36 blocks, the second 100, the last two 8 each.
+        assert_eq!(document_blocks(&starts, 2, None), [36 + 8, 100 + 8]);
     }
 }

@@ -6,9 +6,9 @@
 //! both is in use, and temporary buffers that come and go leave holes in the frame.
 
 use crate::StepProgram;
-use crate::program::{Arg, BufferId, Class, Instr, Lifetime, Slot, Sum};
+use crate::program::{Arg, BufferId, Class, Instr, Life, Lifetime, Segment, Slot, Sum};
 use crate::walk::{ByteRange, Distinct, Event, Walk};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Bytes in use while one instruction runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,22 +30,80 @@ impl Point {
 
 /// The timeline of a schedule as planned: from the lifetimes that its buffers were given.
 pub fn planned(program: &StepProgram, shown: &Distinct) -> Vec<Point> {
-    let mut lives = Lives::new(program);
-    for (s, slot) in shown.schedule.iter().enumerate() {
-        for event in Walk::first(program).slot(*slot) {
-            for b in event.instr.buffers() {
-                let copy = match program.lifetime(b) {
-                    Lifetime::Run | Lifetime::MicroBatch => continue,
-                    Lifetime::Saved(_) => slot.micro_batch,
-                    // Frames of different slots are different lives of the same bytes.
-                    Lifetime::Frame | Lifetime::Overlay => s,
-                };
-                lives.extend((b.0 as u64, b.0 as u64, copy as u64), b, &event);
+    let mut points = Vec::new();
+    each_planned(program, shown, |point| points.push(point));
+    points
+}
+
+/// What a segment has in use, wherever it stands in a schedule.
+struct InSegment {
+    /// By instruction: bytes of temporaries.
+    temporaries: Vec<[i64; Class::ALL.len()]>,
+    /// From which to which instruction it uses saved buffers.
+    saved: Vec<Life>,
+}
+
+impl InSegment {
+    fn new(program: &StepProgram, segment: &Segment) -> Self {
+        let temporary = |b: BufferId| matches!(program.lifetime(b), Lifetime::Frame | Lifetime::Overlay);
+        let mut temporaries = vec![[0; Class::ALL.len()]; segment.instrs.len()];
+        for life in segment.lives(temporary) {
+            let buffer = &program.buffers[life.buffer.0];
+            for bytes in &mut temporaries[life.first..=life.last] {
+                bytes[buffer.class as usize] += buffer.bytes as i64;
             }
-            lives.points.push((Slot { micro_batch: shown.micro_batches[s], ..*slot }, event.index));
+        }
+        Self { temporaries, saved: segment.lives(|b| matches!(program.lifetime(b), Lifetime::Saved(_))) }
+    }
+}
+
+/// Shows the points of a planned timeline one by one.
+pub(crate) fn each_planned(program: &StepProgram, shown: &Distinct, mut visit: impl FnMut(Point)) {
+    let segments: Vec<InSegment> = program.segments.iter().map(|s| InSegment::new(program, s)).collect();
+    // By slot: the instruction before which a saved buffer begins or ends to count.
+    let mut changes: Vec<Vec<(usize, BufferId, bool)>> = vec![Vec::new(); shown.schedule.len()];
+    // By buffer and micro-batch: the last slot that uses it, and the instruction behind that use.
+    let mut last: HashMap<(BufferId, usize), (usize, usize)> = HashMap::new();
+    for (s, slot) in shown.schedule.iter().enumerate() {
+        for life in &segments[slot.segment].saved {
+            if last.insert((life.buffer, slot.micro_batch), (s, life.last + 1)).is_none() {
+                changes[s].push((life.first, life.buffer, true));
+            }
         }
     }
-    lives.finish()
+    for ((buffer, _), (s, behind)) in last {
+        changes[s].push((behind, buffer, false));
+    }
+    let mut live = always(program);
+    for ((slot, &micro_batch), mut changes) in shown.schedule.iter().zip(&shown.micro_batches).zip(changes) {
+        changes.sort_unstable();
+        let mut changes = changes.into_iter().peekable();
+        let mut change_up_to = |instr: usize, live: &mut [i64; Class::ALL.len()]| {
+            while let Some((_, b, begins)) = changes.next_if(|(at, ..)| *at <= instr) {
+                let buffer = &program.buffers[b.0];
+                live[buffer.class as usize] += if begins { buffer.bytes as i64 } else { -(buffer.bytes as i64) };
+            }
+        };
+        let temporaries = &segments[slot.segment].temporaries;
+        for (instr, own) in temporaries.iter().enumerate() {
+            change_up_to(instr, &mut live);
+            let bytes = std::array::from_fn(|class| (live[class] + own[class]) as u64);
+            visit(Point { slot: Slot { micro_batch, ..*slot }, instr, bytes });
+        }
+        change_up_to(temporaries.len(), &mut live);
+    }
+}
+
+/// Bytes that count throughout.
+fn always(program: &StepProgram) -> [i64; Class::ALL.len()] {
+    let mut always = [0; Class::ALL.len()];
+    for buffer in &program.buffers {
+        let region = &program.regions[buffer.region];
+        if matches!(region.lifetime, Lifetime::Run | Lifetime::MicroBatch) {
+            always[buffer.class as usize] += (buffer.bytes * region.slots as u64) as i64;
+        }
+    }
+    always
 }
 
 /// The timeline of a run, from the instructions that an executor says it ran, in its order: from the addresses that they wrote
@@ -81,7 +139,6 @@ fn fresh(instr: &Instr) -> impl Iterator<Item = BufferId> {
 /// Lives of buffers over a list of instructions.
 struct Lives<'a> {
     program: &'a StepProgram,
-    always: [u64; Class::ALL.len()],
     points: Vec<(Slot, usize)>,
     /// First and last point of each life, and whose it is.
     spans: BTreeMap<(u64, u64, u64), (usize, usize, BufferId)>,
@@ -89,14 +146,7 @@ struct Lives<'a> {
 
 impl<'a> Lives<'a> {
     fn new(program: &'a StepProgram) -> Self {
-        let mut always = [0; Class::ALL.len()];
-        for buffer in &program.buffers {
-            let region = &program.regions[buffer.region];
-            if matches!(region.lifetime, Lifetime::Run | Lifetime::MicroBatch) {
-                always[buffer.class as usize] += buffer.bytes * region.slots as u64;
-            }
-        }
-        Self { program, always, points: Vec::new(), spans: BTreeMap::new() }
+        Self { program, points: Vec::new(), spans: BTreeMap::new() }
     }
 
     /// The life called `key` has the instructions during which the operands of this one, which runs now, are in use.
@@ -114,7 +164,7 @@ impl<'a> Lives<'a> {
             change[first][buffer.class as usize] += buffer.bytes as i64;
             change[(last + 1).min(self.points.len())][buffer.class as usize] -= buffer.bytes as i64;
         }
-        let mut live = self.always.map(|bytes| bytes as i64);
+        let mut live = always(self.program);
         let mut point = |((slot, instr), change): ((Slot, usize), [i64; Class::ALL.len()])| {
             live.iter_mut().zip(change).for_each(|(live, delta)| *live += delta);
             Point { slot, instr, bytes: live.map(|bytes| bytes as u64) }

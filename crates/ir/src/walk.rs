@@ -61,6 +61,16 @@ impl<'a> Walk<'a> {
         instrs.map(move |(index, instr)| Event { walk: self, slot, index, instr })
     }
 
+    /// Where an operand is in its buffer: all of it, or the rank's part.
+    pub fn part(self, arg: &Arg, whole: ByteRange) -> ByteRange {
+        if arg.part.is_empty() {
+            return whole;
+        }
+        let index = self.here.index(arg.part, &self.program.mesh);
+        let start = whole.start + index as u64 * arg.ty.bytes();
+        ByteRange { start, end: start + arg.ty.bytes() }
+    }
+
     /// An instruction of a slot.
     pub fn event(self, slot: Slot, index: usize) -> Event<'a> {
         Event { walk: self, slot, index, instr: &self.program.segments[slot.segment].instrs[index] }
@@ -81,15 +91,7 @@ impl<'a> Event<'a> {
 
     /// Where an operand is: its buffer, or the rank's part of it.
     pub fn operand(&self, arg: &Arg) -> ByteRange {
-        let whole = self.buffer(arg.buffer);
-        match arg.part.is_empty() {
-            true => whole,
-            false => {
-                let index = self.walk.here.index(arg.part, &self.walk.program.mesh);
-                let start = whole.start + index as u64 * arg.ty.bytes();
-                ByteRange { start, end: start + arg.ty.bytes() }
-            }
-        }
+        self.walk.part(arg, self.buffer(arg.buffer))
     }
 }
 

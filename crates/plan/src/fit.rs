@@ -2,6 +2,7 @@
 //! All of it is read off programs that are compiled for the purpose, as [`crate::account`] does.
 
 use crate::account::{Policy, policies_of};
+use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError};
 use lockstep_compile::{Estimator, Recompute};
@@ -258,6 +259,10 @@ pub struct LayoutCost {
     pub memory: MemoryBreakdown,
     /// Bytes that such a rank sends in a step, in a ring.
     pub sent_bytes: u64,
+    /// Pipeline bubble: the share of all ranks' time in which they are idle, if time is FLOPs and transfers are free.
+    pub bubble: f64,
+    /// The most micro-batches that a rank has in flight, in the activations of all its layers.
+    pub in_flight: f64,
     /// Whether it fits, where the memory is known.
     pub verdict: Option<Verdict>,
 }
@@ -282,10 +287,18 @@ pub fn layout_costs(
             micro_batch: config.train.micro_batch,
             memory: memory.clone(),
             sent_bytes: sent_bytes(program),
+            bubble: pipeline_timeline(&found.programs, &config.layout()).map_or(0.0, |timeline| timeline.bubble()),
+            in_flight: most_in_flight(&config.layout()),
             verdict: room.map(|room| room.verdict(&found.stages, ranks)),
         });
     }
     Ok(rows)
+}
+
+/// The most micro-batches that a rank has in flight, in the activations of all its layers.
+fn most_in_flight(layout: &Layout) -> f64 {
+    let chunks = layout.pipeline().in_flight().into_iter().max().unwrap_or(0);
+    chunks as f64 / layout.chunks as f64
 }
 
 /// Bytes that a rank sends in a step, in a ring.

@@ -12,6 +12,7 @@ mod fit;
 mod formulas;
 mod forward;
 mod groups;
+mod pipeline;
 mod plan;
 mod timeline;
 
@@ -24,5 +25,6 @@ pub use fit::{
 };
 pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
+pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, plan, plan_measured, plan_with};
 pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};

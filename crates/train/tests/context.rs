@@ -125,3 +125,25 @@ fn sequences_of_32768_positions_on_four_ranks() {
     let alone = plan(&Devices::new(), &config).unwrap().program().arena_bytes;
     assert!(found[0].arena_bytes[0] * 3 < alone, "{:?} of {alone}", found[0].arena_bytes);
 }
+
+#[test]
+fn a_run_tells_how_unequal_documents_make_the_work_of_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    common::write_corpus(dir.path());
+    common::tiny(dir.path(), "steps = 1\nmicro_batch = 2\nvalidation_sequences = 0");
+    let notes = |keys: &[&str]| {
+        let keys: Vec<String> = keys.iter().map(|key| key.to_string()).collect();
+        let config = Config::load(&dir.path().join("run.toml"), &keys).unwrap();
+        let mut notes = Vec::new();
+        let run_dir = dir.path().join(format!("run-{}", keys.len()));
+        common::run_with(&config, &run_dir, &mut |event| {
+            if let lockstep_train::Event::Note(note) = event {
+                notes.push(note.to_string());
+            }
+        })
+        .unwrap();
+        notes.iter().filter(|note| note.contains("cp ranks")).count()
+    };
+    assert_eq!(notes(&["parallel.cp=2", "data.document_mask=true"]), 1);
+    assert_eq!(notes(&["parallel.cp=2"]), 0);
+}

@@ -130,6 +130,27 @@ fn a_run_goes_on_in_another_layout_within_the_promised_bounds() {
     }
 }
 
+#[test]
+fn a_checkpoint_goes_round_through_every_kind_of_parallelism() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let (train, deep) = ("micro_batch = 1", "model.layers=8");
+    let legs: [&[&str]; 4] = [
+        &[deep, "cp=2", "tp=2"],
+        &[deep, "pp=4", "schedule=interleaved", "virtual=2"],
+        &[deep, "dp_replicate=2", "dp=2", "zero=3"],
+        &[deep],
+    ];
+    let whole = run_to(&config(dir.path(), train, &[deep]), &dir.path().join("whole"), 8);
+    let steps = run_legs(dir.path(), "round", train, &legs);
+    let first = config(dir.path(), train, legs[0]);
+    let Promise::Close { loss: bound, .. } = Promise::of(&first.layout(), &first) else { panic!("tp changes sums") };
+    assert_eq!(steps.len(), whole.len());
+    for (a, b) in steps.iter().zip(&whole) {
+        assert!(a.0 == b.0 && (a.1 - b.1).abs() <= bound * b.1, "step {}: {} and {}", b.0, a.1, b.1);
+    }
+}
+
 /// The tensors of a session's programs that a checkpoint is to bring back, each once.
 fn kept(config: &Config) -> Vec<Tensor> {
     let is_kept =

@@ -136,6 +136,10 @@ fn layouts_text(tokens: u64, rows: &[LayoutCost]) -> String {
             lines.push(line("of all ranks", &|r| units::bytes(together(r).unwrap_or(r.memory.total_bytes))));
         }
         lines.push(line("sent by a rank", &|r| units::bytes(r.sent_bytes)));
+        if part.iter().any(|r| r.bubble > 0.0) {
+            lines.push(line("in flight", &|r| format!("{:.1}", r.in_flight)));
+            lines.push(line("pipeline bubble", &|r| format!("{:.1}%", 100.0 * r.bubble)));
+        }
         if part.iter().any(|r| r.verdict.is_some()) {
             let fits =
                 |r: &LayoutCost| r.verdict.as_ref().map_or("-", |v| if v.fits { "yes" } else { "NO" }).to_owned();

@@ -1,13 +1,15 @@
 //! What each rank role holds and communicates, and how a pipeline fills.
 
 use super::memory;
-use crate::table::{columns, table};
+use crate::table::{columns, table, wrapped};
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::blocks::{BLOCK, attention_blocks};
-use lockstep_ir::schedule::{Costs, Timeline, evaluate};
-use lockstep_ir::{Axes, MeshAxis, StepProgram, units};
-use lockstep_plan::Plan;
+use lockstep_ir::program::Segment;
+use lockstep_ir::schedule::Timeline;
+use lockstep_ir::{Axes, StepProgram, units};
+use lockstep_plan::{Plan, pipeline_timeline};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// A rank role: the ranks of one pipeline stage.
 struct Role<'a> {
@@ -38,22 +40,24 @@ impl Role<'_> {
         (self.program.stage * size, (self.program.stage + 1) * size - 1)
     }
 
-    /// First and last layer.
-    fn layers(&self) -> Option<(usize, usize)> {
-        let layers = || self.program.segments.iter().flat_map(|s| &s.instrs).filter_map(|i| i.layer);
-        layers().min().zip(layers().max())
+    /// First and last layer of every chunk.
+    fn layers(&self) -> Vec<(usize, usize)> {
+        let mut chunks: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
+        // What is no micro-batch's is of all chunks.
+        let works = |s: &&Segment| s.name != "update" && s.name != "probe";
+        for segment in self.program.segments.iter().filter(works) {
+            for layer in segment.instrs.iter().filter_map(|i| i.layer) {
+                let (first, last) = chunks.entry(segment.chunk).or_insert((layer, layer));
+                (*first, *last) = ((*first).min(layer), (*last).max(layer));
+            }
+        }
+        chunks.into_values().collect()
     }
 }
 
 /// How the pipeline fills if transfers were free: stages weighed by their FLOPs.
-fn timeline(plan: &Plan) -> Option<Timeline> {
-    let layout = &plan.layout;
-    if layout.mesh.size(MeshAxis::Pp) == 1 {
-        return None;
-    }
-    let pipeline = layout.pipeline();
-    let chunks = account::chunk_costs(&plan.compiled.programs, &pipeline).ok()?;
-    evaluate(&pipeline, &Costs { chunks, transfer: 0.0 }, lockstep_compile::SEND_BUFFER_COPIES).ok()
+pub(super) fn timeline(plan: &Plan) -> Option<Timeline> {
+    pipeline_timeline(&plan.compiled.programs, &plan.layout)
 }
 
 pub(super) fn as_json(plan: &Plan) -> Value {
@@ -65,7 +69,8 @@ pub(super) fn as_json(plan: &Plan) -> Value {
             json!({
                 "stage": role.program.stage,
                 "ranks": role.ranks(),
-                "layers": role.layers(),
+                "layers": role.layers().first().zip(role.layers().last()).map(|(first, last)| (first.0, last.1)),
+                "chunks": role.layers(),
                 "memory": memory,
                 "padding_bytes_all_ranks": role.padding,
                 "collectives": role.collectives,
@@ -85,33 +90,41 @@ pub(super) fn as_json(plan: &Plan) -> Value {
         "sequence_parallel": layout.sequence_parallel,
         "context": layout.context.name(),
         "schedule": layout.schedule.name(),
+        "virtual": layout.chunks,
         "bubble": timeline.as_ref().map_or(0.0, Timeline::bubble),
+        "bubble_without_norm": timeline.as_ref().map_or(0.0, inside_the_window),
         "in_flight": timeline.as_ref().map(|_| layout.pipeline().in_flight()),
         "roles": roles,
     })
+}
+
+/// The bubble that would be left if no rank waited at the end of a step for the gradient norm of all.
+fn inside_the_window(timeline: &Timeline) -> f64 {
+    match timeline.total > 0.0 {
+        true => 1.0 - (1.0 - timeline.bubble()) * timeline.total / timeline.longest_window(),
+        false => 0.0,
+    }
 }
 
 pub(super) fn as_text(plan: &Plan) -> String {
     let layout = &plan.layout;
     let mut text = format!("layout: {layout}, {} ranks\n", layout.mesh.ranks());
     if let Some(timeline) = timeline(plan) {
-        text.push_str(&format!(
-            "pipeline: bubble {:.1}% with free transfers;\none line per stage, F forward, B backward\n{}",
-            100.0 * timeline.bubble(),
-            timeline.picture(columns() - 10)
-        ));
+        let (bubble, inside) = (100.0 * timeline.bubble(), 100.0 * inside_the_window(&timeline));
+        text.push_str(&format!("pipeline: bubble {bubble:.1}% with free transfers;\n"));
+        if bubble - inside >= 0.05 {
+            text.push_str(&format!("{inside:.1}% if no rank waited for the gradient norm of all;\n"));
+        }
+        let picture = timeline.picture(columns() - 10);
+        text.push_str(&format!("one line per rank, F forward, B backward, W weight gradients\n{picture}"));
     }
     for (role, breakdown) in roles(plan).iter().zip(&plan.stages) {
         let (first, last) = role.ranks();
-        let layers = match role.layers() {
-            Some((a, b)) => format!(", layers {a} to {b}"),
-            None => String::new(),
-        };
-        text.push_str(&format!(
-            "\nstage {}: ranks {first} to {last}{layers}\n\n{}",
-            role.program.stage,
-            memory(breakdown)
-        ));
+        let chunk = |(a, b): &(usize, usize)| if a == b { a.to_string() } else { format!("{a} to {b}") };
+        let chunks: Vec<String> = role.layers().iter().map(chunk).collect();
+        let layers = if chunks.is_empty() { String::new() } else { format!(", layers {}", chunks.join(", ")) };
+        let stage = format!("stage {}: ranks {first} to {last}{layers}", role.program.stage);
+        text.push_str(&format!("\n{}\n{}", wrapped(&stage, "  "), memory(breakdown)));
         if role.padding > 0 {
             let padding = units::bytes(role.padding);
             text.push_str(&format!("  padding in states: {padding} on all ranks of the stage\n"));

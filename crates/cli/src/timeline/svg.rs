@@ -1,6 +1,7 @@
 //! The picture of a timeline: bytes in use, stacked by class, over the segments that run. One file, no scripts, no fonts of its
 //! own; its colours follow the viewer's light or dark scheme.
 
+use crate::drawing::{escaped, line, text, tick_step};
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
 use lockstep_plan::{Clock, Mark, MemoryTimeline};
@@ -174,9 +175,7 @@ fn bands(svg: &mut String, marks: &[Mark], x: &dyn Fn(f64) -> f64) {
 }
 
 fn time_axis(svg: &mut String, clock: Clock, end: f64, x: &dyn Fn(f64) -> f64) {
-    let rough = end / 8.0;
-    let power = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|f| f * power).into_iter().find(|s| *s >= rough).unwrap_or(rough);
+    let step = tick_step(end);
     let step = if clock == Clock::Instructions { step.max(1.0) } else { step };
     let (unit, factor) = match (clock, end) {
         (Clock::Instructions, _) => ("instructions", 1.0),
@@ -206,18 +205,4 @@ fn legend(svg: &mut String, timeline: &MemoryTimeline) {
         x += 44.0 + 6.6 * label.chars().count() as f64;
     }
     text(svg, "quiet", RIGHT, BOTTOM + 68.0, "end", "beside each colour: the most at any time");
-}
-
-fn line(svg: &mut String, class: &str, x1: f64, y1: f64, x2: f64, y2: f64) {
-    let _ = writeln!(svg, "<line class=\"{class}\" x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>");
-}
-
-fn text(svg: &mut String, class: &str, x: f64, y: f64, anchor: &str, content: &str) {
-    let content = escaped(content);
-    let _ =
-        writeln!(svg, "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{content}</text>");
-}
-
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

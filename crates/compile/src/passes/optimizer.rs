@@ -188,10 +188,10 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
     let after = g.nodes.split_off(update);
     // What is counted together: on stages each gradient alone, as schedules make them at other times; else by who shares it. What is
     // reduced first is counted at once, so that one such gradient at a time takes memory.
+    type Group = (Option<(usize, ValueId)>, usize, usize);
     let mut squares = Vec::new();
-    let mut groups: BTreeMap<(Option<(usize, ValueId)>, usize, usize), Vec<ValueId>> = BTreeMap::new();
-    type Alone = Option<(usize, ValueId)>;
-    let count = |g: &mut Graph, (alone, sharers, tail): (Alone, usize, usize), mut read: Vec<ValueId>| {
+    let mut groups: BTreeMap<Group, Vec<ValueId>> = BTreeMap::new();
+    let count = |g: &mut Graph, (alone, sharers, tail): Group, mut read: Vec<ValueId>| {
         read.push(scalars);
         let (op, layer) = (Op::SquareSum { sharers, tail }, alone.map(|(layer, _)| layer));
         Ok::<_, TypeError>(g.node(op, &read, "first_squares", Phase::Probe, layer)?[0])

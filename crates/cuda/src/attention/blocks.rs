@@ -4,7 +4,8 @@
 //! all keys of a run, those up to its own place in it, or none.
 
 use lockstep_exec::bound::Bound;
-use lockstep_ir::{Op, Span};
+use lockstep_ir::Span;
+use lockstep_ir::blocks::PartedAttention;
 
 /// Queries over keys: rows of both parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,45 +38,19 @@ impl Block {
     }
 }
 
-/// What an instruction says of attention over parts of sequences.
-#[derive(Clone, Copy)]
-pub struct Parted {
-    pub window: Option<usize>,
-    /// How far keys have come around the ring; none where they are all there.
-    step: Option<usize>,
-    pub backward: bool,
-}
-
-impl Parted {
-    /// None where the op is another.
-    pub fn of(op: &Op) -> Option<Self> {
-        if let Op::RingAttention { window, step, .. } = *op {
-            return Some(Self { window, step: Some(step), backward: false });
-        }
-        if let Op::RingAttentionGrad { window, step, .. } = *op {
-            return Some(Self { window, step: Some(step), backward: true });
-        }
-        if let Op::GatheredAttention { window } = *op {
-            return Some(Self { window, step: None, backward: false });
-        }
-        let Op::GatheredAttentionGrad { window } = *op else { return None };
-        Some(Self { window, step: None, backward: true })
-    }
-
-    /// The positions of the keys, and how many a sequence has.
-    pub fn keys(&self, bound: &Bound) -> (Span, usize) {
-        match self.step {
-            Some(step) => (bound.positions_before(step), bound.size('t')),
-            None => (Span::ALL, bound.size('o')),
-        }
+/// The positions of an instruction's keys, and how many a sequence has.
+pub fn keys(parted: PartedAttention, bound: &Bound) -> (Span, usize) {
+    match parted.step {
+        Some(step) => (bound.positions_before(step), bound.size('t')),
+        None => (Span::ALL, bound.size('o')),
     }
 }
 
 /// The blocks of an instruction; none where something cuts them besides the causal mask.
-pub fn of(bound: &Bound, parted: Parted) -> Option<Vec<Block>> {
+pub fn of(bound: &Bound, parted: PartedAttention) -> Option<Vec<Block>> {
     let documents = bound.inputs.len() == bound.op.spec().inputs.len();
     let uncut = parted.window.is_none() && !documents;
-    uncut.then(|| blocks((bound.positions(), bound.size('s')), parted.keys(bound))).flatten()
+    uncut.then(|| blocks((bound.positions(), bound.size('s')), keys(parted, bound))).flatten()
 }
 
 /// The blocks of queries and keys at these positions, in ascending order of queries.

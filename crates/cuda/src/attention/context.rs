@@ -1,7 +1,7 @@
 //! Attention of context-parallel ranks: cuDNN's fused kernels block by block where nothing but the causal mask cuts them, else kernels
 //! of our own.
 
-use super::blocks::{Block, Parted};
+use super::blocks::{self, Block};
 use super::plans::{AttentionShape, Operands, SLACK, execute};
 use super::table::Room;
 use super::{Rows, WARPS, own_forward, own_grad};
@@ -9,6 +9,7 @@ use crate::CudaError;
 use crate::call::Call;
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::args;
+use lockstep_ir::blocks::PartedAttention;
 use lockstep_ir::{DType, Workspace};
 
 /// Scratch of the forward kernels: cuDNN's, o and log-sum-exps of a block, and all log-sum-exps where they are otherwise unused.
@@ -72,14 +73,14 @@ impl GradScratch {
 }
 
 /// What the instruction says.
-fn parted(call: &Call) -> Result<Parted, CudaError> {
+fn parted(call: &Call) -> Result<PartedAttention, CudaError> {
     let other = || CudaError::Internal(format!("{} is no attention over parts", call.bound.op.name()));
-    Parted::of(&call.bound.op).ok_or_else(other)
+    PartedAttention::of(&call.bound.op).ok_or_else(other)
 }
 
 /// Queries of packed Q·K·V over packed K·V.
-fn rows(call: &Call, parted: Parted, qkv: Address, kv: Address) -> Rows {
-    let (key_positions, count) = parted.keys(call.bound);
+fn rows(call: &Call, parted: PartedAttention, qkv: Address, kv: Address) -> Rows {
+    let (key_positions, count) = blocks::keys(parted, call.bound);
     let key_width = 2 * call.size('u') * call.size('e');
     Rows { queries: qkv, keys: kv, count, key_width, positions: call.bound.positions(), key_positions }
 }
@@ -172,7 +173,7 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
         // SAFETY: the operands have these sizes; the scratch has a number per row.
         return unsafe { own_grad(call, rows(&call, parted, qkv, kv), mask, (dout, o, lse, scratch), (dq, dkv)) };
     };
-    let (seq, count) = (call.size('s'), parted.keys(call.bound).1);
+    let (seq, count) = (call.size('s'), blocks::keys(parted, call.bound).1);
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
         let at = GradScratch::new(shape, &mut Room(call.scratch()?));
         let row = (block.query * heads * DType::BF16.bytes()) as u64;

@@ -1,6 +1,6 @@
 //! Plans of cuDNN for the attentions of programs.
 
-use super::blocks::{self, Block, Parted};
+use super::blocks::{self, Block};
 use super::graph::{self, id};
 use super::table::Table;
 use crate::CudaError;
@@ -10,6 +10,7 @@ use crate::gpu::Gpu;
 use crate::matmul::fill_random;
 use lockstep_exec::Note;
 use lockstep_exec::bound::Bound;
+use lockstep_ir::blocks::PartedAttention;
 use lockstep_ir::{DType, Op, Workspace, units};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -79,10 +80,10 @@ impl AttentionShape {
     }
 
     /// Of a block of an instruction that cuDNN may run in blocks.
-    fn of_block(bound: &Bound, parted: Parted, block: &Block, deterministic: bool) -> Self {
+    fn of_block(bound: &Bound, parted: PartedAttention, block: &Block, deterministic: bool) -> Self {
         let size = |letter| bound.size(letter);
         let (batch, heads, kv_heads, e) = (size('b'), size('q'), size('u'), size('e'));
-        let rows = (size('s'), parted.keys(bound).1);
+        let rows = (size('s'), blocks::keys(parted, bound).1);
         let parts = Some(Parts { keys: block.keys, causal: block.causal, rows });
         let (seq, window, documents, backward) = (block.queries, None, None, parted.backward);
         Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
@@ -230,7 +231,7 @@ impl Plans {
             if let Op::Attention { .. } | Op::AttentionGrad { .. } = bound.op {
                 self.want(gpu, AttentionShape::of(bound, self.deterministic, self.documents), IN_ONE);
             }
-            if let Some(parted) = Parted::of(&bound.op) {
+            if let Some(parted) = PartedAttention::of(&bound.op) {
                 match self.shapes(bound, parted) {
                     None => self.want(gpu, None, IN_BLOCKS),
                     Some(shapes) => shapes.into_iter().for_each(|(_, shape)| self.want(gpu, Some(shape), IN_BLOCKS)),
@@ -250,7 +251,7 @@ impl Plans {
     }
 
     /// The blocks of an instruction that cuDNN may run in blocks.
-    fn shapes(&self, bound: &Bound, parted: Parted) -> Option<Vec<(Block, AttentionShape)>> {
+    fn shapes(&self, bound: &Bound, parted: PartedAttention) -> Option<Vec<(Block, AttentionShape)>> {
         let e = bound.size('e');
         let fits = bound.float == DType::BF16 && e.is_multiple_of(8) && e <= 256;
         let blocks = blocks::of(bound, parted).filter(|_| fits)?;
@@ -259,7 +260,7 @@ impl Plans {
     }
 
     /// The blocks of an instruction with their plans, if there are plans for all.
-    pub(super) fn blocks(&self, bound: &Bound, parted: Parted) -> Option<Vec<(Block, AttentionShape, &Plan)>> {
+    pub(super) fn blocks(&self, bound: &Bound, parted: PartedAttention) -> Option<Vec<(Block, AttentionShape, &Plan)>> {
         let plan = |(block, shape)| Some((block, shape, &self.plans.get(&shape)?.as_ref()?.plan));
         self.shapes(bound, parted)?.into_iter().map(plan).collect()
     }

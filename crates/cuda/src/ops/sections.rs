@@ -32,17 +32,12 @@ pub unsafe fn part(call: Call) -> Result<(), CudaError> {
     call.bound.blocks.iter().try_for_each(|block| {
         let (from, to) = (call.input(0) + 4 * block.whole as u64, part + 4 * block.part as u64);
         let (n, rows) = (block.len, block.rows);
+        let threads = n.next_multiple_of(32).clamp(32, THREADS);
+        // One row may be a whole section: several blocks copy it.
+        let blocks = if rows == 1 { n.div_ceil(threads).clamp(1, 1024) } else { 1 };
+        let args = args![from, to, block.whole_stride, block.part_stride, n];
         // SAFETY: the block lies in both.
-        unsafe {
-            match rows {
-                1 => call.plain(("sections", "cast_f32_f32"), [n.div_ceil(THREADS), 1, 1], THREADS, args![from, to, n]),
-                _ => {
-                    let threads = n.next_multiple_of(32).clamp(32, THREADS);
-                    let args = args![from, to, block.whole_stride, block.part_stride, n];
-                    call.plain(("sections", "copy_columns_f32"), [rows, 1, 1], threads, args)
-                }
-            }
-        }
+        unsafe { call.plain(("sections", "copy_columns_f32"), [rows, blocks, 1], threads, args) }
     })
 }
 

@@ -6,11 +6,19 @@ use crate::reference;
 use lockstep_ir::op::{Draw, IGNORED_TARGET};
 use lockstep_ir::{Op, StepScalars, TensorType, counter};
 
+/// What an op makes of other inputs.
+struct Made {
+    op: Op,
+    reads: &'static [usize],
+    outputs: Vec<Vec<f64>>,
+}
+
 /// The inputs of a call, as what the types can hold.
 pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec<f64>> {
     let mut drawn: Vec<Vec<f64>> = vec![Vec::new(); inputs.len()];
     // What is made from other inputs comes last.
     let made = |how: &Draw| matches!(how, Draw::Of(..));
+    let mut known: Vec<Made> = Vec::new();
     let order = inputs.iter().enumerate().filter(|(_, (_, how))| !made(how));
     for (i, (ty, how)) in order.chain(inputs.iter().enumerate().filter(|(_, (_, how))| made(how))) {
         let key = counter::key(seed, &format!("{}/{i}", op.name()));
@@ -51,9 +59,17 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
             Draw::Stats => vec![2.0, 0.03125],
             Draw::Squares(norm) => reference::limbs(norm * norm),
             Draw::Of(source, output, from) => {
-                let types = from.iter().map(|&f| inputs[f].0.clone()).collect::<Vec<_>>();
-                let feeds = from.iter().map(|&f| drawn[f].clone()).collect::<Vec<_>>();
-                evaluate(*source, &types, &feeds).swap_remove(*output)
+                let known = match known.iter().position(|made| (&made.op, &made.reads) == (source, from)) {
+                    Some(at) => &known[at],
+                    None => {
+                        let types = from.iter().map(|&f| inputs[f].0.clone()).collect::<Vec<_>>();
+                        let feeds = from.iter().map(|&f| drawn[f].clone()).collect::<Vec<_>>();
+                        let outputs = evaluate(*source, &types, &feeds);
+                        known.push(Made { op: *source, reads: from, outputs });
+                        &known[known.len() - 1]
+                    }
+                };
+                known.outputs[*output].clone()
             }
         };
         // What the device will hold, so that both sides start from the same numbers.

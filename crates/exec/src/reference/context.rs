@@ -1,7 +1,8 @@
 //! Attention over parts of the keys: of context-parallel ranks, over sequences that are there whole.
 
-use super::{Heads, log_sum_exp};
+use super::{Heads, add_scaled, dot, log_sum_exp};
 use lockstep_ir::op::Dims;
+use std::ops::Range;
 
 /// Which keys a step is about: those of every part but `step` parts before a query's own, in zig-zag order.
 #[derive(Clone, Copy)]
@@ -35,15 +36,15 @@ fn each_query(dims: &Dims, first: &[usize], ring: Ring, mut f: impl FnMut(usize,
     }
 }
 
-/// Index in packed K·V of element `i` of the key (0) or value (1) that query head `h` reads.
-fn at(g: &Heads, b: usize, t: usize, h: usize, value: usize, i: usize) -> usize {
+/// Where in packed K·V the key (0) or value (1) stands that query head `h` reads.
+fn at(g: &Heads, b: usize, t: usize, h: usize, value: usize) -> Range<usize> {
     let head = h / (g.heads / g.kv_heads) + value * g.kv_heads;
-    ((b * g.seq + t) * 2 * g.kv_heads + head) * g.e + i
+    let first = ((b * g.seq + t) * 2 * g.kv_heads + head) * g.e;
+    first..first + g.e
 }
 
 fn score(g: &Heads, (qkv, kv): (&[f64], &[f64]), b: usize, h: usize, s: usize, t: usize) -> f64 {
-    let dot: f64 = (0..g.e).map(|i| qkv[g.at(b, s, h, i)] * kv[at(g, b, t, h, 0, i)]).sum();
-    dot / (g.e as f64).sqrt()
+    dot(&qkv[g.range(b, s, h)], &kv[at(g, b, t, h, 0)]) / (g.e as f64).sqrt()
 }
 
 /// o and lse.
@@ -58,9 +59,9 @@ pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Ri
         }
         let total = log_sum_exp(&scores);
         lse[(b * g.heads + h) * g.seq + s] = total;
-        for i in 0..g.e {
-            let terms = keys.iter().zip(&scores).map(|(t, x)| (x - total).exp() * kv[at(&g, b, *t, h, 1, i)]);
-            o[g.out(b, s, h, i)] = terms.sum();
+        let o = &mut o[g.out_range(b, s, h)];
+        for (t, x) in keys.iter().zip(&scores) {
+            add_scaled(o, (x - total).exp(), &kv[at(&g, b, *t, h, 1)]);
         }
     });
     [o, lse]
@@ -73,16 +74,14 @@ pub fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Ring) -> [Vec<f64>
     let scale = 1.0 / (g.e as f64).sqrt();
     let (mut dq, mut dkv) = (vec![0.0; dout.len()], vec![0.0; kv.len()]);
     each_query(dims, first, ring, |b, h, s, keys| {
-        let mean: f64 = (0..g.e).map(|i| dout[g.out(b, s, h, i)] * o[g.out(b, s, h, i)]).sum();
+        let (row, dout) = (g.out_range(b, s, h), &dout[g.out_range(b, s, h)]);
+        let mean = dot(dout, &o[row.clone()]);
         for &t in keys {
             let p = (score(&g, (qkv, kv), b, h, s, t) - lse[(b * g.heads + h) * g.seq + s]).exp();
-            let dp: f64 = (0..g.e).map(|i| dout[g.out(b, s, h, i)] * kv[at(&g, b, t, h, 1, i)]).sum();
-            let ds = p * (dp - mean) * scale;
-            for i in 0..g.e {
-                dkv[at(&g, b, t, h, 1, i)] += p * dout[g.out(b, s, h, i)];
-                dq[g.out(b, s, h, i)] += ds * kv[at(&g, b, t, h, 0, i)];
-                dkv[at(&g, b, t, h, 0, i)] += ds * qkv[g.at(b, s, h, i)];
-            }
+            let ds = p * (dot(dout, &kv[at(&g, b, t, h, 1)]) - mean) * scale;
+            add_scaled(&mut dkv[at(&g, b, t, h, 1)], p, dout);
+            add_scaled(&mut dq[row.clone()], ds, &kv[at(&g, b, t, h, 0)]);
+            add_scaled(&mut dkv[at(&g, b, t, h, 0)], ds, &qkv[g.range(b, s, h)]);
         }
     });
     [dq, dkv]

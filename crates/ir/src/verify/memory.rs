@@ -4,9 +4,10 @@
 use super::{Unsound, unsound};
 use crate::Axes;
 use crate::graph::{Phase, State};
-use crate::program::{Arg, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
+use crate::program::{Arg, Buffer, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
 use crate::walk::{ByteRange, Distinct, Event, Walk};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// Checks the memory of every segment and every entry.
 pub(super) fn check(program: &StepProgram) -> Result<(), Unsound> {
@@ -18,14 +19,15 @@ pub(super) fn check(program: &StepProgram) -> Result<(), Unsound> {
     [0, last].into_iter().take(last + 1).try_for_each(|index| {
         let first = Walk::first(program);
         let walk = Walk { here: first.here.with_index(parts, &program.mesh, index), ..first };
-        (0..program.segments.len()).try_for_each(|segment| check_segment(walk, segment))?;
-        program.entries.iter().try_for_each(|entry| check_entry(walk, entry))
+        let cells = Cells::new(walk);
+        (0..program.segments.len()).try_for_each(|segment| check_segment(walk, &cells, segment))?;
+        program.entries.iter().try_for_each(|entry| check_entry(walk, &cells, entry))
     })
 }
 
 /// What a segment does with the frame is the same in every slot: nothing is in there when it begins.
-fn check_segment(walk: Walk, segment: usize) -> Result<(), Unsound> {
-    let (mut frame, mut pending) = (Memory::default(), Vec::new());
+fn check_segment(walk: Walk, cells: &Cells, segment: usize) -> Result<(), Unsound> {
+    let (mut frame, mut pending) = (Memory::new(cells), Vec::new());
     for event in walk.slot(Slot::new(segment, 0)) {
         let result = keep_apart(&event, &mut pending).and_then(|()| check_overlap(&event));
         result.and_then(|()| frame.run(&event, Kind::Frame)).map_err(|reason| unsound(event.to_string(), reason))?;
@@ -60,11 +62,11 @@ fn check_schedule(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
     Ok(())
 }
 
-fn check_entry(walk: Walk, entry: &Entry) -> Result<(), Unsound> {
+fn check_entry(walk: Walk, cells: &Cells, entry: &Entry) -> Result<(), Unsound> {
     let program = walk.program;
     let shown = Distinct::of(program, entry);
     let micro_batches = shown.schedule.iter().map(|s| s.micro_batch + 1).max().unwrap_or(0);
-    let mut memory = Memory::at_start(program, micro_batches)?;
+    let mut memory = Memory::at_start(program, cells, micro_batches)?;
     for (slot, &micro_batch) in shown.schedule.iter().zip(&shown.micro_batches) {
         for event in walk.slot(*slot) {
             memory.run(&event, Kind::Lasting { micro_batches }).map_err(|reason| {
@@ -147,25 +149,105 @@ enum Kind {
 /// What a range of memory holds.
 #[derive(Clone, Copy)]
 struct Held {
-    end: u64,
+    range: ByteRange,
     buffer: usize,
     value: usize,
     /// The micro-batch it was made for; `None` for what outlives the step.
     owner: Option<usize>,
     /// Of a sum over micro-batches: how many are in it.
     summed: Option<usize>,
+    /// Whether none of its bytes have been written since.
+    whole: bool,
 }
 
-/// Memory by name: the start of every range that holds a value. Ranges never overlap.
-#[derive(Default)]
-struct Memory {
-    held: BTreeMap<u64, Held>,
+/// The arena cut where any operand begins or ends: an operand is a range of cells, and a cell never holds parts of two values.
+struct Cells {
+    bounds: Vec<u64>,
+    /// By buffer and copy of its region.
+    of_buffers: Vec<Vec<Range<usize>>>,
+    /// By buffer: whether it shares cells with one that outlives segments.
+    under_lasting: Vec<bool>,
 }
 
-impl Memory {
+impl Cells {
+    fn new(walk: Walk) -> Self {
+        let program = walk.program;
+        let range = |b: &Buffer, copy: usize| {
+            let region = &program.regions[b.region];
+            let start = region.offset + copy as u64 * region.slot_bytes + b.offset;
+            ByteRange { start, end: start + b.bytes }
+        };
+        let copies = |b: &Buffer| 0..program.regions[b.region].slots;
+        let mut bounds: Vec<u64> = Vec::new();
+        for b in &program.buffers {
+            bounds.extend(copies(b).map(|copy| range(b, copy)).flat_map(|range| [range.start, range.end]));
+        }
+        for operand in program.segments.iter().flat_map(|s| &s.instrs).flat_map(Instr::operands) {
+            if !operand.part.is_empty() {
+                let b = &program.buffers[operand.buffer.0];
+                let part = |copy: usize| walk.part(operand, range(b, copy));
+                bounds.extend(copies(b).map(part).flat_map(|range| [range.start, range.end]));
+            }
+        }
+        bounds.sort_unstable();
+        bounds.dedup();
+        let mut cells = Self { bounds, of_buffers: Vec::new(), under_lasting: Vec::new() };
+        let of_buffer = |b: &Buffer| copies(b).map(|copy| cells.range(range(b, copy))).collect();
+        let of_buffers: Vec<Vec<Range<usize>>> = program.buffers.iter().map(of_buffer).collect();
+        let mut lasting = vec![false; cells.bounds.len()];
+        for (b, ranges) in program.buffers.iter().zip(&of_buffers) {
+            if !is_temporary(program.regions[b.region].lifetime) {
+                ranges.iter().for_each(|range| lasting[range.clone()].fill(true));
+            }
+        }
+        let under = |ranges: &Vec<Range<usize>>| ranges.iter().any(|range| lasting[range.clone()].contains(&true));
+        cells.under_lasting = of_buffers.iter().map(under).collect();
+        cells.of_buffers = of_buffers;
+        cells
+    }
+
+    /// The cells of bytes that begin and end where an operand does.
+    fn range(&self, range: ByteRange) -> Range<usize> {
+        let at = |address: u64| self.bounds.partition_point(|bound| *bound < address);
+        at(range.start)..at(range.end)
+    }
+
+    fn of_buffer(&self, event: &Event, buffer: BufferId) -> Range<usize> {
+        let copy = event.slot.copy(event.walk.program.lifetime(buffer));
+        // A copy that is not there is refused elsewhere.
+        self.of_buffers[buffer.0].get(copy).cloned().unwrap_or_else(|| self.range(event.buffer(buffer)))
+    }
+
+    fn of_operand(&self, event: &Event, arg: &Arg) -> Range<usize> {
+        if arg.part.is_empty() { self.of_buffer(event, arg.buffer) } else { self.range(event.operand(arg)) }
+    }
+}
+
+/// Whether it is empty when a segment begins.
+fn is_temporary(lifetime: Lifetime) -> bool {
+    match lifetime {
+        Lifetime::Frame | Lifetime::Overlay => true,
+        Lifetime::Run | Lifetime::MicroBatch | Lifetime::Saved(_) => false,
+    }
+}
+
+/// Memory by name: what was written last to every cell.
+struct Memory<'a> {
+    cells: &'a Cells,
+    /// All that was written.
+    written: Vec<Held>,
+    /// By cell: which of them.
+    last: Vec<Option<u32>>,
+}
+
+impl<'a> Memory<'a> {
+    fn new(cells: &'a Cells) -> Self {
+        Self { cells, written: Vec::new(), last: vec![None; cells.bounds.len()] }
+    }
+
     /// What the host has written. Gradients are what a step makes of them.
-    fn at_start(program: &StepProgram, micro_batches: usize) -> Result<Self, Unsound> {
-        let mut memory = Memory::default();
+    fn at_start(program: &StepProgram, cells: &'a Cells, micro_batches: usize) -> Result<Self, Unsound> {
+        let mut memory = Memory::new(cells);
         for tensor in &program.tensors {
             let copies = match &tensor.role {
                 Role::Input => micro_batches.min(program.regions[program.buffers[tensor.buffer.0].region].slots),
@@ -181,31 +263,33 @@ impl Memory {
                 let owner = (tensor.role == Role::Input).then_some(copy);
                 let start = program.address(tensor.buffer, &Slot::new(0, copy));
                 let range = ByteRange { start, end: start + program.buffers[tensor.buffer.0].bytes };
-                memory.clobber(range);
-                let held = Held { end: range.end, buffer: tensor.buffer.0, value, owner, summed: None };
-                memory.held.insert(start, held);
+                let buffer = tensor.buffer.0;
+                memory.write(cells.range(range), Held { range, buffer, value, owner, summed: None, whole: true });
             }
         }
         Ok(memory)
     }
 
-    /// Forgets whatever shares bytes with the range.
-    fn clobber(&mut self, range: ByteRange) {
-        while let Some((&start, held)) = self.held.range(..range.end).next_back()
-            && held.end > range.start
-        {
-            self.held.remove(&start);
+    /// Forgets whatever has bytes in these cells.
+    fn clobber(&mut self, range: Range<usize>) {
+        for last in &mut self.last[range] {
+            if let Some(before) = last.take() {
+                self.written[before as usize].whole = false;
+            }
         }
+    }
+
+    fn write(&mut self, range: Range<usize>, held: Held) {
+        self.clobber(range.clone());
+        self.last[range].fill(Some(self.written.len() as u32));
+        self.written.push(held);
     }
 
     /// What an instruction reads must be there; then it has written.
     fn run(&mut self, event: &Event, kind: Kind) -> Result<(), String> {
         let program = event.walk.program;
         let (instr, m) = (event.instr, event.slot.micro_batch);
-        let counts = |arg: &&Arg| {
-            let frame = matches!(program.lifetime(arg.buffer), Lifetime::Frame | Lifetime::Overlay);
-            frame == matches!(kind, Kind::Frame)
-        };
+        let counts = |arg: &&Arg| is_temporary(program.lifetime(arg.buffer)) == matches!(kind, Kind::Frame);
         for arg in instr.inputs.iter().filter(counts) {
             let held = self.read(event, arg)?;
             let whole = matches!(instr.phase, Phase::Reduce | Phase::Update);
@@ -235,13 +319,18 @@ impl Memory {
                 }
             });
         }
-        for range in outputs().map(|a| event.operand(a)).chain(instr.workspace.map(|w| event.buffer(w))) {
-            self.clobber(range);
+        let cells = self.cells;
+        let matters = |b: BufferId| matches!(kind, Kind::Frame) || cells.under_lasting[b.0];
+        for arg in outputs().filter(|arg| matters(arg.buffer)) {
+            self.clobber(cells.of_operand(event, arg));
+        }
+        if let Some(workspace) = instr.workspace.filter(|w| matters(*w)) {
+            self.clobber(cells.of_buffer(event, workspace));
         }
         for (arg, summed) in outputs().filter(counts).zip(sums) {
-            let ByteRange { start, end } = event.operand(arg);
             let (buffer, value, owner) = (arg.buffer.0, arg.value, owner(event, arg));
-            self.held.insert(start, Held { end, buffer, value, owner, summed });
+            let held = Held { range: event.operand(arg), buffer, value, owner, summed, whole: true };
+            self.write(cells.of_operand(event, arg), held);
         }
         Ok(())
     }
@@ -249,12 +338,14 @@ impl Memory {
     /// What is where an operand is.
     fn read(&self, event: &Event, arg: &Arg) -> Result<Held, String> {
         let range = event.operand(arg);
-        let found = self.held.range(..=range.start).next_back();
-        let found =
-            found.filter(|(start, held)| (!arg.part.is_empty() || **start == range.start) && held.end >= range.end);
+        let first = self.last[self.cells.of_operand(event, arg)].first().copied().flatten();
+        let found = first.map(|written| self.written[written as usize]).filter(|held| {
+            let starts = !arg.part.is_empty() || held.range.start == range.start;
+            held.whole && starts && held.range.end >= range.end
+        });
         let means = |h: &Held| h.buffer == arg.buffer.0 && h.value == arg.value && h.owner == owner(event, arg);
         let values = &event.walk.program.values;
-        match found.map(|(_, held)| *held) {
+        match found {
             Some(held) if means(&held) => Ok(held),
             Some(Held { value, owner: Some(m), .. }) if value == arg.value => {
                 Err(format!("reads `{}`, the buffer holds that of micro-batch {m}", values[value]))

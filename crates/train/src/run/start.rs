@@ -5,6 +5,7 @@ use crate::changes;
 use crate::changes::Course;
 use crate::data::{unused_vocabulary, way};
 use crate::event::Event;
+use crate::feed::Sequences;
 use crate::hf::Kept;
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
@@ -15,6 +16,8 @@ use crate::{Devices, Existing, RunData, RunDir, RunTokenizer, TrainError, data_f
 use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
+use lockstep_exec::Note;
+use lockstep_ir::blocks::document_blocks;
 use lockstep_plan::Plan;
 use serde_json::json;
 use std::time::Instant;
@@ -109,6 +112,15 @@ pub(super) fn start<'a>(
     let matmul_peak = peak.try_into().map_or(1.0, f64::from_le_bytes);
     let mut session = Session::new(devices, config, plan)?;
     session.notes().iter().for_each(|note| show(Event::Note(note)));
+    let imbalance = context_imbalance(config, &train);
+    if let Some(share) = imbalance {
+        let cp = config.parallel.cp;
+        let text = format!(
+            "document masks leave the most loaded of {cp} cp ranks {:.1}% more attention than the mean (blocks of the first {LOOKED_AT} sequences)",
+            100.0 * share
+        );
+        show(Event::Note(&Note::Cost(text)));
+    }
     let mut loss_scale = LossScale::new(config);
     let (mut step, mut updates) = (0, 0);
     let (mut checkpoint, mut pending, mut noise) = (None, None, Noise::default());
@@ -177,6 +189,8 @@ pub(super) fn start<'a>(
         // The name that it had before.
         "ceiling_flops": matmul_peak,
         "init_from": init_from,
+        // Of the most loaded rank over the mean, where documents are kept apart.
+        "context_imbalance": imbalance,
     });
     dir.event("start", begun)?;
 
@@ -228,4 +242,25 @@ pub(super) fn start<'a>(
         profile_steps: None,
         profiled: Vec::new(),
     })
+}
+
+/// Sequences whose documents are looked at for how equal the work of context-parallel ranks is.
+const LOOKED_AT: u64 = 64;
+
+/// How much more attention the most loaded context-parallel rank has than the mean, as a share, where document masks make them unequal.
+fn context_imbalance(config: &Config, data: &dyn Sequences) -> Option<f64> {
+    let cp = config.parallel.cp;
+    if cp == 1 || !config.data.document_mask {
+        return None;
+    }
+    let mut starts = vec![0; config.train.seq];
+    let mut sums = vec![0; cp];
+    for index in 0..LOOKED_AT {
+        let (stream, offset) = data.source(index);
+        stream.document_starts(offset, &mut starts);
+        let blocks = document_blocks(&starts, cp, config.model.sliding_window);
+        sums.iter_mut().zip(blocks).for_each(|(sum, blocks)| *sum += blocks);
+    }
+    let (most, all) = (sums.iter().max().copied()?, sums.iter().sum::<u64>());
+    Some(most as f64 * cp as f64 / all as f64 - 1.0)
 }
