@@ -5,7 +5,7 @@ use crate::stage::RankGraph;
 use crate::{CompileError, Context, evaluated, lower, model_flops, placed, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::schedule::Pipeline;
-use lockstep_ir::{Graph, StepProgram, TypeError};
+use lockstep_ir::{Graph, Op, StepProgram, TensorType, TypeError, ValueId};
 use std::collections::BTreeSet;
 
 /// What all policies share, and what is left to do for one.
@@ -60,6 +60,17 @@ impl Estimator {
     /// Names of the ops whose outputs a layer saves for backward and could recompute instead.
     pub fn recomputable(&self) -> BTreeSet<&'static str> {
         self.layers().ops(&self.derived)
+    }
+
+    /// The values of all kinds of layers that could be recomputed and are `wanted`: by op, output and type.
+    pub fn candidates(&self, wanted: impl Fn(&Op, usize, &TensorType) -> bool) -> BTreeSet<Candidate> {
+        let layers = self.layers();
+        let is_wanted = |(c, v): &(Candidate, ValueId)| {
+            let layer = layers.representatives().find(|(kind, _)| *kind == c.kind).map(|(_, layer)| layer);
+            let node = layer.and_then(|layer| layers.nodes[layer].get(c.node)).map(|n| &self.derived.nodes[*n]);
+            node.is_some_and(|node| wanted(&node.op, c.output, self.derived.ty(*v)))
+        };
+        layers.candidates(&self.derived).into_iter().filter(is_wanted).map(|(c, _)| c).collect()
     }
 
     /// Which layers recompute which values, by op and output.

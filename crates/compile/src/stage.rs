@@ -98,7 +98,12 @@ impl LayerOf {
 /// where it has no layer, a gather goes with who reads it, all else with who made what it reads.
 pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
     let last = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
-    let mut place = LayerOf::new(last);
+    (last, layers_and(g, last))
+}
+
+/// The same, where what stands behind the layers goes with `behind`.
+fn layers_and(g: &Graph, behind: usize) -> Vec<usize> {
+    let mut place = LayerOf::new(behind);
     let moves = |n: &Node| n.op == Op::Accumulate || !n.op.over().within(Axes::TOKENS).is_empty();
     let mut layers: Vec<Option<usize>> =
         g.nodes.iter().map(|n| if moves(n) { n.layer } else { Some(place.of(n)) }).collect();
@@ -117,7 +122,7 @@ pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
         *layer = layer.or_else(|| node.outputs.iter().flatten().find_map(|v| read[v.0]));
         node.inputs.iter().for_each(|v| read[v.0] = *layer);
     }
-    (last, layers.into_iter().map(|layer| layer.unwrap_or(0)).collect())
+    layers.into_iter().map(|layer| layer.unwrap_or(0)).collect()
 }
 
 /// What one rank of the pipeline runs.
@@ -135,7 +140,10 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
     }
     let places = pipeline.places();
     let stage_of = |layer: usize| cuts.iter().filter(|first| **first <= layer).count();
-    let stages: Vec<usize> = layers(g).1.into_iter().map(stage_of).collect();
+    // The head goes with the last layer, or is alone where the last stage has none.
+    let count = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |last| last + 1);
+    let behind = if cuts.contains(&count) { count } else { count.saturating_sub(1) };
+    let stages: Vec<usize> = layers_and(g, behind).into_iter().map(stage_of).collect();
     let mut made_in: Vec<Option<usize>> = vec![None; g.values.len()];
     for (node, &s) in g.nodes.iter().zip(&stages).filter(|(n, _)| n.phase != Phase::Update) {
         node.outputs.iter().flatten().for_each(|v| made_in[v.0] = Some(s));

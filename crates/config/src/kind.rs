@@ -103,7 +103,7 @@ pub(crate) const EXTENSIONS: Item = Item {
 pub(crate) const LAYERS_OF_STAGES: Item = Item {
     plural: "numbers of layers",
     rule: "give every virtual stage a number of layers, such as [3, 4, 4, 3]",
-    hold: |number| number.parse().is_ok_and(|n: u32| n > 0),
+    hold: |number| number.parse::<u32>().is_ok(),
 };
 
 /// The keys of one of `data.corpora`, in the order of [`CorpusConfig`].

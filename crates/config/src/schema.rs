@@ -263,8 +263,8 @@ tables! {
         r#virtual: usize = Count(1, RANKS), Derived("2 for interleaved and zb-v, else 1", stages::default_virtual), Conduct,
             finds ["virtual pipeline", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
                 "model chunks", "virtual stages"];
-        /// Layers of every virtual stage of the pipeline, in the order of the model. If it is empty, stages are cut so that their
-        /// FLOPs are as equal as can be, with embedding and head counted.
+        /// Layers of every virtual stage of the pipeline, in the order of the model; 0 for a last stage that has the output head alone. If it
+        /// is empty, stages are cut so that their FLOPs are as equal as can be, with embedding and head counted.
         stages: Vec<usize> = Counts(LAYERS_OF_STAGES), Fixed("[]"), Conduct,
             finds ["pipeline split", "layers per stage", "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
                 "stage boundaries"];

@@ -14,6 +14,7 @@ mod forward;
 mod groups;
 mod pipeline;
 mod plan;
+pub mod published;
 mod timeline;
 
 pub use account::{Account, PolicyCost, ReshardCost, Scaling, account};

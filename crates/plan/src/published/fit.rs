@@ -1,0 +1,210 @@
+//! The fit of the constants: a search that anyone can repeat, with the same result every time.
+//!
+//! It minimises the mean of |log(predicted ÷ measured)| of step times over clean rows, and of memory where it was measured. An error beyond
+//! [`CAP`] counts little more: rows that something else has slowed down do not pull. Sources count by the square root of their rows. Each constant moves inside its
+//! range, one at a time, by steps that grow where they help and shrink where they do not.
+
+use super::memory::{MemoryTerms, StageMemory};
+use super::predict::{Case, in_parallel};
+use lockstep_sim::{Constant, Constants, Placed};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+/// Errors beyond this count a fifth.
+const CAP: f64 = 0.25;
+
+/// What a fit may not look at.
+#[derive(Clone, Debug, Default)]
+pub struct Without {
+    /// Frameworks, files or parts of sources.
+    pub named: Option<String>,
+}
+
+impl Without {
+    /// Whether a row of this file is left out.
+    pub fn leaves_out(&self, case: &Case, file: &str) -> bool {
+        let Some(name) = self.named.as_ref().map(|name| name.to_lowercase()) else { return false };
+        case.peer.name() == name
+            || file.to_lowercase().contains(&name)
+            || case.row.source.to_lowercase().contains(&name)
+            || case.hardware.gpu.family == name
+    }
+}
+
+/// One row of the fit.
+struct Target<'a> {
+    case: &'a Case,
+    placed: Placed<'a>,
+    step_s: f64,
+    memory: Option<f64>,
+    weight: f64,
+}
+
+fn rho(predicted: f64, measured: f64) -> f64 {
+    let error = (predicted / measured).ln().abs();
+    if error.is_nan() { 10.0 } else { error.min(CAP) + (error - CAP).clamp(0.0, 10.0) * 0.2 }
+}
+
+impl Target<'_> {
+    fn loss(&self, constants: &Constants) -> f64 {
+        let case = self.case;
+        let terms = constants.terms(&case.framework, &case.hardware);
+        let step = self.placed.price(&terms).map_or(10.0, |predicted| rho(predicted, self.step_s));
+        let memory = self.memory.map_or(0.0, |measured| rho(case.predicted_memory(&terms).0, measured));
+        self.weight * (step + 0.3 * memory)
+    }
+}
+
+/// Whether a constant matters to a row.
+fn concerns(constant: &Constant, case: &Case) -> bool {
+    let of = constant.of.as_str();
+    of.is_empty() || of == case.framework.name || of == case.hardware.gpu.family || of == case.hardware.cluster.fabric
+}
+
+/// What came of a fit.
+pub struct Fitted {
+    /// All constants.
+    pub constants: Constants,
+    /// The loss before and after.
+    pub loss: (f64, f64),
+    /// Rows that it looked at.
+    pub rows: usize,
+}
+
+/// Fits the constants that have a range to the clean rows that are not left out. `progress` hears of rounds and of the loss.
+pub fn fit(
+    cases: &[Case],
+    files: &[String],
+    start: &Constants,
+    without: &Without,
+    rounds: usize,
+    threads: usize,
+    progress: &dyn Fn(usize, usize, f64),
+) -> Fitted {
+    let used = |case: &&Case| {
+        case.is_clean() && !case.framework.fp8 && !without.leaves_out(case, &files[case.file])
+    };
+    let used: Vec<&Case> = cases.iter().filter(used).collect();
+    let mut of_source: BTreeMap<(usize, &str), usize> = BTreeMap::new();
+    for case in &used {
+        *of_source.entry((case.file, case.peer.name())).or_default() += 1;
+    }
+    let total: f64 = of_source.values().map(|n| (*n as f64).sqrt()).sum();
+    let target = |case: &&'_ Case| {
+        let (work, measured) = (case.work.as_ref().ok()?, case.row.measured?);
+        let placed = work.workload.on(&case.hardware, &case.framework);
+        let n = of_source[&(case.file, case.peer.name())] as f64;
+        Some((*case, placed, measured.step_s?, measured.memory_bytes, 1.0 / (n.sqrt() * total)))
+    };
+    let targets: Vec<Target> = used
+        .iter()
+        .filter_map(target)
+        .map(|(case, placed, step_s, memory, weight)| Target { case, placed, step_s, memory, weight })
+        .collect();
+    let mut constants = start.clone();
+    let missing: Vec<(String, String)> = start
+        .fitted()
+        .filter(|c| !targets.iter().any(|t| concerns(c, t.case)))
+        .map(|c| (c.term.clone(), c.of.clone()))
+        .collect();
+    borrow(&mut constants, &missing);
+    // Of every row its loss, so that a constant that matters to few is tried on few.
+    let mut losses = evaluate(&targets, &(0..targets.len()).collect::<Vec<_>>(), &constants, threads);
+    let before = losses.iter().sum();
+    let free: Vec<(String, String, [f64; 2])> = start
+        .fitted()
+        .filter(|c| !missing.contains(&(c.term.clone(), c.of.clone())))
+        .filter_map(|c| Some((c.term.clone(), c.of.clone(), c.range?)))
+        .collect();
+    let concerned: Vec<Vec<usize>> = free
+        .iter()
+        .map(|(term, of, _)| {
+            let constant = constants.all.iter().find(|c| c.term == *term && c.of == *of);
+            (0..targets.len()).filter(|t| constant.is_some_and(|c| concerns(c, targets[*t].case))).collect()
+        })
+        .collect();
+    let mut steps: Vec<f64> = vec![0.1; free.len()];
+    for round in 0..rounds {
+        for (i, (term, of, [least, most])) in free.iter().enumerate() {
+            if steps[i] < 1e-3 {
+                steps[i] = if round % 8 == 7 { 0.02 } else { steps[i] };
+                if steps[i] < 1e-3 {
+                    continue;
+                }
+            }
+            let value = |constants: &Constants| {
+                constants.all.iter().find(|c| c.term == *term && c.of == *of).map_or(0.0, |c| c.value)
+            };
+            let now = value(&constants);
+            let here: f64 = concerned[i].iter().map(|t| losses[*t]).sum();
+            let mut found = false;
+            for sign in [1.0, -1.0] {
+                // Relative inside of the range, absolute near zero.
+                let moved = (now + sign * steps[i] * now.abs().max(0.05 * (most - least))).clamp(*least, *most);
+                if moved == now {
+                    continue;
+                }
+                let mut tried = constants.clone();
+                tried.set(term, of, moved);
+                let of_tried = evaluate(&targets, &concerned[i], &tried, threads);
+                if of_tried.iter().sum::<f64>() < here * (1.0 - 1e-6) {
+                    constants = tried;
+                    concerned[i].iter().zip(of_tried).for_each(|(t, loss)| losses[*t] = loss);
+                    found = true;
+                    break;
+                }
+            }
+            steps[i] *= if found { 1.5 } else { 0.5 };
+        }
+        borrow(&mut constants, &missing);
+        progress(round + 1, rounds, losses.iter().sum());
+    }
+    Fitted { constants, loss: (before, losses.iter().sum()), rows: targets.len() }
+}
+
+/// Constants that no row fixes take the mean of what their term has elsewhere.
+fn borrow(constants: &mut Constants, missing: &[(String, String)]) {
+    for (term, of) in missing {
+        let others: Vec<f64> = constants
+            .fitted()
+            .filter(|c| c.term == *term && c.of != *of && !missing.contains(&(c.term.clone(), c.of.clone())))
+            .map(|c| c.value)
+            .collect();
+        let value = match others.is_empty() {
+            true => constants.value(term, &[]),
+            false => others.iter().sum::<f64>() / others.len() as f64,
+        };
+        constants.set(term, of, value);
+    }
+}
+
+fn evaluate(targets: &[Target], which: &[usize], constants: &Constants, threads: usize) -> Vec<f64> {
+    const CHUNK: usize = 16;
+    let losses: Vec<Mutex<Vec<f64>>> = which.chunks(CHUNK).map(|_| Mutex::new(Vec::new())).collect();
+    let one = |i: usize| {
+        let chunk = which.chunks(CHUNK).nth(i).unwrap_or_default();
+        let made = chunk.iter().map(|t| targets[*t].loss(constants)).collect();
+        *losses[i].lock().unwrap_or_else(PoisonError::into_inner) = made;
+    };
+    in_parallel(losses.len(), threads, &one, &|_| {});
+    losses.into_iter().flat_map(|l| l.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+}
+
+impl Case {
+    /// Bytes of the device that the source looked at, and of the one that needs most.
+    pub(super) fn predicted_memory(&self, terms: &lockstep_sim::Terms) -> (f64, f64) {
+        let Ok(work) = &self.work else { return (0.0, 0.0) };
+        let factors = MemoryTerms {
+            parameters: terms.memory_parameters,
+            saved: terms.memory_saved,
+            logits: terms.memory_logits,
+            fixed: terms.memory_fixed,
+            update: if self.row.split.zero > 0 { terms.memory_update } else { 0.0 },
+        };
+        let bytes =
+            |stage: &StageMemory| stage.bytes(&factors, self.peer.keeps_gathers(stage.in_flight, self.row.split.pp));
+        let largest = work.memory.iter().map(bytes).fold(0.0, f64::max);
+        let looked_at = if self.peer.measures_first_stage() { work.memory.first().map_or(0.0, bytes) } else { largest };
+        (looked_at, largest)
+    }
+}

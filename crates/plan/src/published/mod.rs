@@ -1,0 +1,24 @@
+//! Published measurements: rows of other people's runs, each as a config of ours whose program does the same work.
+//!
+//! A row is read ([`read`]), described in keys of our own with the habits of its framework ([`describe`]), and compiled as any config is.
+
+mod csv;
+mod fit;
+mod hardware;
+mod memory;
+mod peer;
+mod predict;
+mod program;
+mod report;
+mod row;
+mod stats;
+
+pub use fit::{Fitted, Without, fit};
+pub use hardware::hardware;
+pub use memory::{MemoryTerms, StageMemory};
+pub use peer::{Described, Description, Peer, describe};
+pub use predict::{Case, Cases, File, Prediction, Work, predict};
+pub use program::{PeerMachine, compile};
+pub use report::{Oom, Regret, Report, RowReport, Summaries, Summary};
+pub use row::{Measured, Refused, Row, Shape, Split, read};
+pub use stats::{Errors, quantile, regret, spearman};

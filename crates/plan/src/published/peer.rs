@@ -1,0 +1,308 @@
+//! Frameworks that published rows were measured with, as data: what of their habits decides which program of ours does the same work.
+
+use super::row::{Row, Shape};
+use std::fmt::Write;
+
+/// A framework.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Peer {
+    /// Hugging Face nanotron.
+    Nanotron,
+    /// Megatron-LM of 2020 to 2022, before FlashAttention.
+    Megatron2021,
+    /// Megatron-LM since (NeMo, Megatron-Bridge), with Transformer Engine.
+    Megatron,
+    /// torchtitan with torch.compile.
+    Torchtitan,
+    /// torchtitan without.
+    TorchtitanEager,
+    /// MosaicML LLM Foundry.
+    LlmFoundry,
+}
+
+impl Peer {
+    /// All of them.
+    pub const ALL: [Peer; 6] = [
+        Peer::Nanotron,
+        Peer::Megatron2021,
+        Peer::Megatron,
+        Peer::Torchtitan,
+        Peer::TorchtitanEager,
+        Peer::LlmFoundry,
+    ];
+
+    /// The name that commands take.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Peer::Nanotron => "nanotron",
+            Peer::Megatron2021 => "megatron",
+            Peer::Megatron => "megatron-core",
+            Peer::Torchtitan => "torchtitan-compile",
+            Peer::TorchtitanEager => "torchtitan",
+            Peer::LlmFoundry => "llm-foundry",
+        }
+    }
+
+    /// The framework that a row was measured with, by its source and notes.
+    pub fn of(row: &Row) -> Option<Peer> {
+        let source = row.source.to_lowercase();
+        let notes = row.notes.to_lowercase();
+        let has = |words: &[&str]| words.iter().any(|word| source.contains(word));
+        if has(&["playbook", "nanotron"]) {
+            Some(Peer::Nanotron)
+        } else if has(&["llm-foundry", "llm foundry", "mosaicml"]) {
+            Some(Peer::LlmFoundry)
+        } else if has(&["torchtitan"]) {
+            let eager = !notes.contains("compile") && notes.contains("fsdp");
+            Some(if eager { Peer::TorchtitanEager } else { Peer::Torchtitan })
+        } else if has(&["korthikanti", "narayanan", "sc21", "megatron-lm", "mt-nlg", "bigscience", "bloom"]) {
+            Some(Peer::Megatron2021)
+        } else if has(&["megatron", "nemo", "dgxc", "dgx cloud", "llama 3", "llama-3"]) {
+            Some(Peer::Megatron)
+        } else {
+            None
+        }
+    }
+
+    /// Of micro-batches in flight, how many keep what they have gathered over tensor-parallel ranks until backward. Of nanotron's all do
+    /// without a pipeline, and all but two with one, which is what its memory shows; others gather again.
+    pub fn keeps_gathers(self, in_flight: f64, pp: usize) -> f64 {
+        match self {
+            Peer::Nanotron if pp == 1 => in_flight,
+            Peer::Nanotron => (in_flight - 2.0).max(0.0),
+            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => 0.0,
+        }
+    }
+
+    /// Whether the memory that its source gives is that of the first pipeline stage; else it is the largest.
+    pub fn measures_first_stage(self) -> bool {
+        match self {
+            Peer::Nanotron => true,
+            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => false,
+        }
+    }
+
+    /// The one of a name.
+    pub fn named(name: &str) -> Option<Peer> {
+        Self::ALL.into_iter().find(|peer| peer.name() == name)
+    }
+
+    /// How it calls the layers of its stages; `None` where they are cut as ours are. Fails where a stage has nothing, which crashes it.
+    fn stages(self, shape: &Shape, ffn: usize, vocab: usize, pp: usize) -> Result<Option<Vec<usize>>, String> {
+        match self {
+            Peer::Nanotron if pp > 1 => nanotron_stages(shape, ffn, vocab, pp).map(Some),
+            Peer::Nanotron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => Ok(None),
+            Peer::Megatron2021 | Peer::Megatron => Ok(None),
+        }
+    }
+}
+
+/// nanotron fills a stage until the matmul parameters so far exceed its share of the whole; the norm, the head, a cast and the loss are
+/// blocks of their own behind the layers.
+fn nanotron_stages(shape: &Shape, ffn: usize, vocab: usize, pp: usize) -> Result<Vec<usize>, String> {
+    let layer = 4 * shape.hidden * shape.hidden + 3 * ffn * shape.hidden;
+    let behind = [0, vocab * shape.hidden, 0, 0];
+    let blocks = std::iter::once(0).chain(vec![layer; shape.layers]).chain(behind);
+    let total = layer * shape.layers + vocab * shape.hidden;
+    let (mut layers, mut filled) = (vec![0; pp], vec![0; pp]);
+    let (mut stage, mut sum) = (0, 0);
+    for (block, cost) in blocks.enumerate() {
+        sum += cost;
+        filled[stage] += 1;
+        layers[stage] += usize::from((1..=shape.layers).contains(&block));
+        if (sum * pp) as f64 > (total * (stage + 1)) as f64 && stage + 1 < pp {
+            stage += 1;
+        }
+    }
+    match filled.iter().position(|blocks| *blocks == 0) {
+        Some(stage) => Err(format!("nanotron's split gives stage {stage} nothing, which crashes it")),
+        None => Ok(layers),
+    }
+}
+
+/// A row as a config of ours.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Described {
+    /// The text of a `run.toml`.
+    pub toml: String,
+    /// The framework.
+    pub peer: Peer,
+    /// Whether matmuls are in fp8.
+    pub fp8: bool,
+    /// What the row does not say.
+    pub assumed: Vec<String>,
+    /// The part of layers that recompute their first MLP matmul besides what is cheap, where the framework recomputes some matmuls.
+    pub recomputed_matmuls: f64,
+}
+
+/// What becomes of a row.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Description {
+    /// It is a config.
+    Config(Box<Described>),
+    /// The framework crashes on it, for this reason.
+    Crashes(Peer, String),
+}
+
+/// The vocabulary of GPT-2, padded as Megatron pads it.
+const GPT_VOCAB: usize = 51_200;
+
+/// Describes a row in keys of our own; the reason where it cannot be.
+pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, String> {
+    let unknown = || {
+        let names: Vec<&str> = Peer::ALL.iter().map(|peer| peer.name()).collect();
+        format!("source {:?} names no framework that is known: give --framework {}", row.source, names.join(", "))
+    };
+    let peer = framework.or_else(|| Peer::of(row)).ok_or_else(unknown)?;
+    let mut assumed = Vec::new();
+    let model = row.model.to_lowercase();
+    let Shape { layers, hidden, heads, seq, .. } = row.shape;
+    let gpt = ["gpt", "mpt", "opt", "bloom", "mt-nlg"].iter().any(|name| model.contains(name))
+        || (!model.contains("llama") && row.shape.ffn == Some(4 * hidden));
+    let kv_heads = row.shape.kv_heads.unwrap_or(heads);
+    let ffn = row.shape.ffn.or(gpt.then_some(4 * hidden)).ok_or("ffn is not given")?;
+    let vocab = row.shape.vocab.or_else(|| {
+        assumed.push(format!("vocab = {GPT_VOCAB}"));
+        gpt.then_some(GPT_VOCAB)
+    });
+    let vocab = vocab.ok_or("vocab is not given")?;
+    let split = &row.split;
+    let notes = row.notes.to_lowercase();
+    let stages = match peer.stages(&row.shape, ffn, vocab, split.pp) {
+        Ok(stages) => stages,
+        Err(crash) => return Ok(Description::Crashes(peer, crash)),
+    };
+    let micro_batch = split.micro_batch.unwrap_or_else(|| {
+        let share = split.global_batch / split.dp;
+        let most = if split.pp == 1 { 16 } else { 1 };
+        let size = (1..=share.min(most)).rev().find(|n| share.is_multiple_of(*n)).unwrap_or(1);
+        assumed.push(format!("microbatch = {size}"));
+        size
+    });
+    let precision = row.precision.to_lowercase();
+    let fp8 = ["fp8", "float8"].iter().any(|word| precision.contains(word));
+    if precision.contains("fp4") {
+        return Err(format!("precision = {:?}: there is no fp4 yet", row.precision));
+    }
+    let embedding = (vocab * hidden) as f64;
+    let matmuls = (layers * hidden) as f64 * (2.0 * hidden as f64 * (1.0 + kv_heads as f64 / heads as f64) + 3.0 * ffn as f64);
+    // Two tables or one: whichever comes nearer to the parameters that are given.
+    let tied = gpt
+        || notes.contains("tied emb")
+        || row.shape.params.is_some_and(|p| p < matmuls + 1.5 * embedding);
+    let mut toml = String::new();
+    let mut line = |text: std::fmt::Arguments| {
+        let _ = writeln!(toml, "{text}");
+    };
+    line(format_args!("[model]\narchitecture = \"{}\"", if gpt { "gpt2" } else { "llama" }));
+    line(format_args!("vocab_size = {vocab}\nlayers = {layers}\ndim = {hidden}\nheads = {heads}\nffn = {ffn}"));
+    if gpt {
+        if kv_heads != heads {
+            return Err(format!("a GPT of {heads} heads and {kv_heads} key heads"));
+        }
+        line(format_args!("positions = {seq}"));
+    } else {
+        line(format_args!("kv_heads = {kv_heads}\ntied_embeddings = {tied}"));
+    }
+    let naive = peer == Peer::Megatron2021;
+    if naive {
+        line(format_args!("attention = \"naive\"\ndropout = 0.1"));
+    }
+    line(format_args!("[train]\nseq = {seq}\nglobal_batch = {}\nmicro_batch = {micro_batch}", split.global_batch));
+    line(format_args!("device = \"cuda\"\n[precision]\npolicy = \"bf16\""));
+    let half_gradients = match peer {
+        Peer::LlmFoundry => notes.contains("mixed_precision=pure"),
+        Peer::Nanotron | Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager => false,
+    };
+    line(format_args!("gradients = \"{}\"", if half_gradients { "bf16" } else { "fp32" }));
+    let zero = if split.dp * split.cp > 1 { split.zero } else { 0 };
+    line(format_args!("[parallel]\ntp = {}\npp = {}\ndp = {}\ncp = {}\nzero = {zero}", split.tp, split.pp, split.dp, split.cp));
+    let recompute = row.recompute.to_lowercase();
+    let sequence_parallel = split.tp > 1
+        && match peer {
+            Peer::Megatron2021 => recompute.contains("sequence parallel") && !recompute.contains("no sequence"),
+            Peer::Nanotron | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => {
+                !recompute.contains("no sequence")
+            }
+        };
+    line(format_args!("sequence_parallel = {sequence_parallel}"));
+    if split.pp > 1 {
+        let chunks = chunks(&notes, layers, split.pp, &mut assumed);
+        if chunks > 1 {
+            line(format_args!("schedule = \"interleaved\"\nvirtual = {chunks}"));
+        }
+        if let Some(stages) = stages {
+            line(format_args!("stages = {stages:?}"));
+        }
+    }
+    let mut recomputed_matmuls = 0.0;
+    if recompute.starts_with("full") {
+        line(format_args!("[recompute]\npolicy = \"full\""));
+    } else if recompute.starts_with("selective layer") {
+        // Every second layer.
+        recomputed_matmuls = 0.5;
+        line(format_args!("[recompute]\npolicy = \"selective\""));
+    } else if recompute.starts_with("selective") {
+        match peer {
+            Peer::Megatron2021 => line(format_args!("[recompute]\npolicy = \"list\"\nops = [\"attention_scores\"]")),
+            // FlashAttention recomputes its scores by itself.
+            Peer::Megatron | Peer::Nanotron => {}
+            // Every second matmul, counted in each layer, beside what is cheap.
+            Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => {
+                let (q, kv) = (hidden as f64, (hidden * kv_heads / heads) as f64);
+                recomputed_matmuls = ((kv + q + ffn as f64) / (2.0 * ffn as f64)).min(1.0);
+                line(format_args!("[recompute]\npolicy = \"selective\""));
+            }
+        }
+    } else if !recompute.is_empty() && !recompute.starts_with("none") && !recompute.starts_with("no ") {
+        return Err(format!("recompute = {:?} is not known: none, full or selective", row.recompute));
+    } else if recompute.is_empty() {
+        assumed.push("no recompute".into());
+    }
+    Ok(Description::Config(Box::new(Described { toml, peer, fp8, assumed, recomputed_matmuls })))
+}
+
+/// Chunks of layers per rank, from notes: `interleave v=3`, or `interleaved` alone.
+fn chunks(notes: &str, layers: usize, pp: usize, assumed: &mut Vec<String>) -> usize {
+    let given = |mark: &str| {
+        let digits: String = notes.split(mark).nth(1)?.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse::<usize>().ok()
+    };
+    if let Some(given) = ["interleave v=", "vpp=", "virtual="].into_iter().find_map(given) {
+        return given;
+    }
+    if !notes.contains("interleaved") {
+        return 1;
+    }
+    let each = layers / pp;
+    let chunks = (2..=each).find(|n| each.is_multiple_of(*n) && layers.is_multiple_of(pp)).unwrap_or(1);
+    assumed.push(format!("{chunks} chunks of layers per rank"));
+    chunks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nanotron_fills_stages_by_parameters_and_crashes_on_an_empty_one() {
+        let shape = |layers, hidden| Shape {
+            layers,
+            hidden,
+            heads: 32,
+            kv_heads: None,
+            ffn: Some(8192),
+            vocab: Some(131_072),
+            seq: 4096,
+            params: None,
+        };
+        let cut = |layers, hidden, pp| nanotron_stages(&shape(layers, hidden), 8192, 131_072, pp);
+        assert_eq!(cut(16, 2048, 2), Ok(vec![11, 5]));
+        assert_eq!(cut(16, 2048, 4), Ok(vec![6, 5, 5, 0]));
+        assert_eq!(cut(16, 2048, 8), Ok(vec![3, 3, 2, 3, 2, 3, 0, 0]));
+        assert_eq!(cut(28, 3072, 8), Ok(vec![4, 4, 4, 4, 4, 4, 4, 0]));
+        assert!(cut(16, 2048, 16).is_err_and(|reason| reason.contains("stage 15")));
+        assert!(cut(28, 3072, 32).is_err());
+    }
+}

@@ -1,0 +1,218 @@
+//! Rows with their programs, and what is predicted of them.
+
+use super::hardware::hardware;
+use super::memory::StageMemory;
+use super::peer::{Described, Description, Peer, describe};
+use super::program::compile;
+use super::row::{Refused, Row, read};
+use lockstep_ir::StepProgram;
+use lockstep_sim::{Catalogue, Constants, Framework, Hardware, Workload};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A file of rows.
+pub struct File {
+    /// What messages call it.
+    pub name: String,
+    /// What it holds.
+    pub text: String,
+}
+
+/// A row that was understood.
+#[derive(Clone)]
+pub struct Case {
+    /// Index of its file.
+    pub file: usize,
+    /// The row.
+    pub row: Row,
+    /// The framework that it was measured with.
+    pub peer: Peer,
+    /// How that runs a step.
+    pub framework: Framework,
+    /// What it ran on.
+    pub hardware: Hardware,
+    /// What the row does not say.
+    pub assumed: Vec<String>,
+    /// Its program, or why the framework crashes on it.
+    pub work: Result<Arc<Work>, String>,
+}
+
+impl Case {
+    /// Whether the row is to be trusted.
+    pub fn is_clean(&self) -> bool {
+        self.row.flag.is_empty()
+    }
+
+    /// The name of the framework, and of fp8 where matmuls are in it.
+    pub fn group(&self) -> String {
+        format!("{}{}", self.peer.name(), if self.framework.fp8 { " fp8" } else { "" })
+    }
+}
+
+/// What is known of a program.
+pub struct Work {
+    /// What is priced.
+    pub workload: Workload,
+    /// What is held, by pipeline stage.
+    pub memory: Vec<StageMemory>,
+}
+
+/// All rows of some files.
+pub struct Cases {
+    /// Those that were understood.
+    pub cases: Vec<Case>,
+    /// Those that were not, with the index of their file.
+    pub refused: Vec<(usize, Refused)>,
+}
+
+/// Calls `each` for all indices up to `count` on some threads; `done` hears how many are.
+pub(super) fn in_parallel(count: usize, threads: usize, each: &(dyn Fn(usize) + Sync), done: &(dyn Fn(usize) + Sync)) {
+    let (next, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let work = || {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= count {
+                break;
+            }
+            each(i);
+            done(finished.fetch_add(1, Ordering::Relaxed) + 1);
+        }
+    };
+    std::thread::scope(|scope| {
+        (1..threads).for_each(|_| {
+            scope.spawn(work);
+        });
+        work();
+    });
+}
+
+impl Cases {
+    /// Reads files and compiles their rows, equal programs once. `framework` is that of all rows, whatever their sources say; `progress`
+    /// hears how many programs there are and how many are compiled.
+    pub fn new(
+        catalogue: &Catalogue,
+        files: &[File],
+        framework: Option<Peer>,
+        threads: usize,
+        progress: &(dyn Fn(usize, usize) + Sync),
+    ) -> Self {
+        let frameworks = Framework::builtin();
+        let mut refused = Vec::new();
+        let mut all: Vec<(Case, Option<String>)> = Vec::new();
+        let mut programs: BTreeMap<String, Described> = BTreeMap::new();
+        for (file, File { text, .. }) in files.iter().enumerate() {
+            let (mut rows, bad) = read(text);
+            refused.extend(bad.into_iter().map(|r| (file, r)));
+            say_interleaving(&mut rows);
+            for row in rows {
+                let refuse = |reason: String| (file, Refused { line: row.line, model: row.model.clone(), reason });
+                let described = hardware(catalogue, &row).and_then(|hardware| Ok((hardware, describe(&row, framework)?)));
+                let (hardware, description) = match described {
+                    Ok(both) => both,
+                    Err(reason) => {
+                        refused.push(refuse(reason));
+                        continue;
+                    }
+                };
+                let (peer, assumed, fp8, work, key) = match description {
+                    Description::Crashes(peer, reason) => (peer, Vec::new(), false, Err(reason), None),
+                    Description::Config(d) => {
+                        let key = format!("{}{} {}", d.toml, d.recomputed_matmuls, d.peer.name());
+                        let described = (d.peer, d.assumed.clone(), d.fp8, Err(String::new()), Some(key.clone()));
+                        programs.entry(key).or_insert(*d);
+                        described
+                    }
+                };
+                let known = frameworks.iter().find(|f| f.name == peer.name()).unwrap_or(&frameworks[0]);
+                let framework = Framework { fp8, ..known.clone() };
+                all.push((Case { file, row, peer, framework, hardware, assumed, work }, key));
+            }
+        }
+        let distinct: Vec<(&String, &Described)> = programs.iter().collect();
+        let made: Mutex<BTreeMap<&String, Result<Arc<Work>, String>>> = Mutex::new(BTreeMap::new());
+        let one = |i: usize| {
+            let (key, described) = distinct[i];
+            let work = compile(described, "row").and_then(|(_, programs)| Work::new(&programs, described.peer));
+            made.lock().unwrap_or_else(PoisonError::into_inner).insert(key, work.map(Arc::new));
+        };
+        in_parallel(distinct.len(), threads, &one, &|done| progress(done, distinct.len()));
+        let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut cases = Vec::new();
+        for (mut case, key) in all {
+            match key.as_ref().and_then(|key| made.get(key)) {
+                None => cases.push(case),
+                Some(Ok(work)) => {
+                    case.work = Ok(work.clone());
+                    cases.push(case);
+                }
+                Some(Err(reason)) => {
+                    let (line, model) = (case.row.line, case.row.model.clone());
+                    refused.push((case.file, Refused { line, model, reason: reason.clone() }));
+                }
+            }
+        }
+        refused.sort_by_key(|(file, refused)| (*file, refused.line));
+        Self { cases, refused }
+    }
+}
+
+impl Work {
+    fn new(programs: &[StepProgram], peer: Peer) -> Result<Self, String> {
+        let frameworks = Framework::builtin();
+        let framework = frameworks.iter().find(|f| f.name == peer.name()).unwrap_or(&frameworks[0]);
+        let workload =
+            Workload::new(programs, StepProgram::TRAIN, framework).map_err(|error| error.to_string())?;
+        Ok(Self { workload, memory: programs.iter().map(StageMemory::of).collect() })
+    }
+}
+
+/// Rows of a model and split that do not say how many chunks of layers a rank had take it from the row that does.
+fn say_interleaving(rows: &mut [Row]) {
+    const MARK: &str = "interleave v=";
+    let split = |row: &Row| (row.model.clone(), row.split.tp, row.split.pp);
+    let said: BTreeMap<_, String> = rows
+        .iter()
+        .filter_map(|row| {
+            let digits: String = row.notes.split(MARK).nth(1)?.chars().take_while(char::is_ascii_digit).collect();
+            Some((split(row), digits))
+        })
+        .collect();
+    for row in rows.iter_mut().filter(|row| !row.notes.contains(MARK)) {
+        if let Some(chunks) = said.get(&split(row)) {
+            row.notes.push_str(&format!("; {MARK}{chunks}"));
+        }
+    }
+}
+
+/// What is predicted of a row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Prediction {
+    /// Seconds of a step; none where the framework crashes.
+    pub step_s: Option<f64>,
+    /// Bytes of memory of the device that the source looked at.
+    pub memory_bytes: f64,
+    /// Whether it runs: no device needs more memory than it has, and the framework does not crash.
+    pub runs: bool,
+}
+
+impl Case {
+    /// Predicts it.
+    pub fn predict(&self, constants: &Constants) -> Prediction {
+        let terms = constants.terms(&self.framework, &self.hardware);
+        let Ok(work) = &self.work else { return Prediction { step_s: None, memory_bytes: 0.0, runs: false } };
+        let step_s = work.workload.on(&self.hardware, &self.framework).price(&terms).ok();
+        let (memory_bytes, largest) = self.predicted_memory(&terms);
+        let runs = largest <= self.hardware.gpu.memory_bytes as f64;
+        Prediction { step_s, memory_bytes, runs }
+    }
+}
+
+/// Predicts all.
+pub fn predict(cases: &[Case], constants: &Constants, threads: usize) -> Vec<Prediction> {
+    let none = Prediction { step_s: None, memory_bytes: 0.0, runs: false };
+    let all: Vec<Mutex<Prediction>> = cases.iter().map(|_| Mutex::new(none)).collect();
+    let one = |i: usize| *all[i].lock().unwrap_or_else(PoisonError::into_inner) = cases[i].predict(constants);
+    in_parallel(cases.len(), threads, &one, &|_| {});
+    all.into_iter().map(|p| p.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+}

@@ -1,0 +1,249 @@
+//! Predictions beside measurements, row by row and in sum.
+
+use super::predict::{Case, Prediction};
+use super::stats::{Errors, quantile, regret, spearman};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// A row's prediction beside its measurement.
+#[derive(Clone, Debug, Serialize)]
+pub struct RowReport {
+    /// Its file.
+    pub file: String,
+    /// Its line.
+    pub line: usize,
+    /// Who published it.
+    pub source: String,
+    /// The framework, and whether matmuls were in fp8.
+    pub framework: String,
+    /// The model.
+    pub model: String,
+    /// The GPU, by its name in the catalogue.
+    pub gpu: String,
+    /// How many.
+    pub gpus: usize,
+    /// On how many nodes they are.
+    pub nodes: usize,
+    /// How the work was split.
+    pub layout: String,
+    /// Whether nothing is known against the row.
+    pub clean: bool,
+    /// Whether the run failed.
+    pub failed: bool,
+    /// Whether it was predicted to run.
+    pub runs: bool,
+    /// Measured seconds of a step.
+    pub measured_s: Option<f64>,
+    /// Predicted seconds of a step.
+    pub predicted_s: Option<f64>,
+    /// |predicted ÷ measured − 1| of them.
+    pub error: Option<f64>,
+    /// Measured tokens per second and GPU.
+    pub measured_tokens_per_s_per_gpu: Option<f64>,
+    /// Predicted tokens per second and GPU.
+    pub predicted_tokens_per_s_per_gpu: Option<f64>,
+    /// Measured bytes of memory.
+    pub measured_memory_bytes: Option<f64>,
+    /// Predicted bytes of memory.
+    pub predicted_memory_bytes: f64,
+    /// |predicted ÷ measured − 1| of them.
+    pub memory_error: Option<f64>,
+    /// The factor that one measured row gave, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibrated: Option<f64>,
+    /// What the row does not say.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub assumed: Vec<String>,
+    #[serde(skip)]
+    cell: String,
+}
+
+/// Whether runs fit the memory.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Oom {
+    /// Rows that say whether they ran.
+    pub rows: usize,
+    /// Share of them that were predicted right.
+    pub right: f64,
+    /// Share of those that ran.
+    pub ran_right: f64,
+    /// Share of those that failed.
+    pub failed_right: f64,
+}
+
+/// How much longer the best by prediction took than the best measured, over cells.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Regret {
+    /// In the middle cell.
+    pub median: f64,
+    /// In the mean of all cells.
+    pub mean: f64,
+    /// In the mean of all cells, of the best five.
+    pub of_five: f64,
+}
+
+/// Rows in sum. Errors are fractions.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Summary {
+    /// How many rows.
+    pub rows: usize,
+    /// Errors of step time.
+    pub step_time: Option<Errors>,
+    /// Errors of memory.
+    pub memory: Option<Errors>,
+    /// Whether runs fit.
+    pub oom: Oom,
+    /// Runs of the same model, batch and GPUs in different layouts: how many such cells there are.
+    pub cells: usize,
+    /// Spearman's rank correlation of predicted and measured times, in the middle cell.
+    pub spearman: Option<f64>,
+    /// What choosing by prediction costs.
+    pub regret: Option<Regret>,
+}
+
+/// Everything that is reported.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// In sum.
+    pub summary: Summaries,
+    /// By row.
+    pub rows: Vec<RowReport>,
+}
+
+/// Rows in sum, by what is known of them.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summaries {
+    /// Rows against which nothing is known.
+    pub clean: Summary,
+    /// All rows.
+    pub all: Summary,
+    /// Clean rows by framework.
+    pub by_framework: BTreeMap<String, Summary>,
+    /// Clean rows by file.
+    pub by_file: BTreeMap<String, Summary>,
+    /// Clean rows on one node or several.
+    pub by_nodes: BTreeMap<String, Summary>,
+}
+
+/// Cells of fewer rows have no order to speak of.
+const LEAST_CELL: usize = 5;
+
+impl RowReport {
+    /// Of a case; `factor` is what a measured row taught.
+    pub fn new(case: &Case, file: &str, prediction: &Prediction, factor: Option<f64>) -> Self {
+        let row = &case.row;
+        let measured = row.measured.unwrap_or_default();
+        let tokens = (row.split.global_batch * row.shape.seq) as f64 / row.gpus as f64;
+        let predicted_s = prediction.step_s.map(|s| s * factor.unwrap_or(1.0));
+        let error = |predicted: Option<f64>, measured: Option<f64>| Some((predicted? / measured? - 1.0).abs());
+        let memory = Some(prediction.memory_bytes).filter(|bytes| *bytes > 0.0);
+        let split = &row.split;
+        let sizes = [("tp", split.tp), ("pp", split.pp), ("dp", split.dp), ("cp", split.cp)];
+        let mut layout: Vec<String> =
+            sizes.iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!("{name}={n}")).collect();
+        layout.extend((split.zero > 0).then(|| format!("zero={}", split.zero)));
+        layout.extend(split.micro_batch.map(|n| format!("mb={n}")));
+        Self {
+            file: file.to_owned(),
+            line: row.line,
+            source: row.source.clone(),
+            framework: case.group(),
+            model: row.model.clone(),
+            gpu: case.hardware.gpu.name.clone(),
+            gpus: row.gpus,
+            nodes: row.gpus.div_ceil(case.hardware.cluster.gpus_per_node),
+            layout: layout.join(" "),
+            clean: case.is_clean(),
+            failed: row.measured.is_none(),
+            runs: prediction.runs,
+            measured_s: measured.step_s,
+            predicted_s,
+            error: error(predicted_s, measured.step_s),
+            measured_tokens_per_s_per_gpu: measured.step_s.map(|s| tokens / s),
+            predicted_tokens_per_s_per_gpu: predicted_s.map(|s| tokens / s),
+            measured_memory_bytes: measured.memory_bytes,
+            predicted_memory_bytes: prediction.memory_bytes,
+            memory_error: error(memory, measured.memory_bytes),
+            calibrated: factor,
+            assumed: case.assumed.clone(),
+            cell: format!(
+                "{} {} {} {} {} {} {}",
+                row.source, row.model, row.gpu, row.gpus, row.shape.seq, split.global_batch, row.precision
+            ),
+        }
+    }
+}
+
+impl Summary {
+    /// Of these rows. Only frameworks whose memory was measured tell whether runs fit.
+    pub fn of<'a>(rows: impl Iterator<Item = &'a RowReport> + Clone) -> Self {
+        let errors = |error: &dyn Fn(&RowReport) -> Option<f64>| {
+            Errors::of(&rows.clone().filter_map(error).collect::<Vec<f64>>())
+        };
+        let mut cells: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+        for row in rows.clone() {
+            if let (Some(predicted), Some(measured)) = (row.predicted_s, row.measured_s) {
+                cells.entry(&row.cell).or_default().push((predicted, measured));
+            }
+        }
+        cells.retain(|_, pairs| pairs.len() >= LEAST_CELL);
+        let of_cells = |f: &dyn Fn(&[(f64, f64)]) -> Option<f64>| -> Vec<f64> {
+            cells.values().filter_map(|pairs| f(pairs)).collect()
+        };
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+        let first = of_cells(&|pairs| regret(pairs, 1));
+        let five = of_cells(&|pairs| regret(pairs, 5));
+        Self {
+            rows: rows.clone().count(),
+            step_time: errors(&|row| row.error),
+            memory: errors(&|row| row.memory_error),
+            oom: oom(rows.clone()),
+            cells: cells.len(),
+            spearman: quantile(&of_cells(&|pairs| spearman(pairs)), 0.5),
+            regret: quantile(&first, 0.5).map(|median| Regret { median, mean: mean(&first), of_five: mean(&five) }),
+        }
+    }
+}
+
+/// Of rows whose source says of others what memory they took, or that they failed.
+fn oom<'a>(rows: impl Iterator<Item = &'a RowReport> + Clone) -> Oom {
+    let tells = |row: &&RowReport| row.failed || row.measured_memory_bytes.is_some();
+    let told: Vec<&RowReport> = rows.filter(tells).collect();
+    let share = |wanted: &dyn Fn(&RowReport) -> bool| {
+        let chosen: Vec<_> = told.iter().filter(|row| wanted(row)).collect();
+        let right = chosen.iter().filter(|row| row.runs != row.failed).count();
+        if chosen.is_empty() { 1.0 } else { right as f64 / chosen.len() as f64 }
+    };
+    Oom {
+        rows: told.len(),
+        right: share(&|_| true),
+        ran_right: share(&|row| !row.failed),
+        failed_right: share(&|row| row.failed),
+    }
+}
+
+impl Report {
+    /// Of these rows.
+    pub fn new(rows: Vec<RowReport>) -> Self {
+        let clean = || rows.iter().filter(|row| row.clean);
+        let by = |key: &dyn Fn(&RowReport) -> String| {
+            let keys: std::collections::BTreeSet<String> = clean().map(key).collect();
+            let of = |k: String| {
+                let summary = Summary::of(clean().filter(|row| key(row) == k));
+                (k, summary)
+            };
+            keys.into_iter().map(of).collect()
+        };
+        let summary = Summaries {
+            clean: Summary::of(clean()),
+            all: Summary::of(rows.iter()),
+            by_framework: by(&|row| row.framework.clone()),
+            by_file: by(&|row| {
+                let fp8 = if row.framework.ends_with(" fp8") { " fp8" } else { "" };
+                format!("{}{fp8}", row.file)
+            }),
+            by_nodes: by(&|row| if row.nodes > 1 { "several nodes".into() } else { "one node".into() }),
+        };
+        Self { summary, rows }
+    }
+}
