@@ -81,6 +81,8 @@ terms! {
     matmul_efficiency = "matmul.efficiency",
     /// How many times a matmul's operands and results are moved.
     matmul_bytes = "matmul.bytes",
+    /// The share that fp8 matmuls reach of their peak, beside what 16-bit ones reach of theirs.
+    matmul_fp8 = "matmul.fp8",
     /// How much of the loss of a last wave of tiles that is not full is felt: 0 none, 1 all.
     matmul_waves = "matmul.waves",
     /// Share of the rate that is lost where extents are no multiple of 8, half of it where they are none of 64.
@@ -131,6 +133,16 @@ terms! {
     message_efficiency = "message.efficiency",
     /// Of time in which collectives overlap with kernels, the share by which both together take longer.
     overlap_cost = "overlap.cost",
+    /// Bytes beside those of parameters, per byte of them.
+    memory_parameters = "memory.parameters",
+    /// How many times the bytes of saved activations are taken.
+    memory_saved = "memory.saved",
+    /// Bytes per logit of a micro-batch that are held at a time.
+    memory_logits = "memory.logits",
+    /// Bytes that are held whatever the program.
+    memory_fixed = "memory.fixed",
+    /// Bytes of temporaries of a sharded update, per byte of parameters.
+    memory_update = "memory.update",
 }
 
 impl Constants {

@@ -135,7 +135,7 @@ impl Workload {
     /// The work on some hardware.
     pub fn on(&self, hardware: &Hardware, framework: &Framework) -> Placed<'_> {
         let at_peak = |role: &RoleWork| {
-            let site = Site { hardware, mesh: &self.mesh, stage: role.stage };
+            let site = Site { hardware, mesh: &self.mesh, stage: role.stage, fp8: framework.fp8 };
             role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
         };
         Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect() }

@@ -12,6 +12,8 @@ pub struct Site<'a> {
     pub hardware: &'a Hardware,
     pub mesh: &'a Mesh,
     pub stage: usize,
+    /// Whether matmuls of layers are in fp8.
+    pub fp8: bool,
 }
 
 /// A demand in seconds at the hardware's peak rates: what is left to price are the constants.
@@ -30,6 +32,7 @@ pub enum AtPeak {
         gradients: f64,
         /// Logits, ÷ bandwidth.
         logits: f64,
+        fp8: bool,
     },
     Attention {
         flops_s: f64,
@@ -58,19 +61,24 @@ pub enum AtPeak {
 
 impl AtPeak {
     pub fn new(demand: &Demand, site: Site) -> Self {
-        let Site { hardware, mesh, stage } = site;
+        let Site { hardware, mesh, stage, fp8 } = site;
         let gpu = &hardware.gpu;
         let bytes_s = |bytes: u64| bytes as f64 / gpu.bytes_per_s;
         match *demand {
             Demand::Nothing | Demand::Receive { .. } => AtPeak::Nothing,
-            Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits } => AtPeak::Matmul {
-                flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / gpu.peak(dtype),
+            Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits } => {
+                // The output head stays in 16 bits.
+                let fp8 = gpu.fp8_flops_per_s.filter(|_| fp8 && logits == 0);
+                let peak = fp8.unwrap_or_else(|| gpu.peak(dtype));
+                AtPeak::Matmul {
+                flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / peak,
+                fp8: fp8.is_some(),
                 bytes_s: bytes_s(bytes),
                 filled: filled(rows, cols, inner, gpu.units as u64).ln(),
                 misaligned: misaligned([rows, cols, inner]),
                 gradients: bytes_s(gradients),
                 logits: bytes_s(logits),
-            },
+            }}
             Demand::Attention { flops, bytes, head_dim, seq, dtype, backward } => AtPeak::Attention {
                 // Tiles on the diagonal are computed whole.
                 flops_s: flops as f64 * (1.0 + 128.0 / seq.max(1) as f64) / gpu.peak(dtype),
@@ -108,8 +116,9 @@ impl AtPeak {
         let memory = 1.0 / terms.memory_efficiency;
         match *self {
             AtPeak::Nothing => 0.0,
-            AtPeak::Matmul { flops_s, bytes_s, filled, misaligned, gradients, logits } => {
+            AtPeak::Matmul { flops_s, bytes_s, filled, misaligned, gradients, logits, fp8 } => {
                 let rate = terms.matmul_efficiency
+                    * if fp8 { terms.matmul_fp8 } else { 1.0 }
                     * (terms.matmul_waves * filled).exp()
                     * (1.0 - terms.matmul_misaligned * misaligned);
                 let moved =

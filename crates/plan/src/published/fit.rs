@@ -90,17 +90,15 @@ pub fn fit(
         *of_source.entry((case.file, case.peer.name())).or_default() += 1;
     }
     let total: f64 = of_source.values().map(|n| (*n as f64).sqrt()).sum();
-    let target = |case: &&'_ Case| {
-        let (work, measured) = (case.work.as_ref().ok()?, case.row.measured?);
+    let mut targets: Vec<Target> = Vec::new();
+    for &case in &used {
+        let (Ok(work), Some(measured)) = (&case.work, case.row.measured) else { continue };
+        let Some(step_s) = measured.step_s else { continue };
         let placed = work.workload.on(&case.hardware, &case.framework);
         let n = of_source[&(case.file, case.peer.name())] as f64;
-        Some((*case, placed, measured.step_s?, measured.memory_bytes, 1.0 / (n.sqrt() * total)))
-    };
-    let targets: Vec<Target> = used
-        .iter()
-        .filter_map(target)
-        .map(|(case, placed, step_s, memory, weight)| Target { case, placed, step_s, memory, weight })
-        .collect();
+        let weight = 1.0 / (n.sqrt() * total);
+        targets.push(Target { case, placed, step_s, memory: measured.memory_bytes, weight });
+    }
     let mut constants = start.clone();
     let missing: Vec<(String, String)> = start
         .fitted()
