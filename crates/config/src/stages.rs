@@ -38,9 +38,8 @@ pub(crate) fn stages_make_up_the_model(values: &Values) -> Option<Conflict> {
         );
         return Some(Conflict::new(&keys, text, equal()));
     }
-    let used = stages.iter().rposition(|n| *n > 0).map_or(0, |last| last + 1);
-    if let Some(empty) = stages[..used].iter().position(|n| *n == 0) {
-        let text = format!("parallel.stages gives stage {empty} no layer, and only the last ones can do without");
+    if let Some(empty) = stages[..stages.len() - 1].iter().position(|n| *n == 0) {
+        let text = format!("parallel.stages gives stage {empty} no layer, and only the last one can do without");
         return Some(Conflict::new(&["parallel.stages"], text, equal()));
     }
     let sum: u64 = stages.iter().sum();

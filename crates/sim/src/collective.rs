@@ -76,6 +76,11 @@ impl PlacedCollective {
         }
     }
 
+    /// How many ranks take part.
+    pub fn ranks(&self) -> usize {
+        self.group.ranks
+    }
+
     /// Whether it leaves the node.
     pub fn crosses_nodes(&self) -> bool {
         self.group.nodes > 1

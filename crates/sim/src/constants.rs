@@ -111,6 +111,8 @@ terms! {
     host_op = "host.op",
     /// Seconds of the host per collective.
     host_collective = "host.collective",
+    /// Seconds of the host per collective and rank of it, where a pipeline goes over several nodes.
+    host_crowd = "host.crowd",
     /// Seconds of the host per message between stages.
     host_message = "host.message",
     /// Seconds of a step that nothing else explains: data, logging, launching the optimizer.

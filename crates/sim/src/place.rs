@@ -138,7 +138,8 @@ impl Workload {
             let site = Site { hardware, mesh: &self.mesh, stage: role.stage, fp8: framework.fp8 };
             role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
         };
-        Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect() }
+        let crowded = self.roles.len() > 1 && self.ranks() > hardware.cluster.gpus_per_node;
+        Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect(), crowded }
     }
 }
 
@@ -241,6 +242,8 @@ pub struct Placed<'a> {
     work: &'a Workload,
     framework: Framework,
     roles: Vec<Vec<AtPeak>>,
+    /// Whether a pipeline goes over several nodes.
+    crowded: bool,
 }
 
 /// What a segment's time is made of.
@@ -299,7 +302,7 @@ impl<'a> Placed<'a> {
         for (r, role) in self.work.roles.iter().enumerate() {
             let mut used = vec![false; role.code.len()];
             role.slots.iter().for_each(|segment| used[*segment] = true);
-            let stretches: Vec<Stretch> = role.runs.iter().map(|run| self.stretch(run, &demands[r], terms)).collect();
+            let stretches: Vec<Stretch> = role.runs.iter().map(|run| self.stretch(r, run, &demands[r], terms)).collect();
             let (mut times, mut of) = (Vec::new(), Vec::new());
             let mut shown = Vec::new();
             for (code, used) in role.code.iter().zip(used) {
@@ -333,7 +336,7 @@ impl<'a> Placed<'a> {
     }
 
     /// How much longer a run takes because the host launches it.
-    fn stretch(&self, run: &Run, demands: &[f64], terms: &Terms) -> Stretch {
+    fn stretch(&self, role: usize, run: &Run, demands: &[f64], terms: &Terms) -> Stretch {
         let (mut gpu, mut host, mut plain) = (0.0, 0.0, true);
         for step in &run.steps {
             match step.kind {
@@ -345,6 +348,10 @@ impl<'a> Placed<'a> {
                 Kind::Blocking => {
                     gpu += demands[step.demand];
                     host += terms.host_collective;
+                    // Beside messages between nodes, the host waits for all ranks of a collective.
+                    if let AtPeak::Collective(collective) = &self.roles[role][step.demand] {
+                        host += if self.crowded { terms.host_crowd * collective.ranks() as f64 } else { 0.0 };
+                    }
                 }
                 Kind::Gather | Kind::Reduce => {
                     plain = false;
@@ -388,6 +395,7 @@ impl<'a> Placed<'a> {
         // Ends of the overlapping collectives.
         let mut ends: Vec<f64> = Vec::new();
         let (mut overlapping, mut parts) = (0.0, Parts::default());
+        let mut deferred: Vec<(usize, f64)> = Vec::new();
         let mut points = Vec::new();
         for &r in &code.runs {
             let stretch = stretches[r];
@@ -413,6 +421,11 @@ impl<'a> Placed<'a> {
                         }
                         now = end;
                     }
+                    // Sums that do not overlap wait until the segment has sent what others wait for.
+                    Kind::Reduce if !self.framework.overlaps_reductions => {
+                        deferred.push((step.demand, seconds));
+                        ends.push(now);
+                    }
                     Kind::Gather | Kind::Reduce => {
                         let start = other.max(now);
                         other = start + seconds;
@@ -434,6 +447,13 @@ impl<'a> Placed<'a> {
         }
         parts.exposed += (other - now).max(0.0);
         now = now.max(other);
+        for (demand, seconds) in deferred {
+            if let Some(marks) = &mut marks {
+                marks.all.push((now, now + seconds, demand, true));
+            }
+            parts.exposed += seconds;
+            now += seconds;
+        }
         // What ran beside kernels made both slower.
         parts.overlap = terms.overlap_cost * (overlapping - parts.exposed).max(0.0);
         let slower = if now > 0.0 { 1.0 + parts.overlap / now } else { 1.0 };

@@ -132,6 +132,8 @@ pub struct Described {
     pub fp8: bool,
     /// What the row does not say.
     pub assumed: Vec<String>,
+    /// Stages that have no work of ours.
+    pub idle_stages: usize,
     /// The part of layers that recompute their first MLP matmul besides what is cheap, where the framework recomputes some matmuls.
     pub recomputed_matmuls: f64,
 }
@@ -169,10 +171,16 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     let vocab = vocab.ok_or("vocab is not given")?;
     let split = &row.split;
     let notes = row.notes.to_lowercase();
-    let stages = match peer.stages(&row.shape, ffn, vocab, split.pp) {
+    let mut stages = match peer.stages(&row.shape, ffn, vocab, split.pp) {
         Ok(stages) => stages,
         Err(crash) => return Ok(Description::Crashes(peer, crash)),
     };
+    // A stage behind the head has the loss alone, which is no work of its own here.
+    let idle = stages.as_ref().map_or(0, |s| s.iter().rev().take_while(|n| **n == 0).count().saturating_sub(1));
+    let pp = split.pp - idle;
+    if let Some(stages) = &mut stages {
+        stages.truncate(pp);
+    }
     let micro_batch = split.micro_batch.unwrap_or_else(|| {
         let share = split.global_batch / split.dp;
         let most = if split.pp == 1 { 16 } else { 1 };
@@ -217,7 +225,7 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     };
     line(format_args!("gradients = \"{}\"", if half_gradients { "bf16" } else { "fp32" }));
     let zero = if split.dp * split.cp > 1 { split.zero } else { 0 };
-    line(format_args!("[parallel]\ntp = {}\npp = {}\ndp = {}\ncp = {}\nzero = {zero}", split.tp, split.pp, split.dp, split.cp));
+    line(format_args!("[parallel]\ntp = {}\npp = {}\ndp = {}\ncp = {}\nzero = {zero}", split.tp, pp, split.dp, split.cp));
     let recompute = row.recompute.to_lowercase();
     let sequence_parallel = split.tp > 1
         && match peer {
@@ -260,7 +268,7 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     } else if recompute.is_empty() {
         assumed.push("no recompute".into());
     }
-    Ok(Description::Config(Box::new(Described { toml, peer, fp8, assumed, recomputed_matmuls })))
+    Ok(Description::Config(Box::new(Described { toml, peer, fp8, assumed, recomputed_matmuls, idle_stages: idle })))
 }
 
 /// Chunks of layers per rank, from notes: `interleave v=3`, or `interleaved` alone.

@@ -6,6 +6,7 @@ use super::peer::{Described, Description, Peer, describe};
 use super::program::compile;
 use super::row::{Refused, Row, read};
 use lockstep_ir::StepProgram;
+use lockstep_ir::program::Lifetime;
 use lockstep_sim::{Catalogue, Constants, Framework, Hardware, Workload};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -133,7 +134,7 @@ impl Cases {
         let made: Mutex<BTreeMap<&String, Result<Arc<Work>, String>>> = Mutex::new(BTreeMap::new());
         let one = |i: usize| {
             let (key, described) = distinct[i];
-            let work = compile(described, "row").and_then(|(_, programs)| Work::new(&programs, described.peer));
+            let work = compile(described, "row").and_then(|(_, programs)| Work::new(&programs, described));
             made.lock().unwrap_or_else(PoisonError::into_inner).insert(key, work.map(Arc::new));
         };
         in_parallel(distinct.len(), threads, &one, &|done| progress(done, distinct.len()));
@@ -158,12 +159,19 @@ impl Cases {
 }
 
 impl Work {
-    fn new(programs: &[StepProgram], peer: Peer) -> Result<Self, String> {
+    fn new(programs: &[StepProgram], described: &Described) -> Result<Self, String> {
         let frameworks = Framework::builtin();
-        let framework = frameworks.iter().find(|f| f.name == peer.name()).unwrap_or(&frameworks[0]);
+        let framework = frameworks.iter().find(|f| f.name == described.peer.name()).unwrap_or(&frameworks[0]);
         let workload =
             Workload::new(programs, StepProgram::TRAIN, framework).map_err(|error| error.to_string())?;
-        Ok(Self { workload, memory: programs.iter().map(StageMemory::of).collect() })
+        let mut memory: Vec<StageMemory> = programs.iter().map(StageMemory::of).collect();
+        // Behind stages without work of ours more micro-batches are in flight, as far as there are more.
+        let micro_batches = programs[0].regions.iter().find(|r| r.lifetime == Lifetime::MicroBatch);
+        let most = micro_batches.map_or(1.0, |region| region.slots as f64);
+        for stage in &mut memory {
+            stage.in_flight = (stage.in_flight + described.idle_stages as f64).min(most.max(stage.in_flight));
+        }
+        Ok(Self { workload, memory })
     }
 }
 
