@@ -38,8 +38,8 @@ pub struct Outcome {
     pub total: f64,
     /// By stage: seconds that it waited for others.
     pub waited: Vec<f64>,
-    /// By stage and slot: start and end; empty where not asked for.
-    pub slots: Vec<Vec<(f64, f64)>>,
+    /// By stage and slot: when it ended; empty where not asked for.
+    pub ends: Vec<Vec<f64>>,
 }
 
 /// Where a stage is.
@@ -64,9 +64,9 @@ struct Mailbox {
     taken: Vec<f64>,
 }
 
-/// Runs the slots of all stages: each is the index of one of its segments. With `record`, says when each ran.
+/// Runs the slots of all stages: each is the index of one of its segments. With `record`, says when each ended.
 pub fn run(
-    slots: &[Vec<usize>],
+    slots: &[&[usize]],
     segments: &[Vec<SegmentTime>],
     channels: &[Channel],
     record: bool,
@@ -77,7 +77,7 @@ pub fn run(
     let mut mailboxes: Vec<Mailbox> = channels.iter().map(mailbox).collect();
     // Of every meeting: how many have come, and when the last did.
     let mut meetings: Vec<(usize, f64)> = Vec::new();
-    let mut recorded: Vec<Vec<(f64, f64)>> = vec![Vec::new(); if record { slots.len() } else { 0 }];
+    let mut recorded: Vec<Vec<f64>> = vec![Vec::new(); if record { slots.len() } else { 0 }];
     let mut ends = vec![0.0; slots.len()];
     loop {
         let mut moved = false;
@@ -129,7 +129,7 @@ pub fn run(
                 }
                 let end = runner.start + runner.late + time.seconds;
                 if record {
-                    recorded[stage].push((runner.start, end));
+                    recorded[stage].push(end);
                 }
                 (runner.start, runner.late, runner.point) = (end, 0.0, 0);
                 runner.slot += 1;
@@ -146,5 +146,5 @@ pub fn run(
         return Err(SimError::Deadlock(format!("stage {stage} at slot {}", runner.slot)));
     }
     let total = ends.iter().copied().fold(0.0, f64::max);
-    Ok(Outcome { total, waited: runners.iter().map(|r| r.waited).collect(), slots: recorded })
+    Ok(Outcome { total, waited: runners.iter().map(|r| r.waited).collect(), ends: recorded })
 }

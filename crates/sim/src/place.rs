@@ -279,7 +279,7 @@ impl<'a> Placed<'a> {
     }
 
     pub(crate) fn run(&self, priced: &Priced, record: bool) -> Result<Outcome, SimError> {
-        let slots: Vec<Vec<usize>> = self.work.roles.iter().map(|role| role.slots.clone()).collect();
+        let slots: Vec<&[usize]> = self.work.roles.iter().map(|role| role.slots.as_slice()).collect();
         events::run(&slots, &priced.segments, &priced.channels, record)
     }
 
