@@ -97,7 +97,7 @@ impl Placed<'_> {
     /// The whole forecast under some constants.
     pub fn forecast(&self, asked: &Asked, hardware: &Hardware, terms: &Terms) -> Result<Forecast, SimError> {
         let priced = self.priced(terms, None);
-        let outcome = self.run(&priced, true)?;
+        let outcome = self.run(&priced)?;
         let step_s = outcome.total + terms.host_step;
         let mut roles = Vec::new();
         for (r, role) in self.work().roles.iter().enumerate() {
