@@ -22,6 +22,7 @@ mod table;
 mod terminal;
 mod timeline;
 mod train;
+mod validate;
 mod verify;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
@@ -53,6 +54,8 @@ enum Command {
     Explain(explain::Args),
     /// Show by running that layouts compute what one rank computes.
     Verify(verify::Args),
+    /// Compare predicted step times and memory with measurements that others have published.
+    Validate(validate::Args),
     /// Measure this machine's peak matmul, memory and disk rates, or the speed of a training step.
     Bench(bench::Args),
     /// Show what this machine has to train on and what is missing; check kernels.
@@ -129,6 +132,7 @@ fn main() -> ExitCode {
         Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::Validate(args) => validate::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Data(command) => data::run(command),

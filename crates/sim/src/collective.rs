@@ -76,9 +76,9 @@ impl PlacedCollective {
         }
     }
 
-    /// How many ranks take part.
-    pub fn ranks(&self) -> usize {
-        self.group.ranks
+    /// How many ranks take part; those on other nodes than the first count a fifth more for each node.
+    pub fn crowd(&self) -> f64 {
+        self.group.ranks as f64 * (1.0 + (self.group.nodes as f64 - 1.0) / 5.0)
     }
 
     /// Whether it leaves the node.

@@ -360,7 +360,7 @@ impl<'a> Placed<'a> {
                     host += terms.host_collective;
                     // Beside messages between nodes, the host waits for all ranks of a collective.
                     if let AtPeak::Collective(collective) = &self.roles[role][step.demand] {
-                        host += if self.crowded { terms.host_crowd * collective.ranks() as f64 } else { 0.0 };
+                        host += if self.crowded { terms.host_crowd * collective.crowd() } else { 0.0 };
                     }
                 }
                 Kind::Gather | Kind::Reduce => {

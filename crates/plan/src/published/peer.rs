@@ -221,7 +221,9 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     line(format_args!("device = \"cuda\"\n[precision]\npolicy = \"bf16\""));
     let half_gradients = match peer {
         Peer::LlmFoundry => notes.contains("mixed_precision=pure"),
-        Peer::Nanotron | Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager => false,
+        // In fp16 it sums gradients in the type of parameters.
+        Peer::Megatron2021 => precision.starts_with("fp16"),
+        Peer::Nanotron | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager => false,
     };
     line(format_args!("gradients = \"{}\"", if half_gradients { "bf16" } else { "fp32" }));
     let zero = if split.dp * split.cp > 1 { split.zero } else { 0 };

@@ -1,0 +1,316 @@
+//! `lockstep validate`: predicted step times and memory beside what others have measured and published.
+
+mod plot;
+
+use crate::Format;
+use crate::failure::Failure;
+use crate::progress::Progress;
+use crate::style::heading;
+use crate::table::{table, wrapped};
+use lockstep_exec::cpu;
+use lockstep_ir::units;
+use lockstep_plan::published::{
+    Case, Cases, Errors, File, Peer, Prediction, Refused, Report, RowReport, Summary, Without, fit, predict, quantile,
+};
+use lockstep_sim::Constants;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Files of measured runs, one per row, with a header of column names (docs/foresight.md lists them).
+    #[arg(value_name = "FILE.CSV", required = true)]
+    files: Vec<PathBuf>,
+    /// The framework of all rows, where their source does not name it.
+    #[arg(long, value_name = "NAME", value_parser = framework)]
+    framework: Option<Peer>,
+    /// Learn one factor on step times from this row, for all rows of its source and GPU; may be given several times. The rest
+    /// is reported.
+    #[arg(long, value_name = "FILE.CSV:LINE")]
+    calibrate: Vec<String>,
+    /// Take the constants of the cost model from this file.
+    #[arg(long, value_name = "FILE.TOML")]
+    constants: Option<PathBuf>,
+    /// Fit the constants to the clean rows, write the table to this file, and report with it.
+    #[arg(long, value_name = "FILE.TOML")]
+    fit: Option<PathBuf>,
+    /// Fit without the rows of this framework, GPU family, file or source, and report on them alone.
+    #[arg(long, value_name = "NAME", requires = "fit")]
+    leave_out: Option<String>,
+    /// Rounds of the fit.
+    #[arg(long, value_name = "N", default_value_t = 12, requires = "fit", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Print every row.
+    #[arg(long)]
+    rows: bool,
+    /// Draw predicted against measured, an SVG per file, into this folder.
+    #[arg(long, value_name = "DIR")]
+    plot: Option<PathBuf>,
+    /// How to print it.
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+fn framework(name: &str) -> Result<Peer, String> {
+    let names: Vec<&str> = Peer::ALL.iter().map(|peer| peer.name()).collect();
+    Peer::named(name).ok_or_else(|| format!("known are {}", names.join(", ")))
+}
+
+pub fn run(args: Args) -> Result<(), Failure> {
+    let files = args.files.iter().map(|path| read(path)).collect::<Result<Vec<File>, Failure>>()?;
+    let catalogue = lockstep_train::catalogue()
+        .map_err(|error| Failure::request(error.to_string()))?;
+    let mut constants = match &args.constants {
+        None => Constants::builtin(),
+        Some(path) => {
+            let text = text_of(path, "give the path of a table of constants, as --fit writes it")?;
+            Constants::parse(&path.display().to_string(), &text).map_err(|error| Failure::request(error.to_string()))?
+        }
+    };
+    let threads = cpu::cores();
+    let progress = Mutex::new(Progress::new(0));
+    let show = |what: &str, done: usize, total: usize| {
+        let mut progress = progress.lock().unwrap_or_else(PoisonError::into_inner);
+        progress.work(what, done as u64, total as u64, |n| n.to_string());
+    };
+    let Cases { cases, refused } = Cases::new(&catalogue, &files, args.framework, threads, &|done, total| {
+        show("compiling programs", done, total);
+    });
+    let names: Vec<String> = args.files.iter().map(|path| stem(path)).collect();
+    let factors = Factors::named(&args.calibrate, &cases, &names)?;
+    let without = Without { named: args.leave_out.clone() };
+    let mut fitted = None;
+    if let Some(path) = &args.fit {
+        let rounds = args.rounds as usize;
+        let found = fit(&cases, &names, &constants, &without, rounds, threads, &|round, rounds, _| {
+            show("rounds of the fit", round, rounds);
+        });
+        std::fs::write(path, found.constants.to_toml()).map_err(|error| {
+            Failure::run(format!("cannot write {}: {error}\nhint: choose another file for --fit", path.display()))
+        })?;
+        fitted = Some(format!(
+            "fitted {} constants to {} clean rows: mean |log error| {:.4} → {:.4}; table in {}",
+            found.constants.fitted().count(),
+            found.rows,
+            found.loss.0,
+            found.loss.1,
+            path.display()
+        ));
+        constants = found.constants;
+    }
+    progress.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    let predictions = predict(&cases, &constants, threads);
+    let learned = factors.learn(&cases, &predictions)?;
+    let shown = |i: &usize| {
+        let case = &cases[*i];
+        !factors.rows.contains(i) && (args.leave_out.is_none() || without.leaves_out(case, &names[case.file]))
+    };
+    let row = |i: usize| {
+        let factor = learned.get(&Factors::key(&cases[i])).copied();
+        RowReport::new(&cases[i], &names[cases[i].file], &predictions[i], factor)
+    };
+    let report = Report::new((0..cases.len()).filter(shown).map(row).collect());
+    let scaled = args.leave_out.as_ref().map(|_| with_one_factor(&report));
+    let mut out = std::io::stdout().lock();
+    match args.format {
+        Format::Json => {
+            let refused: Vec<_> = refused
+                .iter()
+                .map(|(file, Refused { line, model, reason })| {
+                    json!({ "file": names[*file], "line": line, "model": model, "reason": reason })
+                })
+                .collect();
+            let document = json!({
+                "summary": report.summary,
+                "rows": report.rows,
+                "not_represented": refused,
+                "calibrated": learned.iter().map(|((source, gpu), factor)| json!({ "source": source, "gpu": gpu, "factor": factor })).collect::<Vec<_>>(),
+                "left_out_with_one_factor": scaled,
+            });
+            writeln!(out, "{document:#}")?;
+        }
+        Format::Text => {
+            write!(out, "{}", as_text(&report, args.rows))?;
+            for ((source, gpu), factor) in &learned {
+                let text = format!("calibrated: step times of {source} on {gpu} × {factor:.3}");
+                write!(out, "{}", wrapped(&text, "  "))?;
+            }
+            if let Some(errors) = scaled {
+                writeln!(out, "with one factor per framework and GPU: step time {}", percent(&Some(errors)))?;
+            }
+            if let Some(fitted) = fitted {
+                write!(out, "{}", wrapped(&fitted, "  "))?;
+            }
+            write!(out, "{}", refusals(&refused, &names))?;
+        }
+    }
+    if let Some(folder) = &args.plot {
+        let written = plot::write(folder, &report).map_err(|error| {
+            Failure::run(format!("cannot write to {}: {error}\nhint: choose another folder for --plot", folder.display()))
+        })?;
+        for path in written {
+            eprintln!("wrote {}", path.display());
+        }
+    }
+    Ok(())
+}
+
+fn stem(path: &Path) -> String {
+    path.file_stem().map_or_else(|| path.display().to_string(), |stem| stem.to_string_lossy().into_owned())
+}
+
+fn read(path: &Path) -> Result<File, Failure> {
+    let text = text_of(path, "give the path of a file of rows that can be read")?;
+    Ok(File { name: path.display().to_string(), text })
+}
+
+fn text_of(path: &Path, hint: &str) -> Result<String, Failure> {
+    std::fs::read_to_string(path)
+        .map_err(|error| Failure::request(format!("cannot read {}: {error}\nhint: {hint}", path.display())))
+}
+
+/// Rows that teach a factor.
+struct Factors {
+    rows: Vec<usize>,
+}
+
+impl Factors {
+    fn named(named: &[String], cases: &[Case], files: &[String]) -> Result<Self, Failure> {
+        let mut rows = Vec::new();
+        for text in named {
+            let wrong = |why: &str| {
+                Failure::request(format!("--calibrate {text} {why}\nhint: name a measured row, such as {}.csv:2", files[0]))
+            };
+            let (file, line) = text.rsplit_once(':').ok_or_else(|| wrong("has no line"))?;
+            let line: usize = line.parse().map_err(|_| wrong("does not end with a line number"))?;
+            let file = stem(Path::new(file));
+            let found = cases.iter().position(|case| files[case.file] == file && case.row.line == line);
+            let measured = |i: &usize| cases[*i].row.measured.is_some() && cases[*i].work.is_ok();
+            rows.push(found.filter(measured).ok_or_else(|| wrong("is no row that was measured and predicted"))?);
+        }
+        Ok(Self { rows })
+    }
+
+    /// Rows that share a factor.
+    fn key(case: &Case) -> (String, String) {
+        (case.row.source.clone(), case.hardware.gpu.name.clone())
+    }
+
+    fn learn(&self, cases: &[Case], predictions: &[Prediction]) -> Result<BTreeMap<(String, String), f64>, Failure> {
+        let factor = |&i: &usize| {
+            let measured = cases[i].row.measured.and_then(|m| m.step_s);
+            Some((Self::key(&cases[i]), measured? / predictions[i].step_s?))
+        };
+        Ok(self.rows.iter().filter_map(factor).collect())
+    }
+}
+
+/// Errors of clean step times where each framework on each GPU has a factor of its own: the one that is right for its middle row.
+fn with_one_factor(report: &Report) -> Errors {
+    let mut groups: BTreeMap<(&str, &str), Vec<f64>> = BTreeMap::new();
+    for row in report.rows.iter().filter(|row| row.clean) {
+        if let (Some(predicted), Some(measured)) = (row.predicted_s, row.measured_s) {
+            groups.entry((&row.framework, &row.gpu)).or_default().push(predicted / measured);
+        }
+    }
+    let errors = |ratios: &Vec<f64>| -> Vec<f64> {
+        let middle = quantile(ratios, 0.5).unwrap_or(1.0);
+        ratios.iter().map(|ratio| (ratio / middle - 1.0).abs()).collect()
+    };
+    Errors::of(&groups.values().flat_map(errors).collect::<Vec<f64>>()).unwrap_or_default()
+}
+
+fn percent(errors: &Option<Errors>) -> String {
+    errors.map_or("-".into(), |e| {
+        format!("{:.1}% / {:.1}% / {:.1}%", 100.0 * e.median, 100.0 * e.mean, 100.0 * e.p90)
+    })
+}
+
+fn as_text(report: &Report, rows: bool) -> String {
+    let mut text = String::new();
+    if rows {
+        text += &heading("Rows: predicted beside measured");
+        text.push('\n');
+        text += &row_table(&report.rows);
+        text.push('\n');
+    }
+    let share = |x: f64| format!("{:.1}%", 100.0 * x);
+    let line = |name: &str, s: &Summary| {
+        let with_runs = s.memory.is_some() || s.oom.failed_right < 1.0;
+        vec![
+            name.to_owned(),
+            s.rows.to_string(),
+            percent(&s.step_time),
+            percent(&s.memory),
+            if with_runs { share(s.oom.right) } else { "-".into() },
+            s.spearman.map_or("-".into(), |x| format!("{x:.3}")),
+            s.regret.map_or("-".into(), |r| format!("{} / {} / {}", share(r.median), share(r.mean), share(r.of_five))),
+        ]
+    };
+    let summary = &report.summary;
+    let mut lines = vec![line("clean rows", &summary.clean), line("all rows", &summary.all)];
+    for (title, group) in [("by framework", &summary.by_framework), ("by file", &summary.by_file), ("by nodes", &summary.by_nodes)] {
+        lines.push(vec![format!("{title}, clean:")]);
+        lines.extend(group.iter().map(|(name, s)| line(&format!("  {name}"), s)));
+    }
+    text += &heading("Errors: median / mean / 90th percentile");
+    text.push('\n');
+    let header = ["", "rows", "step time", "memory", "runs or fails, right", "~Spearman", "~regret: median / mean / of five"];
+    text + &table(&header, &lines)
+}
+
+fn row_table(rows: &[RowReport]) -> String {
+    let number = |x: Option<f64>, digits: usize| x.map_or("-".into(), |x| format!("{x:.digits$}"));
+    let line = |row: &RowReport| {
+        let gib = |bytes: Option<f64>| bytes.filter(|b| *b > 0.0).map_or("-".into(), |b| units::gib(b as u64));
+        let state = match (row.failed, row.runs) {
+            (true, true) => "failed, predicted to run",
+            (true, false) => "failed, as predicted",
+            (false, true) => "",
+            (false, false) => "ran, predicted to fail",
+        };
+        vec![
+            format!("{}:{} {}", row.file, row.line, row.model),
+            format!("{} {}", row.gpus, row.gpu),
+            row.layout.clone(),
+            number(row.measured_s, 3),
+            number(row.predicted_s, 3),
+            row.error.map_or("-".into(), |e| format!("{:.1}%", 100.0 * e)),
+            number(row.measured_tokens_per_s_per_gpu, 0),
+            number(row.predicted_tokens_per_s_per_gpu, 0),
+            gib(row.measured_memory_bytes),
+            gib(Some(row.predicted_memory_bytes)),
+            format!("{}{state}", if row.clean { "" } else { "flagged " }),
+        ]
+    };
+    let header = [
+        "row",
+        "GPUs",
+        "layout",
+        "measured, s",
+        "predicted, s",
+        "error",
+        "~measured, tokens/s/GPU",
+        "~predicted, tokens/s/GPU",
+        "~measured memory",
+        "~predicted memory",
+        "~",
+    ];
+    table(&header, &rows.iter().map(line).collect::<Vec<_>>())
+}
+
+/// Rows that are not represented, by line.
+fn refusals(refused: &[(usize, Refused)], names: &[String]) -> String {
+    if refused.is_empty() {
+        return String::new();
+    }
+    let mut text = format!("\n{}\n", heading(&format!("{} rows are not represented", refused.len())));
+    for (file, Refused { line, model, reason }) in refused {
+        let model = if model.is_empty() { String::new() } else { format!(" {model}") };
+        text += &wrapped(&format!("{}.csv:{line}{model}: {reason}", names[*file]), "  ");
+    }
+    text
+}

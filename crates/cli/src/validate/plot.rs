@@ -1,0 +1,169 @@
+//! Pictures of predictions: predicted against measured, on logarithmic axes. One file each, no scripts, no fonts of its own; colours
+//! follow the viewer's light or dark scheme.
+
+use crate::drawing::{escaped, line, text};
+use lockstep_plan::published::{Errors, Report, RowReport};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+const SIZE: (f64, f64) = (640.0, 640.0);
+const LEFT: f64 = 78.0;
+const RIGHT: f64 = 620.0;
+const TOP: f64 = 88.0;
+const BOTTOM: f64 = 582.0;
+
+const COLOURS: [&str; 6] = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"];
+
+const STYLE: &str = "\
+text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
+.page { fill: #fff } .grid { stroke: #e2e2e2 } .axis { stroke: #555 } .equal { stroke: #222; stroke-width: 1.3 } \
+.near { stroke: #999; stroke-dasharray: 5 4 } .point { fill-opacity: 0.55 } .flagged { fill: none; stroke: #999; stroke-opacity: 0.6 } \
+@media (prefers-color-scheme: dark) { text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .grid { stroke: #2c2f37 } \
+.axis { stroke: #aaa } .equal { stroke: #eee } .near { stroke: #777 } }";
+
+/// Something that was measured and predicted.
+struct Quantity {
+    suffix: &'static str,
+    name: &'static str,
+    unit: &'static str,
+    of: fn(&RowReport) -> Option<(f64, f64)>,
+}
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+const QUANTITIES: [Quantity; 2] = [
+    Quantity { suffix: "", name: "step time", unit: "s", of: |row| Some((row.measured_s?, row.predicted_s?)) },
+    Quantity {
+        suffix: "-memory",
+        name: "memory",
+        unit: "GiB",
+        of: |row| {
+            let predicted = Some(row.predicted_memory_bytes).filter(|bytes| *bytes > 0.0)?;
+            Some((row.measured_memory_bytes? / GIB, predicted / GIB))
+        },
+    },
+];
+
+/// Writes a picture per file of rows and quantity; returns their paths.
+pub(super) fn write(folder: &Path, report: &Report) -> std::io::Result<Vec<PathBuf>> {
+    std::fs::create_dir_all(folder)?;
+    let mut files: BTreeMap<&str, Vec<&RowReport>> = BTreeMap::new();
+    report.rows.iter().for_each(|row| files.entry(&row.file).or_default().push(row));
+    let mut written = Vec::new();
+    for (file, rows) in files {
+        for quantity in &QUANTITIES {
+            if let Some(svg) = draw(file, &rows, quantity) {
+                let path = folder.join(format!("{file}{}.svg", quantity.suffix));
+                std::fs::write(&path, svg)?;
+                written.push(path);
+            }
+        }
+    }
+    Ok(written)
+}
+
+/// A logarithmic axis.
+struct Scale {
+    low: f64,
+    high: f64,
+}
+
+impl Scale {
+    fn of(values: impl Iterator<Item = f64>) -> Self {
+        let (low, high) = values.fold((f64::INFINITY, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));
+        Self { low: low / 1.25, high: high * 1.25 }
+    }
+
+    fn share(&self, x: f64) -> f64 {
+        (x / self.low).ln() / (self.high / self.low).ln()
+    }
+
+    /// 1, 2 and 5 times powers of ten; powers alone where there are many.
+    fn ticks(&self) -> Vec<f64> {
+        let powers = self.low.log10().floor() as i32..=self.high.log10().ceil() as i32;
+        let steps: &[f64] = if self.high / self.low > 3000.0 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+        let all = powers.flat_map(|power| steps.iter().map(move |step| step * 10f64.powi(power)));
+        all.filter(|x| (self.low..=self.high).contains(x)).collect()
+    }
+}
+
+fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> {
+    let points: Vec<(&RowReport, f64, f64)> =
+        rows.iter().filter_map(|row| (quantity.of)(row).map(|(measured, predicted)| (*row, measured, predicted))).collect();
+    let clean: Vec<f64> =
+        points.iter().filter(|(row, ..)| row.clean).map(|(_, measured, predicted)| (predicted / measured - 1.0).abs()).collect();
+    let errors = Errors::of(&clean)?;
+    let scale = Scale::of(points.iter().flat_map(|(_, measured, predicted)| [*measured, *predicted]));
+    let x = |value: f64| LEFT + (RIGHT - LEFT) * scale.share(value);
+    let y = |value: f64| BOTTOM - (BOTTOM - TOP) * scale.share(value);
+    let title = format!("{file}: {}, predicted against measured", quantity.name);
+    let flagged = points.len() - clean.len();
+    let about = format!(
+        "{} clean rows: error {:.1}% in the median, {:.1}% in the mean, 90th percentile {:.1}%{}",
+        errors.rows,
+        100.0 * errors.median,
+        100.0 * errors.mean,
+        100.0 * errors.p90,
+        if flagged > 0 { format!("; {flagged} flagged rows as circles") } else { String::new() }
+    );
+    let (width, height) = SIZE;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" role=\"img\">\n<title>{0}</title>\n\
+         <style>{STYLE}</style>\n<rect class=\"page\" width=\"{width}\" height=\"{height}\"/>\n\
+         <text class=\"title\" x=\"20\" y=\"28\">{0}</text>\n<text class=\"quiet\" x=\"20\" y=\"50\">{1}</text>\n",
+        escaped(&title),
+        escaped(&about)
+    );
+    for tick in scale.ticks() {
+        line(&mut svg, "grid", x(tick), TOP, x(tick), BOTTOM);
+        line(&mut svg, "grid", LEFT, y(tick), RIGHT, y(tick));
+        text(&mut svg, "quiet", x(tick), BOTTOM + 18.0, "middle", &format!("{tick}"));
+        text(&mut svg, "quiet", LEFT - 8.0, y(tick) + 4.0, "end", &format!("{tick}"));
+    }
+    // Equal, and a tenth more or less.
+    for (class, factor) in [("near", 1.1), ("near", 1.0 / 1.1), ("equal", 1.0)] {
+        let (from, to) = (scale.low * f64::max(1.0, 1.0 / factor), scale.high * f64::min(1.0, 1.0 / factor));
+        line(&mut svg, class, x(from), y(from * factor), x(to), y(to * factor));
+    }
+    let mut groups: Vec<&str> = points.iter().map(|(row, ..)| row.framework.as_str()).collect();
+    groups.sort_unstable();
+    groups.dedup();
+    // Flagged rows lie below.
+    for wanted in [false, true] {
+        for (row, measured, predicted) in points.iter().filter(|(row, ..)| row.clean == wanted) {
+            let group = groups.iter().position(|name| *name == row.framework).unwrap_or(0);
+            let look = match row.clean {
+                true => format!("class=\"point\" fill=\"{}\"", COLOURS[group % COLOURS.len()]),
+                false => "class=\"flagged\"".to_owned(),
+            };
+            let said = format!(
+                "{} {} GPUs {}: measured {measured:.3} {unit}, predicted {predicted:.3} {unit}",
+                row.model, row.gpus, row.layout, unit = quantity.unit
+            );
+            let _ = writeln!(
+                svg,
+                "<circle {look} cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.4\"><title>{}</title></circle>",
+                x(*measured),
+                y(*predicted),
+                escaped(&said)
+            );
+        }
+    }
+    for (i, group) in groups.iter().enumerate() {
+        let at = TOP + 16.0 + 18.0 * i as f64;
+        let _ = writeln!(svg, "<circle fill=\"{}\" cx=\"{}\" cy=\"{}\" r=\"5\"/>", COLOURS[i % COLOURS.len()], LEFT + 14.0, at - 4.0);
+        text(&mut svg, "", LEFT + 26.0, at, "start", group);
+    }
+    line(&mut svg, "axis", LEFT, BOTTOM, RIGHT, BOTTOM);
+    line(&mut svg, "axis", LEFT, TOP, LEFT, BOTTOM);
+    text(&mut svg, "", (LEFT + RIGHT) / 2.0, BOTTOM + 42.0, "middle", &format!("measured {}, {}", quantity.name, quantity.unit));
+    let _ = writeln!(
+        svg,
+        "<text text-anchor=\"middle\" transform=\"translate(24 {:.1}) rotate(-90)\">predicted {}, {}</text>\n</svg>",
+        (TOP + BOTTOM) / 2.0,
+        quantity.name,
+        quantity.unit
+    );
+    Some(svg)
+}
