@@ -61,8 +61,7 @@ fn framework(name: &str) -> Result<Peer, String> {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let files = args.files.iter().map(|path| read(path)).collect::<Result<Vec<File>, Failure>>()?;
-    let catalogue = lockstep_train::catalogue()
-        .map_err(|error| Failure::request(error.to_string()))?;
+    let catalogue = lockstep_train::catalogue().map_err(|error| Failure::request(error.to_string()))?;
     let mut constants = match &args.constants {
         None => Constants::builtin(),
         Some(path) => {
@@ -149,7 +148,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     if let Some(folder) = &args.plot {
         let written = plot::write(folder, &report).map_err(|error| {
-            Failure::run(format!("cannot write to {}: {error}\nhint: choose another folder for --plot", folder.display()))
+            Failure::run(format!(
+                "cannot write to {}: {error}\nhint: choose another folder for --plot",
+                folder.display()
+            ))
         })?;
         for path in written {
             eprintln!("wrote {}", path.display());
@@ -182,7 +184,10 @@ impl Factors {
         let mut rows = Vec::new();
         for text in named {
             let wrong = |why: &str| {
-                Failure::request(format!("--calibrate {text} {why}\nhint: name a measured row, such as {}.csv:2", files[0]))
+                Failure::request(format!(
+                    "--calibrate {text} {why}\nhint: name a measured row, such as {}.csv:2",
+                    files[0]
+                ))
             };
             let (file, line) = text.rsplit_once(':').ok_or_else(|| wrong("has no line"))?;
             let line: usize = line.parse().map_err(|_| wrong("does not end with a line number"))?;
@@ -224,9 +229,7 @@ fn with_one_factor(report: &Report) -> Errors {
 }
 
 fn percent(errors: &Option<Errors>) -> String {
-    errors.map_or("-".into(), |e| {
-        format!("{:.1}% / {:.1}% / {:.1}%", 100.0 * e.median, 100.0 * e.mean, 100.0 * e.p90)
-    })
+    errors.map_or("-".into(), |e| format!("{:.1}% / {:.1}% / {:.1}%", 100.0 * e.median, 100.0 * e.mean, 100.0 * e.p90))
 }
 
 fn as_text(report: &Report, rows: bool) -> String {
@@ -252,13 +255,16 @@ fn as_text(report: &Report, rows: bool) -> String {
     };
     let summary = &report.summary;
     let mut lines = vec![line("clean rows", &summary.clean), line("all rows", &summary.all)];
-    for (title, group) in [("by framework", &summary.by_framework), ("by file", &summary.by_file), ("by nodes", &summary.by_nodes)] {
+    for (title, group) in
+        [("by framework", &summary.by_framework), ("by file", &summary.by_file), ("by nodes", &summary.by_nodes)]
+    {
         lines.push(vec![format!("{title}, clean:")]);
         lines.extend(group.iter().map(|(name, s)| line(&format!("  {name}"), s)));
     }
     text += &heading("Errors: median / mean / 90th percentile");
     text.push('\n');
-    let header = ["", "rows", "step time", "memory", "runs or fails, right", "~Spearman", "~regret: median / mean / of five"];
+    let header =
+        ["", "rows", "step time", "memory", "runs or fails, right", "~Spearman", "~regret: median / mean / of five"];
     text + &table(&header, &lines)
 }
 

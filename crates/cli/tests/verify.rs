@@ -107,3 +107,11 @@ fn explain_shows_how_equal_attention_is_on_context_parallel_ranks() {
     let error = place.fails(2, &["explain", "run.toml", "--set", "parallel.cp=3"]);
     assert!(error.contains("6 chunks") && error.contains("cp = 2 or 4"), "{error}");
 }
+
+#[test]
+fn a_last_stage_with_the_head_alone_computes_the_same() {
+    let place = Place::new();
+    let stages = ["--set", "parallel.pp=2", "--set", "parallel.stages=[2, 0]", "--full-size", "--steps", "2"];
+    let found = json(&place, &[&["verify", "run.toml", "--layouts", "pp=2"][..], &stages].concat());
+    assert_eq!(found["layouts"][0]["identical"], true, "{found}");
+}

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{TINY, check, check_set};
+use lockstep_config::Config;
 
 #[test]
 fn tp_must_split_the_heads() {
@@ -185,16 +186,18 @@ hint: write [1, 2, 1, 2], or remove parallel.stages
 ",
     );
     check(
-        &format!("{TINY}[parallel]\npp = 2\nstages = [6, 0]\n"),
+        &format!("{TINY}[parallel]\npp = 2\nstages = [0, 6]\n"),
         "
-parallel.stages: 0 is not one of the numbers of layers it lists
+parallel.stages gives stage 0 no layer, and only the last one can do without
   --> run.toml:5
   |
-5 | stages = [6, 0]
-  |              ^
-hint: give every virtual stage a number of layers, such as [3, 4, 4, 3]
+5 | stages = [0, 6]
+  |          ^^^^^^
+hint: write [3, 3], or remove parallel.stages
 ",
     );
+    let head_alone = Config::parse(&format!("{TINY}[parallel]\npp = 2\nstages = [6, 0]\n"), "run.toml", &[]);
+    assert_eq!(head_alone.map(|config| config.parallel.stages).ok(), Some(vec![6, 0]));
 }
 
 #[test]

@@ -312,7 +312,8 @@ impl<'a> Placed<'a> {
         for (r, role) in self.work.roles.iter().enumerate() {
             let mut used = vec![false; role.code.len()];
             role.slots.iter().for_each(|segment| used[*segment] = true);
-            let stretches: Vec<Stretch> = role.runs.iter().map(|run| self.stretch(r, run, &demands[r], terms)).collect();
+            let stretches: Vec<Stretch> =
+                role.runs.iter().map(|run| self.stretch(r, run, &demands[r], terms)).collect();
             let (mut times, mut of) = (Vec::new(), Vec::new());
             let mut shown = Vec::new();
             for (code, used) in role.code.iter().zip(used) {

@@ -71,14 +71,15 @@ impl AtPeak {
                 let fp8 = gpu.fp8_flops_per_s.filter(|_| fp8 && logits == 0);
                 let peak = fp8.unwrap_or_else(|| gpu.peak(dtype));
                 AtPeak::Matmul {
-                flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / peak,
-                fp8: fp8.is_some(),
-                bytes_s: bytes_s(bytes),
-                filled: filled(rows, cols, inner, gpu.units as u64).ln(),
-                misaligned: misaligned([rows, cols, inner]),
-                gradients: bytes_s(gradients),
-                logits: bytes_s(logits),
-            }}
+                    flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / peak,
+                    fp8: fp8.is_some(),
+                    bytes_s: bytes_s(bytes),
+                    filled: filled(rows, cols, inner, gpu.units as u64).ln(),
+                    misaligned: misaligned([rows, cols, inner]),
+                    gradients: bytes_s(gradients),
+                    logits: bytes_s(logits),
+                }
+            }
             Demand::Attention { flops, bytes, head_dim, seq, dtype, backward } => AtPeak::Attention {
                 // Tiles on the diagonal are computed whole.
                 flops_s: flops as f64 * (1.0 + 128.0 / seq.max(1) as f64) / gpu.peak(dtype),

@@ -89,10 +89,15 @@ impl Scale {
 }
 
 fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> {
-    let points: Vec<(&RowReport, f64, f64)> =
-        rows.iter().filter_map(|row| (quantity.of)(row).map(|(measured, predicted)| (*row, measured, predicted))).collect();
-    let clean: Vec<f64> =
-        points.iter().filter(|(row, ..)| row.clean).map(|(_, measured, predicted)| (predicted / measured - 1.0).abs()).collect();
+    let points: Vec<(&RowReport, f64, f64)> = rows
+        .iter()
+        .filter_map(|row| (quantity.of)(row).map(|(measured, predicted)| (*row, measured, predicted)))
+        .collect();
+    let clean: Vec<f64> = points
+        .iter()
+        .filter(|(row, ..)| row.clean)
+        .map(|(_, measured, predicted)| (predicted / measured - 1.0).abs())
+        .collect();
     let errors = Errors::of(&clean)?;
     let scale = Scale::of(points.iter().flat_map(|(_, measured, predicted)| [*measured, *predicted]));
     let x = |value: f64| LEFT + (RIGHT - LEFT) * scale.share(value);
@@ -139,7 +144,10 @@ fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> 
             };
             let said = format!(
                 "{} {} GPUs {}: measured {measured:.3} {unit}, predicted {predicted:.3} {unit}",
-                row.model, row.gpus, row.layout, unit = quantity.unit
+                row.model,
+                row.gpus,
+                row.layout,
+                unit = quantity.unit
             );
             let _ = writeln!(
                 svg,
@@ -152,12 +160,25 @@ fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> 
     }
     for (i, group) in groups.iter().enumerate() {
         let at = TOP + 16.0 + 18.0 * i as f64;
-        let _ = writeln!(svg, "<circle fill=\"{}\" cx=\"{}\" cy=\"{}\" r=\"5\"/>", COLOURS[i % COLOURS.len()], LEFT + 14.0, at - 4.0);
+        let _ = writeln!(
+            svg,
+            "<circle fill=\"{}\" cx=\"{}\" cy=\"{}\" r=\"5\"/>",
+            COLOURS[i % COLOURS.len()],
+            LEFT + 14.0,
+            at - 4.0
+        );
         text(&mut svg, "", LEFT + 26.0, at, "start", group);
     }
     line(&mut svg, "axis", LEFT, BOTTOM, RIGHT, BOTTOM);
     line(&mut svg, "axis", LEFT, TOP, LEFT, BOTTOM);
-    text(&mut svg, "", (LEFT + RIGHT) / 2.0, BOTTOM + 42.0, "middle", &format!("measured {}, {}", quantity.name, quantity.unit));
+    text(
+        &mut svg,
+        "",
+        (LEFT + RIGHT) / 2.0,
+        BOTTOM + 42.0,
+        "middle",
+        &format!("measured {}, {}", quantity.name, quantity.unit),
+    );
     let _ = writeln!(
         svg,
         "<text text-anchor=\"middle\" transform=\"translate(24 {:.1}) rotate(-90)\">predicted {}, {}</text>\n</svg>",

@@ -81,9 +81,7 @@ pub fn fit(
     threads: usize,
     progress: &dyn Fn(usize, usize, f64),
 ) -> Fitted {
-    let used = |case: &&Case| {
-        case.is_clean() && !case.framework.fp8 && !without.leaves_out(case, &files[case.file])
-    };
+    let used = |case: &&Case| case.is_clean() && !case.framework.fp8 && !without.leaves_out(case, &files[case.file]);
     let used: Vec<&Case> = cases.iter().filter(used).collect();
     let mut of_source: BTreeMap<(usize, &str), usize> = BTreeMap::new();
     for case in &used {

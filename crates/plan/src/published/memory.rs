@@ -90,10 +90,8 @@ impl StageMemory {
     /// What the framework needs, where `keeps` of the micro-batches in flight keep what they have gathered.
     pub fn bytes(&self, terms: &MemoryTerms, keeps: f64) -> f64 {
         let held = self.parameters * (1.0 + terms.parameters) + self.gradients + self.optimizer + terms.fixed;
-        let activations = self.in_flight * self.saved * terms.saved
-            + self.logits * terms.logits
-            + self.gathered * keeps
-            + self.units;
+        let activations =
+            self.in_flight * self.saved * terms.saved + self.logits * terms.logits + self.gathered * keeps + self.units;
         held + activations.max(self.parameters * terms.update)
     }
 }

@@ -23,14 +23,8 @@ pub enum Peer {
 
 impl Peer {
     /// All of them.
-    pub const ALL: [Peer; 6] = [
-        Peer::Nanotron,
-        Peer::Megatron2021,
-        Peer::Megatron,
-        Peer::Torchtitan,
-        Peer::TorchtitanEager,
-        Peer::LlmFoundry,
-    ];
+    pub const ALL: [Peer; 6] =
+        [Peer::Nanotron, Peer::Megatron2021, Peer::Megatron, Peer::Torchtitan, Peer::TorchtitanEager, Peer::LlmFoundry];
 
     /// The name that commands take.
     pub const fn name(self) -> &'static str {
@@ -194,11 +188,10 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         return Err(format!("precision = {:?}: there is no fp4 yet", row.precision));
     }
     let embedding = (vocab * hidden) as f64;
-    let matmuls = (layers * hidden) as f64 * (2.0 * hidden as f64 * (1.0 + kv_heads as f64 / heads as f64) + 3.0 * ffn as f64);
+    let matmuls =
+        (layers * hidden) as f64 * (2.0 * hidden as f64 * (1.0 + kv_heads as f64 / heads as f64) + 3.0 * ffn as f64);
     // Two tables or one: whichever comes nearer to the parameters that are given.
-    let tied = gpt
-        || notes.contains("tied emb")
-        || row.shape.params.is_some_and(|p| p < matmuls + 1.5 * embedding);
+    let tied = gpt || notes.contains("tied emb") || row.shape.params.is_some_and(|p| p < matmuls + 1.5 * embedding);
     let mut toml = String::new();
     let mut line = |text: std::fmt::Arguments| {
         let _ = writeln!(toml, "{text}");
@@ -227,7 +220,10 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     };
     line(format_args!("gradients = \"{}\"", if half_gradients { "bf16" } else { "fp32" }));
     let zero = if split.dp * split.cp > 1 { split.zero } else { 0 };
-    line(format_args!("[parallel]\ntp = {}\npp = {}\ndp = {}\ncp = {}\nzero = {zero}", split.tp, pp, split.dp, split.cp));
+    line(format_args!(
+        "[parallel]\ntp = {}\npp = {}\ndp = {}\ncp = {}\nzero = {zero}",
+        split.tp, pp, split.dp, split.cp
+    ));
     let recompute = row.recompute.to_lowercase();
     let sequence_parallel = split.tp > 1
         && match peer {

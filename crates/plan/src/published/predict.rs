@@ -108,7 +108,8 @@ impl Cases {
             say_interleaving(&mut rows);
             for row in rows {
                 let refuse = |reason: String| (file, Refused { line: row.line, model: row.model.clone(), reason });
-                let described = hardware(catalogue, &row).and_then(|hardware| Ok((hardware, describe(&row, framework)?)));
+                let described =
+                    hardware(catalogue, &row).and_then(|hardware| Ok((hardware, describe(&row, framework)?)));
                 let (hardware, description) = match described {
                     Ok(both) => both,
                     Err(reason) => {
@@ -162,8 +163,7 @@ impl Work {
     fn new(programs: &[StepProgram], described: &Described) -> Result<Self, String> {
         let frameworks = Framework::builtin();
         let framework = frameworks.iter().find(|f| f.name == described.peer.name()).unwrap_or(&frameworks[0]);
-        let workload =
-            Workload::new(programs, StepProgram::TRAIN, framework).map_err(|error| error.to_string())?;
+        let workload = Workload::new(programs, StepProgram::TRAIN, framework).map_err(|error| error.to_string())?;
         let mut memory: Vec<StageMemory> = programs.iter().map(StageMemory::of).collect();
         // Behind stages without work of ours more micro-batches are in flight, as far as there are more.
         let micro_batches = programs[0].regions.iter().find(|r| r.lifetime == Lifetime::MicroBatch);

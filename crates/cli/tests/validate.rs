@@ -1,0 +1,138 @@
+//! `lockstep validate`: rows of published measurements, and rows that are none.
+
+mod common;
+
+use common::Place;
+use serde_json::Value;
+
+const ROWS: &str = include_str!("published/rows.csv");
+
+fn place() -> Place {
+    let place = Place::new();
+    std::fs::write(place.path("rows.csv"), ROWS).unwrap();
+    place
+}
+
+fn json(place: &Place, args: &[&str]) -> Value {
+    let args = [&["validate", "rows.csv", "--format", "json"], args].concat();
+    serde_json::from_str(&place.ok(&args)).unwrap()
+}
+
+#[test]
+fn bad_rows_are_named_by_line_and_the_rest_goes_on() {
+    let found = json(&place(), &[]);
+    let refused: Vec<(u64, &str)> = found["not_represented"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| (row["line"].as_u64().unwrap(), row["reason"].as_str().unwrap()))
+        .collect();
+    let expected = [
+        (9, "tp × pp × dp × cp = 2 × 1 × 8 × 1, and gpus = 8"),
+        (10, "microbatch × dp = 48 × 8 does not divide global_batch = 2048"),
+        (11, "gpu = \"z80\" is not in the catalogue: "),
+        (12, "step_time_s = \"1000 ms\" is not a positive number of seconds"),
+        (13, "step_time_s = 1000 s, and by tokens_per_s_per_gpu a step takes 1.0000 s"),
+        (14, "has 21 fields, and the header has 30"),
+        (15, "source \"nobody\" names no framework that is known: give --framework nanotron, "),
+        (16, "model.dim = 770"),
+    ];
+    assert_eq!(refused.len(), expected.len(), "{refused:?}");
+    for ((line, reason), (expected_line, expected_reason)) in refused.iter().zip(expected) {
+        assert_eq!(*line, expected_line);
+        assert!(reason.starts_with(expected_reason) || reason.contains(expected_reason), "{line}: {reason}");
+    }
+    assert_eq!(found["rows"].as_array().unwrap().len(), 7);
+    let text = place().ok(&["validate", "rows.csv", "--rows"]);
+    for wanted in ["rows.csv:11 MPT-125m: gpu = \"z80\"", "clean rows", "step time", "failed, as predicted"] {
+        assert!(text.contains(wanted), "{wanted}: {text}");
+    }
+}
+
+#[test]
+fn json_has_errors_in_sum_and_by_row() {
+    let found = json(&place(), &[]);
+    for part in ["clean", "all"] {
+        let summary = &found["summary"][part];
+        assert_eq!(summary["rows"], 7);
+        for quantity in ["step_time", "memory"] {
+            for statistic in ["median", "mean", "p90"] {
+                assert!(summary[quantity][statistic].as_f64().unwrap() >= 0.0, "{part} {quantity} {statistic}");
+            }
+        }
+        // One does not fit, the other has a stage with nothing to do; the rest ran.
+        assert_eq!(summary["oom"]["right"], 1.0);
+        assert_eq!(summary["oom"]["rows"], 4);
+    }
+    let rows = found["rows"].as_array().unwrap();
+    let row = |line: u64| rows.iter().find(|row| row["line"] == line).unwrap();
+    let near = |row: &Value| {
+        let (measured, predicted) = (row["measured_s"].as_f64().unwrap(), row["predicted_s"].as_f64().unwrap());
+        assert!((row["error"].as_f64().unwrap() - (predicted / measured - 1.0).abs()).abs() < 1e-9);
+        predicted / measured
+    };
+    assert!((0.85..1.15).contains(&near(row(5))), "{}", row(5));
+    assert!((0.8..1.2).contains(&(row(6)["predicted_memory_bytes"].as_f64().unwrap() / 36.7 / f64::from(1 << 30))));
+    assert_eq!(row(4)["framework"], "llm-foundry fp8");
+    assert!(row(4)["measured_s"].as_f64().unwrap() > 1.3, "from tokens per second");
+    assert_eq!((&row(7)["failed"], &row(7)["runs"]), (&Value::Bool(true), &Value::Bool(false)));
+    let tokens = row(2)["predicted_tokens_per_s_per_gpu"].as_f64().unwrap();
+    assert!((tokens * row(2)["predicted_s"].as_f64().unwrap() / (2048.0 * 2048.0 / 8.0) - 1.0).abs() < 1e-9);
+}
+
+#[test]
+fn a_named_row_teaches_a_factor_for_its_source_and_gpu_and_is_left_out() {
+    let place = place();
+    let before = json(&place, &[]);
+    let after = json(&place, &["--calibrate", "rows.csv:2"]);
+    assert_eq!(after["rows"].as_array().unwrap().len(), 6);
+    let of = |found: &Value, line: u64| {
+        let rows = found["rows"].as_array().unwrap().clone();
+        rows.into_iter().find(|row| row["line"] == line).unwrap()["predicted_s"].as_f64().unwrap()
+    };
+    let factor = after["calibrated"][0]["factor"].as_f64().unwrap();
+    assert!((factor * of(&before, 2) - 1.0).abs() < 1e-9);
+    assert!((of(&after, 3) / of(&before, 3) / factor - 1.0).abs() < 1e-9);
+    assert_eq!(of(&after, 5), of(&before, 5), "another source");
+    let error = place.fails(2, &["validate", "rows.csv", "--calibrate", "rows.csv:7"]);
+    assert!(error.contains("is no row that was measured and predicted") && error.contains("hint: "), "{error}");
+}
+
+#[test]
+fn the_fit_is_the_same_every_time_and_does_not_make_errors_larger() {
+    let place = place();
+    let fit = |out: &str| {
+        place.ok(&["validate", "rows.csv", "--fit", out, "--rounds", "2"]);
+        std::fs::read_to_string(place.path(out)).unwrap()
+    };
+    assert_eq!(fit("a.toml"), fit("b.toml"));
+    let mean = |args: &[&str]| json(&place, args)["summary"]["clean"]["step_time"]["mean"].as_f64().unwrap();
+    assert!(mean(&["--constants", "a.toml"]) <= mean(&[]) + 0.02);
+    let left = json(&place, &["--fit", "c.toml", "--rounds", "1", "--leave-out", "nanotron"]);
+    assert_eq!(left["rows"].as_array().unwrap().len(), 4);
+    assert!(left["left_out_with_one_factor"]["median"].as_f64().is_some());
+}
+
+#[test]
+fn pictures_have_a_point_for_every_row() {
+    let place = place();
+    place.ok(&["validate", "rows.csv", "--plot", "plots"]);
+    let svg = std::fs::read_to_string(place.path("plots/rows.svg")).unwrap();
+    assert_eq!(svg.matches("class=\"point\"").count(), 5, "{svg}");
+    assert!(svg.contains("predicted against measured") && svg.ends_with("</svg>\n"));
+    let memory = std::fs::read_to_string(place.path("plots/rows-memory.svg")).unwrap();
+    assert_eq!(memory.matches("class=\"point\"").count(), 2);
+}
+
+#[test]
+fn a_missing_column_or_file_is_named() {
+    let place = place();
+    std::fs::write(place.path("short.csv"), ROWS.replacen("hidden", "width", 1)).unwrap();
+    let text = place.ok(&["validate", "short.csv", "rows.csv"]);
+    assert!(text.contains("short.csv:1: the header has no column `hidden`"), "{text}");
+    assert!(text.contains("clean rows"), "{text}");
+    let error = place.fails(2, &["validate", "none.csv"]);
+    assert!(error.contains("cannot read none.csv") && error.contains("hint: "), "{error}");
+    let error = place.fails(2, &["validate", "rows.csv", "--framework", "caffe"]);
+    assert!(error.contains("known are nanotron"), "{error}");
+}
