@@ -1,6 +1,6 @@
 //! Ranks that are processes, on one host or many.
 //!
-//! [`join`] finds the others. Bytes go over a [`Transport`] in frames, each of a stream; whoever receives them puts them into the
+//! [`join`] finds the others. Bytes go over a [`Transport`], [TCP](sockets) or [MPI](mpi), in frames, each of a stream; whoever receives them puts them into the
 //! inbox and never waits, so that sends always end. A [failure channel](control) beside it notices who is gone or stalls, and
 //! settles for all what ended the run.
 //!
@@ -12,15 +12,21 @@
 //! has room for, which itself is not used.
 
 mod collective;
+mod conformance;
 mod control;
 mod inbox;
 mod join;
+mod mpi;
+mod over;
 mod sockets;
 #[cfg(test)]
 mod tests;
 mod wire;
 
-pub use join::{JoinError, Member, Start, host, join};
+pub use conformance::conform;
+pub use join::{JoinError, Member, Start, host, host_at, join};
+pub use mpi::{MpiLibrary, end as end_mpi};
+pub use over::Over;
 
 use crate::comm::peers::Peers;
 use crate::comm::{
@@ -48,6 +54,7 @@ pub struct ProcessCommunicator {
     inbox: Arc<Inbox>,
     /// None when it has been closed.
     transport: Option<Box<dyn Transport>>,
+    over: Over,
     control: Arc<Control>,
     members: Vec<Member>,
     channels: Mutex<HashMap<RankGroup, Arc<Mutex<Channel>>>>,
@@ -61,18 +68,28 @@ impl ProcessCommunicator {
     fn new(
         rank: usize,
         inbox: Arc<Inbox>,
-        transport: Box<dyn Transport>,
+        (transport, over): (Box<dyn Transport>, Over),
         control: Arc<Control>,
         members: Vec<Member>,
         gate: Option<Arc<AtomicBool>>,
     ) -> Self {
         let (channels, exchanging) = (Mutex::default(), Mutex::default());
-        Self { rank, inbox, transport: Some(transport), control, members, channels, exchanging, gate }
+        Self { rank, inbox, transport: Some(transport), over, control, members, channels, exchanging, gate }
     }
 
     /// The processes, by rank.
     pub fn members(&self) -> &[Member] {
         &self.members
+    }
+
+    /// What bytes to the others go over.
+    pub fn over(&self) -> &Over {
+        &self.over
+    }
+
+    /// Calls `act` with what ends the run, as soon as that is known: the process may be ended before it gets further.
+    pub fn on_failure(&self, act: impl Fn(&CommError) + Send + Sync + 'static) {
+        self.peers().on_end(act);
     }
 
     /// Every rank gives some bytes, as many as it likes, and all get everybody's, by rank.
