@@ -136,7 +136,7 @@ pub fn end_well<T>(result: Result<T, Failure>) -> Result<T, Failure> {
 /// Says a line of a rank that is not the first.
 pub fn say(rank: usize, text: &str) {
     // Where nobody listens, nobody is told.
-    let _ = writeln!(std::io::stderr(), "rank {rank}: {text}");
+    let _ = std::io::stderr().write_all(format!("rank {rank}: {text}\n").as_bytes());
 }
 
 #[cfg(test)]

@@ -214,8 +214,10 @@ impl<'a> Team<'a> {
             let text = error.to_string();
             let cause = text.split("\nhint: ").next().unwrap_or(&text);
             let line = json!({ "unix_s": (now * 1e3).round() / 1e3, "rank": rank, "host": host, "error": cause });
-            // Where it cannot be written, the messages of the ranks are left.
-            let _ = OpenOptions::new().create(true).append(true).open(&path).and_then(|mut file| writeln!(file, "{line}"));
+            // In one piece, as others write there. Where it cannot be written, the messages of the ranks are left.
+            let text = format!("{line}\n");
+            let file = OpenOptions::new().create(true).append(true).open(&path);
+            let _ = file.and_then(|mut file| file.write_all(text.as_bytes()));
         });
     }
 

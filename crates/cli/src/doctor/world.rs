@@ -19,7 +19,8 @@ pub fn run(conformance: bool) -> Result<(), Failure> {
         ));
     };
     let rank = place.rank;
-    let result = of_rank(&place, conformance).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) });
+    let result =
+        of_rank(&place, conformance).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) });
     processes::end_well(result)
 }
 

@@ -289,9 +289,8 @@ fn together(
         return Ok(());
     }
     let subjects = (make.ranks)(ranks);
-    let others = |(i, s): (usize, &Subject)| {
-        s.comm().ranks() != ranks || (make.apart.is_none() && s.comm().rank() != i)
-    };
+    let others =
+        |(i, s): (usize, &Subject)| s.comm().ranks() != ranks || (make.apart.is_none() && s.comm().rank() != i);
     let few = make.apart.is_none() && subjects.len() != ranks;
     if few || subjects.iter().enumerate().any(others) {
         return Err(format!("asked for {ranks} ranks, got others"));

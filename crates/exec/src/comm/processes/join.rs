@@ -5,13 +5,13 @@
 //! is told to all who have come.
 
 use super::ProcessCommunicator;
+use super::Transport;
 use super::control::Control;
 use super::inbox::Inbox;
 use super::mpi::MpiLibrary;
 use super::over::{Meeting, Over, start_mpi};
 use super::sockets::{Mesh, Sockets, tune};
 use super::wire::{Reader, Writer, read_note, write_note};
-use super::Transport;
 use crate::comm::Communicator;
 use crate::comm::peers::Peers;
 use lockstep_ir::{counter, units};
@@ -329,7 +329,12 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
     let transport = match mpi {
         Some(mpi) => Ok(Box::new(mpi) as Box<dyn Transport>),
         None => {
-            let mesh = Mesh { rank, addresses: &addresses, token, deadline: deadline_of(start).max(Instant::now() + HELLO_WITHIN) };
+            let mesh = Mesh {
+                rank,
+                addresses: &addresses,
+                token,
+                deadline: deadline_of(start).max(Instant::now() + HELLO_WITHIN),
+            };
             Sockets::connect(&mesh, &listener, &inbox).map(|sockets| Box::new(sockets) as Box<dyn Transport>)
         }
     };
@@ -409,7 +414,14 @@ fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
     tune(&stream).map_err(gone)?;
     let (ours, theirs) = (stream.local_addr().map_err(gone)?.ip(), stream.peer_addr().map_err(gone)?.ip());
     let (listener, listens) = listen(ours, *rank)?;
-    let hello = Hello { rank: *rank, ranks: *ranks, build: build.clone(), member: myself(), listens, offers: Over::offered(start) };
+    let hello = Hello {
+        rank: *rank,
+        ranks: *ranks,
+        build: build.clone(),
+        member: myself(),
+        listens,
+        offers: Over::offered(start),
+    };
     write_note(&stream, HELLO, &hello.write()).map_err(gone)?;
     // The first rank is the one that names those who are missing.
     stream.set_read_timeout(Some(*timeout + HELLO_WITHIN)).map_err(gone)?;

@@ -1,4 +1,4 @@
-//! The thread that calls MPI.
+//! What drives MPI.
 //!
 //! A small frame is one message: its head and its bytes. A large one is its head and then its bytes, in messages of at most
 //! [`CHUNK`]. Messages of one rank are matched in the order in which they were sent, and frames are delivered in that order.
@@ -9,7 +9,7 @@ use crate::comm::processes::inbox::{Buffer, Inbox, Stream};
 use crate::comm::processes::wire::Reader;
 use std::collections::VecDeque;
 use std::ffi::c_int;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError, mpsc};
 use std::time::{Duration, Instant};
 
 /// The most bytes of a frame that is sent with its head.
@@ -27,72 +27,9 @@ const TAG_BODY: c_int = 2;
 /// The number of no communicator: the sender sends no more.
 const BYE: u64 = 0;
 
-/// Looks for something to do before the thread starts to yield, and before it sleeps.
-const SPINS: u32 = 50;
-const YIELDS: u32 = 400;
-/// How long it sleeps while somebody waits, and while nobody does.
-const SHORT_SLEEP: Duration = Duration::from_micros(20);
+/// How long the thread sleeps while somebody waits, and while nobody does.
+const SHORT_SLEEP: Duration = Duration::from_micros(30);
 const LONG_SLEEP: Duration = Duration::from_micros(200);
-
-/// Tells a sender that its frame has gone.
-#[derive(Default)]
-pub struct Ticket {
-    pub done: Mutex<Option<Result<(), String>>>,
-    pub changed: Condvar,
-}
-
-impl Ticket {
-    fn finish(&self, result: Result<(), String>) {
-        *lock(&self.done) = Some(result);
-        self.changed.notify_all();
-    }
-}
-
-/// The bytes of a large frame.
-struct Body {
-    data: *const u8,
-    bytes: usize,
-    ticket: Arc<Ticket>,
-}
-
-// SAFETY: whoever has a frame sent waits for its ticket before it touches the bytes.
-unsafe impl Send for Body {}
-
-/// A frame to be sent: a head with a small frame behind it, or with a large one elsewhere.
-struct Outgoing {
-    to: usize,
-    head: Buffer,
-    body: Option<Body>,
-}
-
-#[derive(Default)]
-pub struct State {
-    queue: VecDeque<Outgoing>,
-    /// By the number of their communicator.
-    pub inboxes: Vec<(u64, Arc<Inbox>)>,
-    /// Heads to be used again.
-    free: Vec<Buffer>,
-    /// MPI is to be called no more.
-    pub stopped: bool,
-    /// The process has nothing more to send, and waits for the others to say so.
-    finishing: bool,
-    /// MPI has ended, or it never will.
-    ended: Option<Result<(), String>>,
-}
-
-pub struct Shared {
-    state: Mutex<State>,
-    /// There is something to do.
-    work: Condvar,
-    /// MPI has ended.
-    ended: Condvar,
-}
-
-impl Shared {
-    pub fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
-        act(&mut lock(&self.state))
-    }
-}
 
 /// MPI, as the rest of the process knows it.
 pub struct Engine {
@@ -100,7 +37,12 @@ pub struct Engine {
     pub name: String,
     /// Rank and ranks, as MPI counts them.
     pub place: (usize, usize),
-    pub shared: Arc<Shared>,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    driver: Mutex<Driver>,
+    ended: Condvar,
 }
 
 impl Engine {
@@ -108,86 +50,135 @@ impl Engine {
     pub fn start(which: &MpiLibrary, deadline: Instant) -> Result<Self, String> {
         let library = Library::open(which)?;
         let name = library.name.clone();
-        let shared = Arc::new(Shared { state: Mutex::default(), work: Condvar::new(), ended: Condvar::new() });
-        let (sender, place) = mpsc::channel();
-        let theirs = shared.clone();
+        let (sender, started) = mpsc::channel();
         let run = move || {
-            let place = library.init();
+            let driver = library.init().and_then(|place| Ok((place, Driver::new(library, place)?)));
+            let shared = driver
+                .map(|(place, driver)| (place, Arc::new(Shared { driver: Mutex::new(driver), ended: Condvar::new() })));
             // Who waits for it may have given up.
-            let _ = sender.send(place.clone());
-            if let Ok(place) = place {
-                Driver::new(library, theirs, place).run();
+            let _ = sender.send(shared.clone());
+            if let Ok((_, shared)) = shared {
+                drive(&shared);
             }
         };
         let thread = std::thread::Builder::new().name("lockstep-mpi".into());
         thread.spawn(run).map_err(|e| format!("no more threads: {e}"))?;
         let left = deadline.saturating_duration_since(Instant::now());
-        match place.recv_timeout(left) {
-            Ok(place) => place.map(|place| Self { name, place, shared }),
+        match started.recv_timeout(left) {
+            Ok(started) => started.map(|(place, shared)| Self { name, place, shared }),
             Err(_) => Err(format!("{name} does not start")),
+        }
+    }
+
+    /// Has what comes for a communicator delivered.
+    pub fn attach(&self, token: u64, inbox: &Arc<Inbox>) -> Result<(), String> {
+        let mut driver = lock(&self.shared.driver);
+        if driver.stopped {
+            return Err(format!("{} was given up", self.name));
+        }
+        driver.inboxes.push((token, inbox.clone()));
+        Ok(())
+    }
+
+    /// Drops what still comes for a communicator. What it has sent goes out.
+    pub fn detach(&self, token: u64) {
+        lock(&self.shared.driver).inboxes.retain(|(other, _)| *other != token);
+    }
+
+    /// Moves what can be moved, if nobody does so already.
+    pub fn progress(&self) {
+        match self.shared.driver.try_lock() {
+            Ok(mut driver) => drop(driver.progress()),
+            Err(TryLockError::Poisoned(driver)) => drop(driver.into_inner().progress()),
+            Err(TryLockError::WouldBlock) => {}
         }
     }
 
     /// Sends a small frame, which may be changed at once.
     pub fn send_copy(&self, token: u64, to: usize, stream: Stream, frame: &[u8]) -> Result<(), String> {
-        let mut head = self.head(token, stream, frame.len());
+        let mut driver = lock(&self.shared.driver);
+        if driver.stopped {
+            // The run has ended: what is sent now is for nobody.
+            return Ok(());
+        }
+        let mut head = driver.head(token, stream, frame.len());
         head.push(frame);
-        self.enqueue(Outgoing { to, head, body: None })
+        driver.begin(to, head, None)?;
+        driver.progress();
+        Ok(())
     }
 
-    /// Sends a frame.
-    ///
-    /// # Safety
-    /// It stays as it is until the ticket is done.
-    pub unsafe fn send_in_place(
+    /// Sends a frame and returns when it has gone, or some time after `goes_on` says no.
+    pub fn send_in_place(
         &self,
-        token: u64,
-        to: usize,
+        (token, to): (u64, usize),
         stream: Stream,
         frame: &[u8],
-        ticket: &Arc<Ticket>,
+        goes_on: &dyn Fn() -> bool,
+        grace: Duration,
     ) -> Result<(), String> {
-        let body = Body { data: frame.as_ptr(), bytes: frame.len(), ticket: ticket.clone() };
-        let head = self.head(token, stream, frame.len());
-        self.enqueue(Outgoing { to, head, body: Some(body) })
-    }
-
-    fn head(&self, token: u64, stream: Stream, bytes: usize) -> Buffer {
-        let mut head = self.shared.with(|state| state.free.pop()).unwrap_or_default();
-        head.clear();
-        [token, stream.0, bytes as u64, self.place.0 as u64].iter().for_each(|field| head.push(&field.to_le_bytes()));
-        head
-    }
-
-    fn enqueue(&self, outgoing: Outgoing) -> Result<(), String> {
-        self.shared.with(|state| match state.stopped {
-            // The run has ended: what is sent now is for nobody.
-            true => outgoing.body.iter().for_each(|body| body.ticket.finish(Ok(()))),
-            false => state.queue.push_back(outgoing),
-        });
-        self.shared.work.notify_one();
-        Ok(())
+        let mut driver = lock(&self.shared.driver);
+        if driver.stopped {
+            return Ok(());
+        }
+        let head = driver.head(token, stream, frame.len());
+        let number = driver.begin(to, head, Some(frame))?;
+        let mut ended: Option<Instant> = None;
+        loop {
+            driver.progress();
+            if let Some(result) = driver.gone(number) {
+                return result;
+            }
+            // Nobody calls MPI any more, which has the frame.
+            if driver.stopped {
+                return Ok(());
+            }
+            if ended.is_none() && !goes_on() {
+                ended = Some(Instant::now());
+            }
+            if ended.is_some_and(|since| since.elapsed() > grace) {
+                driver.stopped = true;
+            }
+            drop(driver);
+            std::thread::yield_now();
+            driver = lock(&self.shared.driver);
+        }
     }
 
     /// Calls MPI no more.
     pub fn stop(&self) {
-        self.shared.with(|state| state.stopped = true);
-        self.shared.work.notify_one();
+        lock(&self.shared.driver).stopped = true;
     }
 
     /// Ends MPI together with all others, which may take their time.
     pub fn finish(&self) -> Result<(), String> {
-        let mut state = lock(&self.shared.state);
-        if state.stopped {
-            return Ok(());
+        let mut driver = lock(&self.shared.driver);
+        driver.finishing = true;
+        while driver.ended.is_none() && !driver.stopped {
+            driver = self.shared.ended.wait_timeout(driver, LONG_SLEEP).unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.finishing = true;
-        self.shared.work.notify_one();
-        loop {
-            if let Some(result) = &state.ended {
-                return result.clone();
-            }
-            state = self.shared.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+        driver.ended.clone().unwrap_or(Ok(()))
+    }
+}
+
+/// Moves bytes when nobody else does, until MPI has ended or is to be called no more.
+fn drive(shared: &Shared) {
+    wake_on_time();
+    loop {
+        let mut driver = lock(&shared.driver);
+        let moved = driver.progress();
+        if driver.finishing && !driver.stopped {
+            driver.ended = driver.finish();
+        }
+        if driver.stopped || driver.ended.is_some() {
+            driver.stopped = true;
+            shared.ended.notify_all();
+            return;
+        }
+        let awaited = !driver.sending.is_empty() || driver.inboxes.iter().any(|(_, inbox)| inbox.gate.awaited());
+        drop(driver);
+        if !moved {
+            std::thread::sleep(if awaited { SHORT_SLEEP } else { LONG_SLEEP });
         }
     }
 }
@@ -209,163 +200,154 @@ struct Incoming {
 
 /// A frame that is on its way out.
 struct Sending {
+    /// Given to large ones, whose sender waits.
+    number: Option<u64>,
     to: usize,
     head: Buffer,
-    ticket: Option<Arc<Ticket>>,
     left: VecDeque<Request>,
+    /// How it went, once it has.
+    result: Option<Result<(), String>>,
 }
 
-/// What the thread has in its hands.
+/// What is under way. Whoever has the lock around it may call MPI.
 struct Driver {
     library: Library,
-    shared: Arc<Shared>,
     me: usize,
     ranks: usize,
+    /// By the number of their communicator.
+    inboxes: Vec<(u64, Arc<Inbox>)>,
     /// In the order in which they were posted, from `next` on.
     slots: Vec<Slot>,
     next: usize,
     /// By sender; those that come behind one that is not whole yet wait.
     incoming: Vec<VecDeque<Incoming>>,
     sending: Vec<Sending>,
-    queue: VecDeque<Outgoing>,
-    /// Ranks that send no more.
-    byes: usize,
+    numbers: u64,
+    /// Large frames that have gone, or cannot.
+    gone: Vec<(u64, Result<(), String>)>,
+    /// Heads to be used again.
+    free: Vec<Buffer>,
+    /// MPI is to be called no more.
+    stopped: bool,
+    /// This process sends no more, and waits for the others to say the same.
+    finishing: bool,
     said_bye: bool,
+    byes: usize,
+    /// How MPI has ended.
+    ended: Option<Result<(), String>>,
 }
 
 impl Driver {
-    fn new(library: Library, shared: Arc<Shared>, (me, ranks): (usize, usize)) -> Self {
-        Self {
+    fn new(library: Library, (me, ranks): (usize, usize)) -> Result<Self, String> {
+        let mut driver = Self {
             library,
-            shared,
             me,
             ranks,
+            inboxes: Vec::new(),
             slots: Vec::new(),
             next: 0,
             incoming: (0..ranks).map(|_| VecDeque::new()).collect(),
             sending: Vec::new(),
-            queue: VecDeque::new(),
-            byes: 0,
+            numbers: 0,
+            gone: Vec::new(),
+            free: Vec::new(),
+            stopped: false,
+            finishing: false,
             said_bye: false,
-        }
-    }
-
-    fn run(mut self) {
-        wake_on_time();
-        let result = self.drive();
-        if let Err(reason) = &result {
-            // Whoever uses MPI cannot go on.
-            let inboxes = self.shared.with(|state| state.inboxes.clone());
-            inboxes.iter().for_each(|(_, inbox)| inbox.peers.fail(self.me, reason));
-        }
-        self.shared.with(|state| {
-            state.stopped = true;
-            self.queue.append(&mut state.queue);
-            state.ended = Some(result.clone());
-        });
-        let tickets = self.sending.iter().filter_map(|s| s.ticket.as_ref());
-        let waiting = self.queue.iter().filter_map(|o| Some(&o.body.as_ref()?.ticket));
-        tickets.chain(waiting).for_each(|ticket| ticket.finish(result.clone()));
-        self.shared.ended.notify_all();
-        // MPI may still write to what is posted.
-        std::mem::forget((self.slots, self.incoming, self.sending));
-    }
-
-    /// Moves bytes until MPI has ended or is to be called no more.
-    fn drive(&mut self) -> Result<(), String> {
-        for _ in 0..SLOTS {
+            byes: 0,
+            ended: None,
+        };
+        for slot in 0..SLOTS {
             let mut buffer = Buffer::default();
             buffer.resize(HEAD + SMALL);
-            self.slots.push(Slot { buffer, request: 0 });
-            self.post(self.slots.len() - 1)?;
+            driver.slots.push(Slot { buffer, request: 0 });
+            driver.post(slot)?;
         }
-        let mut idle = 0;
-        loop {
-            let (stopped, finishing) = self.shared.with(|state| {
-                self.queue.append(&mut state.queue);
-                (state.stopped, state.finishing)
-            });
-            if stopped {
-                return Ok(());
-            }
-            let mut moved = !self.queue.is_empty();
-            while let Some(outgoing) = self.queue.pop_front() {
-                self.begin(outgoing)?;
-            }
-            moved |= self.progress_sends();
-            moved |= self.progress_receives()?;
-            if finishing && self.sending.is_empty() {
-                if !self.said_bye {
-                    self.say_bye()?;
-                    moved = true;
-                } else if self.byes + 1 == self.ranks {
-                    return self.finalize();
-                }
-            }
-            idle = if moved { 0 } else { idle + 1 };
-            self.rest(idle);
+        Ok(driver)
+    }
+
+    /// Moves what can be moved, and says whether anything was.
+    fn progress(&mut self) -> bool {
+        if self.stopped || self.ended.is_some() {
+            return false;
         }
+        let sent = self.progress_sends();
+        match self.progress_receives() {
+            Ok(received) => sent || received,
+            Err(reason) => {
+                // Whoever uses MPI cannot go on.
+                self.stopped = true;
+                self.inboxes.iter().for_each(|(_, inbox)| inbox.peers.fail(self.me, &reason));
+                true
+            }
+        }
+    }
+
+    /// Begins a frame.
+    fn head(&mut self, token: u64, stream: Stream, bytes: usize) -> Buffer {
+        let mut head = self.free.pop().unwrap_or_default();
+        head.clear();
+        [token, stream.0, bytes as u64, self.me as u64].iter().for_each(|field| head.push(&field.to_le_bytes()));
+        head
     }
 
     /// Posts the receive of a slot.
     fn post(&mut self, slot: usize) -> Result<(), String> {
         let Slot { buffer, request } = &mut self.slots[slot];
-        // SAFETY: the slot's buffer is looked at when the request is done, and kept when it never is.
-        *request =
-            unsafe { self.library.receive(buffer.bytes_mut().as_mut_ptr(), HEAD + SMALL, None, TAG_HEAD) }?;
+        // SAFETY: the slot's buffer is looked at when the request is done; the driver lives as long as the process.
+        *request = unsafe { self.library.receive(buffer.bytes_mut().as_mut_ptr(), HEAD + SMALL, None, TAG_HEAD) }?;
         Ok(())
     }
 
-    fn begin(&mut self, Outgoing { to, head, body }: Outgoing) -> Result<(), String> {
-        let mut sending = Sending { to, head, ticket: None, left: VecDeque::new() };
+    /// Sends a head, and a large frame behind it, whose bytes stay until it has [gone](Self::gone) or MPI is called no more. Gives its
+    /// number.
+    fn begin(&mut self, to: usize, head: Buffer, body: Option<&[u8]>) -> Result<u64, String> {
+        self.numbers += 1;
+        let number = body.map(|_| self.numbers);
+        let mut sending = Sending { number, to, head, left: VecDeque::new(), result: None };
         let bytes = sending.head.bytes();
-        // SAFETY: heads are kept until their requests are done, bodies until their ticket is.
-        let started = unsafe {
-            self.library.send(bytes.as_ptr(), bytes.len(), to, TAG_HEAD).and_then(|request| {
-                sending.left.push_back(request);
-                let Some(body) = &body else { return Ok(()) };
-                for (at, n) in chunks(body.bytes) {
-                    sending.left.push_back(self.library.send(body.data.wrapping_add(at), n, to, TAG_BODY)?);
+        // SAFETY: heads are kept until their requests are done, bodies by their sender.
+        unsafe {
+            sending.left.push_back(self.library.send(bytes.as_ptr(), bytes.len(), to, TAG_HEAD)?);
+            for (at, n) in chunks(body.map_or(0, <[u8]>::len)) {
+                let data = body.map_or(std::ptr::null(), |body| body[at..].as_ptr());
+                match self.library.send(data, n, to, TAG_BODY) {
+                    Ok(request) => sending.left.push_back(request),
+                    Err(reason) => {
+                        // What has begun is MPI's for good.
+                        self.stopped = true;
+                        std::mem::forget(sending);
+                        return Err(reason);
+                    }
                 }
-                Ok(())
-            })
-        };
-        sending.ticket = body.map(|body| body.ticket);
+            }
+        }
         self.sending.push(sending);
-        started
+        Ok(self.numbers)
+    }
+
+    /// How a large frame went, once it has.
+    fn gone(&mut self, number: u64) -> Option<Result<(), String>> {
+        let at = self.gone.iter().position(|(other, _)| *other == number)?;
+        Some(self.gone.swap_remove(at).1)
     }
 
     /// Looks which frames have gone out.
     fn progress_sends(&mut self) -> bool {
-        let (library, mut moved) = (&self.library, false);
-        let done = self.sending.extract_if(.., |sending| {
-            while let Some(request) = sending.left.front_mut() {
-                match library.done(request) {
-                    Ok(false) => return false,
-                    Ok(true) => drop(sending.left.pop_front()),
-                    Err(reason) => {
-                        sending.left.clear();
-                        let (to, ticket) = (sending.to, sending.ticket.take());
-                        match ticket {
-                            Some(ticket) => ticket.finish(Err(reason)),
-                            None => {
-                                let inboxes = self.shared.with(|state| state.inboxes.clone());
-                                inboxes.iter().for_each(|(_, inbox)| inbox.cut(to, reason.clone()));
-                            }
-                        }
-                    }
-                }
-            }
-            true
+        let Self { library, sending, inboxes, gone, free, .. } = self;
+        let mut moved = false;
+        let done = sending.extract_if(.., |sending| {
+            sending.result = sent(library, &mut sending.left).transpose();
+            sending.result.is_some()
         });
-        let mut free = Vec::new();
-        for sending in done {
+        for done in done {
             moved = true;
-            sending.ticket.iter().for_each(|ticket| ticket.finish(Ok(())));
-            free.push(sending.head);
-        }
-        if moved {
-            self.shared.with(|state| state.free.append(&mut free));
+            match (done.number, done.result.unwrap_or(Ok(()))) {
+                (Some(number), result) => gone.push((number, result)),
+                (None, Err(reason)) => inboxes.iter().for_each(|(_, inbox)| inbox.cut(done.to, reason.clone())),
+                (None, Ok(())) => {}
+            }
+            free.push(done.head);
         }
         moved
     }
@@ -386,14 +368,13 @@ impl Driver {
                         break;
                     }
                     first.left.pop_front();
-                    moved = true;
                 }
                 if !first.left.is_empty() {
                     break;
                 }
+                moved = true;
                 if let Some(Incoming { inbox: Some(inbox), stream, frame, .. }) = self.incoming[from].pop_front() {
                     inbox.deliver(from, stream, frame);
-                    moved = true;
                 }
             }
         }
@@ -413,64 +394,53 @@ impl Driver {
             self.byes += 1;
             return Ok(());
         }
-        let inbox = self.shared.with(|s| s.inboxes.iter().find(|(t, _)| *t == token).map(|(_, inbox)| inbox.clone()));
-        let mut frame = match &inbox {
-            Some(inbox) => inbox.buffer(bytes),
-            None => Buffer::default(),
-        };
+        let inbox = self.inboxes.iter().find(|(other, _)| *other == token).map(|(_, inbox)| inbox.clone());
+        let mut frame = inbox.as_ref().map_or_else(Buffer::default, |inbox| inbox.buffer(bytes));
         frame.resize(bytes);
         let mut left = VecDeque::new();
         if bytes <= SMALL {
             frame.bytes_mut().copy_from_slice(&message[HEAD..HEAD + bytes]);
-        } else {
-            for (at, n) in chunks(bytes) {
-                let to = frame.bytes_mut()[at..].as_mut_ptr();
-                // SAFETY: the frame is kept until its requests are done.
-                left.push_back(unsafe { self.library.receive(to, n, Some(from), TAG_BODY) }?);
-            }
+        }
+        for (at, n) in chunks(if bytes <= SMALL { 0 } else { bytes }) {
+            let to = frame.bytes_mut()[at..].as_mut_ptr();
+            // SAFETY: the frame is kept until its requests are done.
+            left.push_back(unsafe { self.library.receive(to, n, Some(from), TAG_BODY) }?);
         }
         self.incoming[from].push_back(Incoming { inbox, stream, frame, left });
         Ok(())
     }
 
-    /// Tells all others that nothing more comes.
-    fn say_bye(&mut self) -> Result<(), String> {
-        self.said_bye = true;
-        let me = self.me;
-        for to in (0..self.ranks).filter(|to| *to != me) {
-            let mut head = Buffer::default();
-            [BYE, 0, 0, me as u64].iter().for_each(|field| head.push(&field.to_le_bytes()));
-            self.begin(Outgoing { to, head, body: None })?;
+    /// Ends MPI, once everything has gone and all have said that nothing more comes.
+    fn finish(&mut self) -> Option<Result<(), String>> {
+        if !self.sending.is_empty() {
+            return None;
         }
-        Ok(())
+        if !self.said_bye {
+            self.said_bye = true;
+            for to in (0..self.ranks).filter(|to| *to != self.me).collect::<Vec<_>>() {
+                let head = self.head(BYE, Stream::LEFT, 0);
+                if let Err(reason) = self.begin(to, head, None) {
+                    return Some(Err(reason));
+                }
+            }
+        }
+        if self.byes + 1 < self.ranks {
+            return None;
+        }
+        let cancelled = self.slots.iter_mut().try_for_each(|slot| self.library.cancel(&mut slot.request));
+        Some(cancelled.and_then(|()| self.library.finalize()))
     }
+}
 
-    /// Ends MPI: all have said that nothing more comes, and everything has gone.
-    fn finalize(&mut self) -> Result<(), String> {
-        for slot in &mut self.slots {
-            self.library.cancel(&mut slot.request)?;
+/// Whether all requests of a frame are done.
+fn sent(library: &Library, left: &mut VecDeque<Request>) -> Result<Option<()>, String> {
+    while let Some(request) = left.front_mut() {
+        if !library.done(request)? {
+            return Ok(None);
         }
-        self.library.finalize()
+        left.pop_front();
     }
-
-    /// Lets others have the core when there was nothing to do for a while; less where somebody waits.
-    fn rest(&self, idle: u32) {
-        if idle < SPINS {
-            return std::hint::spin_loop();
-        }
-        let state = lock(&self.shared.state);
-        let awaited = !self.sending.is_empty() || state.inboxes.iter().any(|(_, inbox)| inbox.gate.awaited());
-        if !state.queue.is_empty() {
-            return;
-        }
-        if awaited && idle < YIELDS {
-            drop(state);
-            return std::thread::yield_now();
-        }
-        let sleep = if awaited { SHORT_SLEEP } else { LONG_SLEEP };
-        // Woken or not, it looks.
-        drop(self.shared.work.wait_timeout(state, sleep));
-    }
+    Ok(Some(()))
 }
 
 /// The messages of a large frame: where each starts, and its bytes.

@@ -40,8 +40,8 @@ struct Flavour {
     errors_return: Handle,
     any_source: c_int,
     status_ignore: usize,
-    /// Only the thread that started MPI calls it.
-    funneled: c_int,
+    /// Threads call MPI one at a time.
+    serialized: c_int,
 }
 
 const OPEN_MPI: Flavour = Flavour {
@@ -50,7 +50,7 @@ const OPEN_MPI: Flavour = Flavour {
     errors_return: Handle::Address(c"ompi_mpi_errors_return"),
     any_source: -1,
     status_ignore: 0,
-    funneled: 1,
+    serialized: 2,
 };
 
 const MPICH: Flavour = Flavour {
@@ -59,7 +59,7 @@ const MPICH: Flavour = Flavour {
     errors_return: Handle::Value(0x5400_0001),
     any_source: -2,
     status_ignore: 1,
-    funneled: 1,
+    serialized: 2,
 };
 
 const MPI_5: Flavour = Flavour {
@@ -68,7 +68,7 @@ const MPI_5: Flavour = Flavour {
     errors_return: Handle::Value(0x143),
     any_source: -1,
     status_ignore: 0,
-    funneled: 1024,
+    serialized: 2048,
 };
 
 /// A send or a receive that is under way. 0 where there is none.
@@ -93,7 +93,7 @@ pub struct Library {
     errors_return: usize,
     any_source: c_int,
     status_ignore: usize,
-    funneled: c_int,
+    serialized: c_int,
     init_thread: InitThread,
     finalize: Plain,
     comm_rank: Number,
@@ -175,7 +175,7 @@ impl Library {
                 errors_return: value(&flavour.errors_return)?,
                 any_source: flavour.any_source,
                 status_ignore: flavour.status_ignore,
-                funneled: flavour.funneled,
+                serialized: flavour.serialized,
                 init_thread: function(handle, c"MPI_Init_thread")?,
                 finalize: function(handle, c"MPI_Finalize")?,
                 comm_rank: function(handle, c"MPI_Comm_rank")?,
@@ -202,15 +202,14 @@ impl Library {
         Err(format!("{what}: {text}"))
     }
 
-    /// Starts MPI for this thread, which alone may call it from then on. Gives rank and ranks.
+    /// Starts MPI; this thread has to end it. Gives rank and ranks.
     pub fn init(&self) -> Result<(usize, usize), String> {
         let mut provided = 0;
         // SAFETY: MPI takes null for the arguments of the program.
-        let code = unsafe {
-            (self.init_thread)(std::ptr::null_mut(), std::ptr::null_mut(), self.funneled, &mut provided)
-        };
+        let code =
+            unsafe { (self.init_thread)(std::ptr::null_mut(), std::ptr::null_mut(), self.serialized, &mut provided) };
         self.check("MPI_Init_thread", code)?;
-        if provided < self.funneled {
+        if provided < self.serialized {
             return Err("it allows no threads".to_owned());
         }
         let (mut rank, mut ranks) = (0, 0);
@@ -255,8 +254,7 @@ impl Library {
     ) -> Result<Request, String> {
         let (mut request, from) = (0, from.map_or(self.any_source, |from| from as c_int));
         // SAFETY: the caller vouches.
-        let code =
-            unsafe { (self.irecv)(data.cast(), bytes as c_int, self.byte, from, tag, self.world, &mut request) };
+        let code = unsafe { (self.irecv)(data.cast(), bytes as c_int, self.byte, from, tag, self.world, &mut request) };
         self.check("MPI_Irecv", code).map(|()| request)
     }
 

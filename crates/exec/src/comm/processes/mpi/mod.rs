@@ -1,8 +1,9 @@
 //! Bytes between processes over MPI, by whatever network it drives.
 //!
-//! One [thread](engine) of the process calls MPI and nobody else, so that any library will do, whatever it thinks of threads. It lives
-//! as long as the process, since MPI starts once; communicators come and go, and their frames carry their number. What failed ranks
-//! leave behind is the [failure channel](super::control)'s business: MPI itself says nothing, or ends the process.
+//! The [engine](engine) calls MPI from one thread at a time: whoever sends or waits moves what there is to be moved, and a thread of its own
+//! does so when all compute. It lives as long as the process, since MPI starts once; communicators come and go, and their frames carry
+//! their number. What failed ranks leave behind is the [failure channel](super::control)'s business: MPI says nothing, or ends the
+//! process.
 
 mod engine;
 mod library;
@@ -11,19 +12,15 @@ pub use library::MpiLibrary;
 
 use super::Transport;
 use super::inbox::{Inbox, Stream};
-use engine::{Engine, SMALL, Ticket};
+use engine::{Engine, SMALL};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The MPI of this process, once it was started or could not be.
 static MPI: OnceLock<Result<Engine, String>> = OnceLock::new();
 
-/// MPI that does not return for so long after the end of the run never will.
-const RETURNS_WITHIN: Duration = Duration::from_secs(5);
-/// How long a frame that is under way when the run ends may still take to arrive.
+/// How long a frame that is under way when the run ends may still take to arrive; then MPI is called no more, which has its bytes.
 const GRACE: Duration = Duration::from_millis(500);
-/// How often a blocked sender looks whether the run has ended.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -60,52 +57,28 @@ impl Mpi {
             let (rank, ranks) = engine.place;
             return Err(format!("{} counts this as rank {rank} of {ranks}", engine.name));
         }
-        engine.shared.with(|state| {
-            if state.stopped {
-                return Err(format!("{} was given up", engine.name));
-            }
-            state.inboxes.push((token, inbox.clone()));
-            Ok(Self { token, engine })
-        })
+        engine.attach(token, inbox)?;
+        Ok(Self { token, engine })
     }
 }
 
 impl Transport for Mpi {
     fn send(&self, to: usize, stream: Stream, frame: &[u8], goes_on: &dyn Fn() -> bool) -> Result<(), String> {
-        if frame.len() <= SMALL {
-            return self.engine.send_copy(self.token, to, stream, frame);
+        match frame.len() <= SMALL {
+            true => self.engine.send_copy(self.token, to, stream, frame),
+            false => self.engine.send_in_place((self.token, to), stream, frame, goes_on, GRACE),
         }
-        let ticket = Arc::new(Ticket::default());
-        // SAFETY: this waits below until the engine is done with the frame.
-        unsafe { self.engine.send_in_place(self.token, to, stream, frame, &ticket) }?;
-        let mut ended: Option<Instant> = None;
-        let mut done = lock(&ticket.done);
-        loop {
-            if let Some(result) = done.take() {
-                // Where the run has ended, whether a frame arrived is of no interest.
-                return if ended.is_some() { Ok(()) } else { result };
-            }
-            done = ticket.changed.wait_timeout(done, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
-            if ended.is_none() && !goes_on() {
-                ended = Some(Instant::now());
-            }
-            match ended.map(|since| since.elapsed()) {
-                Some(time) if time > RETURNS_WITHIN => {
-                    // MPI holds memory that is about to go, and does not return.
-                    eprintln!("error: MPI does not return\nhint: the run has ended before; look for its cause");
-                    std::process::abort();
-                }
-                Some(time) if time > GRACE => self.engine.stop(),
-                Some(_) | None => {}
-            }
-        }
+    }
+
+    fn progress(&self) -> bool {
+        self.engine.progress();
+        true
     }
 }
 
 impl Drop for Mpi {
     fn drop(&mut self) {
-        // What was sent still goes out.
-        self.engine.shared.with(|state| state.inboxes.retain(|(token, _)| *token != self.token));
+        self.engine.detach(self.token);
     }
 }
 
