@@ -52,7 +52,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
     let gpu = args.cost.find_gpu()?;
     let devices = Devices::new();
-    let (config, room) = compare::placed(&devices, args.config.load()?, gpu)?;
+    let (config, room) = compare::placed(&devices, args.config.load()?, gpu.as_ref())?;
     if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
         return shown.print(args.format);
     }
@@ -72,7 +72,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 true => (format!("-stage{}", program.stage), format!(", stage {}", program.stage)),
                 false => (String::new(), String::new()),
             };
-            let drawn = planned_timeline(program, 2, gpu.map(|gpu| (gpu, plan.precision.compute)))?;
+            let drawn = planned_timeline(program, 2, gpu.as_ref().map(|gpu| (gpu, plan.precision.compute)))?;
             let name = units::count(plan.parameters);
             file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
         }

@@ -2,10 +2,10 @@
 
 use crate::failure::Failure;
 use lockstep_config::{count, nearest};
-use lockstep_ir::hardware::{GPUS, GpuSpec};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
+use lockstep_sim::{Catalogue, GpuSpec};
 use serde_json::{Value, json};
 
 #[derive(clap::Args)]
@@ -34,7 +34,7 @@ pub(super) struct Cost {
 
 /// The time it takes.
 struct Time {
-    gpu: &'static GpuSpec,
+    gpu: GpuSpec,
     compute: DType,
     /// FLOP per second of matmuls in that type.
     peak: f64,
@@ -52,16 +52,17 @@ struct Shared {
 
 impl CostArgs {
     /// The catalogue's entry for the accelerator that was named.
-    pub(super) fn find_gpu(&self) -> Result<Option<&'static GpuSpec>, Failure> {
+    pub(super) fn find_gpu(&self) -> Result<Option<GpuSpec>, Failure> {
         let Some(name) = &self.gpu else { return Ok(None) };
-        let known: Vec<&str> = GPUS.iter().map(|gpu| gpu.name).collect();
+        let catalogue = Catalogue::builtin();
+        let known: Vec<&str> = catalogue.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
         let unknown = || {
             let near = nearest(name, known.iter().copied());
             let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));
             let list = known.join(", ");
             Failure::request(format!("--gpu {name} is not in the catalogue\nhint: {guess}it has {list}"))
         };
-        GpuSpec::named(name).map(Some).ok_or_else(unknown)
+        catalogue.gpu(name).cloned().map(Some).ok_or_else(unknown)
     }
 
     /// The cost of the run that was asked for.
