@@ -55,7 +55,7 @@ impl Engine {
             let driver = library.init().and_then(|place| Ok((place, Driver::new(library, place)?)));
             let shared = driver
                 .map(|(place, driver)| (place, Arc::new(Shared { driver: Mutex::new(driver), ended: Condvar::new() })));
-            // Who waits for it may have given up.
+            // Nobody may wait for it any more.
             let _ = sender.send(shared.clone());
             if let Ok((_, shared)) = shared {
                 drive(&shared);
@@ -74,7 +74,7 @@ impl Engine {
     pub fn attach(&self, token: u64, inbox: &Arc<Inbox>) -> Result<(), String> {
         let mut driver = lock(&self.shared.driver);
         if driver.stopped {
-            return Err(format!("{} was given up", self.name));
+            return Err(format!("{} is called no more", self.name));
         }
         driver.inboxes.push((token, inbox.clone()));
         Ok(())
