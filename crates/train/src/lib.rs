@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+mod catalogue;
 mod changes;
 mod checkpoints;
 mod compare;
@@ -37,6 +38,7 @@ mod text;
 mod timeline;
 mod trained;
 
+pub use catalogue::{catalogue, catalogue_folder};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
 pub use compare::{Comparison, Criterion, Promise, compare, shrink};
