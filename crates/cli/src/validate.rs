@@ -113,6 +113,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
     };
     let report = Report::new((0..cases.len()).filter(shown).map(row).collect());
     let scaled = args.leave_out.as_ref().map(|_| with_one_factor(&report));
+    // The framework's own constants as the rest of the table would guess them.
+    let guessed = args.leave_out.as_ref().map(|_| {
+        let guessed = without.guess(&constants, &cases, &names);
+        let all = predict(&cases, &guessed, threads);
+        let row = |i: usize| RowReport::new(&cases[i], &names[cases[i].file], &all[i], None);
+        let report = Report::new((0..cases.len()).filter(shown).map(row).collect());
+        (report.summary.clean.step_time, with_one_factor(&report))
+    });
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => {
@@ -128,6 +136,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 "not_represented": refused,
                 "calibrated": learned.iter().map(|((source, gpu), factor)| json!({ "source": source, "gpu": gpu, "factor": factor })).collect::<Vec<_>>(),
                 "left_out_with_one_factor": scaled,
+                "left_out_without_profile": guessed.as_ref().map(|(errors, one)| json!({ "step_time": errors, "with_one_factor": one })),
             });
             writeln!(out, "{document:#}")?;
         }
@@ -139,6 +148,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
             }
             if let Some(errors) = scaled {
                 writeln!(out, "with one factor per framework and GPU: step time {}", percent(&Some(errors)))?;
+            }
+            if let Some((errors, one)) = guessed {
+                let text = format!(
+                    "with nothing known of the framework, its constants guessed from others: step time {}; with one factor {}",
+                    percent(&errors),
+                    percent(&Some(one))
+                );
+                write!(out, "{}", wrapped(&text, "  "))?;
             }
             if let Some(fitted) = fitted {
                 write!(out, "{}", wrapped(&fitted, "  "))?;
@@ -272,11 +289,12 @@ fn row_table(rows: &[RowReport]) -> String {
     let number = |x: Option<f64>, digits: usize| x.map_or("-".into(), |x| format!("{x:.digits$}"));
     let line = |row: &RowReport| {
         let gib = |bytes: Option<f64>| bytes.filter(|b| *b > 0.0).map_or("-".into(), |b| units::gib(b as u64));
-        let state = match (row.failed, row.runs) {
-            (true, true) => "failed, predicted to run",
-            (true, false) => "failed, as predicted",
-            (false, true) => "",
-            (false, false) => "ran, predicted to fail",
+        let outcome = match (row.failed, row.runs, row.error) {
+            (true, true, _) => "failed, predicted to run".to_owned(),
+            (true, false, _) => "failed, as predicted".to_owned(),
+            (false, true, Some(error)) => format!("{:.1}%", 100.0 * error),
+            (false, false, Some(error)) => format!("{:.1}%, predicted to fail", 100.0 * error),
+            (false, _, None) => "ran, predicted to fail".to_owned(),
         };
         vec![
             format!("{}:{} {}", row.file, row.line, row.model),
@@ -284,12 +302,11 @@ fn row_table(rows: &[RowReport]) -> String {
             row.layout.clone(),
             number(row.measured_s, 3),
             number(row.predicted_s, 3),
-            row.error.map_or("-".into(), |e| format!("{:.1}%", 100.0 * e)),
+            format!("{outcome}{}", if row.clean { "" } else { " (flagged)" }),
             number(row.measured_tokens_per_s_per_gpu, 0),
             number(row.predicted_tokens_per_s_per_gpu, 0),
             gib(row.measured_memory_bytes),
             gib(Some(row.predicted_memory_bytes)),
-            format!("{}{state}", if row.clean { "" } else { "flagged " }),
         ]
     };
     let header = [
@@ -303,7 +320,6 @@ fn row_table(rows: &[RowReport]) -> String {
         "~predicted, tokens/s/GPU",
         "~measured memory",
         "~predicted memory",
-        "~",
     ];
     table(&header, &rows.iter().map(line).collect::<Vec<_>>())
 }

@@ -98,18 +98,12 @@ pub fn fit(
         targets.push(Target { case, placed, step_s, memory: measured.memory_bytes, weight });
     }
     let mut constants = start.clone();
-    let missing: Vec<(String, String)> = start
-        .fitted()
-        .filter(|c| !targets.iter().any(|t| concerns(c, t.case)))
-        .map(|c| (c.term.clone(), c.of.clone()))
-        .collect();
-    borrow(&mut constants, &missing);
     // Of every row its loss, so that a constant that matters to few is tried on few.
     let mut losses = evaluate(&targets, &(0..targets.len()).collect::<Vec<_>>(), &constants, threads);
     let before = losses.iter().sum();
     let free: Vec<(String, String, [f64; 2])> = start
         .fitted()
-        .filter(|c| !missing.contains(&(c.term.clone(), c.of.clone())))
+        .filter(|c| targets.iter().any(|t| concerns(c, t.case)))
         .filter_map(|c| Some((c.term.clone(), c.of.clone(), c.range?)))
         .collect();
     let concerned: Vec<Vec<usize>> = free
@@ -152,25 +146,28 @@ pub fn fit(
             }
             steps[i] *= if found { 1.5 } else { 0.5 };
         }
-        borrow(&mut constants, &missing);
         progress(round + 1, rounds, losses.iter().sum());
     }
     Fitted { constants, loss: (before, losses.iter().sum()), rows: targets.len() }
 }
 
-/// Constants that no row fixes take the mean of what their term has elsewhere.
-fn borrow(constants: &mut Constants, missing: &[(String, String)]) {
-    for (term, of) in missing {
-        let others: Vec<f64> = constants
-            .fitted()
-            .filter(|c| c.term == *term && c.of != *of && !missing.contains(&(c.term.clone(), c.of.clone())))
-            .map(|c| c.value)
-            .collect();
-        let value = match others.is_empty() {
-            true => constants.value(term, &[]),
-            false => others.iter().sum::<f64>() / others.len() as f64,
-        };
-        constants.set(term, of, value);
+impl Without {
+    /// Constants that only rows which are left out could fix take the mean of what their term has elsewhere.
+    pub fn guess(&self, constants: &Constants, cases: &[Case], files: &[String]) -> Constants {
+        let kept = |case: &&Case| case.is_clean() && !self.leaves_out(case, &files[case.file]);
+        let kept: Vec<&Case> = cases.iter().filter(kept).collect();
+        let fixed = |c: &Constant| kept.iter().any(|case| concerns(c, case));
+        let mut guessed = constants.clone();
+        for constant in constants.fitted().filter(|c| !fixed(c)) {
+            let same = |c: &&Constant| c.term == constant.term && fixed(c);
+            let others: Vec<f64> = constants.fitted().filter(same).map(|c| c.value).collect();
+            let value = match others.is_empty() {
+                true => constants.value(&constant.term, &[]),
+                false => others.iter().sum::<f64>() / others.len() as f64,
+            };
+            guessed.set(&constant.term, &constant.of, value);
+        }
+        guessed
     }
 }
 
