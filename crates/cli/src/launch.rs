@@ -157,9 +157,7 @@ impl Team {
             let pid = self.children[*rank].id();
             let how = match self.killed[*rank] {
                 None => format!("was killed by signal {}", status.signal().unwrap_or(0)),
-                Some(Killed::Stopped) => {
-                    "was stopped by a signal; it was killed when the others had given up".to_owned()
-                }
+                Some(Killed::Stopped) => "was stopped by a signal; it was killed when the others had ended".to_owned(),
                 Some(Killed::StillThere) => {
                     format!("did not end within {} s after the others, and was killed", ENDS_WITHIN.as_secs())
                 }
