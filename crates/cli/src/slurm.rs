@@ -167,12 +167,12 @@ impl<'a> Job<'a> {
             (None, Some(gpus)) => ranks.div_ceil(gpus),
             (None, None) => 1,
         };
-        if ranks % nodes != 0 || per_node.is_some_and(|gpus| ranks / nodes > gpus) {
-            let why = match per_node.filter(|gpus| ranks % nodes == 0 && ranks / nodes > *gpus) {
+        if !ranks.is_multiple_of(nodes) || per_node.is_some_and(|gpus| ranks / nodes > gpus) {
+            let why = match per_node.filter(|gpus| ranks.is_multiple_of(nodes) && ranks / nodes > *gpus) {
                 Some(gpus) => format!(", {} on each, and cluster.gpus_per_node = {gpus}", ranks / nodes),
                 None => String::new(),
             };
-            let fits = |n: &usize| ranks % n == 0 && per_node.is_none_or(|gpus| ranks / n <= gpus);
+            let fits = |n: &usize| ranks.is_multiple_of(*n) && per_node.is_none_or(|gpus| ranks / n <= gpus);
             let near = (1..=ranks).filter(fits).min_by_key(|n| n.abs_diff(nodes)).unwrap_or(ranks);
             return Err(Failure::request(format!(
                 "{ranks} ranks ({}) cannot be spread evenly over {nodes} nodes{why}\nhint: cluster.nodes = {near} fits",

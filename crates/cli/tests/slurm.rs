@@ -130,9 +130,8 @@ fn jobs_train_to_the_end_are_requeued_chained_and_cancelled() {
     let steps = place.trajectory("cancelled").len().to_string();
     let list = place.ok(&["checkpoint", "list", "cancelled"]);
     assert!(list.contains(&steps), "{steps}: {list}");
-    let more = ["--set", &format!("train.steps={}", steps.parse::<u32>().unwrap() + 1), "--quiet"];
-    let said =
-        place.ok(&[&["train", "run.toml", "--run-dir", "cancelled", "--change"][..], &[&more[1]], &more[2..]].concat());
+    let change = format!("train.steps={}", steps.parse::<u32>().unwrap() + 1);
+    let said = place.ok(&["train", "run.toml", "--run-dir", "cancelled", "--change", &change, "--quiet"]);
     assert!(said.starts_with("finished "), "{said}");
 }
 
