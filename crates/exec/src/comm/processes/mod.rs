@@ -16,6 +16,7 @@ mod conformance;
 mod control;
 mod inbox;
 mod join;
+mod measure;
 mod mpi;
 mod over;
 mod sockets;
@@ -25,6 +26,7 @@ mod wire;
 
 pub use conformance::conform;
 pub use join::{JoinError, Member, Start, host, host_at, join};
+pub use measure::{Link, measure_link};
 pub use mpi::{MpiLibrary, end as end_mpi};
 pub use over::Over;
 
