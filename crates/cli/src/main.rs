@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bench_collectives;
 mod checkpoint;
 mod checkpoint_list;
 mod config_command;
@@ -17,6 +18,7 @@ mod manual;
 mod processes;
 mod profile;
 mod progress;
+mod slurm;
 mod style;
 mod table;
 mod terminal;
@@ -43,7 +45,7 @@ enum Command {
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
     #[command(after_help = failure::EXIT_CODES)]
     Train(train::Args),
-    /// Train with every rank of the layout as a process of its own on this machine; takes the options of train.
+    /// Train with every rank of the layout as a process of its own, on this machine or as a Slurm job; takes the options of train.
     #[command(after_help = failure::EXIT_CODES)]
     Launch(launch::Args),
     /// Continue a text with a trained model, as it comes.
@@ -56,7 +58,7 @@ enum Command {
     Verify(verify::Args),
     /// Compare predicted step times and memory with measurements that others have published.
     Validate(validate::Args),
-    /// Measure this machine's peak matmul, memory and disk rates, or the speed of a training step.
+    /// Measure this machine's peak matmul, memory and disk rates, the speed of a training step, or that of collectives.
     Bench(bench::Args),
     /// Show what this machine has to train on and what is missing; check kernels.
     Doctor(doctor::Args),
@@ -125,6 +127,9 @@ fn main() -> ExitCode {
         Command::Train(args) => {
             return train::run(args).unwrap_or_else(|failure| failure.report());
         }
+        Command::Bench(args) => {
+            return bench::run(args).unwrap_or_else(|failure| failure.report());
+        }
         Command::Launch(args) => {
             return launch::run(args).unwrap_or_else(|failure| failure.report());
         }
@@ -133,7 +138,6 @@ fn main() -> ExitCode {
         Command::Explain(args) => explain::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Validate(args) => validate::run(args),
-        Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Data(command) => data::run(command),
         Command::Checkpoint(command) => checkpoint::run(command),

@@ -187,19 +187,18 @@ impl Summary {
             }
         }
         cells.retain(|_, pairs| pairs.len() >= LEAST_CELL);
-        let of_cells = |f: &dyn Fn(&[(f64, f64)]) -> Option<f64>| -> Vec<f64> {
-            cells.values().filter_map(|pairs| f(pairs)).collect()
-        };
+        let pairs: Vec<&[(f64, f64)]> = cells.values().map(Vec::as_slice).collect();
+        let orders: Vec<f64> = pairs.iter().filter_map(|pairs| spearman(pairs)).collect();
         let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-        let first = of_cells(&|pairs| regret(pairs, 1));
-        let five = of_cells(&|pairs| regret(pairs, 5));
+        let first: Vec<f64> = pairs.iter().filter_map(|pairs| regret(pairs, 1)).collect();
+        let five: Vec<f64> = pairs.iter().filter_map(|pairs| regret(pairs, 5)).collect();
         Self {
             rows: rows.clone().count(),
             step_time: errors(&|row| row.error),
             memory: errors(&|row| row.memory_error),
             oom: oom(rows.clone()),
             cells: cells.len(),
-            spearman: quantile(&of_cells(&|pairs| spearman(pairs)), 0.5),
+            spearman: quantile(&orders, 0.5),
             regret: quantile(&first, 0.5).map(|median| Regret { median, mean: mean(&first), of_five: mean(&five) }),
         }
     }
