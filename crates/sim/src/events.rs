@@ -258,8 +258,11 @@ mod tests {
         SegmentTime { seconds, points: points.to_vec() }
     }
 
+    /// By stage: the segments of its slots, their micro-batches, and how long segments take.
+    type Stages = (Vec<Vec<usize>>, Vec<Vec<usize>>, Vec<Vec<SegmentTime>>);
+
     /// Two stages under 1F1B: forward, backward, and the meeting at the end.
-    fn stages(micro_batches: usize, times: [f64; 4]) -> (Vec<Vec<usize>>, Vec<Vec<usize>>, Vec<Vec<SegmentTime>>) {
+    fn stages(micro_batches: usize, times: [f64; 4]) -> Stages {
         let [f0, b0, f1, b1] = times;
         let update = segment(0.5, &[(0.25, Point::Meet(0.1))]);
         let first =
