@@ -7,6 +7,7 @@ mod layout;
 mod schedule;
 
 use crate::failure::Failure;
+use crate::machine;
 use crate::style;
 use crate::table::{table, wrapped};
 use crate::timeline::TimelineFile;
@@ -42,12 +43,18 @@ pub struct Args {
     /// and sends. Time is FLOPs.
     #[arg(long, value_name = "FILE")]
     schedule: Option<PathBuf>,
+    /// Instead, of the directory of a run: what was predicted before it began beside what its steps took, by class of ops.
+    #[arg(long)]
+    analyze: bool,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
+    if args.analyze {
+        return machine::show_analysis(&args.config.config, args.format);
+    }
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
     let gpu = args.cost.find_gpu()?;

@@ -4,7 +4,9 @@
 //! directory holds. It computes nothing itself (executors do) and prints nothing (it reports [`Event`]s).
 #![forbid(unsafe_code)]
 
+mod analysis;
 pub mod bench;
+mod calibrate;
 mod changes;
 mod checkpoints;
 mod compare;
@@ -20,6 +22,7 @@ mod hf;
 mod inherited;
 mod initial;
 mod loss_scale;
+mod machine;
 mod noise;
 mod processes;
 mod profile;
@@ -37,6 +40,8 @@ mod text;
 mod timeline;
 mod trained;
 
+pub use analysis::{Analysis, ClassTime, Learned, analyze, learn};
+pub use calibrate::{SaveSpec, measure_machine};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
 pub use compare::{Comparison, Criterion, Promise, compare, shrink};
@@ -49,6 +54,7 @@ pub use event::{Event, GpuMetrics, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
 pub use inherited::inherited;
+pub use machine::{Prediction, machines_folder, predict, save_machine};
 pub use noise::Measured;
 pub use processes::Processes;
 pub use profile::{OpTime, Profile};

@@ -1,7 +1,8 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
 use crate::changes::{self, CHANGES};
-use crate::{StepMetrics, TrainError};
+use crate::analysis::{MEASURED, MeasuredStep};
+use crate::{Prediction, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
 use lockstep_plan::Plan;
@@ -22,10 +23,10 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 7] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, "data", CHECKPOINTS];
+const OURS: [&str; 8] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, MEASURED, "data", CHECKPOINTS];
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 5] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS];
+const RECORDS: [&str; 6] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, MEASURED];
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -135,7 +136,7 @@ impl RunDir {
         &mut self,
         resolved: &str,
         changes: &[Change],
-        plan: &Plan,
+        (plan, prediction): (&Plan, Option<&Prediction>),
         step: u64,
         written: u64,
     ) -> Result<Vec<(u64, u64)>, TrainError> {
@@ -154,6 +155,7 @@ impl RunDir {
             "tokens_per_step": plan.tokens_per_step,
             "model_flops_per_token": plan.model_flops_per_token(),
             "memory": plan.memory,
+            "prediction": prediction,
         });
         self.replace(PLAN, format!("{summary:#}\n").as_bytes())?;
         let mut metrics = self.read(METRICS)?;
@@ -188,6 +190,14 @@ impl RunDir {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
             text => text.map(Some).map_err(|e| TrainError::io("read", &path, e)),
         }
+    }
+
+    /// Writes `measured.json`.
+    pub(crate) fn measured(&self, measured: &MeasuredStep) -> Result<(), TrainError> {
+        if self.lock.is_none() {
+            return Ok(());
+        }
+        self.replace(MEASURED, format!("{:#}\n", json!(measured)).as_bytes())
     }
 
     /// Adds a line to `metrics.jsonl`.

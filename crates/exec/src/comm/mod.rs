@@ -14,6 +14,7 @@ mod loom_tests;
 mod message_queue;
 mod peers;
 pub mod processes;
+pub mod rates;
 mod rendezvous;
 mod sum;
 #[cfg(test)]
