@@ -3,6 +3,7 @@
 mod account;
 pub(crate) mod compare;
 mod cost;
+mod forecast;
 mod layout;
 mod schedule;
 
@@ -40,12 +41,16 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
     /// Also draw the pipeline schedule into this .svg: ranks as rows; F, B and W with the numbers of their micro-batches, idle time
-    /// and sends. Time is FLOPs.
+    /// and sends. Time is predicted where a GPU or cluster is named or this machine has a profile, else FLOPs.
     #[arg(long, value_name = "FILE")]
     schedule: Option<PathBuf>,
     /// Instead, of the directory of a run: what was predicted before it began beside what its steps took, by class of ops.
     #[arg(long)]
     analyze: bool,
+    /// Also write the predicted step into this .json: a Chrome trace of all stages, for Perfetto. Needs --gpu,
+    /// --cluster, or a profile of this machine.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -57,9 +62,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
-    let gpu = args.cost.find_gpu()?;
+    let trace = args.trace.as_deref().map(forecast::file).transpose()?;
+    let hardware = args.cost.hardware()?;
+    let gpu = hardware.as_ref().map(|hardware| &hardware.gpu);
     let devices = Devices::new();
-    let (config, room) = compare::placed(&devices, args.config.load()?, gpu.as_ref())?;
+    let (config, room) = compare::placed(&devices, args.cost.load(&args.config)?, gpu)?;
     if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
         return shown.print(args.format);
     }
@@ -70,7 +77,16 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Some(entry) => ops(program, entry).map_err(PlanError::from)?,
         None => Vec::new(),
     };
-    let cost = args.cost.cost(&plan)?;
+    let predicted = match &hardware {
+        Some(hardware) => Some(forecast::Predicted::new(&plan, hardware)?),
+        None => forecast::Predicted::here(&devices, &plan)?,
+    };
+    if trace.is_some() && predicted.is_none() {
+        return Err(Failure::request(
+            "--trace writes a predicted step\nhint: add --gpu h100, say, or --cluster leonardo; or measure this machine: lockstep bench --save NAME".into(),
+        ));
+    }
+    let cost = args.cost.cost(&plan, predicted.as_ref())?;
     let account = account(&devices, &config, &plan)?;
     if let Some(file) = &timeline {
         let several = plan.compiled.programs.len() > 1;
@@ -79,13 +95,16 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 true => (format!("-stage{}", program.stage), format!(", stage {}", program.stage)),
                 false => (String::new(), String::new()),
             };
-            let drawn = planned_timeline(program, 2, gpu.as_ref().map(|gpu| (gpu, plan.precision.compute)))?;
+            let drawn = planned_timeline(program, 2, gpu.map(|gpu| (gpu, plan.precision.compute)))?;
             let name = units::count(plan.parameters);
             file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
         }
     }
     if let Some(path) = &schedule {
-        schedule::write(path, &plan)?;
+        schedule::write(path, &plan, predicted.as_ref())?;
+    }
+    if let (Some(path), Some(predicted)) = (&trace, &predicted) {
+        predicted.write_trace(path, &plan)?;
     }
     let mut out = std::io::stdout().lock();
     match args.format {
@@ -98,12 +117,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
             value["growth"] = value["scaling"].clone();
             value["closed_forms"] = value["formulas"].clone();
             value["cost"] = json!(cost.map(|c| c.as_json()));
+            value["forecast"] = json!(predicted.as_ref().map(forecast::Predicted::as_json));
             value["fits"] = json!(verdict);
             writeln!(out, "{value:#}")?;
         }
         Format::Text => {
             write!(out, "{}", as_text(&config, &plan, &ops, verdict.as_ref()))?;
             write!(out, "{}", account::as_text(&account))?;
+            write!(out, "{}", predicted.as_ref().map_or(String::new(), |p| p.as_text(&plan)))?;
             write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
             if args.verbose {
                 write!(out, "{}", passes(&plan))?;

@@ -74,7 +74,7 @@ pub struct Interval {
     pub chunk: usize,
     /// The micro-batch.
     pub micro_batch: usize,
-    /// Seconds since the start of the step.
+    /// Seconds since the start of the step: as long before its end as it takes where it waits for nobody.
     pub start_s: f64,
     /// Seconds since the start of the step.
     pub end_s: f64,
@@ -97,7 +97,7 @@ impl Placed<'_> {
     /// The whole forecast under some constants.
     pub fn forecast(&self, asked: &Asked, hardware: &Hardware, terms: &Terms) -> Result<Forecast, SimError> {
         let priced = self.priced(terms, None);
-        let outcome = self.run(&priced, true)?;
+        let outcome = self.run(&priced)?;
         let step_s = outcome.total + terms.host_step;
         let mut roles = Vec::new();
         for (r, role) in self.work().roles.iter().enumerate() {
@@ -119,8 +119,9 @@ impl Placed<'_> {
                 *classes.entry(TimeClass::Host).or_default() += times * (parts.host + kernels * terms.kernel_gap);
             }
             *classes.entry(TimeClass::Bubble).or_default() += outcome.waited[r];
-            let slots = outcome.slots[r].iter().enumerate().map(|(i, &(start_s, end_s))| {
+            let slots = outcome.ends[r].iter().enumerate().map(|(i, &end_s)| {
                 let (segment, chunk) = role.name(role.slots[i]);
+                let start_s = end_s - priced.segments[r][role.slots[i]].seconds;
                 Interval { segment, index: role.slots[i], chunk, micro_batch: role.micro_batches[i], start_s, end_s }
             });
             roles.push(RoleForecast {

@@ -43,6 +43,11 @@ impl Framework {
         Ok(parsed.framework)
     }
 
+    /// This program's own way.
+    pub fn lockstep() -> Self {
+        Self::builtin().remove(0)
+    }
+
     /// The framework called `name`, in any letter case.
     pub fn named(name: &str) -> Option<Self> {
         Self::builtin().into_iter().find(|framework| framework.name.eq_ignore_ascii_case(name))

@@ -62,30 +62,22 @@ pub struct Measured<'a> {
     pub setting: &'a Setting,
     /// How many times as long kernels take as there: 1 where as many threads were measured.
     pub factor: f64,
+    /// Whether as many ranks and threads were measured.
+    pub exact: bool,
 }
 
 impl MachineProfile {
-    /// The measurements that hold for so many ranks of so many threads, or are nearest to them.
+    /// The measurements that hold for so many ranks of so many CPU threads, or are nearest to them.
     pub fn measured(&self, ranks: usize, threads: usize) -> Option<Measured<'_>> {
-        let far = |s: &Setting| {
-            let steps = |a: usize, b: usize| (a.max(1) as f64 / b.max(1) as f64).log2().abs();
-            steps(s.threads, threads) + 0.5 * steps(s.ranks, ranks)
-        };
+        let times = |s: &Setting| if s.threads == 0 { 1.0 } else { s.threads as f64 / threads.max(1) as f64 };
+        let far = |s: &Setting| times(s).log2().abs() + 0.5 * (s.ranks as f64 / ranks.max(1) as f64).log2().abs();
         let setting = self.settings.iter().min_by(|a, b| far(a).total_cmp(&far(b)))?;
-        let factor = setting.threads.max(1) as f64 / threads.max(1) as f64;
-        Some(Measured { name: &self.name, setting, factor })
+        Some(Measured { name: &self.name, setting, factor: times(setting), exact: far(setting) == 0.0 })
     }
 
     /// The measurements of so many ranks of so many threads, to be added to.
     pub fn setting_mut(&mut self, ranks: usize, threads: usize) -> Option<&mut Setting> {
         self.settings.iter_mut().find(|s| (s.ranks, s.threads) == (ranks, threads))
-    }
-}
-
-impl Measured<'_> {
-    /// Whether the run's ranks and threads were measured themselves.
-    pub fn exact(&self, ranks: usize, threads: usize) -> bool {
-        (self.setting.ranks, self.setting.threads) == (ranks, threads)
     }
 }
 

@@ -1,6 +1,6 @@
 //! From programs to what can be priced fast: instructions that ask the same are one demand, layers that ask the same one run.
 
-use crate::events::{self, Channel, Outcome, Point, SegmentTime};
+use crate::events::{self, Channel, Outcome, Point, Repetition, SegmentTime};
 use crate::price::{AtPeak, Site};
 use crate::work::{Demand, Kernel, meets};
 use crate::{Framework, Hardware, Measured, SimError, Terms};
@@ -79,6 +79,8 @@ pub struct Workload {
     mesh: Mesh,
     pub(crate) roles: Vec<RoleWork>,
     wires: Vec<Wire>,
+    /// What repeats in the slots of every role; none where something does not.
+    repetitions: Vec<Repetition>,
 }
 
 /// Collects equal things once.
@@ -126,7 +128,9 @@ impl Workload {
             }
             roles.push(role);
         }
-        Ok(Self { mesh: first.mesh, roles, wires: all })
+        let repetition = |role: &RoleWork| Repetition::find(&role.slots, &role.micro_batches);
+        let repetitions = roles.iter().map(repetition).collect::<Option<_>>().unwrap_or_default();
+        Ok(Self { mesh: first.mesh, roles, wires: all, repetitions })
     }
 
     /// Ranks of all roles.
@@ -290,12 +294,18 @@ impl<'a> Placed<'a> {
     /// Seconds of a step under some constants, the host's time of a step included.
     pub fn price(&self, terms: &Terms) -> Result<f64, SimError> {
         let priced = self.priced(terms, None);
-        Ok(self.run(&priced, false)?.total + terms.host_step)
+        let slots = self.slots();
+        let Priced { segments, channels, .. } = &priced;
+        Ok(events::run_repeating(&slots, segments, channels, &self.work.repetitions)?.total + terms.host_step)
     }
 
-    pub(crate) fn run(&self, priced: &Priced, record: bool) -> Result<Outcome, SimError> {
-        let slots: Vec<Vec<usize>> = self.work.roles.iter().map(|role| role.slots.clone()).collect();
-        events::run(&slots, &priced.segments, &priced.channels, record)
+    /// Runs every slot, and says when each ended.
+    pub(crate) fn run(&self, priced: &Priced) -> Result<Outcome, SimError> {
+        events::run(&self.slots(), &priced.segments, &priced.channels, true)
+    }
+
+    fn slots(&self) -> Vec<&'a [usize]> {
+        self.work.roles.iter().map(|role| role.slots.as_slice()).collect()
     }
 
     pub(crate) fn work(&self) -> &'a Workload {

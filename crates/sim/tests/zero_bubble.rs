@@ -77,6 +77,7 @@ fn simulated(schedule: &str, p: usize, chunks: usize, m: usize, costs: &Costs) -
         segments.push(times);
     }
     let channels = vec![Channel { copies: COPIES, seconds: costs.transfer }; channels.len()];
+    let slots: Vec<&[usize]> = slots.iter().map(Vec::as_slice).collect();
     run(&slots, &segments, &channels, false).unwrap().total
 }
 

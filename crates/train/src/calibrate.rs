@@ -4,7 +4,7 @@
 //! the other ranks. Sizes are spread so that most models lie between them.
 
 use crate::compare::fill;
-use crate::machine::{lockstep, observed, processor, shared_by};
+use crate::machine::{observed, processor, shared_by};
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError};
 use lockstep_config::Config;
@@ -13,7 +13,7 @@ use lockstep_exec::{ExecError, cpu};
 use lockstep_ir::{DType, StepProgram, StepScalars};
 use lockstep_plan::{Plan, Target, plan};
 use lockstep_sim::machine::{Family, Point, Table};
-use lockstep_sim::{MachineProfile, Measured, Setting, Workload};
+use lockstep_sim::{Framework, MachineProfile, Measured, Setting, Workload};
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -235,9 +235,9 @@ fn collectives(ranks: usize) -> Result<Vec<Table>, TrainError> {
 /// Finds what steps take beside the sum of their kernels: on a CPU as a factor, on a GPU per kernel.
 fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<(), TrainError> {
     let price = |setting: &Setting, plan: &Plan| {
-        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &lockstep())?;
-        let on = Measured { name: "", setting, factor: 1.0 };
-        work.measured(&on, &lockstep()).0.price(&setting.terms())
+        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &Framework::lockstep())?;
+        let on = Measured { name: "", setting, factor: 1.0, exact: true };
+        work.measured(&on, &Framework::lockstep()).0.price(&setting.terms())
     };
     let mut ratios = Vec::new();
     let (mut over, mut under) = (0.0, 0.0);

@@ -7,6 +7,7 @@
 mod analysis;
 pub mod bench;
 mod calibrate;
+mod catalogue;
 mod changes;
 mod checkpoints;
 mod compare;
@@ -42,6 +43,7 @@ mod trained;
 
 pub use analysis::{Analysis, ClassTime, Learned, analyze, learn};
 pub use calibrate::{SaveSpec, measure_machine};
+pub use catalogue::{catalogue, catalogue_folder};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
 pub use compare::{Comparison, Criterion, Promise, compare, shrink};
@@ -54,7 +56,7 @@ pub use event::{Event, GpuMetrics, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
 pub use inherited::inherited;
-pub use machine::{Prediction, machines_folder, predict, save_machine};
+pub use machine::{Prediction, machine_profile, machines_folder, predict, save_machine};
 pub use noise::Measured;
 pub use processes::Processes;
 pub use profile::{OpTime, Profile};

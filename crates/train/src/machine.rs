@@ -1,12 +1,12 @@
 //! This machine's profile, and what it or the catalogue says of a step before it runs.
 
-use crate::{Devices, TrainError};
+use crate::{Devices, TrainError, catalogue};
 use lockstep_exec::{Timing, cpu};
 use lockstep_ir::StepProgram;
 use lockstep_plan::{Plan, Target};
 use lockstep_sim::machine::{Sample, Table, observe};
 use lockstep_sim::{
-    Catalogue, Constants, Forecast, Framework, Hardware, MachineProfile, Setting, SimError, Workload, simulate,
+    Constants, Forecast, Framework, Hardware, MachineProfile, Setting, SimError, Workload, simulate,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -103,17 +103,21 @@ pub(crate) fn profile_file(path: &Path, profile: &MachineProfile) -> Result<(), 
         .map_err(|e| TrainError::io("write", path, e))
 }
 
+/// This machine's profile of the device that a plan is for.
+pub fn machine_profile(devices: &Devices, plan: &Plan) -> Result<Option<MachineProfile>, TrainError> {
+    Ok(profile_of(&processor(devices, plan.target)?)?.map(|(_, profile)| profile))
+}
+
 /// How long a step of a plan takes on what it was planned for: by this machine's profile, or by the catalogue where that has the GPU.
 /// None where neither is known.
 pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>, TrainError> {
-    let processor = processor(devices, plan.target)?;
-    if let Some((_, profile)) = profile_of(&processor)? {
+    if let Some(profile) = machine_profile(devices, plan)? {
         return predict_by(&profile, plan).map(Some);
     }
     let one = plan.layout.mesh.ranks() == 1;
-    match (plan.target, Catalogue::builtin().of_device(&processor)) {
+    match (plan.target, catalogue()?.of_device(&processor(devices, plan.target)?)) {
         (Target::Cuda { .. }, Some(gpu)) if one => {
-            let (hardware, framework) = (Hardware::assumed(gpu), lockstep());
+            let (hardware, framework) = (Hardware::assumed(gpu), Framework::lockstep());
             let programs = &plan.compiled.programs;
             let constants = Constants::builtin();
             let forecast =
@@ -127,25 +131,19 @@ pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>, Tra
 
 /// The same by a profile.
 pub(crate) fn predict_by(profile: &MachineProfile, plan: &Plan) -> Result<Prediction, TrainError> {
-    let (ranks, threads) = shared_by(plan);
-    let Some(measured) = profile.measured(ranks, threads) else {
+    let Some(measured) = profile.measured(plan.layout.mesh.ranks(), plan.threads) else {
         let (file, hint) = (format!("{}.toml", profile.name), "measure again: lockstep bench --save NAME".to_owned());
         return Err(TrainError::Hardware(SimError::File { file, reason: "it has no [[setting]]".into(), hint }));
     };
-    let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &lockstep())?;
-    let (placed, unmeasured) = work.measured(&measured, &lockstep());
+    let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &Framework::lockstep())?;
+    let (placed, unmeasured) = work.measured(&measured, &Framework::lockstep());
     let hardware = measured.setting.hardware(&profile.name);
     Ok(Prediction {
         by: format!("profile {}", profile.name),
-        measured_as_run: measured.exact(ranks, threads),
+        measured_as_run: measured.exact,
         unmeasured: unmeasured.into_iter().collect(),
         forecast: placed.forecast(&plan.asked(), &hardware, &measured.setting.terms())?,
     })
-}
-
-/// How this program runs a step.
-pub(crate) fn lockstep() -> Framework {
-    Framework::builtin().swap_remove(0)
 }
 
 /// What timed steps of a plan say of the machine, in the median of the calls of one size: points by op, and the mean seconds of a step
