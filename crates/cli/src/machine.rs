@@ -30,7 +30,12 @@ pub fn save(name: &str, device: &str, ranks: &[usize]) -> Result<(), Failure> {
     let path = save_machine(&profile)?;
     let mut out = std::io::stdout().lock();
     let points: usize = profile.settings.iter().flat_map(|s| &s.tables).map(|t| t.points.len()).sum();
-    writeln!(out, "measured {} in {:.0} s: {points} times by op and size", profile.processor, begun.elapsed().as_secs_f64())?;
+    writeln!(
+        out,
+        "measured {} in {:.0} s: {points} times by op and size",
+        profile.processor,
+        begun.elapsed().as_secs_f64()
+    )?;
     writeln!(out, "saved in {}", path.display())?;
     Ok(())
 }
@@ -84,6 +89,9 @@ fn as_text(a: &Analysis, run: &Path) -> String {
     if !a.unmeasured.is_empty() {
         text.push_str(&format!("never measured, estimated from other ops: {}\n", a.unmeasured.join(", ")));
     }
-    text.push_str(&format!("lockstep bench --learn {} adds the measured times to this machine's profile\n", run.display()));
+    text.push_str(&format!(
+        "lockstep bench --learn {} adds the measured times to this machine's profile\n",
+        run.display()
+    ));
     text
 }

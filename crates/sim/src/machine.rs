@@ -132,7 +132,8 @@ impl Setting {
                 unmeasured.insert(format!("{name} {}", kernel.dtype));
                 // As the nearest sizes of other ops of the kind, of this type if there are any.
                 let like = |dtype: Option<DType>| {
-                    let tables = self.tables.iter().filter(|t| t.family == family && dtype.is_none_or(|d| d == t.dtype));
+                    let tables =
+                        self.tables.iter().filter(|t| t.family == family && dtype.is_none_or(|d| d == t.dtype));
                     points::share(self, tables, &size)
                 };
                 self.slowdown * bound * like(Some(kernel.dtype)).or_else(|| like(None)).unwrap_or(2.0)
@@ -250,7 +251,8 @@ pub struct Sample {
     pub seconds: f64,
 }
 
-/// What timed instructions say of the machine: points by op and type, in the median of those of the same size; and seconds by what they
+/// What timed instructions say of the machine: points by op and type, each the lower quartile of what
+/// calls of that size took, which other programs disturb little; and seconds by what they
 /// were spent on, collectives apart, which wait for others. What a device does as one is shared out by the members' roofline bounds.
 pub fn observe(
     program: &StepProgram,
@@ -291,9 +293,130 @@ pub fn observe(
     let table = |((family, op, dtype), sizes): (Key, Vec<(Vec<f64>, Vec<f64>)>)| {
         let point = |(size, mut times): (Vec<f64>, Vec<f64>)| {
             times.sort_by(f64::total_cmp);
-            Point { size, seconds: times[times.len() / 2].max(1e-9) }
+            Point { size, seconds: times[times.len() / 4].max(1e-9) }
         };
         Table { op: op.spec().name.to_owned(), dtype, family, points: sizes.into_iter().map(point).collect() }
     };
     Ok((seen.into_iter().map(table).collect(), classes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SimError;
+
+    fn planted() -> MachineProfile {
+        let point = |size: &[f64], seconds: f64| Point { size: size.to_vec(), seconds };
+        let table = |op: &str, dtype, family, points| Table { op: op.into(), dtype, family, points };
+        // A tenth of the peak where it is small, a half where it is large; the bytes take next to no time.
+        let matmuls = vec![
+            point(&[64.0, 64.0, 64.0, 1.0, 1.0], 2.0 * 64f64.powi(3) / 1e11),
+            point(&[1024.0, 1024.0, 1024.0, 1.0, 1.0], 2.0 * 1024f64.powi(3) / 5e11),
+        ];
+        let tables = vec![
+            table("linear", DType::BF16, Family::Matmul, matmuls),
+            table("gelu", DType::BF16, Family::Bytes, vec![point(&[1e6], 2e-6)]),
+            table("all_reduce", DType::F32, Family::Together, vec![point(&[2.0, 1e6], 5e-6)]),
+        ];
+        let setting = Setting {
+            flops_per_s: BTreeMap::from([(DType::BF16, 1e12)]),
+            threads: 2,
+            kernel_gap_s: 1e-6,
+            overlap_cost: 1.0,
+            tables,
+            ..Setting::nominal()
+        };
+        let two = Setting { ranks: 2, threads: 1, ..setting.clone() };
+        MachineProfile {
+            name: "mine".into(),
+            processor: "a \"chip\"".into(),
+            saved_unix_s: 7,
+            settings: vec![setting, two],
+        }
+    }
+
+    fn seconds(op: OpKind, demand: Demand) -> (f64, Vec<String>) {
+        let profile = planted();
+        let mut unmeasured = BTreeSet::new();
+        let kernel = Kernel { op, dtype: DType::BF16 };
+        let mesh = Mesh::ONE.with(lockstep_ir::MeshAxis::DpShard, 2);
+        let seconds = profile.settings[0].seconds(kernel, &demand, &mesh, &mut unmeasured);
+        (seconds, unmeasured.into_iter().collect())
+    }
+
+    fn matmul(n: u64, calls: u64) -> Demand {
+        let (rows, cols, inner, dtype) = (n, n, n, DType::BF16);
+        Demand::Matmul { rows, cols, inner, calls, dtype, bytes: 1, gradients: 0, logits: 0 }
+    }
+
+    #[test]
+    fn a_file_is_read_to_what_was_written() {
+        let text = planted().to_toml();
+        let read = MachineProfile::parse("mine.toml", &text).unwrap();
+        assert_eq!(read.to_toml(), text);
+        assert_eq!((read.name.as_str(), read.processor.as_str(), read.settings.len()), ("mine", "a \"chip\"", 2));
+        assert_eq!(read.settings[0].tables[0].points[0].size, planted().settings[0].tables[0].points[0].size);
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_file_is_named_by_line() {
+        let text = planted().to_toml();
+        let line = |what: &str| 1 + text.lines().position(|l| l.contains(what)).unwrap();
+        for (from, to, part, says) in [
+            ("op = \"gelu\"", "op = \"glue\"", "op = \"gelu\"", "there is no op \"glue\""),
+            ("dtype = \"f32\"", "dtype = \"f31\"", "dtype = \"f32\"", "there is no type \"f31\""),
+            ("[\"ranks\", \"bytes\", \"us\"]", "[\"ranks\", \"us\"]", "[\"ranks\"", "no op has these columns"),
+            ("[1000000.0, 2.0]", "[1000000.0]", "[1000000.0, 2.0]", "a point has 2 numbers above 0: bytes, us"),
+            ("memory_gb_per_s = 1000.0", "memory_gb_per_s = -1.0", "memory_gb_per_s", "is not above 0"),
+            ("slowdown = 1.0", "slowdown = \"x\"", "slowdown", "invalid type"),
+        ] {
+            let broken = text.replacen(from, to, 1);
+            assert_ne!(broken, text, "{from}");
+            let SimError::File { file, reason, hint } = MachineProfile::parse("mine.toml", &broken).unwrap_err() else {
+                panic!("{from}");
+            };
+            let at = format!("line {}", line(part));
+            assert!(file == "mine.toml" && reason.contains(&at) && reason.contains(says), "{reason}");
+            assert!(hint.contains("bench --save"), "{hint}");
+        }
+    }
+
+    #[test]
+    fn a_measured_size_takes_what_was_measured_and_one_between_the_share_that_is_between() {
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-3;
+        assert!(near(seconds(OpKind::Linear, matmul(64, 1)).0, 2.0 * 64f64.powi(3) / 1e11));
+        assert!(near(seconds(OpKind::Linear, matmul(1024, 3)).0, 3.0 * 2.0 * 1024f64.powi(3) / 5e11));
+        let rate = 2.0 * 256f64.powi(3) / seconds(OpKind::Linear, matmul(256, 1)).0;
+        assert!(rate > 1.5e11 && rate < 4e11, "{rate}");
+        // Twice the bytes of a kernel bound by memory: twice the time.
+        assert!(near(seconds(OpKind::Gelu, Demand::Elementwise { bytes: 2_000_000 }).0, 4e-6));
+        let reduce = Demand::Collective {
+            pattern: Pattern::AllReduce,
+            over: lockstep_ir::MeshAxis::DpShard.into(),
+            sharers: None,
+            bytes: 1_000_000,
+        };
+        assert!(near(seconds(OpKind::AllReduce, reduce).0, 5e-6));
+    }
+
+    #[test]
+    fn what_was_never_measured_is_estimated_and_named() {
+        let (found, unmeasured) = seconds(OpKind::Dropout, Demand::Elementwise { bytes: 1_000_000 });
+        assert!((found / 2e-6 - 1.0).abs() < 1e-3, "{found}");
+        assert_eq!(unmeasured, ["dropout bf16"]);
+        assert_eq!(seconds(OpKind::Gelu, Demand::Elementwise { bytes: 9 }).1, [""; 0]);
+    }
+
+    #[test]
+    fn ranks_and_threads_choose_the_measurements() {
+        let profile = planted();
+        let of = |ranks, threads| {
+            let found = profile.measured(ranks, threads).unwrap();
+            (found.setting.ranks, found.factor, found.exact)
+        };
+        assert_eq!(of(1, 2), (1, 1.0, true));
+        assert_eq!(of(2, 1), (2, 1.0, true));
+        assert_eq!(of(4, 1), (2, 1.0, false));
+        assert_eq!(of(1, 4), (1, 0.5, false));
+    }
 }

@@ -169,7 +169,8 @@ pub struct Learned {
 pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
     let path = run.join(MEASURED);
     let measured: MeasuredStep = json(&path)?.ok_or_else(|| {
-        let hint = "measure this machine with lockstep bench --save NAME, and train again: such a run times one of its steps";
+        let hint =
+            "measure this machine with lockstep bench --save NAME, and train again: such a run times one of its steps";
         unusable(&path, "there is no such file", hint)
     })?;
     let found = MachineProfile::parse(&path.display().to_string(), &measured.points)?;

@@ -134,7 +134,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         notes.push(format!("warning: no prediction: {error}"));
         None
     });
-    let positions = config.train.micro_batch * config.train.seq;
+    let positions = config.round() * config.train.seq;
     for m in 0..plan.layout.micro_batches {
         fill(&mut session, config, 0, m, m * positions, positions)?;
     }

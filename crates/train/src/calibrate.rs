@@ -59,12 +59,14 @@ const SMALL: [Shape; 6] = [
 ];
 
 /// On a GPU.
-const LARGE: [Shape; 7] = [
-    shape("llama", 4, 512, [8, 8], 1536, 32000, [32, 1024]),
+const LARGE: [Shape; 9] = [
+    shape("llama", 2, 640, [10, 10], 1792, 50304, [32, 1024]),
+    shape("llama", 2, 512, [8, 8], 1536, 32000, [32, 1024]),
     shape("gpt2", 3, 1024, [16, 16], 4096, 50304, [16, 1024]),
     shape("llama", 3, 1536, [12, 4], 4096, 32000, [8, 2048]),
     shape("llama", 2, 2560, [40, 8], 6912, 64000, [4, 4096]),
     shape("gpt2", 2, 2048, [16, 16], 8192, 50304, [8, 1024]),
+    shape("llama", 2, 3072, [24, 8], 8192, 80000, [2, 4096]),
     shape("llama", 2, 4096, [32, 8], 11008, 128256, [1, 4096]),
     shape("llama", 1, 5120, [40, 8], 16384, 32000, [2, 4096]),
 ];
@@ -173,7 +175,7 @@ fn blank(
 fn time(devices: &Devices, config: &Config, setting: &mut Setting) -> Result<Steps, TrainError> {
     let plan = devices.tuned(config, plan(devices, config)?)?;
     let mut session = Session::new(devices, config, &plan)?;
-    let positions = config.train.micro_batch * config.train.seq;
+    let positions = config.round() * config.train.seq;
     for m in 0..plan.layout.micro_batches {
         fill(&mut session, config, 0, m, m * positions, positions)?;
     }
@@ -258,4 +260,30 @@ fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<(
         Target::Cuda { .. } => setting.kernel_gap_s = 1e-6 * over / under.max(f64::MIN_POSITIVE),
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_of_a_measured_model_take_about_what_they_are_priced_at() {
+        let devices = Devices::new();
+        let mut setting = blank(&devices, Target::Cpu, 1, 1, &[("fp32", DType::F32)]).unwrap();
+        let config = shape("llama", 2, 64, [4, 2], 128, 256, [2, 64]).config("cpu", "fp32", 1, 1).unwrap();
+        let measured = [time(&devices, &config, &mut setting).unwrap()];
+        settle(&mut setting, Target::Cpu, &measured).unwrap();
+        for op in
+            ["linear", "linear_grad_weight", "linear_cross_entropy", "attention", "attention_grad", "rms_norm", "adamw"]
+        {
+            assert!(setting.tables.iter().any(|t| t.op == op), "{op}");
+        }
+        let profile =
+            MachineProfile { name: "test".into(), processor: String::new(), saved_unix_s: 0, settings: vec![setting] };
+        let read = MachineProfile::parse("test.toml", &profile.to_toml()).unwrap();
+        let found = crate::machine::predict_by(&read, &measured[0].plan).unwrap();
+        let ratio = found.forecast.step_s / measured[0].step_s;
+        assert!(ratio > 0.9 && ratio < 1.1, "{ratio}");
+        assert!(found.measured_as_run && found.unmeasured.is_empty(), "{:?}", found.unmeasured);
+    }
 }

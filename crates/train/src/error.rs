@@ -330,6 +330,7 @@ impl TrainError {
         matches!(
             self,
             TrainError::Config(_)
+                | TrainError::Hardware(lockstep_sim::SimError::File { .. })
                 | TrainError::Data(_)
                 | TrainError::OtherRanks { .. }
                 | TrainError::ProcessesOnGpu

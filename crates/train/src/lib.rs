@@ -56,7 +56,7 @@ pub use event::{Event, GpuMetrics, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate};
 pub use hf::{ExportOptions, Exported, Imported, export, import};
 pub use inherited::inherited;
-pub use machine::{Prediction, machine_profile, machines_folder, predict, save_machine};
+pub use machine::{Prediction, machine_profile, machines_folder, predict, processor, save_machine};
 pub use noise::Measured;
 pub use processes::Processes;
 pub use profile::{OpTime, Profile};

@@ -5,9 +5,7 @@ use lockstep_exec::{Timing, cpu};
 use lockstep_ir::StepProgram;
 use lockstep_plan::{Plan, Target};
 use lockstep_sim::machine::{Sample, Table, observe};
-use lockstep_sim::{
-    Constants, Forecast, Framework, Hardware, MachineProfile, Setting, SimError, Workload, simulate,
-};
+use lockstep_sim::{Constants, Forecast, Framework, Hardware, MachineProfile, Setting, SimError, Workload, simulate};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -39,7 +37,7 @@ pub struct Prediction {
 }
 
 /// What computes, as the system or the driver calls it.
-pub(crate) fn processor(devices: &Devices, target: Target) -> Result<String, TrainError> {
+pub fn processor(devices: &Devices, target: Target) -> Result<String, TrainError> {
     match target {
         Target::Cpu => {
             let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -120,8 +118,7 @@ pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>, Tra
             let (hardware, framework) = (Hardware::assumed(gpu), Framework::lockstep());
             let programs = &plan.compiled.programs;
             let constants = Constants::builtin();
-            let forecast =
-                simulate(programs, StepProgram::TRAIN, &plan.asked(), &hardware, &framework, &constants)?;
+            let forecast = simulate(programs, StepProgram::TRAIN, &plan.asked(), &hardware, &framework, &constants)?;
             let by = format!("catalogue {}", gpu.name);
             Ok(Some(Prediction { by, measured_as_run: false, unmeasured: Vec::new(), forecast }))
         }
@@ -146,7 +143,7 @@ pub(crate) fn predict_by(profile: &MachineProfile, plan: &Plan) -> Result<Predic
     })
 }
 
-/// What timed steps of a plan say of the machine, in the median of the calls of one size: points by op, and the mean seconds of a step
+/// What timed steps of a plan say of the machine: points by op, and the mean seconds of a step
 /// by what they were spent on.
 pub(crate) fn observed(
     plan: &Plan,

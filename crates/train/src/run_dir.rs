@@ -1,7 +1,7 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
-use crate::changes::{self, CHANGES};
 use crate::analysis::{MEASURED, MeasuredStep};
+use crate::changes::{self, CHANGES};
 use crate::{Prediction, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;

@@ -139,7 +139,10 @@ impl TableEntry {
         let family = Family::ALL.into_iter().find(|family| family.columns() == size).filter(|_| time == TIME);
         let family = family.ok_or_else(|| {
             let known: Vec<String> = Family::ALL.iter().map(|f| f.columns().join(", ")).collect();
-            at(self.columns.span(), format!("no op has these columns: it is one of {}, then {TIME}", known.join("; or ")))
+            at(
+                self.columns.span(),
+                format!("no op has these columns: it is one of {}, then {TIME}", known.join("; or ")),
+            )
         })?;
         let mut points = Vec::new();
         for point in self.points {

@@ -49,8 +49,7 @@ impl Family {
     }
 
     /// All of them.
-    pub const ALL: [Family; 5] =
-        [Family::Matmul, Family::Attention, Family::Scores, Family::Bytes, Family::Together];
+    pub const ALL: [Family; 5] = [Family::Matmul, Family::Attention, Family::Scores, Family::Bytes, Family::Together];
 
     /// Seconds at the peak rates, of which measured times are multiples.
     pub(super) fn bound(self, size: &[f64], flops_per_s: f64, bytes_per_s: f64, units: usize) -> f64 {
@@ -77,8 +76,8 @@ impl Family {
         let log = |x: &f64| x.max(1.0).log2();
         match (self, size) {
             (Family::Matmul, [rows, cols, inner, ..]) => vec![log(rows), log(cols), log(inner)],
-            // Few heads leave processors idle.
-            (Family::Attention, [seq, head_dim, flops, _]) => vec![log(seq), log(head_dim), 0.5 * log(flops)],
+            // Kernels are made for a size of heads; few heads leave processors idle.
+            (Family::Attention, [seq, head_dim, flops, _]) => vec![log(seq), 3.0 * log(head_dim), 0.25 * log(flops)],
             (Family::Together, [ranks, bytes]) => vec![2.0 * log(ranks), log(bytes)],
             (Family::Matmul | Family::Attention | Family::Scores | Family::Bytes | Family::Together, _) => {
                 size.iter().map(log).collect()
@@ -129,11 +128,7 @@ const POWER: i32 = 4;
 
 /// How many times the roofline bound something of this size takes, by the points of these tables: the geometric mean of their shares,
 /// each weighted by how near it is.
-pub(super) fn share<'a>(
-    setting: &Setting,
-    tables: impl Iterator<Item = &'a Table>,
-    size: &[f64],
-) -> Option<f64> {
+pub(super) fn share<'a>(setting: &Setting, tables: impl Iterator<Item = &'a Table>, size: &[f64]) -> Option<f64> {
     let (mut sum, mut weights) = (0.0, 0.0);
     for table in tables {
         let here = table.family.place(size);
