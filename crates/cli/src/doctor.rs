@@ -1,5 +1,7 @@
 //! `lockstep doctor`: what this machine has, what is missing and how to get it; whether kernels are right.
 
+mod world;
+
 use crate::Format;
 use crate::failure::Failure;
 use crate::style;
@@ -16,9 +18,13 @@ use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Check every kernel against its definition in f64, on pseudo-random numbers.
+    /// Check every kernel against its definition in f64, on pseudo-random numbers; with --world, the communication between
+    /// processes.
     #[arg(long)]
     conformance: bool,
+    /// Look at the processes that were started together with this one, by mpirun, srun or torchrun.
+    #[arg(long)]
+    world: bool,
     /// Draws the numbers: the same ones wherever it is the same.
     #[arg(long, value_name = "N", default_value_t = conformance::SEED, requires = "conformance")]
     seed: u64,
@@ -31,6 +37,9 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
+    if args.world {
+        return world::run(args.conformance);
+    }
     if args.conformance {
         return check(&args.device, args.seed);
     }

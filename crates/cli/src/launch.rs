@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, INTERRUPTED};
 use crate::processes::LAUNCHED;
-use crate::{style, train};
+use crate::{slurm, style, train};
 use lockstep_train::TrainError;
 use std::io::Write;
 use std::net::TcpListener;
@@ -23,6 +23,8 @@ pub struct Args {
     /// When a rank fails, start all again from the last checkpoint, up to so many times.
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with_all = ["fresh", "resume_from", "change"])]
     restarts: u32,
+    #[command(flatten)]
+    slurm: slurm::Args,
 }
 
 /// The ranks that are left when one has failed end by themselves within 10 s; then they are killed.
@@ -30,12 +32,20 @@ const ENDS_WITHIN: Duration = Duration::from_secs(12);
 /// How often processes are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-pub fn run(args: Args) -> Result<ExitCode, Failure> {
-    let config = args.train.config.load_quietly()?;
+pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
+    let given = args.train.config.set.len();
+    args.train.config.set.extend(args.slurm.overrides());
+    let config = if args.slurm.slurm { args.train.config.load()? } else { args.train.config.load_quietly()? };
+    // The job takes them from its script.
+    args.train.config.set.truncate(given);
     let layout = config.layout();
     let ranks = layout.mesh.ranks();
     if let Some(processes) = args.ranks.filter(|processes| *processes != ranks) {
         return Err(TrainError::OtherRanks { layout: layout.to_string(), ranks, processes }.into());
+    }
+    if args.slurm.slurm {
+        slurm::run(&args.slurm, args.train, &config)?;
+        return Ok(ExitCode::SUCCESS);
     }
     if args.train.dry_run {
         return train::run(args.train);

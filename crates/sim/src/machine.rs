@@ -260,7 +260,9 @@ pub fn observe(
     samples: &[Sample],
 ) -> Result<(Vec<Table>, BTreeMap<String, f64>), crate::SimError> {
     type Key = (Family, OpKind, DType);
-    let mut seen: BTreeMap<Key, Vec<(Vec<f64>, Vec<f64>)>> = BTreeMap::new();
+    // Times by size.
+    type Times = Vec<(Vec<f64>, Vec<f64>)>;
+    let mut seen: BTreeMap<Key, Times> = BTreeMap::new();
     let mut classes: BTreeMap<String, f64> = BTreeMap::new();
     let mut at = 0;
     while let Some(sample) = samples.get(at) {
@@ -290,7 +292,7 @@ pub fn observe(
             }
         }
     }
-    let table = |((family, op, dtype), sizes): (Key, Vec<(Vec<f64>, Vec<f64>)>)| {
+    let table = |((family, op, dtype), sizes): (Key, Times)| {
         let point = |(size, mut times): (Vec<f64>, Vec<f64>)| {
             times.sort_by(f64::total_cmp);
             Point { size, seconds: times[times.len() / 4].max(1e-9) }

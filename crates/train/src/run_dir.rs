@@ -23,10 +23,10 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 8] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, MEASURED, "data", CHECKPOINTS];
+const OURS: [&str; 9] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, "data", CHECKPOINTS];
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 6] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, MEASURED];
+const RECORDS: [&str; 7] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED];
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -52,6 +52,8 @@ const PLAN: &str = "plan.json";
 const CONFIG: &str = "run.toml";
 const METRICS: &str = "metrics.jsonl";
 const EVENTS: &str = "events.jsonl";
+/// What ended attempts of several processes, by every one that noticed it.
+pub(crate) const FAILURES: &str = "failures.jsonl";
 const LOCK: &str = ".lock";
 
 impl RunDir {
