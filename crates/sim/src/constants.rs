@@ -13,7 +13,7 @@ pub const MOST_FITTED: usize = 40;
 pub struct Constant {
     /// Which term: one of [`Terms::NAMES`].
     pub term: String,
-    /// The framework, family of GPUs or fabric that it holds for; empty for all.
+    /// The framework, family of GPUs or fabric that it holds for, or `framework/family`; empty for all.
     #[serde(default)]
     pub of: String,
     /// Its value.
@@ -69,7 +69,9 @@ macro_rules! terms {
         impl Constants {
             /// The constants that hold for a framework on some hardware.
             pub fn terms(&self, framework: &Framework, hardware: &Hardware) -> Terms {
-                let of = [framework.name.as_str(), &hardware.gpu.family, &hardware.cluster.fabric];
+                let (framework, family) = (framework.name.as_str(), hardware.gpu.family.as_str());
+                let both = format!("{framework}/{family}");
+                let of = [&both, framework, family, &hardware.cluster.fabric];
                 Terms { $($field: self.value($name, &of),)* }
             }
         }
@@ -226,6 +228,9 @@ mod tests {
         let terms = |gpu: &str| constants.terms(&framework, &Hardware::assumed(all.gpu(gpu).unwrap()));
         assert_eq!(terms("h200").matmul_efficiency, 0.5);
         assert!(terms("a100").matmul_efficiency > 0.5);
+        assert!(constants.set("matmul.efficiency", "lockstep/h100", 0.25));
+        let terms = |gpu: &str| constants.terms(&framework, &Hardware::assumed(all.gpu(gpu).unwrap()));
+        assert_eq!(terms("h200").matmul_efficiency, 0.25, "of a framework on a family");
         assert_eq!(Constants::parse("again", &constants.to_toml()).unwrap(), constants);
     }
 
