@@ -223,14 +223,15 @@ mod tests {
         let mut constants = Constants::builtin();
         assert!(constants.set("matmul.efficiency", "h100", 0.5));
         assert!(!constants.set("matmul.efficiency", "z80", 0.5));
-        let all = Catalogue::builtin();
-        let framework = Framework::named("lockstep").unwrap();
-        let terms = |gpu: &str| constants.terms(&framework, &Hardware::assumed(all.gpu(gpu).unwrap()));
-        assert_eq!(terms("h200").matmul_efficiency, 0.5);
-        assert!(terms("a100").matmul_efficiency > 0.5);
         assert!(constants.set("matmul.efficiency", "lockstep/h100", 0.25));
-        let terms = |gpu: &str| constants.terms(&framework, &Hardware::assumed(all.gpu(gpu).unwrap()));
-        assert_eq!(terms("h200").matmul_efficiency, 0.25, "of a framework on a family");
+        let all = Catalogue::builtin();
+        let rate = |framework: &str, gpu: &str| {
+            let hardware = Hardware::assumed(all.gpu(gpu).unwrap());
+            constants.terms(&Framework::named(framework).unwrap(), &hardware).matmul_efficiency
+        };
+        // Of a framework on a family, of a family, of all.
+        assert_eq!((rate("lockstep", "h200"), rate("nanotron", "h200"), rate("lockstep", "v100")), (0.25, 0.5, 0.75));
+        assert!(rate("lockstep", "a100") > 0.75);
         assert_eq!(Constants::parse("again", &constants.to_toml()).unwrap(), constants);
     }
 
