@@ -38,7 +38,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     if args.world {
-        return world::run(args.conformance);
+        return world::run(args.conformance, args.format);
     }
     if args.conformance {
         return check(&args.device, args.seed);

@@ -37,4 +37,4 @@ pub use kernels::compile_all;
 pub use library::{NOT_FOUND, Name as LibraryName};
 pub use nvml::{Nvml, Telemetry};
 pub use ops::profile;
-pub use survey::{Finding, LIBRARIES, survey};
+pub use survey::{Finding, LIBRARIES, device_count, device_name, survey, survey_libraries};
