@@ -57,6 +57,10 @@ pub enum AtPeak {
         bytes_s: f64,
         crosses_nodes: bool,
     },
+    /// Measured.
+    Measured {
+        seconds: f64,
+    },
 }
 
 impl AtPeak {
@@ -117,6 +121,7 @@ impl AtPeak {
         let memory = 1.0 / terms.memory_efficiency;
         match *self {
             AtPeak::Nothing => 0.0,
+            AtPeak::Measured { seconds } => seconds,
             AtPeak::Matmul { flops_s, bytes_s, filled, misaligned, gradients, logits, fp8 } => {
                 let rate = terms.matmul_efficiency
                     * if fp8 { terms.matmul_fp8 } else { 1.0 }
