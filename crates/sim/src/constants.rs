@@ -244,7 +244,7 @@ mod tests {
             constants.terms(&Framework::named(framework).unwrap(), &hardware).matmul_efficiency
         };
         // Of a framework on a family, of a family, of all.
-        assert_eq!((rate("lockstep", "h200"), rate("nanotron", "h200"), rate("lockstep", "v100")), (0.25, 0.5, 0.75));
+        assert_eq!((rate("lockstep", "h200"), rate("nanotron", "h200"), rate("lockstep", "mi355x")), (0.25, 0.5, 0.75));
         assert!(rate("lockstep", "a100") > 0.75);
         assert_eq!(Constants::parse("again", &constants.to_toml()).unwrap(), constants);
     }
