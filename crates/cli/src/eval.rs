@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     });
     let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
     let mut progress = Progress::new(0);
-    let result = evaluate(&Devices::new(), &trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
+    let result = evaluate(&Devices::of(&trained.config), &trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
         EvaluateProgress::Warning(text) => {
             let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
         }

@@ -51,8 +51,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
     let gpu = args.cost.find_gpu()?;
-    let devices = Devices::new();
-    let (config, room) = compare::placed(&devices, args.config.load()?, gpu)?;
+    let config = args.config.load()?;
+    let devices = Devices::of(&config);
+    let (config, room) = compare::placed(&devices, config, gpu)?;
     if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
         return shown.print(args.format);
     }

@@ -3,7 +3,11 @@
 use crate::failure::{Failure, INTERRUPTED};
 use crate::processes::LAUNCHED;
 use crate::{style, train};
-use lockstep_train::TrainError;
+use lockstep_config::DeviceChoice;
+use lockstep_cuda::{Device, Gpu, check_nccl};
+use lockstep_exec::ExecError;
+use lockstep_exec::comm::processes::host;
+use lockstep_train::{SHARES_GPUS, TrainError};
 use std::io::Write;
 use std::net::TcpListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -23,6 +27,9 @@ pub struct Args {
     /// When a rank fails, start all again from the last checkpoint, up to so many times.
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with_all = ["fresh", "resume_from", "change"])]
     restarts: u32,
+    /// Let ranks share GPUs where there are fewer: to check a layout, slowly.
+    #[arg(long)]
+    share_gpus: bool,
 }
 
 /// The ranks that are left when one has failed end by themselves within 10 s; then they are killed.
@@ -40,9 +47,15 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     if args.train.dry_run {
         return train::run(args.train);
     }
+    if config.train.device == DeviceChoice::Cuda {
+        require_gpus(ranks, config.train.gpu, args.share_gpus)?;
+    }
+    if args.share_gpus {
+        tell("warning: ranks share GPUs: good to check a layout, slower to train than one rank per GPU");
+    }
     let signals = train::on_interrupt()?;
     for attempt in 0..=args.restarts {
-        let end = Team::start(&args.train, ranks)?.wait(&signals)?;
+        let end = Team::start(&args.train, ranks, args.share_gpus)?.wait(&signals)?;
         let again = attempt < args.restarts && end.code != 2 && end.failed.is_some() && !end.asked_to_stop;
         if let Some(text) = &end.failed {
             tell(&format!("error: {text}"));
@@ -53,6 +66,16 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
         tell(&format!("starting again from the last checkpoint, {} of {} restarts", attempt + 1, args.restarts));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses what no rank could do, before there are ranks to refuse it.
+fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
+    let found = Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
+    let gpus = found.map_err(|error| TrainError::from(ExecError::from(error)))?.saturating_sub(first);
+    match ranks > gpus && !share {
+        true => Err(TrainError::FewGpus { host: host(), ranks, gpus }.into()),
+        false => Ok(()),
+    }
 }
 
 /// Says something on stderr. Where nobody listens, the exit code still tells.
@@ -75,7 +98,7 @@ struct End {
 }
 
 impl Team {
-    fn start(args: &train::Args, ranks: usize) -> Result<Self, Failure> {
+    fn start(args: &train::Args, ranks: usize, share_gpus: bool) -> Result<Self, Failure> {
         // Free now; should somebody else take it before rank 0 does, that says so.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let mut team = Self { children: Vec::new(), ended: vec![None; ranks] };
@@ -86,6 +109,9 @@ impl Team {
             command.process_group(0);
             for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks)] {
                 command.env(name, value.to_string());
+            }
+            if share_gpus {
+                command.env(SHARES_GPUS, format!("lockstep-{}-{rank}", std::process::id()));
             }
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             team.children.push(command.spawn()?);

@@ -25,6 +25,8 @@ pub struct Place {
     pub ranks: usize,
     /// Where the first listens.
     pub address: String,
+    /// Which of the processes of its host it is, where that is said.
+    pub local: Option<usize>,
 }
 
 /// Where this process stands among others; `None` if it is alone.
@@ -42,16 +44,17 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
     let (host, port) = (get("MASTER_ADDR"), get("MASTER_PORT"));
     // By torchrun and `lockstep launch`; by srun, whose batch shell has no step; by Open MPI; by MPICH and its relatives.
     let started = [
-        ("RANK", "WORLD_SIZE", None),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", get("SLURM_LAUNCH_NODE_IPADDR")),
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", None),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", get("SLURM_LAUNCH_NODE_IPADDR")),
         (
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
             local(get, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
         ),
-        ("PMI_RANK", "PMI_SIZE", local(get, "MPI_LOCALNRANKS", "PMI_SIZE")),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local(get, "MPI_LOCALNRANKS", "PMI_SIZE")),
     ];
-    for (rank_name, ranks_name, first) in started {
+    for (rank_name, ranks_name, local_name, first) in started {
         let (Some(rank), Some(ranks)) = (number(rank_name)?, number(ranks_name)?) else { continue };
         if ranks <= 1 {
             return Ok(None);
@@ -65,7 +68,7 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
                  say where rank 0 is\nhint: set MASTER_ADDR to the host of rank 0, or unset {rank_name} to train alone"
             )));
         };
-        return Ok(Some(Place { rank, ranks, address }));
+        return Ok(Some(Place { rank, ranks, address, local: number(local_name)? }));
     }
     Ok(None)
 }
@@ -78,8 +81,12 @@ fn local(get: &dyn Fn(&str) -> Option<String>, here: &str, all: &str) -> Option<
 impl Place {
     /// How it joins the others.
     pub fn start(&self, config: &Config) -> Result<Start, Failure> {
-        let Place { rank, ranks, address } = self;
-        let timeout = Duration::from_secs_f64(config.parallel.timeout);
+        self.start_within(Duration::from_secs_f64(config.parallel.timeout))
+    }
+
+    /// The same with this timeout.
+    pub fn start_within(&self, timeout: Duration) -> Result<Start, Failure> {
+        let Place { rank, ranks, address, .. } = self;
         Ok(Start { rank: *rank, ranks: *ranks, address: address.clone(), timeout, build: build()? })
     }
 }
@@ -127,7 +134,10 @@ mod tests {
     }
 
     fn check(variables: &[(&str, &str)], rank: usize, ranks: usize, address: &str) {
-        assert_eq!(found(variables), Ok(Some(Place { rank, ranks, address: address.to_owned() })), "{variables:?}");
+        let local = variables.iter().find(|(n, _)| n.contains("LOCAL_RANK") || n.contains("LOCALID"));
+        let local = local.map(|(_, value)| value.parse().unwrap());
+        let expected = Place { rank, ranks, address: address.to_owned(), local };
+        assert_eq!(found(variables), Ok(Some(expected)), "{variables:?}");
     }
 
     #[test]
@@ -135,11 +145,17 @@ mod tests {
         let master = [("MASTER_ADDR", "n1"), ("MASTER_PORT", "4321")];
         let with = |more: &[(&'static str, &'static str)]| [&master[..], more].concat();
         check(&with(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")]), 3, 4, "n1:4321");
-        let slurm = [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_JOB_ID", "70012")];
+        let slurm = [
+            ("SLURM_PROCID", "1"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_LOCALID", "0"),
+            ("SLURM_JOB_ID", "70012"),
+        ];
         check(&with(&slurm), 1, 2, "n1:4321");
         check(&[&slurm[..], &[("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")]].concat(), 1, 2, "10.0.0.7:20012");
         let open_mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")];
         check(&with(&open_mpi), 0, 4, "n1:4321");
+        check(&with(&[&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_RANK", "3")]].concat()), 0, 4, "n1:4321");
         check(&[&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]].concat(), 0, 4, "127.0.0.1:29500");
         check(&[("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPI_LOCALNRANKS", "3")], 2, 3, "127.0.0.1:29500");
     }

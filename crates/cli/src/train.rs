@@ -91,8 +91,8 @@ fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
     let stop = on_interrupt()?;
     processes::stop_with_launcher(&stop)?;
     let devices = match &place {
-        Some(place) => Devices::of_processes(Processes::join(&place.start(&config)?, &config)?),
-        None => Devices::new(),
+        Some(place) => Devices::of_processes(Processes::join(&place.start(&config)?, &config, place.local)?),
+        None => Devices::of(&config),
     };
     let rewinds = args.resume_from.is_some();
     let options = RunOptions {

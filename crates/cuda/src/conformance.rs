@@ -1,12 +1,15 @@
-//! Ranks that share a device, for the conformance suite of communicators.
+//! Ranks that share a device or have one each, for the conformance suite of communicators.
 
 use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::driver::{Memory, Stream};
 use crate::gpu::Gpu;
+use crate::nccl_queue::NcclQueue;
+use crate::nccl_world::NcclWorld;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::conformance::{self, Subject};
+use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::comm::threads;
-use lockstep_exec::communication::CommunicationQueue;
+use lockstep_exec::communication::{CommunicationQueue, Connection};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,6 +24,23 @@ pub fn ranks(gpu: &Arc<Gpu>, count: usize, timeout: Duration) -> Result<Vec<Subj
         Ok(Subject::new(comm, queues, move |bytes| Box::new(DeviceMemory::new(&gpu, bytes))))
     };
     threads(count, timeout).into_iter().map(subject).collect()
+}
+
+/// This process as a rank of several over NCCL, for [`conformance::check_rank`], whose connections these are; `ordered` promises
+/// the bits of sums.
+pub fn process_rank(
+    gpu: &Arc<Gpu>,
+    comm: Arc<ProcessCommunicator>,
+    connections: &[Connection],
+    ordered: bool,
+) -> Result<Subject, ExecError> {
+    let world = Arc::new(NcclWorld::connect(gpu, &comm, connections)?);
+    let queue = || -> Result<Box<dyn CommunicationQueue>, ExecError> {
+        Ok(Box::new(NcclQueue::new(gpu, &world, &Arc::new(Stream::new(&gpu.device)?), ordered)?))
+    };
+    let (queues, gpu) = ([queue()?, queue()?], gpu.clone());
+    let subject = Subject::new(comm, queues, move |bytes| Box::new(DeviceMemory::new(&gpu, bytes)));
+    Ok(if ordered { subject } else { subject.in_any_order() })
 }
 
 struct DeviceMemory {

@@ -100,6 +100,16 @@ impl ProcessCommunicator {
         self.end(act(), place)
     }
 
+    /// Says whom this rank's device waits for and where, if it does. No sign of life.
+    pub fn awaits(&self, waits: Option<(usize, ProgramPlace)>) {
+        self.peers().awaits(self.rank, waits);
+    }
+
+    /// What ended the run, if anything did, as this rank tells it that was at `place`.
+    pub fn failure_at(&self, place: ProgramPlace) -> Option<CommError> {
+        self.end(Err::<(), _>(self.peers().failure()?.clone()), place).err()
+    }
+
     fn peers(&self) -> &Peers {
         &self.inbox.peers
     }
