@@ -41,6 +41,7 @@ impl Failure {
         }
         // Where nobody listens any more, the exit code still tells.
         let _ = writeln!(std::io::stderr(), "{}", crate::style::message(&format!("error: {}", self.text)));
+        lockstep_cuda::end_if_given_up(self.code);
         ExitCode::from(self.code)
     }
 

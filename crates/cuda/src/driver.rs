@@ -37,7 +37,7 @@ functions! {
     copy_to_host = c"cuMemcpyDtoHAsync_v2": fn(*mut c_void, Address, usize, Handle) -> c_int;
     copy = c"cuMemcpyDtoDAsync_v2": fn(Address, Address, usize, Handle) -> c_int;
     set_bytes = c"cuMemsetD8Async": fn(Address, u8, usize, Handle) -> c_int;
-    stream_create = c"cuStreamCreate": fn(*mut Handle, c_uint) -> c_int;
+    stream_create = c"cuStreamCreateWithPriority": fn(*mut Handle, c_uint, c_int) -> c_int;
     stream_destroy = c"cuStreamDestroy_v2": fn(Handle) -> c_int;
     stream_wait_event = c"cuStreamWaitEvent": fn(Handle, Handle, c_uint) -> c_int;
     stream_synchronize = c"cuStreamSynchronize": fn(Handle) -> c_int;
@@ -128,6 +128,17 @@ pub struct Device {
 
 /// Looks whether there is hope in waiting for the device; what it waits for may be another process.
 pub type Watch = Arc<dyn Fn() -> Result<(), CudaError> + Send + Sync>;
+
+static ABANDONED: AtomicBool = AtomicBool::new(false);
+
+/// Ends the process at once with this exit code where a device was given up: what libraries do at the end of a process may wait for
+/// it for ever. Else it returns.
+pub fn end_if_given_up(code: u8) {
+    if ABANDONED.load(Ordering::Acquire) {
+        // SAFETY: ends the process; nothing of it is needed any more.
+        unsafe { libc::_exit(i32::from(code)) };
+    }
+}
 
 /// Looks at an event before the host sleeps between them, and how long.
 const LOOKS: usize = 500;
@@ -225,6 +236,7 @@ impl Device {
     /// Gives it up: what runs there may never end, so nothing of it is freed any more. The process is about to end.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Release);
+        ABANDONED.store(true, Ordering::Release);
     }
 
     /// Makes its context this thread's.
@@ -351,14 +363,32 @@ unsafe impl Send for Stream {}
 // SAFETY: as above, and from several: the driver is thread-safe.
 unsafe impl Sync for Stream {}
 
+/// What a stream is for. Streams of one kind may come to wait for each other where there are many, since devices have few channels;
+/// those of different kinds never do.
+#[derive(Clone, Copy)]
+pub enum Priority {
+    /// Kernels.
+    Kernels = 0,
+    /// Collectives beside kernels.
+    Collectives = -1,
+    /// Messages, which wait for their receivers.
+    Messages = -2,
+}
+
 impl Stream {
-    /// A new one, independent of the default stream.
+    /// A new one for kernels, independent of the default stream.
     pub fn new(device: &Arc<Device>) -> Result<Self, CudaError> {
+        Self::with_priority(device, Priority::Kernels)
+    }
+
+    /// A new one.
+    pub fn with_priority(device: &Arc<Device>, priority: Priority) -> Result<Self, CudaError> {
         const NON_BLOCKING: c_uint = 1;
         device.enter()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the address is valid for the call.
-        device.driver.check("cuStreamCreate", unsafe { (device.driver.stream_create)(&mut handle, NON_BLOCKING) })?;
+        let status = unsafe { (device.driver.stream_create)(&mut handle, NON_BLOCKING, priority as c_int) };
+        device.driver.check("cuStreamCreate", status)?;
         Ok(Self { device: device.clone(), handle })
     }
 

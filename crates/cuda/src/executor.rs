@@ -4,7 +4,7 @@ use crate::attention::Written;
 use crate::attention::plans::Plans;
 use crate::call::Call;
 use crate::device_queue::CaptureTurn;
-use crate::driver::{Address, Event, Graph, Memory, Stream};
+use crate::driver::{Address, Event, Graph, Memory, Priority, Stream};
 use crate::gpu::Gpu;
 use crate::linked::{Linked, Neighbours, Ready};
 use crate::ops::fused;
@@ -130,7 +130,7 @@ impl CudaExecutor {
             true => {
                 let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
                 Some(Second {
-                    stream: Arc::new(Stream::new(device)?),
+                    stream: Arc::new(Stream::with_priority(device, Priority::Collectives)?),
                     marks: vec![None; longest],
                     last: None,
                     used: false,

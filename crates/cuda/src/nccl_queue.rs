@@ -8,7 +8,7 @@
 //! the queue's stream waits for it.
 
 use crate::collectives::{self, Sent};
-use crate::driver::{ALIGNMENT, Address, Event, Memory, Stream};
+use crate::driver::{ALIGNMENT, Address, Event, Memory, Priority, Stream};
 use crate::gpu::Gpu;
 use crate::nccl::{Ask, NcclComm, Summand};
 use crate::nccl_world::NcclWorld;
@@ -187,7 +187,8 @@ impl NcclQueue {
         let mut sending = match self.sending.remove(&(to, tag)) {
             Some(sending) => sending,
             None => {
-                let (stream, lane) = (Stream::new(&self.gpu.device)?, self.world.progress.lane()?);
+                let stream = Stream::with_priority(&self.gpu.device, Priority::Messages)?;
+                let lane = self.world.progress.lane()?;
                 Sending { stream, lane, room, sent: 0, under_way: VecDeque::new() }
             }
         };

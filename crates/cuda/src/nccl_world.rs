@@ -5,7 +5,7 @@
 //! connections that the processes have already.
 
 use crate::CudaError;
-use crate::driver::Device;
+use crate::driver::{Device, end_if_given_up};
 use crate::gpu::Gpu;
 use crate::nccl::{Nccl, NcclComm, UniqueId};
 use crate::progress::Progress;
@@ -88,25 +88,26 @@ impl NcclWorld {
         if self.given_up.swap(true, Ordering::SeqCst) {
             return;
         }
-        let (done, waits) = mpsc::channel();
-        let communicators: Vec<_> = self.communicators.values().cloned().collect();
-        let device = self.device.clone();
-        let abort = move || {
-            if device.enter().is_ok() {
-                communicators.iter().for_each(|communicator| communicator.abort());
-            }
-            // Nobody may wait any more.
-            let _ = done.send(());
-        };
-        // Where there is no thread to be had, the end of the process does it.
-        if std::thread::Builder::new().name("lockstep-abort".into()).spawn(abort).is_ok() {
-            let _ = waits.recv_timeout(ABORTED_WITHIN);
+        // All at once: one may wait for what runs on behalf of another.
+        let (done, aborted) = mpsc::channel::<()>();
+        for communicator in self.communicators.values() {
+            let (communicator, device, done) = (communicator.clone(), self.device.clone(), done.clone());
+            let abort = move || {
+                if device.enter().is_ok() {
+                    communicator.abort();
+                }
+                drop(done);
+            };
+            // Where there is no thread to be had, the end of the process does it.
+            let _ = std::thread::Builder::new().name("lockstep-abort".into()).spawn(abort);
         }
+        drop(done);
+        // Nobody sends anything: it ends when all are done.
+        let _ = aborted.recv_timeout(ABORTED_WITHIN);
         self.device.abandon();
         let end = || {
             std::thread::sleep(ENDED_WITHIN);
-            // SAFETY: ends the process without what libraries do at its end, which may wait for the device for ever.
-            unsafe { libc::_exit(1) };
+            end_if_given_up(1);
         };
         let _ = std::thread::Builder::new().name("lockstep-end".into()).spawn(end);
     }

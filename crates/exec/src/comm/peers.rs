@@ -179,6 +179,10 @@ impl Peers {
         let now = self.now();
         let mut whereabouts = lock(&self.lives[rank].whereabouts);
         let before = whereabouts.waits;
+        // The host may have been ahead of it.
+        if let Some((_, place)) = waits.filter(|(_, place)| whereabouts.place != Some(*place)) {
+            (whereabouts.place, whereabouts.since) = (Some(place), now);
+        }
         whereabouts.waits = waits.map(|(other, place)| {
             before.filter(|w| (w.other, w.place) == (other, place)).unwrap_or(Waiting { other, place, since: now })
         });
