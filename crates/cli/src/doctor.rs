@@ -94,7 +94,7 @@ fn ready(findings: &[Finding]) -> bool {
 
 /// As one of several processes: whether they communicate as ranks must.
 fn check_world(place: &Place, device: &str) -> Result<(), Failure> {
-    let comm = Arc::new(join(&place.start_within(Duration::from_secs(60))?).map_err(TrainError::from)?);
+    let comm = Arc::new(join(&place.start_within(Duration::from_secs(15))?).map_err(TrainError::from)?);
     let ranks = comm.ranks();
     let all = comm::conformance::rank_connections(ranks);
     let mut said = Vec::new();

@@ -2,7 +2,7 @@
 
 use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::CudaError;
-use crate::driver::{ALIGNMENT, Address, Memory, Priority, Stream};
+use crate::driver::{ALIGNMENT, Address, Memory, Pinned, Priority, Stream};
 use crate::gpu::Gpu;
 use crate::nccl_queue::NcclQueue;
 use crate::nccl_world::NcclWorld;
@@ -53,21 +53,24 @@ struct Slab {
     state: Mutex<Parts>,
 }
 
-#[derive(Default)]
 struct Parts {
+    /// What goes to the device and comes from there passes through.
+    pinned: Pinned,
     /// Bytes that have been taken once.
     used: u64,
     /// Parts that were given back, by size.
     free: BTreeMap<u64, Vec<Address>>,
 }
 
-/// Bytes of one rank's.
+/// Bytes of one rank's, and those that are copied at a time.
 const SLAB: u64 = 256 << 20;
+const PINNED: usize = 1 << 20;
 
 impl Slab {
     fn new(gpu: &Arc<Gpu>) -> Result<Arc<Self>, CudaError> {
         let (memory, stream) = (Memory::new(&gpu.device, SLAB)?, Stream::new(&gpu.device)?);
-        Ok(Arc::new(Self { memory, stream, state: Mutex::default() }))
+        let parts = Parts { pinned: Pinned::new(&gpu.device, PINNED)?, used: 0, free: BTreeMap::new() };
+        Ok(Arc::new(Self { memory, stream, state: Mutex::new(parts) }))
     }
 
     fn state(&self) -> MutexGuard<'_, Parts> {
@@ -108,16 +111,26 @@ impl conformance::Memory for DeviceMemory {
 
     fn write(&mut self, at: usize, data: &[u8]) {
         assert!(at + data.len() <= self.bytes);
-        // SAFETY: inside the memory; the copy is waited for.
-        let copied = unsafe { self.slab.stream.to_device(self.base + at as u64, data) };
-        copied.and_then(|()| self.slab.stream.wait()).unwrap_or_else(|error| panic!("{error}"));
+        let (mut state, stream) = (self.slab.state(), &self.slab.stream);
+        for (i, part) in data.chunks(PINNED).enumerate() {
+            let (pinned, to) = (&mut state.pinned.slice()[..part.len()], self.base + (at + i * PINNED) as u64);
+            pinned.copy_from_slice(part);
+            // SAFETY: inside the memory; the copy is waited for.
+            let copied = unsafe { stream.to_device(to, pinned) };
+            copied.and_then(|()| stream.wait()).unwrap_or_else(|error| panic!("{error}"));
+        }
     }
 
     fn read(&self) -> Vec<u8> {
         let mut data = vec![0; self.bytes];
-        // SAFETY: as many bytes; the copy is waited for.
-        let copied = unsafe { self.slab.stream.to_host(&mut data, self.base) };
-        copied.and_then(|()| self.slab.stream.wait()).unwrap_or_else(|error| panic!("{error}"));
+        let (mut state, stream) = (self.slab.state(), &self.slab.stream);
+        for (i, part) in data.chunks_mut(PINNED).enumerate() {
+            let pinned = &mut state.pinned.slice()[..part.len()];
+            // SAFETY: as many bytes; the copy is waited for.
+            let copied = unsafe { stream.to_host(pinned, self.base + (i * PINNED) as u64) };
+            copied.and_then(|()| stream.wait()).unwrap_or_else(|error| panic!("{error}"));
+            part.copy_from_slice(pinned);
+        }
         data
     }
 }

@@ -363,16 +363,16 @@ unsafe impl Send for Stream {}
 // SAFETY: as above, and from several: the driver is thread-safe.
 unsafe impl Sync for Stream {}
 
-/// What a stream is for. Streams of one kind may come to wait for each other where there are many, since devices have few channels;
-/// those of different kinds never do.
+/// What a stream is for. Streams of one priority may come to wait for each other where there are many, since devices have few
+/// channels; those of different priorities do not. The default is left to libraries: NCCL has streams that wait for what it runs.
 #[derive(Clone, Copy)]
 pub enum Priority {
     /// Kernels.
-    Kernels = 0,
+    Kernels = -1,
     /// Collectives beside kernels.
-    Collectives = -1,
+    Collectives = -2,
     /// Messages, which wait for their receivers.
-    Messages = -2,
+    Messages = -3,
 }
 
 impl Stream {

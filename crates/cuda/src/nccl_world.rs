@@ -72,6 +72,8 @@ impl NcclWorld {
             world.communicators.insert(connection.clone(), Arc::new(joined?));
         }
         comm.at(place);
+        let waits = progress.clone();
+        comm.device_waits(Some(Box::new(move || waits.waits_in())));
         gpu.device.watch_with(Some(Arc::new(move || progress.look())));
         Ok(world)
     }
@@ -127,5 +129,6 @@ impl Drop for NcclWorld {
             self.communicators.values().for_each(|communicator| communicator.close(&watch));
         }
         self.device.watch_with(None);
+        self.comm.device_waits(None);
     }
 }

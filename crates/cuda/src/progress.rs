@@ -31,6 +31,24 @@ struct Board {
     place: ProgramPlace,
 }
 
+impl Board {
+    /// The last that each stream has told of.
+    fn numbers(&mut self) -> Vec<u32> {
+        let words = self.memory.slice().as_ptr().cast::<u32>();
+        // SAFETY: as many words, aligned; the device may write them meanwhile, each at once.
+        (0..self.lanes.len()).map(|lane| unsafe { words.add(lane).read_volatile() }).collect()
+    }
+
+    fn spot(&self, lane: usize, number: u32) -> Option<(ProgramPlace, usize)> {
+        self.lanes[lane].get((number as usize).checked_sub(1)? / 2).copied()
+    }
+}
+
+/// The first stream that waits for another rank: those of the program come before those of messages.
+fn inside(numbers: &[u32]) -> Option<usize> {
+    numbers.iter().position(|number| number % 2 == 1)
+}
+
 /// One of a rank's streams.
 #[derive(Clone, Copy)]
 pub struct Lane(usize);
@@ -82,6 +100,14 @@ impl Progress {
         Ok(done)
     }
 
+    /// Where the device waits for another rank, if it does.
+    pub fn waits_in(&self) -> Option<ProgramPlace> {
+        let mut board = self.board();
+        let numbers = board.numbers();
+        let lane = inside(&numbers)?;
+        Some(board.spot(lane, numbers[lane])?.0)
+    }
+
     /// Tells the others where this rank is and whom it waits for. The error is what ended the run.
     pub fn look(&self) -> Result<(), CudaError> {
         let mut board = self.board();
@@ -89,22 +115,16 @@ impl Progress {
             return Ok(());
         }
         board.looked = Instant::now();
-        let numbers: Vec<u32> = {
-            let words = board.memory.slice().as_ptr().cast::<u32>();
-            // SAFETY: as many words, aligned; the device may write them meanwhile, each at once.
-            (0..board.lanes.len()).map(|lane| unsafe { words.add(lane).read_volatile() }).collect()
-        };
-        let spot = |board: &Board, lane: usize| match numbers[lane] {
-            0 => None,
-            number => board.lanes[lane].get((number as usize - 1) / 2).copied(),
-        };
+        let numbers = board.numbers();
         let moved = (0..numbers.len()).find(|&lane| numbers[lane] != board.seen[lane]);
-        let inside = (0..numbers.len()).find(|&lane| numbers[lane] % 2 == 1);
-        let at = inside.or(moved).and_then(|lane| spot(&board, lane));
+        let inside = inside(&numbers);
+        let at = inside.or(moved).and_then(|lane| board.spot(lane, numbers[lane]));
         board.seen.copy_from_slice(&numbers);
         if let Some((place, _)) = at {
             board.place = place;
         }
+        let last = board.place;
+        drop(board);
         match (moved, inside, at) {
             (Some(_), _, Some((place, _))) => {
                 self.comm.awaits(None);
@@ -113,6 +133,6 @@ impl Progress {
             (None, Some(_), Some((place, other))) => self.comm.awaits(Some((other, place))),
             _ => {}
         }
-        self.comm.failure_at(board.place).map_or(Ok(()), |error| Err(CudaError::Ranks(error)))
+        self.comm.failure_at(last).map_or(Ok(()), |error| Err(CudaError::Ranks(error)))
     }
 }

@@ -4,7 +4,10 @@ use super::{Buffer, Make, Subject, delay, together, values};
 use crate::comm::ProgramPlace;
 use lockstep_ir::DType;
 
-const PLACE: ProgramPlace = ProgramPlace { op: "message", layer: None, micro_batch: 0 };
+/// A message of this tag, for errors.
+const fn place(tag: u32) -> ProgramPlace {
+    ProgramPlace { op: if tag == RING { "ring" } else { "message" }, layer: Some(tag as usize), micro_batch: 0 }
+}
 
 pub fn check(make: Make<'_>) -> Result<(), String> {
     for ranks in 1..=5 {
@@ -28,17 +31,17 @@ fn send(
 ) -> Result<(), String> {
     let mut data = Buffer::new(subject, text.len());
     data.write(0, text);
-    subject.comm().at(PLACE);
+    subject.comm().at(place(tag));
     // The send buffer has room for the copies and lives until the rank has left.
-    let result = subject.send(to, tag, (data.pointer(), text.len()), (send_buffer.pointer(), copies), PLACE);
+    let result = subject.send(to, tag, (data.pointer(), text.len()), (send_buffer.pointer(), copies), place(tag));
     data.write(0, &vec![0; text.len()]);
     result.map_err(|e| e.to_string())
 }
 
 fn receive(subject: &Subject, from: usize, tag: u32, expected: &[u8]) -> Result<(), String> {
     let mut data = Buffer::new(subject, expected.len());
-    subject.comm().at(PLACE);
-    subject.receive(from, tag, (data.pointer(), expected.len()), PLACE).map_err(|e| e.to_string())?;
+    subject.comm().at(place(tag));
+    subject.receive(from, tag, (data.pointer(), expected.len()), place(tag)).map_err(|e| e.to_string())?;
     if data.bytes() != expected || !data.intact() {
         return Err(format!("a message from rank {from} with tag {tag} comes out wrong"));
     }

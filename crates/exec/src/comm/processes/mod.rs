@@ -55,7 +55,11 @@ pub struct ProcessCommunicator {
     exchanging: Mutex<()>,
     /// What tells latecomers that all have come; the first rank's.
     gate: Option<Arc<AtomicBool>>,
+    device: Mutex<Option<DevicePlace>>,
 }
+
+/// Says where in the program a device waits, if it does.
+pub type DevicePlace = Box<dyn Fn() -> Option<ProgramPlace> + Send + Sync>;
 
 impl ProcessCommunicator {
     fn new(
@@ -66,8 +70,8 @@ impl ProcessCommunicator {
         members: Vec<Member>,
         gate: Option<Arc<AtomicBool>>,
     ) -> Self {
-        let (channels, exchanging) = (Mutex::default(), Mutex::default());
-        Self { rank, inbox, transport: Some(transport), control, members, channels, exchanging, gate }
+        let (channels, exchanging, device) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { rank, inbox, transport: Some(transport), control, members, channels, exchanging, gate, device }
     }
 
     /// The processes, by rank.
@@ -98,6 +102,11 @@ impl ProcessCommunicator {
             Ok(taken.into_iter().map(bytes).collect())
         };
         self.end(act(), place)
+    }
+
+    /// `place` says where in the program this rank's device waits, if it does: the host may be ahead of it when the run ends.
+    pub fn device_waits(&self, place: Option<DevicePlace>) {
+        *self.device.lock().unwrap_or_else(PoisonError::into_inner) = place;
     }
 
     /// Says whom this rank's device waits for and where, if it does. No sign of life.
@@ -134,6 +143,8 @@ impl ProcessCommunicator {
                 Ok(value)
             }
             Err(CommError::Lost { rank, host, place: last, reason, .. }) => {
+                let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+                let place = device.as_ref().and_then(|device| device()).unwrap_or(place);
                 Err(CommError::Lost { rank, host, place: last, reason, seen: Some(Box::new((self.rank, place))) })
             }
             Err(error) => Err(error),
