@@ -3,6 +3,7 @@
 mod account;
 pub(crate) mod compare;
 mod cost;
+mod forecast;
 mod layout;
 mod schedule;
 
@@ -39,9 +40,12 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
     /// Also draw the pipeline schedule into this .svg: ranks as rows; F, B and W with the numbers of their micro-batches, idle time
-    /// and sends. Time is FLOPs.
+    /// and sends. Time is predicted where a GPU or cluster is named, else FLOPs.
     #[arg(long, value_name = "FILE")]
     schedule: Option<PathBuf>,
+    /// Also write the predicted step into this .json: a Chrome trace of all stages, for Perfetto. Needs --gpu or --cluster.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -50,8 +54,15 @@ pub struct Args {
 pub fn run(args: Args) -> Result<(), Failure> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
-    let gpu = args.cost.find_gpu()?;
-    let config = args.config.load()?;
+    let trace = args.trace.as_deref().map(forecast::file).transpose()?;
+    let hardware = args.cost.hardware()?;
+    if trace.is_some() && hardware.is_none() {
+        return Err(Failure::request(
+            "--trace writes a predicted step\nhint: add --gpu h100, say, or --cluster leonardo".into(),
+        ));
+    }
+    let gpu = hardware.as_ref().map(|hardware| &hardware.gpu);
+    let config = args.cost.load(&args.config)?;
     let devices = Devices::of(&config);
     let (config, room) = compare::placed(&devices, config, gpu)?;
     if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
@@ -64,7 +75,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Some(entry) => ops(program, entry).map_err(PlanError::from)?,
         None => Vec::new(),
     };
-    let cost = args.cost.cost(&plan)?;
+    let predicted = hardware.as_ref().map(|hardware| forecast::Predicted::new(&plan, hardware)).transpose()?;
+    let cost = args.cost.cost(&plan, predicted.as_ref())?;
     let account = account(&devices, &config, &plan)?;
     if let Some(file) = &timeline {
         let several = plan.compiled.programs.len() > 1;
@@ -79,7 +91,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
         }
     }
     if let Some(path) = &schedule {
-        schedule::write(path, &plan)?;
+        schedule::write(path, &plan, predicted.as_ref())?;
+    }
+    if let (Some(path), Some(predicted)) = (&trace, &predicted) {
+        predicted.write_trace(path, &plan)?;
     }
     let mut out = std::io::stdout().lock();
     match args.format {
@@ -92,12 +107,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
             value["growth"] = value["scaling"].clone();
             value["closed_forms"] = value["formulas"].clone();
             value["cost"] = json!(cost.map(|c| c.as_json()));
+            value["forecast"] = json!(predicted.as_ref().map(forecast::Predicted::as_json));
             value["fits"] = json!(verdict);
             writeln!(out, "{value:#}")?;
         }
         Format::Text => {
             write!(out, "{}", as_text(&config, &plan, &ops, verdict.as_ref()))?;
             write!(out, "{}", account::as_text(&account))?;
+            write!(out, "{}", predicted.as_ref().map_or(String::new(), |p| p.as_text(&plan)))?;
             write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
             if args.verbose {
                 write!(out, "{}", passes(&plan))?;

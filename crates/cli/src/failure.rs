@@ -79,6 +79,13 @@ impl From<lockstep_plan::PlanError> for Failure {
     }
 }
 
+impl From<lockstep_sim::SimError> for Failure {
+    fn from(error: lockstep_sim::SimError) -> Self {
+        let request = matches!(error, lockstep_sim::SimError::File { .. });
+        Self::new(error.to_string(), if request { 2 } else { 1 })
+    }
+}
+
 impl From<lockstep_data::DataError> for Failure {
     fn from(error: lockstep_data::DataError) -> Self {
         Self::new(error.to_string(), 2)

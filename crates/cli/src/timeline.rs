@@ -76,7 +76,7 @@ fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
         "traceEvents": events,
         "otherData": {
             "title": title,
-            "clock": match timeline.clock {
+            "clock": match &timeline.clock {
                 Clock::Instructions => "instructions".to_owned(),
                 Clock::PeakRates(gpu) => format!("seconds at the peak rates of {gpu}, collectives not timed"),
                 Clock::Measured => "seconds".to_owned(),

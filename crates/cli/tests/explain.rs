@@ -45,7 +45,13 @@ fn a_price_that_cannot_be_meant_is_refused() {
         (&["--tokens", "15T", "--gpu", "a100", "--mfu", "40"], "--mfu 40 is no share"),
         (&["--tokens", "15 parsecs"], "--tokens 15 parsecs is not a count"),
         (&["--tokens", "1T", "--gpu", "a100", "--mfu", "0.4", "--gpus", "0"], "--gpus 0 trains nothing"),
-        (&["--tokens", "1T", "--gpu", "a100"], "--mfu"),
+        (&["--gpus", "8"], "--gpus needs to know which"),
+        (&["--tokens", "1T", "--mfu", "0.4"], "--mfu needs to know which"),
+        (&["--cluster", "leonrdo"], "did you mean leonardo?"),
+        (&["--cluster", "vega", "--gpus", "256"], "--gpus 256: vega has 240 GPUs"),
+        (&["--gpu", "a100", "--cluster", "vega"], "cannot be used with"),
+        (&["--trace", "t.json"], "--trace writes a predicted step"),
+        (&["--gpu", "a100", "--trace", "t.svg"], "--trace t.svg is not a .json"),
     ] {
         let args = [&["explain", "run.toml"], args].concat();
         let error = place.fails(2, &args);
@@ -165,4 +171,81 @@ fn timelines_are_pictures_or_traces_one_for_each_stage() {
         trace["otherData"]["touched_bytes"].as_u64().unwrap() <= trace["otherData"]["arena_bytes"].as_u64().unwrap()
     );
     assert_eq!(trace["otherData"]["clock"], "seconds");
+}
+
+/// A step of two stages on a cluster.
+const STAGES: &str = "[model]\npreset = \"llama-3.2-1b\"\n[train]\nseq = 1024\nglobal_batch = 64\nmicro_batch = 1\n\
+                      [parallel]\ntp = 2\npp = 2\n";
+
+#[test]
+fn a_cluster_gives_step_time_mfu_and_where_the_time_goes() {
+    let place = Place::new();
+    place.config(STAGES);
+    let explained = json(&place, &["--cluster", "leonardo", "--gpus", "16", "--tokens", "1T"]);
+    assert_eq!(explained["layout"]["mesh"]["dp"], 4);
+    let forecast = &explained["forecast"];
+    let number = |field: &str| forecast[field].as_f64().unwrap();
+    assert!(number("step_s") > 0.01 && number("step_s") < 10.0, "{forecast}");
+    assert!((number("tokens_per_s") * number("step_s") / 65_536.0 - 1.0).abs() < 1e-9);
+    assert!(number("mfu") > 0.05 && number("mfu") < number("hfu") && number("hfu") < 0.8, "{forecast}");
+    assert!(number("bubble") > 0.0 && number("exposed_communication_s") > 0.0, "{forecast}");
+    assert_eq!(forecast["memory_bytes"], explained["memory"]["total_bytes"]);
+    let roles = forecast["roles"].as_array().unwrap();
+    for class in ["matmul", "attention", "memory-bound", "optimizer", "collectives tp", "collectives dp", "bubble"] {
+        assert!(roles.iter().all(|role| role["classes"][class].as_f64().unwrap() > 0.0), "{class}: {roles:?}");
+    }
+    assert!(forecast["unverified"].as_array().unwrap().contains(&"a100-64gb.tflops".into()));
+    // Days by the predicted MFU.
+    let cost = &explained["cost"];
+    assert_eq!((cost["mfu"].as_f64(), cost["mfu_predicted"].as_bool()), (forecast["mfu"].as_f64(), Some(true)));
+    let args = ["explain", "run.toml", "--cluster", "leonardo", "--gpus", "16", "--tokens", "1T"];
+    let text = place.ok(&args);
+    for part in [
+        "forecast of a step: 16 × A100 64GB in Leonardo Booster",
+        "unverified figures of the catalogue: a100-64gb.tflops",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert!(text.contains("GPU-days on a100-64gb at the predicted MFU of 0."), "{text}");
+    assert_eq!(text, place.ok(&args), "the same every time");
+}
+
+#[test]
+fn the_predicted_step_is_a_trace_of_all_stages() {
+    let place = Place::new();
+    place.config(STAGES);
+    place.ok(&["explain", "run.toml", "--gpu", "h100", "--trace", "t.json", "--schedule", "s.svg"]);
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(place.path("t.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let step = trace["otherData"]["step_s"].as_f64().unwrap() * 1e6;
+    for stage in 0..2 {
+        let of =
+            |thread: usize| events.iter().filter(move |e| e["ph"] == "X" && e["pid"] == stage && e["tid"] == thread);
+        for thread in 0..2 {
+            let mut end = 0.0;
+            for event in of(thread) {
+                let (start, dur) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
+                assert!(start >= end - 1e-3 && dur >= 0.0, "stage {stage}, thread {thread}: {event} before {end}");
+                end = start + dur;
+            }
+            assert!(end > 0.5 * step && end <= step + 1e-3, "{end} of {step}");
+        }
+        assert_eq!(of(0).filter(|e| e["name"].as_str().unwrap().starts_with("forward")).count(), 64);
+    }
+    assert!(std::fs::read_to_string(place.path("s.svg")).unwrap().contains("time as predicted for H100 80GB"));
+}
+
+#[test]
+fn hardware_of_the_users_own_is_known_by_name() {
+    let place = Place::new();
+    place.config(STAGES);
+    let gpu = "[[gpu]]\nname = \"mine\"\nfamily = \"h100\"\ntflops = 500.0\ntflops_fp32 = 50.0\nmemory_gb = 40.0\n\
+               memory_tb_per_s = 2.0\nunits = 100\nlink_gb_per_s = 100.0\nsource = \"a guess\"\nunverified = [\"tflops\"]\n";
+    std::fs::create_dir(place.path("hardware")).unwrap();
+    std::fs::write(place.path("hardware/mine.toml"), gpu).unwrap();
+    let text = place.ok(&["explain", "run.toml", "--gpu", "mine"]);
+    assert!(text.contains("4 × MINE 40GB") && text.contains("mine.tflops"), "{text}");
+    std::fs::write(place.path("hardware/mine.toml"), gpu.replace("500.0", "-5.0")).unwrap();
+    let error = place.fails(2, &["explain", "run.toml", "--gpu", "mine"]);
+    assert!(error.contains("mine.toml: gpu mine: tflops is not above 0"), "{error}");
 }

@@ -107,7 +107,10 @@ fn bad_starts_are_one_clear_error() {
     let report = without.ok(&["doctor"], &[]);
     if report.lines().any(|line| line.contains("NCCL") && line.contains("missing")) {
         let error = without.fails(1, &two, &[TWO_GPUS]);
-        assert!(error.starts_with("error: NCCL was not found\nhint: install NCCL 2.17 or newer, or `pip install"), "{error}");
+        assert!(
+            error.starts_with("error: NCCL was not found\nhint: install NCCL 2.17 or newer, or `pip install"),
+            "{error}"
+        );
         // One rank needs none.
         without.ok(&launch("one", &[]), &[]);
     }
@@ -122,7 +125,11 @@ fn an_error_of_nccl_is_told_by_all_with_its_rank() {
         let function = fault.split(':').next().unwrap();
         assert_eq!(output.0, Some(1), "{fault}: {}", output.1);
         let said = format!("{function} failed: ");
-        assert!(output.1.contains(&said) && output.1.contains("net.cc:42 no way (NCCL status "), "{fault}: {}", output.1);
+        assert!(
+            output.1.contains(&said) && output.1.contains("net.cc:42 no way (NCCL status "),
+            "{fault}: {}",
+            output.1
+        );
         assert!(!output.1.contains("panicked"), "{}", output.1);
     }
 }

@@ -68,7 +68,7 @@ fn sources(crates: &[&str]) -> Vec<(String, String)> {
 fn an_architecture_is_a_file_and_a_line() {
     let names: Vec<String> = lockstep_config::Architecture::ALL.iter().map(|one| format!("{one:?}")).collect();
     assert!(names.len() >= 5);
-    let all = ["config", "model", "compile", "plan", "exec", "cuda", "data", "checkpoint", "train", "cli"];
+    let all = ["config", "model", "compile", "sim", "plan", "exec", "cuda", "data", "checkpoint", "train", "cli"];
     for (path, text) in sources(&all) {
         for name in &names {
             let named = format!("Architecture::{name}");
@@ -86,7 +86,7 @@ fn only_crates_that_know_the_config_name_its_keys() {
     let keys: Vec<&str> = lockstep_config::schema().iter().map(|key| key.path).collect();
     // A field of the same name is none.
     let inside = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || "_.".contains(c));
-    for (path, text) in sources(&["ir", "compile", "exec", "cuda"]) {
+    for (path, text) in sources(&["ir", "compile", "exec", "cuda", "sim"]) {
         for key in &keys {
             let whole = |at: usize| {
                 !inside(text[..at].chars().next_back())
@@ -102,7 +102,9 @@ fn only_crates_that_know_the_config_name_its_keys() {
 fn names_of_types_tell_them_apart() {
     // Where it is in the tree: crate, file, whether other crates can name it, name.
     let mut all: Vec<(String, String, bool, String)> = Vec::new();
-    for name in ["ir", "config", "model", "compile", "exec", "cuda", "data", "checkpoint", "plan", "train", "cli"] {
+    for name in
+        ["ir", "config", "model", "compile", "exec", "cuda", "sim", "data", "checkpoint", "plan", "train", "cli"]
+    {
         let root = read(project().join(format!("crates/{name}/src/{}.rs", if name == "cli" { "main" } else { "lib" })));
         for (path, text) in sources(&[name]) {
             for line in text.lines() {

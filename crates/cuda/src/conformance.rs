@@ -1,7 +1,7 @@
 //! Ranks that share a device or have one each, for the conformance suite of communicators.
 
-use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::CudaError;
+use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::driver::{ALIGNMENT, Address, Memory, Pinned, Priority, Stream};
 use crate::gpu::Gpu;
 use crate::nccl_queue::NcclQueue;

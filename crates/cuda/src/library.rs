@@ -53,7 +53,9 @@ impl Name {
                 "install cuDNN 9.14 or newer, or `pip install nvidia-cudnn-cu13`; without it attention runs on a slower kernel"
             }
             Name::Nvml => "it comes with the NVIDIA driver; without it there is no telemetry",
-            Name::Nccl => "install NCCL 2.17 or newer, or `pip install nvidia-nccl-cu13`; without it a run uses one GPU",
+            Name::Nccl => {
+                "install NCCL 2.17 or newer, or `pip install nvidia-nccl-cu13`; without it a run uses one GPU"
+            }
         }
     }
 

@@ -58,12 +58,7 @@ struct Sending {
 
 impl NcclQueue {
     /// The queue of a rank on a stream of its own; `ordered` promises the bits of sums in the order of the group.
-    pub fn new(
-        gpu: &Arc<Gpu>,
-        world: &Arc<NcclWorld>,
-        stream: &Arc<Stream>,
-        ordered: bool,
-    ) -> Result<Self, CudaError> {
+    pub fn new(gpu: &Arc<Gpu>, world: &Arc<NcclWorld>, stream: &Arc<Stream>, ordered: bool) -> Result<Self, CudaError> {
         Ok(Self {
             gpu: gpu.clone(),
             world: world.clone(),
@@ -359,7 +354,12 @@ impl Members<'_> {
 
     /// Sends every other member bytes of each piece, and receives as many: `give` says where a member's are. Gives where the first
     /// member's are, and what is added to them.
-    fn swap(&mut self, rooms: &[Address], bytes: &[usize], give: impl Fn(usize, usize) -> Ask) -> Result<(), CudaError> {
+    fn swap(
+        &mut self,
+        rooms: &[Address],
+        bytes: &[usize],
+        give: impl Fn(usize, usize) -> Ask,
+    ) -> Result<(), CudaError> {
         let mut asks = Vec::new();
         for other in self.others() {
             for (piece, (room, bytes)) in rooms.iter().zip(bytes).enumerate() {
@@ -407,7 +407,11 @@ impl Members<'_> {
             let ((mine, bytes), (theirs, theirs_bytes)) = (slice(p, me), slice(p, other));
             let (send, receive) = (p.output as u64 + mine, p.output as u64 + theirs);
             asks.extend((bytes > 0).then_some(Ask::Send { input: send, bytes, to: other }));
-            asks.extend((theirs_bytes > 0).then_some(Ask::Receive { output: receive, bytes: theirs_bytes, from: other }));
+            asks.extend((theirs_bytes > 0).then_some(Ask::Receive {
+                output: receive,
+                bytes: theirs_bytes,
+                from: other,
+            }));
         }
         self.ask(&asks)
     }
@@ -421,7 +425,10 @@ impl Members<'_> {
         let mut cut = Vec::new();
         for (p, rooms) in pieces.iter().zip(rooms.as_chunks::<2>().0).filter(|(p, _)| !in_one(p)) {
             let Piece { rows, elements, order, dtype, .. } = *p;
-            cut.push((Sent { rows, elements, parts: rooms[0], stride: p.bytes() as u64, order, dtype }, p.input as u64));
+            cut.push((
+                Sent { rows, elements, parts: rooms[0], stride: p.bytes() as u64, order, dtype },
+                p.input as u64,
+            ));
         }
         // SAFETY: scratch has room for all parts, the input is the whole.
         unsafe { collectives::parts(&self.queue.gpu.kernels, &self.queue.stream, n, true, &cut)? };

@@ -92,8 +92,9 @@ impl Progress {
             (board.memory.slice()[4 * lane..].as_ptr() as u64, board.lanes[lane].len() as u32)
         };
         // SAFETY: the memory is the device's to write as long as this lives, which is longer than the stream's work.
-        let reached =
-            |number: u32| unsafe { kernels.launch(stream, ("collectives", "reached"), [1; 3], 1, args![address, number]) };
+        let reached = |number: u32| unsafe {
+            kernels.launch(stream, ("collectives", "reached"), [1; 3], 1, args![address, number])
+        };
         reached(2 * number - 1)?;
         let done = work()?;
         reached(2 * number)?;

@@ -13,7 +13,6 @@ mod dtype;
 pub mod f16;
 mod fusion;
 pub mod graph;
-pub mod hardware;
 mod init;
 mod layout;
 mod mesh;

@@ -9,6 +9,7 @@ use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Axes, DType, FusedMatmul, Graph, Layout, StepProgram};
 use lockstep_model::{Form, ModelBuilder};
+use lockstep_sim::Asked;
 use std::collections::BTreeMap;
 
 /// A compiled config with its account: what `explain` prints and `train` runs.
@@ -67,6 +68,16 @@ impl Plan {
                 Err(PlanError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
             }
             _ => Ok(total),
+        }
+    }
+
+    /// What a step achieves, for the simulator.
+    pub fn asked(&self) -> Asked {
+        Asked {
+            tokens: self.tokens_per_step,
+            model_flops: self.step_flops.model as f64,
+            hardware_flops: self.step_flops.hardware as f64,
+            compute: self.precision.compute,
         }
     }
 

@@ -1,11 +1,11 @@
 //! Memory over the first steps, as planned; a run gives the same form.
 
 use crate::PlanError;
-use lockstep_ir::hardware::GpuSpec;
 use lockstep_ir::program::Class;
 use lockstep_ir::timeline::{self, Point};
 use lockstep_ir::walk::Distinct;
 use lockstep_ir::{DType, StepProgram};
+use lockstep_sim::GpuSpec;
 
 /// Memory over time.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,13 +23,13 @@ pub struct MemoryTimeline {
 }
 
 /// What times mean.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Clock {
     /// Instructions since the start.
     Instructions,
     /// Seconds, at the least that an accelerator of this name takes: FLOPs at its peak or bytes moved at its bandwidth.
     /// Collectives take none: how long they would take is not known here.
-    PeakRates(&'static str),
+    PeakRates(String),
     /// Seconds, as measured.
     Measured,
 }
@@ -96,7 +96,7 @@ const MOST: usize = 1 << 18;
 pub fn planned_timeline(
     program: &StepProgram,
     steps: usize,
-    gpu: Option<(&'static GpuSpec, DType)>,
+    gpu: Option<(&GpuSpec, DType)>,
 ) -> Result<MemoryTimeline, PlanError> {
     let mut marks = Vec::new();
     let mut left_out = 0;
@@ -120,6 +120,6 @@ pub fn planned_timeline(
             }
         }
     }
-    let clock = gpu.map_or(Clock::Instructions, |(gpu, _)| Clock::PeakRates(gpu.name));
+    let clock = gpu.map_or(Clock::Instructions, |(gpu, _)| Clock::PeakRates(gpu.name.clone()));
     Ok(MemoryTimeline { marks, arena_bytes: program.arena_bytes, touched_bytes: None, clock, left_out })
 }

@@ -9,9 +9,9 @@ use lockstep_cuda::{CaptureTurn, CudaError, CudaExecutor, Gpu, LibraryName, NOT_
 use lockstep_exec::communication::connections;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
-use lockstep_ir::hardware;
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
 use lockstep_plan::{Machine, Plan, Room, Target, plan_measured};
+use lockstep_sim::Catalogue;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -189,7 +189,10 @@ impl Devices {
     pub(crate) fn vendor_peak(&self, device: Target, compute: DType) -> Result<Option<f64>, TrainError> {
         match device {
             Target::Cpu => Ok(None),
-            Target::Cuda { .. } => Ok(hardware::GpuSpec::of_device(&self.gpu()?.device.name).map(|g| g.peak(compute))),
+            Target::Cuda { .. } => {
+                let device = &self.gpu()?.device.name;
+                Ok(Catalogue::builtin().of_device(device).map(|gpu| gpu.peak(compute)))
+            }
         }
     }
 

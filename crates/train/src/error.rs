@@ -57,7 +57,9 @@ pub enum TrainError {
         gpus: usize,
     },
     /// A process has no GPU that it can use.
-    #[error("rank {rank} on host {host} cannot use a GPU: {problem}\nhint: {hint}, or train with train.device = \"cpu\"")]
+    #[error(
+        "rank {rank} on host {host} cannot use a GPU: {problem}\nhint: {hint}, or train with train.device = \"cpu\""
+    )]
     NoGpu {
         /// The rank.
         rank: usize,

@@ -81,7 +81,8 @@ fn find(first: usize, local: usize) -> Told {
     };
     look().unwrap_or_else(|error: CudaError| {
         let (problem, hint) = error.lines();
-        let tell = !matches!(&error, CudaError::Library { library: LibraryName::Driver, problem } if problem == NOT_FOUND);
+        let tell =
+            !matches!(&error, CudaError::Library { library: LibraryName::Driver, problem } if problem == NOT_FOUND);
         Told::Missing { problem, hint, tell }
     })
 }

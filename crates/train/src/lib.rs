@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+mod catalogue;
 mod changes;
 mod checkpoints;
 mod compare;
@@ -38,6 +39,7 @@ mod text;
 mod timeline;
 mod trained;
 
+pub use catalogue::{catalogue, catalogue_folder};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
 pub use compare::{Comparison, Criterion, Promise, compare, shrink};
@@ -47,8 +49,8 @@ pub use dry_run::{DryData, DryRun, dry_run};
 pub use error::TrainError;
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use event::{Event, GpuMetrics, StepMetrics};
-pub use gpus::SHARES as SHARES_GPUS;
 pub use generate::{Generated, Generator, Stop, generate};
+pub use gpus::SHARES as SHARES_GPUS;
 pub use hf::{ExportOptions, Exported, Imported, export, import};
 pub use inherited::inherited;
 pub use noise::Measured;

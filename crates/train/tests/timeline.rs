@@ -90,10 +90,11 @@ fn every_stage_has_a_timeline_with_the_peak_of_its_bill() {
 fn long_steps_leave_out_what_repeats_and_a_gpu_gives_seconds() {
     let text = "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 128\nglobal_batch = 4096\nmicro_batch = 1\n";
     let plan = plan(&Devices::new(), &Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
-    let gpu = lockstep_ir::hardware::GpuSpec::named("h100").unwrap();
+    let catalogue = lockstep_sim::Catalogue::builtin();
+    let gpu = catalogue.gpu("h100").unwrap();
     let timeline = planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap();
     assert!(timeline.left_out > 4000 && timeline.marks.len() < 10_000);
-    assert_eq!(timeline.clock, Clock::PeakRates("h100"));
+    assert_eq!(timeline.clock, Clock::PeakRates("h100".into()));
     assert_eq!(timeline.peak().unwrap().total(), plan.memory.peak.live_bytes);
     let seconds = timeline.marks.last().unwrap().end;
     assert!(seconds > 0.0 && seconds < 10.0, "{seconds}");
@@ -101,7 +102,8 @@ fn long_steps_leave_out_what_repeats_and_a_gpu_gives_seconds() {
 
 #[test]
 fn fp32_takes_longer_than_bf16_and_collectives_have_bytes_and_no_time() {
-    let gpu = lockstep_ir::hardware::GpuSpec::named("h100").unwrap();
+    let catalogue = lockstep_sim::Catalogue::builtin();
+    let gpu = catalogue.gpu("h100").unwrap();
     let timed = |precision: &str| {
         let text = format!(
             "[model]\npreset = \"llama-15m\"\n[train]\nseq = 256\nglobal_batch = 4\n[parallel]\ndp = 2\n\

@@ -4,7 +4,6 @@ use crate::failure::Failure;
 use crate::table::{columns, table};
 use crate::{Format, verify};
 use lockstep_config::{Config, DeviceChoice, bytes};
-use lockstep_ir::hardware::GpuSpec;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
@@ -12,6 +11,7 @@ use lockstep_plan::{
     LargestMicroBatch, LayoutCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
     with_fitting_micro_batch,
 };
+use lockstep_sim::GpuSpec;
 use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;

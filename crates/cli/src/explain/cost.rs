@@ -1,11 +1,13 @@
-//! `--tokens --gpu --mfu`: what a whole run costs.
+//! `--gpu`, `--cluster`, `--gpus`: what a step is planned for; `--tokens`: what a whole run costs.
 
+use super::forecast::Predicted;
+use crate::ConfigArgs;
 use crate::failure::Failure;
-use lockstep_config::{count, nearest};
-use lockstep_ir::hardware::{GPUS, GpuSpec};
+use lockstep_config::{Config, count, nearest};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
+use lockstep_sim::{GpuSpec, Hardware};
 use serde_json::{Value, json};
 
 #[derive(clap::Args)]
@@ -13,15 +15,19 @@ pub struct CostArgs {
     /// Also estimate the cost of a whole run of so many tokens; K, M, B and T stand for powers of ten: 15T.
     #[arg(long, value_name = "COUNT")]
     tokens: Option<String>,
-    /// The accelerator to plan for, one for each rank: say whether the step fits, and with --tokens the GPU-days. a100, h100, …
-    /// (any wrong name lists them).
-    #[arg(long, value_name = "NAME")]
+    /// The accelerator to plan for, one for each rank: whether the step fits, how long it takes, and with --tokens the GPU-days.
+    /// a100, h100, … (any wrong name lists them).
+    #[arg(long, value_name = "NAME", conflicts_with = "cluster")]
     pub(super) gpu: Option<String>,
-    /// The share of the accelerator's peak that model FLOPs reach: 0.4.
-    #[arg(long, value_name = "SHARE", requires = "tokens", requires = "gpu")]
+    /// The cluster to plan for: the same with its GPUs, nodes and network. leonardo, lumi, … (any wrong name lists them).
+    #[arg(long, value_name = "NAME")]
+    cluster: Option<String>,
+    /// The share of the accelerator's peak that model FLOPs reach: 0.4. Without it, the predicted one.
+    #[arg(long, value_name = "SHARE", requires = "tokens")]
     mfu: Option<f64>,
-    /// How many of them the run has: a multiple of the layout's ranks.
-    #[arg(long, value_name = "COUNT", requires = "tokens", requires = "gpu")]
+    /// How many GPUs the run has: a multiple of the layout's ranks; parallel.dp becomes as many times as large. With --mfu, the
+    /// layout stays as it is.
+    #[arg(long, value_name = "COUNT")]
     gpus: Option<u64>,
 }
 
@@ -34,11 +40,12 @@ pub(super) struct Cost {
 
 /// The time it takes.
 struct Time {
-    gpu: &'static GpuSpec,
+    gpu: GpuSpec,
     compute: DType,
     /// FLOP per second of matmuls in that type.
     peak: f64,
     mfu: f64,
+    predicted: bool,
     gpu_days: f64,
     shared: Option<Shared>,
 }
@@ -51,52 +58,88 @@ struct Shared {
 }
 
 impl CostArgs {
-    /// The catalogue's entry for the accelerator that was named.
-    pub(super) fn find_gpu(&self) -> Result<Option<&'static GpuSpec>, Failure> {
-        let Some(name) = &self.gpu else { return Ok(None) };
-        let known: Vec<&str> = GPUS.iter().map(|gpu| gpu.name).collect();
-        let unknown = || {
+    /// What was named to plan for.
+    pub(super) fn hardware(&self) -> Result<Option<Hardware>, Failure> {
+        let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
+        let catalogue = lockstep_train::catalogue()?;
+        let unknown = |option: &str, name: &str, known: Vec<&str>| {
             let near = nearest(name, known.iter().copied());
             let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));
             let list = known.join(", ");
-            Failure::request(format!("--gpu {name} is not in the catalogue\nhint: {guess}it has {list}"))
+            request(format!("{option} {name} is not in the catalogue"), &format!("{guess}it has {list}"))
         };
-        GpuSpec::named(name).map(Some).ok_or_else(unknown)
+        match (&self.gpu, &self.cluster) {
+            (Some(name), _) => {
+                let known = || catalogue.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
+                let gpu = catalogue.gpu(name).ok_or_else(|| unknown("--gpu", name, known()))?;
+                Ok(Some(Hardware::assumed(gpu)))
+            }
+            (None, Some(name)) => {
+                let known = || catalogue.clusters.iter().map(|cluster| cluster.name.as_str()).collect();
+                let found = catalogue.hardware(name).ok_or_else(|| unknown("--cluster", name, known()))?;
+                let all = found.cluster.nodes.map(|nodes| nodes * found.cluster.gpus_per_node);
+                match (self.gpus, all) {
+                    (Some(gpus), Some(all)) if gpus > all as u64 => {
+                        let text = format!("--gpus {gpus}: {name} has {} GPUs", thousands(all as u64));
+                        Err(request(text, &format!("give at most {all}")))
+                    }
+                    _ => Ok(Some(found)),
+                }
+            }
+            (None, None) if self.gpus.is_some() || self.mfu.is_some() => {
+                let option = if self.gpus.is_some() { "--gpus" } else { "--mfu" };
+                Err(request(format!("{option} needs to know which"), "add --gpu h100, say, or --cluster leonardo"))
+            }
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// The config, on as many GPUs as were asked for.
+    pub(super) fn load(&self, args: &ConfigArgs) -> Result<Config, Failure> {
+        let config = args.load()?;
+        let ranks = config.layout().mesh.ranks() as u64;
+        match self.gpus {
+            Some(0) => Err(Failure::request("--gpus 0 trains nothing\nhint: give a number from 1".into())),
+            Some(gpus) if !gpus.is_multiple_of(ranks) => {
+                let text = format!("--gpus {gpus}: the layout has {ranks} ranks ({})", config.layout());
+                let hint = format!("give a multiple of {ranks}, or change [parallel]");
+                Err(Failure::request(format!("{text}\nhint: {hint}")))
+            }
+            Some(gpus) if gpus > ranks && self.mfu.is_none() => {
+                let dp = config.parallel.dp as u64 * (gpus / ranks);
+                let more = [args.set.clone(), vec![format!("parallel.dp={dp}")]].concat();
+                Ok(ConfigArgs { config: args.config.clone(), set: more }.load_quietly()?)
+            }
+            _ => Ok(config),
+        }
     }
 
     /// The cost of the run that was asked for.
-    pub(super) fn cost(&self, plan: &Plan) -> Result<Option<Cost>, Failure> {
-        let gpu = self.find_gpu()?;
+    pub(super) fn cost(&self, plan: &Plan, predicted: Option<&Predicted>) -> Result<Option<Cost>, Failure> {
         let Some(text) = &self.tokens else { return Ok(None) };
         let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
         let tokens = count(text).filter(|n| *n > 0);
         let not_a_count = || request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
         let tokens = tokens.ok_or_else(not_a_count)?;
         let flops = plan.model_flops_per_token() * tokens as f64;
-        let time = match (gpu, self.mfu) {
-            (Some(gpu), Some(mfu)) if mfu > 0.0 && mfu <= 1.0 => {
-                let peak = gpu.peak(plan.precision.compute);
-                let gpu_days = flops / (peak * mfu) / 86_400.0;
-                let ranks = plan.layout.mesh.ranks() as u64;
-                match self.gpus {
-                    Some(0) => return Err(request("--gpus 0 trains nothing".into(), "give a number from 1")),
-                    Some(gpus) if !gpus.is_multiple_of(ranks) => {
-                        let text = format!("--gpus {gpus}: the layout has {ranks} ranks ({})", plan.layout);
-                        return Err(request(text, &format!("give a multiple of {ranks}, or change [parallel]")));
-                    }
-                    _ => {}
-                }
-                let shared = self.gpus.map(|gpus| Shared { gpus, days: gpu_days / gpus as f64, copies: gpus / ranks });
-                Some(Time { gpu, compute: plan.precision.compute, peak, mfu, gpu_days, shared })
-            }
-            (Some(_), Some(mfu)) => {
+        let mfu = match self.mfu {
+            Some(mfu) if !(mfu > 0.0 && mfu <= 1.0) => {
                 return Err(request(format!("--mfu {mfu} is no share"), "give a number above 0, up to 1, such as 0.4"));
             }
-            (Some(_), None) => {
-                return Err(request("--tokens on a --gpu needs --mfu".into(), "give --mfu 0.4, say"));
-            }
-            (None, _) => None,
+            mfu => mfu,
         };
+        let ranks = plan.layout.mesh.ranks() as u64;
+        let time = predicted.map(|p| {
+            let gpu = p.hardware.gpu.clone();
+            let peak = gpu.peak(plan.precision.compute);
+            let used = mfu.unwrap_or(p.forecast.mfu);
+            let gpu_days = flops / (peak * used) / 86_400.0;
+            let shared = |gpus: u64| Shared { gpus, days: gpu_days / gpus as f64, copies: gpus / ranks };
+            // A prediction is for as many as the layout has.
+            let gpus = self.gpus.or((mfu.is_none() && ranks > 1).then_some(ranks));
+            let compute = plan.precision.compute;
+            Time { gpu, compute, peak, mfu: used, predicted: mfu.is_none(), gpu_days, shared: gpus.map(shared) }
+        });
         Ok(Some(Cost { tokens, flops, time }))
     }
 }
@@ -108,6 +151,7 @@ impl Cost {
             value["gpu"] = json!(time.gpu);
             value["peak_flops_per_s"] = json!(time.peak);
             value["mfu"] = json!(time.mfu);
+            value["mfu_predicted"] = json!(time.predicted);
             value["gpu_days"] = json!(time.gpu_days);
             if let Some(Shared { gpus, days, copies }) = &time.shared {
                 value["gpus"] = json!(gpus);
@@ -120,9 +164,10 @@ impl Cost {
 
     pub(super) fn as_text(&self) -> String {
         let mut text = format!("\na run of {} tokens: {:.2e} model FLOPs\n", units::count(self.tokens), self.flops);
-        if let Some(Time { gpu, compute, peak, mfu, gpu_days, shared }) = &self.time {
+        if let Some(Time { gpu, compute, peak, mfu, predicted, gpu_days, shared }) = &self.time {
+            let mfu = if *predicted { format!("the predicted MFU of {mfu:.3}") } else { format!("MFU {mfu}") };
             text.push_str(&format!(
-                "  {} GPU-days on {} at MFU {mfu} of {}/s ({compute})\n",
+                "  {} GPU-days on {} at {mfu} of {}/s ({compute})\n",
                 thousands(gpu_days.round() as u64),
                 gpu.name,
                 units::flops(*peak)

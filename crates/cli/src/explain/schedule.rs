@@ -1,6 +1,7 @@
 //! The picture of a pipeline schedule, as papers draw it: a row per rank, time to the right. One file, no scripts, no fonts of its
 //! own; its colours follow the viewer's light or dark scheme.
 
+use super::forecast::Predicted;
 use crate::drawing::{line, text, tick_step};
 use crate::failure::Failure;
 use crate::timeline::wrote;
@@ -58,7 +59,7 @@ pub(super) fn file(path: &Path) -> Result<PathBuf, Failure> {
 }
 
 /// Draws the schedule of a plan into a file.
-pub(super) fn write(path: &Path, plan: &Plan) -> Result<(), Failure> {
+pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> Result<(), Failure> {
     let Some(timeline) = super::layout::timeline(plan) else {
         return Err(Failure::request(
             "--schedule draws the stages of a pipeline, and parallel.pp = 1\nhint: add --set parallel.pp=2, or leave out --schedule"
@@ -67,12 +68,17 @@ pub(super) fn write(path: &Path, plan: &Plan) -> Result<(), Failure> {
     };
     let failed =
         |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --schedule", path.display()));
-    std::fs::write(path, draw(plan, &timeline)).map_err(failed)?;
+    let drawn = match predicted {
+        Some(predicted) => draw(plan, &predicted.pipeline(), Some(&predicted.place())),
+        None => draw(plan, &timeline, None),
+    };
+    std::fs::write(path, drawn).map_err(failed)?;
     wrote("pipeline schedule", path);
     Ok(())
 }
 
-fn draw(plan: &Plan, timeline: &Timeline) -> String {
+/// Time is seconds, predicted for what is named, or FLOPs.
+fn draw(plan: &Plan, timeline: &Timeline, predicted: Option<&str>) -> String {
     let pipeline = plan.layout.pipeline();
     let ranks = timeline.slots.len();
     let row = (640.0 / ranks as f64).clamp(14.0, 34.0);
@@ -128,12 +134,16 @@ fn draw(plan: &Plan, timeline: &Timeline) -> String {
     }
     line(&mut svg, "end", RIGHT, TOP - 8.0, RIGHT, bottom);
     text(&mut svg, "quiet", RIGHT, TOP - 12.0, "end", "gradient norm of all ranks, update");
-    time_axis(&mut svg, timeline.total, bottom, &x);
+    time_axis(&mut svg, timeline.total, bottom, predicted.is_some(), &x);
     let sends = match drawn {
         true => "lines: results sent to the rank that waits for them".to_owned(),
         false => format!("{} sends between ranks are not drawn", units::thousands(sent.len() as u64)),
     };
-    text(&mut svg, "quiet", LEFT, bottom + 76.0, "start", &format!("time is FLOPs, transfers are free; {sends}"));
+    let time = match predicted {
+        Some(place) => format!("time as predicted for {place}"),
+        None => "time is FLOPs, transfers are free".to_owned(),
+    };
+    text(&mut svg, "quiet", LEFT, bottom + 76.0, "start", &format!("{time}; {sends}"));
     legend(&mut svg, timeline, chunks);
     svg.push_str("</svg>\n");
     svg
@@ -181,15 +191,26 @@ fn messages(pipeline: &Pipeline, timeline: &Timeline) -> Vec<Message> {
     messages
 }
 
-fn time_axis(svg: &mut String, end: f64, bottom: f64, x: &dyn Fn(f64) -> f64) {
+fn time_axis(svg: &mut String, end: f64, bottom: f64, seconds: bool, x: &dyn Fn(f64) -> f64) {
     let step = tick_step(end);
     for n in 0..=(end / step) as usize {
         let at = x(n as f64 * step);
         line(svg, "axis", at, bottom + 3.0, at, bottom + 9.0);
-        let label = if n == 0 { "0".to_owned() } else { units::flops(n as f64 * step) };
+        let label = match (n, seconds) {
+            (0, _) => "0".to_owned(),
+            (_, true) => units::seconds(n as f64 * step),
+            (_, false) => units::flops(n as f64 * step),
+        };
         text(svg, "quiet", at, bottom + 25.0, "middle", &label);
     }
-    text(svg, "quiet", (LEFT + RIGHT) / 2.0, bottom + 48.0, "middle", "time, as FLOPs of one rank");
+    text(
+        svg,
+        "quiet",
+        (LEFT + RIGHT) / 2.0,
+        bottom + 48.0,
+        "middle",
+        if seconds { "time" } else { "time, as FLOPs of one rank" },
+    );
 }
 
 fn legend(svg: &mut String, timeline: &Timeline, chunks: usize) {

@@ -69,7 +69,7 @@ pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
     }
     line(&mut svg, "axis", LEFT, BOTTOM, RIGHT, BOTTOM);
     line(&mut svg, "axis", LEFT, TOP, LEFT, BOTTOM);
-    time_axis(&mut svg, timeline.clock, end, &x);
+    time_axis(&mut svg, &timeline.clock, end, &x);
     legend(&mut svg, timeline);
     svg.push_str("</svg>\n");
     svg
@@ -77,7 +77,7 @@ pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
 
 /// What the picture shows, in a line.
 fn summary(timeline: &MemoryTimeline) -> String {
-    let mut parts = vec![match timeline.clock {
+    let mut parts = vec![match &timeline.clock {
         Clock::Instructions => "from the plan, by instruction".to_owned(),
         Clock::PeakRates(gpu) => format!("from the plan, at the peak rates of {gpu}; collectives are not timed"),
         Clock::Measured => "measured".to_owned(),
@@ -174,9 +174,9 @@ fn bands(svg: &mut String, marks: &[Mark], x: &dyn Fn(f64) -> f64) {
     }
 }
 
-fn time_axis(svg: &mut String, clock: Clock, end: f64, x: &dyn Fn(f64) -> f64) {
+fn time_axis(svg: &mut String, clock: &Clock, end: f64, x: &dyn Fn(f64) -> f64) {
     let step = tick_step(end);
-    let step = if clock == Clock::Instructions { step.max(1.0) } else { step };
+    let step = if *clock == Clock::Instructions { step.max(1.0) } else { step };
     let (unit, factor) = match (clock, end) {
         (Clock::Instructions, _) => ("instructions", 1.0),
         (_, end) if end < 1e-2 => ("µs", 1e6),

@@ -66,6 +66,8 @@ impl Place {
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
+        // Not what the user has measured.
+        command.env("LOCKSTEP_HARDWARE", self.path("hardware"));
         command
     }
 

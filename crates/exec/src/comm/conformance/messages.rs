@@ -65,12 +65,7 @@ fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
 /// What comes behind a rank's last message, before its send buffers go.
 pub(super) type Ending<'a> = &'a dyn Fn(Result<(), String>) -> Result<(), String>;
 
-pub(super) fn round_the_ring(
-    subject: &Subject,
-    copies: usize,
-    bytes: usize,
-    ending: Ending<'_>,
-) -> Result<(), String> {
+pub(super) fn round_the_ring(subject: &Subject, copies: usize, bytes: usize, ending: Ending<'_>) -> Result<(), String> {
     const MESSAGES: u64 = 20;
     let (me, ranks) = (subject.comm().rank(), subject.comm().ranks());
     let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);

@@ -1,0 +1,229 @@
+//! How long a step takes on hardware that was named: what the simulator says of the plan's programs.
+
+use crate::failure::Failure;
+use crate::table::{table, wrapped};
+use crate::timeline::wrote;
+use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
+use lockstep_ir::units::{self, thousands};
+use lockstep_ir::{Axes, StepProgram};
+use lockstep_plan::Plan;
+use lockstep_sim::{Constants, Demand, Forecast, Framework, Hardware, InstructionTime, Interval, Workload};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// A predicted step.
+pub(super) struct Predicted {
+    pub hardware: Hardware,
+    pub forecast: Forecast,
+    /// By role and segment.
+    instructions: Vec<Vec<Vec<InstructionTime>>>,
+}
+
+impl Predicted {
+    pub(super) fn new(plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
+        let framework = Framework::lockstep();
+        let terms = Constants::builtin().terms(&framework, hardware);
+        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &framework)?;
+        let placed = work.on(hardware, &framework);
+        let forecast = placed.forecast(&plan.asked(), hardware, &terms)?;
+        Ok(Self { hardware: hardware.clone(), forecast, instructions: placed.instructions(&terms) })
+    }
+
+    /// What it was predicted for.
+    pub(super) fn place(&self) -> String {
+        let Hardware { gpu, cluster } = &self.hardware;
+        format!("{} in {}", gpu.label(), cluster.label)
+    }
+
+    pub(super) fn as_json(&self) -> Value {
+        let mut value = json!(self.forecast);
+        value["gpu"] = json!(self.hardware.gpu.name);
+        value["cluster"] = json!(self.hardware.cluster);
+        value["unverified"] = json!(self.hardware.unverified());
+        value
+    }
+
+    pub(super) fn as_text(&self, plan: &Plan) -> String {
+        let f = &self.forecast;
+        let percent = |share: f64| format!("{:.1}%", 100.0 * share);
+        let peak = self.hardware.gpu.peak(plan.precision.compute);
+        let ranks = plan.layout.mesh.ranks() as u64;
+        let title = format!("forecast of a step: {} × {}", thousands(ranks), self.place());
+        let mut text = format!("\n{}\n", wrapped(&title, "  "));
+        let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<22}{value}\n"));
+        line("step time", exact(f.step_s));
+        line(
+            "tokens/s",
+            format!("{} ({} per GPU)", thousands(f.tokens_per_s as u64), thousands(f.tokens_per_s_per_gpu as u64)),
+        );
+        line("MFU", format!("{} of {}/s ({})", percent(f.mfu), units::flops(peak), plan.precision.compute));
+        line("HFU", percent(f.hfu));
+        let exposed = f.exposed_communication_s;
+        line("exposed communication", format!("{}, {} of the step", exact(exposed), percent(exposed / f.step_s)));
+        line("pipeline bubble", percent(f.bubble));
+        line("memory", format!("{} on the rank that needs most", units::bytes(f.memory_bytes)));
+        text.push_str(&format!("\ntime of a step by class{}\n{}", self.which(), self.classes()));
+        let unverified = self.hardware.unverified();
+        if !unverified.is_empty() {
+            let list = format!("unverified figures of the catalogue: {}", unverified.join(", "));
+            text.push_str(&format!("  {}\n", wrapped(&list, "    ")));
+        }
+        text
+    }
+
+    fn which(&self) -> &'static str {
+        match self.forecast.roles.len() {
+            1 => " (collectives that overlap count in full)",
+            _ => ", on a rank of each stage in the mean and in the longest\n(collectives that overlap count in full)",
+        }
+    }
+
+    fn classes(&self) -> String {
+        let f = &self.forecast;
+        let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+        for (class, seconds) in f.roles.iter().flat_map(|role| &role.classes) {
+            let (sum, most) = sums.entry(class).or_default();
+            (*sum, *most) = (*sum + seconds, most.max(*seconds));
+        }
+        let n = f.roles.len() as f64;
+        let mut rows: Vec<(&str, f64, f64)> = sums.into_iter().map(|(c, (sum, most))| (c, sum / n, most)).collect();
+        rows.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let row = |&(class, mean, most): &(&str, f64, f64)| {
+            vec![class.to_owned(), exact(mean), format!("{:.1}%", 100.0 * mean / f.step_s), exact(most)]
+        };
+        let rows: Vec<_> = rows.iter().filter(|(_, mean, _)| *mean > 0.0).map(row).collect();
+        table(&["class", "time", "of the step", "~longest"], &rows)
+    }
+
+    /// When the stages of the pipeline compute what.
+    pub(super) fn pipeline(&self) -> Timeline {
+        let slot = |i: &Interval| {
+            let work = match i.segment {
+                "forward" | "forward_last" => Work::Forward,
+                "backward" | "backward_last" => Work::Backward,
+                "input_grad" | "input_grad_last" => Work::InputGrad,
+                "weight_grad" | "weight_grad_last" => Work::WeightGrad,
+                _ => return None,
+            };
+            Some((PipeSlot { chunk: i.chunk, work, micro_batch: i.micro_batch }, i.start_s, i.end_s))
+        };
+        let slots: Vec<Vec<_>> =
+            self.forecast.roles.iter().map(|role| role.slots.iter().filter_map(slot).collect()).collect();
+        let total = slots.iter().flatten().map(|(_, _, end)| *end).fold(0.0, f64::max);
+        Timeline { slots, total }
+    }
+
+    /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels and overlapping collectives.
+    pub(super) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
+        let failed =
+            |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --trace", path.display()));
+        std::fs::write(path, self.trace(plan).to_string()).map_err(failed)?;
+        wrote("Chrome trace of the predicted step, for Perfetto or chrome://tracing", path);
+        Ok(())
+    }
+
+    fn trace(&self, plan: &Plan) -> Value {
+        let mut events = Vec::new();
+        let shown = self.shown_in_detail();
+        let stage_ranks = plan.layout.mesh.size(Axes::STAGE);
+        for (r, role) in self.forecast.roles.iter().enumerate() {
+            let (first, last) = (role.stage * stage_ranks, (role.stage + 1) * stage_ranks - 1);
+            let name = format!("stage {}: ranks {first} to {last}", role.stage);
+            events.push(json!({ "name": "process_name", "ph": "M", "pid": r, "args": { "name": name } }));
+            events.push(json!({ "name": "process_sort_index", "ph": "M", "pid": r, "args": { "sort_index": r } }));
+            for (thread, name) in ["segments", "kernels", "communication"].into_iter().enumerate() {
+                events.push(json!({
+                    "name": "thread_name", "ph": "M", "pid": r, "tid": thread, "args": { "name": name },
+                }));
+            }
+            let event = |name: String, category: &str, thread: usize, (start, end): (f64, f64), args: Value| {
+                json!({
+                    "name": name, "cat": category, "ph": "X", "pid": r, "tid": thread,
+                    "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args,
+                })
+            };
+            for slot in &role.slots {
+                let name = format!("{} {}", slot.segment, slot.micro_batch);
+                let args = json!({ "micro_batch": slot.micro_batch, "chunk": slot.chunk });
+                events.push(event(name, "segment", 0, (slot.start_s, slot.end_s), args));
+                if slot.micro_batch >= shown {
+                    continue;
+                }
+                for instr in &self.instructions[r][slot.index] {
+                    let times = (slot.start_s + instr.start_s, slot.start_s + instr.end_s);
+                    let Some(class) = instr.demand.class() else { continue };
+                    let thread = if instr.overlaps { 2 } else { 1 };
+                    events.push(event(class.to_string(), slot.segment, thread, times, asked(&instr.demand)));
+                }
+            }
+        }
+        json!({
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "title": format!("predicted step, {}", plan.layout),
+                "hardware": self.place(),
+                "micro_batches_in_detail": shown,
+                "step_s": self.forecast.step_s,
+            },
+        })
+    }
+
+    /// Of how many micro-batches instructions are shown, so that a viewer can open the file.
+    fn shown_in_detail(&self) -> usize {
+        const MOST_EVENTS: usize = 150_000;
+        let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
+        for (r, role) in self.forecast.roles.iter().enumerate() {
+            for slot in &role.slots {
+                *counts.entry(slot.micro_batch).or_default() += self.instructions[r][slot.index].len();
+            }
+        }
+        let mut sum = 0;
+        let fits = |(_, count): &(&usize, &usize)| {
+            sum += **count;
+            sum <= MOST_EVENTS
+        };
+        counts.iter().take_while(fits).last().map_or(1, |(micro_batch, _)| micro_batch + 1)
+    }
+}
+
+/// What an instruction asks of the hardware, for people.
+fn asked(demand: &Demand) -> Value {
+    match demand {
+        Demand::Matmul { rows, cols, inner, calls, dtype, bytes, .. } => {
+            json!({ "shape": format!("{rows} × {cols} × {inner}"), "calls": calls, "type": dtype.name(), "bytes": bytes })
+        }
+        Demand::Attention { flops, bytes, seq, .. } => json!({ "flops": flops, "bytes": bytes, "seq": seq }),
+        Demand::Scores { flops, bytes, .. } => json!({ "flops": flops, "bytes": bytes }),
+        Demand::Elementwise { bytes } | Demand::Optimizer { bytes } => json!({ "bytes": bytes }),
+        Demand::Collective { pattern, over, bytes, .. } => {
+            json!({ "collective": format!("{pattern:?}"), "over": over.to_string(), "bytes": bytes })
+        }
+        Demand::Send { bytes, .. } => json!({ "bytes": bytes }),
+        Demand::Nothing | Demand::Receive { .. } => Value::Null,
+    }
+}
+
+/// Three digits: `1.23 s`, `45.6 ms`.
+fn exact(seconds: f64) -> String {
+    match seconds {
+        s if s >= 100.0 => format!("{s:.0} s"),
+        s if s >= 10.0 => format!("{s:.1} s"),
+        s if s >= 1.0 => format!("{s:.2} s"),
+        s if s >= 0.1 => format!("{:.0} ms", s * 1e3),
+        s if s >= 0.01 => format!("{:.1} ms", s * 1e3),
+        s => format!("{:.2} ms", s * 1e3),
+    }
+}
+
+/// Where the trace goes; refuses other kinds of files.
+pub(super) fn file(path: &Path) -> Result<PathBuf, Failure> {
+    match path.extension().is_some_and(|e| e == "json") {
+        true => Ok(path.to_owned()),
+        false => {
+            let text = format!("--trace {} is not a .json", path.display());
+            Err(Failure::request(format!("{text}\nhint: name it trace.json")))
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Collectives: which ranks take part, over which links, by which algorithm.
+
+use crate::{Hardware, Terms};
+use lockstep_ir::{Axes, Coordinates, Mesh, MeshAxis};
+
+/// What ranks do together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Pattern {
+    /// Partial sums become whole on every rank.
+    AllReduce,
+    /// Partial sums become whole parts.
+    ReduceScatter,
+    /// Parts become whole on every rank.
+    AllGather,
+    /// Parts go round a ring by one.
+    Shift,
+}
+
+/// A group of ranks on nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// How many ranks.
+    pub ranks: usize,
+    /// How many of them are on one node, at most.
+    pub on_a_node: usize,
+    /// On how many nodes they are.
+    pub nodes: usize,
+}
+
+impl Group {
+    /// The group along these axes of the first rank of a stage. Ranks lie on nodes in their order.
+    pub fn of(mesh: &Mesh, over: Axes, stage: usize, gpus_per_node: usize) -> Self {
+        let ranks = mesh.group(
+            Coordinates::default().with(MeshAxis::Pp, if over.contains(MeshAxis::Pp) { 0 } else { stage }),
+            over,
+        );
+        let (mut nodes, mut most, mut here, mut last) = (0, 0, 0, None);
+        for rank in &ranks {
+            let node = rank / gpus_per_node;
+            if last != Some(node) {
+                (nodes, here, last) = (nodes + 1, 0, Some(node));
+            }
+            here += 1;
+            most = most.max(here);
+        }
+        Self { ranks: ranks.len(), on_a_node: most, nodes }
+    }
+
+    /// The first of its neighbours that share a part: groups of so many along the innermost axis.
+    pub fn sharers(self, sharers: usize) -> Self {
+        let on_a_node = self.on_a_node.min(sharers);
+        Self { ranks: sharers, on_a_node, nodes: sharers.div_ceil(on_a_node.max(1)) }
+    }
+}
+
+/// A collective on some hardware: seconds at full rates.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PlacedCollective {
+    pattern: Pattern,
+    group: Group,
+    /// Seconds of the whole tensors at the rate of a GPU's link.
+    link_s: f64,
+    /// Seconds of them at the rate of the adapters that the group has on a node.
+    fabric_s: f64,
+}
+
+impl PlacedCollective {
+    /// Of tensors of so many bytes in whole.
+    pub fn new(pattern: Pattern, group: Group, bytes: u64, hardware: &Hardware) -> Self {
+        let adapters = hardware.cluster.node_bytes_per_s / hardware.cluster.gpus_per_node as f64;
+        Self {
+            pattern,
+            group,
+            link_s: bytes as f64 / hardware.link_bytes_per_s(),
+            fabric_s: bytes as f64 / (adapters * group.on_a_node as f64),
+        }
+    }
+
+    /// Whether it leaves the node.
+    pub fn crosses_nodes(&self) -> bool {
+        self.group.nodes > 1
+    }
+
+    /// How long it takes.
+    pub fn seconds(&self, terms: &Terms) -> f64 {
+        let n = self.group.ranks as f64;
+        if self.group.ranks < 2 {
+            return 0.0;
+        }
+        let link = self.link_s / terms.link_efficiency;
+        let (whole, hop) = match self.crosses_nodes() {
+            true => (link.max(self.fabric_s / terms.fabric_efficiency), terms.fabric_hop),
+            false => (link, terms.link_hop),
+        };
+        // A ring passes a part on n − 1 times.
+        let pass = whole * (n - 1.0) / n;
+        let ring = pass + hop * (n - 1.0);
+        let time = match self.pattern {
+            Pattern::ReduceScatter | Pattern::AllGather => ring,
+            Pattern::Shift => whole / n + hop,
+            Pattern::AllReduce if self.crosses_nodes() => {
+                // Up and down a tree of nodes; a chain inside each. All of the tensor passes twice.
+                let depth = (self.group.nodes as f64).log2().ceil();
+                let tree = 2.0 * (whole + depth * hop + (self.group.on_a_node as f64 - 1.0) * terms.link_hop);
+                tree.min(2.0 * ring)
+            }
+            Pattern::AllReduce => 2.0 * (pass / terms.link_all_reduce + hop * (n - 1.0)),
+        };
+        terms.collective_launch + time
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Catalogue, Constants, Framework};
+
+    fn mesh(dp: usize, tp: usize, pp: usize) -> Mesh {
+        Mesh::ONE.with(MeshAxis::DpShard, dp).with(MeshAxis::Tp, tp).with(MeshAxis::Pp, pp)
+    }
+
+    #[test]
+    fn groups_lie_on_nodes_as_ranks_are_numbered() {
+        let of = |mesh: &Mesh, axis: MeshAxis| Group::of(mesh, axis.into(), 0, 8);
+        let m = mesh(4, 4, 2);
+        assert_eq!(of(&m, MeshAxis::Tp), Group { ranks: 4, on_a_node: 4, nodes: 1 });
+        assert_eq!(of(&m, MeshAxis::DpShard), Group { ranks: 4, on_a_node: 2, nodes: 2 });
+        assert_eq!(of(&m, MeshAxis::Pp), Group { ranks: 2, on_a_node: 1, nodes: 2 });
+        assert_eq!(of(&mesh(1, 16, 1), MeshAxis::Tp), Group { ranks: 16, on_a_node: 8, nodes: 2 });
+    }
+
+    #[test]
+    fn more_bytes_ranks_and_nodes_take_longer() {
+        let all = Catalogue::builtin();
+        let hardware = all.hardware("meta-24k").unwrap();
+        let terms = Constants::builtin().terms(&Framework::named("lockstep").unwrap(), &hardware);
+        let time = |pattern, bytes: u64, dp: usize, tp: usize, axis: MeshAxis| {
+            let group = Group::of(&mesh(dp, tp, 1), axis.into(), 0, 8);
+            PlacedCollective::new(pattern, group, bytes, &hardware).seconds(&terms)
+        };
+        for pattern in [Pattern::AllReduce, Pattern::AllGather, Pattern::ReduceScatter] {
+            let inside = time(pattern, 1 << 28, 1, 8, MeshAxis::Tp);
+            let outside = time(pattern, 1 << 28, 8, 8, MeshAxis::DpShard);
+            assert!(time(pattern, 1 << 29, 1, 8, MeshAxis::Tp) > inside);
+            assert!(outside > 3.0 * inside, "{pattern:?}: {outside} {inside}");
+            assert!(time(pattern, 1 << 20, 64, 8, MeshAxis::DpShard) > time(pattern, 1 << 20, 8, 8, MeshAxis::DpShard));
+        }
+        assert_eq!(time(Pattern::AllGather, 1 << 20, 1, 1, MeshAxis::Tp), 0.0);
+    }
+}

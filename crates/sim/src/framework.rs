@@ -1,0 +1,55 @@
+//! What other frameworks do otherwise, as data: the same programs are priced with it. What was fitted stands in the table of
+//! constants, under the framework's name.
+
+use crate::SimError;
+use serde::{Deserialize, Serialize};
+
+/// A framework's way of running a step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Framework {
+    /// Its name, and that of its constants.
+    pub name: String,
+    /// Whether the gathers of sharded parameters overlap with kernels.
+    pub overlaps_gathers: bool,
+    /// Whether sums of gradients over ranks overlap with kernels.
+    pub overlaps_reductions: bool,
+    /// Whether it does as one what the program joins to groups.
+    pub fuses_groups: bool,
+    /// Where it comes from and what is known of it.
+    pub source: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FrameworkFile {
+    framework: Vec<Framework>,
+}
+
+impl Framework {
+    /// What every build knows; the first is Lockstep.
+    pub fn builtin() -> Vec<Self> {
+        Self::parse("frameworks.toml", include_str!("../data/frameworks.toml"))
+            .unwrap_or_else(|error| unreachable!("{error}"))
+    }
+
+    /// Those of a data file.
+    pub fn parse(file: &str, text: &str) -> Result<Vec<Self>, SimError> {
+        let parsed: FrameworkFile = toml::from_str(text).map_err(|error| SimError::File {
+            file: file.to_owned(),
+            reason: error.to_string().trim_end().to_owned(),
+            hint: "write it as entries of [[framework]]".into(),
+        })?;
+        Ok(parsed.framework)
+    }
+
+    /// This program's own way.
+    pub fn lockstep() -> Self {
+        Self::builtin().remove(0)
+    }
+
+    /// The framework called `name`, in any letter case.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::builtin().into_iter().find(|framework| framework.name.eq_ignore_ascii_case(name))
+    }
+}

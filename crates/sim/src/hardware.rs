@@ -1,0 +1,353 @@
+//! The hardware catalogue: GPUs, and clusters of them. Figures are those that makers and sites publish; those that nobody has
+//! verified are listed as such in every entry, and shown so.
+//!
+//! The files `data/gpus.toml` and `data/clusters.toml` are part of the program; a user's own file has the same form.
+
+use crate::SimError;
+use lockstep_ir::DType;
+use serde::{Deserialize, Serialize};
+
+/// One GPU. Where a board carries several, one that a program sees as its own device.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GpuSpec {
+    /// The name that commands take.
+    pub name: String,
+    /// The family whose efficiencies it has.
+    pub family: String,
+    /// FLOP per second of dense 16-bit matmuls with 32-bit sums: bf16, or fp16 where there is no bf16 (V100).
+    pub peak_flops_per_s: f64,
+    /// FLOP per second of dense fp32 matmuls with all bits of fp32, as the executors compute them: not TF32.
+    pub fp32_flops_per_s: f64,
+    /// FLOP per second of dense fp8 matmuls, where it has them.
+    pub fp8_flops_per_s: Option<f64>,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Memory bandwidth in bytes per second.
+    pub bytes_per_s: f64,
+    /// Streaming multiprocessors or compute units: how many tiles of a matmul run at a time.
+    pub units: usize,
+    /// Bytes per second that it sends to the other GPUs of its node together, in one direction.
+    pub link_bytes_per_s: f64,
+    /// Where the figures come from.
+    pub source: String,
+    /// Figures that nobody has verified, by their names in the data file.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unverified: Vec<String>,
+}
+
+/// Nodes of GPUs, and what joins them.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ClusterSpec {
+    /// The name that commands take.
+    pub name: String,
+    /// As people write it.
+    pub label: String,
+    /// The name of its GPU.
+    pub gpu: String,
+    /// GPUs of a node.
+    pub gpus_per_node: usize,
+    /// How many nodes it has, where known.
+    pub nodes: Option<usize>,
+    /// Bytes per second that a node sends to the others, in one direction, over all its network adapters.
+    pub node_bytes_per_s: f64,
+    /// What joins nodes: `infiniband`, `efa`, `roce`, `slingshot` or `omni-path`. Collectives have latencies by it.
+    pub fabric: String,
+    /// Bytes per second that a GPU sends inside its node, where it is not that of the GPU.
+    pub link_bytes_per_s: Option<f64>,
+    /// Where the figures come from.
+    pub source: String,
+    /// Figures that nobody has verified, by their names in the data file.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unverified: Vec<String>,
+}
+
+/// A GPU as a data file has it: decimal units, as published.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GpuEntry {
+    name: String,
+    family: Option<String>,
+    tflops: f64,
+    tflops_fp32: f64,
+    tflops_fp8: Option<f64>,
+    memory_gb: f64,
+    memory_tb_per_s: f64,
+    units: usize,
+    link_gb_per_s: f64,
+    source: String,
+    #[serde(default)]
+    unverified: Vec<String>,
+}
+
+/// A cluster as a data file has it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClusterEntry {
+    name: String,
+    label: Option<String>,
+    gpu: String,
+    gpus_per_node: usize,
+    nodes: Option<usize>,
+    node_gbit_per_s: f64,
+    fabric: String,
+    link_gb_per_s: Option<f64>,
+    source: String,
+    #[serde(default)]
+    unverified: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CatalogueFile {
+    #[serde(default)]
+    gpu: Vec<GpuEntry>,
+    #[serde(default)]
+    cluster: Vec<ClusterEntry>,
+}
+
+/// All GPUs and clusters that are known.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Catalogue {
+    /// In the order of the files.
+    pub gpus: Vec<GpuSpec>,
+    /// In the order of the files.
+    pub clusters: Vec<ClusterSpec>,
+}
+
+impl Catalogue {
+    /// What every build knows.
+    pub fn builtin() -> Self {
+        let mut all = Self { gpus: Vec::new(), clusters: Vec::new() };
+        for (file, text) in
+            [("gpus.toml", include_str!("../data/gpus.toml")), ("clusters.toml", include_str!("../data/clusters.toml"))]
+        {
+            all.add(file, text).unwrap_or_else(|error| unreachable!("{error}"));
+        }
+        all
+    }
+
+    /// Adds what a data file has; an entry of a known name replaces it.
+    pub fn add(&mut self, file: &str, text: &str) -> Result<(), SimError> {
+        let refuse =
+            |reason: String, hint: &str| SimError::File { file: file.to_owned(), reason, hint: hint.to_owned() };
+        let parsed: CatalogueFile = toml::from_str(text).map_err(|error| {
+            refuse(
+                error.to_string().trim_end().to_owned(),
+                "write it as the entries of [[gpu]] and [[cluster]] that explain --catalogue prints",
+            )
+        })?;
+        for entry in parsed.gpu {
+            let gpu = entry.spec().map_err(|(name, key)| {
+                refuse(format!("gpu {name}: {key} is not above 0"), "give the figure in the unit that the key names")
+            })?;
+            self.gpus.retain(|known| !known.name.eq_ignore_ascii_case(&gpu.name));
+            self.gpus.push(gpu);
+        }
+        for entry in parsed.cluster {
+            let known = self.gpus.iter().any(|gpu| gpu.name.eq_ignore_ascii_case(&entry.gpu));
+            if !known {
+                let names: Vec<&str> = self.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
+                let reason = format!("cluster {}: gpu {:?} is not in the catalogue", entry.name, entry.gpu);
+                return Err(refuse(reason, &format!("name one of {}, or add a [[gpu]]", names.join(", "))));
+            }
+            let cluster = entry.spec().map_err(|(name, key)| {
+                refuse(
+                    format!("cluster {name}: {key} is not above 0"),
+                    "give the figure in the unit that the key names",
+                )
+            })?;
+            self.clusters.retain(|known| !known.name.eq_ignore_ascii_case(&cluster.name));
+            self.clusters.push(cluster);
+        }
+        Ok(())
+    }
+
+    /// The GPU called `name`, in any letter case.
+    pub fn gpu(&self, name: &str) -> Option<&GpuSpec> {
+        self.gpus.iter().find(|gpu| gpu.name.eq_ignore_ascii_case(name))
+    }
+
+    /// The cluster called `name`, in any letter case.
+    pub fn cluster(&self, name: &str) -> Option<&ClusterSpec> {
+        self.clusters.iter().find(|cluster| cluster.name.eq_ignore_ascii_case(name))
+    }
+
+    /// The GPU that a driver calls so: "NVIDIA H100 80GB HBM3", say.
+    pub fn of_device(&self, name: &str) -> Option<&GpuSpec> {
+        name.split(|c: char| !c.is_ascii_alphanumeric()).find_map(|word| self.gpu(word))
+    }
+
+    /// A cluster with its GPU.
+    pub fn hardware(&self, cluster: &str) -> Option<Hardware> {
+        let cluster = self.cluster(cluster)?;
+        Some(Hardware { gpu: self.gpu(&cluster.gpu)?.clone(), cluster: cluster.clone() })
+    }
+}
+
+impl GpuEntry {
+    fn spec(self) -> Result<GpuSpec, (String, &'static str)> {
+        let figures = [
+            ("tflops", self.tflops),
+            ("tflops_fp32", self.tflops_fp32),
+            ("tflops_fp8", self.tflops_fp8.unwrap_or(1.0)),
+            ("memory_gb", self.memory_gb),
+            ("memory_tb_per_s", self.memory_tb_per_s),
+            ("units", self.units as f64),
+            ("link_gb_per_s", self.link_gb_per_s),
+        ];
+        if let Some((key, _)) = figures.into_iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
+            return Err((self.name, key));
+        }
+        Ok(GpuSpec {
+            family: self.family.unwrap_or_else(|| self.name.clone()),
+            name: self.name,
+            peak_flops_per_s: self.tflops * 1e12,
+            fp32_flops_per_s: self.tflops_fp32 * 1e12,
+            fp8_flops_per_s: self.tflops_fp8.map(|tflops| tflops * 1e12),
+            memory_bytes: (self.memory_gb * 1e9) as u64,
+            bytes_per_s: self.memory_tb_per_s * 1e12,
+            units: self.units,
+            link_bytes_per_s: self.link_gb_per_s * 1e9,
+            source: self.source,
+            unverified: self.unverified,
+        })
+    }
+}
+
+impl ClusterEntry {
+    fn spec(self) -> Result<ClusterSpec, (String, &'static str)> {
+        let figures = [
+            ("gpus_per_node", self.gpus_per_node as f64),
+            ("nodes", self.nodes.unwrap_or(1) as f64),
+            ("node_gbit_per_s", self.node_gbit_per_s),
+            ("link_gb_per_s", self.link_gb_per_s.unwrap_or(1.0)),
+        ];
+        if let Some((key, _)) = figures.into_iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
+            return Err((self.name, key));
+        }
+        Ok(ClusterSpec {
+            label: self.label.unwrap_or_else(|| self.name.clone()),
+            name: self.name,
+            gpu: self.gpu,
+            gpus_per_node: self.gpus_per_node,
+            nodes: self.nodes,
+            node_bytes_per_s: self.node_gbit_per_s * 1e9 / 8.0,
+            fabric: self.fabric,
+            link_bytes_per_s: self.link_gb_per_s.map(|gigabytes| gigabytes * 1e9),
+            source: self.source,
+            unverified: self.unverified,
+        })
+    }
+}
+
+impl GpuSpec {
+    /// FLOP per second of dense matmuls of such elements.
+    pub fn peak(&self, compute: DType) -> f64 {
+        match compute {
+            DType::BF16 | DType::F16 => self.peak_flops_per_s,
+            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => self.fp32_flops_per_s,
+        }
+    }
+
+    /// As people write it: `H100 80GB`.
+    pub fn label(&self) -> String {
+        let memory = format!("{}GB", self.memory_bytes / 1_000_000_000);
+        let name = self.name.to_uppercase();
+        format!("{} {memory}", name.strip_suffix(&format!("-{memory}")).unwrap_or(&name))
+    }
+}
+
+/// What a step runs on: GPUs, and how they are joined. Ranks lie on nodes in their order, as many as a node has GPUs.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Hardware {
+    /// The GPU of every rank.
+    pub gpu: GpuSpec,
+    /// The nodes.
+    pub cluster: ClusterSpec,
+}
+
+impl Hardware {
+    /// GPUs of one kind where nothing is known of the nodes: eight on each, and for every GPU a network adapter of 400 Gb/s.
+    pub fn assumed(gpu: &GpuSpec) -> Self {
+        let gpus_per_node = 8;
+        let cluster = ClusterSpec {
+            name: "assumed".into(),
+            label: format!("nodes of {gpus_per_node}, 400 Gb/s each"),
+            gpu: gpu.name.clone(),
+            gpus_per_node,
+            nodes: None,
+            node_bytes_per_s: gpus_per_node as f64 * 50e9,
+            fabric: "infiniband".into(),
+            link_bytes_per_s: None,
+            source: "assumed".into(),
+            unverified: ["gpus_per_node", "node_gbit_per_s", "fabric"].map(str::to_owned).into(),
+        };
+        Self { gpu: gpu.clone(), cluster }
+    }
+
+    /// Bytes per second that a GPU sends inside its node.
+    pub fn link_bytes_per_s(&self) -> f64 {
+        self.cluster.link_bytes_per_s.unwrap_or(self.gpu.link_bytes_per_s)
+    }
+
+    /// Figures that nobody has verified: `h100.link_gb_per_s`.
+    pub fn unverified(&self) -> Vec<String> {
+        let of = |name: &str, keys: &[String]| keys.iter().map(|key| format!("{name}.{key}")).collect::<Vec<_>>();
+        [of(&self.gpu.name, &self.gpu.unverified), of(&self.cluster.name, &self.cluster.unverified)].concat()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_once_and_in_any_case() {
+        let all = Catalogue::builtin();
+        for (i, gpu) in all.gpus.iter().enumerate() {
+            assert_eq!(all.gpus.iter().position(|other| other.name == gpu.name), Some(i));
+        }
+        assert_eq!(all.gpu("A100").map(|g| g.peak_flops_per_s), Some(312e12));
+        assert_eq!(all.gpu("a1000"), None);
+        let h100 = all.gpu("h100").map(|g| (g.peak(DType::BF16), g.peak(DType::F32), g.label()));
+        assert_eq!(h100, Some((989e12, 67e12, "H100 80GB".into())));
+        assert_eq!(all.gpu("a100-40gb").map(GpuSpec::label), Some("A100 40GB".into()));
+        assert_eq!(all.of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name.as_str()), Some("a100"));
+        assert_eq!(all.of_device("NVIDIA GeForce RTX 3090"), None);
+    }
+
+    #[test]
+    fn the_european_clusters_are_there_with_what_nobody_verified() {
+        let all = Catalogue::builtin();
+        for name in ["leonardo", "lumi", "marenostrum5", "jupiter", "alps", "meluxina", "vega", "karolina", "berzelius"]
+        {
+            assert!(all.hardware(name).is_some(), "{name}");
+        }
+        let leonardo = all.hardware("Leonardo").unwrap();
+        assert_eq!(leonardo.cluster.gpus_per_node, 4);
+        assert!(leonardo.unverified().contains(&"a100-64gb.tflops".to_owned()), "{:?}", leonardo.unverified());
+        for gpu in &all.gpus {
+            assert!(!gpu.source.is_empty(), "{}", gpu.name);
+        }
+    }
+
+    #[test]
+    fn a_users_file_adds_and_replaces_and_its_errors_name_the_figure() {
+        let mut all = Catalogue::builtin();
+        let gpu = |name: &str, tflops: f64| {
+            format!(
+                "[[gpu]]\nname = \"{name}\"\ntflops = {tflops:.1}\ntflops_fp32 = 1.0\nmemory_gb = 8.0\nmemory_tb_per_s = 1.0\nunits = 4\n\
+                 link_gb_per_s = 1.0\nsource = \"mine\"\n"
+            )
+        };
+        let count = all.gpus.len();
+        all.add("mine.toml", &gpu("mine", 5.0)).unwrap();
+        all.add("mine.toml", &gpu("mine", 6.0)).unwrap();
+        assert_eq!((all.gpus.len(), all.gpu("mine").map(|g| g.peak_flops_per_s)), (count + 1, Some(6e12)));
+        let error = all.add("mine.toml", &gpu("other", -1.0)).unwrap_err().to_string();
+        assert!(error.contains("mine.toml: gpu other: tflops is not above 0"), "{error}");
+        let cluster = "[[cluster]]\nname = \"c\"\ngpu = \"h1000\"\ngpus_per_node = 4\nnode_gbit_per_s = 1.0\nfabric = \"efa\"\nsource = \"\"\n";
+        let error = all.add("c.toml", cluster).unwrap_err().to_string();
+        assert!(error.contains("gpu \"h1000\" is not in the catalogue"), "{error}");
+    }
+}

@@ -1,0 +1,54 @@
+//! How long a step takes, before it runs: a hardware catalogue, a cost model, and an event simulation over the programs of
+//! all pipeline stages.
+//!
+//! The fourth reader of a program, beside executors, verifier and `explain`. It prices instructions, and knows nothing of where
+//! programs come from. Another framework is a [`Framework`], data only: the same programs are priced with what it does otherwise.
+//! It does no I/O, reads no clock and no environment; data files that a user adds come as text.
+//!
+//! Preparing a program ([`Workload::new`]) is separate from pricing it ([`Placed::price`]), which takes
+//! microseconds: a fit calls that millions of times.
+#![forbid(unsafe_code)]
+
+pub mod collective;
+pub mod constants;
+pub mod events;
+pub mod forecast;
+pub mod framework;
+pub mod hardware;
+mod matmul;
+mod place;
+mod price;
+mod work;
+
+pub use constants::{Constant, Constants, Terms};
+pub use forecast::{Asked, Forecast, InstructionTime, Interval, RoleForecast, simulate};
+pub use framework::Framework;
+pub use hardware::{Catalogue, ClusterSpec, GpuSpec, Hardware};
+pub use place::{Placed, Workload};
+pub use work::{Demand, TimeClass};
+
+use lockstep_ir::TypeError;
+
+/// Why programs cannot be simulated.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SimError {
+    /// An instruction that no op table row describes: a bug of a pass.
+    #[error(transparent)]
+    Type(#[from] TypeError),
+    /// The programs have no such entry.
+    #[error("the programs have no entry `{0}`")]
+    NoEntry(String),
+    /// The stages wait for each other for ever: a bug of a schedule.
+    #[error("the stages wait for each other: {0}")]
+    Deadlock(String),
+    /// A data file.
+    #[error("{file}: {reason}\nhint: {hint}")]
+    File {
+        /// Which.
+        file: String,
+        /// What is wrong with it.
+        reason: String,
+        /// What to do.
+        hint: String,
+    },
+}

@@ -1,0 +1,490 @@
+//! From programs to what can be priced fast: instructions that ask the same are one demand, layers that ask the same one run.
+
+use crate::events::{self, Channel, Outcome, Point, Repetition, SegmentTime};
+use crate::price::{AtPeak, Site};
+use crate::work::{Demand, meets};
+use crate::{Framework, Hardware, SimError, Terms};
+use lockstep_ir::program::{Lifetime, Segment, StepProgram, Stream};
+use lockstep_ir::{Mesh, TypeError};
+use std::collections::BTreeMap;
+
+/// What an instruction does to the streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    /// A kernel.
+    Kernel,
+    /// A kernel that is part of the one before it, or a view.
+    Part,
+    /// A collective that the next instruction waits for.
+    Blocking,
+    /// A collective that gathers, and overlaps.
+    Gather,
+    /// A collective that sums, and overlaps.
+    Reduce,
+    Receive(usize),
+    Send(usize),
+    Meet,
+}
+
+/// An instruction of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Step {
+    /// Index of its demand.
+    demand: usize,
+    kind: Kind,
+    /// How far back among the overlapping collectives that were started is the one that it waits for: 1 is the last; 0 waits for none.
+    waits: usize,
+}
+
+/// Instructions of one layer that follow each other: what the host launches as one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Run {
+    steps: Vec<Step>,
+}
+
+/// A segment of a role as indices of runs.
+#[derive(Clone, Debug)]
+struct Code {
+    runs: Vec<usize>,
+    name: &'static str,
+    chunk: usize,
+}
+
+/// What one role, a pipeline stage, runs.
+#[derive(Clone, Debug)]
+pub(crate) struct RoleWork {
+    pub stage: usize,
+    demands: Vec<Demand>,
+    runs: Vec<Run>,
+    code: Vec<Code>,
+    pub slots: Vec<usize>,
+    pub micro_batches: Vec<usize>,
+    pub memory_bytes: u64,
+}
+
+/// A message stream: who sends it, and what a message asks of the sender.
+#[derive(Clone, Debug)]
+struct Wire {
+    from: usize,
+    demand: usize,
+    copies: usize,
+}
+
+/// The work of all roles of a run in one entry, ready to be placed on hardware. Its size grows with layers and chunks, not with
+/// ranks.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    mesh: Mesh,
+    pub(crate) roles: Vec<RoleWork>,
+    wires: Vec<Wire>,
+    /// What repeats in the slots of every role; none where something does not.
+    repetitions: Vec<Repetition>,
+}
+
+/// Collects equal things once.
+struct Interned<T: Ord + Clone> {
+    all: Vec<T>,
+    known: BTreeMap<T, usize>,
+}
+
+impl<T: Ord + Clone> Interned<T> {
+    fn new() -> Self {
+        Self { all: Vec::new(), known: BTreeMap::new() }
+    }
+
+    fn index(&mut self, value: T) -> usize {
+        *self.known.entry(value).or_insert_with_key(|value| {
+            self.all.push(value.clone());
+            self.all.len() - 1
+        })
+    }
+}
+
+impl Workload {
+    /// The work of an entry of the programs of all stages, as a framework runs it.
+    pub fn new(programs: &[StepProgram], entry: &str, framework: &Framework) -> Result<Self, SimError> {
+        let Some(first) = programs.first() else { return Err(SimError::NoEntry(entry.to_owned())) };
+        let mut wires: BTreeMap<(usize, usize, u32), usize> = BTreeMap::new();
+        let mut all: Vec<Wire> = Vec::new();
+        let mut roles = Vec::new();
+        for program in programs {
+            let schedule = program.entry(entry).ok_or_else(|| SimError::NoEntry(entry.to_owned()))?;
+            let mut wire = |from: usize, to: usize, tag: u32| {
+                *wires.entry((from, to, tag)).or_insert_with(|| {
+                    all.push(Wire { from, demand: 0, copies: 1 });
+                    all.len() - 1
+                })
+            };
+            let mut role = RoleWork::new(program, framework, &mut wire)?;
+            role.slots = schedule.schedule.iter().map(|slot| slot.segment).collect();
+            role.micro_batches = schedule.schedule.iter().map(|slot| slot.micro_batch).collect();
+            for (i, demand) in role.demands.iter().enumerate() {
+                if let Demand::Send { stage, tag, copies, .. } = demand {
+                    let wire = &mut all[wires[&(program.stage, *stage, *tag)]];
+                    (wire.demand, wire.copies) = (i, *copies);
+                }
+            }
+            roles.push(role);
+        }
+        let repetition = |role: &RoleWork| Repetition::find(&role.slots, &role.micro_batches);
+        let repetitions = roles.iter().map(repetition).collect::<Option<_>>().unwrap_or_default();
+        Ok(Self { mesh: first.mesh, roles, wires: all, repetitions })
+    }
+
+    /// Ranks of all roles.
+    pub fn ranks(&self) -> usize {
+        self.mesh.ranks()
+    }
+
+    /// The work on some hardware.
+    pub fn on(&self, hardware: &Hardware, framework: &Framework) -> Placed<'_> {
+        let at_peak = |role: &RoleWork| {
+            let site = Site { hardware, mesh: &self.mesh, stage: role.stage };
+            role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
+        };
+        Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect() }
+    }
+}
+
+impl RoleWork {
+    fn new(
+        program: &StepProgram,
+        framework: &Framework,
+        wire: &mut dyn FnMut(usize, usize, u32) -> usize,
+    ) -> Result<Self, TypeError> {
+        let (mut demands, mut runs, mut code) = (Interned::new(), Interned::new(), Vec::new());
+        let here = program.stage;
+        for segment in &program.segments {
+            let mut list = Vec::new();
+            let mut run = Run { steps: Vec::new() };
+            let (mut started, mut layer): (Vec<usize>, Option<usize>) = (Vec::new(), None);
+            for (i, instr) in segment.instrs.iter().enumerate() {
+                if instr.layer != layer && !run.steps.is_empty() {
+                    list.push(runs.index(std::mem::replace(&mut run, Run { steps: Vec::new() })));
+                }
+                layer = instr.layer;
+                let demand = Demand::of(program, segment, i, framework.fuses_groups)?;
+                let last = instr.waits.iter().max();
+                // Those that stand before the one that is waited for have ended with it.
+                let waits = last.map_or(0, |last| started.len() - started.partition_point(|s| s <= last) + 1);
+                let kind = match &demand {
+                    Demand::Receive { stage, tag } => Kind::Receive(wire(*stage, here, *tag)),
+                    Demand::Send { stage, tag, .. } => Kind::Send(wire(here, *stage, *tag)),
+                    demand if meets(demand) => Kind::Meet,
+                    Demand::Collective { pattern, .. } => overlap(segment, i, *pattern),
+                    Demand::Nothing => Kind::Part,
+                    Demand::Matmul { .. }
+                    | Demand::Attention { .. }
+                    | Demand::Scores { .. }
+                    | Demand::Elementwise { .. }
+                    | Demand::Optimizer { .. } => {
+                        let group = segment.group_of(i).filter(|_| framework.fuses_groups);
+                        if group.is_some_and(|g| g.instrs.start < i) { Kind::Part } else { Kind::Kernel }
+                    }
+                };
+                if matches!(kind, Kind::Gather | Kind::Reduce) {
+                    started.push(i);
+                }
+                run.steps.push(Step { demand: demands.index(demand), kind, waits });
+            }
+            if !run.steps.is_empty() {
+                list.push(runs.index(run));
+            }
+            code.push(Code { runs: list, name: segment.name, chunk: segment.chunk });
+        }
+        let (slots, micro_batches) = (Vec::new(), Vec::new());
+        let memory_bytes = memory(program);
+        Ok(Self { stage: here, demands: demands.all, runs: runs.all, code, slots, micro_batches, memory_bytes })
+    }
+
+    pub fn name(&self, segment: usize) -> (&'static str, usize) {
+        (self.code[segment].name, self.code[segment].chunk)
+    }
+}
+
+fn overlap(segment: &Segment, index: usize, pattern: crate::collective::Pattern) -> Kind {
+    use crate::collective::Pattern;
+    match (segment.instrs[index].stream, pattern) {
+        (Stream::Compute, _) => Kind::Blocking,
+        (Stream::Communication, Pattern::AllGather | Pattern::Shift) => Kind::Gather,
+        (Stream::Communication, Pattern::AllReduce | Pattern::ReduceScatter) => Kind::Reduce,
+    }
+}
+
+/// The end of the last copy of a region that any schedule of a program uses: what it allocates.
+fn memory(program: &StepProgram) -> u64 {
+    let mut used: Vec<bool> = vec![false; program.regions.len()];
+    let mut by_segment: Vec<Vec<usize>> = Vec::new();
+    for segment in &program.segments {
+        let mut regions: Vec<usize> =
+            segment.instrs.iter().flat_map(|i| i.buffers()).map(|b| program.buffers[b.0].region).collect();
+        regions.sort_unstable();
+        regions.dedup();
+        by_segment.push(regions);
+    }
+    let mut end = 0;
+    for tensor in &program.tensors {
+        used[program.buffers[tensor.buffer.0].region] = true;
+    }
+    for slot in program.entries.iter().flat_map(|entry| &entry.schedule) {
+        for &r in &by_segment[slot.segment] {
+            let region = &program.regions[r];
+            used[r] = true;
+            end = end.max(region.offset + (slot.copy(region.lifetime) as u64 + 1) * region.slot_bytes);
+        }
+    }
+    // What the host writes and reads is there for every micro-batch.
+    let whole = |lifetime: Lifetime| matches!(lifetime, Lifetime::Run | Lifetime::MicroBatch);
+    let regions = program.regions.iter().zip(&used).filter(|(region, used)| **used && whole(region.lifetime));
+    regions.map(|(region, _)| region.offset + region.bytes()).fold(end, u64::max)
+}
+
+/// A workload on some hardware: what is left to price are the constants.
+#[derive(Clone, Debug)]
+pub struct Placed<'a> {
+    work: &'a Workload,
+    framework: Framework,
+    roles: Vec<Vec<AtPeak>>,
+}
+
+/// What a segment's time is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Parts {
+    /// Waiting for the host.
+    pub host: f64,
+    /// Collectives that kernels waited for.
+    pub exposed: f64,
+    /// What overlapping costs.
+    pub overlap: f64,
+}
+
+/// When the instructions of a segment run, from its start.
+pub(crate) struct Marks {
+    /// Start, end and index of the demand; whether on the other stream.
+    pub all: Vec<(f64, f64, usize, bool)>,
+}
+
+/// The price list of a workload under some constants.
+pub(crate) struct Priced {
+    /// By role and demand.
+    pub demands: Vec<Vec<f64>>,
+    /// By role and segment.
+    pub segments: Vec<Vec<SegmentTime>>,
+    /// By role and segment.
+    pub parts: Vec<Vec<Parts>>,
+    pub channels: Vec<Channel>,
+}
+
+impl<'a> Placed<'a> {
+    /// Seconds of a step under some constants, the host's time of a step included.
+    pub fn price(&self, terms: &Terms) -> Result<f64, SimError> {
+        let priced = self.priced(terms, None);
+        let slots = self.slots();
+        let Priced { segments, channels, .. } = &priced;
+        Ok(events::run_repeating(&slots, segments, channels, &self.work.repetitions)?.total + terms.host_step)
+    }
+
+    /// Runs every slot, and says when each ended.
+    pub(crate) fn run(&self, priced: &Priced) -> Result<Outcome, SimError> {
+        events::run(&self.slots(), &priced.segments, &priced.channels, true)
+    }
+
+    fn slots(&self) -> Vec<&'a [usize]> {
+        self.work.roles.iter().map(|role| role.slots.as_slice()).collect()
+    }
+
+    pub(crate) fn work(&self) -> &'a Workload {
+        self.work
+    }
+
+    pub(crate) fn demand(&self, role: usize, demand: usize) -> &'a Demand {
+        &self.work.roles[role].demands[demand]
+    }
+
+    /// Prices everything; with `marks`, says by role and segment when instructions run.
+    pub(crate) fn priced(&self, terms: &Terms, mut marks: Option<&mut Vec<Vec<Marks>>>) -> Priced {
+        let demands: Vec<Vec<f64>> =
+            self.roles.iter().map(|role| role.iter().map(|at_peak| at_peak.seconds(terms)).collect()).collect();
+        let (mut segments, mut parts) = (Vec::new(), Vec::new());
+        for (r, role) in self.work.roles.iter().enumerate() {
+            let mut used = vec![false; role.code.len()];
+            role.slots.iter().for_each(|segment| used[*segment] = true);
+            let stretches: Vec<Stretch> = role.runs.iter().map(|run| self.stretch(run, &demands[r], terms)).collect();
+            let (mut times, mut of) = (Vec::new(), Vec::new());
+            let mut shown = Vec::new();
+            for (code, used) in role.code.iter().zip(used) {
+                let mut mark = marks.is_some().then(|| Marks { all: Vec::new() });
+                let (time, part) = match used {
+                    true => self.segment(role, code, &demands[r], &stretches, terms, mark.as_mut()),
+                    false => Default::default(),
+                };
+                times.push(time);
+                of.push(part);
+                shown.extend(mark);
+            }
+            segments.push(times);
+            parts.push(of);
+            if let Some(marks) = &mut marks {
+                marks.push(shown);
+            }
+        }
+        let channel = |wire: &Wire| Channel { copies: wire.copies, seconds: demands[wire.from][wire.demand] };
+        let channels = self.work.wires.iter().map(channel).collect();
+        Priced { demands, segments, parts, channels }
+    }
+
+    /// Whether an overlapping collective overlaps in this framework.
+    fn overlaps(&self, kind: Kind) -> bool {
+        match kind {
+            Kind::Gather => self.framework.overlaps_gathers,
+            Kind::Reduce => self.framework.overlaps_reductions,
+            Kind::Kernel | Kind::Part | Kind::Blocking | Kind::Receive(_) | Kind::Send(_) | Kind::Meet => false,
+        }
+    }
+
+    /// How much longer a run takes because the host launches it.
+    fn stretch(&self, run: &Run, demands: &[f64], terms: &Terms) -> Stretch {
+        let (mut gpu, mut host, mut plain) = (0.0, 0.0, true);
+        for step in &run.steps {
+            match step.kind {
+                Kind::Kernel => {
+                    gpu += demands[step.demand] + terms.kernel_gap;
+                    host += terms.host_op;
+                }
+                Kind::Part => gpu += demands[step.demand],
+                Kind::Blocking => {
+                    gpu += demands[step.demand];
+                    host += terms.host_collective;
+                }
+                Kind::Gather | Kind::Reduce => {
+                    plain = false;
+                    host += terms.host_collective;
+                }
+                Kind::Receive(_) | Kind::Send(_) => {
+                    plain = false;
+                    host += terms.host_message;
+                }
+                Kind::Meet => plain = false,
+            }
+            plain &= step.waits == 0;
+        }
+        let sharp = terms.host_sharpness;
+        let both = match gpu > 0.0 && host > 0.0 {
+            // The norm of both, with the larger one factored out.
+            true => {
+                let (more, less) = (f64::max(gpu, host), f64::min(gpu, host));
+                more * (1.0 + (less / more).powf(sharp)).powf(1.0 / sharp)
+            }
+            false => gpu + host,
+        };
+        Stretch {
+            factor: if gpu > 0.0 { both / gpu } else { 1.0 },
+            alone: if gpu > 0.0 { 0.0 } else { both },
+            gpu,
+            plain,
+        }
+    }
+
+    fn segment(
+        &self,
+        role: &RoleWork,
+        code: &Code,
+        demands: &[f64],
+        stretches: &[Stretch],
+        terms: &Terms,
+        mut marks: Option<&mut Marks>,
+    ) -> (SegmentTime, Parts) {
+        let (mut now, mut other) = (0.0f64, 0.0f64);
+        // Ends of the overlapping collectives.
+        let mut ends: Vec<f64> = Vec::new();
+        let (mut overlapping, mut parts) = (0.0, Parts::default());
+        let mut points = Vec::new();
+        for &r in &code.runs {
+            let stretch = stretches[r];
+            now += stretch.alone;
+            parts.host += stretch.alone + stretch.gpu * (stretch.factor - 1.0);
+            if stretch.plain && marks.is_none() {
+                now += stretch.gpu * stretch.factor;
+                continue;
+            }
+            for step in &role.runs[r].steps {
+                let seconds = demands[step.demand];
+                if step.waits > 0 {
+                    let until = ends.len().checked_sub(step.waits).map_or(0.0, |at| ends[at]);
+                    parts.exposed += (until - now).max(0.0);
+                    now = now.max(until);
+                }
+                match step.kind {
+                    Kind::Kernel | Kind::Part | Kind::Blocking => {
+                        let gap = if step.kind == Kind::Kernel { terms.kernel_gap } else { 0.0 };
+                        let end = now + (seconds + gap) * stretch.factor;
+                        if let Some(marks) = &mut marks {
+                            marks.all.push((now, end, step.demand, false));
+                        }
+                        now = end;
+                    }
+                    Kind::Gather | Kind::Reduce => {
+                        let start = other.max(now);
+                        other = start + seconds;
+                        if let Some(marks) = &mut marks {
+                            marks.all.push((start, other, step.demand, true));
+                        }
+                        overlapping += seconds;
+                        if !self.overlaps(step.kind) {
+                            parts.exposed += (other - now).max(0.0);
+                            now = now.max(other);
+                        }
+                        ends.push(other);
+                    }
+                    Kind::Receive(channel) => points.push((now, Point::Receive(channel))),
+                    Kind::Send(channel) => points.push((now, Point::Send(channel))),
+                    Kind::Meet => points.push((now, Point::Meet(seconds))),
+                }
+            }
+        }
+        parts.exposed += (other - now).max(0.0);
+        now = now.max(other);
+        // What ran beside kernels made both slower.
+        parts.overlap = terms.overlap_cost * (overlapping - parts.exposed).max(0.0);
+        let slower = if now > 0.0 { 1.0 + parts.overlap / now } else { 1.0 };
+        points.iter_mut().for_each(|(at, _)| *at *= slower);
+        if let Some(marks) = marks {
+            marks.all.iter_mut().for_each(|(start, end, ..)| (*start, *end) = (*start * slower, *end * slower));
+        }
+        (SegmentTime { seconds: now * slower, points }, parts)
+    }
+
+    /// Seconds of blocking collectives, and by demand how often it is asked for, in a segment of a role.
+    pub(crate) fn counts(&self, role: usize, segment: usize) -> (Vec<usize>, f64, f64) {
+        let role = &self.work.roles[role];
+        let mut counts = vec![0; role.demands.len()];
+        let (mut kernels, mut blocking) = (0.0, Vec::new());
+        for step in role.code[segment].runs.iter().flat_map(|run| &role.runs[*run].steps) {
+            counts[step.demand] += 1;
+            kernels += f64::from(step.kind == Kind::Kernel);
+            if step.kind == Kind::Blocking {
+                blocking.push(step.demand);
+            }
+        }
+        (counts, kernels, blocking.len() as f64)
+    }
+
+    /// The demands of the collectives of a segment that the next instruction waits for.
+    pub(crate) fn blocking(&self, role: usize, segment: usize) -> Vec<usize> {
+        let role = &self.work.roles[role];
+        let steps = role.code[segment].runs.iter().flat_map(|run| &role.runs[*run].steps);
+        steps.filter(|step| matches!(step.kind, Kind::Blocking | Kind::Meet)).map(|step| step.demand).collect()
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Stretch {
+    /// How many times as long its kernels take.
+    factor: f64,
+    /// Seconds of the host where it has no kernels.
+    alone: f64,
+    /// Seconds of its kernels.
+    gpu: f64,
+    /// Whether nothing in it overlaps, waits or meets.
+    plain: bool,
+}
