@@ -10,6 +10,7 @@ export COLUMNS=150
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
+echo "# bench/nccl.sh at ${COMMIT:-$(git -C "$(dirname "$0")" rev-parse --short HEAD 2> /dev/null)}"
 "$lockstep" doctor | grep -E "NCCL|device 0|driver"
 python3 -c "
 for i in range(60000): print(i % 31, 'times', i % 17, 'is', (i % 31) * (i % 17))" > text.txt
@@ -41,7 +42,7 @@ processes() {
     shift
     for ((r = 0; r < ranks; r++)); do
         RANK=$r WORLD_SIZE=$ranks LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port NCCL_HOSTID="bench-$$-$r" \
-            timeout 120 "$@" &
+            timeout 60 "$@" &
         pids+=($!)
     done
     for pid in "${pids[@]}"; do wait "$pid" || code=1; done
@@ -77,14 +78,13 @@ PYTHON
 
 # NAME BOUND KEY=VALUE...
 layout() {
-    local name=$1 bound=$2 set=() start=$SECONDS
+    local name=$1 bound=$2 set=()
     shift 2
     for pair in "$@"; do set+=(--set "$pair"); done
     rm -rf threads processes
     timeout 100 "$lockstep" train run.toml --quiet --run-dir threads "${set[@]}" > log 2>&1 || tail -5 log
     timeout 100 "$lockstep" launch run.toml --quiet --share-gpus --run-dir processes "${set[@]}" > log 2>&1 || tail -8 log
     compare "$name" threads processes "$bound"
-    [ -z "${TIMES:-}" ] || echo "  $((SECONDS - start)) s"
 }
 
 layouts() {
@@ -153,7 +153,7 @@ speed() {
     for round in 1 2 3; do
         for verb in train launch; do
             rm -rf "one-$verb-$round"
-            "$lockstep" $verb run.toml --quiet --run-dir "one-$verb-$round" --set train.steps=150 --set model.dim=1024 --set model.ffn=4096 \
+            "$lockstep" $verb run.toml --quiet --run-dir "one-$verb-$round" --set train.steps=100 --set model.dim=1024 --set model.ffn=4096 \
                 --set model.layers=8 --set train.seq=1024 --set precision.policy=bf16 > log 2>&1 || tail -5 log
         done
     done
@@ -163,7 +163,7 @@ def median(verb):
     steps = [json.loads(line)["step_s"] for round in (1, 2, 3) for line in list(open(f"one-{verb}-{round}/metrics.jsonl"))[20:]]
     return 1e3 * sorted(steps)[len(steps) // 2]
 train, launch = median("train"), median("launch")
-print(f"one rank, median of 390 steps: train {train:.3f} ms, launch {launch:.3f} ms, {100 * (launch / train - 1):+.2f}%")
+print(f"one rank, median of 240 steps: train {train:.3f} ms, launch {launch:.3f} ms, {100 * (launch / train - 1):+.2f}%")
 PYTHON
 }
 

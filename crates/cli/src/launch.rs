@@ -70,7 +70,8 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
 
 /// Refuses what no rank could do, before there are ranks to refuse it.
 fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
-    let found = Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
+    let found =
+        Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
     let gpus = found.map_err(|error| TrainError::from(ExecError::from(error)))?.saturating_sub(first);
     match ranks > gpus && !share {
         true => Err(TrainError::FewGpus { host: host(), ranks, gpus }.into()),

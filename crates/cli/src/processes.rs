@@ -145,12 +145,8 @@ mod tests {
         let master = [("MASTER_ADDR", "n1"), ("MASTER_PORT", "4321")];
         let with = |more: &[(&'static str, &'static str)]| [&master[..], more].concat();
         check(&with(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")]), 3, 4, "n1:4321");
-        let slurm = [
-            ("SLURM_PROCID", "1"),
-            ("SLURM_STEP_NUM_TASKS", "2"),
-            ("SLURM_LOCALID", "0"),
-            ("SLURM_JOB_ID", "70012"),
-        ];
+        let slurm =
+            [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "70012")];
         check(&with(&slurm), 1, 2, "n1:4321");
         check(&[&slurm[..], &[("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")]].concat(), 1, 2, "10.0.0.7:20012");
         let open_mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")];
