@@ -52,7 +52,7 @@ processes() {
 conformance() {
     for ranks in 2 4; do
         local start=$SECONDS
-        processes $ranks "$lockstep" doctor --conformance --device cuda 2>&1 | grep -v "^$" || echo "FAILED: conformance of $ranks"
+        processes $ranks "$lockstep" doctor --world --conformance --device cuda 2>&1 | grep -v "^$" || echo "FAILED: conformance of $ranks"
         echo "  $((SECONDS - start)) s"
     done
 }

@@ -1,33 +1,34 @@
 //! `lockstep doctor`: what this machine has, what is missing and how to get it; whether kernels are right.
 
+mod world;
+
 use crate::Format;
 use crate::failure::Failure;
-use crate::processes::{self, Place};
 use crate::style;
 use crate::table::wrapped;
-use lockstep_cuda::{CudaExecutor, Device, Finding, Gpu, LIBRARIES, survey};
-use lockstep_exec::comm::processes::join;
-use lockstep_exec::comm::{self, Communicator, conformance::Subject};
+use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
+use lockstep_exec::comm::{self, conformance::Subject};
 use lockstep_exec::conformance::{self, CaseOutcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, StepProgram, units};
-use lockstep_train::TrainError;
 use serde_json::{Value, json};
 use std::io::Write;
-use std::sync::Arc;
 use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Check every kernel against its definition in f64, on pseudo-random numbers. As one of several processes (RANK, WORLD_SIZE …):
-    /// check the collectives of these.
+    /// Check every kernel against its definition in f64, on pseudo-random numbers; with --world, the communication between
+    /// processes.
     #[arg(long)]
     conformance: bool,
+    /// Look at the processes that were started together with this one, by mpirun, srun or torchrun.
+    #[arg(long)]
+    world: bool,
     /// Draws the numbers: the same ones wherever it is the same.
     #[arg(long, value_name = "N", default_value_t = conformance::SEED, requires = "conformance")]
     seed: u64,
-    /// Whose kernels are checked.
+    /// Whose kernels, or communication, are checked.
     #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu", requires = "conformance")]
     device: String,
     /// How to print what this machine has.
@@ -36,6 +37,9 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
+    if args.world {
+        return world::run(args.conformance.then_some(args.device.as_str()));
+    }
     if args.conformance {
         return check(&args.device, args.seed);
     }
@@ -92,39 +96,7 @@ fn ready(findings: &[Finding]) -> bool {
     findings.iter().all(|f| f.found.is_ok() || !f.needed)
 }
 
-/// As one of several processes: whether they communicate as ranks must.
-fn check_world(place: &Place, device: &str) -> Result<(), Failure> {
-    let comm = Arc::new(join(&place.start_within(Duration::from_secs(15))?).map_err(TrainError::from)?);
-    let ranks = comm.ranks();
-    let all = comm::conformance::rank_connections(ranks);
-    let mut said = Vec::new();
-    let mut hold = |what: &str, subject: Subject| {
-        said.push(format!("{what} of {ranks} processes hold"));
-        comm::conformance::check_rank(&subject).map_err(|problem| {
-            Failure::run(format!("{what}: {problem}\nhint: please report this with the output of `lockstep doctor`"))
-        })
-    };
-    match device {
-        "cuda" => {
-            let local = place.local.unwrap_or(place.rank) % Device::count().map_err(ExecError::from)?.max(1);
-            let gpu = Gpu::open(local, false).map_err(ExecError::from)?;
-            let rank = |ordered| lockstep_cuda::conformance_process(&gpu, comm.clone(), &all, ordered);
-            hold("cuda, collectives over NCCL in the order of ranks, and messages,", rank(true)?)?;
-            hold("cuda, collectives over NCCL in its own order, and messages,", rank(false)?)?;
-        }
-        _ => hold("cpu, collectives and messages", Subject::inline(comm.clone()))?,
-    }
-    comm.leave();
-    if place.rank == 0 {
-        said.iter().try_for_each(|line| writeln!(std::io::stdout(), "{line}"))?;
-    }
-    Ok(())
-}
-
 fn check(device: &str, seed: u64) -> Result<(), Failure> {
-    if let Some(place) = processes::place()? {
-        return check_world(&place, device);
-    }
     let gpu = if device == "cuda" { Some(Gpu::open(0, false).map_err(ExecError::from)?) } else { None };
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();

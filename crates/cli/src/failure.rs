@@ -39,8 +39,9 @@ impl Failure {
         if self.reader_gone {
             return ExitCode::SUCCESS;
         }
-        // Where nobody listens any more, the exit code still tells.
-        let _ = writeln!(std::io::stderr(), "{}", crate::style::message(&format!("error: {}", self.text)));
+        let text = crate::style::message(&format!("error: {}", self.text)) + "\n";
+        // At once, as others may write there. Where nobody listens any more, the exit code still tells.
+        let _ = std::io::stderr().write_all(text.as_bytes());
         lockstep_cuda::end_if_given_up(self.code);
         ExitCode::from(self.code)
     }

@@ -1,17 +1,19 @@
 //! How a process finds the others of its run: by the variables that whoever started it has set.
 
 use crate::failure::Failure;
-use lockstep_config::Config;
-use lockstep_exec::comm::processes::Start;
+use lockstep_exec::comm::processes::{MpiLibrary, Start, end_mpi};
 use std::hash::Hasher;
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// Set for processes that `lockstep launch` started: their standard input is a pipe, on which they hear that they are to stop.
 pub const LAUNCHED: &str = "LOCKSTEP_LAUNCHED";
+
+/// Names the MPI library, where it is not found by itself or another one is; `none` for no MPI.
+const LIBRARY: &str = "LOCKSTEP_MPI_LIBRARY";
 
 /// The port where none is given, as with torchrun.
 const PORT: &str = "29500";
@@ -27,6 +29,8 @@ pub struct Place {
     pub address: String,
     /// Which of the processes of its host it is, where that is said.
     pub local: Option<usize>,
+    /// The MPI that started it, if one did.
+    pub mpi: Option<MpiLibrary>,
 }
 
 /// Where this process stands among others; `None` if it is alone.
@@ -42,25 +46,39 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
     };
     let address = |host: Option<String>, port: String| host.map(|host| format!("{host}:{port}"));
     let (host, port) = (get("MASTER_ADDR"), get("MASTER_PORT"));
+    // srun's plugins for MPI are PMIx, which Open MPI speaks, and PMI-2, which MPICH speaks.
+    let (pmix, pmi) = (get("PMIX_RANK").map(|_| MpiLibrary::OpenMpi), get("PMI_FD").map(|_| MpiLibrary::Mpich));
+    let open_mpi = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"];
     // By torchrun and `lockstep launch`; by srun, whose batch shell has no step; by Open MPI; by MPICH and its relatives.
     let started = [
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", None),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", get("SLURM_LAUNCH_NODE_IPADDR")),
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", None, None),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", get("SLURM_LAUNCH_NODE_IPADDR"), pmix.or(pmi)),
         (
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
+            open_mpi[0],
+            open_mpi[1],
             "OMPI_COMM_WORLD_LOCAL_RANK",
-            local(get, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+            local(get, open_mpi[2], open_mpi[1]),
+            Some(MpiLibrary::OpenMpi),
         ),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local(get, "MPI_LOCALNRANKS", "PMI_SIZE")),
+        (
+            "PMI_RANK",
+            "PMI_SIZE",
+            "MPI_LOCALRANKID",
+            local(get, "MPI_LOCALNRANKS", "PMI_SIZE"),
+            Some(MpiLibrary::Mpich),
+        ),
     ];
-    for (rank_name, ranks_name, local_name, first) in started {
+    for (rank_name, ranks_name, local_name, first, mpi) in started {
         let (Some(rank), Some(ranks)) = (number(rank_name)?, number(ranks_name)?) else { continue };
         if ranks <= 1 {
             return Ok(None);
         }
         // Jobs that share a host need ports of their own.
-        let job = number("SLURM_JOB_ID")?.filter(|_| rank_name == "SLURM_PROCID");
+        let job = match rank_name {
+            "SLURM_PROCID" => number("SLURM_JOB_ID")?,
+            "OMPI_COMM_WORLD_RANK" => get("PMIX_NAMESPACE").map(|name| xxh3_64(name.as_bytes()) as usize),
+            _ => None,
+        };
         let port = port.or_else(|| job.map(|job| (20000 + job % 10000).to_string())).unwrap_or(PORT.to_owned());
         let Some(address) = address(host.or(first), port) else {
             return Err(Failure::request(format!(
@@ -68,7 +86,12 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
                  say where rank 0 is\nhint: set MASTER_ADDR to the host of rank 0, or unset {rank_name} to train alone"
             )));
         };
-        return Ok(Some(Place { rank, ranks, address, local: number(local_name)? }));
+        let mpi = mpi.and_then(|mpi| match get(LIBRARY) {
+            None => Some(mpi),
+            Some(none) if none == "none" => None,
+            Some(file) => Some(MpiLibrary::File(file.into())),
+        });
+        return Ok(Some(Place { rank, ranks, address, local: number(local_name)?, mpi }));
     }
     Ok(None)
 }
@@ -79,15 +102,11 @@ fn local(get: &dyn Fn(&str) -> Option<String>, here: &str, all: &str) -> Option<
 }
 
 impl Place {
-    /// How it joins the others.
-    pub fn start(&self, config: &Config) -> Result<Start, Failure> {
-        self.start_within(Duration::from_secs_f64(config.parallel.timeout))
-    }
-
-    /// The same with this timeout.
-    pub fn start_within(&self, timeout: Duration) -> Result<Start, Failure> {
-        let Place { rank, ranks, address, .. } = self;
-        Ok(Start { rank: *rank, ranks: *ranks, address: address.clone(), timeout, build: build()? })
+    /// How it joins the others, and how long it waits for them.
+    pub fn start(&self, timeout: Duration) -> Result<Start, Failure> {
+        let Place { rank, ranks, address, mpi, .. } = self;
+        let (address, mpi) = (address.clone(), mpi.clone());
+        Ok(Start { rank: *rank, ranks: *ranks, address, timeout, build: build()?, mpi })
     }
 }
 
@@ -118,10 +137,20 @@ pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The last that a process does: MPI ends with all ranks together, or where something failed is left to whoever started it.
+pub fn end_well<T>(result: Result<T, Failure>) -> Result<T, Failure> {
+    match end_mpi(result.is_ok()) {
+        Err(reason) if result.is_ok() => Err(Failure::run(format!(
+            "{reason}\nhint: the run itself has ended well; LOCKSTEP_MPI_LIBRARY=none does without MPI"
+        ))),
+        _ => result,
+    }
+}
+
 /// Says a line of a rank that is not the first.
 pub fn say(rank: usize, text: &str) {
     // Where nobody listens, nobody is told.
-    let _ = writeln!(std::io::stderr(), "rank {rank}: {text}");
+    let _ = std::io::stderr().write_all(format!("rank {rank}: {text}\n").as_bytes());
 }
 
 #[cfg(test)]
@@ -133,27 +162,41 @@ mod tests {
         find(&get).map_err(|failure| format!("{failure:?}"))
     }
 
-    fn check(variables: &[(&str, &str)], rank: usize, ranks: usize, address: &str) {
+    fn check(variables: &[(&str, &str)], rank: usize, ranks: usize, address: &str) -> Option<MpiLibrary> {
+        let place = found(variables).unwrap().unwrap();
         let local = variables.iter().find(|(n, _)| n.contains("LOCAL_RANK") || n.contains("LOCALID"));
         let local = local.map(|(_, value)| value.parse().unwrap());
-        let expected = Place { rank, ranks, address: address.to_owned(), local };
-        assert_eq!(found(variables), Ok(Some(expected)), "{variables:?}");
+        let expected = Place { rank, ranks, address: address.to_owned(), local, mpi: place.mpi.clone() };
+        assert_eq!(place, expected, "{variables:?}");
+        place.mpi
     }
 
     #[test]
     fn processes_are_found_by_the_variables_of_whoever_started_them() {
         let master = [("MASTER_ADDR", "n1"), ("MASTER_PORT", "4321")];
         let with = |more: &[(&'static str, &'static str)]| [&master[..], more].concat();
-        check(&with(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")]), 3, 4, "n1:4321");
-        let slurm =
-            [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "70012")];
-        check(&with(&slurm), 1, 2, "n1:4321");
+        let mpi = check(&with(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")]), 3, 4, "n1:4321");
+        assert_eq!(mpi, None);
+        let slurm = [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "70012")];
+        assert_eq!(check(&with(&slurm), 1, 2, "n1:4321"), None);
+        let by_pmix = [&slurm[..], &[("PMIX_RANK", "1")]].concat();
+        assert_eq!(check(&with(&by_pmix), 1, 2, "n1:4321"), Some(MpiLibrary::OpenMpi));
+        let by_pmi = [&slurm[..], &[("PMI_FD", "6"), ("PMI_RANK", "1")]].concat();
+        assert_eq!(check(&with(&by_pmi), 1, 2, "n1:4321"), Some(MpiLibrary::Mpich));
         check(&[&slurm[..], &[("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")]].concat(), 1, 2, "10.0.0.7:20012");
         let open_mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")];
         check(&with(&open_mpi), 0, 4, "n1:4321");
         check(&with(&[&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_RANK", "3")]].concat()), 0, 4, "n1:4321");
-        check(&[&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]].concat(), 0, 4, "127.0.0.1:29500");
-        check(&[("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPI_LOCALNRANKS", "3")], 2, 3, "127.0.0.1:29500");
+        let here = [&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]].concat();
+        assert_eq!(check(&here, 0, 4, "127.0.0.1:29500"), Some(MpiLibrary::OpenMpi));
+        // Jobs of one host have ports of their own.
+        let job = |name| found(&[&here[..], &[("PMIX_NAMESPACE", name)]].concat()).unwrap().unwrap().address;
+        assert!(job("1") != job("2") && job("1").starts_with("127.0.0.1:2"));
+        let mpich = [("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPI_LOCALNRANKS", "3")];
+        assert_eq!(check(&mpich, 2, 3, "127.0.0.1:29500"), Some(MpiLibrary::Mpich));
+        let named = |name| found(&[&mpich[..], &[("LOCKSTEP_MPI_LIBRARY", name)]].concat()).unwrap().unwrap().mpi;
+        assert_eq!(named("none"), None);
+        assert_eq!(named("/opt/libmpi.so"), Some(MpiLibrary::File("/opt/libmpi.so".into())));
     }
 
     #[test]

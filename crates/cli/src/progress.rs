@@ -68,7 +68,7 @@ impl Progress {
                 if later.len() == 1 { "" } else { "s" },
                 to.display()
             )),
-            Event::Started { plan, matmul_peak, peak_name, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+            Event::Started { plan, matmul_peak, peak_name, processes, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
                 self.steps = steps;
                 self.clear();
                 self.working = None;
@@ -78,6 +78,9 @@ impl Progress {
                     units::count(train_tokens),
                     plan.device
                 ));
+                if let Some(processes) = processes {
+                    self.say(&processes);
+                }
                 self.say(&format!(
                     "arena {} ({} bytes){}",
                     units::bytes(plan.memory.total_bytes),

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -81,7 +82,8 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     // A run that is not started needs no others.
     let place = if args.dry_run { None } else { processes::place()? };
     let rank = place.as_ref().map_or(0, |place| place.rank);
-    run_rank(args, place).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) })
+    let result = run_rank(args, place).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) });
+    processes::end_well(result)
 }
 
 fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
@@ -91,7 +93,10 @@ fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
     let stop = on_interrupt()?;
     processes::stop_with_launcher(&stop)?;
     let devices = match &place {
-        Some(place) => Devices::of_processes(Processes::join(&place.start(&config)?, &config, place.local)?),
+        Some(place) => {
+            let start = place.start(Duration::from_secs_f64(config.parallel.timeout))?;
+            Devices::of_processes(Processes::join(&start, &config, place.local)?)
+        }
         None => Devices::of(&config),
     };
     let rewinds = args.resume_from.is_some();

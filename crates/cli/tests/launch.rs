@@ -1,8 +1,10 @@
 //! Ranks that are processes, from whole commands: the bits of threads, kills, restarts, signals, bad starts.
 
 mod common;
+mod layouts;
 
-use common::{CONFIG, Place};
+use common::{Place, signal, wait_for_steps};
+use layouts::{SHORT, command, place};
 use std::fs;
 use std::io::Read;
 use std::net::TcpListener;
@@ -10,39 +12,10 @@ use std::process::{Child, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-fn command<'a>(verb: &'a str, dir: &'a str, set: &[&'a str]) -> Vec<&'a str> {
-    let mut args = vec![verb, "run.toml", "--run-dir", dir];
-    set.iter().for_each(|s| args.extend(["--set", s]));
-    args
-}
-
-/// A place whose model has layers for four stages.
-fn place() -> Place {
-    let place = Place::new();
-    place.config(&CONFIG.replace("layers = 2", "layers = 4").replace("kv_heads = 2", "kv_heads = 4"));
-    place
-}
-
-const SHORT: [&str; 3] = ["train.steps=4", "train.validate_every=2", "checkpoint.every=2"];
-
 #[test]
 fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
     let place = place();
-    let layouts: [&[&str]; 12] = [
-        &["parallel.dp=4"],
-        &["parallel.dp=4", "parallel.zero=1", "precision.policy=bf16"],
-        &["parallel.dp=4", "parallel.zero=2"],
-        &["parallel.dp=4", "parallel.zero=3"],
-        &["parallel.tp=4"],
-        &["parallel.tp=2", "parallel.dp=2", "parallel.sequence_parallel=true", "train.micro_batch=1"],
-        &["parallel.pp=4", "parallel.schedule=gpipe", "train.micro_batch=2"],
-        &["parallel.pp=2", "parallel.dp=2", "parallel.schedule=1f1b", "train.micro_batch=1"],
-        &["parallel.cp=4"],
-        &["parallel.cp=2", "parallel.dp=2", "parallel.context=gather", "train.micro_batch=1"],
-        &["parallel.dp=2", "parallel.dp_replicate=2", "parallel.zero=3"],
-        &["parallel.pp=2", "parallel.dp=2", "parallel.zero=2", "train.micro_batch=1"],
-    ];
-    for (i, layout) in layouts.iter().enumerate() {
+    for (i, layout) in layouts::LAYOUTS.iter().enumerate() {
         let set = [&SHORT[..], layout].concat();
         let [threads, processes] = ["threads", "processes"].map(|kind| format!("{kind}-{i}"));
         place.ok(&command("train", &threads, &set));
@@ -50,17 +23,7 @@ fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
         args.extend(["--ranks", "4"]);
         let said = place.ok(&args);
         assert!(said.lines().last().unwrap().starts_with("finished 4 steps; checkpoint "), "{said}");
-        assert_eq!(place.trajectory(&processes), place.trajectory(&threads), "{layout:?}");
-        // So are the checkpoints, up to the texts that say when they were made.
-        for group in ["model", "optimizer"] {
-            for rank in 0..4 {
-                let file = |dir: &str| {
-                    let path = format!("{dir}/checkpoints/step-00000004/{group}-{rank:05}.safetensors");
-                    fs::read(place.path(&path)).ok()
-                };
-                assert!(file(&processes) == file(&threads), "{layout:?}: {group} of rank {rank}");
-            }
-        }
+        layouts::same(&place, &processes, &threads, layout);
     }
 }
 
@@ -118,20 +81,6 @@ fn ranks_of(launcher: &Child) -> Vec<i32> {
     }
     found.sort_unstable();
     found.into_iter().map(|(_, pid)| pid).collect()
-}
-
-/// Waits until a run has this many lines of metrics.
-fn wait_for_steps(place: &Place, dir: &str, steps: usize) {
-    let until = Instant::now() + Duration::from_secs(120);
-    while fs::read_to_string(place.path(dir).join("metrics.jsonl")).unwrap_or_default().lines().count() < steps {
-        assert!(Instant::now() < until, "the run makes no progress");
-        sleep(Duration::from_millis(10));
-    }
-}
-
-fn signal(pid: i32, signal: i32) {
-    // SAFETY: a signal to a process that this test has started.
-    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
 /// Waits for the end, which must come soon.

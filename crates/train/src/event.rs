@@ -134,6 +134,8 @@ pub enum Event<'a> {
         matmul_peak: f64,
         /// What kind of number that is.
         peak_name: &'static str,
+        /// Where ranks are processes: how many, where, and what they talk over.
+        processes: Option<String>,
         /// Bytes of the arenas of all ranks.
         arena_bytes: u64,
         /// Bytes of a GPU's memory that are taken besides arenas, where they were measured.

@@ -5,12 +5,16 @@
 
 use crate::TrainError;
 use crate::gpus::{self, GpuOfRank};
+use crate::run_dir::FAILURES;
 use lockstep_config::Config;
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::processes::{Member, ProcessCommunicator, Start, join};
+use lockstep_exec::comm::processes::{Member, Over, ProcessCommunicator, Start, join};
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use lockstep_ir::counter;
+use serde_json::json;
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -75,6 +79,21 @@ impl Processes {
         let members = self.comm.members();
         let first = |(i, m): &(usize, &Member)| !members[..*i].iter().any(|other| other.host == m.host);
         members.iter().enumerate().filter(first).map(|(_, member)| member.cores).sum()
+    }
+
+    /// How many there are, where, and what they talk over.
+    pub(crate) fn summary(&self) -> String {
+        let members = self.comm.members();
+        let mut hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+        hosts.sort_unstable();
+        hosts.dedup();
+        let hosts = if hosts.len() == 1 { "1 host".to_owned() } else { format!("{} hosts", hosts.len()) };
+        let over = match self.comm.over() {
+            Over::Mpi(name) => format!("MPI ({name})"),
+            Over::Tcp(None) => "TCP".to_owned(),
+            Over::Tcp(Some(why)) => format!("TCP, not MPI: {why}"),
+        };
+        format!("{} processes on {hosts}, over {over}", members.len())
     }
 
     /// Shows the others signs of life while this process does something that may take long and that no program has.
@@ -198,6 +217,23 @@ impl<'a> Team<'a> {
                 Err(TrainError::NotShared { dir: folder.to_owned(), rank, hosts: Box::new(hosts) })
             }
         }
+    }
+
+    /// Has what ends the run written into its directory as soon as this process knows: whoever started it may kill it next.
+    pub(crate) fn record_failures(self, dir: &Path) {
+        let Some(processes) = self.0 else { return };
+        let (path, rank) = (dir.join(FAILURES), processes.rank());
+        let host = processes.member(rank).host.clone();
+        processes.comm.on_failure(move |error| {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
+            let text = error.to_string();
+            let cause = text.split("\nhint: ").next().unwrap_or(&text);
+            let line = json!({ "unix_s": (now * 1e3).round() / 1e3, "rank": rank, "host": host, "error": cause });
+            // In one piece, as others write there. Where it cannot be written, the messages of the ranks are left.
+            let text = format!("{line}\n");
+            let file = OpenOptions::new().create(true).append(true).open(&path);
+            let _ = file.and_then(|mut file| file.write_all(text.as_bytes()));
+        });
     }
 
     /// Tells the others that this process cannot go on. What all find out by themselves needs no telling.

@@ -133,6 +133,7 @@ fn run_here(
     let unchanged = plan(devices, config)?;
     let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
+    team.record_failures(&options.dir);
     let (found, course) = resume(devices, config, options)?;
     let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
     team.agree("checkpoint", &resumed)?;

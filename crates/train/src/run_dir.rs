@@ -22,10 +22,10 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 7] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, "data", CHECKPOINTS];
+const OURS: [&str; 8] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, "data", CHECKPOINTS];
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 5] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS];
+const RECORDS: [&str; 6] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES];
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -51,6 +51,8 @@ const PLAN: &str = "plan.json";
 const CONFIG: &str = "run.toml";
 const METRICS: &str = "metrics.jsonl";
 const EVENTS: &str = "events.jsonl";
+/// What ended attempts of several processes, by every one that noticed it.
+pub(crate) const FAILURES: &str = "failures.jsonl";
 const LOCK: &str = ".lock";
 
 impl RunDir {

@@ -133,3 +133,23 @@ pub fn damage(path: &Path) {
     bytes[middle] ^= 1;
     std::fs::write(path, bytes).unwrap();
 }
+
+/// Waits until a run has this many lines of metrics.
+pub fn wait_for_steps(place: &Place, dir: &str, steps: usize) {
+    let until = std::time::Instant::now() + Duration::from_secs(120);
+    while std::fs::read_to_string(place.path(dir).join("metrics.jsonl")).unwrap_or_default().lines().count() < steps {
+        assert!(std::time::Instant::now() < until, "the run makes no progress");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Sends a signal to a process that a test has started.
+pub fn signal(pid: i32, signal: i32) {
+    // SAFETY: a signal to a process that this test has started.
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+}
+
+/// A port that nobody uses now.
+pub fn free_port() -> String {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}

@@ -17,8 +17,14 @@ use std::ops::Range;
 use std::time::Duration;
 use subject::Buffer;
 
-/// Makes so many ranks.
-pub type Make<'a> = &'a dyn Fn(usize) -> Vec<Subject>;
+/// Makes ranks under test.
+#[derive(Clone, Copy)]
+pub(in crate::comm) struct Make<'a> {
+    /// So many of them.
+    pub ranks: &'a dyn Fn(usize) -> Vec<Subject>,
+    /// Where ranks are processes: how many there are at most. Those of this process are made.
+    pub apart: Option<usize>,
+}
 
 const KINDS: [Collective; 4] =
     [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift];
@@ -26,7 +32,14 @@ const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DTy
 
 /// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a timeout of some
 /// seconds for it.
-pub fn check(make: Make<'_>) -> Result<(), String> {
+pub fn check(ranks: &dyn Fn(usize) -> Vec<Subject>) -> Result<(), String> {
+    SECTIONS.iter().try_for_each(|section| section(Make { ranks, apart: None }))
+}
+
+/// As [`check`], of ranks that are processes, each of which runs it. `rank` makes this process's rank of so many, if it is one of them;
+/// what takes more than `most` ranks is left out.
+pub fn check_apart(most: usize, rank: &dyn Fn(usize) -> Option<Subject>) -> Result<(), String> {
+    let make = Make { ranks: &|ranks| rank(ranks).into_iter().collect(), apart: Some(most) };
     SECTIONS.iter().try_for_each(|section| section(make))
 }
 
@@ -282,9 +295,14 @@ fn together(
     what: &str,
     program: impl Fn(&Subject) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
-    let subjects = make(ranks);
-    let others = |(i, s): (usize, &Subject)| (s.comm().rank(), s.comm().ranks()) != (i, ranks);
-    if subjects.len() != ranks || subjects.iter().enumerate().any(others) {
+    if make.apart.is_some_and(|most| ranks > most) {
+        return Ok(());
+    }
+    let subjects = (make.ranks)(ranks);
+    let others =
+        |(i, s): (usize, &Subject)| s.comm().ranks() != ranks || (make.apart.is_none() && s.comm().rank() != i);
+    let few = make.apart.is_none() && subjects.len() != ranks;
+    if few || subjects.iter().enumerate().any(others) {
         return Err(format!("asked for {ranks} ranks, got others"));
     }
     let program = &program;

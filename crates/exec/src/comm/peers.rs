@@ -48,6 +48,11 @@ impl<T> Gate<T> {
         }
     }
 
+    /// Whether a thread sleeps until the state changes.
+    pub fn awaited(&self) -> bool {
+        self.sleepers.load(Ordering::Relaxed) > 0
+    }
+
     /// Gives the lock away until the state changes, for a bounded time.
     pub fn sleep<'g>(&self, guard: MutexGuard<'g, T>) -> MutexGuard<'g, T> {
         self.sleepers.fetch_add(1, Ordering::Relaxed);
@@ -96,6 +101,9 @@ pub struct Pulse {
 /// Settles what ended a run of processes, of which several may notice something.
 type Judge = Box<dyn Fn(CommError) -> CommError + Send + Sync>;
 
+/// Hears what ended a run.
+type Witness = Box<dyn Fn(&CommError) + Send + Sync>;
+
 /// The ranks of one run.
 pub struct Peers {
     /// Tells these ranks from others of the process.
@@ -107,6 +115,9 @@ pub struct Peers {
     failure: OnceLock<CommError>,
     /// None where ranks are threads: the first error stays.
     judge: OnceLock<Judge>,
+    /// Hears of the failure once, before anybody who waits does.
+    witness: OnceLock<Witness>,
+    heard: AtomicBool,
 }
 
 thread_local! {
@@ -140,6 +151,8 @@ impl Peers {
             lives: (0..ranks).map(life).collect(),
             failure: OnceLock::new(),
             judge: OnceLock::new(),
+            witness: OnceLock::new(),
+            heard: AtomicBool::new(false),
         }
     }
 
@@ -147,6 +160,23 @@ impl Peers {
     pub fn judged_by(&self, judge: impl Fn(CommError) -> CommError + Send + Sync + 'static) {
         // There is one per run.
         let _ = self.judge.set(Box::new(judge));
+    }
+
+    /// Calls `witness` with what ends the run; at once if it has ended.
+    pub fn on_end(&self, witness: impl Fn(&CommError) + Send + Sync + 'static) {
+        // There is one per run.
+        let _ = self.witness.set(Box::new(witness));
+        if let Some(error) = self.failure() {
+            self.tell(error);
+        }
+    }
+
+    fn tell(&self, error: &CommError) {
+        if let Some(witness) = self.witness.get()
+            && !self.heard.swap(true, Ordering::AcqRel)
+        {
+            witness(error);
+        }
     }
 
     pub fn ranks(&self) -> usize {
@@ -203,18 +233,22 @@ impl Peers {
 
     /// Ends the run; the first error stays.
     pub fn end(&self, error: CommError) -> CommError {
-        self.failure
-            .get_or_init(|| match self.judge.get() {
-                Some(judge) => judge(error),
-                None => error,
-            })
-            .clone()
+        let error = self.failure.get_or_init(|| match self.judge.get() {
+            Some(judge) => judge(error),
+            None => error,
+        });
+        self.tell(error);
+        error.clone()
     }
 
     /// Ends the run with what another process has settled.
     pub fn conclude(&self, error: CommError) {
         // Where this process has ended it, that waited for the same verdict.
-        let _ = self.failure.set(error);
+        if self.failure.set(error).is_ok()
+            && let Some(error) = self.failure()
+        {
+            self.tell(error);
+        }
     }
 
     /// Where a rank was when it was last heard of.

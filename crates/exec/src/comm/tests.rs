@@ -139,7 +139,7 @@ fn the_suite_refuses_wrong_communicators() {
     ] {
         let wrong = |comm| Subject::inline(Arc::new(Wrong(comm, fault)));
         let make = |ranks| threads(ranks, Duration::from_millis(300)).into_iter().map(wrong).collect();
-        let error = section(&make).expect_err(&format!("{fault:?}"));
+        let error = section(conformance::Make { ranks: &make, apart: None }).expect_err(&format!("{fault:?}"));
         assert!(texts.iter().all(|text| error.contains(text)), "{fault:?}: {error}");
     }
 }

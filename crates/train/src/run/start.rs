@@ -10,7 +10,7 @@ use crate::hf::Kept;
 use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Noise, NoiseBits};
-use crate::processes::Stop;
+use crate::processes::{Processes, Stop};
 use crate::session::Session;
 use crate::{Devices, Existing, RunData, RunDir, RunTokenizer, TrainError, data_folder, settled};
 use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
@@ -174,6 +174,7 @@ pub(super) fn start<'a>(
         plan,
         matmul_peak,
         peak_name: devices.peak_name(plan),
+        processes: team.0.map(Processes::summary),
         arena_bytes,
         context_bytes,
         train_tokens,

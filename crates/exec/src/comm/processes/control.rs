@@ -216,8 +216,10 @@ impl Control {
         }
         self.changed.notify_all();
         for link in self.links.iter().flatten() {
-            self.tell(link, BYE, &[]);
-            let _ = lock(&link.stream).shutdown(Shutdown::Write);
+            // One that has said goodbye waits for ours as well; who is gone needs none.
+            let stream = lock(&link.stream);
+            let _ = write_note(&*stream, BYE, &[]);
+            let _ = stream.shutdown(Shutdown::Write);
         }
     }
 }

@@ -5,8 +5,11 @@
 //! is told to all who have come.
 
 use super::ProcessCommunicator;
+use super::Transport;
 use super::control::Control;
 use super::inbox::Inbox;
+use super::mpi::MpiLibrary;
+use super::over::{Meeting, Over, start_mpi};
 use super::sockets::{Mesh, Sockets, tune};
 use super::wire::{Reader, Writer, read_note, write_note};
 use crate::comm::Communicator;
@@ -31,6 +34,8 @@ pub struct Start {
     pub timeout: Duration,
     /// What all must have in common to understand each other: the version and the binary.
     pub build: String,
+    /// The MPI library that it may use: whoever started it was an MPI.
+    pub mpi: Option<MpiLibrary>,
 }
 
 /// A process of a run, as the others know it.
@@ -149,6 +154,14 @@ pub enum JoinError {
         /// What is wrong.
         cause: String,
     },
+    /// A rank was lost while MPI was started.
+    #[error(
+        "MPI does not start: {failed}\nhint: look at the messages of that rank; LOCKSTEP_MPI_LIBRARY=none goes over TCP"
+    )]
+    MpiStart {
+        /// Who, where, and what is wrong.
+        failed: String,
+    },
     /// The system lacks something.
     #[error(
         "rank {rank} cannot join the others: {cause}\nhint: check the limits of threads and open files (ulimit -u, -n)"
@@ -181,7 +194,7 @@ pub fn host() -> String {
 /// Kinds of notes.
 const HELLO: u8 = 20;
 const ROSTER: u8 = 21;
-const REFUSAL: u8 = 22;
+pub const REFUSAL: u8 = 22;
 /// Says that both ends are Lockstep, before anything else.
 const MAGIC: u64 = 0x6c6f_636b_7374_6570;
 /// How often a process looks again for one that is not there yet.
@@ -197,6 +210,7 @@ struct Hello {
     member: Member,
     /// Where it listens for other ranks.
     listens: SocketAddr,
+    offers: Over,
 }
 
 impl Hello {
@@ -207,6 +221,7 @@ impl Hello {
         to.size(self.ranks);
         to.text(&self.build);
         write_member(&mut to, &self.member, self.listens);
+        self.offers.write(&mut to);
         to.0
     }
 
@@ -217,7 +232,7 @@ impl Hello {
         }
         let (rank, ranks, build) = (from.size()?, from.size()?, from.text()?.to_owned());
         let (member, listens) = read_member(&mut from)?;
-        Some(Self { rank, ranks, build, member, listens })
+        Some(Self { rank, ranks, build, member, listens, offers: Over::read(&mut from)? })
     }
 }
 
@@ -236,6 +251,7 @@ fn read_member(from: &mut Reader<'_>) -> Option<(Member, SocketAddr)> {
 /// Who is there, and how they are reached.
 struct Roster {
     token: u64,
+    over: Over,
     members: Vec<(Member, SocketAddr)>,
 }
 
@@ -243,6 +259,7 @@ impl Roster {
     fn write(&self) -> Vec<u8> {
         let mut to = Writer::default();
         to.u64(self.token);
+        self.over.write(&mut to);
         to.size(self.members.len());
         self.members.iter().for_each(|(member, listens)| write_member(&mut to, member, *listens));
         to.0
@@ -252,7 +269,7 @@ impl Roster {
     /// that means nothing elsewhere.
     fn read(body: &[u8], first: IpAddr) -> Option<Self> {
         let mut from = Reader(body);
-        let token = from.u64()?;
+        let (token, over) = (from.u64()?, Over::read(&mut from)?);
         let count = from.size()?;
         let mut members = Vec::new();
         for _ in 0..count {
@@ -262,17 +279,34 @@ impl Roster {
             }
             members.push((member, listens));
         }
-        Some(Self { token, members })
+        Some(Self { token, over, members })
     }
 }
 
 /// Finds the other processes of a run and gives the communicator of this one.
 pub fn join(start: &Start) -> Result<ProcessCommunicator, JoinError> {
-    let deadline = Instant::now() + start.timeout;
-    let met = match start.rank {
-        0 => meet(start, deadline)?,
-        _ => visit(start, deadline)?,
+    let refused = |e: std::io::Error| JoinError::Listen {
+        address: start.address.clone(),
+        cause: e.to_string(),
+        in_use: e.kind() == ErrorKind::AddrInUse,
     };
+    match start.rank {
+        0 => host_at(start, TcpListener::bind(&start.address).map_err(refused)?),
+        _ => joined(start, visit(start, deadline_of(start))?),
+    }
+}
+
+/// As [`join`], for the first rank, which listens already.
+pub fn host_at(start: &Start, door: TcpListener) -> Result<ProcessCommunicator, JoinError> {
+    joined(start, meet(start, door, deadline_of(start))?)
+}
+
+fn deadline_of(start: &Start) -> Instant {
+    Instant::now() + start.timeout
+}
+
+/// What follows the rendezvous.
+fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
     let Met { roster, links, listener, gate } = met;
     let rank = start.rank;
     let system = |cause: std::io::Error| JoinError::System { rank, cause: cause.to_string() };
@@ -282,11 +316,30 @@ pub fn join(start: &Start) -> Result<ProcessCommunicator, JoinError> {
     });
     let (members, addresses): (Vec<Member>, Vec<SocketAddr>) = roster.members.into_iter().unzip();
     let inbox = Arc::new(Inbox::new(peers, members.iter().map(|m| m.host.clone()).collect()));
+    let (token, mut over) = (roster.token, roster.over);
+    let mut mpi = None;
+    if let Over::Mpi(name) = &over {
+        let meeting = Meeting { start, token, members: &members, deadline: deadline_of(start) };
+        match start_mpi(&meeting, &links, &inbox)? {
+            Ok(started) => mpi = Some(started),
+            Err(why) => over = Over::Tcp(Some(format!("{name} cannot be used: {why}"))),
+        }
+    }
     let control = Control::start(rank, links, &inbox, start.timeout).map_err(system)?;
-    let deadline = deadline.max(Instant::now() + HELLO_WITHIN);
-    let mesh = Mesh { rank, addresses: &addresses, token: roster.token, deadline };
-    match Sockets::connect(&mesh, &listener, &inbox) {
-        Ok(sockets) => Ok(ProcessCommunicator::new(rank, inbox, Box::new(sockets), control, members, gate)),
+    let transport = match mpi {
+        Some(mpi) => Ok(Box::new(mpi) as Box<dyn Transport>),
+        None => {
+            let mesh = Mesh {
+                rank,
+                addresses: &addresses,
+                token,
+                deadline: deadline_of(start).max(Instant::now() + HELLO_WITHIN),
+            };
+            Sockets::connect(&mesh, &listener, &inbox).map(|sockets| Box::new(sockets) as Box<dyn Transport>)
+        }
+    };
+    match transport {
+        Ok(transport) => Ok(ProcessCommunicator::new(rank, inbox, (transport, over), control, members, gate)),
         Err(_) if inbox.peers.failure().is_some() => {
             let text = inbox.peers.failure().map_or_else(String::new, ToString::to_string);
             control.close();
@@ -329,7 +382,7 @@ fn listen(ip: IpAddr, rank: usize) -> Result<(TcpListener, SocketAddr), JoinErro
 
 /// The part of a rank that is not the first.
 fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
-    let Start { rank, ranks, address, timeout, build } = start;
+    let Start { rank, ranks, address, timeout, build, .. } = start;
     let no_answer =
         |cause: String| JoinError::NoAnswer { rank: *rank, address: address.clone(), cause, within: *timeout };
     let connect = || -> std::io::Result<TcpStream> {
@@ -361,7 +414,14 @@ fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
     tune(&stream).map_err(gone)?;
     let (ours, theirs) = (stream.local_addr().map_err(gone)?.ip(), stream.peer_addr().map_err(gone)?.ip());
     let (listener, listens) = listen(ours, *rank)?;
-    let hello = Hello { rank: *rank, ranks: *ranks, build: build.clone(), member: myself(), listens };
+    let hello = Hello {
+        rank: *rank,
+        ranks: *ranks,
+        build: build.clone(),
+        member: myself(),
+        listens,
+        offers: Over::offered(start),
+    };
     write_note(&stream, HELLO, &hello.write()).map_err(gone)?;
     // The first rank is the one that names those who are missing.
     stream.set_read_timeout(Some(*timeout + HELLO_WITHIN)).map_err(gone)?;
@@ -379,22 +439,18 @@ fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
     Ok(Met { roster, links, listener, gate: None })
 }
 
-/// The part of the first rank.
-fn meet(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
-    let Start { ranks, address, timeout, .. } = start;
-    let refused = |e: std::io::Error| JoinError::Listen {
-        address: address.clone(),
-        cause: e.to_string(),
-        in_use: e.kind() == ErrorKind::AddrInUse,
-    };
-    let door = TcpListener::bind(address).map_err(refused)?;
-    let ip = door.local_addr().map_err(refused)?.ip();
+/// The part of the first rank, which has the door that others come to.
+fn meet(start: &Start, door: TcpListener, deadline: Instant) -> Result<Met, JoinError> {
+    let Start { ranks, timeout, .. } = start;
+    let system = |cause: std::io::Error| JoinError::System { rank: 0, cause: cause.to_string() };
+    let ip = door.local_addr().map_err(system)?.ip();
     let (listener, listens) = listen(ip, 0)?;
-    door.set_nonblocking(true).map_err(refused)?;
+    door.set_nonblocking(true).map_err(system)?;
     let first = myself();
     let mut members: Vec<Option<(Member, SocketAddr)>> = vec![None; *ranks];
     members[0] = Some((first.clone(), listens));
     let mut links: Vec<Option<TcpStream>> = (0..*ranks).map(|_| None).collect();
+    let mut offers = vec![Over::offered(start); *ranks];
     let (sender, hellos) = mpsc::channel();
     let verdict = loop {
         if members.iter().all(Option::is_some) {
@@ -418,6 +474,7 @@ fn meet(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
             Ok(()) => {
                 members[hello.rank] = Some((hello.member, hello.listens));
                 links[hello.rank] = Some(stream);
+                offers[hello.rank] = hello.offers;
             }
             Err(error) => break Err((error, Some(stream))),
         }
@@ -431,7 +488,9 @@ fn meet(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     let token = counter::bits(now, u64::from(std::process::id()));
-    let roster = Roster { token, members: members.into_iter().flatten().collect() };
+    let members: Vec<_> = members.into_iter().flatten().collect();
+    let over = Over::agreed(&members.iter().map(|(member, _)| member).zip(&offers).collect::<Vec<_>>());
+    let roster = Roster { token, over, members };
     let text = roster.write();
     for link in links.iter().flatten() {
         // One that is gone already is missed as soon as the failure channel is open.

@@ -1,6 +1,6 @@
 //! Ranks that are processes, on one host or many.
 //!
-//! [`join`] finds the others. Bytes go over a [`Transport`] in frames, each of a stream; whoever receives them puts them into the
+//! [`join`] finds the others. Bytes go over a [`Transport`], [TCP](sockets) or [MPI](mpi), in frames, each of a stream; whoever receives them puts them into the
 //! inbox and never waits, so that sends always end. A [failure channel](control) beside it notices who is gone or stalls, and
 //! settles for all what ended the run.
 //!
@@ -12,15 +12,21 @@
 //! has room for, which itself is not used.
 
 mod collective;
+mod conformance;
 mod control;
 mod inbox;
 mod join;
+mod mpi;
+mod over;
 mod sockets;
 #[cfg(test)]
 mod tests;
 mod wire;
 
-pub use join::{JoinError, Member, Start, host, join};
+pub use conformance::conform;
+pub use join::{JoinError, Member, Start, host, host_at, join};
+pub use mpi::{MpiLibrary, end as end_mpi};
+pub use over::Over;
 
 use crate::comm::peers::Peers;
 use crate::comm::{
@@ -35,11 +41,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use wire::Writer;
 
+/// How often a thread that waits looks after the transport before it sleeps.
+const LOOKS: usize = 200;
+
 /// Moves frames between processes. What comes in goes to the inbox that it was made with.
 trait Transport: Send + Sync {
     /// Sends a frame, and returns when its bytes may be changed, or when `goes_on` says no. Frames of one stream to one rank
     /// arrive in order, and before one of [`Stream::LEFT`] that is sent after them. The error says why the rank cannot be reached.
     fn send(&self, to: usize, stream: Stream, frame: &[u8], goes_on: &dyn Fn() -> bool) -> Result<(), String>;
+
+    /// Moves what can be moved, where that takes somebody to do it: says whether it does.
+    fn progress(&self) -> bool {
+        false
+    }
 }
 
 /// One rank that is this process.
@@ -48,6 +62,7 @@ pub struct ProcessCommunicator {
     inbox: Arc<Inbox>,
     /// None when it has been closed.
     transport: Option<Box<dyn Transport>>,
+    over: Over,
     control: Arc<Control>,
     members: Vec<Member>,
     channels: Mutex<HashMap<RankGroup, Arc<Mutex<Channel>>>>,
@@ -65,18 +80,34 @@ impl ProcessCommunicator {
     fn new(
         rank: usize,
         inbox: Arc<Inbox>,
-        transport: Box<dyn Transport>,
+        (transport, over): (Box<dyn Transport>, Over),
         control: Arc<Control>,
         members: Vec<Member>,
         gate: Option<Arc<AtomicBool>>,
     ) -> Self {
         let (channels, exchanging, device) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { rank, inbox, transport: Some(transport), control, members, channels, exchanging, gate, device }
+        Self { rank, inbox, transport: Some(transport), over, control, members, channels, exchanging, gate, device }
     }
 
     /// The processes, by rank.
     pub fn members(&self) -> &[Member] {
         &self.members
+    }
+
+    /// What bytes to the others go over.
+    pub fn over(&self) -> &Over {
+        &self.over
+    }
+
+    /// Calls `act` with what ends the run, as soon as that is known: the process may be ended before it gets further. What comes
+    /// after this rank has left does not concern it.
+    pub fn on_failure(&self, act: impl Fn(&CommError) + Send + Sync + 'static) {
+        let (peers, rank) = (Arc::downgrade(&self.inbox.peers), self.rank);
+        self.peers().on_end(move |error| {
+            if peers.upgrade().is_some_and(|peers| !peers.has_left(rank)) {
+                act(error);
+            }
+        });
     }
 
     /// Every rank gives some bytes, as many as it likes, and all get everybody's, by rank.
@@ -188,8 +219,33 @@ impl ProcessCommunicator {
         let state = self.inbox.gate.lock();
         let ready = |state: &State| from.clone().all(|rank| state.has(rank, stream));
         let missing = |state: &State, rank: usize| from.clone().any(|r| r == rank) && !state.has(rank, stream);
+        let state = self.look_for(state, ready);
         let (state, result) = self.peers().wait((self.rank, place), &self.inbox.gate, state, ready, missing);
         result.map(|()| state)
+    }
+
+    /// Looks after the transport for a while, as long as it is not `ready`.
+    fn look_for<'g>(
+        &'g self,
+        mut state: crate::sync::MutexGuard<'g, State>,
+        ready: impl Fn(&State) -> bool,
+    ) -> crate::sync::MutexGuard<'g, State> {
+        let Some(transport) = &self.transport else { return state };
+        for _ in 0..LOOKS {
+            if ready(&state) || self.peers().failure().is_some() {
+                break;
+            }
+            drop(state);
+            let helps = transport.progress();
+            if helps {
+                std::thread::yield_now();
+            }
+            state = self.inbox.gate.lock();
+            if !helps {
+                break;
+            }
+        }
+        state
     }
 
     fn check_message(&self, from: usize, to: usize, place: ProgramPlace) -> Result<(), CommError> {

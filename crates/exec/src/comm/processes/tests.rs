@@ -12,7 +12,7 @@ fn free_address() -> String {
 }
 
 fn start(rank: usize, ranks: usize, address: &str, timeout: Duration) -> Start {
-    Start { rank, ranks, address: address.to_owned(), timeout, build: "0.1 (test)".to_owned() }
+    Start { rank, ranks, address: address.to_owned(), timeout, build: "0.1 (test)".to_owned(), mpi: None }
 }
 
 /// Joins these, each from a thread of its own.
@@ -25,9 +25,15 @@ fn join_all(starts: &[Start]) -> Vec<Result<ProcessCommunicator, JoinError>> {
 
 /// Communicators as so many processes would have them, over real sockets.
 fn sockets(ranks: usize, timeout: Duration) -> Vec<ProcessCommunicator> {
-    let address = free_address();
+    let door = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = door.local_addr().unwrap().to_string();
     let starts: Vec<_> = (0..ranks).map(|rank| start(rank, ranks, &address, timeout)).collect();
-    join_all(&starts).into_iter().map(|joined| joined.unwrap()).collect()
+    scope(|s| {
+        let others: Vec<_> = starts[1..].iter().map(|start| s.spawn(move || join(start))).collect();
+        let first = host_at(&starts[0], door);
+        let others = others.into_iter().map(|thread| thread.join().unwrap());
+        std::iter::once(first).chain(others).map(|joined| joined.unwrap()).collect()
+    })
 }
 
 const SOME: Duration = Duration::from_secs(10);

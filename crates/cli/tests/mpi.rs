@@ -1,0 +1,149 @@
+//! Ranks that mpirun started: Open MPI and MPICH, whichever is there. The bits of threads in every kind of layout, kills, signals.
+
+mod common;
+mod layouts;
+
+use common::{Place, free_port, signal, wait_for_steps};
+use std::fs;
+use std::process::{Command, Output, Stdio};
+
+/// An MPI of this machine.
+#[derive(Clone, Copy, PartialEq)]
+enum Mpi {
+    Open,
+    Mpich,
+}
+
+/// Those that are there, with their mpirun. In CI, which installs them, both must be.
+fn there() -> Vec<(Mpi, String)> {
+    let runs = |names: [&'static str; 2], says: &str| {
+        names.into_iter().find(|name| {
+            let version = Command::new(name).arg("--version").output();
+            version.is_ok_and(|o| String::from_utf8_lossy(&o.stdout).to_lowercase().contains(says))
+        })
+    };
+    let found = [
+        (Mpi::Open, "Open MPI", runs(["mpirun.openmpi", "mpirun"], "open-mpi.org")),
+        (Mpi::Mpich, "MPICH", runs(["mpirun.mpich", "mpirun"], "hydra")),
+    ];
+    let mut mpis = Vec::new();
+    for (mpi, name, run) in found {
+        match run {
+            Some(run) => mpis.push((mpi, run.to_owned())),
+            None if std::env::var_os("LOCKSTEP_TEST_CLUSTER").is_some() => panic!("{name} is not installed"),
+            None => eprintln!("skipped: {name} is not installed"),
+        }
+    }
+    mpis
+}
+
+/// A command of so many ranks.
+fn mpirun(place: &Place, (mpi, run): &(Mpi, String), ranks: usize, args: &[&str]) -> Command {
+    let lockstep = place.command(args);
+    let mut command = Command::new(run);
+    if *mpi == Mpi::Open {
+        command.args(["--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none"]);
+        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    }
+    command.args(["-n", &ranks.to_string()]).arg(lockstep.get_program()).args(lockstep.get_args());
+    command.current_dir(place.path("")).stdin(Stdio::null()).env("MASTER_PORT", free_port());
+    command
+}
+
+fn texts(output: &Output) -> (String, String) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn mpirun_gives_the_bits_of_threads_in_every_kind_of_layout() {
+    let (place, mpis) = (layouts::place(), there());
+    for (i, layout) in layouts::LAYOUTS.iter().enumerate().filter(|_| !mpis.is_empty()) {
+        let set = [&layouts::SHORT[..], layout].concat();
+        let threads = format!("threads-{i}");
+        place.ok(&layouts::command("train", &threads, &set));
+        for mpi in &mpis {
+            let dir = format!("{}-{i}", mpi.1);
+            let output = mpirun(&place, mpi, 4, &layouts::command("train", &dir, &set)).output().unwrap();
+            let (said, shown) = texts(&output);
+            assert!(output.status.success(), "{layout:?}: {shown}");
+            assert!(said.contains("finished 4 steps; checkpoint "), "{said}");
+            let name = if mpi.0 == Mpi::Open { "Open MPI v" } else { "MPICH " };
+            assert!(shown.contains(&format!("\n4 processes on 1 host, over MPI ({name}")), "{shown}");
+            layouts::same(&place, &dir, &threads, layout);
+            assert!(!place.path(&dir).join("failures.jsonl").exists());
+        }
+    }
+}
+
+#[test]
+fn mpi_conforms_and_another_library_than_the_one_that_started_the_ranks_is_not_used() {
+    let (place, mpis) = (Place::new(), there());
+    for mpi in &mpis {
+        let output = mpirun(&place, mpi, 4, &["doctor", "--world", "--conformance"]).output().unwrap();
+        let (said, shown) = texts(&output);
+        assert!(output.status.success(), "{shown}");
+        let name = if mpi.0 == Mpi::Open { "Open MPI v" } else { "MPICH " };
+        assert!(said.starts_with(&format!("collectives and messages of up to 4 processes over {name}")), "{said}");
+    }
+    let Some(mpi) = mpis.first() else { return };
+    let check = |library: &str, expected: &str| {
+        let mut command = mpirun(&place, mpi, 2, &["doctor", "--world", "--conformance"]);
+        let output = command.env("LOCKSTEP_MPI_LIBRARY", library).output().unwrap();
+        let (said, shown) = texts(&output);
+        assert!(output.status.success() && said.contains(expected), "{said}{shown}");
+    };
+    check("none", "over TCP hold");
+    check("no/libmpi.so", "over TCP (no MPI: no/libmpi.so: cannot open shared object file");
+    if mpis.len() == 2 {
+        check("libmpich.so.12", "is not the library that started this process) hold");
+    }
+}
+
+#[test]
+fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on() {
+    let place = layouts::place();
+    for mpi in &there() {
+        let set = ["train.steps=100000", "train.validate_every=0", "checkpoint.every=4", "parallel.dp=4"];
+        let dir = mpi.1.clone();
+        let begin = |steps| {
+            let mut command = mpirun(&place, mpi, 4, &layouts::command("train", &dir, &set));
+            let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+            wait_for_steps(&place, &dir, steps);
+            child
+        };
+        let child = begin(6);
+        let victim = rank_of(&child, 2);
+        signal(victim, libc::SIGKILL);
+        let output = child.wait_with_output().unwrap();
+        assert!(!output.status.success());
+        let host = lockstep_exec::comm::processes::host();
+        let causes = fs::read_to_string(place.path(&dir).join("failures.jsonl")).unwrap();
+        let cause = format!("\"error\":\"rank 2 on host {host} is gone: its process has ended, and its connections");
+        assert!(causes.lines().count() >= 1 && causes.lines().all(|line| line.contains(&cause)), "{causes}");
+
+        // The same command goes on; a signal that mpirun forwards stops it with a checkpoint.
+        let before = place.trajectory(&dir).len();
+        let child = begin(before + 2);
+        signal(child.id() as i32, libc::SIGUSR1);
+        let output = child.wait_with_output().unwrap();
+        let (said, shown) = texts(&output);
+        assert_eq!(output.status.code(), Some(75), "{shown}");
+        assert!(said.contains("interrupted after step ") && shown.contains("resuming at step "), "{said}{shown}");
+        assert_eq!(fs::read_to_string(place.path(&dir).join("failures.jsonl")).unwrap(), causes);
+    }
+}
+
+/// The process of a rank that this mpirun has started, directly or by a proxy.
+fn rank_of(mpirun: &std::process::Child, rank: usize) -> i32 {
+    let status = |pid: u32| fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let parent = |pid: u32| status(pid).lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse::<u32>().ok());
+    let above = |pid: u32| std::iter::successors(Some(pid), |pid| parent(*pid)).take(8).any(|pid| pid == mpirun.id());
+    let names = [format!("OMPI_COMM_WORLD_RANK={rank}"), format!("PMI_RANK={rank}")];
+    let is_it = |pid: u32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.split(|b| *b == 0).any(|v| names.iter().any(|name| name.as_bytes() == v))
+    };
+    let pids = fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|pid| *pid != mpirun.id() && above(*pid)).find(|pid| is_it(*pid)).unwrap() as i32
+}
