@@ -60,13 +60,7 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
             local(get, open_mpi[2], open_mpi[1]),
             Some(MpiLibrary::OpenMpi),
         ),
-        (
-            "PMI_RANK",
-            "PMI_SIZE",
-            "MPI_LOCALRANKID",
-            local(get, "MPI_LOCALNRANKS", "PMI_SIZE"),
-            Some(MpiLibrary::Mpich),
-        ),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local(get, "MPI_LOCALNRANKS", "PMI_SIZE"), Some(MpiLibrary::Mpich)),
     ];
     for (rank_name, ranks_name, local_name, first, mpi) in started {
         let (Some(rank), Some(ranks)) = (number(rank_name)?, number(ranks_name)?) else { continue };
@@ -177,7 +171,8 @@ mod tests {
         let with = |more: &[(&'static str, &'static str)]| [&master[..], more].concat();
         let mpi = check(&with(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")]), 3, 4, "n1:4321");
         assert_eq!(mpi, None);
-        let slurm = [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "70012")];
+        let slurm =
+            [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "70012")];
         assert_eq!(check(&with(&slurm), 1, 2, "n1:4321"), None);
         let by_pmix = [&slurm[..], &[("PMIX_RANK", "1")]].concat();
         assert_eq!(check(&with(&by_pmix), 1, 2, "n1:4321"), Some(MpiLibrary::OpenMpi));

@@ -363,16 +363,15 @@ unsafe impl Send for Stream {}
 // SAFETY: as above, and from several: the driver is thread-safe.
 unsafe impl Sync for Stream {}
 
-/// What a stream is for. Streams of one priority may come to wait for each other where there are many, since devices have few
-/// channels; those of different priorities do not. The default is left to libraries: NCCL has streams that wait for what it runs.
+/// What a stream is for. Communication comes first: it starts when its inputs are there, though kernels fill the device.
 #[derive(Clone, Copy)]
 pub enum Priority {
     /// Kernels.
-    Kernels = -1,
+    Kernels = 0,
     /// Collectives beside kernels.
-    Collectives = -2,
-    /// Messages, which wait for their receivers.
-    Messages = -3,
+    Collectives = -1,
+    /// Messages, which wait for their receivers and hold up nothing else.
+    Messages = -2,
 }
 
 impl Stream {

@@ -5,9 +5,9 @@
 //! connections that the processes have already.
 
 use crate::CudaError;
-use crate::driver::{Device, end_if_given_up};
+use crate::driver::{Device, Event, Memory, Priority, Stream, end_if_given_up};
 use crate::gpu::Gpu;
-use crate::nccl::{Nccl, NcclComm, UniqueId};
+use crate::nccl::{Ask, Nccl, NcclComm, UniqueId};
 use crate::progress::Progress;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::ProcessCommunicator;
@@ -18,6 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+/// How often the host looks whether a first message has come.
+const LOOK_EVERY: Duration = Duration::from_micros(100);
 /// How long communicators may take to be aborted, and how long after that the process may take to end.
 const ABORTED_WITHIN: Duration = Duration::from_millis(1500);
 const ENDED_WITHIN: Duration = Duration::from_secs(3);
@@ -72,10 +74,42 @@ impl NcclWorld {
             world.communicators.insert(connection.clone(), Arc::new(joined?));
         }
         comm.at(place);
+        world.connect_messages(all, place)?;
         let waits = progress.clone();
         comm.device_waits(Some(Box::new(move || waits.waits_in())));
         gpu.device.watch_with(Some(Arc::new(move || progress.look())));
         Ok(world)
+    }
+
+    /// Sends a first message on every stream of messages: the library connects sender and receiver only then, and the host of the
+    /// sender would wait for the receiver to come.
+    fn connect_messages(&self, all: &[Connection], place: ProgramPlace) -> Result<(), ExecError> {
+        const BYTES: usize = 4;
+        let stream = Stream::with_priority(&self.device, Priority::Messages)?;
+        let memory = Memory::new(&self.device, BYTES as u64)?;
+        let rank = self.comm.rank();
+        for connection in all {
+            let Connection::Messages { from, to, .. } = *connection else { continue };
+            let (ask, other) = match (from == rank, to == rank) {
+                (true, false) => (Ask::Send { input: memory.base, bytes: BYTES, to: 1 }, to),
+                (false, true) => (Ask::Receive { output: memory.base, bytes: BYTES, from: 0 }, from),
+                _ => continue,
+            };
+            let watch = || {
+                self.comm.awaits(Some((other, place)));
+                self.comm.failure_at(place).map_or(Ok(()), |error| Err(CudaError::Ranks(error)))
+            };
+            self.comm.at(place);
+            // SAFETY: the memory has as many bytes, and is freed when the stream has come so far.
+            unsafe { self.communicator(connection)?.queue(&stream, &[ask], &watch)? };
+            let done = Event::mark(&stream)?;
+            while !done.has_come()? {
+                watch()?;
+                std::thread::sleep(LOOK_EVERY);
+            }
+        }
+        self.comm.at(place);
+        Ok(())
     }
 
     /// The communicator of a connection.

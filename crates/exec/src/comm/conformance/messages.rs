@@ -34,8 +34,9 @@ fn send(
     subject.comm().at(place(tag));
     // The send buffer has room for the copies and lives until the rank has left.
     let result = subject.send(to, tag, (data.pointer(), text.len()), (send_buffer.pointer(), copies), place(tag));
+    result.map_err(|e| e.to_string())?;
     data.write(0, &vec![0; text.len()]);
-    result.map_err(|e| e.to_string())
+    Ok(())
 }
 
 fn receive(subject: &Subject, from: usize, tag: u32, expected: &[u8]) -> Result<(), String> {
