@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, INTERRUPTED};
 use crate::processes::LAUNCHED;
-use crate::{style, train};
+use crate::{slurm, style, train};
 use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
 use lockstep_exec::ExecError;
@@ -28,8 +28,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with_all = ["fresh", "resume_from", "change"])]
     restarts: u32,
     /// Let ranks share GPUs where there are fewer: to check a layout, slowly.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "slurm")]
     share_gpus: bool,
+    #[command(flatten)]
+    slurm: slurm::Args,
 }
 
 /// The ranks that are left when one has failed end by themselves within 10 s; then they are killed.
@@ -37,12 +39,20 @@ const ENDS_WITHIN: Duration = Duration::from_secs(12);
 /// How often processes are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-pub fn run(args: Args) -> Result<ExitCode, Failure> {
-    let config = args.train.config.load_quietly()?;
+pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
+    let given = args.train.config.set.len();
+    args.train.config.set.extend(args.slurm.overrides());
+    let config = if args.slurm.slurm { args.train.config.load()? } else { args.train.config.load_quietly()? };
+    // The job takes them from its script.
+    args.train.config.set.truncate(given);
     let layout = config.layout();
     let ranks = layout.mesh.ranks();
     if let Some(processes) = args.ranks.filter(|processes| *processes != ranks) {
         return Err(TrainError::OtherRanks { layout: layout.to_string(), ranks, processes }.into());
+    }
+    if args.slurm.slurm {
+        slurm::run(&args.slurm, args.train, &config)?;
+        return Ok(ExitCode::SUCCESS);
     }
     if args.train.dry_run {
         return train::run(args.train);

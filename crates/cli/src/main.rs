@@ -17,6 +17,7 @@ mod manual;
 mod processes;
 mod profile;
 mod progress;
+mod slurm;
 mod style;
 mod table;
 mod terminal;
@@ -42,7 +43,7 @@ enum Command {
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
     #[command(after_help = failure::EXIT_CODES)]
     Train(train::Args),
-    /// Train with every rank of the layout as a process of its own on this machine; takes the options of train.
+    /// Train with every rank of the layout as a process of its own, on this machine or as a Slurm job; takes the options of train.
     #[command(after_help = failure::EXIT_CODES)]
     Launch(launch::Args),
     /// Continue a text with a trained model, as it comes.

@@ -52,6 +52,11 @@ pub struct Args {
 }
 
 impl Args {
+    /// Where the run's files go.
+    pub fn run_dir(&self) -> PathBuf {
+        self.config.run_dir(self.run_dir.clone())
+    }
+
     /// The same again, as arguments of another process.
     pub fn arguments(&self) -> Vec<OsString> {
         let mut arguments = vec![self.config.config.clone().into_os_string()];
@@ -89,7 +94,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
 fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
     let first = place.as_ref().is_none_or(|place| place.rank == 0);
     let config = if first { args.config.load()? } else { args.config.load_quietly()? };
-    let dir = args.config.run_dir(args.run_dir);
+    let dir = args.run_dir();
     let stop = on_interrupt()?;
     processes::stop_with_launcher(&stop)?;
     let devices = match &place {
@@ -177,16 +182,15 @@ fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> R
     Ok(())
 }
 
-/// A flag that an interrupt sets. The same signal a second time ends the process at once; what is on the disk stays whole. Where
-/// the caller has SIGHUP ignored (`nohup`), it stays ignored.
+/// A flag that an interrupt sets. Ctrl-C a second time ends the process at once; what is on the disk stays whole. Schedulers send other
+/// signals more than once and mean the same. Where the caller has SIGHUP ignored (`nohup`), it stays ignored.
 pub fn on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     let hangup = (ignored_signals() >> (SIGHUP - 1) & 1 == 0).then_some(SIGHUP);
+    let before = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register_conditional_default(SIGINT, before.clone())?;
+    signal_hook::flag::register(SIGINT, before)?;
     for signal in [SIGINT, SIGTERM, SIGUSR1].into_iter().chain(hangup) {
-        // Schedulers send one kind of signal after another: only a repeated one means "at once".
-        let before = Arc::new(AtomicBool::new(false));
-        signal_hook::flag::register_conditional_default(signal, before.clone())?;
-        signal_hook::flag::register(signal, before)?;
         signal_hook::flag::register(signal, stop.clone())?;
     }
     Ok(stop)

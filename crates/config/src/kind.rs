@@ -76,6 +76,16 @@ pub(crate) const FIELD: Word = Word { text: "name", rule: "write the name of a f
 pub(crate) const FOLDER: Word =
     Word { text: "folder", rule: "write the path of a folder, relative to the config file's folder" };
 
+pub(crate) const TIME_LIMIT: Word = Word {
+    text: "time limit",
+    rule: "write hours, minutes and seconds, such as \"12:00:00\", or with days before them, such as \"1-12:00:00\"",
+};
+pub(crate) const SITE_NAME: Word = Word { text: "name", rule: "write the name that it has at your site" };
+pub(crate) const CONTAINER: Word = Word {
+    text: "command",
+    rule: "write what stands before the command, such as \"apptainer exec --nv lockstep.sif\"",
+};
+
 /// What the strings or numbers of a list stand for.
 #[derive(Clone, Copy)]
 pub(crate) struct Item {
@@ -100,6 +110,18 @@ pub(crate) const EXTENSIONS: Item = Item {
     hold: |text| !text.is_empty() && !text.starts_with('.') && !text.contains(['/', '\\']),
 };
 
+pub(crate) const MODULES: Item =
+    Item { plural: "modules", rule: "name modules, such as [\"openmpi/4.1\"]", hold: |text| !text.trim().is_empty() };
+pub(crate) const SHELL_LINES: Item = Item {
+    plural: "lines of shell",
+    rule: "write lines of shell, such as [\"export NCCL_DEBUG=WARN\"]",
+    hold: |text| !text.trim().is_empty() && !text.contains('\n'),
+};
+pub(crate) const SLURM_OPTIONS: Item = Item {
+    plural: "options",
+    rule: "write options with their dashes, such as [\"--exclusive\"]",
+    hold: |text| text.starts_with('-') && !text.contains('\n'),
+};
 pub(crate) const LAYERS_OF_STAGES: Item = Item {
     plural: "numbers of layers",
     rule: "give every virtual stage a number of layers, such as [3, 4, 4, 3]",

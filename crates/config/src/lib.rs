@@ -51,7 +51,7 @@ pub use inherit::{Inherited, NotInherited};
 pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{
-    CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
+    CheckpointConfig, ClusterConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
     RecomputeConfig, TrainConfig,
 };
 pub use search::{FoundKey, keys_at, schema, search};

@@ -13,8 +13,9 @@ use crate::kind::Kind::{
     Texts,
 };
 use crate::kind::{
-    BELOW_ONE, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, NOT_NEGATIVE, OPS, PATHS, POSITIVE,
-    POWER_OF_TWO, TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, MODULES, NOT_NEGATIVE, OPS, PATHS,
+    POSITIVE, POWER_OF_TWO, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TIME_LIMIT, TOKEN, TOKENIZER, UP_TO_A_DAY,
+    UP_TO_HALF, UP_TO_ONE,
 };
 use crate::origin::Provenance;
 use crate::presets;
@@ -350,6 +351,37 @@ tables! {
             finds ["save_steps", "save_interval", "checkpoint interval"];
         /// How many of the latest checkpoints stay on disk.
         keep: usize = Count(1, EXTENT), Fixed("3"), Conduct, finds ["save_total_limit", "keep_last"];
+    }
+
+    /// What a Slurm job asks for: `lockstep launch --slurm`.
+    cluster: ClusterConfig {
+        /// Time limit of a job: hours, minutes and seconds, with days before them if need be. Slurm counts whole minutes.
+        time: Option<String> = Text(TIME_LIMIT), Unset, Conduct, finds ["time limit", "walltime", "Slurm", "sbatch"];
+        /// Nodes of a job, each of which has as many ranks. If not set, as many as cluster.gpus_per_node makes necessary, or one.
+        nodes: Option<usize> = Count(1, RANKS), Unset, Conduct, finds ["num_nodes", "nnodes"];
+        /// GPUs of every node that the job asks for; at most as many ranks are on one.
+        gpus_per_node: Option<usize> = Count(1, 1024), Unset, Conduct, finds ["gres", "nproc_per_node", "devices"];
+        /// Cores that the job asks for, for every rank.
+        cpus_per_rank: Option<usize> = Count(1, 1024), Unset, Conduct, finds ["cpus_per_task"];
+        /// Account that the job is charged to.
+        account: Option<String> = Text(SITE_NAME), Unset, Conduct, finds ["project", "allocation"];
+        /// Partition that the job runs in.
+        partition: Option<String> = Text(SITE_NAME), Unset, Conduct, finds ["queue"];
+        /// Quality of service of the job.
+        qos: Option<String> = Text(SITE_NAME), Unset, Conduct, finds ["quality of service"];
+        /// Seconds before the time limit at which the job is told to save a checkpoint and stop: as long as a step and a
+        /// checkpoint take, with room to spare. Slurm may be up to a minute late.
+        signal_before: u64 = Integer(1, 86400), Fixed("180"), Conduct, finds ["preemption", "requeue", "timeout signal"];
+        /// Environment modules that the job loads.
+        modules: Vec<String> = Texts(MODULES), Fixed("[]"), Conduct, finds ["module load", "lmod"];
+        /// Lines of shell that the job runs before the ranks start.
+        setup: Vec<String> = Texts(SHELL_LINES), Fixed("[]"), Conduct, finds ["environment variables"];
+        /// Command in whose container the ranks run `lockstep`.
+        container: Option<String> = Text(CONTAINER), Unset, Conduct, finds ["apptainer", "singularity", "docker", "enroot"];
+        /// Further options of srun.
+        srun: Vec<String> = Texts(SLURM_OPTIONS), Fixed("[]"), Conduct;
+        /// Further options of sbatch.
+        sbatch: Vec<String> = Texts(SLURM_OPTIONS), Fixed("[]"), Conduct;
     }
 }
 

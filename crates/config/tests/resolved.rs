@@ -118,6 +118,21 @@ groups = []  # default
 [checkpoint]
 every = 100  # default
 keep = 3  # default
+
+[cluster]
+# time is not set
+# nodes is not set
+# gpus_per_node is not set
+# cpus_per_rank is not set
+# account is not set
+# partition is not set
+# qos is not set
+signal_before = 180  # default
+modules = []  # default
+setup = []  # default
+# container is not set
+srun = []  # default
+sbatch = []  # default
 "#;
     assert_eq!(config.resolved_toml(), expected);
 }

@@ -1,0 +1,289 @@
+//! `lockstep launch --slurm`: the batch script of a run, and its submission.
+//!
+//! A job that is about to reach its time limit gets a signal, saves a checkpoint and ends with exit code 75. Its script then puts it
+//! back into the queue; in a chain, the next job goes on instead.
+
+use crate::failure::{Failure, INTERRUPTED};
+use crate::train;
+use lockstep_config::{ClusterConfig, Config};
+use lockstep_train::shell_quoted;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+#[derive(clap::Args)]
+#[group(skip)]
+pub struct Args {
+    /// Submit the run as a Slurm job: writes the batch script into the run directory and calls sbatch. What the job asks for
+    /// stands in [cluster]; --dry-run prints the script.
+    #[arg(long, conflicts_with_all = ["restarts", "fresh", "resume_from", "change"])]
+    pub slurm: bool,
+    /// Submit so many jobs, each of which goes on where the one before it was interrupted, instead of one that is requeued: for
+    /// sites that do not allow that. Those that are left when the run is done are cancelled.
+    #[arg(long, value_name = "N", requires = "slurm", value_parser = clap::value_parser!(u32).range(1..=100))]
+    chain: Option<u32>,
+    /// Time limit of the job, as cluster.time.
+    #[arg(long, value_name = "TIME", requires = "slurm")]
+    time: Option<String>,
+    /// Nodes of the job, as cluster.nodes.
+    #[arg(long, value_name = "N", requires = "slurm")]
+    nodes: Option<u32>,
+    /// Partition of the job, as cluster.partition.
+    #[arg(long, value_name = "NAME", requires = "slurm")]
+    partition: Option<String>,
+    /// Account that the job is charged to, as cluster.account.
+    #[arg(long, value_name = "NAME", requires = "slurm")]
+    account: Option<String>,
+}
+
+impl Args {
+    /// What these say, as overrides of the config.
+    pub fn overrides(&self) -> Vec<String> {
+        let text = |key: &str, value: &Option<String>| value.as_ref().map(|value| format!("cluster.{key}={value:?}"));
+        let nodes = self.nodes.map(|nodes| format!("cluster.nodes={nodes}"));
+        let texts = [text("time", &self.time), text("partition", &self.partition), text("account", &self.account)];
+        texts.into_iter().chain([nodes]).flatten().collect()
+    }
+}
+
+/// Submits a run, or prints the script.
+pub fn run(args: &Args, mut train: train::Args, config: &Config) -> Result<(), Failure> {
+    config.require_data()?;
+    let dir = &train.run_dir();
+    let only_show = std::mem::take(&mut train.dry_run);
+    let job = Job::of(config, &train, dir, args.chain.is_none())?;
+    let script = job.script();
+    if only_show {
+        write!(std::io::stdout(), "{script}")?;
+        return Ok(());
+    }
+    std::fs::create_dir_all(dir).and_then(|()| std::fs::write(dir.join(SCRIPT), &script)).map_err(|e| {
+        Failure::request(format!("cannot write {}: {e}\nhint: choose another --run-dir", dir.join(SCRIPT).display()))
+    })?;
+    let path = dir.join(SCRIPT);
+    let mut jobs: Vec<String> = Vec::new();
+    for link in 0..args.chain.unwrap_or(1) {
+        let mut command = Command::new("sbatch");
+        command.arg("--parsable");
+        if link > 0 {
+            // Only if none before has come to the end: a job whose turn never comes is cancelled.
+            let before: Vec<String> = jobs.iter().map(|job| format!("afternotok:{job}")).collect();
+            command.arg(format!("--dependency={}", before.join(","))).arg("--kill-on-invalid-dep=yes");
+        }
+        match submitted(command.arg(&path)) {
+            Ok(job) => jobs.push(job),
+            Err(failure) => {
+                for job in &jobs {
+                    // What cannot be cancelled starts, and trains.
+                    let _ = Command::new("scancel").arg(job).stdin(Stdio::null()).status();
+                }
+                return Err(failure);
+            }
+        }
+    }
+    let mut out = std::io::stdout();
+    let what = if jobs.len() == 1 { "job" } else { "jobs" };
+    writeln!(out, "submitted {what} {}: {}", jobs.join(", "), job.summary())?;
+    let log = |job: &str| shell_quoted(&job_log(dir, job).display().to_string());
+    writeln!(out, "script {}, log {}", shell_quoted(&path.display().to_string()), log(&jobs[0]))?;
+    let _ = writeln!(
+        std::io::stderr(),
+        "\ntry next:\n  squeue --job {}\n  tail -F {}\n  scancel {}    # stops with a checkpoint",
+        jobs.join(","),
+        log(&jobs[0]),
+        jobs.join(" ")
+    );
+    Ok(())
+}
+
+/// Calls sbatch and gives the number of the job.
+fn submitted(command: &mut Command) -> Result<String, Failure> {
+    let output = command.stdin(Stdio::null()).output().map_err(|e| {
+        Failure::request(format!(
+            "sbatch cannot be started: {e}\nhint: call this on a login node of a Slurm cluster; --dry-run prints the script"
+        ))
+    })?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if !output.status.success() {
+        let said = text(&output.stderr).replace("sbatch: error: ", "");
+        let said = said.lines().next().unwrap_or("it does not say why").to_owned();
+        return Err(Failure::request(format!(
+            "sbatch refuses the job: {said}\nhint: [cluster] says what it asks for; `sinfo` shows what there is, --dry-run the script"
+        )));
+    }
+    // With a cluster's name behind it, where there are several.
+    Ok(text(&output.stdout).split(';').next().unwrap_or_default().to_owned())
+}
+
+/// The name of the script in the run directory.
+const SCRIPT: &str = "job.sh";
+
+/// The log of a job.
+fn job_log(dir: &Path, job: &str) -> PathBuf {
+    dir.join(format!("slurm-{job}.log"))
+}
+
+/// A job as its script asks for it.
+struct Job<'a> {
+    cluster: &'a ClusterConfig,
+    name: String,
+    nodes: usize,
+    ranks: usize,
+    time: &'a str,
+    /// The command of a rank, a word each.
+    command: Vec<String>,
+    log: PathBuf,
+    requeue: bool,
+}
+
+impl<'a> Job<'a> {
+    fn of(config: &'a Config, train: &train::Args, dir: &Path, requeue: bool) -> Result<Self, Failure> {
+        let cluster = &config.cluster;
+        let ranks = config.layout().mesh.ranks();
+        let Some(time) = cluster.time.as_deref() else {
+            return Err(Failure::request(
+                "cluster.time is not set: how long may the job run?\nhint: write time = \"12:00:00\" below [cluster], or give \
+                 --time 12:00:00"
+                    .to_owned(),
+            ));
+        };
+        let Some(seconds) = seconds(time) else {
+            return Err(Failure::request(format!(
+                "cluster.time = {time:?} is no time limit of Slurm\nhint: write hours, minutes and seconds, such as \"12:00:00\", or \
+                 with days before them, such as \"1-12:00:00\""
+            )));
+        };
+        let before = cluster.signal_before;
+        if seconds <= before {
+            return Err(Failure::request(format!(
+                "cluster.time = {time:?} leaves no time to train: the signal to save and stop comes cluster.signal_before = {before} s \
+                 before its end\nhint: take more time, or cluster.signal_before = {}",
+                (seconds / 4).max(1)
+            )));
+        }
+        let per_node = cluster.gpus_per_node;
+        let nodes = match (cluster.nodes, per_node) {
+            (Some(nodes), _) => nodes,
+            (None, Some(gpus)) => ranks.div_ceil(gpus),
+            (None, None) => 1,
+        };
+        if !ranks.is_multiple_of(nodes) || per_node.is_some_and(|gpus| ranks / nodes > gpus) {
+            let why = match per_node.filter(|gpus| ranks.is_multiple_of(nodes) && ranks / nodes > *gpus) {
+                Some(gpus) => format!(", {} on each, and cluster.gpus_per_node = {gpus}", ranks / nodes),
+                None => String::new(),
+            };
+            let fits = |n: &usize| ranks.is_multiple_of(*n) && per_node.is_none_or(|gpus| ranks / n <= gpus);
+            let near = (1..=ranks).filter(fits).min_by_key(|n| n.abs_diff(nodes)).unwrap_or(ranks);
+            return Err(Failure::request(format!(
+                "{ranks} ranks ({}) cannot be spread evenly over {nodes} nodes{why}\nhint: cluster.nodes = {near} fits",
+                config.layout()
+            )));
+        }
+        let lockstep = match cluster.container {
+            // What the host has is not there.
+            Some(_) => "lockstep".to_owned(),
+            None => std::env::current_exe()?.display().to_string(),
+        };
+        let mut command = vec![lockstep, "train".to_owned()];
+        command.extend(train.arguments().iter().map(|word| word.to_string_lossy().into_owned()));
+        let stem = train.config.config.file_stem().unwrap_or("run".as_ref()).to_string_lossy().into_owned();
+        Ok(Self {
+            cluster,
+            name: format!("lockstep-{stem}"),
+            nodes,
+            ranks,
+            time,
+            command,
+            log: job_log(dir, "%j"),
+            requeue,
+        })
+    }
+
+    fn summary(&self) -> String {
+        let Self { nodes, ranks, time, .. } = self;
+        let plural = |n: usize| if n == 1 { "" } else { "s" };
+        format!("{ranks} rank{} on {nodes} node{}, time limit {time}", plural(*ranks), plural(*nodes))
+    }
+
+    fn script(&self) -> String {
+        let Self { cluster, name, nodes, ranks, time, command, log, requeue } = self;
+        let per_node = ranks / nodes;
+        let mut asks = vec![
+            format!("--job-name={}", shell_quoted(name)),
+            format!("--nodes={nodes}"),
+            format!("--ntasks-per-node={per_node}"),
+            format!("--time={time}"),
+            format!("--output={}", shell_quoted(&log.display().to_string())),
+            // It reaches this script alone, which passes it on.
+            format!("--signal=B:USR1@{}", cluster.signal_before),
+        ];
+        let mut ask = |flag: &str, value: Option<String>| asks.extend(value.map(|value| format!("--{flag}={value}")));
+        ask("account", cluster.account.as_deref().map(shell_quoted));
+        ask("partition", cluster.partition.as_deref().map(shell_quoted));
+        ask("qos", cluster.qos.as_deref().map(shell_quoted));
+        ask("gpus-per-node", cluster.gpus_per_node.map(|gpus| gpus.to_string()));
+        ask("cpus-per-task", cluster.cpus_per_rank.map(|cpus| cpus.to_string()));
+        let again = if *requeue { ["--requeue", "--open-mode=append"] } else { ["--no-requeue", "--open-mode=append"] };
+        asks.extend(again.map(str::to_owned));
+        asks.extend(cluster.sbatch.iter().cloned());
+        let mut text = "#!/bin/bash\n".to_owned();
+        asks.iter().for_each(|ask| text += &format!("#SBATCH {ask}\n"));
+        text += "# Written by `lockstep launch --slurm`.\n\n";
+        cluster.modules.iter().for_each(|module| text += &format!("module load {}\n", shell_quoted(module)));
+        cluster.setup.iter().for_each(|line| text += &format!("{line}\n"));
+        let mut srun = vec!["srun".to_owned(), "--kill-on-bad-exit=1".to_owned()];
+        srun.extend(cluster.cpus_per_rank.map(|cpus| format!("--cpus-per-task={cpus}")));
+        srun.extend(cluster.srun.iter().cloned());
+        srun.extend(cluster.container.clone());
+        srun.extend(command.iter().map(|word| shell_quoted(word)));
+        text += &format!(
+            "\n{} &\nstep=$!\n\
+             # The signal to save and stop, which comes {} s before the time limit: the ranks exit with code {INTERRUPTED}. It ends the\n\
+             # waiting, not what is waited for.\n\
+             trap '[ -n \"$told\" ] || kill -USR1 $step; told=1 again=1' USR1\n\
+             again=1\nwhile [ -n \"$again\" ]; do again=; wait $step; code=$?; done\n",
+            srun.join(" "),
+            cluster.signal_before
+        );
+        if *requeue {
+            text += &format!(
+                "if [ $code -eq {INTERRUPTED} ]; then\n    echo \"interrupted with a checkpoint: job $SLURM_JOB_ID goes back into the \
+                 queue\"\n    scontrol requeue $SLURM_JOB_ID && sleep 60\nfi\n"
+            );
+        }
+        text + "exit $code\n"
+    }
+}
+
+/// The seconds of a time limit as Slurm reads it: minutes, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
+fn seconds(text: &str) -> Option<u64> {
+    let number = |text: &str| text.parse::<u64>().ok().filter(|n| *n < 1 << 20 && !text.starts_with('+'));
+    let parts = |clock: &str| clock.split(':').map(number).collect::<Option<Vec<u64>>>();
+    let units: &[u64] = match text.split_once('-') {
+        Some((days, clock)) => {
+            let (days, parts) = (number(days)?, parts(clock)?);
+            let of = [3600, 60, 1];
+            return (parts.len() <= 3).then(|| 86400 * days + parts.iter().zip(of).map(|(n, of)| n * of).sum::<u64>());
+        }
+        None if text.matches(':').count() == 2 => &[3600, 60, 1],
+        None => &[60, 1],
+    };
+    let parts = parts(text)?;
+    (parts.len() <= units.len()).then(|| parts.iter().zip(units).map(|(n, of)| n * of).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_limits_are_those_of_slurm() {
+        let good = [("30", 1800), ("90:30", 5430), ("12:00:05", 43205), ("1-12", 129_600), ("2-00:30", 174_600)];
+        for (text, expected) in good.into_iter().chain([("7-00:00:01", 604_801)]) {
+            assert_eq!(seconds(text), Some(expected), "{text}");
+        }
+        for bad in ["", "12h", "1-", "-5", "1:2:3:4", "12:00:", "two hours", "1.5", "9999999", "+5"] {
+            assert_eq!(seconds(bad), None, "{bad}");
+        }
+    }
+}
