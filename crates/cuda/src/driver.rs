@@ -131,9 +131,9 @@ pub type Watch = Arc<dyn Fn() -> Result<(), CudaError> + Send + Sync>;
 
 static ABANDONED: AtomicBool = AtomicBool::new(false);
 
-/// Ends the process at once with this exit code where a device was given up: what libraries do at the end of a process may wait for
+/// Ends the process at once with this exit code where a device was abandoned: what libraries do at the end of a process may wait for
 /// it for ever. Else it returns.
-pub fn end_if_given_up(code: u8) {
+pub fn end_if_abandoned(code: u8) {
     if ABANDONED.load(Ordering::Acquire) {
         // SAFETY: ends the process; nothing of it is needed any more.
         unsafe { libc::_exit(i32::from(code)) };
@@ -233,7 +233,7 @@ impl Device {
         self.watch.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Gives it up: what runs there may never end, so nothing of it is freed any more. The process is about to end.
+    /// Abandons it: what runs there may never end, so nothing of it is freed any more. The process is about to end.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Release);
         ABANDONED.store(true, Ordering::Release);
@@ -242,7 +242,7 @@ impl Device {
     /// Makes its context this thread's.
     pub fn enter(&self) -> Result<(), CudaError> {
         if self.abandoned.load(Ordering::Acquire) {
-            return Err(CudaError::Internal("a device that was given up is used".into()));
+            return Err(CudaError::Internal("an abandoned device is used".into()));
         }
         // SAFETY: the context is retained as long as the process lives.
         self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.context_set)(self.context) })

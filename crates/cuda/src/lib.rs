@@ -33,7 +33,7 @@ mod survey;
 
 pub use conformance::{process_rank as conformance_process, ranks as conformance_ranks};
 pub use device_queue::CaptureTurn;
-pub use driver::{Device, end_if_given_up};
+pub use driver::{Device, end_if_abandoned};
 pub use error::CudaError;
 pub use executor::CudaExecutor;
 pub use gpu::Gpu;

@@ -118,9 +118,9 @@ pub fn version() -> Result<(usize, PathBuf), CudaError> {
 
 /// The library's number for a type that it adds up.
 #[derive(Clone, Copy, Debug)]
-pub struct Summand(c_int);
+pub struct SumType(c_int);
 
-impl Summand {
+impl SumType {
     /// That of a type, if it has one whose sum is ours.
     pub fn of(dtype: DType) -> Option<Self> {
         match dtype {
@@ -138,9 +138,9 @@ impl Summand {
 #[derive(Clone, Copy, Debug)]
 pub enum Ask {
     /// The sum of all members' elements for all.
-    AllReduce { input: Address, output: Address, elements: usize, of: Summand },
+    AllReduce { input: Address, output: Address, elements: usize, of: SumType },
     /// The i-th part of the sum for the i-th member.
-    ReduceScatter { input: Address, output: Address, elements: usize, of: Summand },
+    ReduceScatter { input: Address, output: Address, elements: usize, of: SumType },
     /// All members' bytes for all.
     AllGather { input: Address, output: Address, bytes: usize },
     /// Bytes for a member.

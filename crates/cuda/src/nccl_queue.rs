@@ -10,7 +10,7 @@
 use crate::collectives::{self, Sent};
 use crate::driver::{ALIGNMENT, Address, Event, Memory, Priority, Stream};
 use crate::gpu::Gpu;
-use crate::nccl::{Ask, NcclComm, Summand};
+use crate::nccl::{Ask, NcclComm, SumType};
 use crate::nccl_world::NcclWorld;
 use crate::progress::Lane;
 use crate::{CudaError, collectives::add_sent};
@@ -146,7 +146,7 @@ impl NcclQueue {
         world.progress.around((&gpu.kernels, &stream), lane, (place, other), || {
             let mut group = Members { queue: self, communicator: &communicator, me, n };
             // Two numbers have one sum.
-            let ours = |p: &Piece| Summand::of(p.dtype).is_none() || (group.queue.ordered && n > 2);
+            let ours = |p: &Piece| SumType::of(p.dtype).is_none() || (group.queue.ordered && n > 2);
             let (ours, theirs): (Vec<Piece>, Vec<Piece>) = pieces.iter().partition(|p| kind.sums() && ours(p));
             match kind {
                 Collective::Shift => group.shift(&theirs),
@@ -328,7 +328,7 @@ impl Members<'_> {
     fn all_reduce(&self, pieces: &[Piece]) -> Result<(), CudaError> {
         let sum = |p: &Piece| {
             let (input, output, elements) = (p.input as u64, p.output as u64, p.rows * p.elements);
-            Summand::of(p.dtype).map(|of| Ask::AllReduce { input, output, elements, of })
+            SumType::of(p.dtype).map(|of| Ask::AllReduce { input, output, elements, of })
         };
         self.ask(&pieces.iter().filter_map(sum).collect::<Vec<_>>())
     }
@@ -346,7 +346,7 @@ impl Members<'_> {
         let scattered = self.cut(pieces)?;
         let sum = |p: &Piece, input| {
             let (output, elements) = (p.output as u64, p.rows * p.elements);
-            Summand::of(p.dtype).map(|of| Ask::ReduceScatter { input, output, elements, of })
+            SumType::of(p.dtype).map(|of| Ask::ReduceScatter { input, output, elements, of })
         };
         let whole = pieces.iter().filter(|p| in_one(p)).map(|p| sum(p, p.input as u64));
         self.ask(&whole.chain(scattered.iter().map(|(sent, p)| sum(p, sent.parts))).flatten().collect::<Vec<_>>())

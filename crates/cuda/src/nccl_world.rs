@@ -5,7 +5,7 @@
 //! connections that the processes have already.
 
 use crate::CudaError;
-use crate::driver::{Device, Event, Memory, Priority, Stream, end_if_given_up};
+use crate::driver::{Device, Event, Memory, Priority, Stream, end_if_abandoned};
 use crate::gpu::Gpu;
 use crate::nccl::{Ask, Nccl, NcclComm, UniqueId};
 use crate::progress::Progress;
@@ -143,7 +143,7 @@ impl NcclWorld {
         self.device.abandon();
         let end = || {
             std::thread::sleep(ENDED_WITHIN);
-            end_if_given_up(1);
+            end_if_abandoned(1);
         };
         let _ = std::thread::Builder::new().name("lockstep-end".into()).spawn(end);
     }
