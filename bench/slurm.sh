@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Shows Lockstep under a real Slurm, longer than a test may take: bench/slurm.sh LOCKSTEP
+# Shows Lockstep under a real Slurm, longer than a test may take: bench/slurm.sh LOCKSTEP [STEPS]
+# STEPS must take the machine longer than half a minute, or nothing is interrupted.
 # A Slurm of virtual nodes on this machine (Debian's slurmctld, slurmd, slurm-client, munge); its output is bench/slurm.txt.
 set -euo pipefail
 lockstep=$(realpath "$1") here=$(realpath "$(dirname "$0")")
@@ -9,7 +10,7 @@ cd "$work"
 "$here/slurm-cluster.sh" up "$work/slurm" 4 4 $((13000 + $$ % 5000))
 export SLURM_CONF=$work/slurm/slurm.conf
 mkdir corpus && cp "$here"/../docs/*.md corpus
-cat >run.toml <<'TOML'
+cat >run.toml <<TOML
 [model]
 vocab_size = 256
 layers = 4
@@ -21,7 +22,7 @@ ffn = 128
 paths = ["corpus"]
 
 [train]
-steps = 2000
+steps = ${2:-2000}
 seq = 64
 global_batch = 16
 micro_batch = 2
@@ -60,11 +61,11 @@ report() { # name job run
 echo "commit $(git -C "$here" rev-parse --short HEAD), $(slurmctld -V), $(nproc) cores, 4 virtual nodes"
 "$lockstep" train run.toml --run-dir threads --quiet
 echo "== time limit of one minute, signal 30 s before it, requeued until the run is done"
-job=$("$lockstep" launch run.toml --slurm --run-dir requeue 2>/dev/null | tee /dev/stderr | number)
+job=$("$lockstep" launch run.toml --slurm --run-dir requeue 2>/dev/null | tee >(cat >&2) | number)
 ended "$job"
 report requeue "$job" requeue
 echo "== the same as a chain of 10 jobs that are not requeued"
-jobs=$("$lockstep" launch run.toml --slurm --chain 10 --run-dir chain 2>/dev/null | tee /dev/stderr | number)
+jobs=$("$lockstep" launch run.toml --slurm --chain 10 --run-dir chain 2>/dev/null | tee >(cat >&2) | number)
 for job in ${jobs//,/ }; do ended "$job"; done
 for job in ${jobs//,/ }; do echo "  job $job: $(state "$job")"; done
 report chain "${jobs##*,}" chain

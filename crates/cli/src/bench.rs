@@ -1,11 +1,13 @@
-//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step.
+//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step; `lockstep bench
+//! collectives` is beside it.
 
-use crate::Format;
 use crate::failure::Failure;
+use crate::machine;
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
 use crate::warn;
+use crate::{Format, bench_collectives};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
@@ -14,6 +16,7 @@ use lockstep_train::{Devices, settled};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Instant;
 
 #[derive(clap::Args)]
@@ -28,7 +31,10 @@ pub struct Args {
 #[derive(clap::Subcommand)]
 enum What {
     /// Time a training step of a config or a preset, on random tokens: forward, backward, clipping, the optimizer.
-    Train(Train),
+    Train(Box<Train>),
+    /// Time collectives and messages between ranks: threads of this process, processes of this machine, or those that
+    /// torchrun, srun or mpirun started. Results are checked.
+    Collectives(bench_collectives::Args),
 }
 
 #[derive(clap::Args)]
@@ -36,6 +42,19 @@ struct Peaks {
     /// Threads; 0 for all cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    /// Measure this machine for predictions, for about a minute, and save that as a profile of this name. explain, train and bench
+    /// train use it from then on when they run here.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["threads", "disk", "learn"])]
+    save: Option<String>,
+    /// With --save: what is measured, the CPU, a GPU, or a GPU where one is found.
+    #[arg(long, value_parser = ["auto", "cpu", "cuda"], default_value = "auto", requires = "save")]
+    device: String,
+    /// With --save: numbers of ranks that share the CPU.
+    #[arg(long, value_name = "COUNT", value_delimiter = ',', default_value = "1,2", requires = "save")]
+    ranks: Vec<usize>,
+    /// Add what a run on this machine measured to its profile.
+    #[arg(long, value_name = "RUN", conflicts_with_all = ["threads", "disk"])]
+    learn: Option<PathBuf>,
     /// Folder whose disk is measured.
     #[arg(long, value_name = "DIR", default_value = ".")]
     disk: PathBuf,
@@ -177,11 +196,17 @@ impl Train {
     }
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<ExitCode, Failure> {
     match args.what {
-        Some(What::Train(train)) => run_train(train),
-        None => run_peaks(args.peaks),
+        Some(What::Train(train)) => run_train(*train)?,
+        Some(What::Collectives(collectives)) => return bench_collectives::run(&collectives),
+        None => match (&args.peaks.save, &args.peaks.learn) {
+            (Some(name), _) => machine::save(name, &args.peaks.device, &args.peaks.ranks)?,
+            (None, Some(run)) => machine::learn(run)?,
+            (None, None) => run_peaks(args.peaks)?,
+        },
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn run_peaks(args: Peaks) -> Result<(), Failure> {
@@ -324,6 +349,9 @@ fn as_text(name: &str, r: &BenchResult) -> String {
         r.loss,
         r.first_step_s,
     );
+    if let Some(prediction) = &r.prediction {
+        text.push_str(&machine::beside(prediction, r.step_s));
+    }
     if let Some(memory) = &r.gpu_memory {
         text.push_str(&memory_text(r.arena_bytes, memory));
     }

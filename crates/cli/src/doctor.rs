@@ -38,7 +38,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     if args.world {
-        return world::run(args.conformance.then_some(args.device.as_str()));
+        return world::run(args.conformance.then_some(args.device.as_str()), args.format);
     }
     if args.conformance {
         return check(&args.device, args.seed);

@@ -77,7 +77,7 @@ fn mpirun_gives_the_bits_of_threads_in_every_kind_of_layout() {
 }
 
 #[test]
-fn mpi_conforms_and_another_library_than_the_one_that_started_the_ranks_is_not_used() {
+fn mpi_conforms_and_is_measured_and_another_library_than_the_one_that_started_the_ranks_is_not_used() {
     let (place, mpis) = (Place::new(), there());
     for mpi in &mpis {
         let output = mpirun(&place, mpi, 4, &["doctor", "--world", "--conformance"]).output().unwrap();
@@ -87,6 +87,24 @@ fn mpi_conforms_and_another_library_than_the_one_that_started_the_ranks_is_not_u
         assert!(said.starts_with(&format!("collectives and messages of up to 4 processes over {name}")), "{said}");
     }
     let Some(mpi) = mpis.first() else { return };
+    let output = mpirun(&place, mpi, 3, &["doctor", "--world", "--format", "json"]).output().unwrap();
+    let (said, shown) = texts(&output);
+    assert!(output.status.success(), "{shown}");
+    let world: serde_json::Value = serde_json::from_str(&said).unwrap();
+    for rank in world["ranks"].as_array().unwrap() {
+        let links = rank["links"].as_array().unwrap();
+        assert!(links.len() == 2 && rank["host"] == lockstep_exec::comm::processes::host(), "{said}");
+        let of = |name: &'static str| links.iter().map(move |link| link[name].as_f64().unwrap());
+        assert!(of("bytes_per_s").all(|x| x > 1e6) && of("clock_ahead_s").all(|x| x.abs() < 1.0), "{said}");
+    }
+    let output = mpirun(&place, mpi, 2, &["doctor", "--world"]).output().unwrap();
+    let (said, shown) = texts(&output);
+    assert!(
+        output.status.success() && said.contains("all ranks reach each other; the slowest link is "),
+        "{said}{shown}"
+    );
+    let alone = place.fails(2, &["doctor", "--world"]);
+    assert!(alone.contains("no other processes were started with this one\nhint: "), "{alone}");
     let check = |library: &str, expected: &str| {
         let mut command = mpirun(&place, mpi, 2, &["doctor", "--world", "--conformance"]);
         let output = command.env("LOCKSTEP_MPI_LIBRARY", library).output().unwrap();

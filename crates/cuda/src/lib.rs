@@ -42,4 +42,4 @@ pub use library::{NOT_FOUND, Name as LibraryName};
 pub use linked::{Neighbours, check_nccl};
 pub use nvml::{Nvml, Telemetry};
 pub use ops::profile;
-pub use survey::{Finding, LIBRARIES, survey};
+pub use survey::{Finding, LIBRARIES, device_count, device_name, survey, survey_libraries};

@@ -96,7 +96,7 @@ impl NcclQueue {
                 let comm = &self.world.comm;
                 comm.fail(&error.behind(self.entry.as_deref()).to_string());
                 let (rank, reason) = (comm.rank(), "the device failed".to_owned());
-                comm.failure().unwrap_or(CommError::Failed { rank, place: None, reason })
+                comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason })
             }
         })
     }

@@ -17,9 +17,26 @@ pub struct Finding {
     pub needed: bool,
 }
 
+/// Looks for libraries.
+pub fn survey_libraries() -> Vec<Finding> {
+    Name::ALL.into_iter().map(library).collect()
+}
+
+/// The name, memory and place on the bus of a device, if it can be opened.
+pub fn device_name(ordinal: usize) -> Option<String> {
+    let device = Device::open(ordinal).ok()?;
+    let gib = device.memory as f64 / (1u64 << 30) as f64;
+    Some(format!("{}, {gib:.1} GiB, {}", device.name, device.pci))
+}
+
+/// How many devices there are.
+pub fn device_count() -> usize {
+    Device::count().unwrap_or(0)
+}
+
 /// Looks for libraries and devices, and compiles the kernels where that is possible.
 pub fn survey() -> Vec<Finding> {
-    let mut findings: Vec<Finding> = Name::ALL.into_iter().map(library).collect();
+    let mut findings = survey_libraries();
     let devices = Device::count().and_then(|n| (0..n).map(Device::open).collect::<Result<Vec<_>, _>>());
     match devices {
         Ok(devices) if !devices.is_empty() => findings.extend(devices.iter().map(|d| device(d))),

@@ -22,6 +22,9 @@ pub enum TrainError {
     /// The config has no program, or one that does not fit.
     #[error("{0}")]
     Plan(#[from] PlanError),
+    /// A data file of hardware, or what it says of a program.
+    #[error("{0}")]
+    Hardware(#[from] lockstep_sim::SimError),
     /// The executor cannot load or run the program.
     #[error("{}", worded(.0))]
     Exec(#[from] ExecError),
@@ -349,6 +352,7 @@ impl TrainError {
         matches!(
             self,
             TrainError::Config(_)
+                | TrainError::Hardware(lockstep_sim::SimError::File { .. })
                 | TrainError::Data(_)
                 | TrainError::OtherRanks { .. }
                 | TrainError::FewGpus { .. }
@@ -492,7 +496,7 @@ mod tests {
         );
         let threads = shown(ExecError::Threads(9, std::io::Error::other("no")));
         assert!(threads.ends_with("threads: no\nhint: lower train.threads; 0 uses one thread per core"), "{threads}");
-        let left = CommError::Failed { rank: 1, place: None, reason: "it is gone".into() };
+        let left = CommError::Failed { rank: 1, host: None, place: None, reason: "it is gone".into() };
         assert_eq!(shown(ExecError::Rank(left)), "rank 1 failed before its first op: it is gone");
     }
 }

@@ -13,6 +13,7 @@ use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, MeshAxis, Placement, Run, StepProgram};
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -28,6 +29,8 @@ pub struct ProcessWorld {
     comm: Arc<ProcessCommunicator>,
     /// What was asked for by readings that are under way: tensors, each of so many micro-batches.
     later: VecDeque<Vec<(String, usize)>>,
+    /// What each rank told with the last reading.
+    busy_s: Mutex<Vec<f64>>,
 }
 
 /// How often `each_rank` looks whether this rank has ended.
@@ -35,10 +38,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-const fn place(op: &'static str) -> ProgramPlace {
-    ProgramPlace { op, layer: None, micro_batch: 0 }
 }
 
 impl ProcessWorld {
@@ -66,8 +65,18 @@ impl ProcessWorld {
         let here = mesh.coordinates(comm.rank());
         let program = programs[here.get(MeshAxis::Pp)].clone();
         let executor = load(program, Link { comm: comm.clone(), coordinates: here })?;
-        let (notes, arena_bytes, later) = (executor.notes().to_vec(), executor.arena_bytes(), VecDeque::new());
-        Ok(Self { mesh, programs, here, executor: Mutex::new(executor), notes, arena_bytes, comm, later })
+        let (notes, arena_bytes) = (executor.notes().to_vec(), executor.arena_bytes());
+        Ok(Self {
+            mesh,
+            programs,
+            here,
+            executor: Mutex::new(executor),
+            notes,
+            arena_bytes,
+            comm,
+            later: VecDeque::new(),
+            busy_s: Mutex::default(),
+        })
     }
 
     /// Runs something on this rank; an error ends the run for all.
@@ -93,6 +102,11 @@ impl ProcessWorld {
         })
     }
 
+    /// The tensor as this rank's program has it, if it does.
+    fn own(&self, name: &str) -> Option<&Tensor> {
+        self.programs[self.here.get(MeshAxis::Pp)].tensor(name)
+    }
+
     /// A tensor that can be read: as some stage knows it.
     fn known(&self, name: &str) -> Result<&Tensor, ExecError> {
         let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
@@ -109,6 +123,21 @@ impl ProcessWorld {
         for run in self.first_runs(name, self.here) {
             mine.extend(&part[run.local * width..(run.local + run.len) * width]);
         }
+    }
+
+    /// Gives all ranks these bytes, and how long this one computed, and takes everybody's.
+    fn exchange_parts(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, ExecError> {
+        let busy = lock(&self.executor).busy_s().unwrap_or(f64::NAN);
+        let all = self.exchange("read", &[&busy.to_le_bytes(), mine].concat())?;
+        let (mut busy_s, mut parts) = (Vec::with_capacity(all.len()), Vec::with_capacity(all.len()));
+        for bytes in &all {
+            let short = || ExecError::Internal("a rank gave too little".into());
+            let (busy, part) = bytes.split_first_chunk().ok_or_else(short)?;
+            busy_s.push(f64::from_le_bytes(*busy));
+            parts.push(part.to_vec());
+        }
+        *lock(&self.busy_s) = busy_s;
+        Ok(parts)
     }
 
     /// The whole of a tensor from what every rank gave, where that starts `at`.
@@ -145,13 +174,24 @@ impl World for ProcessWorld {
         &self.programs
     }
 
+    fn has(&self, tensor: &str, elements: Range<usize>) -> bool {
+        let meets = |run: Run| run.whole < elements.end && elements.start < run.whole + run.len;
+        let own = self.own(tensor);
+        own.is_some_and(|t| t.sharding.runs(&t.whole, &self.mesh, self.here).into_iter().any(meets))
+    }
+
+    fn rank_busy_s(&self) -> Vec<f64> {
+        let told = lock(&self.busy_s);
+        if told.iter().any(|seconds| seconds.is_nan()) { Vec::new() } else { told.clone() }
+    }
+
     fn process(&self) -> usize {
         self.comm.rank()
     }
 
     fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, ExecError> {
-        self.comm.at(place(op));
-        Ok(self.comm.exchange(place(op), mine)?)
+        self.comm.at(ProgramPlace::outside(op));
+        Ok(self.comm.exchange(ProgramPlace::outside(op), mine)?)
     }
 
     fn each_rank(
@@ -164,7 +204,7 @@ impl World for ProcessWorld {
             let work = || f(self.here, lock(&self.executor).as_ref());
             let thread = thread.spawn_scoped(scope, work).map_err(|e| ExecError::Threads(1, e))?;
             while !thread.is_finished() {
-                self.comm.at(place("save"));
+                self.comm.at(ProgramPlace::outside("save"));
                 meanwhile();
                 std::thread::sleep(LOOK_EVERY);
             }
@@ -200,7 +240,7 @@ impl Executor for ProcessWorld {
             let executor = lock(&self.executor);
             self.add_own(tensor, &executor.read(tensor, micro_batch)?, &mut mine);
         }
-        let all = self.exchange("read", &mine)?;
+        let all = self.exchange_parts(&mine)?;
         Ok(Cow::Owned(self.put_together(tensor, &mut vec![0; all.len()], &all)?))
     }
 
@@ -225,7 +265,7 @@ impl Executor for ProcessWorld {
             let short = || ExecError::Internal(format!("a reading has nothing of `{name}`"));
             self.add_own(name, parts.next().ok_or_else(short)?, &mut mine);
         }
-        let all = self.exchange("read", &mine)?;
+        let all = self.exchange_parts(&mine)?;
         let mut at = vec![0; all.len()];
         let tensors = one_by_one().map(|name| self.put_together(name, &mut at, &all)).collect::<Result<_, _>>()?;
         Ok(Taken { tensors, time: taken.time })

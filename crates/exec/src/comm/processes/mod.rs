@@ -16,6 +16,7 @@ mod conformance;
 mod control;
 mod inbox;
 mod join;
+mod measure;
 mod mpi;
 mod over;
 mod sockets;
@@ -25,6 +26,7 @@ mod wire;
 
 pub use conformance::conform;
 pub use join::{JoinError, Member, Start, host, host_at, join};
+pub use measure::{Link, measure_link};
 pub use mpi::{MpiLibrary, end as end_mpi};
 pub use over::Over;
 
@@ -304,7 +306,7 @@ impl Communicator for ProcessCommunicator {
             return;
         }
         self.peers().leave(self.rank);
-        let place = ProgramPlace { op: "leave", layer: None, micro_batch: 0 };
+        let place = ProgramPlace::outside("leave");
         // Where the run has ended, others may learn of it from this rank's end before they learn of the cause.
         let mut last = Writer::default();
         let stream = match self.peers().failure() {
@@ -325,7 +327,7 @@ impl Communicator for ProcessCommunicator {
     }
 
     fn fail(&self, reason: &str) {
-        self.peers().fail(self.rank, &format!("{reason} (on host {})", self.members[self.rank].host));
+        self.inbox.fail(self.rank, reason);
     }
 
     fn failure(&self) -> Option<CommError> {
