@@ -1,11 +1,12 @@
-//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step.
+//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step; `lockstep bench
+//! collectives` is beside it.
 
-use crate::Format;
 use crate::failure::Failure;
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
 use crate::warn;
+use crate::{Format, bench_collectives};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
@@ -14,6 +15,7 @@ use lockstep_train::{Devices, settled};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Instant;
 
 #[derive(clap::Args)]
@@ -28,7 +30,10 @@ pub struct Args {
 #[derive(clap::Subcommand)]
 enum What {
     /// Time a training step of a config or a preset, on random tokens: forward, backward, clipping, the optimizer.
-    Train(Train),
+    Train(Box<Train>),
+    /// Time collectives and messages between ranks: threads of this process, processes of this machine, or those that
+    /// torchrun, srun or mpirun started. Results are checked.
+    Collectives(bench_collectives::Args),
 }
 
 #[derive(clap::Args)]
@@ -177,11 +182,13 @@ impl Train {
     }
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<ExitCode, Failure> {
     match args.what {
-        Some(What::Train(train)) => run_train(train),
-        None => run_peaks(args.peaks),
+        Some(What::Train(train)) => run_train(*train)?,
+        Some(What::Collectives(collectives)) => return bench_collectives::run(&collectives),
+        None => run_peaks(args.peaks)?,
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn run_peaks(args: Peaks) -> Result<(), Failure> {

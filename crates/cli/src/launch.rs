@@ -4,11 +4,12 @@ use crate::failure::{Failure, INTERRUPTED};
 use crate::processes::LAUNCHED;
 use crate::{slurm, style, train};
 use lockstep_train::TrainError;
+use std::ffi::OsString;
 use std::io::Write;
 use std::net::TcpListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 // Those of `train` are a group of this name.
@@ -29,6 +30,8 @@ pub struct Args {
 
 /// The ranks that are left when one has failed end by themselves within 10 s; then they are killed.
 const ENDS_WITHIN: Duration = Duration::from_secs(12);
+/// What to do when ranks have failed.
+const AGAIN: &str = "the same command again goes on from the last checkpoint; --restarts N does so by itself";
 /// How often processes are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -52,7 +55,8 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     }
     let signals = train::on_interrupt()?;
     for attempt in 0..=args.restarts {
-        let end = Team::start(&args.train, ranks)?.wait(&signals)?;
+        let arguments = [vec!["train".into()], args.train.arguments()].concat();
+        let end = Team::start(&arguments, ranks)?.wait(&signals)?;
         let again = attempt < args.restarts && end.code != 2 && end.failed.is_some() && !end.asked_to_stop;
         if let Some(text) = &end.failed {
             tell(&format!("error: {text}"));
@@ -65,6 +69,15 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Runs this program with these arguments as so many ranks, which end with this process.
+pub fn run_ranks(arguments: &[OsString], ranks: usize) -> Result<ExitCode, Failure> {
+    let end = Team::start(arguments, ranks)?.wait(&AtomicBool::new(false))?;
+    if let Some(text) = &end.failed {
+        tell(&format!("error: {}", text.split("\nhint: ").next().unwrap_or(text)));
+    }
+    Ok(ExitCode::from(end.code))
+}
+
 /// Says something on stderr. Where nobody listens, the exit code still tells.
 fn tell(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", style::message(text));
@@ -74,6 +87,17 @@ fn tell(text: &str) {
 struct Team {
     children: Vec<Child>,
     ended: Vec<Option<ExitStatus>>,
+    /// Which of them were killed here, and why.
+    killed: Vec<Option<Killed>>,
+}
+
+/// Why a process had to be killed when others had failed.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Killed {
+    /// It was stopped by a signal, so the others could not wait for it.
+    Stopped,
+    /// It did not end.
+    StillThere,
 }
 
 /// How an attempt ended.
@@ -85,13 +109,14 @@ struct End {
 }
 
 impl Team {
-    fn start(args: &train::Args, ranks: usize) -> Result<Self, Failure> {
+    /// Starts this program again with these arguments, once for every rank.
+    fn start(arguments: &[OsString], ranks: usize) -> Result<Self, Failure> {
         // Free now; should somebody else take it before rank 0 does, that says so.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let mut team = Self { children: Vec::new(), ended: vec![None; ranks] };
+        let mut team = Self { children: Vec::new(), ended: vec![None; ranks], killed: vec![None; ranks] };
         for rank in 0..ranks {
             let mut command = Command::new(std::env::current_exe()?);
-            command.arg("train").args(args.arguments()).stdin(Stdio::piped()).env(LAUNCHED, "1");
+            command.args(arguments).stdin(Stdio::piped()).env(LAUNCHED, "1");
             // Ctrl-C comes here and is passed on once; twice would end them without a checkpoint.
             command.process_group(0);
             for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks)] {
@@ -104,7 +129,7 @@ impl Team {
     }
 
     /// Waits for all. A signal is passed on to them: they stop after the same step.
-    fn wait(mut self, signals: &std::sync::atomic::AtomicBool) -> Result<End, Failure> {
+    fn wait(mut self, signals: &AtomicBool) -> Result<End, Failure> {
         let mut asked_to_stop = false;
         let mut deadline: Option<Instant> = None;
         while self.ended.iter().any(Option::is_none) {
@@ -125,8 +150,8 @@ impl Team {
             if deadline.is_none() && self.ended.iter().flatten().any(|status| failed(*status)) {
                 deadline = Some(Instant::now() + ENDS_WITHIN);
             }
-            if deadline.is_some_and(|until| Instant::now() > until) {
-                self.kill();
+            if let Some(deadline) = deadline {
+                self.clear_away(Instant::now() > deadline);
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -135,23 +160,45 @@ impl Team {
 
     fn end(&self, asked_to_stop: bool) -> End {
         let ends = || self.ended.iter().enumerate().filter_map(|(rank, status)| Some((rank, (*status)?)));
-        // One that was killed is the cause, and then one that says that the request was wrong: the others only follow.
-        let cause = |(rank, status): &(usize, ExitStatus)| (status.signal().is_none(), status.code() != Some(2), *rank);
-        if let Some((rank, status)) = ends().filter(|(_, status)| failed(*status)).min_by_key(cause) {
-            let pid = self.children[rank].id();
-            let how = match (status.signal(), status.code()) {
-                (Some(signal), _) => format!("was killed by signal {signal}"),
-                (None, code) => format!("ended with exit code {}", code.unwrap_or(1)),
+        let failures: Vec<_> = ends().filter(|(_, status)| failed(*status)).collect();
+        // One that was killed is the cause, then one that was stopped: the others only follow.
+        let signalled = failures.iter().filter(|(_, status)| status.signal().is_some());
+        if let Some((rank, status)) = signalled.min_by_key(|(rank, _)| (self.killed[*rank], *rank)) {
+            let pid = self.children[*rank].id();
+            let how = match self.killed[*rank] {
+                None => format!("was killed by signal {}", status.signal().unwrap_or(0)),
+                Some(Killed::Stopped) => "was stopped by a signal; it was killed when the others had ended".to_owned(),
+                Some(Killed::StillThere) => {
+                    format!("did not end within {} s after the others, and was killed", ENDS_WITHIN.as_secs())
+                }
             };
-            let text = format!(
-                "rank {rank} (process {pid}) {how}\nhint: the same command again goes on from the last checkpoint; --restarts N \
-                 does so by itself"
-            );
-            let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-            return End { code, failed: Some(text), asked_to_stop };
+            let text = format!("rank {rank} (process {pid}) {how}\nhint: {AGAIN}");
+            return End { code: 1, failed: Some(text), asked_to_stop };
+        }
+        // Of those that ended by themselves, one that says that the request was wrong tells most.
+        if let Some(code) = failures.iter().filter_map(|(_, status)| status.code()).max() {
+            let who: Vec<usize> = failures.iter().map(|(rank, _)| *rank).collect();
+            let text =
+                format!("{} ended with exit code {code}, see above\nhint: {AGAIN}", lockstep_ir::units::ranks(&who));
+            return End { code: u8::try_from(code).unwrap_or(1), failed: Some(text), asked_to_stop };
         }
         let interrupted = ends().any(|(_, status)| status.code() == Some(i32::from(INTERRUPTED)));
         End { code: if interrupted { INTERRUPTED } else { 0 }, failed: None, asked_to_stop }
+    }
+
+    /// When others have failed: kills processes that are stopped, which nothing else ends, and when it is `late` all that are left.
+    fn clear_away(&mut self, late: bool) {
+        for ((child, ended), killed) in self.children.iter_mut().zip(&self.ended).zip(&mut self.killed) {
+            let why = match (late, is_stopped(child.id())) {
+                (_, true) => Killed::Stopped,
+                (true, false) => Killed::StillThere,
+                (false, false) => continue,
+            };
+            // One that ends by itself meanwhile is as good.
+            if ended.is_none() && killed.is_none() && child.kill().is_ok() {
+                *killed = Some(why);
+            }
+        }
     }
 
     fn kill(&mut self) {
@@ -162,6 +209,13 @@ impl Team {
             }
         }
     }
+}
+
+/// Whether a process is stopped, as by SIGSTOP. Where the system does not tell, it is not.
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // Its name, in parentheses, may hold anything.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
 }
 
 /// Whether a process ended neither well nor because it was asked to.

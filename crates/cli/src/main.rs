@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bench_collectives;
 mod checkpoint;
 mod checkpoint_list;
 mod config_command;
@@ -54,7 +55,7 @@ enum Command {
     Explain(explain::Args),
     /// Show by running that layouts compute what one rank computes.
     Verify(verify::Args),
-    /// Measure this machine's peak matmul, memory and disk rates, or the speed of a training step.
+    /// Measure this machine's peak matmul, memory and disk rates, the speed of a training step, or that of collectives.
     Bench(bench::Args),
     /// Show what this machine has to train on and what is missing; check kernels.
     Doctor(doctor::Args),
@@ -123,6 +124,9 @@ fn main() -> ExitCode {
         Command::Train(args) => {
             return train::run(args).unwrap_or_else(|failure| failure.report());
         }
+        Command::Bench(args) => {
+            return bench::run(args).unwrap_or_else(|failure| failure.report());
+        }
         Command::Launch(args) => {
             return launch::run(args).unwrap_or_else(|failure| failure.report());
         }
@@ -130,7 +134,6 @@ fn main() -> ExitCode {
         Command::Eval(args) => eval::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Verify(args) => verify::run(args),
-        Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Data(command) => data::run(command),
         Command::Checkpoint(command) => checkpoint::run(command),

@@ -123,6 +123,17 @@ pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Ends this process when whoever launched it is gone.
+pub fn end_with_launcher() -> Result<(), Failure> {
+    if std::env::var_os(LAUNCHED).is_some() {
+        std::thread::Builder::new().name("lockstep-launcher".into()).spawn(move || {
+            let _ = std::io::stdin().read(&mut [0]);
+            std::process::exit(1);
+        })?;
+    }
+    Ok(())
+}
+
 /// The last that a process does: MPI ends with all ranks together, or where something failed is left to whoever started it.
 pub fn end_well<T>(result: Result<T, Failure>) -> Result<T, Failure> {
     match end_mpi(result.is_ok()) {

@@ -105,7 +105,7 @@ impl DeviceQueue {
 
     fn failure(&self) -> CommError {
         let (rank, reason) = (self.comm.rank(), "the device failed".to_owned());
-        self.comm.failure().unwrap_or(CommError::Failed { rank, place: None, reason })
+        self.comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason })
     }
 
     /// Waits for the oldest message under way to be taken.

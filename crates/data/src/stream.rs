@@ -1,5 +1,6 @@
 //! Several shards as one run of tokens.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -93,14 +94,30 @@ impl TokenStream {
     ///
     /// If the range ends after the last token.
     pub fn copy_targets(&self, offset: u64, targets: &mut [u32]) {
-        let (from, to) = (offset + 1, offset + 1 + targets.len() as u64);
-        self.copy(from, targets);
-        if targets.is_empty() || !self.shards.iter().any(|shard| shard.has_prompts()) {
+        self.copy(offset + 1, targets);
+        self.ignored_targets(offset, targets.len(), |range| targets[range].fill(IGNORED_TARGET));
+    }
+
+    /// How many of the `count` targets from `offset` on are to be predicted: all but those of prompts. Reads no token.
+    ///
+    /// # Panics
+    ///
+    /// If the range ends after the last token.
+    pub fn counted_targets(&self, offset: u64, count: usize) -> u64 {
+        let mut counted = count;
+        self.ignored_targets(offset, count, |range| counted -= range.len());
+        counted as u64
+    }
+
+    /// Calls `visit` with the ranges that prompts have of the `count` targets from `offset` on. They do not overlap.
+    fn ignored_targets(&self, offset: u64, count: usize, mut visit: impl FnMut(Range<usize>)) {
+        let (from, to) = (offset + 1, offset + 1 + count as u64);
+        if count == 0 || !self.shards.iter().any(|shard| shard.has_prompts()) {
             return;
         }
         let mut ignore = |document: Document| {
             let end = (document.start + document.prompt).clamp(from, to);
-            targets[(document.start.max(from) - from) as usize..(end - from) as usize].fill(IGNORED_TARGET);
+            visit((document.start.max(from) - from) as usize..(end - from) as usize);
         };
         ignore(self.document_at(from));
         self.documents_beginning_in(from + 1, to, ignore);

@@ -91,6 +91,11 @@ fn targets(prepared: &Prepared) -> String {
         prepared.train().copy_targets(from as u64, &mut rest);
         assert_eq!(rest, targets[from..]);
     }
+    // How many count is known without reading them.
+    for (from, to) in (0..targets.len()).flat_map(|from| (from..=targets.len()).map(move |to| (from, to))) {
+        let counted = targets[from..to].iter().filter(|target| **target != IGNORED_TARGET).count();
+        assert_eq!(prepared.train().counted_targets(from as u64, to - from), counted as u64);
+    }
     let shown = |target: &u32| match *target {
         IGNORED_TARGET => '.',
         0 => '|',

@@ -130,6 +130,11 @@ pub trait Executor: Send {
         None
     }
 
+    /// Seconds that the entry that ran last took, without those in which it waited for other ranks, where the executor can tell.
+    fn busy_s(&self) -> Option<f64> {
+        None
+    }
+
     /// What whoever waits for it should know.
     fn notes(&self) -> &[Note] {
         &[]

@@ -15,6 +15,7 @@ use crate::{ExecError, Executor};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, Placement, Run, StepProgram};
 use std::borrow::Cow;
+use std::ops::Range;
 
 /// An executor that is one of several. Its tensors are that rank's parts.
 pub trait Rank: Executor {
@@ -36,9 +37,20 @@ pub trait World: Executor {
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExecError>;
 
+    /// Whether a rank of this process has any of these elements of a tensor: others need not be written.
+    fn has(&self, _tensor: &str, _elements: Range<usize>) -> bool {
+        true
+    }
+
     /// Which of the world's processes this is; the first where all ranks are of one.
     fn process(&self) -> usize {
         0
+    }
+
+    /// Seconds that each rank computed in the entry that ran last, without those in which it waited for others. Known where ranks
+    /// are processes that can tell, once something was read; else empty.
+    fn rank_busy_s(&self) -> Vec<f64> {
+        Vec::new()
     }
 
     /// Every process gives some bytes, and all get everybody's, by process. `op` is for messages.

@@ -62,6 +62,16 @@ pub fn thousands(n: u64) -> String {
     text
 }
 
+/// `rank 3`, `ranks 1, 2 and 3`.
+pub fn ranks(ranks: &[usize]) -> String {
+    let text: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    match &text[..] {
+        [only] => format!("rank {only}"),
+        [first @ .., last] => format!("ranks {} and {last}", first.join(", ")),
+        [] => "no rank".to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

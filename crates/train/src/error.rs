@@ -470,7 +470,7 @@ mod tests {
         );
         let threads = shown(ExecError::Threads(9, std::io::Error::other("no")));
         assert!(threads.ends_with("threads: no\nhint: lower train.threads; 0 uses one thread per core"), "{threads}");
-        let left = CommError::Failed { rank: 1, place: None, reason: "it is gone".into() };
+        let left = CommError::Failed { rank: 1, host: None, place: None, reason: "it is gone".into() };
         assert_eq!(shown(ExecError::Rank(left)), "rank 1 failed before its first op: it is gone");
     }
 }

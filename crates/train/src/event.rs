@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use std::path::Path;
 
 /// What one step gave: a line of `metrics.jsonl`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Steps finished, this one included.
     pub step: u64,
@@ -28,6 +28,13 @@ pub struct StepMetrics {
     pub mfu: f64,
     /// Bytes of the arena.
     pub arena_bytes: u64,
+    /// Where ranks are processes, and at most [`RANKS_LISTED`](Self::RANKS_LISTED): seconds that each computed, without those in
+    /// which it waited for others.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rank_busy_s: Vec<f64>,
+    /// The rank that computed longest, where ranks are processes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowest_rank: Option<usize>,
     /// What the GPU did, where one trains.
     #[serde(flatten)]
     pub gpu: GpuMetrics,
@@ -43,6 +50,11 @@ pub struct StepMetrics {
     /// Mean validation loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
+}
+
+impl StepMetrics {
+    /// Most ranks whose times are in a line: those of thousands would be larger than everything else.
+    pub const RANKS_LISTED: usize = 64;
 }
 
 /// What a GPU did at most a second before a step was done, as far as it tells; nothing on a CPU or without NVML.

@@ -7,6 +7,7 @@ use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, counter};
 use lockstep_model::names;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where sequences come from, by their index.
@@ -47,7 +48,7 @@ pub(crate) struct Scored<'a> {
     pub(crate) index: u64,
     /// The sum of its token losses.
     pub(crate) loss: f64,
-    /// What was predicted.
+    /// What was predicted, where this process has it.
     pub(crate) targets: &'a [u32],
     /// Where its tokens are from.
     pub(crate) source: (&'a TokenStream, u64),
@@ -65,9 +66,11 @@ pub(crate) fn losses(bytes: &[u8]) -> impl Iterator<Item = f64> {
 }
 
 /// The tokens and targets of a micro-batch, where documents start and keys of dropout if the program asks, on their way to an
-/// executor.
+/// executor. Of sequences that ranks of other processes compute nothing is read.
 pub(crate) struct Feed {
     names: [String; 5],
+    /// Which sequences of a micro-batch this process has anything of: tokens, targets, where documents start.
+    wanted: [Vec<bool>; 3],
     batch: usize,
     seq: usize,
     tokens: Vec<u32>,
@@ -79,13 +82,22 @@ pub(crate) struct Feed {
 }
 
 impl Feed {
-    /// For micro-batches of `batch` sequences of `seq` tokens; `entry` where the program has inputs of its own for it.
-    pub(crate) fn new(tensors: &[Tensor], entry: Option<&str>, batch: usize, seq: usize, seed: u64) -> Self {
+    /// For micro-batches of `batch` sequences of `seq` tokens; `entry` where the program has inputs of its own for it. `has` says
+    /// whether the executor has any of these elements of a tensor.
+    pub(crate) fn new(
+        tensors: &[Tensor],
+        entry: Option<&str>,
+        (batch, seq): (usize, usize),
+        seed: u64,
+        has: &dyn Fn(&str, Range<usize>) -> bool,
+    ) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
         let positions = batch * seq;
         let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::DROPOUT_KEYS, names::LOSS].map(name);
         let asked = |name: &str, numbers| tensors.iter().any(|t| t.name == name).then(|| vec![0; numbers]);
+        let wanted = |name: &String| (0..batch).map(|b| has(name, b * seq..(b + 1) * seq)).collect();
         Self {
+            wanted: [0, 1, 2].map(|i| wanted(&names[i])),
             starts: asked(&names[2], positions),
             keys: asked(&names[3], 2 * batch),
             seed,
@@ -96,6 +108,22 @@ impl Feed {
             targets: vec![0; positions],
             bytes: Vec::with_capacity(positions * 4),
         }
+    }
+
+    /// Fills the buffers of tokens and targets.
+    #[cfg(test)]
+    pub(crate) fn forget(&mut self, value: u32) {
+        self.tokens.fill(value);
+        self.targets.fill(value);
+    }
+
+    /// The sequences whose tokens and targets are not `value` any more.
+    #[cfg(test)]
+    pub(crate) fn read(&self, value: u32) -> [Vec<usize>; 2] {
+        [&self.tokens, &self.targets].map(|ids| {
+            let read = |(_, ids): &(usize, &[u32])| !ids.contains(&value);
+            ids.chunks(self.seq).enumerate().filter(read).map(|(b, _)| b).collect()
+        })
     }
 
     /// Sequences of a micro-batch.
@@ -123,27 +151,40 @@ impl Feed {
         first: u64,
         last: u64,
     ) -> Result<u64, TrainError> {
+        let mut counted = 0;
+        let [tokens, targets, starts] = &self.wanted;
         for b in 0..self.batch {
             let range = b * self.seq..(b + 1) * self.seq;
             let index = (first + b as u64).min(last);
             let (stream, offset) = data.source(index);
-            stream.copy(offset, &mut self.tokens[range.clone()]);
-            stream.copy_targets(offset, &mut self.targets[range.clone()]);
-            if let Some(starts) = &mut self.starts {
-                stream.document_starts(offset, &mut starts[range]);
+            counted += stream.counted_targets(offset, self.seq);
+            if tokens[b] {
+                stream.copy(offset, &mut self.tokens[range.clone()]);
+            }
+            if targets[b] {
+                stream.copy_targets(offset, &mut self.targets[range.clone()]);
+            }
+            if let (Some(to), true) = (&mut self.starts, starts[b]) {
+                stream.document_starts(offset, &mut to[range]);
             }
             if let Some(keys) = &mut self.keys {
                 keys[2 * b..2 * b + 2].copy_from_slice(&dropout_key(self.seed, index));
             }
         }
-        let numbers = [Some(&self.tokens), Some(&self.targets), self.starts.as_ref(), self.keys.as_ref()];
+        let any = |wanted: &[bool]| wanted.contains(&true);
+        let numbers = [
+            Some(&self.tokens).filter(|_| any(tokens)),
+            Some(&self.targets).filter(|_| any(targets)),
+            self.starts.as_ref().filter(|_| any(starts)),
+            self.keys.as_ref(),
+        ];
         for (name, ids) in self.names.iter().zip(numbers) {
             let Some(ids) = ids else { continue };
             self.bytes.clear();
             self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
             executor.write(name, micro_batch, &self.bytes)?;
         }
-        Ok(counted(&self.targets))
+        Ok(counted)
     }
 
     /// Calls `scored` with every one of the first `sequences` sequences, in order; false if `stop` came before the last.

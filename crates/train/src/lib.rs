@@ -33,6 +33,7 @@ mod schedule;
 mod session;
 mod settle;
 mod shell;
+mod slow_rank;
 mod state;
 mod text;
 mod timeline;

@@ -49,6 +49,11 @@ impl Processes {
         &self.comm
     }
 
+    /// The host of a rank.
+    pub(crate) fn host(&self, rank: usize) -> &str {
+        &self.member(rank).host
+    }
+
     fn member(&self, rank: usize) -> &Member {
         &self.comm.members()[rank]
     }
@@ -87,7 +92,7 @@ impl Processes {
         std::thread::scope(|scope| {
             let beats = std::thread::Builder::new().name("lockstep-busy".into()).spawn_scoped(scope, || {
                 while !done.load(Ordering::Acquire) {
-                    self.comm.at(ProgramPlace { op, layer: None, micro_batch: 0 });
+                    self.comm.at(ProgramPlace::outside(op));
                     std::thread::park_timeout(BEAT_EVERY);
                 }
             });
@@ -102,7 +107,7 @@ impl Processes {
 
     /// Every process gives some bytes, and all get everybody's, by rank.
     fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
-        let place = ProgramPlace { op, layer: None, micro_batch: 0 };
+        let place = ProgramPlace::outside(op);
         self.comm.at(place);
         Ok(self.comm.exchange(place, mine).map_err(ExecError::from)?)
     }
@@ -227,8 +232,7 @@ impl<'a> Team<'a> {
             return;
         }
         if let Some(processes) = self.0 {
-            let text = error.to_string();
-            processes.comm.fail(text.split("\nhint: ").next().unwrap_or(&text));
+            processes.comm.fail(&error.to_string());
         }
     }
 }

@@ -16,13 +16,14 @@ use crate::sample::{Sample, sample};
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
+use crate::slow_rank::{Slow, SlowRanks};
 use crate::trained::TOKENIZER;
 use crate::{Devices, RunDir, RunTokenizer, TrainError, learning_rate};
 use lockstep_checkpoint::{About, list};
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
-use lockstep_ir::StepScalars;
+use lockstep_ir::{StepScalars, units};
 use lockstep_plan::{Plan, Target, plan};
 use serde_json::json;
 use std::ops::RangeInclusive;
@@ -171,6 +172,7 @@ struct Run<'a> {
     plan: &'a Plan,
     batches: Batches,
     noise: Noise,
+    slow_ranks: SlowRanks,
     /// In fp16.
     loss_scale: Option<LossScale>,
     /// Steps that changed parameters: those with gradients that are not finite do not. Of a step that is queued it is not known
@@ -206,9 +208,9 @@ impl Run<'_> {
         if !self.outcome.finished || self.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }
-        if let (Some(mut line), Some(loss)) = (self.pending, self.outcome.first_val_loss) {
+        if let (Some(line), Some(loss)) = (&mut self.pending, self.outcome.first_val_loss) {
             line.val_loss = Some(loss);
-            self.dir.metric(&line)?;
+            self.dir.metric(line)?;
             self.pending = None;
         }
         let mut saved = self.outcome.step;
@@ -248,6 +250,7 @@ impl Run<'_> {
             }
             self.dir.metric(&metrics.line)?;
             show(Event::Stepped(&metrics.line));
+            self.name_slow_rank(&metrics, show)?;
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
             if self.due(step, self.config.checkpoint.every) && skipped == 0 {
                 self.save(show)?;
@@ -287,6 +290,22 @@ impl Run<'_> {
             self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
         Ok(self.outcome)
+    }
+
+    /// Says which rank all wait for, if one stands out.
+    fn name_slow_rank(&mut self, metrics: &Step, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        let Some(processes) = self.devices.team().0 else { return Ok(()) };
+        let Some(slow) = self.slow_ranks.step(&metrics.rank_busy_s, Instant::now()) else { return Ok(()) };
+        let Slow { rank, busy_s, others_s, same_stage } = slow;
+        let (step, host) = (metrics.step, processes.host(rank));
+        let whose = if same_stage { "the others of its pipeline stage" } else { "those of other pipeline stages" };
+        show(Event::Warning(&format!(
+            "rank {rank} on host {host} computes for {} in a step, {whose} for {}: all wait for it",
+            units::seconds(busy_s),
+            units::seconds(others_s)
+        )));
+        let fields = json!({ "step": step, "rank": rank, "host": host, "busy_s": busy_s, "others_s": others_s });
+        self.dir.event("slow_rank", fields)
     }
 
     /// Tokens of the first `steps` steps.
@@ -371,7 +390,12 @@ impl Run<'_> {
         if self.plan.target == Target::Cpu {
             self.matmul_peak = self.matmul_peak.max(achieved);
         }
+        let rank_busy_s = self.session.rank_busy_s();
+        let slowest = rank_busy_s.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(rank, _)| rank);
+        let listed: &[f64] = if rank_busy_s.len() <= StepMetrics::RANKS_LISTED { &rank_busy_s } else { &[] };
         let line = StepMetrics {
+            rank_busy_s: listed.iter().map(|seconds| (seconds * 1e6).round() / 1e6).collect(),
+            slowest_rank: slowest,
             step,
             tokens: self.tokens_before(step),
             loss: result.loss,
@@ -389,7 +413,7 @@ impl Run<'_> {
         };
         // A scale that is being searched explains gradients that are not finite.
         let searched = loss_scale.is_some_and(|scale| !scale.is_least());
-        Ok(Step { step, applied: result.applied, searched, line })
+        Ok(Step { step, applied: result.applied, searched, line, rank_busy_s })
     }
 
     /// Measures the peak that MFU is a share of once more, where it was measured on a machine that may have been busy. The best
@@ -478,4 +502,6 @@ struct Step {
     /// Whether gradients that are not finite are the loss scale's fault.
     searched: bool,
     line: StepMetrics,
+    /// Seconds that each rank computed, where they are processes that tell.
+    rank_busy_s: Vec<f64>,
 }

@@ -1,6 +1,9 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
-use crate::feed::{Feed, Scored, counted, losses};
+#[cfg(test)]
+mod tests;
+
+use crate::feed::{Feed, Scored, losses};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
@@ -121,7 +124,9 @@ impl Session {
         Ok(Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
-            feed: Feed::new(&tensors, None, batch, config.train.seq, config.train.seed),
+            feed: Feed::new(&tensors, None, (batch, config.train.seq), config.train.seed, &|name, elements| {
+                executor.has(name, elements)
+            }),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
@@ -133,6 +138,11 @@ impl Session {
     /// Bytes allocated.
     pub fn arena_bytes(&self) -> u64 {
         self.executor.arena_bytes()
+    }
+
+    /// As [`World::rank_busy_s`], of the last step or evaluation.
+    pub(crate) fn rank_busy_s(&self) -> Vec<f64> {
+        self.executor.rank_busy_s()
     }
 
     /// What the executor wants to be known.
@@ -383,11 +393,12 @@ impl Session {
         stop: &AtomicBool,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Option<f64>, TrainError> {
-        let (mut sum, mut targets) = (0.0, 0);
+        let (mut sum, mut targets, seq) = (0.0, 0, self.feed.seq());
         let executor = self.executor.as_mut();
         let add = &mut |scored: Scored<'_>| {
             sum += scored.loss;
-            targets += counted(scored.targets);
+            let (stream, offset) = scored.source;
+            targets += stream.counted_targets(offset, seq);
             progress(scored.index + 1);
         };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;

@@ -71,7 +71,7 @@ fn a_step_of_a_ramp_has_the_bits_of_a_program_for_its_size() {
             loss_scale: 1.0,
         };
         let found = session.step(&data.train(&alone).unwrap(), Batch { first_sample, sequences }, scalars).unwrap();
-        let expected = ramped[step as usize];
+        let expected = &ramped[step as usize];
         assert_eq!((found.loss, found.grad_norm), (expected.loss, expected.grad_norm), "step {step}");
     }
 }

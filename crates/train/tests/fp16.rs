@@ -21,7 +21,7 @@ fn fp16_learns_as_fp32_does() {
         for (a, b) in half.iter().zip(&wide) {
             assert!((a.loss / b.loss - 1.0).abs() < 0.02, "step {}: {} and {}", a.step, a.loss, b.loss);
         }
-        let (first, last) = (half[0], half[39]);
+        let (first, last) = (&half[0], &half[39]);
         assert!(last.loss < first.loss - 1.0 && last.val_loss.unwrap() < first.loss - 1.0, "{last:?}");
         assert_ne!(last.loss, wide[39].loss);
         assert_eq!(last.loss_scale, Some(65536.0));

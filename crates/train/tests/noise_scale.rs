@@ -138,7 +138,7 @@ fn a_run_reports_it_and_goes_on_with_it() {
     let parts = [run_to(&measured, &parts, 3).steps, run_to(&measured, &parts, 8).steps].concat();
     let noise = |m: &StepMetrics| (m.loss.to_bits(), m.noise_scale.map(f64::to_bits));
     assert_eq!(parts.iter().map(noise).collect::<Vec<_>>(), whole.iter().map(noise).collect::<Vec<_>>());
-    let last = whole[7];
+    let last = &whole[7];
     assert_eq!(outcome.noise_scale, last.noise_scale);
     assert!(last.noise_scale.unwrap() > 0.0);
     assert_eq!(last.critical_batch_tokens.unwrap(), last.noise_scale.unwrap() * 32.0);

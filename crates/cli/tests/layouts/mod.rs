@@ -16,15 +16,16 @@ pub fn place() -> Place {
 pub const SHORT: [&str; 3] = ["train.steps=4", "train.validate_every=2", "checkpoint.every=2"];
 
 /// What is set for each layout.
-pub const LAYOUTS: [&[&str]; 12] = [
+pub const LAYOUTS: [&[&str]; 13] = [
     &["parallel.dp=4"],
     &["parallel.dp=4", "parallel.zero=1", "precision.policy=bf16"],
-    &["parallel.dp=4", "parallel.zero=2"],
     &["parallel.dp=4", "parallel.zero=3"],
     &["parallel.tp=4"],
     &["parallel.tp=2", "parallel.dp=2", "parallel.sequence_parallel=true", "train.micro_batch=1"],
     &["parallel.pp=4", "parallel.schedule=gpipe", "train.micro_batch=2"],
     &["parallel.pp=2", "parallel.dp=2", "parallel.schedule=1f1b", "train.micro_batch=1"],
+    &["parallel.pp=2", "parallel.dp=2", "parallel.schedule=interleaved", "train.micro_batch=1"],
+    &["parallel.pp=2", "parallel.tp=2", "parallel.schedule=zb-v", "train.micro_batch=1"],
     &["parallel.cp=4"],
     &["parallel.cp=2", "parallel.dp=2", "parallel.context=gather", "train.micro_batch=1"],
     &["parallel.dp=2", "parallel.dp_replicate=2", "parallel.zero=3"],

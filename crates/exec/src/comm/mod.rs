@@ -11,6 +11,7 @@ pub mod conformance;
 mod exchange;
 #[cfg(all(test, loom))]
 mod loom_tests;
+pub mod measure;
 mod message_queue;
 mod peers;
 pub mod processes;
@@ -20,6 +21,7 @@ mod sum;
 mod tests;
 pub mod threads;
 
+pub(crate) use peers::{has_waited, waited};
 pub use threads::{ThreadCommunicator, threads};
 
 use lockstep_ir::{DType, units};
@@ -134,6 +136,11 @@ pub struct ProgramPlace {
 }
 
 impl ProgramPlace {
+    /// Something that no program has: a rank saves, or waits to hear whether all are to stop.
+    pub const fn outside(op: &'static str) -> Self {
+        Self { op, layer: None, micro_batch: usize::MAX }
+    }
+
     /// Op and layer, without the micro-batch.
     fn brief(&self) -> String {
         self.layer.map_or_else(|| self.op.to_owned(), |layer| format!("{}, layer {layer}", self.op))
@@ -142,7 +149,10 @@ impl ProgramPlace {
 
 impl fmt::Display for ProgramPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, micro-batch {}", self.brief(), self.micro_batch)
+        match self.micro_batch {
+            usize::MAX => f.write_str(&self.brief()),
+            micro_batch => write!(f, "{}, micro-batch {micro_batch}", self.brief()),
+        }
     }
 }
 
@@ -150,10 +160,12 @@ impl fmt::Display for ProgramPlace {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CommError {
     /// A rank cannot go on.
-    #[error("rank {rank} failed {}: {reason}", at(.place))]
+    #[error("{}", failed(*.rank, .host.as_deref(), .place, .reason))]
     Failed {
         /// The rank that failed.
         rank: usize,
+        /// Its host, where ranks are processes.
+        host: Option<String>,
         /// Where it was; `None` before its first op.
         place: Option<ProgramPlace>,
         /// What it said.
@@ -319,6 +331,17 @@ fn other_size((from, to): (usize, usize), theirs: usize, ours: usize, place: Pro
 
 fn at(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
+}
+
+/// Where ranks are processes, the one that failed has said more.
+fn failed(rank: usize, host: Option<&str>, place: &Option<ProgramPlace>, reason: &str) -> String {
+    match host {
+        None => format!("rank {rank} failed {}: {reason}", at(place)),
+        Some(host) => format!(
+            "rank {rank} on host {host} failed {}: {reason}\nhint: look at the messages of rank {rank}",
+            at(place)
+        ),
+    }
 }
 
 fn seen_by(by: &Option<Box<(usize, ProgramPlace)>>) -> String {

@@ -126,6 +126,22 @@ thread_local! {
     static HERE: Cell<Option<(u64, usize, ProgramPlace)>> = const { Cell::new(None) };
 }
 
+thread_local! {
+    static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+/// How long this thread has waited for other ranks, in all.
+pub fn waited() -> Duration {
+    WAITED.get()
+}
+
+/// Counts the time since `began` as waited, if this thread had to wait.
+pub fn has_waited(began: Option<Instant>) {
+    if let Some(began) = began {
+        WAITED.set(WAITED.get() + began.elapsed());
+    }
+}
+
 impl Peers {
     /// Ranks that are threads, or as the first of several processes knows them.
     pub fn new(ranks: usize, timeout: Duration) -> Self {
@@ -289,10 +305,10 @@ impl Peers {
     }
 
     /// Ends the run because a rank cannot go on, and names the place of this thread if it is one of the rank's.
-    pub fn fail(&self, rank: usize, reason: &str) {
+    pub fn fail(&self, rank: usize, host: Option<&str>, reason: &str) {
         let here = HERE.get().filter(|&(id, who, _)| (id, who) == (self.id, rank)).map(|(_, _, place)| place);
         let place = here.or_else(|| lock(&self.lives[rank].whereabouts).place);
-        self.end(CommError::Failed { rank, place, reason: reason.to_owned() });
+        self.end(CommError::Failed { rank, host: host.map(str::to_owned), place, reason: reason.to_owned() });
     }
 
     /// Waits at `place` until `ready`, or with an error until the run has ended. `missing` says whether a rank is among
@@ -305,11 +321,12 @@ impl Peers {
         ready: impl Fn(&T) -> bool,
         missing: impl Fn(&T, usize) -> bool,
     ) -> (MutexGuard<'g, T>, Result<(), CommError>) {
-        let (mut looks, mut started) = (0, None);
+        let (mut looks, mut started, mut began) = (0, None, None);
         let result = loop {
             if ready(&guard) {
                 break Ok(());
             }
+            began.get_or_insert_with(Instant::now);
             if let Some(error) = self.failure() {
                 break Err(error.clone());
             }
@@ -332,6 +349,7 @@ impl Peers {
         if started.is_some() {
             lock(&self.lives[me].whereabouts).waits = None;
         }
+        has_waited(began);
         (guard, result)
     }
 

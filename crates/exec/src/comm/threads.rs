@@ -238,7 +238,7 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn fail(&self, reason: &str) {
-        self.peers().fail(self.rank, reason);
+        self.peers().fail(self.rank, None, reason);
         self.withdraw();
     }
 

@@ -1,12 +1,13 @@
 //! The thread that runs collectives while kernels go on.
 
 use super::{CommunicationCall, CommunicationQueue, Enqueued};
-use crate::comm::{CommError, HostCommunicator};
+use crate::comm::{CommError, HostCommunicator, has_waited};
 use crate::sync::{self, Condvar, JoinHandle, Mutex, lock, spawn, wait};
 use lockstep_ir::program::Slot;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A thread that runs communication on the host's memory while kernels go on, in the order in which it is enqueued.
 pub struct CommunicationThread {
@@ -93,9 +94,12 @@ impl CommunicationQueue for CommunicationThread {
 
     fn wait(&mut self, Enqueued(number): Enqueued) -> Result<(), CommError> {
         let mut state = lock(&self.shared.state);
+        let mut began = None;
         while state.done < number {
+            began.get_or_insert_with(Instant::now);
             state = wait(&self.shared.changed, state);
         }
+        has_waited(began);
         state.failed.clone().map_or(Ok(()), Err)
     }
 

@@ -24,7 +24,7 @@ mod simd;
 mod vocab;
 
 use crate::bound::{Names, check_scratch, check_write};
-use crate::comm::{HostCommunicator, ProgramPlace};
+use crate::comm::{HostCommunicator, ProgramPlace, waited};
 use crate::communication::{
     CommunicationCalls, CommunicationQueue, CommunicationThread, Enqueued, Inline, Link, communication_calls,
 };
@@ -128,6 +128,7 @@ pub struct CpuExecutor {
     /// The communication thread's numbers of the instructions of a segment.
     numbers: Vec<Enqueued>,
     names: Names,
+    busy_s: Option<f64>,
 }
 
 impl CpuExecutor {
@@ -179,6 +180,7 @@ impl CpuExecutor {
             link,
             numbers: vec![Enqueued::default(); longest],
             names: Names::new(&program),
+            busy_s: None,
             program,
         })
     }
@@ -364,6 +366,7 @@ impl Executor for CpuExecutor {
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
         let entry = self.program.entries.iter().position(|e| *e.name == *entry).ok_or_else(unknown)?;
+        let (begin, before) = (Instant::now(), waited());
         for s in 0..self.program.entries[entry].schedule.len() {
             let slot = self.program.entries[entry].schedule[s];
             for instr in 0..self.segments[slot.segment].len() {
@@ -371,7 +374,12 @@ impl Executor for CpuExecutor {
             }
             self.join()?;
         }
+        self.busy_s = Some(begin.elapsed().saturating_sub(waited() - before).as_secs_f64());
         Ok(())
+    }
+
+    fn busy_s(&self) -> Option<f64> {
+        self.busy_s
     }
 }
 

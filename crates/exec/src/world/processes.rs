@@ -12,6 +12,7 @@ use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, MeshAxis, Placement, Run, StepProgram};
 use std::borrow::Cow;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,6 +26,8 @@ pub struct ProcessWorld {
     notes: Vec<Note>,
     arena_bytes: u64,
     comm: Arc<ProcessCommunicator>,
+    /// What each rank told with the last reading.
+    busy_s: Mutex<Vec<f64>>,
 }
 
 /// How often `each_rank` looks whether this rank has ended.
@@ -32,10 +35,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-const fn place(op: &'static str) -> ProgramPlace {
-    ProgramPlace { op, layer: None, micro_batch: 0 }
 }
 
 impl ProcessWorld {
@@ -53,7 +52,16 @@ impl ProcessWorld {
         let link = Link { comm: comm.clone() as Arc<dyn HostCommunicator>, coordinates: here };
         let executor = CpuExecutor::load_rank(program, threads, Some(link))?;
         let (notes, arena_bytes) = (executor.notes().to_vec(), executor.arena_bytes());
-        Ok(Self { mesh, programs, here, executor: Mutex::new(Box::new(executor)), notes, arena_bytes, comm })
+        Ok(Self {
+            mesh,
+            programs,
+            here,
+            executor: Mutex::new(Box::new(executor)),
+            notes,
+            arena_bytes,
+            comm,
+            busy_s: Mutex::default(),
+        })
     }
 
     /// Runs something on this rank; an error ends the run for all.
@@ -102,13 +110,24 @@ impl World for ProcessWorld {
         &self.programs
     }
 
+    fn has(&self, tensor: &str, elements: Range<usize>) -> bool {
+        let meets = |run: Run| run.whole < elements.end && elements.start < run.whole + run.len;
+        let own = self.own(tensor);
+        own.is_some_and(|t| t.sharding.runs(&t.whole, &self.mesh, self.here).into_iter().any(meets))
+    }
+
+    fn rank_busy_s(&self) -> Vec<f64> {
+        let told = lock(&self.busy_s);
+        if told.iter().any(|seconds| seconds.is_nan()) { Vec::new() } else { told.clone() }
+    }
+
     fn process(&self) -> usize {
         self.comm.rank()
     }
 
     fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, ExecError> {
-        self.comm.at(place(op));
-        Ok(self.comm.exchange(place(op), mine)?)
+        self.comm.at(ProgramPlace::outside(op));
+        Ok(self.comm.exchange(ProgramPlace::outside(op), mine)?)
     }
 
     fn each_rank(
@@ -121,7 +140,7 @@ impl World for ProcessWorld {
             let work = || f(self.here, lock(&self.executor).as_ref());
             let thread = thread.spawn_scoped(scope, work).map_err(|e| ExecError::Threads(1, e))?;
             while !thread.is_finished() {
-                self.comm.at(place("save"));
+                self.comm.at(ProgramPlace::outside("save"));
                 meanwhile();
                 std::thread::sleep(LOOK_EVERY);
             }
@@ -157,7 +176,9 @@ impl Executor for ProcessWorld {
             return Err(ExecError::Internal(format!("`{tensor}` is not summed over ranks")));
         }
         let width = known.whole.dtype.bytes();
-        let mut mine = Vec::new();
+        // How long this rank computed goes along.
+        let busy = lock(&self.executor).busy_s().unwrap_or(f64::NAN);
+        let mut mine = busy.to_le_bytes().to_vec();
         let runs = self.first_runs(tensor, self.here);
         if !runs.is_empty() && self.own(tensor).is_some() {
             let executor = lock(&self.executor);
@@ -166,7 +187,10 @@ impl Executor for ProcessWorld {
         }
         let all = self.exchange("read", &mine)?;
         let mut whole = vec![0; known.whole.bytes() as usize];
+        let mut busy_s = Vec::with_capacity(all.len());
         for (rank, bytes) in all.iter().enumerate() {
+            let Some((busy, bytes)) = bytes.split_first_chunk() else { continue };
+            busy_s.push(f64::from_le_bytes(*busy));
             let mut at = 0;
             for run in self.first_runs(tensor, self.mesh.coordinates(rank)) {
                 let (from, to) = (at..at + run.len * width, run.whole * width..(run.whole + run.len) * width);
@@ -175,6 +199,7 @@ impl Executor for ProcessWorld {
                 at += run.len * width;
             }
         }
+        *lock(&self.busy_s) = busy_s;
         Ok(Cow::Owned(whole))
     }
 

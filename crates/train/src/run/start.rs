@@ -12,11 +12,13 @@ use crate::loss_scale::LossScale;
 use crate::noise::{Noise, NoiseBits};
 use crate::processes::{Processes, Stop};
 use crate::session::Session;
+use crate::slow_rank::SlowRanks;
 use crate::{Devices, Existing, RunData, RunDir, RunTokenizer, TrainError, data_folder, settled};
 use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
 use lockstep_exec::Note;
+use lockstep_ir::MeshAxis;
 use lockstep_ir::blocks::document_blocks;
 use lockstep_plan::Plan;
 use serde_json::json;
@@ -217,13 +219,14 @@ pub(super) fn start<'a>(
         profile: None,
     };
     let data = data.fingerprint();
-    let batches = config.batches();
+    let (batches, mesh) = (config.batches(), plan.layout.mesh);
     Ok(Run {
         devices,
         config,
         plan,
         batches,
         noise,
+        slow_ranks: SlowRanks::new((0..mesh.ranks()).map(|rank| mesh.coordinates(rank).get(MeshAxis::Pp)).collect()),
         loss_scale,
         updates,
         last_result: None,

@@ -58,7 +58,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
     let (mut steps, mut skipped) = (Vec::new(), Vec::new());
     let outcome = run(&Devices::new(), config, &options, &stop, &mut |event| match event {
         Event::Stepped(m) => {
-            steps.push(*m);
+            steps.push(m.clone());
             stop.store(m.step >= last, Ordering::SeqCst);
         }
         Event::Skipped { step } => skipped.push(step),

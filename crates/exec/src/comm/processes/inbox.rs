@@ -193,6 +193,13 @@ impl Inbox {
         }
     }
 
+    /// Ends the run because this rank cannot go on.
+    pub fn fail(&self, rank: usize, reason: &str) {
+        // Its hint is for whoever reads what this rank says.
+        let reason = reason.split("\nhint: ").next().unwrap_or(reason);
+        self.peers.fail(rank, Some(&self.hosts[rank]), reason);
+    }
+
     /// The error for a rank whose process is gone.
     pub fn lost(&self, rank: usize, reason: String) -> CommError {
         CommError::Lost { rank, host: self.hosts[rank].clone(), place: self.peers.place(rank), reason, seen: None }

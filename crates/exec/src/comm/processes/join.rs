@@ -84,7 +84,7 @@ pub enum JoinError {
     /// Some have not come.
     #[error(
         "{} of {ranks} {} not come within {}\nhint: look at their messages; were as many processes started as there are ranks?",
-        named(.missing), if .missing.len() == 1 { "has" } else { "have" }, units::seconds(.within.as_secs_f64())
+        units::ranks(.missing), if .missing.len() == 1 { "has" } else { "have" }, units::seconds(.within.as_secs_f64())
     )]
     Missing {
         /// Who.
@@ -172,16 +172,6 @@ pub enum JoinError {
         /// What it said.
         cause: String,
     },
-}
-
-/// `rank 3`, `ranks 1, 2 and 3`.
-fn named(ranks: &[usize]) -> String {
-    let text: Vec<String> = ranks.iter().map(usize::to_string).collect();
-    match &text[..] {
-        [only] => format!("rank {only}"),
-        [first @ .., last] => format!("ranks {} and {last}", first.join(", ")),
-        [] => "no rank".to_owned(),
-    }
 }
 
 /// The name of this host.
@@ -346,7 +336,7 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
             Err(JoinError::Refused(text))
         }
         Err(cause) => {
-            inbox.peers.fail(rank, &format!("{cause} (on host {})", members[rank].host));
+            inbox.fail(rank, &cause);
             control.close();
             Err(JoinError::Unconnected { rank, cause })
         }

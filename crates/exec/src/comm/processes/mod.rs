@@ -285,7 +285,7 @@ impl Communicator for ProcessCommunicator {
             return;
         }
         self.peers().leave(self.rank);
-        let place = ProgramPlace { op: "leave", layer: None, micro_batch: 0 };
+        let place = ProgramPlace::outside("leave");
         // Where the run has ended, others may learn of it from this rank's end before they learn of the cause.
         let mut last = Writer::default();
         let stream = match self.peers().failure() {
@@ -306,7 +306,7 @@ impl Communicator for ProcessCommunicator {
     }
 
     fn fail(&self, reason: &str) {
-        self.peers().fail(self.rank, &format!("{reason} (on host {})", self.members[self.rank].host));
+        self.inbox.fail(self.rank, reason);
     }
 
     fn failure(&self) -> Option<CommError> {

@@ -61,9 +61,10 @@ impl Writer {
 
     pub fn error(&mut self, error: &CommError) {
         match error {
-            CommError::Failed { rank, place, reason } => {
+            CommError::Failed { rank, host, place, reason } => {
                 self.u8(0);
                 self.size(*rank);
+                self.option(host.as_deref(), Self::text);
                 self.option(*place, Self::place);
                 self.text(reason);
             }
@@ -168,6 +169,7 @@ impl<'a> Reader<'a> {
         Some(match self.u8()? {
             0 => CommError::Failed {
                 rank: self.size()?,
+                host: self.option(|from| from.text().map(str::to_owned))?,
                 place: self.option(Self::place)?,
                 reason: self.text()?.to_owned(),
             },
@@ -246,8 +248,8 @@ mod tests {
         let place = ProgramPlace { op: "all_reduce", layer: Some(3), micro_batch: 7 };
         let before = ProgramPlace { layer: None, ..place };
         let errors = [
-            CommError::Failed { rank: 2, place: Some(place), reason: "no more memory".into() },
-            CommError::Failed { rank: 2, place: None, reason: String::new() },
+            CommError::Failed { rank: 2, host: Some("n1".into()), place: Some(place), reason: "no more memory".into() },
+            CommError::Failed { rank: 2, host: None, place: None, reason: String::new() },
             CommError::Lost {
                 rank: 1,
                 host: "n1".into(),

@@ -277,7 +277,7 @@ impl Driver {
             Err(reason) => {
                 // Whoever uses MPI cannot go on.
                 self.stopped = true;
-                self.inboxes.iter().for_each(|(_, inbox)| inbox.peers.fail(self.me, &reason));
+                self.inboxes.iter().for_each(|(_, inbox)| inbox.fail(self.me, &reason));
                 true
             }
         }

@@ -1,0 +1,416 @@
+//! What goes wrong among ranks that are processes, from whole commands: kills, signals, stalls, full disks, cut links, bad starts.
+
+mod common;
+mod launched;
+mod layouts;
+
+use common::{Place, free_port, signal, wait_for_steps};
+use launched::{SQUARE, as_rank, begin, end, rank_of, ranks_of, said, spawn, steps};
+use layouts::{command, place};
+use lockstep_exec::comm::processes::host;
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// Everything that has failed ends within this time.
+const SOON: Duration = Duration::from_secs(10);
+
+/// A run goes on from a checkpoint that is whole, in a launch of these keys, and is stopped again.
+fn goes_on(place: &Place, dir: &str, set: &[&str]) {
+    let before = fs::read_dir(place.path(dir).join("checkpoints")).unwrap().count();
+    assert!(before > 0, "no checkpoint");
+    let launcher = begin(place, dir, set, &[]);
+    sleep(Duration::from_millis(100));
+    wait_for_steps(place, dir, steps(place, dir) + 2);
+    signal(launcher.id() as i32, libc::SIGTERM);
+    let output = end(launcher, Duration::from_secs(30));
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(75), "{text}");
+    assert!(text.contains("resuming at step ") && !text.contains("damaged"), "{text}");
+}
+
+#[test]
+fn a_rank_that_is_killed_is_named_by_all_and_no_checkpoint_is_harmed() {
+    let place = place();
+    for victim in [2, 0] {
+        let dir = format!("run-{victim}");
+        let launcher = begin(&place, &dir, &SQUARE, &["--quiet"]);
+        wait_for_steps(&place, &dir, 2);
+        let pids = ranks_of(&launcher);
+        assert_eq!(pids.len(), 4);
+        signal(pids[victim], libc::SIGKILL);
+        let output = end(launcher, SOON);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        let cause = format!("error: rank {victim} (process {}) was killed by signal 9\nhint: ", pids[victim]);
+        assert!(text.contains(&cause), "{text}");
+        let host = host();
+        for rank in (0..4).filter(|rank| *rank != victim) {
+            let who = if rank == 0 { String::new() } else { format!("rank {rank} on host {host}: ") };
+            let start = format!("error: {who}rank {victim} on host {host} is gone: its process has ended");
+            let line = text.lines().find(|line| line.starts_with(&start)).unwrap_or_else(|| panic!("{rank}: {text}"));
+            assert!(line.contains(&format!("; rank {rank} waited in ")), "{line}");
+        }
+        goes_on(&place, &dir, &SQUARE);
+    }
+}
+
+#[test]
+fn a_signal_to_any_rank_stops_all_after_the_same_step() {
+    let place = place();
+    // The launcher is the last.
+    for (target, which) in [(0, libc::SIGTERM), (3, libc::SIGUSR1), (4, libc::SIGINT)] {
+        let before = steps(&place, "run");
+        let launcher = begin(&place, "run", &SQUARE, &[]);
+        wait_for_steps(&place, "run", before + 2);
+        signal(ranks_of(&launcher).get(target).copied().unwrap_or(launcher.id() as i32), which);
+        let output = end(launcher, Duration::from_secs(30));
+        let (told, text) = (String::from_utf8(output.stdout.clone()).unwrap(), said(&output));
+        assert_eq!(output.status.code(), Some(75), "{text}");
+        let steps = place.trajectory("run").len();
+        assert!(told.contains(&format!("interrupted after step {steps} of 100000; checkpoint ")), "{told}");
+        assert!(!text.contains("error"), "{text}");
+    }
+}
+
+/// `bench/kills.sh` does the same with 60 kills.
+#[test]
+fn killed_again_and_again_a_run_restarts_by_itself_and_ends_with_the_same_bits() {
+    let place = place();
+    let set = ["train.steps=60", "checkpoint.every=1", "train.validate_every=20", "parallel.dp=2", "parallel.tp=2"];
+    let set = [&set[..], &["train.micro_batch=1"]].concat();
+    place.ok(&command("train", "whole", &set));
+    let mut args = command("launch", "killed", &set);
+    args.extend(["--restarts", "9"]);
+    let mut launcher = place.command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut kills = Vec::new();
+    for attempt in 0..6u64 {
+        wait_for_steps(&place, "killed", (steps(&place, "killed") + 1).min(59));
+        sleep(Duration::from_millis(lockstep_ir::counter::bits(3, attempt) % 30));
+        let pids = ranks_of(&launcher);
+        let rank = lockstep_ir::counter::bits(4, attempt) as usize % 4;
+        // Between two attempts there is nobody to kill.
+        if let (Some(pid), 4) = (pids.get(rank), pids.len())
+            && launcher.try_wait().unwrap().is_none()
+        {
+            signal(*pid, libc::SIGKILL);
+            kills.push(rank);
+        }
+    }
+    let output = launcher.wait_with_output().unwrap();
+    let text = said(&output);
+    assert!(output.status.success(), "{text}");
+    assert_eq!(place.trajectory("killed"), place.trajectory("whole"));
+    assert!(kills.len() >= 2, "{kills:?}");
+    for rank in kills {
+        assert!(text.contains(&format!("error: rank {rank} (process ")), "{rank}: {text}");
+    }
+    assert!(text.contains("starting again from the last checkpoint, 1 of 9 restarts"), "{text}");
+}
+
+#[test]
+fn a_rank_that_is_stopped_ends_the_run_after_the_timeout() {
+    let place = place();
+    let stop = |victim: usize| {
+        let dir = format!("run-{victim}");
+        let set = [&SQUARE[..], &["parallel.timeout=2.0"]].concat();
+        let launcher = begin(&place, &dir, &set, &[]);
+        wait_for_steps(&place, &dir, 2);
+        let pid = ranks_of(&launcher)[victim];
+        signal(pid, libc::SIGSTOP);
+        let output = end(launcher, SOON);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        let noticed = format!("rank {victim} on host {} is gone: nothing was heard of its process for 2.0 s", host());
+        assert_eq!(text.matches(&noticed).count(), 3, "{text}");
+        assert!(text.contains(&format!("error: rank {victim} (process {pid}) was stopped by a signal; ")), "{text}");
+        goes_on(&place, &dir, &SQUARE);
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| stop(0));
+        scope.spawn(|| stop(2));
+    });
+}
+
+#[test]
+fn a_rank_that_cannot_write_its_part_of_a_checkpoint_is_named_with_the_cause() {
+    let place = place();
+    let (port, set) = (free_port(), ["parallel.dp=2", "parallel.zero=1"]);
+    let run = ["train.steps=100000", "train.validate_every=0", "checkpoint.every=1"];
+    let args = command("train", "run", &[&run[..], &set].concat());
+    let start = |rank: usize| {
+        let mut command = rank_of(&place, (rank, 2), &port, &args);
+        // Files that are too large then are an error, as a full disk is, and no signal.
+        // SAFETY: a call that is safe between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+                Ok(())
+            });
+        }
+        spawn(command)
+    };
+    let ranks = [start(0), start(1)];
+    wait_for_steps(&place, "run", 3);
+    let limit = libc::rlimit { rlim_cur: 512, rlim_max: 512 };
+    // SAFETY: the limit is this call's; the process is this test's.
+    let done =
+        unsafe { libc::prlimit(ranks[1].id() as i32, libc::RLIMIT_FSIZE, &raw const limit, std::ptr::null_mut()) };
+    assert_eq!(done, 0);
+    for child in ranks {
+        let output = end(child, SOON);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        let cause = format!("rank 1 on host {}", host());
+        assert!(text.contains(&cause) && text.contains("File too large") && text.contains("\nhint: "), "{text}");
+    }
+    goes_on(&place, "run", &set);
+}
+
+/// A file system of so many bytes, for as long as this lives; none where this process may not mount one.
+struct Disk<'a>(&'a std::path::Path);
+
+impl<'a> Disk<'a> {
+    fn mount(at: &'a std::path::Path, size: &str) -> Option<Self> {
+        fs::create_dir(at).unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(at).stderr(Stdio::null());
+        mount.status().is_ok_and(|status| status.success()).then_some(Self(at))
+    }
+}
+
+impl Drop for Disk<'_> {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0).status();
+    }
+}
+
+#[test]
+fn a_full_disk_ends_all_ranks_and_harms_no_checkpoint() {
+    let place = place();
+    let path = place.path("run");
+    let Some(_disk) = Disk::mount(&path, "24m") else {
+        eprintln!("skipped: mounting a small file system takes root");
+        return;
+    };
+    let launcher = begin(&place, "run", &[&SQUARE[..], &["checkpoint.keep=2"]].concat(), &[]);
+    wait_for_steps(&place, "run", 3);
+    // Whatever room is left.
+    let mut filler = fs::File::create(path.join("filler")).unwrap();
+    while std::io::Write::write_all(&mut filler, &[7; 4096]).is_ok() {}
+    drop(filler);
+    let output = end(launcher, SOON);
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("No space left on device") && text.contains("rank "), "{text}");
+    fs::remove_file(path.join("filler")).unwrap();
+    goes_on(&place, "run", &SQUARE);
+}
+
+/// Two hosts, each a network namespace of this machine with a name of its own, for as long as this lives.
+struct Hosts {
+    names: [String; 2],
+}
+
+impl Hosts {
+    const ADDRESSES: [&'static str; 2] = ["10.213.77.1", "10.213.77.2"];
+
+    /// None where this process may not make them.
+    fn new() -> Option<Self> {
+        let names = ["a", "b"].map(|end| format!("lst{}{end}", std::process::id()));
+        let hosts = Self { names };
+        let [a, b] = &hosts.names;
+        let made = hosts.names.iter().all(|name| ip(&["netns", "add", name]))
+            && ip(&["-n", a, "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", b])
+            && hosts.names.iter().zip(Self::ADDRESSES).all(|(name, address)| {
+                ip(&["-n", name, "addr", "add", &format!("{address}/24"), "dev", "link0"])
+                    && ip(&["-n", name, "link", "set", "lo", "up"])
+                    && ip(&["-n", name, "link", "set", "link0", "up"])
+            });
+        made.then_some(hosts)
+    }
+
+    /// A command on one of them.
+    fn on(&self, host: usize, command: &Command) -> Command {
+        let mut there = Command::new("ip");
+        // The name of the host is this process's alone.
+        there.args(["netns", "exec", &self.names[host], "unshare", "--uts", "sh", "-c"]);
+        there.args(["hostname \"$0\"; exec \"$@\"", &format!("host{host}")]);
+        there.arg(command.get_program()).args(command.get_args()).stdin(Stdio::null());
+        there.current_dir(command.get_current_dir().unwrap());
+        command.get_envs().filter_map(|(name, value)| Some((name, value?))).for_each(|(name, value)| {
+            there.env(name, value);
+        });
+        there
+    }
+
+    /// From now on nothing arrives, and nobody is told: both send to an address that nobody has.
+    fn cut(&self) {
+        for (name, other) in self.names.iter().zip(Self::ADDRESSES.iter().rev()) {
+            let nobody = "02:00:00:00:00:99";
+            assert!(ip(&["-n", name, "neigh", "replace", other, "lladdr", nobody, "dev", "link0", "nud", "permanent"]));
+        }
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        for name in &self.names {
+            ip(&["netns", "del", name]);
+        }
+    }
+}
+
+fn ip(args: &[&str]) -> bool {
+    let quiet = Command::new("ip").args(args).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    quiet.is_ok_and(|status| status.success())
+}
+
+#[test]
+fn a_link_between_two_hosts_that_is_cut_is_noticed_and_named() {
+    let Some(hosts) = Hosts::new() else {
+        eprintln!("skipped: hosts as network namespaces take root and iproute2");
+        return;
+    };
+    let place = place();
+    let run = ["train.steps=100000", "train.validate_every=0", "checkpoint.every=1"];
+    let args = command("train", "run", &[&run[..], &SQUARE].concat());
+    let start = |rank: usize| {
+        let mut command = rank_of(&place, (rank, 4), "29500", &args);
+        command.env("MASTER_ADDR", Hosts::ADDRESSES[0]);
+        spawn(hosts.on(rank / 2, &command))
+    };
+    let ranks: Vec<Child> = (0..4).map(start).collect();
+    wait_for_steps(&place, "run", 3);
+    hosts.cut();
+    let until = Instant::now() + SOON;
+    for (rank, child) in ranks.into_iter().enumerate() {
+        let output = end(child, until.saturating_duration_since(Instant::now()));
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        // Whoever is on the other side of the cut.
+        let other = 1 - rank / 2;
+        let named =
+            (2 * other..2 * other + 2).any(|gone| text.contains(&format!("rank {gone} on host host{other} is gone: ")));
+        assert!(named && text.contains(&format!("; rank {rank} waited in ")), "{rank}: {text}");
+    }
+    goes_on(&place, "run", &SQUARE);
+}
+
+/// A process of a start that cannot succeed.
+struct Starts<'a> {
+    rank: usize,
+    ranks: usize,
+    args: Vec<&'a str>,
+    binary: Option<&'a std::path::Path>,
+}
+
+#[test]
+fn bad_starts_are_one_clear_error_for_all() {
+    let place = place();
+    let dp = ["parallel.dp=2", "parallel.timeout=5.0", "train.steps=4"];
+    let train = |dir, more: &[&'static str]| command("train", dir, &[&dp[..], more].concat());
+    let other = place.path("lockstep");
+    fs::copy(env!("CARGO_BIN_EXE_lockstep"), &other).unwrap();
+    // As good a program, and another.
+    std::io::Write::write_all(&mut fs::OpenOptions::new().append(true).open(&other).unwrap(), b"x").unwrap();
+
+    let start = |rank, ranks, args| Starts { rank, ranks, args, binary: None };
+    let pair = |second: Starts<'static>| vec![start(0, 2, train("run", &[])), second];
+    let cases: Vec<(&str, Vec<Starts<'_>>, i32, &str)> = vec![
+        (
+            "another config",
+            pair(start(1, 2, train("run", &["optimizer.lr=1e-2"]))),
+            2,
+            "do not have the same config: lr = 0.003",
+        ),
+        ("a folder of its own", pair(start(1, 2, train("other", &[]))), 2, "is not the folder of this name"),
+        (
+            "another number of ranks",
+            vec![
+                start(0, 2, train("run", &[])),
+                start(1, 3, command("train", "run", &["parallel.dp=3", "train.global_batch=9"])),
+            ],
+            1,
+            "is rank 1 of 3, and rank 0 counts 2 ranks",
+        ),
+        (
+            "more ranks than the layout has",
+            (0..3).map(|rank| start(rank, 3, train("run", &[]))).collect(),
+            2,
+            "the config has 2 ranks (dp=2), and 3 processes were started",
+        ),
+        (
+            "a rank that is missing",
+            vec![start(0, 2, train("run", &["parallel.timeout=0.5"]))],
+            1,
+            "rank 1 of 2 has not come within 500",
+        ),
+        (
+            "no first rank",
+            vec![start(1, 2, train("run", &["parallel.timeout=0.5"]))],
+            1,
+            "rank 1 found no rank 0 at 127.0.0.1:",
+        ),
+        (
+            "twice the same rank",
+            [0, 1, 1]
+                .map(|rank| start(rank, 3, command("train", "run", &["parallel.dp=3", "train.global_batch=9"])))
+                .into(),
+            1,
+            "rank 1 came twice: as process ",
+        ),
+        (
+            "another binary",
+            vec![start(0, 2, train("run", &[])), Starts { binary: Some(&other), ..start(1, 2, train("run", &[])) }],
+            1,
+            "\nhint: start all ranks from the same binary",
+        ),
+    ];
+    for (name, starts, code, part) in cases {
+        let port = free_port();
+        let spawned = starts.iter().map(|s| {
+            let mut command = Command::new(s.binary.unwrap_or(env!("CARGO_BIN_EXE_lockstep").as_ref()));
+            command.args(&s.args).current_dir(place.path("")).stdin(Stdio::null());
+            spawn(as_rank(command, (s.rank, s.ranks), &port))
+        });
+        let spawned: Vec<Child> = spawned.collect();
+        for (i, child) in spawned.into_iter().enumerate() {
+            let output = end(child, Duration::from_secs(30));
+            let text = said(&output);
+            assert!(text.contains(part) && text.contains("\nhint: "), "{name}: {text}");
+            assert_ne!(output.status.code(), Some(0), "{name}: {text}");
+            assert!(i > 0 || output.status.code() == Some(code), "{name}: {:?} {text}", output.status);
+        }
+    }
+    assert!(!place.path("run/checkpoints").exists());
+}
+
+#[test]
+fn a_port_in_use_a_run_in_use_and_launches_that_cannot_be_meant_are_refused() {
+    let place = place();
+    let dp = ["parallel.dp=2", "parallel.timeout=0.5", "train.steps=4"];
+    let launch = |more: &[&'static str]| [&command("launch", "run", &dp)[..], more].concat();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let child = spawn(rank_of(&place, (0, 2), &port, &command("train", "run", &dp)));
+    let text = said(&end(child, SOON));
+    assert!(text.contains(&format!("rank 0 cannot listen at 127.0.0.1:{port}")), "{text}");
+    assert!(text.contains("hint: another process uses this port: end it, or choose another MASTER_PORT"), "{text}");
+
+    let error = place.fails(2, &launch(&["--ranks", "4"]));
+    assert!(error.contains("the config has 2 ranks (dp=2), and 4 processes were started\nhint: "), "{error}");
+    let error = place.fails(2, &command("launch", "run", &["parallel.dp=3"]));
+    assert!(error.contains("parallel.dp"), "{error}");
+    let error = place.fails(2, &launch(&["--fresh", "--restarts", "2"]));
+    assert!(error.contains("cannot be used with"), "{error}");
+    assert!(place.ok(&launch(&["--dry-run"])).contains("nothing was started"));
+    // A run that another process has is refused, by all ranks.
+    let holder = lockstep_train::RunDir::open(&place.path("held")).unwrap();
+    let error = place.fails(2, &command("launch", "held", &dp));
+    assert!(error.contains("is in use by another process"), "{error}");
+    drop(holder);
+}

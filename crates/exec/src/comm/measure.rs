@@ -1,0 +1,394 @@
+//! How fast the ranks of a world talk to each other: every collective over sizes, with results that are checked.
+//!
+//! Sizes and bandwidths are those of NCCL's tests, so that they can be compared. The *algorithm bandwidth* is the size over the time;
+//! the *bus bandwidth* is what each rank's link must have carried for that, whatever the number of ranks.
+
+use super::{Collective, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
+use lockstep_ir::{DType, units};
+use std::fmt;
+use std::time::{Duration, Instant};
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pattern {
+    /// All ranks together.
+    Together(Collective),
+    /// Messages to and fro between pairs of neighbours, as between pipeline stages; one of them counts. With an odd number of ranks
+    /// the last watches.
+    SendReceive,
+}
+
+impl Pattern {
+    /// All of them.
+    pub const ALL: [Pattern; 5] = [
+        Pattern::Together(Collective::AllReduce),
+        Pattern::Together(Collective::ReduceScatter),
+        Pattern::Together(Collective::AllGather),
+        Pattern::Together(Collective::Shift),
+        Pattern::SendReceive,
+    ];
+
+    /// Its name in tables and files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Pattern::Together(kind) => kind.name(),
+            Pattern::SendReceive => "send_receive",
+        }
+    }
+
+    /// The bytes that each link carries for every byte of the size: bus bandwidth over algorithm bandwidth.
+    pub fn bus_factor(self, ranks: usize) -> f64 {
+        let others = (ranks - 1) as f64 / ranks as f64;
+        match self {
+            Pattern::Together(Collective::AllReduce) => 2.0 * others,
+            Pattern::Together(Collective::ReduceScatter | Collective::AllGather) => others,
+            Pattern::Together(Collective::Shift) | Pattern::SendReceive => 1.0,
+        }
+    }
+}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One size of one pattern.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measured {
+    /// What was done.
+    pub pattern: Pattern,
+    /// Its size: of the tensor that is summed or sent, of the whole that is gathered or scattered.
+    pub bytes: usize,
+    /// Seconds of one, in the mean over the repeats, of the rank for which it took longest.
+    pub seconds: f64,
+    /// How often it was done.
+    pub repeats: usize,
+}
+
+impl Measured {
+    /// Bytes per second of the size.
+    pub fn algorithm_bytes_per_s(&self) -> f64 {
+        self.bytes as f64 / self.seconds
+    }
+
+    /// Bytes per second that each rank's link carries.
+    pub fn bus_bytes_per_s(&self, ranks: usize) -> f64 {
+        self.algorithm_bytes_per_s() * self.pattern.bus_factor(ranks)
+    }
+}
+
+/// Why a measurement ended.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum MeasureError {
+    /// The ranks did not come to its end.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// A result is not what it must be.
+    #[error(
+        "{pattern} of {} gave rank {rank} {found} at element {element}, and {expected} is right\n\
+         hint: this is a bug in Lockstep or in what carries its bytes (network, MPI, NCCL): please report it with the output of \
+         `lockstep doctor`",
+        units::bytes(*.bytes as u64)
+    )]
+    Wrong {
+        /// What was done.
+        pattern: Pattern,
+        /// Its size.
+        bytes: usize,
+        /// The rank that found it.
+        rank: usize,
+        /// Where.
+        element: usize,
+        /// What is there.
+        found: f32,
+        /// What should be.
+        expected: f32,
+    },
+}
+
+/// Measures these patterns at these sizes in bytes, each for about `seconds`; all ranks call it alike. `show` hears of each as it is
+/// done.
+pub fn measure(
+    comm: &dyn HostCommunicator,
+    patterns: &[Pattern],
+    sizes: &[usize],
+    seconds: f64,
+    show: &mut dyn FnMut(&Measured),
+) -> Result<Vec<Measured>, MeasureError> {
+    let largest = sizes.iter().copied().max().unwrap_or(0).div_ceil(WIDTH) + comm.ranks();
+    let mut bench = Bench {
+        comm,
+        group: RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 },
+        input: (0..largest).map(|i| value(comm.rank(), i)).collect(),
+        output: vec![0.0; largest],
+        send_buffer: vec![0.0; largest],
+    };
+    let mut all = Vec::new();
+    for pattern in patterns {
+        for size in sizes {
+            let measured = bench.size(*pattern, *size, seconds)?;
+            show(&measured);
+            all.push(measured);
+        }
+    }
+    Ok(all)
+}
+
+/// Bytes of an element.
+const WIDTH: usize = size_of::<f32>();
+/// Repeats of one size, whatever time they take.
+const REPEATS: std::ops::RangeInclusive<usize> = 3..=10_000;
+/// Elements of a result that are looked at.
+const CHECKED: usize = 1 << 18;
+
+/// What a rank gives: whole numbers whose sums are exact.
+fn value(rank: usize, element: usize) -> f32 {
+    ((element * 7 + rank * 31) % 61) as f32
+}
+
+struct Bench<'a> {
+    comm: &'a dyn HostCommunicator,
+    group: RankGroup,
+    input: Vec<f32>,
+    output: Vec<f32>,
+    send_buffer: Vec<f32>,
+}
+
+impl Bench<'_> {
+    fn size(&mut self, pattern: Pattern, size: usize, seconds: f64) -> Result<Measured, MeasureError> {
+        let ranks = self.comm.ranks();
+        // Elements of one rank's part, and of the whole.
+        let elements = match pattern {
+            Pattern::Together(Collective::ReduceScatter | Collective::AllGather) => size.div_ceil(WIDTH * ranks),
+            Pattern::Together(Collective::AllReduce | Collective::Shift) | Pattern::SendReceive => size.div_ceil(WIDTH),
+        };
+        let whole = match pattern {
+            Pattern::Together(Collective::ReduceScatter | Collective::AllGather) => elements * ranks,
+            Pattern::Together(Collective::AllReduce | Collective::Shift) | Pattern::SendReceive => elements,
+        };
+        let bytes = whole * WIDTH;
+        self.output.fill(f32::NAN);
+        self.act(pattern, elements)?;
+        self.check(pattern, elements, bytes)?;
+        let begin = Instant::now();
+        self.act(pattern, elements)?;
+        // All must do as many: what they agree on is the sum.
+        let guess = self.all(begin.elapsed())?.iter().sum::<f64>() / ranks as f64;
+        let repeats = ((seconds / guess.max(1e-9)) as usize).clamp(*REPEATS.start(), *REPEATS.end());
+        self.all(Duration::ZERO)?;
+        let begin = Instant::now();
+        for _ in 0..repeats {
+            self.act(pattern, elements)?;
+        }
+        let longest = self.all(begin.elapsed())?.into_iter().fold(0.0, f64::max);
+        Ok(Measured { pattern, bytes, seconds: longest / repeats as f64, repeats })
+    }
+
+    fn piece(&mut self, elements: usize) -> Piece {
+        let (input, output) = (self.input.as_ptr().cast(), self.output.as_mut_ptr().cast());
+        Piece { input, output, rows: 1, elements, order: Order::Group, dtype: DType::F32 }
+    }
+
+    /// Once.
+    fn act(&mut self, pattern: Pattern, elements: usize) -> Result<(), CommError> {
+        let place = ProgramPlace::outside(pattern.name());
+        self.comm.at(place);
+        let piece = self.piece(elements);
+        match pattern {
+            // SAFETY: input and output are apart, this rank's alone, and have room for the whole.
+            Pattern::Together(kind) => unsafe { self.comm.collective(kind, &self.group, &[piece], place) },
+            Pattern::SendReceive => {
+                let Some((other, first)) = self.partner() else { return Ok(()) };
+                let (bytes, buffer) = (elements * WIDTH, self.send_buffer.as_mut_ptr().cast());
+                // The second answers with what it has received.
+                let data = if first { piece.input } else { piece.output.cast_const() };
+                // SAFETY: as above; the send buffer is this stream's alone.
+                let send = || unsafe { self.comm.send(other, 0, data, bytes, buffer, 1, place) };
+                // SAFETY: as above.
+                let receive = || unsafe { self.comm.receive(other, 0, piece.output, bytes, place) };
+                if first {
+                    send()?;
+                    receive()
+                } else {
+                    receive()?;
+                    send()
+                }
+            }
+        }
+    }
+
+    /// The rank that this one sends messages to and fro with, and whether it begins.
+    fn partner(&self) -> Option<(usize, bool)> {
+        let (rank, first) = (self.comm.rank(), self.comm.rank().is_multiple_of(2));
+        let other = if first { rank + 1 } else { rank - 1 };
+        (other < self.comm.ranks()).then_some((other, first))
+    }
+
+    /// What every rank measured.
+    fn all(&mut self, mine: Duration) -> Result<Vec<f64>, CommError> {
+        let (mine, mut all) = (mine.as_secs_f64(), vec![0.0f64; self.comm.ranks()]);
+        let (input, output) = ((&raw const mine).cast(), all.as_mut_ptr().cast());
+        let piece = Piece { input, output, rows: 1, elements: 1, order: Order::Group, dtype: DType::F64 };
+        let place = ProgramPlace::outside("bench");
+        self.comm.at(place);
+        // SAFETY: both are this call's.
+        unsafe { self.comm.collective(Collective::AllGather, &self.group, &[piece], place)? };
+        Ok(all)
+    }
+
+    /// Refuses a result that is not right.
+    fn check(&self, pattern: Pattern, elements: usize, bytes: usize) -> Result<(), MeasureError> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.ranks());
+        let sum = |element: usize| (0..ranks).map(|other| value(other, element)).sum::<f32>();
+        let (count, right): (usize, Box<dyn Fn(usize) -> f32>) = match pattern {
+            Pattern::Together(Collective::AllReduce) => (elements, Box::new(sum)),
+            Pattern::Together(Collective::ReduceScatter) => (elements, Box::new(|i| sum(rank * elements + i))),
+            Pattern::Together(Collective::AllGather) => {
+                (elements * ranks, Box::new(|i| value(i / elements, i % elements)))
+            }
+            Pattern::Together(Collective::Shift) => (elements, Box::new(|i| value((rank + ranks - 1) % ranks, i))),
+            Pattern::SendReceive => match self.partner() {
+                // What the first of a pair sent has come back.
+                Some(_) => (elements, Box::new(|i| value(rank - rank % 2, i))),
+                None => return Ok(()),
+            },
+        };
+        let step = (count / CHECKED).max(1);
+        let wrong = (0..count).step_by(step).chain([count - 1]).find(|i| self.output[*i] != right(*i));
+        match wrong {
+            None => Ok(()),
+            Some(element) => {
+                let (found, expected) = (self.output[element], right(element));
+                Err(MeasureError::Wrong { pattern, bytes, rank, element, found, expected })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::{Communicator, threads};
+    use std::sync::Arc;
+
+    /// A communicator that spoils one kind of collective, or none.
+    struct Spoils(Arc<crate::comm::ThreadCommunicator>, Option<Collective>);
+
+    impl Communicator for Spoils {
+        fn rank(&self) -> usize {
+            self.0.rank()
+        }
+        fn ranks(&self) -> usize {
+            self.0.ranks()
+        }
+        fn at(&self, place: ProgramPlace) {
+            self.0.at(place);
+        }
+        fn leave(&self) {
+            self.0.leave();
+        }
+        fn fail(&self, reason: &str) {
+            self.0.fail(reason);
+        }
+        fn failure(&self) -> Option<CommError> {
+            self.0.failure()
+        }
+    }
+
+    impl HostCommunicator for Spoils {
+        unsafe fn collective(
+            &self,
+            kind: Collective,
+            group: &RankGroup,
+            pieces: &[Piece],
+            place: ProgramPlace,
+        ) -> Result<(), CommError> {
+            // SAFETY: the caller vouches.
+            unsafe { self.0.collective(kind, group, pieces, place)? };
+            if Some(kind) == self.1 && pieces[0].dtype == DType::F32 && self.rank() == 1 {
+                // SAFETY: the output has a first element.
+                unsafe { *pieces[0].output.cast::<f32>() += 1.0 };
+            }
+            Ok(())
+        }
+
+        unsafe fn send(
+            &self,
+            to: usize,
+            tag: u32,
+            data: *const u8,
+            bytes: usize,
+            send_buffer: *mut u8,
+            copies: usize,
+            place: ProgramPlace,
+        ) -> Result<(), CommError> {
+            // SAFETY: the caller vouches.
+            unsafe { self.0.send(to, tag, data, bytes, send_buffer, copies, place) }
+        }
+
+        unsafe fn receive(
+            &self,
+            from: usize,
+            tag: u32,
+            data: *mut u8,
+            bytes: usize,
+            place: ProgramPlace,
+        ) -> Result<(), CommError> {
+            // SAFETY: the caller vouches.
+            unsafe { self.0.receive(from, tag, data, bytes, place) }
+        }
+    }
+
+    fn on(comms: &[Spoils], sizes: &[usize]) -> Vec<Result<Vec<Measured>, MeasureError>> {
+        std::thread::scope(|scope| {
+            let run = |comm| {
+                move || {
+                    let result = measure(comm, &Pattern::ALL, sizes, 1e-3, &mut |_| ());
+                    if let Err(MeasureError::Wrong { .. }) = &result {
+                        comm.fail("wrong");
+                    }
+                    result
+                }
+            };
+            let threads: Vec<_> = comms.iter().map(|comm| scope.spawn(run(comm as &dyn HostCommunicator))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn every_pattern_is_measured_at_every_size_alike_on_all_ranks() {
+        for ranks in [2, 3] {
+            let comms = threads(ranks, Duration::from_secs(20)).into_iter().map(|comm| Spoils(comm, None));
+            let found = on(&comms.collect::<Vec<_>>(), &[4, 1000, 100_000]);
+            let all: Vec<_> = found.into_iter().map(Result::unwrap).collect();
+            assert!(all.iter().all(|found| *found == all[0]), "ranks say different things");
+            let found: Vec<_> = all[0].iter().map(|m| (m.pattern.name(), m.bytes)).collect();
+            let scattered = |bytes: usize| bytes.next_multiple_of(4 * ranks);
+            let expected = Pattern::ALL.iter().flat_map(|pattern| {
+                let whole = matches!(pattern.name(), "reduce_scatter" | "all_gather");
+                [4, 1000, 100_000].map(|b| (pattern.name(), if whole { scattered(b) } else { b }))
+            });
+            assert_eq!(found, expected.collect::<Vec<_>>());
+            assert!(all[0].iter().all(|m| m.seconds > 0.0 && REPEATS.contains(&m.repeats)));
+        }
+    }
+
+    #[test]
+    fn wrong_results_are_found() {
+        for kind in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift] {
+            let comms = threads(2, Duration::from_secs(20)).into_iter().map(|comm| Spoils(comm, Some(kind)));
+            let found = on(&comms.collect::<Vec<_>>(), &[1000]);
+            let Err(error @ MeasureError::Wrong { rank: 1, element: 0, .. }) = &found[1] else { panic!("{found:?}") };
+            assert!(error.to_string().starts_with(&format!("{kind} of 1000 B gave rank 1 ")), "{error}");
+        }
+    }
+
+    #[test]
+    fn bandwidths_are_those_of_nccl_tests() {
+        let measured = |pattern| Measured { pattern, bytes: 1 << 20, seconds: 0.5, repeats: 1 };
+        let [sum, scatter, gather, shift, send] =
+            Pattern::ALL.map(|p| measured(p).bus_bytes_per_s(4) / (1 << 21) as f64);
+        assert_eq!([sum, scatter, gather, shift, send], [1.5, 0.75, 0.75, 1.0, 1.0]);
+    }
+}
