@@ -22,6 +22,9 @@ pub enum TrainError {
     /// The config has no program, or one that does not fit.
     #[error("{0}")]
     Plan(#[from] PlanError),
+    /// A data file of hardware, or what it says of a program.
+    #[error("{0}")]
+    Hardware(#[from] lockstep_sim::SimError),
     /// The executor cannot load or run the program.
     #[error("{}", worded(.0))]
     Exec(#[from] ExecError),
@@ -327,6 +330,7 @@ impl TrainError {
         matches!(
             self,
             TrainError::Config(_)
+                | TrainError::Hardware(lockstep_sim::SimError::File { .. })
                 | TrainError::Data(_)
                 | TrainError::OtherRanks { .. }
                 | TrainError::ProcessesOnGpu

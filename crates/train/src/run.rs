@@ -6,6 +6,7 @@ mod tests;
 
 pub(crate) use start::resume;
 
+use crate::analysis::MeasuredStep;
 use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::hf::ATTACHMENT;
 use crate::loss_scale::LossScale;
@@ -200,6 +201,8 @@ struct Run<'a> {
     outcome: Outcome,
     profile_steps: Option<RangeInclusive<u64>>,
     profiled: Vec<ProfiledStep>,
+    /// The step whose instructions are timed for what was predicted of it.
+    observed_step: Option<u64>,
 }
 
 impl Run<'_> {
@@ -333,7 +336,7 @@ impl Run<'_> {
     }
 
     fn profiles(&self, step: u64) -> bool {
-        self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
+        self.observed_step == Some(step) || self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
     }
 
     /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
@@ -349,7 +352,13 @@ impl Run<'_> {
             false => self.session.queue_step(&self.train, batch, &scalars)?,
             true => {
                 let (result, timings) = self.session.profile_batch(&self.train, batch, &scalars)?;
-                self.profiled.push(ProfiledStep { step: before + 1, timings });
+                if self.observed_step == Some(before + 1) {
+                    let measured = MeasuredStep::new(self.devices, self.plan, before + 1, timings.clone())?;
+                    self.dir.measured(&measured)?;
+                }
+                if self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&(before + 1))) {
+                    self.profiled.push(ProfiledStep { step: before + 1, timings });
+                }
                 QueuedStep::done(result)
             }
         };

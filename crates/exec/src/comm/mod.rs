@@ -15,6 +15,7 @@ pub mod measure;
 mod message_queue;
 mod peers;
 pub mod processes;
+pub mod rates;
 mod rendezvous;
 mod sum;
 #[cfg(test)]
