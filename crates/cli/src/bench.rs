@@ -2,6 +2,7 @@
 //! collectives` is beside it.
 
 use crate::failure::Failure;
+use crate::machine;
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
@@ -41,6 +42,19 @@ struct Peaks {
     /// Threads; 0 for all cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    /// Measure this machine for predictions, for about a minute, and save that as a profile of this name. explain, train and bench
+    /// train use it from then on when they run here.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["threads", "disk", "learn"])]
+    save: Option<String>,
+    /// With --save: what is measured, the CPU, a GPU, or a GPU where one is found.
+    #[arg(long, value_parser = ["auto", "cpu", "cuda"], default_value = "auto", requires = "save")]
+    device: String,
+    /// With --save: numbers of ranks that share the CPU.
+    #[arg(long, value_name = "COUNT", value_delimiter = ',', default_value = "1,2", requires = "save")]
+    ranks: Vec<usize>,
+    /// Add what a run on this machine measured to its profile.
+    #[arg(long, value_name = "RUN", conflicts_with_all = ["threads", "disk"])]
+    learn: Option<PathBuf>,
     /// Folder whose disk is measured.
     #[arg(long, value_name = "DIR", default_value = ".")]
     disk: PathBuf,
@@ -186,7 +200,11 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     match args.what {
         Some(What::Train(train)) => run_train(*train)?,
         Some(What::Collectives(collectives)) => return bench_collectives::run(&collectives),
-        None => run_peaks(args.peaks)?,
+        None => match (&args.peaks.save, &args.peaks.learn) {
+            (Some(name), _) => machine::save(name, &args.peaks.device, &args.peaks.ranks)?,
+            (None, Some(run)) => machine::learn(run)?,
+            (None, None) => run_peaks(args.peaks)?,
+        },
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -331,6 +349,9 @@ fn as_text(name: &str, r: &BenchResult) -> String {
         r.loss,
         r.first_step_s,
     );
+    if let Some(prediction) = &r.prediction {
+        text.push_str(&machine::beside(prediction, r.step_s));
+    }
     if let Some(memory) = &r.gpu_memory {
         text.push_str(&memory_text(r.arena_bytes, memory));
     }

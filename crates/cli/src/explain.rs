@@ -8,6 +8,7 @@ mod layout;
 mod schedule;
 
 use crate::failure::Failure;
+use crate::machine;
 use crate::style;
 use crate::table::{table, wrapped};
 use crate::timeline::TimelineFile;
@@ -40,10 +41,14 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
     /// Also draw the pipeline schedule into this .svg: ranks as rows; F, B and W with the numbers of their micro-batches, idle time
-    /// and sends. Time is predicted where a GPU or cluster is named, else FLOPs.
+    /// and sends. Time is predicted where a GPU or cluster is named or this machine has a profile, else FLOPs.
     #[arg(long, value_name = "FILE")]
     schedule: Option<PathBuf>,
-    /// Also write the predicted step into this .json: a Chrome trace of all stages, for Perfetto. Needs --gpu or --cluster.
+    /// Instead, of the directory of a run: what was predicted before it began beside what its steps took, by class of ops.
+    #[arg(long)]
+    analyze: bool,
+    /// Also write the predicted step into this .json: a Chrome trace of all stages, for Perfetto. Needs --gpu,
+    /// --cluster, or a profile of this machine.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// How to print it.
@@ -52,18 +57,17 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
+    if args.analyze {
+        return machine::show_analysis(&args.config.config, args.format);
+    }
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
     let trace = args.trace.as_deref().map(forecast::file).transpose()?;
     let hardware = args.cost.hardware()?;
-    if trace.is_some() && hardware.is_none() {
-        return Err(Failure::request(
-            "--trace writes a predicted step\nhint: add --gpu h100, say, or --cluster leonardo".into(),
-        ));
-    }
     let gpu = hardware.as_ref().map(|hardware| &hardware.gpu);
-    let devices = Devices::new();
-    let (config, room) = compare::placed(&devices, args.cost.load(&args.config)?, gpu)?;
+    let config = args.cost.load(&args.config)?;
+    let devices = Devices::of(&config);
+    let (config, room) = compare::placed(&devices, config, gpu)?;
     if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
         return shown.print(args.format);
     }
@@ -74,7 +78,15 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Some(entry) => ops(program, entry).map_err(PlanError::from)?,
         None => Vec::new(),
     };
-    let predicted = hardware.as_ref().map(|hardware| forecast::Predicted::new(&plan, hardware)).transpose()?;
+    let predicted = match &hardware {
+        Some(hardware) => Some(forecast::Predicted::new(&plan, hardware)?),
+        None => forecast::Predicted::here(&devices, &plan)?,
+    };
+    if trace.is_some() && predicted.is_none() {
+        return Err(Failure::request(
+            "--trace writes a predicted step\nhint: add --gpu h100, say, or --cluster leonardo; or measure this machine: lockstep bench --save NAME".into(),
+        ));
+    }
     let cost = args.cost.cost(&plan, predicted.as_ref())?;
     let account = account(&devices, &config, &plan)?;
     if let Some(file) = &timeline {

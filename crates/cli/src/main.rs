@@ -14,6 +14,7 @@ mod explain;
 mod failure;
 mod generate;
 mod launch;
+mod machine;
 mod manual;
 mod processes;
 mod profile;

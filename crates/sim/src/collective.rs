@@ -16,6 +16,21 @@ pub enum Pattern {
     Shift,
 }
 
+impl Pattern {
+    /// All of them.
+    pub const ALL: [Pattern; 4] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::Shift];
+
+    /// The name that tables use.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Pattern::AllReduce => "all_reduce",
+            Pattern::ReduceScatter => "reduce_scatter",
+            Pattern::AllGather => "all_gather",
+            Pattern::Shift => "shift",
+        }
+    }
+}
+
 /// A group of ranks on nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {

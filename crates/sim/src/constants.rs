@@ -13,7 +13,7 @@ pub const MOST_FITTED: usize = 40;
 pub struct Constant {
     /// Which term: one of [`Terms::NAMES`].
     pub term: String,
-    /// The framework, family of GPUs or fabric that it holds for; empty for all.
+    /// The framework, family of GPUs or fabric that it holds for, or `framework/family`; empty for all.
     #[serde(default)]
     pub of: String,
     /// Its value.
@@ -69,7 +69,9 @@ macro_rules! terms {
         impl Constants {
             /// The constants that hold for a framework on some hardware.
             pub fn terms(&self, framework: &Framework, hardware: &Hardware) -> Terms {
-                let of = [framework.name.as_str(), &hardware.gpu.family, &hardware.cluster.fabric];
+                let (framework, family) = (framework.name.as_str(), hardware.gpu.family.as_str());
+                let both = format!("{framework}/{family}");
+                let of = [&both, framework, family, &hardware.cluster.fabric];
                 Terms { $($field: self.value($name, &of),)* }
             }
         }
@@ -221,11 +223,15 @@ mod tests {
         let mut constants = Constants::builtin();
         assert!(constants.set("matmul.efficiency", "h100", 0.5));
         assert!(!constants.set("matmul.efficiency", "z80", 0.5));
+        assert!(constants.set("matmul.efficiency", "lockstep/h100", 0.25));
         let all = Catalogue::builtin();
-        let framework = Framework::named("lockstep").unwrap();
-        let terms = |gpu: &str| constants.terms(&framework, &Hardware::assumed(all.gpu(gpu).unwrap()));
-        assert_eq!(terms("h200").matmul_efficiency, 0.5);
-        assert!(terms("a100").matmul_efficiency > 0.5);
+        let rate = |framework: &str, gpu: &str| {
+            let hardware = Hardware::assumed(all.gpu(gpu).unwrap());
+            constants.terms(&Framework::named(framework).unwrap(), &hardware).matmul_efficiency
+        };
+        // Of a framework on a family, of a family, of all.
+        assert_eq!((rate("lockstep", "h200"), rate("nanotron", "h200"), rate("lockstep", "v100")), (0.25, 0.5, 0.75));
+        assert!(rate("lockstep", "a100") > 0.75);
         assert_eq!(Constants::parse("again", &constants.to_toml()).unwrap(), constants);
     }
 

@@ -4,7 +4,7 @@ use crate::place::{Marks, Placed, Workload};
 use crate::work::{Demand, TimeClass};
 use crate::{Constants, Framework, Hardware, SimError, Terms};
 use lockstep_ir::StepProgram;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// What a step is to achieve: the program does not know.
@@ -21,7 +21,7 @@ pub struct Asked {
 }
 
 /// How long a step takes.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Forecast {
     /// Seconds of a step.
     pub step_s: f64,
@@ -46,7 +46,7 @@ pub struct Forecast {
 }
 
 /// A role's part of the forecast.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RoleForecast {
     /// The pipeline stage.
     pub stage: usize,

@@ -15,6 +15,7 @@ pub mod events;
 pub mod forecast;
 pub mod framework;
 pub mod hardware;
+pub mod machine;
 mod matmul;
 mod place;
 mod price;
@@ -24,8 +25,9 @@ pub use constants::{Constant, Constants, Terms};
 pub use forecast::{Asked, Forecast, InstructionTime, Interval, RoleForecast, simulate};
 pub use framework::Framework;
 pub use hardware::{Catalogue, ClusterSpec, GpuSpec, Hardware};
+pub use machine::{MachineProfile, Measured, Setting};
 pub use place::{Placed, Workload};
-pub use work::{Demand, TimeClass};
+pub use work::{Demand, Kernel, TimeClass};
 
 use lockstep_ir::TypeError;
 

@@ -2,11 +2,11 @@
 
 use crate::events::{self, Channel, Outcome, Point, Repetition, SegmentTime};
 use crate::price::{AtPeak, Site};
-use crate::work::{Demand, meets};
-use crate::{Framework, Hardware, SimError, Terms};
+use crate::work::{Demand, Kernel, meets};
+use crate::{Framework, Hardware, Measured, SimError, Terms};
 use lockstep_ir::program::{Lifetime, Segment, StepProgram, Stream};
 use lockstep_ir::{Mesh, TypeError};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What an instruction does to the streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,6 +55,8 @@ struct Code {
 pub(crate) struct RoleWork {
     pub stage: usize,
     demands: Vec<Demand>,
+    /// Whose each demand is.
+    kernels: Vec<Kernel>,
     runs: Vec<Run>,
     code: Vec<Code>,
     pub slots: Vec<usize>,
@@ -144,6 +146,18 @@ impl Workload {
         };
         Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect() }
     }
+
+    /// The work on a machine that was measured, and what had to be estimated from other ops because it was not.
+    pub fn measured(&self, on: &Measured<'_>, framework: &Framework) -> (Placed<'_>, BTreeSet<String>) {
+        let mut unmeasured = BTreeSet::new();
+        let mut of = |(demand, kernel): (&Demand, &Kernel)| {
+            let seconds = on.setting.seconds(*kernel, demand, &self.mesh, &mut unmeasured);
+            AtPeak::Measured { seconds: seconds * on.factor }
+        };
+        let mut role = |role: &RoleWork| role.demands.iter().zip(&role.kernels).map(&mut of).collect();
+        let roles = self.roles.iter().map(&mut role).collect();
+        (Placed { work: self, framework: framework.clone(), roles }, unmeasured)
+    }
 }
 
 impl RoleWork {
@@ -185,7 +199,7 @@ impl RoleWork {
                 if matches!(kind, Kind::Gather | Kind::Reduce) {
                     started.push(i);
                 }
-                run.steps.push(Step { demand: demands.index(demand), kind, waits });
+                run.steps.push(Step { demand: demands.index((demand, Kernel::of(instr))), kind, waits });
             }
             if !run.steps.is_empty() {
                 list.push(runs.index(run));
@@ -194,7 +208,8 @@ impl RoleWork {
         }
         let (slots, micro_batches) = (Vec::new(), Vec::new());
         let memory_bytes = memory(program);
-        Ok(Self { stage: here, demands: demands.all, runs: runs.all, code, slots, micro_batches, memory_bytes })
+        let (demands, kernels) = demands.all.into_iter().unzip();
+        Ok(Self { stage: here, demands, kernels, runs: runs.all, code, slots, micro_batches, memory_bytes })
     }
 
     pub fn name(&self, segment: usize) -> (&'static str, usize) {

@@ -54,6 +54,10 @@ pub enum AtPeak {
         bytes_s: f64,
         crosses_nodes: bool,
     },
+    /// Measured.
+    Measured {
+        seconds: f64,
+    },
 }
 
 impl AtPeak {
@@ -108,6 +112,7 @@ impl AtPeak {
         let memory = 1.0 / terms.memory_efficiency;
         match *self {
             AtPeak::Nothing => 0.0,
+            AtPeak::Measured { seconds } => seconds,
             AtPeak::Matmul { flops_s, bytes_s, filled, misaligned, gradients, logits } => {
                 let rate = terms.matmul_efficiency
                     * (terms.matmul_waves * filled).exp()

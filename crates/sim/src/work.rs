@@ -3,7 +3,7 @@
 use crate::collective::Pattern;
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{BufferId, Instr, Segment, StepProgram, Sum};
-use lockstep_ir::{Axes, DType, MeshAxis, Op, TypeError};
+use lockstep_ir::{Axes, DType, MeshAxis, Op, OpKind, TypeError};
 use std::collections::BTreeSet;
 
 /// What an instruction asks of the hardware. Instructions that ask the same take the same time.
@@ -95,6 +95,23 @@ pub enum Demand {
     },
 }
 
+/// Which kernel an instruction is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Kernel {
+    /// The op.
+    pub op: OpKind,
+    /// The type that it computes in.
+    pub dtype: DType,
+}
+
+impl Kernel {
+    /// That of an instruction.
+    pub fn of(instr: &Instr) -> Self {
+        let mut types = instr.inputs.iter().map(|a| a.ty.dtype);
+        Self { op: instr.op.kind(), dtype: types.find(|t| t.is_float()).unwrap_or(DType::F32) }
+    }
+}
+
 /// What time is spent on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TimeClass {
@@ -156,7 +173,7 @@ impl Demand {
         let size = |letters: &str| dims.product(letters) as u64;
         let wanted: Vec<bool> = instr.outputs.iter().map(Option::is_some).collect();
         let flops = instr.op.flops(&types, &wanted)?;
-        let dtype = types.iter().map(|ty| ty.dtype).find(|t| t.is_float()).unwrap_or(DType::F32);
+        let dtype = Kernel::of(instr).dtype;
         let sums = instr.outputs.iter().flatten().any(|a| a.sum != Sum::No);
         let matmul = |rows: u64, cols: u64, inner: u64| Demand::Matmul {
             rows,

@@ -3,7 +3,7 @@
 use crate::compare::fill;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
-use crate::{Devices, Session, TrainError, observed_timeline};
+use crate::{Devices, Prediction, Session, TrainError, observed_timeline, predict};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_exec::ExecError;
 use lockstep_ir::{StepProgram, StepScalars};
@@ -49,6 +49,9 @@ pub struct BenchResult {
     pub peak_tflops: f64,
     /// What that is: a `measured matmul peak`, or a `published peak`.
     pub peak: &'static str,
+    /// What was predicted before the first step, where this machine has a profile or the catalogue its GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prediction: Option<Prediction>,
     /// Seconds until the first step was done: compilation, libraries, plans, weights and all.
     pub first_step_s: f64,
     /// Seconds until the third was.
@@ -126,8 +129,12 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         start += begun.elapsed();
     }
     let mut session = Session::new(devices, config, &plan)?;
-    let notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
-    let positions = config.train.micro_batch * config.train.seq;
+    let mut notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
+    let prediction = predict(devices, &plan).unwrap_or_else(|error| {
+        notes.push(format!("warning: no prediction: {error}"));
+        None
+    });
+    let positions = config.round() * config.train.seq;
     for m in 0..plan.layout.micro_batches {
         fill(&mut session, config, 0, m, m * positions, positions)?;
     }
@@ -222,6 +229,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         mfu: flops / matmul_peak,
         peak_tflops: matmul_peak / 1e12,
         peak: devices.peak_name(&plan),
+        prediction,
         first_step_s,
         warm_up_s,
         arena_bytes,

@@ -4,7 +4,9 @@
 //! directory holds. It computes nothing itself (executors do) and prints nothing (it reports [`Event`]s).
 #![forbid(unsafe_code)]
 
+mod analysis;
 pub mod bench;
+mod calibrate;
 mod catalogue;
 mod changes;
 mod checkpoints;
@@ -17,10 +19,12 @@ mod evaluate;
 mod event;
 mod feed;
 mod generate;
+mod gpus;
 mod hf;
 mod inherited;
 mod initial;
 mod loss_scale;
+mod machine;
 mod noise;
 mod processes;
 mod profile;
@@ -39,6 +43,8 @@ mod text;
 mod timeline;
 mod trained;
 
+pub use analysis::{Analysis, ClassTime, Learned, analyze, learn};
+pub use calibrate::{SaveSpec, measure_machine};
 pub use catalogue::{catalogue, catalogue_folder};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
@@ -50,8 +56,10 @@ pub use error::TrainError;
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use event::{Event, GpuMetrics, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate};
+pub use gpus::SHARES as SHARES_GPUS;
 pub use hf::{ExportOptions, Exported, Imported, export, import};
 pub use inherited::inherited;
+pub use machine::{Prediction, machine_profile, machines_folder, predict, processor, save_machine};
 pub use noise::Measured;
 pub use processes::Processes;
 pub use profile::{OpTime, Profile};

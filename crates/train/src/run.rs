@@ -6,6 +6,7 @@ mod tests;
 
 pub(crate) use start::resume;
 
+use crate::analysis::MeasuredStep;
 use crate::event::{Event, GpuMetrics, StepMetrics};
 use crate::hf::ATTACHMENT;
 use crate::loss_scale::LossScale;
@@ -132,9 +133,6 @@ fn run_here(
     }
     // What can be refused without touching the directory is refused first.
     let unchanged = plan(devices, config)?;
-    if team.0.is_some() && unchanged.target != Target::Cpu {
-        return Err(TrainError::ProcessesOnGpu);
-    }
     let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);
@@ -200,6 +198,8 @@ struct Run<'a> {
     outcome: Outcome,
     profile_steps: Option<RangeInclusive<u64>>,
     profiled: Vec<ProfiledStep>,
+    /// The step whose instructions are timed for what was predicted of it.
+    observed_step: Option<u64>,
 }
 
 impl Run<'_> {
@@ -333,7 +333,7 @@ impl Run<'_> {
     }
 
     fn profiles(&self, step: u64) -> bool {
-        self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
+        self.observed_step == Some(step) || self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
     }
 
     /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
@@ -349,7 +349,13 @@ impl Run<'_> {
             false => self.session.queue_step(&self.train, batch, &scalars)?,
             true => {
                 let (result, timings) = self.session.profile_batch(&self.train, batch, &scalars)?;
-                self.profiled.push(ProfiledStep { step: before + 1, timings });
+                if self.observed_step == Some(before + 1) {
+                    let measured = MeasuredStep::new(self.devices, self.plan, before + 1, timings.clone())?;
+                    self.dir.measured(&measured)?;
+                }
+                if self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&(before + 1))) {
+                    self.profiled.push(ProfiledStep { step: before + 1, timings });
+                }
                 QueuedStep::done(result)
             }
         };

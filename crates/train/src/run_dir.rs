@@ -1,7 +1,8 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
+use crate::analysis::{MEASURED, MeasuredStep};
 use crate::changes::{self, CHANGES};
-use crate::{StepMetrics, TrainError};
+use crate::{Prediction, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
 use lockstep_plan::Plan;
@@ -22,10 +23,10 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 8] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, "data", CHECKPOINTS];
+const OURS: [&str; 9] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, "data", CHECKPOINTS];
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 6] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES];
+const RECORDS: [&str; 7] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED];
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -137,7 +138,7 @@ impl RunDir {
         &mut self,
         resolved: &str,
         changes: &[Change],
-        plan: &Plan,
+        (plan, prediction): (&Plan, Option<&Prediction>),
         step: u64,
         written: u64,
     ) -> Result<Vec<(u64, u64)>, TrainError> {
@@ -156,6 +157,7 @@ impl RunDir {
             "tokens_per_step": plan.tokens_per_step,
             "model_flops_per_token": plan.model_flops_per_token(),
             "memory": plan.memory,
+            "prediction": prediction,
         });
         self.replace(PLAN, format!("{summary:#}\n").as_bytes())?;
         let mut metrics = self.read(METRICS)?;
@@ -190,6 +192,14 @@ impl RunDir {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
             text => text.map(Some).map_err(|e| TrainError::io("read", &path, e)),
         }
+    }
+
+    /// Writes `measured.json`.
+    pub(crate) fn measured(&self, measured: &MeasuredStep) -> Result<(), TrainError> {
+        if self.lock.is_none() {
+            return Ok(());
+        }
+        self.replace(MEASURED, format!("{:#}\n", json!(measured)).as_bytes())
     }
 
     /// Adds a line to `metrics.jsonl`.

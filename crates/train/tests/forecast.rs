@@ -1,9 +1,10 @@
 //! The simulator over programs of real configs.
 
 use lockstep_config::Config;
-use lockstep_ir::StepProgram;
+use lockstep_ir::{DType, StepProgram};
 use lockstep_plan::{Plan, plan};
-use lockstep_sim::{Catalogue, Constants, Forecast, Framework, Hardware, Workload, simulate};
+use lockstep_sim::machine::{Family, Point, Table};
+use lockstep_sim::{Catalogue, Constants, Forecast, Framework, Hardware, MachineProfile, Setting, Workload, simulate};
 use lockstep_train::Devices;
 
 fn planned(text: &str) -> Plan {
@@ -112,4 +113,46 @@ fn llama_3_405b_runs_at_about_the_published_mfu() {
         let found = forecast(&plan, &hardware);
         assert!((found.mfu / published - 1.0).abs() < 0.1, "dp = {dp}, cp = {cp}: {} {published}", found.mfu);
     }
+}
+
+/// A machine whose matmuls of every kind reach 10 GFLOP/s, and on which nothing else takes any time.
+fn planted() -> MachineProfile {
+    let table = |op: &str, family: Family, size: &[f64], seconds: f64| {
+        let points = vec![Point { size: size.to_vec(), seconds }];
+        Table { op: op.to_owned(), dtype: DType::F32, family, points }
+    };
+    let mut tables: Vec<Table> = ["linear", "linear_grad_input", "linear_grad_weight", "linear_cross_entropy"]
+        .map(|op| table(op, Family::Matmul, &[64.0, 64.0, 64.0, 1.0, 1.0], 2.0 * 64f64.powi(3) / 1e10))
+        .into();
+    for op in ["attention", "attention_grad"] {
+        tables.push(table(op, Family::Attention, &[64.0, 16.0, 1e6, 1e4], 1e-12));
+    }
+    tables.push(table("adamw", Family::Bytes, &[1e6], 1e-12));
+    let setting = Setting { threads: 1, bytes_per_s: 1e30, tables, ..Setting::nominal() };
+    MachineProfile { name: "planted".into(), processor: String::new(), saved_unix_s: 0, settings: vec![setting] }
+}
+
+#[test]
+fn a_machine_of_planted_rates_gives_the_time_that_a_hand_computes() {
+    let (layers, dim, ffn, vocab, tokens) = (3, 64, 160, 256, 4 * 64);
+    let text = format!(
+        "[model]\nvocab_size = {vocab}\nlayers = {layers}\ndim = {dim}\nheads = 4\nkv_heads = 4\nffn = {ffn}\n[train]\nseq = 64\n\
+         global_batch = 4\nmicro_batch = 2\ndevice = \"cpu\"\nthreads = 1\n[precision]\npolicy = \"fp32\"\n"
+    );
+    let profile = planted();
+    let measured = profile.measured(1, 1).unwrap();
+    let price = |text: &str| {
+        let plan = planned(text);
+        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &Framework::lockstep()).unwrap();
+        work.measured(&measured, &Framework::lockstep()).0.price(&measured.setting.terms()).unwrap()
+    };
+    // Forward, and twice as much backward: q, k, v, o; gate, up, down; the head.
+    let weights = layers * (4 * dim * dim + 3 * dim * ffn) + dim * vocab;
+    let expected = 6.0 * (weights * tokens) as f64 / 1e10;
+    let found = price(&text);
+    assert!((found / expected - 1.0).abs() < 1e-3, "{found} {expected}");
+    // Everything in the layers is computed once more.
+    let again = price(&format!("{text}[recompute]\npolicy = \"full\"\n"));
+    let most = expected + 2.0 * (layers * (4 * dim * dim + 3 * dim * ffn) * tokens) as f64 / 1e10;
+    assert!(again > 1.15 * found && again <= 1.001 * most, "{again} {found} {most}");
 }

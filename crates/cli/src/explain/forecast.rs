@@ -8,6 +8,7 @@ use lockstep_ir::units::{self, thousands};
 use lockstep_ir::{Axes, StepProgram};
 use lockstep_plan::Plan;
 use lockstep_sim::{Constants, Demand, Forecast, Framework, Hardware, InstructionTime, Interval, Workload};
+use lockstep_train::{Devices, machine_profile};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,8 @@ pub(super) struct Predicted {
     pub forecast: Forecast,
     /// By role and segment.
     instructions: Vec<Vec<Vec<InstructionTime>>>,
+    /// Where it is this machine: the profile that was used, and what that never measured.
+    profile: Option<(String, Vec<String>)>,
 }
 
 impl Predicted {
@@ -27,11 +30,29 @@ impl Predicted {
         let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &framework)?;
         let placed = work.on(hardware, &framework);
         let forecast = placed.forecast(&plan.asked(), hardware, &terms)?;
-        Ok(Self { hardware: hardware.clone(), forecast, instructions: placed.instructions(&terms) })
+        let instructions = placed.instructions(&terms);
+        Ok(Self { hardware: hardware.clone(), forecast, instructions, profile: None })
+    }
+
+    /// By the profile of this machine, where it has one.
+    pub(super) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>, Failure> {
+        let Some(profile) = machine_profile(devices, plan)? else { return Ok(None) };
+        let Some(measured) = profile.measured(plan.layout.mesh.ranks(), plan.threads) else { return Ok(None) };
+        let framework = Framework::lockstep();
+        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &framework)?;
+        let (placed, unmeasured) = work.measured(&measured, &framework);
+        let (hardware, terms) = (measured.setting.hardware(&profile.name), measured.setting.terms());
+        let forecast = placed.forecast(&plan.asked(), &hardware, &terms)?;
+        let instructions = placed.instructions(&terms);
+        let profile = Some((profile.name.clone(), unmeasured.into_iter().collect()));
+        Ok(Some(Self { hardware, forecast, instructions, profile }))
     }
 
     /// What it was predicted for.
     pub(super) fn place(&self) -> String {
+        if let Some((name, _)) = &self.profile {
+            return format!("rank of this machine, profile {name}");
+        }
         let Hardware { gpu, cluster } = &self.hardware;
         format!("{} in {}", gpu.label(), cluster.label)
     }
@@ -41,6 +62,10 @@ impl Predicted {
         value["gpu"] = json!(self.hardware.gpu.name);
         value["cluster"] = json!(self.hardware.cluster);
         value["unverified"] = json!(self.hardware.unverified());
+        if let Some((name, unmeasured)) = &self.profile {
+            value["profile"] = json!(name);
+            value["unmeasured"] = json!(unmeasured);
+        }
         value
     }
 
@@ -67,6 +92,10 @@ impl Predicted {
         let unverified = self.hardware.unverified();
         if !unverified.is_empty() {
             let list = format!("unverified figures of the catalogue: {}", unverified.join(", "));
+            text.push_str(&format!("  {}\n", wrapped(&list, "    ")));
+        }
+        if let Some((_, unmeasured)) = self.profile.as_ref().filter(|(_, unmeasured)| !unmeasured.is_empty()) {
+            let list = format!("never measured, estimated from other ops: {}", unmeasured.join(", "));
             text.push_str(&format!("  {}\n", wrapped(&list, "    ")));
         }
         text

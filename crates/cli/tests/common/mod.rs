@@ -67,7 +67,7 @@ impl Place {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
         // Not what the user has measured.
-        command.env("LOCKSTEP_HARDWARE", self.path("hardware"));
+        command.env("LOCKSTEP_HARDWARE", self.path("hardware")).env("LOCKSTEP_MACHINES", self.path("machines"));
         command
     }
 

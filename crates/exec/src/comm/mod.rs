@@ -15,6 +15,7 @@ pub mod measure;
 mod message_queue;
 mod peers;
 pub mod processes;
+pub mod rates;
 mod rendezvous;
 mod sum;
 #[cfg(test)]
@@ -273,7 +274,7 @@ fn index_in(
 }
 
 /// First element and number of elements of the slice that a member of a group of `members` adds: whole cache lines.
-fn slice_of(member: usize, members: usize, piece: &Piece) -> (usize, usize) {
+pub fn slice_of(member: usize, members: usize, piece: &Piece) -> (usize, usize) {
     let line = 64 / piece.dtype.bytes();
     let size = piece.elements.div_ceil(members).next_multiple_of(line);
     let start = piece.elements.min(member * size);

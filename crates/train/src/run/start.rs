@@ -13,13 +13,14 @@ use crate::noise::{Noise, NoiseBits};
 use crate::processes::{Processes, Stop};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
-use crate::{Devices, Existing, RunData, RunDir, RunTokenizer, TrainError, data_folder, settled};
+use crate::{Devices, Existing, Prediction, RunData, RunDir, RunTokenizer, TrainError, data_folder, predict, settled};
 use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
 use lockstep_exec::Note;
 use lockstep_ir::MeshAxis;
 use lockstep_ir::blocks::document_blocks;
+use lockstep_ir::units;
 use lockstep_plan::Plan;
 use serde_json::json;
 use std::time::Instant;
@@ -68,7 +69,7 @@ pub(super) fn start<'a>(
 ) -> Result<Run<'a>, TrainError> {
     let (config, team) = (&course.config, devices.team());
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
-    if let Some(why) = Devices::not_taken(config) {
+    if let Some(why) = devices.not_taken(config) {
         show(Event::Warning(&why));
     }
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));
@@ -151,8 +152,17 @@ pub(super) fn start<'a>(
         Some(step) => dir.set_later_aside(step)?,
         None => (Vec::new(), None),
     };
+    let prediction = predict(devices, plan).unwrap_or_else(|error| {
+        show(Event::Warning(&format!("no prediction: {error}")));
+        None
+    });
+    if let Some(Prediction { by, forecast, .. }) = &prediction {
+        let (step, tokens) = (units::seconds(forecast.step_s), units::count(forecast.tokens_per_s as u64));
+        show(Event::Note(&Note::Cost(format!("predicted: {step} a step, {tokens} tokens/s ({by})"))));
+    }
     let written = step - u64::from(pending.is_some());
-    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, plan, step, written)? {
+    let foreseen = (plan, prediction.as_ref());
+    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, foreseen, step, written)? {
         let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
         show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
     }
@@ -245,6 +255,8 @@ pub(super) fn start<'a>(
         outcome,
         profile_steps: None,
         profiled: Vec::new(),
+        // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
+        observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
     })
 }
 

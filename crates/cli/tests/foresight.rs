@@ -1,0 +1,88 @@
+//! This machine's profile: what train, explain and bench say by it, beside what is measured.
+
+mod common;
+
+use common::Place;
+use lockstep_ir::DType;
+use lockstep_plan::Target;
+use lockstep_sim::machine::{Family, Point, Table};
+use lockstep_sim::{MachineProfile, Setting};
+use lockstep_train::{Devices, processor};
+use serde_json::Value;
+
+/// A profile of this machine whose rates nobody measured: matmuls at 1 TFLOP/s.
+fn planted() -> MachineProfile {
+    let points = vec![Point { size: vec![64.0, 64.0, 64.0, 1.0, 1.0], seconds: 2.0 * 64f64.powi(3) / 1e12 }];
+    let table = Table { op: "linear".into(), dtype: DType::F32, family: Family::Matmul, points };
+    let setting = Setting { threads: 1, tables: vec![table], ..Setting::nominal() };
+    let processor = processor(&Devices::new(), Target::Cpu).unwrap();
+    MachineProfile { name: "planted".into(), processor, saved_unix_s: 1, settings: vec![setting] }
+}
+
+fn json(place: &Place, file: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(place.path(file)).unwrap()).unwrap()
+}
+
+const SET: [&str; 8] = [
+    "--set",
+    "train.steps=8",
+    "--set",
+    "train.threads=1",
+    "--set",
+    "train.device=\"cpu\"",
+    "--set",
+    "train.validate_every=0",
+];
+
+#[test]
+fn a_run_writes_what_was_predicted_is_analyzed_and_learned_from() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("machines")).unwrap();
+    let file = place.path("machines/planted.toml");
+    std::fs::write(&file, planted().to_toml()).unwrap();
+    let train = |dir: &str| place.ok(&[&["train", "run.toml", "--run-dir", dir][..], &SET].concat());
+    train("first");
+    let before = &json(&place, "first/plan.json")["prediction"];
+    assert_eq!((&before["by"], &before["measured_as_run"]), (&"profile planted".into(), &true.into()));
+    assert!(before["step_s"].as_f64().unwrap() > 0.0 && before["tokens_per_s"].as_f64().unwrap() > 0.0);
+    assert!(before["unmeasured"].as_array().unwrap().contains(&"adamw f32".into()), "{before}");
+    let shown = place.ok(&["explain", "--analyze", "first"]);
+    for part in
+        ["predicted by profile planted", "matmul", "optimizer", "step", "they part most in", "bench --learn first"]
+    {
+        assert!(shown.contains(part), "{part}: {shown}");
+    }
+    let learned = place.ok(&["bench", "--learn", "first"]);
+    assert!(learned.contains("times by op and size added to"), "{learned}");
+    train("second");
+    let analysis = |dir: &str| -> Value {
+        serde_json::from_str(&place.ok(&["explain", "--analyze", dir, "--format", "json"])).unwrap()
+    };
+    let apart = |dir: &str| {
+        let found = analysis(dir);
+        let [predicted, measured] = ["predicted_step_s", "measured_step_s"].map(|key| found[key].as_f64().unwrap());
+        (predicted / measured).ln().abs()
+    };
+    assert!(apart("second") < apart("first"), "{} {}", analysis("first"), analysis("second"));
+    assert_eq!(analysis("second")["unmeasured"], Value::Array(Vec::new()));
+    // explain says it by itself.
+    let explained = place.ok(&[&["explain", "run.toml"][..], &SET].concat());
+    assert!(explained.contains("profile planted") && explained.contains("step time"), "{explained}");
+}
+
+#[test]
+fn a_profile_that_cannot_be_read_is_named_by_line_and_stops_no_run() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("machines")).unwrap();
+    let text = planted().to_toml().replace("op = \"linear\"", "op = \"liner\"");
+    std::fs::write(place.path("machines/planted.toml"), text).unwrap();
+    let errors = place.fails(2, &["explain", "run.toml"]);
+    assert!(errors.contains("machines/planted.toml: line ") && errors.contains("there is no op \"liner\""), "{errors}");
+    let output = place.run(&[&["train", "run.toml"][..], &SET].concat());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("no prediction:"), "{said}");
+    let errors = place.fails(2, &["explain", "--analyze", "runs/run"]);
+    assert!(errors.contains("the run has no prediction") && errors.contains("bench --save"), "{errors}");
+    let errors = place.fails(2, &["bench", "--save", "a/b"]);
+    assert!(errors.contains("a profile's name has letters"), "{errors}");
+}

@@ -1,0 +1,197 @@
+//! Predicted beside measured: what a run said before it began against what its steps took, and what a profile learns from it.
+
+use crate::machine::{observed, processor, profile_file, profile_of, shared_by};
+use crate::{Devices, Prediction, StepMetrics, TrainError};
+use lockstep_exec::Timing;
+use lockstep_plan::{Plan, Target};
+use lockstep_sim::{MachineProfile, Setting, SimError};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What a run measured of one of its steps: the file of a run directory.
+pub(crate) const MEASURED: &str = "measured.json";
+
+/// One step of a run whose instructions were timed.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct MeasuredStep {
+    /// Which.
+    step: u64,
+    /// Seconds of the first rank's kernels, by what they were spent on.
+    classes: BTreeMap<String, f64>,
+    /// The times by op and size, in the form of a machine's profile.
+    points: String,
+}
+
+impl MeasuredStep {
+    /// What the timed instructions of a step say.
+    pub fn new(devices: &Devices, plan: &Plan, step: u64, timings: Vec<Timing>) -> Result<Self, TrainError> {
+        let processor = processor(devices, plan.target)?;
+        let (ranks, threads) = shared_by(plan);
+        let known = profile_of(&processor)?.and_then(|(_, p)| Some(p.measured(ranks, threads)?.setting.clone()));
+        let nominal = Setting { ranks, threads, ..Setting::nominal() };
+        let mut setting = Setting { ranks, threads, tables: Vec::new(), ..known.unwrap_or(nominal) };
+        let (tables, classes) = observed(plan, &setting, &[timings])?;
+        setting.add(tables);
+        let name = "run".to_owned();
+        let points = MachineProfile { name, processor, saved_unix_s: 0, settings: vec![setting] }.to_toml();
+        Ok(Self { step, classes, points })
+    }
+}
+
+/// Time of one class of ops in a step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ClassTime {
+    /// The class.
+    pub class: String,
+    /// Seconds as predicted; none where that was not.
+    pub predicted_s: Option<f64>,
+    /// Seconds as measured, of one step; none where that was not.
+    pub measured_s: Option<f64>,
+}
+
+/// Predicted beside measured.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Analysis {
+    /// What the prediction rests on.
+    pub by: String,
+    /// Seconds of a step as predicted.
+    pub predicted_step_s: f64,
+    /// Median seconds of the steps that were taken.
+    pub measured_step_s: f64,
+    /// How many they are.
+    pub steps: usize,
+    /// The step whose instructions were timed.
+    pub profiled_step: Option<u64>,
+    /// By class of ops, on a rank of the first stage.
+    pub classes: Vec<ClassTime>,
+    /// Ops that the prediction had to estimate from others.
+    pub unmeasured: Vec<String>,
+}
+
+/// What is left of a step beside its kernels.
+const REST: &str = "communication, waits, host";
+
+impl Analysis {
+    /// The class in which they part most, and by how many seconds it took longer than predicted.
+    pub fn parts_most(&self) -> Option<(&str, f64)> {
+        let apart = |c: &ClassTime| Some((c.measured_s? - c.predicted_s.unwrap_or(0.0)).abs());
+        let most = self.classes.iter().max_by(|a, b| apart(a).unwrap_or(0.0).total_cmp(&apart(b).unwrap_or(0.0)))?;
+        Some((&most.class, most.measured_s? - most.predicted_s.unwrap_or(0.0)))
+    }
+}
+
+fn unusable(file: &Path, reason: &str, hint: &str) -> TrainError {
+    TrainError::Hardware(SimError::File {
+        file: file.display().to_string(),
+        reason: reason.to_owned(),
+        hint: hint.to_owned(),
+    })
+}
+
+fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, TrainError> {
+    match fs::read_to_string(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(TrainError::io("read", path, e)),
+        Ok(text) => serde_json::from_str(&text)
+            .map(Some)
+            .map_err(|e| unusable(path, &e.to_string(), "the run must have written it: train again")),
+    }
+}
+
+/// Reads what a run predicted and what it measured.
+pub fn analyze(run: &Path) -> Result<Analysis, TrainError> {
+    let plan = run.join("plan.json");
+    let written: Value = json(&plan)?.ok_or_else(|| {
+        unusable(&plan, "there is no such file", "name the directory of a run that train has written")
+    })?;
+    let prediction: Prediction = serde_json::from_value(written["prediction"].clone()).map_err(|_| {
+        let hint = "measure this machine with lockstep bench --save NAME, and train again";
+        unusable(&plan, "the run has no prediction: the machine had no profile when it began", hint)
+    })?;
+    let lines = fs::read_to_string(run.join("metrics.jsonl")).unwrap_or_default();
+    let steps: Vec<StepMetrics> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let profiled: Option<MeasuredStep> = json(&run.join(MEASURED))?;
+    // The first step touches new memory; the profiled one is slower on a GPU.
+    let counts = |s: &&StepMetrics| s.step > 1 && profiled.as_ref().is_none_or(|p| p.step != s.step);
+    let mut times: Vec<f64> = steps.iter().filter(counts).map(|s| s.step_s).collect();
+    if times.is_empty() {
+        times = steps.iter().map(|s| s.step_s).collect();
+    }
+    times.sort_by(f64::total_cmp);
+    let measured_step_s = *times.get(times.len() / 2).ok_or_else(|| {
+        unusable(&run.join("metrics.jsonl"), "the run has taken no step", "let it take some steps first")
+    })?;
+    let Some(role) = prediction.forecast.roles.first() else {
+        return Err(unusable(&plan, "the prediction has no roles", "train again"));
+    };
+    let kernel = |class: &str| ["matmul", "attention", "memory-bound", "optimizer"].contains(&class);
+    let names: BTreeSet<&str> = role.classes.keys().map(String::as_str).filter(|class| kernel(class)).collect();
+    let mut classes: Vec<ClassTime> = names
+        .into_iter()
+        .map(|class| ClassTime {
+            class: class.to_owned(),
+            predicted_s: role.classes.get(class).copied(),
+            measured_s: profiled.as_ref().map(|p| p.classes.get(class).copied().unwrap_or(0.0)),
+        })
+        .collect();
+    let rest = |step_s: f64, kernels: f64| step_s - kernels;
+    let predicted: f64 = classes.iter().filter_map(|c| c.predicted_s).sum();
+    let measured: Option<f64> = classes.iter().map(|c| c.measured_s).sum();
+    classes.push(ClassTime {
+        class: REST.into(),
+        predicted_s: Some(rest(prediction.forecast.step_s, predicted)),
+        measured_s: measured.map(|measured| rest(measured_step_s, measured)),
+    });
+    Ok(Analysis {
+        by: prediction.by,
+        predicted_step_s: prediction.forecast.step_s,
+        measured_step_s,
+        steps: times.len(),
+        profiled_step: profiled.map(|p| p.step),
+        classes,
+        unmeasured: prediction.unmeasured,
+    })
+}
+
+/// What a profile learned.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Learned {
+    /// The profile's file.
+    pub file: PathBuf,
+    /// Times that were added, or replaced those of the same size.
+    pub points: usize,
+}
+
+/// Adds what a run measured to the profile of the machine that it ran on, which is this one.
+pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
+    let path = run.join(MEASURED);
+    let measured: MeasuredStep = json(&path)?.ok_or_else(|| {
+        let hint =
+            "measure this machine with lockstep bench --save NAME, and train again: such a run times one of its steps";
+        unusable(&path, "there is no such file", hint)
+    })?;
+    let found = MachineProfile::parse(&path.display().to_string(), &measured.points)?;
+    let mut here = vec![processor(devices, Target::Cpu)?];
+    here.extend(processor(devices, Target::Cuda { deterministic: false }));
+    if !here.contains(&found.processor) {
+        let reason = format!("the run was on {}, and this is {}", found.processor, here.join(" and "));
+        return Err(unusable(&path, &reason, "learn on the machine that it ran on"));
+    }
+    let Some((file, mut profile)) = profile_of(&found.processor)? else {
+        let reason = format!("there is no profile of {}", found.processor);
+        return Err(unusable(&path, &reason, "measure this machine first: lockstep bench --save NAME"));
+    };
+    let mut points = 0;
+    for setting in found.settings {
+        points += setting.tables.iter().map(|t| t.points.len()).sum::<usize>();
+        match profile.setting_mut(setting.ranks, setting.threads) {
+            Some(known) => known.add(setting.tables),
+            None => profile.settings.push(setting),
+        }
+    }
+    profile_file(&file, &profile)?;
+    Ok(Learned { file, points })
+}

@@ -1,0 +1,289 @@
+//! `bench --save`: measures this machine by running the steps of small models, whose every instruction is timed.
+//!
+//! Kernels are timed where they stand in a step: with the caches that their neighbours leave, at the clock that the step runs at, beside
+//! the other ranks. Sizes are spread so that most models lie between them.
+
+use crate::compare::fill;
+use crate::machine::{observed, processor, shared_by};
+use crate::schedule::step_scalars;
+use crate::{Devices, Session, TrainError};
+use lockstep_config::Config;
+use lockstep_exec::comm::{Collective, rates};
+use lockstep_exec::{ExecError, cpu};
+use lockstep_ir::{DType, StepProgram, StepScalars};
+use lockstep_plan::{Plan, Target, plan};
+use lockstep_sim::machine::{Family, Point, Table};
+use lockstep_sim::{Framework, MachineProfile, Measured, Setting, Workload};
+use std::collections::BTreeMap;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct SaveSpec {
+    /// The name of the profile.
+    pub name: String,
+    /// `train.device`.
+    pub device: String,
+    /// Numbers of ranks that share the CPU.
+    pub ranks: Vec<usize>,
+}
+
+/// A small model whose step is timed.
+struct Shape {
+    architecture: &'static str,
+    layers: usize,
+    dim: usize,
+    heads: usize,
+    kv_heads: usize,
+    ffn: usize,
+    vocab: usize,
+    seq: usize,
+    batch: usize,
+}
+
+#[rustfmt::skip]
+const fn shape(
+    architecture: &'static str, layers: usize, dim: usize, [heads, kv_heads]: [usize; 2], ffn: usize, vocab: usize, [batch, seq]: [usize; 2],
+) -> Shape {
+    Shape { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch }
+}
+
+/// On a CPU.
+const SMALL: [Shape; 6] = [
+    shape("llama", 2, 128, [4, 4], 384, 2048, [4, 128]),
+    shape("llama", 2, 256, [4, 2], 768, 8192, [4, 256]),
+    shape("llama", 1, 384, [8, 8], 1024, 16384, [2, 512]),
+    shape("llama", 1, 640, [10, 5], 1792, 4096, [4, 256]),
+    shape("gpt2", 2, 320, [5, 5], 1280, 4096, [4, 192]),
+    shape("llama", 1, 1024, [8, 8], 2816, 4096, [1, 512]),
+];
+
+/// On a GPU.
+const LARGE: [Shape; 9] = [
+    shape("llama", 2, 640, [10, 10], 1792, 50304, [32, 1024]),
+    shape("llama", 2, 512, [8, 8], 1536, 32000, [32, 1024]),
+    shape("gpt2", 3, 1024, [16, 16], 4096, 50304, [16, 1024]),
+    shape("llama", 3, 1536, [12, 4], 4096, 32000, [8, 2048]),
+    shape("llama", 2, 2560, [40, 8], 6912, 64000, [4, 4096]),
+    shape("gpt2", 2, 2048, [16, 16], 8192, 50304, [8, 1024]),
+    shape("llama", 2, 3072, [24, 8], 8192, 80000, [2, 4096]),
+    shape("llama", 2, 4096, [32, 8], 11008, 128256, [1, 4096]),
+    shape("llama", 1, 5120, [40, 8], 16384, 32000, [2, 4096]),
+];
+
+/// Seconds that a model's steps are timed for, and that come before on a GPU, whose clock falls as it heats.
+const WINDOW: f64 = 0.7;
+const WARM: f64 = 0.7;
+
+/// Fewest steps that are timed, and as many are profiled.
+const LEAST: usize = 2;
+
+/// Bytes of the collectives that are timed.
+const SIZES: [usize; 5] = [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26];
+
+impl Shape {
+    fn config(&self, device: &str, precision: &str, ranks: usize, threads: usize) -> Result<Config, TrainError> {
+        let Shape { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch } = self;
+        let kv_heads = if *architecture == "gpt2" { String::new() } else { format!("kv_heads = {kv_heads}\n") };
+        let text = format!(
+            "[model]\narchitecture = \"{architecture}\"\nlayers = {layers}\ndim = {dim}\nheads = {heads}\n{kv_heads}ffn = {ffn}\nvocab_size = {vocab}\n\
+             [train]\nseq = {seq}\nglobal_batch = {}\nmicro_batch = {batch}\ndevice = \"{device}\"\nthreads = {}\n\
+             [precision]\npolicy = \"{precision}\"\n[parallel]\ndp = {ranks}\n",
+            batch * ranks,
+            threads * ranks,
+        );
+        Ok(Config::parse(&text, "bench --save", &[])?)
+    }
+}
+
+/// What the steps of one model took.
+struct Steps {
+    plan: Plan,
+    step_s: f64,
+}
+
+/// Measures this machine. `show` hears what is done, and how many of how many parts are.
+pub fn measure_machine(
+    devices: &Devices,
+    spec: &SaveSpec,
+    show: &mut dyn FnMut(&str, usize, usize),
+) -> Result<MachineProfile, TrainError> {
+    let first = LARGE[0].config(&spec.device, "bf16", 1, cpu::cores())?;
+    let target = Target::of(devices, &first);
+    let saved = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let mut profile = MachineProfile {
+        name: spec.name.clone(),
+        processor: processor(devices, target)?,
+        saved_unix_s: saved,
+        settings: Vec::new(),
+    };
+    let (shapes, precisions): (&[Shape], &[(&str, DType)]) = match target {
+        Target::Cpu => (&SMALL, &[("fp32", DType::F32), ("bf16", DType::BF16)]),
+        Target::Cuda { .. } => (&LARGE, &[("bf16", DType::BF16)]),
+    };
+    let ranks: Vec<usize> = match target {
+        Target::Cpu => spec.ranks.iter().copied().filter(|n| *n <= cpu::cores()).collect(),
+        Target::Cuda { .. } => vec![1],
+    };
+    let (mut done, all) = (0, ranks.len() * precisions.len() * shapes.len());
+    for ranks in ranks {
+        let threads = (cpu::cores() / ranks).max(1);
+        let mut setting = blank(devices, target, ranks, threads, precisions)?;
+        let mut measured = Vec::new();
+        for (precision, _) in precisions {
+            for shape in shapes {
+                let of = if ranks > 1 { format!(", {ranks} ranks") } else { String::new() };
+                show(&format!("steps of a model of dim {}, {precision}{of}", shape.dim), done, all);
+                let config = shape.config(target.name(), precision, ranks, threads)?;
+                measured.push(time(devices, &config, &mut setting)?);
+                done += 1;
+            }
+        }
+        if ranks > 1 {
+            setting.add(collectives(ranks)?);
+        }
+        settle(&mut setting, target, &measured)?;
+        profile.settings.push(setting);
+    }
+    Ok(profile)
+}
+
+/// The peak rates, and no points yet.
+fn blank(
+    devices: &Devices,
+    target: Target,
+    ranks: usize,
+    threads: usize,
+    precisions: &[(&str, DType)],
+) -> Result<Setting, TrainError> {
+    let mut flops_per_s = BTreeMap::new();
+    let mut bytes_per_s = 0.0;
+    for (_, dtype) in precisions {
+        let (flops, bytes) = devices.peaks(target, threads, *dtype)?;
+        flops_per_s.insert(*dtype, flops);
+        bytes_per_s = bytes;
+    }
+    let (threads, units, overlap_cost) = match target {
+        Target::Cpu => (threads, 0, 1.0),
+        Target::Cuda { .. } => (0, devices.gpu()?.device.processors as usize, 0.0),
+    };
+    let (kernel_gap_s, slowdown, tables) = (0.0, 1.0, Vec::new());
+    Ok(Setting { ranks, threads, units, bytes_per_s, flops_per_s, kernel_gap_s, slowdown, overlap_cost, tables })
+}
+
+/// Times the steps of a config, and adds what its kernels took.
+fn time(devices: &Devices, config: &Config, setting: &mut Setting) -> Result<Steps, TrainError> {
+    let plan = devices.tuned(config, plan(devices, config)?)?;
+    let mut session = Session::new(devices, config, &plan)?;
+    let positions = config.round() * config.train.seq;
+    for m in 0..plan.layout.micro_batches {
+        fill(&mut session, config, 0, m, m * positions, positions)?;
+    }
+    let scalars = || step_scalars(config, 0, 0, plan.tokens_per_step);
+    // The first step touches new memory and loads what libraries load late, the second captures a graph.
+    let begun = Instant::now();
+    for i in 0.. {
+        session.run_step(scalars())?;
+        let warm = plan.target == Target::Cpu || begun.elapsed().as_secs_f64() > WARM;
+        if i >= 1 && warm {
+            break;
+        }
+    }
+    let (mut times, mut profiled) = (Vec::new(), Vec::new());
+    let begun = Instant::now();
+    while times.len() < LEAST || begun.elapsed().as_secs_f64() < WINDOW {
+        times.push(step_seconds(&mut session, &scalars)?);
+        profiled.push(session.profile_step(scalars())?.1);
+    }
+    drop(session);
+    times.sort_by(f64::total_cmp);
+    setting.add(observed(&plan, setting, &profiled)?.0);
+    Ok(Steps { step_s: times[times.len() / 2], plan })
+}
+
+/// Seconds of a step. A GPU has the next one queued when this one ends, as in training.
+fn step_seconds(session: &mut Session, scalars: &dyn Fn() -> StepScalars) -> Result<f64, TrainError> {
+    const QUEUED: usize = 4;
+    let begun = Instant::now();
+    let mut current = session.queue_run(scalars())?;
+    if current.is_done() {
+        session.finish(current)?;
+        return Ok(begun.elapsed().as_secs_f64());
+    }
+    let mut ends = Vec::new();
+    for _ in 0..QUEUED {
+        let next = session.queue_run(scalars())?;
+        session.finish(current)?;
+        ends.push(Instant::now());
+        current = next;
+    }
+    session.finish(current)?;
+    Ok(ends[0].elapsed().as_secs_f64() / QUEUED as f64)
+}
+
+fn collectives(ranks: usize) -> Result<Vec<Table>, TrainError> {
+    let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift];
+    let table = |kind: Collective| {
+        let point = |bytes: usize| {
+            let seconds = rates::seconds(ranks, kind, bytes).map_err(ExecError::from)?;
+            Ok(Point { size: vec![ranks as f64, bytes as f64], seconds })
+        };
+        let points = SIZES.into_iter().map(point).collect::<Result<_, TrainError>>()?;
+        Ok(Table { op: kind.name().to_owned(), dtype: DType::F32, family: Family::Together, points })
+    };
+    kinds.into_iter().map(table).collect()
+}
+
+/// Finds what steps take beside the sum of their kernels: on a CPU as a factor, on a GPU per kernel.
+fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<(), TrainError> {
+    let price = |setting: &Setting, plan: &Plan| {
+        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &Framework::lockstep())?;
+        let on = Measured { name: "", setting, factor: 1.0, exact: true };
+        work.measured(&on, &Framework::lockstep()).0.price(&setting.terms())
+    };
+    let mut ratios = Vec::new();
+    let (mut over, mut under) = (0.0, 0.0);
+    for Steps { plan, step_s } in measured {
+        debug_assert_eq!(shared_by(plan), (setting.ranks, setting.threads));
+        let kernels = price(setting, plan)?;
+        ratios.push(step_s / kernels);
+        let gap = Setting { kernel_gap_s: 1e-6, ..setting.clone() };
+        let per_us = (price(&gap, plan)? - kernels) / step_s;
+        over += per_us * (step_s - kernels) / step_s;
+        under += per_us * per_us;
+    }
+    match target {
+        Target::Cpu => {
+            ratios.sort_by(f64::total_cmp);
+            setting.slowdown = ratios[ratios.len() / 2];
+        }
+        Target::Cuda { .. } => setting.kernel_gap_s = 1e-6 * over / under.max(f64::MIN_POSITIVE),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_of_a_measured_model_take_about_what_they_are_priced_at() {
+        let devices = Devices::new();
+        let mut setting = blank(&devices, Target::Cpu, 1, 1, &[("fp32", DType::F32)]).unwrap();
+        let config = shape("llama", 2, 64, [4, 2], 128, 256, [2, 64]).config("cpu", "fp32", 1, 1).unwrap();
+        let measured = [time(&devices, &config, &mut setting).unwrap()];
+        settle(&mut setting, Target::Cpu, &measured).unwrap();
+        for op in
+            ["linear", "linear_grad_weight", "linear_cross_entropy", "attention", "attention_grad", "rms_norm", "adamw"]
+        {
+            assert!(setting.tables.iter().any(|t| t.op == op), "{op}");
+        }
+        let profile =
+            MachineProfile { name: "test".into(), processor: String::new(), saved_unix_s: 0, settings: vec![setting] };
+        let read = MachineProfile::parse("test.toml", &profile.to_toml()).unwrap();
+        let found = crate::machine::predict_by(&read, &measured[0].plan).unwrap();
+        let ratio = found.forecast.step_s / measured[0].step_s;
+        assert!(ratio > 0.9 && ratio < 1.1, "{ratio}");
+        assert!(found.measured_as_run && found.unmeasured.is_empty(), "{:?}", found.unmeasured);
+    }
+}
