@@ -16,7 +16,7 @@ done
 cat >run.toml <<'TOML'
 [model]
 vocab_size = 256
-layers = 4
+layers = 2
 dim = 48
 heads = 4
 kv_heads = 4
@@ -24,11 +24,13 @@ ffn = 96
 [data]
 paths = ["corpus"]
 [train]
-steps = 100
+steps = 60
 seq = 32
-global_batch = 8
+global_batch = 4
 micro_batch = 1
-validate_every = 25
+threads = 1
+validate_every = 20
+validation_sequences = 8
 [checkpoint]
 every = 1
 TOML
@@ -51,18 +53,17 @@ rank_of() {
 
 done_kills=0 reported=0 runs=0 by_rank=(0 0 0 0)
 begin=$(date +%s)
-layouts=("dp=2 tp=2" "dp=2 pp=2" "dp=4 zero=3" "pp=2 tp=2 schedule=zb-v")
+layouts=("dp=4 zero=3" "dp=2 pp=2" "dp=2 tp=2")
 while [ "$done_kills" -lt "$kills" ]; do
     layout=${layouts[$((runs % ${#layouts[@]}))]}
     set=()
     for key in $layout; do set+=(--set "parallel.$key"); done
-    case $layout in dp=4*) set+=(--set train.micro_batch=2) ;; esac
     [ -d "whole-${layout// /-}" ] || "$lockstep" train run.toml --quiet --run-dir "whole-${layout// /-}" "${set[@]}" >/dev/null
     run=killed-$runs
     "$lockstep" launch run.toml --quiet --run-dir "$run" "${set[@]}" --restarts 1000 >"$run.out" 2>"$run.err" &
     launcher=$!
     here=0
-    while kill -0 $launcher 2>/dev/null && [ "$done_kills" -lt "$kills" ] && [ "$here" -lt 15 ]; do
+    while kill -0 $launcher 2>/dev/null && [ "$done_kills" -lt "$kills" ] && [ "$here" -lt 20 ]; do
         # From while processes still look for each other to while they save.
         sleep "$((RANDOM % 2)).$(printf %03d $((RANDOM % 1000)))"
         rank=$((RANDOM % 4))
@@ -86,6 +87,6 @@ while [ "$done_kills" -lt "$kills" ]; do
         reported=$((reported + 1))
     done <"$run.kills"
     runs=$((runs + 1))
-    echo "$layout: $here kills, 100 steps, the bits of the run that nobody disturbed"
+    echo "$layout: $here kills, 60 steps, the bits of the run that nobody disturbed"
 done
 echo "$done_kills kills in $runs runs of 4 processes (ranks 0 to 3: ${by_rank[*]}), $reported reported with their rank; every loss, gradient norm and validation loss the same bit for bit; $(($(date +%s) - begin)) s"

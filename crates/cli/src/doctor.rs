@@ -28,7 +28,7 @@ pub struct Args {
     /// Draws the numbers: the same ones wherever it is the same.
     #[arg(long, value_name = "N", default_value_t = conformance::SEED, requires = "conformance")]
     seed: u64,
-    /// Whose kernels are checked.
+    /// Whose kernels, or communication, are checked.
     #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu", requires = "conformance")]
     device: String,
     /// How to print what this machine has.
@@ -38,7 +38,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     if args.world {
-        return world::run(args.conformance, args.format);
+        return world::run(args.conformance.then_some(args.device.as_str()), args.format);
     }
     if args.conformance {
         return check(&args.device, args.seed);

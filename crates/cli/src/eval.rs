@@ -38,15 +38,24 @@ pub fn run(args: Args) -> Result<(), Failure> {
     });
     let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
     let mut progress = Progress::new(0);
-    let result = evaluate(&Devices::new(), &trained, &text, args.seq.map(|s| s as usize), &mut |event| match event {
-        EvaluateProgress::Warning(text) => {
-            let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
-        }
-        EvaluateProgress::Preparing(p) => progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes),
-        EvaluateProgress::Evaluating { done, total } => {
-            progress.work("evaluating", done, total, |n| format!("{} tokens", units::count(n)));
-        }
-    });
+    let result =
+        evaluate(
+            &Devices::of(&trained.config),
+            &trained,
+            &text,
+            args.seq.map(|s| s as usize),
+            &mut |event| match event {
+                EvaluateProgress::Warning(text) => {
+                    let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
+                }
+                EvaluateProgress::Preparing(p) => {
+                    progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes)
+                }
+                EvaluateProgress::Evaluating { done, total } => {
+                    progress.work("evaluating", done, total, |n| format!("{} tokens", units::count(n)));
+                }
+            },
+        );
     progress.clear();
     let evaluation = result?;
     let mut out = std::io::stdout().lock();

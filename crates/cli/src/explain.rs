@@ -65,8 +65,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let trace = args.trace.as_deref().map(forecast::file).transpose()?;
     let hardware = args.cost.hardware()?;
     let gpu = hardware.as_ref().map(|hardware| &hardware.gpu);
-    let devices = Devices::new();
-    let (config, room) = compare::placed(&devices, args.cost.load(&args.config)?, gpu)?;
+    let config = args.cost.load(&args.config)?;
+    let devices = Devices::of(&config);
+    let (config, room) = compare::placed(&devices, config, gpu)?;
     if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
         return shown.print(args.format);
     }

@@ -42,6 +42,7 @@ impl Failure {
         let text = crate::style::message(&format!("error: {}", self.text)) + "\n";
         // At once, as others may write there. Where nobody listens any more, the exit code still tells.
         let _ = std::io::stderr().write_all(text.as_bytes());
+        lockstep_cuda::end_if_abandoned(self.code);
         ExitCode::from(self.code)
     }
 

@@ -58,7 +58,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let tokens = tokenizer.encode(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
     let ends = trained.end_tokens(&tokenizer)?;
-    let mut generator = Generator::new(&Devices::new(), &trained.config, context, trained.weights())?;
+    let mut generator = Generator::new(&Devices::of(&trained.config), &trained.config, context, trained.weights())?;
 
     let mut screen = Screen::new(tokenizer.clone(), args.format == Format::Text);
     // Shown when the first token is there: an error comes before any text.

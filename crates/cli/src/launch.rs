@@ -3,7 +3,11 @@
 use crate::failure::{Failure, INTERRUPTED};
 use crate::processes::LAUNCHED;
 use crate::{slurm, style, train};
-use lockstep_train::TrainError;
+use lockstep_config::DeviceChoice;
+use lockstep_cuda::{Device, Gpu, check_nccl};
+use lockstep_exec::ExecError;
+use lockstep_exec::comm::processes::host;
+use lockstep_train::{SHARES_GPUS, TrainError};
 use std::ffi::OsString;
 use std::io::Write;
 use std::net::TcpListener;
@@ -24,6 +28,9 @@ pub struct Args {
     /// When a rank fails, start all again from the last checkpoint, up to so many times.
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with_all = ["fresh", "resume_from", "change"])]
     restarts: u32,
+    /// Let ranks share GPUs where there are fewer: to check a layout, slowly.
+    #[arg(long, conflicts_with = "slurm")]
+    share_gpus: bool,
     #[command(flatten)]
     slurm: slurm::Args,
 }
@@ -53,10 +60,16 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     if args.train.dry_run {
         return train::run(args.train);
     }
+    if config.train.device == DeviceChoice::Cuda {
+        require_gpus(ranks, config.train.gpu, args.share_gpus)?;
+    }
+    if args.share_gpus {
+        tell("warning: ranks share GPUs: good to check a layout, slower to train than one rank per GPU");
+    }
     let signals = train::on_interrupt()?;
     for attempt in 0..=args.restarts {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let end = Team::start(&arguments, ranks)?.wait(&signals)?;
+        let end = Team::start(&arguments, ranks, args.share_gpus)?.wait(&signals)?;
         let again = attempt < args.restarts && end.code != 2 && end.failed.is_some() && !end.asked_to_stop;
         if let Some(text) = &end.failed {
             tell(&format!("error: {text}"));
@@ -69,9 +82,20 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Refuses what no rank could do, before there are ranks to refuse it.
+fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
+    let found =
+        Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
+    let gpus = found.map_err(|error| TrainError::from(ExecError::from(error)))?.saturating_sub(first);
+    match ranks > gpus && !share {
+        true => Err(TrainError::FewGpus { host: host(), ranks, gpus }.into()),
+        false => Ok(()),
+    }
+}
+
 /// Runs this program with these arguments as so many ranks, which end with this process.
 pub fn run_ranks(arguments: &[OsString], ranks: usize) -> Result<ExitCode, Failure> {
-    let end = Team::start(arguments, ranks)?.wait(&AtomicBool::new(false))?;
+    let end = Team::start(arguments, ranks, false)?.wait(&AtomicBool::new(false))?;
     if let Some(text) = &end.failed {
         tell(&format!("error: {}", text.split("\nhint: ").next().unwrap_or(text)));
     }
@@ -110,7 +134,7 @@ struct End {
 
 impl Team {
     /// Starts this program again with these arguments, once for every rank.
-    fn start(arguments: &[OsString], ranks: usize) -> Result<Self, Failure> {
+    fn start(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<Self, Failure> {
         // Free now; should somebody else take it before rank 0 does, that says so.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let mut team = Self { children: Vec::new(), ended: vec![None; ranks], killed: vec![None; ranks] };
@@ -121,6 +145,9 @@ impl Team {
             command.process_group(0);
             for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks)] {
                 command.env(name, value.to_string());
+            }
+            if share_gpus {
+                command.env(SHARES_GPUS, format!("lockstep-{}-{rank}", std::process::id()));
             }
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             team.children.push(command.spawn()?);

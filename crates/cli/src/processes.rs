@@ -27,6 +27,8 @@ pub struct Place {
     pub ranks: usize,
     /// Where the first listens.
     pub address: String,
+    /// Which of the processes of its host it is, where that is said.
+    pub local: Option<usize>,
     /// The MPI that started it, if one did.
     pub mpi: Option<MpiLibrary>,
 }
@@ -49,12 +51,18 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
     let open_mpi = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"];
     // By torchrun and `lockstep launch`; by srun, whose batch shell has no step; by Open MPI; by MPICH and its relatives.
     let started = [
-        ("RANK", "WORLD_SIZE", None, None),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", get("SLURM_LAUNCH_NODE_IPADDR"), pmix.or(pmi)),
-        (open_mpi[0], open_mpi[1], local(get, open_mpi[2], open_mpi[1]), Some(MpiLibrary::OpenMpi)),
-        ("PMI_RANK", "PMI_SIZE", local(get, "MPI_LOCALNRANKS", "PMI_SIZE"), Some(MpiLibrary::Mpich)),
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", None, None),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", get("SLURM_LAUNCH_NODE_IPADDR"), pmix.or(pmi)),
+        (
+            open_mpi[0],
+            open_mpi[1],
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            local(get, open_mpi[2], open_mpi[1]),
+            Some(MpiLibrary::OpenMpi),
+        ),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local(get, "MPI_LOCALNRANKS", "PMI_SIZE"), Some(MpiLibrary::Mpich)),
     ];
-    for (rank_name, ranks_name, first, mpi) in started {
+    for (rank_name, ranks_name, local_name, first, mpi) in started {
         let (Some(rank), Some(ranks)) = (number(rank_name)?, number(ranks_name)?) else { continue };
         if ranks <= 1 {
             return Ok(None);
@@ -77,7 +85,7 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
             Some(none) if none == "none" => None,
             Some(file) => Some(MpiLibrary::File(file.into())),
         });
-        return Ok(Some(Place { rank, ranks, address, mpi }));
+        return Ok(Some(Place { rank, ranks, address, local: number(local_name)?, mpi }));
     }
     Ok(None)
 }
@@ -90,7 +98,7 @@ fn local(get: &dyn Fn(&str) -> Option<String>, here: &str, all: &str) -> Option<
 impl Place {
     /// How it joins the others, and how long it waits for them.
     pub fn start(&self, timeout: Duration) -> Result<Start, Failure> {
-        let Place { rank, ranks, address, mpi } = self;
+        let Place { rank, ranks, address, mpi, .. } = self;
         let (address, mpi) = (address.clone(), mpi.clone());
         Ok(Start { rank: *rank, ranks: *ranks, address, timeout, build: build()?, mpi })
     }
@@ -161,7 +169,9 @@ mod tests {
 
     fn check(variables: &[(&str, &str)], rank: usize, ranks: usize, address: &str) -> Option<MpiLibrary> {
         let place = found(variables).unwrap().unwrap();
-        let expected = Place { rank, ranks, address: address.to_owned(), mpi: place.mpi.clone() };
+        let local = variables.iter().find(|(n, _)| n.contains("LOCAL_RANK") || n.contains("LOCALID"));
+        let local = local.map(|(_, value)| value.parse().unwrap());
+        let expected = Place { rank, ranks, address: address.to_owned(), local, mpi: place.mpi.clone() };
         assert_eq!(place, expected, "{variables:?}");
         place.mpi
     }
@@ -172,7 +182,8 @@ mod tests {
         let with = |more: &[(&'static str, &'static str)]| [&master[..], more].concat();
         let mpi = check(&with(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")]), 3, 4, "n1:4321");
         assert_eq!(mpi, None);
-        let slurm = [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_JOB_ID", "70012")];
+        let slurm =
+            [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "70012")];
         assert_eq!(check(&with(&slurm), 1, 2, "n1:4321"), None);
         let by_pmix = [&slurm[..], &[("PMIX_RANK", "1")]].concat();
         assert_eq!(check(&with(&by_pmix), 1, 2, "n1:4321"), Some(MpiLibrary::OpenMpi));
@@ -181,6 +192,7 @@ mod tests {
         check(&[&slurm[..], &[("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")]].concat(), 1, 2, "10.0.0.7:20012");
         let open_mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")];
         check(&with(&open_mpi), 0, 4, "n1:4321");
+        check(&with(&[&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_RANK", "3")]].concat()), 0, 4, "n1:4321");
         let here = [&open_mpi[..], &[("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]].concat();
         assert_eq!(check(&here, 0, 4, "127.0.0.1:29500"), Some(MpiLibrary::OpenMpi));
         // Jobs of one host have ports of their own.

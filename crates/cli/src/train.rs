@@ -100,9 +100,9 @@ fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
     let devices = match &place {
         Some(place) => {
             let start = place.start(Duration::from_secs_f64(config.parallel.timeout))?;
-            Devices::of_processes(Processes::join(&start, &config)?)
+            Devices::of_processes(Processes::join(&start, &config, place.local)?)
         }
-        None => Devices::new(),
+        None => Devices::of(&config),
     };
     let rewinds = args.resume_from.is_some();
     let options = RunOptions {

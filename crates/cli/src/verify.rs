@@ -155,7 +155,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let total = layouts.len();
     let mut done = 0;
-    let results = compare(&Devices::new(), &config, &layouts, args.steps as usize, &mut |c| {
+    let results = compare(&Devices::of(&config), &config, &layouts, args.steps as usize, &mut |c| {
         done += 1;
         eprintln!("{done} of {total}: {}", c.layout);
     })?;

@@ -189,6 +189,9 @@ tables! {
         /// What computes: the CPU, an NVIDIA GPU, or a GPU where one is found.
         device: DeviceChoice = Choice(DeviceChoice::WORDS), Fixed("\"auto\""), Conduct,
             finds ["GPU", "CUDA", "accelerator"];
+        /// Which GPU of the machine to use, counted from 0 among those that CUDA_VISIBLE_DEVICES leaves. Ranks that are processes
+        /// take this one and those behind it, one each in their order on the host.
+        gpu: usize = Count(0, 1023), Fixed("0"), Conduct, finds ["device index", "device_id", "local_rank", "cuda:1"];
         /// On a GPU, whether the same steps give the same bits every time, at the cost of time, and of workspace that grows with
         /// the square of train.seq (explain shows it). The CPU always does.
         deterministic: bool = Bool, Fixed("false"), Conduct, finds ["determinism", "use_deterministic_algorithms"];

@@ -69,6 +69,7 @@ noise_scale = false  # default
 validate_every = 50  # default
 validation_sequences = 64  # default
 device = "auto"  # default
+gpu = 0  # default
 deterministic = false  # default
 threads = 0  # default
 

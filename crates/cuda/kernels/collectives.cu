@@ -1,4 +1,5 @@
-// Collectives of ranks that share the device. Sums are taken in the order of the group, as on the host.
+// Collectives of ranks that share the device, and what others' parts become that another device has sent. Sums are taken in the order
+// of the group, as on the host.
 
 enum Kind { ALL_REDUCE = 0, REDUCE_SCATTER = 1 };
 
@@ -120,3 +121,57 @@ ADD(fixed64, i64)
 GATHER(2, u16)
 GATHER(4, u32)
 GATHER(8, u64)
+
+// Of each tensor: elements, the first rank's part among what was sent, bytes from part to part, this rank's own part, the output.
+template <typename T>
+static __device__ __forceinline__ void add_sent(const Tensors &tensors, int ranks, int me) {
+    const u64 *tensor = tensors.words + blockIdx.y * 5;
+    i64 elements = (i64)tensor[0], step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < elements; i += step) {
+        typename Number<T>::Sum sum;
+        for (int r = 0; r < ranks; r++) {
+            T x = ((const T *)(r == me ? tensor[3] : tensor[1] + r * tensor[2]))[i];
+            sum = r == 0 ? Number<T>::start(x) : Number<T>::add(sum, x);
+        }
+        ((T *)tensor[4])[i] = Number<T>::end(sum);
+    }
+}
+
+// Of each tensor: rows, elements of a rank's part of a row, the first rank's part, bytes from part to part, the whole.
+template <typename T>
+static __device__ __forceinline__ void join_or_cut(const Tensors &tensors, int ranks, int zigzag, int cut) {
+    const u64 *tensor = tensors.words + blockIdx.y * 5;
+    i64 rows = (i64)tensor[0], elements = (i64)tensor[1];
+    i64 all = rows * ranks * elements, step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        Place place = place_of(i, elements, ranks, zigzag);
+        T *part = (T *)(tensor[2] + place.rank * tensor[3]) + place.at, *whole = (T *)tensor[4] + i;
+        if (cut) *part = *whole;
+        else *whole = *part;
+    }
+}
+
+#define ADD_SENT(NAME, T)                                                                                         \
+    extern "C" __global__ void add_sent_##NAME(const __grid_constant__ Tensors tensors, int ranks, int me) {      \
+        add_sent<T>(tensors, ranks, me);                                                                          \
+    }
+ADD_SENT(f32, float)
+ADD_SENT(f64, double)
+ADD_SENT(bf16, bf16)
+ADD_SENT(f16, f16)
+ADD_SENT(fixed64, i64)
+
+#define PARTS(NAME, T)                                                                                            \
+    extern "C" __global__ void parts_##NAME(const __grid_constant__ Tensors tensors, int ranks, int zigzag,       \
+                                            int cut) {                                                            \
+        join_or_cut<T>(tensors, ranks, zigzag, cut);                                                              \
+    }
+PARTS(2, u16)
+PARTS(4, u32)
+PARTS(8, u64)
+
+// Tells the host, in pinned memory, how far the stream has come.
+extern "C" __global__ void reached(volatile u32 *at, u32 number) {
+    *at = number;
+    __threadfence_system();
+}

@@ -2,7 +2,7 @@
 
 use crate::CudaError;
 use crate::driver::Stream;
-use crate::kernels::{Kernels, args};
+use crate::kernels::{Kernels, Value, args};
 use lockstep_exec::comm::{Collective, Order, Piece};
 use lockstep_ir::DType;
 
@@ -64,6 +64,90 @@ pub unsafe fn queue(
         }
     }
     Ok(())
+}
+
+/// A tensor of a rank that has a device of its own, beside what others have sent of it.
+#[derive(Clone, Copy)]
+pub struct Sent {
+    /// Rows of the tensor, and elements of a rank's part of a row.
+    pub rows: usize,
+    pub elements: usize,
+    /// Where the first rank's part is, and how many bytes it is from part to part.
+    pub parts: u64,
+    pub stride: u64,
+    pub order: Order,
+    pub dtype: DType,
+}
+
+/// Queues the sums of parts that others have sent and this rank's `own`, in the order of the group, into outputs.
+///
+/// # Safety
+/// Parts, `own` and outputs are of the device's memory, and ready where the stream stands. `own` may be the output.
+pub unsafe fn add_sent(
+    kernels: &Kernels,
+    stream: &Stream,
+    (me, ranks): (usize, usize),
+    tensors: &[(Sent, u64, u64)],
+) -> Result<(), CudaError> {
+    for alike in tensors.chunk_by(|a, b| a.0.dtype == b.0.dtype) {
+        for batch in alike.chunks(WORDS / 5) {
+            let words = batch.iter().flat_map(|(sent, own, output)| {
+                [(sent.rows * sent.elements) as u64, sent.parts, sent.stride, *own, *output]
+            });
+            let largest = batch.iter().map(|(sent, ..)| sent.rows * sent.elements).max().unwrap_or(0);
+            let name = adding(batch[0].0.dtype)?.replace("add_", "add_sent_");
+            let args = args![ranks as i32, me as i32];
+            // SAFETY: the caller vouches for the memory; the words are the kernel's struct.
+            unsafe { launch(kernels, stream, &name, words, (largest, batch.len()), args)? };
+        }
+    }
+    Ok(())
+}
+
+/// Queues the cut of whole tensors into parts, or makes whole tensors of parts.
+///
+/// # Safety
+/// Parts and wholes are apart, of the device's memory, and ready where the stream stands.
+pub unsafe fn parts(
+    kernels: &Kernels,
+    stream: &Stream,
+    ranks: usize,
+    cut: bool,
+    tensors: &[(Sent, u64)],
+) -> Result<(), CudaError> {
+    let alike = |a: &Sent, b: &Sent| (a.dtype, a.order) == (b.dtype, b.order);
+    for alike in tensors.chunk_by(|a, b| alike(&a.0, &b.0)) {
+        for batch in alike.chunks(WORDS / 5) {
+            let words = batch
+                .iter()
+                .flat_map(|(sent, whole)| [sent.rows as u64, sent.elements as u64, sent.parts, sent.stride, *whole]);
+            let largest = batch.iter().map(|(sent, _)| sent.rows * sent.elements * ranks).max().unwrap_or(0);
+            let name = copying(batch[0].0.dtype).replace("gather_", "parts_");
+            let args = args![ranks as i32, i32::from(batch[0].0.order == Order::ZigZag), cut];
+            // SAFETY: as above.
+            unsafe { launch(kernels, stream, &name, words, (largest, batch.len()), args)? };
+        }
+    }
+    Ok(())
+}
+
+/// Queues a kernel over tensors of so many elements at most.
+///
+/// # Safety
+/// As for [`Kernels::launch_with`].
+unsafe fn launch(
+    kernels: &Kernels,
+    stream: &Stream,
+    name: &str,
+    words: impl Iterator<Item = u64>,
+    (largest, tensors): (usize, usize),
+    args: &[Value],
+) -> Result<(), CudaError> {
+    let mut words: Vec<u64> = words.collect();
+    words.resize(WORDS, 0);
+    let grid = [largest.div_ceil(THREADS).min(BLOCKS), tensors, 1];
+    // SAFETY: the caller vouches.
+    unsafe { kernels.launch_with(stream, ("collectives", name), grid, THREADS, Some(&words), args) }
 }
 
 fn adding(dtype: DType) -> Result<&'static str, CudaError> {

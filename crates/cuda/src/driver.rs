@@ -3,7 +3,9 @@
 use crate::CudaError;
 use crate::library::{Name, functions};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::time::Duration;
 
 /// An address on the device.
 pub type Address = u64;
@@ -35,12 +37,13 @@ functions! {
     copy_to_host = c"cuMemcpyDtoHAsync_v2": fn(*mut c_void, Address, usize, Handle) -> c_int;
     copy = c"cuMemcpyDtoDAsync_v2": fn(Address, Address, usize, Handle) -> c_int;
     set_bytes = c"cuMemsetD8Async": fn(Address, u8, usize, Handle) -> c_int;
-    stream_create = c"cuStreamCreate": fn(*mut Handle, c_uint) -> c_int;
+    stream_create = c"cuStreamCreateWithPriority": fn(*mut Handle, c_uint, c_int) -> c_int;
     stream_destroy = c"cuStreamDestroy_v2": fn(Handle) -> c_int;
     stream_wait_event = c"cuStreamWaitEvent": fn(Handle, Handle, c_uint) -> c_int;
     stream_synchronize = c"cuStreamSynchronize": fn(Handle) -> c_int;
     event_create = c"cuEventCreate": fn(*mut Handle, c_uint) -> c_int;
     event_record = c"cuEventRecord": fn(Handle, Handle) -> c_int;
+    event_query = c"cuEventQuery": fn(Handle) -> c_int;
     event_synchronize = c"cuEventSynchronize": fn(Handle) -> c_int;
     event_elapsed = c"cuEventElapsedTime": fn(*mut f32, Handle, Handle) -> c_int;
     event_destroy = c"cuEventDestroy_v2": fn(Handle) -> c_int;
@@ -119,7 +122,27 @@ pub struct Device {
     pub pci: String,
     /// Pinned memory that nobody uses now: to pin as much again takes milliseconds.
     spare: Mutex<Vec<(Handle, usize)>>,
+    watch: RwLock<Option<Watch>>,
+    abandoned: AtomicBool,
 }
+
+/// Looks whether there is hope in waiting for the device; what it waits for may be another process.
+pub type Watch = Arc<dyn Fn() -> Result<(), CudaError> + Send + Sync>;
+
+static ABANDONED: AtomicBool = AtomicBool::new(false);
+
+/// Ends the process at once with this exit code where a device was abandoned: what libraries do at the end of a process may wait for
+/// it for ever. Else it returns.
+pub fn end_if_abandoned(code: u8) {
+    if ABANDONED.load(Ordering::Acquire) {
+        // SAFETY: ends the process; nothing of it is needed any more.
+        unsafe { libc::_exit(i32::from(code)) };
+    }
+}
+
+/// Looks at an event before the host sleeps between them, and how long.
+const LOOKS: usize = 500;
+const LOOK_EVERY: Duration = Duration::from_micros(20);
 
 /// Most bytes of pinned memory that are kept while nobody uses them.
 const MOST_SPARE: usize = 256 << 20;
@@ -158,8 +181,10 @@ impl Device {
     /// Opens device `ordinal`.
     pub fn open(ordinal: usize) -> Result<Arc<Device>, CudaError> {
         let driver = Driver::get()?;
-        if ordinal >= Self::count()? {
-            return Err(CudaError::NoDevice);
+        match Self::count()? {
+            0 => return Err(CudaError::NoDevice),
+            count if ordinal >= count => return Err(CudaError::NoSuchDevice { ordinal, count }),
+            _ => {}
         }
         let (mut device, mut total, mut context) = (0, 0usize, std::ptr::null_mut());
         let mut name = [0 as c_char; 256];
@@ -187,6 +212,8 @@ impl Device {
             memory: total as u64,
             pci: Self::bus_id(ordinal)?,
             spare: Mutex::default(),
+            watch: RwLock::default(),
+            abandoned: AtomicBool::new(false),
         };
         device.enter()?;
         Ok(Arc::new(device))
@@ -197,8 +224,26 @@ impl Device {
         self.ordinal as usize
     }
 
+    /// Lets whoever waits for it look now and then whether that has sense, instead of waiting blindly.
+    pub fn watch_with(&self, watch: Option<Watch>) {
+        *self.watch.write().unwrap_or_else(PoisonError::into_inner) = watch;
+    }
+
+    fn watch(&self) -> Option<Watch> {
+        self.watch.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Abandons it: what runs there may never end, so nothing of it is freed any more. The process is about to end.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Release);
+        ABANDONED.store(true, Ordering::Release);
+    }
+
     /// Makes its context this thread's.
     pub fn enter(&self) -> Result<(), CudaError> {
+        if self.abandoned.load(Ordering::Acquire) {
+            return Err(CudaError::Internal("an abandoned device is used".into()));
+        }
         // SAFETY: the context is retained as long as the process lives.
         self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.context_set)(self.context) })
     }
@@ -318,14 +363,31 @@ unsafe impl Send for Stream {}
 // SAFETY: as above, and from several: the driver is thread-safe.
 unsafe impl Sync for Stream {}
 
+/// What a stream is for. Communication comes first: it starts when its inputs are there, though kernels fill the device.
+#[derive(Clone, Copy)]
+pub enum Priority {
+    /// Kernels.
+    Kernels = 0,
+    /// Collectives beside kernels.
+    Collectives = -1,
+    /// Messages, which wait for their receivers and hold up nothing else.
+    Messages = -2,
+}
+
 impl Stream {
-    /// A new one, independent of the default stream.
+    /// A new one for kernels, independent of the default stream.
     pub fn new(device: &Arc<Device>) -> Result<Self, CudaError> {
+        Self::with_priority(device, Priority::Kernels)
+    }
+
+    /// A new one.
+    pub fn with_priority(device: &Arc<Device>, priority: Priority) -> Result<Self, CudaError> {
         const NON_BLOCKING: c_uint = 1;
         device.enter()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the address is valid for the call.
-        device.driver.check("cuStreamCreate", unsafe { (device.driver.stream_create)(&mut handle, NON_BLOCKING) })?;
+        let status = unsafe { (device.driver.stream_create)(&mut handle, NON_BLOCKING, priority as c_int) };
+        device.driver.check("cuStreamCreate", status)?;
         Ok(Self { device: device.clone(), handle })
     }
 
@@ -336,6 +398,9 @@ impl Stream {
 
     /// Waits until all of its work is done.
     pub fn wait(&self) -> Result<(), CudaError> {
+        if self.device.watch().is_some() {
+            return Event::mark(self)?.wait();
+        }
         // SAFETY: the stream is open.
         self.device.driver.check("cuStreamSynchronize", unsafe { (self.device.driver.stream_synchronize)(self.handle) })
     }
@@ -526,8 +591,27 @@ impl Event {
             .check("cuEventRecord", unsafe { (self.device.driver.event_record)(self.handle, stream.handle) })
     }
 
+    /// Whether it has come.
+    pub fn has_come(&self) -> Result<bool, CudaError> {
+        const NOT_READY: c_int = 600;
+        // SAFETY: the event is open.
+        match unsafe { (self.device.driver.event_query)(self.handle) } {
+            NOT_READY => Ok(false),
+            status => self.device.driver.check("cuEventQuery", status).map(|()| true),
+        }
+    }
+
     /// Waits until it has come.
     pub fn wait(&self) -> Result<(), CudaError> {
+        if let Some(watch) = self.device.watch() {
+            let mut looks = 0;
+            while !self.has_come()? {
+                watch()?;
+                looks += 1;
+                if looks < LOOKS { std::hint::spin_loop() } else { std::thread::sleep(LOOK_EVERY) }
+            }
+            return Ok(());
+        }
         // SAFETY: the event is open.
         self.device.driver.check("cuEventSynchronize", unsafe { (self.device.driver.event_synchronize)(self.handle) })
     }

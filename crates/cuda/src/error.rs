@@ -1,6 +1,7 @@
 //! What can go wrong on a device.
 
 use crate::library::{FOLDER_VARIABLE, Name};
+use lockstep_exec::comm::CommError;
 use lockstep_exec::{ExecError, Remedy};
 
 const MEMORY_HINT: &str = "end other programs on it (see `nvidia-smi`)";
@@ -46,6 +47,21 @@ pub enum CudaError {
     /// The driver has no device.
     #[error("no CUDA device was found\nhint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES")]
     NoDevice,
+    /// The driver has fewer devices.
+    #[error(
+        "there is no GPU {ordinal}: {count} {} found, counted from 0\n\
+         hint: take one of those; CUDA_VISIBLE_DEVICES may hide others",
+        if *.count == 1 { "was" } else { "were" }
+    )]
+    NoSuchDevice {
+        /// Which was asked for.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// The run of several ranks has ended.
+    #[error("{0}")]
+    Ranks(CommError),
     /// The driver does not start, or the device cannot be opened.
     #[error("{what}: {text}\nhint: {hint}")]
     Start {
@@ -156,6 +172,11 @@ impl CudaError {
         matches!(self, CudaError::Lost { .. })
     }
 
+    /// The same for a status of NCCL. `text` is what the library says of it.
+    pub(crate) fn of_nccl(call: &'static str, status: i32, text: String) -> Self {
+        CudaError::Call { call, text: format!("{text} (NCCL status {status})") }
+    }
+
     /// The same for a status of cuBLASLt.
     pub(crate) fn of_cublas(call: &'static str, status: i32) -> Self {
         let text = match status {
@@ -218,10 +239,12 @@ fn lost_hint(status: i32) -> Option<&'static str> {
 impl From<CudaError> for ExecError {
     fn from(error: CudaError) -> Self {
         let remedy = match &error {
+            CudaError::Ranks(error) => return ExecError::Rank(error.clone()),
             CudaError::OutOfMemory | CudaError::Arena { .. } => Some(Remedy::LessMemory),
             CudaError::OldDriver { .. } | CudaError::NoDevice => Some(Remedy::OtherDevice),
             CudaError::Library { .. }
             | CudaError::Symbol { .. }
+            | CudaError::NoSuchDevice { .. }
             | CudaError::Start { .. }
             | CudaError::Lost { .. }
             | CudaError::Call { .. }

@@ -4,15 +4,13 @@ use crate::attention::Written;
 use crate::attention::plans::Plans;
 use crate::call::Call;
 use crate::device_queue::CaptureTurn;
-use crate::driver::{Address, Event, Graph, Memory, Stream};
+use crate::driver::{Address, Event, Graph, Memory, Priority, Stream};
 use crate::gpu::Gpu;
-use crate::linked::{Linked, Ready};
+use crate::linked::{Linked, Neighbours, Ready};
 use crate::ops::fused;
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
-use lockstep_exec::comm::ThreadCommunicator;
-use lockstep_exec::communication::Link;
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing, copy};
 use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
@@ -22,7 +20,6 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// A loaded program on a device.
 pub struct CudaExecutor {
@@ -48,6 +45,8 @@ pub struct CudaExecutor {
     /// Whether ranks capture a graph together now.
     capturing: bool,
     turn: CaptureTurn,
+    /// While a run is profiled: of each instruction so far where its stream came to it, and where it was done.
+    profiled: Option<Vec<Profiled>>,
     /// Whether the last run came to its end.
     ended: bool,
     arena: Memory,
@@ -65,6 +64,14 @@ struct Second {
     used: bool,
 }
 
+/// An instruction that is profiled.
+struct Profiled {
+    slot: Slot,
+    instr: usize,
+    start: Event,
+    end: Event,
+}
+
 /// Least bytes that are copied to or from the host at a time.
 const STAGING: usize = 8 << 20;
 
@@ -79,19 +86,19 @@ impl CudaExecutor {
         }
     }
 
-    /// The same for one of several ranks that share the device; those of one world share a turn, too.
+    /// The same for one of several ranks.
     pub fn load_rank(
         gpu: &Arc<Gpu>,
         program: StepProgram,
         deterministic: bool,
-        link: Option<(Link<ThreadCommunicator>, CaptureTurn)>,
+        neighbours: Option<Neighbours>,
     ) -> Result<Self, ExecError> {
-        let here = link.as_ref().map_or(Coordinates::default(), |(link, _)| link.coordinates);
+        let here = neighbours.as_ref().map_or(Coordinates::default(), Neighbours::coordinates);
         let bind = |i: &Instr| Bound::new(&program, i, here).map_err(|e| ExecError::Internal(e.to_string()));
         let segments = program.segments.iter().map(|s| s.instrs.iter().map(bind).collect::<Result<Vec<_>, _>>());
         let segments: Vec<Vec<Bound>> = segments.collect::<Result<Vec<_>, _>>()?;
         let together = program.segments.iter().flat_map(|s| &s.instrs).find(|i| i.op.communicates());
-        if let (Some(instr), None) = (together, &link) {
+        if let (Some(instr), None) = (together, &neighbours) {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
@@ -102,7 +109,7 @@ impl CudaExecutor {
         }
         let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
         let mut notes = attention.notes.clone();
-        if link.is_some() {
+        if matches!(neighbours, Some(Neighbours::Threads(..))) {
             let text = "ranks share one GPU: good to check a layout, slower to train than one rank";
             notes.push(Note::Warning(text.into()));
         }
@@ -123,16 +130,19 @@ impl CudaExecutor {
             true => {
                 let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
                 Some(Second {
-                    stream: Arc::new(Stream::new(device)?),
+                    stream: Arc::new(Stream::with_priority(device, Priority::Collectives)?),
                     marks: vec![None; longest],
                     last: None,
                     used: false,
                 })
             }
         };
-        let turn = link.as_ref().map(|(_, turn)| turn.clone()).unwrap_or_default();
+        let turn = match &neighbours {
+            Some(Neighbours::Threads(_, turn)) => turn.clone(),
+            Some(Neighbours::Processes(..)) | None => CaptureTurn::default(),
+        };
         let streams = (&stream, second.as_ref().map(|s| &s.stream));
-        let linked = link.map(|(link, turn)| Linked::new(gpu, &program, link, streams, &turn));
+        let linked = neighbours.map(|n| Linked::new(gpu, &program, n, streams, deterministic)).transpose()?;
         // States start at zero.
         // SAFETY: all of the arena.
         unsafe { stream.fill(arena.base, 0, arena.bytes as usize)? };
@@ -155,6 +165,7 @@ impl CudaExecutor {
             second,
             capturing: false,
             turn,
+            profiled: None,
             ended: true,
             arena,
             gpu: gpu.clone(),
@@ -217,6 +228,7 @@ impl CudaExecutor {
             }
             _ => self.stream.clone(),
         };
+        let start = self.profiled.is_some().then(|| self.clocked(&stream)).transpose()?;
         let together = match &mut self.linked {
             // SAFETY: the arena is this program's.
             Some(linked) => unsafe { linked.enqueue(self.arena.base, (slot, index), on)? },
@@ -224,6 +236,10 @@ impl CudaExecutor {
         };
         if !together {
             self.behind(self.kernels(slot, index, &stream))?;
+        }
+        if let Some(start) = start {
+            let end = self.clocked(&stream)?;
+            self.profiled.get_or_insert_default().push(Profiled { slot, instr: index, start, end });
         }
         if on == program::Stream::Communication {
             let mark = {
@@ -236,6 +252,11 @@ impl CudaExecutor {
             }
         }
         Ok(())
+    }
+
+    /// A mark with a clock.
+    fn clocked(&self, stream: &Stream) -> Result<Event, ExecError> {
+        self.behind(Event::new(&self.gpu.device).and_then(|event| event.record(stream).map(|()| event)))
     }
 
     fn wait_for(&self, mark: &Event) -> Result<(), CudaError> {
@@ -333,7 +354,7 @@ impl CudaExecutor {
         let (ran, captured) = (self.ran.contains(entry), self.graphs.contains_key(entry));
         let mine = Ready { ran, captured, changed };
         let ready = match &self.linked {
-            Some(linked) => linked.agree(mine)?,
+            Some(linked) => linked.agree(mine, self.documents.any())?,
             None => Ready::together(&[mine]),
         };
         if ready.changed {
@@ -341,6 +362,11 @@ impl CudaExecutor {
             self.ran.clear();
         }
         Ok(ready)
+    }
+
+    /// Whether what the device does may never end, since another process has failed.
+    fn gave_up(&self) -> bool {
+        self.linked.as_ref().is_some_and(Linked::give_up)
     }
 
     fn enter(&self) -> Result<(), ExecError> {
@@ -352,32 +378,11 @@ impl CudaExecutor {
         called.map_err(|error| error.behind(self.queued.as_deref()).into())
     }
 
-    /// As [`Executor::profile`], where ranks wait for each other.
-    fn profile_linked(&mut self, schedule: Vec<Slot>) -> Result<Vec<Timing>, ExecError> {
-        let begin = Instant::now();
-        let mut timings = Vec::new();
-        for slot in schedule {
-            for instr in 0..self.segments[slot.segment].len() {
-                let start = Instant::now();
-                self.issue(slot, instr)?;
-                let second = self.second.as_ref().map_or(Ok(()), |second| second.stream.wait());
-                self.behind(self.stream.wait().and(second))?;
-                let (start_s, seconds) = ((start - begin).as_secs_f64(), start.elapsed().as_secs_f64());
-                timings.push(Timing { slot, instr, start_s, seconds });
-            }
-            self.join()?;
-        }
-        if let Some(linked) = &mut self.linked {
-            linked.settle()?;
-        }
-        self.behind(self.stream.wait())?;
-        Ok(timings)
-    }
-
-    /// Ranks run to the end: others are told of what fails here. One that follows another's graph has nothing to wait for.
+    /// Ranks that share the device run to the end: others are told of what fails here. One that follows another's graph has nothing
+    /// to wait for. Processes go on.
     fn ran_together(&self, graph: bool) -> Result<(), ExecError> {
         match &self.linked {
-            Some(linked) if linked.leads() || !graph => self.behind(self.stream.wait()),
+            Some(linked) if linked.shares_the_device() && (linked.leads() || !graph) => self.behind(self.stream.wait()),
             _ => Ok(()),
         }
     }
@@ -525,49 +530,47 @@ impl Executor for CudaExecutor {
         self.queued = Some(name.clone());
         if let Some(linked) = &mut self.linked {
             linked.begin(&name, false);
-            self.ended = false;
-            let timings = self.profile_linked(schedule)?;
-            self.ended = true;
-            return Ok(timings);
         }
-        let mark = |this: &Self| {
-            let event = Event::new(&this.gpu.device).and_then(|event| event.record(&this.stream).map(|()| event));
-            this.behind(event)
-        };
-        let begin = mark(self)?;
-        let mut marks = Vec::new();
-        for slot in schedule {
-            for instr in 0..self.segments[slot.segment].len() {
-                self.issue(slot, instr)?;
-                marks.push((slot, instr, mark(self)?));
-            }
-        }
+        self.ended = false;
+        let begin = self.clocked(&self.stream)?;
+        self.profiled = Some(Vec::new());
+        let issued = self.issue_all(&schedule);
+        let profiled = self.profiled.take().unwrap_or_default();
+        issued?;
         self.behind(self.stream.wait())?;
-        let mut start_s = 0.0;
-        let mut timings = Vec::new();
-        for (slot, instr, end) in marks {
-            let now = self.behind(end.since(&begin))?;
-            timings.push(Timing { slot, instr, start_s, seconds: now - start_s });
-            start_s = now;
-        }
-        Ok(timings)
+        self.ended = true;
+        let timing = |p: &Profiled| {
+            let (start_s, seconds) = (self.behind(p.start.since(&begin))?, self.behind(p.end.since(&p.start))?);
+            Ok(Timing { slot: p.slot, instr: p.instr, start_s, seconds })
+        };
+        profiled.iter().map(timing).collect()
     }
 }
 
 impl Drop for CudaExecutor {
     fn drop(&mut self) {
-        // What is queued uses the memory. An error has been seen by whoever waited before, or nobody waits for it.
-        if self.gpu.device.enter().is_ok() {
-            let _ = self.stream.wait();
-            // Other ranks' streams use it as well, and where a run has failed nobody has waited for them.
-            if self.linked.is_some() && !self.ended {
-                let _ = self.gpu.device.wait();
-            }
+        if self.gave_up() || self.gpu.device.enter().is_err() {
+            return;
         }
+        // What is queued uses the memory. An error has been seen by whoever waited before, or nobody waits for it.
+        let _ = self.stream.wait();
+        if self.gave_up() {
+            return;
+        }
+        // Other ranks' streams use it as well, and where a run has failed nobody has waited for them.
+        if self.linked.as_ref().is_some_and(Linked::shares_the_device) && !self.ended {
+            let _ = self.gpu.device.wait();
+        }
+        // Before the communicators that they use.
+        self.graphs.clear();
     }
 }
 
-impl Rank for CudaExecutor {}
+impl Rank for CudaExecutor {
+    fn drain(&mut self) {
+        self.gave_up();
+    }
+}
 
 // SAFETY: the staging is used by `&self` methods of one owner at a time: an executor is not shared between threads.
 unsafe impl Send for CudaExecutor {}

@@ -66,6 +66,11 @@ impl From<i32> for Value {
         Value(x as u64)
     }
 }
+impl From<u32> for Value {
+    fn from(x: u32) -> Self {
+        Value(u64::from(x))
+    }
+}
 impl From<bool> for Value {
     fn from(x: bool) -> Self {
         Value(u64::from(x))

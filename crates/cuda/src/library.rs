@@ -17,7 +17,7 @@ pub enum Name {
     Cudnn,
     /// Power, clocks and memory of the device.
     Nvml,
-    /// Collectives between devices: looked for by `doctor`, not used so far.
+    /// Collectives between devices.
     Nccl,
 }
 
@@ -53,7 +53,9 @@ impl Name {
                 "install cuDNN 9.14 or newer, or `pip install nvidia-cudnn-cu13`; without it attention runs on a slower kernel"
             }
             Name::Nvml => "it comes with the NVIDIA driver; without it there is no telemetry",
-            Name::Nccl => "not needed so far: a run uses one GPU; for several, `pip install nvidia-nccl-cu13`",
+            Name::Nccl => {
+                "install NCCL 2.17 or newer, or `pip install nvidia-nccl-cu13`; without it a run uses one GPU"
+            }
         }
     }
 

@@ -1,22 +1,66 @@
-//! A rank among others that share the device.
+//! A rank among others: threads that share its device, or processes with a device each.
 
+use crate::CudaError;
 use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::driver::{Event, Stream};
 use crate::gpu::Gpu;
+use crate::nccl_queue::NcclQueue;
+use crate::nccl_world::NcclWorld;
 use lockstep_exec::ExecError;
+use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::comm::{Communicator, ProgramPlace, ThreadCommunicator};
-use lockstep_exec::communication::{CommunicationCalls, CommunicationQueue, Link, communication_calls};
+use lockstep_exec::communication::{CommunicationCalls, CommunicationQueue, Connection, Link, communication_calls};
 use lockstep_ir::program::{self, Slot};
 use lockstep_ir::{Coordinates, StepProgram};
 use std::sync::Arc;
 
+/// The ranks beside one.
+pub enum Neighbours {
+    /// Threads of this process that share the device, and the turn of their world.
+    Threads(Link<ThreadCommunicator>, CaptureTurn),
+    /// Processes with a device each, and the connections of all of them.
+    Processes(Link<ProcessCommunicator>, Vec<Connection>),
+}
+
+impl Neighbours {
+    /// Where the rank stands.
+    pub fn coordinates(&self) -> Coordinates {
+        match self {
+            Neighbours::Threads(link, _) => link.coordinates,
+            Neighbours::Processes(link, _) => link.coordinates,
+        }
+    }
+}
+
 /// A rank's connection.
 pub struct Linked {
-    link: Link<ThreadCommunicator>,
+    coordinates: Coordinates,
     calls: CommunicationCalls,
-    /// Of the program's streams: that of kernels, and the other where the program uses it.
-    compute: DeviceQueue,
-    communication: Option<DeviceQueue>,
+    kind: Kind,
+}
+
+/// The queues of the program's streams: that of kernels, and the other where the program uses it.
+struct Queues<Q> {
+    compute: Q,
+    communication: Option<Q>,
+}
+
+impl<Q> Queues<Q> {
+    fn of(&mut self, on: program::Stream) -> &mut Q {
+        match (on, &mut self.communication) {
+            (program::Stream::Communication, Some(queue)) => queue,
+            (program::Stream::Communication | program::Stream::Compute, _) => &mut self.compute,
+        }
+    }
+
+    fn each(&mut self) -> impl Iterator<Item = &mut Q> {
+        [Some(&mut self.compute), self.communication.as_mut()].into_iter().flatten()
+    }
+}
+
+enum Kind {
+    Threads(Arc<ThreadCommunicator>, Queues<DeviceQueue>),
+    Processes(Queues<NcclQueue>, Arc<NcclWorld>),
 }
 
 /// What a rank can do with an entry, and what all do then.
@@ -24,7 +68,7 @@ pub struct Linked {
 pub struct Ready {
     /// It has run once.
     pub ran: bool,
-    /// Its CUDA graph is there, which is the first rank's.
+    /// Its CUDA graph is there; that of threads is the first rank's.
     pub captured: bool,
     /// Plans have changed: no graph is good any more.
     pub changed: bool,
@@ -45,52 +89,90 @@ impl Ready {
 const START: ProgramPlace = ProgramPlace { op: "the start of a run", layer: None, micro_batch: 0 };
 
 impl Linked {
-    /// Connects a rank that runs `program` on these streams.
+    /// Connects a rank that runs `program` on these streams; `ordered` promises the bits of sums.
     pub fn new(
         gpu: &Arc<Gpu>,
         program: &StepProgram,
-        link: Link<ThreadCommunicator>,
+        neighbours: Neighbours,
         (stream, second): (&Arc<Stream>, Option<&Arc<Stream>>),
-        turn: &CaptureTurn,
-    ) -> Self {
-        let calls = communication_calls(program, link.coordinates);
-        let queue = |stream| DeviceQueue::new(gpu, &link.comm, stream, turn);
-        let (compute, communication) = (queue(stream), second.map(queue));
-        Self { link, calls, compute, communication }
+        ordered: bool,
+    ) -> Result<Self, ExecError> {
+        let coordinates = neighbours.coordinates();
+        let calls = communication_calls(program, coordinates);
+        let kind = match neighbours {
+            Neighbours::Threads(link, turn) => {
+                let queue = |stream| DeviceQueue::new(gpu, &link.comm, stream, &turn);
+                let queues = Queues { compute: queue(stream), communication: second.map(queue) };
+                Kind::Threads(link.comm, queues)
+            }
+            Neighbours::Processes(link, connections) => {
+                let world = Arc::new(NcclWorld::connect(gpu, &link.comm, &connections)?);
+                let queue = |stream| NcclQueue::new(gpu, &world, stream, ordered);
+                let queues = Queues { compute: queue(stream)?, communication: second.map(queue).transpose()? };
+                Kind::Processes(queues, world)
+            }
+        };
+        Ok(Self { coordinates, calls, kind })
     }
 
     /// Where the rank stands.
     pub fn coordinates(&self) -> Coordinates {
-        self.link.coordinates
+        self.coordinates
     }
 
-    /// Whether it is the first rank, which has the CUDA graphs of all.
+    /// Whether ranks are threads that share the device.
+    pub fn shares_the_device(&self) -> bool {
+        matches!(self.kind, Kind::Threads(..))
+    }
+
+    /// Whether it has CUDA graphs: of threads the first rank has those of all.
     pub fn leads(&self) -> bool {
-        self.link.comm.rank() == 0
+        match &self.kind {
+            Kind::Threads(comm, _) => comm.rank() == 0,
+            Kind::Processes(..) => true,
+        }
     }
 
     /// Tells the others where this rank is.
     pub fn at(&self, op: &'static str, layer: Option<usize>, micro_batch: usize) {
-        self.link.comm.at(ProgramPlace { op, layer, micro_batch });
+        let place = ProgramPlace { op, layer, micro_batch };
+        match &self.kind {
+            Kind::Threads(comm, _) => comm.at(place),
+            Kind::Processes(_, world) => world.comm.at(place),
+        }
     }
 
-    /// What all ranks do with an entry.
-    pub fn agree(&self, mine: Ready) -> Result<Ready, ExecError> {
-        self.link.comm.at(START);
-        Ok(self.link.comm.meet(START, mine, |all| Ready::together(&all))?)
+    /// What all ranks do with an entry. Processes come to the same by themselves, unless plans may change on one.
+    pub fn agree(&self, mine: Ready, may_change: bool) -> Result<Ready, ExecError> {
+        match &self.kind {
+            Kind::Threads(comm, _) => {
+                comm.at(START);
+                Ok(comm.meet(START, mine, |all| Ready::together(&all))?)
+            }
+            Kind::Processes(_, world) if may_change => {
+                world.comm.at(START);
+                let all = world.comm.exchange(START, &[u8::from(mine.changed)])?;
+                let changed = all.iter().any(|changed| changed[..] != [0]);
+                Ok(Ready::together(&[Ready { changed, ..mine }]))
+            }
+            Kind::Processes(..) => Ok(Ready::together(&[mine])),
+        }
     }
 
-    /// Shows all ranks the marks of those that have one.
+    /// Shows all ranks that share the device the marks of those that have one.
     pub fn share(&self, mark: Option<Arc<Event>>) -> Result<Arc<[Arc<Event>]>, ExecError> {
-        Ok(self.link.comm.meet(START, mark, |all| all.into_iter().flatten().collect())?)
+        match &self.kind {
+            Kind::Threads(comm, _) => Ok(comm.meet(START, mark, |all| all.into_iter().flatten().collect())?),
+            Kind::Processes(..) => Ok(Arc::new([])),
+        }
     }
 
     /// Says what is run, and whether it is captured.
     pub fn begin(&mut self, entry: &Arc<str>, capturing: bool) {
-        [Some(&mut self.compute), self.communication.as_mut()]
-            .into_iter()
-            .flatten()
-            .for_each(|queue| queue.begin(entry, capturing));
+        match &mut self.kind {
+            Kind::Threads(_, queues) => queues.each().for_each(|queue| queue.begin(entry, capturing)),
+            Kind::Processes(queues, _) => queues.each().for_each(|queue| queue.begin(entry)),
+        }
     }
 
     /// Enqueues an instruction if ranks run it together, and says whether they do.
@@ -104,9 +186,9 @@ impl Linked {
         on: program::Stream,
     ) -> Result<bool, ExecError> {
         let Some(call) = &self.calls[slot.segment][instr] else { return Ok(false) };
-        let queue = match (on, &mut self.communication) {
-            (program::Stream::Communication, Some(queue)) => queue,
-            _ => &mut self.compute,
+        let queue: &mut dyn CommunicationQueue = match &mut self.kind {
+            Kind::Threads(_, queues) => queues.of(on),
+            Kind::Processes(queues, _) => queues.of(on),
         };
         // SAFETY: the caller vouches for the arena, the verifier for the operands; arenas go when the device does nothing more.
         unsafe { queue.enqueue(call, base as usize as *mut u8, slot)? };
@@ -115,9 +197,27 @@ impl Linked {
 
     /// Lets the streams wait until all messages have been taken.
     pub fn settle(&mut self) -> Result<(), ExecError> {
-        self.compute.settle()?;
-        Ok(self.communication.as_mut().map_or(Ok(()), DeviceQueue::settle)?)
+        match &mut self.kind {
+            Kind::Threads(_, queues) => Ok(queues.each().try_for_each(DeviceQueue::settle)?),
+            Kind::Processes(queues, _) => Ok(queues.each().try_for_each(NcclQueue::settle)?),
+        }
     }
+
+    /// Where another process has failed: gives up what the device does, which may never end. Says whether it did.
+    pub fn give_up(&self) -> bool {
+        match &self.kind {
+            Kind::Processes(_, world) if world.has_failed() => {
+                world.give_up();
+                true
+            }
+            Kind::Threads(..) | Kind::Processes(..) => false,
+        }
+    }
+}
+
+/// Whether ranks that are processes can be connected.
+pub fn check_nccl() -> Result<(), CudaError> {
+    crate::nccl::version().map(|_| ())
 }
 
 #[cfg(test)]

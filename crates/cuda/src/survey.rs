@@ -2,7 +2,7 @@
 
 use crate::driver::{Device, Driver};
 use crate::library::{FOLDER_VARIABLE, Library, Name};
-use crate::{CudaError, Nvml, cache, cudnn, kernels, matmul, nvrtc};
+use crate::{CudaError, Nvml, cache, cudnn, kernels, matmul, nccl, nvrtc};
 
 /// One thing that was looked for.
 #[derive(Clone, Debug)]
@@ -91,7 +91,8 @@ fn library(name: Name) -> Finding {
         Name::Nvrtc => nvrtc::version().map(|((major, minor), path)| at(format!("{major}.{minor}"), path)),
         Name::CublasLt => matmul::version().map(|(v, path)| at(dotted(v), path)),
         Name::Cudnn => cudnn::version().map(|(v, path)| at(dotted(v), path)),
-        Name::Nvml | Name::Nccl => Library::open(name).map(|l| l.path.display().to_string()),
+        Name::Nccl => nccl::version().map(|(v, path)| at(dotted(v), path)),
+        Name::Nvml => Library::open(name).map(|l| l.path.display().to_string()),
     };
     let found = found.map_err(|e| e.lines().0);
     Finding { what: name.name().to_owned(), found, hint: name.hint().to_owned(), needed: name.needed() }

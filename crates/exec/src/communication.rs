@@ -11,6 +11,7 @@ use crate::comm::{Collective, CommError, HostCommunicator, Order, Piece, Program
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
 use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType, gathered};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// An instruction of several ranks, ready to run on one of them.
@@ -138,6 +139,15 @@ impl CommunicationCall {
         Some(Self { what, place, padding, pieces })
     }
 
+    /// The ranks that run it, of which `rank` is one.
+    pub fn connection(&self, rank: usize) -> Connection {
+        match &self.what {
+            What::Together(_, group) => Connection::Group(group.clone()),
+            What::Send { to, tag, .. } => Connection::Messages { from: rank, to: *to, tag: *tag },
+            What::Receive { from, tag } => Connection::Messages { from: *from, to: rank, tag: *tag },
+        }
+    }
+
     /// Of pieces that are where they say, whatever the slot, for an arena that starts at 0.
     pub(crate) fn absolute(action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Self {
         let at = |address: *const u8| At::absolute(address as usize as u64);
@@ -247,6 +257,44 @@ fn order(transfer: Transfer) -> Order {
         | Transfer::Send { .. }
         | Transfer::Receive { .. } => Order::Group,
     }
+}
+
+/// Ranks that do something together, for libraries that want to know of them before.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Connection {
+    /// Collectives of a group.
+    Group(RankGroup),
+    /// A stream of messages.
+    Messages {
+        /// The sender.
+        from: usize,
+        /// The receiver.
+        to: usize,
+        /// Which of the streams between the two.
+        tag: u32,
+    },
+}
+
+impl Connection {
+    /// Its ranks; the order is that of the group.
+    pub fn ranks(&self) -> Vec<usize> {
+        match self {
+            Connection::Group(group) => group.ranks.clone(),
+            Connection::Messages { from, to, .. } => vec![*from, *to],
+        }
+    }
+}
+
+/// The connections of all ranks that run the programs of these stages, in one order. Groups of one rank are none.
+pub fn connections(programs: &[StepProgram]) -> Vec<Connection> {
+    let Some(mesh) = programs.first().map(|p| p.mesh) else { return Vec::new() };
+    let mut found = BTreeSet::new();
+    for rank in 0..mesh.ranks() {
+        let here = mesh.coordinates(rank);
+        let calls = communication_calls(&programs[here.get(MeshAxis::Pp)], here);
+        found.extend(calls.iter().flatten().flatten().map(|call| call.connection(rank)));
+    }
+    found.into_iter().filter(|connection| connection.ranks().len() > 1).collect()
 }
 
 /// A rank's connection to the others.

@@ -21,20 +21,20 @@ pub enum Target {
 pub trait Machine: Sync {
     /// Cores of its CPU, which ranks share.
     fn cores(&self) -> usize;
-    /// Whether it has a GPU, and what training on one needs.
-    fn has_gpu(&self) -> bool;
+    /// Whether it has a GPU for each of so many ranks, and what training there needs.
+    fn has_gpus(&self, ranks: usize) -> bool;
     /// What the compiler must know of a device that computes in these types, on so many threads of each rank.
     fn profile(&self, device: Target, threads: usize, precision: Precision) -> DeviceProfile;
 }
 
 impl Target {
-    /// What a config asks for. `auto` takes a GPU where there is one and the run has one rank: several would share it.
+    /// What a config asks for. `auto` takes GPUs where there is one for every rank.
     pub fn of(machine: &dyn Machine, config: &Config) -> Self {
         let cuda = Target::Cuda { deterministic: config.train.deterministic };
-        let one = config.layout().mesh.ranks() == 1;
+        let ranks = config.layout().mesh.ranks();
         match config.train.device {
             DeviceChoice::Cuda => cuda,
-            DeviceChoice::Auto if one && cuda.check(config).is_ok() && machine.has_gpu() => cuda,
+            DeviceChoice::Auto if cuda.check(config).is_ok() && machine.has_gpus(ranks) => cuda,
             DeviceChoice::Auto | DeviceChoice::Cpu => Target::Cpu,
         }
     }

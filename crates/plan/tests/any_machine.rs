@@ -19,8 +19,8 @@ impl Machine for Described {
         self.cores
     }
 
-    fn has_gpu(&self) -> bool {
-        self.gpu
+    fn has_gpus(&self, ranks: usize) -> bool {
+        self.gpu && ranks == 1
     }
 
     fn profile(&self, device: Target, threads: usize, precision: Precision) -> DeviceProfile {

@@ -5,7 +5,8 @@ use crate::error::worded;
 use crate::processes::{Processes, Team};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
-use lockstep_cuda::{CaptureTurn, CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Telemetry};
+use lockstep_cuda::{CaptureTurn, CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Neighbours, Telemetry};
+use lockstep_exec::communication::connections;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
@@ -18,6 +19,8 @@ use std::time::Duration;
 #[derive(Default)]
 pub struct Devices {
     gpu: Mutex<Option<Arc<Gpu>>>,
+    /// Which GPU, where this process is alone.
+    ordinal: usize,
     /// Where ranks are processes.
     processes: Option<Processes>,
 }
@@ -27,8 +30,11 @@ impl Machine for Devices {
         self.processes.as_ref().map_or_else(cpu::cores, Processes::cores)
     }
 
-    fn has_gpu(&self) -> bool {
-        Gpu::check().is_ok()
+    fn has_gpus(&self, ranks: usize) -> bool {
+        match &self.processes {
+            Some(processes) => processes.gpu().is_some(),
+            None => ranks == 1 && Gpu::check().is_ok(),
+        }
     }
 
     fn profile(&self, device: Target, threads: usize, precision: Precision) -> DeviceProfile {
@@ -42,9 +48,14 @@ impl Machine for Devices {
 }
 
 impl Devices {
-    /// Opens nothing yet.
+    /// The first GPU, and the CPU. Opens nothing yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Those that a config names.
+    pub fn of(config: &Config) -> Self {
+        Self { ordinal: config.train.gpu, ..Self::default() }
     }
 
     /// Those of all processes of a run: programs of as many ranks run on them, each of which is one.
@@ -57,13 +68,14 @@ impl Devices {
         Team(self.processes.as_ref())
     }
 
-    /// The first GPU.
+    /// The GPU of this process.
     pub(crate) fn gpu(&self) -> Result<Arc<Gpu>, TrainError> {
         let mut gpu = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gpu) = gpu.as_ref() {
             return Ok(gpu.clone());
         }
-        let opened = Gpu::open(0, true).map_err(|e: CudaError| ExecError::from(e))?;
+        let ordinal = self.processes.as_ref().and_then(Processes::gpu).map_or(self.ordinal, |gpu| gpu.ordinal);
+        let opened = Gpu::open(ordinal, true).map_err(|e: CudaError| ExecError::from(e))?;
         Ok(gpu.insert(opened).clone())
     }
 
@@ -72,8 +84,13 @@ impl Devices {
     pub(crate) fn tuned(&self, config: &Config, plan: Plan) -> Result<Plan, TrainError> {
         let matmuls = fusable_matmuls(&plan.compiled.programs);
         let faster = match plan.target {
+            // Of several processes the first times them: all run one program.
             Target::Cuda { deterministic: false } if !matmuls.is_empty() => {
-                self.gpu()?.faster(&matmuls).map_err(ExecError::from)?
+                let found = self.team().told("tune", || {
+                    let faster = self.gpu()?.faster(&matmuls).map_err(ExecError::from)?;
+                    Ok(matmuls.iter().map(|matmul| u8::from(faster.contains(matmul))).collect())
+                })?;
+                matmuls.into_iter().zip(found).filter(|(_, faster)| *faster == 1).map(|(matmul, _)| matmul).collect()
             }
             Target::Cpu | Target::Cuda { .. } => Vec::new(),
         };
@@ -96,7 +113,16 @@ impl Devices {
         let ranks = plan.layout.mesh.ranks();
         let local = self.processes.as_ref().map_or(ranks, Processes::local_ranks);
         let threads = (plan.threads * local).min(cpu::cores().max(plan.threads));
-        Ok(self.peak(plan.target, threads, plan.precision.compute)? * (ranks / local).max(1) as f64)
+        let times = match plan.target {
+            Target::Cpu => (ranks / local).max(1),
+            Target::Cuda { .. } => self.gpus(),
+        };
+        Ok(self.peak(plan.target, threads, plan.precision.compute)? * times as f64)
+    }
+
+    /// GPUs of all processes.
+    fn gpus(&self) -> usize {
+        self.processes.as_ref().and_then(Processes::gpu).map_or(1, |gpu| gpu.of_all)
     }
 
     /// What kind of number MFU is a share of.
@@ -112,9 +138,15 @@ impl Devices {
         Ok(plan.require_memory(self, config, self.available_bytes(plan.target)?)?)
     }
 
-    /// Why `auto` takes the CPU for one rank on a machine that has, or had, a GPU. One line.
-    pub(crate) fn not_taken(config: &Config) -> Option<String> {
-        if config.train.device != DeviceChoice::Auto || config.layout().mesh.ranks() > 1 {
+    /// Why `auto` takes the CPU on a machine that has, or had, a GPU. One line.
+    pub(crate) fn not_taken(&self, config: &Config) -> Option<String> {
+        if config.train.device != DeviceChoice::Auto {
+            return None;
+        }
+        if let Some(processes) = &self.processes {
+            return processes.no_gpus().map(|why| format!("training on the CPU: {why}"));
+        }
+        if config.layout().mesh.ranks() > 1 {
             return None;
         }
         let (problem, hint) = match Gpu::check() {
@@ -199,7 +231,10 @@ impl Devices {
                 Some(processes) => bytes * (processes.ranks() / processes.local_ranks()).max(1) as u64,
                 None => bytes,
             })),
-            Target::Cuda { .. } => Ok(Some(self.gpu()?.device.free_bytes().map_err(ExecError::from)?)),
+            // Other processes' GPUs have as much.
+            Target::Cuda { .. } => {
+                Ok(Some(self.gpu()?.device.free_bytes().map_err(ExecError::from)? * self.gpus() as u64))
+            }
         }
     }
 
@@ -224,8 +259,18 @@ impl Devices {
         threads: usize,
         timeout: Duration,
     ) -> Result<Box<dyn World>, TrainError> {
-        if let (Some(processes), Target::Cpu) = (&self.processes, device) {
-            return Ok(Box::new(ProcessWorld::on_cpu(programs, threads, processes.comm().clone())?));
+        if let Some(processes) = &self.processes {
+            let comm = processes.comm().clone();
+            return Ok(Box::new(match device {
+                Target::Cpu => ProcessWorld::on_cpu(programs, threads, comm)?,
+                Target::Cuda { deterministic } => {
+                    let (gpu, all) = (self.gpu()?, connections(&programs));
+                    ProcessWorld::load(programs, comm, |program, link| {
+                        let neighbours = Some(Neighbours::Processes(link, all));
+                        Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, neighbours)?))
+                    })?
+                }
+            }));
         }
         match (device, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => Ok(Box::new(Alone::new(self.load(device, programs[0].clone(), threads)?, programs[0].clone()))),
@@ -234,8 +279,8 @@ impl Devices {
                 let gpu = self.gpu()?;
                 let turn = CaptureTurn::default();
                 let load = |program, link| {
-                    let link = Some((link, turn.clone()));
-                    Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, link)?) as _)
+                    let neighbours = Some(Neighbours::Threads(link, turn.clone()));
+                    Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, neighbours)?) as _)
                 };
                 Ok(Box::new(ThreadWorld::load(programs, timeout, load)?))
             }

@@ -45,12 +45,34 @@ pub enum TrainError {
         /// Processes that there are.
         processes: usize,
     },
-    /// Processes run on the CPU.
+    /// A host has more ranks than GPUs.
     #[error(
-        "ranks that are processes train on the CPU so far, and this config trains on a GPU\nhint: set train.device = \"cpu\", or \
-         let the ranks share the GPU in one process: lockstep train"
+        "host {host} has {} for {ranks} ranks\nhint: start one rank per GPU; `lockstep launch --share-gpus` lets ranks share them, \
+         slowly, to check a layout; CUDA_VISIBLE_DEVICES may hide some",
+        if *.gpus == 1 { "1 GPU".to_owned() } else { format!("{gpus} GPUs") }
     )]
-    ProcessesOnGpu,
+    FewGpus {
+        /// The host.
+        host: String,
+        /// Ranks there.
+        ranks: usize,
+        /// GPUs there.
+        gpus: usize,
+    },
+    /// A process has no GPU that it can use.
+    #[error(
+        "rank {rank} on host {host} cannot use a GPU: {problem}\nhint: {hint}, or train with train.device = \"cpu\""
+    )]
+    NoGpu {
+        /// The rank.
+        rank: usize,
+        /// Its host.
+        host: String,
+        /// Why not.
+        problem: String,
+        /// What to do.
+        hint: String,
+    },
     /// Processes have other things in hand.
     #[error(
         "rank 0 on host {} and rank {rank} on host {} do not have the same {what}: {first} against {other}\n\
@@ -333,7 +355,7 @@ impl TrainError {
                 | TrainError::Hardware(lockstep_sim::SimError::File { .. })
                 | TrainError::Data(_)
                 | TrainError::OtherRanks { .. }
-                | TrainError::ProcessesOnGpu
+                | TrainError::FewGpus { .. }
                 | TrainError::Disagree { .. }
                 | TrainError::NotShared { .. }
                 | TrainError::Vocabulary { .. }

@@ -4,6 +4,7 @@
 //! or compared: the config, the program, the checkpoint, the data, and when to stop.
 
 use crate::TrainError;
+use crate::gpus::{self, GpuOfRank};
 use crate::run_dir::FAILURES;
 use lockstep_config::Config;
 use lockstep_data::DataError;
@@ -22,17 +23,31 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// The processes that run together, of which this is one.
 pub struct Processes {
     comm: Arc<ProcessCommunicator>,
+    gpu: Result<GpuOfRank, Option<String>>,
 }
 
 impl Processes {
-    /// Finds the others. There must be as many as the layout of the config has ranks.
-    pub fn join(start: &Start, config: &Config) -> Result<Self, TrainError> {
+    /// Finds the others. There must be as many as the layout of the config has ranks. They agree on who takes which GPU: `local`
+    /// is where this one stands on its host, if whoever started it says so.
+    pub fn join(start: &Start, config: &Config, local: Option<usize>) -> Result<Self, TrainError> {
         let (layout, processes) = (config.layout(), start.ranks);
         let ranks = layout.mesh.ranks();
         if ranks != processes {
             return Err(TrainError::OtherRanks { layout: layout.to_string(), ranks, processes });
         }
-        Ok(Self { comm: Arc::new(join(start)?) })
+        let comm = Arc::new(join(start)?);
+        let gpu = gpus::seats(&comm, config, local)?;
+        Ok(Self { comm, gpu })
+    }
+
+    /// The GPU of this process, if all have one.
+    pub(crate) fn gpu(&self) -> Option<&GpuOfRank> {
+        self.gpu.as_ref().ok()
+    }
+
+    /// Why they have none, if that is worth telling.
+    pub(crate) fn no_gpus(&self) -> Option<&str> {
+        self.gpu.as_ref().err()?.as_deref()
     }
 
     /// Which rank this process is.
@@ -228,7 +243,8 @@ impl<'a> Team<'a> {
 
     /// Tells the others that this process cannot go on. What all find out by themselves needs no telling.
     pub(crate) fn fail(self, error: &TrainError) {
-        if matches!(error, TrainError::Disagree { .. } | TrainError::NotShared { .. }) {
+        use TrainError::{Disagree, FewGpus, NoGpu, NotShared};
+        if matches!(error, Disagree { .. } | NotShared { .. } | FewGpus { .. } | NoGpu { .. }) {
             return;
         }
         if let Some(processes) = self.0 {

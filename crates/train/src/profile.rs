@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use lockstep_exec::Timing;
-use lockstep_ir::program::Instr;
+use lockstep_ir::program::{Instr, Stream};
 use lockstep_plan::{Plan, PlanError};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -48,7 +48,11 @@ pub(crate) fn profile(
 ) -> Result<Profile, TrainError> {
     let program = plan.program();
     let mut ops: Vec<OpTime> = Vec::new();
-    let mut trace = Vec::new();
+    let mut trace: Vec<Value> = [(Stream::Compute, "kernels"), (Stream::Communication, "communication")]
+        .map(|(stream, name)| {
+            json!({ "name": "thread_name", "ph": "M", "pid": 0, "tid": stream as u8, "args": { "name": name } })
+        })
+        .into();
     let mut begin = 0.0;
     for ProfiledStep { step, timings } in steps {
         for t in timings {
@@ -64,7 +68,7 @@ pub(crate) fn profile(
                 *sum += roofline(instr, matmul, bandwidth)?;
             }
             trace.push(json!({
-                "name": op, "cat": program.segments[t.slot.segment].name, "ph": "X", "pid": 0, "tid": 0,
+                "name": op, "cat": program.segments[t.slot.segment].name, "ph": "X", "pid": 0, "tid": instr.stream as u8,
                 "ts": (begin + t.start_s) * 1e6, "dur": t.seconds * 1e6,
                 "args": { "layer": instr.layer, "micro_batch": t.slot.micro_batch, "step": step },
             }));

@@ -5,15 +5,17 @@ use crate::failure::Failure;
 use crate::processes::{self, Place};
 use crate::style;
 use crate::table::table;
-use lockstep_cuda::{device_count, device_name, survey_libraries};
+use lockstep_cuda::{Device, Gpu, device_count, device_name, survey_libraries};
+use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Link, Over, ProcessCommunicator, conform, join, measure_link};
-use lockstep_exec::comm::{Communicator, ProgramPlace};
+use lockstep_exec::comm::{Communicator, ProgramPlace, conformance};
 use lockstep_exec::cpu;
 use lockstep_ir::units;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::Write;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long processes wait for each other.
@@ -27,7 +29,8 @@ const SLOW: f64 = 4.0;
 
 const PLACE: ProgramPlace = ProgramPlace { op: "doctor", layer: None, micro_batch: 0 };
 
-pub fn run(conformance: bool, format: Format) -> Result<(), Failure> {
+/// Looks at the processes; where `conformance` names a device, checks how they communicate there.
+pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
     let Some(place) = processes::place()? else {
         return Err(Failure::request(
             "no other processes were started with this one\nhint: start it as `mpirun -n 4 lockstep doctor --world`, or with \
@@ -41,19 +44,27 @@ pub fn run(conformance: bool, format: Format) -> Result<(), Failure> {
     processes::end_well(result)
 }
 
-fn of_rank(place: &Place, conformance: bool, format: Format) -> Result<(), Failure> {
+fn of_rank(place: &Place, conformance: Option<&str>, format: Format) -> Result<(), Failure> {
     let start = place.start(TIMEOUT)?;
     let failed = |error: String| match error.contains("\nhint: ") {
         true => Failure::run(error),
         false => Failure::run(format!("{error}\nhint: please report this with the output of `lockstep doctor`")),
     };
-    let comm = join(&start).map_err(|e| failed(e.to_string()))?;
-    let first = comm.rank() == 0;
-    if conformance {
-        conform(&comm, &start).map_err(failed)?;
+    let comm = Arc::new(join(&start).map_err(|e| failed(e.to_string()))?);
+    let (first, ranks) = (comm.rank() == 0, comm.ranks());
+    if let Some(device) = conformance {
+        let mut hold = Vec::new();
+        if device == "cuda" {
+            for (ordered, how) in [(true, "in rank order"), (false, "in NCCL's order")] {
+                over_nccl(place, &comm, ordered).map_err(|e| failed(e.to_string()))?;
+                hold.push(format!("collectives (sums {how}) and messages of {ranks} processes over NCCL"));
+            }
+        } else {
+            conform(&comm, &start).map_err(failed)?;
+            hold.push(format!("collectives and messages of up to {ranks} processes over {}", over(&comm)));
+        }
         if first {
-            let (ranks, over) = (comm.ranks(), over(&comm));
-            writeln!(std::io::stdout(), "collectives and messages of up to {ranks} processes over {over} hold")?;
+            hold.iter().try_for_each(|what| writeln!(std::io::stdout(), "{what} hold"))?;
         }
         return Ok(());
     }
@@ -82,6 +93,17 @@ fn of_rank(place: &Place, conformance: bool, format: Format) -> Result<(), Failu
         Format::Json => writeln!(out, "{:#}", json!(world))?,
     }
     Ok(())
+}
+
+/// Checks communication between the GPUs of the processes.
+fn over_nccl(place: &Place, comm: &Arc<ProcessCommunicator>, ordered: bool) -> Result<(), ExecError> {
+    let all = conformance::rank_connections(comm.ranks());
+    let local = place.local.unwrap_or(place.rank) % Device::count()?.max(1);
+    let subject = lockstep_cuda::conformance_process(&Gpu::open(local, false)?, comm.clone(), &all, ordered)?;
+    conformance::check_rank(&subject).map_err(|problem| match comm.failure() {
+        Some(failure) => failure.into(),
+        None => ExecError::Internal(problem),
+    })
 }
 
 /// What bytes go over, and why not MPI.

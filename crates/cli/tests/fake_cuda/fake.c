@@ -12,7 +12,11 @@
  *                                          with gives this status: what a kernel that goes wrong looks like
  *   FAKE_CUDA_CAPTURE   FUNCTION:N=STATUS  the same as FAKE_CUDA_FAIL, of calls while a graph is captured
  *   FAKE_CUDA_COUNT     FUNCTION  at the end, how often it was called is printed
+ *   FAKE_CUDA_STUCK     FUNCTION:N=1  from the Nth call on the device does nothing more: what waits for it waits for ever
  *   FAKE_CUDNN_VERSION  cuDNN's version, as 10000 x major + 100 x minor + patch (91400)
+ *   FAKE_NCCL_VERSION   NCCL's version, the same way (22809)
+ *   FAKE_NCCL_LOG       the start of the name of a file per rank, into which it writes its device and what it asks NCCL for
+ *   FAKE_NCCL_ABORT     seconds that it takes to abort a communicator (0)
  *
  * A graph does not start while another stream than its own has copies to the device that nobody waited for: what it reads may not be
  * there.
@@ -25,6 +29,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef uint64_t address;
 
@@ -49,7 +54,9 @@ static int due(struct fault *fault, const char *variable, const char *function) 
     return !strcmp(fault->function, function) && __atomic_add_fetch(&fault->count, 1, __ATOMIC_SEQ_CST) >= fault->at;
 }
 
-static int lost, counted, capturing;
+static int lost, counted;
+/* All copies of this file have these in common: the first that is loaded has them. */
+int fake_capturing, fake_stuck;
 /* Streams with copies to the device that nobody waited for. */
 static int behind;
 
@@ -59,7 +66,7 @@ __attribute__((destructor)) static void print_count(void) {
 }
 
 static int called(const char *function) {
-    static struct fault fail, lose, capture;
+    static struct fault fail, lose, capture, stick;
     const char *count = getenv("FAKE_CUDA_COUNT");
     if (count && !strcmp(count, function))
         __atomic_add_fetch(&counted, 1, __ATOMIC_SEQ_CST);
@@ -67,11 +74,27 @@ static int called(const char *function) {
         return lost;
     if (due(&fail, "FAKE_CUDA_FAIL", function))
         return fail.status;
-    if (capturing && due(&capture, "FAKE_CUDA_CAPTURE", function))
+    if (fake_capturing && due(&capture, "FAKE_CUDA_CAPTURE", function))
         return capture.status;
+    if (due(&stick, "FAKE_CUDA_STUCK", function))
+        fake_stuck = 1;
     if (due(&lose, "FAKE_CUDA_LOSE", function))
         lost = lose.status;
     return 0;
+}
+
+/* Writes a line to the file of this rank. */
+static void write_down(const char *what, const char *more, unsigned long long n) {
+    const char *start = getenv("FAKE_NCCL_LOG"), *rank = getenv("RANK");
+    if (!start)
+        return;
+    char path[4096];
+    snprintf(path, sizeof path, "%s%s", start, rank ? rank : "");
+    FILE *file = fopen(path, "a");
+    if (!file)
+        return;
+    fprintf(file, "%s %s %llu\n", what, more, n);
+    fclose(file);
 }
 
 #define TRY                            \
@@ -228,15 +251,19 @@ FILL(cuMemsetD8_v2, unsigned char)
 FILL(cuMemsetD32Async, unsigned)
 FILL(cuMemsetD32_v2, unsigned)
 
-MAKE(cuDevicePrimaryCtxRetain)
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    TRY;
+    write_down("device", "is", (unsigned long long)device);
+    *context = malloc(8);
+    return 0;
+}
 MAKE(cuCtxGetCurrent)
 OK(cuDevicePrimaryCtxRelease_v2)
 HOST(cuCtxSetCurrent)
 OK(cuCtxSynchronize)
 OK(cuMemHostRegister_v2)
 OK(cuMemHostUnregister)
-GIVE(cuStreamCreate, void *, calloc(1, 8))
-MAKE(cuStreamCreateWithPriority)
+GIVE(cuStreamCreateWithPriority, void *, calloc(1, 8))
 static void caught_up(int *stream) {
     if (__atomic_exchange_n(stream, 0, __ATOMIC_SEQ_CST))
         __atomic_sub_fetch(&behind, 1, __ATOMIC_SEQ_CST);
@@ -258,16 +285,32 @@ OK(cuEventDestroy_v2)
 OK(cuEventRecord)
 OK(cuEventRecordWithFlags)
 OK(cuEventSynchronize)
-OK(cuEventQuery)
+int cuEventQuery() {
+    TRY;
+    return fake_stuck ? 600 : 0;
+}
 GIVE(cuEventElapsedTime, float, 1)
 GIVE(cuEventElapsedTime_v2, float, 1)
 
 MAKE(cuModuleLoadData)
 MAKE(cuModuleLoadDataEx)
 OK(cuModuleUnload)
-MAKE(cuModuleGetFunction)
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    (void)module;
+    TRY;
+    *function = strdup(name);
+    return 0;
+}
 OK(cuFuncSetAttribute)
-OK(cuLaunchKernel)
+int cuLaunchKernel(const char *function, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
+                   unsigned shared, void *stream, void **args, void **extra) {
+    (void)x, (void)y, (void)z, (void)a, (void)b, (void)c, (void)shared, (void)stream, (void)extra;
+    TRY;
+    /* The one that tells the host how far the device has come. */
+    if (!strcmp(function, "reached") && !fake_capturing && !fake_stuck)
+        **(volatile uint32_t **)args[0] = *(uint32_t *)args[1];
+    return 0;
+}
 OK(cuLaunchKernelEx)
 OK(cuLaunchHostFunc)
 OK(cuTensorMapEncodeTiled)
@@ -276,13 +319,13 @@ GIVE(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 1)
 
 int cuStreamBeginCapture_v2() {
     TRY;
-    capturing = 1;
+    fake_capturing = 1;
     return 0;
 }
 int cuStreamEndCapture(intptr_t stream, void **graph) {
     int status = called(__func__);
     (void)stream;
-    capturing = 0;
+    fake_capturing = 0;
     *graph = status ? NULL : malloc(8);
     return status;
 }
@@ -447,4 +490,107 @@ int nvmlDeviceGetUtilizationRates(void *device, unsigned rates[2]) {
 const char *nvmlErrorString(int status) {
     (void)status;
     return "Unknown Error";
+}
+
+/* ---- NCCL: moves nothing. It wants what it is asked for in groups, and to be asked whether it is done before the next ---- */
+
+struct id {
+    char text[128];
+};
+struct comm {
+    struct id id;
+    int busy; /* how often it says that it is not done yet */
+};
+struct config {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+};
+static __thread struct comm *asked;
+static __thread int groups;
+
+GIVE(ncclGetVersion, int, number("FAKE_NCCL_VERSION", 22809))
+int ncclGetUniqueId(struct id *id) {
+    static int count;
+    TRY;
+    memset(id, 0, sizeof *id);
+    snprintf(id->text, sizeof id->text, "%s-%d", getenv("RANK"), count++);
+    return 0;
+}
+int ncclCommInitRankConfig(struct comm **comm, int ranks, struct id id, int rank, struct config *config) {
+    TRY;
+    if (config->size != 48 || config->magic != 0xcafebeef || config->version != 21700 || config->blocking || rank >= ranks)
+        return 4;
+    *comm = calloc(1, sizeof **comm);
+    (*comm)->id = id;
+    (*comm)->busy = 3;
+    write_down("init", id.text, (unsigned long long)ranks);
+    return 7;
+}
+int ncclCommGetAsyncError(struct comm *comm, int *state) {
+    TRY;
+    *state = comm->busy > 0 ? 7 : 0;
+    comm->busy--;
+    return 0;
+}
+static int ask(const char *function, struct comm *comm, unsigned long long count) {
+    int status = called(function);
+    char what[256];
+    if (status)
+        return status;
+    if (comm->busy > 0 || !groups)
+        return 5;
+    snprintf(what, sizeof what, "%s%s", function, fake_capturing ? " captured" : "");
+    write_down(comm->id.text, what, count);
+    asked = comm;
+    return 7;
+}
+#define SUM(name)                                                                                                \
+    int name(void *from, void *to, size_t count, int type, int op, struct comm *comm, void *stream) {            \
+        (void)from, (void)to, (void)stream;                                                                      \
+        return type < 6 || type > 9 || op ? 4 : ask(__func__, comm, count);                                      \
+    }
+SUM(ncclAllReduce)
+SUM(ncclReduceScatter)
+int ncclAllGather(void *from, void *to, size_t count, int type, struct comm *comm, void *stream) {
+    (void)from, (void)to, (void)type, (void)stream;
+    return ask(__func__, comm, count);
+}
+#define MESSAGE(name)                                                                        \
+    int name(void *at, size_t count, int type, int peer, struct comm *comm, void *stream) {  \
+        (void)at, (void)type, (void)peer, (void)stream;                                      \
+        return ask(__func__, comm, count);                                                   \
+    }
+MESSAGE(ncclSend)
+MESSAGE(ncclRecv)
+int ncclGroupStart(void) {
+    groups++;
+    return called(__func__);
+}
+int ncclGroupEnd(void) {
+    groups--;
+    TRY;
+    if (asked)
+        asked->busy = 2;
+    asked = NULL;
+    return 7;
+}
+int ncclCommAbort(struct comm *comm) {
+    write_down("abort", comm->id.text, 0);
+    sleep((unsigned)number("FAKE_NCCL_ABORT", 0));
+    return called(__func__);
+}
+int ncclCommFinalize(struct comm *comm) {
+    comm->busy = 1;
+    return 7;
+}
+int ncclCommDestroy(struct comm *comm) {
+    TRY;
+    write_down("destroy", comm->id.text, 0);
+    return comm->busy > 0 ? 5 : 0;
+}
+const char *ncclGetErrorString(int status) { return status == 3 ? "internal error" : "something else"; }
+const char *ncclGetLastError(struct comm *comm) {
+    (void)comm;
+    return "net.cc:42 no way";
 }

@@ -48,6 +48,11 @@ impl Written {
         Self { tensors, counts: BTreeMap::new() }
     }
 
+    /// Whether plans may change with what is written.
+    pub fn any(&self) -> bool {
+        !self.tensors.is_empty()
+    }
+
     /// Counts the documents of a tensor that the host writes, if it is one of starts.
     pub fn note(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) {
         if let Some(seq) = self.tensors.get(tensor) {

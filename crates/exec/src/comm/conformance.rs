@@ -5,8 +5,10 @@
 
 mod endings;
 mod messages;
+mod rank;
 mod subject;
 
+pub use rank::{check_rank, rank_connections};
 pub use subject::{Memory, Subject};
 
 use super::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup, RankGuard};
@@ -69,45 +71,49 @@ struct Job {
 
 /// Every kind with every type, and with several at once, in place and not, in groups of several orders.
 fn collectives(make: Make<'_>, ranks: usize) -> Result<(), String> {
-    together(make, ranks, "collectives", |subject| {
-        let mut key = 0;
-        for kind in KINDS {
-            let dtypes = || DTYPES.into_iter().filter(|&dtype| adds(kind, dtype));
-            let mut shapes: Vec<Vec<_>> = dtypes().map(|dtype| [0, 1, 7, 1000].map(|n| (1, n, dtype)).into()).collect();
-            shapes.extend([dtypes().map(|dtype| (1, 17, dtype)).collect(), vec![]]);
-            let parts = matches!(kind, Collective::ReduceScatter | Collective::AllGather);
-            if parts {
-                shapes.push(dtypes().map(|dtype| (5, 9, dtype)).collect());
-            }
-            for pieces in shapes {
-                for in_place in [false, true] {
-                    key += 1;
-                    let (group, order) = (rotated_group(ranks, key as usize), Order::Group);
-                    Job { kind, group, pieces: pieces.clone(), in_place, order, key }.run(subject)?;
-                }
-            }
-            if parts {
-                let pieces = dtypes().flat_map(|dtype| [(1, 10, dtype), (3, 1234, dtype)]).collect();
-                let (group, order) = (rotated_group(ranks, key as usize), Order::ZigZag);
-                Job { kind, group, pieces, in_place: false, order, key }.run(subject)?;
+    together(make, ranks, "collectives", |subject| every_kind(subject, &|by| rotated_group(ranks, by)))
+}
+
+fn every_kind(subject: &Subject, group: &dyn Fn(usize) -> RankGroup) -> Result<(), String> {
+    let mut key = 0;
+    for kind in KINDS {
+        let dtypes = || DTYPES.into_iter().filter(|&dtype| adds(kind, dtype));
+        let mut shapes: Vec<Vec<_>> = dtypes().map(|dtype| [0, 1, 7, 1000].map(|n| (1, n, dtype)).into()).collect();
+        shapes.extend([dtypes().map(|dtype| (1, 17, dtype)).collect(), vec![]]);
+        let parts = matches!(kind, Collective::ReduceScatter | Collective::AllGather);
+        if parts {
+            shapes.push(dtypes().map(|dtype| (5, 9, dtype)).collect());
+        }
+        for pieces in shapes {
+            for in_place in [false, true] {
+                key += 1;
+                let (group, order) = (group(key as usize), Order::Group);
+                Job { kind, group, pieces: pieces.clone(), in_place, order, key }.run(subject)?;
             }
         }
-        Ok(())
-    })
+        if parts {
+            let pieces = dtypes().flat_map(|dtype| [(1, 10, dtype), (3, 1234, dtype)]).collect();
+            let (group, order) = (group(key as usize), Order::ZigZag);
+            Job { kind, group, pieces, in_place: false, order, key }.run(subject)?;
+        }
+    }
+    Ok(())
 }
 
 /// Tensors that take the ranks some time, so that they work at the same time.
 fn large(make: Make<'_>) -> Result<(), String> {
-    together(make, 3, "large tensors", |subject| {
-        for (key, kind) in KINDS.into_iter().enumerate() {
-            for dtype in [DType::F32, DType::BF16, DType::Fixed64] {
-                let pieces = vec![(1, 30_001, dtype), (1, 8_192, dtype)];
-                let (group, order) = (rotated_group(3, key), Order::Group);
-                Job { kind, group, pieces, in_place: key.is_multiple_of(2), order, key: key as u64 }.run(subject)?;
-            }
+    together(make, 3, "large tensors", |subject| large_tensors(subject, &|by| rotated_group(3, by)))
+}
+
+fn large_tensors(subject: &Subject, group: &dyn Fn(usize) -> RankGroup) -> Result<(), String> {
+    for (key, kind) in KINDS.into_iter().enumerate() {
+        for dtype in [DType::F32, DType::BF16, DType::Fixed64] {
+            let pieces = vec![(1, 30_001, dtype), (1, 8_192, dtype)];
+            let (group, order) = (group(key), Order::Group);
+            Job { kind, group, pieces, in_place: key.is_multiple_of(2), order, key: key as u64 }.run(subject)?;
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
 /// The axes and planes of a 2 × 2 × 2 mesh, one after the other, each of its groups at its own pace.
@@ -130,20 +136,22 @@ fn mesh(make: Make<'_>) -> Result<(), String> {
 
 /// Two streams of every rank in the same group at once.
 fn channels(make: Make<'_>) -> Result<(), String> {
-    together(make, 4, "two channels of one group", |subject| {
-        let stream = |channel: u32| -> Result<(), String> {
-            let _guard = RankGuard::new(subject.comm());
-            let round = |round: u64| {
-                let key = round << 1 | u64::from(channel);
-                delay(key, subject.comm().rank());
-                Job::random(key, (0..4).collect(), channel).run(subject)
-            };
-            (0..200).try_for_each(round).inspect_err(|error| subject.comm().fail(error))
+    together(make, 4, "two channels of one group", |subject| both_channels(subject, 4, 200))
+}
+
+fn both_channels(subject: &Subject, ranks: usize, rounds: u64) -> Result<(), String> {
+    let stream = |channel: u32| -> Result<(), String> {
+        let _guard = RankGuard::new(subject.comm());
+        let round = |round: u64| {
+            let key = round << 1 | u64::from(channel);
+            delay(key, subject.comm().rank());
+            Job::random(key, (0..ranks).collect(), channel).run(subject)
         };
-        std::thread::scope(|scope| {
-            let other = scope.spawn(|| stream(1));
-            stream(0).and(joined(other.join()))
-        })
+        (0..rounds).try_for_each(round).inspect_err(|error| subject.comm().fail(error))
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| stream(1));
+        stream(0).and(joined(other.join()))
     })
 }
 
@@ -184,8 +192,9 @@ impl Job {
     }
 
     /// Some elements of what a member gives for piece `p`.
-    fn input(&self, member: usize, p: usize, range: Range<usize>) -> Vec<u8> {
-        values(self.pieces[p].2, counter::bits(self.key, (member << 8 | p) as u64), range)
+    fn input(&self, any_order: bool, member: usize, p: usize, range: Range<usize>) -> Vec<u8> {
+        let (dtype, key) = (self.pieces[p].2, counter::bits(self.key, (member << 8 | p) as u64));
+        if any_order { whole_numbers(dtype, key, range) } else { values(dtype, key, range) }
     }
 
     /// Piece `p` as a call has it.
@@ -195,13 +204,13 @@ impl Job {
     }
 
     /// What the member at `index` must get for piece `p`.
-    fn expected(&self, index: usize, p: usize) -> Vec<u8> {
+    fn expected(&self, any_order: bool, index: usize, p: usize) -> Vec<u8> {
         let ((rows, elements, dtype), n) = (self.pieces[p], self.group.ranks.len());
         let piece = self.piece(p, std::ptr::null(), std::ptr::null_mut());
-        let all = |range: Range<usize>| (0..n).map(move |member| self.input(member, p, range.clone()));
+        let all = |range: Range<usize>| (0..n).map(move |member| self.input(any_order, member, p, range.clone()));
         match self.kind {
             Collective::AllReduce => sum(dtype, all(0..rows * elements)),
-            Collective::Shift => self.input((index + n - 1) % n, p, 0..rows * elements),
+            Collective::Shift => self.input(any_order, (index + n - 1) % n, p, 0..rows * elements),
             Collective::ReduceScatter => {
                 let mine = (0..rows).flat_map(|row| piece.spans(n, index).map(|(whole, _, len)| (row, whole, len)));
                 let sums = mine.map(|(row, whole, len)| {
@@ -216,7 +225,7 @@ impl Job {
                     for (to, from, len) in piece.spans(n, member) {
                         let (to, from) = (row * n * elements + to, row * elements + from);
                         let bytes = to * dtype.bytes()..(to + len) * dtype.bytes();
-                        whole[bytes].copy_from_slice(&self.input(member, p, from..from + len));
+                        whole[bytes].copy_from_slice(&self.input(any_order, member, p, from..from + len));
                     }
                 }
                 whole
@@ -234,7 +243,8 @@ impl Job {
         let mut memory = Vec::new();
         for (p, &(rows, elements, dtype)) in self.pieces.iter().enumerate() {
             let part = elements * dtype.bytes();
-            let (given, expected) = (self.input(index, p, 0..self.given(p)), self.expected(index, p));
+            let any = subject.any_order();
+            let (given, expected) = (self.input(any, index, p, 0..self.given(p)), self.expected(any, index, p));
             // In place there is one buffer, the larger one.
             let in_place = self.in_place && rows == 1 && self.kind != Collective::Shift;
             let own = if self.kind == Collective::AllReduce { 0 } else { index * part };
@@ -359,6 +369,18 @@ fn values(dtype: DType, key: u64, range: Range<usize>) -> Vec<u8> {
         }
     }
     bytes
+}
+
+/// Small whole numbers, whose sum is the same in every order; what is added in fixed point is as everywhere.
+fn whole_numbers(dtype: DType, key: u64, range: Range<usize>) -> Vec<u8> {
+    let number = |i: usize| f32::from((counter::bits(key, i as u64) % 9) as i8 - 4);
+    match dtype {
+        DType::F32 => range.flat_map(|i| number(i).to_le_bytes()).collect(),
+        DType::BF16 => range.flat_map(|i| bf16::from_f32(number(i)).to_le_bytes()).collect(),
+        DType::F16 => range.flat_map(|i| f16::from_f32(number(i)).to_le_bytes()).collect(),
+        DType::F64 => range.flat_map(|i| f64::from(number(i)).to_le_bytes()).collect(),
+        DType::Fixed64 | DType::U32 => values(dtype, key, range),
+    }
 }
 
 /// The sum of the terms, one after the other.

@@ -274,7 +274,7 @@ fn index_in(
 }
 
 /// First element and number of elements of the slice that a member of a group of `members` adds: whole cache lines.
-fn slice_of(member: usize, members: usize, piece: &Piece) -> (usize, usize) {
+pub fn slice_of(member: usize, members: usize, piece: &Piece) -> (usize, usize) {
     let line = 64 / piece.dtype.bytes();
     let size = piece.elements.div_ceil(members).next_multiple_of(line);
     let start = piece.elements.min(member * size);

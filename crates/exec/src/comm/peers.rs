@@ -216,6 +216,22 @@ impl Peers {
         life.alive.fetch_max(now, Ordering::Relaxed);
         let mut whereabouts = lock(&life.whereabouts);
         (whereabouts.place, whereabouts.since) = (Some(place), now);
+        // Another of its threads that waits says so again.
+        whereabouts.waits = None;
+    }
+
+    /// A rank says whom it waits for and where, if it does: its device waits, which no [`wait`](Self::wait) sees.
+    pub fn awaits(&self, rank: usize, waits: Option<(usize, ProgramPlace)>) {
+        let now = self.now();
+        let mut whereabouts = lock(&self.lives[rank].whereabouts);
+        let before = whereabouts.waits;
+        // The host may have been ahead of it.
+        if let Some((_, place)) = waits.filter(|(_, place)| whereabouts.place != Some(*place)) {
+            (whereabouts.place, whereabouts.since) = (Some(place), now);
+        }
+        whereabouts.waits = waits.map(|(other, place)| {
+            before.filter(|w| (w.other, w.place) == (other, place)).unwrap_or(Waiting { other, place, since: now })
+        });
     }
 
     /// A rank ends its program.

@@ -8,10 +8,11 @@ use crate::comm::processes::ProcessCommunicator;
 use crate::comm::{Communicator, HostCommunicator, ProgramPlace};
 use crate::communication::Link;
 use crate::cpu::CpuExecutor;
-use crate::{ExecError, Executor, Note, Timing};
+use crate::{ExecError, Executor, Note, Taken, Ticket, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, MeshAxis, Placement, Run, StepProgram};
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,6 +27,8 @@ pub struct ProcessWorld {
     notes: Vec<Note>,
     arena_bytes: u64,
     comm: Arc<ProcessCommunicator>,
+    /// What was asked for by readings that are under way: tensors, each of so many micro-batches.
+    later: VecDeque<Vec<(String, usize)>>,
     /// What each rank told with the last reading.
     busy_s: Mutex<Vec<f64>>,
 }
@@ -44,22 +47,34 @@ impl ProcessWorld {
         threads: usize,
         comm: Arc<ProcessCommunicator>,
     ) -> Result<Self, ExecError> {
+        Self::load(programs, comm, |program, link| {
+            let link = Link { comm: link.comm as Arc<dyn HostCommunicator>, coordinates: link.coordinates };
+            Ok(Box::new(CpuExecutor::load_rank(program, threads, Some(link))?))
+        })
+    }
+
+    /// Loads this rank's program, of those of all stages; `load` makes its executor.
+    pub fn load(
+        programs: Vec<StepProgram>,
+        comm: Arc<ProcessCommunicator>,
+        load: impl FnOnce(StepProgram, Link<ProcessCommunicator>) -> Result<Box<dyn Rank>, ExecError>,
+    ) -> Result<Self, ExecError> {
         let Some(mesh) = programs.first().map(|p| p.mesh).filter(|mesh| mesh.ranks() == comm.ranks()) else {
             return Err(ExecError::Internal(format!("programs of another number of ranks than {}", comm.ranks())));
         };
         let here = mesh.coordinates(comm.rank());
         let program = programs[here.get(MeshAxis::Pp)].clone();
-        let link = Link { comm: comm.clone() as Arc<dyn HostCommunicator>, coordinates: here };
-        let executor = CpuExecutor::load_rank(program, threads, Some(link))?;
+        let executor = load(program, Link { comm: comm.clone(), coordinates: here })?;
         let (notes, arena_bytes) = (executor.notes().to_vec(), executor.arena_bytes());
         Ok(Self {
             mesh,
             programs,
             here,
-            executor: Mutex::new(Box::new(executor)),
+            executor: Mutex::new(executor),
             notes,
             arena_bytes,
             comm,
+            later: VecDeque::new(),
             busy_s: Mutex::default(),
         })
     }
@@ -90,6 +105,55 @@ impl ProcessWorld {
     /// The tensor as this rank's program has it, if it does.
     fn own(&self, name: &str) -> Option<&Tensor> {
         self.programs[self.here.get(MeshAxis::Pp)].tensor(name)
+    }
+
+    /// A tensor that can be read: as some stage knows it.
+    fn known(&self, name: &str) -> Result<&Tensor, ExecError> {
+        let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
+        let tensor = self.programs.iter().find_map(|p| p.tensor(name)).ok_or_else(unknown)?;
+        match tensor.sharding.axes(Placement::Partial).is_empty() {
+            true => Ok(tensor),
+            false => Err(ExecError::Internal(format!("`{name}` is not summed over ranks"))),
+        }
+    }
+
+    /// Appends what this rank has of a tensor, and no rank before it, of its part.
+    fn add_own(&self, name: &str, part: &[u8], mine: &mut Vec<u8>) {
+        let width = self.known(name).map_or(0, |tensor| tensor.whole.dtype.bytes());
+        for run in self.first_runs(name, self.here) {
+            mine.extend(&part[run.local * width..(run.local + run.len) * width]);
+        }
+    }
+
+    /// Gives all ranks these bytes, and how long this one computed, and takes everybody's.
+    fn exchange_parts(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, ExecError> {
+        let busy = lock(&self.executor).busy_s().unwrap_or(f64::NAN);
+        let all = self.exchange("read", &[&busy.to_le_bytes(), mine].concat())?;
+        let (mut busy_s, mut parts) = (Vec::with_capacity(all.len()), Vec::with_capacity(all.len()));
+        for bytes in &all {
+            let short = || ExecError::Internal("a rank gave too little".into());
+            let (busy, part) = bytes.split_first_chunk().ok_or_else(short)?;
+            busy_s.push(f64::from_le_bytes(*busy));
+            parts.push(part.to_vec());
+        }
+        *lock(&self.busy_s) = busy_s;
+        Ok(parts)
+    }
+
+    /// The whole of a tensor from what every rank gave, where that starts `at`.
+    fn put_together(&self, name: &str, at: &mut [usize], all: &[Vec<u8>]) -> Result<Vec<u8>, ExecError> {
+        let tensor = self.known(name)?;
+        let width = tensor.whole.dtype.bytes();
+        let mut whole = vec![0; tensor.whole.bytes() as usize];
+        for (rank, (bytes, at)) in all.iter().zip(at).enumerate() {
+            for run in self.first_runs(name, self.mesh.coordinates(rank)) {
+                let (from, to) = (*at..*at + run.len * width, run.whole * width..(run.whole + run.len) * width);
+                let short = || ExecError::Internal(format!("rank {rank} gave too little of `{name}`"));
+                whole[to].copy_from_slice(bytes.get(from).ok_or_else(short)?);
+                *at += run.len * width;
+            }
+        }
+        Ok(whole)
     }
 
     /// What the rank at `at` has of a tensor and no rank before it.
@@ -170,37 +234,41 @@ impl Executor for ProcessWorld {
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
-        let unknown = || ExecError::Internal(format!("no rank has a tensor `{tensor}`"));
-        let known = self.programs.iter().find_map(|p| p.tensor(tensor)).ok_or_else(unknown)?;
-        if !known.sharding.axes(Placement::Partial).is_empty() {
-            return Err(ExecError::Internal(format!("`{tensor}` is not summed over ranks")));
-        }
-        let width = known.whole.dtype.bytes();
-        // How long this rank computed goes along.
-        let busy = lock(&self.executor).busy_s().unwrap_or(f64::NAN);
-        let mut mine = busy.to_le_bytes().to_vec();
-        let runs = self.first_runs(tensor, self.here);
-        if !runs.is_empty() && self.own(tensor).is_some() {
+        self.known(tensor)?;
+        let mut mine = Vec::new();
+        if !self.first_runs(tensor, self.here).is_empty() {
             let executor = lock(&self.executor);
-            let local = executor.read(tensor, micro_batch)?;
-            runs.iter().for_each(|run| mine.extend(&local[run.local * width..(run.local + run.len) * width]));
+            self.add_own(tensor, &executor.read(tensor, micro_batch)?, &mut mine);
         }
-        let all = self.exchange("read", &mine)?;
-        let mut whole = vec![0; known.whole.bytes() as usize];
-        let mut busy_s = Vec::with_capacity(all.len());
-        for (rank, bytes) in all.iter().enumerate() {
-            let Some((busy, bytes)) = bytes.split_first_chunk() else { continue };
-            busy_s.push(f64::from_le_bytes(*busy));
-            let mut at = 0;
-            for run in self.first_runs(tensor, self.mesh.coordinates(rank)) {
-                let (from, to) = (at..at + run.len * width, run.whole * width..(run.whole + run.len) * width);
-                let short = || ExecError::Internal(format!("rank {rank} gave too little of `{tensor}`"));
-                whole[to].copy_from_slice(bytes.get(from).ok_or_else(short)?);
-                at += run.len * width;
-            }
+        let all = self.exchange_parts(&mine)?;
+        Ok(Cow::Owned(self.put_together(tensor, &mut vec![0; all.len()], &all)?))
+    }
+
+    /// Queues the reading of what this rank has of them.
+    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+        tensors.iter().try_for_each(|(name, _)| self.known(name).map(|_| ()))?;
+        let has = |(name, _): &(&str, usize)| !self.first_runs(name, self.here).is_empty();
+        let own: Vec<(&str, usize)> = tensors.iter().copied().filter(has).collect();
+        let ticket = self.on_rank(|rank| rank.read_later(&own))?;
+        if ticket.is_some() {
+            self.later.push_back(tensors.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect());
         }
-        *lock(&self.busy_s) = busy_s;
-        Ok(Cow::Owned(whole))
+        Ok(ticket)
+    }
+
+    fn take(&mut self, ticket: Ticket) -> Result<Taken, ExecError> {
+        let taken = self.on_rank(|rank| rank.take(ticket))?;
+        let asked = self.later.pop_front().ok_or_else(|| ExecError::Internal("nothing was queued".into()))?;
+        let (mut parts, mut mine) = (taken.tensors.iter(), Vec::new());
+        let one_by_one = || asked.iter().flat_map(|(name, count)| (0..*count).map(move |_| name));
+        for name in one_by_one().filter(|name| !self.first_runs(name, self.here).is_empty()) {
+            let short = || ExecError::Internal(format!("a reading has nothing of `{name}`"));
+            self.add_own(name, parts.next().ok_or_else(short)?, &mut mine);
+        }
+        let all = self.exchange_parts(&mine)?;
+        let mut at = vec![0; all.len()];
+        let tensors = one_by_one().map(|name| self.put_together(name, &mut at, &all)).collect::<Result<_, _>>()?;
+        Ok(Taken { tensors, time: taken.time })
     }
 
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {

@@ -69,7 +69,7 @@ pub(super) fn start<'a>(
 ) -> Result<Run<'a>, TrainError> {
     let (config, team) = (&course.config, devices.team());
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
-    if let Some(why) = Devices::not_taken(config) {
+    if let Some(why) = devices.not_taken(config) {
         show(Event::Warning(&why));
     }
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));

@@ -25,7 +25,7 @@ fn read_by_rank(keys: &str) -> Vec<[Vec<usize>; 2]> {
     let rank = |rank: usize| {
         let timeout = Duration::from_secs(20);
         let start = Start { rank, ranks, address: address.clone(), timeout, build: "test".into(), mpi: None };
-        let devices = Devices::of_processes(Processes::join(&start, &config).unwrap());
+        let devices = Devices::of_processes(Processes::join(&start, &config, None).unwrap());
         let mut session = Session::new(&devices, &config, &plan(&devices, &config).unwrap()).unwrap();
         // No token has this number.
         session.feed.forget(u32::MAX);

@@ -4,7 +4,10 @@ use super::{Buffer, Make, Subject, delay, together, values};
 use crate::comm::ProgramPlace;
 use lockstep_ir::DType;
 
-const PLACE: ProgramPlace = ProgramPlace { op: "message", layer: None, micro_batch: 0 };
+/// A message of this tag, for errors.
+const fn place(tag: u32) -> ProgramPlace {
+    ProgramPlace { op: if tag == RING { "ring" } else { "message" }, layer: Some(tag as usize), micro_batch: 0 }
+}
 
 pub fn check(make: Make<'_>) -> Result<(), String> {
     for ranks in 1..=5 {
@@ -28,17 +31,18 @@ fn send(
 ) -> Result<(), String> {
     let mut data = Buffer::new(subject, text.len());
     data.write(0, text);
-    subject.comm().at(PLACE);
+    subject.comm().at(place(tag));
     // The send buffer has room for the copies and lives until the rank has left.
-    let result = subject.send(to, tag, (data.pointer(), text.len()), (send_buffer.pointer(), copies), PLACE);
+    let result = subject.send(to, tag, (data.pointer(), text.len()), (send_buffer.pointer(), copies), place(tag));
+    result.map_err(|e| e.to_string())?;
     data.write(0, &vec![0; text.len()]);
-    result.map_err(|e| e.to_string())
+    Ok(())
 }
 
 fn receive(subject: &Subject, from: usize, tag: u32, expected: &[u8]) -> Result<(), String> {
     let mut data = Buffer::new(subject, expected.len());
-    subject.comm().at(PLACE);
-    subject.receive(from, tag, (data.pointer(), expected.len()), PLACE).map_err(|e| e.to_string())?;
+    subject.comm().at(place(tag));
+    subject.receive(from, tag, (data.pointer(), expected.len()), place(tag)).map_err(|e| e.to_string())?;
     if data.bytes() != expected || !data.intact() {
         return Err(format!("a message from rank {from} with tag {tag} comes out wrong"));
     }
@@ -51,82 +55,97 @@ fn text(from: usize, tag: u32, number: u64, bytes: usize) -> Vec<u8> {
 
 /// Everybody sends to the next, as many ahead as there are copies.
 fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
-    const MESSAGES: u64 = 20;
     for bytes in [0, 14, 4000] {
         together(make, ranks, &format!("a ring of messages with {copies} copies"), |subject| {
-            let me = subject.comm().rank();
-            let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
-            let mut send_buffer = Buffer::new(subject, bytes * copies);
-            let ahead = copies as u64;
-            let run = |send_buffer: &mut Buffer| {
-                for number in 0..MESSAGES + ahead {
-                    delay(number, me);
-                    if number >= ahead {
-                        receive(subject, before, 7, &text(before, 7, number - ahead, bytes))?;
-                    }
-                    if number < MESSAGES {
-                        send(subject, next, 7, &text(me, 7, number, bytes), send_buffer, copies)?;
-                    }
-                }
-                Ok(())
-            };
-            let result = run(&mut send_buffer).and_then(|()| {
-                if send_buffer.intact() { Ok(()) } else { Err("a message goes beyond the send buffer".to_owned()) }
-            });
-            end(subject, result)
+            round_the_ring(subject, copies, bytes, &|result| end(subject, result))
         })?;
     }
     Ok(())
 }
 
+/// What comes behind a rank's last message, before its send buffers go.
+pub(super) type Ending<'a> = &'a dyn Fn(Result<(), String>) -> Result<(), String>;
+
+pub(super) fn round_the_ring(subject: &Subject, copies: usize, bytes: usize, ending: Ending<'_>) -> Result<(), String> {
+    const MESSAGES: u64 = 20;
+    let (me, ranks) = (subject.comm().rank(), subject.comm().ranks());
+    let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
+    let mut send_buffer = Buffer::new(subject, bytes * copies);
+    let ahead = copies as u64;
+    let run = |send_buffer: &mut Buffer| {
+        for number in 0..MESSAGES + ahead {
+            delay(number, me);
+            if number >= ahead {
+                receive(subject, before, RING, &text(before, RING, number - ahead, bytes))?;
+            }
+            if number < MESSAGES {
+                send(subject, next, RING, &text(me, RING, number, bytes), send_buffer, copies)?;
+            }
+        }
+        Ok(())
+    };
+    let result = run(&mut send_buffer).and_then(|()| {
+        if send_buffer.intact() { Ok(()) } else { Err("a message goes beyond the send buffer".to_owned()) }
+    });
+    ending(result)
+}
+
+/// The tag of messages in a ring, and those of others, from the first rank to the second.
+pub(super) const RING: u32 = 7;
+pub(super) const TAGS: [u32; 3] = [0, 1, 2];
+
 /// Streams of different tags do not disturb each other, whatever order they are taken in.
 fn tags(make: Make<'_>) -> Result<(), String> {
-    together(make, 2, "messages with tags", |subject| {
-        let mut send_buffers: Vec<Buffer> = (0..3).map(|_| Buffer::new(subject, 2 * 10)).collect();
-        let mut run = || {
-            for round in 0..10 {
-                for number in 2 * round..2 * round + 2 {
-                    for (tag, send_buffer) in (0..3).zip(&mut send_buffers) {
-                        if subject.comm().rank() == 0 {
-                            send(subject, 1, tag, &text(0, tag, number, 10), send_buffer, 2)?;
-                        }
-                    }
-                }
-                for tag in [2, 0, 1] {
-                    for number in 2 * round..2 * round + 2 {
-                        if subject.comm().rank() == 1 {
-                            receive(subject, 0, tag, &text(0, tag, number, 10))?;
-                        }
+    together(make, 2, "messages with tags", |subject| several_tags(subject, &|result| end(subject, result)))
+}
+
+pub(super) fn several_tags(subject: &Subject, ending: Ending<'_>) -> Result<(), String> {
+    let mut send_buffers: Vec<Buffer> = TAGS.iter().map(|_| Buffer::new(subject, 2 * 10)).collect();
+    let mut run = || {
+        for round in 0..10 {
+            for number in 2 * round..2 * round + 2 {
+                for (tag, send_buffer) in TAGS.into_iter().zip(&mut send_buffers) {
+                    if subject.comm().rank() == 0 {
+                        send(subject, 1, tag, &text(0, tag, number, 10), send_buffer, 2)?;
                     }
                 }
             }
-            Ok(())
-        };
-        let result = run();
-        end(subject, result)
-    })
+            for tag in [2, 0, 1] {
+                for number in 2 * round..2 * round + 2 {
+                    if subject.comm().rank() == 1 {
+                        receive(subject, 0, tag, &text(0, tag, number, 10))?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    };
+    let result = run();
+    ending(result)
 }
 
 /// A stream may change its send buffer and the size of its messages.
 fn shapes(make: Make<'_>) -> Result<(), String> {
-    together(make, 2, "messages of changing size", |subject| {
-        let mut send_buffers = [Buffer::new(subject, 30), Buffer::new(subject, 200)];
-        let mut run = || {
-            for number in 0..30u64 {
-                let large = number / 3 % 2;
-                let (bytes, copies) = [(10, 3), (100, 2)][large as usize];
-                let text = text(0, 0, number, bytes);
-                if subject.comm().rank() == 0 {
-                    send(subject, 1, 0, &text, &mut send_buffers[large as usize], copies)?;
-                } else {
-                    receive(subject, 0, 0, &text)?;
-                }
+    together(make, 2, "messages of changing size", |subject| several_shapes(subject, &|result| end(subject, result)))
+}
+
+pub(super) fn several_shapes(subject: &Subject, ending: Ending<'_>) -> Result<(), String> {
+    let mut send_buffers = [Buffer::new(subject, 30), Buffer::new(subject, 200)];
+    let mut run = || {
+        for number in 0..30u64 {
+            let large = number / 3 % 2;
+            let (bytes, copies) = [(10, 3), (100, 2)][large as usize];
+            let text = text(0, 0, number, bytes);
+            match subject.comm().rank() {
+                0 => send(subject, 1, 0, &text, &mut send_buffers[large as usize], copies)?,
+                1 => receive(subject, 0, 0, &text)?,
+                _ => {}
             }
-            Ok(())
-        };
-        let result = run();
-        end(subject, result)
-    })
+        }
+        Ok(())
+    };
+    let result = run();
+    ending(result)
 }
 
 /// What a rank sent before it left arrives, though its send buffer is gone afterwards.

@@ -12,6 +12,8 @@ pub struct Subject {
     /// By channel.
     queues: [Mutex<Box<dyn CommunicationQueue>>; 2],
     memory: Box<dyn Fn(usize) -> Box<dyn Memory> + Send + Sync>,
+    /// Whether sums may be taken in any order.
+    any_order: bool,
 }
 
 /// Memory that a rank communicates from.
@@ -33,7 +35,16 @@ impl Subject {
         queues: [Box<dyn CommunicationQueue>; 2],
         memory: impl Fn(usize) -> Box<dyn Memory> + Send + Sync + 'static,
     ) -> Self {
-        Self { comm, queues: queues.map(Mutex::new), memory: Box::new(memory) }
+        Self { comm, queues: queues.map(Mutex::new), memory: Box::new(memory), any_order: false }
+    }
+
+    /// The same, whose sums may be taken in any order: it is tried on numbers whose sum does not depend on that.
+    pub fn in_any_order(self) -> Self {
+        Self { any_order: true, ..self }
+    }
+
+    pub(super) fn any_order(&self) -> bool {
+        self.any_order
     }
 
     /// A rank that communicates on the thread that asks for it.
@@ -96,12 +107,17 @@ impl Subject {
         queue.wait(number)
     }
 
-    /// Ends the rank's program: what it sent is taken, or the run has ended.
-    pub(super) fn leave(&self) {
+    /// Returns when what it sent is taken, or the run has ended.
+    pub(super) fn finish(&self) {
         for queue in &self.queues {
             // An error is the run's, which others see as well.
             let _ = queue.lock().unwrap_or_else(PoisonError::into_inner).finish();
         }
+    }
+
+    /// Ends the rank's program.
+    pub(super) fn leave(&self) {
+        self.finish();
         self.comm.leave();
     }
 }

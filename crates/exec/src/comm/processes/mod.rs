@@ -72,7 +72,11 @@ pub struct ProcessCommunicator {
     exchanging: Mutex<()>,
     /// What tells latecomers that all have come; the first rank's.
     gate: Option<Arc<AtomicBool>>,
+    device: Mutex<Option<DevicePlace>>,
 }
+
+/// Says where in the program a device waits, if it does.
+pub type DevicePlace = Box<dyn Fn() -> Option<ProgramPlace> + Send + Sync>;
 
 impl ProcessCommunicator {
     fn new(
@@ -83,8 +87,8 @@ impl ProcessCommunicator {
         members: Vec<Member>,
         gate: Option<Arc<AtomicBool>>,
     ) -> Self {
-        let (channels, exchanging) = (Mutex::default(), Mutex::default());
-        Self { rank, inbox, transport: Some(transport), over, control, members, channels, exchanging, gate }
+        let (channels, exchanging, device) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { rank, inbox, transport: Some(transport), over, control, members, channels, exchanging, gate, device }
     }
 
     /// The processes, by rank.
@@ -133,6 +137,21 @@ impl ProcessCommunicator {
         self.end(act(), place)
     }
 
+    /// `place` says where in the program this rank's device waits, if it does: the host may be ahead of it when the run ends.
+    pub fn device_waits(&self, place: Option<DevicePlace>) {
+        *self.device.lock().unwrap_or_else(PoisonError::into_inner) = place;
+    }
+
+    /// Says whom this rank's device waits for and where, if it does. No sign of life.
+    pub fn awaits(&self, waits: Option<(usize, ProgramPlace)>) {
+        self.peers().awaits(self.rank, waits);
+    }
+
+    /// What ended the run, if anything did, as this rank tells it that was at `place`.
+    pub fn failure_at(&self, place: ProgramPlace) -> Option<CommError> {
+        self.end(Err::<(), _>(self.peers().failure()?.clone()), place).err()
+    }
+
     fn peers(&self) -> &Peers {
         &self.inbox.peers
     }
@@ -157,6 +176,8 @@ impl ProcessCommunicator {
                 Ok(value)
             }
             Err(CommError::Lost { rank, host, place: last, reason, .. }) => {
+                let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+                let place = device.as_ref().and_then(|device| device()).unwrap_or(place);
                 Err(CommError::Lost { rank, host, place: last, reason, seen: Some(Box::new((self.rank, place))) })
             }
             Err(error) => Err(error),

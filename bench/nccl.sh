@@ -1,0 +1,173 @@
+#!/usr/bin/env bash
+# Ranks that are processes, over NCCL: 2 and 4 of them share the GPUs of this machine, so one GPU is enough. Collectives as every
+# communicator has them; layouts against ranks that are threads; a rank that is killed; the trace; one rank with and without `launch`.
+# usage: bench/nccl.sh LOCKSTEP [PART...] > bench/nccl.txt
+set -uo pipefail
+lockstep=$(realpath "${1:?usage: bench/nccl.sh LOCKSTEP [PART...]}")
+shift
+parts=${*:-conformance layouts kill trace speed}
+export COLUMNS=150
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+echo "# bench/nccl.sh at ${COMMIT:-$(git -C "$(dirname "$0")" rev-parse --short HEAD 2> /dev/null)}"
+"$lockstep" doctor | grep -E "NCCL|device 0|driver"
+python3 -c "
+for i in range(60000): print(i % 31, 'times', i % 17, 'is', (i % 31) * (i % 17))" > text.txt
+cat > run.toml <<'TOML'
+[model]
+vocab_size = 256
+layers = 4
+dim = 256
+heads = 4
+kv_heads = 4
+ffn = 512
+[data]
+paths = ["text.txt"]
+tokenizer = "bytes"
+[train]
+seq = 256
+global_batch = 8
+micro_batch = 2
+steps = 7
+device = "cuda"
+validation_sequences = 0
+[parallel]
+timeout = 60.0
+TOML
+
+# RANKS COMMAND...: that command as so many processes, each for NCCL on a host of its own.
+processes() {
+    local ranks=$1 port=$((20000 + RANDOM % 20000)) pids=() code=0
+    shift
+    for ((r = 0; r < ranks; r++)); do
+        RANK=$r WORLD_SIZE=$ranks LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port NCCL_HOSTID="bench-$$-$r" \
+            timeout 60 "$@" &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do wait "$pid" || code=1; done
+    return $code
+}
+
+conformance() {
+    for ranks in 2 4; do
+        local start=$SECONDS
+        processes $ranks "$lockstep" doctor --world --conformance --device cuda 2>&1 | grep -v "^$" || echo "FAILED: conformance of $ranks"
+        echo "  $((SECONDS - start)) s"
+    done
+}
+
+# Losses of two runs: equal bits, or the largest relative difference; median steps.
+compare() {
+    python3 - "$1" "$2" "$3" "$4" <<'PYTHON'
+import json, sys
+name, bound = sys.argv[1], float(sys.argv[4])
+def read(run):
+    return [json.loads(line) for line in open(f"{run}/metrics.jsonl")]
+try:
+    a, b = read(sys.argv[2]), read(sys.argv[3])
+except OSError as error:
+    sys.exit(print(f"{name:44} FAILED: {error}"))
+step = lambda run: 1e3 * sorted(line["step_s"] for line in run[3:])[len(run[3:]) // 2]
+worst = max(abs(x["loss"] - y["loss"]) / abs(x["loss"]) for x, y in zip(a, b))
+how = "the same bits" if worst == 0 else f"within {worst:.1e}"
+verdict = "ok" if len(a) == len(b) and worst <= bound else "FAILED"
+print(f"{name:44} {verdict:6} {how:16} median step: threads {step(a):7.1f} ms, processes {step(b):7.1f} ms")
+PYTHON
+}
+
+# NAME BOUND KEY=VALUE...
+layout() {
+    local name=$1 bound=$2 set=()
+    shift 2
+    for pair in "$@"; do set+=(--set "$pair"); done
+    rm -rf threads processes
+    timeout 100 "$lockstep" train run.toml --quiet --run-dir threads "${set[@]}" > log 2>&1 || tail -5 log
+    timeout 100 "$lockstep" launch run.toml --quiet --share-gpus --run-dir processes "${set[@]}" > log 2>&1 || tail -8 log
+    compare "$name" threads processes "$bound"
+}
+
+layouts() {
+    # fp32: what is left of the order of sums. Deterministic: sums in the order of ranks, so no difference at all.
+    local p=parallel bits=train.deterministic=true
+    layout "dp=2" 1e-5 $p.dp=2
+    layout "dp=2 zero=3" 1e-5 $p.dp=2 $p.zero=3
+    layout "tp=2 sp" 1e-5 $p.tp=2 $p.sequence_parallel=true
+    layout "pp=2 1f1b" 1e-5 $p.pp=2 train.micro_batch=1
+    layout "pp=2 interleaved" 1e-5 $p.pp=2 $p.schedule=interleaved train.micro_batch=1
+    layout "cp=2" 1e-5 $p.cp=2
+    layout "dp=4 zero=3" 1e-5 $p.dp=4 $p.zero=3
+    layout "dp=2 tp=2 sp, bf16" 2e-2 $p.dp=2 $p.tp=2 $p.sequence_parallel=true precision.policy=bf16
+    layout "dp=2 pp=2 1f1b zero=2" 1e-5 $p.dp=2 $p.pp=2 $p.zero=2 train.micro_batch=1
+    layout "tp=2 pp=2 interleaved" 1e-5 $p.tp=2 $p.pp=2 $p.schedule=interleaved train.micro_batch=1
+    layout "pp=4 1f1b" 1e-5 $p.pp=4 train.micro_batch=1
+    layout "cp=4" 1e-5 $p.cp=4
+    layout "dp=4, deterministic" 0 $p.dp=4 $bits
+    layout "dp_replicate=2 dp=2 zero=3, deterministic" 0 $p.dp_replicate=2 $p.dp=2 $p.zero=3 $bits
+    layout "cp=2 tp=2 sp, bf16, deterministic" 0 $p.cp=2 $p.tp=2 $p.sequence_parallel=true precision.policy=bf16 $bits
+}
+
+kill_a_rank() {
+    for victim in 2 0; do
+        rm -rf killed
+        "$lockstep" launch run.toml --quiet --share-gpus --run-dir killed --set train.steps=100000 --set parallel.dp=2 \
+            --set parallel.pp=2 > log 2>&1 &
+        local launcher=$! until=$((SECONDS + 60))
+        until [ "$(cat killed/metrics.jsonl 2> /dev/null | wc -l)" -ge 20 ] || [ $SECONDS -gt $until ]; do sleep 0.1; done
+        local pid
+        for pid in $(pgrep -P $launcher); do
+            grep -qzx "RANK=$victim" "/proc/$pid/environ" && break
+        done
+        local start
+        start=$(date +%s%N)
+        kill -9 "$pid"
+        wait $launcher
+        local code=$?
+        echo "kill -9 of rank $victim of 4 (dp=2 pp=2): all ended after $((($(date +%s%N) - start) / 1000000)) ms, exit code $code"
+        grep "^error" log
+    done
+}
+
+trace() {
+    rm -rf traced
+    "$lockstep" launch run.toml --quiet --share-gpus --run-dir traced --set parallel.dp=2 --set parallel.zero=3 --set model.dim=1024 \
+        --set model.ffn=4096 --profile-steps 5:6 > log 2>&1 || tail -5 log
+    python3 - traced/profile-5-6.json <<'PYTHON'
+import json, sys
+events = [e for e in json.load(open(sys.argv[1])) if e["ph"] == "X"]
+kernels, transfers = ([e for e in events if e["tid"] == tid] for tid in (0, 1))
+beside = lambda c: sum(max(0, min(c["ts"] + c["dur"], k["ts"] + k["dur"]) - max(c["ts"], k["ts"])) for k in kernels)
+shared = [beside(c) for c in transfers]
+total = sum(c["dur"] for c in transfers)
+print(f"trace of dp=2 zero=3, 2 steps: {len(transfers)} collectives on the communication stream, {total / 1e3:.1f} ms in all; "
+      f"{sum(s > 0 for s in shared)} of them ran beside kernels, {sum(shared) / 1e3:.1f} ms")
+longest = sorted(zip(shared, transfers), key=lambda pair: -pair[0])[:3]
+for s, c in longest:
+    names = sorted({k["name"] for k in kernels if k["ts"] < c["ts"] + c["dur"] and c["ts"] < k["ts"] + k["dur"]})
+    print(f"  {c['name']} of layer {c['args']['layer']}, {c['dur'] / 1e3:.2f} ms, {s / 1e3:.2f} ms of it beside {', '.join(names[:6])}")
+PYTHON
+}
+
+speed() {
+    # In turns, so that the clocks of the device are the same for both.
+    for round in 1 2 3; do
+        for verb in train launch; do
+            rm -rf "one-$verb-$round"
+            "$lockstep" $verb run.toml --quiet --run-dir "one-$verb-$round" --set train.steps=100 --set model.dim=1024 --set model.ffn=4096 \
+                --set model.layers=8 --set train.seq=1024 --set precision.policy=bf16 > log 2>&1 || tail -5 log
+        done
+    done
+    python3 - <<'PYTHON'
+import json
+def median(verb):
+    steps = [json.loads(line)["step_s"] for round in (1, 2, 3) for line in list(open(f"one-{verb}-{round}/metrics.jsonl"))[20:]]
+    return 1e3 * sorted(steps)[len(steps) // 2]
+train, launch = median("train"), median("launch")
+print(f"one rank, median of 240 steps: train {train:.3f} ms, launch {launch:.3f} ms, {100 * (launch / train - 1):+.2f}%")
+PYTHON
+}
+
+for part in $parts; do
+    echo "## $part"
+    if [ "$part" = kill ]; then kill_a_rank; else $part; fi
+done

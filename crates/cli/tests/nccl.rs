@@ -1,0 +1,217 @@
+//! Ranks that are processes with a GPU each: what they ask NCCL for, bad starts, ranks that die or stall. No test here needs a GPU: a
+//! fake driver and a fake NCCL stand in for them.
+
+mod common;
+mod fake_cuda;
+
+use fake_cuda::Fake;
+use lockstep_exec::comm::processes::host;
+use std::io::Read;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+const TWO_GPUS: (&str, &str) = ("FAKE_CUDA_DEVICES", "2");
+
+/// A short run.
+fn launch<'a>(dir: &'a str, set: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["launch", "run.toml", "--run-dir", dir];
+    let short = ["train.device=cuda", "train.steps=8", "checkpoint.every=4", "train.validation_sequences=0"];
+    short.iter().chain(set).for_each(|set| args.extend(["--set", set]));
+    args
+}
+
+/// What a rank has asked for.
+fn log(fake: &Fake, rank: usize) -> Vec<String> {
+    let text = std::fs::read_to_string(fake.place.path(&format!("log{rank}"))).unwrap();
+    text.lines().map(str::to_owned).collect()
+}
+
+/// The log of one communicator.
+fn of<'a>(log: &'a [String], id: &str) -> Vec<&'a str> {
+    log.iter().filter_map(|line| line.strip_prefix(id)?.strip_prefix(' ')).collect()
+}
+
+#[test]
+fn processes_ask_nccl_for_the_same_in_the_same_order_and_capture_it_once() {
+    for (set, functions) in [
+        (&["parallel.dp=2", "parallel.zero=3"][..], &["ncclAllGather", "ncclReduceScatter"][..]),
+        (&["parallel.dp=2", "precision.policy=bf16"], &["ncclAllReduce"]),
+        (&["parallel.pp=2", "train.micro_batch=2"], &["ncclSend", "ncclRecv"]),
+    ] {
+        let fake = Fake::new();
+        let logs = fake.place.path("log");
+        let faults = [TWO_GPUS, ("FAKE_NCCL_LOG", logs.to_str().unwrap())];
+        let text = fake.ok(&launch("run", set), &faults);
+        assert!(text.contains("finished 8 steps"), "{text}");
+        assert_eq!(fake.place.trajectory("run").len(), 8);
+        let logs = [log(&fake, 0), log(&fake, 1)];
+        // Each takes the GPU of its local rank.
+        assert_eq!(logs.each_ref().map(|log| log[0].as_str()), ["device is 0", "device is 1"]);
+        let ids = |log: &[String]| -> Vec<String> {
+            log.iter().filter_map(|line| Some(line.strip_prefix("init ")?.split_once(' ')?.0.to_owned())).collect()
+        };
+        assert_eq!(ids(&logs[0]), ids(&logs[1]), "{set:?}");
+        assert!(!ids(&logs[0]).is_empty());
+        let mut seen = String::new();
+        for id in ids(&logs[0]) {
+            let [mine, theirs] = logs.each_ref().map(|log| of(log, &id));
+            // What one sends the other receives.
+            let turned = |line: &&str| match line.strip_prefix("ncclSend") {
+                Some(rest) => format!("ncclRecv{rest}"),
+                None => (*line).to_owned(),
+            };
+            // The first message of every stream is of 4 bytes, and connects the two.
+            let rest =
+                |asked: Vec<&str>| asked.iter().map(turned).filter(|line| !line.ends_with(" 4")).collect::<Vec<_>>();
+            let [mine, theirs] = [mine, theirs].map(rest);
+            assert_eq!(mine, theirs, "{set:?}");
+            // Once to try, once into the graph.
+            let captured = mine.iter().filter(|line| line.contains(" captured ")).count();
+            assert!(mine.is_empty() || captured * 2 == mine.len(), "{set:?}: {mine:?}");
+            seen += &of(&logs[0], &id).join("\n");
+            seen += &of(&logs[1], &id).join("\n");
+            for log in &logs {
+                assert!(log.contains(&format!("destroy {id} 0")) && !log.contains(&format!("abort {id} 0")), "{log:?}");
+            }
+        }
+        functions.iter().for_each(|function| assert!(seen.contains(function), "{function}: {seen}"));
+    }
+}
+
+#[test]
+fn auto_takes_gpus_where_every_rank_has_one_and_train_gpu_is_the_first_of_them() {
+    let fake = Fake::new();
+    let logs = fake.place.path("log");
+    let faults = [("FAKE_CUDA_DEVICES", "3"), ("FAKE_NCCL_LOG", logs.to_str().unwrap())];
+    fake.ok(&launch("run", &["train.device=auto", "parallel.dp=2", "train.gpu=1"]), &faults);
+    assert_eq!([log(&fake, 0)[0].as_str(), log(&fake, 1)[0].as_str()], ["device is 1", "device is 2"]);
+    let text = fake.ok(&launch("cpu", &["train.device=auto", "parallel.dp=2"]), &[]);
+    let why = format!("warning: training on the CPU: host {} has 1 GPU for 2 ranks", host());
+    assert!(text.contains(&why), "{text}");
+    let error = fake.fails(1, &["train", "run.toml", "--set", "train.device=cuda", "--set", "train.gpu=1"], &[]);
+    assert!(error.starts_with("error: there is no GPU 1: 1 was found, counted from 0\nhint: "), "{error}");
+}
+
+#[test]
+fn bad_starts_are_one_clear_error() {
+    let fake = Fake::new();
+    let two = launch("run", &["parallel.dp=2"]);
+    let error = fake.fails(2, &two, &[]);
+    assert!(error.starts_with(&format!("error: host {} has 1 GPU for 2 ranks\nhint: ", host())), "{error}");
+    assert!(error.contains("--share-gpus"), "{error}");
+    let text = fake.ok(&[&two[..], &["--share-gpus"]].concat(), &[]);
+    assert!(text.contains("warning: ranks share GPUs") && text.contains("finished 8 steps"), "{text}");
+    let error = fake.fails(1, &two, &[TWO_GPUS, ("FAKE_NCCL_VERSION", "21203")]);
+    assert!(error.starts_with("error: NCCL 2.12.3 is too old: 2.17.0 or newer is needed ("), "{error}");
+    let report = fake.ok(&["doctor"], &[("FAKE_NCCL_VERSION", "21203")]);
+    assert!(report.contains("2.12.3 is too old") && report.contains("ready to train on the GPU"), "{report}");
+    assert!(fake.ok(&["doctor"], &[]).contains("2.28.9, "));
+    let without = Fake::without(&["libnccl.so.2"]);
+    let report = without.ok(&["doctor"], &[]);
+    if report.lines().any(|line| line.contains("NCCL") && line.contains("missing")) {
+        let error = without.fails(1, &two, &[TWO_GPUS]);
+        assert!(
+            error.starts_with("error: NCCL was not found\nhint: install NCCL 2.17 or newer, or `pip install"),
+            "{error}"
+        );
+        // One rank needs none.
+        without.ok(&launch("one", &[]), &[]);
+    }
+}
+
+#[test]
+fn an_error_of_nccl_is_told_by_all_with_its_rank() {
+    let fake = Fake::new();
+    for fault in ["ncclAllReduce:3=3", "ncclCommInitRankConfig:1=2", "ncclGroupEnd:2=3", "ncclCommGetAsyncError:30=1"] {
+        let mut command = fake.command(&launch("run", &["parallel.dp=2"]), &[TWO_GPUS, ("FAKE_CUDA_FAIL", fault)]);
+        let output = end(command.stderr(Stdio::piped()).spawn().unwrap(), Duration::from_secs(20));
+        let function = fault.split(':').next().unwrap();
+        assert_eq!(output.0, Some(1), "{fault}: {}", output.1);
+        let said = format!("{function} failed: ");
+        assert!(
+            output.1.contains(&said) && output.1.contains("net.cc:42 no way (NCCL status "),
+            "{fault}: {}",
+            output.1
+        );
+        assert!(!output.1.contains("panicked"), "{}", output.1);
+    }
+}
+
+/// Waits for the end, which must come soon: the exit code, and what was said on stderr.
+fn end(mut child: Child, within: Duration) -> (Option<i32>, String) {
+    let until = Instant::now() + within;
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > until {
+            child.kill().unwrap();
+            panic!("still there after {within:?}");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut text = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+    (child.wait().unwrap().code(), text)
+}
+
+/// The process of a rank, by what it has written to its log.
+fn wait_for_log(fake: &Fake, rank: usize, part: &str) {
+    let until = Instant::now() + Duration::from_secs(60);
+    let path = fake.place.path(&format!("log{rank}"));
+    while !std::fs::read_to_string(&path).unwrap_or_default().contains(part) {
+        assert!(Instant::now() < until, "rank {rank} never came to {part}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The child of a process that is this rank.
+fn rank_of(launcher: &Child, rank: usize) -> i32 {
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", launcher.id())).unwrap();
+    let is = |pid: &&str| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.split(|b| *b == 0).any(|v| v == format!("RANK={rank}").as_bytes())
+    };
+    children.split_whitespace().find(is).unwrap().parse().unwrap()
+}
+
+#[test]
+fn ranks_that_wait_on_the_device_for_one_that_is_killed_end_soon_and_say_where_they_were() {
+    let fake = Fake::new();
+    for (victim, abort) in [(1, "0"), (0, "60")] {
+        let logs = fake.place.path("log");
+        let faults = [
+            ("FAKE_CUDA_DEVICES", "2"),
+            ("FAKE_NCCL_LOG", logs.to_str().unwrap()),
+            ("FAKE_CUDA_STUCK", "ncclAllReduce:3=1"),
+            ("FAKE_NCCL_ABORT", abort),
+        ];
+        let dir = format!("run{victim}");
+        let args = launch(&dir, &["parallel.dp=2"]);
+        let launcher = fake.command(&args, &faults).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let survivor = 1 - victim;
+        wait_for_log(&fake, 0, "ncclAllReduce");
+        wait_for_log(&fake, 1, "ncclAllReduce");
+        // Long enough to be stuck.
+        std::thread::sleep(Duration::from_millis(1500));
+        // SAFETY: a signal to a process that this test has started.
+        assert_eq!(unsafe { libc::kill(rank_of(&launcher, victim), libc::SIGKILL) }, 0);
+        let (code, text) = end(launcher, Duration::from_secs(10));
+        assert_eq!(code, Some(1), "{text}");
+        assert!(text.contains(&format!("rank {victim} on host {} is gone: its process has ended", host())), "{text}");
+        let waited = format!("; rank {survivor} waited in all_reduce, layer ");
+        assert!(text.contains(&waited), "{text}");
+        assert!(text.contains("last heard of in all_reduce, layer "), "{text}");
+        assert!(text.contains("was killed by signal 9") && !text.contains("panicked"), "{text}");
+        assert!(log(&fake, survivor).iter().any(|line| line.starts_with("abort ")));
+        let _ = (std::fs::remove_file(fake.place.path("log0")), std::fs::remove_file(fake.place.path("log1")));
+    }
+}
+
+#[test]
+fn ranks_that_do_not_get_on_end_after_the_timeout_and_name_op_and_layer() {
+    let fake = Fake::new();
+    let faults = [TWO_GPUS, ("FAKE_CUDA_STUCK", "ncclAllReduce:3=1")];
+    let args = launch("run", &["parallel.dp=2", "parallel.timeout=2.0"]);
+    let launcher = fake.command(&args, &faults).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let (code, text) = end(launcher, Duration::from_secs(20));
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains(" waits in all_reduce, layer ") && text.contains("raise parallel.timeout"), "{text}");
+}
