@@ -16,7 +16,7 @@ impl Machine for PeerMachine {
         1
     }
 
-    fn has_gpu(&self) -> bool {
+    fn has_gpus(&self, _ranks: usize) -> bool {
         true
     }
 
