@@ -105,12 +105,12 @@ fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> 
     let title = format!("{file}: {}, predicted against measured", quantity.name);
     let flagged = points.len() - clean.len();
     let about = format!(
-        "{} clean rows: error {:.1}% in the median, {:.1}% in the mean, 90th percentile {:.1}%{}",
+        "{} clean rows: error {:.1}% median, {:.1}% mean, {:.1}% 90th percentile{}",
         errors.rows,
         100.0 * errors.median,
         100.0 * errors.mean,
         100.0 * errors.p90,
-        if flagged > 0 { format!("; {flagged} flagged rows as circles") } else { String::new() }
+        if flagged > 0 { format!("; {flagged} flagged (circles)") } else { String::new() }
     );
     let (width, height) = SIZE;
     let mut svg = format!(
