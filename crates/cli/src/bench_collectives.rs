@@ -160,7 +160,7 @@ impl Progress {
     }
 }
 
-fn one_of_several(args: &Args, place: &processes::Place) -> Result<ExitCode, Failure> {
+fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode, Failure> {
     let comm = join(&place.start(args.timeout())?).map_err(lockstep_train::TrainError::from)?;
     let mut hosts: Vec<(String, usize)> = Vec::new();
     for member in comm.members() {

@@ -20,7 +20,7 @@ const PORT: &str = "29500";
 
 /// One process of several.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct ProcessPlace {
     /// Which it is.
     pub rank: usize,
     /// How many there are.
@@ -34,11 +34,11 @@ pub struct Place {
 }
 
 /// Where this process stands among others; `None` if it is alone.
-pub fn place() -> Result<Option<Place>, Failure> {
+pub fn place() -> Result<Option<ProcessPlace>, Failure> {
     find(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
-fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> {
+fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>, Failure> {
     let number = |name: &str| -> Result<Option<usize>, Failure> {
         let wrong =
             |value: &str| Failure::request(format!("{name}={value} is no number\nhint: unset it, or set it right"));
@@ -85,7 +85,7 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>, Failure> 
             Some(none) if none == "none" => None,
             Some(file) => Some(MpiLibrary::File(file.into())),
         });
-        return Ok(Some(Place { rank, ranks, address, local: number(local_name)?, mpi }));
+        return Ok(Some(ProcessPlace { rank, ranks, address, local: number(local_name)?, mpi }));
     }
     Ok(None)
 }
@@ -95,10 +95,10 @@ fn local(get: &dyn Fn(&str) -> Option<String>, here: &str, all: &str) -> Option<
     (get(here)? == get(all)?).then(|| "127.0.0.1".to_owned())
 }
 
-impl Place {
+impl ProcessPlace {
     /// How it joins the others, and how long it waits for them.
     pub fn start(&self, timeout: Duration) -> Result<Start, Failure> {
-        let Place { rank, ranks, address, mpi, .. } = self;
+        let ProcessPlace { rank, ranks, address, mpi, .. } = self;
         let (address, mpi) = (address.clone(), mpi.clone());
         Ok(Start { rank: *rank, ranks: *ranks, address, timeout, build: build()?, mpi })
     }
@@ -162,7 +162,7 @@ pub fn say(rank: usize, text: &str) {
 mod tests {
     use super::*;
 
-    fn found(variables: &[(&str, &str)]) -> Result<Option<Place>, String> {
+    fn found(variables: &[(&str, &str)]) -> Result<Option<ProcessPlace>, String> {
         let get = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
         find(&get).map_err(|failure| format!("{failure:?}"))
     }
@@ -171,7 +171,7 @@ mod tests {
         let place = found(variables).unwrap().unwrap();
         let local = variables.iter().find(|(n, _)| n.contains("LOCAL_RANK") || n.contains("LOCALID"));
         let local = local.map(|(_, value)| value.parse().unwrap());
-        let expected = Place { rank, ranks, address: address.to_owned(), local, mpi: place.mpi.clone() };
+        let expected = ProcessPlace { rank, ranks, address: address.to_owned(), local, mpi: place.mpi.clone() };
         assert_eq!(place, expected, "{variables:?}");
         place.mpi
     }

@@ -2,7 +2,7 @@
 
 use crate::ConfigArgs;
 use crate::failure::{Failure, INTERRUPTED};
-use crate::processes::{self, Place};
+use crate::processes::{self, ProcessPlace};
 use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
 use crate::style;
@@ -91,7 +91,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     processes::end_well(result)
 }
 
-fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
+fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode, Failure> {
     let first = place.as_ref().is_none_or(|place| place.rank == 0);
     let config = if first { args.config.load()? } else { args.config.load_quietly()? };
     let dir = args.run_dir();
@@ -152,7 +152,7 @@ fn run_rank(args: Args, place: Option<Place>) -> Result<ExitCode, Failure> {
 
 /// The part of a rank that is not the first, which speaks for all: nothing is shown but what this one waits for.
 fn follow(
-    place: &Place,
+    place: &ProcessPlace,
     devices: &Devices,
     config: &Config,
     options: &RunOptions,

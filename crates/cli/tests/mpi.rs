@@ -130,15 +130,21 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
             wait_for_steps(&place, &dir, steps);
             child
         };
-        let child = begin(6);
-        let victim = rank_of(&child, 2);
-        signal(victim, libc::SIGKILL);
-        let output = child.wait_with_output().unwrap();
-        assert!(!output.status.success());
         let host = lockstep_exec::comm::processes::host();
-        let causes = fs::read_to_string(place.path(&dir).join("failures.jsonl")).unwrap();
         let cause = format!("\"error\":\"rank 2 on host {host} is gone: its process has ended, and its connections");
-        assert!(causes.lines().count() >= 1 && causes.lines().all(|line| line.contains(&cause)), "{causes}");
+        let failures = place.path(&dir).join("failures.jsonl");
+        // mpirun kills the others at once, MPICH's within 30 ms: now and then before one has written.
+        let told = (1..=4).any(|attempt| {
+            let child = begin(6 * attempt);
+            signal(rank_of(&child, 2), libc::SIGKILL);
+            let output = child.wait_with_output().unwrap();
+            assert!(!output.status.success());
+            let causes = fs::read_to_string(&failures).unwrap_or_default();
+            assert!(causes.lines().all(|line| line.contains(&cause)), "{causes}");
+            !causes.is_empty()
+        });
+        assert!(told, "{dir}");
+        let causes = fs::read_to_string(&failures).unwrap();
 
         // The same command goes on; a signal that mpirun forwards stops it with a checkpoint.
         let before = place.trajectory(&dir).len();
@@ -148,7 +154,7 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
         let (said, shown) = texts(&output);
         assert_eq!(output.status.code(), Some(75), "{shown}");
         assert!(said.contains("interrupted after step ") && shown.contains("resuming at step "), "{said}{shown}");
-        assert_eq!(fs::read_to_string(place.path(&dir).join("failures.jsonl")).unwrap(), causes);
+        assert_eq!(fs::read_to_string(&failures).unwrap(), causes);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::Format;
 use crate::failure::Failure;
-use crate::processes::{self, Place};
+use crate::processes::{self, ProcessPlace};
 use crate::style;
 use crate::table::table;
 use lockstep_cuda::{Device, Gpu, device_count, device_name, survey_libraries};
@@ -44,7 +44,7 @@ pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
     processes::end_well(result)
 }
 
-fn of_rank(place: &Place, conformance: Option<&str>, format: Format) -> Result<(), Failure> {
+fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<(), Failure> {
     let start = place.start(TIMEOUT)?;
     let failed = |error: String| match error.contains("\nhint: ") {
         true => Failure::run(error),
@@ -96,7 +96,7 @@ fn of_rank(place: &Place, conformance: Option<&str>, format: Format) -> Result<(
 }
 
 /// Checks communication between the GPUs of the processes.
-fn over_nccl(place: &Place, comm: &Arc<ProcessCommunicator>, ordered: bool) -> Result<(), ExecError> {
+fn over_nccl(place: &ProcessPlace, comm: &Arc<ProcessCommunicator>, ordered: bool) -> Result<(), ExecError> {
     let all = conformance::rank_connections(comm.ranks());
     let local = place.local.unwrap_or(place.rank) % Device::count()?.max(1);
     let subject = lockstep_cuda::conformance_process(&Gpu::open(local, false)?, comm.clone(), &all, ordered)?;
