@@ -29,7 +29,7 @@ pub struct SaveSpec {
 }
 
 /// A small model whose step is timed.
-struct Shape {
+struct CalibrationModel {
     architecture: &'static str,
     layers: usize,
     dim: usize,
@@ -44,12 +44,12 @@ struct Shape {
 #[rustfmt::skip]
 const fn shape(
     architecture: &'static str, layers: usize, dim: usize, [heads, kv_heads]: [usize; 2], ffn: usize, vocab: usize, [batch, seq]: [usize; 2],
-) -> Shape {
-    Shape { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch }
+) -> CalibrationModel {
+    CalibrationModel { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch }
 }
 
 /// On a CPU.
-const SMALL: [Shape; 6] = [
+const SMALL: [CalibrationModel; 6] = [
     shape("llama", 2, 128, [4, 4], 384, 2048, [4, 128]),
     shape("llama", 2, 256, [4, 2], 768, 8192, [4, 256]),
     shape("llama", 1, 384, [8, 8], 1024, 16384, [2, 512]),
@@ -59,7 +59,7 @@ const SMALL: [Shape; 6] = [
 ];
 
 /// On a GPU.
-const LARGE: [Shape; 9] = [
+const LARGE: [CalibrationModel; 9] = [
     shape("llama", 2, 640, [10, 10], 1792, 50304, [32, 1024]),
     shape("llama", 2, 512, [8, 8], 1536, 32000, [32, 1024]),
     shape("gpt2", 3, 1024, [16, 16], 4096, 50304, [16, 1024]),
@@ -81,9 +81,9 @@ const LEAST: usize = 2;
 /// Bytes of the collectives that are timed.
 const SIZES: [usize; 5] = [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26];
 
-impl Shape {
+impl CalibrationModel {
     fn config(&self, device: &str, precision: &str, ranks: usize, threads: usize) -> Result<Config, TrainError> {
-        let Shape { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch } = self;
+        let CalibrationModel { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch } = self;
         let kv_heads = if *architecture == "gpt2" { String::new() } else { format!("kv_heads = {kv_heads}\n") };
         let text = format!(
             "[model]\narchitecture = \"{architecture}\"\nlayers = {layers}\ndim = {dim}\nheads = {heads}\n{kv_heads}ffn = {ffn}\nvocab_size = {vocab}\n\
@@ -117,7 +117,7 @@ pub fn measure_machine(
         saved_unix_s: saved,
         settings: Vec::new(),
     };
-    let (shapes, precisions): (&[Shape], &[(&str, DType)]) = match target {
+    let (shapes, precisions): (&[CalibrationModel], &[(&str, DType)]) = match target {
         Target::Cpu => (&SMALL, &[("fp32", DType::F32), ("bf16", DType::BF16)]),
         Target::Cuda { .. } => (&LARGE, &[("bf16", DType::BF16)]),
     };

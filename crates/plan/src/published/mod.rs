@@ -20,5 +20,5 @@ pub use peer::{Described, Description, Peer, describe};
 pub use predict::{Case, Cases, File, Prediction, Work, predict};
 pub use program::{PeerMachine, compile};
 pub use report::{Oom, Regret, Report, RowReport, Summaries, Summary};
-pub use row::{Measured, Refused, Row, Shape, Split, read};
+pub use row::{Measured, PublishedShape, Refused, Row, Split, read};
 pub use stats::{Errors, quantile, regret, spearman};

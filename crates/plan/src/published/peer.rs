@@ -1,6 +1,6 @@
 //! Frameworks that published rows were measured with, as data: what of their habits decides which program of ours does the same work.
 
-use super::row::{Row, Shape};
+use super::row::{PublishedShape, Row};
 use std::fmt::Write;
 
 /// A framework.
@@ -83,7 +83,7 @@ impl Peer {
     }
 
     /// How it calls the layers of its stages; `None` where they are cut as ours are. Fails where a stage has nothing, which crashes it.
-    fn stages(self, shape: &Shape, ffn: usize, vocab: usize, pp: usize) -> Result<Option<Vec<usize>>, String> {
+    fn stages(self, shape: &PublishedShape, ffn: usize, vocab: usize, pp: usize) -> Result<Option<Vec<usize>>, String> {
         match self {
             Peer::Nanotron if pp > 1 => nanotron_stages(shape, ffn, vocab, pp).map(Some),
             Peer::Nanotron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => Ok(None),
@@ -94,7 +94,7 @@ impl Peer {
 
 /// nanotron fills a stage until the matmul parameters so far exceed its share of the whole; the norm, the head, a cast and the loss are
 /// blocks of their own behind the layers.
-fn nanotron_stages(shape: &Shape, ffn: usize, vocab: usize, pp: usize) -> Result<Vec<usize>, String> {
+fn nanotron_stages(shape: &PublishedShape, ffn: usize, vocab: usize, pp: usize) -> Result<Vec<usize>, String> {
     let layer = 4 * shape.hidden * shape.hidden + 3 * ffn * shape.hidden;
     let behind = [0, vocab * shape.hidden, 0, 0];
     let blocks = std::iter::once(0).chain(vec![layer; shape.layers]).chain(behind);
@@ -153,7 +153,7 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     let peer = framework.or_else(|| Peer::of(row)).ok_or_else(unknown)?;
     let mut assumed = Vec::new();
     let model = row.model.to_lowercase();
-    let Shape { layers, hidden, heads, seq, .. } = row.shape;
+    let PublishedShape { layers, hidden, heads, seq, .. } = row.shape;
     let gpt = ["gpt", "mpt", "opt", "bloom", "mt-nlg"].iter().any(|name| model.contains(name))
         || (!model.contains("llama") && row.shape.ffn == Some(4 * hidden));
     let kv_heads = row.shape.kv_heads.unwrap_or(heads);
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn nanotron_fills_stages_by_parameters_and_crashes_on_an_empty_one() {
-        let shape = |layers, hidden| Shape {
+        let shape = |layers, hidden| PublishedShape {
             layers,
             hidden,
             heads: 32,

@@ -19,7 +19,7 @@ pub struct Row {
     pub gpus: usize,
     /// What the model is made of.
     #[serde(skip)]
-    pub shape: Shape,
+    pub shape: PublishedShape,
     /// How the work was split.
     #[serde(skip)]
     pub split: Split,
@@ -40,7 +40,7 @@ pub struct Row {
 
 /// The shape of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shape {
+pub struct PublishedShape {
     /// Transformer layers.
     pub layers: usize,
     /// Width of the residual stream.
@@ -174,7 +174,7 @@ impl Fields<'_> {
         if fields != columns {
             return Err(format!("has {fields} fields, and the header has {columns}"));
         }
-        let shape = Shape {
+        let shape = PublishedShape {
             layers: self.count("layers")?,
             hidden: self.count("hidden")?,
             heads: self.count("heads")?,
