@@ -25,7 +25,7 @@ pub use constants::{Constant, Constants, Terms};
 pub use forecast::{Asked, Forecast, InstructionTime, Interval, RoleForecast, simulate};
 pub use framework::Framework;
 pub use hardware::{Catalogue, ClusterSpec, GpuSpec, Hardware};
-pub use machine::{MachineProfile, Measured, Setting};
+pub use machine::{MachineProfile, MeasuredTimes, Setting};
 pub use place::{Placed, Workload};
 pub use work::{Demand, Kernel, TimeClass};
 

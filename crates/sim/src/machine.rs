@@ -55,7 +55,7 @@ pub struct Setting {
 
 /// Whose measurements hold for a run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Measured<'a> {
+pub struct MeasuredTimes<'a> {
     /// The profile's name.
     pub name: &'a str,
     /// The measurements.
@@ -68,11 +68,11 @@ pub struct Measured<'a> {
 
 impl MachineProfile {
     /// The measurements that hold for so many ranks of so many CPU threads, or are nearest to them.
-    pub fn measured(&self, ranks: usize, threads: usize) -> Option<Measured<'_>> {
+    pub fn measured(&self, ranks: usize, threads: usize) -> Option<MeasuredTimes<'_>> {
         let times = |s: &Setting| if s.threads == 0 { 1.0 } else { s.threads as f64 / threads.max(1) as f64 };
         let far = |s: &Setting| times(s).log2().abs() + 0.5 * (s.ranks as f64 / ranks.max(1) as f64).log2().abs();
         let setting = self.settings.iter().min_by(|a, b| far(a).total_cmp(&far(b)))?;
-        Some(Measured { name: &self.name, setting, factor: times(setting), exact: far(setting) == 0.0 })
+        Some(MeasuredTimes { name: &self.name, setting, factor: times(setting), exact: far(setting) == 0.0 })
     }
 
     /// The measurements of so many ranks of so many threads, to be added to.

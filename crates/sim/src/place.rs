@@ -3,7 +3,7 @@
 use crate::events::{self, Channel, Outcome, Point, Repetition, SegmentTime};
 use crate::price::{AtPeak, Site};
 use crate::work::{Demand, Kernel, meets};
-use crate::{Framework, Hardware, Measured, SimError, Terms};
+use crate::{Framework, Hardware, MeasuredTimes, SimError, Terms};
 use lockstep_ir::program::{Lifetime, Segment, StepProgram, Stream};
 use lockstep_ir::{Mesh, TypeError};
 use std::collections::{BTreeMap, BTreeSet};
@@ -149,7 +149,7 @@ impl Workload {
     }
 
     /// The work on a machine that was measured, and what had to be estimated from other ops because it was not.
-    pub fn measured(&self, on: &Measured<'_>, framework: &Framework) -> (Placed<'_>, BTreeSet<String>) {
+    pub fn measured(&self, on: &MeasuredTimes<'_>, framework: &Framework) -> (Placed<'_>, BTreeSet<String>) {
         let mut unmeasured = BTreeSet::new();
         let mut of = |(demand, kernel): (&Demand, &Kernel)| {
             let seconds = on.setting.seconds(*kernel, demand, &self.mesh, &mut unmeasured);

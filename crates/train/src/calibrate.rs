@@ -13,7 +13,7 @@ use lockstep_exec::{ExecError, cpu};
 use lockstep_ir::{DType, StepProgram, StepScalars};
 use lockstep_plan::{Plan, Target, plan};
 use lockstep_sim::machine::{Family, Point, Table};
-use lockstep_sim::{Framework, MachineProfile, Measured, Setting, Workload};
+use lockstep_sim::{Framework, MachineProfile, MeasuredTimes, Setting, Workload};
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -238,7 +238,7 @@ fn collectives(ranks: usize) -> Result<Vec<Table>, TrainError> {
 fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<(), TrainError> {
     let price = |setting: &Setting, plan: &Plan| {
         let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &Framework::lockstep())?;
-        let on = Measured { name: "", setting, factor: 1.0, exact: true };
+        let on = MeasuredTimes { name: "", setting, factor: 1.0, exact: true };
         work.measured(&on, &Framework::lockstep()).0.price(&setting.terms())
     };
     let mut ratios = Vec::new();
