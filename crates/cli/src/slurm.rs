@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 #[group(skip)]
 pub struct Args {
     /// Submit the run as a Slurm job: writes the batch script into the run directory and calls sbatch. What the job asks for
-    /// stands in [cluster]; --dry-run prints the script.
+    /// stands in `[cluster]`; --dry-run prints the script.
     #[arg(long, conflicts_with_all = ["restarts", "fresh", "resume_from", "change"])]
     pub slurm: bool,
     /// Submit so many jobs, each of which goes on where the one before it was interrupted, instead of one that is requeued: for
