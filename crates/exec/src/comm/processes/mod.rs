@@ -1,7 +1,7 @@
 //! Ranks that are processes, on one host or many.
 //!
-//! [`join`] finds the others. Bytes go over a [`Transport`], [TCP](sockets) or [MPI](mpi), in frames, each of a stream; whoever receives them puts them into the
-//! inbox and never waits, so that sends always end. A [failure channel](control) beside it notices who is gone or stalls, and
+//! [`join`] finds the others. Bytes go over a `Transport`, TCP (`sockets`) or MPI (`mpi`), in frames, each of a stream; whoever receives them puts them into the
+//! inbox and never waits, so that sends always end. A failure channel (`control`) beside it notices who is gone or stalls, and
 //! settles for all what ended the run.
 //!
 //! **Collectives.** Every member sends every other what it is to add or to have, with what it asks for in front; nothing is touched
