@@ -287,7 +287,7 @@ impl Executor for ProcessWorld {
 
 impl Drop for ProcessWorld {
     fn drop(&mut self) {
-        // Before the arena goes.
-        self.comm.leave();
+        // Before the arena goes. This rank has not left: what ends a run may not have been told yet.
+        self.comm.drain();
     }
 }

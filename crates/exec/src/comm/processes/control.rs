@@ -147,7 +147,7 @@ impl Control {
                 }
                 Ok((PROPOSAL, body)) if self.rank == 0 => {
                     if let Some(error) = Reader(&body).error() {
-                        peers.end(error);
+                        peers.end(self.inbox.completed(error));
                     }
                 }
                 Ok((VERDICT, body)) if other == 0 => {
@@ -203,8 +203,9 @@ impl Control {
     #[cfg(test)]
     pub fn cut(&self) {
         self.closed.store(true, Ordering::Release);
+        // All at once, as where a process is killed: it tells nobody that it has lost the others.
+        self.links.iter().flatten().for_each(|link| link.ended.store(true, Ordering::Release));
         for link in self.links.iter().flatten() {
-            link.ended.store(true, Ordering::Release);
             let _ = lock(&link.stream).shutdown(Shutdown::Both);
         }
     }

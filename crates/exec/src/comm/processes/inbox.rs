@@ -200,6 +200,16 @@ impl Inbox {
         self.peers.fail(rank, Some(&self.hosts[rank]), reason);
     }
 
+    /// An error that another rank has noticed, with what only this one knows: it may hear where ranks are, and the other not.
+    pub fn completed(&self, error: CommError) -> CommError {
+        match error {
+            CommError::Lost { rank, host, place: None, reason, seen } if rank < self.hosts.len() => {
+                CommError::Lost { rank, host, place: self.peers.place(rank), reason, seen }
+            }
+            error => error,
+        }
+    }
+
     /// The error for a rank whose process is gone.
     pub fn lost(&self, rank: usize, reason: String) -> CommError {
         CommError::Lost { rank, host: self.hosts[rank].clone(), place: self.peers.place(rank), reason, seen: None }

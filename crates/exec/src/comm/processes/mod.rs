@@ -147,6 +147,12 @@ impl ProcessCommunicator {
         self.peers().awaits(self.rank, waits);
     }
 
+    /// Waits until the others have taken everything that this rank has sent, or the run has ended.
+    pub fn drain(&self) {
+        // An error is the run's, which others see as well.
+        let _ = self.flush(ProgramPlace::outside("drain"));
+    }
+
     /// What ended the run, if anything did, as this rank tells it that was at `place`.
     pub fn failure_at(&self, place: ProgramPlace) -> Option<CommError> {
         self.end(Err::<(), _>(self.peers().failure()?.clone()), place).err()
@@ -306,7 +312,6 @@ impl Communicator for ProcessCommunicator {
             return;
         }
         self.peers().leave(self.rank);
-        let place = ProgramPlace::outside("leave");
         // Where the run has ended, others may learn of it from this rank's end before they learn of the cause.
         let mut last = Writer::default();
         let stream = match self.peers().failure() {
@@ -322,8 +327,7 @@ impl Communicator for ProcessCommunicator {
                 let _ = transport.send(other, stream, &last.0, &|| self.peers().failure().is_none());
             }
         }
-        // An error is the run's, which others see as well.
-        let _ = self.flush(place);
+        self.drain();
     }
 
     fn fail(&self, reason: &str) {

@@ -103,7 +103,7 @@ fn a_process_that_ends_without_a_word_is_named_to_all() {
         let gone = comms.remove(victim);
         gone.at(place("attention", 5));
         // As the system closes them when a process is killed. What it was doing is known from its last sign of life.
-        std::thread::sleep(Duration::from_millis(2000));
+        std::thread::sleep(Duration::from_millis(1500));
         gone.die();
         scope(|s| {
             let threads: Vec<_> = comms
