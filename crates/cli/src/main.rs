@@ -16,6 +16,7 @@ mod generate;
 mod launch;
 mod machine;
 mod manual;
+mod metrics;
 mod processes;
 mod profile;
 mod progress;
@@ -53,6 +54,8 @@ enum Command {
     Generate(generate::Args),
     /// Loss, perplexity and bits per byte of a trained model on text.
     Eval(eval::Args),
+    /// Show what a run has recorded at each step, or print it as CSV or JSON.
+    Metrics(metrics::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
     /// Show by running that layouts compute what one rank computes.
@@ -136,6 +139,7 @@ fn main() -> ExitCode {
         }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
+        Command::Metrics(args) => metrics::run(&args),
         Command::Explain(args) => explain::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Validate(args) => validate::run(args),
