@@ -17,6 +17,7 @@ mod hardware;
 mod launch;
 mod machine;
 mod manual;
+mod metrics;
 mod plan;
 mod processes;
 mod profile;
@@ -55,6 +56,8 @@ enum Command {
     Generate(generate::Args),
     /// Loss, perplexity and bits per byte of a trained model on text.
     Eval(eval::Args),
+    /// Show what a run has recorded at each step, or print it as CSV or JSON.
+    Metrics(metrics::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
     /// Find the fastest layout of a run on some GPUs: how its work is split, its micro-batch, what is recomputed. Runs nothing.
@@ -140,6 +143,7 @@ fn main() -> ExitCode {
         }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
+        Command::Metrics(args) => metrics::run(&args),
         Command::Explain(args) => explain::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Verify(args) => verify::run(args),
