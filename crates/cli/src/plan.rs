@@ -71,9 +71,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
         threads: cpu::cores(),
     };
     let progress = Mutex::new(Progress::new(0));
-    let result = search(&asked, &|done, total| {
+    let result = search(&asked, &|small, compiled| {
         let mut progress = progress.lock().unwrap_or_else(PoisonError::into_inner);
-        progress.work("layouts compiled", done as u64, total as u64, |n| n.to_string());
+        progress.found("layouts bounded by small programs", small, "compiled whole", compiled);
     });
     progress.lock().unwrap_or_else(PoisonError::into_inner).clear();
     let ranking = ranking::Ranking::new(result?, &found, gpus, tokens, args.price);

@@ -57,6 +57,11 @@ impl Estimator {
         model_flops(&self.derived)
     }
 
+    /// FLOPs of every layer, by which stages are cut: the embedding counts with the first, the output head with the last.
+    pub fn layer_flops(&self) -> Result<Vec<f64>, TypeError> {
+        stage::layer_flops(&self.derived)
+    }
+
     /// Names of the ops whose outputs a layer saves for backward and could recompute instead.
     pub fn recomputable(&self) -> BTreeSet<&'static str> {
         self.layers().ops(&self.derived)

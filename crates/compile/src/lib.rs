@@ -25,6 +25,7 @@ pub use passes::{
     AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Optimizer, ParameterGroup, Pass, Precision, Recompute,
     Recomputed, Rule, STATS, TRAINING_PASSES, autodiff, fuse,
 };
+pub use stage::balanced as balanced_stages;
 
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};

@@ -30,6 +30,11 @@ pub(crate) fn cut(g: &Graph, context: &Context) -> Result<Vec<usize>, TypeError>
         });
         return Ok(ends.collect());
     }
+    Ok(balanced(&layer_flops(g)?, stages))
+}
+
+/// FLOPs of every layer, with what stands before the first and behind the last.
+pub(crate) fn layer_flops(g: &Graph) -> Result<Vec<f64>, TypeError> {
     let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
     let mut costs = vec![0.0f64; layers];
     let mut place = LayerOf::new(layers.saturating_sub(1));
@@ -40,9 +45,15 @@ pub(crate) fn cut(g: &Graph, context: &Context) -> Result<Vec<usize>, TypeError>
             *cost += flops;
         }
     }
+    Ok(costs)
+}
+
+/// The first layer of each stage after the first, so that the heaviest stage is as light as can be.
+pub fn balanced(costs: &[f64], stages: usize) -> Vec<usize> {
+    let layers = costs.len();
     // best[s][n]: the least that the heaviest of s stages over the first n layers can be, and where the last begins.
     let mut sums = vec![0.0];
-    for cost in &costs {
+    for cost in costs {
         sums.push(sums[sums.len() - 1] + cost);
     }
     let sum = |from: usize, to: usize| sums[to] - sums[from];
@@ -64,7 +75,7 @@ pub(crate) fn cut(g: &Graph, context: &Context) -> Result<Vec<usize>, TypeError>
         n = best[s][n].1;
         cuts[s - 2] = n;
     }
-    Ok(cuts)
+    cuts
 }
 
 /// Says which layer a node goes with: what stands before the layers with the first, what stands behind with the last.

@@ -141,6 +141,8 @@ pub struct NoLayout {
     pub reason: String,
     /// The nearest request that works.
     pub hint: String,
+    /// Whether memory is what lacks, so that more GPUs may help.
+    pub too_large: bool,
 }
 
 impl PlanError {

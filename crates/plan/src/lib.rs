@@ -32,5 +32,7 @@ pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, plan, plan_measured, plan_with};
-pub use search::{LayoutChoice, RankedLayout, SearchCounts, SearchRequest, SearchResult, search};
+pub use search::{
+    LayoutChoice, RankedLayout, Rejection, SIMPLER, SearchCounts, SearchRequest, SearchResult, every_choice, search,
+};
 pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};

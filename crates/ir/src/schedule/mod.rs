@@ -182,6 +182,12 @@ impl Schedule {
         (0..ranks).map(stages).collect()
     }
 
+    /// The memory bound of a rank: the most forward passes of all its chunks that it may have run and whose gradients are not yet
+    /// summed.
+    pub fn most_in_flight(self, of: PipeRank) -> usize {
+        self.generator.most_in_flight(of).min(of.chunks * of.micro_batches)
+    }
+
     /// What one rank of a pipeline does.
     ///
     /// # Panics

@@ -1,6 +1,8 @@
 //! What may be chosen: the axes of the search, and the values that fit a model, a batch and a number of GPUs.
 
+use crate::NoLayout;
 use lockstep_config::{Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_ir::units::thousands;
 use lockstep_ir::{ContextParallel, Layout, Mesh, MeshAxis, Schedule};
 
 /// One choice of everything that a search decides. Prints as `dp=64 zero=1 tp=8 sp, micro-batch 2, recompute full`.
@@ -65,7 +67,7 @@ pub(super) struct Pipe {
 }
 
 /// How state is sharded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Data {
     pub replicate: usize,
     pub shard: usize,
@@ -79,8 +81,8 @@ const MOST_CHUNKS: usize = 8;
 /// The fewest tokens of a sequence that a context-parallel rank is tried with.
 const LEAST_TOKENS: usize = 512;
 
-/// The largest micro-batch that is tried where the config gives none, in sequences.
-const MOST_SEQUENCES: usize = 64;
+/// The largest micro-batch that is tried where the config gives none, in tokens: kernels of as many are as fast as they get.
+const MOST_TOKENS: usize = 1 << 16;
 
 /// The axes, with what the config fixes.
 pub(super) struct Space<'a> {
@@ -213,7 +215,8 @@ impl<'a> Space<'a> {
     /// Micro-batches that so many data-parallel ranks can divide all batches into, in sequences.
     pub fn micro_batches(&self, ranks: usize) -> Vec<usize> {
         let divides = |size: &usize| self.batches.iter().all(|batch| batch.is_multiple_of(ranks * size));
-        let powers = (0..).map(|n| 1usize << n).take_while(|size| *size <= MOST_SEQUENCES);
+        let most = MOST_TOKENS / self.config.train.seq;
+        let powers = (0..).map(|n| 1usize << n).take_while(|size| *size == 1 || *size <= most);
         let sizes = self.values("train.micro_batch", self.config.train.micro_batch, powers);
         let few = |size: &usize| self.accumulation(ranks, *size) <= crate::plan::MOST_MICRO_BATCHES;
         sizes.into_iter().filter(|size| divides(size) && few(size)).collect()
@@ -221,7 +224,60 @@ impl<'a> Space<'a> {
 
     /// Micro-batches of the largest step.
     pub fn accumulation(&self, ranks: usize, micro_batch: usize) -> usize {
-        self.batches.iter().max().map_or(1, |batch| batch / (ranks * micro_batch))
+        self.largest_batch() / (ranks * micro_batch)
+    }
+
+    /// Sequences of the largest step.
+    pub fn largest_batch(&self) -> usize {
+        self.batches.iter().copied().max().unwrap_or(1)
+    }
+
+    /// Why there is no choice at all, and what would have one.
+    pub fn nothing_divides(&self) -> NoLayout {
+        let (config, gpus) = (self.config, thousands(self.gpus as u64));
+        let splits = self.splits();
+        if splits.is_empty() || splits.iter().all(|s| self.pipes(self.gpus / (s.tp * s.cp)).is_empty()) {
+            let (tp, cp, pp) = (config.parallel.tp, config.parallel.cp, config.parallel.pp);
+            let own = legal::check(&config.layout(), &config.extents());
+            if let Some(refusal) = own.first() {
+                let (reason, hint) = (refusal.reason.clone(), format!("use {}", refusal.nearest));
+                return NoLayout { reason, hint, too_large: false };
+            }
+            let fixed = tp * cp * pp;
+            let fewer = (self.gpus / fixed * fixed).max(fixed);
+            let reason = format!("what the config fixes takes {fixed} ranks or a multiple, and there are {gpus} GPUs");
+            let hint = format!("give --gpus {fewer}, or --free to search these keys too");
+            return NoLayout { reason, hint, too_large: false };
+        }
+        // The fewest ranks that share the batch, wherever the GPUs may be otherwise of use.
+        let ranks = |s: &Split| {
+            let inside = s.tp * s.cp;
+            self.pipes(self.gpus / inside).into_iter().map(move |p| self.gpus / (inside * p.pp)).collect::<Vec<_>>()
+        };
+        let mut sizes: Vec<usize> = splits.iter().flat_map(ranks).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        let each = if self.is_fixed("train.micro_batch") { config.train.micro_batch } else { 1 };
+        let batch = self.largest_batch();
+        let near = |ranks: &usize| {
+            let round = ranks * each;
+            [(batch / round * round).max(round), batch.next_multiple_of(round)]
+        };
+        let mut nearest: Vec<usize> = sizes.iter().flat_map(near).collect();
+        nearest.sort_unstable_by_key(|n| (n.abs_diff(batch), *n));
+        nearest.dedup();
+        let list: Vec<String> = nearest.iter().take(2).map(|n| thousands(*n as u64)).collect();
+        let of = if each > 1 { format!(" in micro-batches of {each}") } else { String::new() };
+        let counts: Vec<String> = sizes.iter().map(|n| thousands(*n as u64)).collect();
+        NoLayout {
+            reason: format!(
+                "no layout of {gpus} GPUs divides a batch of {} sequences{of}: they leave {} data-parallel ranks",
+                thousands(batch as u64),
+                counts.join(" or ")
+            ),
+            hint: format!("use train.global_batch = {}, or another number of GPUs", list.join(" or ")),
+            too_large: false,
+        }
     }
 
     pub fn policies(&self) -> Vec<RecomputePolicy> {

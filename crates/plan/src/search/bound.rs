@@ -1,0 +1,299 @@
+//! How long a step takes at least, and how many bytes it needs at least: formulas over what a layer costs.
+
+use super::proxy::{LayerCosts, Linear};
+use super::space::{Data, LayoutChoice, Pipe, Split};
+use lockstep_compile::SEND_BUFFER_COPIES;
+use lockstep_config::GradientPrecision;
+use lockstep_ir::schedule::{ChunkCosts, Costs, PipeRank, Work, evaluate};
+use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
+use lockstep_sim::collective::{Group, Pattern, PlacedCollective};
+use lockstep_sim::{Hardware, Terms};
+
+/// The collectives of data-parallel ranks: seconds of one byte, and of none, by pattern and axes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DataCollectives {
+    scatter: Rate,
+    gather: Rate,
+    all_reduce: Rate,
+    /// Over copies of what is sharded.
+    across: Rate,
+    /// What overlapping costs, of the time that overlaps.
+    overlap: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Rate {
+    least: f64,
+    per_byte: f64,
+}
+
+impl Rate {
+    fn seconds(&self, bytes: f64) -> f64 {
+        if bytes > 0.0 { self.least + self.per_byte * bytes } else { 0.0 }
+    }
+}
+
+impl DataCollectives {
+    /// Of the ranks of a layout.
+    pub fn new(layout: &Layout, hardware: &Hardware, terms: &Terms) -> Self {
+        const BYTES: u64 = 1 << 30;
+        let rate = |pattern: Pattern, over: Axes| {
+            let group = Group::of(&layout.mesh, over, 0, hardware.cluster.gpus_per_node);
+            let seconds = |bytes: u64| PlacedCollective::new(pattern, group, bytes, hardware).seconds(terms);
+            let least = seconds(0);
+            Rate { least, per_byte: (seconds(BYTES) - least).max(0.0) / BYTES as f64 }
+        };
+        Self {
+            scatter: rate(Pattern::ReduceScatter, Axes::ZERO),
+            gather: rate(Pattern::AllGather, Axes::ZERO),
+            all_reduce: rate(Pattern::AllReduce, Axes::TOKENS),
+            across: rate(Pattern::AllReduce, MeshAxis::DpReplicate.into()),
+            overlap: terms.overlap_cost,
+        }
+    }
+}
+
+/// Chunks that the first rank of a pipeline has in flight at least, by what is saved: from the forward pass to the backward pass, or
+/// to the input gradients where these are separate; from the forward pass to the weight gradients; from input to weight gradients.
+pub(super) fn in_flight(pipe: Pipe, micro_batches: usize) -> [f64; 3] {
+    let few = if separate(pipe.schedule) { micro_batches.min(3 * pipe.pp) } else { micro_batches };
+    let of = PipeRank { ranks: pipe.pp, rank: 0, chunks: pipe.chunks, micro_batches: few };
+    if !separate(pipe.schedule) {
+        return [pipe.schedule.most_in_flight(of) as f64, 0.0, 0.0];
+    }
+    let (mut now, mut most) = ([0i64; 3], [0i64; 3]);
+    for slot in pipe.schedule.slots(of) {
+        let change = match slot.work {
+            Work::Forward => [1, 1, 0],
+            Work::InputGrad => [-1, 0, 1],
+            Work::WeightGrad => [0, -1, -1],
+            Work::Backward => [-1, -1, 0],
+        };
+        for i in 0..3 {
+            now[i] += change[i];
+            most[i] = most[i].max(now[i]);
+        }
+    }
+    most.map(|most| most as f64)
+}
+
+/// The share of input gradients in a backward pass, at least.
+const INPUT_GRADIENTS: f64 = 0.4;
+
+/// Whether a schedule computes weight gradients apart from input gradients.
+pub(super) fn separate(schedule: Schedule) -> bool {
+    schedule.name().starts_with("zb")
+}
+
+/// The share of the bubble of 1F1B that a schedule leaves at least.
+fn bubble(schedule: Schedule, chunks: usize) -> f64 {
+    match schedule.name() {
+        "zb-v" => 0.0,
+        "zb-h1" => 1.0 / 3.0,
+        _ => 1.0 / chunks as f64,
+    }
+}
+
+/// How the layers of a model are cut for a pipeline.
+#[derive(Clone, Debug)]
+pub(super) struct Cuts {
+    /// Layers of every virtual stage.
+    stages: Vec<usize>,
+    ranks: Vec<RankLayers>,
+}
+
+/// What a rank of a pipeline has.
+#[derive(Clone, Copy, Debug)]
+struct RankLayers {
+    layers: f64,
+    chunks: f64,
+    embedding: bool,
+    head: bool,
+}
+
+impl RankLayers {
+    fn of(&self, cost: &Linear) -> f64 {
+        let extra = |has: bool, cost: f64| if has { cost } else { 0.0 };
+        cost.base * self.chunks
+            + cost.each * self.layers
+            + extra(self.embedding, cost.first)
+            + extra(self.head, cost.last)
+    }
+}
+
+impl Cuts {
+    /// Of a pipeline whose virtual stages have so many layers each.
+    pub fn new(pipe: Pipe, stages: Vec<usize>) -> Self {
+        let last = stages.len() - 1;
+        let rank = |own: Vec<usize>| RankLayers {
+            layers: own.iter().map(|s| stages[*s]).sum::<usize>() as f64,
+            chunks: own.len() as f64,
+            embedding: own.contains(&0),
+            head: own.contains(&last),
+        };
+        let ranks = pipe.schedule.virtual_stages(pipe.pp, pipe.chunks).into_iter().map(rank).collect();
+        Self { stages, ranks }
+    }
+}
+
+/// What a formula says of a choice.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bound {
+    pub seconds: f64,
+    pub bytes: f64,
+}
+
+/// What is composed.
+pub(super) struct Composed<'a> {
+    pub costs: &'a LayerCosts,
+    pub pipe: Pipe,
+    pub cuts: &'a Cuts,
+    pub micro_batches: usize,
+    /// See [`in_flight`].
+    pub in_flight: [f64; 3],
+    pub host_step: f64,
+}
+
+impl Composed<'_> {
+    /// A step as its schedule runs it, of costs that hold for the choice itself. Messages take no time.
+    pub fn step(&self) -> f64 {
+        let costs = self.costs;
+        let rank = self.heaviest();
+        self.timed().unwrap_or_else(|| self.pipeline()) + rank.of(&costs.last) + rank.of(&costs.update) + self.host_step
+    }
+
+    /// All micro-batches in the order of the schedule; where there are many, the last ones at the pace of the heaviest rank.
+    fn timed(&self) -> Option<f64> {
+        let (pp, m) = (self.pipe.pp, self.micro_batches);
+        if pp == 1 {
+            return None;
+        }
+        let run = if m > 4 * pp { 3 * pp + m % pp } else { m };
+        let last = self.cuts.stages.len() - 1;
+        let chunk = |(stage, layers): (usize, &usize)| {
+            let one = RankLayers { layers: *layers as f64, chunks: 1.0, embedding: stage == 0, head: stage == last };
+            let weight_grad = one.of(&self.costs.weight_grad);
+            let input_grad = one.of(&self.costs.backward) - weight_grad;
+            ChunkCosts { forward: one.of(&self.costs.forward), input_grad, weight_grad }
+        };
+        let chunks = self.cuts.stages.iter().enumerate().map(chunk).collect();
+        let pipeline = self.pipe.schedule.pipeline(pp, self.pipe.chunks, run);
+        let timeline = evaluate(&pipeline, &Costs { chunks, transfer: 0.0 }, SEND_BUFFER_COPIES).ok()?;
+        Some(timeline.total + (m - run) as f64 * self.heaviest().of(&self.both()))
+    }
+
+    fn both(&self) -> Linear {
+        self.costs.forward.plus(&self.costs.backward)
+    }
+
+    /// The rank that computes longest.
+    fn heaviest(&self) -> RankLayers {
+        let both = self.both();
+        let ranks = self.cuts.ranks.iter().copied();
+        let longest = ranks.max_by(|a, b| a.of(&both).total_cmp(&b.of(&both)));
+        longest.unwrap_or_else(|| unreachable!("a pipeline has a rank"))
+    }
+
+    /// All micro-batches at least: as long as the heaviest rank computes, beside the bubble that the schedule leaves; and as the first
+    /// takes to the last stage and the last back, with all others of the last chunk between them.
+    pub fn pipeline(&self) -> f64 {
+        let both = self.both();
+        let most = self.heaviest().of(&both);
+        let m = self.micro_batches as f64;
+        if self.pipe.pp == 1 {
+            return m * most;
+        }
+        let sum = |cost: &Linear| self.cuts.ranks.iter().map(|rank| rank.of(cost)).sum::<f64>();
+        let fill = (sum(&both) - most).max(0.0) * bubble(self.pipe.schedule, self.pipe.chunks);
+        let back = if separate(self.pipe.schedule) { INPUT_GRADIENTS } else { 1.0 };
+        let there_and_back = sum(&self.costs.forward) + back * sum(&self.costs.backward);
+        (m * most + fill).max(there_and_back + (m - 1.0) * most / self.pipe.chunks as f64)
+    }
+
+    /// A step at least, of costs without data parallelism.
+    pub fn bound(
+        &self,
+        split: Split,
+        data: Data,
+        gradients: GradientPrecision,
+        collectives: &DataCollectives,
+    ) -> Bound {
+        let costs = self.costs;
+        let shards = (data.shard * split.cp) as f64;
+        // Costs are those of fp32 sums.
+        let (narrow, narrower) = match gradients {
+            GradientPrecision::Fp32 => (1.0, 1.0),
+            GradientPrecision::Bf16 => (0.5, 0.97),
+        };
+        let m = self.micro_batches as f64;
+        let rank = self.heaviest();
+        let (parameters, sums) = (rank.of(&costs.parameters), rank.of(&costs.gradients) * narrow);
+        let (forward, backward) = (rank.of(&costs.forward), rank.of(&costs.backward));
+        let sharded = |bytes: f64, from: u8| if data.zero >= from { bytes / shards } else { bytes };
+        let across = if data.replicate > 1 && data.zero > 0 { collectives.across.seconds(sums / shards) } else { 0.0 };
+        let scatter = collectives.scatter.seconds(sums) + across;
+        let gather = collectives.gather.seconds(parameters);
+        let update = sharded(rank.of(&costs.update), 1);
+        // What kernels do not hide, and what hiding costs them.
+        let over = |communication: f64, kernels: f64| {
+            (communication - kernels).max(0.0) + collectives.overlap * communication.min(kernels)
+        };
+        let more = match data.zero {
+            0 => over(collectives.all_reduce.seconds(sums), backward) + update,
+            1 => over(scatter, backward) + update.max(gather),
+            2 => m * over(scatter, backward) + update.max(gather),
+            _ => {
+                let again = if data.reshard { gather } else { 0.0 };
+                m * (over(gather, forward) + over(scatter + again, backward)) + update
+            }
+        };
+        let state = |rank: &RankLayers| {
+            let [parameters, sums, optimizer] =
+                [&costs.parameters, &costs.gradients, &costs.optimizer].map(|cost| rank.of(cost));
+            sharded(parameters, 3) + sharded(sums * narrow, 2) + sharded(optimizer, 1)
+        };
+        let seconds = (self.pipeline() + more) * narrower + self.host_step;
+        Bound { seconds, bytes: self.bytes_of(&state) }
+    }
+
+    /// Bytes of costs that hold for the choice itself.
+    pub fn bytes(&self) -> f64 {
+        let costs = self.costs;
+        self.bytes_of(&|rank| {
+            [&costs.parameters, &costs.gradients, &costs.optimizer].map(|cost| rank.of(cost)).iter().sum()
+        })
+    }
+
+    /// Bytes that micro-batches in flight save at least on the first rank.
+    pub fn saved_bytes(&self) -> f64 {
+        self.cuts.ranks.first().map_or(0.0, |rank| self.saved(rank, self.in_flight))
+    }
+
+    fn saved(&self, rank: &RankLayers, in_flight: [f64; 3]) -> f64 {
+        let inner = RankLayers { embedding: false, head: false, ..*rank };
+        let of = |(saved, in_flight): (&Linear, f64)| inner.of(saved) / self.pipe.chunks as f64 * in_flight;
+        self.costs.saved.iter().zip(in_flight).map(of).sum()
+    }
+
+    fn bytes_of(&self, state: &dyn Fn(&RankLayers) -> f64) -> f64 {
+        let ranks = [self.cuts.ranks.first(), self.cuts.ranks.last()];
+        let of = |(rank, in_flight): (&RankLayers, [f64; 3])| state(rank) + self.saved(rank, in_flight);
+        let both = ranks.into_iter().flatten().zip([self.in_flight, [1.0, 0.0, 0.0]]);
+        both.map(of).fold(0.0, f64::max) + self.costs.rest
+    }
+}
+
+/// The parts of a choice.
+pub(super) fn parts(choice: &LayoutChoice) -> (Split, Pipe, Data) {
+    let l = &choice.layout;
+    let size = |axis: MeshAxis| l.mesh.size(axis);
+    let gather = match l.context {
+        lockstep_ir::ContextParallel::Ring => false,
+        lockstep_ir::ContextParallel::Gather => true,
+    };
+    let split =
+        Split { tp: size(MeshAxis::Tp), sequence_parallel: l.sequence_parallel, cp: size(MeshAxis::Cp), gather };
+    let pipe = Pipe { pp: size(MeshAxis::Pp), schedule: l.schedule, chunks: l.chunks };
+    let (replicate, shard) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
+    (split, pipe, Data { replicate, shard, zero: l.zero, reshard: l.reshard_after_forward })
+}

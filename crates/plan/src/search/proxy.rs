@@ -1,0 +1,163 @@
+//! What a layer, the embedding and the output head cost under a choice: read off a small program of five layers on four stages, which
+//! takes a few milliseconds to compile. Stages of any number of layers are composed of it.
+
+use super::bound::separate;
+use super::space::LayoutChoice;
+use crate::plan::{prepare, settle_policy};
+use crate::{PlanError, SearchRequest};
+use lockstep_compile::Estimator;
+use lockstep_config::{Config, RecomputePolicy};
+use lockstep_ir::Schedule;
+use lockstep_ir::program::{Class, Lifetime, Saved, StepProgram};
+use lockstep_sim::{Framework, Terms, Workload};
+
+/// Layers of the stages of a small program: with the embedding, alone, twice as many, with the head.
+const STAGES: [usize; 4] = [1, 1, 2, 1];
+
+/// A figure of a stage as a function of its layers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Linear {
+    /// Of every chunk of layers.
+    pub base: f64,
+    /// Of every layer.
+    pub each: f64,
+    /// Of the embedding.
+    pub first: f64,
+    /// Of the output head.
+    pub last: f64,
+}
+
+impl Linear {
+    fn through([first, one, two, last]: [f64; 4]) -> Self {
+        let each = (two - one).max(0.0);
+        Self { base: (one - each).max(0.0), each, first: (first - one).max(0.0), last: (last - one).max(0.0) }
+    }
+
+    pub fn scaled(&self, by: f64) -> Self {
+        Self { base: self.base * by, each: self.each * by, first: self.first * by, last: self.last * by }
+    }
+
+    pub fn plus(&self, other: &Self) -> Self {
+        Self {
+            base: self.base + other.base,
+            each: self.each + other.each,
+            first: self.first + other.first,
+            last: self.last + other.last,
+        }
+    }
+}
+
+/// Seconds and bytes of a rank under a choice.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LayerCosts {
+    pub forward: Linear,
+    /// Input and weight gradients.
+    pub backward: Linear,
+    /// Weight gradients alone, where the schedule separates them.
+    pub weight_grad: Linear,
+    /// What the last micro-batch's takes more.
+    pub last: Linear,
+    pub update: Linear,
+    /// Bytes of the parameters that a rank has.
+    pub parameters: Linear,
+    pub gradients: Linear,
+    pub optimizer: Linear,
+    /// Bytes of a micro-batch's saved activations, by how long they are saved (see [`Saved::ALL`]).
+    pub saved: [Linear; 3],
+    /// Bytes of everything else.
+    pub rest: f64,
+    /// FLOPs of a layer, and of the last with the output head, by which stages are cut.
+    pub flops: [f64; 2],
+}
+
+impl LayerCosts {
+    /// The same kernels on so many times the tokens, at least: larger kernels are a little faster.
+    pub fn on_tokens(&self, times: f64) -> Self {
+        let by = if times > 1.0 { 0.97 * times } else { times };
+        Self {
+            forward: self.forward.scaled(by),
+            backward: self.backward.scaled(by),
+            saved: self.saved.map(|saved| saved.scaled(times)),
+            ..*self
+        }
+    }
+}
+
+/// The small program of a choice, priced.
+pub(super) fn layer_costs(
+    request: &SearchRequest,
+    choice: &LayoutChoice,
+    terms: &Terms,
+    framework: &Framework,
+) -> Result<LayerCosts, PlanError> {
+    let config = small(request.config, choice);
+    let (forward, mut context, _) = prepare(request.machine, &config, lockstep_model::build_form)?;
+    settle_policy(&config, &forward, &mut context)?;
+    let estimator = Estimator::new(&forward, &context)?;
+    let programs = estimator.programs(context.recompute.clone())?;
+    let work = Workload::new(&programs, StepProgram::TRAIN, framework)?;
+    let segments = work.on(request.hardware, framework).segments(terms);
+    let seconds = |names: &[&str]| {
+        let of = |role: &Vec<(&'static str, f64)>| -> f64 {
+            role.iter().filter(|(name, _)| names.contains(name)).map(|(_, seconds)| seconds).sum()
+        };
+        Linear::through([0, 1, 2, 3].map(|stage| of(&segments[stage])))
+    };
+    let bytes = |of: &dyn Fn(&StepProgram) -> u64| Linear::through([0, 1, 2, 3].map(|s| of(&programs[s]) as f64));
+    let state = |program: &StepProgram, class: Class| -> u64 {
+        let held = program.buffers.iter().filter(|b| b.class == class);
+        held.filter(|b| program.regions[b.region].lifetime == Lifetime::Run).map(|b| b.bytes).sum()
+    };
+    let saved = |p: &StepProgram, saved: Saved| {
+        let regions = p.regions.iter().filter(|r| r.lifetime == Lifetime::Saved(saved));
+        regions.map(|r| r.slot_bytes).sum::<u64>()
+    };
+    let frame = |p: &StepProgram| {
+        let frames = p.regions.iter().filter(|r| r.lifetime == Lifetime::Frame);
+        frames.map(|r| r.slot_bytes).sum::<u64>()
+    };
+    let flops = estimator.layer_flops()?;
+    let backward = seconds(&["backward", "input_grad", "weight_grad"]);
+    let last = seconds(&["backward_last", "input_grad_last", "weight_grad_last"]);
+    let more = |last: f64, usual: f64| (last - usual).max(0.0);
+    Ok(LayerCosts {
+        forward: seconds(&["forward"]),
+        backward,
+        weight_grad: seconds(&["weight_grad"]),
+        last: Linear {
+            base: more(last.base, backward.base),
+            each: more(last.each, backward.each),
+            first: more(last.first, backward.first),
+            last: more(last.last, backward.last),
+        },
+        update: seconds(&["update"]),
+        parameters: bytes(&|p| state(p, Class::Parameters)),
+        gradients: bytes(&|p| state(p, Class::Gradients)),
+        optimizer: bytes(&|p| state(p, Class::Optimizer)),
+        saved: Saved::ALL.map(|lifetime| bytes(&|p| saved(p, lifetime))),
+        rest: programs.iter().map(frame).min().unwrap_or(0) as f64,
+        flops: [flops[1], flops[flops.len() - 1]],
+    })
+}
+
+/// The config of the small program: the same ranks beside each other, four stages, two micro-batches.
+fn small(config: &Config, choice: &LayoutChoice) -> Config {
+    let mut config = choice.config(config);
+    config.model.layers = STAGES.iter().sum();
+    let p = &mut config.parallel;
+    let schedule = Schedule::ALL.into_iter().find(|s| s.name() == "zb-h1");
+    let schedule = schedule.filter(|_| separate(choice.layout.schedule));
+    (p.pp, p.stages, p.schedule, p.r#virtual) = (STAGES.len(), STAGES.to_vec(), schedule.unwrap_or(Schedule::USUAL), 1);
+    config.recompute.policy = small_policy(choice.recompute);
+    config.train.batch_ramp.clear();
+    config.train.global_batch = 2 * config.round();
+    config
+}
+
+/// What small programs recompute: of policies that need many layers to tell, nothing, which takes no longer.
+pub(super) fn small_policy(policy: RecomputePolicy) -> RecomputePolicy {
+    match policy {
+        RecomputePolicy::None | RecomputePolicy::Selective | RecomputePolicy::Full | RecomputePolicy::List => policy,
+        RecomputePolicy::EveryK | RecomputePolicy::Sqrt | RecomputePolicy::Budget => RecomputePolicy::None,
+    }
+}

@@ -1,0 +1,173 @@
+//! The search over layouts: what it finds is what looking at every layout finds.
+
+use lockstep_compile::Precision;
+use lockstep_config::Config;
+use lockstep_ir::DeviceProfile;
+use lockstep_plan::{
+    LayoutChoice, Machine, PlanError, Rates, Room, SearchRequest, SearchResult, Target, evaluate, every_choice, plan,
+    search,
+};
+use lockstep_sim::{Catalogue, Hardware};
+use std::collections::BTreeMap;
+
+struct Gpus;
+
+impl Machine for Gpus {
+    fn cores(&self) -> usize {
+        2
+    }
+
+    fn has_gpus(&self, _ranks: usize) -> bool {
+        true
+    }
+
+    fn profile(&self, device: Target, _threads: usize, _precision: Precision) -> DeviceProfile {
+        DeviceProfile {
+            name: device.name().into(),
+            alignment: 256,
+            cross_entropy_logits: 1 << 20,
+            cross_entropy_rows: 1 << 10,
+            workspaces: BTreeMap::new(),
+            workspaces_with_optional: BTreeMap::new(),
+            fusions: Vec::new(),
+            faster: Vec::new(),
+        }
+    }
+}
+
+fn config(text: &str) -> Config {
+    let config = Config::parse(text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
+    Target::on_gpus(config)
+}
+
+fn hardware(name: &str) -> Hardware {
+    let all = Catalogue::builtin();
+    all.hardware(name).or_else(|| all.gpu(name).map(Hardware::assumed)).unwrap()
+}
+
+fn request<'a>(config: &'a Config, gpus: usize, hardware: &'a Hardware, room: &'a Room) -> SearchRequest<'a> {
+    SearchRequest { machine: &Gpus, config, gpus, hardware, room, free: false, wanted: 5, threads: 2 }
+}
+
+fn found(request: &SearchRequest) -> SearchResult {
+    search(request, &|_, _| {}).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Step times of every layout that fits, the fastest first.
+fn exhaustive(request: &SearchRequest) -> Vec<(f64, LayoutChoice)> {
+    let all = every_choice(request);
+    let halves: Vec<&[LayoutChoice]> = all.chunks(all.len().div_ceil(2).max(1)).collect();
+    let evaluated = |choices: &[LayoutChoice]| {
+        let one = |choice: &LayoutChoice| {
+            let config = choice.config(request.config);
+            let found = evaluate(request.machine, &config, Rates::Catalogue(request.hardware)).unwrap();
+            let fits = request.room.verdict(&found.stages, request.gpus).fits;
+            fits.then_some((found.forecast.step_s, *choice))
+        };
+        choices.iter().filter_map(one).collect::<Vec<_>>()
+    };
+    let mut times = std::thread::scope(|scope| {
+        let threads: Vec<_> = halves.iter().map(|half| scope.spawn(move || evaluated(half))).collect();
+        threads.into_iter().flat_map(|t| t.join().unwrap()).collect::<Vec<_>>()
+    });
+    times.sort_by(|a, b| a.0.total_cmp(&b.0));
+    times
+}
+
+/// Small models on few GPUs, with every axis free, and GPUs so small that not everything fits.
+#[test]
+fn the_best_of_a_search_is_the_best_of_all() {
+    let small =
+        "[model]\nvocab_size = 512\nlayers = 4\ndim = 128\nheads = 4\nkv_heads = 2\nffn = 256\n[train]\nseq = 1024\n";
+    let wide = "[model]\nvocab_size = 1024\nlayers = 5\ndim = 512\nheads = 8\nkv_heads = 8\nffn = 1024\ntied_embeddings = true\n\
+                [train]\nseq = 512\n";
+    for (model, more, name, gpus, share) in [
+        (small, "global_batch = 8\n[precision]\npolicy = \"bf16\"\n", "h100", 4, 1.0),
+        (small, "global_batch = 4\n", "leonardo", 4, 0.0006),
+        (
+            wide,
+            "global_batch = 8\nmicro_batch = 1\n[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"none\"\n",
+            "h100",
+            8,
+            0.002,
+        ),
+    ] {
+        let (config, hardware) = (config(&format!("{model}{more}")), hardware(name));
+        let room = Room::of(&hardware.gpu);
+        let room = Room { bytes: (room.bytes as f64 * share) as u64, ..room };
+        let request = request(&config, gpus, &hardware, &room);
+        let all = exhaustive(&request);
+        let found = found(&request);
+        let times: Vec<f64> = found.best.iter().map(|l| l.evaluated.forecast.step_s).collect();
+        let fastest = times.iter().copied().fold(f64::INFINITY, f64::min);
+        assert!(all.len() < every_choice(&request).len() || share == 1.0, "everything fits {name}");
+        assert_eq!(fastest, all[0].0, "{} and not {}", found.best[0].choice, all[0].1);
+        let mut sorted = times.clone();
+        sorted.sort_by(f64::total_cmp);
+        for (time, (expected, choice)) in sorted.iter().zip(&all) {
+            assert!((time / expected - 1.0).abs() < 0.02, "{time} and not {expected}: {choice}");
+        }
+    }
+}
+
+#[test]
+fn the_same_answer_comes_every_time_and_its_bytes_are_those_of_the_plan() {
+    let config = config(
+        "[model]\nvocab_size = 512\nlayers = 4\ndim = 128\nheads = 4\nffn = 256\n[train]\nseq = 1024\nglobal_batch = 64\n",
+    );
+    let hardware = hardware("leonardo");
+    let room = Room::of(&hardware.gpu);
+    let one = found(&request(&config, 16, &hardware, &room));
+    let other = found(&SearchRequest { threads: 1, ..request(&config, 16, &hardware, &room) });
+    let choices = |found: &SearchResult| found.best.iter().map(|l| l.choice).collect::<Vec<_>>();
+    assert_eq!((choices(&one), one.counts), (choices(&other), other.counts));
+    assert_eq!(one.best.len(), 5);
+    for layout in &one.best {
+        let plan = plan(&Gpus, &layout.choice.config(&config)).unwrap();
+        assert_eq!(plan.memory.total_bytes, layout.evaluated.memory().total_bytes, "{}", layout.choice);
+        assert_eq!(plan.layout, layout.choice.layout);
+        assert_eq!(plan.layout.mesh.ranks(), 16);
+    }
+    let all: u64 = one.rejected.iter().map(|r| r.layouts).sum::<u64>() + one.best.len() as u64;
+    assert_eq!(all, one.counts.legal, "{:?}", one.rejected);
+}
+
+#[test]
+fn what_the_config_gives_is_fixed() {
+    let config = config(
+        "[model]\npreset = \"llama-3-8b\"\n[train]\nglobal_batch = 1024\nmicro_batch = 2\n[parallel]\ntp = 1\npp = 1\ncp = 1\n",
+    );
+    let hardware = hardware("h100");
+    let room = Room::of(&hardware.gpu);
+    let all = every_choice(&request(&config, 128, &hardware, &room));
+    assert!(!all.is_empty());
+    for choice in all {
+        assert_eq!((choice.micro_batch, choice.layout.micro_batches), (2, 4), "{choice}");
+        assert_eq!(choice.layout.mesh.ranks(), 128);
+    }
+}
+
+#[test]
+fn an_impossible_request_is_refused_with_the_nearest_that_works() {
+    let hardware = hardware("h100");
+    let room = Room::of(&hardware.gpu);
+    let refused = |text: &str, gpus: usize| match search(&request(&config(text), gpus, &hardware, &room), &|_, _| {}) {
+        Err(PlanError::NoLayout(why)) => why.to_string(),
+        Err(error) => panic!("{error}"),
+        Ok(found) => panic!("{}", found.best[0].choice),
+    };
+    let model = "[model]\nvocab_size = 512\nlayers = 2\ndim = 128\nheads = 4\nffn = 256\n[train]\nseq = 512\n";
+    let text = refused(&format!("{model}global_batch = 10\n[parallel]\ntp = 1\npp = 1\n"), 8);
+    assert!(
+        text.contains("no layout of 8 GPUs divides a batch of 10 sequences: they leave 8 data-parallel ranks"),
+        "{text}"
+    );
+    assert!(text.contains("hint: use train.global_batch = 8 or 16"), "{text}");
+    let text = refused(&format!("{model}global_batch = 8\n[parallel]\ntp = 4\n"), 6);
+    assert!(text.contains("takes 4 ranks or a multiple, and there are 6 GPUs\nhint: give --gpus 4"), "{text}");
+    let text = refused(
+        "[model]\npreset = \"llama-3-405b\"\n[train]\nglobal_batch = 8\n[parallel]\ntp = 8\ncp = 1\nzero = 0\n",
+        8,
+    );
+    assert!(text.contains("layouts of 8 GPUs fits 74.5 GiB on an H100 80GB") && text.contains("too many)"), "{text}");
+}
