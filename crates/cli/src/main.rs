@@ -28,6 +28,7 @@ mod timeline;
 mod train;
 mod validate;
 mod verify;
+mod watch;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use std::io::Write;
@@ -52,8 +53,10 @@ enum Command {
     Launch(launch::Args),
     /// Continue a text with a trained model, as it comes.
     Generate(generate::Args),
-    /// Loss, perplexity and bits per byte of a trained model on text.
+    /// Loss, perplexity and bits per byte of a trained model on text, or its accuracy on tasks.
     Eval(eval::Args),
+    /// Show runs on a live page in the browser, over each other: losses, speed, memory, events.
+    Watch(watch::Args),
     /// Show what a run has recorded at each step, or print it as CSV or JSON.
     Metrics(metrics::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
@@ -139,6 +142,7 @@ fn main() -> ExitCode {
         }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
+        Command::Watch(args) => watch::run(&args),
         Command::Metrics(args) => metrics::run(&args),
         Command::Explain(args) => explain::run(args),
         Command::Verify(args) => verify::run(args),

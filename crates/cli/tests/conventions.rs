@@ -19,6 +19,7 @@ fn every_command_has_help_in_both_ways() {
         "generate",
         "eval",
         "metrics",
+        "watch",
         "data",
         "checkpoint",
     ] {
