@@ -13,10 +13,12 @@ mod eval;
 mod explain;
 mod failure;
 mod generate;
+mod hardware;
 mod launch;
 mod machine;
 mod manual;
 mod metrics;
+mod plan;
 mod processes;
 mod profile;
 mod progress;
@@ -61,6 +63,8 @@ enum Command {
     Metrics(metrics::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
+    /// Find the fastest layout of a run on some GPUs: how its work is split, its micro-batch, what is recomputed. Runs nothing.
+    Plan(plan::Args),
     /// Show by running that layouts compute what one rank computes.
     Verify(verify::Args),
     /// Compare predicted step times and memory with measurements that others have published.
@@ -145,6 +149,7 @@ fn main() -> ExitCode {
         Command::Watch(args) => watch::run(&args),
         Command::Metrics(args) => metrics::run(&args),
         Command::Explain(args) => explain::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Validate(args) => validate::run(args),
         Command::Doctor(args) => doctor::run(args),
