@@ -77,6 +77,22 @@ def check(what, figure, holds):
         failures.append(what)
 
 
+def cpu_s():
+    """CPU seconds of the browser and all that it has started."""
+    total = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline") as file:
+                if place not in file.read():
+                    continue
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
 class Tab:
     """One tab, over the DevTools protocol."""
 
@@ -152,7 +168,9 @@ try:
     paint = tab.open(url, 1440, 900)
     check("first charts of 3 runs of 100,000 steps, in s", round(paint, 2), paint < FIRST_PAINT_S)
     tab.picture("desktop.png")
+    before = cpu_s()
     median, most, worst = tab.run(FRAMES)
+    print(f"     CPU time of the browser's processes per frame, in ms: {(cpu_s() - before) * 1e3 / 48:.1f}; load of the machine {os.getloadavg()[0]:.1f}")
     check("frame while zooming and moving, median, 95%, worst in ms", [round(x, 1) for x in (median, most, worst)], most < FRAME_MS)
     time.sleep(1)
     with open(os.path.join(runs[2], "metrics.jsonl"), "a") as file:

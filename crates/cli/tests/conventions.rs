@@ -20,6 +20,7 @@ fn every_command_has_help_in_both_ways() {
         "eval",
         "metrics",
         "watch",
+        "report",
         "data",
         "checkpoint",
     ] {
