@@ -106,17 +106,37 @@ fn layouts_are_shown_side_by_side() {
 }
 
 #[test]
-fn a_run_that_does_not_fit_says_what_saves_memory() {
+fn a_run_that_does_not_fit_is_told_what_to_set() {
     let place = Place::new();
     let set = ["--set", "train.global_batch=4194304", "--set", "train.micro_batch=4194304"];
     let error = place.fails(2, &[&["train", "run.toml"], &set[..]].concat());
     for part in [
         "the step needs ",
-        "hint: each of these saves memory",
-        "train.micro_batch = ",
-        "precision.policy = \"bf16\"",
-        "recompute.policy = \"full\"",
+        "hint: the 3 cheapest changes that make it fit (time ",
+        "\n  train.micro_batch = ",
+        " saves ",
     ] {
         assert!(error.contains(part), "{part}\n{error}");
     }
+    // As explain says of a GPU that was named, with the time there.
+    let ranks = ["--set", "train.seq=4096", "--set", "train.global_batch=262144", "--set", "parallel.dp=4"];
+    let ranks = [&ranks[..], &["--set", "train.micro_batch=16384"]].concat();
+    let found = json(&place, &[&ranks[..], &["--gpu", "a100"]].concat());
+    let changes = found["ways_to_fit"]["changes"].as_array().unwrap();
+    assert_eq!(changes.len(), 3, "{found}");
+    for change in changes {
+        assert!(change["step_s"].as_f64() > Some(0.0) && change["slowdown"].as_f64() > Some(-0.9), "{change}");
+        let keys: Vec<String> = change["keys"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|key| key.as_str().unwrap().replacen(" = ", "=", 1))
+            .collect();
+        let set: Vec<&str> = keys.iter().flat_map(|key| ["--set", key]).collect();
+        let changed = json(&place, &[&ranks[..], &set, &["--gpu", "a100"]].concat());
+        assert_eq!(changed["fits"]["fits"], true, "{change}");
+        assert_eq!(changed["memory"]["total_bytes"], change["arena_bytes"], "{change}");
+    }
+    let text = place.ok(&[&["explain", "run.toml", "--gpu", "a100"], &ranks[..]].concat());
+    assert!(text.contains("(time predicted on A100 80GB"), "{text}");
 }

@@ -1,8 +1,9 @@
-use crate::fit::Saving;
+use crate::WaysToFit;
 use lockstep_compile::CompileError;
 use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::{TypeError, units};
+use lockstep_sim::SimError;
 
 /// Why a config has no program, or one that does not fit.
 #[derive(Debug, thiserror::Error)]
@@ -10,6 +11,9 @@ pub enum PlanError {
     /// A bug in the compiler.
     #[error("{0}")]
     Compile(#[from] CompileError),
+    /// A program that cannot be timed.
+    #[error(transparent)]
+    Simulate(#[from] SimError),
     /// The arena is larger than the memory that is free.
     #[error(
         "the step needs {} of memory{}, {} are free:{}\nhint: {}",
@@ -17,7 +21,7 @@ pub enum PlanError {
         if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
         units::bytes(*available),
         breakdown(memory),
-        smaller(savings, *ranks)
+        ways.as_ref().map_or_else(|| "choose a smaller model, a shorter train.seq, or a machine with more memory".to_owned(), ToString::to_string)
     )]
     DoesNotFit {
         /// What it needs.
@@ -26,8 +30,8 @@ pub enum PlanError {
         ranks: usize,
         /// Bytes that are free.
         available: u64,
-        /// What would save some.
-        savings: Vec<Saving>,
+        /// What lets it fit, as far as that can be told.
+        ways: Option<Box<WaysToFit>>,
     },
     /// An op of `recompute.ops` makes nothing that could be recomputed.
     #[error(
@@ -130,7 +134,7 @@ pub enum PlanError {
 impl PlanError {
     /// Whether the request was wrong, rather than the compiler.
     pub fn is_request(&self) -> bool {
-        !matches!(self, PlanError::Compile(_))
+        !matches!(self, PlanError::Compile(_) | PlanError::Simulate(_))
     }
 }
 
@@ -144,19 +148,4 @@ impl From<TypeError> for PlanError {
 fn breakdown(memory: &MemoryBreakdown) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
-}
-
-fn smaller(savings: &[Saving], ranks: usize) -> String {
-    const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
-    if savings.is_empty() {
-        return LAST.to_owned();
-    }
-    let width = savings.iter().map(|saving| saving.change.len()).max().unwrap_or(0);
-    let line = |s: &Saving| {
-        let fits = if s.fits { ", and fits" } else { "" };
-        format!("\n  {:<width$}  saves {}{fits}", s.change, units::bytes(s.saved_bytes))
-    };
-    let each = if ranks > 1 { ", on the rank that needs most" } else { "" };
-    let none = if savings.iter().any(|saving| saving.fits) { String::new() } else { format!("\n  none fits: {LAST}") };
-    format!("each of these saves memory{each}:{}{none}", savings.iter().map(line).collect::<String>())
 }

@@ -1,5 +1,7 @@
 use crate::device::{Machine, Target, threads};
-use crate::fit::{Room, savings};
+use crate::fit::Room;
+use crate::pace::Pace;
+use crate::ways::ways_to_fit;
 use crate::{PlanError, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
@@ -51,21 +53,23 @@ impl Plan {
         &self.compiled.programs[0]
     }
 
-    /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known.
+    /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known; `pace` says what changes that
+    /// let it fit would cost.
     pub fn require_memory(
         &self,
         machine: &dyn Machine,
         config: &Config,
         available: Option<u64>,
+        pace: Pace<'_>,
     ) -> Result<u64, PlanError> {
         let ranks = self.layout.mesh.ranks();
         let total = self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum();
         match available {
             Some(available) if total > available => {
                 let room = Room { bytes: available, shared: true, place: String::new() };
-                // What cannot be estimated saves nothing that is known.
-                let savings = savings(machine, config, &room).unwrap_or_default();
-                Err(PlanError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
+                // What cannot be estimated is no help.
+                let ways = ways_to_fit(machine, config, &room, pace).ok().map(Box::new);
+                Err(PlanError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, ways })
             }
             _ => Ok(total),
         }
