@@ -7,6 +7,8 @@ mod forecast;
 mod layout;
 mod schedule;
 
+pub(crate) use forecast::exact;
+
 use crate::failure::Failure;
 use crate::machine;
 use crate::style;
@@ -19,7 +21,7 @@ use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{StepProgram, units};
-use lockstep_plan::{Pace, Plan, PlanError, Verdict, WaysToFit, account, plan, planned_timeline, ways_to_fit};
+use lockstep_plan::{Plan, PlanError, Rates, Verdict, WaysToFit, account, plan, planned_timeline, ways_to_fit};
 use lockstep_train::{Devices, machine_profile};
 use serde_json::json;
 use std::io::Write;
@@ -76,12 +78,12 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let ways = match (&verdict, &room) {
         (Some(verdict), Some(room)) if !verdict.fits => {
             let profile = if hardware.is_none() { machine_profile(&devices, &plan)? } else { None };
-            let pace = match (&hardware, &profile) {
-                (Some(hardware), _) => Pace::On(hardware),
-                (None, Some(profile)) => Pace::Measured(profile),
-                (None, None) => Pace::Flops,
+            let rates = match (&hardware, &profile) {
+                (Some(hardware), _) => Some(Rates::Catalogue(hardware)),
+                (None, Some(profile)) => Some(Rates::Measured(profile)),
+                (None, None) => None,
             };
-            Some(ways_to_fit(&devices, &config, room, pace)?)
+            Some(ways_to_fit(&devices, &config, room, rates)?)
         }
         _ => None,
     };

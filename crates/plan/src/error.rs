@@ -3,7 +3,6 @@ use lockstep_compile::CompileError;
 use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::{TypeError, units};
-use lockstep_sim::SimError;
 
 /// Why a config has no program, or one that does not fit.
 #[derive(Debug, thiserror::Error)]
@@ -11,9 +10,12 @@ pub enum PlanError {
     /// A bug in the compiler.
     #[error("{0}")]
     Compile(#[from] CompileError),
-    /// A program that cannot be timed.
+    /// Programs that cannot be simulated: a bug, or a data file.
     #[error(transparent)]
-    Simulate(#[from] SimError),
+    Simulation(#[from] lockstep_sim::SimError),
+    /// No layout of the search fits: the reasons.
+    #[error("{0}")]
+    NoLayout(Box<NoLayout>),
     /// The arena is larger than the memory that is free.
     #[error(
         "the step needs {} of memory{}, {} are free:{}\nhint: {}",
@@ -131,10 +133,20 @@ pub enum PlanError {
     },
 }
 
+/// Why no layout fits, and what would.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}\nhint: {hint}")]
+pub struct NoLayout {
+    /// What is wrong.
+    pub reason: String,
+    /// The nearest request that works.
+    pub hint: String,
+}
+
 impl PlanError {
     /// Whether the request was wrong, rather than the compiler.
     pub fn is_request(&self) -> bool {
-        !matches!(self, PlanError::Compile(_) | PlanError::Simulate(_))
+        !matches!(self, PlanError::Compile(_))
     }
 }
 

@@ -4,16 +4,16 @@
 
 use crate::device::threads;
 use crate::fit::{Estimate, Room, divisors, with_micro_batch};
-use crate::pace::Pace;
-use crate::plan::{MOST_MICRO_BATCHES, prepare};
-use crate::{Machine, PlanError};
+use crate::parallel::in_parallel;
+use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
+use crate::{Machine, PlanError, Rates};
 use lockstep_compile::{Estimator, Fit, Recompute, fit};
 use lockstep_config::{Bytes, Config, PrecisionPolicy, RecomputePolicy, legal};
-use lockstep_ir::units;
+use lockstep_ir::{StepProgram, units};
 use serde::Serialize;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// What to do about a plan that does not fit.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -76,16 +76,16 @@ const SHOWN: usize = 3;
 /// The most ranks that are proposed where nothing fits on fewer.
 const MOST_RANKS: usize = 1 << 14;
 
-/// The cheapest changes that let a config fit.
+/// The cheapest changes that let a config fit. Without rates, time is FLOPs alone.
 pub fn ways_to_fit(
     machine: &dyn Machine,
     config: &Config,
     room: &Room,
-    pace: Pace<'_>,
+    rates: Option<Rates<'_>>,
 ) -> Result<WaysToFit, PlanError> {
     let before = Estimate::of(machine, config)?;
-    let search = Search { machine, config, room, pace, ranks: config.layout().mesh.ranks() };
-    let whole = pace.step(&before.programs, search.threads(config))?;
+    let search = Search { machine, config, room, rates, ranks: config.layout().mesh.ranks() };
+    let whole = search.step(config, &before.programs)?;
     let needed_bytes = room.needs(&before.stages, search.ranks);
     let mut found = search.over(&arrangements(config));
     let mut changes = search.cheapest(&mut found, whole, needed_bytes);
@@ -101,7 +101,7 @@ pub fn ways_to_fit(
         true => search.nearest(&found),
         false => None,
     };
-    Ok(WaysToFit { basis: pace.basis(), needed_bytes, changes, nearest })
+    Ok(WaysToFit { basis: basis(rates), needed_bytes, changes, nearest })
 }
 
 /// A config that is tried, and what came of it.
@@ -123,39 +123,31 @@ struct Search<'a> {
     machine: &'a dyn Machine,
     config: &'a Config,
     room: &'a Room,
-    pace: Pace<'a>,
+    rates: Option<Rates<'a>>,
     ranks: usize,
 }
 
 impl Search<'_> {
-    fn threads(&self, config: &Config) -> usize {
-        threads(self.machine, config, self.ranks)
+    /// Seconds of a step, or without rates the FLOPs of a rank.
+    fn step(&self, config: &Config, programs: &[StepProgram]) -> Result<f64, PlanError> {
+        match self.rates {
+            Some(rates) => Ok(rates.step_s(programs, self.ranks, threads(self.machine, config, self.ranks))?),
+            None => Ok(hardware_flops(programs)? as f64 / self.ranks as f64),
+        }
     }
 
     /// Tries all arrangements, on as many threads as the machine has cores; the order of what is found does not depend on that.
     fn over(&self, all: &[Config]) -> Findings {
-        let next = AtomicUsize::new(0);
-        let work = || {
-            let mut done = Vec::new();
-            while let Some((i, config)) =
-                Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, all.get(i)?)))
-            {
-                // What cannot be compiled is no way out.
-                done.push((i, self.arrangement(config).unwrap_or_default()));
-            }
-            done
+        let done: Vec<Mutex<Findings>> = all.iter().map(|_| Mutex::default()).collect();
+        let one = |i: usize| {
+            // What cannot be compiled is no way out.
+            let found = self.arrangement(&all[i]).unwrap_or_default();
+            *done[i].lock().unwrap_or_else(PoisonError::into_inner) = found;
         };
-        let mut done: Vec<(usize, Findings)> = std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..self.machine.cores().min(all.len())).map(|_| scope.spawn(work)).collect();
-            let join = |worker: std::thread::ScopedJoinHandle<'_, _>| match worker.join() {
-                Ok(done) => done,
-                Err(panic) => std::panic::resume_unwind(panic),
-            };
-            workers.into_iter().flat_map(join).collect()
-        });
-        done.sort_by_key(|(i, _)| *i);
+        in_parallel(all.len(), self.machine.cores().min(all.len()), &one, &|_| {});
         let mut findings = Findings::default();
-        for (_, mut part) in done {
+        for part in done {
+            let mut part = part.into_inner().unwrap_or_else(PoisonError::into_inner);
             findings.fitting.append(&mut part.fitting);
             findings.misses.append(&mut part.misses);
         }
@@ -189,7 +181,7 @@ impl Search<'_> {
                 let found = Estimate::under(&estimators[&size], recompute.clone())?;
                 let (needed, sized) = (self.room.needs(&found.stages, self.ranks), with_micro_batch(&changed, size));
                 if needed <= self.room.bytes {
-                    let step = self.pace.step(&found.programs, self.threads(&sized))?;
+                    let step = self.step(&sized, &found.programs)?;
                     fitting = Some(Tried { config: sized, needed, arena: found.arena(), step });
                     to = middle;
                 } else {
@@ -226,7 +218,7 @@ impl Search<'_> {
         let mut config = config.clone();
         (config.recompute.policy, config.recompute.ops) = (RecomputePolicy::Budget, Vec::new());
         config.recompute.budget = Some(Bytes(budget));
-        let step = self.pace.step(&found.programs, self.threads(&config))?;
+        let step = self.step(&config, &found.programs)?;
         Ok((needed <= self.room.bytes).then(|| Tried { config, needed, arena: found.arena(), step }))
     }
 
@@ -238,7 +230,7 @@ impl Search<'_> {
             saved_bytes: before.saturating_sub(tried.needed),
             arena_bytes: tried.arena,
             slowdown: tried.step / whole - 1.0,
-            step_s: self.pace.is_time().then_some(tried.step),
+            step_s: self.rates.map(|_| tried.step),
             other_numbers: tried.config.precision != self.config.precision,
         };
         let mut all: Vec<FittingChange> = found.fitting.iter().map(change).collect();
@@ -281,6 +273,17 @@ impl Search<'_> {
             }
         }
         None
+    }
+}
+
+/// What slowdowns rest on.
+fn basis(rates: Option<Rates<'_>>) -> String {
+    match rates {
+        Some(Rates::Catalogue(hardware)) => {
+            format!("predicted on {}, {}", hardware.gpu.label(), hardware.cluster.label)
+        }
+        Some(Rates::Measured(profile)) => format!("predicted by profile {} of this machine", profile.name),
+        None => "estimated by FLOPs alone: no GPU was named, and this machine has no profile".into(),
     }
 }
 

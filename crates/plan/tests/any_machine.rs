@@ -4,8 +4,7 @@ use lockstep_compile::Precision;
 use lockstep_config::Config;
 use lockstep_ir::DeviceProfile;
 use lockstep_plan::{
-    Machine, Pace, PlanError, Room, Target, account, evaluation_program, generation_program, largest_micro_batches,
-    plan,
+    Machine, PlanError, Room, Target, account, evaluation_program, generation_program, largest_micro_batches, plan,
 };
 use std::collections::BTreeMap;
 
@@ -76,8 +75,8 @@ fn all_that_is_shown_of_a_plan_needs_no_device() {
     assert!(rows.iter().all(|row| row.micro_batch.is_some()), "{rows:?}");
     let room = Room { bytes: planned.memory.total_bytes, shared: true, place: "here".into() };
     assert!(room.verdict(&planned.stages, 1).fits);
-    assert_eq!(planned.require_memory(&machine, &config, Some(room.bytes), Pace::Flops).unwrap(), room.bytes);
-    let error = planned.require_memory(&machine, &config, Some(room.bytes - 1), Pace::Flops).unwrap_err();
+    assert_eq!(planned.require_memory(&machine, &config, Some(room.bytes), None).unwrap(), room.bytes);
+    let error = planned.require_memory(&machine, &config, Some(room.bytes - 1), None).unwrap_err();
     assert!(error.is_request() && error.to_string().contains("train.micro_batch = "), "{error}");
     let cut = lockstep_plan::Cut { sequences: 3, rest: 5 };
     assert_eq!(evaluation_program(&machine, &config, (2, 16), cut).unwrap().0.entries.len(), 2);

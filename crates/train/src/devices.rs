@@ -11,7 +11,7 @@ use lockstep_exec::communication::connections;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
-use lockstep_plan::{Machine, Pace, Plan, Room, Target, plan_measured};
+use lockstep_plan::{Machine, Plan, Rates, Room, Target, plan_measured};
 use lockstep_sim::{Catalogue, Hardware};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -146,12 +146,12 @@ impl Devices {
         let profile = machine_profile(self, plan).ok().flatten();
         let device = processor(self, plan.target).ok();
         let gpu = device.and_then(|name| Catalogue::builtin().of_device(&name).map(Hardware::assumed));
-        let pace = match (&profile, &gpu, plan.target) {
-            (Some(profile), ..) => Pace::Measured(profile),
-            (None, Some(hardware), Target::Cuda { .. }) => Pace::On(hardware),
-            (None, ..) => Pace::Flops,
+        let rates = match (&profile, &gpu, plan.target) {
+            (Some(profile), ..) => Some(Rates::Measured(profile)),
+            (None, Some(hardware), Target::Cuda { .. }) => Some(Rates::Catalogue(hardware)),
+            (None, ..) => None,
         };
-        Ok(plan.require_memory(self, config, available, pace)?)
+        Ok(plan.require_memory(self, config, available, rates)?)
     }
 
     /// Why `auto` takes the CPU on a machine that has, or had, a GPU. One line.

@@ -215,7 +215,8 @@ impl Run<'_> {
         }
         if let (Some(line), Some(loss)) = (&mut self.pending, self.outcome.first_val_loss) {
             line.val_loss = Some(loss);
-            self.dir.metric(line)?;
+            let line = line.clone();
+            self.record(&line, show)?;
             self.pending = None;
         }
         let mut saved = self.outcome.step;
@@ -242,7 +243,7 @@ impl Run<'_> {
             }
             if skipped == MOST_SKIPPED {
                 let StepMetrics { loss, grad_norm, .. } = metrics.line;
-                self.dir.metric(&metrics.line)?;
+                self.record(&metrics.line, show)?;
                 return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
             }
             if self.validates(step) {
@@ -253,7 +254,7 @@ impl Run<'_> {
                     break;
                 }
             }
-            self.dir.metric(&metrics.line)?;
+            self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
@@ -295,6 +296,12 @@ impl Run<'_> {
             self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
         Ok(self.outcome)
+    }
+
+    /// Writes a line of metrics. A sink that fails is none any more, and that is said once.
+    fn record(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        let failed = self.dir.metric(line)?;
+        start::warn_of_sinks(&mut self.dir, failed, line.step, show)
     }
 
     /// Says which rank all wait for, if one stands out.

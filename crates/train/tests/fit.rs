@@ -3,7 +3,7 @@
 use lockstep_config::Config;
 use lockstep_ir::Layout;
 use lockstep_plan::{
-    Pace, PlanError, Room, largest_micro_batches, layout_costs, plan, ways_to_fit, with_fitting_micro_batch,
+    PlanError, Rates, Room, largest_micro_batches, layout_costs, plan, ways_to_fit, with_fitting_micro_batch,
 };
 use lockstep_sim::{Catalogue, Constants, Framework, Hardware, simulate};
 use lockstep_train::{Devices, TrainError, settled};
@@ -129,7 +129,7 @@ fn what_does_not_fit_is_told_the_cheapest_changes_that_do() {
     let config = wide(keys);
     let before = arena(&config);
     let room = Room { bytes: before / 2, shared: false, place: "on a test".into() };
-    let ways = ways_to_fit(&devices, &config, &room, Pace::On(&h100)).unwrap();
+    let ways = ways_to_fit(&devices, &config, &room, Some(Rates::Catalogue(&h100))).unwrap();
     assert_eq!((ways.changes.len(), &ways.nearest, ways.needed_bytes), (3, &None, before), "{ways:?}");
     let seconds = |config: &Config| {
         let planned = plan(&devices, config).unwrap();
@@ -156,7 +156,7 @@ fn what_does_not_fit_is_told_the_cheapest_changes_that_do() {
         assert!(!fits || seconds(&changed) / seconds(&config) - 1.0 >= slowdowns[0] - 1e-3, "{alone}");
     }
     // FLOPs alone say so.
-    let ways = ways_to_fit(&devices, &config, &room, Pace::Flops).unwrap();
+    let ways = ways_to_fit(&devices, &config, &room, None).unwrap();
     assert!(ways.basis.starts_with("estimated by FLOPs alone"), "{ways}");
     assert!(ways.changes.iter().all(|change| change.step_s.is_none() && change.slowdown > -1e-9), "{ways:?}");
 }
@@ -170,7 +170,7 @@ fn where_nothing_fits_the_nearest_miss_and_what_it_takes_is_told() {
         &["precision.policy = \"bf16\"", "train.micro_batch = 1", "recompute.policy = \"full\""].map(String::from),
     );
     let room = |shared| Room { bytes: arena(&least) / 3, shared, place: "on a test".into() };
-    let ways = ways_to_fit(&devices, &config, &room(false), Pace::Flops).unwrap();
+    let ways = ways_to_fit(&devices, &config, &room(false), None).unwrap();
     let miss = ways.nearest.clone().unwrap();
     assert!(ways.changes.is_empty());
     assert_eq!(miss.keys, ["train.micro_batch = 1", "recompute.policy = \"full\""]);
@@ -180,14 +180,14 @@ fn where_nothing_fits_the_nearest_miss_and_what_it_takes_is_told() {
     assert!(arena(&with("[precision]\npolicy = \"bf16\"\n", &more.keys)) <= room(false).bytes);
     assert!(ways.to_string().contains("it fits on "), "{ways}");
     // More ranks of one memory do not help.
-    let shared = ways_to_fit(&devices, &config, &room(true), Pace::Flops).unwrap();
+    let shared = ways_to_fit(&devices, &config, &room(true), None).unwrap();
     assert!(shared.nearest.is_some_and(|miss| miss.ranks.is_none()));
 }
 
 #[test]
 fn a_session_that_does_not_fit_says_what_does() {
     // Some thousand times what any machine has.
-    let keys = ["train.seq = 32768", "train.global_batch = 65536", "train.micro_batch = 65536"].map(String::from);
+    let keys = ["train.seq = 1024", "train.global_batch = 262144", "train.micro_batch = 262144"].map(String::from);
     let config = with("", &keys);
     let planned = plan(&Devices::new(), &config).unwrap();
     let Err(TrainError::Plan(error @ PlanError::DoesNotFit { .. })) =

@@ -6,9 +6,7 @@ use crate::table::{table, wrapped};
 use crate::{Format, hardware};
 use lockstep_config::{Config, presets};
 use lockstep_ir::units::{self, thousands};
-use lockstep_plan::laws::{
-    BESIROGLU_2024, CHINCHILLA_APPROACH_2, ModelAndTokens, PowerLaw, RampStep, batch_ramp,
-};
+use lockstep_plan::laws::{BESIROGLU_2024, CHINCHILLA_APPROACH_2, ModelAndTokens, PowerLaw, RampStep, batch_ramp};
 use lockstep_plan::parameters;
 use lockstep_sim::Hardware;
 use lockstep_train::StepMetrics;
@@ -93,7 +91,8 @@ impl Budget {
     fn choices(&self, best: &[(&str, ModelAndTokens)]) -> Vec<(String, ModelAndTokens)> {
         let mut all: Vec<(String, ModelAndTokens)> =
             best.iter().map(|(name, choice)| ((*name).to_owned(), *choice)).collect();
-        let over = |ratio: &f64| (format!("{ratio} tokens per parameter"), ModelAndTokens::at_ratio(self.flops, *ratio));
+        let over =
+            |ratio: &f64| (format!("{ratio} tokens per parameter"), ModelAndTokens::at_ratio(self.flops, *ratio));
         all.extend(RATIOS.iter().map(over));
         all
     }
@@ -190,7 +189,8 @@ impl Budget {
 fn number_of(text: &str) -> Option<f64> {
     let text = text.trim();
     let suffixes = [("K", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12)];
-    let (digits, times) = suffixes.iter().find_map(|(s, times)| Some((text.strip_suffix(s)?, *times))).unwrap_or((text, 1.0));
+    let (digits, times) =
+        suffixes.iter().find_map(|(s, times)| Some((text.strip_suffix(s)?, *times))).unwrap_or((text, 1.0));
     digits.trim().parse::<f64>().ok().map(|x| x * times)
 }
 
@@ -225,9 +225,8 @@ struct NoiseReport {
 
 impl NoiseReport {
     fn read(dir: &Path, tokens: u64) -> Result<Self, Failure> {
-        let request = |what: &str, hint: &str| {
-            Failure::request(format!("--run {}: {what}\nhint: {hint}", dir.display()))
-        };
+        let request =
+            |what: &str, hint: &str| Failure::request(format!("--run {}: {what}\nhint: {hint}", dir.display()));
         let config = Config::load(&dir.join("run.toml"), &[])
             .map_err(|_| request("it has no run.toml that can be read", "name the directory of a run"))?;
         let lines = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap_or_default();
@@ -255,9 +254,7 @@ impl NoiseReport {
     }
 
     fn key(&self) -> String {
-        let step = |s: &RampStep| {
-            format!("{{ tokens = {}, global_batch = {} }}", s.tokens, s.sequences)
-        };
+        let step = |s: &RampStep| format!("{{ tokens = {}, global_batch = {} }}", s.tokens, s.sequences);
         format!("train.batch_ramp = [{}]", self.ramp.iter().map(step).collect::<Vec<_>>().join(", "))
     }
 
@@ -295,10 +292,15 @@ impl NoiseReport {
             ),
         ];
         if let Some(law) = &self.over_loss {
-            lines.push(format!("over loss: {:.3e} sequences · loss^{:.3} (R² {:.2})", law.factor, law.exponent, law.r_squared));
+            lines.push(format!(
+                "over loss: {:.3e} sequences · loss^{:.3} (R² {:.2})",
+                law.factor, law.exponent, law.r_squared
+            ));
         }
         lines.push(match self.ramp.is_empty() {
-            true if law.exponent <= 0.0 => "the noise scale does not grow over this run: no batch ramp follows from it".into(),
+            true if law.exponent <= 0.0 => {
+                "the noise scale does not grow over this run: no batch ramp follows from it".into()
+            }
             true => "the noise scale stays below twice the batch: no batch ramp follows from it".into(),
             false => format!("twice the batch where the noise scale has come to it: {}", self.key()),
         });

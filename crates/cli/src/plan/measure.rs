@@ -38,7 +38,13 @@ struct Candidate {
 }
 
 /// Runs the candidates and prints both columns.
-pub(super) fn show(args: &ConfigArgs, devices: &Devices, config: &Config, room: Option<&Room>, format: Format) -> Result<(), Failure> {
+pub(super) fn show(
+    args: &ConfigArgs,
+    devices: &Devices,
+    config: &Config,
+    room: Option<&Room>,
+    format: Format,
+) -> Result<(), Failure> {
     let ranks = config.round() / config.train.micro_batch;
     let each = config.train.global_batch / ranks;
     let sizes: Vec<usize> = (0..MOST_SIZES).map(|i| 1 << i).filter(|size| each.is_multiple_of(*size)).collect();
@@ -130,10 +136,17 @@ fn behind(candidates: &[Candidate], best: Option<usize>, foreseen: Option<usize>
     Some(1.0 - measured(foreseen)? / measured(best)?)
 }
 
-fn as_text(candidates: &[Candidate], config: &Config, batch: usize, best: Option<usize>, foreseen: Option<usize>) -> String {
+fn as_text(
+    candidates: &[Candidate],
+    config: &Config,
+    batch: usize,
+    best: Option<usize>,
+    foreseen: Option<usize>,
+) -> String {
     let speed = |x: Option<f64>| x.map_or("-".to_owned(), |x| thousands(x as u64));
     let row = |(i, c): (usize, &Candidate)| {
-        let off = c.predicted.zip(c.measured).map_or("-".to_owned(), |(p, m)| format!("{:+.1}%", 100.0 * (p / m - 1.0)));
+        let off =
+            c.predicted.zip(c.measured).map_or("-".to_owned(), |(p, m)| format!("{:+.1}%", 100.0 * (p / m - 1.0)));
         let mut note = c.failed.clone().unwrap_or_default();
         if Some(i) == best {
             note = "measured best".into();
@@ -177,7 +190,8 @@ fn as_text(candidates: &[Candidate], config: &Config, batch: usize, best: Option
             );
             text.push_str(&wrapped(&line, "  "));
         }
-        _ => text.push_str(&wrapped("nothing was predicted: measure this machine first, lockstep bench --save NAME", "  ")),
+        _ => text
+            .push_str(&wrapped("nothing was predicted: measure this machine first, lockstep bench --save NAME", "  ")),
     }
     text
 }

@@ -22,6 +22,7 @@ use lockstep_ir::MeshAxis;
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::units;
 use lockstep_plan::Plan;
+use lockstep_telemetry::{FailedSink, SinkChoice};
 use serde_json::json;
 use std::time::Instant;
 
@@ -166,6 +167,9 @@ pub(super) fn start<'a>(
         let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
         show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
     }
+    let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
+    let failed = dir.open_sinks(choice, written);
+    warn_of_sinks(&mut dir, failed, step, show)?;
     if let Some(to) = &aside {
         show(Event::SetAside { step, later: &later, to });
         dir.event("set_aside", json!({ "step": step, "checkpoints": later, "folder": to }))?;
@@ -258,6 +262,24 @@ pub(super) fn start<'a>(
         // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
         observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
     })
+}
+
+/// Says which sinks get nothing more, and why; the run needs none of them.
+pub(super) fn warn_of_sinks(
+    dir: &mut RunDir,
+    failed: Vec<FailedSink>,
+    step: u64,
+    show: &mut dyn FnMut(Event),
+) -> Result<(), TrainError> {
+    for FailedSink { name, error } in failed {
+        let path = dir.path().join(name);
+        show(Event::Warning(&format!(
+            "{} is not written any more: {error}; the run goes on, and metrics.jsonl has everything",
+            path.display()
+        )));
+        dir.event("sink_failed", json!({ "step": step, "sink": name, "error": error.to_string() }))?;
+    }
+    Ok(())
 }
 
 /// Sequences whose documents are looked at for how equal the work of context-parallel ranks is.
