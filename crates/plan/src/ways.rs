@@ -208,7 +208,7 @@ impl Search<'_> {
     fn budget(&self, config: &Config, estimator: &Estimator) -> Result<Option<Tried>, PlanError> {
         let ranks = if self.room.shared { self.ranks as u64 } else { 1 };
         // A whole number of MiB, as a person would write it.
-        let budget = self.room.bytes / ranks >> 20 << 20;
+        let budget = (self.room.bytes / ranks) >> 20 << 20;
         if budget == 0 || config.layout().mesh != self.config.layout().mesh {
             return Ok(None);
         }

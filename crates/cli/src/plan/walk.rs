@@ -85,7 +85,7 @@ fn as_text(recipe: &Recipe, config: &Config, hardware: &Hardware, room: &Room, t
     let row = |(i, size): (usize, &RecipeSize)| {
         let mark = if i == recipe.chosen { "chosen" } else { "" };
         vec![
-            format!("   {}", size.policy),
+            size.policy.clone(),
             n(size.micro_batch),
             units::bytes(size.memory_bytes),
             if size.fits { "yes" } else { "NO" }.to_owned(),
@@ -94,7 +94,7 @@ fn as_text(recipe: &Recipe, config: &Config, hardware: &Hardware, room: &Room, t
             mark.to_owned(),
         ]
     };
-    let header = ["   recompute.policy", "micro-batch", "memory", "fits", "tokens/s per GPU", "MFU", ""];
+    let header = ["recompute.policy", "micro-batch", "memory", "fits", "tokens/s per GPU", "MFU", ""];
     text.push_str(&table(&header, &recipe.sizes.iter().enumerate().map(row).collect::<Vec<_>>()));
     let Some(chosen) = recipe.sizes.get(recipe.chosen) else { return text };
     step(&mut text, 4, recompute(recipe, chosen));
