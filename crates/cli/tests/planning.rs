@@ -119,8 +119,8 @@ fn a_run_that_does_not_fit_is_told_what_to_set() {
         assert!(error.contains(part), "{part}\n{error}");
     }
     // As explain says of a GPU that was named, with the time there.
-    let ranks = ["--set", "train.seq=4096", "--set", "train.global_batch=262144", "--set", "parallel.dp=4"];
-    let ranks = [&ranks[..], &["--set", "train.micro_batch=16384"]].concat();
+    let ranks = ["--set", "train.seq=16384", "--set", "train.global_batch=4096", "--set", "parallel.dp=4"];
+    let ranks = [&ranks[..], &["--set", "train.micro_batch=1024"]].concat();
     let found = json(&place, &[&ranks[..], &["--gpu", "a100"]].concat());
     let changes = found["ways_to_fit"]["changes"].as_array().unwrap();
     assert_eq!(changes.len(), 3, "{found}");
@@ -139,4 +139,26 @@ fn a_run_that_does_not_fit_is_told_what_to_set() {
     }
     let text = place.ok(&[&["explain", "run.toml", "--gpu", "a100"], &ranks[..]].concat());
     assert!(text.contains("(time predicted on A100 80GB"), "{text}");
+}
+
+#[test]
+fn the_interval_of_checkpoints_is_found_when_a_run_begins_and_measured_when_it_goes_on() {
+    let place = Place::new();
+    let run = |more: &[&str]| {
+        let set = ["train.steps=3", "optimizer.warmup_steps=2", "checkpoint.every=auto", "train.validate_every=0"];
+        let set: Vec<&str> = set.iter().flat_map(|key| ["--set", key]).collect();
+        let output = place.run(&[&["train", "run.toml", "--run-dir", "run"], &set[..], more].concat());
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{said}");
+        let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
+        let every = resolved.lines().find(|line| line.starts_with("every = ") && line.contains("# auto: ")).unwrap();
+        (said, every.to_owned())
+    };
+    let (said, every) = run(&[]);
+    assert!(said.contains("checkpoint.every = ") && said.contains("of the time lost"), "{said}");
+    assert!(every.contains("(predicted)") && every.contains("1 node (published)"), "{every}");
+    let events = std::fs::read_to_string(place.path("run/events.jsonl")).unwrap();
+    assert!(events.lines().any(|line| line.contains("\"checkpoint\"") && line.contains("\"seconds\":")), "{events}");
+    let (_, every) = run(&["--change", "train.steps=5"]);
+    assert!(every.matches("(measured)").count() == 2, "{every}");
 }

@@ -70,6 +70,9 @@ pub struct MoreRanks {
     pub keys: Vec<String>,
 }
 
+/// As many micro-batches as a step usually has at most.
+const USUAL_MICRO_BATCHES: usize = 1024;
+
 /// How many changes are shown.
 const SHOWN: usize = 3;
 
@@ -154,10 +157,17 @@ impl Search<'_> {
         findings
     }
 
-    /// One way to shard: under every policy the largest micro-batch that fits.
+    /// One way to shard: under every policy the largest micro-batch that fits. Steps of very many micro-batches, which take long to
+    /// place, are looked at only where no others fit.
     fn arrangement(&self, config: &Config) -> Result<Findings, PlanError> {
+        let few = sizes(config, USUAL_MICRO_BATCHES);
+        let found = self.sized(config, &few)?;
+        let all = sizes(config, MOST_MICRO_BATCHES);
+        if found.fitting.is_empty() && all.len() > few.len() { self.sized(config, &all) } else { Ok(found) }
+    }
+
+    fn sized(&self, config: &Config, sizes: &[usize]) -> Result<Findings, PlanError> {
         let mut findings = Findings::default();
-        let sizes = sizes(config);
         let mut estimators: BTreeMap<usize, Estimator> = BTreeMap::new();
         let mut policies = policies(config);
         // Where the strongest does not fit in the smallest, the others do not either.
@@ -289,10 +299,10 @@ fn basis(rates: Option<Rates<'_>>) -> String {
 
 /// The micro-batches that may be tried, from the largest: divisors of the config's own, or where that was found for want of
 /// memory, of a rank's batch.
-fn sizes(config: &Config) -> Vec<usize> {
+fn sizes(config: &Config, most: usize) -> Vec<usize> {
     let own = config.train.micro_batch;
     let all = if config.micro_batch_found().is_some() { own * config.accumulation_steps() } else { own };
-    let few = |size: &usize| config.accumulation_steps().saturating_mul(own) / size <= MOST_MICRO_BATCHES;
+    let few = |size: &usize| config.accumulation_steps().saturating_mul(own) / size <= most;
     divisors(all).into_iter().filter(|size| *size == own || few(size)).collect()
 }
 
