@@ -33,6 +33,7 @@ mod run;
 mod run_dir;
 mod sample;
 mod sampling;
+mod saves;
 mod schedule;
 mod session;
 mod settle;

@@ -14,6 +14,7 @@ use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
+use crate::saves::with_save_interval;
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
@@ -22,7 +23,7 @@ use crate::tasks::TaskRequests;
 use crate::trained::TOKENIZER;
 use crate::{Devices, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
 use lockstep_checkpoint::{About, list};
-use lockstep_config::{Batch, Batches, Config};
+use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
 use lockstep_ir::{StepScalars, units};
@@ -138,13 +139,17 @@ fn run_here(
     let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);
-    let (found, course) = resume(devices, config, options)?;
+    let (found, mut course) = resume(devices, config, options)?;
     let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
     team.agree("checkpoint", &resumed)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
     let plan = devices.tuned(&course.config, plan)?;
     let programs: Vec<String> = plan.compiled.programs.iter().map(|p| format!("{:016x}", p.fingerprint())).collect();
     team.agree("program", &programs.join(" "))?;
+    if let Some((config, line)) = with_save_interval(devices, &course.config, &plan, &options.dir)? {
+        show(Event::Warning(&line));
+        course.config = config;
+    }
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
     let stop = &Stop::new(stop, team);
@@ -264,7 +269,7 @@ impl Run<'_> {
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            if self.due(step, self.config.checkpoint.every) && skipped == 0 {
+            if self.saves(step) && skipped == 0 {
                 self.save(show)?;
                 saved = step;
             }
@@ -375,15 +380,19 @@ impl Run<'_> {
         Ok(true)
     }
 
+    fn saves(&self, step: u64) -> bool {
+        match self.config.checkpoint.every {
+            SaveEvery::Steps(every) => self.due(step, every),
+            // Found when the run began.
+            SaveEvery::Auto => false,
+        }
+    }
+
     /// Whether the result of this step must be known before the next begins.
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
         // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1)
-            || counts_updates
-            || self.validates(step)
-            || self.scores_tasks(step)
-            || self.due(step, self.config.checkpoint.every)
+        self.profiles(step + 1) || counts_updates || self.validates(step) || self.scores_tasks(step) || self.saves(step)
     }
 
     fn profiles(&self, step: u64) -> bool {
@@ -533,8 +542,9 @@ impl Run<'_> {
         let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
         let attachments: Vec<_> = attachments.into_iter().filter_map(|(name, file)| Some((name, file?))).collect();
         let about = About { state: &state, attachments: &attachments };
+        let begun = Instant::now();
         let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
-        self.dir.event("checkpoint", json!({ "step": step }))?;
+        self.dir.event("checkpoint", json!({ "step": step, "seconds": begun.elapsed().as_secs_f64() }))?;
         show(Event::Saved { step, path: &path });
         self.outcome.checkpoint = Some(path);
         Ok(())
