@@ -163,7 +163,7 @@ pub fn account_text(devices: &Devices, config: &Config, plan: &Plan) -> Result<S
         None => Vec::new(),
     };
     let account = account(devices, config, plan)?;
-    Ok(as_text(config, plan, &ops, None) + &account::as_text(&account))
+    Ok(as_text(config, plan, &ops, None, None) + &account::as_text(&account))
 }
 
 fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde_json::Value {

@@ -111,14 +111,22 @@ impl RunPage {
             // Every key once.
             let mut own: Vec<&str> = run.columns.keys().filter(|key| *key != "step" && keys.contains(key)).collect();
             own.dedup();
-            for (nth, key) in own.iter().enumerate() {
-                let values = buckets.of(&run.columns, key).unwrap_or_default();
-                text.push_str(if nth == 0 { "" } else { "," });
-                text.push_str(&json!(key).to_string());
-                text.push(':');
-                push_array(&mut text, &values);
+            let mut means = String::new();
+            let push = |to: &mut String, key: &str, values: &[f64]| {
+                to.push_str(if to.is_empty() || to.ends_with('{') { "" } else { "," });
+                to.push_str(&json!(key).to_string());
+                to.push(':');
+                push_array(to, values);
+            };
+            for key in own {
+                let (values, mean) = buckets.of(&run.columns, key).unwrap_or_default();
+                push(&mut text, key, &values);
+                push(&mut means, key, &mean);
             }
-            text.push('}');
+            // A step is its own mean.
+            let means = if buckets.slots() == 1 { "null".to_owned() } else { format!("{{{means}}}") };
+            text.push_str(if text.ends_with('{') { "" } else { "," });
+            text.push_str(&format!("\"means\":{means}}}"));
         }
         text + "]}"
     }

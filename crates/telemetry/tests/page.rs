@@ -71,6 +71,8 @@ fn a_page_shows_runs_and_what_they_add() {
     let series = body(&get(address, "/api/series?keys=loss,none&from=1&to=4&buckets=100", ""));
     assert_eq!(series["runs"][0]["loss"], serde_json::json!([8, 4, 2.6666667, 2]));
     assert_eq!(series["runs"][1]["loss"], serde_json::json!([8, 4, null, null]));
+    let coarse = body(&get(address, "/api/series?keys=loss&from=1&to=4&buckets=2", ""));
+    assert_eq!(coarse["runs"][1]["means"]["loss"], serde_json::json!([6, null]));
     let mut file = std::fs::File::options().append(true).open(one.join("metrics.jsonl")).unwrap();
     file.write_all(b"{\"step\":5,\"loss\":1.5,\"val_loss\":1.75}\n").unwrap();
     let begun = Instant::now();

@@ -82,13 +82,13 @@ function xs() {
   for (let i = 0; i < x.length; i++) x[i] = slots === 1 ? from + i : from + (i >> 1) * width + (i & 1 ? width * 0.75 : width * 0.25);
   return x;
 }
-/** Exponential moving average with a time constant in steps, over values that stand for `width` steps. */
-function smoothed(values, width) {
-  const keep = Math.exp(-width / smoothing), out = new Array(values.length).fill(null);
+/** Exponential moving average with a time constant in steps, of the means of buckets. */
+function smoothed(values, { width, slots }) {
+  const keep = Math.exp(-width / smoothing), out = new Array(values.length * slots).fill(null);
   let sum = 0, weight = 0;
   for (let i = 0; i < values.length; i++) {
     if (values[i] == null) continue;
-    sum = keep * sum + (1 - keep) * values[i]; weight = keep * weight + (1 - keep); out[i] = sum / weight;
+    sum = keep * sum + (1 - keep) * values[i]; weight = keep * weight + (1 - keep); out[i * slots] = sum / weight;
   }
   return out;
 }
@@ -131,12 +131,13 @@ function build() {
     const chart = { ...group, card, values, box, visible: false, stale: true, lines: null, plot: null };
     watcher.observe(card); sizes.observe(box);
     box.chart = card.chart = chart;
+    card.addEventListener("pointerenter", () => { active = chart; });
     return chart;
   });
 }
 const watcher = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => {
   target.chart.visible = isIntersecting;
-  if (isIntersecting && target.chart.stale) paint(target.chart);
+  if (isIntersecting && target.chart.stale) next();
 }), { rootMargin: "100px" });
 const height = (width) => Math.round(Math.max(190, Math.min(420, width * 0.46)));
 const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => {
@@ -149,7 +150,7 @@ function make(chart, data) {
   const drawn = [];
   chart.lines.forEach((line) => {
     const c = line.stroke, few = sparse(line.key), smooth = smoothing > 0 && !few;
-    drawn.push({ label: line.name, stroke: smooth ? faint(c) : c, width: few ? 2 : 1.25, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: few, size: 5, fill: c }, line });
+    drawn.push({ label: line.name, stroke: smooth ? faint(c) : c, width: few ? 2 : 1, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: few, size: 5, fill: c }, line });
     if (smooth) drawn.push({ label: line.name, stroke: c, width: 2, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: false }, line, smooth: true });
   });
   const logarithmic = log && chart.log;
@@ -192,12 +193,12 @@ function marks(u, chart) {
     });
   }
   if (chart.predicted) {
-    ctx.font = 11 * ratio + "px system-ui, sans-serif"; ctx.setLineDash([6 * ratio, 4 * ratio]); ctx.lineWidth = 1.5 * ratio;
+    ctx.font = 11 * ratio + "px system-ui, sans-serif"; ctx.textAlign = "left"; ctx.textBaseline = "alphabetic"; ctx.setLineDash([6 * ratio, 4 * ratio]); ctx.lineWidth = 1.5 * ratio;
     for (const [i, time] of predictions()) {
       const y = u.valToPos(time, "y", true);
       ctx.strokeStyle = ctx.fillStyle = color(i);
       ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
-      ctx.fillText("predicted " + seconds(time), bbox.left + 6 * ratio, y - 4 * ratio);
+      ctx.fillText("predicted " + seconds(time), bbox.left + 6 * ratio, y + 13 * ratio);
     }
   }
   ctx.restore();
@@ -242,7 +243,7 @@ function drags(u) {
     addEventListener("mousemove", move); addEventListener("mouseup", up);
   }, true);
 }
-let later = 0, frame = 0;
+let later = 0, frame = 0, active = null;
 /** Shows these steps, or all. Charts move at once with what they have; the numbers for the new view come behind. */
 function zoom(from, to, moving) {
   const [first, last] = whole();
@@ -252,30 +253,44 @@ function zoom(from, to, moving) {
     from = Math.max(first, Math.min(from, last - width));
     view = [from, from + width];
   }
-  if (!frame) frame = requestAnimationFrame(() => { frame = 0; draw(false); });
+  draw(false);
   clearTimeout(later);
   if (!moving) later = setTimeout(load, 60);
 }
-/** Draws the charts that are seen; the others when they come into sight. */
+/** Draws the charts that are seen, that under the pointer first; the others when they come into sight. */
 function draw(fresh) {
-  charts.forEach((chart) => {
-    chart.stale = true;
-    chart.fresh = chart.fresh || fresh;
-    if (chart.visible) paint(chart);
+  charts.forEach((chart) => { chart.stale = true; chart.fresh = chart.fresh || fresh; });
+  next();
+}
+const FRAME_MS = 10;
+/** As many as a frame has time for; the next frame goes on. */
+function next() {
+  if (frame) return;
+  frame = requestAnimationFrame(() => {
+    frame = 0;
+    const begin = performance.now(), wait = charts.filter((chart) => chart.visible && chart.stale);
+    wait.sort((a, b) => (b === active) - (a === active) || (a.painted || 0) - (b.painted || 0));
+    for (const chart of wait) {
+      if (performance.now() - begin > FRAME_MS) { next(); return; }
+      paint(chart);
+    }
   });
 }
 function paint(chart) {
   if (!series) return;
-  chart.stale = false;
+  chart.stale = false; chart.painted = performance.now();
   if (!chart.fresh && chart.plot) { const [min, max] = range(); chart.plot.setScale("x", { min, max }); return; }
   chart.fresh = false;
   if (!chart.lines) chart.lines = lines(chart);
-  const { width, slots } = series.buckets, x = xs(), empty = new Array(x.length).fill(null), data = [x];
+  const x = xs(), empty = new Array(x.length).fill(null), data = [x];
   chart.lines.forEach((line) => {
     let values = series.runs[line.run][line.key] || empty;
     if (log && chart.log) values = values.map((v) => (v > 0 ? v : null));
     data.push(values);
-    if (smoothing > 0 && !sparse(line.key)) data.push(smoothed(values, width / slots));
+    if (smoothing > 0 && !sparse(line.key)) {
+      const { means } = series.runs[line.run];
+      data.push(means && !means[line.key] ? empty : smoothed(means ? means[line.key] : values, series.buckets));
+    }
   });
   if (!chart.plot) make(chart, data);
   else { chart.plot.batch(() => { chart.plot.setData(data, false); const [min, max] = range(); chart.plot.setScale("x", { min, max }); }); }
@@ -350,16 +365,18 @@ function details() {
   const memory = runs.filter((run) => run.plan && run.plan.memory && run.plan.memory.classes);
   if (memory.length) {
     const most = Math.max(...memory.map((run) => run.plan.memory.total_bytes));
-    const parts = memory.flatMap((run) => {
+    const same = memory.every((run) => JSON.stringify(run.plan.memory) === JSON.stringify(memory[0].plan.memory));
+    const parts = (same ? memory.slice(0, 1) : memory).flatMap((run) => {
       const bar = element("div", "memory");
       Object.entries(run.plan.memory.classes).forEach(([name, size]) => { const part = element("i"); part.style.width = 100 * size / most + "%"; part.style.background = CLASSES[name] || "#888"; part.title = name + " " + bytes(size); bar.append(part); });
       const legend = element("div");
       Object.entries(run.plan.memory.classes).filter(([, size]) => size).forEach(([name, size]) => { const key = element("span", "key"), dot = element("span", "dot"); dot.style.setProperty("--run", CLASSES[name] || "#888"); key.append(dot, name + " " + bytes(size)); legend.append(key); });
-      return [element("p", "hint", (runs.length > 1 ? run.name + ": " : "") + bytes(run.plan.memory.total_bytes) + " per rank"), bar, legend];
+      return [element("p", "hint", (runs.length > 1 ? (same ? "every run" : run.name) + ": " : "") + bytes(run.plan.memory.total_bytes) + " per rank"), bar, legend];
     });
     section("Planned memory by class", ...parts);
   }
-  const events = runs.flatMap((run) => run.events.map((event) => ({ run, event }))).sort((a, b) => (b.event.unix_s || 0) - (a.event.unix_s || 0)).slice(0, 40);
+  let saved = 0;
+  const events = runs.flatMap((run) => run.events.map((event) => ({ run, event }))).sort((a, b) => (b.event.unix_s || 0) - (a.event.unix_s || 0)).filter(({ event }) => event.event !== "checkpoint" || saved++ < 2 * runs.length).slice(0, 30);
   if (events.length) section("Latest events", table(["time", ...(runs.length > 1 ? ["run"] : []), "step", "event", ""], events.map(({ run, event }) => {
     const { event: kind, unix_s, step, ...rest } = event;
     const more = Object.entries(rest).filter(([, value]) => value != null).map(([key, value]) => key + " " + (typeof value === "number" ? digits(value) : typeof value === "string" ? value : JSON.stringify(value))).join(", ");

@@ -30,11 +30,12 @@ impl Buckets {
         if self.width > 1.0 { 2 } else { 1 }
     }
 
-    /// The numbers of a key: NaN where there are none. Nothing that stands out is lost.
-    pub(crate) fn of(&self, columns: &MetricColumns, key: &str) -> Option<Vec<f64>> {
+    /// The numbers of a key, and the mean of each bucket: NaN where there are none. Nothing that stands out is lost.
+    pub(crate) fn of(&self, columns: &MetricColumns, key: &str) -> Option<(Vec<f64>, Vec<f64>)> {
         let (steps, values) = (columns.get("step")?, columns.get(key)?);
         let slots = self.slots();
         let mut out = vec![f64::NAN; self.count * slots];
+        let mut sums = vec![(0.0, 0u64); self.count];
         let end = self.from + self.width * self.count as f64;
         let first = steps.partition_point(|step| *step < self.from);
         let (mut bucket, mut least, mut greatest) = (usize::MAX, (0, f64::NAN), (0, f64::NAN));
@@ -54,6 +55,10 @@ impl Buckets {
                 continue;
             }
             let at = ((step - self.from) / self.width) as usize;
+            if let Some((sum, count)) = sums.get_mut(at) {
+                *sum += value;
+                *count += 1;
+            }
             if at != bucket {
                 put(bucket, least, greatest);
                 (bucket, least, greatest) = (at, (row, *value), (row, *value));
@@ -66,7 +71,7 @@ impl Buckets {
             }
         }
         put(bucket, least, greatest);
-        Some(out)
+        Some((out, sums.iter().map(|(sum, count)| sum / *count as f64).collect()))
     }
 }
 
@@ -106,8 +111,10 @@ mod tests {
         let columns = columns([5.0, 1.0, 3.0, 2.0, 9.0, 4.0, 7.0].into_iter());
         let view = Buckets::over(1.0, 7.0, 3);
         assert_eq!((view.width, view.count, view.slots()), (3.0, 3, 2));
-        assert_eq!(view.of(&columns, "loss").unwrap()[..5], [5.0, 1.0, 2.0, 9.0, 7.0]);
-        assert!(view.of(&columns, "loss").unwrap()[5].is_nan() && view.of(&columns, "other").is_none());
+        let (values, means) = view.of(&columns, "loss").unwrap();
+        assert_eq!(values[..5], [5.0, 1.0, 2.0, 9.0, 7.0]);
+        assert!(values[5].is_nan() && view.of(&columns, "other").is_none());
+        assert_eq!(means, [3.0, 5.0, 7.0]);
     }
 
     #[test]
@@ -116,7 +123,7 @@ mod tests {
         let view = Buckets::over(0.0, 4.0, 1000);
         assert_eq!((view.width, view.count), (1.0, 5));
         let mut text = String::new();
-        push_array(&mut text, &view.of(&columns, "loss").unwrap());
+        push_array(&mut text, &view.of(&columns, "loss").unwrap().0);
         assert_eq!(text, "[null,5,1,3,null]");
     }
 
