@@ -4,7 +4,7 @@ use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_ir::units;
-use lockstep_train::{Changed, Event, StepMetrics};
+use lockstep_train::{Changed, Event, StepMetrics, TaskScores};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// What takes no longer is not shown.
 const SHORT: Duration = Duration::from_secs(2);
+const SEARCH: Duration = Duration::from_millis(500);
 
 impl Progress {
     /// For a run of this many steps.
@@ -120,6 +121,14 @@ impl Progress {
                 self.begun = self.begun.map(|(at, from)| (if from == step { Instant::now() } else { at }, from));
                 self.show_steps();
             }
+            Event::EvaluatingTasks { done, total } => {
+                self.long_work("evaluating tasks", done, total, |n| format!("{} texts", units::count(n)));
+            }
+            Event::EvaluatedTasks { step, tasks } => {
+                self.working = None;
+                tasks.iter().for_each(|(name, scores)| self.say(&format!("step {step}: {name} {}", in_words(scores))));
+                self.show_steps();
+            }
             Event::Saved { step, path } => self.say(&format!("step {step}: saved {}", path.display())),
             Event::Stepped(metrics) => self.step(metrics),
         }
@@ -193,6 +202,20 @@ impl Progress {
         }
     }
 
+    /// A search whose end is not known: how many it has looked at, in two ways.
+    pub fn found(&mut self, what: &str, one: u64, which: &str, other: u64) {
+        if self.working.get_or_insert_with(Instant::now).elapsed() < SEARCH {
+            return;
+        }
+        let text = format!("{what}: {one}, {which}: {other}");
+        if self.quiet {
+        } else if std::io::stderr().is_terminal() {
+            self.bar.get_or_insert_with(bar).set_message(text);
+        } else if self.due() {
+            self.say(&text);
+        }
+    }
+
     /// Whether ten seconds have passed since the last plain line.
     fn due(&mut self) -> bool {
         let now = Instant::now();
@@ -258,6 +281,14 @@ fn bar() -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
     bar.set_style(ProgressStyle::with_template("{msg}").unwrap_or_else(|_| ProgressStyle::default_bar()));
     bar
+}
+
+/// `acc 0.2500, acc_norm 0.3125`.
+fn in_words(scores: &TaskScores) -> String {
+    let TaskScores { acc, acc_norm, acc_bytes: _, perplexity } = scores;
+    let all = [("acc", acc), ("acc_norm", acc_norm), ("perplexity", perplexity)];
+    let known: Vec<String> = all.iter().filter_map(|(name, value)| Some(format!("{name} {:.4}", (**value)?))).collect();
+    known.join(", ")
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
-use crate::value::CorpusConfig;
+use crate::value::{CorpusConfig, SaveEvery};
 use crate::words::{AttentionMethod, OptimizerName};
 use crate::written::Change;
 
@@ -21,6 +21,7 @@ use crate::written::Change;
 type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 
 const MICRO_BATCH: &str = "train.micro_batch";
+const CHECKPOINT_EVERY: &str = "checkpoint.every";
 
 impl Config {
     /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.
@@ -130,6 +131,14 @@ impl Config {
         config
     }
 
+    /// The same run with the interval that `checkpoint.every = "auto"` found; `how` is its origin in [`Config::resolved_toml`].
+    pub fn with_checkpoint_every(&self, steps: u64, how: &str) -> Config {
+        let mut config = self.clone();
+        config.checkpoint.every = SaveEvery::Steps(steps);
+        config.provenance.origins.insert(CHECKPOINT_EVERY, Origin::Auto(how.to_owned()));
+        config
+    }
+
     /// The folder of the config file.
     pub fn base_dir(&self) -> &Path {
         &self.provenance.base_dir
@@ -158,6 +167,11 @@ impl Config {
     /// `data.prepared`, resolved in the same way.
     pub fn prepared_dir(&self) -> Option<PathBuf> {
         self.data.prepared.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
+    /// The files of `eval.tasks`, resolved in the same way.
+    pub fn task_paths(&self) -> Vec<PathBuf> {
+        self.eval.tasks.iter().map(|path| self.base_dir().join(path)).collect()
     }
 
     /// `train.init_from`, resolved in the same way.

@@ -51,12 +51,12 @@ pub use inherit::{Inherited, NotInherited};
 pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{
-    CheckpointConfig, ClusterConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
-    RecomputeConfig, TelemetryConfig, TrainConfig,
+    CheckpointConfig, ClusterConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, ParallelConfig,
+    PrecisionConfig, RecomputeConfig, TelemetryConfig, TrainConfig,
 };
 pub use search::{FoundKey, keys_at, schema, search};
 pub use suggest::nearest;
-pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig};
+pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery};
 pub use words::{
     AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
 };

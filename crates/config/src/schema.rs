@@ -9,8 +9,8 @@ use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset
 use crate::declare::Effect::{Changeable, Conduct, Trajectory};
 use crate::declare::{Key, name, tables};
 use crate::kind::Kind::{
-    Bool, Choice, Corpora, Count, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text,
-    Texts,
+    Bool, Choice, Corpora, Count, CountOrAuto, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences,
+    Size, Text, Texts,
 };
 use crate::kind::{
     BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, MODULES, NOT_NEGATIVE, OPS, PATHS,
@@ -21,7 +21,7 @@ use crate::origin::Provenance;
 use crate::presets;
 use crate::rules;
 use crate::stages;
-use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, Value};
+use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
     AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
@@ -346,11 +346,25 @@ tables! {
 
     /// What is saved.
     checkpoint: CheckpointConfig {
-        /// Steps from one checkpoint to the next; 0 saves only at the end and on interrupt.
-        every: u64 = Count(0, STEPS), Fixed("100"), Conduct,
-            finds ["save_steps", "save_interval", "checkpoint interval"];
+        /// Steps from one checkpoint to the next; 0 saves only at the end and on interrupt. "auto": as many as lose the least time to
+        /// failures and to saving, from the number of nodes, a published failure rate, and the times of a step and of a save, which a
+        /// run that is resumed has measured.
+        every: SaveEvery = CountOrAuto(0, STEPS), Fixed("100"), Conduct,
+            finds ["save_steps", "save_interval", "checkpoint interval", "Young", "Daly", "MTBF"];
         /// How many of the latest checkpoints stay on disk.
         keep: usize = Count(1, EXTENT), Fixed("3"), Conduct, finds ["save_total_limit", "keep_last"];
+    }
+
+    /// Tasks that a model is evaluated on while it trains.
+    eval: EvalConfig {
+        /// Files of questions with choices, or of texts to complete, as JSON lines (docs/generate-and-eval.md), relative to the
+        /// config file's folder.
+        tasks: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct,
+            finds ["benchmarks", "downstream evaluation", "lm-evaluation-harness", "HellaSwag", "multiple choice"];
+        /// Steps from one evaluation on tasks to the next; 0 evaluates only after the last step.
+        every: u64 = Count(0, STEPS), Fixed("1000"), Conduct, finds ["eval_interval", "eval_steps", "eval frequency"];
+        /// The most items of a task that are asked while training, the first of its file; 0 asks all.
+        items: usize = Count(0, EXTENT), Fixed("0"), Conduct, finds ["limit", "eval_limit", "num_samples"];
     }
 
     /// Where metrics go besides metrics.jsonl. A sink that fails is warned of, and the run goes on without it.

@@ -124,6 +124,7 @@ impl Config {
         let text = |path: PathBuf| path.to_string_lossy().into_owned();
         match key.path {
             "data.paths" => Some(Value::Texts(self.data_paths().into_iter().map(text).collect())),
+            "eval.tasks" => Some(Value::Texts(self.task_paths().into_iter().map(text).collect())),
             "data.corpora" => Some(Value::Corpora(self.corpora())),
             "data.tokenizer" => {
                 self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| value_of(self, key))
@@ -143,6 +144,7 @@ impl Config {
             Some(Origin::Set) => "--set".into(),
             Some(Origin::InitFrom) => "train.init_from".into(),
             Some(Origin::Found(how)) => format!("default: {how}"),
+            Some(Origin::Auto(how)) => format!("auto: {how}"),
             Some(Origin::Change { step }) => format!("--change at step {step}"),
             Some(Origin::Default) | None => "default".into(),
         }

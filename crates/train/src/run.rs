@@ -14,19 +14,22 @@ use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
+use crate::saves::with_save_interval;
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
+use crate::tasks::TaskRequests;
 use crate::trained::TOKENIZER;
-use crate::{Devices, RunDir, RunTokenizer, TrainError, learning_rate};
+use crate::{Devices, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
 use lockstep_checkpoint::{About, list};
-use lockstep_config::{Batch, Batches, Config};
+use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
 use lockstep_ir::{StepScalars, units};
 use lockstep_plan::{Plan, Target, plan};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -136,13 +139,17 @@ fn run_here(
     let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);
-    let (found, course) = resume(devices, config, options)?;
+    let (found, mut course) = resume(devices, config, options)?;
     let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
     team.agree("checkpoint", &resumed)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
     let plan = devices.tuned(&course.config, plan)?;
     let programs: Vec<String> = plan.compiled.programs.iter().map(|p| format!("{:016x}", p.fingerprint())).collect();
     team.agree("program", &programs.join(" "))?;
+    if let Some((config, line)) = with_save_interval(devices, &course.config, &plan, &options.dir)? {
+        show(Event::Warning(&line));
+        course.config = config;
+    }
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
     let stop = &Stop::new(stop, team);
@@ -195,6 +202,9 @@ struct Run<'a> {
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
     sample_tokens: usize,
+    /// What the model is evaluated on, and its texts.
+    tasks: Vec<TaskFile>,
+    requests: TaskRequests,
     outcome: Outcome,
     profile_steps: Option<RangeInclusive<u64>>,
     profiled: Vec<ProfiledStep>,
@@ -208,11 +218,13 @@ impl Run<'_> {
         if !self.outcome.finished || self.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }
-        if let (Some(line), Some(loss)) = (&mut self.pending, self.outcome.first_val_loss) {
-            line.val_loss = Some(loss);
-            let line = line.clone();
-            self.record(&line, show)?;
-            self.pending = None;
+        if let Some(mut line) = self.pending.take() {
+            line.val_loss = self.outcome.first_val_loss;
+            let whole = line.val_loss.is_some() || !self.validates(line.step);
+            match whole && self.score_tasks(&mut line, stop, show)? {
+                true => self.record(&line, show)?,
+                false => self.pending = Some(line),
+            }
         }
         let mut saved = self.outcome.step;
         let mut skipped = 0;
@@ -249,11 +261,15 @@ impl Run<'_> {
                     break;
                 }
             }
+            if !self.score_tasks(&mut metrics.line, stop, show)? {
+                self.pending = Some(metrics.line);
+                break;
+            }
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            if self.due(step, self.config.checkpoint.every) && skipped == 0 {
+            if self.saves(step) && skipped == 0 {
                 self.save(show)?;
                 saved = step;
             }
@@ -329,14 +345,54 @@ impl Run<'_> {
         self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
     }
 
+    fn scores_tasks(&self, step: u64) -> bool {
+        !self.tasks.is_empty() && self.due(step, self.config.eval.every)
+    }
+
+    /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.
+    fn score_tasks(
+        &mut self,
+        line: &mut StepMetrics,
+        stop: &Stop<'_>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<bool, TrainError> {
+        if !self.scores_tasks(line.step) {
+            return Ok(true);
+        }
+        let (mut looked, total) = (Ok(false), self.requests.rows.len() as u64);
+        let mut heard = |done: u64| {
+            show(Event::EvaluatingTasks { done, total });
+            if done.is_multiple_of(LOOK_EVERY) && looked.is_ok() {
+                looked = stop.look();
+            }
+        };
+        let losses = self.session.score(&self.requests.rows, stop.flag(), &mut heard)?;
+        looked?;
+        let Some(losses) = losses else { return Ok(false) };
+        match self.requests.reports(&self.tasks, &losses) {
+            Ok(reports) => {
+                line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
+                show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });
+            }
+            // What has diverged shows in the losses too.
+            Err(error) => show(Event::Warning(&format!("no scores at step {}: {error}", line.step))),
+        }
+        Ok(true)
+    }
+
+    fn saves(&self, step: u64) -> bool {
+        match self.config.checkpoint.every {
+            SaveEvery::Steps(every) => self.due(step, every),
+            // Found when the run began.
+            SaveEvery::Auto => false,
+        }
+    }
+
     /// Whether the result of this step must be known before the next begins.
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
         // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1)
-            || counts_updates
-            || self.validates(step)
-            || self.due(step, self.config.checkpoint.every)
+        self.profiles(step + 1) || counts_updates || self.validates(step) || self.scores_tasks(step) || self.saves(step)
     }
 
     fn profiles(&self, step: u64) -> bool {
@@ -423,6 +479,7 @@ impl Run<'_> {
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             val_loss: None,
+            tasks: BTreeMap::new(),
         };
         // A scale that is being searched explains gradients that are not finite.
         let searched = loss_scale.is_some_and(|scale| !scale.is_least());
@@ -485,8 +542,9 @@ impl Run<'_> {
         let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
         let attachments: Vec<_> = attachments.into_iter().filter_map(|(name, file)| Some((name, file?))).collect();
         let about = About { state: &state, attachments: &attachments };
+        let begun = Instant::now();
         let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
-        self.dir.event("checkpoint", json!({ "step": step }))?;
+        self.dir.event("checkpoint", json!({ "step": step, "seconds": begun.elapsed().as_secs_f64() }))?;
         show(Event::Saved { step, path: &path });
         self.outcome.checkpoint = Some(path);
         Ok(())

@@ -42,6 +42,24 @@ impl Ranking {
         Some(Run { days: seconds / 86_400.0, gpu_hours, cost: self.price.map(|price| price * gpu_hours) })
     }
 
+    /// The first.
+    pub(super) fn best(&self) -> Option<&RankedLayout> {
+        self.result.best.first()
+    }
+
+    /// What was left out, by reason.
+    pub(super) fn rejected(&self) -> String {
+        let mut text = "\nleft out\n".to_owned();
+        for rejection in &self.result.rejected {
+            let line = format!("  {}: {}", thousands(rejection.layouts), rejection.reason);
+            text.push_str(&wrapped(&line, "      "));
+            if let Some(nearest) = &rejection.nearest {
+                text.push_str(&wrapped(&format!("      nearest: {nearest}"), "        "));
+            }
+        }
+        text
+    }
+
     pub(super) fn as_json(&self) -> Value {
         let layouts: Vec<Value> = self.result.best.iter().map(|layout| self.layout_json(layout)).collect();
         json!({
@@ -51,11 +69,12 @@ impl Ranking {
             "unverified": self.hardware.unverified(),
             "fixed_by_the_config": self.result.fixed,
             "counts": self.result.counts,
+            "rejected": self.result.rejected,
             "layouts": layouts,
         })
     }
 
-    fn layout_json(&self, layout: &RankedLayout) -> Value {
+    pub(super) fn layout_json(&self, layout: &RankedLayout) -> Value {
         let RankedLayout { choice, evaluated } = layout;
         let keys: serde_json::Map<String, Value> = keys(layout).into_iter().map(|(k, v)| (k.into(), v)).collect();
         json!({
@@ -78,8 +97,12 @@ impl Ranking {
         let counts = self.result.counts;
         text.push_str(&wrapped(
             &format!(
-                "{} layouts divide model, batch and GPUs; {} were compiled and simulated",
+                "{} layouts divide model, batch and GPUs; {} do not fit, {} are too slow by a bound ({} small programs compiled), {} were \
+                 compiled whole and simulated",
                 thousands(counts.legal),
+                thousands(counts.too_large),
+                thousands(counts.too_slow),
+                thousands(counts.small),
                 thousands(counts.compiled)
             ),
             "  ",
@@ -94,7 +117,7 @@ impl Ranking {
         text.push('\n');
         text.push_str(&self.figures());
         if let Some(best) = self.result.best.first() {
-            text.push_str(&self.best(best));
+            text.push_str(&self.memory_and_keys(best));
         }
         let unverified = self.hardware.unverified();
         if !unverified.is_empty() {
@@ -132,7 +155,7 @@ impl Ranking {
     }
 
     /// Memory of the best, and its keys.
-    fn best(&self, layout: &RankedLayout) -> String {
+    fn memory_and_keys(&self, layout: &RankedLayout) -> String {
         let memory = layout.evaluated.memory();
         let row = |c: &Class| vec![c.name().to_owned(), units::bytes(memory.classes[c.name()])];
         let mut rows: Vec<Vec<String>> = Class::ALL.iter().map(row).collect();

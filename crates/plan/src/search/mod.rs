@@ -155,7 +155,7 @@ impl Ord for Entry {
 /// What a closer look gave.
 enum Looked {
     /// With weight gradients in the backward pass, and apart.
-    Key(LayerCosts, Option<LayerCosts>),
+    Key(Box<[LayerCosts; 2]>),
     Estimated(LayoutChoice, f64, f64),
     Exact(LayoutChoice, Box<Evaluated>),
 }
@@ -229,6 +229,44 @@ pub fn every_choice(request: &SearchRequest) -> Vec<LayoutChoice> {
         }
     }
     all
+}
+
+/// The fastest that a layout is with any micro-batch, recompute policy and type of gradients that the config leaves open; where
+/// none fits, the one that needs least. None where it does not divide the batch.
+pub fn at_layout(request: &SearchRequest, layout: &lockstep_ir::Layout) -> Result<Option<RankedLayout>, PlanError> {
+    let space = Space::new(request.config, request.gpus, request.free);
+    let (_, _, data) = parts(&LayoutChoice { layout: *layout, ..LayoutChoice::of(request.config) });
+    let ranks = data.replicate * data.shard;
+    let mut all = Vec::new();
+    for micro_batch in space.micro_batches(ranks) {
+        for recompute in space.policies() {
+            for gradients in space.gradients() {
+                let layout = lockstep_ir::Layout { micro_batches: space.accumulation(ranks, micro_batch), ..*layout };
+                all.push(LayoutChoice { layout, micro_batch, recompute, gradients });
+            }
+        }
+    }
+    let found: Vec<Mutex<Option<Result<Evaluated, PlanError>>>> = all.iter().map(|_| Mutex::new(None)).collect();
+    let one = |i: usize| {
+        let config = all[i].config(request.config);
+        let evaluated = evaluate(request.machine, &config, Rates::Catalogue(request.hardware));
+        *found[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(evaluated);
+    };
+    in_parallel(all.len(), request.threads, &one, &|_| {});
+    let mut best: Option<((bool, f64), RankedLayout)> = None;
+    for (choice, found) in all.into_iter().zip(found) {
+        let Some(evaluated) = found.into_inner().unwrap_or_else(PoisonError::into_inner) else { continue };
+        let evaluated = evaluated?;
+        let verdict = request.room.verdict(&evaluated.stages, request.gpus);
+        let rank = match verdict.fits {
+            true => (false, evaluated.forecast.step_s),
+            false => (true, verdict.planned_bytes as f64),
+        };
+        if best.as_ref().is_none_or(|(known, _)| rank < *known) {
+            best = Some((rank, RankedLayout { choice, evaluated }));
+        }
+    }
+    Ok(best.map(|(_, layout)| layout))
 }
 
 impl Search<'_> {
@@ -391,10 +429,10 @@ impl Search<'_> {
         let looked = self.in_rounds(nodes.len(), progress, &|i| self.look(&nodes[i]))?;
         for (node, looked) in nodes.iter().zip(looked) {
             match looked {
-                Looked::Key(costs, apart) => {
-                    self.tally.counts.small += 1 + u64::from(apart.is_some());
+                Looked::Key(costs) => {
+                    self.tally.counts.small += 2;
                     if let Node::Key(at) = node {
-                        self.expand(*at, &costs, apart.as_ref().unwrap_or(&costs));
+                        self.expand(*at, &costs);
                     }
                 }
                 Looked::Estimated(choice, seconds, bytes) => {
@@ -444,7 +482,8 @@ impl Search<'_> {
                     let layout = lockstep_ir::Layout { schedule: pipe.schedule, chunks: pipe.chunks, ..choice.layout };
                     self.costs(&LayoutChoice { layout, ..choice })
                 });
-                Ok(Looked::Key(self.costs(&choice)?, apart.transpose()?))
+                let together = self.costs(&choice)?;
+                Ok(Looked::Key(Box::new([together, apart.transpose()?.unwrap_or(together)])))
             }
             Node::Bounded { key, at } => {
                 let choice = self.choices[key][at].1;
@@ -478,7 +517,7 @@ impl Search<'_> {
     }
 
     /// Bounds every choice of a key.
-    fn expand(&mut self, at: usize, together: &LayerCosts, apart: &LayerCosts) {
+    fn expand(&mut self, at: usize, [together, apart]: &[LayerCosts; 2]) {
         let Key { split, micro_batch, recompute } = self.keys[at];
         let (gpus, inside) = (self.request.gpus, split.tp * split.cp);
         let mut all: Vec<(f64, LayoutChoice)> = Vec::new();
