@@ -33,7 +33,10 @@ fn the_commands_of_the_page_run_and_say_what_it_says() {
     assert!(commands.len() > 10, "{commands:?}");
     let fast = |line: &&str| {
         !line.contains("--measure")
-            && (line.starts_with("explain") || line.contains("--recipe") || line.contains("--budget"))
+            && (line.starts_with("explain")
+                || line.contains("--recipe")
+                || line.contains("--budget")
+                || line.contains("--scaling"))
     };
     for line in commands.into_iter().filter(fast) {
         let args: Vec<String> = line
