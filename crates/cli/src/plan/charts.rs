@@ -151,7 +151,7 @@ impl Axis {
 
     fn linear(values: impl Iterator<Item = f64>) -> Option<Self> {
         let high = values.fold(0.0f64, f64::max);
-        (high > 0.0).then(|| Self { low: 0.0, high: 1.08 * high, log: false })
+        (high > 0.0).then_some(Self { low: 0.0, high: 1.08 * high, log: false })
     }
 
     fn share(&self, v: f64) -> f64 {
