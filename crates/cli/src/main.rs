@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bench_checkpoint;
 mod bench_collectives;
 mod checkpoint;
 mod checkpoint_list;

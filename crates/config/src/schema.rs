@@ -351,6 +351,10 @@ tables! {
             finds ["save_steps", "save_interval", "checkpoint interval"];
         /// How many of the latest checkpoints stay on disk.
         keep: usize = Count(1, EXTENT), Fixed("3"), Conduct, finds ["save_total_limit", "keep_last"];
+        /// Whether checkpoints are written in the background: steps wait for a copy of parameters and optimizer state in host memory
+        /// alone, which takes as many bytes as a checkpoint. Where they are not free, steps wait for the disk.
+        asynchronous: bool = Bool, Fixed("true"), Conduct,
+            finds ["async_save", "async checkpointing", "background save", "snapshot"];
     }
 
     /// What a Slurm job asks for: `lockstep launch --slurm`.

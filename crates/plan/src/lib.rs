@@ -15,6 +15,7 @@ mod groups;
 mod pipeline;
 mod plan;
 pub mod published;
+mod snapshot;
 mod timeline;
 
 pub use account::{Account, PolicyCost, ReshardCost, Scaling, account};

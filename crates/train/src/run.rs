@@ -1,5 +1,6 @@
 //! One run, from its config to its last checkpoint.
 
+mod saves;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -8,7 +9,6 @@ pub(crate) use start::resume;
 
 use crate::analysis::MeasuredStep;
 use crate::event::{Event, GpuMetrics, StepMetrics};
-use crate::hf::ATTACHMENT;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
@@ -18,9 +18,8 @@ use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
-use crate::trained::TOKENIZER;
 use crate::{Devices, RunDir, RunTokenizer, TrainError, learning_rate};
-use lockstep_checkpoint::{About, list};
+use lockstep_checkpoint::list;
 use lockstep_config::{Batch, Batches, Config};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
@@ -200,6 +199,8 @@ struct Run<'a> {
     profiled: Vec<ProfiledStep>,
     /// The step whose instructions are timed for what was predicted of it.
     observed_step: Option<u64>,
+    /// Whether a checkpoint could not be written in the background: it is made up for while steps wait.
+    save_again: bool,
 }
 
 impl Run<'_> {
@@ -238,6 +239,7 @@ impl Run<'_> {
             if skipped == MOST_SKIPPED {
                 let StepMetrics { loss, grad_norm, .. } = metrics.line;
                 self.dir.metric(&metrics.line)?;
+                self.await_save(show)?;
                 return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
             }
             if self.validates(step) {
@@ -251,14 +253,19 @@ impl Run<'_> {
             self.dir.metric(&metrics.line)?;
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
+            if let Some(end) = self.session.poll_save()? {
+                self.save_ended(end, show)?;
+            }
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            if self.due(step, self.config.checkpoint.every) && skipped == 0 {
+            let due = self.due(step, self.config.checkpoint.every) || (self.save_again && ahead.is_none());
+            if due && skipped == 0 {
                 self.save(show)?;
                 saved = step;
             }
         }
-        if saved != self.outcome.step {
-            self.save(show)?;
+        self.await_save(show)?;
+        if saved != self.outcome.step || self.save_again {
+            self.save_now(show)?;
         }
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
@@ -329,6 +336,7 @@ impl Run<'_> {
         self.profiles(step + 1)
             || counts_updates
             || self.validates(step)
+            || self.save_again
             || self.due(step, self.config.checkpoint.every)
     }
 
@@ -458,31 +466,6 @@ impl Run<'_> {
         show(Event::Validated { step, loss });
         self.dir.event("validation", json!({ "step": step, "val_loss": loss }))?;
         Ok(Some(loss))
-    }
-
-    fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
-        let step = self.outcome.step;
-        let state = json!({
-            "tokens": self.tokens_before(step),
-            "data": format!("{:016x}", self.data),
-            "prepared": self.prepared,
-            "config": self.config.resolved_toml(),
-            "lockstep": env!("CARGO_PKG_VERSION"),
-            "pending_metrics": self.pending,
-            "noise": self.noise.to_bits(),
-            "loss_scale": self.loss_scale,
-            "updates": self.updates,
-        });
-        let progress = &mut |done, total| show(Event::Saving { done, total });
-        // A checkpoint needs nothing around it to be used.
-        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
-        let attachments: Vec<_> = attachments.into_iter().filter_map(|(name, file)| Some((name, file?))).collect();
-        let about = About { state: &state, attachments: &attachments };
-        let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
-        self.dir.event("checkpoint", json!({ "step": step }))?;
-        show(Event::Saved { step, path: &path });
-        self.outcome.checkpoint = Some(path);
-        Ok(())
     }
 }
 

@@ -113,7 +113,20 @@ pub(super) fn start<'a>(
     // The arena may leave no memory to measure in.
     let peak = team.told("measure", || Ok(devices.matmul_peak(plan)?.to_le_bytes().to_vec()))?;
     let matmul_peak = peak.try_into().map_or(1.0, f64::from_le_bytes);
+    let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
     let mut session = Session::new(devices, config, plan)?;
+    let planned = plan.checkpoint_bytes();
+    if snapshot {
+        let bytes = session.reserve_snapshot()?;
+        // One program, many readers here too.
+        let expected = team.0.map_or(planned, |processes| plan.snapshot_bytes(processes.rank()));
+        assert_eq!(bytes, expected, "the snapshot is not what the plan says");
+    } else if config.checkpoint.asynchronous {
+        let bytes = units::bytes(planned);
+        show(Event::Warning(&format!(
+            "checkpoints are written while steps wait: there is no room in host memory for a snapshot of {bytes}"
+        )));
+    }
     session.notes().iter().for_each(|note| show(Event::Note(note)));
     let imbalance = context_imbalance(config, &train);
     if let Some(share) = imbalance {
@@ -188,6 +201,7 @@ pub(super) fn start<'a>(
         peak_name: devices.peak_name(plan),
         processes: team.0.map(Processes::summary),
         arena_bytes,
+        snapshot_bytes: snapshot.then_some(planned),
         context_bytes,
         train_tokens,
         steps,
@@ -204,6 +218,8 @@ pub(super) fn start<'a>(
         "init_from": init_from,
         // Of the most loaded rank over the mean, where documents are kept apart.
         "context_imbalance": imbalance,
+        // Of all ranks, in host memory; null where checkpoints are written while steps wait.
+        "snapshot_bytes": snapshot.then_some(planned),
     });
     dir.event("start", begun)?;
 
@@ -257,6 +273,7 @@ pub(super) fn start<'a>(
         profiled: Vec::new(),
         // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
         observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
+        save_again: false,
     })
 }
 
