@@ -277,7 +277,7 @@ impl Saver {
 }
 
 impl Drop for Saver {
-    /// A save that this process does alone is finished. One that needs others, who may be gone, is given up.
+    /// A save that this process does alone is finished. One that needs others, who may be gone, is not.
     fn drop(&mut self) {
         let Some(save) = self.in_flight.take() else { return };
         match save.phase {
