@@ -160,6 +160,11 @@ impl Config {
         self.data.prepared.as_ref().map(|folder| self.base_dir().join(folder))
     }
 
+    /// `checkpoint.mirror`, resolved in the same way.
+    pub fn mirror_dir(&self) -> Option<PathBuf> {
+        self.checkpoint.mirror.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
     /// `train.init_from`, resolved in the same way.
     pub fn init_from(&self) -> Option<PathBuf> {
         self.train.init_from.as_ref().map(|folder| self.base_dir().join(folder))

@@ -4,6 +4,7 @@
 use crate::saver::{SaveEnd, SaveRequest};
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError};
+use lockstep_checkpoint::Keep;
 use lockstep_config::Config;
 use lockstep_exec::copy;
 use lockstep_plan::plan;
@@ -72,7 +73,10 @@ pub fn bench_checkpoint(
         let begun = Instant::now();
         copy(&mut to, &from);
         least(&mut result.copy_s, begun);
-        let request = |step| SaveRequest { dir: dir.to_owned(), step, state: json!({}), attachments: vec![], keep: 1 };
+        let request = |step| {
+            let (dir, keep) = (dir.to_owned(), Keep::from(1));
+            SaveRequest { dir, step, state: json!({}), attachments: vec![], keep, mirror: None }
+        };
         let begun = Instant::now();
         session.begin_save(request(2 * round))?;
         least(&mut result.stall_s, begun);

@@ -21,7 +21,7 @@ pub(crate) fn write(
     draft: &Draft,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(), TrainError> {
-    let total: usize = state::stored(tensors).iter().map(|(_, _, _, part)| part.elements * WIDTH).sum();
+    let total = state::bytes_of(tensors);
     let (mesh, programs) = (world.mesh(), world.programs());
     let (written, mut done) = (AtomicU64::new(0), 0);
     let results = Mutex::new(Vec::new());
@@ -46,11 +46,11 @@ pub(crate) fn write(
         &mut || {
             let now = written.load(Ordering::Relaxed);
             if std::mem::replace(&mut done, now) != now {
-                progress(now, total as u64);
+                progress(now, total);
             }
         },
     )?;
-    progress(total as u64, total as u64);
+    progress(total, total);
     // The first rank's error.
     let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
     results.sort_by_key(|(rank, _)| *rank);

@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::snapshot::{Snapshot, Writing};
-use lockstep_checkpoint::{About, CheckpointError, Draft};
+use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, require_space};
 use lockstep_exec::{ExecError, World};
 use lockstep_ir::program::Tensor;
 use serde_json::Value;
@@ -24,8 +24,10 @@ pub struct SaveRequest {
     pub state: Value,
     /// Files that belong to it, with their names.
     pub attachments: Vec<(&'static str, Vec<u8>)>,
-    /// How many of the latest checkpoints stay.
-    pub keep: usize,
+    /// Which checkpoints stay.
+    pub keep: Keep,
+    /// A second place for it.
+    pub mirror: Option<PathBuf>,
 }
 
 impl SaveRequest {
@@ -33,6 +35,14 @@ impl SaveRequest {
     pub(crate) fn about<T>(&self, f: impl FnOnce(About<'_>) -> T) -> T {
         let attachments: Vec<(&str, &[u8])> = self.attachments.iter().map(|(name, file)| (*name, &file[..])).collect();
         f(About { state: &self.state, attachments: &attachments })
+    }
+
+    /// Copies a checkpoint that is there to the second place, if there is one.
+    pub(crate) fn mirrored(&self, path: PathBuf) -> Published {
+        // Where the first place failed, the second is the only one.
+        let second = self.mirror.as_ref().filter(|mirror| **mirror != self.dir);
+        let failed = second.and_then(|mirror| lockstep_checkpoint::mirror(&path, mirror, &self.keep).err());
+        (path, failed.map(|error| one_line(&error.to_string()).to_owned()))
     }
 }
 
@@ -49,12 +59,16 @@ pub enum SaveEnd {
         stall_s: f64,
         /// Seconds until it was there.
         save_s: f64,
+        /// Why its second place has none, in a line; known to the first process.
+        mirror_failed: Option<String>,
     },
     /// It is not, and the checkpoints before it are untouched.
     Failed {
         /// Its step.
         step: u64,
-        /// Why, in a line.
+        /// The rank whose part could not be written, where it is a process.
+        rank: Option<usize>,
+        /// Why, with a hint.
         cause: String,
     },
 }
@@ -78,14 +92,17 @@ struct InFlight {
 
 enum Phase {
     /// One process writes and publishes everything.
-    All(JoinHandle<(Snapshot, Result<PathBuf, CheckpointError>)>),
+    All(JoinHandle<(Snapshot, Result<Published, CheckpointError>)>),
     /// Every process writes its parts.
     Parts(JoinHandle<(Snapshot, Result<Draft, CheckpointError>)>),
     /// All parts are written; the first process gives the checkpoint its name.
-    Publish(Option<JoinHandle<Result<PathBuf, CheckpointError>>>),
+    Publish(Option<JoinHandle<Result<Published, CheckpointError>>>),
     /// It could not be begun.
     Failed(String),
 }
+
+/// Where a checkpoint is, and why its second place has none.
+type Published = (PathBuf, Option<String>);
 
 /// What a process says of its part of a save.
 const BUSY: u8 = 0;
@@ -108,8 +125,8 @@ impl Saver {
         self.snapshot_bytes
     }
 
-    /// Copies what the ranks have now and begins to write it. Nothing else may be under way.
-    pub(crate) fn begin(&mut self, world: &dyn World, request: SaveRequest) -> Result<(), TrainError> {
+    /// Copies what the ranks have now and begins to write it, `bytes` on all of them. Nothing else may be under way.
+    pub(crate) fn begin(&mut self, world: &dyn World, request: SaveRequest, bytes: u64) -> Result<(), TrainError> {
         let begun = Instant::now();
         let (Some(mut snapshot), None) = (self.snapshot.take(), &self.in_flight) else {
             return Err(ExecError::Internal("two checkpoints are saved at once".into()).into());
@@ -124,11 +141,13 @@ impl Saver {
                 let (request, writing) = (request.clone(), writing.clone());
                 Phase::All(spawn(move || {
                     let SaveRequest { dir, step, keep, .. } = &*request;
-                    let result = request.about(|about| snapshot.save(dir, *step, about, *keep, &writing));
+                    let room = require_space(dir, snapshot.bytes());
+                    let save = || request.about(|about| snapshot.save(dir, *step, about, keep, &writing));
+                    let result = room.and_then(|()| save()).map(|path| request.mirrored(path));
                     (snapshot, result)
                 })?)
             }
-            _ => match self.join_draft(world, &request)? {
+            _ => match self.join_draft(world, &request, bytes)? {
                 Ok(draft) => {
                     let writing = writing.clone();
                     Phase::Parts(spawn(move || {
@@ -148,7 +167,12 @@ impl Saver {
     }
 
     /// The draft that the first process begins, for all of them, or why there is none.
-    fn join_draft(&self, world: &dyn World, request: &SaveRequest) -> Result<Result<Draft, String>, TrainError> {
+    fn join_draft(
+        &self,
+        world: &dyn World,
+        request: &SaveRequest,
+        bytes: u64,
+    ) -> Result<Result<Draft, String>, TrainError> {
         let SaveRequest { dir, step, .. } = request;
         if world.process() > 0 {
             let told = first(world.exchange("save", &[])?);
@@ -158,7 +182,7 @@ impl Saver {
                 None => Err("the first process began no checkpoint".into()),
             });
         }
-        let draft = Draft::begin(dir, *step).map_err(|error| one_line(&error));
+        let draft = require_space(dir, bytes).and_then(|()| Draft::begin(dir, *step)).map_err(|e| e.to_string());
         let told = match &draft {
             Ok(draft) => said(DONE, draft.folder().as_os_str().as_bytes()),
             Err(cause) => said(FAILED, cause.as_bytes()),
@@ -171,14 +195,17 @@ impl Saver {
     pub(crate) fn poll(&mut self, world: &dyn World) -> Result<Option<SaveEnd>, TrainError> {
         let Some(mut save) = self.in_flight.take() else { return Ok(None) };
         let (step, begun, stall_s) = (save.request.step, save.begun, save.stall_s);
-        let saved = |path| SaveEnd::Saved { step, path, stall_s, save_s: begun.elapsed().as_secs_f64() };
-        let failed = |cause| SaveEnd::Failed { step, cause };
+        let saved = |(path, mirror_failed): Published| {
+            let save_s = begun.elapsed().as_secs_f64();
+            SaveEnd::Saved { step, path, stall_s, save_s, mirror_failed }
+        };
+        let failed = |rank, cause| SaveEnd::Failed { step, rank, cause };
         match save.phase {
             Phase::All(thread) if !thread.is_finished() => save.phase = Phase::All(thread),
             Phase::All(thread) => {
                 let (snapshot, result) = joined(thread);
                 self.snapshot = Some(snapshot);
-                return Ok(Some(result.map_or_else(|error| failed(one_line(&error)), saved)));
+                return Ok(Some(result.map_or_else(|error| failed(None, error.to_string()), saved)));
             }
             Phase::Parts(thread) => {
                 let mine = if thread.is_finished() { DONE } else { BUSY };
@@ -188,17 +215,21 @@ impl Saver {
                     let (snapshot, result) = joined(thread);
                     self.snapshot = Some(snapshot);
                     match self.hand_over(world, result)? {
-                        Err(cause) => return Ok(Some(failed(cause))),
+                        Err((rank, cause)) => return Ok(Some(failed(Some(rank), cause))),
                         Ok(None) => save.phase = Phase::Publish(None),
                         Ok(Some(draft)) => {
                             let request = save.request.clone();
-                            let publish = move || request.about(|about| draft.publish(about, request.keep));
+                            let publish = move || {
+                                let path = request.about(|about| draft.publish(about, request.keep.clone()))?;
+                                Ok(request.mirrored(path))
+                            };
                             save.phase = Phase::Publish(Some(spawn(publish)?));
                         }
                     }
                 }
             }
             Phase::Publish(thread) => {
+                let mut mirror_failed = None;
                 let told = match thread {
                     Some(thread) if !thread.is_finished() => {
                         save.phase = Phase::Publish(Some(thread));
@@ -207,8 +238,11 @@ impl Saver {
                     Some(thread) => {
                         save.phase = Phase::Publish(None);
                         match joined(thread) {
-                            Ok(path) => said(DONE, path.as_os_str().as_bytes()),
-                            Err(error) => said(FAILED, one_line(&error).as_bytes()),
+                            Ok((path, failed)) => {
+                                mirror_failed = failed;
+                                said(DONE, path.as_os_str().as_bytes())
+                            }
+                            Err(error) => said(FAILED, error.to_string().as_bytes()),
                         }
                     }
                     None => {
@@ -218,12 +252,14 @@ impl Saver {
                 };
                 let told = first(world.exchange("save", &told)?);
                 match told.split_first() {
-                    Some((&DONE, of)) => return Ok(Some(saved(path(of)))),
-                    Some((&FAILED, cause)) => return Ok(Some(failed(String::from_utf8_lossy(cause).into_owned()))),
+                    Some((&DONE, of)) => return Ok(Some(saved((path(of), mirror_failed)))),
+                    Some((&FAILED, cause)) => {
+                        return Ok(Some(failed(Some(0), String::from_utf8_lossy(cause).into_owned())));
+                    }
                     _ => {}
                 }
             }
-            Phase::Failed(cause) => return Ok(Some(failed(cause))),
+            Phase::Failed(cause) => return Ok(Some(failed(Some(0), cause))),
         }
         self.in_flight = Some(save);
         Ok(None)
@@ -234,23 +270,23 @@ impl Saver {
         &self,
         world: &dyn World,
         result: Result<Draft, CheckpointError>,
-    ) -> Result<Result<Option<Draft>, String>, TrainError> {
+    ) -> Result<Result<Option<Draft>, (usize, String)>, TrainError> {
         let mut draft = None;
         let told = match result {
-            Err(error) => said(FAILED, one_line(&error).as_bytes()),
+            Err(error) => said(FAILED, error.to_string().as_bytes()),
             Ok(mine) if world.process() == 0 => {
                 draft = Some(mine);
                 said(DONE, &[])
             }
             Ok(mine) => match mine.hand_over() {
                 Ok(written) => said(DONE, &written),
-                Err(error) => said(FAILED, one_line(&error).as_bytes()),
+                Err(error) => said(FAILED, error.to_string().as_bytes()),
             },
         };
         let all = world.exchange("save", &told)?;
         if let Some(rank) = all.iter().position(|told| told.first() != Some(&DONE)) {
             let cause = String::from_utf8_lossy(all[rank].get(1..).unwrap_or_default()).into_owned();
-            return Ok(Err(format!("rank {rank}: {cause}")));
+            return Ok(Err((rank, cause)));
         }
         if let Some(draft) = &draft {
             for written in &all[1..] {
@@ -318,8 +354,7 @@ fn path(bytes: &[u8]) -> PathBuf {
     Path::new(&OsString::from_vec(bytes.to_vec())).to_owned()
 }
 
-/// The message without its hint.
-fn one_line(error: &CheckpointError) -> String {
-    let text = error.to_string();
-    text.split("\nhint: ").next().unwrap_or(&text).to_owned()
+/// A message without its hint.
+pub(crate) fn one_line(text: &str) -> &str {
+    text.split("\nhint: ").next().unwrap_or(text)
 }

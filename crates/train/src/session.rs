@@ -10,7 +10,7 @@ use crate::rank_parts;
 use crate::saver::{SaveEnd, SaveRequest, Saver};
 use crate::state::{self, Weights};
 use crate::{Devices, TrainError};
-use lockstep_checkpoint::{About, Draft, Loaded, save};
+use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
@@ -207,7 +207,7 @@ impl Session {
         let Some(saver) = &mut self.saver else {
             return Err(ExecError::Internal("no memory was reserved for a snapshot".into()).into());
         };
-        saver.begin(self.executor.as_ref(), request)
+        saver.begin(self.executor.as_ref(), request, state::bytes_of(&self.tensors))
     }
 
     /// How the save under way ended, once it has.
@@ -227,15 +227,18 @@ impl Session {
         dir: &Path,
         step: u64,
         about: impl Into<About<'a>>,
-        keep: usize,
+        keep: impl Into<Keep>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, TrainError> {
+        if self.executor.process() == 0 {
+            require_space(dir, state::bytes_of(&self.tensors))?;
+        }
         match self.executor.mesh().ranks() {
             1 => {
                 let groups = state::groups(&self.tensors, self.executor.as_ref());
                 Ok(save(dir, step, &groups, about, keep, progress)?)
             }
-            _ => self.save_parts(dir, step, about.into(), keep, progress),
+            _ => self.save_parts(dir, step, about.into(), keep.into(), progress),
         }
     }
 
@@ -244,7 +247,7 @@ impl Session {
         dir: &Path,
         step: u64,
         about: About<'_>,
-        keep: usize,
+        keep: Keep,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, TrainError> {
         let world = self.executor.as_ref();

@@ -6,10 +6,11 @@
 use crate::TrainError;
 use crate::rank_parts::{RankPart, of_rank};
 use crate::state::GROUPS;
-use lockstep_checkpoint::{About, CheckpointError, Draft, PartRef, TensorBytes, TensorGroup, TensorRef, save};
-use lockstep_exec::{ExecError, Executor, World, copy};
+use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, PartRef, TensorBytes, TensorGroup, TensorRef, save};
+use lockstep_exec::{ExecError, Executor, World, copy, cpu};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, DType};
+use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -52,6 +53,9 @@ impl Writing {
 
 /// The most bytes that are asked of an executor at once: what lies on a device takes as much memory again on the way.
 const CHUNK: usize = 64 << 20;
+
+/// More threads than these do not copy faster.
+const MOST_THREADS: usize = 8;
 
 impl Snapshot {
     /// Takes the memory for what the ranks of this process hold, and touches all of it: the first copy is as fast as the others.
@@ -99,11 +103,12 @@ impl Snapshot {
     pub(crate) fn fill(&mut self, world: &dyn World) -> Result<(), TrainError> {
         let mesh = world.mesh();
         let ranks: Vec<_> = self.ranks.iter_mut().map(|rank| (rank.rank, Mutex::new(rank))).collect();
+        let threads = (cpu::cores() / ranks.len().max(1)).clamp(1, MOST_THREADS);
         let failed = Mutex::new(None);
         let fill = |at: Coordinates, executor: &dyn Executor| {
             let number = mesh.rank(at);
             let Some((_, rank)) = ranks.iter().find(|(rank, _)| *rank == number) else { return Ok(()) };
-            rank.lock().unwrap_or_else(PoisonError::into_inner).fill(executor)
+            rank.lock().unwrap_or_else(PoisonError::into_inner).fill(executor, threads)
         };
         world.each_rank(
             &|at, executor| {
@@ -123,18 +128,18 @@ impl Snapshot {
         dir: &Path,
         step: u64,
         about: About<'_>,
-        keep: usize,
+        keep: &Keep,
         writing: &Writing,
     ) -> Result<PathBuf, CheckpointError> {
         match &self.ranks[..] {
             [rank] if self.whole => {
                 let progress = &mut |done, _| writing.written.store(done, Ordering::Relaxed);
-                save(dir, step, &rank.groups(writing), about, keep, progress)
+                save(dir, step, &rank.groups(writing), about, keep.clone(), progress)
             }
             _ => {
                 let draft = Draft::begin(dir, step)?;
                 self.write(&draft, writing)?;
-                draft.publish(about, keep)
+                draft.publish(about, keep.clone())
             }
         }
     }
@@ -162,18 +167,24 @@ impl Snapshot {
 }
 
 impl RankSnapshot {
-    fn fill(&mut self, executor: &dyn Executor) -> Result<(), ExecError> {
-        for (part, start) in self.parts.iter().flat_map(|(_, parts)| parts) {
-            let mut at = *start;
+    fn fill(&mut self, executor: &dyn Executor, threads: usize) -> Result<(), ExecError> {
+        let mut rest = &mut self.bytes[..];
+        let mut pieces = Vec::new();
+        // Parts lie in memory in this order.
+        for part in self.parts.iter().flat_map(|(_, parts)| parts).map(|(part, _)| part) {
             for piece in &part.pieces {
                 for from in piece.clone().step_by(CHUNK) {
                     let range = from..piece.end.min(from + CHUNK);
-                    let to = &mut self.bytes[at..at + range.len()];
-                    at += range.len();
-                    copy(to, &executor.read_range(&part.tensor, 0, range)?);
+                    let (to, behind) = std::mem::take(&mut rest).split_at_mut(range.len());
+                    rest = behind;
+                    match executor.read_range(&part.tensor, 0, range)? {
+                        Cow::Borrowed(bytes) => pieces.push((to, bytes)),
+                        Cow::Owned(bytes) => copy(to, &bytes),
+                    }
                 }
             }
         }
+        copy_all(pieces, threads);
         Ok(())
     }
 
@@ -197,5 +208,49 @@ impl RankSnapshot {
             true => Err(io::Error::other("the run has ended")),
             false => take(&bytes[range]),
         })
+    }
+}
+
+/// Copies pieces on so many threads, each about as many bytes.
+fn copy_all(mut pieces: Vec<(&mut [u8], &[u8])>, threads: usize) {
+    let total: usize = pieces.iter().map(|(to, _)| to.len()).sum();
+    let share = total.div_ceil(threads.max(1));
+    let run = |pieces: Vec<(&mut [u8], &[u8])>| pieces.into_iter().for_each(|(to, from)| to.copy_from_slice(from));
+    std::thread::scope(|scope| {
+        while !pieces.is_empty() {
+            let mut bytes = 0;
+            let enough = pieces.iter().rposition(|(to, _)| {
+                bytes += to.len();
+                bytes >= share
+            });
+            let mine = pieces.split_off(enough.unwrap_or(0));
+            if pieces.is_empty() {
+                run(mine);
+            } else {
+                scope.spawn(move || run(mine));
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_piece_is_copied_once_on_any_number_of_threads() {
+        let from: Vec<u8> = (0..1000).map(|i| i as u8).collect();
+        for threads in [1, 2, 3, 8, 2000] {
+            let mut to = vec![0; 1000];
+            let mut pieces = Vec::new();
+            let (mut rest, mut at) = (&mut to[..], 0);
+            for len in [0, 1, 400, 7, 99, 0, 300, 193] {
+                let (piece, behind) = rest.split_at_mut(len);
+                pieces.push((piece, &from[at..at + len]));
+                (rest, at) = (behind, at + len);
+            }
+            copy_all(pieces, threads);
+            assert_eq!(to, from, "{threads} threads");
+        }
     }
 }

@@ -218,7 +218,7 @@ fn most_slices(checkpoint: &Path) -> usize {
 }
 
 fn request(dir: &Path, step: u64) -> SaveRequest {
-    SaveRequest { dir: dir.to_owned(), step, state: json!({}), attachments: vec![], keep: 1 }
+    SaveRequest { dir: dir.to_owned(), step, state: json!({}), attachments: vec![], keep: 1.into(), mirror: None }
 }
 
 /// The names and bytes of the files of a folder.
@@ -244,8 +244,8 @@ fn a_save_in_the_background_that_fails_says_why_and_the_next_may_succeed() {
         session.begin_save(request(&dir.path().join("file"), 3)).unwrap();
         assert!(session.begin_save(request(dir.path(), 4)).is_err(), "one at a time");
         match session.wait_save(&mut |_, _| {}).unwrap() {
-            Some(SaveEnd::Failed { step: 3, cause }) => {
-                assert!(cause.contains("file") && !cause.contains('\n'), "{cause}")
+            Some(SaveEnd::Failed { step: 3, cause, .. }) => {
+                assert!(cause.contains("file") && cause.contains("\nhint: "), "{cause}")
             }
             end => panic!("{end:?}"),
         }
