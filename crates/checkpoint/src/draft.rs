@@ -113,7 +113,11 @@ impl Draft {
 
     /// Gives the checkpoint its name, if its parts make up every tensor, removes those that `keep` does not keep, and returns its
     /// path. `about` and `keep` are as for [`save`](crate::save).
-    pub fn publish<'a>(mut self, about: impl Into<About<'a>>, keep: impl Into<Keep>) -> Result<PathBuf, CheckpointError> {
+    pub fn publish<'a>(
+        mut self,
+        about: impl Into<About<'a>>,
+        keep: impl Into<Keep>,
+    ) -> Result<PathBuf, CheckpointError> {
         let written = self.written.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut written = std::mem::take(written);
         written.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));

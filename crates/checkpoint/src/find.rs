@@ -55,7 +55,10 @@ pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint, CheckpointError
     }
     if loaded.is_none() && !passed_over.is_empty() {
         let dir = places.first().cloned().unwrap_or_default();
-        return Err(CheckpointError::NoneWhole { dir, causes: passed_over.into_iter().map(|(_, cause)| cause).collect() });
+        return Err(CheckpointError::NoneWhole {
+            dir,
+            causes: passed_over.into_iter().map(|(_, cause)| cause).collect(),
+        });
     }
     for (step, name) in places.first().map_or(Ok(Vec::new()), |dir| unfinished(dir)).unwrap_or_default() {
         if loaded.as_ref().is_none_or(|(checkpoint, _)| step > checkpoint.step) {

@@ -7,6 +7,8 @@ mod forecast;
 mod layout;
 mod schedule;
 
+pub(crate) use forecast::exact;
+
 use crate::failure::Failure;
 use crate::machine;
 use crate::style;

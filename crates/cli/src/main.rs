@@ -6,6 +6,7 @@ mod bench_checkpoint;
 mod bench_collectives;
 mod checkpoint;
 mod checkpoint_list;
+mod checkpoint_tools;
 mod config_command;
 mod data;
 mod doctor;
@@ -14,9 +15,12 @@ mod eval;
 mod explain;
 mod failure;
 mod generate;
+mod hardware;
 mod launch;
 mod machine;
 mod manual;
+mod metrics;
+mod plan;
 mod processes;
 mod profile;
 mod progress;
@@ -54,8 +58,12 @@ enum Command {
     Generate(generate::Args),
     /// Loss, perplexity and bits per byte of a trained model on text.
     Eval(eval::Args),
+    /// Show what a run has recorded at each step, or print it as CSV or JSON.
+    Metrics(metrics::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
+    /// Find the fastest layout of a run on some GPUs: how its work is split, its micro-batch, what is recomputed. Runs nothing.
+    Plan(plan::Args),
     /// Show by running that layouts compute what one rank computes.
     Verify(verify::Args),
     /// Compare predicted step times and memory with measurements that others have published.
@@ -137,7 +145,9 @@ fn main() -> ExitCode {
         }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
+        Command::Metrics(args) => metrics::run(&args),
         Command::Explain(args) => explain::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Validate(args) => validate::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -8,9 +8,20 @@ use serde_json::Value;
 #[test]
 fn every_command_has_help_in_both_ways() {
     let place = Place::new();
-    for command in
-        ["train", "launch", "explain", "verify", "bench", "doctor", "config", "generate", "eval", "data", "checkpoint"]
-    {
+    for command in [
+        "train",
+        "launch",
+        "explain",
+        "verify",
+        "bench",
+        "doctor",
+        "config",
+        "generate",
+        "eval",
+        "metrics",
+        "data",
+        "checkpoint",
+    ] {
         assert_eq!(place.ok(&["help", command]), place.ok(&[command, "--help"]), "{command}");
     }
     assert!(place.ok(&["help", "bench", "train"]).contains("--profile"));

@@ -102,9 +102,21 @@ fn only_crates_that_know_the_config_name_its_keys() {
 fn names_of_types_tell_them_apart() {
     // Where it is in the tree: crate, file, whether other crates can name it, name.
     let mut all: Vec<(String, String, bool, String)> = Vec::new();
-    for name in
-        ["ir", "config", "model", "compile", "exec", "cuda", "sim", "data", "checkpoint", "plan", "train", "cli"]
-    {
+    for name in [
+        "ir",
+        "config",
+        "model",
+        "compile",
+        "exec",
+        "cuda",
+        "sim",
+        "data",
+        "checkpoint",
+        "telemetry",
+        "plan",
+        "train",
+        "cli",
+    ] {
         let root = read(project().join(format!("crates/{name}/src/{}.rs", if name == "cli" { "main" } else { "lib" })));
         for (path, text) in sources(&[name]) {
             for line in text.lines() {

@@ -52,7 +52,7 @@ pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{
     CheckpointConfig, ClusterConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
-    RecomputeConfig, TrainConfig,
+    RecomputeConfig, TelemetryConfig, TrainConfig,
 };
 pub use search::{FoundKey, keys_at, schema, search};
 pub use suggest::nearest;

@@ -367,6 +367,15 @@ tables! {
             finds ["async_save", "async checkpointing", "background save", "snapshot"];
     }
 
+    /// Where metrics go besides metrics.jsonl. A sink that fails is warned of, and the run goes on without it.
+    telemetry: TelemetryConfig {
+        /// Whether to write TensorBoard event files, into the folder `tensorboard` of the run directory.
+        tensorboard: bool = Bool, Fixed("false"), Conduct,
+            finds ["TensorBoard", "tfevents", "event files", "wandb", "Weights & Biases", "logging", "report_to"];
+        /// Whether to write `metrics.csv` in the run directory.
+        csv: bool = Bool, Fixed("false"), Conduct, finds ["CSV", "CSVLogger", "spreadsheet"];
+    }
+
     /// What a Slurm job asks for: `lockstep launch --slurm`.
     cluster: ClusterConfig {
         /// Time limit of a job: hours, minutes and seconds, with days before them if need be. Slurm counts whole minutes.

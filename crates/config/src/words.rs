@@ -7,7 +7,7 @@ use lockstep_ir::{ContextParallel, Schedule};
 macro_rules! words {
     ($($(#[$about:meta])+ $Name:ident { $($(#[$doc:meta])+ $Variant:ident = $word:literal,)+ })+) => {$(
         $(#[$about])+
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum $Name {
             $($(#[$doc])+ $Variant,)+
         }

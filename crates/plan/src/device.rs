@@ -39,6 +39,15 @@ impl Target {
         }
     }
 
+    /// The config as it runs on GPUs that this machine need not have; what no GPU does yet stays as it is.
+    pub fn on_gpus(mut config: Config) -> Config {
+        let does_it = Target::Cuda { deterministic: false }.check(&config).is_ok();
+        if config.train.device == DeviceChoice::Auto && does_it {
+            config.train.device = DeviceChoice::Cuda;
+        }
+        config
+    }
+
     /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {

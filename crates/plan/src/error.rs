@@ -10,6 +10,12 @@ pub enum PlanError {
     /// A bug in the compiler.
     #[error("{0}")]
     Compile(#[from] CompileError),
+    /// Programs that cannot be simulated: a bug, or a data file.
+    #[error(transparent)]
+    Simulation(#[from] lockstep_sim::SimError),
+    /// No layout of the search fits: the reasons.
+    #[error("{0}")]
+    NoLayout(Box<NoLayout>),
     /// The arena is larger than the memory that is free.
     #[error(
         "the step needs {} of memory{}, {} are free:{}\nhint: {}",
@@ -125,6 +131,16 @@ pub enum PlanError {
         /// Rows of the model's table.
         positions: usize,
     },
+}
+
+/// Why no layout fits, and what would.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}\nhint: {hint}")]
+pub struct NoLayout {
+    /// What is wrong.
+    pub reason: String,
+    /// The nearest request that works.
+    pub hint: String,
 }
 
 impl PlanError {

@@ -9,6 +9,7 @@ use lockstep_compile::{Estimator, Recompute};
 use lockstep_config::{Config, PrecisionPolicy, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
+use lockstep_sim::GpuSpec;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -37,6 +38,12 @@ pub struct Verdict {
 }
 
 impl Room {
+    /// The memory of a GPU, of which every rank has one.
+    pub fn of(gpu: &GpuSpec) -> Self {
+        let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
+        Self { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) }
+    }
+
     /// What a plan of these stages needs of it.
     fn needs(&self, stages: &[MemoryBreakdown], ranks: usize) -> u64 {
         let arenas = stages.iter().map(|stage| stage.total_bytes);

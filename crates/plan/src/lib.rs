@@ -8,19 +8,23 @@
 mod account;
 mod device;
 mod error;
+mod evaluate;
 mod fit;
 mod formulas;
 mod forward;
 mod groups;
+mod parallel;
 mod pipeline;
 mod plan;
 pub mod published;
+mod search;
 mod snapshot;
 mod timeline;
 
 pub use account::{Account, PolicyCost, ReshardCost, Scaling, account};
 pub use device::{Machine, Target};
-pub use error::PlanError;
+pub use error::{NoLayout, PlanError};
+pub use evaluate::{Evaluated, Rates, evaluate};
 pub use fit::{
     LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs,
     with_fitting_micro_batch, with_micro_batch,
@@ -29,4 +33,5 @@ pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, plan, plan_measured, plan_with};
+pub use search::{LayoutChoice, RankedLayout, SearchCounts, SearchRequest, SearchResult, search};
 pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};

@@ -199,8 +199,16 @@ struct Run<'a> {
     profiled: Vec<ProfiledStep>,
     /// The step whose instructions are timed for what was predicted of it.
     observed_step: Option<u64>,
+    /// Where checkpoints go: the run directory, and the mirror if there is one.
+    places: Vec<PathBuf>,
     /// Whether a checkpoint could not be written in the background: it is made up for while steps wait.
     save_again: bool,
+    /// When the last one was begun, and the step after which the next is due because of the time since.
+    last_save: Instant,
+    timed_save: Option<u64>,
+    /// Step and loss of the last validation, and those of the best checkpoint.
+    validated: Option<(u64, f64)>,
+    best: Option<(u64, f64)>,
 }
 
 impl Run<'_> {
@@ -211,7 +219,8 @@ impl Run<'_> {
         }
         if let (Some(line), Some(loss)) = (&mut self.pending, self.outcome.first_val_loss) {
             line.val_loss = Some(loss);
-            self.dir.metric(line)?;
+            let line = line.clone();
+            self.record(&line, show)?;
             self.pending = None;
         }
         let mut saved = self.outcome.step;
@@ -222,6 +231,7 @@ impl Run<'_> {
                 Some(queued) => queued,
                 None => self.queue(self.outcome.step, false)?,
             };
+            self.look_at_time(current.step)?;
             // A device that is given its next step before this one is done never waits for the host.
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? {
                 ahead = Some(self.queue(current.step, true)?);
@@ -238,7 +248,7 @@ impl Run<'_> {
             }
             if skipped == MOST_SKIPPED {
                 let StepMetrics { loss, grad_norm, .. } = metrics.line;
-                self.dir.metric(&metrics.line)?;
+                self.record(&metrics.line, show)?;
                 self.await_save(show)?;
                 return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
             }
@@ -250,14 +260,14 @@ impl Run<'_> {
                     break;
                 }
             }
-            self.dir.metric(&metrics.line)?;
+            self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
             if let Some(end) = self.session.poll_save()? {
                 self.save_ended(end, show)?;
             }
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            let due = self.due(step, self.config.checkpoint.every) || (self.save_again && ahead.is_none());
+            let due = self.save_due(step) || (self.save_again && ahead.is_none());
             if due && skipped == 0 {
                 self.save(show)?;
                 saved = step;
@@ -299,6 +309,12 @@ impl Run<'_> {
         Ok(self.outcome)
     }
 
+    /// Writes a line of metrics. A sink that fails is none any more, and that is said once.
+    fn record(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        let failed = self.dir.metric(line)?;
+        start::warn_of_sinks(&mut self.dir, failed, line.step, show)
+    }
+
     /// Says which rank all wait for, if one stands out.
     fn name_slow_rank(&mut self, metrics: &Step, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let Some(processes) = self.devices.team().0 else { return Ok(()) };
@@ -333,11 +349,7 @@ impl Run<'_> {
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
         // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1)
-            || counts_updates
-            || self.validates(step)
-            || self.save_again
-            || self.due(step, self.config.checkpoint.every)
+        self.profiles(step + 1) || counts_updates || self.validates(step) || self.save_again || self.save_due(step)
     }
 
     fn profiles(&self, step: u64) -> bool {
@@ -463,6 +475,7 @@ impl Run<'_> {
         let Some(loss) = loss else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
+        self.validated = Some((step, loss));
         show(Event::Validated { step, loss });
         self.dir.event("validation", json!({ "step": step, "val_loss": loss }))?;
         Ok(Some(loss))

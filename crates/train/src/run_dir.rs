@@ -6,6 +6,7 @@ use crate::{Prediction, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
 use lockstep_plan::Plan;
+use lockstep_telemetry::{FailedSink, SinkChoice, Sinks};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -18,15 +19,17 @@ pub struct RunDir {
     path: PathBuf,
     metrics: Option<File>,
     events: Option<File>,
+    sinks: Sinks,
     /// None where another process has it, and writes all files.
     lock: Option<File>,
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 9] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, "data", CHECKPOINTS];
+const OURS: [&str; 11] =
+    [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV, Sinks::TENSORBOARD, "data", CHECKPOINTS];
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 7] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED];
+const RECORDS: [&str; 8] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV];
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -67,12 +70,12 @@ impl RunDir {
             Err(TryLockError::WouldBlock) => return Err(TrainError::Locked { dir: path.to_owned() }),
             Err(TryLockError::Error(e)) => return Err(TrainError::io("lock", &lock_path, e)),
         }
-        Ok(Self { path: path.to_owned(), metrics: None, events: None, lock: Some(lock) })
+        Ok(Self { path: path.to_owned(), metrics: None, events: None, sinks: Sinks::default(), lock: Some(lock) })
     }
 
     /// A run directory that another process of the run has opened and writes to: what would be written here is not.
     pub(crate) fn follow(path: &Path) -> Self {
-        Self { path: path.to_owned(), metrics: None, events: None, lock: None }
+        Self { path: path.to_owned(), metrics: None, events: None, sinks: Sinks::default(), lock: None }
     }
 
     /// Where it is.
@@ -124,12 +127,24 @@ impl RunDir {
             let copy = aside.join(from.file_name().unwrap_or_default());
             fs::copy(from, copy).map_err(|e| TrainError::io("copy", from, e))?;
         }
+        self.copy_event_files(&aside)?;
         // The latest goes first: whatever stops this, the run is one that could have been.
         for (_, from) in later.iter().rev() {
             let name = from.file_name().unwrap_or_default();
             fs::rename(from, to.join(name)).map_err(|e| TrainError::io("move", from, e))?;
         }
         Ok((later.into_iter().map(|(saved, _)| saved).collect(), Some(aside)))
+    }
+
+    fn copy_event_files(&self, to: &Path) -> Result<(), TrainError> {
+        let (from, to) = (self.path.join(Sinks::TENSORBOARD), to.join(Sinks::TENSORBOARD));
+        let Ok(files) = fs::read_dir(&from) else { return Ok(()) };
+        fs::create_dir(&to).map_err(|e| TrainError::io("create", &to, e))?;
+        for file in files {
+            let file = file.map_err(|e| TrainError::io("read", &from, e))?;
+            fs::copy(file.path(), to.join(file.file_name())).map_err(|e| TrainError::io("copy", &file.path(), e))?;
+        }
+        Ok(())
     }
 
     /// Writes `run.toml`, `plan.json` and `changes.json`, cuts `metrics.jsonl` back to `step`, and opens the logs. Gives the
@@ -202,9 +217,20 @@ impl RunDir {
         self.replace(MEASURED, format!("{:#}\n", json!(measured)).as_bytes())
     }
 
-    /// Adds a line to `metrics.jsonl`.
-    pub fn metric(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
-        append(&self.path, METRICS, &mut self.metrics, metrics)
+    /// Opens what else takes metrics, from the step after `step` on. Gives what could not be opened.
+    pub(crate) fn open_sinks(&mut self, choice: SinkChoice, step: u64) -> Vec<FailedSink> {
+        if self.lock.is_none() {
+            return Vec::new();
+        }
+        let (sinks, failed) = Sinks::open(&self.path, &self.path.join(METRICS), step, choice);
+        self.sinks = sinks;
+        failed
+    }
+
+    /// Adds a line to `metrics.jsonl`, and gives it to the other sinks; gives back those that have failed.
+    pub(crate) fn metric(&mut self, metrics: &StepMetrics) -> Result<Vec<FailedSink>, TrainError> {
+        let line = append(&self.path, METRICS, &mut self.metrics, metrics)?;
+        Ok(line.map(|line| self.sinks.write(line.trim_end())).unwrap_or_default())
     }
 
     /// Adds a line to `events.jsonl`, with the time.
@@ -212,7 +238,7 @@ impl RunDir {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
         fields["event"] = json!(kind);
         fields["unix_s"] = json!((now * 1e3).round() / 1e3);
-        append(&self.path, EVENTS, &mut self.events, &fields)
+        append(&self.path, EVENTS, &mut self.events, &fields).map(|_| ())
     }
 
     /// Writes a file so that it is either the old or the new one, never half.
@@ -233,11 +259,18 @@ impl RunDir {
     }
 }
 
-fn append(dir: &Path, name: &str, file: &mut Option<File>, line: &impl Serialize) -> Result<(), TrainError> {
-    let Some(file) = file else { return Ok(()) };
+/// Adds a line to a file that is open, and gives it.
+fn append(
+    dir: &Path,
+    name: &str,
+    file: &mut Option<File>,
+    line: &impl Serialize,
+) -> Result<Option<String>, TrainError> {
+    let Some(file) = file else { return Ok(None) };
     let mut text = serde_json::to_string(line).map_err(|e| TrainError::io("write", &dir.join(name), e.into()))?;
     text.push('\n');
-    file.write_all(text.as_bytes()).map_err(|e| TrainError::io("write", &dir.join(name), e))
+    file.write_all(text.as_bytes()).map_err(|e| TrainError::io("write", &dir.join(name), e))?;
+    Ok(Some(text))
 }
 
 /// The event of lines of metrics that are gone.

@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::table::{columns, table};
 use crate::{Format, verify};
-use lockstep_config::{Config, DeviceChoice, bytes};
+use lockstep_config::{Config, bytes};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
@@ -36,17 +36,11 @@ pub(super) enum Shown {
 /// that was named, for each rank, else what this machine has free.
 pub(super) fn placed(
     devices: &Devices,
-    mut config: Config,
+    config: Config,
     gpu: Option<&GpuSpec>,
 ) -> Result<(Config, Option<Room>), PlanError> {
     if let Some(gpu) = gpu {
-        let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
-        let room = Room { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) };
-        // Its kernels are a GPU's, not this machine's; what no GPU does yet stays as it is.
-        let does_it = Target::Cuda { deterministic: false }.check(&config).is_ok();
-        if config.train.device == DeviceChoice::Auto && does_it {
-            config.train.device = DeviceChoice::Cuda;
-        }
+        let (config, room) = (Target::on_gpus(config), Room::of(gpu));
         return Ok((with_fitting_micro_batch(devices, &config, &room)?, Some(room)));
     }
     let room = devices.room(&config);

@@ -1,9 +1,9 @@
 //! `--gpu`, `--cluster`, `--gpus`: what a step is planned for; `--tokens`: what a whole run costs.
 
 use super::forecast::Predicted;
-use crate::ConfigArgs;
 use crate::failure::Failure;
-use lockstep_config::{Config, count, nearest};
+use crate::{ConfigArgs, hardware};
+use lockstep_config::{Config, count};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
@@ -60,37 +60,13 @@ struct Shared {
 impl CostArgs {
     /// What was named to plan for.
     pub(super) fn hardware(&self) -> Result<Option<Hardware>, Failure> {
-        let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
-        let catalogue = lockstep_train::catalogue()?;
-        let unknown = |option: &str, name: &str, known: Vec<&str>| {
-            let near = nearest(name, known.iter().copied());
-            let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));
-            let list = known.join(", ");
-            request(format!("{option} {name} is not in the catalogue"), &format!("{guess}it has {list}"))
-        };
-        match (&self.gpu, &self.cluster) {
-            (Some(name), _) => {
-                let known = || catalogue.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
-                let gpu = catalogue.gpu(name).ok_or_else(|| unknown("--gpu", name, known()))?;
-                Ok(Some(Hardware::assumed(gpu)))
-            }
-            (None, Some(name)) => {
-                let known = || catalogue.clusters.iter().map(|cluster| cluster.name.as_str()).collect();
-                let found = catalogue.hardware(name).ok_or_else(|| unknown("--cluster", name, known()))?;
-                let all = found.cluster.nodes.map(|nodes| nodes * found.cluster.gpus_per_node);
-                match (self.gpus, all) {
-                    (Some(gpus), Some(all)) if gpus > all as u64 => {
-                        let text = format!("--gpus {gpus}: {name} has {} GPUs", thousands(all as u64));
-                        Err(request(text, &format!("give at most {all}")))
-                    }
-                    _ => Ok(Some(found)),
-                }
-            }
-            (None, None) if self.gpus.is_some() || self.mfu.is_some() => {
+        match hardware::named(self.gpu.as_deref(), self.cluster.as_deref(), self.gpus)? {
+            None if self.gpus.is_some() || self.mfu.is_some() => {
                 let option = if self.gpus.is_some() { "--gpus" } else { "--mfu" };
-                Err(request(format!("{option} needs to know which"), "add --gpu h100, say, or --cluster leonardo"))
+                let hint = "add --gpu h100, say, or --cluster leonardo";
+                Err(Failure::request(format!("{option} needs to know which\nhint: {hint}")))
             }
-            (None, None) => Ok(None),
+            found => Ok(found),
         }
     }
 

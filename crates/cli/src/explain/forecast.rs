@@ -235,7 +235,7 @@ fn asked(demand: &Demand) -> Value {
 }
 
 /// Three digits: `1.23 s`, `45.6 ms`.
-fn exact(seconds: f64) -> String {
+pub(crate) fn exact(seconds: f64) -> String {
     match seconds {
         s if s >= 100.0 => format!("{s:.0} s"),
         s if s >= 10.0 => format!("{s:.1} s"),

@@ -5,7 +5,8 @@
 //! range, one at a time, by steps that grow where they help and shrink where they do not.
 
 use super::memory::{MemoryTerms, StageMemory};
-use super::predict::{Case, in_parallel};
+use super::predict::Case;
+use crate::parallel::in_parallel;
 use lockstep_sim::{Constant, Constants, Placed};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};

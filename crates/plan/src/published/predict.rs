@@ -5,11 +5,11 @@ use super::memory::StageMemory;
 use super::peer::{Described, Description, Peer, describe};
 use super::program::compile;
 use super::row::{Refused, Row, read};
+use crate::parallel::in_parallel;
 use lockstep_ir::StepProgram;
 use lockstep_ir::program::Lifetime;
 use lockstep_sim::{Catalogue, Constants, Framework, Hardware, Workload};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A file of rows.
@@ -65,27 +65,6 @@ pub struct Cases {
     pub cases: Vec<Case>,
     /// Those that were not, with the index of their file.
     pub refused: Vec<(usize, Refused)>,
-}
-
-/// Calls `each` for all indices up to `count` on some threads; `done` hears how many are.
-pub(super) fn in_parallel(count: usize, threads: usize, each: &(dyn Fn(usize) + Sync), done: &(dyn Fn(usize) + Sync)) {
-    let (next, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let work = || {
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= count {
-                break;
-            }
-            each(i);
-            done(finished.fetch_add(1, Ordering::Relaxed) + 1);
-        }
-    };
-    std::thread::scope(|scope| {
-        (1..threads).for_each(|_| {
-            scope.spawn(work);
-        });
-        work();
-    });
 }
 
 impl Cases {

@@ -139,11 +139,7 @@ impl Run<'_> {
     }
 
     /// Saves the last step in one place, or says why it cannot be.
-    fn save_at(
-        &mut self,
-        request: SaveRequest,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<Result<(), String>, TrainError> {
+    fn save_at(&mut self, request: SaveRequest, show: &mut dyn FnMut(Event)) -> Result<Result<(), String>, TrainError> {
         let begun = Instant::now();
         let step = request.step;
         let progress = &mut |done, total| show(Event::Saving { done, total });

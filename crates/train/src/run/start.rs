@@ -1,6 +1,6 @@
 //! What comes before the first step: the checkpoint to go on from, data, weights, the executor.
 
-use super::{Outcome, Run, RunOptions};
+use super::{Outcome, Run, RunOptions, saves};
 use crate::changes;
 use crate::changes::Course;
 use crate::data::{unused_vocabulary, way};
@@ -14,7 +14,7 @@ use crate::processes::{Processes, Stop};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::{Devices, Existing, Prediction, RunData, RunDir, RunTokenizer, TrainError, data_folder, predict, settled};
-use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
+use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
 use lockstep_exec::Note;
@@ -22,6 +22,7 @@ use lockstep_ir::MeshAxis;
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::units;
 use lockstep_plan::Plan;
+use lockstep_telemetry::{FailedSink, SinkChoice};
 use serde_json::json;
 use std::time::Instant;
 
@@ -31,12 +32,18 @@ pub(crate) fn resume(
     config: &Config,
     options: &RunOptions,
 ) -> Result<(LatestCheckpoint, Course), TrainError> {
-    let dir = options.dir.join("checkpoints");
+    let places = saves::places(config, options);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
-        None => latest(&dir)?,
+        None => latest_of(&places)?,
         Some(step) => {
-            let there = list(&dir)?;
+            let mut there = list(&places[0])?;
+            if let Some(mirror) = places.get(1) {
+                let known = there.clone();
+                let more = list(mirror)?.into_iter().filter(|(saved, _)| !known.iter().any(|(step, _)| step == saved));
+                there.extend(more);
+                there.sort();
+            }
             let Some((_, path)) = there.iter().find(|(saved, _)| *saved == step) else {
                 let there = there.iter().map(|(saved, _)| *saved).collect();
                 return Err(TrainError::NoSuchStep { dir: options.dir.clone(), step, there });
@@ -85,7 +92,7 @@ pub(super) fn start<'a>(
         weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
     }
     // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
-    let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
+    let started = found.loaded.is_some() || list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
     let existing = if started { Existing::Keep } else { Existing::Refresh };
     let folder = data_folder(config, dir.path());
     if !team.is_first() && RunData::open(config, &folder)?.is_none() {
@@ -139,7 +146,7 @@ pub(super) fn start<'a>(
     }
     let mut loss_scale = LossScale::new(config);
     let (mut step, mut updates) = (0, 0);
-    let (mut checkpoint, mut pending, mut noise) = (None, None, Noise::default());
+    let (mut checkpoint, mut pending, mut noise, mut best) = (None, None, Noise::default(), None);
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: folder });
@@ -155,11 +162,19 @@ pub(super) fn start<'a>(
             let saved: Option<LossScale> = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(None);
             loss_scale = saved.or(loss_scale);
         }
+        best = serde_json::from_value(loaded.state["best"].clone()).unwrap_or(None);
         checkpoint = Some(loaded.path);
     }
     if let Some(weights) = &initial {
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
+    }
+    let places = saves::places(config, options);
+    if team.is_first() && step < config.train.steps {
+        saves::look_at_disk(&places, planned, config, show)?;
+    }
+    if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
+        saves::set_mirror_aside(mirror, options)?;
     }
     let (later, aside) = match options.resume_from {
         Some(step) => dir.set_later_aside(step)?,
@@ -179,6 +194,9 @@ pub(super) fn start<'a>(
         let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
         show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
     }
+    let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
+    let failed = dir.open_sinks(choice, written);
+    warn_of_sinks(&mut dir, failed, step, show)?;
     if let Some(to) = &aside {
         show(Event::SetAside { step, later: &later, to });
         dir.event("set_aside", json!({ "step": step, "checkpoints": later, "folder": to }))?;
@@ -273,8 +291,31 @@ pub(super) fn start<'a>(
         profiled: Vec::new(),
         // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
         observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
+        places,
         save_again: false,
+        last_save: Instant::now(),
+        timed_save: None,
+        validated: None,
+        best,
     })
+}
+
+/// Says which sinks get nothing more, and why; the run needs none of them.
+pub(super) fn warn_of_sinks(
+    dir: &mut RunDir,
+    failed: Vec<FailedSink>,
+    step: u64,
+    show: &mut dyn FnMut(Event),
+) -> Result<(), TrainError> {
+    for FailedSink { name, error } in failed {
+        let path = dir.path().join(name);
+        show(Event::Warning(&format!(
+            "{} is not written any more: {error}; the run goes on, and metrics.jsonl has everything",
+            path.display()
+        )));
+        dir.event("sink_failed", json!({ "step": step, "sink": name, "error": error.to_string() }))?;
+    }
+    Ok(())
 }
 
 /// Sequences whose documents are looked at for how equal the work of context-parallel ranks is.

@@ -1,0 +1,39 @@
+//! `--gpu`, `--cluster`, `--gpus`: hardware of the catalogue, by name.
+
+use crate::failure::Failure;
+use lockstep_config::nearest;
+use lockstep_ir::units::thousands;
+use lockstep_sim::Hardware;
+
+/// What was named; none where nothing was. A GPU alone is on nodes of which nothing is known.
+pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Result<Option<Hardware>, Failure> {
+    let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
+    let catalogue = lockstep_train::catalogue()?;
+    let unknown = |option: &str, name: &str, known: Vec<&str>| {
+        let near = nearest(name, known.iter().copied());
+        let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));
+        let list = known.join(", ");
+        request(format!("{option} {name} is not in the catalogue"), &format!("{guess}it has {list}"))
+    };
+    if let Some(name) = gpu {
+        let known = || catalogue.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
+        let gpu = catalogue.gpu(name).ok_or_else(|| unknown("--gpu", name, known()))?;
+        return Ok(Some(Hardware::assumed(gpu)));
+    }
+    let Some(name) = cluster else { return Ok(None) };
+    let known = || catalogue.clusters.iter().map(|cluster| cluster.name.as_str()).collect();
+    let found = catalogue.hardware(name).ok_or_else(|| unknown("--cluster", name, known()))?;
+    let all = found.cluster.nodes.map(|nodes| nodes * found.cluster.gpus_per_node);
+    match (gpus, all) {
+        (Some(gpus), Some(all)) if gpus > all as u64 => {
+            let text = format!("--gpus {gpus}: {name} has {} GPUs", thousands(all as u64));
+            Err(request(text, &format!("give at most {all}")))
+        }
+        _ => Ok(Some(found)),
+    }
+}
+
+/// As people write it: `H100 80GB in JUPITER Booster`.
+pub fn label(hardware: &Hardware) -> String {
+    format!("{} in {}", hardware.gpu.label(), hardware.cluster.label)
+}

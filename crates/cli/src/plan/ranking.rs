@@ -1,0 +1,183 @@
+//! The best layouts as tables, and the keys of the first.
+
+use crate::hardware;
+use crate::table::{table, wrapped};
+use lockstep_ir::program::Class;
+use lockstep_ir::units::{self, thousands};
+use lockstep_plan::{RankedLayout, SearchResult};
+use lockstep_sim::Hardware;
+use serde_json::{Value, json};
+
+/// What is shown of a search.
+pub(super) struct Ranking {
+    result: SearchResult,
+    hardware: Hardware,
+    gpus: usize,
+    tokens: Option<u64>,
+    /// Of a GPU-hour.
+    price: Option<f64>,
+}
+
+/// What a whole run takes.
+struct Run {
+    days: f64,
+    gpu_hours: f64,
+    cost: Option<f64>,
+}
+
+impl Ranking {
+    pub(super) fn new(
+        result: SearchResult,
+        hardware: &Hardware,
+        gpus: usize,
+        tokens: Option<u64>,
+        price: Option<f64>,
+    ) -> Self {
+        Self { result, hardware: hardware.clone(), gpus, tokens, price }
+    }
+
+    fn run(&self, layout: &RankedLayout) -> Option<Run> {
+        let seconds = self.tokens? as f64 / layout.evaluated.forecast.tokens_per_s;
+        let gpu_hours = seconds * self.gpus as f64 / 3600.0;
+        Some(Run { days: seconds / 86_400.0, gpu_hours, cost: self.price.map(|price| price * gpu_hours) })
+    }
+
+    pub(super) fn as_json(&self) -> Value {
+        let layouts: Vec<Value> = self.result.best.iter().map(|layout| self.layout_json(layout)).collect();
+        json!({
+            "gpus": self.gpus,
+            "gpu": self.hardware.gpu.name,
+            "cluster": self.hardware.cluster,
+            "unverified": self.hardware.unverified(),
+            "fixed_by_the_config": self.result.fixed,
+            "counts": self.result.counts,
+            "layouts": layouts,
+        })
+    }
+
+    fn layout_json(&self, layout: &RankedLayout) -> Value {
+        let RankedLayout { choice, evaluated } = layout;
+        let keys: serde_json::Map<String, Value> = keys(layout).into_iter().map(|(k, v)| (k.into(), v)).collect();
+        json!({
+            "layout": choice.layout.to_string(),
+            "micro_batch": choice.micro_batch,
+            "micro_batches": choice.layout.micro_batches,
+            "recompute": choice.recompute,
+            "gradients": choice.gradients,
+            "keys": keys,
+            "memory": evaluated.memory(),
+            "forecast": evaluated.forecast,
+            "run": self.run(layout).map(|run| json!({
+                "tokens": self.tokens, "days": run.days, "gpu_hours": run.gpu_hours, "cost": run.cost,
+            })),
+        })
+    }
+
+    pub(super) fn as_text(&self) -> String {
+        let mut text = wrapped(&format!("{} × {}", thousands(self.gpus as u64), hardware::label(&self.hardware)), "  ");
+        let counts = self.result.counts;
+        text.push_str(&wrapped(
+            &format!(
+                "{} layouts divide model, batch and GPUs; {} were compiled and simulated",
+                thousands(counts.legal),
+                thousands(counts.compiled)
+            ),
+            "  ",
+        ));
+        if !self.result.fixed.is_empty() {
+            text.push_str(&wrapped(&format!("fixed by the config: {}", self.result.fixed.join(", ")), "  "));
+        }
+        text.push_str("\nthe fastest layouts\n");
+        for (i, layout) in self.result.best.iter().enumerate() {
+            text.push_str(&wrapped(&format!("  {:>2}  {}", i + 1, layout.choice), "      "));
+        }
+        text.push('\n');
+        text.push_str(&self.figures());
+        if let Some(best) = self.result.best.first() {
+            text.push_str(&self.best(best));
+        }
+        let unverified = self.hardware.unverified();
+        if !unverified.is_empty() {
+            let list = format!("unverified figures of the catalogue: {}", unverified.join(", "));
+            text.push_str(&wrapped(&list, "  "));
+        }
+        text
+    }
+
+    fn figures(&self) -> String {
+        let percent = |share: f64| format!("{:.1}%", 100.0 * share);
+        let row = |(i, layout): (usize, &RankedLayout)| {
+            let f = &layout.evaluated.forecast;
+            let mut row = vec![
+                (i + 1).to_string(),
+                units::bytes(f.memory_bytes),
+                seconds(f.step_s),
+                thousands(f.tokens_per_s as u64),
+                percent(f.mfu),
+                percent(f.exposed_communication_s / f.step_s),
+                percent(f.bubble),
+            ];
+            if let Some(run) = self.run(layout) {
+                row.extend([format!("{:.1}", run.days), thousands(run.gpu_hours as u64)]);
+                row.extend(run.cost.map(|cost| thousands(cost as u64)));
+            }
+            row
+        };
+        let mut header = vec!["", "memory", "step", "tokens/s", "MFU", "~exposed", "bubble"];
+        if self.tokens.is_some() {
+            header.extend(["days", "GPU-hours"]);
+            header.extend(self.price.map(|_| "cost"));
+        }
+        table(&header, &self.result.best.iter().enumerate().map(row).collect::<Vec<_>>())
+    }
+
+    /// Memory of the best, and its keys.
+    fn best(&self, layout: &RankedLayout) -> String {
+        let memory = layout.evaluated.memory();
+        let row = |c: &Class| vec![c.name().to_owned(), units::bytes(memory.classes[c.name()])];
+        let mut rows: Vec<Vec<String>> = Class::ALL.iter().map(row).collect();
+        rows.push(vec!["total".into(), units::bytes(memory.total_bytes)]);
+        let mut text =
+            format!("\nmemory of the first, on the rank that needs most\n{}", table(&["class", "size"], &rows));
+        text.push_str("\nits keys in run.toml\n");
+        let mut table = "";
+        for (key, value) in keys(layout) {
+            let (of, name) = key.split_once('.').unwrap_or(("", key));
+            if of != table {
+                text.push_str(&format!("  [{of}]\n"));
+                table = of;
+            }
+            text.push_str(&format!("  {name} = {value}\n"));
+        }
+        text
+    }
+}
+
+/// The keys that make a config this layout, with their values.
+pub(super) fn keys(layout: &RankedLayout) -> Vec<(&'static str, Value)> {
+    use lockstep_ir::MeshAxis;
+    let choice = &layout.choice;
+    let size = |axis: MeshAxis| json!(choice.layout.mesh.size(axis));
+    let l = &choice.layout;
+    vec![
+        ("train.micro_batch", json!(choice.micro_batch)),
+        ("precision.gradients", json!(choice.gradients)),
+        ("parallel.dp", size(MeshAxis::DpShard)),
+        ("parallel.dp_replicate", size(MeshAxis::DpReplicate)),
+        ("parallel.cp", size(MeshAxis::Cp)),
+        ("parallel.context", json!(l.context.name())),
+        ("parallel.tp", size(MeshAxis::Tp)),
+        ("parallel.pp", size(MeshAxis::Pp)),
+        ("parallel.zero", json!(l.zero)),
+        ("parallel.reshard_after_forward", json!(l.reshard_after_forward)),
+        ("parallel.sequence_parallel", json!(l.sequence_parallel)),
+        ("parallel.schedule", json!(l.schedule.name())),
+        ("parallel.virtual", json!(l.chunks)),
+        ("recompute.policy", json!(choice.recompute)),
+    ]
+}
+
+/// Three digits: `1.23 s`, `45.6 ms`.
+pub(super) fn seconds(seconds: f64) -> String {
+    crate::explain::exact(seconds)
+}

@@ -1,0 +1,103 @@
+//! One config, compiled and simulated: what layouts are compared by.
+
+use crate::plan::{hardware_flops, prepare, settle_policy};
+use crate::{Machine, PlanError};
+use lockstep_compile::{Estimator, Recompute};
+use lockstep_config::Config;
+use lockstep_ir::account::{self, MemoryBreakdown};
+use lockstep_ir::{DType, Layout, StepProgram};
+use lockstep_sim::{Asked, Constants, Forecast, Framework, Hardware, MachineProfile, SimError, Workload};
+
+/// What steps are timed by.
+#[derive(Clone, Copy, Debug)]
+pub enum Rates<'a> {
+    /// GPUs of the catalogue, with the constants of the cost model.
+    Catalogue(&'a Hardware),
+    /// What was measured on a machine.
+    Measured(&'a MachineProfile),
+}
+
+impl Rates<'_> {
+    /// The forecast of an entry of programs, each rank of which has so many threads.
+    pub fn forecast(
+        &self,
+        programs: &[StepProgram],
+        asked: &Asked,
+        ranks: usize,
+        threads: usize,
+    ) -> Result<Forecast, SimError> {
+        let framework = Framework::lockstep();
+        let work = Workload::new(programs, StepProgram::TRAIN, &framework)?;
+        match self {
+            Rates::Catalogue(hardware) => {
+                let terms = Constants::builtin().terms(&framework, hardware);
+                work.on(hardware, &framework).forecast(asked, hardware, &terms)
+            }
+            Rates::Measured(profile) => {
+                let measured = profile.measured(ranks, threads).ok_or_else(|| SimError::File {
+                    file: format!("{}.toml", profile.name),
+                    reason: "it has no [[setting]]".into(),
+                    hint: "measure again: lockstep bench --save NAME".into(),
+                })?;
+                let hardware = measured.setting.hardware(&profile.name);
+                let placed = work.measured(&measured, &framework).0;
+                placed.forecast(asked, &hardware, &measured.setting.terms())
+            }
+        }
+    }
+}
+
+/// A config as its programs would run: bytes to the byte, time as the simulator says.
+#[derive(Clone, Debug)]
+pub struct Evaluated {
+    /// How the work is split.
+    pub layout: Layout,
+    /// What is recomputed in backward: under a budget, what that allows.
+    pub recompute: Recompute,
+    /// Elements of all parameters.
+    pub parameters: u64,
+    /// Tokens of one step.
+    pub tokens_per_step: u64,
+    /// Model FLOPs of one step, on all ranks.
+    pub model_flops: f64,
+    /// The type that matmuls compute in.
+    pub compute: DType,
+    /// Bytes by class, layer and moment of a rank of each pipeline stage.
+    pub stages: Vec<MemoryBreakdown>,
+    /// How long a step takes.
+    pub forecast: Forecast,
+}
+
+impl Evaluated {
+    /// Bytes of the rank that needs most.
+    pub fn memory(&self) -> &MemoryBreakdown {
+        let largest = self.stages.iter().max_by_key(|stage| stage.total_bytes);
+        largest.unwrap_or_else(|| unreachable!("a program has a stage"))
+    }
+}
+
+/// Compiles a config and simulates a step of it. The programs are those that [`crate::plan`] makes, which also verifies them.
+pub fn evaluate(machine: &dyn Machine, config: &Config, rates: Rates) -> Result<Evaluated, PlanError> {
+    let (forward, mut context, threads) = prepare(machine, config, lockstep_model::build_form)?;
+    settle_policy(config, &forward, &mut context)?;
+    let estimator = Estimator::new(&forward, &context)?;
+    let programs = estimator.programs(context.recompute.clone())?;
+    let micro_batches = context.layout.micro_batches as f64;
+    let asked = Asked {
+        tokens: (config.batches().largest() * config.train.seq) as u64,
+        model_flops: estimator.model_flops()?.model as f64 * micro_batches,
+        hardware_flops: hardware_flops(&programs)? as f64,
+        compute: context.precision.compute,
+    };
+    let forecast = rates.forecast(&programs, &asked, context.layout.mesh.ranks(), threads)?;
+    Ok(Evaluated {
+        layout: context.layout,
+        recompute: context.recompute,
+        parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
+        tokens_per_step: asked.tokens,
+        model_flops: asked.model_flops,
+        compute: asked.compute,
+        stages: programs.iter().map(account::memory).collect(),
+        forecast,
+    })
+}

@@ -1,0 +1,20 @@
+//! What the keys of metrics mean.
+
+/// The unit of a metric; empty for what has none or is not known.
+pub fn unit(key: &str) -> &'static str {
+    match key.split('/').next().unwrap_or(key) {
+        "loss" | "val_loss" => "nats per token",
+        "step_s" | "rank_busy_s" => "s",
+        "tokens" | "critical_batch_tokens" => "tokens",
+        "tokens_per_s" => "tokens/s",
+        "mfu" => "share of peak",
+        "noise_scale" => "sequences",
+        key if key.ends_with("_bytes") => "bytes",
+        key if key.ends_with("_w") => "W",
+        key if key.ends_with("_c") => "°C",
+        key if key.ends_with("_mhz") => "MHz",
+        key if key.ends_with("_percent") => "%",
+        key if key.ends_with("_s") => "s",
+        _ => "",
+    }
+}
