@@ -29,10 +29,11 @@ pub fn latest(dir: &Path) -> Result<LatestCheckpoint, CheckpointError> {
 /// As [`latest`]; and where there is another place, one that cannot be read gives a warning instead of an error.
 pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint, CheckpointError> {
     let mut passed_over = Vec::new();
-    let mut found = Vec::new();
+    let (mut found, mut aside) = (Vec::new(), Vec::new());
     for (place, dir) in places.iter().enumerate() {
         match list(dir) {
             Ok(there) => found.extend(there.into_iter().map(|(step, path)| (step, place, path))),
+            Err(error) if place > 0 => aside.push(format!("the mirror cannot be read: {}", first_line(&error))),
             Err(error) if places.len() > 1 => passed_over.push((u64::MAX, first_line(&error))),
             Err(error) => return Err(error),
         }
@@ -77,7 +78,7 @@ pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint, CheckpointError
     {
         passed_over.push((0, format!("{} has no checkpoint as new as the mirror's", places[0].display())));
     }
-    let warnings = passed_over.into_iter().map(|(_, cause)| format!("{cause}; {instead}")).collect();
+    let warnings = passed_over.into_iter().map(|(_, cause)| format!("{cause}; {instead}")).chain(aside).collect();
     Ok(LatestCheckpoint { loaded: loaded.map(|(checkpoint, _)| checkpoint), warnings })
 }
 

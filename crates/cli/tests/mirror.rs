@@ -162,3 +162,19 @@ fn checkpoints_are_verified_and_shown() {
     let text = place.fails(2, &["checkpoint", "verify", "corpus"]);
     assert!(text.starts_with("error: corpus holds no checkpoint\nhint: "), "{text}");
 }
+
+/// `bench/save.sh` holds the times of 1 GB against each other.
+#[test]
+fn the_bench_of_checkpoints_tells_what_steps_wait_for() {
+    let place = Place::new();
+    let args =
+        ["bench", "checkpoint", "--size", "2MB", "--ranks", "2", "--rounds", "1", "--disk", ".", "--format", "json"];
+    let bench: Value = serde_json::from_str(&place.ok(&args)).unwrap();
+    assert_eq!(bench["bytes"], bench["snapshot_bytes"]);
+    assert!(bench["bytes"].as_u64().unwrap() >= 2_000_000);
+    for key in ["copy_s", "stall_s", "background_s", "synchronous_s", "step_s", "step_while_saving_s"] {
+        assert!(bench[key].as_f64().unwrap() > 0.0, "{key}");
+    }
+    // It leaves nothing behind.
+    assert!(fs::read_dir(place.path("")).unwrap().all(|e| !e.unwrap().file_name().to_string_lossy().contains("bench")));
+}
