@@ -61,6 +61,9 @@ fn a_checkpoint_comes_when_the_time_has_passed() {
     assert_eq!(steps(&place, "run/checkpoints"), (1..=20).collect::<Vec<_>>());
 }
 
+/// What is done to a run directory, its name, and the warning that comes of it.
+type Harm<'a> = (&'a str, &'a dyn Fn(&str), &'a str);
+
 /// The first place damaged in every way: the mirror takes over, and the bits are those of a run that nobody disturbed.
 #[test]
 fn the_mirror_takes_over_where_the_first_place_is_gone_damaged_or_cannot_be_written() {
@@ -100,7 +103,7 @@ fn the_mirror_takes_over_where_the_first_place_is_gone_damaged_or_cannot_be_writ
         delete(dir);
         fs::write(place.path(dir).join("checkpoints"), "in the way").unwrap();
     };
-    let harm: [(&str, &dyn Fn(&str), &str); 3] = [
+    let harm: [Harm; 3] = [
         ("truncated", &truncate, "warning: checkpoint step 15 is damaged (model.safetensors: "),
         ("deleted", &delete, "has no checkpoint as new as the mirror's"),
         ("unwritable", &replace, "warning: cannot list "),
