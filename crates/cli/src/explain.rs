@@ -21,8 +21,8 @@ use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{StepProgram, units};
-use lockstep_plan::{Plan, PlanError, Verdict, account, plan, planned_timeline};
-use lockstep_train::Devices;
+use lockstep_plan::{Plan, PlanError, Rates, Verdict, WaysToFit, account, plan, planned_timeline, ways_to_fit};
+use lockstep_train::{Devices, machine_profile};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -74,7 +74,19 @@ pub fn run(args: Args) -> Result<(), Failure> {
         return shown.print(args.format);
     }
     let plan = plan(&devices, &config)?;
-    let verdict = room.map(|room| room.verdict(&plan.stages, plan.layout.mesh.ranks()));
+    let verdict = room.as_ref().map(|room| room.verdict(&plan.stages, plan.layout.mesh.ranks()));
+    let ways = match (&verdict, &room) {
+        (Some(verdict), Some(room)) if !verdict.fits => {
+            let profile = if hardware.is_none() { machine_profile(&devices, &plan)? } else { None };
+            let rates = match (&hardware, &profile) {
+                (Some(hardware), _) => Some(Rates::Catalogue(hardware)),
+                (None, Some(profile)) => Some(Rates::Measured(profile)),
+                (None, None) => None,
+            };
+            Some(ways_to_fit(&devices, &config, room, rates)?)
+        }
+        _ => None,
+    };
     let program = plan.program();
     let ops = match program.entry(StepProgram::TRAIN) {
         Some(entry) => ops(program, entry).map_err(PlanError::from)?,
@@ -122,10 +134,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
             value["cost"] = json!(cost.map(|c| c.as_json()));
             value["forecast"] = json!(predicted.as_ref().map(forecast::Predicted::as_json));
             value["fits"] = json!(verdict);
+            value["ways_to_fit"] = json!(ways);
             writeln!(out, "{value:#}")?;
         }
         Format::Text => {
-            write!(out, "{}", as_text(&config, &plan, &ops, verdict.as_ref()))?;
+            write!(out, "{}", as_text(&config, &plan, &ops, verdict.as_ref(), ways.as_ref()))?;
             write!(out, "{}", account::as_text(&account))?;
             write!(out, "{}", predicted.as_ref().map_or(String::new(), |p| p.as_text(&plan)))?;
             write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
@@ -174,7 +187,13 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
     })
 }
 
-fn as_text(config: &Config, plan: &Plan, ops: &[OpCost], verdict: Option<&Verdict>) -> String {
+fn as_text(
+    config: &Config,
+    plan: &Plan,
+    ops: &[OpCost],
+    verdict: Option<&Verdict>,
+    ways: Option<&WaysToFit>,
+) -> String {
     let (model, train) = (&config.model, &config.train);
     let per_token = |flops: u128| units::flops(flops as f64 / plan.tokens_per_step as f64);
     let flops = plan.step_flops;
@@ -214,6 +233,7 @@ fn as_text(config: &Config, plan: &Plan, ops: &[OpCost], verdict: Option<&Verdic
             "  ",
         ),
         verdict.map_or(String::new(), |v| format!("{}\n", style::verdict(v.fits, &v.to_string()))),
+        ways.map_or(String::new(), |ways| ways.to_string().lines().map(|line| wrapped(line, "    ")).collect()),
         format!("{}\n", ramp_text(config)),
         match plan.layout.mesh.ranks() {
             1 => memory(&plan.memory),

@@ -1,23 +1,34 @@
 //! `lockstep plan`: the fastest layouts of a run on some GPUs, and what they cost.
 
+mod budget;
+mod measure;
 mod ranking;
+mod saves;
+mod walk;
 
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::table::wrapped;
 use crate::{ConfigArgs, Format, hardware};
 use lockstep_config::count;
 use lockstep_exec::cpu;
 use lockstep_plan::{Room, SearchRequest, Target, search};
 use lockstep_train::Devices;
+use serde_json::json;
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 #[derive(clap::Args)]
 pub struct Args {
-    #[command(flatten)]
-    config: ConfigArgs,
+    /// Config file.
+    #[arg(value_name = "RUN.TOML", required_unless_present = "budget")]
+    config: Option<PathBuf>,
+    /// Override a key: --set train.steps=100.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
     /// The accelerator to plan for: a100, h100, … (any wrong name lists them).
-    #[arg(long, value_name = "NAME", conflicts_with = "cluster", required_unless_present = "cluster")]
+    #[arg(long, value_name = "NAME", conflicts_with = "cluster", required_unless_present_any = ["cluster", "budget", "measure"])]
     gpu: Option<String>,
     /// The cluster to plan for, with its GPUs, nodes and network: leonardo, lumi, … (any wrong name lists them).
     #[arg(long, value_name = "NAME")]
@@ -37,6 +48,22 @@ pub struct Args {
     /// Also search keys that the config gives: those of [parallel], train.micro_batch, recompute.policy and precision.gradients.
     #[arg(long)]
     free: bool,
+    /// Instead, walk the usual recipe step by step with the numbers of this model: global batch, what must be sharded, micro-batch,
+    /// recomputation, data-parallel ranks, accumulation.
+    #[arg(long, conflicts_with_all = ["budget", "measure"])]
+    recipe: bool,
+    /// Instead, run micro-batches and recompute policies for a few steps each on this machine, beside what was predicted.
+    #[arg(long, conflicts_with_all = ["budget", "gpu", "cluster", "gpus"])]
+    measure: bool,
+    /// Instead, show which model and how many tokens an amount of compute is best spent on: "2M GPU-hours", "500 GPU-days", "1e24 FLOPs".
+    #[arg(long, value_name = "AMOUNT", conflicts_with_all = ["config", "gpus", "tokens"])]
+    budget: Option<String>,
+    /// With --budget: the share of the accelerator's peak that model FLOPs reach; 0.4 if not given.
+    #[arg(long, value_name = "SHARE", requires = "budget")]
+    mfu: Option<f64>,
+    /// With --budget: the directory of a run that measured its gradient noise scale, for the batch that suits such a model.
+    #[arg(long, value_name = "DIR", requires = "budget")]
+    run: Option<PathBuf>,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -48,6 +75,18 @@ pub fn run(args: Args) -> Result<(), Failure> {
         return Err(request("--gpus 0 trains nothing".into(), "give a number from 1"));
     }
     let named = hardware::named(args.gpu.as_deref(), args.cluster.as_deref(), args.gpus)?;
+    if let Some(text) = &args.budget {
+        let budget = budget::Budget::parse(text, args.mfu, named.as_ref())?;
+        return budget.show(args.run.as_deref(), args.format);
+    }
+    let config = args.config.clone().ok_or_else(|| request("plan needs a config".into(), "name one: run.toml"))?;
+    let config_args = ConfigArgs { config, set: args.set.clone() };
+    if args.measure {
+        let config = config_args.load()?;
+        let devices = Devices::of(&config);
+        let room = devices.room(&config);
+        return measure::show(&config_args, &devices, &config, room.as_ref(), args.format);
+    }
     let found = named.ok_or_else(|| request("plan needs to know for what".into(), "add --cluster or --gpu"))?;
     let tokens =
         match &args.tokens {
@@ -56,10 +95,13 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T")
             })?),
         };
-    let config = Target::on_gpus(args.config.load()?);
+    let config = Target::on_gpus(config_args.load()?);
     let gpus = args.gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
     let devices = Devices::of(&config);
     let room = Room::of(&found.gpu);
+    if args.recipe {
+        return walk::show(&devices, &config, &found, &room, gpus, tokens, args.format);
+    }
     let asked = SearchRequest {
         machine: &devices,
         config: &config,
@@ -76,11 +118,20 @@ pub fn run(args: Args) -> Result<(), Failure> {
         progress.work("layouts compiled", done as u64, total as u64, |n| n.to_string());
     });
     progress.lock().unwrap_or_else(PoisonError::into_inner).clear();
-    let ranking = ranking::Ranking::new(result?, &found, gpus, tokens, args.price);
+    let result = result?;
+    let saves = result.best.first().map(|best| saves::Saves::new(&config, &best.evaluated, &found, gpus));
+    let ranking = ranking::Ranking::new(result, &found, gpus, tokens, args.price);
     let mut out = std::io::stdout().lock();
     match args.format {
-        Format::Json => writeln!(out, "{:#}", ranking.as_json())?,
-        Format::Text => write!(out, "{}", ranking.as_text())?,
+        Format::Json => {
+            let mut value = ranking.as_json();
+            value["checkpoint"] = json!(saves.map(|saves| saves.as_json()));
+            writeln!(out, "{value:#}")?;
+        }
+        Format::Text => {
+            write!(out, "{}", ranking.as_text())?;
+            write!(out, "{}", saves.map_or(String::new(), |saves| wrapped(&saves.as_text(), "  ")))?;
+        }
     }
     Ok(())
 }

@@ -48,3 +48,125 @@ fn a_wrong_request_is_refused_with_what_would_do() {
     let error = place.fails(2, &["plan", "run.toml", "--gpu", "h100", "--gpus", "8", "--tokens", "many"]);
     assert!(error.contains("--tokens many is not a count"), "{error}");
 }
+
+#[test]
+fn the_recipe_comes_to_1024_sequences_as_2_times_128_ranks_times_4_steps() {
+    let place = Place::new();
+    place.config("[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 4096\nglobal_batch = 1024\n");
+    let args = ["--recipe", "--gpu", "h100", "--gpus", "128", "--tokens", "15T"];
+    let found = json(&place, &args);
+    let chosen = &found["sizes"][found["chosen"].as_u64().unwrap() as usize];
+    assert_eq!((chosen["micro_batch"].as_u64(), found["data_parallel"].as_u64()), (Some(2), Some(128)), "{found}");
+    assert_eq!(found["accumulation"], 4);
+    // The largest of each policy is followed by the first that does not fit, and the chosen is the fastest that does.
+    let sizes = found["sizes"].as_array().unwrap();
+    let speed = |size: &Value| size["tokens_per_s_per_gpu"].as_f64().unwrap();
+    assert!(sizes.iter().filter(|s| s["fits"] == true).all(|s| speed(s) <= speed(chosen)), "{found}");
+    assert!(sizes.iter().any(|s| s["fits"] == false));
+    let text = place.ok(&[&["plan", "run.toml"], &args[..]].concat());
+    for part in
+        ["1,024 = 2 · 128 · 4", "4,194,304 tokens = 1,024 sequences", "zero=1", "tp, then pp, then cp", "GPU-days"]
+    {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    // What does not fit however it is sharded is said with the bytes.
+    let error = place.fails(2, &["plan", "run.toml", "--recipe", "--gpu", "h100", "--gpus", "1"]);
+    assert!(
+        error.contains("one sequence with full recomputation needs ") && error.contains("hint: give more GPUs"),
+        "{error}"
+    );
+    let error = place.fails(2, &["plan", "run.toml", "--recipe", "--gpu", "h100", "--gpus", "7"]);
+    assert!(error.contains("no layout of 7 GPUs divides train.global_batch = 1024"), "{error}");
+}
+
+#[test]
+fn the_last_line_says_how_often_to_save() {
+    let place = Place::new();
+    place.config(SMALL);
+    let args = ["--gpu", "h100", "--gpus", "8", "--top", "1"];
+    let found = &json(&place, &args)["checkpoint"];
+    assert!(found["every_steps"].as_u64() > Some(0) && found["lost"].as_f64() < Some(0.1), "{found}");
+    assert!(found["failure_rate"]["source"].as_str().unwrap().contains("Llama 3"), "{found}");
+    let text = place.ok(&[&["plan", "run.toml"], &args[..]].concat());
+    assert!(text.contains("\ncheckpoint.every = "), "{text}");
+}
+
+#[test]
+fn a_budget_buys_a_model_and_tokens() {
+    let place = Place::new();
+    let ask = |args: &[&str]| -> Value {
+        serde_json::from_str(&place.ok(&[&["plan", "--format", "json", "--budget"], args].concat())).unwrap()
+    };
+    let found = ask(&["5.76e23 FLOPs"]);
+    let choices = found["choices"].as_array().unwrap();
+    let parameters = |i: usize| choices[i]["parameters"].as_f64().unwrap();
+    // Chinchilla's own budget: 63 to 73 billion parameters by either.
+    assert!((60e9..75e9).contains(&parameters(0)) && (60e9..75e9).contains(&parameters(1)), "{found}");
+    let losses: Vec<f64> = choices.iter().map(|c| c["loss_above_best"].as_f64().unwrap()).collect();
+    assert!(losses.iter().all(|loss| *loss >= -1e-12) && losses[5] > losses[3], "{losses:?}");
+    let hours = ask(&["1M GPU-hours", "--gpu", "a100", "--mfu", "0.5"]);
+    assert!((hours["flops"].as_f64().unwrap() / (1e6 * 3600.0 * 312e12 * 0.5) - 1.0).abs() < 1e-9, "{hours}");
+    for (args, part) in [
+        (&["lots"][..], "is no amount"),
+        (&["3 apples"], "is no unit of compute"),
+        (&["3 GPU-days"], "hint: add --cluster or --gpu"),
+        (&["3 GPU-days", "--gpu", "h100", "--mfu", "4"], "--mfu 4 is no share"),
+        (&["1e20 FLOPs", "--run", "nowhere"], "hint: name the directory of a run"),
+    ] {
+        let error = place.fails(2, &[&["plan", "--budget"], args].concat());
+        assert!(error.contains(part), "{part}\n{error}");
+    }
+}
+
+#[test]
+fn the_noise_of_a_run_suggests_a_batch_ramp() {
+    let place = Place::new();
+    let dir = place.path("noisy");
+    std::fs::create_dir(&dir).unwrap();
+    std::fs::write(dir.join("run.toml"), SMALL).unwrap();
+    // Noise that grows with the root of the tokens: 64 sequences after 1,024 steps of 32,768 tokens.
+    let line = |step: u64| {
+        let tokens = step * 32_768;
+        let (loss, noise) = (4.0 / (step as f64).powf(0.05), 2.0 * (step as f64).sqrt());
+        format!(
+            "{{\"step\":{step},\"tokens\":{tokens},\"loss\":{loss},\"grad_norm\":1.0,\"lr\":1e-3,\"step_s\":1.0,\"tokens_per_s\":1.0,\
+             \"mfu\":0.1,\"arena_bytes\":1,\"noise_scale\":{noise}}}\n"
+        )
+    };
+    std::fs::write(dir.join("metrics.jsonl"), (1..=1024).map(line).collect::<String>()).unwrap();
+    let args = ["plan", "--budget", "1e18 FLOPs", "--run", "noisy"];
+    let found: Value = serde_json::from_str(&place.ok(&[&args[..], &["--format", "json"]].concat())).unwrap();
+    let noise = &found["noise"];
+    assert!((noise["over_tokens"]["exponent"].as_f64().unwrap() - 0.5).abs() < 1e-6, "{noise}");
+    assert_eq!(
+        (noise["noise_scale_sequences"].as_f64(), noise["critical_batch_tokens"].as_f64()),
+        (Some(64.0), Some(65536.0))
+    );
+    // Twice the batch of 32 at the tokens of step 1,024.
+    assert_eq!(
+        (noise["batch_ramp"][0]["tokens"].as_u64(), noise["batch_ramp"][0]["sequences"].as_u64()),
+        (Some(33_600_000), Some(64))
+    );
+    let text = place.ok(&args);
+    assert!(text.contains("train.batch_ramp = [{ tokens =") || text.contains("train.batch_ramp ="), "{text}");
+}
+
+#[test]
+fn candidates_are_run_on_this_machine() {
+    let place = Place::new();
+    let found: Value = serde_json::from_str(&place.ok(&[
+        "plan",
+        "run.toml",
+        "--measure",
+        "--format",
+        "json",
+        "--set",
+        "train.global_batch=1",
+    ]))
+    .unwrap();
+    let candidates = found["candidates"].as_array().unwrap();
+    assert_eq!(candidates.len(), 3, "{found}");
+    let best = found["best"].as_u64().unwrap() as usize;
+    assert!(candidates.iter().all(|c| c["measured"].as_f64() <= candidates[best]["measured"].as_f64()), "{found}");
+    assert!(candidates.iter().all(|c| c["measured"].as_f64() > Some(0.0) && c["failed"].is_null()), "{found}");
+}

@@ -106,17 +106,59 @@ fn layouts_are_shown_side_by_side() {
 }
 
 #[test]
-fn a_run_that_does_not_fit_says_what_saves_memory() {
+fn a_run_that_does_not_fit_is_told_what_to_set() {
     let place = Place::new();
     let set = ["--set", "train.global_batch=4194304", "--set", "train.micro_batch=4194304"];
     let error = place.fails(2, &[&["train", "run.toml"], &set[..]].concat());
     for part in [
         "the step needs ",
-        "hint: each of these saves memory",
-        "train.micro_batch = ",
-        "precision.policy = \"bf16\"",
-        "recompute.policy = \"full\"",
+        "hint: the 3 cheapest changes that make it fit (time ",
+        "\n  train.micro_batch = ",
+        " saves ",
     ] {
         assert!(error.contains(part), "{part}\n{error}");
     }
+    // As explain says of a GPU that was named, with the time there.
+    let ranks = ["--set", "train.seq=16384", "--set", "train.global_batch=4096", "--set", "parallel.dp=4"];
+    let ranks = [&ranks[..], &["--set", "train.micro_batch=1024"]].concat();
+    let found = json(&place, &[&ranks[..], &["--gpu", "a100"]].concat());
+    let changes = found["ways_to_fit"]["changes"].as_array().unwrap();
+    assert_eq!(changes.len(), 3, "{found}");
+    for change in changes {
+        assert!(change["step_s"].as_f64() > Some(0.0) && change["slowdown"].as_f64() > Some(-0.9), "{change}");
+        let keys: Vec<String> = change["keys"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|key| key.as_str().unwrap().replacen(" = ", "=", 1))
+            .collect();
+        let set: Vec<&str> = keys.iter().flat_map(|key| ["--set", key]).collect();
+        let changed = json(&place, &[&ranks[..], &set, &["--gpu", "a100"]].concat());
+        assert_eq!(changed["fits"]["fits"], true, "{change}");
+        assert_eq!(changed["memory"]["total_bytes"], change["arena_bytes"], "{change}");
+    }
+    let text = place.ok(&[&["explain", "run.toml", "--gpu", "a100"], &ranks[..]].concat());
+    assert!(text.contains("(time predicted on A100 80GB"), "{text}");
+}
+
+#[test]
+fn the_interval_of_checkpoints_is_found_when_a_run_begins_and_measured_when_it_goes_on() {
+    let place = Place::new();
+    let run = |more: &[&str]| {
+        let set = ["train.steps=3", "optimizer.warmup_steps=2", "checkpoint.every=auto", "train.validate_every=0"];
+        let set: Vec<&str> = set.iter().flat_map(|key| ["--set", key]).collect();
+        let output = place.run(&[&["train", "run.toml", "--run-dir", "run"], &set[..], more].concat());
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{said}");
+        let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
+        let every = resolved.lines().find(|line| line.starts_with("every = ") && line.contains("# auto: ")).unwrap();
+        (said, every.to_owned())
+    };
+    let (said, every) = run(&[]);
+    assert!(said.contains("checkpoint.every = ") && said.contains("of the time lost"), "{said}");
+    assert!(every.contains("(predicted)") && every.contains("1 node (published)"), "{every}");
+    let events = std::fs::read_to_string(place.path("run/events.jsonl")).unwrap();
+    assert!(events.lines().any(|line| line.contains("\"checkpoint\"") && line.contains("\"stall_s\":")), "{events}");
+    let (_, every) = run(&["--change", "train.steps=5"]);
+    assert!(every.matches("(measured)").count() == 2, "{every}");
 }

@@ -13,7 +13,7 @@ use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
-use crate::value::CorpusConfig;
+use crate::value::{CorpusConfig, SaveEvery};
 use crate::words::{AttentionMethod, OptimizerName};
 use crate::written::Change;
 
@@ -21,6 +21,7 @@ use crate::written::Change;
 type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 
 const MICRO_BATCH: &str = "train.micro_batch";
+const CHECKPOINT_EVERY: &str = "checkpoint.every";
 
 impl Config {
     /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.
@@ -127,6 +128,14 @@ impl Config {
         let mut config = self.clone();
         config.train.micro_batch = sequences;
         config.provenance.origins.insert(MICRO_BATCH, Origin::Found(how.to_owned()));
+        config
+    }
+
+    /// The same run with the interval that `checkpoint.every = "auto"` found; `how` is its origin in [`Config::resolved_toml`].
+    pub fn with_checkpoint_every(&self, steps: u64, how: &str) -> Config {
+        let mut config = self.clone();
+        config.checkpoint.every = SaveEvery::Steps(steps);
+        config.provenance.origins.insert(CHECKPOINT_EVERY, Origin::Auto(how.to_owned()));
         config
     }
 

@@ -9,7 +9,7 @@ use crate::error::Problem;
 use crate::quantity::{self, Quantity};
 use crate::source::quoted;
 use crate::suggest;
-use crate::value::{CorpusConfig, GroupConfig, RopeScalingConfig, Value};
+use crate::value::{AUTO, CorpusConfig, GroupConfig, RopeScalingConfig, Value};
 
 /// The largest batch, in sequences.
 pub(crate) const MAX_BATCH: u64 = 1 << 32;
@@ -24,6 +24,8 @@ pub(crate) enum Kind {
     Integer(u64, u64),
     /// An integer or a string with a decimal suffix, both ends included.
     Count(u64, u64),
+    /// The same, or `"auto"`.
+    CountOrAuto(u64, u64),
     /// A number of sequences from 1, or a string that gives it in tokens.
     Sequences(u64),
     /// A string of a number and a unit of bytes.
@@ -184,6 +186,7 @@ impl Kind {
             Kind::Bool => "true or false".into(),
             Kind::Integer(..) => "integer".into(),
             Kind::Count(..) => "count".into(),
+            Kind::CountOrAuto(..) => "count, or \"auto\"".into(),
             Kind::Sequences(_) => "sequences, or \"N tokens\"".into(),
             Kind::Size => "bytes, such as \"4 GiB\"".into(),
             Kind::Float(bounds) => format!("number, {}", bounds.text),
@@ -226,11 +229,14 @@ impl Kind {
                 ))
             }
             (Kind::Bool, DeValue::Boolean(b)) => Ok(Value::Bool(*b)),
-            (Kind::Integer(min, max) | Kind::Count(min, max), DeValue::Integer(integer)) => {
-                bounded(integer_value(integer), *min, *max)
-            }
+            (
+                Kind::Integer(min, max) | Kind::Count(min, max) | Kind::CountOrAuto(min, max),
+                DeValue::Integer(integer),
+            ) => bounded(integer_value(integer), *min, *max),
+            (Kind::CountOrAuto(..), DeValue::String(text)) if text == AUTO => Ok(Value::Text(AUTO.into())),
             (Kind::Sequences(max), DeValue::Integer(integer)) => bounded(integer_value(integer), 1, *max),
-            (Kind::Count(min, max), DeValue::String(text)) => match quantity::parse(text) {
+            (Kind::Count(min, max) | Kind::CountOrAuto(min, max), DeValue::String(text)) => match quantity::parse(text)
+            {
                 Some(Quantity { number, unit: None }) => bounded(Some(number), *min, *max),
                 _ => Err(wrong_type()),
             },
@@ -284,6 +290,7 @@ impl Kind {
             Kind::Bool => "true or false",
             Kind::Integer(..) => "an integer",
             Kind::Count(..) => "a count",
+            Kind::CountOrAuto(..) => "a count or \"auto\"",
             Kind::Sequences(_) => "a number of sequences or tokens",
             Kind::Size => "a size",
             Kind::Float(_) => "a number",
@@ -304,6 +311,9 @@ impl Kind {
             Kind::Choice(words) => format!("choose one of {}", quote_list(words)),
             Kind::Bool => "write true or false, without quotes".into(),
             Kind::Integer(min, max) => format!("give an integer from {min} to {max}"),
+            Kind::CountOrAuto(min, max) => format!(
+                "give an integer from {min} to {max}, a string with a decimal suffix (K, M, B or T) such as \"2K\", or \"auto\""
+            ),
             Kind::Count(min, max) => format!(
                 "give an integer from {min} to {max}, or a string with a decimal suffix (K, M, B or T) such as \"2K\""
             ),

@@ -43,6 +43,8 @@ pub(crate) enum Origin {
     InitFrom,
     /// A default that was found when the machine was known; the text says how.
     Found(String),
+    /// What "auto" was found to be; the text says how.
+    Auto(String),
     Change {
         step: u64,
     },

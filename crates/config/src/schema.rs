@@ -9,8 +9,8 @@ use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset
 use crate::declare::Effect::{Changeable, Conduct, Trajectory};
 use crate::declare::{Key, name, tables};
 use crate::kind::Kind::{
-    Bool, Choice, Corpora, Count, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences, Size, Text,
-    Texts,
+    Bool, Choice, Corpora, Count, CountOrAuto, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences,
+    Size, Text, Texts,
 };
 use crate::kind::{
     BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, MODULES, NOT_NEGATIVE, OPS, PATHS,
@@ -21,7 +21,7 @@ use crate::origin::Provenance;
 use crate::presets;
 use crate::rules;
 use crate::stages;
-use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, Value};
+use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
     AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
@@ -346,9 +346,11 @@ tables! {
 
     /// What is saved.
     checkpoint: CheckpointConfig {
-        /// Steps from one checkpoint to the next; 0 saves only at the end and on interrupt.
-        every: u64 = Count(0, STEPS), Fixed("100"), Conduct,
-            finds ["save_steps", "save_interval", "checkpoint interval"];
+        /// Steps from one checkpoint to the next; 0 saves only at the end and on interrupt. "auto": as many as lose the least time to
+        /// failures and to saving, from the number of nodes, a published failure rate, and the times of a step and of a save, which a
+        /// run that is resumed has measured.
+        every: SaveEvery = CountOrAuto(0, STEPS), Fixed("100"), Conduct,
+            finds ["save_steps", "save_interval", "checkpoint interval", "Young", "Daly", "MTBF"];
         /// How many of the latest checkpoints stay on disk.
         keep: usize = Count(1, EXTENT), Fixed("3"), Conduct, finds ["save_total_limit", "keep_last"];
         /// Minutes after which a checkpoint is saved too, whatever step it is.

@@ -26,6 +26,18 @@ pub struct CorpusConfig {
     pub weight: f64,
 }
 
+/// What stands for a value that is found when a run begins.
+pub(crate) const AUTO: &str = "auto";
+
+/// Steps from one checkpoint to the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SaveEvery {
+    /// So many; with 0 none but the last is saved.
+    Steps(u64),
+    /// As many as lose the least time to failures and to saving, found when a run begins.
+    Auto,
+}
+
 /// A size in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bytes(pub u64);
@@ -174,6 +186,23 @@ field! {
     Vec<CorpusConfig>: Some(Value::Corpora(corpora)) => Some(corpora), this => Some(Value::Corpora(this.clone()));
     Vec<GroupConfig>: Some(Value::Groups(groups)) => Some(groups), this => Some(Value::Groups(this.clone()));
     RopeScalingConfig: Some(Value::RopeScaling(s)) => Some(s), this => Some(Value::RopeScaling(this.clone()));
+}
+
+impl Field for SaveEvery {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        match value {
+            Some(Value::Count(steps)) => Some(SaveEvery::Steps(steps)),
+            Some(Value::Text(word)) if word == AUTO => Some(SaveEvery::Auto),
+            _ => None,
+        }
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        match self {
+            SaveEvery::Steps(steps) => Some(Value::Count(*steps)),
+            SaveEvery::Auto => Some(Value::Text(AUTO.into())),
+        }
+    }
 }
 
 impl Field for Vec<usize> {

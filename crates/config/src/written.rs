@@ -144,6 +144,7 @@ impl Config {
             Some(Origin::Set) => "--set".into(),
             Some(Origin::InitFrom) => "train.init_from".into(),
             Some(Origin::Found(how)) => format!("default: {how}"),
+            Some(Origin::Auto(how)) => format!("auto: {how}"),
             Some(Origin::Change { step }) => format!("--change at step {step}"),
             Some(Origin::Default) | None => "default".into(),
         }

@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use lockstep_config::{Architecture, Change, Config, PrecisionPolicy, RopeScalingConfig, legal, presets, schema};
+use lockstep_config::{
+    Architecture, Change, Config, PrecisionPolicy, RopeScalingConfig, SaveEvery, legal, presets, schema,
+};
 use lockstep_ir::Layout;
 
 fn parse(text: &str) -> Config {
@@ -15,6 +17,19 @@ fn parse_set(text: &str, overrides: &[&str]) -> Config {
 }
 
 const TINY: &str = "[model]\npreset = \"llama-15m\"\n";
+
+#[test]
+fn the_interval_of_checkpoints_may_be_found_when_a_run_begins() {
+    let config = parse_set(TINY, &["checkpoint.every=auto"]);
+    assert_eq!(config.checkpoint.every, SaveEvery::Auto);
+    assert!(config.resolved_toml().contains("every = \"auto\"  # --set"));
+    let found = config.with_checkpoint_every(12, "12 steps of 1.0 s");
+    assert_eq!(found.checkpoint.every, SaveEvery::Steps(12));
+    assert!(found.resolved_toml().contains("every = 12  # auto: 12 steps of 1.0 s"), "{}", found.resolved_toml());
+    let error = Config::parse(&format!("{TINY}[checkpoint]\nevery = \"often\"\n"), "run.toml", &[]).unwrap_err();
+    assert!(error.to_string().contains("is not a count or \"auto\""), "{error}");
+    assert_eq!(parse_set(TINY, &["checkpoint.every=2K"]).checkpoint.every, SaveEvery::Steps(2000));
+}
 
 #[test]
 fn a_preset_alone_is_a_config() {
@@ -32,7 +47,7 @@ fn a_preset_alone_is_a_config() {
     assert_eq!(config.preset_of("train.seq"), Some("llama-3.2-1b"));
     assert_eq!((config.train.micro_batch, config.accumulation_steps()), (8, 1));
     assert_eq!((config.optimizer.lr, config.optimizer.warmup_steps), (3e-4, 100));
-    assert_eq!((config.checkpoint.every, config.checkpoint.keep), (100, 3));
+    assert_eq!((config.checkpoint.every, config.checkpoint.keep), (SaveEvery::Steps(100), 3));
     assert_eq!((config.data.tokenizer.as_str(), config.data.paths.len()), ("bytes", 0));
 }
 

@@ -1,4 +1,4 @@
-use crate::fit::Saving;
+use crate::WaysToFit;
 use lockstep_compile::CompileError;
 use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
@@ -23,7 +23,7 @@ pub enum PlanError {
         if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
         units::bytes(*available),
         breakdown(memory),
-        smaller(savings, *ranks)
+        ways.as_ref().map_or_else(|| "choose a smaller model, a shorter train.seq, or a machine with more memory".to_owned(), ToString::to_string)
     )]
     DoesNotFit {
         /// What it needs.
@@ -32,8 +32,8 @@ pub enum PlanError {
         ranks: usize,
         /// Bytes that are free.
         available: u64,
-        /// What would save some.
-        savings: Vec<Saving>,
+        /// What lets it fit, as far as that can be told.
+        ways: Option<Box<WaysToFit>>,
     },
     /// An op of `recompute.ops` makes nothing that could be recomputed.
     #[error(
@@ -160,19 +160,4 @@ impl From<TypeError> for PlanError {
 fn breakdown(memory: &MemoryBreakdown) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
-}
-
-fn smaller(savings: &[Saving], ranks: usize) -> String {
-    const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
-    if savings.is_empty() {
-        return LAST.to_owned();
-    }
-    let width = savings.iter().map(|saving| saving.change.len()).max().unwrap_or(0);
-    let line = |s: &Saving| {
-        let fits = if s.fits { ", and fits" } else { "" };
-        format!("\n  {:<width$}  saves {}{fits}", s.change, units::bytes(s.saved_bytes))
-    };
-    let each = if ranks > 1 { ", on the rank that needs most" } else { "" };
-    let none = if savings.iter().any(|saving| saving.fits) { String::new() } else { format!("\n  none fits: {LAST}") };
-    format!("each of these saves memory{each}:{}{none}", savings.iter().map(line).collect::<String>())
 }

@@ -6,7 +6,9 @@ use lockstep_compile::{Estimator, Recompute};
 use lockstep_config::Config;
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{DType, Layout, StepProgram};
-use lockstep_sim::{Asked, Constants, Forecast, Framework, Hardware, MachineProfile, SimError, Workload};
+use lockstep_sim::{
+    Asked, Constants, Forecast, Framework, Hardware, MachineProfile, MeasuredTimes, SimError, Workload,
+};
 
 /// What steps are timed by.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +20,30 @@ pub enum Rates<'a> {
 }
 
 impl Rates<'_> {
+    /// Seconds of a step of programs, each rank of which has so many threads.
+    pub(crate) fn step_s(self, programs: &[StepProgram], ranks: usize, threads: usize) -> Result<f64, SimError> {
+        let framework = Framework::lockstep();
+        let work = Workload::new(programs, StepProgram::TRAIN, &framework)?;
+        match self {
+            Rates::Catalogue(hardware) => {
+                work.on(hardware, &framework).price(&Constants::builtin().terms(&framework, hardware))
+            }
+            Rates::Measured(profile) => {
+                let measured = Self::setting(profile, ranks, threads)?;
+                work.measured(&measured, &framework).0.price(&measured.setting.terms())
+            }
+        }
+    }
+
+    /// What a profile has measured of so many ranks and threads.
+    fn setting(profile: &MachineProfile, ranks: usize, threads: usize) -> Result<MeasuredTimes<'_>, SimError> {
+        profile.measured(ranks, threads).ok_or_else(|| SimError::File {
+            file: format!("{}.toml", profile.name),
+            reason: "it has no [[setting]]".into(),
+            hint: "measure again: lockstep bench --save NAME".into(),
+        })
+    }
+
     /// The forecast of an entry of programs, each rank of which has so many threads.
     pub fn forecast(
         &self,
@@ -34,11 +60,7 @@ impl Rates<'_> {
                 work.on(hardware, &framework).forecast(asked, hardware, &terms)
             }
             Rates::Measured(profile) => {
-                let measured = profile.measured(ranks, threads).ok_or_else(|| SimError::File {
-                    file: format!("{}.toml", profile.name),
-                    reason: "it has no [[setting]]".into(),
-                    hint: "measure again: lockstep bench --save NAME".into(),
-                })?;
+                let measured = Self::setting(profile, ranks, threads)?;
                 let hardware = measured.setting.hardware(&profile.name);
                 let placed = work.measured(&measured, &framework).0;
                 placed.forecast(asked, &hardware, &measured.setting.terms())

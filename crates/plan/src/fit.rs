@@ -1,4 +1,4 @@
-//! What fits a memory: the default micro-batch, the largest one under every recompute policy, and what saves how many bytes.
+//! What fits a memory: the default micro-batch, the largest one under every recompute policy, layouts side by side.
 //! All of it is read off programs that are compiled for the purpose, as [`crate::account`] does.
 
 use crate::account::{Policy, policies_of};
@@ -6,7 +6,7 @@ use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::{Config, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_config::Config;
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
 use lockstep_sim::GpuSpec;
@@ -45,7 +45,7 @@ impl Room {
     }
 
     /// What a plan of these stages needs of it.
-    fn needs(&self, stages: &[MemoryBreakdown], ranks: usize) -> u64 {
+    pub(crate) fn needs(&self, stages: &[MemoryBreakdown], ranks: usize) -> u64 {
         let arenas = stages.iter().map(|stage| stage.total_bytes);
         match self.shared {
             true => arenas.map(|bytes| bytes * (ranks / stages.len().max(1)) as u64).sum(),
@@ -76,27 +76,27 @@ impl std::fmt::Display for Verdict {
 }
 
 /// Programs of a config that will not run.
-struct Estimate {
-    programs: Vec<StepProgram>,
-    stages: Vec<MemoryBreakdown>,
+pub(crate) struct Estimate {
+    pub programs: Vec<StepProgram>,
+    pub stages: Vec<MemoryBreakdown>,
 }
 
 impl Estimate {
     /// Under the config's own recompute policy.
-    fn of(machine: &dyn Machine, config: &Config) -> Result<Self, PlanError> {
+    pub(crate) fn of(machine: &dyn Machine, config: &Config) -> Result<Self, PlanError> {
         let (forward, mut context, _) = prepare(machine, config, lockstep_model::build_form)?;
         settle_policy(config, &forward, &mut context)?;
         Self::under(&Estimator::new(&forward, &context)?, context.recompute.clone())
     }
 
-    fn under(estimator: &Estimator, recompute: Recompute) -> Result<Self, PlanError> {
+    pub(crate) fn under(estimator: &Estimator, recompute: Recompute) -> Result<Self, PlanError> {
         let programs = estimator.programs(recompute)?;
         let stages = programs.iter().map(account::memory).collect();
         Ok(Self { programs, stages })
     }
 
     /// The largest arena of a rank.
-    fn arena(&self) -> u64 {
+    pub(crate) fn arena(&self) -> u64 {
         self.stages.iter().map(|stage| stage.total_bytes).max().unwrap_or(0)
     }
 }
@@ -111,7 +111,7 @@ fn fits(machine: &dyn Machine, config: &Config, room: &Room) -> Result<bool, Pla
 }
 
 /// The divisors of a number, from the largest.
-fn divisors(n: usize) -> Vec<usize> {
+pub(crate) fn divisors(n: usize) -> Vec<usize> {
     let small = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d));
     let mut all: Vec<usize> = small.flat_map(|d| [d, n / d]).collect();
     all.sort_unstable();
@@ -313,82 +313,6 @@ pub(crate) fn sent_bytes(program: &StepProgram) -> u64 {
     let entry = program.entry(StepProgram::TRAIN);
     let all = entry.map_or(Vec::new(), |entry| account::communication(program, entry));
     all.iter().map(|collective| collective.sent_bytes).sum()
-}
-
-/// A change of the config that saves memory.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Saving {
-    /// What to set.
-    pub change: String,
-    /// Bytes that the largest arena has less.
-    pub saved_bytes: u64,
-    /// Whether it fits then.
-    pub fits: bool,
-}
-
-/// What would save memory, each alone and then the strongest of each key together: only what applies to the config and saves something.
-pub(crate) fn savings(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Vec<Saving>, PlanError> {
-    let before = Estimate::of(machine, config)?.arena();
-    let ranks = config.layout().mesh.ranks();
-    let mut found = Vec::new();
-    let mut all = config.clone();
-    let saving = |change: String, changed: &Config| {
-        let estimate = Estimate::of(machine, changed).ok()?;
-        let saved_bytes = before.checked_sub(estimate.arena()).filter(|bytes| *bytes > 0)?;
-        Some(Saving { change, saved_bytes, fits: room.verdict(&estimate.stages, ranks).fits })
-    };
-    let mut consider = |change: String, changed: &Config| {
-        let saving = saving(change, changed);
-        let saves = saving.is_some();
-        found.extend(saving);
-        saves
-    };
-    if config.train.micro_batch > 1 {
-        let least = micro_batches(config).pop().unwrap_or(1);
-        let sequences = largest_divisor(machine, config, room)?.unwrap_or(least);
-        consider(format!("train.micro_batch = {sequences}"), &with_micro_batch(config, sequences));
-        all.train.micro_batch = least;
-    }
-    let stronger: &[RecomputePolicy] = match config.recompute.policy {
-        RecomputePolicy::None => &[RecomputePolicy::Selective, RecomputePolicy::Full],
-        RecomputePolicy::Selective | RecomputePolicy::List => &[RecomputePolicy::Full],
-        RecomputePolicy::Full | RecomputePolicy::EveryK | RecomputePolicy::Sqrt | RecomputePolicy::Budget => &[],
-    };
-    for policy in stronger {
-        let mut changed = config.clone();
-        (changed.recompute.policy, changed.recompute.ops) = (*policy, Vec::new());
-        if consider(format!("recompute.policy = \"{policy}\""), &changed) {
-            all.recompute = changed.recompute;
-        }
-    }
-    if config.precision.policy == PrecisionPolicy::Fp32 {
-        let mut changed = config.clone();
-        changed.precision.policy = PrecisionPolicy::Bf16;
-        if consider("precision.policy = \"bf16\"".into(), &changed) {
-            all.precision.policy = PrecisionPolicy::Bf16;
-        }
-    }
-    if config.parallel.dp > 1 {
-        for zero in config.parallel.zero + 1..=3 {
-            let mut changed = config.clone();
-            changed.parallel.zero = zero;
-            let legal = legal::check(&changed.layout(), &changed.extents()).is_empty();
-            if legal && consider(format!("parallel.zero = {zero}"), &changed) {
-                all.parallel.zero = zero;
-            }
-        }
-    }
-    if !config.parallel.reshard_after_forward {
-        let mut changed = config.clone();
-        changed.parallel.reshard_after_forward = true;
-        if consider("parallel.reshard_after_forward = true".into(), &changed) {
-            all.parallel.reshard_after_forward = true;
-        }
-    }
-    if found.len() > 1 {
-        found.extend(saving("the last of each key, together".into(), &all));
-    }
-    Ok(found)
 }
 
 #[cfg(test)]

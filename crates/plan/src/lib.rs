@@ -13,25 +13,32 @@ mod fit;
 mod formulas;
 mod forward;
 mod groups;
+pub mod laws;
 mod parallel;
 mod pipeline;
 mod plan;
 pub mod published;
+mod recipe;
+mod saves;
 mod search;
 mod snapshot;
 mod timeline;
+mod ways;
 
 pub use account::{Account, PolicyCost, ReshardCost, Scaling, account};
 pub use device::{Machine, Target};
 pub use error::{NoLayout, PlanError};
 pub use evaluate::{Evaluated, Rates, evaluate};
 pub use fit::{
-    LargestMicroBatch, LayoutCost, Room, Saving, Verdict, largest_micro_batches, layout_costs,
-    with_fitting_micro_batch, with_micro_batch,
+    LargestMicroBatch, LayoutCost, Room, Verdict, largest_micro_batches, layout_costs, with_fitting_micro_batch,
+    with_micro_batch,
 };
 pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
 pub use pipeline::pipeline_timeline;
-pub use plan::{Plan, plan, plan_measured, plan_with};
+pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
+pub use recipe::{Recipe, RecipeRung, RecipeSize, recipe};
+pub use saves::{FailureRate, SaveInterval, checkpoint_bytes};
 pub use search::{LayoutChoice, RankedLayout, SearchCounts, SearchRequest, SearchResult, search};
 pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};
+pub use ways::{FittingChange, MoreRanks, NearestMiss, WaysToFit, ways_to_fit};

@@ -1,6 +1,7 @@
 use crate::device::{Machine, Target, threads};
-use crate::fit::{Room, savings};
-use crate::{PlanError, groups};
+use crate::fit::Room;
+use crate::ways::ways_to_fit;
+use crate::{PlanError, Rates, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
 };
@@ -57,20 +58,22 @@ impl Plan {
         self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum()
     }
 
-    /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known.
+    /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known; `rates` say what changes that
+    /// let it fit would cost.
     pub fn require_memory(
         &self,
         machine: &dyn Machine,
         config: &Config,
         available: Option<u64>,
+        rates: Option<Rates<'_>>,
     ) -> Result<u64, PlanError> {
         let (ranks, total) = (self.layout.mesh.ranks(), self.arena_bytes());
         match available {
             Some(available) if total > available => {
                 let room = Room { bytes: available, shared: true, place: String::new() };
-                // What cannot be estimated saves nothing that is known.
-                let savings = savings(machine, config, &room).unwrap_or_default();
-                Err(PlanError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, savings })
+                // What cannot be estimated is no help.
+                let ways = ways_to_fit(machine, config, &room, rates).ok().map(Box::new);
+                Err(PlanError::DoesNotFit { memory: Box::new(self.memory.clone()), ranks, available, ways })
             }
             _ => Ok(total),
         }
@@ -144,6 +147,13 @@ pub(crate) fn prepare(
     let forward = build(&config.model, form)?;
     context.optimizer.groups = groups::resolve(config, &forward)?;
     Ok((forward, context, threads))
+}
+
+/// Elements of all parameters of a config's model.
+pub fn parameters(config: &Config) -> Result<u64, PlanError> {
+    let form = Form::Loss { batch: 1, seq: config.train.seq, context: config.train.seq, documents: false };
+    let forward = lockstep_model::build_form(&config.model, form)?;
+    Ok(forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum())
 }
 
 /// FLOPs that the hardware is asked for in a step, on all ranks.

@@ -75,8 +75,8 @@ fn all_that_is_shown_of_a_plan_needs_no_device() {
     assert!(rows.iter().all(|row| row.micro_batch.is_some()), "{rows:?}");
     let room = Room { bytes: planned.memory.total_bytes, shared: true, place: "here".into() };
     assert!(room.verdict(&planned.stages, 1).fits);
-    assert_eq!(planned.require_memory(&machine, &config, Some(room.bytes)).unwrap(), room.bytes);
-    let error = planned.require_memory(&machine, &config, Some(room.bytes - 1)).unwrap_err();
+    assert_eq!(planned.require_memory(&machine, &config, Some(room.bytes), None).unwrap(), room.bytes);
+    let error = planned.require_memory(&machine, &config, Some(room.bytes - 1), None).unwrap_err();
     assert!(error.is_request() && error.to_string().contains("train.micro_batch = "), "{error}");
     let cut = lockstep_plan::Cut { sequences: 3, rest: 5 };
     assert_eq!(evaluation_program(&machine, &config, (2, 16), cut).unwrap().0.entries.len(), 2);

@@ -2,6 +2,7 @@
 
 use crate::TrainError;
 use crate::error::worded;
+use crate::machine::{machine_profile, processor};
 use crate::processes::{Processes, Team};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
@@ -10,8 +11,8 @@ use lockstep_exec::communication::connections;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
 use lockstep_ir::{DType, DeviceProfile, StepProgram};
-use lockstep_plan::{Machine, Plan, Room, Target, plan_measured};
-use lockstep_sim::Catalogue;
+use lockstep_plan::{Machine, Plan, Rates, Room, Target, plan_measured};
+use lockstep_sim::{Catalogue, Hardware};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -120,6 +121,11 @@ impl Devices {
         Ok(self.peak(plan.target, threads, plan.precision.compute)? * times as f64)
     }
 
+    /// Hosts of all processes.
+    pub(crate) fn nodes(&self) -> usize {
+        self.processes.as_ref().map_or(1, |processes| (processes.ranks() / processes.local_ranks()).max(1))
+    }
+
     /// GPUs of all processes.
     fn gpus(&self) -> usize {
         self.processes.as_ref().and_then(Processes::gpu).map_or(1, |gpu| gpu.of_all)
@@ -135,7 +141,17 @@ impl Devices {
 
     /// Bytes of the arenas of all ranks, which must be free.
     pub(crate) fn require_memory(&self, config: &Config, plan: &Plan) -> Result<u64, TrainError> {
-        Ok(plan.require_memory(self, config, self.available_bytes(plan.target)?)?)
+        let available = self.available_bytes(plan.target)?;
+        // A profile or a GPU that cannot be told leaves FLOPs to go by.
+        let profile = machine_profile(self, plan).ok().flatten();
+        let device = processor(self, plan.target).ok();
+        let gpu = device.and_then(|name| Catalogue::builtin().of_device(&name).map(Hardware::assumed));
+        let rates = match (&profile, &gpu, plan.target) {
+            (Some(profile), ..) => Some(Rates::Measured(profile)),
+            (None, Some(hardware), Target::Cuda { .. }) => Some(Rates::Catalogue(hardware)),
+            (None, ..) => None,
+        };
+        Ok(plan.require_memory(self, config, available, rates)?)
     }
 
     /// Whether host memory has room for snapshots of all ranks, beside their arenas where those are there too. All processes find the

@@ -35,6 +35,7 @@ mod run_dir;
 mod sample;
 mod sampling;
 mod saver;
+mod saves;
 mod schedule;
 mod session;
 mod settle;

@@ -14,13 +14,14 @@ use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
+use crate::saves::with_save_interval;
 use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
 use crate::{Devices, RunDir, RunTokenizer, TrainError, learning_rate};
 use lockstep_checkpoint::list;
-use lockstep_config::{Batch, Batches, Config};
+use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
 use lockstep_ir::{StepScalars, units};
@@ -135,13 +136,17 @@ fn run_here(
     let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);
-    let (found, course) = resume(devices, config, options)?;
+    let (found, mut course) = resume(devices, config, options)?;
     let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
     team.agree("checkpoint", &resumed)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
     let plan = devices.tuned(&course.config, plan)?;
     let programs: Vec<String> = plan.compiled.programs.iter().map(|p| format!("{:016x}", p.fingerprint())).collect();
     team.agree("program", &programs.join(" "))?;
+    if let Some((config, line)) = with_save_interval(devices, &course.config, &plan, &options.dir)? {
+        show(Event::Warning(&line));
+        course.config = config;
+    }
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
     let stop = &Stop::new(stop, team);
@@ -343,6 +348,14 @@ impl Run<'_> {
 
     fn validates(&self, step: u64) -> bool {
         self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
+    }
+
+    fn saves(&self, step: u64) -> bool {
+        match self.config.checkpoint.every {
+            SaveEvery::Steps(every) => self.due(step, every),
+            // Found when the run began.
+            SaveEvery::Auto => false,
+        }
     }
 
     /// Whether the result of this step must be known before the next begins.

@@ -72,7 +72,7 @@ impl Run<'_> {
 
     /// Whether a checkpoint is saved after this step.
     pub(super) fn save_due(&self, step: u64) -> bool {
-        self.due(step, self.config.checkpoint.every) || self.timed_save == Some(step)
+        self.saves(step) || self.timed_save == Some(step)
     }
 
     /// What the checkpoint of the last step holds besides tensors, and where it goes.
