@@ -150,6 +150,22 @@ pub fn run(args: Args) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The pipeline schedule of a plan as SVG; none where there is no pipeline.
+pub fn pipeline_picture(plan: &Plan) -> Option<String> {
+    schedule::picture(plan)
+}
+
+/// What explain prints of a plan.
+pub fn account_text(devices: &Devices, config: &Config, plan: &Plan) -> Result<String, Failure> {
+    let program = plan.program();
+    let ops = match program.entry(StepProgram::TRAIN) {
+        Some(entry) => ops(program, entry).map_err(PlanError::from)?,
+        None => Vec::new(),
+    };
+    let account = account(devices, config, plan)?;
+    Ok(as_text(config, plan, &ops, None, None) + &account::as_text(&account))
+}
+
 fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde_json::Value {
     let per_token = |flops: u128| flops as f64 / plan.tokens_per_step as f64;
     let passes: Vec<_> = plan

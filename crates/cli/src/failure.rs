@@ -57,6 +57,12 @@ impl Failure {
     }
 }
 
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
 impl From<lockstep_config::ConfigError> for Failure {
     fn from(error: lockstep_config::ConfigError) -> Self {
         Self::new(error.to_string(), 2)

@@ -369,6 +369,18 @@ tables! {
             finds ["async_save", "async checkpointing", "background save", "snapshot"];
     }
 
+    /// Tasks that a model is evaluated on while it trains.
+    eval: EvalConfig {
+        /// Files of questions with choices, or of texts to complete, as JSON lines (docs/generate-and-eval.md), relative to the
+        /// config file's folder.
+        tasks: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct,
+            finds ["benchmarks", "downstream evaluation", "lm-evaluation-harness", "HellaSwag", "multiple choice"];
+        /// Steps from one evaluation on tasks to the next; 0 evaluates only after the last step.
+        every: u64 = Count(0, STEPS), Fixed("1000"), Conduct, finds ["eval_interval", "eval_steps", "eval frequency"];
+        /// The most items of a task that are asked while training, the first of its file; 0 asks all.
+        items: usize = Count(0, EXTENT), Fixed("0"), Conduct, finds ["limit", "eval_limit", "num_samples"];
+    }
+
     /// Where metrics go besides metrics.jsonl. A sink that fails is warned of, and the run goes on without it.
     telemetry: TelemetryConfig {
         /// Whether to write TensorBoard event files, into the folder `tensorboard` of the run directory.

@@ -46,6 +46,22 @@ pub enum TrainError {
     /// The executor cannot load or run the program.
     #[error("{}", worded(.0))]
     Exec(#[from] ExecError),
+    /// A file of tasks is not one.
+    #[error("{place}: {text}\nhint: {hint}")]
+    Task {
+        /// The file, and the line if it is one.
+        place: String,
+        /// What is wrong.
+        text: String,
+        /// What would be right.
+        hint: String,
+    },
+    /// A model gives no probabilities.
+    #[error("{task}: a log-likelihood is no number\nhint: the model has diverged: use an earlier checkpoint")]
+    TaskLoss {
+        /// The task.
+        task: String,
+    },
     /// The processes of a run do not find each other.
     #[error("{0}")]
     Join(#[from] JoinError),
@@ -395,6 +411,7 @@ impl TrainError {
                 | TrainError::NoTokenizer { .. }
                 | TrainError::NoValidationText { .. }
                 | TrainError::EmptyPrompt
+                | TrainError::Task { .. }
                 | TrainError::ContextFull { .. }
                 | TrainError::Sampling { .. }
         )

@@ -19,7 +19,8 @@ use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
-use crate::{Devices, RunDir, RunTokenizer, TrainError, learning_rate};
+use crate::tasks::TaskRequests;
+use crate::{Devices, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
 use lockstep_checkpoint::list;
 use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
@@ -27,6 +28,7 @@ use lockstep_exec::DeviceTime;
 use lockstep_ir::{StepScalars, units};
 use lockstep_plan::{Plan, Target, plan};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -199,6 +201,9 @@ struct Run<'a> {
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
     sample_tokens: usize,
+    /// What the model is evaluated on, and its texts.
+    tasks: Vec<TaskFile>,
+    requests: TaskRequests,
     outcome: Outcome,
     profile_steps: Option<RangeInclusive<u64>>,
     profiled: Vec<ProfiledStep>,
@@ -222,11 +227,13 @@ impl Run<'_> {
         if !self.outcome.finished || self.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }
-        if let (Some(line), Some(loss)) = (&mut self.pending, self.outcome.first_val_loss) {
-            line.val_loss = Some(loss);
-            let line = line.clone();
-            self.record(&line, show)?;
-            self.pending = None;
+        if let Some(mut line) = self.pending.take() {
+            line.val_loss = self.outcome.first_val_loss;
+            let whole = line.val_loss.is_some() || !self.validates(line.step);
+            match whole && self.score_tasks(&mut line, stop, show)? {
+                true => self.record(&line, show)?,
+                false => self.pending = Some(line),
+            }
         }
         let mut saved = self.outcome.step;
         let mut skipped = 0;
@@ -264,6 +271,10 @@ impl Run<'_> {
                     self.pending = Some(metrics.line);
                     break;
                 }
+            }
+            if !self.score_tasks(&mut metrics.line, stop, show)? {
+                self.pending = Some(metrics.line);
+                break;
             }
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
@@ -350,6 +361,41 @@ impl Run<'_> {
         self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
     }
 
+    fn scores_tasks(&self, step: u64) -> bool {
+        !self.tasks.is_empty() && self.due(step, self.config.eval.every)
+    }
+
+    /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.
+    fn score_tasks(
+        &mut self,
+        line: &mut StepMetrics,
+        stop: &Stop<'_>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<bool, TrainError> {
+        if !self.scores_tasks(line.step) {
+            return Ok(true);
+        }
+        let (mut looked, total) = (Ok(false), self.requests.rows.len() as u64);
+        let mut heard = |done: u64| {
+            show(Event::EvaluatingTasks { done, total });
+            if done.is_multiple_of(LOOK_EVERY) && looked.is_ok() {
+                looked = stop.look();
+            }
+        };
+        let losses = self.session.score(&self.requests.rows, stop.flag(), &mut heard)?;
+        looked?;
+        let Some(losses) = losses else { return Ok(false) };
+        match self.requests.reports(&self.tasks, &losses) {
+            Ok(reports) => {
+                line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
+                show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });
+            }
+            // What has diverged shows in the losses too.
+            Err(error) => show(Event::Warning(&format!("no scores at step {}: {error}", line.step))),
+        }
+        Ok(true)
+    }
+
     fn saves(&self, step: u64) -> bool {
         match self.config.checkpoint.every {
             SaveEvery::Steps(every) => self.due(step, every),
@@ -362,7 +408,12 @@ impl Run<'_> {
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
         // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1) || counts_updates || self.validates(step) || self.save_again || self.save_due(step)
+        self.profiles(step + 1)
+            || counts_updates
+            || self.validates(step)
+            || self.scores_tasks(step)
+            || self.save_again
+            || self.save_due(step)
     }
 
     fn profiles(&self, step: u64) -> bool {
@@ -449,6 +500,7 @@ impl Run<'_> {
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             val_loss: None,
+            tasks: BTreeMap::new(),
         };
         // A scale that is being searched explains gradients that are not finite.
         let searched = loss_scale.is_some_and(|scale| !scale.is_least());

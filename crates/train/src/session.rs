@@ -9,6 +9,7 @@ use crate::noise::Measured;
 use crate::rank_parts;
 use crate::saver::{SaveEnd, SaveRequest, Saver};
 use crate::state::{self, Weights};
+use crate::tasks::Request;
 use crate::{Devices, TrainError};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
 use lockstep_compile::{FIRST_STATS, STATS};
@@ -444,6 +445,25 @@ impl Session {
         };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
         Ok(whole.then(|| sum / targets.max(1) as f64))
+    }
+}
+
+impl Session {
+    /// The losses of the ends of texts, which fit into its sequences; `None` if `stop` came before the last. `progress` hears how
+    /// many are done.
+    pub(crate) fn score(
+        &mut self,
+        texts: &[Request],
+        stop: &AtomicBool,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Option<Vec<f64>>, TrainError> {
+        let mut losses = Vec::with_capacity(texts.len());
+        let executor = self.executor.as_mut();
+        let whole = self.feed.score(executor, StepProgram::EVALUATE, texts, stop, &mut |loss| {
+            losses.push(loss);
+            progress(losses.len() as u64);
+        })?;
+        Ok(whole.then_some(losses))
     }
 }
 

@@ -13,7 +13,10 @@ use crate::noise::{Noise, NoiseBits};
 use crate::processes::{Processes, Stop};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
-use crate::{Devices, Existing, Prediction, RunData, RunDir, RunTokenizer, TrainError, data_folder, predict, settled};
+use crate::tasks::TaskRequests;
+use crate::{
+    Devices, Existing, Prediction, RunData, RunDir, RunTokenizer, TaskFile, TrainError, data_folder, predict, settled,
+};
 use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
@@ -111,6 +114,8 @@ pub(super) fn start<'a>(
     if let Some(text) = unused_vocabulary(config, &tokenizer) {
         show(Event::Warning(&text));
     }
+    let tasks = TaskFile::open_all(&config.task_paths(), config.eval.items)?;
+    let requests = TaskRequests::new(&tasks, &tokenizer, config.train.seq)?;
     let kept = match (&initial, &found.loaded) {
         (Some(weights), _) => weights.kept(&tokenizer)?,
         (None, Some(loaded)) => Kept::of_checkpoint(loaded),
@@ -285,6 +290,8 @@ pub(super) fn start<'a>(
         tokenizer,
         kept: kept.to_json(),
         sample_tokens: options.sample_tokens,
+        tasks,
+        requests,
         pending,
         outcome,
         profile_steps: None,
