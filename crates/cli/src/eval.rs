@@ -1,4 +1,6 @@
-//! `lockstep eval`: the loss of a trained model on text.
+//! `lockstep eval`: the loss of a trained model on text, and its accuracy on tasks.
+
+mod tasks;
 
 use crate::Format;
 use crate::failure::Failure;
@@ -18,12 +20,22 @@ pub struct Args {
     #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
     /// Text files, or folders to search for them.
-    #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "validation", conflicts_with = "validation")]
+    #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present_any = ["validation", "tasks"])]
     data: Vec<PathBuf>,
     /// The run's own validation text: the sequences that its validation reads.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "data")]
     validation: bool,
-    /// Tokens per sequence; train.seq of the run if not given.
+    /// Tasks: files of JSON lines, {"query", "choices", "gold"} for multiple choice, {"query", "target"} for a text to complete.
+    /// Scored as lm-evaluation-harness does.
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["data", "validation"])]
+    tasks: Vec<PathBuf>,
+    /// Ask only the first N items of each task.
+    #[arg(long, value_name = "N", requires = "tasks", value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
+    /// Write what every item gave to a file, as JSON lines.
+    #[arg(long, value_name = "FILE", requires = "tasks")]
+    log_samples: Option<PathBuf>,
+    /// Tokens per sequence; train.seq of the run if not given. Longer texts of tasks lose their beginning.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     seq: Option<u32>,
     /// How to print it.
@@ -36,6 +48,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
     trained.warnings.iter().for_each(|w| {
         let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {w}")));
     });
+    if !args.tasks.is_empty() {
+        return tasks::run(&args, &trained);
+    }
     let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
     let mut progress = Progress::new(0);
     let result =
@@ -48,6 +63,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 EvaluateProgress::Warning(text) => {
                     let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
                 }
+                EvaluateProgress::Scoring { .. } | EvaluateProgress::Completing { .. } => {}
                 EvaluateProgress::Preparing(p) => {
                     progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes)
                 }

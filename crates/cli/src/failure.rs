@@ -57,6 +57,12 @@ impl Failure {
     }
 }
 
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
 impl From<lockstep_config::ConfigError> for Failure {
     fn from(error: lockstep_config::ConfigError) -> Self {
         Self::new(error.to_string(), 2)
@@ -97,6 +103,12 @@ impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         let reader_gone = error.kind() == ErrorKind::BrokenPipe;
         Self { reader_gone, ..Self::new(format!("{error}\nhint: check where the output goes"), 1) }
+    }
+}
+
+impl From<lockstep_checkpoint::CheckpointError> for Failure {
+    fn from(error: lockstep_checkpoint::CheckpointError) -> Self {
+        lockstep_train::TrainError::from(error).into()
     }
 }
 

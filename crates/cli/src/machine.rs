@@ -67,6 +67,12 @@ pub fn show_analysis(run: &Path, format: Format) -> Result<(), Failure> {
 }
 
 fn as_text(a: &Analysis, run: &Path) -> String {
+    let learn = "adds the measured times to this machine's profile";
+    analysis_text(a) + &format!("lockstep bench --learn {} {learn}\n", run.display())
+}
+
+/// Predicted beside measured, as text.
+pub fn analysis_text(a: &Analysis) -> String {
     let ms = |seconds: Option<f64>| seconds.map_or("-".to_owned(), |s| format!("{:.2} ms", s * 1e3));
     let row = |class: &str, predicted: Option<f64>, measured: Option<f64>| {
         let apart = predicted.zip(measured).map(|(p, m)| m - p);
@@ -89,9 +95,5 @@ fn as_text(a: &Analysis, run: &Path) -> String {
     if !a.unmeasured.is_empty() {
         text.push_str(&format!("never measured, estimated from other ops: {}\n", a.unmeasured.join(", ")));
     }
-    text.push_str(&format!(
-        "lockstep bench --learn {} adds the measured times to this machine's profile\n",
-        run.display()
-    ));
     text
 }

@@ -2,9 +2,11 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bench_checkpoint;
 mod bench_collectives;
 mod checkpoint;
 mod checkpoint_list;
+mod checkpoint_tools;
 mod config_command;
 mod data;
 mod doctor;
@@ -22,6 +24,7 @@ mod plan;
 mod processes;
 mod profile;
 mod progress;
+mod report;
 mod slurm;
 mod style;
 mod table;
@@ -30,6 +33,7 @@ mod timeline;
 mod train;
 mod validate;
 mod verify;
+mod watch;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use std::io::Write;
@@ -54,8 +58,12 @@ enum Command {
     Launch(launch::Args),
     /// Continue a text with a trained model, as it comes.
     Generate(generate::Args),
-    /// Loss, perplexity and bits per byte of a trained model on text.
+    /// Loss, perplexity and bits per byte of a trained model on text, or its accuracy on tasks.
     Eval(eval::Args),
+    /// Show runs on a live page in the browser, over each other: losses, speed, memory, events.
+    Watch(watch::Args),
+    /// Write runs into one HTML file that needs nothing else: the live page's charts, memory over time, pipeline, provenance.
+    Report(report::Args),
     /// Show what a run has recorded at each step, or print it as CSV or JSON.
     Metrics(metrics::Args),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
@@ -143,6 +151,8 @@ fn main() -> ExitCode {
         }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
+        Command::Watch(args) => watch::run(&args),
+        Command::Report(args) => report::run(&args),
         Command::Metrics(args) => metrics::run(&args),
         Command::Explain(args) => explain::run(args),
         Command::Plan(args) => plan::run(args),

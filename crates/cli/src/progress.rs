@@ -4,7 +4,7 @@ use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_ir::units;
-use lockstep_train::{Changed, Event, StepMetrics};
+use lockstep_train::{Changed, Event, StepMetrics, TaskScores};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -68,7 +68,7 @@ impl Progress {
                 if later.len() == 1 { "" } else { "s" },
                 to.display()
             )),
-            Event::Started { plan, matmul_peak, peak_name, processes, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+            Event::Started { plan, matmul_peak, peak_name, processes, arena_bytes, snapshot_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
                 self.steps = steps;
                 self.clear();
                 self.working = None;
@@ -90,6 +90,9 @@ impl Progress {
                         ranks => format!(" at most on each of {ranks} ranks ({})", plan.layout),
                     }
                 ));
+                if let Some(bytes) = snapshot_bytes {
+                    self.say(&format!("host memory for a snapshot of a checkpoint {} ({bytes} bytes)", units::bytes(bytes)));
+                }
                 if let Some(context) = context_bytes {
                     let [arena, context] = [arena_bytes, context].map(units::gib);
                     self.say(&format!("GPU memory: arena {arena} + context {context}"));
@@ -118,6 +121,14 @@ impl Progress {
                 self.say(&format!("step {step}: validation loss {loss:.4} nats per token"));
                 // The time that is left is that of steps.
                 self.begun = self.begun.map(|(at, from)| (if from == step { Instant::now() } else { at }, from));
+                self.show_steps();
+            }
+            Event::EvaluatingTasks { done, total } => {
+                self.long_work("evaluating tasks", done, total, |n| format!("{} texts", units::count(n)));
+            }
+            Event::EvaluatedTasks { step, tasks } => {
+                self.working = None;
+                tasks.iter().for_each(|(name, scores)| self.say(&format!("step {step}: {name} {}", in_words(scores))));
                 self.show_steps();
             }
             Event::Saved { step, path } => self.say(&format!("step {step}: saved {}", path.display())),
@@ -258,6 +269,14 @@ fn bar() -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
     bar.set_style(ProgressStyle::with_template("{msg}").unwrap_or_else(|_| ProgressStyle::default_bar()));
     bar
+}
+
+/// `acc 0.2500, acc_norm 0.3125`.
+fn in_words(scores: &TaskScores) -> String {
+    let TaskScores { acc, acc_norm, acc_bytes: _, perplexity } = scores;
+    let all = [("acc", acc), ("acc_norm", acc_norm), ("perplexity", perplexity)];
+    let known: Vec<String> = all.iter().filter_map(|(name, value)| Some(format!("{name} {:.4}", (**value)?))).collect();
+    known.join(", ")
 }
 
 #[cfg(test)]

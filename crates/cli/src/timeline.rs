@@ -46,6 +46,11 @@ impl TimelineFile {
     }
 }
 
+/// The picture of a timeline, as SVG.
+pub fn memory_picture(title: &str, timeline: &MemoryTimeline) -> String {
+    svg::draw(title, timeline)
+}
+
 /// Says on stderr which file has what; the result of the command is on stdout.
 pub fn wrote(what: &str, path: &Path) {
     // Where nobody listens, the file still is there.

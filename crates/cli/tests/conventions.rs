@@ -19,6 +19,8 @@ fn every_command_has_help_in_both_ways() {
         "generate",
         "eval",
         "metrics",
+        "watch",
+        "report",
         "data",
         "checkpoint",
     ] {

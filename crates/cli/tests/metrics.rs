@@ -1,4 +1,4 @@
-//! Where the metrics of a run go, from whole commands.
+//! Where the metrics of a run go, reports and tasks, from whole commands.
 
 mod common;
 
@@ -168,4 +168,55 @@ fn metrics_are_shown_and_chosen_by_key() {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(stderr.contains(word), "{stderr}");
     }
+}
+
+#[test]
+fn a_report_is_one_file_with_charts_pictures_and_provenance() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "runs/a", "--set", "train.steps=4"]);
+    place.ok(&["train", "run.toml", "--run-dir", "runs/b", "--set", "train.steps=3", "--set", "optimizer.lr=1e-3"]);
+    place.ok(&["report", "runs", "-o", "report.html"]);
+    let text = fs::read_to_string(place.path("report.html")).unwrap();
+    for part in
+        ["a: memory over time, pipeline, account", "<svg", "planned memory of two steps", "b: provenance", "uPlot"]
+    {
+        assert!(text.contains(part), "{part} is missing");
+    }
+    assert!(!text.contains("src=\"http") && !text.contains("href=\"http") && !text.contains("cannot plan"));
+    let data = text.split_once("id=\"data\">").unwrap().1.split_once("</script>").unwrap().0;
+    let data: Value = serde_json::from_str(data).unwrap();
+    assert_eq!(data["page"]["runs"][1]["config"]["optimizer.lr"], "0.001");
+    assert_eq!(data["series"]["runs"][0]["loss"].as_array().unwrap().len(), 4);
+    let output = place.run(&["report", "nothing"]);
+    assert!(
+        output.status.code() == Some(2)
+            && String::from_utf8_lossy(&output.stderr).contains("hint: give a run directory")
+    );
+}
+
+#[test]
+fn tasks_are_evaluated_and_logged_by_item() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=5"]);
+    let lines = "{\"query\":\"the square of 3 is\",\"choices\":[\"9\",\"10\"],\"gold\":0}\n".repeat(3);
+    fs::write(place.path("squares.jsonl"), lines).unwrap();
+    fs::write(place.path("words.jsonl"), "{\"query\":\"the square\",\"target\":\"of\"}\n").unwrap();
+    let args =
+        ["eval", "run", "--tasks", "squares.jsonl", "words.jsonl", "--limit", "2", "--log-samples", "items.jsonl"];
+    let text = place.ok(&args);
+    assert!(text.contains("acc_norm") && text.contains("squares") && text.contains("up to 32 tokens"), "{text}");
+    let items: Vec<Value> = fs::read_to_string(place.path("items.jsonl"))
+        .unwrap()
+        .lines()
+        .map(|l| serde_json::from_str(l).unwrap())
+        .collect();
+    assert_eq!(items.len(), 3);
+    assert_eq!(items[1]["log_likelihoods"].as_array().unwrap().len(), 2);
+    assert!(items[2]["acc"].is_boolean() && items[2]["acc_norm"].is_null());
+    let json: Value = serde_json::from_str(&place.ok(&[&args[..], &["--format", "json"]].concat())).unwrap();
+    assert_eq!(json["tasks"][0]["items"], 2);
+    assert!(json["tasks"][1]["perplexity"].as_f64().unwrap() > 1.0 && json["tasks"][0]["acc_stderr"].is_number());
+    fs::write(place.path("bad.jsonl"), "{\"query\":\"a\"}\n").unwrap();
+    let output = place.run(&["eval", "run", "--tasks", "bad.jsonl"]);
+    assert!(output.status.code() == Some(2), "{}", String::from_utf8_lossy(&output.stderr));
 }

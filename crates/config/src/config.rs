@@ -169,6 +169,16 @@ impl Config {
         self.data.prepared.as_ref().map(|folder| self.base_dir().join(folder))
     }
 
+    /// `checkpoint.mirror`, resolved in the same way.
+    pub fn mirror_dir(&self) -> Option<PathBuf> {
+        self.checkpoint.mirror.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
+    /// The files of `eval.tasks`, resolved in the same way.
+    pub fn task_paths(&self) -> Vec<PathBuf> {
+        self.eval.tasks.iter().map(|path| self.base_dir().join(path)).collect()
+    }
+
     /// `train.init_from`, resolved in the same way.
     pub fn init_from(&self) -> Option<PathBuf> {
         self.train.init_from.as_ref().map(|folder| self.base_dir().join(folder))

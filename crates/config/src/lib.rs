@@ -51,8 +51,8 @@ pub use inherit::{Inherited, NotInherited};
 pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{
-    CheckpointConfig, ClusterConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig,
-    RecomputeConfig, TelemetryConfig, TrainConfig,
+    CheckpointConfig, ClusterConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, ParallelConfig,
+    PrecisionConfig, RecomputeConfig, TelemetryConfig, TrainConfig,
 };
 pub use search::{FoundKey, keys_at, schema, search};
 pub use suggest::nearest;

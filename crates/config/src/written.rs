@@ -124,12 +124,14 @@ impl Config {
         let text = |path: PathBuf| path.to_string_lossy().into_owned();
         match key.path {
             "data.paths" => Some(Value::Texts(self.data_paths().into_iter().map(text).collect())),
+            "eval.tasks" => Some(Value::Texts(self.task_paths().into_iter().map(text).collect())),
             "data.corpora" => Some(Value::Corpora(self.corpora())),
             "data.tokenizer" => {
                 self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| value_of(self, key))
             }
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
             "train.init_from" => self.init_from().map(|path| Value::Text(text(path))),
+            "checkpoint.mirror" => self.mirror_dir().map(|path| Value::Text(text(path))),
             _ => value_of(self, key),
         }
     }

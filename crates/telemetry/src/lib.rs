@@ -1,6 +1,6 @@
-//! What a run has recorded, for people and for other programs: metrics as columns, TensorBoard event files, CSV.
+//! What a run has recorded, for people and for other programs: metrics as columns, TensorBoard event files, CSV, a page of charts.
 //!
-//! Everything here is made from lines of `metrics.jsonl`, so that every reader and every sink has the same keys and the same
+//! Everything here is made from what a run directory has, numbers from lines of `metrics.jsonl`, so that every reader and every sink has the same keys and the same
 //! numbers. This crate does not know what a run is or how one is trained.
 #![forbid(unsafe_code)]
 
@@ -8,11 +8,13 @@ mod columns;
 mod csv;
 mod event_file;
 mod keys;
+mod page;
 mod scalars;
 mod sinks;
 
 pub use columns::MetricColumns;
 pub use csv::csv;
 pub use keys::unit;
+pub use page::{RunPage, random_text};
 pub use scalars::each_scalar;
 pub use sinks::{FailedSink, SinkChoice, Sinks};

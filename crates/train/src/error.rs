@@ -19,6 +19,24 @@ pub enum TrainError {
     /// A checkpoint cannot be written or read.
     #[error("{0}")]
     Checkpoint(CheckpointError),
+    /// A checkpoint could not be written, not in a second attempt either.
+    #[error("step {step} was not saved: {cause}")]
+    NotSaved {
+        /// Its step.
+        step: u64,
+        /// Why, with a hint.
+        cause: String,
+    },
+    /// There is no memory for a snapshot.
+    #[error(
+        "cannot take {} of host memory for snapshots of checkpoints\nhint: set checkpoint.asynchronous = false: steps then wait \
+         while a checkpoint is written",
+        lockstep_ir::units::bytes(*bytes)
+    )]
+    NoSnapshot {
+        /// How much it takes.
+        bytes: u64,
+    },
     /// The config has no program, or one that does not fit.
     #[error("{0}")]
     Plan(#[from] PlanError),
@@ -28,6 +46,22 @@ pub enum TrainError {
     /// The executor cannot load or run the program.
     #[error("{}", worded(.0))]
     Exec(#[from] ExecError),
+    /// A file of tasks is not one.
+    #[error("{place}: {text}\nhint: {hint}")]
+    Task {
+        /// The file, and the line if it is one.
+        place: String,
+        /// What is wrong.
+        text: String,
+        /// What would be right.
+        hint: String,
+    },
+    /// A model gives no probabilities.
+    #[error("{task}: a log-likelihood is no number\nhint: the model has diverged: use an earlier checkpoint")]
+    TaskLoss {
+        /// The task.
+        task: String,
+    },
     /// The processes of a run do not find each other.
     #[error("{0}")]
     Join(#[from] JoinError),
@@ -377,6 +411,7 @@ impl TrainError {
                 | TrainError::NoTokenizer { .. }
                 | TrainError::NoValidationText { .. }
                 | TrainError::EmptyPrompt
+                | TrainError::Task { .. }
                 | TrainError::ContextFull { .. }
                 | TrainError::Sampling { .. }
         )

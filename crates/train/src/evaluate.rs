@@ -2,6 +2,7 @@
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::state;
+use crate::tasks::Request;
 use crate::{Devices, RunData, RunTokenizer, TrainError, Trained};
 use lockstep_config::Config;
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
@@ -93,6 +94,20 @@ pub enum EvaluateProgress<'a> {
     Warning(&'a str),
     /// Text is being packed.
     Preparing(Progress),
+    /// Texts of tasks are being scored.
+    Scoring {
+        /// Texts done.
+        done: u64,
+        /// Texts in all.
+        total: u64,
+    },
+    /// Completions are being compared with greedy decoding.
+    Completing {
+        /// Completions done.
+        done: u64,
+        /// Completions in all.
+        total: u64,
+    },
     /// Tokens are being predicted.
     Evaluating {
         /// Tokens done.
@@ -243,6 +258,29 @@ impl Material {
             Material::Text(_) => &[],
             Material::Validation { names, .. } => names,
         }
+    }
+}
+
+/// A model that scores the ends of texts of up to so many tokens.
+pub(crate) struct Scorer(Model);
+
+impl Scorer {
+    /// For `texts` texts that read up to `seq` tokens.
+    pub(crate) fn load(devices: &Devices, trained: &Trained, seq: usize, texts: u64) -> Result<Self, TrainError> {
+        Ok(Self(Model::load(devices, trained, seq, Cut { sequences: texts.max(1), rest: 0 })?))
+    }
+
+    pub(crate) fn arena_bytes(&self) -> u64 {
+        self.0.executor.arena_bytes()
+    }
+
+    /// Calls `scored` with the loss of each text.
+    pub(crate) fn score(&mut self, texts: &[Request], scored: &mut dyn FnMut(f64)) -> Result<(), TrainError> {
+        // An interrupt ends the process at once: nothing is lost.
+        let never = AtomicBool::new(false);
+        let Model { executor, whole, .. } = &mut self.0;
+        let Some(feed) = whole else { return Ok(()) };
+        feed.score(executor.as_mut(), StepProgram::EVALUATE, texts, &never, scored).map(|_| ())
     }
 }
 

@@ -1,8 +1,10 @@
+use crate::TaskScores;
 use crate::changes::Changed;
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use lockstep_plan::Plan;
 use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// What one step gave: a line of `metrics.jsonl`.
@@ -50,6 +52,9 @@ pub struct StepMetrics {
     /// Mean validation loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
+    /// Scores of `eval.tasks` by name, where they were taken after this step.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub tasks: BTreeMap<String, TaskScores>,
 }
 
 impl StepMetrics {
@@ -150,6 +155,8 @@ pub enum Event<'a> {
         processes: Option<String>,
         /// Bytes of the arenas of all ranks.
         arena_bytes: u64,
+        /// Bytes of host memory, of all ranks, in which snapshots wait to be written as checkpoints; none where steps wait.
+        snapshot_bytes: Option<u64>,
         /// Bytes of a GPU's memory that are taken besides arenas, where they were measured.
         context_bytes: Option<u64>,
         /// Training tokens that the data hold.
@@ -174,6 +181,20 @@ pub enum Event<'a> {
         step: u64,
         /// Mean loss per token, in nats.
         loss: f64,
+    },
+    /// Tasks are being evaluated.
+    EvaluatingTasks {
+        /// Texts done.
+        done: u64,
+        /// Texts in all.
+        total: u64,
+    },
+    /// Tasks were evaluated.
+    EvaluatedTasks {
+        /// Steps finished.
+        step: u64,
+        /// Each task's scores.
+        tasks: &'a BTreeMap<String, TaskScores>,
     },
     /// A step is done.
     Stepped(&'a StepMetrics),

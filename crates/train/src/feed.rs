@@ -1,6 +1,7 @@
 //! Sequences into a program's inputs, losses out of it.
 
 use crate::TrainError;
+use crate::tasks::Request;
 use lockstep_data::{Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::op::IGNORED_TARGET;
@@ -171,6 +172,13 @@ impl Feed {
                 keys[2 * b..2 * b + 2].copy_from_slice(&dropout_key(self.seed, index));
             }
         }
+        self.send(executor, micro_batch)?;
+        Ok(counted)
+    }
+
+    /// Gives the buffers to an executor.
+    fn send(&mut self, executor: &mut dyn Executor, micro_batch: usize) -> Result<(), TrainError> {
+        let [tokens, targets, starts] = &self.wanted;
         let any = |wanted: &[bool]| wanted.contains(&true);
         let numbers = [
             Some(&self.tokens).filter(|_| any(tokens)),
@@ -184,7 +192,44 @@ impl Feed {
             self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
             executor.write(name, micro_batch, &self.bytes)?;
         }
-        Ok(counted)
+        Ok(())
+    }
+
+    /// Calls `scored` with the loss of the end of every text, in order; false if `stop` came before the last. What stands behind a
+    /// text in its sequence is not counted, and not seen by what stands before it.
+    pub(crate) fn score(
+        &mut self,
+        executor: &mut dyn Executor,
+        entry: &str,
+        texts: &[Request],
+        stop: &AtomicBool,
+        scored: &mut dyn FnMut(f64),
+    ) -> Result<bool, TrainError> {
+        for texts in texts.chunks(self.batch) {
+            if stop.load(Ordering::SeqCst) {
+                return Ok(false);
+            }
+            self.tokens.fill(0);
+            self.targets.fill(IGNORED_TARGET);
+            if let Some(starts) = &mut self.starts {
+                starts.fill(0);
+            }
+            if let Some(keys) = &mut self.keys {
+                keys.fill(0);
+            }
+            for (b, text) in texts.iter().enumerate() {
+                let read = text.tokens.len() - 1;
+                let range = b * self.seq..b * self.seq + read;
+                self.tokens[range.clone()].copy_from_slice(&text.tokens[..read]);
+                let first = text.context - 1;
+                self.targets[range][first..].copy_from_slice(&text.tokens[first + 1..]);
+            }
+            self.send(executor, 0)?;
+            executor.run(entry)?;
+            let bytes = executor.read(self.loss(), 0)?;
+            losses(&bytes).take(texts.len()).for_each(&mut *scored);
+        }
+        Ok(true)
     }
 
     /// Calls `scored` with every one of the first `sequences` sequences, in order; false if `stop` came before the last.

@@ -1,5 +1,6 @@
 //! One run, from its config to its last checkpoint.
 
+mod saves;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -8,7 +9,6 @@ pub(crate) use start::resume;
 
 use crate::analysis::MeasuredStep;
 use crate::event::{Event, GpuMetrics, StepMetrics};
-use crate::hf::ATTACHMENT;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
@@ -19,15 +19,16 @@ use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
-use crate::trained::TOKENIZER;
-use crate::{Devices, RunDir, RunTokenizer, TrainError, learning_rate};
-use lockstep_checkpoint::{About, list};
+use crate::tasks::TaskRequests;
+use crate::{Devices, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
+use lockstep_checkpoint::list;
 use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
 use lockstep_ir::{StepScalars, units};
 use lockstep_plan::{Plan, Target, plan};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -200,11 +201,24 @@ struct Run<'a> {
     /// The line of the last step, where its validation was interrupted.
     pending: Option<StepMetrics>,
     sample_tokens: usize,
+    /// What the model is evaluated on, and its texts.
+    tasks: Vec<TaskFile>,
+    requests: TaskRequests,
     outcome: Outcome,
     profile_steps: Option<RangeInclusive<u64>>,
     profiled: Vec<ProfiledStep>,
     /// The step whose instructions are timed for what was predicted of it.
     observed_step: Option<u64>,
+    /// Where checkpoints go: the run directory, and the mirror if there is one.
+    places: Vec<PathBuf>,
+    /// Whether a checkpoint could not be written in the background: it is made up for while steps wait.
+    save_again: bool,
+    /// When the last one was begun, and the step after which the next is due because of the time since.
+    last_save: Instant,
+    timed_save: Option<u64>,
+    /// Step and loss of the last validation, and those of the best checkpoint.
+    validated: Option<(u64, f64)>,
+    best: Option<(u64, f64)>,
 }
 
 impl Run<'_> {
@@ -213,11 +227,13 @@ impl Run<'_> {
         if !self.outcome.finished || self.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }
-        if let (Some(line), Some(loss)) = (&mut self.pending, self.outcome.first_val_loss) {
-            line.val_loss = Some(loss);
-            let line = line.clone();
-            self.record(&line, show)?;
-            self.pending = None;
+        if let Some(mut line) = self.pending.take() {
+            line.val_loss = self.outcome.first_val_loss;
+            let whole = line.val_loss.is_some() || !self.validates(line.step);
+            match whole && self.score_tasks(&mut line, stop, show)? {
+                true => self.record(&line, show)?,
+                false => self.pending = Some(line),
+            }
         }
         let mut saved = self.outcome.step;
         let mut skipped = 0;
@@ -227,6 +243,7 @@ impl Run<'_> {
                 Some(queued) => queued,
                 None => self.queue(self.outcome.step, false)?,
             };
+            self.look_at_time(current.step)?;
             // A device that is given its next step before this one is done never waits for the host.
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? {
                 ahead = Some(self.queue(current.step, true)?);
@@ -244,6 +261,7 @@ impl Run<'_> {
             if skipped == MOST_SKIPPED {
                 let StepMetrics { loss, grad_norm, .. } = metrics.line;
                 self.record(&metrics.line, show)?;
+                self.await_save(show)?;
                 return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
             }
             if self.validates(step) {
@@ -254,17 +272,26 @@ impl Run<'_> {
                     break;
                 }
             }
+            if !self.score_tasks(&mut metrics.line, stop, show)? {
+                self.pending = Some(metrics.line);
+                break;
+            }
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
+            if let Some(end) = self.session.poll_save()? {
+                self.save_ended(end, show)?;
+            }
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            if self.saves(step) && skipped == 0 {
+            let due = self.save_due(step) || (self.save_again && ahead.is_none());
+            if due && skipped == 0 {
                 self.save(show)?;
                 saved = step;
             }
         }
-        if saved != self.outcome.step {
-            self.save(show)?;
+        self.await_save(show)?;
+        if saved != self.outcome.step || self.save_again {
+            self.save_now(show)?;
         }
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
@@ -334,6 +361,41 @@ impl Run<'_> {
         self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
     }
 
+    fn scores_tasks(&self, step: u64) -> bool {
+        !self.tasks.is_empty() && self.due(step, self.config.eval.every)
+    }
+
+    /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.
+    fn score_tasks(
+        &mut self,
+        line: &mut StepMetrics,
+        stop: &Stop<'_>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<bool, TrainError> {
+        if !self.scores_tasks(line.step) {
+            return Ok(true);
+        }
+        let (mut looked, total) = (Ok(false), self.requests.rows.len() as u64);
+        let mut heard = |done: u64| {
+            show(Event::EvaluatingTasks { done, total });
+            if done.is_multiple_of(LOOK_EVERY) && looked.is_ok() {
+                looked = stop.look();
+            }
+        };
+        let losses = self.session.score(&self.requests.rows, stop.flag(), &mut heard)?;
+        looked?;
+        let Some(losses) = losses else { return Ok(false) };
+        match self.requests.reports(&self.tasks, &losses) {
+            Ok(reports) => {
+                line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
+                show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });
+            }
+            // What has diverged shows in the losses too.
+            Err(error) => show(Event::Warning(&format!("no scores at step {}: {error}", line.step))),
+        }
+        Ok(true)
+    }
+
     fn saves(&self, step: u64) -> bool {
         match self.config.checkpoint.every {
             SaveEvery::Steps(every) => self.due(step, every),
@@ -346,7 +408,12 @@ impl Run<'_> {
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
         // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1) || counts_updates || self.validates(step) || self.saves(step)
+        self.profiles(step + 1)
+            || counts_updates
+            || self.validates(step)
+            || self.scores_tasks(step)
+            || self.save_again
+            || self.save_due(step)
     }
 
     fn profiles(&self, step: u64) -> bool {
@@ -433,6 +500,7 @@ impl Run<'_> {
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             val_loss: None,
+            tasks: BTreeMap::new(),
         };
         // A scale that is being searched explains gradients that are not finite.
         let searched = loss_scale.is_some_and(|scale| !scale.is_least());
@@ -472,35 +540,10 @@ impl Run<'_> {
         let Some(loss) = loss else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
+        self.validated = Some((step, loss));
         show(Event::Validated { step, loss });
         self.dir.event("validation", json!({ "step": step, "val_loss": loss }))?;
         Ok(Some(loss))
-    }
-
-    fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
-        let step = self.outcome.step;
-        let state = json!({
-            "tokens": self.tokens_before(step),
-            "data": format!("{:016x}", self.data),
-            "prepared": self.prepared,
-            "config": self.config.resolved_toml(),
-            "lockstep": env!("CARGO_PKG_VERSION"),
-            "pending_metrics": self.pending,
-            "noise": self.noise.to_bits(),
-            "loss_scale": self.loss_scale,
-            "updates": self.updates,
-        });
-        let progress = &mut |done, total| show(Event::Saving { done, total });
-        // A checkpoint needs nothing around it to be used.
-        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
-        let attachments: Vec<_> = attachments.into_iter().filter_map(|(name, file)| Some((name, file?))).collect();
-        let about = About { state: &state, attachments: &attachments };
-        let begun = Instant::now();
-        let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
-        self.dir.event("checkpoint", json!({ "step": step, "seconds": begun.elapsed().as_secs_f64() }))?;
-        show(Event::Saved { step, path: &path });
-        self.outcome.checkpoint = Some(path);
-        Ok(())
     }
 }
 

@@ -77,6 +77,11 @@ pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> 
     Ok(())
 }
 
+/// The schedule of a plan as SVG; none where there is no pipeline.
+pub(super) fn picture(plan: &Plan) -> Option<String> {
+    super::layout::timeline(plan).map(|timeline| draw(plan, &timeline, None))
+}
+
 /// Time is seconds, predicted for what is named, or FLOPs.
 fn draw(plan: &Plan, timeline: &Timeline, predicted: Option<&str>) -> String {
     let pipeline = plan.layout.pipeline();

@@ -1,0 +1,105 @@
+//! `lockstep report`: runs as one file, for a colleague or an appendix.
+
+use crate::drawing::escaped;
+use crate::failure::Failure;
+use crate::timeline::{memory_picture, wrote};
+use crate::watch::run_dirs;
+use crate::{explain, machine};
+use lockstep_config::Config;
+use lockstep_ir::units;
+use lockstep_plan::{plan, planned_timeline};
+use lockstep_telemetry::RunPage;
+use lockstep_train::{Devices, analyze, settled};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Run directories, or folders of them.
+    #[arg(value_name = "RUN", required = true)]
+    runs: Vec<PathBuf>,
+    /// The file to write.
+    #[arg(short, long, value_name = "FILE", default_value = "report.html")]
+    output: PathBuf,
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let runs = run_dirs(&args.runs)?;
+    let mut more = String::from("<section class=\"more\" aria-label=\"how the runs were made\">");
+    for run in &runs {
+        let name = run.canonicalize().unwrap_or_else(|_| run.clone());
+        let name = name.file_name().map_or_else(|| "run".into(), |name| name.to_string_lossy().into_owned());
+        more += &planned(&name, run);
+        more += &recorded(&name, run);
+    }
+    more += "</section>";
+    let hint = "give a file in a folder that is there and can be written: -o report.html";
+    let refuse = |e| Failure::request(format!("cannot write {}: {e}\nhint: {hint}", args.output.display()));
+    std::fs::write(&args.output, RunPage::new(&runs).file(&more)).map_err(refuse)?;
+    wrote("the report, for any browser", &args.output);
+    Ok(())
+}
+
+fn card(title: &str, inside: &str) -> String {
+    format!("<div class=\"card wide\"><h2>{}</h2>{inside}</div>", escaped(title))
+}
+
+fn preformatted(text: &str) -> String {
+    format!("<pre>{}</pre>", escaped(text.trim_end()))
+}
+
+/// What the plan says of a run: the account of a step, memory over time, the pipeline. A machine that cannot plan the run has
+/// nothing to say of it.
+fn planned(name: &str, run: &Path) -> String {
+    let made = || -> Result<String, Failure> {
+        let config = Config::load(&run.join("run.toml"), &[])?;
+        let devices = Devices::of(&config);
+        let config = settled(&devices, &config, Some(run))?;
+        let plan = plan(&devices, &config)?;
+        let mut inside = String::new();
+        let several = plan.compiled.programs.len() > 1;
+        for program in &plan.compiled.programs {
+            let of = if several { format!(", stage {}", program.stage) } else { String::new() };
+            let title = format!("planned memory of two steps, {} parameters{of}", units::count(plan.parameters));
+            inside += &memory_picture(&title, &planned_timeline(program, 2, None)?);
+        }
+        inside += &explain::pipeline_picture(&plan).unwrap_or_default();
+        inside += &preformatted(&explain::account_text(&devices, &config, &plan)?);
+        Ok(inside)
+    };
+    let inside = made().unwrap_or_else(|failure| {
+        format!("<p class=\"hint\">This machine cannot plan the run: {}</p>", escaped(&failure.to_string()))
+    });
+    card(&format!("{name}: memory over time, pipeline, account"), &inside)
+}
+
+/// What the run directory says: predicted beside measured, the config and where its values came from, versions, changes, failures.
+fn recorded(name: &str, run: &Path) -> String {
+    let mut out = String::new();
+    if let Ok(analysis) = analyze(run) {
+        out += &card(&format!("{name}: predicted and measured"), &preformatted(&machine::analysis_text(&analysis)));
+    }
+    let mut inside = String::new();
+    for (file, title) in FILES {
+        let Ok(text) = std::fs::read_to_string(run.join(file)) else { continue };
+        if text.trim().is_empty() {
+            continue;
+        }
+        let cut: String = text.chars().take(MOST_CHARACTERS).collect();
+        // Writing to a string does not fail.
+        let _ = write!(inside, "<details><summary>{title} ({file})</summary>{}</details>", preformatted(&cut));
+    }
+    out + &card(&format!("{name}: provenance"), &inside)
+}
+
+/// Files of a run directory that say how it was made, and what they are.
+const FILES: [(&str, &str); 5] = [
+    ("run.toml", "config, with the origin of each value"),
+    ("plan.json", "plan: program, device, version, memory"),
+    ("provenance.json", "provenance"),
+    ("changes.json", "changes while it ran"),
+    ("failures.jsonl", "failures"),
+];
+
+/// Most characters of a file that are shown.
+const MOST_CHARACTERS: usize = 200_000;

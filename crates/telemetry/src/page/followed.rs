@@ -1,0 +1,152 @@
+//! A run directory as others see it: what it is, how far it is, what has happened.
+
+use crate::MetricColumns;
+use serde_json::{Map, Value, json};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A run whose files are read as they grow.
+pub(crate) struct FollowedRun {
+    dir: PathBuf,
+    name: String,
+    pub(crate) columns: MetricColumns,
+    /// Changes whenever there is something new.
+    pub(crate) version: u64,
+    /// Bytes of `events.jsonl` that were read, and when `run.toml` was written.
+    events_read: u64,
+    config_written: Option<SystemTime>,
+    events: Vec<Value>,
+    config: Map<String, Value>,
+    plan: Value,
+}
+
+/// The largest config, plan or file of events that is looked at.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// Most events that are shown; the latest.
+const MOST_EVENTS: usize = 1000;
+
+impl FollowedRun {
+    pub(crate) fn new(dir: &Path, name: String) -> Self {
+        let mut run = Self {
+            dir: dir.to_owned(),
+            name,
+            columns: MetricColumns::default(),
+            version: 0,
+            events_read: 0,
+            config_written: None,
+            events: Vec::new(),
+            config: Map::new(),
+            plan: Value::Null,
+        };
+        run.follow();
+        run
+    }
+
+    /// Reads what is new. What cannot be read now is read later.
+    pub(crate) fn follow(&mut self) {
+        let mut changed = self.columns.follow(&self.dir.join("metrics.jsonl")).unwrap_or(false);
+        let events = self.dir.join("events.jsonl");
+        let length = fs::metadata(&events).map_or(0, |file| file.len());
+        if length != self.events_read && length < MOST_BYTES {
+            self.events_read = length;
+            self.events = fs::read_to_string(&events).map(|text| shown_events(&text)).unwrap_or_default();
+            changed = true;
+        }
+        let config = self.dir.join("run.toml");
+        let written = fs::metadata(&config).and_then(|file| file.modified()).ok();
+        if written != self.config_written {
+            self.config_written = written;
+            self.config = bounded(&config).map(|text| flattened(&text)).unwrap_or_default();
+            let plan = bounded(&self.dir.join("plan.json")).unwrap_or_default();
+            self.plan = serde_json::from_str(&plan).unwrap_or(Value::Null);
+            changed = true;
+        }
+        self.version += u64::from(changed);
+    }
+
+    /// The last step, 0 before the first.
+    pub(crate) fn last_step(&self) -> f64 {
+        self.columns.get("step").and_then(<[f64]>::last).copied().unwrap_or(0.0)
+    }
+
+    /// The first step that has a line.
+    pub(crate) fn first_step(&self) -> f64 {
+        self.columns.get("step").and_then(<[f64]>::first).copied().unwrap_or(0.0)
+    }
+
+    /// What of it is small and changes at every step.
+    pub(crate) fn status(&self) -> Value {
+        let last: Map<String, Value> = self
+            .columns
+            .keys()
+            .filter_map(|key| {
+                // The last that there is: validation losses are not in every line.
+                let value = self.columns.get(key)?.iter().rev().find(|value| value.is_finite())?;
+                Some((key.to_owned(), json!(value)))
+            })
+            .collect();
+        let modified = fs::metadata(self.dir.join("metrics.jsonl")).and_then(|file| file.modified()).ok();
+        let age = modified.and_then(|at| SystemTime::now().duration_since(at).ok()).map(|age| age.as_secs_f64());
+        json!({
+            "name": self.name,
+            "version": self.version,
+            "first_step": self.first_step(),
+            "last_step": self.last_step(),
+            "last": last,
+            "age_s": age,
+            "ended": self.events.last().map(|event| &event["event"]).filter(|kind| *kind == "finish" || *kind == "interrupt"),
+        })
+    }
+
+    /// All of it but the numbers.
+    pub(crate) fn description(&self) -> Value {
+        json!({
+            "name": self.name,
+            "dir": self.dir.display().to_string(),
+            "keys": self.columns.keys().collect::<Vec<_>>(),
+            "config": self.config,
+            "plan": self.plan,
+            "events": self.events,
+        })
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
+}
+
+fn bounded(path: &Path) -> io::Result<String> {
+    match fs::metadata(path)?.len() {
+        length if length > MOST_BYTES => Err(io::ErrorKind::FileTooLarge.into()),
+        _ => fs::read_to_string(path),
+    }
+}
+
+/// The latest events. Validations are in the metrics.
+fn shown_events(text: &str) -> Vec<Value> {
+    let values = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let mut events: Vec<Value> = values.filter(|value| value.is_object() && value["event"] != "validation").collect();
+    events.drain(..events.len().saturating_sub(MOST_EVENTS));
+    events
+}
+
+/// The keys of a resolved config with their values as they are written, without where they came from: `train.steps` is `100`.
+fn flattened(text: &str) -> Map<String, Value> {
+    let mut all = Map::new();
+    let Ok(tables) = text.parse::<toml::Table>() else { return all };
+    for (table, keys) in tables {
+        match keys {
+            toml::Value::Table(keys) => {
+                all.extend(keys.into_iter().map(|(key, value)| (format!("{table}.{key}"), json!(value.to_string()))));
+            }
+            value => {
+                all.insert(table, json!(value.to_string()));
+            }
+        }
+    }
+    all
+}

@@ -1,0 +1,102 @@
+//! Evaluation tasks: scores against those of lm-evaluation-harness, and in a run.
+
+mod common;
+
+use lockstep_train::{Devices, Event, RunOptions, StepMetrics, TaskFile, Trained, evaluate_tasks, run};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tasks")
+}
+
+/// The model of the golden values, whose tokenizer is that of other tests.
+fn model(place: &Path) -> Trained {
+    for entry in std::fs::read_dir(folder().join("model")).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, place.join(path.file_name().unwrap())).unwrap();
+    }
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures/tokenizer.json");
+    std::fs::copy(tokenizer, place.join("tokenizer.json")).unwrap();
+    Trained::open(place).unwrap()
+}
+
+#[test]
+fn every_item_scores_as_in_lm_evaluation_harness() {
+    let place = tempfile::tempdir().unwrap();
+    let trained = model(place.path());
+    let paths = [folder().join("choices.jsonl"), folder().join("cloze.jsonl")];
+    let files = TaskFile::open_all(&paths, 0).unwrap();
+    let found = evaluate_tasks(&Devices::of(&trained.config), &trained, &files, Some(64), &mut |_| ()).unwrap();
+    let items: Vec<_> = found.tasks.iter().flat_map(|task| &task.items).collect();
+    let golden = std::fs::read_to_string(folder().join("harness.jsonl")).unwrap();
+    let golden: Vec<Value> = golden.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(items.len(), golden.len());
+    assert_eq!(items.len(), 100);
+    for (index, (item, expected)) in items.iter().zip(&golden).enumerate() {
+        let theirs: Vec<f64> =
+            expected["log_likelihoods"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+        assert_eq!(item.log_likelihoods.len(), theirs.len(), "item {index}");
+        for (ours, theirs) in item.log_likelihoods.iter().zip(&theirs) {
+            assert!((ours - theirs).abs() < 2e-5 * theirs.abs().max(1.0), "item {index}: {ours} and {theirs}");
+        }
+        let scores = [("acc", item.acc), ("acc_norm", item.acc_norm), ("acc_bytes", item.acc_bytes)];
+        for (name, ours) in scores {
+            assert_eq!(ours, expected[name].as_bool(), "item {index}, {name}");
+        }
+    }
+    let shares: Vec<f64> = found.tasks.iter().filter_map(|task| task.scores().acc).collect();
+    assert!(shares.iter().all(|share| *share > 0.0 && *share < 1.0), "a test that tells nothing: {shares:?}");
+    // Lengths matter for some, and so does the difference of characters and bytes.
+    assert!(items.iter().any(|item| item.acc != item.acc_norm && item.acc_norm.is_some()));
+}
+
+#[test]
+fn a_run_scores_its_tasks_as_its_checkpoints_do() {
+    let dir = tempfile::tempdir().unwrap();
+    common::write_corpus(dir.path());
+    let question = |n: u64| {
+        let right = n * n;
+        format!(
+            "{{\"query\":\"the square of {n} is\",\"choices\":[\"{right}, and\",\"{}, and\",\"no\"],\"gold\":0}}\n",
+            right + 7
+        )
+    };
+    std::fs::write(dir.path().join("squares.jsonl"), (3..9).map(question).collect::<String>()).unwrap();
+    let cloze = "{\"query\":\"the square of 4 is 16, and so\",\"target\":\"on\"}\n";
+    std::fs::write(dir.path().join("words.jsonl"), cloze).unwrap();
+    let lines = "steps = 6\nvalidate_every = 0\n[eval]\ntasks = [\"squares.jsonl\", \"words.jsonl\"]\nevery = 4\nitems = 5\n[checkpoint]\nevery = 4";
+    let config = common::tiny(dir.path(), lines);
+    // Interrupted while tasks are scored: the line is written when the run goes on.
+    let stop = AtomicBool::new(false);
+    let options = RunOptions { dir: dir.path().join("run"), ..RunOptions::default() };
+    let outcome = run(&Devices::new(), &config, &options, &stop, &mut |event| {
+        if matches!(event, Event::EvaluatingTasks { .. }) {
+            stop.store(true, Ordering::SeqCst);
+        }
+    });
+    assert_eq!(outcome.unwrap().step, 4);
+    let written = || std::fs::read_to_string(dir.path().join("run/metrics.jsonl")).unwrap();
+    assert_eq!(written().lines().count(), 3);
+    common::run_to(&config, &options.dir, 6);
+    let metrics: Vec<StepMetrics> = written().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(metrics.len(), 6);
+    let scored: Vec<u64> = metrics.iter().filter(|line| !line.tasks.is_empty()).map(|line| line.step).collect();
+    assert_eq!(scored, [4, 6]);
+    let paths = ["squares.jsonl", "words.jsonl"].map(|name| dir.path().join(name));
+    let files = TaskFile::open_all(&paths, 5).unwrap();
+    assert_eq!([files[0].len(), files[1].len()], [5, 1]);
+    for line in metrics.iter().filter(|line| !line.tasks.is_empty()) {
+        let checkpoint = dir.path().join(format!("run/checkpoints/step-{:08}", line.step));
+        let trained = Trained::open(&checkpoint).unwrap();
+        let found = evaluate_tasks(&Devices::of(&trained.config), &trained, &files, None, &mut |_| ()).unwrap();
+        let [squares, words] = &found.tasks[..] else { panic!("{found:?}") };
+        assert_eq!(line.tasks["squares"], squares.scores());
+        // The bits of a row are those of any program.
+        assert_eq!(line.tasks["words"].perplexity, words.scores().perplexity);
+        assert!(line.tasks["words"].acc.is_none() && words.scores().acc.is_some());
+    }
+    let text = written();
+    assert!(text.lines().nth(3).unwrap().contains("\"tasks\":{\"squares\":{\"acc\":"), "{text}");
+}
