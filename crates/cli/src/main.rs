@@ -2,9 +2,11 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bench_checkpoint;
 mod bench_collectives;
 mod checkpoint;
 mod checkpoint_list;
+mod checkpoint_tools;
 mod config_command;
 mod data;
 mod doctor;

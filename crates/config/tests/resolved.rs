@@ -118,6 +118,15 @@ groups = []  # default
 [checkpoint]
 every = 100  # default
 keep = 3  # default
+# every_minutes is not set
+keep_every = 0  # default
+keep_best = false  # default
+# mirror is not set
+asynchronous = true  # default
+
+[telemetry]
+tensorboard = false  # default
+csv = false  # default
 
 [cluster]
 # time is not set

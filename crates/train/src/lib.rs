@@ -6,6 +6,7 @@
 
 mod analysis;
 pub mod bench;
+mod bench_checkpoint;
 mod calibrate;
 mod catalogue;
 mod changes;
@@ -33,12 +34,14 @@ mod run;
 mod run_dir;
 mod sample;
 mod sampling;
+mod saver;
 mod saves;
 mod schedule;
 mod session;
 mod settle;
 mod shell;
 mod slow_rank;
+mod snapshot;
 mod state;
 mod tasks;
 mod text;
@@ -46,6 +49,7 @@ mod timeline;
 mod trained;
 
 pub use analysis::{Analysis, ClassTime, Learned, analyze, learn};
+pub use bench_checkpoint::{CheckpointBench, bench_checkpoint};
 pub use calibrate::{SaveSpec, measure_machine};
 pub use catalogue::{catalogue, catalogue_folder};
 pub use changes::Changed;
@@ -69,6 +73,7 @@ pub use run::{Outcome, RunOptions, run};
 pub use run_dir::RunDir;
 pub use sample::Sample;
 pub use sampling::Sampling;
+pub use saver::{SaveEnd, SaveRequest};
 pub use schedule::learning_rate;
 pub use session::{QueuedStep, Session, StepResult};
 pub use settle::settled;

@@ -164,6 +164,12 @@ impl<'a> Team<'a> {
         Ok(std::mem::take(&mut processes.exchange(op, &mine)?[0]))
     }
 
+    /// Whether something holds for all.
+    pub(crate) fn all(self, op: &'static str, mine: bool) -> Result<bool, TrainError> {
+        let Some(processes) = self.0 else { return Ok(mine) };
+        Ok(processes.exchange(op, &[u8::from(mine)])?.iter().all(|theirs| theirs[..] == [1]))
+    }
+
     /// Waits until all are here.
     pub(crate) fn meet(self, op: &'static str) -> Result<(), TrainError> {
         self.0.map_or(Ok(()), |processes| processes.exchange(op, &[]).map(|_| ()))
