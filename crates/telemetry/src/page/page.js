@@ -22,7 +22,8 @@ const CHARTS = [
   { title: "Tasks: perplexity", match: /^tasks\/.*\/perplexity$/, log: true },
 ];
 const HIDDEN = new Set(["step", "tokens"]);
-/** Keys whose values are few: drawn with points, and not smoothed. */
+/** Keys that are not smoothed; of these some have few values, and are drawn with points. */
+const exact = (key) => sparse(key) || key === "lr" || key.endsWith("_bytes") || key === "loss_scale";
 const sparse = (key) => key === "val_loss" || key.startsWith("tasks/");
 
 let runs = [], units = {}, charts = [], view = null, shown = [], series = null, pending = false, again = false;
@@ -129,7 +130,7 @@ function build() {
     head.append(element("h2", "", group.title), element("span", "unit", unit));
     const values = element("div", "values"), box = element("div", "plot");
     head.append(values); card.append(head, box); $("charts").append(card);
-    const chart = { ...group, card, values, box, visible: false, stale: true, lines: null, plot: null };
+    const chart = { ...group, card, values, box, visible: !!embedded, stale: true, lines: null, plot: null };
     watcher.observe(card); sizes.observe(box);
     box.chart = card.chart = chart;
     card.addEventListener("pointerenter", () => { active = chart; });
@@ -137,7 +138,7 @@ function build() {
   });
 }
 const watcher = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => {
-  target.chart.visible = isIntersecting;
+  target.chart.visible = isIntersecting || !!embedded;
   if (isIntersecting && target.chart.stale) next();
 }), { rootMargin: "100px" });
 const height = (width) => Math.round(Math.max(190, Math.min(420, width * 0.46)));
@@ -150,8 +151,8 @@ function make(chart, data) {
   const width = chart.box.clientWidth || 400;
   const drawn = [];
   chart.lines.forEach((line) => {
-    const c = line.stroke, few = sparse(line.key), smooth = smoothing > 0 && !few;
-    drawn.push({ label: line.name, stroke: smooth ? faint(c) : c, width: few ? 2 : 1, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: few && dots, size: 5, fill: c }, line });
+    const c = line.stroke, few = sparse(line.key), smooth = smoothing > 0 && !exact(line.key);
+    drawn.push({ label: line.name, stroke: smooth ? faint(c) : c, width: few || exact(line.key) ? 2 : 1, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: few && dots, size: 5, fill: c }, line });
     if (smooth) drawn.push({ label: line.name, stroke: c, width: 2, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: false }, line, smooth: true });
   });
   const logarithmic = log && chart.log;
@@ -161,7 +162,7 @@ function make(chart, data) {
     scales: { x: { time: false, range: () => range() }, y: { distr: logarithmic ? 3 : 1, range: logarithmic ? undefined : (u, low, high) => span(chart, low, high) } },
     series: [{}, ...drawn],
     axes: [{ ...axis, size: 26, gap: 4, values: (u, splits) => splits.map((x) => (Number.isInteger(x) ? count(x) : "")) },
-      { ...axis, size: 62, values: (u, splits) => splits.map((x) => x == null ? "" : chart.bytes ? bytes(x) : chart.percent ? +(100 * x).toPrecision(3) + "%" : Math.abs(x) >= 1e4 ? count(x) : Math.abs(x) < 1e-3 && x ? x.toExponential(1) : String(+x.toPrecision(4))) }],
+      { ...axis, size: 62, ...(chart.bytes ? { incrs: Array.from({ length: 60 }, (_, i) => 2 ** i) } : {}), values: (u, splits) => splits.map((x) => x == null ? "" : chart.bytes ? bytes(x) : chart.percent ? +(100 * x).toPrecision(3) + "%" : Math.abs(x) >= 1e4 ? count(x) : Math.abs(x) < 1e-3 && x ? x.toExponential(1) : String(+x.toPrecision(4))) }],
     hooks: { draw: [(u) => marks(u, chart)], setCursor: [(u) => hover(u, chart)], setSelect: [(u) => selected(u)], ready: [(u) => drags(u)] },
   };
   chart.plot = new uPlot(options, data, chart.box);
@@ -223,7 +224,7 @@ function hover(u, chart) {
   const { width } = series.buckets, step = u.data[0][index];
   chart.values.append("step " + steps(step) + (width > 1 ? " ± " + Math.ceil(width / 2) : "") + "  ");
   u.series.forEach((line, i) => {
-    if (!i || !line.show || (smoothing > 0 && !line.smooth && !sparse(line.line.key))) return;
+    if (!i || !line.show || (smoothing > 0 && !line.smooth && !exact(line.line.key))) return;
     let value = u.data[i][index];
     // Few values: the last one before.
     for (let j = index; value == null && j >= 0 && j > index - 3; j--) value = u.data[i][j];
@@ -301,7 +302,7 @@ function paint(chart) {
     let values = series.runs[line.run][line.key] || empty;
     if (log && chart.log) values = values.map((v) => (v > 0 ? v : null));
     data.push(values);
-    if (smoothing > 0 && !sparse(line.key)) {
+    if (smoothing > 0 && !exact(line.key)) {
       const { means } = series.runs[line.run];
       data.push(means && !means[line.key] ? empty : smoothed(means ? means[line.key] : values, series.buckets));
     }
@@ -415,6 +416,8 @@ let kept = null; try { kept = localStorage.getItem("lockstep-theme"); } catch {}
 const dark = matchMedia("(prefers-color-scheme: dark)");
 theme(kept || (dark.matches ? "dark" : "light"));
 dark.addEventListener("change", () => theme(dark.matches ? "dark" : "light"));
+
+addEventListener("beforeprint", () => charts.filter((chart) => chart.stale).forEach(paint));
 
 // ---- beginning, and what is new ----------------------------------------------------------------
 let begun = false;
