@@ -80,7 +80,7 @@ impl RunSource {
     }
 
     fn args(&self) -> ConfigArgs {
-        // What the other run prepared, wherever its text is by now.
+        // What the other run prepared is not prepared again.
         let own = self.from.as_ref().is_some_and(|run| run.join("data").is_dir());
         let set = own.then(|| "data.prepared=data".to_owned()).into_iter().chain(self.set.iter().cloned()).collect();
         ConfigArgs { config: self.file(), set }
