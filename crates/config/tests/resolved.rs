@@ -124,6 +124,11 @@ keep_best = false  # default
 # mirror is not set
 asynchronous = true  # default
 
+[eval]
+tasks = []  # default
+every = 1000  # default
+items = 0  # default
+
 [telemetry]
 tensorboard = false  # default
 csv = false  # default

@@ -86,12 +86,17 @@ impl Processes {
         members.iter().enumerate().filter(first).map(|(_, member)| member.cores).sum()
     }
 
-    /// How many there are, where, and what they talk over.
-    pub(crate) fn summary(&self) -> String {
-        let members = self.comm.members();
-        let mut hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+    /// The hosts of all, each once, by name.
+    pub(crate) fn hosts(&self) -> Vec<String> {
+        let mut hosts: Vec<String> = self.comm.members().iter().map(|member| member.host.clone()).collect();
         hosts.sort_unstable();
         hosts.dedup();
+        hosts
+    }
+
+    /// How many there are, where, and what they talk over.
+    pub(crate) fn summary(&self) -> String {
+        let (members, hosts) = (self.comm.members(), self.hosts());
         let hosts = if hosts.len() == 1 { "1 host".to_owned() } else { format!("{} hosts", hosts.len()) };
         let over = match self.comm.over() {
             Over::Mpi(name) => format!("MPI ({name})"),

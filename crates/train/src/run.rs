@@ -13,6 +13,7 @@ use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
+use crate::provenance::StartedBy;
 use crate::sample::{Sample, sample};
 use crate::saves::with_save_interval;
 use crate::schedule::step_scalars;
@@ -49,6 +50,8 @@ pub struct RunOptions {
     pub sample_tokens: usize,
     /// Steps to profile, from 1 on, the last included.
     pub profile_steps: Option<RangeInclusive<u64>>,
+    /// Who starts it, for the run directory.
+    pub started_by: StartedBy,
 }
 
 /// How a run ended.

@@ -11,6 +11,7 @@ use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Noise, NoiseBits};
 use crate::processes::{Processes, Stop};
+use crate::provenance::{Circumstances, RunStart};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::tasks::TaskRequests;
@@ -193,12 +194,27 @@ pub(super) fn start<'a>(
         let (step, tokens) = (units::seconds(forecast.step_s), units::count(forecast.tokens_per_s as u64));
         show(Event::Note(&Note::Cost(format!("predicted: {step} a step, {tokens} tokens/s ({by})"))));
     }
+    // From how the last call left the directory.
+    let begun_by = RunStart::new(
+        dir.path(),
+        options,
+        Circumstances {
+            step,
+            changed: &course.new,
+            hosts: team.0.map(Processes::hosts),
+            device: &plan.device,
+            world: team.0.map(Processes::summary),
+            data: data.fingerprint(),
+            program: plan.program().fingerprint(),
+        },
+    );
     let written = step - u64::from(pending.is_some());
     let foreseen = (plan, prediction.as_ref());
     for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, foreseen, step, written)? {
         let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
         show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
     }
+    dir.started(&begun_by, options.started_by.given.as_deref())?;
     let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
     let failed = dir.open_sinks(choice, written);
     warn_of_sinks(&mut dir, failed, step, show)?;
