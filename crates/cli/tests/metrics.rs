@@ -179,9 +179,14 @@ fn a_report_is_one_file_with_charts_pictures_and_provenance() {
     place.ok(&["train", "run.toml", "--run-dir", "runs/b", "--set", "train.steps=3", "--set", "optimizer.lr=1e-3"]);
     place.ok(&["report", "runs", "-o", "report.html"]);
     let text = fs::read_to_string(place.path("report.html")).unwrap();
-    for part in
-        ["a: memory over time, pipeline, account", "<svg", "planned memory of two steps", "b: provenance", "uPlot"]
-    {
+    for part in [
+        "a: memory over time, pipeline, account",
+        "(starts.jsonl)",
+        "<svg",
+        "planned memory of two steps",
+        "b: provenance",
+        "uPlot",
+    ] {
         assert!(text.contains(part), "{part} is missing");
     }
     assert!(!text.contains("src=\"http") && !text.contains("href=\"http") && !text.contains("cannot plan"));
