@@ -66,7 +66,7 @@ runs = [make("baseline", 3e-4, 0.0, STEPS), make("higher-lr", 6e-4, -0.03, STEPS
 server = subprocess.Popen([lockstep, "watch", *runs, "--port", "0"], stdout=subprocess.PIPE, text=True)
 url = re.search(r"http://\S+", server.stdout.readline()).group(0)
 browser = subprocess.Popen(
-    ["chromium", "--headless=new", "--no-sandbox", "--remote-debugging-port=0", "--remote-allow-origins=*", "--hide-scrollbars", f"--user-data-dir={place}/profile", "about:blank"],
+    ["chromium", "--headless=new", "--disable-gpu", "--no-sandbox", "--remote-debugging-port=0", "--remote-allow-origins=*", "--hide-scrollbars", f"--user-data-dir={place}/profile", "about:blank"],
     stderr=subprocess.PIPE, text=True,
 )
 port = next(m.group(1) for m in (re.search(r"127\.0\.0\.1:(\d+)/", text) for text in browser.stderr) if m)
@@ -152,13 +152,10 @@ FRAMES = """(async () => {
   const send = (kind, x, shift) => (kind === 'mousedown' ? over : kind === 'mousemove' ? over : window).dispatchEvent(new MouseEvent(kind, { clientX: x, clientY: y, button: 0, buttons: 1, shiftKey: shift, bubbles: true, cancelable: true, view: window }));
   const frame = () => new Promise((done) => requestAnimationFrame(() => { const at = performance.now(); setTimeout(() => done(performance.now() - at), 0); }));
   const times = [];
-  document.getElementById('in').click(); document.getElementById('in').click();
-  await new Promise((done) => setTimeout(done, 1000));
   send('mousedown', box.left + 300, true);
   for (let i = 0; i < 40; i++) { send('mousemove', box.left + 300 - 5 * i, true); times.push(await frame()); }
   send('mouseup', box.left + 100, true);
   for (let i = 0; i < 8; i++) { document.getElementById(i % 2 ? 'out' : 'in').click(); times.push(await frame()); }
-  document.getElementById('all').click();
   times.sort((a, b) => a - b);
   return [times[times.length >> 1], times[Math.floor(times.length * 0.95)], times[times.length - 1]];
 })()"""
@@ -168,10 +165,13 @@ try:
     paint = tab.open(url, 1440, 900)
     check("first charts of 3 runs of 100,000 steps, in s", round(paint, 2), paint < FIRST_PAINT_S)
     tab.picture("desktop.png")
+    tab.run("document.getElementById('in').click(); document.getElementById('in').click()")
+    time.sleep(2)
     before = cpu_s()
     median, most, worst = tab.run(FRAMES)
     print(f"     CPU time of the browser's processes per frame, in ms: {(cpu_s() - before) * 1e3 / 48:.1f}; load of the machine {os.getloadavg()[0]:.1f}")
     check("frame while zooming and moving, median, 95%, worst in ms", [round(x, 1) for x in (median, most, worst)], most < FRAME_MS)
+    tab.run("document.getElementById('all').click()")
     time.sleep(1)
     with open(os.path.join(runs[2], "metrics.jsonl"), "a") as file:
         file.write(line(STEPS, 1.5e-4, 0.05) + "\n")

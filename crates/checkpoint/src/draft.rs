@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bytes::TensorBytes;
 use crate::error::CheckpointError;
+use crate::keep::Keep;
 use crate::manifest::{FileEntry, IN_PARTS, Manifest};
 use crate::save::{About, TemporaryFolder, write_synced};
 use crate::slice::Slice;
@@ -110,9 +111,13 @@ impl Draft {
         Ok(())
     }
 
-    /// Gives the checkpoint its name, if its parts make up every tensor, removes the oldest beyond `keep`, and returns its
+    /// Gives the checkpoint its name, if its parts make up every tensor, removes those that `keep` does not keep, and returns its
     /// path. `about` and `keep` are as for [`save`](crate::save).
-    pub fn publish<'a>(mut self, about: impl Into<About<'a>>, keep: usize) -> Result<PathBuf, CheckpointError> {
+    pub fn publish<'a>(
+        mut self,
+        about: impl Into<About<'a>>,
+        keep: impl Into<Keep>,
+    ) -> Result<PathBuf, CheckpointError> {
         let written = self.written.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut written = std::mem::take(written);
         written.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));
@@ -126,7 +131,7 @@ impl Draft {
         let About { state, attachments } = about.into();
         let attachments = self.temporary.attach(attachments)?;
         let manifest = Manifest { format: IN_PARTS, step: self.step, files, attachments, state: state.clone() };
-        self.temporary.finish(&self.dir, &manifest, keep)
+        self.temporary.finish(&self.dir, &manifest, &keep.into())
     }
 
     fn refused(&self, cause: String) -> CheckpointError {

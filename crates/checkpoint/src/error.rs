@@ -3,6 +3,8 @@
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use lockstep_ir::units;
+
 use crate::manifest::{IN_PARTS, WHOLE};
 
 /// Why a checkpoint could not be saved, found or read.
@@ -81,6 +83,21 @@ pub enum CheckpointError {
         cause: String,
         /// What to do about it.
         hint: String,
+    },
+
+    /// The disk has no room for a checkpoint; nothing was written.
+    #[error(
+        "No space left on device for a checkpoint in {}: it takes {}, {} are free\n\
+         hint: free some space, or keep fewer checkpoints (`lockstep checkpoint prune`); earlier checkpoints are untouched",
+        dir.display(), units::bytes(*bytes), units::bytes(*free)
+    )]
+    NoSpace {
+        /// The folder of checkpoints.
+        dir: PathBuf,
+        /// What a checkpoint takes.
+        bytes: u64,
+        /// What is free.
+        free: u64,
     },
 
     /// [`save`](crate::save) was asked for something that could not be read back; nothing was written.

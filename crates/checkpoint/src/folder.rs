@@ -24,6 +24,26 @@ pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     Ok(found)
 }
 
+/// Moves the checkpoints in `dir` from `first` on into a folder `old-1`, `old-2` … inside, so that a run that goes on before them does
+/// not find them. Gives their steps.
+pub fn set_aside_from(dir: &Path, first: u64) -> Result<Vec<u64>, CheckpointError> {
+    let later: Vec<(u64, PathBuf)> = list(dir)?.into_iter().filter(|(saved, _)| *saved >= first).collect();
+    if later.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut n = 1;
+    while dir.join(format!("old-{n}")).symlink_metadata().is_ok() {
+        n += 1;
+    }
+    let aside = dir.join(format!("old-{n}"));
+    fs::create_dir(&aside).at("create", &aside)?;
+    for (saved, path) in &later {
+        fs::rename(path, aside.join(step_name(*saved))).at("move", path)?;
+    }
+    sync(dir)?;
+    Ok(later.into_iter().map(|(saved, _)| saved).collect())
+}
+
 /// The temporary folders in `dir`, with the step each was to become.
 pub(crate) fn unfinished(dir: &Path) -> Result<Vec<(u64, String)>, CheckpointError> {
     let mut found = Vec::new();

@@ -10,6 +10,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::bytes::TensorBytes;
 use crate::error::{AtPath, CheckpointError};
 use crate::folder;
+use crate::keep::{Keep, prune};
 use crate::manifest::{self, FileEntry, Manifest, WHOLE};
 use crate::slice::Slice;
 use crate::tensor_file::{self, Item, TensorFile};
@@ -51,7 +52,7 @@ impl<'a> From<&'a serde_json::Value> for About<'a> {
     }
 }
 
-/// Writes the checkpoint of `step` into `dir`, removes the oldest beyond `keep`, and returns the new one's path.
+/// Writes the checkpoint of `step` into `dir`, removes those that `keep` does not keep, and returns the new one's path.
 ///
 /// The checkpoint appears under its name only when every byte of it is on the disk; one of the same step is replaced.
 /// Tensors stream from where they are in chunks of at most 1 MiB, and `progress` hears the bytes written so far and the
@@ -67,7 +68,7 @@ pub fn save<'a>(
     step: u64,
     groups: &[TensorGroup<'_>],
     about: impl Into<About<'a>>,
-    keep: usize,
+    keep: impl Into<Keep>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<PathBuf, CheckpointError> {
     let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
@@ -91,7 +92,7 @@ pub fn save<'a>(
         manifest.files.push(FileEntry { name: name.clone(), bytes: file.bytes(), xxh3_128 });
     }
     manifest.attachments = temporary.attach(attachments)?;
-    temporary.finish(dir, &manifest, keep)
+    temporary.finish(dir, &manifest, &keep.into())
 }
 
 /// Every group's file by ascending name.
@@ -126,20 +127,6 @@ pub(crate) fn write_synced<T>(
     let result = write(&mut file).at("write", path)?;
     file.sync_all().at("sync", path)?;
     Ok(result)
-}
-
-/// Removes the oldest checkpoints beyond `keep`, never the one of `written`.
-fn prune(dir: &Path, written: u64, keep: usize) -> Result<(), CheckpointError> {
-    let mut others = folder::list(dir)?;
-    others.retain(|(step, path)| *step != written && looks_whole(path));
-    let excess = others.len().saturating_sub(keep.saturating_sub(1));
-    for (step, _) in &others[..excess] {
-        if let Some(trash) = folder::set_aside(dir, *step)? {
-            folder::sync(dir)?;
-            folder::discard(&trash);
-        }
-    }
-    Ok(())
 }
 
 /// Whether a checkpoint has a sound manifest and files of the right length; their contents are not read.
@@ -182,15 +169,15 @@ impl TemporaryFolder {
         Ok(entries)
     }
 
-    /// Adds the manifest to the files, gives the folder its name and removes the oldest checkpoints beyond `keep`.
-    pub(crate) fn finish(self, dir: &Path, manifest: &Manifest, keep: usize) -> Result<PathBuf, CheckpointError> {
+    /// Adds the manifest to the files, gives the folder its name and removes the checkpoints that `keep` does not keep.
+    pub(crate) fn finish(self, dir: &Path, manifest: &Manifest, keep: &Keep) -> Result<PathBuf, CheckpointError> {
         let step = manifest.step;
         let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
         let sealed = manifest.seal().map_err(refused)?;
         write_synced(&self.path.join(manifest::NAME), |to| to.write_all(&sealed))?;
         folder::sync(&self.path)?;
         let path = self.publish(dir, step)?;
-        prune(dir, step, keep)?;
+        prune(dir, Some(step), keep)?;
         Ok(path)
     }
 

@@ -1,5 +1,5 @@
-//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step; `lockstep bench
-//! collectives` is beside it.
+//! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step. `lockstep bench
+//! collectives` and `checkpoint` are beside it.
 
 use crate::failure::Failure;
 use crate::machine;
@@ -7,7 +7,7 @@ use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
 use crate::warn;
-use crate::{Format, bench_collectives};
+use crate::{Format, bench_checkpoint, bench_collectives};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
@@ -35,6 +35,8 @@ enum What {
     /// Time collectives and messages between ranks: threads of this process, processes of this machine, or those that
     /// torchrun, srun or mpirun started. Results are checked.
     Collectives(bench_collectives::Args),
+    /// Time checkpoints: how long steps wait for one in the background, beside a copy in memory and beside a synchronous one.
+    Checkpoint(bench_checkpoint::Args),
 }
 
 #[derive(clap::Args)]
@@ -200,6 +202,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     match args.what {
         Some(What::Train(train)) => run_train(*train)?,
         Some(What::Collectives(collectives)) => return bench_collectives::run(&collectives),
+        Some(What::Checkpoint(checkpoint)) => bench_checkpoint::run(&checkpoint)?,
         None => match (&args.peaks.save, &args.peaks.learn) {
             (Some(name), _) => machine::save(name, &args.peaks.device, &args.peaks.ranks)?,
             (None, Some(run)) => machine::learn(run)?,

@@ -2,6 +2,7 @@
 
 use crate::Format;
 use crate::checkpoint_list;
+use crate::checkpoint_tools;
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::style::message;
@@ -15,6 +16,12 @@ use std::path::PathBuf;
 pub enum Command {
     /// List the checkpoints of a run: step, size, time, validation loss.
     List(checkpoint_list::Args),
+    /// Show what a checkpoint holds: its step, its files, its tensors.
+    Inspect(checkpoint_tools::InspectArgs),
+    /// Read every byte of checkpoints and compare it with its checksum.
+    Verify(checkpoint_tools::VerifyArgs),
+    /// Remove the checkpoints of a run that no rule keeps.
+    Prune(checkpoint_tools::PruneArgs),
     /// Make a run directory of a Hugging Face model: to start from, to generate with, to evaluate.
     Import(ImportArgs),
     /// Write a trained model as a Hugging Face folder.
@@ -65,6 +72,9 @@ pub fn run(command: Command) -> Result<(), Failure> {
     let mut show = |done, total| progress.work("writing weights", done, total, units::bytes);
     match command {
         Command::List(args) => checkpoint_list::run(&args),
+        Command::Inspect(args) => checkpoint_tools::inspect(&args),
+        Command::Verify(args) => checkpoint_tools::verify(&args),
+        Command::Prune(args) => checkpoint_tools::prune(&args),
         Command::Import(args) => {
             let result = import(&args.from, &args.out, &mut show);
             progress.clear();

@@ -196,6 +196,7 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
         },
         "layout": layout::as_json(plan),
         "memory": plan.memory,
+        "checkpoint": checkpoint_bytes(config, plan),
         "ops": ops,
         "passes": passes,
         "program": verbose.then(|| plan.compiled.programs.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")),
@@ -254,6 +255,7 @@ fn as_text(
             1 => memory(&plan.memory),
             _ => layout::as_text(plan),
         },
+        checkpoint_text(config, plan),
         format!(
             "\nFLOPs per token (matmuls)\n  {:<10} {:<12} 6 × matmul parameters + 12 × layers × seq × heads ×\n  {:23} head_dim\n  \
              {:<10} {:<12} the same without the masked half of attention\n  {:<10} {:<12} with recomputation\n",
@@ -268,6 +270,27 @@ fn as_text(
         format!("\nops of one step{}\n{}", if several { ", on a rank of the first stage" } else { "" }, op_table(ops)),
     ]
     .concat()
+}
+
+/// Bytes of a checkpoint, and of the host memory in which it waits to be written.
+fn checkpoint_bytes(config: &Config, plan: &Plan) -> serde_json::Value {
+    let bytes = plan.checkpoint_bytes();
+    json!({ "bytes": bytes, "snapshot_bytes": config.checkpoint.asynchronous.then_some(bytes) })
+}
+
+fn checkpoint_text(config: &Config, plan: &Plan) -> String {
+    let (bytes, ranks) = (plan.checkpoint_bytes(), plan.layout.mesh.ranks());
+    let over = if ranks == 1 { String::new() } else { format!(" over {ranks} ranks") };
+    let snapshot = match config.checkpoint.asynchronous {
+        true => format!("host memory for a snapshot of it: as much{over}"),
+        false => "steps wait while one is written".to_owned(),
+    };
+    let text = format!(
+        "checkpoint: {} ({} bytes) of parameters and optimizer state; {snapshot}",
+        units::bytes(bytes),
+        thousands(bytes)
+    );
+    format!("\n{}", wrapped(&text, "  "))
 }
 
 /// The sizes of steps, in the order in which the run has them; none where all are alike.

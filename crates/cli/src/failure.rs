@@ -106,6 +106,12 @@ impl From<std::io::Error> for Failure {
     }
 }
 
+impl From<lockstep_checkpoint::CheckpointError> for Failure {
+    fn from(error: lockstep_checkpoint::CheckpointError) -> Self {
+        lockstep_train::TrainError::from(error).into()
+    }
+}
+
 impl From<lockstep_exec::ExecError> for Failure {
     fn from(error: lockstep_exec::ExecError) -> Self {
         lockstep_train::TrainError::from(error).into()

@@ -2,9 +2,11 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bench_checkpoint;
 mod bench_collectives;
 mod checkpoint;
 mod checkpoint_list;
+mod checkpoint_tools;
 mod config_command;
 mod data;
 mod doctor;
@@ -22,7 +24,9 @@ mod plan;
 mod processes;
 mod profile;
 mod progress;
+mod provenance;
 mod report;
+mod runs;
 mod slurm;
 mod style;
 mod table;
@@ -64,6 +68,10 @@ enum Command {
     Report(report::Args),
     /// Show what a run has recorded at each step, or print it as CSV or JSON.
     Metrics(metrics::Args),
+    /// List the runs of a folder: state, step, loss, speed.
+    Runs(runs::RunsArgs),
+    /// Show what differs between two runs in config, data, code and result.
+    Diff(runs::DiffArgs),
     /// Show what a training step will do and cost: memory, FLOPs, ops. Runs nothing.
     Explain(explain::Args),
     /// Find the fastest layout of a run on some GPUs: how its work is split, its micro-batch, what is recomputed. Runs nothing.
@@ -152,6 +160,8 @@ fn main() -> ExitCode {
         Command::Watch(args) => watch::run(&args),
         Command::Report(args) => report::run(&args),
         Command::Metrics(args) => metrics::run(&args),
+        Command::Runs(args) => runs::list(&args),
+        Command::Diff(args) => runs::diff(&args),
         Command::Explain(args) => explain::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Verify(args) => verify::run(args),

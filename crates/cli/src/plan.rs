@@ -1,10 +1,12 @@
 //! `lockstep plan`: the fastest layouts of a run on some GPUs, and what they cost.
 
 mod budget;
+mod charts;
 mod measure;
 mod ranking;
 mod reasons;
 mod saves;
+mod scaling;
 mod walk;
 mod write;
 
@@ -65,15 +67,23 @@ pub struct Args {
     free: bool,
     /// Instead, walk the usual recipe step by step with the numbers of this model: global batch, what must be sharded, micro-batch,
     /// recomputation, data-parallel ranks, accumulation.
-    #[arg(long, conflicts_with_all = ["budget", "measure"])]
+    #[arg(long, conflicts_with_all = ["budget", "measure", "scaling"])]
     recipe: bool,
+    /// Instead, show how the recipe scales: throughput and memory against GPUs (strong and weak), micro-batch and sequence length, and time
+    /// against GPU-hours or cost.
+    #[arg(long, conflicts_with_all = ["budget", "measure"])]
+    scaling: bool,
+    /// With --scaling: also draw it into this .html, a page of its own.
+    #[arg(long, value_name = "FILE", requires = "scaling")]
+    html: Option<PathBuf>,
     /// Instead, run micro-batches and recompute policies for a few steps each on this machine, beside what was predicted.
     #[arg(long, conflicts_with_all = ["budget", "gpu", "cluster", "gpus"])]
     measure: bool,
     /// Instead, show which model and how many tokens an amount of compute is best spent on: "2M GPU-hours", "500 GPU-days", "1e24 FLOPs".
-    #[arg(long, value_name = "AMOUNT", conflicts_with_all = ["config", "gpus", "tokens"])]
+    #[arg(long, value_name = "AMOUNT", conflicts_with = "tokens")]
     budget: Option<String>,
-    /// With --budget: the share of the accelerator's peak that model FLOPs reach; 0.4 if not given.
+    /// With --budget: the share of the accelerator's peak that model FLOPs reach. If it is not given, that of the recipe of a config on
+    /// --gpus, or without one 0.4.
     #[arg(long, value_name = "SHARE", requires = "budget")]
     mfu: Option<f64>,
     /// With --budget: the directory of a run that measured its gradient noise scale, for the batch that suits such a model.
@@ -91,7 +101,15 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let named = hardware::named(args.gpu.as_deref(), args.cluster.as_deref(), args.gpus)?;
     if let Some(text) = &args.budget {
-        let budget = budget::Budget::parse(text, args.mfu, named.as_ref())?;
+        let mfu = match (args.mfu, &args.config, &named) {
+            (Some(mfu), ..) => Some(budget::Mfu::Given(mfu)),
+            (None, Some(path), Some(hardware)) => {
+                let config = ConfigArgs { config: path.clone(), set: args.set.clone() }.load()?;
+                Some(budget::Mfu::Recipe(walk::mfu(&Target::on_gpus(config), hardware, args.gpus)?))
+            }
+            (None, ..) => None,
+        };
+        let budget = budget::Budget::parse(text, mfu, named.as_ref())?;
         return budget.show(args.run.as_deref(), args.format);
     }
     let config = args.config.clone().ok_or_else(|| request("plan needs a config".into(), "name one: run.toml"))?;
@@ -114,6 +132,11 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let gpus = args.gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
     let devices = Devices::of(&config);
     let room = Room::of(&found.gpu);
+    if args.scaling {
+        let (hardware, room, price) = (&found, &room, args.price);
+        let asked = scaling::Asked { devices: &devices, config: &config, hardware, room, gpus, tokens, price };
+        return asked.show(args.html.as_deref(), args.format);
+    }
     if args.recipe {
         return walk::show(&devices, &config, &found, &room, gpus, tokens, args.format);
     }

@@ -69,7 +69,7 @@ impl Progress {
                 if later.len() == 1 { "" } else { "s" },
                 to.display()
             )),
-            Event::Started { plan, matmul_peak, peak_name, processes, arena_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+            Event::Started { plan, matmul_peak, peak_name, processes, arena_bytes, snapshot_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
                 self.steps = steps;
                 self.clear();
                 self.working = None;
@@ -91,6 +91,9 @@ impl Progress {
                         ranks => format!(" at most on each of {ranks} ranks ({})", plan.layout),
                     }
                 ));
+                if let Some(bytes) = snapshot_bytes {
+                    self.say(&format!("host memory for a snapshot of a checkpoint {} ({bytes} bytes)", units::bytes(bytes)));
+                }
                 if let Some(context) = context_bytes {
                     let [arena, context] = [arena_bytes, context].map(units::gib);
                     self.say(&format!("GPU memory: arena {arena} + context {context}"));

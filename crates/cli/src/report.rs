@@ -96,7 +96,7 @@ fn recorded(name: &str, run: &Path) -> String {
 const FILES: [(&str, &str); 5] = [
     ("run.toml", "config, with the origin of each value"),
     ("plan.json", "plan: program, device, version, memory"),
-    ("provenance.json", "provenance"),
+    ("starts.jsonl", "each start: versions, machine, inputs"),
     ("changes.json", "changes while it ran"),
     ("failures.jsonl", "failures"),
 ];

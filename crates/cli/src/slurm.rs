@@ -186,7 +186,7 @@ impl<'a> Job<'a> {
         };
         let mut command = vec![lockstep, "train".to_owned()];
         command.extend(train.arguments().iter().map(|word| word.to_string_lossy().into_owned()));
-        let stem = train.config.config.file_stem().unwrap_or("run".as_ref()).to_string_lossy().into_owned();
+        let stem = train.config.file().file_stem().unwrap_or("run".as_ref()).to_string_lossy().into_owned();
         Ok(Self {
             cluster,
             name: format!("lockstep-{stem}"),

@@ -5,12 +5,15 @@ use crate::failure::{Failure, INTERRUPTED};
 use crate::processes::{self, ProcessPlace};
 use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
+use crate::provenance::started_by;
 use crate::style;
 use crate::terminal::printable;
 use crate::warn;
 use lockstep_config::Config;
 use lockstep_ir::units;
-use lockstep_train::{Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, dry_run, shell_quoted};
+use lockstep_train::{
+    Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, StartedBy, dry_run, shell_quoted,
+};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::ffi::OsString;
 use std::io::Write;
@@ -24,7 +27,7 @@ use std::time::Duration;
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    pub config: ConfigArgs,
+    pub config: RunSource,
     /// Where the run's files go; `runs/` and the name of the config if not given.
     #[arg(long, value_name = "DIR")]
     run_dir: Option<PathBuf>,
@@ -51,16 +54,82 @@ pub struct Args {
     pub dry_run: bool,
 }
 
+/// The config of a run: a file, or another run.
+#[derive(clap::Args)]
+pub struct RunSource {
+    /// Config file.
+    #[arg(value_name = "RUN.TOML", required_unless_present = "from")]
+    config: Option<PathBuf>,
+    /// Repeat a run: its config as it was resolved and its prepared data, in a new run directory. On the same machine it gives
+    /// the same losses to the bit.
+    #[arg(long, value_name = "RUN", conflicts_with = "config", requires = "run_dir")]
+    from: Option<PathBuf>,
+    /// Override a key: --set train.steps=100.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+impl RunSource {
+    /// The config file.
+    pub fn file(&self) -> PathBuf {
+        match (&self.config, &self.from) {
+            (Some(config), _) => config.clone(),
+            (None, Some(run)) => run.join("run.toml"),
+            (None, None) => PathBuf::new(),
+        }
+    }
+
+    fn args(&self) -> ConfigArgs {
+        // What the other run prepared is not prepared again.
+        let own = self.from.as_ref().is_some_and(|run| run.join("data").is_dir());
+        let set = own.then(|| "data.prepared=data".to_owned()).into_iter().chain(self.set.iter().cloned()).collect();
+        ConfigArgs { config: self.file(), set }
+    }
+
+    /// The config, with its warnings shown.
+    pub fn load(&self) -> Result<Config, Failure> {
+        self.refuse_changed()?;
+        Ok(self.args().load()?)
+    }
+
+    /// As `load`, where another process says what the user should know.
+    pub fn load_quietly(&self) -> Result<Config, Failure> {
+        self.refuse_changed()?;
+        Ok(self.args().load_quietly()?)
+    }
+
+    /// A run that was changed on its way has no config that is its own from the first step to the last.
+    fn refuse_changed(&self) -> Result<(), Failure> {
+        let Some(run) = &self.from else { return Ok(()) };
+        if !run.join("run.toml").is_file() {
+            let text =
+                format!("{} is no run directory\nhint: `lockstep runs DIR` lists those of a folder", run.display());
+            return Err(Failure::request(text));
+        }
+        let text = std::fs::read_to_string(run.join("changes.json")).unwrap_or_default();
+        let changes: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        let Some(first) = changes["changes"].as_array().and_then(|changes| changes.first()) else { return Ok(()) };
+        let (step, change) = (&first["step"], first["text"].as_str().unwrap_or_default());
+        Err(Failure::request(format!(
+            "{} was changed at step {step} ({change}): no one config is that of all its steps\nhint: train its given.toml up to \
+             step {step}, then resume with the same --change",
+            run.display()
+        )))
+    }
+}
+
 impl Args {
     /// Where the run's files go.
     pub fn run_dir(&self) -> PathBuf {
-        self.config.run_dir(self.run_dir.clone())
+        self.config.args().run_dir(self.run_dir.clone())
     }
 
     /// The same again, as arguments of another process.
     pub fn arguments(&self) -> Vec<OsString> {
-        let mut arguments = vec![self.config.config.clone().into_os_string()];
+        let mut arguments: Vec<OsString> =
+            self.config.config.iter().map(|file| file.clone().into_os_string()).collect();
         let mut add = |flag: &str, value: OsString| arguments.extend([flag.into(), value]);
+        self.config.from.iter().for_each(|run| add("--from", run.into()));
         self.config.set.iter().for_each(|set| add("--set", set.into()));
         self.run_dir.iter().for_each(|dir| add("--run-dir", dir.into()));
         self.profile_steps.iter().for_each(|s| add("--profile-steps", format!("{}:{}", s.start(), s.end()).into()));
@@ -112,6 +181,7 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode, Failure
         change: args.change,
         sample_tokens: if args.quiet { 0 } else { SAMPLE_TOKENS },
         profile_steps: args.profile_steps.clone(),
+        started_by: if first { started_by(&args.config.file()) } else { StartedBy::default() },
     };
     if args.dry_run {
         let dry = dry_run(&devices, &config, &options, &stop)?;

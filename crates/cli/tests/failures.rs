@@ -38,7 +38,7 @@ fn a_rank_that_is_killed_is_named_by_all_and_no_checkpoint_is_harmed() {
     for victim in [2, 0] {
         let dir = format!("run-{victim}");
         let launcher = begin(&place, &dir, &SQUARE, &["--quiet"]);
-        wait_for_steps(&place, &dir, 2);
+        wait_for_steps(&place, &dir, 3);
         let pids = ranks_of(&launcher);
         assert_eq!(pids.len(), 4);
         signal(pids[victim], libc::SIGKILL);
@@ -118,7 +118,7 @@ fn a_rank_that_is_stopped_ends_the_run_after_the_timeout() {
         let dir = format!("run-{victim}");
         let set = [&SQUARE[..], &["parallel.timeout=2.0"]].concat();
         let launcher = begin(&place, &dir, &set, &[]);
-        wait_for_steps(&place, &dir, 2);
+        wait_for_steps(&place, &dir, 3);
         let pid = ranks_of(&launcher)[victim];
         signal(pid, libc::SIGSTOP);
         let output = end(launcher, SOON);

@@ -1,4 +1,4 @@
-//! Where the metrics of a run go, reports and tasks, from whole commands.
+//! Where the metrics of a run go, the live page, reports and tasks, from whole commands.
 
 mod common;
 
@@ -6,6 +6,8 @@ use common::{CONFIG, Place};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 
 fn with_sinks(place: &Place) {
     place.config(&format!("{CONFIG}\n[telemetry]\ntensorboard = true\ncsv = true\n"));
@@ -177,9 +179,14 @@ fn a_report_is_one_file_with_charts_pictures_and_provenance() {
     place.ok(&["train", "run.toml", "--run-dir", "runs/b", "--set", "train.steps=3", "--set", "optimizer.lr=1e-3"]);
     place.ok(&["report", "runs", "-o", "report.html"]);
     let text = fs::read_to_string(place.path("report.html")).unwrap();
-    for part in
-        ["a: memory over time, pipeline, account", "<svg", "planned memory of two steps", "b: provenance", "uPlot"]
-    {
+    for part in [
+        "a: memory over time, pipeline, account",
+        "(starts.jsonl)",
+        "<svg",
+        "planned memory of two steps",
+        "b: provenance",
+        "uPlot",
+    ] {
         assert!(text.contains(part), "{part} is missing");
     }
     assert!(!text.contains("src=\"http") && !text.contains("href=\"http") && !text.contains("cannot plan"));
@@ -219,4 +226,49 @@ fn tasks_are_evaluated_and_logged_by_item() {
     fs::write(place.path("bad.jsonl"), "{\"query\":\"a\"}\n").unwrap();
     let output = place.run(&["eval", "run", "--tasks", "bad.jsonl"]);
     assert!(output.status.code() == Some(2), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Starts `lockstep watch` and gives it with the URL that it prints.
+fn watching(place: &Place, args: &[&str]) -> (std::process::Child, String) {
+    let mut command = place.command(&[&["watch", "run", "--port", "0"], args].concat());
+    let mut child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    let mut reader = BufReader::new(child.stdout.take().unwrap());
+    reader.read_line(&mut line).unwrap();
+    // It has more to say.
+    child.stdout = Some(reader.into_inner());
+    let url = line.trim().split_once("http://").unwrap_or_else(|| panic!("{line}")).1.to_owned();
+    (child, url)
+}
+
+fn get(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n").as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+#[test]
+fn a_run_is_watched_and_other_addresses_need_the_token() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=3"]);
+    let (mut child, url) = watching(&place, &[]);
+    let address = url.trim_end_matches('/');
+    assert!(address.starts_with("127.0.0.1:"), "{url}");
+    assert!(get(address, "/").contains("<title>Lockstep</title>"));
+    let status = get(address, "/api/status");
+    assert!(status.contains("\"last_step\":3.0") && status.contains("\"ended\":\"finish\""), "{status}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let (mut child, url) = watching(&place, &["--host", "0.0.0.0"]);
+    let (address, token) = url.split_once("/?token=").unwrap();
+    let address = address.replace("0.0.0.0", "127.0.0.1");
+    assert!(token.len() == 32, "{url}");
+    assert!(get(&address, "/").starts_with("HTTP/1.1 401"));
+    assert!(get(&address, &format!("/?token={token}")).starts_with("HTTP/1.1 200"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let output = place.run(&["watch", "corpus"]);
+    assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("no run directory"));
 }

@@ -33,7 +33,10 @@ fn the_commands_of_the_page_run_and_say_what_it_says() {
     assert!(commands.len() > 10, "{commands:?}");
     let fast = |line: &&str| {
         !line.contains("--measure")
-            && (line.starts_with("explain") || line.contains("--recipe") || line.contains("--budget"))
+            && (line.starts_with("explain")
+                || line.contains("--recipe")
+                || line.contains("--budget")
+                || line.contains("--scaling"))
     };
     for line in commands.into_iter().filter(fast) {
         let args: Vec<String> = line
@@ -53,7 +56,7 @@ fn the_commands_of_the_page_run_and_say_what_it_says() {
         if line.contains("h100 --gpus 128") {
             said("1,024 = 2 · 128 · 4");
         }
-        if line.contains("a100 --gpus 4") {
+        if line.contains("--recipe --gpu a100 --gpus 4") {
             said("256 = 8 · 4 · 8");
         }
         if line.contains("--set train.micro_batch=64") {

@@ -106,6 +106,12 @@ fn a_budget_buys_a_model_and_tokens() {
     assert!(losses.iter().all(|loss| *loss >= -1e-12) && losses[5] > losses[3], "{losses:?}");
     let hours = ask(&["1M GPU-hours", "--gpu", "a100", "--mfu", "0.5"]);
     assert!((hours["flops"].as_f64().unwrap() / (1e6 * 3600.0 * 312e12 * 0.5) - 1.0).abs() < 1e-9, "{hours}");
+    // With a config, the MFU is that of its recipe.
+    place.config(SMALL);
+    let recipe = json(&place, &["--recipe", "--gpu", "a100", "--gpus", "2"]);
+    let mfu = &recipe["sizes"][recipe["chosen"].as_u64().unwrap() as usize]["mfu"];
+    let hours = json(&place, &["--budget", "1M GPU-hours", "--gpu", "a100", "--gpus", "2"]);
+    assert_eq!(&hours["gpu_hours"]["mfu"], mfu);
     for (args, part) in [
         (&["lots"][..], "is no amount"),
         (&["3 apples"], "is no unit of compute"),
@@ -241,4 +247,36 @@ fn what_cannot_be_met_is_refused_with_the_gpus_that_would_do() {
     place.config("[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 512\nglobal_batch = 16\nmicro_batch = 1\n[parallel]\ntp = 1\npp = 1\ncp = 1\n");
     let error = place.fails(2, &["plan", "run.toml", "--gpu", "a100-40gb", "--gpus", "2"]);
     assert!(error.contains("layouts of 2 GPUs fits") && error.contains("hint: give --gpus 4: dp=4 zero="), "{error}");
+}
+
+#[test]
+fn scaling_is_told_as_tables_and_drawn_as_a_page() {
+    let place = Place::new();
+    place.config(SMALL);
+    let args =
+        ["--scaling", "--gpu", "h100", "--gpus", "4", "--tokens", "1B", "--price", "2", "--html", "scaling.html"];
+    let found = json(&place, &args);
+    let points = |curve: &str| found[curve]["points"].as_array().unwrap().clone();
+    let gpus: Vec<u64> = points("strong").iter().map(|p| p["gpus"].as_u64().unwrap()).collect();
+    assert_eq!(gpus, [1, 2, 4], "{found}");
+    let batches: Vec<u64> = points("weak").iter().map(|p| p["global_batch"].as_u64().unwrap()).collect();
+    assert_eq!(batches, [8, 16, 32], "{found}");
+    let tokens: Vec<u64> =
+        points("sequence").iter().map(|p| p["seq"].as_u64().unwrap() * p["global_batch"].as_u64().unwrap()).collect();
+    assert!(tokens.len() == 5 && tokens.iter().all(|n| *n == 32 * 1024), "{found}");
+    // A point is what the recipe comes to there.
+    let walked = json(&place, &["--recipe", "--gpu", "h100", "--gpus", "4"]);
+    let chosen = &walked["sizes"][walked["chosen"].as_u64().unwrap() as usize];
+    let last = &points("strong")[2];
+    assert_eq!(last["tokens_per_s_per_gpu"], chosen["tokens_per_s_per_gpu"]);
+    let cost = 2.0 * last["gpu_hours"].as_f64().unwrap();
+    assert!((last["cost"].as_f64().unwrap() / cost - 1.0).abs() < 1e-9, "{last}");
+    let page = std::fs::read_to_string(place.path("scaling.html")).unwrap();
+    assert_eq!(page.matches("<svg ").count(), 8, "{page}");
+    assert!(!page.contains("http://") || page.matches("http").count() == 8, "it loads something");
+    assert!(!page.contains("<script") && page.contains("time against cost"));
+    let text = place.ok(&["plan", "run.toml", "--scaling", "--gpu", "h100", "--gpus", "4"]);
+    for part in ["strong scaling", "weak scaling", "sequence length", "micro-batch, 4 GPUs"] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
 }

@@ -158,7 +158,7 @@ fn the_interval_of_checkpoints_is_found_when_a_run_begins_and_measured_when_it_g
     assert!(said.contains("checkpoint.every = ") && said.contains("of the time lost"), "{said}");
     assert!(every.contains("(predicted)") && every.contains("1 node (published)"), "{every}");
     let events = std::fs::read_to_string(place.path("run/events.jsonl")).unwrap();
-    assert!(events.lines().any(|line| line.contains("\"checkpoint\"") && line.contains("\"seconds\":")), "{events}");
+    assert!(events.lines().any(|line| line.contains("\"checkpoint\"") && line.contains("\"stall_s\":")), "{events}");
     let (_, every) = run(&["--change", "train.steps=5"]);
     assert!(every.matches("(measured)").count() == 2, "{every}");
 }

@@ -169,6 +169,11 @@ impl Config {
         self.data.prepared.as_ref().map(|folder| self.base_dir().join(folder))
     }
 
+    /// `checkpoint.mirror`, resolved in the same way.
+    pub fn mirror_dir(&self) -> Option<PathBuf> {
+        self.checkpoint.mirror.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
     /// The files of `eval.tasks`, resolved in the same way.
     pub fn task_paths(&self) -> Vec<PathBuf> {
         self.eval.tasks.iter().map(|path| self.base_dir().join(path)).collect()

@@ -353,6 +353,20 @@ tables! {
             finds ["save_steps", "save_interval", "checkpoint interval", "Young", "Daly", "MTBF"];
         /// How many of the latest checkpoints stay on disk.
         keep: usize = Count(1, EXTENT), Fixed("3"), Conduct, finds ["save_total_limit", "keep_last"];
+        /// Minutes after which a checkpoint is saved too, whatever step it is.
+        every_minutes: Option<f64> = Float(POSITIVE), Unset, Conduct,
+            finds ["save_interval_minutes", "checkpoint interval in time", "every 30 min"];
+        /// Every checkpoint whose step is a multiple of this stays for ever; 0 keeps none so.
+        keep_every: u64 = Count(0, STEPS), Fixed("0"), Conduct, finds ["keep_every_n_steps", "keep_period", "milestones"];
+        /// Whether the checkpoint with the lowest validation loss stays.
+        keep_best: bool = Bool, Fixed("false"), Conduct, finds ["load_best_model_at_end", "save_best", "best model"];
+        /// Folder for a second copy of every checkpoint, on another disk, relative to the config file's folder; this run's are in a folder
+        /// inside that has the name of the run directory. It is used by itself where the first place is damaged or gone.
+        mirror: Option<String> = Text(FOLDER), Unset, Conduct, finds ["backup", "replica", "second checkpoint folder"];
+        /// Whether checkpoints are written in the background: steps wait for a copy of parameters and optimizer state in host memory
+        /// alone, which takes as many bytes as a checkpoint. Where they are not free, steps wait for the disk.
+        asynchronous: bool = Bool, Fixed("true"), Conduct,
+            finds ["async_save", "async checkpointing", "background save", "snapshot"];
     }
 
     /// Tasks that a model is evaluated on while it trains.

@@ -131,6 +131,7 @@ impl Config {
             }
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
             "train.init_from" => self.init_from().map(|path| Value::Text(text(path))),
+            "checkpoint.mirror" => self.mirror_dir().map(|path| Value::Text(text(path))),
             _ => value_of(self, key),
         }
     }

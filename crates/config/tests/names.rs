@@ -89,7 +89,18 @@ fn keys_are_found_by_path_name_and_table() {
     let paths = |path: &str| keys_at(path).iter().map(|key| key.path).collect::<Vec<_>>();
     assert_eq!(paths("train.seq"), ["train.seq"]);
     assert_eq!(paths("schedule"), ["parallel.schedule", "optimizer.schedule"]);
-    assert_eq!(paths("[checkpoint]"), ["checkpoint.every", "checkpoint.keep"]);
+    assert_eq!(
+        paths("[checkpoint]"),
+        [
+            "checkpoint.every",
+            "checkpoint.keep",
+            "checkpoint.every_minutes",
+            "checkpoint.keep_every",
+            "checkpoint.keep_best",
+            "checkpoint.mirror",
+            "checkpoint.asynchronous"
+        ]
+    );
     assert_eq!(paths("model.window"), ["model.sliding_window"]);
     assert!(paths("train.sequence").is_empty());
 }

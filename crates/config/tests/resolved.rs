@@ -118,6 +118,20 @@ groups = []  # default
 [checkpoint]
 every = 100  # default
 keep = 3  # default
+# every_minutes is not set
+keep_every = 0  # default
+keep_best = false  # default
+# mirror is not set
+asynchronous = true  # default
+
+[eval]
+tasks = []  # default
+every = 1000  # default
+items = 0  # default
+
+[telemetry]
+tensorboard = false  # default
+csv = false  # default
 
 [cluster]
 # time is not set

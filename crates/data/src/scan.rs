@@ -20,8 +20,16 @@ const SKIPPED_FOLDERS: [&str; 3] = ["target", "node_modules", "runs"];
 const MARKERS: [&[&str]; 2] = [&[DATA_JSON, TRAIN_SHARD], &["run.toml", "plan.json", "events.jsonl"]];
 
 /// What a run writes into its folder, beside the prepared data.
-const RUN_ENTRIES: [&str; 6] =
-    ["run.toml", "plan.json", "changes.json", "metrics.jsonl", "events.jsonl", "checkpoints"];
+const RUN_ENTRIES: [&str; 8] = [
+    "run.toml",
+    "plan.json",
+    "changes.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "starts.jsonl",
+    "given.toml",
+    "checkpoints",
+];
 
 /// The text that a spec names.
 #[derive(Debug)]

@@ -21,6 +21,7 @@ pub mod published;
 mod recipe;
 mod saves;
 mod search;
+mod snapshot;
 mod timeline;
 mod ways;
 

@@ -52,6 +52,12 @@ impl Plan {
         &self.compiled.programs[0]
     }
 
+    /// Bytes of the arenas of all ranks.
+    pub fn arena_bytes(&self) -> u64 {
+        let ranks = self.layout.mesh.ranks();
+        self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum()
+    }
+
     /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known; `rates` say what changes that
     /// let it fit would cost.
     pub fn require_memory(
@@ -61,8 +67,7 @@ impl Plan {
         available: Option<u64>,
         rates: Option<Rates<'_>>,
     ) -> Result<u64, PlanError> {
-        let ranks = self.layout.mesh.ranks();
-        let total = self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum();
+        let (ranks, total) = (self.layout.mesh.ranks(), self.arena_bytes());
         match available {
             Some(available) if total > available => {
                 let room = Room { bytes: available, shared: true, place: String::new() };

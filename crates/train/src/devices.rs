@@ -154,6 +154,17 @@ impl Devices {
         Ok(plan.require_memory(self, config, available, rates)?)
     }
 
+    /// Whether host memory has room for snapshots of all ranks, beside their arenas where those are there too. All processes find the
+    /// same.
+    pub(crate) fn room_for_snapshot(&self, plan: &Plan) -> Result<bool, TrainError> {
+        let arenas = match plan.target {
+            Target::Cpu => plan.arena_bytes(),
+            Target::Cuda { .. } => 0,
+        };
+        let free = self.available_bytes(Target::Cpu)?;
+        self.team().all("snapshot", free.is_none_or(|free| arenas + plan.checkpoint_bytes() <= free))
+    }
+
     /// Why `auto` takes the CPU on a machine that has, or had, a GPU. One line.
     pub(crate) fn not_taken(&self, config: &Config) -> Option<String> {
         if config.train.device != DeviceChoice::Auto {

@@ -19,6 +19,24 @@ pub enum TrainError {
     /// A checkpoint cannot be written or read.
     #[error("{0}")]
     Checkpoint(CheckpointError),
+    /// A checkpoint could not be written, not in a second attempt either.
+    #[error("step {step} was not saved: {cause}")]
+    NotSaved {
+        /// Its step.
+        step: u64,
+        /// Why, with a hint.
+        cause: String,
+    },
+    /// There is no memory for a snapshot.
+    #[error(
+        "cannot take {} of host memory for snapshots of checkpoints\nhint: set checkpoint.asynchronous = false: steps then wait \
+         while a checkpoint is written",
+        lockstep_ir::units::bytes(*bytes)
+    )]
+    NoSnapshot {
+        /// How much it takes.
+        bytes: u64,
+    },
     /// The config has no program, or one that does not fit.
     #[error("{0}")]
     Plan(#[from] PlanError),

@@ -155,6 +155,8 @@ pub enum Event<'a> {
         processes: Option<String>,
         /// Bytes of the arenas of all ranks.
         arena_bytes: u64,
+        /// Bytes of host memory, of all ranks, in which snapshots wait to be written as checkpoints; none where steps wait.
+        snapshot_bytes: Option<u64>,
         /// Bytes of a GPU's memory that are taken besides arenas, where they were measured.
         context_bytes: Option<u64>,
         /// Training tokens that the data hold.

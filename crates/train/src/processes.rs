@@ -86,12 +86,17 @@ impl Processes {
         members.iter().enumerate().filter(first).map(|(_, member)| member.cores).sum()
     }
 
-    /// How many there are, where, and what they talk over.
-    pub(crate) fn summary(&self) -> String {
-        let members = self.comm.members();
-        let mut hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+    /// The hosts of all, each once, by name.
+    pub(crate) fn hosts(&self) -> Vec<String> {
+        let mut hosts: Vec<String> = self.comm.members().iter().map(|member| member.host.clone()).collect();
         hosts.sort_unstable();
         hosts.dedup();
+        hosts
+    }
+
+    /// How many there are, where, and what they talk over.
+    pub(crate) fn summary(&self) -> String {
+        let (members, hosts) = (self.comm.members(), self.hosts());
         let hosts = if hosts.len() == 1 { "1 host".to_owned() } else { format!("{} hosts", hosts.len()) };
         let over = match self.comm.over() {
             Over::Mpi(name) => format!("MPI ({name})"),
@@ -162,6 +167,12 @@ impl<'a> Team<'a> {
         let Some(processes) = self.0 else { return find() };
         let mine = if self.is_first() { processes.busy(op, find)? } else { Vec::new() };
         Ok(std::mem::take(&mut processes.exchange(op, &mine)?[0]))
+    }
+
+    /// Whether something holds for all.
+    pub(crate) fn all(self, op: &'static str, mine: bool) -> Result<bool, TrainError> {
+        let Some(processes) = self.0 else { return Ok(mine) };
+        Ok(processes.exchange(op, &[u8::from(mine)])?.iter().all(|theirs| theirs[..] == [1]))
     }
 
     /// Waits until all are here.

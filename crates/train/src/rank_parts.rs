@@ -2,10 +2,11 @@
 
 use crate::TrainError;
 use crate::state::{self, GROUPS, Part};
-use lockstep_checkpoint::{Draft, PartRef, Slice};
+use lockstep_checkpoint::{Draft, PartRef, Slice, TensorBytes};
 use lockstep_exec::{Executor, World};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, DType, Mesh, MeshAxis, Run, StepProgram};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -20,13 +21,16 @@ pub(crate) fn write(
     draft: &Draft,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(), TrainError> {
-    let total: usize = state::stored(tensors).iter().map(|(_, _, _, part)| part.elements * WIDTH).sum();
+    let total = state::bytes_of(tensors);
     let (mesh, programs) = (world.mesh(), world.programs());
     let (written, mut done) = (AtomicU64::new(0), 0);
     let results = Mutex::new(Vec::new());
     let write_rank = |at: Coordinates, executor: &dyn Executor| {
         for group in GROUPS {
-            let parts = parts_of(&mesh, programs, tensors, group, at, executor)?;
+            let parts = of_rank((&mesh, programs), tensors, group, at);
+            let data =
+                |part: &RankPart| part.pieces.iter().map(|p| state::bytes(executor, &part.tensor, p.clone())).collect();
+            let parts: Vec<PartRef<'_>> = parts.iter().map(|part| part.with(data(part))).collect();
             let mut wrote = |bytes| {
                 written.fetch_add(bytes, Ordering::Relaxed);
             };
@@ -42,26 +46,51 @@ pub(crate) fn write(
         &mut || {
             let now = written.load(Ordering::Relaxed);
             if std::mem::replace(&mut done, now) != now {
-                progress(now, total as u64);
+                progress(now, total);
             }
         },
     )?;
-    progress(total as u64, total as u64);
+    progress(total, total);
     // The first rank's error.
     let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
     results.sort_by_key(|(rank, _)| *rank);
     results.into_iter().try_for_each(|(_, result)| result)
 }
 
+/// What a rank writes of an unpacked tensor.
+#[derive(Clone, Debug)]
+pub(crate) struct RankPart {
+    /// The unpacked tensor's name.
+    pub(crate) name: String,
+    /// Sizes of its dimensions.
+    pub(crate) shape: Vec<usize>,
+    /// Which of its elements these are.
+    slices: Vec<Slice>,
+    /// The tensor of the program that has them.
+    pub(crate) tensor: String,
+    /// Where they lie in the rank's part of it, in bytes.
+    pub(crate) pieces: Vec<Range<usize>>,
+}
+
+impl RankPart {
+    /// The part with its bytes.
+    pub(crate) fn with<'a>(&self, data: Vec<TensorBytes<'a>>) -> PartRef<'a> {
+        let RankPart { name, shape, slices, .. } = self.clone();
+        PartRef { name, dtype: DType::F32, shape, slices, data }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.pieces.iter().map(Range::len).sum()
+    }
+}
+
 /// What a rank writes of a group.
-fn parts_of<'a>(
-    mesh: &Mesh,
-    programs: &[StepProgram],
+pub(crate) fn of_rank(
+    (mesh, programs): (&Mesh, &[StepProgram]),
     tensors: &[Tensor],
     group: &str,
     at: Coordinates,
-    executor: &'a dyn Executor,
-) -> Result<Vec<PartRef<'a>>, TrainError> {
+) -> Vec<RankPart> {
     // Of stages that have the same tensor, the first.
     let stage = |tensor: &Tensor| programs.iter().position(|p| p.tensor(&tensor.name).is_some());
     let mut result = Vec::new();
@@ -79,11 +108,10 @@ fn parts_of<'a>(
             continue;
         }
         let slices = Slice::of_runs(runs.iter().map(|run| (run.whole, run.len)));
-        let piece = |(start, len)| state::bytes(executor, &tensor.name, start * WIDTH..(start + len) * WIDTH);
-        let data = joined(&runs).map(piece).collect();
-        result.push(PartRef { name, dtype: DType::F32, shape: part.shape, slices, data });
+        let pieces = joined(&runs).map(|(start, len)| start * WIDTH..(start + len) * WIDTH).collect();
+        result.push(RankPart { name, shape: part.shape, slices, tensor: tensor.name.clone(), pieces });
     }
-    Ok(result)
+    result
 }
 
 /// What a run has of an unpacked tensor, counted from that tensor's start.

@@ -1,5 +1,6 @@
 //! One run, from its config to its last checkpoint.
 
+mod saves;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -8,11 +9,11 @@ pub(crate) use start::resume;
 
 use crate::analysis::MeasuredStep;
 use crate::event::{Event, GpuMetrics, StepMetrics};
-use crate::hf::ATTACHMENT;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
+use crate::provenance::StartedBy;
 use crate::sample::{Sample, sample};
 use crate::saves::with_save_interval;
 use crate::schedule::step_scalars;
@@ -20,9 +21,8 @@ use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
 use crate::tasks::TaskRequests;
-use crate::trained::TOKENIZER;
 use crate::{Devices, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
-use lockstep_checkpoint::{About, list};
+use lockstep_checkpoint::list;
 use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::DeviceTime;
@@ -50,6 +50,8 @@ pub struct RunOptions {
     pub sample_tokens: usize,
     /// Steps to profile, from 1 on, the last included.
     pub profile_steps: Option<RangeInclusive<u64>>,
+    /// Who starts it, for the run directory.
+    pub started_by: StartedBy,
 }
 
 /// How a run ended.
@@ -210,6 +212,16 @@ struct Run<'a> {
     profiled: Vec<ProfiledStep>,
     /// The step whose instructions are timed for what was predicted of it.
     observed_step: Option<u64>,
+    /// Where checkpoints go: the run directory, and the mirror if there is one.
+    places: Vec<PathBuf>,
+    /// Whether a checkpoint could not be written in the background: it is made up for while steps wait.
+    save_again: bool,
+    /// When the last one was begun, and the step after which the next is due because of the time since.
+    last_save: Instant,
+    timed_save: Option<u64>,
+    /// Step and loss of the last validation, and those of the best checkpoint.
+    validated: Option<(u64, f64)>,
+    best: Option<(u64, f64)>,
 }
 
 impl Run<'_> {
@@ -234,6 +246,7 @@ impl Run<'_> {
                 Some(queued) => queued,
                 None => self.queue(self.outcome.step, false)?,
             };
+            self.look_at_time(current.step)?;
             // A device that is given its next step before this one is done never waits for the host.
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? {
                 ahead = Some(self.queue(current.step, true)?);
@@ -251,6 +264,7 @@ impl Run<'_> {
             if skipped == MOST_SKIPPED {
                 let StepMetrics { loss, grad_norm, .. } = metrics.line;
                 self.record(&metrics.line, show)?;
+                self.await_save(show)?;
                 return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
             }
             if self.validates(step) {
@@ -268,14 +282,19 @@ impl Run<'_> {
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
+            if let Some(end) = self.session.poll_save()? {
+                self.save_ended(end, show)?;
+            }
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            if self.saves(step) && skipped == 0 {
+            let due = self.save_due(step) || (self.save_again && ahead.is_none());
+            if due && skipped == 0 {
                 self.save(show)?;
                 saved = step;
             }
         }
-        if saved != self.outcome.step {
-            self.save(show)?;
+        self.await_save(show)?;
+        if saved != self.outcome.step || self.save_again {
+            self.save_now(show)?;
         }
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
@@ -392,7 +411,12 @@ impl Run<'_> {
     fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
         // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1) || counts_updates || self.validates(step) || self.scores_tasks(step) || self.saves(step)
+        self.profiles(step + 1)
+            || counts_updates
+            || self.validates(step)
+            || self.scores_tasks(step)
+            || self.save_again
+            || self.save_due(step)
     }
 
     fn profiles(&self, step: u64) -> bool {
@@ -519,35 +543,10 @@ impl Run<'_> {
         let Some(loss) = loss else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
+        self.validated = Some((step, loss));
         show(Event::Validated { step, loss });
         self.dir.event("validation", json!({ "step": step, "val_loss": loss }))?;
         Ok(Some(loss))
-    }
-
-    fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
-        let step = self.outcome.step;
-        let state = json!({
-            "tokens": self.tokens_before(step),
-            "data": format!("{:016x}", self.data),
-            "prepared": self.prepared,
-            "config": self.config.resolved_toml(),
-            "lockstep": env!("CARGO_PKG_VERSION"),
-            "pending_metrics": self.pending,
-            "noise": self.noise.to_bits(),
-            "loss_scale": self.loss_scale,
-            "updates": self.updates,
-        });
-        let progress = &mut |done, total| show(Event::Saving { done, total });
-        // A checkpoint needs nothing around it to be used.
-        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
-        let attachments: Vec<_> = attachments.into_iter().filter_map(|(name, file)| Some((name, file?))).collect();
-        let about = About { state: &state, attachments: &attachments };
-        let begun = Instant::now();
-        let path = self.session.save(&self.dir.checkpoints(), step, about, self.config.checkpoint.keep, progress)?;
-        self.dir.event("checkpoint", json!({ "step": step, "seconds": begun.elapsed().as_secs_f64() }))?;
-        show(Event::Saved { step, path: &path });
-        self.outcome.checkpoint = Some(path);
-        Ok(())
     }
 }
 

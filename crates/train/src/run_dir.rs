@@ -2,6 +2,7 @@
 
 use crate::analysis::{MEASURED, MeasuredStep};
 use crate::changes::{self, CHANGES};
+use crate::provenance::{GIVEN, RunStart, STARTS};
 use crate::{Prediction, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
@@ -25,11 +26,24 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 11] =
-    [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV, Sinks::TENSORBOARD, "data", CHECKPOINTS];
+const OURS: [&str; 13] = [
+    CONFIG,
+    PLAN,
+    CHANGES,
+    METRICS,
+    EVENTS,
+    FAILURES,
+    MEASURED,
+    Sinks::CSV,
+    Sinks::TENSORBOARD,
+    "data",
+    CHECKPOINTS,
+    STARTS,
+    GIVEN,
+];
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 8] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV];
+const RECORDS: [&str; 10] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV, STARTS, GIVEN];
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -207,6 +221,20 @@ impl RunDir {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
             text => text.map(Some).map_err(|e| TrainError::io("read", &path, e)),
         }
+    }
+
+    /// Adds a line to `starts.jsonl`, and keeps the config file as it was given in `given.toml`.
+    pub(crate) fn started(&self, start: &RunStart, given: Option<&str>) -> Result<(), TrainError> {
+        if self.lock.is_none() {
+            return Ok(());
+        }
+        if let Some(text) = given {
+            self.replace(GIVEN, text.as_bytes())?;
+        }
+        let path = self.path.join(STARTS);
+        let file = OpenOptions::new().create(true).append(true).open(&path);
+        let mut file = Some(file.map_err(|e| TrainError::io("open", &path, e))?);
+        append(&self.path, STARTS, &mut file, start).map(|_| ())
     }
 
     /// Writes `measured.json`.

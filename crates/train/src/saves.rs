@@ -65,12 +65,12 @@ fn measured_step(dir: &Path) -> Option<f64> {
     median(text.lines().rev().filter_map(step).take(100).collect())
 }
 
-/// Seconds of a save of the run so far, in the median; none where none was timed.
+/// Seconds that steps waited for a save of the run so far, in the median; none where none was timed.
 fn measured_save(dir: &Path) -> Option<f64> {
     let text = std::fs::read_to_string(dir.join("events.jsonl")).unwrap_or_default();
     let save = |line: &str| {
         let event: Value = serde_json::from_str(line).ok()?;
-        (event["event"] == "checkpoint").then(|| event["seconds"].as_f64())?
+        (event["event"] == "checkpoint").then(|| event["stall_s"].as_f64())?
     };
     median(text.lines().rev().filter_map(save).take(20).collect())
 }

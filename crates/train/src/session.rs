@@ -7,10 +7,11 @@ use crate::feed::{Feed, Scored, losses};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
+use crate::saver::{SaveEnd, SaveRequest, Saver};
 use crate::state::{self, Weights};
 use crate::tasks::Request;
 use crate::{Devices, TrainError};
-use lockstep_checkpoint::{About, Draft, Loaded, save};
+use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
 use lockstep_compile::{FIRST_STATS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
@@ -37,6 +38,8 @@ pub struct Session {
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
+    /// Where checkpoints are written in the background.
+    saver: Option<Saver>,
 }
 
 /// Sums of gradients in fixed point reach 2²⁶. A step whose sums leave that range is run again with a loss scale that is this
@@ -133,6 +136,7 @@ impl Session {
             micro_batches: plan.layout.micro_batches,
             targets: plan.tokens_per_step,
             smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
+            saver: None,
         })
     }
 
@@ -183,6 +187,40 @@ impl Session {
         state::start_from(&self.tensors, self.executor.as_mut(), weights)
     }
 
+    /// Takes host memory for a snapshot, so that checkpoints can be written [in the background](Session::begin_save). All processes
+    /// do this together. Gives its bytes on this process.
+    pub fn reserve_snapshot(&mut self) -> Result<u64, TrainError> {
+        let saver = Saver::new(self.executor.as_ref(), &self.tensors)?;
+        let bytes = saver.snapshot_bytes();
+        self.saver = Some(saver);
+        Ok(bytes)
+    }
+
+    /// Bytes of host memory that this process has for a snapshot; none where checkpoints are not written in the background.
+    pub fn snapshot_bytes(&self) -> Option<u64> {
+        self.saver.as_ref().map(Saver::snapshot_bytes)
+    }
+
+    /// Copies parameters and moments, and has a thread write them. One save is under way at a time: what came of it is asked for
+    /// with [`Session::poll_save`] or [`Session::wait_save`], by all processes at the same points. A session that is dropped finishes
+    /// what it can finish alone.
+    pub fn begin_save(&mut self, request: SaveRequest) -> Result<(), TrainError> {
+        let Some(saver) = &mut self.saver else {
+            return Err(ExecError::Internal("no memory was reserved for a snapshot".into()).into());
+        };
+        saver.begin(self.executor.as_ref(), request, state::bytes_of(&self.tensors))
+    }
+
+    /// How the save under way ended, once it has.
+    pub fn poll_save(&mut self) -> Result<Option<SaveEnd>, TrainError> {
+        self.saver.as_mut().map_or(Ok(None), |saver| saver.poll(self.executor.as_ref()))
+    }
+
+    /// Waits for the save under way, if there is one. `progress` hears the bytes written and the bytes in all, of this process.
+    pub fn wait_save(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<Option<SaveEnd>, TrainError> {
+        self.saver.as_mut().map_or(Ok(None), |saver| saver.wait(self.executor.as_ref(), progress))
+    }
+
     /// Writes parameters and moments as the checkpoint of `step` in `dir`, and gives its path. Several ranks write their parts
     /// at once; where they are processes, the first publishes the checkpoint when all have written. `progress` hears the bytes written and the bytes in all; `about` and `keep` are as for [`save`].
     pub fn save<'a>(
@@ -190,15 +228,18 @@ impl Session {
         dir: &Path,
         step: u64,
         about: impl Into<About<'a>>,
-        keep: usize,
+        keep: impl Into<Keep>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, TrainError> {
+        if self.executor.process() == 0 {
+            require_space(dir, state::bytes_of(&self.tensors))?;
+        }
         match self.executor.mesh().ranks() {
             1 => {
                 let groups = state::groups(&self.tensors, self.executor.as_ref());
                 Ok(save(dir, step, &groups, about, keep, progress)?)
             }
-            _ => self.save_parts(dir, step, about.into(), keep, progress),
+            _ => self.save_parts(dir, step, about.into(), keep.into(), progress),
         }
     }
 
@@ -207,7 +248,7 @@ impl Session {
         dir: &Path,
         step: u64,
         about: About<'_>,
-        keep: usize,
+        keep: Keep,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, TrainError> {
         let world = self.executor.as_ref();

@@ -235,6 +235,11 @@ fn round(data: &mut Vec<u8>, dtype: DType) {
     data.truncate(data.len() / 2);
 }
 
+/// Bytes of the tensors of a checkpoint.
+pub(crate) fn bytes_of(tensors: &[Tensor]) -> u64 {
+    stored(tensors).iter().map(|(_, _, _, part)| part.elements as u64 * 4).sum()
+}
+
 /// Some bytes of a tensor, fetched when they are wanted.
 pub(crate) fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) -> TensorBytes<'a> {
     let (name, first) = (tensor.to_owned(), bytes.start);

@@ -10,7 +10,7 @@ use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, bf16};
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Event, Promise, RunOptions, Session, run};
+use lockstep_train::{Devices, Event, Promise, RunOptions, SaveEnd, SaveRequest, Session, run};
 use serde_json::json;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -217,15 +217,55 @@ fn most_slices(checkpoint: &Path) -> usize {
     most
 }
 
+fn request(dir: &Path, step: u64) -> SaveRequest {
+    SaveRequest { dir: dir.to_owned(), step, state: json!({}), attachments: vec![], keep: 1.into(), mirror: None }
+}
+
+/// The names and bytes of the files of a folder.
+fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let entry = |entry: std::io::Result<std::fs::DirEntry>| {
+        let entry = entry.unwrap();
+        (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap())
+    };
+    let mut files: Vec<_> = folder.read_dir().unwrap().map(entry).collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn a_save_in_the_background_that_fails_says_why_and_the_next_may_succeed() {
+    for set in [&[][..], &["dp=2", "zero=1"]] {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path());
+        let config = config(dir.path(), "", set);
+        let mut session = Session::new(&Devices::new(), &config, &plan(&Devices::new(), &config).unwrap()).unwrap();
+        session.reserve_snapshot().unwrap();
+        std::fs::write(dir.path().join("file"), "in the way").unwrap();
+        session.begin_save(request(&dir.path().join("file"), 3)).unwrap();
+        assert!(session.begin_save(request(dir.path(), 4)).is_err(), "one at a time");
+        match session.wait_save(&mut |_, _| {}).unwrap() {
+            Some(SaveEnd::Failed { step: 3, cause, .. }) => {
+                assert!(cause.contains("file") && cause.contains("\nhint: "), "{cause}")
+            }
+            end => panic!("{end:?}"),
+        }
+        session.begin_save(request(&dir.path().join("checkpoints"), 4)).unwrap();
+        // Whoever drops a session waits for what it writes.
+        drop(session);
+        assert_eq!(open(&dir.path().join("checkpoints/step-00000004")).unwrap().step, 4);
+    }
+}
+
 #[test]
 fn what_any_layout_saves_any_other_loads() {
-    let dir = tempfile::tempdir().unwrap();
+    let (dir, background) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     for case in 0..36u64 {
         let model = if case % 3 == 2 { GPT2 } else { MODEL };
         let (precision, tied) = (["", "[precision]\npolicy = \"bf16\""][case as usize % 2], case % 4 < 2);
         let [from, to] = [2 * case, 2 * case + 1].map(|n| draw_layout(n, model, precision, tied));
         let what = format!("{} to {}, {precision}", from.layout(), to.layout());
-        let mut session = Session::new(&Devices::new(), &from, &plan(&Devices::new(), &from).unwrap()).unwrap();
+        let planned = plan(&Devices::new(), &from).unwrap();
+        let mut session = Session::new(&Devices::new(), &from, &planned).unwrap();
         let saved = kept(&from);
         for tensor in &saved {
             session.executor().write(&tensor.name, 0, &numbers(case, tensor, &saved)).unwrap();
@@ -234,6 +274,19 @@ fn what_any_layout_saves_any_other_loads() {
         let path =
             session.save(dir.path(), case, &json!({}), 1, &mut |done, total| (last, all) = (done, total)).unwrap();
         assert_eq!(last, all, "{what}");
+        // In the background, the same bytes, whatever becomes of the tensors meanwhile.
+        let bytes = session.reserve_snapshot().unwrap();
+        let by_rank: u64 = (0..from.layout().mesh.ranks()).map(|rank| planned.snapshot_bytes(rank)).sum();
+        assert_eq!((bytes, by_rank), (planned.checkpoint_bytes(), all), "{what}");
+        session.begin_save(request(background.path(), case)).unwrap();
+        for tensor in &saved {
+            let zeros = vec![0; tensor.whole.bytes() as usize];
+            session.executor().write(&tensor.name, 0, &zeros).unwrap();
+        }
+        let Some(SaveEnd::Saved { path: copy, .. }) = session.wait_save(&mut |_, _| {}).unwrap() else {
+            panic!("{what}: not saved")
+        };
+        assert_eq!(files(&copy), files(&path), "{what}");
         drop(session);
 
         let loaded = open(&path).unwrap_or_else(|e| panic!("{what}: {e}"));

@@ -100,3 +100,27 @@ fn a_run_scores_its_tasks_as_its_checkpoints_do() {
     let text = written();
     assert!(text.lines().nth(3).unwrap().contains("\"tasks\":{\"squares\":{\"acc\":"), "{text}");
 }
+
+#[test]
+fn every_layout_scores_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    common::write_corpus(dir.path());
+    let items = (3..9u64).map(|n| format!("{{\"query\":\"the square of {n} is\",\"target\":\"{}, and\"}}\n", n * n));
+    std::fs::write(dir.path().join("squares.jsonl"), items.collect::<String>()).unwrap();
+    let perplexity = |name: &str, layout: &str| {
+        let lines = format!(
+            "steps = 2\nmicro_batch = 2\nvalidate_every = 0\nvalidation_sequences = 0\n[eval]\ntasks = [\"squares.jsonl\"]\nevery = 2\n[parallel]\n{layout}"
+        );
+        let config = common::tiny(dir.path(), &lines);
+        let ran = common::run_to(&config, &dir.path().join(name), 2);
+        ran.steps.last().unwrap().tasks["squares"].perplexity.unwrap()
+    };
+    let single = perplexity("single", "");
+    assert!(single.is_finite() && single > 1.0, "{single}");
+    for (name, layout) in
+        [("dp", "dp = 2\nzero = 1"), ("fsdp", "dp = 2\nzero = 3"), ("tp", "tp = 2"), ("cp", "cp = 2"), ("pp", "pp = 2")]
+    {
+        let found = perplexity(name, layout);
+        assert!((found / single - 1.0).abs() < 1e-3, "{name}: {found} and {single}");
+    }
+}

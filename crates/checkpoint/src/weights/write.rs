@@ -40,7 +40,7 @@ pub fn save_copies<'a>(
     let files = vec![FileEntry { name, bytes: total, xxh3_128 }];
     let About { state, attachments } = about.into();
     let attachments = temporary.attach(attachments)?;
-    temporary.finish(dir, &Manifest { format: WHOLE, step, files, attachments, state: state.clone() }, 1)
+    temporary.finish(dir, &Manifest { format: WHOLE, step, files, attachments, state: state.clone() }, &1.into())
 }
 
 /// Writes copies of tensors to `folder` as `model.safetensors`, or, beyond `most` bytes, as shards with an index: as other

@@ -1,7 +1,9 @@
 //! Which checkpoints stay.
 
 use super::*;
-use lockstep_checkpoint::{latest, list, open};
+use lockstep_checkpoint::{
+    Keep, free_bytes, latest, latest_of, list, mirror, open, prune, require_space, set_aside_from,
+};
 
 /// The steps in `dir`, after checking that nothing else is there.
 fn steps(dir: &Path) -> Vec<u64> {
@@ -79,4 +81,81 @@ fn steps_past_eight_digits_sort_as_numbers() {
     }
     assert_eq!(steps(dir.path()), [99_999_999, 100_000_000]);
     assert_eq!(latest(dir.path()).unwrap().loaded.unwrap().step, 100_000_000);
+}
+
+#[test]
+fn every_nth_and_the_best_stay_beside_the_last() {
+    let dir = tempfile::tempdir().unwrap();
+    for step in 1..=7u64 {
+        let keep = Keep { last: 2, every: 3, best: Some(2) };
+        save(dir.path(), step, &[], &json!({}), keep, &mut |_, _| {}).unwrap();
+    }
+    assert_eq!(steps(dir.path()), [2, 3, 6, 7]);
+    assert_eq!(prune(dir.path(), None, &1.into()).unwrap(), [2, 3, 6]);
+    assert_eq!(steps(dir.path()), [7]);
+}
+
+#[test]
+fn a_mirror_has_the_same_bytes_takes_over_and_spreads_no_damage() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let places = [first.path().to_owned(), second.path().to_owned()];
+    for step in 1..=3 {
+        let path = save_small(first.path(), step, 9).unwrap();
+        let copy = mirror(&path, second.path(), &2.into()).unwrap();
+        for name in entries(&path) {
+            assert_eq!(fs::read(path.join(&name)).unwrap(), fs::read(copy.join(&name)).unwrap(), "{name}");
+        }
+    }
+    assert_eq!(steps(second.path()), [2, 3]);
+    let used = |expected: &Path| {
+        let found = latest_of(&places).unwrap();
+        assert_eq!(found.loaded.unwrap().path, expected.join("step-00000003"));
+        found.warnings
+    };
+    assert!(used(first.path()).is_empty());
+    let model = first.path().join("step-00000003/model.safetensors");
+    fs::write(&model, "cut").unwrap();
+    let warnings = used(second.path());
+    assert!(
+        warnings[0].contains("step 3 is damaged") && warnings[0].contains("using step 3 of the mirror"),
+        "{warnings:?}"
+    );
+    assert!(mirror(model.parent().unwrap(), second.path(), &9.into()).is_err());
+    assert_eq!(entries(second.path()).len(), 2);
+    fs::remove_dir_all(first.path()).unwrap();
+    assert_eq!(used(second.path()).len(), 1);
+    // Without a mirror there is nothing to fall back on.
+    fs::create_dir(first.path()).unwrap();
+    assert!(latest_of(&places[..1]).unwrap().loaded.is_none());
+    // One that cannot be read is told, and no more.
+    save_small(first.path(), 3, 9).unwrap();
+    fs::remove_dir_all(second.path()).unwrap();
+    fs::write(second.path(), "a file").unwrap();
+    assert!(used(first.path())[0].starts_with("the mirror cannot be read: "));
+    fs::remove_file(second.path()).unwrap();
+    fs::create_dir(second.path()).unwrap();
+}
+
+#[test]
+fn a_disk_without_room_is_told_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("not/yet/there");
+    assert!(free_bytes(&folder).unwrap() > 0);
+    require_space(&folder, 1).unwrap();
+    let error = require_space(&folder, u64::MAX).unwrap_err().to_string();
+    assert!(error.contains("No space left on device") && error.contains("are free\nhint: "), "{error}");
+    assert!(!dir.path().join("not").exists());
+}
+
+#[test]
+fn later_ones_are_set_aside_in_folders_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    for step in 1..=4 {
+        save_small(dir.path(), step, 9).unwrap();
+    }
+    assert!(set_aside_from(dir.path(), 9).unwrap().is_empty());
+    assert_eq!(set_aside_from(dir.path(), 3).unwrap(), [3, 4]);
+    assert_eq!(set_aside_from(dir.path(), 0).unwrap(), [1, 2]);
+    assert_eq!(entries(dir.path()), ["old-1", "old-2"]);
+    assert_eq!(entries(&dir.path().join("old-1")), ["step-00000003", "step-00000004"]);
 }

@@ -20,6 +20,14 @@ const RATIOS: [f64; 4] = [20.0, 100.0, 200.0, 1000.0];
 /// MFU where none is given.
 const USUAL_MFU: f64 = 0.4;
 
+/// The share of the peak that model FLOPs reach.
+#[derive(Clone, Copy)]
+pub(super) enum Mfu {
+    Given(f64),
+    /// That the recipe of a config comes to.
+    Recipe(f64),
+}
+
 /// A budget: FLOPs, and what they are made of.
 pub(super) struct Budget {
     text: String,
@@ -32,13 +40,13 @@ struct GpuHours {
     gpu: String,
     peak: f64,
     mfu: f64,
-    mfu_given: bool,
+    mfu_from: &'static str,
     unverified: Vec<String>,
 }
 
 impl Budget {
     /// From its text: `2M GPU-hours`, `30K GPU-days` or `1e24 FLOPs`.
-    pub(super) fn parse(text: &str, mfu: Option<f64>, hardware: Option<&Hardware>) -> Result<Self, Failure> {
+    pub(super) fn parse(text: &str, mfu: Option<Mfu>, hardware: Option<&Hardware>) -> Result<Self, Failure> {
         let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
         let usual = "write a number and its unit, such as \"2M GPU-hours\", \"500 GPU-days\" or \"1e24 FLOPs\"";
         let (number, unit) = text.trim().rsplit_once(' ').unwrap_or((text, ""));
@@ -53,11 +61,13 @@ impl Budget {
         let Some(Hardware { gpu, .. }) = hardware else {
             return Err(request("--budget in GPU-hours needs to know of which GPU".into(), "add --cluster or --gpu"));
         };
-        let used = match mfu {
-            Some(mfu) if !(mfu > 0.0 && mfu <= 1.0) => {
+        let (used, mfu_from) = match mfu {
+            Some(Mfu::Given(mfu)) if !(mfu > 0.0 && mfu <= 1.0) => {
                 return Err(request(format!("--mfu {mfu} is no share"), "give a number above 0, up to 1, such as 0.4"));
             }
-            mfu => mfu.unwrap_or(USUAL_MFU),
+            Some(Mfu::Given(mfu)) => (mfu, "given"),
+            Some(Mfu::Recipe(mfu)) => (mfu, "predicted for the recipe of the config"),
+            None => (USUAL_MFU, "assumed: give --mfu, or a config"),
         };
         let peak = gpu.peak_flops_per_s;
         let gpu_hours = GpuHours {
@@ -65,7 +75,7 @@ impl Budget {
             gpu: hardware.map(hardware::label).unwrap_or_default(),
             peak,
             mfu: used,
-            mfu_given: mfu.is_some(),
+            mfu_from,
             unverified: hardware.map(Hardware::unverified).unwrap_or_default(),
         };
         Ok(Self { text: text.to_owned(), flops: hours * 3600.0 * peak * used, gpu_hours: Some(gpu_hours) })
@@ -122,7 +132,7 @@ impl Budget {
             "budget": self.text,
             "flops": self.flops,
             "gpu_hours": self.gpu_hours.as_ref().map(|g| json!({
-                "hours": g.hours, "gpu": g.gpu, "peak_flops_per_s": g.peak, "mfu": g.mfu, "mfu_given": g.mfu_given,
+                "hours": g.hours, "gpu": g.gpu, "peak_flops_per_s": g.peak, "mfu": g.mfu, "mfu_from": g.mfu_from,
                 "unverified": g.unverified,
             })),
             "laws": { "approach_2": CHINCHILLA_APPROACH_2, "approach_3_refit": BESIROGLU_2024 },
@@ -139,8 +149,8 @@ impl Budget {
     ) -> String {
         let mut text = wrapped(&format!("budget: {} = {:.2e} FLOPs of the model", self.text, self.flops), "  ");
         if let Some(g) = &self.gpu_hours {
-            let how = if g.mfu_given { "" } else { ", assumed: give --mfu" };
-            let line = format!("  {} at MFU {}{how}, of {}/s (16 bit)", g.gpu, g.mfu, units::flops(g.peak));
+            let (mfu, from, peak) = (g.mfu, g.mfu_from, units::flops(g.peak));
+            let line = format!("  {} at MFU {mfu:.3} ({from}) of {peak}/s (16 bit)", g.gpu);
             text.push_str(&wrapped(&line, "    "));
         }
         let least = BESIROGLU_2024.loss(best[1].1);

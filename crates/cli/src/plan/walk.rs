@@ -45,6 +45,13 @@ pub(super) fn show(
     Ok(())
 }
 
+/// The MFU that the recipe of a config comes to on so many GPUs, or as many as its layout has ranks.
+pub(super) fn mfu(config: &Config, hardware: &Hardware, gpus: Option<u64>) -> Result<f64, Failure> {
+    let gpus = gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
+    let walked = recipe(&Devices::of(config), config, gpus, hardware, &Room::of(&hardware.gpu), &|_, _| {})?;
+    Ok(walked.sizes[walked.chosen].mfu)
+}
+
 fn days(recipe: &Recipe, tokens: u64) -> f64 {
     let each = recipe.sizes.get(recipe.chosen).map_or(f64::NAN, |size| size.tokens_per_s_per_gpu);
     tokens as f64 / (each * recipe.gpus as f64) / 86_400.0

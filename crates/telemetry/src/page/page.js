@@ -5,7 +5,7 @@ const token = new URLSearchParams(location.search).get("token");
 const $ = (id) => document.getElementById(id);
 const COLORS = ["#2f7ed8", "#e0662b", "#2a9d5c", "#a259c4", "#c8374a", "#8a6d1f", "#128c9c", "#d6469b"];
 const CLASSES = { parameters: "#2f7ed8", gradients: "#e0662b", optimizer: "#2a9d5c", activations: "#a259c4", workspace: "#8a6d1f", communication: "#128c9c" };
-const EVENTS = { checkpoint: "#8a94a0", skipped: "#c8374a", start: "#2a9d5c", interrupt: "#e0662b", finish: "#2a9d5c", change: "#a259c4", set_aside: "#a259c4", slow_rank: "#8a6d1f", sink_failed: "#c8374a", metrics_gap: "#c8374a" };
+const EVENTS = { checkpoint: "#8a94a0", skipped: "#c8374a", start: "#2a9d5c", interrupt: "#e0662b", finish: "#2a9d5c", change: "#a259c4", set_aside: "#a259c4", slow_rank: "#8a6d1f", checkpoint_failed: "#c8374a", mirror_failed: "#c8374a", sink_failed: "#c8374a", metrics_gap: "#c8374a" };
 /** Which keys stand in a chart together, in this order; every other key has a chart of its own. */
 const CHARTS = [
   { title: "Loss", keys: ["loss", "val_loss"], log: true, events: true },
@@ -22,7 +22,8 @@ const CHARTS = [
   { title: "Tasks: perplexity", match: /^tasks\/.*\/perplexity$/, log: true },
 ];
 const HIDDEN = new Set(["step", "tokens"]);
-/** Keys whose values are few: drawn with points, and not smoothed. */
+/** Keys that are not smoothed; of these some have few values, and are drawn with points. */
+const exact = (key) => sparse(key) || key === "lr" || key.endsWith("_bytes") || key === "loss_scale";
 const sparse = (key) => key === "val_loss" || key.startsWith("tasks/");
 
 let runs = [], units = {}, charts = [], view = null, shown = [], series = null, pending = false, again = false;
@@ -34,7 +35,8 @@ const digits = (x) => { const a = Math.abs(x); return a === 0 ? "0" : a < 1e-3 |
 const count = (x) => { for (const [size, name] of SI) if (Math.abs(x) >= size) return +(x / size).toPrecision(3) + name; return digits(x); };
 const bytes = (x) => { const names = ["B", "KiB", "MiB", "GiB", "TiB"]; let i = 0; while (Math.abs(x) >= 1024 && i < 4) { x /= 1024; i++; } return +x.toPrecision(4) + " " + names[i]; };
 const seconds = (s) => s < 1e-3 ? +(s * 1e6).toPrecision(3) + " µs" : s < 1 ? +(s * 1e3).toPrecision(3) + " ms" : s < 120 ? +s.toPrecision(3) + " s" : s < 7200 ? Math.round(s / 60) + " min" : s < 172800 ? (s / 3600).toFixed(1) + " h" : (s / 86400).toFixed(1) + " days";
-const steps = (x) => Math.round(x).toLocaleString("en");
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const steps = (x) => WHOLE.format(x);
 function format(key, x, chart) {
   if (x == null) return "–";
   if (chart && chart.bytes || /_bytes$/.test(key)) return bytes(x);
@@ -128,7 +130,7 @@ function build() {
     head.append(element("h2", "", group.title), element("span", "unit", unit));
     const values = element("div", "values"), box = element("div", "plot");
     head.append(values); card.append(head, box); $("charts").append(card);
-    const chart = { ...group, card, values, box, visible: false, stale: true, lines: null, plot: null };
+    const chart = { ...group, card, values, box, visible: !!embedded, stale: true, lines: null, plot: null };
     watcher.observe(card); sizes.observe(box);
     box.chart = card.chart = chart;
     card.addEventListener("pointerenter", () => { active = chart; });
@@ -136,7 +138,7 @@ function build() {
   });
 }
 const watcher = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => {
-  target.chart.visible = isIntersecting;
+  target.chart.visible = isIntersecting || !!embedded;
   if (isIntersecting && target.chart.stale) next();
 }), { rootMargin: "100px" });
 const height = (width) => Math.round(Math.max(190, Math.min(420, width * 0.46)));
@@ -149,8 +151,8 @@ function make(chart, data) {
   const width = chart.box.clientWidth || 400;
   const drawn = [];
   chart.lines.forEach((line) => {
-    const c = line.stroke, few = sparse(line.key), smooth = smoothing > 0 && !few;
-    drawn.push({ label: line.name, stroke: smooth ? faint(c) : c, width: few ? 2 : 1, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: few, size: 5, fill: c }, line });
+    const c = line.stroke, few = sparse(line.key), smooth = smoothing > 0 && !exact(line.key);
+    drawn.push({ label: line.name, stroke: smooth ? faint(c) : c, width: few || exact(line.key) ? 2 : 1, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: few && dots, size: 5, fill: c }, line });
     if (smooth) drawn.push({ label: line.name, stroke: c, width: 2, dash: line.dash, spanGaps: true, show: shown[line.run] !== false, points: { show: false }, line, smooth: true });
   });
   const logarithmic = log && chart.log;
@@ -160,10 +162,16 @@ function make(chart, data) {
     scales: { x: { time: false, range: () => range() }, y: { distr: logarithmic ? 3 : 1, range: logarithmic ? undefined : (u, low, high) => span(chart, low, high) } },
     series: [{}, ...drawn],
     axes: [{ ...axis, size: 26, gap: 4, values: (u, splits) => splits.map((x) => (Number.isInteger(x) ? count(x) : "")) },
-      { ...axis, size: 62, values: (u, splits) => splits.map((x) => x == null ? "" : chart.bytes ? bytes(x) : chart.percent ? +(100 * x).toPrecision(3) + "%" : Math.abs(x) >= 1e4 ? count(x) : Math.abs(x) < 1e-3 && x ? x.toExponential(1) : String(+x.toPrecision(4))) }],
+      { ...axis, size: 62, ...(chart.bytes ? { incrs: Array.from({ length: 60 }, (_, i) => 2 ** i) } : {}), values: (u, splits) => splits.map((x) => x == null ? "" : chart.bytes ? bytes(x) : chart.percent ? +(100 * x).toPrecision(3) + "%" : Math.abs(x) >= 1e4 ? count(x) : Math.abs(x) < 1e-3 && x ? x.toExponential(1) : String(+x.toPrecision(4))) }],
     hooks: { draw: [(u) => marks(u, chart)], setCursor: [(u) => hover(u, chart)], setSelect: [(u) => selected(u)], ready: [(u) => drags(u)] },
   };
   chart.plot = new uPlot(options, data, chart.box);
+}
+/** Points only where they stand apart. */
+function dots(u, index, first, last) {
+  let there = 0;
+  for (let i = first; i <= last; i++) if (u.data[index][i] != null) there++;
+  return there < u.bbox.width / 14;
 }
 /** A little room around the values; counts and shares begin at 0. */
 function span(chart, low, high) {
@@ -179,18 +187,23 @@ function marks(u, chart) {
   const { ctx, bbox } = u, ratio = devicePixelRatio || 1;
   ctx.save(); ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip();
   if (chart.events) {
+    // One path per kind, one line per pixel.
+    const places = {};
     runs.forEach((run, i) => {
       if (shown[i] === false) return;
       for (const event of run.events) {
-        const stroke = EVENTS[event.event];
-        if (!stroke || !(event.step > 0)) continue;
+        if (!EVENTS[event.event] || !(event.step > 0)) continue;
         const x = Math.round(u.valToPos(event.step, "x", true));
-        if (x < bbox.left || x > bbox.left + bbox.width) continue;
-        const small = event.event === "checkpoint";
-        ctx.strokeStyle = stroke; ctx.lineWidth = ratio; ctx.globalAlpha = small ? 0.9 : 0.75; ctx.setLineDash(small ? [] : [4 * ratio, 3 * ratio]);
-        ctx.beginPath(); ctx.moveTo(x, small ? bbox.top + bbox.height - 7 * ratio : bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+        if (x >= bbox.left && x <= bbox.left + bbox.width) (places[event.event] ||= new Set()).add(x);
       }
     });
+    for (const [kind, all] of Object.entries(places)) {
+      const small = kind === "checkpoint";
+      ctx.strokeStyle = EVENTS[kind]; ctx.lineWidth = ratio; ctx.setLineDash(small ? [] : [4 * ratio, 3 * ratio]);
+      ctx.beginPath();
+      all.forEach((x) => { ctx.moveTo(x, small ? bbox.top + bbox.height - 7 * ratio : bbox.top); ctx.lineTo(x, bbox.top + bbox.height); });
+      ctx.stroke();
+    }
   }
   if (chart.predicted) {
     ctx.font = 11 * ratio + "px system-ui, sans-serif"; ctx.textAlign = "left"; ctx.textBaseline = "alphabetic"; ctx.setLineDash([6 * ratio, 4 * ratio]); ctx.lineWidth = 1.5 * ratio;
@@ -204,13 +217,14 @@ function marks(u, chart) {
   ctx.restore();
 }
 function hover(u, chart) {
+  if (moving) return;
   const index = u.cursor.idx;
   chart.values.textContent = "";
   if (index == null) { latest(chart); return; }
   const { width } = series.buckets, step = u.data[0][index];
   chart.values.append("step " + steps(step) + (width > 1 ? " ± " + Math.ceil(width / 2) : "") + "  ");
   u.series.forEach((line, i) => {
-    if (!i || !line.show || (smoothing > 0 && !line.smooth && !sparse(line.line.key))) return;
+    if (!i || !line.show || (smoothing > 0 && !line.smooth && !exact(line.line.key))) return;
     let value = u.data[i][index];
     // Few values: the last one before.
     for (let j = index; value == null && j >= 0 && j > index - 3; j--) value = u.data[i][j];
@@ -238,14 +252,15 @@ function drags(u) {
     if (!event.shiftKey) return;
     event.stopImmediatePropagation(); event.preventDefault();
     const [from, to] = range(), at = event.clientX, scale = (to - from) / u.over.clientWidth;
-    const move = (e) => { const by = (at - e.clientX) * scale; zoom(from + by, to + by, true); };
-    const up = () => { removeEventListener("mousemove", move); removeEventListener("mouseup", up); load(); };
+    moving = true; active = charts.find((chart) => chart.plot === u);
+    const move = (e) => { const by = (at - e.clientX) * scale; zoom(from + by, to + by); };
+    const up = () => { removeEventListener("mousemove", move); removeEventListener("mouseup", up); moving = false; load(); };
     addEventListener("mousemove", move); addEventListener("mouseup", up);
   }, true);
 }
-let later = 0, frame = 0, active = null;
+let later = 0, frame = 0, active = null, moving = false;
 /** Shows these steps, or all. Charts move at once with what they have; the numbers for the new view come behind. */
-function zoom(from, to, moving) {
+function zoom(from, to) {
   const [first, last] = whole();
   if (from == null || to - from >= last - first) view = null;
   else {
@@ -262,7 +277,7 @@ function draw(fresh) {
   charts.forEach((chart) => { chart.stale = true; chart.fresh = chart.fresh || fresh; });
   next();
 }
-const FRAME_MS = 10;
+const FRAME_MS = 6;
 /** As many as a frame has time for; the next frame goes on. */
 function next() {
   if (frame) return;
@@ -287,7 +302,7 @@ function paint(chart) {
     let values = series.runs[line.run][line.key] || empty;
     if (log && chart.log) values = values.map((v) => (v > 0 ? v : null));
     data.push(values);
-    if (smoothing > 0 && !sparse(line.key)) {
+    if (smoothing > 0 && !exact(line.key)) {
       const { means } = series.runs[line.run];
       data.push(means && !means[line.key] ? empty : smoothed(means ? means[line.key] : values, series.buckets));
     }
@@ -401,6 +416,8 @@ let kept = null; try { kept = localStorage.getItem("lockstep-theme"); } catch {}
 const dark = matchMedia("(prefers-color-scheme: dark)");
 theme(kept || (dark.matches ? "dark" : "light"));
 dark.addEventListener("change", () => theme(dark.matches ? "dark" : "light"));
+
+addEventListener("beforeprint", () => charts.filter((chart) => chart.stale).forEach(paint));
 
 // ---- beginning, and what is new ----------------------------------------------------------------
 let begun = false;

@@ -1,6 +1,6 @@
 //! What comes before the first step: the checkpoint to go on from, data, weights, the executor.
 
-use super::{Outcome, Run, RunOptions};
+use super::{Outcome, Run, RunOptions, saves};
 use crate::changes;
 use crate::changes::Course;
 use crate::data::{unused_vocabulary, way};
@@ -11,13 +11,14 @@ use crate::initial::InitialWeights;
 use crate::loss_scale::LossScale;
 use crate::noise::{Noise, NoiseBits};
 use crate::processes::{Processes, Stop};
+use crate::provenance::{Circumstances, RunStart};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::tasks::TaskRequests;
 use crate::{
     Devices, Existing, Prediction, RunData, RunDir, RunTokenizer, TaskFile, TrainError, data_folder, predict, settled,
 };
-use lockstep_checkpoint::{LatestCheckpoint, latest, list, open};
+use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
 use lockstep_exec::Note;
@@ -35,12 +36,18 @@ pub(crate) fn resume(
     config: &Config,
     options: &RunOptions,
 ) -> Result<(LatestCheckpoint, Course), TrainError> {
-    let dir = options.dir.join("checkpoints");
+    let places = saves::places(config, options);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
-        None => latest(&dir)?,
+        None => latest_of(&places)?,
         Some(step) => {
-            let there = list(&dir)?;
+            let mut there = list(&places[0])?;
+            if let Some(mirror) = places.get(1) {
+                let known = there.clone();
+                let more = list(mirror)?.into_iter().filter(|(saved, _)| !known.iter().any(|(step, _)| step == saved));
+                there.extend(more);
+                there.sort();
+            }
             let Some((_, path)) = there.iter().find(|(saved, _)| *saved == step) else {
                 let there = there.iter().map(|(saved, _)| *saved).collect();
                 return Err(TrainError::NoSuchStep { dir: options.dir.clone(), step, there });
@@ -89,7 +96,7 @@ pub(super) fn start<'a>(
         weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
     }
     // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
-    let started = list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
+    let started = found.loaded.is_some() || list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
     let existing = if started { Existing::Keep } else { Existing::Refresh };
     let folder = data_folder(config, dir.path());
     if !team.is_first() && RunData::open(config, &folder)?.is_none() {
@@ -119,7 +126,20 @@ pub(super) fn start<'a>(
     // The arena may leave no memory to measure in.
     let peak = team.told("measure", || Ok(devices.matmul_peak(plan)?.to_le_bytes().to_vec()))?;
     let matmul_peak = peak.try_into().map_or(1.0, f64::from_le_bytes);
+    let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
     let mut session = Session::new(devices, config, plan)?;
+    let planned = plan.checkpoint_bytes();
+    if snapshot {
+        let bytes = session.reserve_snapshot()?;
+        // One program, many readers here too.
+        let expected = team.0.map_or(planned, |processes| plan.snapshot_bytes(processes.rank()));
+        assert_eq!(bytes, expected, "the snapshot is not what the plan says");
+    } else if config.checkpoint.asynchronous {
+        let bytes = units::bytes(planned);
+        show(Event::Warning(&format!(
+            "checkpoints are written while steps wait: there is no room in host memory for a snapshot of {bytes}"
+        )));
+    }
     session.notes().iter().for_each(|note| show(Event::Note(note)));
     let imbalance = context_imbalance(config, &train);
     if let Some(share) = imbalance {
@@ -132,7 +152,7 @@ pub(super) fn start<'a>(
     }
     let mut loss_scale = LossScale::new(config);
     let (mut step, mut updates) = (0, 0);
-    let (mut checkpoint, mut pending, mut noise) = (None, None, Noise::default());
+    let (mut checkpoint, mut pending, mut noise, mut best) = (None, None, Noise::default(), None);
     if let Some(loaded) = found.loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: folder });
@@ -148,11 +168,19 @@ pub(super) fn start<'a>(
             let saved: Option<LossScale> = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(None);
             loss_scale = saved.or(loss_scale);
         }
+        best = serde_json::from_value(loaded.state["best"].clone()).unwrap_or(None);
         checkpoint = Some(loaded.path);
     }
     if let Some(weights) = &initial {
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
+    }
+    let places = saves::places(config, options);
+    if team.is_first() && step < config.train.steps {
+        saves::look_at_disk(&places, planned, config, show)?;
+    }
+    if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
+        saves::set_mirror_aside(mirror, options)?;
     }
     let (later, aside) = match options.resume_from {
         Some(step) => dir.set_later_aside(step)?,
@@ -166,12 +194,27 @@ pub(super) fn start<'a>(
         let (step, tokens) = (units::seconds(forecast.step_s), units::count(forecast.tokens_per_s as u64));
         show(Event::Note(&Note::Cost(format!("predicted: {step} a step, {tokens} tokens/s ({by})"))));
     }
+    // From how the last call left the directory.
+    let begun_by = RunStart::new(
+        dir.path(),
+        options,
+        Circumstances {
+            step,
+            changed: &course.new,
+            hosts: team.0.map(Processes::hosts),
+            device: &plan.device,
+            world: team.0.map(Processes::summary),
+            data: data.fingerprint(),
+            program: plan.program().fingerprint(),
+        },
+    );
     let written = step - u64::from(pending.is_some());
     let foreseen = (plan, prediction.as_ref());
     for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, foreseen, step, written)? {
         let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
         show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
     }
+    dir.started(&begun_by, options.started_by.given.as_deref())?;
     let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
     let failed = dir.open_sinks(choice, written);
     warn_of_sinks(&mut dir, failed, step, show)?;
@@ -197,6 +240,7 @@ pub(super) fn start<'a>(
         peak_name: devices.peak_name(plan),
         processes: team.0.map(Processes::summary),
         arena_bytes,
+        snapshot_bytes: snapshot.then_some(planned),
         context_bytes,
         train_tokens,
         steps,
@@ -213,6 +257,8 @@ pub(super) fn start<'a>(
         "init_from": init_from,
         // Of the most loaded rank over the mean, where documents are kept apart.
         "context_imbalance": imbalance,
+        // Of all ranks, in host memory; null where checkpoints are written while steps wait.
+        "snapshot_bytes": snapshot.then_some(planned),
     });
     dir.event("start", begun)?;
 
@@ -268,6 +314,12 @@ pub(super) fn start<'a>(
         profiled: Vec::new(),
         // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
         observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
+        places,
+        save_again: false,
+        last_save: Instant::now(),
+        timed_save: None,
+        validated: None,
+        best,
     })
 }
 

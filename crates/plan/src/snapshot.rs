@@ -1,0 +1,46 @@
+//! What a checkpoint holds, counted: the bytes of a save, and of the host memory in which a snapshot of it waits to be written.
+
+use crate::Plan;
+use lockstep_ir::graph::State;
+use lockstep_ir::program::{Role, Tensor};
+use lockstep_ir::{Coordinates, DType, MeshAxis, StepProgram};
+use std::collections::BTreeSet;
+
+/// Bytes of an element: checkpoints hold f32.
+const WIDTH: u64 = DType::F32.bytes() as u64;
+
+impl Plan {
+    /// Bytes of the tensors of a checkpoint: every parameter and every moment once, in f32. The snapshots of all ranks make them up.
+    pub fn checkpoint_bytes(&self) -> u64 {
+        let mut names = BTreeSet::new();
+        let stored = self.compiled.programs.iter().flat_map(stored);
+        stored.filter(|t| names.insert(&t.name)).map(|t| t.whole.elements() as u64 * WIDTH).sum()
+    }
+
+    /// Bytes of host memory that the snapshot of a rank takes: what it writes of a checkpoint.
+    pub fn snapshot_bytes(&self, rank: usize) -> u64 {
+        let mesh = &self.layout.mesh;
+        let at: Coordinates = mesh.coordinates(rank);
+        let (before, own) = self.compiled.programs.split_at(at.get(MeshAxis::Pp));
+        // Of stages that have the same tensor, the first writes it.
+        let first = |t: &&Tensor| !before.iter().any(|program| program.tensor(&t.name).is_some());
+        let elements =
+            |t: &Tensor| t.sharding.first_runs(&t.whole, mesh, at).iter().map(|run| run.len as u64).sum::<u64>();
+        own.first().into_iter().flat_map(stored).filter(first).map(|t| elements(t) * WIDTH).sum()
+    }
+}
+
+/// The tensors of a program that checkpoints hold: of a parameter in bf16 or fp16 the f32 master weights, and moments.
+fn stored(program: &StepProgram) -> impl Iterator<Item = &Tensor> {
+    let has_master = |parameter: &Tensor| {
+        program.tensors.iter().any(|t| matches!(t.role, Role::State(State::Master { of }) if of == parameter.value))
+    };
+    program.tensors.iter().filter(move |tensor| match &tensor.role {
+        Role::State(State::Parameter(_)) => !has_master(tensor),
+        Role::State(State::Master { .. } | State::Moment { .. }) => true,
+        Role::State(State::Gradient { .. } | State::Constant(_) | State::Scalars | State::Cache)
+        | Role::Input
+        | Role::Output
+        | Role::StepOutput => false,
+    })
+}

@@ -1,0 +1,165 @@
+//! What a run was started with: a line of `starts.jsonl` for every start, and the config file as it was given.
+
+use crate::{Changed, RunOptions, TrainError};
+use lockstep_exec::comm::processes::host;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A line per start.
+pub(crate) const STARTS: &str = "starts.jsonl";
+/// The config file as it was given last.
+pub(crate) const GIVEN: &str = "given.toml";
+
+/// What a binary was built from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Build {
+    /// Of Lockstep.
+    pub version: String,
+    /// The commit of its sources, where they were in a repository.
+    pub commit: Option<String>,
+    /// Whether they had changes that were not committed.
+    pub dirty: Option<bool>,
+    /// The build profile and the target.
+    pub profile: String,
+    /// The compiler.
+    pub rustc: String,
+}
+
+/// Who starts a run, as far as the run cannot know by itself.
+#[derive(Clone, Debug, Default)]
+pub struct StartedBy {
+    /// The binary.
+    pub build: Build,
+    /// Checksum of the binary's bytes (xxh3, 128 bits).
+    pub binary_xxh3: Option<String>,
+    /// The command line.
+    pub command: Vec<String>,
+    /// The text of the config file.
+    pub given: Option<String>,
+}
+
+/// One start of a run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RunStart {
+    /// When, in seconds since 1970.
+    pub unix_s: f64,
+    /// Steps that it had done.
+    pub step: u64,
+    /// Why it was started: a new run, an interrupt before it, a failure.
+    pub reason: String,
+    /// Keys that have another value from here on.
+    #[serde(default)]
+    pub changed: Vec<Value>,
+    /// The binary.
+    pub build: Build,
+    /// Checksum of the binary's bytes (xxh3, 128 bits).
+    pub binary_xxh3: Option<String>,
+    /// The command line.
+    pub command: Vec<String>,
+    /// The folder in which it was given.
+    pub folder: Option<PathBuf>,
+    /// Hosts, each once.
+    pub hosts: Vec<String>,
+    /// What computes.
+    pub device: String,
+    /// How ranks that are processes talk to each other.
+    pub world: Option<String>,
+    /// Variables of the Slurm job, if it is one.
+    pub slurm: BTreeMap<String, String>,
+    /// Fingerprint of the prepared data.
+    pub data: String,
+    /// Fingerprint of the program.
+    pub program: String,
+}
+
+/// What a run knows of its own start.
+pub(crate) struct Circumstances<'a> {
+    pub(crate) step: u64,
+    pub(crate) changed: &'a [Changed],
+    pub(crate) hosts: Option<Vec<String>>,
+    pub(crate) device: &'a str,
+    pub(crate) world: Option<String>,
+    pub(crate) data: u64,
+    pub(crate) program: u64,
+}
+
+impl RunStart {
+    /// The line of a start in `dir`, whose files are still as the last one left them.
+    pub(crate) fn new(dir: &Path, options: &RunOptions, about: Circumstances<'_>) -> Self {
+        let StartedBy { build, binary_xxh3, command, .. } = options.started_by.clone();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
+        let slurm = ["SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"];
+        let slurm = slurm.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)));
+        Self {
+            unix_s: (now * 1e3).round() / 1e3,
+            step: about.step,
+            reason: reason(dir, options, about.step),
+            changed: about.changed.iter().filter_map(|changed| serde_json::to_value(changed).ok()).collect(),
+            build,
+            binary_xxh3,
+            command,
+            folder: std::env::current_dir().ok(),
+            hosts: about.hosts.unwrap_or_else(|| vec![host()]),
+            device: about.device.to_owned(),
+            world: about.world,
+            slurm: slurm.collect(),
+            data: format!("{:016x}", about.data),
+            program: format!("{:016x}", about.program),
+        }
+    }
+}
+
+/// Why a run starts, from how it ended before.
+fn reason(dir: &Path, options: &RunOptions, step: u64) -> String {
+    if let Some(step) = options.resume_from {
+        return format!("taken back to step {step}");
+    }
+    if options.fresh {
+        return "started over".into();
+    }
+    match (last_event(dir).as_deref(), step) {
+        (None, 0) => "new run".into(),
+        (None, _) => "resumed in another folder".into(),
+        (Some("finish"), _) => "resumed after it had finished".into(),
+        (Some("interrupt"), _) => "resumed after an interrupt".into(),
+        (Some(_), 0) => "started again after a failure or a kill before the first checkpoint".into(),
+        (Some(_), _) => "resumed after a failure or a kill".into(),
+    }
+}
+
+/// The kind of the last event that a run has recorded.
+pub(crate) fn last_event(dir: &Path) -> Option<String> {
+    let last = tail(&dir.join("events.jsonl")).into_iter().next_back()?;
+    last["event"].as_str().map(str::to_owned)
+}
+
+/// The last objects of a file of lines: those of its last 64 KiB.
+pub(crate) fn tail(path: &Path) -> Vec<Value> {
+    const BYTES: u64 = 64 << 10;
+    use std::io::{Read, Seek, SeekFrom};
+    let read = || {
+        let mut file = std::fs::File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(BYTES)))?;
+        let mut bytes = Vec::new();
+        file.take(BYTES).read_to_end(&mut bytes)?;
+        Ok::<_, std::io::Error>(bytes)
+    };
+    let bytes = read().unwrap_or_default();
+    // A first line that was cut is no object.
+    bytes.split(|b| *b == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
+}
+
+/// The starts of a run, in order.
+pub fn starts(run: &Path) -> Result<Vec<RunStart>, TrainError> {
+    let path = run.join(STARTS);
+    let text = match std::fs::read_to_string(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.map_err(|e| TrainError::io("read", &path, e))?,
+    };
+    // A torn last line is dropped.
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}

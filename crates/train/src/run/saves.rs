@@ -1,0 +1,225 @@
+//! The checkpoints of a run: in the background where there is memory for a snapshot, and while steps wait where not; when they are due,
+//! which stay, and where else they go.
+
+use super::{Run, RunOptions};
+use crate::TrainError;
+use crate::event::Event;
+use crate::hf::ATTACHMENT;
+use crate::saver::{SaveEnd, SaveRequest, one_line};
+use crate::trained::TOKENIZER;
+use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
+use lockstep_config::Config;
+use lockstep_ir::units;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The places of a run's checkpoints: that in the run directory, and the mirror if there is one.
+pub(super) fn places(config: &Config, options: &RunOptions) -> Vec<PathBuf> {
+    let dir = std::path::absolute(&options.dir).unwrap_or_else(|_| options.dir.clone());
+    let mirror = config.mirror_dir().map(|mirror| mirror.join(dir.file_name().unwrap_or("run".as_ref())));
+    [Some(options.dir.join("checkpoints")), mirror].into_iter().flatten().collect()
+}
+
+/// Looks at the disk before a run starts: one checkpoint must fit, and those that stay at a time should.
+pub(super) fn look_at_disk(
+    places: &[PathBuf],
+    bytes: u64,
+    config: &Config,
+    show: &mut dyn FnMut(Event),
+) -> Result<(), TrainError> {
+    for (place, dir) in places.iter().enumerate() {
+        match require_space(dir, bytes) {
+            Err(error) if place == 0 => return Err(error.into()),
+            Err(error) => show(Event::Warning(one_line(&error.to_string()))),
+            Ok(()) => {}
+        }
+        let keep = config.checkpoint.keep as u64;
+        let there = list(dir).map_or(0, |there| there.len() as u64).min(keep);
+        // One more than stay, while the next is written.
+        let needed = (keep + 1 - there).saturating_mul(bytes);
+        if let Ok(free) = free_bytes(dir)
+            && free < needed
+        {
+            let [needed, free] = [needed, free].map(units::bytes);
+            show(Event::Warning(&format!(
+                "checkpoint.keep = {keep} takes {needed} more in {}, where {free} are free",
+                dir.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Takes checkpoints of the mirror out of the way that a run which starts over, or goes back, would find there later.
+pub(super) fn set_mirror_aside(mirror: &Path, options: &RunOptions) -> Result<(), CheckpointError> {
+    let first = if options.fresh { Some(0) } else { options.resume_from.map(|step| step + 1) };
+    first.map_or(Ok(()), |first| set_aside_from(mirror, first).map(|_| ()))
+}
+
+impl Run<'_> {
+    /// Decides whether a checkpoint is due after this step because of the time that has passed. All processes do this before the next
+    /// step is queued.
+    pub(super) fn look_at_time(&mut self, step: u64) -> Result<(), TrainError> {
+        let Some(minutes) = self.config.checkpoint.every_minutes else { return Ok(()) };
+        let passed = self.last_save.elapsed() >= Duration::try_from_secs_f64(60.0 * minutes).unwrap_or(Duration::MAX);
+        let due = self.devices.team().told("save", || Ok(vec![u8::from(passed)]))?;
+        if due[..] == [1] {
+            self.timed_save = Some(step);
+        }
+        Ok(())
+    }
+
+    /// Whether a checkpoint is saved after this step.
+    pub(super) fn save_due(&self, step: u64) -> bool {
+        self.saves(step) || self.timed_save == Some(step)
+    }
+
+    /// What the checkpoint of the last step holds besides tensors, and where it goes.
+    fn request(&mut self) -> SaveRequest {
+        let step = self.outcome.step;
+        let validated = self.validated.filter(|(at, _)| *at == step);
+        if let Some((_, loss)) = validated
+            && self.best.is_none_or(|(_, best)| loss < best)
+        {
+            self.best = validated;
+        }
+        let state = json!({
+            "tokens": self.tokens_before(step),
+            "data": format!("{:016x}", self.data),
+            "prepared": self.prepared,
+            "config": self.config.resolved_toml(),
+            "lockstep": env!("CARGO_PKG_VERSION"),
+            "pending_metrics": self.pending,
+            "noise": self.noise.to_bits(),
+            "loss_scale": self.loss_scale,
+            "updates": self.updates,
+            "val_loss": validated.map(|(_, loss)| loss),
+            // Step and validation loss of the best checkpoint so far.
+            "best": self.best,
+        });
+        // A checkpoint needs nothing around it to be used.
+        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
+        let attachments = attachments.into_iter().filter_map(|(name, file)| Some((name, file?.to_vec()))).collect();
+        let rules = &self.config.checkpoint;
+        let best = self.best.filter(|_| rules.keep_best).map(|(step, _)| step);
+        let keep = Keep { last: rules.keep, every: rules.keep_every, best };
+        let (dir, mirror) = (self.places[0].clone(), self.places.get(1).cloned());
+        SaveRequest { dir, step, state, attachments, keep, mirror }
+    }
+
+    /// Saves the last step. Where there is a snapshot, steps wait for that one alone, and for the save before it.
+    pub(super) fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        self.await_save(show)?;
+        // What could not be written in the background is written here, or ends the run.
+        if self.save_again || self.session.snapshot_bytes().is_none() {
+            return self.save_now(show);
+        }
+        let request = self.request();
+        self.last_save = Instant::now();
+        self.session.begin_save(request)
+    }
+
+    /// Saves the last step while steps wait: in the first place that takes it.
+    pub(super) fn save_now(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        let (step, mut causes) = (self.outcome.step, Vec::new());
+        self.last_save = Instant::now();
+        for place in self.places.clone() {
+            let request = SaveRequest { dir: place, ..self.request() };
+            match self.save_at(request, show)? {
+                Ok(()) => return Ok(()),
+                Err(cause) => causes.push(cause),
+            }
+            if self.places.len() > causes.len() {
+                let text = one_line(&causes[0]);
+                show(Event::Warning(&format!("step {step} was not saved: {text}; saving in the mirror")));
+            }
+        }
+        Err(TrainError::NotSaved { step, cause: causes.swap_remove(0) })
+    }
+
+    /// Saves the last step in one place, or says why it cannot be.
+    fn save_at(&mut self, request: SaveRequest, show: &mut dyn FnMut(Event)) -> Result<Result<(), String>, TrainError> {
+        let begun = Instant::now();
+        let step = request.step;
+        let progress = &mut |done, total| show(Event::Saving { done, total });
+        let (path, mirror_failed) = if self.session.snapshot_bytes().is_some() {
+            self.session.begin_save(request)?;
+            match self.session.wait_save(progress)? {
+                Some(SaveEnd::Saved { path, mirror_failed, .. }) => (path, mirror_failed),
+                Some(SaveEnd::Failed { rank, cause, .. }) => return Ok(Err(self.whose(rank, &cause))),
+                None => return Ok(Err("nothing was written".into())),
+            }
+        } else {
+            let SaveRequest { dir, keep, .. } = &request;
+            let saved = request.about(|about| self.session.save(dir, step, about, keep.clone(), progress));
+            let team = self.devices.team();
+            match saved {
+                // Processes that wait for one that has failed hear of it when the run ends.
+                Err(TrainError::Checkpoint(error)) if team.0.is_none() => return Ok(Err(error.to_string())),
+                Err(error) => return Err(error),
+                Ok(path) => {
+                    let mirrored = || request.mirrored(path.clone()).1.unwrap_or_default().into_bytes();
+                    let failed = team.told("save", || Ok(mirrored()))?;
+                    let failed = String::from_utf8_lossy(&failed).into_owned();
+                    (path, Some(failed).filter(|text| !text.is_empty()))
+                }
+            }
+        };
+        self.save_again = false;
+        let seconds = begun.elapsed().as_secs_f64();
+        self.saved(step, path, (seconds, seconds), mirror_failed, show)?;
+        Ok(Ok(()))
+    }
+
+    /// Waits for the save under way, if there is one.
+    pub(super) fn await_save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        let end = self.session.wait_save(&mut |done, total| show(Event::Saving { done, total }))?;
+        end.map_or(Ok(()), |end| self.save_ended(end, show))
+    }
+
+    /// Tells what came of a save in the background.
+    pub(super) fn save_ended(&mut self, end: SaveEnd, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        match end {
+            SaveEnd::Saved { step, path, stall_s, save_s, mirror_failed } => {
+                self.saved(step, path, (stall_s, save_s), mirror_failed, show)
+            }
+            SaveEnd::Failed { step, rank, cause } => {
+                self.save_again = true;
+                let cause = self.whose(rank, &cause);
+                let cause = one_line(&cause);
+                show(Event::Warning(&format!(
+                    "step {step} was not saved: {cause}; the run saves once more, and steps wait for it"
+                )));
+                self.dir.event("checkpoint_failed", json!({ "step": step, "error": cause }))
+            }
+        }
+    }
+
+    /// A cause with the process that it comes from.
+    fn whose(&self, rank: Option<usize>, cause: &str) -> String {
+        match (rank, self.devices.team().0) {
+            (Some(rank), Some(processes)) => format!("rank {rank} on host {}: {cause}", processes.host(rank)),
+            _ => cause.to_owned(),
+        }
+    }
+
+    fn saved(
+        &mut self,
+        step: u64,
+        path: PathBuf,
+        (stall_s, save_s): (f64, f64),
+        mirror_failed: Option<String>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<(), TrainError> {
+        let [stall_s, save_s] = [stall_s, save_s].map(|seconds| (seconds * 1e6).round() / 1e6);
+        self.dir.event("checkpoint", json!({ "step": step, "stall_s": stall_s, "save_s": save_s }))?;
+        show(Event::Saved { step, path: &path });
+        self.outcome.checkpoint = Some(path);
+        if let Some(cause) = mirror_failed {
+            show(Event::Warning(&format!("the mirror has no copy of step {step}: {cause}")));
+            self.dir.event("mirror_failed", json!({ "step": step, "error": cause }))?;
+        }
+        Ok(())
+    }
+}
