@@ -3,7 +3,7 @@
 use super::ranking::seconds;
 use super::searched;
 use crate::failure::Failure;
-use crate::table::table;
+use crate::table::{table, wrapped};
 use lockstep_config::legal;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::{self, thousands};
@@ -137,10 +137,8 @@ pub(super) fn compared(best: &RankedLayout, other: &RankedLayout, room: &Room, g
     }
     let verdict = room.verdict(&other.evaluated.stages, gpus);
     let slower = 100.0 * (other.evaluated.forecast.step_s / best.evaluated.forecast.step_s - 1.0);
-    format!(
-        "\nwhy not {}: {slower:+.1}% of the step time, {verdict}\n{}  Times of kernels and collectives are means over stages; collectives \
-         that overlap count in full.\n",
-        other.choice,
-        table(&["", "the first", "this", "more"], &rows)
-    )
+    let title = format!("why not {}: {slower:+.1}% of the step time, {verdict}", other.choice);
+    let note = "Times of kernels and collectives are means over stages; collectives that overlap count in full.";
+    let rows = table(&["", "the first", "this", "more"], &rows);
+    format!("\n{}{rows}{}", wrapped(&title, "  "), wrapped(&format!("  {note}"), "  "))
 }
