@@ -179,7 +179,7 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
         })
         .collect();
     json!({
-        "model": { "architecture": config.model.architecture, "parameters": plan.parameters },
+        "model": { "architecture": config.model.architecture, "parameters": plan.parameters, "active_parameters": plan.active_parameters },
         "step": {
             "tokens": plan.tokens_per_step,
             "seq": config.train.seq,
@@ -219,10 +219,14 @@ fn as_text(
     [
         wrapped(
             &format!(
-                "{}: {} parameters ({}), {} layers, dim {}, {} heads, {} kv heads",
+                "{}: {} parameters ({}{}), {} layers, dim {}, {} heads, {} kv heads",
                 model.architecture,
                 thousands(plan.parameters),
                 units::count(plan.parameters),
+                match plan.active_parameters == plan.parameters {
+                    true => String::new(),
+                    false => format!(", {} of them active for a token", units::count(plan.active_parameters)),
+                },
                 model.layers,
                 model.dim,
                 model.heads,

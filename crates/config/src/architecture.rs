@@ -14,6 +14,8 @@ macro_rules! architectures {
             Qwen2 = "qwen2", qwen2, Features { qkv_bias: true, ..Features::LLAMA };
             Qwen3 = "qwen3", qwen3, Features { qk_norm: true, ..Features::LLAMA };
             Mistral = "mistral", mistral, Features { sliding_window: true, ..Features::LLAMA };
+            Mixtral = "mixtral", mixtral, Features { experts: true, ..Features::LLAMA };
+            Qwen3Moe = "qwen3_moe", qwen3_moe, Features { qk_norm: true, experts: true, ..Features::LLAMA };
         }
     };
 }
@@ -32,12 +34,20 @@ pub struct Features {
     pub qk_norm: bool,
     /// `model.sliding_window`.
     pub sliding_window: bool,
+    /// A mixture of experts in place of the MLP: `model.experts`.
+    pub experts: bool,
 }
 
 impl Features {
     /// Those of Llama.
-    pub const LLAMA: Self =
-        Self { learned_positions: false, gpt2_block: false, qkv_bias: false, qk_norm: false, sliding_window: false };
+    pub const LLAMA: Self = Self {
+        learned_positions: false,
+        gpt2_block: false,
+        qkv_bias: false,
+        qk_norm: false,
+        sliding_window: false,
+        experts: false,
+    };
     /// Those of GPT-2.
     pub const GPT2: Self = Self { learned_positions: true, gpt2_block: true, ..Self::LLAMA };
 }

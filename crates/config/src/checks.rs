@@ -42,6 +42,16 @@ pub(crate) fn default_ffn(values: &Values) -> Derived {
     Ok(values.count("model.dim").filter(|_| features(values).gpt2_block).map(|dim| Value::Count(4 * dim)))
 }
 
+/// As Mixtral has it.
+pub(crate) fn default_top_k(values: &Values) -> Derived {
+    Ok(values.count("model.experts").map(|experts| Value::Count(experts.min(2))))
+}
+
+/// An expert is as wide as the block that it takes the place of.
+pub(crate) fn default_expert_ffn(values: &Values) -> Derived {
+    Ok(values.count("model.ffn").filter(|_| values.count("model.experts").is_some()).map(Value::Count))
+}
+
 /// As many as GPT-2 has, where positions are learned.
 pub(crate) fn default_positions(values: &Values) -> Derived {
     Ok(features(values).learned_positions.then_some(Value::Count(1024)))
@@ -132,6 +142,8 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
     sliding_windows_are_of_mistral,
+    experts_are_of_their_architectures,
+    tokens_go_to_experts_that_there_are,
     keys_belong_to_the_architecture,
     sequences_have_positions,
     rules::decay_steps_have_a_schedule,
@@ -181,6 +193,41 @@ fn sliding_windows_are_of_mistral(values: &Values) -> Option<Conflict> {
                 "model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"
             ),
             "use model.architecture = \"mistral\": llama with a sliding window; or remove model.sliding_window",
+        )
+    })
+}
+
+fn experts_are_of_their_architectures(values: &Values) -> Option<Conflict> {
+    let architecture: Architecture = values.word("model.architecture")?;
+    match (values.count("model.experts"), architecture.features().experts) {
+        (Some(_), true) | (None, false) => None,
+        (Some(experts), false) => Some(Conflict::new(
+            &["model.experts", "model.architecture"],
+            format!("model.experts = {experts} is given, and model.architecture = \"{architecture}\" has no experts"),
+            "use model.architecture = \"mixtral\" or \"qwen3_moe\", or remove model.experts",
+        )),
+        (None, true) => Some(Conflict::new(
+            &["model.architecture", "model.experts"],
+            format!("model.architecture = \"{architecture}\" needs model.experts"),
+            "say how many experts a layer has, such as model.experts = 8",
+        )),
+    }
+}
+
+fn tokens_go_to_experts_that_there_are(values: &Values) -> Option<Conflict> {
+    let experts = values.count("model.experts");
+    for key in ["model.experts_per_token", "model.expert_ffn"] {
+        if values.count(key).is_some() && experts.is_none() {
+            let text = format!("{key} is given, and there are no model.experts");
+            return Some(Conflict::new(&[key, "model.experts"], text, format!("remove {key}, or give model.experts")));
+        }
+    }
+    let (experts, top) = (experts?, values.count("model.experts_per_token")?);
+    (top > experts).then(|| {
+        Conflict::new(
+            &["model.experts_per_token", "model.experts"],
+            format!("model.experts_per_token = {top} is more than model.experts = {experts}"),
+            format!("choose at most {experts}"),
         )
     })
 }
@@ -282,7 +329,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         layers: size("model.layers")?,
         heads: size("model.heads")?,
         kv_heads: size("model.kv_heads")?,
-        ffn: size("model.ffn")?,
+        ffn: size("model.expert_ffn").or(size("model.ffn"))?,
         vocab: size("model.vocab_size")?,
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
@@ -304,7 +351,10 @@ fn parameters_can_be_counted(values: &Values) -> Option<Conflict> {
         ["vocab_size", "layers", "dim", "heads", "kv_heads", "head_dim", "ffn"].map(|name| model(values, name));
     let attention = 2 * dim? * head_dim? * (heads? + kv_heads?);
     let positions = values.count("model.positions").map_or(0, u128::from);
-    let parameters = (2 * vocab? + positions) * dim? + layers? * (attention + 3 * dim? * ffn?);
+    // Where there are experts, their width, and as many of them.
+    let experts = values.count("model.experts").map_or(1, u128::from);
+    let ffn = values.count("model.expert_ffn").map(u128::from).or(ffn)?;
+    let parameters = (2 * vocab? + positions) * dim? + layers? * (attention + 3 * experts.saturating_mul(dim? * ffn));
     (parameters > MAX_PARAMETERS).then(|| {
         Conflict::new(
             &MODEL_SIZES,
@@ -323,7 +373,9 @@ fn activations_can_be_counted(values: &Values) -> Option<Conflict> {
     let (seq, micro) = (values.count("train.seq")?, values.count("train.micro_batch")?);
     let naive = values.word("model.attention") == Some(AttentionMethod::Naive);
     let weights = if naive { heads? * u128::from(seq) } else { 0 };
-    let width = vocab? + layers? * (dim? + heads? * head_dim? + ffn? + weights);
+    let top = values.count("model.experts_per_token").map_or(1, u128::from);
+    let ffn = values.count("model.expert_ffn").map(u128::from).or(ffn)?;
+    let width = vocab? + layers? * (dim? + heads? * head_dim? + top * ffn + weights);
     let elements = u128::from(seq) * u128::from(micro) * width;
     (elements > MAX_ACTIVATIONS).then(|| {
         Conflict::new(

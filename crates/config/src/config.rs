@@ -258,7 +258,7 @@ impl Config {
             layers: model.layers,
             heads: model.heads,
             kv_heads: model.kv_heads,
-            ffn: model.ffn,
+            ffn: model.expert_ffn.unwrap_or(model.ffn),
             vocab: model.vocab_size,
             seq: train.seq,
             global_batch: train.global_batch,

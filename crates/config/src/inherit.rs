@@ -20,7 +20,7 @@ pub struct NotInherited {
 
 /// Keys that weights of another shape cannot be loaded with. Others may be changed when training goes on: the base of the
 /// rotary embedding for a longer context, say.
-const SHAPE: [&str; 10] = [
+const SHAPE: [&str; 12] = [
     "model.architecture",
     "model.vocab_size",
     "model.layers",
@@ -29,6 +29,8 @@ const SHAPE: [&str; 10] = [
     "model.kv_heads",
     "model.head_dim",
     "model.ffn",
+    "model.experts",
+    "model.expert_ffn",
     "model.positions",
     "model.tied_embeddings",
 ];
@@ -40,6 +42,13 @@ pub(crate) fn is_shape(path: &str) -> bool {
 
 /// Keys of `[model]` that a preset decides, by its table or by leaving them out; the others say how a model is trained.
 pub(crate) fn is_of_presets(path: &str) -> bool {
-    let more = ["model.rope_theta", "model.rope_scaling", "model.sliding_window", "model.norm_eps"];
+    let more = [
+        "model.rope_theta",
+        "model.rope_scaling",
+        "model.sliding_window",
+        "model.norm_eps",
+        "model.experts_per_token",
+        "model.norm_topk",
+    ];
     is_shape(path) || more.contains(&path)
 }

@@ -13,7 +13,7 @@ struct Preset {
     table: &'static str,
 }
 
-const PRESETS: [Preset; 22] = [
+const PRESETS: [Preset; 26] = [
     Preset {
         name: "llama-15m",
         seq: 256,
@@ -391,6 +391,84 @@ const PRESETS: [Preset; 22] = [
             tied_embeddings = false
             rope_theta = 10000.0
             sliding_window = 4096
+        "#,
+    },
+    Preset {
+        name: "mixtral-8x7b",
+        seq: 4096,
+        table: r#"
+            [model]
+            architecture = "mixtral"
+            vocab_size = 32000
+            layers = 32
+            dim = 4096
+            heads = 32
+            kv_heads = 8
+            ffn = 14336
+            experts = 8
+            experts_per_token = 2
+            tied_embeddings = false
+            rope_theta = 1000000.0
+        "#,
+    },
+    Preset {
+        name: "mixtral-8x22b",
+        seq: 4096,
+        table: r#"
+            [model]
+            architecture = "mixtral"
+            vocab_size = 32000
+            layers = 56
+            dim = 6144
+            heads = 48
+            kv_heads = 8
+            ffn = 16384
+            experts = 8
+            experts_per_token = 2
+            tied_embeddings = false
+            rope_theta = 1000000.0
+        "#,
+    },
+    Preset {
+        name: "qwen3-30b-a3b",
+        seq: 4096,
+        table: r#"
+            [model]
+            architecture = "qwen3_moe"
+            vocab_size = 151936
+            layers = 48
+            dim = 2048
+            heads = 32
+            kv_heads = 4
+            head_dim = 128
+            ffn = 6144
+            expert_ffn = 768
+            experts = 128
+            experts_per_token = 8
+            tied_embeddings = false
+            rope_theta = 1000000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    Preset {
+        name: "qwen3-235b-a22b",
+        seq: 4096,
+        table: r#"
+            [model]
+            architecture = "qwen3_moe"
+            vocab_size = 151936
+            layers = 94
+            dim = 4096
+            heads = 64
+            kv_heads = 4
+            head_dim = 128
+            ffn = 12288
+            expert_ffn = 1536
+            experts = 128
+            experts_per_token = 8
+            tied_embeddings = false
+            rope_theta = 1000000.0
+            norm_eps = 1e-6
         "#,
     },
 ];

@@ -70,6 +70,27 @@ tables! {
         ffn: usize =
             Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", checks::default_ffn), Trajectory,
             finds ["intermediate_size", "d_ff", "ffn_hidden_size", "feed-forward", "MLP", "hidden_dim"];
+        /// Mixture of experts (MoE), which mixtral and qwen3_moe have: how many experts take the place of the feed-forward block of
+        /// every layer.
+        experts: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
+            finds ["MoE", "mixture of experts", "num_experts", "num_local_experts", "n_routed_experts"];
+        /// Top-k: how many experts the router chooses for a token.
+        experts_per_token: Option<usize> =
+            Count(1, EXTENT), Derived("2 with model.experts, else not set", checks::default_top_k), Trajectory,
+            finds ["top_k", "top-k", "num_experts_per_tok", "moe_router_topk", "router"];
+        /// Hidden width of one expert.
+        expert_ffn: Option<usize> =
+            Count(1, EXTENT), Derived("model.ffn with model.experts, else not set", checks::default_expert_ffn), Trajectory,
+            finds ["moe_intermediate_size", "moe_ffn_hidden_size"];
+        /// Whether the weights of a token's experts are divided by their sum.
+        norm_topk: bool = Bool, Fixed("true"), Trajectory, finds ["norm_topk_prob", "normalised router weights"];
+        /// How much the load-balancing loss of a model with experts counts in training, of every sequence for itself. It is 1 where all
+        /// experts get as many tokens, and is no part of the loss that is shown.
+        balance_loss: f64 = Float(NOT_NEGATIVE), Fixed("0.01"), Changeable,
+            finds ["router_aux_loss_coef", "moe_aux_loss_coeff", "load balancing", "auxiliary loss"];
+        /// How much the z-loss of the router counts: the mean square of the log-sum-exp of its logits.
+        z_loss: f64 = Float(NOT_NEGATIVE), Fixed("0.0"), Changeable,
+            finds ["router_z_loss_coef", "moe_z_loss_coeff", "z loss"];
         /// Learned position embeddings, which gpt2 has instead of RoPE: the longest sequence.
         positions: Option<usize> =
             Count(1, EXTENT), Derived("1024 for gpt2, else not set", checks::default_positions), Trajectory,

@@ -11,7 +11,6 @@ pub fn schema() -> Vec<KeyDoc> {
 /// What keys a user may look for, and what is not there yet: table, names, what they stand for.
 const MISSING: &[(&str, &[&str], &str)] = &[
     ("parallel", &["ep", "expert_parallel", "expert_parallel_size"], "expert parallelism"),
-    ("model", &["experts", "num_experts", "num_local_experts", "moe", "mixture of experts"], "a mixture of experts"),
     ("precision", &["fp8", "mxfp8", "nvfp4"], "fp8 and narrower"),
 ];
 

@@ -56,7 +56,7 @@ checkpoint.bananas is not a key of [checkpoint]
   |
 2 | bananas = 3
   | ^^^^^^^
-hint: the keys of [checkpoint] are every, keep
+hint: the keys of [checkpoint] are every, keep, every_minutes, keep_every, keep_best, mirror, asynchronous
 ",
     );
 }
@@ -82,7 +82,7 @@ zebra is not a table of the config
   |
 1 | [zebra]
   |  ^^^^^
-hint: the tables are model, data, train, precision, parallel, recompute, optimizer, checkpoint, cluster
+hint: the tables are model, data, train, precision, parallel, recompute, optimizer, checkpoint, eval, telemetry, cluster
 ",
     );
 }
@@ -265,7 +265,7 @@ model.preset = "llama-3-8B-x" is not known
   |
 2 | preset = "llama-3-8B-x"
   |          ^^^^^^^^^^^^^^
-hint: did you mean "llama-3-8b"? choose one of "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b"
+hint: did you mean "llama-3-8b"? choose one of "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b"
 "#,
     );
 }
@@ -280,7 +280,7 @@ model.architecture = "mamba" is not known
   |
 2 | architecture = "mamba"
   |                ^^^^^^^
-hint: choose one of "llama", "gpt2", "qwen2", "qwen3", "mistral"
+hint: choose one of "llama", "gpt2", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"
 "#,
     );
 }

@@ -34,6 +34,12 @@ heads = 8  # preset llama-29m
 kv_heads = 4  # preset llama-29m
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
+# experts is not set
+# experts_per_token is not set
+# expert_ffn is not set
+norm_topk = true  # default
+balance_loss = 0.01  # default
+z_loss = 0.0  # default
 # positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set

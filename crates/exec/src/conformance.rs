@@ -47,7 +47,7 @@ fn tolerance(compute: DType) -> f64 {
     }
 }
 
-/// Runs every op of the table with parameters and activations in `compute`; `profile` is the device's, for sums that are
+/// Runs every op of the table that the device has a kernel for, with parameters and activations in `compute`; `profile` is the device's, for sums that are
 /// not in f32. `batch_invariant` says whether the executor promises that a sequence's bits do not depend on its neighbours.
 pub fn run(
     profile: &DeviceProfile,
@@ -57,7 +57,8 @@ pub fn run(
     load: Load,
 ) -> Result<Vec<CaseOutcome>, ExecError> {
     let mut outcomes = Vec::new();
-    for sample in kernel_samples(1).chain(kernel_samples(BATCH)) {
+    let there = |sample: &Sample| !profile.lacks.contains(&sample.op.kind());
+    for sample in kernel_samples(1).chain(kernel_samples(BATCH)).filter(there) {
         let usual = |(_, draw): &(TensorType, Draw)| !matches!(draw, Draw::Scaled(by) if *by != 1.0);
         for sums in gradient_types(&sample.op).iter().copied() {
             // Fixed point has a range of its own.
@@ -80,7 +81,7 @@ pub fn run(
     if batch_invariant {
         for (together, alone) in per_kind(BATCH).into_iter().zip(per_kind(1)) {
             // Samples that stand alone have no partner.
-            for (together, alone) in together.into_iter().zip(alone) {
+            for (together, alone) in together.into_iter().zip(alone).filter(|(sample, _)| there(sample)) {
                 outcomes.extend(check_batch_invariance(profile, compute, load, together, alone, seed)?);
             }
         }

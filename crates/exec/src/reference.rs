@@ -3,6 +3,7 @@
 //! Kernels are held against it, and it is held against finite differences.
 
 mod context;
+mod experts;
 mod generation;
 mod naive;
 mod rules;
@@ -127,6 +128,21 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AttentionMixGrad { .. } => naive::mix_grad(&dims, x[0], x[1], x[2]).into(),
         Op::CachedAttention { window } => generation::cached_attention(&dims, x, window).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
+        Op::Route { how } => experts::route(&dims, &how, x).into(),
+        Op::RouteGrad { how } => vec![experts::route_grad(&dims, &how, x)],
+        Op::RouterLoss { balance, z } => vec![experts::router_loss(&dims, [balance, z].map(f64::from), x)],
+        Op::RouterLossGrad { balance, z } => {
+            let seed = given(x, 2).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
+            vec![experts::router_loss_grad(&dims, [balance, z].map(|w| seed * f64::from(w)), x)]
+        }
+        Op::GroupedLinear => vec![experts::linear(&dims, dims.size('y'), x)],
+        Op::GroupedLinearEach => vec![experts::linear(&dims, 1, x)],
+        Op::GroupedGradInput => vec![experts::grad_input(&dims, x)],
+        Op::GroupedGradWeight { .. } => vec![experts::grad_weight(&dims, dims.size('y'), x)],
+        Op::GroupedGradWeightEach { .. } => vec![experts::grad_weight(&dims, 1, x)],
+        Op::Combine => vec![experts::combine(&dims, x[0], Some(x[1]))],
+        Op::SumChoices => vec![experts::combine(&dims, x[0], None)],
+        Op::CombineGrad => experts::combine_grad(&dims, x).into(),
         Op::SwiGlu => {
             let f = dims.size('f');
             vec![gate_up(x[0], f, |g, u| g * sigmoid(g) * u)]

@@ -79,6 +79,8 @@ pub struct Parameter {
     pub parts: Vec<String>,
     /// Whether weight decay applies.
     pub decay: bool,
+    /// Whether it stays in f32 where others are rounded to the compute type.
+    pub exact: bool,
 }
 
 /// Where a value comes from.

@@ -29,6 +29,10 @@ pub enum Axis {
     Flat,
     /// Parts of a vocabulary.
     Parts,
+    /// Experts of a layer.
+    Experts,
+    /// The experts that a token goes to.
+    Choices,
 }
 
 impl Axis {
@@ -46,6 +50,8 @@ impl Axis {
             Axis::Scalar => "scalar",
             Axis::Flat => "flat",
             Axis::Parts => "parts",
+            Axis::Experts => "experts",
+            Axis::Choices => "choices",
         }
     }
 }

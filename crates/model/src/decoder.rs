@@ -3,17 +3,32 @@
 //! What a family has besides is in its [`Features`](lockstep_config::Features).
 
 use crate::form::{Form, Side};
-use crate::names;
-use crate::parameters::{matrix, ones, zeros};
+use crate::names as values;
+use crate::parameters::{exact_matrix, matrix, ones, stack, zeros};
 use lockstep_config::ModelConfig;
-use lockstep_ir::graph::State;
-use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, TensorType, TypeError};
+use lockstep_ir::graph::{Loss, State};
+use lockstep_ir::op::Routing;
+use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, TensorType, TypeError, ValueId};
+
+/// What Hugging Face calls the parts of a mixture of experts.
+pub(crate) struct ExpertNames {
+    /// The block of a layer.
+    pub block: &'static str,
+    /// The matrices of an expert: gate, up and down.
+    pub matrices: [&'static str; 3],
+}
 
 /// The forward graph of a model that has these parts.
 pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
+    build_named(m, form, &ExpertNames { block: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] })
+}
+
+/// The same where experts go by other names.
+pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> Result<Graph, TypeError> {
     let mut g = Graph::new();
     let features = m.architecture.features();
     let (batch, seq, context) = form.extents();
+    let trains = matches!(form, Form::Loss { .. });
     let embed = || Dim::new(Axis::Embed, m.dim);
     let heads = |axis, count| Section { axis, count, unit: m.head_dim };
     let q = heads(Axis::Heads, m.heads);
@@ -26,7 +41,7 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
     let eps = m.norm_eps as f32;
 
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
-    let tokens = g.input(names::TOKENS, ids);
+    let tokens = g.input(values::TOKENS, ids);
     let side = Side::declare(&mut g, form);
     let scaling = m.rope_scaling.as_ref().map(|s| RopeScaling {
         factor: s.factor,
@@ -72,12 +87,18 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
 
         let w = ones(&mut g, &at("ffn_norm"), embed(), &[hf("post_attention_layernorm")]);
         let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n2"))?[0];
-        let parts = [hf("mlp.gate_proj"), hf("mlp.up_proj")];
-        let w = matrix(&mut g, &at("wgate_up"), [Dim::packed([ffn, ffn]), embed()], &normal, &parts);
-        let gate_up = g.op(Op::Linear, &[n, w], &at("gate_up"))?[0];
-        let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
-        let w = matrix(&mut g, &at("wdown"), [embed(), Dim::packed([ffn])], &to_residual, &[hf("mlp.down_proj")]);
-        let delta = g.op(Op::Linear, &[y, w], &at("ffn_out"))?[0];
+        let delta = match m.experts {
+            Some(experts) => mixture(&mut g, n, m, (experts, names), (layer, trains), [&normal, &to_residual])?,
+            None => {
+                let parts = [hf("mlp.gate_proj"), hf("mlp.up_proj")];
+                let w = matrix(&mut g, &at("wgate_up"), [Dim::packed([ffn, ffn]), embed()], &normal, &parts);
+                let gate_up = g.op(Op::Linear, &[n, w], &at("gate_up"))?[0];
+                let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
+                let dims = [embed(), Dim::packed([ffn])];
+                let w = matrix(&mut g, &at("wdown"), dims, &to_residual, &[hf("mlp.down_proj")]);
+                g.op(Op::Linear, &[y, w], &at("ffn_out"))?[0]
+            }
+        };
         x = g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1))?[0];
     }
     g.enter_layer(None);
@@ -88,7 +109,45 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         true => table,
         false => matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]),
     };
-    let logits = g.op(Op::Linear, &[n, head], names::LOGITS)?[0];
+    let logits = g.op(Op::Linear, &[n, head], values::LOGITS)?[0];
     side.finish(&mut g, logits)?;
     Ok(g)
+}
+
+/// A mixture of experts: a router in f32 that chooses some of them for every token, and the weighted sum of what these give.
+fn mixture(
+    g: &mut Graph,
+    x: ValueId,
+    m: &ModelConfig,
+    (experts, names): (usize, &ExpertNames),
+    (layer, trains): (usize, bool),
+    [normal, to_residual]: [&Init; 2],
+) -> Result<ValueId, TypeError> {
+    let at = |name: &str| format!("layers.{layer}.{name}");
+    let embed = || Dim::new(Axis::Embed, m.dim);
+    let each = || Dim::new(Axis::Experts, experts);
+    let ffn = Section { axis: Axis::Ffn, count: m.expert_ffn.unwrap_or(m.ffn), unit: 1 };
+    let &ExpertNames { block, matrices: [gate, up, down] } = names;
+    let hf = |name: &str| format!("model.layers.{layer}.{block}.{name}.weight");
+    let of_each = |names: &[&str]| -> Vec<String> {
+        (0..experts).flat_map(|e| names.iter().map(move |name| hf(&format!("experts.{e}.{name}")))).collect()
+    };
+
+    let exact = g.op(Op::Cast { to: DType::F32 }, &[x], &at("router_input"))?[0];
+    let w = exact_matrix(g, &at("router"), [each(), embed()], normal, &[hf("gate")]);
+    let logits = g.op(Op::Linear, &[exact, w], &at("router_logits"))?[0];
+    let how = Routing { normalise: m.norm_topk, ..Routing::top(m.experts_per_token.unwrap_or(1)) };
+    let routed = g.op(Op::Route { how }, &[logits], &at("routed"))?;
+    let (weights, chosen) = (routed[0], routed[1]);
+    let (balance, z) = (m.balance_loss as f32, m.z_loss as f32);
+    if trains && balance + z > 0.0 {
+        let value = g.op(Op::RouterLoss { balance, z }, &[logits, chosen], &at("router_loss"))?[0];
+        g.losses.push(Loss { value, weight: 1.0 });
+    }
+    let w = stack(g, &at("wgate_up"), [each(), Dim::packed([ffn, ffn]), embed()], normal, &of_each(&[gate, up]));
+    let gate_up = g.op(Op::GroupedLinear, &[x, w, chosen], &at("gate_up"))?[0];
+    let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
+    let w = stack(g, &at("wdown"), [each(), embed(), Dim::packed([ffn])], to_residual, &of_each(&[down]));
+    let y = g.op(Op::GroupedLinearEach, &[y, w, chosen], &at("expert_out"))?[0];
+    Ok(g.op(Op::Combine, &[y, weights], &at("ffn_out"))?[0])
 }

@@ -113,6 +113,9 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         }
         let _ = writeln!(table, "{} = {found}", count.ours);
     }
+    for switch in family.switches {
+        let _ = writeln!(table, "{} = {}", switch.ours, fields.flag(switch.theirs)?.unwrap_or(switch.absent));
+    }
     if let Some(window) = window {
         let _ = writeln!(table, "sliding_window = {window}");
     }
@@ -210,6 +213,9 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
     set(family.context.0, json!(beside.context));
     for count in family.counts {
         set(count.theirs, json!((count.get)(model)));
+    }
+    for switch in family.switches {
+        set(switch.theirs, json!((switch.get)(model)));
     }
     if let Some((field, _)) = family.window {
         set(field, json!(model.sliding_window));

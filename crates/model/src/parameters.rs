@@ -5,17 +5,27 @@ use lockstep_ir::{DType, Dim, Graph, Init, TensorType, ValueId};
 
 /// A weight matrix: rows are outputs, columns inputs.
 pub fn matrix<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 2], init: &Init, parts: &[S]) -> ValueId {
-    parameter(g, name, dims.to_vec(), init.clone(), parts, true)
+    parameter(g, name, dims.to_vec(), init.clone(), parts, (true, false))
+}
+
+/// A weight matrix that stays in f32 whatever the precision: a router's.
+pub fn exact_matrix<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 2], init: &Init, parts: &[S]) -> ValueId {
+    parameter(g, name, dims.to_vec(), init.clone(), parts, (true, true))
+}
+
+/// A weight matrix of every expert.
+pub fn stack<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 3], init: &Init, parts: &[S]) -> ValueId {
+    parameter(g, name, dims.to_vec(), init.clone(), parts, (true, false))
 }
 
 /// A norm's weight.
 pub fn ones<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
-    parameter(g, name, vec![dim], Init::Ones, parts, false)
+    parameter(g, name, vec![dim], Init::Ones, parts, (false, false))
 }
 
 /// A bias.
 pub fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
-    parameter(g, name, vec![dim], Init::Zeros, parts, false)
+    parameter(g, name, vec![dim], Init::Zeros, parts, (false, false))
 }
 
 fn parameter<S: AsRef<str>>(
@@ -24,9 +34,9 @@ fn parameter<S: AsRef<str>>(
     dims: Vec<Dim>,
     init: Init,
     parts: &[S],
-    decay: bool,
+    (decay, exact): (bool, bool),
 ) -> ValueId {
     let parts = parts.iter().map(|p| p.as_ref().to_owned()).collect();
     let ty = TensorType::new(DType::F32, dims);
-    g.state(name, ty, State::Parameter(Parameter { init, parts, decay }))
+    g.state(name, ty, State::Parameter(Parameter { init, parts, decay, exact }))
 }

@@ -11,12 +11,24 @@ fn theirs(model_type: &str) -> Value {
     if model_type == "gpt2" {
         return json!({ "model_type": "gpt2", "vocab_size": 53, "n_layer": 2, "n_embd": 30, "n_head": 6, "n_positions": 64 });
     }
-    json!({
+    let mut config = json!({
         "model_type": model_type, "vocab_size": 53, "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "tie_word_embeddings": false, "max_position_embeddings": 4096, "sliding_window": null,
         "rope_parameters": { "rope_type": "default", "rope_theta": 1e6 },
-    })
+    });
+    let experts = match model_type {
+        "mixtral" => json!({ "num_local_experts": 6, "num_experts_per_tok": 3 }),
+        "qwen3_moe" => json!({
+            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": true,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }),
+        _ => json!({}),
+    };
+    for (name, value) in experts.as_object().unwrap() {
+        config[name] = value.clone();
+    }
+    config
 }
 
 fn with(model_type: &str, fields: Value) -> Value {
@@ -33,7 +45,7 @@ fn read(config: &Value) -> (HfConfig, Config) {
     (read, config)
 }
 
-const FAMILIES: [&str; 5] = ["llama", "mistral", "qwen2", "qwen3", "gpt2"];
+const FAMILIES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"];
 
 #[test]
 fn what_is_written_reads_back_as_the_same_model() {
@@ -123,6 +135,9 @@ fn what_cannot_be_represented_is_refused_by_field() {
         ("llama", partial, "`partial_rotary_factor` = 0.5 is not supported"),
         ("llama", per_layer, "`rope_parameters` differs between layers"),
         ("llama", json!({ "layer_types": ["full_attention", "sliding_attention"] }), "`layer_types` is not supported"),
+        ("mixtral", json!({ "num_local_experts": null }), "`num_local_experts` is not set"),
+        ("qwen3_moe", json!({ "mlp_only_layers": [0] }), "`mlp_only_layers` = [0] is not supported"),
+        ("qwen3_moe", json!({ "decoder_sparse_step": 2 }), "`decoder_sparse_step` = 2 is not supported"),
         ("mistral", json!({ "num_key_value_heads": null }), "`num_key_value_heads` is not set"),
         ("mistral", json!({ "sliding_window": 0 }), "`sliding_window` is 0, which is wrong"),
         ("qwen2", json!({ "use_sliding_window": true }), "`use_sliding_window` = true is not supported"),

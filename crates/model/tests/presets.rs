@@ -3,7 +3,7 @@
 use lockstep_config::{Config, presets};
 
 /// Parameters as the models' cards or their weights say; a tied matrix counts once.
-const PUBLISHED: [(&str, u64); 19] = [
+const PUBLISHED: [(&str, u64); 23] = [
     ("gpt2", 124_439_808),
     ("gpt2-medium", 354_823_168),
     ("gpt2-large", 774_030_080),
@@ -23,6 +23,10 @@ const PUBLISHED: [(&str, u64); 19] = [
     ("qwen3-0.6b", 596_049_920),
     ("qwen3-8b", 8_190_735_360),
     ("mistral-7b", 7_241_732_096),
+    ("mixtral-8x7b", 46_702_792_704),
+    ("mixtral-8x22b", 140_620_634_112),
+    ("qwen3-30b-a3b", 30_532_122_624),
+    ("qwen3-235b-a22b", 235_093_634_560),
 ];
 
 /// Shapes of this project's own, named by their size.

@@ -215,7 +215,7 @@ fn doubled(config: &Config, extent: &str) -> Config {
         }
         "width" => {
             let extents = [&mut model.dim, &mut model.heads, &mut model.kv_heads, &mut model.ffn];
-            extents.into_iter().for_each(|n| *n *= 2);
+            extents.into_iter().chain(&mut model.expert_ffn).for_each(|n| *n *= 2);
         }
         _ => model.layers *= 2,
     }

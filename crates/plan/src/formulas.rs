@@ -37,24 +37,28 @@ pub(crate) fn formulas(
 ) -> Result<Vec<Formula>, PlanError> {
     let m = &config.model;
     let layer = LayerFlops::of(derived)?;
-    let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
+    let Sizes { d, q, kv, ffn, layers, products, experts, top, .. } = Sizes::of(m);
     let s = config.train.seq as f64;
     let sequences = config.round() as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
     // Keys that a query counts.
     let seen = m.sliding_window.map_or(s, |w| s.min(w as f64));
     let windowed = seen < s;
-    let (attention, mlp) = (12.0 * s * d * (q + kv) + 12.0 * s * seen * q, 6.0 * products * s * d * ffn);
+    // A token uses some of the experts, and the router looks at all of them.
+    let (attention, mlp) =
+        (12.0 * s * d * (q + kv) + 12.0 * s * seen * q, 6.0 * s * d * (products * top * ffn + experts));
     let head = (m.dim * m.vocab_size) as f64;
     let mut forms = vec![
         parameters(m, plan.parameters),
         form(
             "model FLOPs per token",
             format!(
-                "6 · matmul parameters + 12 · layers · {} · heads · head_dim",
+                "6 · {}matmul parameters + 12 · layers · {} · heads · head_dim",
+                if experts > 0.0 { "active " } else { "" },
                 if windowed { "window" } else { "seq" }
             ),
-            6.0 * (layers * (d * (2.0 * q + 2.0 * kv) + products * d * ffn) + head) + 12.0 * layers * seen * q,
+            6.0 * (layers * d * (2.0 * q + 2.0 * kv + products * top * ffn + experts) + head)
+                + 12.0 * layers * seen * q,
             plan.model_flops_per_token(),
         ),
         form(
@@ -69,15 +73,22 @@ pub(crate) fn formulas(
         ),
         form(
             "MLP FLOPs of a layer and sequence",
-            format!("{} · S · D · F", 6.0 * products),
+            match experts > 0.0 {
+                true => format!("6 · S · D · ({products} · top_k · F + experts)"),
+                false => format!("{} · S · D · F", 6.0 * products),
+            },
             mlp,
             per_sequence(layer.mlp),
         ),
         form("of both, in the forward pass", "a third".into(), (attention + mlp) / 3.0, per_sequence(layer.forward)),
         form(
             "FLOPs that full recomputation adds to them",
-            "a third less the last matmul, 2 · S · D · F".into(),
-            (attention + mlp) / 3.0 - 2.0 * s * d * ffn,
+            // What experts give is read by the gradient of their weights.
+            match experts > 0.0 {
+                true => "a third".into(),
+                false => "a third less the last matmul, 2 · S · D · F".into(),
+            },
+            (attention + mlp) / 3.0 - if experts > 0.0 { 0.0 } else { 2.0 * s * d * ffn },
             full_flops / (layers * sequences * plan.layout.micro_batches as f64),
         ),
     ];
@@ -105,24 +116,30 @@ struct Sizes {
     kv_heads: f64,
     /// Matrices of an MLP: three where it is gated.
     products: f64,
+    /// Experts of a layer, none where it has an MLP, and those of a token.
+    experts: f64,
+    top: f64,
 }
 
 impl Sizes {
     fn of(m: &ModelConfig) -> Self {
-        let [d, ffn, layers, heads, kv_heads] = [m.dim, m.ffn, m.layers, m.heads, m.kv_heads].map(|n| n as f64);
+        let ffn = m.expert_ffn.unwrap_or(m.ffn);
+        let [d, ffn, layers, heads, kv_heads] = [m.dim, ffn, m.layers, m.heads, m.kv_heads].map(|n| n as f64);
+        let [experts, top] = [m.experts.unwrap_or(0), m.experts_per_token.unwrap_or(1)].map(|n| n as f64);
         let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
         let products = if m.architecture.features().gpt2_block { 2.0 } else { 3.0 };
-        Self { d, q, kv, ffn, layers, heads, kv_heads, products }
+        Self { d, q, kv, ffn, layers, heads, kv_heads, products, experts, top }
     }
 }
 
 /// Elements of all parameters.
 fn parameters(m: &ModelConfig, program: u64) -> Formula {
-    let Sizes { d, q, kv, ffn, layers, products, .. } = Sizes::of(m);
+    let Sizes { d, q, kv, ffn, layers, products, experts, .. } = Sizes::of(m);
     let tables = if m.tied_embeddings { 1.0 } else { 2.0 } * m.vocab_size as f64 * d;
-    let matrices = d * (2.0 * q + 2.0 * kv) + products * d * ffn;
+    let matrices = d * (2.0 * q + 2.0 * kv) + products * d * ffn * experts.max(1.0) + d * experts;
     let table = if m.tied_embeddings { "V · D" } else { "2 · V · D" };
-    let Features { gpt2_block, qkv_bias, qk_norm, learned_positions, sliding_window: _ } = m.architecture.features();
+    let Features { gpt2_block, qkv_bias, qk_norm, learned_positions, sliding_window: _, experts: _ } =
+        m.architecture.features();
     let (positions, learned) = match learned_positions {
         true => (m.positions.unwrap_or(0) as f64 * d, " + positions · D"),
         false => (0.0, ""),
@@ -140,7 +157,8 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
         false => {
             let (bias, biased) = if qkv_bias { (q + 2.0 * kv, " + Q + 2 · KV") } else { (0.0, "") };
             let (norms, normed) = if qk_norm { (2.0 * m.head_dim as f64, " + 2 · head_dim") } else { (0.0, "") };
-            let formula = format!("{table}{learned} + L · (2 · D · (Q + KV) + 3 · D · F + 2 · D{biased}{normed}) + D");
+            let mlp = if experts > 0.0 { "experts · (3 · D · F + D)" } else { "3 · D · F" };
+            let formula = format!("{table}{learned} + L · (2 · D · (Q + KV) + {mlp} + 2 · D{biased}{normed}) + D");
             (2.0 * d + bias + norms, d + positions, formula)
         }
     };
@@ -170,9 +188,15 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
     let moments = if compute_bytes(config) == 4.0 { 8.0 } else { 12.0 };
     let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
     let tied = if m.tied_embeddings { (m.dim * m.vocab_size) as f64 * gradient_bytes(config) } else { 0.0 };
-    let closed = per_parameter * plan.parameters as f64;
+    // A router's weights stay in f32: they are their own master.
+    let Sizes { d, layers, experts, .. } = Sizes::of(m);
+    let (less, routers) = match compute_bytes(config) == 4.0 || experts == 0.0 {
+        true => (0.0, ""),
+        false => (2.0 * layers * d * experts, " - 2 · L · D · experts"),
+    };
+    let closed = per_parameter * plan.parameters as f64 - less;
     let program = state_bytes(none) as f64 - tied;
-    let mut states = form("bytes of states", format!("{per_parameter} · parameters"), closed, program);
+    let mut states = form("bytes of states", format!("{per_parameter} · parameters{routers}"), closed, program);
     states.note = (tied > 0.0).then_some("the second accumulator of the tied table is left out");
     (config.optimizer.name == OptimizerName::AdamW).then_some(states)
 }
@@ -180,7 +204,7 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
 /// What backward reads of a layer in the middle, with its residual stream.
 fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let m = &config.model;
-    let Sizes { d, q, kv, ffn, heads, kv_heads, products, .. } = Sizes::of(m);
+    let Sizes { d, q, kv, ffn, heads, kv_heads, products, experts, top, .. } = Sizes::of(m);
     let features = m.architecture.features();
     let (c, s) = (compute_bytes(config), config.train.seq as f64);
     let positions = config.train.micro_batch as f64 * s;
@@ -199,10 +223,16 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         true => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
         false => (0.0, 0.0, ""),
     };
-    let elements = 4.0 * d + 2.0 * q + 2.0 * kv + products * ffn + weights + normed;
-    let closed = positions * (c * elements + 4.0 * (scores + norms + turned));
+    // Of every expert of a token its hidden units and what it gives; the router's logits, and the choice and its weights.
+    let (mlp, routed, hidden) = match experts > 0.0 {
+        true => (top * (products * ffn + d), experts + 2.0 * top, format!("top_k · ({products} · F + D)")),
+        false => (products * ffn, 0.0, format!("{products} · F")),
+    };
+    let routing = if experts > 0.0 { " + 4 · (experts + 2 · top_k)" } else { "" };
+    let elements = 4.0 * d + 2.0 * q + 2.0 * kv + mlp + weights + normed;
+    let closed = positions * (c * elements + 4.0 * (scores + norms + turned + routed));
     let formula =
-        format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {products} · F{}{text}) + 4 · {})", shown.0, shown.1);
+        format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {hidden}{}{text}) + 4 · {}{routing})", shown.0, shown.1);
     let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];
     if features.gpt2_block && naive && c == 2.0 {
         forms.push(Formula {
@@ -241,7 +271,7 @@ struct LayerFlops {
 }
 
 impl LayerFlops {
-    /// Of the first layer; what has a hidden unit of the MLP in it belongs to the MLP.
+    /// Of the first layer; what has a hidden unit of the MLP or an expert in it belongs to the MLP.
     fn of(graph: &Graph) -> Result<Self, lockstep_ir::TypeError> {
         let mut sums = Self { attention: 0, mlp: 0, forward: 0 };
         for node in graph.nodes.iter().filter(|n| n.layer == Some(0)) {
@@ -249,9 +279,13 @@ impl LayerFlops {
             let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
             let flops = node.op.flops(&types, &wanted)?.model;
             let values = node.inputs.iter().chain(node.outputs.iter().flatten());
-            let in_mlp = values
-                .into_iter()
-                .any(|v| graph.ty(*v).dims.iter().any(|dim| dim.sections.iter().any(|s| s.axis == Axis::Ffn)));
+            let in_mlp = values.into_iter().any(|v| {
+                graph
+                    .ty(*v)
+                    .dims
+                    .iter()
+                    .any(|dim| dim.sections.iter().any(|s| matches!(s.axis, Axis::Ffn | Axis::Experts)))
+            });
             *(if in_mlp { &mut sums.mlp } else { &mut sums.attention }) += flops;
             sums.forward += if node.phase == Phase::Forward { flops } else { 0 };
         }

@@ -8,7 +8,7 @@ use lockstep_compile::{
 use lockstep_config::{Config, GradientPrecision, OptimizerName, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
-use lockstep_ir::{Axes, DType, FusedMatmul, Graph, Layout, StepProgram};
+use lockstep_ir::{Axes, Axis, DType, FusedMatmul, Graph, Layout, StepProgram, TensorType};
 use lockstep_model::{Form, ModelBuilder};
 use lockstep_sim::Asked;
 use std::collections::BTreeMap;
@@ -30,6 +30,8 @@ pub struct Plan {
     pub threads: usize,
     /// Elements of all parameters.
     pub parameters: u64,
+    /// Of them, those that a token uses: of the experts of a layer, as many as it goes to.
+    pub active_parameters: u64,
     /// Tokens of one step, of the largest that the run has.
     pub tokens_per_step: u64,
     /// How the work is split among ranks and micro-batches.
@@ -149,6 +151,17 @@ pub(crate) fn prepare(
     Ok((forward, context, threads))
 }
 
+/// Elements of the parameters that a token uses.
+fn active_parameters(forward: &Graph, config: &Config) -> u64 {
+    let top = config.model.experts_per_token.unwrap_or(1);
+    let of = |ty: &TensorType| match &ty.dims[..] {
+        // A matrix of every expert.
+        [experts, _, _] if experts.sections[0].axis == Axis::Experts => ty.elements() / experts.size() * top,
+        _ => ty.elements(),
+    };
+    forward.parameters().map(|(_, value, _)| of(&value.ty) as u64).sum()
+}
+
 /// Elements of all parameters of a config's model.
 pub fn parameters(config: &Config) -> Result<u64, PlanError> {
     let form = Form::Loss { batch: 1, seq: config.train.seq, context: config.train.seq, documents: false };
@@ -234,6 +247,7 @@ fn plan_for(
         precision: context.precision,
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
+        active_parameters: active_parameters(&forward, config),
         tokens_per_step: (config.batches().largest() * config.train.seq) as u64,
         step_flops,
         memory: stages.iter().max_by_key(|m| m.total_bytes).cloned().unwrap_or_else(|| stages[0].clone()),

@@ -33,6 +33,7 @@ impl Machine for Described {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            lacks: &[],
         }
     }
 }

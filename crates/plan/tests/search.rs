@@ -31,6 +31,7 @@ impl Machine for Gpus {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            lacks: &[],
         }
     }
 }

@@ -205,6 +205,15 @@ impl Demand {
                 }
                 other => other,
             },
+            Op::GroupedLinear | Op::GroupedLinearEach => matmul(size("…y"), size("n"), size("k")),
+            Op::GroupedGradInput => matmul(size("…y"), size("k"), size("n")),
+            Op::GroupedGradWeight { .. } | Op::GroupedGradWeightEach { .. } => {
+                // As many matmuls as experts, each over its share of the rows.
+                let (calls, rows, cols) = (size("j").max(1), size("n"), size("k"));
+                let inner = size("…y").div_ceil(calls);
+                let gradients = if sums { calls * rows * cols } else { 0 };
+                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits: 0 }
+            }
             Op::LinearCrossEntropy { rows } => {
                 let (tokens, vocab, inner) = (size("bs"), size("v"), size("k"));
                 let rows = (rows as u64).clamp(1, tokens.max(1));
@@ -270,6 +279,13 @@ impl Demand {
             | Op::RopeAt
             | Op::AttentionMerge
             | Op::LastPosition
+            | Op::Route { .. }
+            | Op::RouteGrad { .. }
+            | Op::RouterLoss { .. }
+            | Op::RouterLossGrad { .. }
+            | Op::Combine
+            | Op::SumChoices
+            | Op::CombineGrad
             | Op::SwiGlu
             | Op::SwiGluGrad
             | Op::Gelu

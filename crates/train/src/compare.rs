@@ -52,6 +52,9 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     }
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
     m.ffn = fit(m.ffn, 192, tp);
+    m.expert_ffn = m.expert_ffn.map(|ffn| fit(ffn, 64, tp));
+    let top = m.experts_per_token.unwrap_or(1);
+    m.experts = m.experts.map(|experts| experts.min(8.max(2 * top)));
     // Chunks of context-parallel ranks, in which sequence-parallel ranks have parts.
     let chunks = most(|l| if l.mesh.size(MeshAxis::Cp) == 1 { 1 } else { 2 * l.mesh.size(MeshAxis::Cp) });
     t.seq = fit(t.seq, 64, tp * chunks);
@@ -69,6 +72,8 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         ("model.kv_heads", config.model.kv_heads, small.model.kv_heads),
         ("model.head_dim", config.model.head_dim, small.model.head_dim),
         ("model.ffn", config.model.ffn, small.model.ffn),
+        ("model.expert_ffn", config.model.expert_ffn.unwrap_or(0), small.model.expert_ffn.unwrap_or(0)),
+        ("model.experts", config.model.experts.unwrap_or(0), small.model.experts.unwrap_or(0)),
         ("model.vocab_size", config.model.vocab_size, small.model.vocab_size),
         ("model.sliding_window", config.model.sliding_window.unwrap_or(0), small.model.sliding_window.unwrap_or(0)),
         ("train.seq", config.train.seq, small.train.seq),

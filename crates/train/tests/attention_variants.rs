@@ -10,6 +10,10 @@ use lockstep_train::{Comparison, Devices, Generator, Weights, compare};
 const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
 /// A window shorter than the sequences.
 const MISTRAL: &str = "architecture = \"mistral\"\nsliding_window = 5";
+/// Experts, and one for which tokens are few.
+const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
+const QWEN3_MOE: &str =
+    "architecture = \"qwen3_moe\"\nexperts = 6\nexperts_per_token = 3\nexpert_ffn = 24\nnorm_topk = false";
 /// Weights of attention as matrices, also in a window.
 const NAIVE: &str = "attention = \"naive\"";
 /// GPT-2 asks for as many key heads as query heads.
@@ -74,6 +78,18 @@ fn qwen3_on_every_layout() {
 #[test]
 fn mistral_on_every_layout() {
     check_layouts(MISTRAL);
+}
+
+#[test]
+fn experts_on_every_layout() {
+    check_layouts(MIXTRAL);
+    check_layouts(QWEN3_MOE);
+}
+
+#[test]
+fn experts_under_every_recompute_policy() {
+    check_recompute(MIXTRAL);
+    check_recompute(QWEN3_MOE);
 }
 
 #[test]

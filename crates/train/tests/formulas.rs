@@ -25,6 +25,8 @@ fn programs_hold_against_the_formulas() {
         "preset = \"qwen2.5-0.5b\"",
         "preset = \"qwen3-0.6b\"",
         "preset = \"mistral-7b\"",
+        "architecture = \"mixtral\"\nlayers = 3\ndim = 64\nheads = 4\nffn = 96\nvocab_size = 131\nexperts = 6\nexperts_per_token = 3",
+        "preset = \"qwen3-30b-a3b\"\nlayers = 3",
         "preset = \"llama-15m\"\nattention = \"naive\"",
         "architecture = \"gpt2\"\nlayers = 3\ndim = 64\nheads = 4\nffn = 96\nvocab_size = 131\ntied_embeddings = false\ndropout = 0.1",
         "layers = 3\ndim = 64\nheads = 8\nkv_heads = 2\nhead_dim = 16\nffn = 96\nvocab_size = 131",

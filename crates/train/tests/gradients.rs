@@ -4,7 +4,7 @@
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, autodiff};
 use lockstep_exec::{cpu, reference};
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
-use lockstep_ir::op::samples;
+use lockstep_ir::op::{Routing, samples};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
 
 const BATCH: usize = 2;
@@ -34,7 +34,7 @@ impl Build {
     }
 
     fn parameter(&mut self, name: &str, dims: &[Dim]) -> ValueId {
-        let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: false };
+        let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: false, exact: false };
         self.g.state(name, TensorType::new(DType::F32, dims.to_vec()), State::Parameter(parameter))
     }
 
@@ -159,6 +159,33 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let y = b.op(op, &[x], "y")[0];
             b.loss(y)
         }
+        // Tokens go to experts, and what these give comes back by weights that depend on the token too.
+        Op::Route { how } => {
+            let (experts, ffn) = (Dim::new(Axis::Experts, 12), Dim::new(Axis::Ffn, 5));
+            let (x, logits) = (b.activation("x", embed()), b.activation("logits", experts.clone()));
+            let bias = TensorType::new(DType::F32, [experts.clone()]);
+            let bias = optional.then(|| b.g.state("bias", bias, State::Constant(Init::Normal { std: 1.0 })));
+            let inputs: Vec<ValueId> = [logits].into_iter().chain(bias).collect();
+            let routed = b.op(Op::Route { how }, &inputs, "routed");
+            let w = b.parameter("w", &[experts.clone(), ffn.clone(), embed()]);
+            let hidden = b.op(Op::GroupedLinear, &[x, w, routed[1]], "hidden")[0];
+            let w = b.parameter("back", &[experts, embed(), ffn]);
+            let y = b.op(Op::GroupedLinearEach, &[hidden, w, routed[1]], "y")[0];
+            let out = b.op(Op::Combine, &[y, routed[0]], "out")[0];
+            b.loss(out)
+        }
+        // A second loss, on what the router looks at.
+        Op::RouterLoss { .. } => {
+            let logits = b.activation("logits", Dim::new(Axis::Experts, 6));
+            let routed = b.op(Op::Route { how: Routing::top(2) }, &[logits], "routed")[1];
+            let loss = b.op(op, &[logits, routed], "loss")[0];
+            b.g.outputs.push(loss);
+            b.g.losses.push(Loss { value: loss, weight: 1.0 });
+            b.g
+        }
+        Op::GroupedLinear | Op::GroupedLinearEach | Op::Combine => {
+            return graph_through(Op::Route { how: Routing::top(3) }, false);
+        }
         Op::Gelu => {
             let x = b.activation("x", Dim::new(Axis::Ffn, 6));
             let y = b.op(op, &[x], "y")[0];
@@ -217,6 +244,13 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::AddPositionsAt
         | Op::PositionsGrad { .. }
         | Op::GeluGrad
+        | Op::RouteGrad { .. }
+        | Op::RouterLossGrad { .. }
+        | Op::GroupedGradInput
+        | Op::GroupedGradWeight { .. }
+        | Op::GroupedGradWeightEach { .. }
+        | Op::SumChoices
+        | Op::CombineGrad
         | Op::AttentionGrad { .. }
         | Op::AttentionScoresGrad { .. }
         | Op::AttentionMixGrad { .. }

@@ -18,15 +18,18 @@ use std::collections::BTreeMap;
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
     let Precision { compute, gradients } = context.precision;
-    if compute == DType::F16 || gradients == DType::Fixed64 {
-        scale(&mut g)?;
-    }
+    let scalars = match compute == DType::F16 || gradients == DType::Fixed64 {
+        true => Some(scale(&mut g)?),
+        false => None,
+    };
     let forward = g.nodes.clone();
     let mut backward = Backward {
         grads: vec![None; g.values.len()],
         slices: BTreeMap::new(),
         losses: g.losses.clone(),
         accumulator: context.precision.gradients,
+        casts: widening_casts(&g),
+        scalars,
     };
     for node in forward.iter().rev() {
         backward.node(&mut g, node)?;
@@ -41,6 +44,10 @@ struct Backward {
     /// Gradients of sections of forward values: the first section, how many, and their gradient.
     slices: BTreeMap<ValueId, Vec<(usize, usize, ValueId)>>,
     accumulator: DType,
+    /// What forward casts to a wider type, and how.
+    casts: BTreeMap<ValueId, (Op, ValueId)>,
+    /// Those of the step, where gradients start with its loss scale.
+    scalars: Option<ValueId>,
 }
 
 impl Backward {
@@ -70,7 +77,8 @@ impl Backward {
             Op::Linear => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let dx = self.input(g, Op::LinearGradInput, &[dy, input(1)], &name(g, 0), layer)?;
-                self.weight(g, Op::LinearGradWeight, &[dy, input(0)], node.inputs[1], layer)?;
+                let x = self.cast_again(g, input(0), layer)?;
+                self.weight(g, Op::LinearGradWeight, &[dy, x], node.inputs[1], layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
             Op::AddBias => {
@@ -171,6 +179,45 @@ impl Backward {
                 let dx = self.input(g, Op::SwiGluGrad, &[dy, input(0)], &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
+            Op::Route { how } => {
+                let Some(dweights) = dy(self, 0) else { return Ok(()) };
+                let reads = [dweights, input(0), output(1)];
+                let dlogits = self.input(g, Op::RouteGrad { how }, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dlogits, layer)
+            }
+            Op::RouterLoss { balance, z } => {
+                let Some(weight) = self.weight_of(node.outputs[0]) else { return Ok(()) };
+                let op = Op::RouterLossGrad { balance: weight * balance, z: weight * z };
+                let reads: Vec<ValueId> = [input(0), input(1)].into_iter().chain(self.scalars).collect();
+                let dlogits = self.input(g, op, &reads, &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dlogits, layer)
+            }
+            Op::GroupedLinear => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let experts = g.ty(node.inputs[1]).dims[0].size();
+                let (reads, each) = ([dy, input(1), input(2)], format!("{}.each", name(g, 0)));
+                let each = self.input(g, Op::GroupedGradInput, &reads, &each, layer)?;
+                let reads = [dy, input(0), input(2)];
+                self.weight(g, Op::GroupedGradWeight { experts }, &reads, node.inputs[1], layer)?;
+                let dx = self.input(g, Op::SumChoices, &[each], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::GroupedLinearEach => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let experts = g.ty(node.inputs[1]).dims[0].size();
+                let reads = [dy, input(1), input(2)];
+                let dx = self.input(g, Op::GroupedGradInput, &reads, &name(g, 0), layer)?;
+                let reads = [dy, input(0), input(2)];
+                self.weight(g, Op::GroupedGradWeightEach { experts }, &reads, node.inputs[1], layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::Combine => {
+                let Some(dout) = dy(self, 0) else { return Ok(()) };
+                let reads = [dout, input(0), input(1)];
+                let grads = g.node(Op::CombineGrad, &reads, &name(g, 0), Phase::InputGrad, layer)?;
+                self.add(g, node.inputs[0], grads[0], layer)?;
+                self.add(g, node.inputs[1], grads[1], layer)
+            }
             Op::Gelu => {
                 let Some(dy) = dy(self, 0) else { return Ok(()) };
                 let dx = self.input(g, Op::GeluGrad, &[dy, input(0)], &name(g, 0), layer)?;
@@ -254,6 +301,13 @@ impl Backward {
             | Op::CachedAttention { .. }
             | Op::LastPosition
             | Op::SwiGluGrad
+            | Op::RouteGrad { .. }
+            | Op::RouterLossGrad { .. }
+            | Op::GroupedGradInput
+            | Op::GroupedGradWeight { .. }
+            | Op::GroupedGradWeightEach { .. }
+            | Op::SumChoices
+            | Op::CombineGrad
             | Op::GeluGrad
             | Op::CrossEntropyGrad { .. }
             | Op::AddState
@@ -291,6 +345,13 @@ impl Backward {
     /// How much this counts as a loss, if it is one.
     fn weight_of(&self, output: Option<ValueId>) -> Option<f32> {
         self.losses.iter().find(|loss| Some(loss.value) == output).map(|loss| loss.weight)
+    }
+
+    /// A value for backward: where it is another in a wider type, that one is saved, and cast once more.
+    fn cast_again(&self, g: &mut Graph, value: ValueId, layer: Option<usize>) -> Result<ValueId, TypeError> {
+        let Some(&(op, from)) = self.casts.get(&value) else { return Ok(value) };
+        let name = format!("{}.again", g.get(value).name);
+        Ok(g.node(op, &[from], &name, Phase::InputGrad, layer)?[0])
     }
 
     /// Appends a B node and returns its first output.
@@ -387,6 +448,17 @@ impl Backward {
     }
 }
 
+/// Values that are another one in a wider type.
+fn widening_casts(g: &Graph) -> BTreeMap<ValueId, (Op, ValueId)> {
+    let cast = |node: &Node| match (node.op, node.outputs[0]) {
+        (op @ Op::Cast { to }, Some(output)) if to.bytes() > g.ty(node.inputs[0]).dtype.bytes() => {
+            Some((output, (op, node.inputs[0])))
+        }
+        (_, _) => None,
+    };
+    g.nodes.iter().filter_map(cast).collect()
+}
+
 /// The scalars of a step, which a graph has once.
 pub(super) fn scalars(g: &mut Graph) -> ValueId {
     let known = g.values.iter().position(|v| v.name == StepScalars::NAME).map(ValueId);
@@ -394,7 +466,7 @@ pub(super) fn scalars(g: &mut Graph) -> ValueId {
 }
 
 /// Lets gradients start with the loss scale.
-fn scale(g: &mut Graph) -> Result<(), TypeError> {
+fn scale(g: &mut Graph) -> Result<ValueId, TypeError> {
     let scalars = scalars(g);
     for node in &mut g.nodes {
         if let Op::LinearCrossEntropy { .. } = node.op {
@@ -407,7 +479,7 @@ fn scale(g: &mut Graph) -> Result<(), TypeError> {
             return Err(TypeError { op: node.op.name(), reason });
         }
     }
-    Ok(())
+    Ok(scalars)
 }
 
 /// What people call the first accumulator of a parameter's gradient.

@@ -85,7 +85,7 @@ pub(crate) mod tests {
         let tokens = g.input("tokens", ids.clone());
         let targets = g.input("targets", ids);
         let mut parameter = |name: &str, dims: Vec<Dim>| {
-            let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true };
+            let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let table = parameter("table", vec![vocab, embed.clone()]);
@@ -109,6 +109,7 @@ pub(crate) mod tests {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            lacks: &[],
         };
         let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
         (

@@ -5,7 +5,7 @@
 
 use crate::Context;
 use lockstep_ir::graph::{Source, State};
-use lockstep_ir::{DType, Graph, TypeError};
+use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 
 /// Which types a run stores and sums in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,12 @@ impl Precision {
 pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
     for value in &mut g.values {
-        if matches!(value.source, Source::State(State::Parameter(_) | State::Cache)) {
+        let rounded = match &value.source {
+            Source::State(State::Parameter(parameter)) => !parameter.exact,
+            Source::State(State::Cache) => true,
+            Source::State(_) | Source::Input | Source::Node { .. } | Source::Sum => false,
+        };
+        if rounded {
             value.ty.dtype = context.precision.compute;
         }
     }
@@ -36,7 +41,25 @@ pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeE
             }
         }
     }
+    without_idle_casts(&mut g);
     Ok(g)
+}
+
+/// Takes out casts to the type that a value has already.
+fn without_idle_casts(g: &mut Graph) {
+    let mut stands_for: Vec<ValueId> = (0..g.values.len()).map(ValueId).collect();
+    let nodes = std::mem::take(&mut g.nodes);
+    for mut node in nodes {
+        node.inputs.iter_mut().for_each(|v| *v = stands_for[v.0]);
+        if let (Op::Cast { to }, [Some(output)]) = (node.op, &node.outputs[..])
+            && g.ty(node.inputs[0]).dtype == to
+            && !g.outputs.contains(output)
+        {
+            stands_for[output.0] = node.inputs[0];
+            continue;
+        }
+        g.nodes.push(node);
+    }
 }
 
 #[cfg(test)]

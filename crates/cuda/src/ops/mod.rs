@@ -74,8 +74,25 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         workspaces_with_optional,
         fusions: Fusion::ALL.to_vec(),
         faster: Vec::new(),
+        lacks: LACKS,
     }
 }
+
+/// Ops that there are no kernels for yet: mixtures of experts.
+const LACKS: &[OpKind] = &[
+    OpKind::Route,
+    OpKind::RouteGrad,
+    OpKind::RouterLoss,
+    OpKind::RouterLossGrad,
+    OpKind::GroupedLinear,
+    OpKind::GroupedLinearEach,
+    OpKind::GroupedGradInput,
+    OpKind::GroupedGradWeight,
+    OpKind::GroupedGradWeightEach,
+    OpKind::Combine,
+    OpKind::SumChoices,
+    OpKind::CombineGrad,
+];
 
 /// Ops that are an expression of every element `x`, as lines of `kernels/map.cu`.
 macro_rules! maps {
@@ -163,6 +180,18 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::VocabGrad { rows } => head::vocab_grad(call, rows),
             Op::JoinRows => head::join_rows(call),
             Op::Part { .. } => sections::part(call),
+            Op::Route { .. }
+            | Op::RouteGrad { .. }
+            | Op::RouterLoss { .. }
+            | Op::RouterLossGrad { .. }
+            | Op::GroupedLinear
+            | Op::GroupedLinearEach
+            | Op::GroupedGradInput
+            | Op::GroupedGradWeight { .. }
+            | Op::GroupedGradWeightEach { .. }
+            | Op::Combine
+            | Op::SumChoices
+            | Op::CombineGrad => Err(CudaError::Internal(format!("{} has no kernel", call.bound.op.name()))),
             Op::AllReduce { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }

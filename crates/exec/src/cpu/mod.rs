@@ -5,6 +5,7 @@ mod attention;
 mod call;
 mod columns;
 mod dropout;
+mod experts;
 mod float;
 mod gemm;
 mod head;
@@ -67,6 +68,14 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         (OpKind::Linear, rounded("k")),
         (OpKind::LinearGradInput, rounded("n")),
         (OpKind::LinearGradWeight, Workspace { fixed: gemm, terms: share("nk") }),
+        (OpKind::Route, of(experts::route_scratch(threads))),
+        (OpKind::RouterLoss, of(experts::router_loss_scratch(threads))),
+        (OpKind::RouterLossGrad, of(experts::router_loss_scratch(threads))),
+        (OpKind::GroupedLinear, of(experts::scratch(gemm, Some((rounds, "k")), None))),
+        (OpKind::GroupedLinearEach, of(experts::scratch(gemm, Some((rounds, "k")), None))),
+        (OpKind::GroupedGradInput, of(experts::scratch(gemm, Some((rounds, "n")), None))),
+        (OpKind::GroupedGradWeight, of(experts::scratch(gemm, None, share("nk").pop()))),
+        (OpKind::GroupedGradWeightEach, of(experts::scratch(gemm, None, share("nk").pop()))),
         (OpKind::LinearCrossEntropy, loss_head),
         (OpKind::Attention, of(attention.terms("s", "se"))),
         (OpKind::CachedAttention, of(attention.terms("t", "te"))),
@@ -93,6 +102,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         workspaces_with_optional: BTreeMap::new(),
         fusions: Vec::new(),
         faster: Vec::new(),
+        lacks: &[],
     }
 }
 
@@ -286,6 +296,18 @@ fn run_kernel<T: Float>(call: Call) {
         Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
         Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
         Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
+        Op::Route { how } => experts::route(call, &how),
+        Op::RouteGrad { how } => experts::route_grad(call, &how),
+        Op::RouterLoss { balance, z } => experts::router_loss(call, balance, z),
+        Op::RouterLossGrad { balance, z } => experts::router_loss_grad(call, call.seed(2) * balance, call.seed(2) * z),
+        Op::GroupedLinear => experts::linear::<T>(call, call.size('y')),
+        Op::GroupedLinearEach => experts::linear::<T>(call, 1),
+        Op::GroupedGradInput => experts::grad_input::<T>(call),
+        Op::GroupedGradWeight { .. } => experts::grad_weight::<T>(call, call.size('y')),
+        Op::GroupedGradWeightEach { .. } => experts::grad_weight::<T>(call, 1),
+        Op::Combine => experts::combine::<T>(call, true),
+        Op::SumChoices => experts::combine::<T>(call, false),
+        Op::CombineGrad => experts::combine_grad::<T>(call),
         Op::SwiGlu => pointwise::swiglu::<T>(call),
         Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
         Op::Gelu => pointwise::gelu::<T>(call),

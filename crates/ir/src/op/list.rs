@@ -2,8 +2,8 @@
 
 use super::row::Spec;
 use super::{
-    Rows, attention, collective, context, embedding, gradient, head, linear, norm, optimizer, pointwise, position,
-    section,
+    Routing, Rows, attention, collective, context, embedding, experts, gradient, head, linear, norm, optimizer,
+    pointwise, position, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -206,6 +206,54 @@ ops! {
     SwiGlu = pointwise::SWIGLU,
     /// Gradient of `SwiGlu`.
     SwiGluGrad = pointwise::SWIGLU_GRAD,
+    /// The experts of each token, the best first, and how much each counts, from the router's logits. A bias changes the choice, and not
+    /// the weights. An expert whose score is no number is chosen last.
+    Route {
+        /// How it chooses.
+        how: Routing,
+    } = experts::ROUTE,
+    /// Gradient of `Route`, by the weights.
+    RouteGrad {
+        /// As in `Route`.
+        how: Routing,
+    } = experts::ROUTE_GRAD,
+    /// Losses of the router, of every sequence for itself and times its tokens. Balance: experts ÷ choices · Σ share of an expert's
+    /// tokens · its mean softmax score, which is 1 where all get as much. z: the mean square of the log-sum-exp of the logits.
+    RouterLoss {
+        /// How much balance counts.
+        balance: f32,
+        /// How much z counts.
+        z: f32,
+    } = experts::ROUTER_LOSS,
+    /// Gradient of `RouterLoss`. With `scalars`, it starts with the step's loss scale instead of 1.
+    RouterLossGrad {
+        /// As in `RouterLoss`.
+        balance: f32,
+        /// As in `RouterLoss`.
+        z: f32,
+    } = experts::ROUTER_LOSS_GRAD,
+    /// `y = x · wᵀ` by the weights of each of the token's experts.
+    GroupedLinear = experts::GROUPED_LINEAR,
+    /// The same where each expert of a token has an input of its own.
+    GroupedLinearEach = experts::GROUPED_LINEAR_EACH,
+    /// `dx = dy · w`, of each expert of a token.
+    GroupedGradInput = experts::GROUPED_GRAD_INPUT,
+    /// `dw = dyᵀ · x` of every expert, summed over the tokens that go to it.
+    GroupedGradWeight {
+        /// How many experts there are.
+        experts: usize,
+    } = experts::GROUPED_GRAD_WEIGHT,
+    /// The same where each expert of a token has an input of its own.
+    GroupedGradWeightEach {
+        /// How many experts there are.
+        experts: usize,
+    } = experts::GROUPED_GRAD_WEIGHT_EACH,
+    /// What the experts of a token give, added up by their weights.
+    Combine = experts::COMBINE,
+    /// The same without weights: an input gradient that has come by several experts.
+    SumChoices = experts::SUM_CHOICES,
+    /// Gradients of `Combine`.
+    CombineGrad = experts::COMBINE_GRAD,
     /// `y = gelu(x)`, in the form with a hyperbolic tangent.
     Gelu = pointwise::GELU,
     /// Gradient of `Gelu`.

@@ -10,7 +10,7 @@
 //! or keys, `r` table columns, `a` the
 //! shorter side of a matrix or parts of a vocabulary, `w` packed K·V of a cache or of a part, `o` a whole sequence of which `s` may be a part, `x` query and key heads
 //! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars or words of a key,
-//! `m` statistics, `…` any leading dimensions. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
+//! `m` statistics, `j` experts, `y` the experts of a token, `…` any leading dimensions. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
 //! is summed over.
 
 mod attention;
@@ -18,6 +18,7 @@ mod collective;
 mod context;
 mod dims;
 mod embedding;
+mod experts;
 mod flops;
 mod gradient;
 mod head;
@@ -36,6 +37,7 @@ mod tests;
 
 pub use collective::Transfer;
 pub use dims::{Dims, LEADING};
+pub use experts::{Routing, Score};
 pub use flops::Flops;
 pub use list::{Op, OpKind};
 pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};

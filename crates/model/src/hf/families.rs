@@ -24,6 +24,7 @@ pub(super) struct Family {
     /// Shares of elements that training drops, and whether `model.dropout` is about them. They are written, so that others do not
     /// take their own, and not read: how a model was trained is no part of it.
     pub dropout: &'static [(&'static str, bool)],
+    pub switches: &'static [Switch],
     /// Fields that have one value only, which is also their value where they are not there.
     pub fixed: &'static [(&'static str, Fixed)],
     /// What names of tensors begin with.
@@ -42,6 +43,15 @@ pub(super) struct Count {
     pub absent: Absent,
 }
 
+/// Something that is or is not.
+pub(super) struct Switch {
+    pub theirs: &'static str,
+    pub ours: &'static str,
+    pub get: fn(&ModelConfig) -> bool,
+    /// What it is where the field is not there.
+    pub absent: bool,
+}
+
 /// What a field stands for that is not there.
 pub(super) enum Absent {
     Refused,
@@ -58,6 +68,9 @@ pub(super) enum Fixed {
 pub(super) enum Word {
     Flag(bool),
     Text(&'static str),
+    Number(u64),
+    /// A list of nothing.
+    Nothing,
 }
 
 impl Word {
@@ -65,6 +78,8 @@ impl Word {
         match self {
             Word::Flag(flag) => json!(flag),
             Word::Text(text) => json!(text),
+            Word::Number(number) => json!(number),
+            Word::Nothing => json!([]),
         }
     }
 }
@@ -101,6 +116,7 @@ const LLAMA: Family = Family {
     window: None,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
+    switches: &[],
     fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), NOT_QUANTIZED],
     prefix: "model.",
     transposed: &[],
@@ -138,6 +154,53 @@ pub(super) const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
+        name: "mixtral",
+        class: "MixtralForCausalLM",
+        counts: &[
+            count("num_local_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
+            count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Derived),
+            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+            count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
+            count("hidden_size", "dim", |m| m.dim, Absent::Refused),
+            count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
+            count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Refused),
+            count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
+            count("intermediate_size", "ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
+        ],
+        whole_heads: false,
+        context: ("max_position_embeddings", 131_072),
+        fixed: &[("hidden_act", SILU), ("sliding_window", Fixed::Absent), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "qwen3_moe",
+        class: "Qwen3MoeForCausalLM",
+        counts: &[
+            count("num_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
+            count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Refused),
+            count("moe_intermediate_size", "expert_ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
+            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+            count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
+            count("hidden_size", "dim", |m| m.dim, Absent::Refused),
+            count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
+            count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Refused),
+            count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
+            count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
+        ],
+        whole_heads: false,
+        context: ("max_position_embeddings", 32_768),
+        switches: &[Switch { theirs: "norm_topk_prob", ours: "norm_topk", get: |m| m.norm_topk, absent: false }],
+        fixed: &[
+            ("hidden_act", SILU),
+            ("attention_bias", OFF),
+            ("use_sliding_window", OFF),
+            ("decoder_sparse_step", Fixed::Is(Word::Number(1))),
+            ("mlp_only_layers", Fixed::Is(Word::Nothing)),
+            NOT_QUANTIZED,
+        ],
+        ..LLAMA
+    },
+    Family {
         name: "gpt2",
         class: "GPT2LMHeadModel",
         counts: &[
@@ -154,6 +217,7 @@ pub(super) const FAMILIES: &[Family] = &[
         whole_heads: false,
         window: None,
         context: POSITIONS,
+        switches: &[],
         dropout: &[("embd_pdrop", true), ("resid_pdrop", true), ("attn_pdrop", false)],
         fixed: &[
             ("activation_function", Fixed::Is(Word::Text("gelu_new"))),

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Golden files of every architecture.
-pub const CASES: [&str; 10] = [
+pub const CASES: [&str; 12] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -18,6 +18,8 @@ pub const CASES: [&str; 10] = [
     "qwen2_tied",
     "qwen3",
     "qwen3_tied",
+    "mixtral",
+    "qwen3_moe",
     "gpt2",
     "gpt2_untied",
 ];
@@ -94,11 +96,23 @@ fn config(m: &HashMap<String, String>) -> Value {
             "original_max_position_embeddings": count("rope_original"),
         });
     }
-    json!({
+    let mut config = json!({
         "model_type": architecture, "vocab_size": count("vocab_size"), "num_hidden_layers": count("layers"),
         "hidden_size": count("dim"), "num_attention_heads": count("heads"), "num_key_value_heads": count("kv_heads"),
         "head_dim": count("head_dim"), "intermediate_size": count("ffn"), "rms_norm_eps": number("norm_eps"),
         "hidden_act": "silu", "tie_word_embeddings": tied, "rope_parameters": rope, "max_position_embeddings": 128,
         "sliding_window": count("window"), "use_sliding_window": false, "dtype": "float32",
-    })
+    });
+    let experts = [
+        (if architecture == "mixtral" { "num_local_experts" } else { "num_experts" }, count("experts")),
+        ("num_experts_per_tok", count("experts_per_token")),
+        ("moe_intermediate_size", count("expert_ffn")),
+    ];
+    for (field, count) in experts {
+        if let Some(count) = count {
+            config[field] = json!(count);
+        }
+    }
+    config["norm_topk_prob"] = json!(m.get("norm_topk").is_some_and(|text| text == "true"));
+    config
 }

@@ -1,0 +1,447 @@
+//! Mixtures of experts. Shapes: x `[rows, k]`, w `[experts, n, k]`, y `[rows, n]`; a token has a row for each of its experts.
+//!
+//! Rows are sorted by expert. Those of one expert are gathered, a chunk at a time, multiplied, and scattered to where they belong.
+
+use super::call::{Accumulator, Call, Ptr};
+use super::float::Float;
+use super::gemm::{Matrix, Target, gemm};
+use super::linear::{add_fixed, add_rounded};
+use lockstep_ir::op::{Routing, Score};
+
+/// Most rows that are gathered at a time.
+const CHUNK: usize = 512;
+
+type Scratch = (u64, Vec<(u64, &'static str)>);
+
+/// Scratch of a grouped matmul: that of a matmul, of its rounded results, of the order of rows, of the gathered, and of a sum that is
+/// not in f32.
+pub fn scratch(gemm: u64, rounded: Option<(u64, &'static str)>, share: Option<(u64, &'static str)>) -> Scratch {
+    let each = 4 * CHUNK as u64;
+    let rows = [(4, "…y"), (8, "j"), (each, "n"), (each, "k")];
+    (gemm + 6 * 64, rows.into_iter().chain(rounded).chain(share).collect())
+}
+
+/// Scratch of the router: what it chooses by, and what it may still choose, on every thread.
+pub fn route_scratch(threads: usize) -> Scratch {
+    (0, vec![(8 * threads as u64, "j")])
+}
+
+/// The scores of some logits.
+fn score(how: Score, logits: &[f32], scores: &mut [f32]) {
+    match how {
+        Score::Sigmoid => scores.iter_mut().zip(logits).for_each(|(s, l)| *s = 1.0 / (1.0 + (-l).exp())),
+        Score::Softmax => {
+            let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            scores.iter_mut().zip(logits).for_each(|(s, l)| *s = (l - most).exp());
+            let sum: f32 = scores.iter().sum();
+            scores.iter_mut().for_each(|s| *s /= sum);
+        }
+    }
+}
+
+/// The first of the largest among `0..n` that are `open`; what is no number comes last.
+fn largest(n: usize, open: impl Fn(usize) -> bool, key: impl Fn(usize) -> f32) -> Option<usize> {
+    let mut best: Option<(usize, f32)> = None;
+    for (i, key) in (0..n).filter(|i| open(*i)).map(|i| (i, key(i))) {
+        if best.is_none_or(|(_, b)| key > b || (b.is_nan() && !key.is_nan())) {
+            best = Some((i, key));
+        }
+    }
+    best.map(|(i, _)| i)
+}
+
+/// Closes the groups that a token may not use.
+fn close_groups(how: &Routing, key: impl Fn(usize) -> f32, open: &mut [f32]) {
+    let each = open.len() / how.groups;
+    let of_group = |group: usize| {
+        let at = |i: usize| key(group * each + i);
+        let first = largest(each, |_| true, at).unwrap_or(0);
+        let second = largest(each, |i| i != first, at).unwrap_or(0);
+        at(first) + at(second)
+    };
+    open.fill(0.0);
+    for _ in 0..how.top_groups {
+        let free = |group: usize| open[group * each] == 0.0;
+        if let Some(group) = largest(how.groups, free, of_group) {
+            open[group * each..][..each].fill(1.0);
+        }
+    }
+}
+
+/// weights, chosen `[tokens, choices]` of logits `[tokens, experts]`.
+pub fn route(call: Call, how: &Routing) {
+    let (tokens, experts, choices) = (call.size('b') * call.size('s'), call.size('j'), call.size('y'));
+    let (logits, bias) = (Ptr(call.input::<f32>(0)), call.given::<f32>(1).map(Ptr));
+    let (weights, chosen) = (call.output::<f32>(0).map(Ptr), call.output::<u32>(1).map(Ptr));
+    let scratch = Ptr(call.scratch::<f32>());
+    let grain = tokens.div_ceil(4 * call.pool.threads()).max(1);
+    call.pool.run(tokens.div_ceil(grain), |task, worker| {
+        // SAFETY: a worker has its own scratch; tokens of the task are its own; experts are below `experts`.
+        unsafe {
+            let scores = scratch.slice(worker * 2 * experts, experts);
+            let open = scratch.slice(worker * 2 * experts + experts, experts);
+            for token in task * grain..tokens.min((task + 1) * grain) {
+                score(how.score, logits.slice(token * experts, experts), scores);
+                let key = |e: usize| scores[e] + bias.map_or(0.0, |bias| *bias.at(e));
+                match how.groups {
+                    1 => open.fill(1.0),
+                    _ => close_groups(how, key, open),
+                }
+                let mut sum = 0.0;
+                for i in token * choices..(token + 1) * choices {
+                    let expert = largest(experts, |e| open[e] != 0.0, key).unwrap_or(0);
+                    open[expert] = 0.0;
+                    sum += scores[expert];
+                    if let Some(weights) = weights {
+                        *weights.at(i) = scores[expert];
+                    }
+                    if let Some(chosen) = chosen {
+                        *chosen.at(i) = expert as u32;
+                    }
+                }
+                let factor = if how.normalise { how.scale / sum } else { how.scale };
+                if let Some(weights) = weights {
+                    weights.slice(token * choices, choices).iter_mut().for_each(|w| *w *= factor);
+                }
+            }
+        }
+    });
+}
+
+/// dlogits `[tokens, experts]` from dweights `[tokens, choices]`.
+pub fn route_grad(call: Call, how: &Routing) {
+    let (tokens, experts, choices) = (call.size('b') * call.size('s'), call.size('j'), call.size('y'));
+    let (dweights, logits) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
+    let chosen = Ptr(call.input::<u32>(2));
+    let Some(dlogits) = call.output::<f32>(0).map(Ptr) else { return };
+    call.rows(tokens, |from, to| {
+        for token in from..to {
+            // SAFETY: tokens from .. to belong to this task.
+            unsafe {
+                let (dweights, chosen) =
+                    (dweights.slice(token * choices, choices), chosen.slice(token * choices, choices));
+                let d = dlogits.slice(token * experts, experts);
+                score(how.score, logits.slice(token * experts, experts), d);
+                let all = || dweights.iter().zip(chosen).map(|(dw, e)| (*dw, *e as usize % experts));
+                let sum: f32 = all().map(|(_, e)| d[e]).sum();
+                let mean: f32 = all().map(|(dw, e)| dw * d[e]).sum::<f32>() / sum;
+                // Of a score, by the weights.
+                let of = |dw: f32| how.scale * if how.normalise { (dw - mean) / sum } else { dw };
+                let dot: f32 = all().map(|(dw, e)| of(dw) * d[e]).sum();
+                for (expert, d) in d.iter_mut().enumerate() {
+                    let by: f32 = all().filter(|(_, e)| *e == expert).map(|(dw, _)| of(dw)).sum();
+                    *d = match how.score {
+                        Score::Softmax => *d * (by - dot),
+                        Score::Sigmoid => by * *d * (1.0 - *d),
+                    };
+                }
+            }
+        }
+    });
+}
+
+/// Scratch of the router's losses: on every thread the shares of a sequence's experts, and scores.
+pub fn router_loss_scratch(threads: usize) -> Scratch {
+    (0, vec![(8 * threads as u64, "j")])
+}
+
+/// Calls `f(sequence, shares, scores)` for every sequence: how much of its tokens each expert gets, and room for scores.
+fn each_sequence(call: Call, f: impl Fn(usize, &[f32], &mut [f32]) + Sync) {
+    let (seq, experts, choices) = (call.size('s'), call.size('j'), call.size('y'));
+    let (chosen, scratch) = (Ptr(call.input::<u32>(1)), Ptr(call.scratch::<f32>()));
+    call.pool.run(call.size('b'), |sequence, worker| {
+        // SAFETY: a worker has its own scratch.
+        unsafe {
+            let shares = scratch.slice(worker * 2 * experts, experts);
+            let scores = scratch.slice(worker * 2 * experts + experts, experts);
+            shares.fill(0.0);
+            let chosen = chosen.slice(sequence * seq * choices, seq * choices);
+            chosen.iter().for_each(|e| shares[*e as usize % experts] += 1.0);
+            shares.iter_mut().for_each(|share| *share /= (seq * choices) as f32);
+            f(sequence, shares, scores);
+        }
+    });
+}
+
+/// The log-sum-exp of some logits, and their softmax.
+fn softmax(logits: &[f32], scores: &mut [f32]) -> f32 {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f32 = logits.iter().map(|l| (l - most).exp()).sum();
+    let lse = most + sum.ln();
+    scores.iter_mut().zip(logits).for_each(|(s, l)| *s = (l - lse).exp());
+    lse
+}
+
+/// How much of a token's scores goes to busy experts.
+fn busy(scores: &[f32], shares: &[f32]) -> f32 {
+    scores.iter().zip(shares).map(|(p, share)| p * share).sum()
+}
+
+/// loss `[b]` (f64) of logits `[b, s, experts]` and chosen `[b, s, choices]`.
+pub fn router_loss(call: Call, balance: f32, z: f32) {
+    let (seq, experts) = (call.size('s'), call.size('j'));
+    let logits = Ptr(call.input::<f32>(0));
+    let Some(loss) = call.output::<f64>(0).map(Ptr) else { return };
+    each_sequence(call, |sequence, shares, scores| {
+        let of_token = |token: usize| {
+            // SAFETY: there is a row for every token.
+            let lse = softmax(unsafe { logits.slice(token * experts, experts) }, scores);
+            f64::from(balance * experts as f32 * busy(scores, shares) + z * lse * lse)
+        };
+        let sum = (sequence * seq..(sequence + 1) * seq).map(of_token).sum();
+        // SAFETY: the sequence belongs to this task.
+        unsafe { *loss.at(sequence) = sum };
+    });
+}
+
+/// dlogits `[b, s, experts]`.
+pub fn router_loss_grad(call: Call, balance: f32, z: f32) {
+    let (seq, experts) = (call.size('s'), call.size('j'));
+    let logits = Ptr(call.input::<f32>(0));
+    let Some(dlogits) = call.output::<f32>(0).map(Ptr) else { return };
+    each_sequence(call, |sequence, shares, _| {
+        for token in sequence * seq..(sequence + 1) * seq {
+            // SAFETY: the sequence belongs to this task.
+            let (logits, d) =
+                unsafe { (logits.slice(token * experts, experts), dlogits.slice(token * experts, experts)) };
+            let lse = softmax(logits, d);
+            let mean = busy(d, shares);
+            let of = |p: f32, share: f32| p * (balance * experts as f32 * (share - mean) + 2.0 * z * lse);
+            d.iter_mut().zip(shares).for_each(|(d, share)| *d = of(*d, *share));
+        }
+    });
+}
+
+/// The rows of a call by expert, and room to gather them.
+struct Grouped<'a, T> {
+    call: Call<'a>,
+    /// Rows, those of the first expert first, in their order.
+    order: &'a [u32],
+    /// Where those of each expert end.
+    ends: &'a [u32],
+    gemm: *mut f32,
+    n: usize,
+    k: usize,
+    /// Room for a chunk of n or of k features.
+    of_n: *mut T,
+    of_k: *mut T,
+    /// Behind all of it.
+    share: *mut f32,
+}
+
+impl<'a, T: Float> Grouped<'a, T> {
+    /// Sorts the rows of a call by what input `chosen` says.
+    fn new(call: Call<'a>, chosen: usize) -> Self {
+        let (rows, experts) = (call.size('b') * call.size('s') * call.size('y'), call.size('j'));
+        let (n, k) = (call.size('n'), call.size('k'));
+        let mut at = call.scratch::<u8>();
+        let gemm = at.cast();
+        // SAFETY: the scratch has room for all of it, as `scratch` says; each part starts at a multiple of 64.
+        unsafe {
+            let mut next = |bytes: usize| {
+                at = at.add(bytes.next_multiple_of(64));
+                at
+            };
+            let order: *mut u32 = next(call.gemm_scratch()).cast();
+            let ends: *mut u32 = next(4 * rows).cast();
+            let of_n: *mut T = next(8 * experts).cast();
+            let of_k: *mut T = next(size_of::<T>() * CHUNK * n).cast();
+            let share = next(size_of::<T>() * CHUNK * k).cast();
+            let chosen = std::slice::from_raw_parts(call.input::<u32>(chosen), rows);
+            let expert = |row: usize| (chosen[row] as usize).min(experts - 1);
+            let (order, ends) =
+                (std::slice::from_raw_parts_mut(order, rows), std::slice::from_raw_parts_mut(ends, experts));
+            ends.fill(0);
+            (0..rows).for_each(|row| ends[expert(row)] += 1);
+            let mut before = 0;
+            for end in ends.iter_mut() {
+                (before, *end) = (before + *end, before);
+            }
+            for row in 0..rows {
+                let end = &mut ends[expert(row)];
+                order[*end as usize] = row as u32;
+                *end += 1;
+            }
+            Self { call, order, ends, gemm, n, k, of_n, of_k, share }
+        }
+    }
+
+    fn experts(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// The rows of an expert.
+    fn rows(&self, expert: usize) -> &'a [u32] {
+        let start = if expert == 0 { 0 } else { self.ends[expert - 1] };
+        &self.order[start as usize..self.ends[expert] as usize]
+    }
+
+    /// Copies rows of `width` features of `from`, of which `sharers` have the same, to `to`, one behind the other.
+    unsafe fn gather(&self, rows: &[u32], sharers: usize, width: usize, from: *const T, to: *mut T) {
+        let (from, to) = (Ptr(from), Ptr(to));
+        self.call.rows(rows.len(), |first, end| {
+            for (i, row) in (first..end).zip(&rows[first..end]) {
+                // SAFETY: the caller vouches for the rows; each goes to a place of its own.
+                unsafe {
+                    to.slice(i * width, width).copy_from_slice(from.slice(*row as usize / sharers * width, width));
+                }
+            }
+        });
+    }
+
+    /// The other way.
+    unsafe fn scatter(&self, rows: &[u32], width: usize, from: *const T, to: *mut T) {
+        let (from, to) = (Ptr(from), Ptr(to));
+        self.call.rows(rows.len(), |first, end| {
+            for (i, row) in (first..end).zip(&rows[first..end]) {
+                // SAFETY: the caller vouches for the rows; no two of them are the same.
+                unsafe {
+                    to.slice(*row as usize * width, width).copy_from_slice(from.slice(i * width, width));
+                }
+            }
+        });
+    }
+
+    /// Adds dyᵀ · x over some rows of an expert to a sum in f32, or puts it there.
+    unsafe fn weight_product(&self, rows: &[u32], sharers: usize, dy: *const T, x: *const T, sum: *mut f32, add: bool) {
+        let (n, k) = (self.n, self.k);
+        for (i, rows) in rows.chunks(CHUNK).enumerate() {
+            // SAFETY: the caller vouches for the operands; the rooms hold a chunk.
+            unsafe {
+                self.gather(rows, 1, n, dy, self.of_n);
+                self.gather(rows, sharers, k, x, self.of_k);
+                let (dy, x) = (Matrix::rows(self.of_n.cast_const(), n), Matrix::rows(self.of_k.cast_const(), k));
+                let target = Target::F32 { ptr: sum, stride: k, add: add || i > 0 };
+                gemm(self.call.pool, self.call.simd, (n, k, rows.len()), dy.transposed(), x, target, self.gemm);
+            }
+        }
+    }
+}
+
+/// y = x · wᵀ by each row's expert; `sharers` rows have one row of x.
+pub fn linear<T: Float>(call: Call, sharers: usize) {
+    let Some(y) = call.output::<T>(0) else { return };
+    let grouped = Grouped::<T>::new(call, 2);
+    let (n, k) = (grouped.n, grouped.k);
+    let (x, w) = (call.input::<T>(0), call.input::<T>(1));
+    for expert in 0..grouped.experts() {
+        for rows in grouped.rows(expert).chunks(CHUNK) {
+            // SAFETY: sizes come from the operands' types; the verifier keeps outputs and scratch apart from inputs.
+            unsafe {
+                grouped.gather(rows, sharers, k, x, grouped.of_k);
+                let (a, b) = (Matrix::rows(grouped.of_k.cast_const(), k), Matrix::rows(w.add(expert * n * k), k));
+                let target = Target::new(grouped.of_n, n);
+                gemm(call.pool, call.simd, (rows.len(), n, k), a, b.transposed(), target, grouped.gemm);
+                grouped.scatter(rows, n, grouped.of_n, y);
+            }
+        }
+    }
+}
+
+/// dx = dy · w by each row's expert.
+pub fn grad_input<T: Float>(call: Call) {
+    let Some(dx) = call.output::<T>(0) else { return };
+    let grouped = Grouped::<T>::new(call, 2);
+    let (n, k) = (grouped.n, grouped.k);
+    let (dy, w) = (call.input::<T>(0), call.input::<T>(1));
+    for expert in 0..grouped.experts() {
+        for rows in grouped.rows(expert).chunks(CHUNK) {
+            // SAFETY: as in `linear`.
+            unsafe {
+                grouped.gather(rows, 1, n, dy, grouped.of_n);
+                let (a, b) = (Matrix::rows(grouped.of_n.cast_const(), n), Matrix::rows(w.add(expert * n * k), k));
+                gemm(call.pool, call.simd, (rows.len(), k, n), a, b, Target::new(grouped.of_k, k), grouped.gemm);
+                grouped.scatter(rows, k, grouped.of_k, dx);
+            }
+        }
+    }
+}
+
+/// dw = dyᵀ · x of every expert: at once for float sums, sequence by sequence for fixed-point sums.
+pub fn grad_weight<T: Float>(call: Call, sharers: usize) {
+    let Some(dw) = call.accumulator(0) else { return };
+    let grouped = Grouped::<T>::new(call, 2);
+    let size = grouped.n * grouped.k;
+    let (dy, x) = (call.input::<T>(0), call.input::<T>(1));
+    let of_sequence = (call.size('s') * call.size('y')) as u32;
+    let share = grouped.share;
+    for expert in 0..grouped.experts() {
+        let rows = grouped.rows(expert);
+        // SAFETY: as in `linear`; sums that are not in f32 have n · k floats behind the rest; tasks convert disjoint ranges.
+        unsafe {
+            if rows.is_empty() {
+                match dw {
+                    Accumulator::Float { sum, add: false } => Ptr(sum).slice(expert * size, size).fill(0.0),
+                    Accumulator::Bf16 { sum, add: false } => Ptr(sum).slice(expert * size, size).fill(Float::of(0.0)),
+                    Accumulator::Fixed { sum, add: false } => Ptr(sum).slice(expert * size, size).fill(0),
+                    Accumulator::Float { .. } | Accumulator::Bf16 { .. } | Accumulator::Fixed { .. } => {}
+                }
+                continue;
+            }
+            let part = Ptr(share.cast_const());
+            match dw {
+                Accumulator::Float { sum, add } => {
+                    grouped.weight_product(rows, sharers, dy, x, sum.add(expert * size), add);
+                }
+                Accumulator::Bf16 { sum, add } => {
+                    grouped.weight_product(rows, sharers, dy, x, share, false);
+                    let sum = Ptr(sum.add(expert * size));
+                    call.rows(size, |from, to| add_rounded(call.simd, part.at(from), sum.at(from), to - from, add));
+                }
+                Accumulator::Fixed { sum, add } => {
+                    let sum = Ptr(sum.add(expert * size));
+                    for (i, rows) in rows.chunk_by(|a, b| a / of_sequence == b / of_sequence).enumerate() {
+                        grouped.weight_product(rows, sharers, dy, x, share, false);
+                        call.rows(size, |from, to| {
+                            add_fixed(call.simd, part.at(from), sum.at(from), to - from, add || i > 0);
+                        });
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// out `[tokens, d]`: the sum of y `[tokens, choices, d]`, by their weights where `weighted`.
+pub fn combine<T: Float>(call: Call, weighted: bool) {
+    let (tokens, choices, d) = (call.size('b') * call.size('s'), call.size('y'), call.size('d'));
+    let (y, weights) = (Ptr(call.input::<T>(0)), weighted.then(|| Ptr(call.input::<f32>(1))));
+    let Some(out) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(tokens, |from, to| {
+        for token in from..to {
+            // SAFETY: tokens from .. to belong to this task.
+            unsafe {
+                let weight = |i: usize| weights.map_or(1.0, |weights| *weights.at(token * choices + i));
+                for (feature, out) in out.slice(token * d, d).iter_mut().enumerate() {
+                    let of = |i: usize| weight(i) * (*y.at((token * choices + i) * d + feature)).to();
+                    *out = T::of((0..choices).map(of).sum());
+                }
+            }
+        }
+    });
+}
+
+/// dy = weight · dout, dweight = dout · y.
+pub fn combine_grad<T: Float>(call: Call) {
+    let (tokens, choices, d) = (call.size('b') * call.size('s'), call.size('y'), call.size('d'));
+    let (dout, y, weights) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)), Ptr(call.input::<f32>(2)));
+    let (dy, dweights) = (call.output::<T>(0).map(Ptr), call.output::<f32>(1).map(Ptr));
+    call.rows(tokens * choices, |from, to| {
+        for row in from..to {
+            // SAFETY: rows from .. to belong to this task; each element of y is read before dy, which may be in its place.
+            unsafe {
+                let (mut dot, weight, first) = (0.0, *weights.at(row), row / choices * d);
+                for i in 0..d {
+                    let dout = (*dout.at(first + i)).to();
+                    dot += dout * (*y.at(row * d + i)).to();
+                    if let Some(dy) = dy {
+                        *dy.at(row * d + i) = T::of(weight * dout);
+                    }
+                }
+                if let Some(dweights) = dweights {
+                    *dweights.at(row) = dot;
+                }
+            }
+        }
+    });
+}

@@ -1,0 +1,157 @@
+//! Mixtures of experts, token by token.
+
+use lockstep_ir::op::{Dims, Routing, Score};
+
+fn scores(how: &Routing, logits: &[f64]) -> Vec<f64> {
+    match how.score {
+        Score::Sigmoid => logits.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect(),
+        Score::Softmax => {
+            let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = logits.iter().map(|l| (l - most).exp()).sum();
+            logits.iter().map(|l| (l - most).exp() / sum).collect()
+        }
+    }
+}
+
+/// The indices of the `n` largest, the largest first, and of equal ones the first.
+fn largest(keys: &[f64], n: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..keys.len()).collect();
+    order.sort_by(|a, b| keys[*b].total_cmp(&keys[*a]));
+    order.truncate(n);
+    order
+}
+
+fn choose(how: &Routing, keys: &[f64]) -> Vec<usize> {
+    let each = keys.len() / how.groups;
+    let of_group = |group: &[f64]| largest(group, 2).into_iter().map(|i| group[i]).sum::<f64>();
+    let groups: Vec<f64> = keys.chunks(each).map(of_group).collect();
+    let open = largest(&groups, how.top_groups);
+    let free = |e: usize| how.groups == 1 || open.contains(&(e / each));
+    let keys: Vec<f64> = keys.iter().enumerate().map(|(e, k)| if free(e) { *k } else { f64::NEG_INFINITY }).collect();
+    largest(&keys, how.choices)
+}
+
+pub fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
+    let (mut weights, mut chosen) = (Vec::new(), Vec::new());
+    for logits in x[0].chunks(dims.size('j')) {
+        let scores = scores(how, logits);
+        let bias = |e: usize| x.get(1).map_or(0.0, |bias| bias[e]);
+        let keys: Vec<f64> = scores.iter().enumerate().map(|(e, s)| s + bias(e)).collect();
+        let experts = choose(how, &keys);
+        let sum: f64 = if how.normalise { experts.iter().map(|e| scores[*e]).sum() } else { 1.0 };
+        weights.extend(experts.iter().map(|e| scores[*e] / sum * f64::from(how.scale)));
+        chosen.extend(experts.iter().map(|e| *e as f64));
+    }
+    [weights, chosen]
+}
+
+pub fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
+    let (experts, choices, scale) = (dims.size('j'), dims.size('y'), f64::from(how.scale));
+    let mut all = Vec::new();
+    for (token, logits) in x[1].chunks(experts).enumerate() {
+        let scores = scores(how, logits);
+        let at = |i: usize| (x[0][token * choices + i], x[2][token * choices + i] as usize);
+        // By the scores.
+        let sum: f64 = (0..choices).map(|i| scores[at(i).1]).sum();
+        let mean: f64 = (0..choices).map(|i| at(i).0 * scores[at(i).1] / sum).sum();
+        let mut d = vec![0.0; experts];
+        for (dw, e) in (0..choices).map(at) {
+            d[e] += scale * if how.normalise { (dw - mean) / sum } else { dw };
+        }
+        // By the logits.
+        let dot: f64 = d.iter().zip(&scores).map(|(d, s)| d * s).sum();
+        all.extend(d.iter().zip(&scores).map(|(d, s)| match how.score {
+            Score::Softmax => s * (d - dot),
+            Score::Sigmoid => d * s * (1.0 - s),
+        }));
+    }
+    all
+}
+
+/// y = x · wᵀ by the weights of each row's expert; `sharers` rows behind each other have one row of x.
+pub fn linear(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
+    let (n, k) = (dims.size('n'), dims.size('k'));
+    let of = |(row, expert): (usize, &f64)| {
+        let (x, w) = (&x[0][row / sharers * k..][..k], &x[1][*expert as usize * n * k..][..n * k]);
+        w.chunks(k).map(|w| w.iter().zip(x).map(|(w, x)| w * x).sum()).collect::<Vec<f64>>()
+    };
+    x[2].iter().enumerate().flat_map(of).collect()
+}
+
+pub fn grad_input(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
+    let (n, k) = (dims.size('n'), dims.size('k'));
+    let of = |(row, expert): (usize, &f64)| {
+        let (dy, w) = (&x[0][row * n..][..n], &x[1][*expert as usize * n * k..][..n * k]);
+        (0..k).map(|i| (0..n).map(|j| dy[j] * w[j * k + i]).sum()).collect::<Vec<f64>>()
+    };
+    x[2].iter().enumerate().flat_map(of).collect()
+}
+
+pub fn grad_weight(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
+    let (n, k) = (dims.size('n'), dims.size('k'));
+    let mut dw = vec![0.0; dims.size('j') * n * k];
+    for (row, expert) in x[2].iter().enumerate() {
+        for (j, i) in (0..n).flat_map(|j| (0..k).map(move |i| (j, i))) {
+            dw[(*expert as usize * n + j) * k + i] += x[0][row * n + j] * x[1][row / sharers * k + i];
+        }
+    }
+    dw
+}
+
+pub fn combine(dims: &Dims, y: &[f64], weights: Option<&[f64]>) -> Vec<f64> {
+    let (d, choices) = (dims.size('d'), dims.size('y'));
+    let mut out = vec![0.0; y.len() / choices];
+    for (row, y) in y.chunks(d).enumerate() {
+        let weight = weights.map_or(1.0, |w| w[row]);
+        out[row / choices * d..][..d].iter_mut().zip(y).for_each(|(out, y)| *out += weight * y);
+    }
+    out
+}
+
+pub fn combine_grad(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
+    let (d, choices) = (dims.size('d'), dims.size('y'));
+    let of = |row: usize| &x[0][row / choices * d..][..d];
+    let rows = x[2].len();
+    let dy = (0..rows).flat_map(|row| of(row).iter().map(move |dout| dout * x[2][row])).collect();
+    let dot = |row: usize| of(row).iter().zip(&x[1][row * d..]).map(|(dout, y)| dout * y).sum();
+    [dy, (0..rows).map(dot).collect()]
+}
+
+/// Of each sequence: softmax scores and log-sum-exp of every token, and how much of its tokens each expert gets.
+fn of_sequences<'a>(dims: &Dims, x: &[&'a [f64]]) -> impl Iterator<Item = (Vec<(Vec<f64>, f64)>, Vec<f64>)> + use<'a> {
+    let (seq, experts, choices) = (dims.size('s'), dims.size('j'), dims.size('y'));
+    let of_token = |logits: &[f64]| {
+        let sum: f64 = logits.iter().map(|l| l.exp()).sum();
+        (logits.iter().map(|l| l.exp() / sum).collect::<Vec<f64>>(), sum.ln())
+    };
+    x[0].chunks(seq * experts).zip(x[1].chunks(seq * choices)).map(move |(logits, chosen)| {
+        let mut shares = vec![0.0; experts];
+        chosen.iter().for_each(|e| shares[*e as usize] += 1.0 / chosen.len() as f64);
+        (logits.chunks(experts).map(of_token).collect(), shares)
+    })
+}
+
+pub fn router_loss(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
+    let experts = dims.size('j') as f64;
+    let of = |(tokens, shares): (Vec<(Vec<f64>, f64)>, Vec<f64>)| {
+        let of_token = |(scores, lse): &(Vec<f64>, f64)| {
+            let even: f64 = scores.iter().zip(&shares).map(|(p, share)| p * share).sum();
+            balance * experts * even + z * lse * lse
+        };
+        tokens.iter().map(of_token).sum()
+    };
+    of_sequences(dims, x).map(of).collect()
+}
+
+pub fn router_loss_grad(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
+    let experts = dims.size('j') as f64;
+    let mut d = Vec::new();
+    for (tokens, shares) in of_sequences(dims, x) {
+        for (scores, lse) in &tokens {
+            let mean: f64 = scores.iter().zip(&shares).map(|(p, share)| p * share).sum();
+            let of = |(p, share): (&f64, &f64)| p * (balance * experts * (share - mean) + 2.0 * z * lse);
+            d.extend(scores.iter().zip(&shares).map(of));
+        }
+    }
+    d
+}

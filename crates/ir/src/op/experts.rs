@@ -1,0 +1,253 @@
+//! Mixtures of experts (MoE): the router's choice, and matmuls whose weights are those of the experts that a token goes to.
+//!
+//! What experts compute stays with its token: `…` are tokens and `y` the experts of each, the best first. Kernels sort rows by expert
+//! for themselves, so that no shape depends on how many tokens an expert gets, and none of them needs a bound.
+
+use super::row::{FlopsRule, Spec, accumulator, f32, f64, float, row, u32};
+use super::sample::{Draw, Shapes, embed, ffn, normal, sample, scalars};
+use super::{Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
+use crate::{Axis, DType, Dim, TensorType};
+
+/// What the router makes of its logits before it chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Score {
+    /// Softmax over all experts.
+    Softmax,
+    /// A sigmoid of each.
+    Sigmoid,
+}
+
+/// How the router chooses.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    /// Experts of a token (top-k).
+    pub choices: usize,
+    /// What it chooses by.
+    pub score: Score,
+    /// Whether the scores of the chosen are divided by their sum.
+    pub normalise: bool,
+    /// Times this.
+    pub scale: f32,
+    /// Groups of experts, side by side, that are chosen first: those whose two best experts have the highest sum of scores. One where
+    /// experts are chosen freely.
+    pub groups: usize,
+    /// Groups that a token may use.
+    pub top_groups: usize,
+}
+
+impl Routing {
+    /// Top-k of softmax scores, normalised.
+    pub const fn top(choices: usize) -> Self {
+        Self { choices, score: Score::Softmax, normalise: true, scale: 1.0, groups: 1, top_groups: 1 }
+    }
+
+    /// Binds the experts of a token, or says why they cannot be chosen.
+    fn bind(&self, op: &Op, dims: &mut Dims) -> Result<(), TypeError> {
+        let experts = dims.size('j');
+        let &Self { choices, groups, top_groups, .. } = self;
+        if groups == 0 || !experts.is_multiple_of(groups) || !(1..=groups).contains(&top_groups) {
+            return Err(op.refuse(format!("{top_groups} of {groups} groups of {experts} experts")));
+        }
+        if groups > 1 && experts / groups < 2 {
+            return Err(op.refuse(format!("{groups} groups of {experts} experts: a group has two at least")));
+        }
+        if choices == 0 || choices > experts / groups * top_groups {
+            return Err(op.refuse(format!("{choices} of {} experts", experts / groups * top_groups)));
+        }
+        op.ask(dims, 'y', Dim::new(Axis::Choices, choices))
+    }
+}
+
+const EXPERTS: usize = 12;
+
+fn experts() -> Dim {
+    Dim::new(Axis::Experts, EXPERTS)
+}
+
+fn choices() -> Dim {
+    Dim::new(Axis::Choices, 3)
+}
+
+/// Ways to choose, as families have them.
+fn ways() -> [Routing; 3] {
+    let top = Routing::top(3);
+    [
+        top,
+        Routing { normalise: false, ..top },
+        Routing { score: Score::Sigmoid, scale: 2.5, groups: 4, top_groups: 2, ..top },
+    ]
+}
+
+/// Weights of every expert.
+fn stack() -> (TensorType, Draw) {
+    normal([experts(), ffn(), embed()])
+}
+
+/// Of every expert of a token so many features.
+fn each(s: &Shapes, features: Dim) -> (TensorType, Draw) {
+    let mut ty = s.act(choices());
+    ty.dims.push(features);
+    (ty, Draw::Normal)
+}
+
+/// The experts of every token.
+fn chosen(s: &Shapes) -> (TensorType, Draw) {
+    (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Below(EXPERTS as u32))
+}
+
+/// One matmul for every expert of a token.
+const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("…ynk"));
+
+pub(super) static ROUTE: Spec = row(
+    "route",
+    &[f32("logits", "…j"), f32("bias", "j")],
+    &[f32("weights", "…y"), u32("chosen", "…y")],
+    |batch| {
+        let of = |(s, how): (Shapes, Routing)| sample(Op::Route { how }, [s.normal(experts())]);
+        let biased = |how| sample(Op::Route { how }, [Shapes::new(batch).normal(experts()), normal([experts()])]);
+        Shapes::any_leading(batch).into_iter().zip(ways()).map(of).chain(ways().map(biased)).collect()
+    },
+)
+.optional(1)
+.gradient(&[Input(0), Output(1)])
+.splits(&["…"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::Route { how });
+    how.bind(op, dims)
+});
+
+pub(super) static ROUTE_GRAD: Spec = row(
+    "route_grad",
+    &[f32("dweights", "…y"), f32("logits", "…j"), u32("chosen", "…y")],
+    &[f32("dlogits", "…j")],
+    |batch| {
+        let of = |(s, how): (Shapes, Routing)| {
+            let chosen = (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Of(Op::Route { how }, 1, &[1]));
+            sample(Op::RouteGrad { how }, [s.normal(choices()), s.normal(experts()), chosen])
+        };
+        Shapes::any_leading(batch).into_iter().zip(ways()).map(of).collect()
+    },
+)
+.splits(&["…"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::RouteGrad { how });
+    how.bind(op, dims)
+});
+
+pub(super) static ROUTER_LOSS: Spec =
+    row("router_loss", &[f32("logits", "bsj"), u32("chosen", "bsy")], &[f64("loss", "b")], |batch| {
+        let s = Shapes::new(batch);
+        vec![sample(Op::RouterLoss { balance: 0.5, z: 0.25 }, [s.normal(experts()), chosen(&s)])]
+    })
+    .gradient(&[Input(0), Input(1)])
+    .splits(&["b"]);
+
+pub(super) static ROUTER_LOSS_GRAD: Spec = row(
+    "router_loss_grad",
+    &[f32("logits", "bsj"), u32("chosen", "bsy"), f32("scalars", "z")],
+    &[f32("dlogits", "bsj")],
+    |batch| {
+        let s = Shapes::new(batch);
+        let op = Op::RouterLossGrad { balance: 0.5, z: 0.25 };
+        let scaled = sample(op, [s.normal(experts()), chosen(&s), scalars()]);
+        vec![sample(op, [s.normal(experts()), chosen(&s)]), scaled]
+    },
+)
+.optional(1)
+.splits(&["b"]);
+
+pub(super) static GROUPED_LINEAR: Spec = row(
+    "grouped_linear",
+    &[float("x", "…k"), float("w", "jnk"), u32("chosen", "…y")],
+    &[float("y", "…yn")],
+    |batch| {
+        let of = |s: Shapes| sample(Op::GroupedLinear, [s.normal(embed()), stack(), chosen(&s)]);
+        Shapes::any_leading(batch).map(of).into()
+    },
+)
+.gradient(&[Input(0), Input(1), Input(2)])
+.splits(&["…", "n", "k"])
+.flops(MATMUL);
+
+pub(super) static GROUPED_LINEAR_EACH: Spec = row(
+    "grouped_linear_each",
+    &[float("x", "…yk"), float("w", "jnk"), u32("chosen", "…y")],
+    &[float("y", "…yn")],
+    |batch| {
+        let of = |s: Shapes| sample(Op::GroupedLinearEach, [each(&s, embed()), stack(), chosen(&s)]);
+        Shapes::any_leading(batch).map(of).into()
+    },
+)
+.gradient(&[Input(0), Input(1), Input(2)])
+.splits(&["…", "n", "k"])
+.flops(MATMUL);
+
+pub(super) static GROUPED_GRAD_INPUT: Spec = row(
+    "grouped_grad_input",
+    &[float("dy", "…yn"), float("w", "jnk"), u32("chosen", "…y")],
+    &[float("dx", "…yk")],
+    |batch| {
+        let of = |s: Shapes| sample(Op::GroupedGradInput, [each(&s, ffn()), stack(), chosen(&s)]);
+        Shapes::any_leading(batch).map(of).into()
+    },
+)
+.splits(&["…", "n", "k"])
+.flops(MATMUL);
+
+pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
+    "grouped_grad_weight",
+    &[float("dy", "…yn"), float("x", "…k"), u32("chosen", "…y")],
+    &[accumulator("dw", "jnk")],
+    |batch| {
+        let op = Op::GroupedGradWeight { experts: EXPERTS };
+        Shapes::any_leading(batch).map(|s| sample(op, [each(&s, ffn()), s.normal(embed()), chosen(&s)])).into()
+    },
+)
+.sums(0)
+.splits(&["…", "n", "k"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::GroupedGradWeight { experts });
+    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
+})
+.flops(MATMUL);
+
+pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
+    "grouped_grad_weight_each",
+    &[float("dy", "…yn"), float("x", "…yk"), u32("chosen", "…y")],
+    &[accumulator("dw", "jnk")],
+    |batch| {
+        let op = Op::GroupedGradWeightEach { experts: EXPERTS };
+        Shapes::any_leading(batch).map(|s| sample(op, [each(&s, ffn()), each(&s, embed()), chosen(&s)])).into()
+    },
+)
+.sums(0)
+.splits(&["…", "n", "k"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::GroupedGradWeightEach { experts });
+    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
+})
+.flops(MATMUL);
+
+pub(super) static COMBINE: Spec =
+    row("combine", &[float("y", "…yd"), f32("weights", "…y")], &[float("out", "…d")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::Combine, [each(&s, embed()), s.normal(choices())])).into()
+    })
+    .gradient(&[Input(0), Input(1)])
+    .splits(&["…", "d"]);
+
+pub(super) static SUM_CHOICES: Spec = row("sum_choices", &[float("y", "…yd")], &[float("sum", "…d")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::SumChoices, [each(&s, embed())])).into()
+})
+.splits(&["…", "d"]);
+
+pub(super) static COMBINE_GRAD: Spec = row(
+    "combine_grad",
+    &[float("dout", "…d"), float("y", "…yd"), f32("weights", "…y")],
+    &[float("dy", "…yd"), f32("dweights", "…y")],
+    |batch| {
+        let of = |s: Shapes| sample(Op::CombineGrad, [s.normal(embed()), each(&s, embed()), s.normal(choices())]);
+        Shapes::any_leading(batch).map(of).into()
+    },
+)
+.in_place(&[(1, 0)])
+.splits(&["…", "d"]);
