@@ -62,7 +62,7 @@ pub struct Args {
     /// How many layouts to show.
     #[arg(long, value_name = "COUNT", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
     top: u16,
-    /// Also search keys that the config gives: those of [parallel], train.micro_batch, recompute.policy and precision.gradients.
+    /// Also search keys that the config gives: those of the table parallel, train.micro_batch, recompute.policy and precision.gradients.
     #[arg(long)]
     free: bool,
     /// Instead, walk the usual recipe step by step with the numbers of this model: global batch, what must be sharded, micro-batch,
