@@ -120,7 +120,8 @@ fn a_full_disk_is_named_and_the_run_goes_on_after_it() {
         std::process::Command::new("bash").args(["-c", &limited]).current_dir(place.path(".")).output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("error: cannot write ") && text.contains("hint: "), "{text}");
+    assert!(text.contains("error: step ") && text.contains(" was not saved: cannot write "), "{text}");
+    assert!(text.contains("\nhint: "), "{text}");
     let text = place.ok(&args);
     assert!(text.contains("finished 20 steps"), "{text}");
 }
