@@ -130,6 +130,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::Route { how } => experts::route(&dims, &how, x).into(),
         Op::RouteGrad { how } => vec![experts::route_grad(&dims, &how, x)],
+        Op::ExpertCounts { .. } => vec![experts::counts(&dims, x[0])],
         Op::RouterLoss { balance, z } => vec![experts::router_loss(&dims, [balance, z].map(f64::from), x)],
         Op::RouterLossGrad { balance, z } => {
             let seed = given(x, 2).map_or(1.0, |s| f64::from(scalars(s).loss_scale));

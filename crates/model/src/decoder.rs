@@ -141,7 +141,8 @@ fn mixture(
     let (weights, chosen) = (routed[0], routed[1]);
     let (balance, z) = (m.balance_loss as f32, m.z_loss as f32);
     if trains && balance + z > 0.0 {
-        let value = g.op(Op::RouterLoss { balance, z }, &[logits, chosen], &at("router_loss"))?[0];
+        let counts = g.op(Op::ExpertCounts { experts }, &[chosen], &at("expert_counts"))?[0];
+        let value = g.op(Op::RouterLoss { balance, z }, &[logits, counts], &at("router_loss"))?[0];
         g.losses.push(Loss { value, weight: 1.0 });
     }
     let w = stack(g, &at("wgate_up"), [each(), Dim::packed([ffn, ffn]), embed()], normal, &of_each(&[gate, up]));

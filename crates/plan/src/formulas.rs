@@ -228,9 +228,11 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         true => (top * (products * ffn + d), experts + 2.0 * top, format!("top_k · ({products} · F + D)")),
         false => (products * ffn, 0.0, format!("{products} · F")),
     };
-    let routing = if experts > 0.0 { " + 4 · (experts + 2 · top_k)" } else { "" };
+    let routing = if experts > 0.0 { " + 4 · (experts + 2 · top_k + experts / S)" } else { "" };
     let elements = 4.0 * d + 2.0 * q + 2.0 * kv + mlp + weights + normed;
-    let closed = positions * (c * elements + 4.0 * (scores + norms + turned + routed));
+    // Of each sequence, how many tokens an expert gets.
+    let counted = if m.balance_loss + m.z_loss > 0.0 { 4.0 * config.train.micro_batch as f64 * experts } else { 0.0 };
+    let closed = positions * (c * elements + 4.0 * (scores + norms + turned + routed)) + counted;
     let formula =
         format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {hidden}{}{text}) + 4 · {}{routing})", shown.0, shown.1);
     let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];

@@ -281,6 +281,7 @@ impl Demand {
             | Op::LastPosition
             | Op::Route { .. }
             | Op::RouteGrad { .. }
+            | Op::ExpertCounts { .. }
             | Op::RouterLoss { .. }
             | Op::RouterLossGrad { .. }
             | Op::Combine

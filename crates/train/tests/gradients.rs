@@ -178,11 +178,13 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         Op::RouterLoss { .. } => {
             let logits = b.activation("logits", Dim::new(Axis::Experts, 6));
             let routed = b.op(Op::Route { how: Routing::top(2) }, &[logits], "routed")[1];
-            let loss = b.op(op, &[logits, routed], "loss")[0];
+            let counts = b.op(Op::ExpertCounts { experts: 6 }, &[routed], "counts")[0];
+            let loss = b.op(op, &[logits, counts], "loss")[0];
             b.g.outputs.push(loss);
             b.g.losses.push(Loss { value: loss, weight: 1.0 });
             b.g
         }
+        Op::ExpertCounts { .. } => return graph_through(Op::RouterLoss { balance: 0.5, z: 0.25 }, false),
         Op::GroupedLinear | Op::GroupedLinearEach | Op::Combine => {
             return graph_through(Op::Route { how: Routing::top(3) }, false);
         }

@@ -19,7 +19,8 @@ fn the_closing_sample_fits_into_the_planned_memory() {
                 micro_batch = 1\nvalidation_sequences = 1\n";
     std::fs::write(dir.path().join("run.toml"), toml).unwrap();
     let config = Config::load(&dir.path().join("run.toml"), &[]).unwrap();
-    let planned = plan(&Devices::new(), &config).unwrap().memory.total_bytes as usize;
+    let plan = plan(&Devices::new(), &config).unwrap();
+    let planned = (plan.memory.total_bytes + plan.snapshot_bytes(0)) as usize;
     let most = |sample_tokens: usize| {
         let options =
             RunOptions { dir: dir.path().join(format!("run-{sample_tokens}")), sample_tokens, ..Default::default() };

@@ -185,6 +185,8 @@ impl Backward {
                 let dlogits = self.input(g, Op::RouteGrad { how }, &reads, &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dlogits, layer)
             }
+            // Counts do not change with what is chosen a little more.
+            Op::ExpertCounts { .. } => Ok(()),
             Op::RouterLoss { balance, z } => {
                 let Some(weight) = self.weight_of(node.outputs[0]) else { return Ok(()) };
                 let op = Op::RouterLossGrad { balance: weight * balance, z: weight * z };

@@ -82,6 +82,7 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
 const LACKS: &[OpKind] = &[
     OpKind::Route,
     OpKind::RouteGrad,
+    OpKind::ExpertCounts,
     OpKind::RouterLoss,
     OpKind::RouterLossGrad,
     OpKind::GroupedLinear,
@@ -182,6 +183,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::Part { .. } => sections::part(call),
             Op::Route { .. }
             | Op::RouteGrad { .. }
+            | Op::ExpertCounts { .. }
             | Op::RouterLoss { .. }
             | Op::RouterLossGrad { .. }
             | Op::GroupedLinear

@@ -145,19 +145,32 @@ pub fn router_loss_scratch(threads: usize) -> Scratch {
     (0, vec![(8 * threads as u64, "j")])
 }
 
+/// counts `[b, experts]` of chosen `[b, s, choices]`.
+pub fn counts(call: Call) {
+    let (rows, experts) = (call.size('s') * call.size('y'), call.size('j'));
+    let chosen = Ptr(call.input::<u32>(0));
+    let Some(counts) = call.output::<f32>(0).map(Ptr) else { return };
+    call.ranges(call.size('b'), 1, |sequence, _| {
+        // SAFETY: the sequence belongs to this task.
+        let (chosen, counts) =
+            unsafe { (chosen.slice(sequence * rows, rows), counts.slice(sequence * experts, experts)) };
+        counts.fill(0.0);
+        chosen.iter().for_each(|e| counts[*e as usize % experts] += 1.0);
+    });
+}
+
 /// Calls `f(sequence, shares, scores)` for every sequence: how much of its tokens each expert gets, and room for scores.
 fn each_sequence(call: Call, f: impl Fn(usize, &[f32], &mut [f32]) + Sync) {
-    let (seq, experts, choices) = (call.size('s'), call.size('j'), call.size('y'));
-    let (chosen, scratch) = (Ptr(call.input::<u32>(1)), Ptr(call.scratch::<f32>()));
+    let experts = call.size('j');
+    let (counts, scratch) = (Ptr(call.input::<f32>(1)), Ptr(call.scratch::<f32>()));
     call.pool.run(call.size('b'), |sequence, worker| {
         // SAFETY: a worker has its own scratch.
         unsafe {
             let shares = scratch.slice(worker * 2 * experts, experts);
             let scores = scratch.slice(worker * 2 * experts + experts, experts);
-            shares.fill(0.0);
-            let chosen = chosen.slice(sequence * seq * choices, seq * choices);
-            chosen.iter().for_each(|e| shares[*e as usize % experts] += 1.0);
-            shares.iter_mut().for_each(|share| *share /= (seq * choices) as f32);
+            let counts = counts.slice(sequence * experts, experts);
+            let all: f32 = counts.iter().sum();
+            shares.iter_mut().zip(counts).for_each(|(share, n)| *share = n / all);
             f(sequence, shares, scores);
         }
     });
@@ -177,7 +190,7 @@ fn busy(scores: &[f32], shares: &[f32]) -> f32 {
     scores.iter().zip(shares).map(|(p, share)| p * share).sum()
 }
 
-/// loss `[b]` (f64) of logits `[b, s, experts]` and chosen `[b, s, choices]`.
+/// loss `[b]` (f64) of logits `[b, s, experts]` and counts `[b, experts]`.
 pub fn router_loss(call: Call, balance: f32, z: f32) {
     let (seq, experts) = (call.size('s'), call.size('j'));
     let logits = Ptr(call.input::<f32>(0));

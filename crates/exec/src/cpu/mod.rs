@@ -298,6 +298,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
         Op::Route { how } => experts::route(call, &how),
         Op::RouteGrad { how } => experts::route_grad(call, &how),
+        Op::ExpertCounts { .. } => experts::counts(call),
         Op::RouterLoss { balance, z } => experts::router_loss(call, balance, z),
         Op::RouterLossGrad { balance, z } => experts::router_loss_grad(call, call.seed(2) * balance, call.seed(2) * z),
         Op::GroupedLinear => experts::linear::<T>(call, call.size('y')),

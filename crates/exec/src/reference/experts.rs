@@ -117,17 +117,25 @@ pub fn combine_grad(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
     [dy, (0..rows).map(dot).collect()]
 }
 
+pub fn counts(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
+    let of = |chosen: &[f64]| {
+        let mut counts = vec![0.0; dims.size('j')];
+        chosen.iter().for_each(|e| counts[*e as usize] += 1.0);
+        counts
+    };
+    chosen.chunks(dims.size('s') * dims.size('y')).flat_map(of).collect()
+}
+
 /// Of each sequence: softmax scores and log-sum-exp of every token, and how much of its tokens each expert gets.
 fn of_sequences<'a>(dims: &Dims, x: &[&'a [f64]]) -> impl Iterator<Item = (Vec<(Vec<f64>, f64)>, Vec<f64>)> + use<'a> {
-    let (seq, experts, choices) = (dims.size('s'), dims.size('j'), dims.size('y'));
+    let (seq, experts) = (dims.size('s'), dims.size('j'));
     let of_token = |logits: &[f64]| {
         let sum: f64 = logits.iter().map(|l| l.exp()).sum();
         (logits.iter().map(|l| l.exp() / sum).collect::<Vec<f64>>(), sum.ln())
     };
-    x[0].chunks(seq * experts).zip(x[1].chunks(seq * choices)).map(move |(logits, chosen)| {
-        let mut shares = vec![0.0; experts];
-        chosen.iter().for_each(|e| shares[*e as usize] += 1.0 / chosen.len() as f64);
-        (logits.chunks(experts).map(of_token).collect(), shares)
+    x[0].chunks(seq * experts).zip(x[1].chunks(experts)).map(move |(logits, counts)| {
+        let all: f64 = counts.iter().sum();
+        (logits.chunks(experts).map(of_token).collect(), counts.iter().map(|n| n / all).collect())
     })
 }
 

@@ -4,7 +4,7 @@
 //! for themselves, so that no shape depends on how many tokens an expert gets, and none of them needs a bound.
 
 use super::row::{FlopsRule, Spec, accumulator, f32, f64, float, row, u32};
-use super::sample::{Draw, Shapes, embed, ffn, normal, sample, scalars};
+use super::sample::{Draw, Shapes, embed, ffn, floats, normal, sample, scalars};
 use super::{Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
 use crate::{Axis, DType, Dim, TensorType};
 
@@ -134,27 +134,43 @@ pub(super) static ROUTE_GRAD: Spec = row(
     how.bind(op, dims)
 });
 
+pub(super) static EXPERT_COUNTS: Spec =
+    row("expert_counts", &[u32("chosen", "bsy")], &[f32("counts", "bj")], |batch| {
+        vec![sample(Op::ExpertCounts { experts: EXPERTS }, [chosen(&Shapes::new(batch))])]
+    })
+    .gradient(&[])
+    .splits(&["b", "s"])
+    .shape(|op, _, dims| {
+        attributes!(op, Op::ExpertCounts { experts });
+        op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
+    });
+
+/// How many tokens of each sequence every expert gets.
+fn counts(s: &Shapes) -> (TensorType, Draw) {
+    (floats([s.b(), experts()]), Draw::Positive)
+}
+
 pub(super) static ROUTER_LOSS: Spec =
-    row("router_loss", &[f32("logits", "bsj"), u32("chosen", "bsy")], &[f64("loss", "b")], |batch| {
+    row("router_loss", &[f32("logits", "bsj"), f32("counts", "bj")], &[f64("loss", "b")], |batch| {
         let s = Shapes::new(batch);
-        vec![sample(Op::RouterLoss { balance: 0.5, z: 0.25 }, [s.normal(experts()), chosen(&s)])]
+        vec![sample(Op::RouterLoss { balance: 0.5, z: 0.25 }, [s.normal(experts()), counts(&s)])]
     })
     .gradient(&[Input(0), Input(1)])
-    .splits(&["b"]);
+    .splits(&["b", "s"]);
 
 pub(super) static ROUTER_LOSS_GRAD: Spec = row(
     "router_loss_grad",
-    &[f32("logits", "bsj"), u32("chosen", "bsy"), f32("scalars", "z")],
+    &[f32("logits", "bsj"), f32("counts", "bj"), f32("scalars", "z")],
     &[f32("dlogits", "bsj")],
     |batch| {
         let s = Shapes::new(batch);
         let op = Op::RouterLossGrad { balance: 0.5, z: 0.25 };
-        let scaled = sample(op, [s.normal(experts()), chosen(&s), scalars()]);
-        vec![sample(op, [s.normal(experts()), chosen(&s)]), scaled]
+        let scaled = sample(op, [s.normal(experts()), counts(&s), scalars()]);
+        vec![sample(op, [s.normal(experts()), counts(&s)]), scaled]
     },
 )
 .optional(1)
-.splits(&["b"]);
+.splits(&["b", "s"]);
 
 pub(super) static GROUPED_LINEAR: Spec = row(
     "grouped_linear",

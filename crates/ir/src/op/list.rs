@@ -217,6 +217,11 @@ ops! {
         /// As in `Route`.
         how: Routing,
     } = experts::ROUTE_GRAD,
+    /// Of each sequence, how many tokens every expert gets.
+    ExpertCounts {
+        /// How many experts there are.
+        experts: usize,
+    } = experts::EXPERT_COUNTS,
     /// Losses of the router, of every sequence for itself and times its tokens. Balance: experts ÷ choices · Σ share of an expert's
     /// tokens · its mean softmax score, which is 1 where all get as much. z: the mean square of the log-sum-exp of the logits.
     RouterLoss {
