@@ -5,7 +5,7 @@ mod launched;
 mod layouts;
 
 use common::{free_port, signal, wait_for_steps};
-use launched::{begin, end, rank_of, ranks_of, spawn, steps};
+use launched::{end, rank_of, ranks_of, spawn, steps};
 use layouts::{SHORT, command, place};
 use serde_json::Value;
 use std::fs;
@@ -112,7 +112,9 @@ fn a_rank_that_computes_longer_than_the_others_is_named() {
         return;
     };
     let place = place();
-    let launcher = begin(&place, "run", &["parallel.dp=2", "train.threads=1"], &[]);
+    // Few checkpoints: threads that write them take turns with a rank that is pinned.
+    let keys = ["train.steps=100000", "train.validate_every=0", "parallel.dp=2", "train.threads=1"];
+    let launcher = spawn(place.command(&command("launch", "run", &keys)));
     wait_for_steps(&place, "run", 2);
     let pids = ranks_of(&launcher);
     // Rank 1 has a core with three others that compute without end.
