@@ -7,7 +7,7 @@ use lockstep_config::Config;
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{DType, Layout, StepProgram};
 use lockstep_sim::{
-    Asked, Constants, Forecast, Framework, Hardware, MachineProfile, MeasuredTimes, SimError, Workload,
+    Asked, Constants, Forecast, Framework, Hardware, MachineProfile, Placed, SimError, Terms, Workload,
 };
 
 /// What steps are timed by.
@@ -19,53 +19,67 @@ pub enum Rates<'a> {
     Measured(&'a MachineProfile),
 }
 
+/// Programs with what their step is timed by.
+pub struct TimedWork<'a> {
+    /// The programs.
+    pub placed: Placed<'a>,
+    /// What they run on.
+    pub hardware: Hardware,
+    /// The constants of the cost model there.
+    pub terms: Terms,
+    /// Ops that were never measured there, and are estimated from others.
+    pub unmeasured: Vec<String>,
+    /// Whether the machine was measured with as many ranks and threads.
+    pub measured_as_run: bool,
+}
+
+impl TimedWork<'_> {
+    /// The forecast of a step that is to achieve this.
+    pub fn forecast(&self, asked: &Asked) -> Result<Forecast, SimError> {
+        self.placed.forecast(asked, &self.hardware, &self.terms)
+    }
+}
+
 impl Rates<'_> {
-    /// Seconds of a step of programs, each rank of which has so many threads.
-    pub(crate) fn step_s(self, programs: &[StepProgram], ranks: usize, threads: usize) -> Result<f64, SimError> {
+    /// Gives `f` the training step of programs, each rank of which has so many threads.
+    pub fn timed<T>(
+        self,
+        programs: &[StepProgram],
+        ranks: usize,
+        threads: usize,
+        f: impl FnOnce(&TimedWork) -> Result<T, SimError>,
+    ) -> Result<T, SimError> {
         let framework = Framework::lockstep();
         let work = Workload::new(programs, StepProgram::TRAIN, &framework)?;
-        match self {
-            Rates::Catalogue(hardware) => {
-                work.on(hardware, &framework).price(&Constants::builtin().terms(&framework, hardware))
-            }
+        f(&match self {
+            Rates::Catalogue(hardware) => TimedWork {
+                placed: work.on(hardware, &framework),
+                hardware: hardware.clone(),
+                terms: Constants::builtin().terms(&framework, hardware),
+                unmeasured: Vec::new(),
+                measured_as_run: false,
+            },
             Rates::Measured(profile) => {
-                let measured = Self::setting(profile, ranks, threads)?;
-                work.measured(&measured, &framework).0.price(&measured.setting.terms())
+                let measured = profile.measured(ranks, threads).ok_or_else(|| SimError::File {
+                    file: format!("{}.toml", profile.name),
+                    reason: "it has no [[setting]]".into(),
+                    hint: "measure again: lockstep bench --save NAME".into(),
+                })?;
+                let (placed, unmeasured) = work.measured(&measured, &framework);
+                TimedWork {
+                    placed,
+                    hardware: measured.setting.hardware(&profile.name),
+                    terms: measured.setting.terms(),
+                    unmeasured: unmeasured.into_iter().collect(),
+                    measured_as_run: measured.exact,
+                }
             }
-        }
-    }
-
-    /// What a profile has measured of so many ranks and threads.
-    fn setting(profile: &MachineProfile, ranks: usize, threads: usize) -> Result<MeasuredTimes<'_>, SimError> {
-        profile.measured(ranks, threads).ok_or_else(|| SimError::File {
-            file: format!("{}.toml", profile.name),
-            reason: "it has no [[setting]]".into(),
-            hint: "measure again: lockstep bench --save NAME".into(),
         })
     }
 
-    /// The forecast of an entry of programs, each rank of which has so many threads.
-    pub fn forecast(
-        &self,
-        programs: &[StepProgram],
-        asked: &Asked,
-        ranks: usize,
-        threads: usize,
-    ) -> Result<Forecast, SimError> {
-        let framework = Framework::lockstep();
-        let work = Workload::new(programs, StepProgram::TRAIN, &framework)?;
-        match self {
-            Rates::Catalogue(hardware) => {
-                let terms = Constants::builtin().terms(&framework, hardware);
-                work.on(hardware, &framework).forecast(asked, hardware, &terms)
-            }
-            Rates::Measured(profile) => {
-                let measured = Self::setting(profile, ranks, threads)?;
-                let hardware = measured.setting.hardware(&profile.name);
-                let placed = work.measured(&measured, &framework).0;
-                placed.forecast(asked, &hardware, &measured.setting.terms())
-            }
-        }
+    /// Seconds of a step of programs, each rank of which has so many threads.
+    pub(crate) fn step_s(self, programs: &[StepProgram], ranks: usize, threads: usize) -> Result<f64, SimError> {
+        self.timed(programs, ranks, threads, |work| work.placed.price(&work.terms))
     }
 }
 
@@ -111,7 +125,7 @@ pub fn evaluate(machine: &dyn Machine, config: &Config, rates: Rates) -> Result<
         hardware_flops: hardware_flops(&programs)? as f64,
         compute: context.precision.compute,
     };
-    let forecast = rates.forecast(&programs, &asked, context.layout.mesh.ranks(), threads)?;
+    let forecast = rates.timed(&programs, context.layout.mesh.ranks(), threads, |work| work.forecast(&asked))?;
     Ok(Evaluated {
         layout: context.layout,
         recompute: context.recompute,

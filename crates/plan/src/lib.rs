@@ -28,7 +28,7 @@ mod ways;
 pub use account::{Account, PolicyCost, ReshardCost, Scaling, account};
 pub use device::{Machine, Target};
 pub use error::{NoLayout, PlanError};
-pub use evaluate::{Evaluated, Rates, evaluate};
+pub use evaluate::{Evaluated, Rates, TimedWork, evaluate};
 pub use fit::{
     LargestMicroBatch, LayoutCost, Room, Verdict, largest_micro_batches, layout_costs, with_fitting_micro_batch,
     with_micro_batch,

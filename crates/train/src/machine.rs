@@ -2,10 +2,9 @@
 
 use crate::{Devices, TrainError, catalogue};
 use lockstep_exec::{Timing, cpu};
-use lockstep_ir::StepProgram;
-use lockstep_plan::{Plan, Target};
+use lockstep_plan::{Plan, Rates, Target, TimedWork};
 use lockstep_sim::machine::{Sample, Table, observe};
-use lockstep_sim::{Constants, Forecast, Framework, Hardware, MachineProfile, Setting, SimError, Workload, simulate};
+use lockstep_sim::{Forecast, Hardware, MachineProfile, Setting, SimError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -115,12 +114,8 @@ pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>, Tra
     let one = plan.layout.mesh.ranks() == 1;
     match (plan.target, catalogue()?.of_device(&processor(devices, plan.target)?)) {
         (Target::Cuda { .. }, Some(gpu)) if one => {
-            let (hardware, framework) = (Hardware::assumed(gpu), Framework::lockstep());
-            let programs = &plan.compiled.programs;
-            let constants = Constants::builtin();
-            let forecast = simulate(programs, StepProgram::TRAIN, &plan.asked(), &hardware, &framework, &constants)?;
             let by = format!("catalogue {}", gpu.name);
-            Ok(Some(Prediction { by, measured_as_run: false, unmeasured: Vec::new(), forecast }))
+            predict_at(Rates::Catalogue(&Hardware::assumed(gpu)), by, plan).map(Some)
         }
         _ => Ok(None),
     }
@@ -128,19 +123,15 @@ pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>, Tra
 
 /// The same by a profile.
 pub(crate) fn predict_by(profile: &MachineProfile, plan: &Plan) -> Result<Prediction, TrainError> {
-    let Some(measured) = profile.measured(plan.layout.mesh.ranks(), plan.threads) else {
-        let (file, hint) = (format!("{}.toml", profile.name), "measure again: lockstep bench --save NAME".to_owned());
-        return Err(TrainError::Hardware(SimError::File { file, reason: "it has no [[setting]]".into(), hint }));
+    predict_at(Rates::Measured(profile), format!("profile {}", profile.name), plan)
+}
+
+fn predict_at(rates: Rates, by: String, plan: &Plan) -> Result<Prediction, TrainError> {
+    let predict = |work: &TimedWork| {
+        let (unmeasured, measured_as_run) = (work.unmeasured.clone(), work.measured_as_run);
+        Ok(Prediction { by, measured_as_run, unmeasured, forecast: work.forecast(&plan.asked())? })
     };
-    let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &Framework::lockstep())?;
-    let (placed, unmeasured) = work.measured(&measured, &Framework::lockstep());
-    let hardware = measured.setting.hardware(&profile.name);
-    Ok(Prediction {
-        by: format!("profile {}", profile.name),
-        measured_as_run: measured.exact,
-        unmeasured: unmeasured.into_iter().collect(),
-        forecast: placed.forecast(&plan.asked(), &hardware, &measured.setting.terms())?,
-    })
+    Ok(rates.timed(&plan.compiled.programs, plan.layout.mesh.ranks(), plan.threads, predict)?)
 }
 
 /// What timed steps of a plan say of the machine: points by op, and the mean seconds of a step

@@ -3,11 +3,11 @@
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::timeline::wrote;
+use lockstep_ir::Axes;
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
 use lockstep_ir::units::{self, thousands};
-use lockstep_ir::{Axes, StepProgram};
-use lockstep_plan::Plan;
-use lockstep_sim::{Constants, Demand, Forecast, Framework, Hardware, InstructionTime, Interval, Workload};
+use lockstep_plan::{Plan, Rates, TimedWork};
+use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
 use lockstep_train::{Devices, machine_profile};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -25,27 +25,22 @@ pub(super) struct Predicted {
 
 impl Predicted {
     pub(super) fn new(plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
-        let framework = Framework::lockstep();
-        let terms = Constants::builtin().terms(&framework, hardware);
-        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &framework)?;
-        let placed = work.on(hardware, &framework);
-        let forecast = placed.forecast(&plan.asked(), hardware, &terms)?;
-        let instructions = placed.instructions(&terms);
-        Ok(Self { hardware: hardware.clone(), forecast, instructions, profile: None })
+        Self::by(Rates::Catalogue(hardware), None, plan)
     }
 
     /// By the profile of this machine, where it has one.
     pub(super) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>, Failure> {
         let Some(profile) = machine_profile(devices, plan)? else { return Ok(None) };
-        let Some(measured) = profile.measured(plan.layout.mesh.ranks(), plan.threads) else { return Ok(None) };
-        let framework = Framework::lockstep();
-        let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &framework)?;
-        let (placed, unmeasured) = work.measured(&measured, &framework);
-        let (hardware, terms) = (measured.setting.hardware(&profile.name), measured.setting.terms());
-        let forecast = placed.forecast(&plan.asked(), &hardware, &terms)?;
-        let instructions = placed.instructions(&terms);
-        let profile = Some((profile.name.clone(), unmeasured.into_iter().collect()));
-        Ok(Some(Self { hardware, forecast, instructions, profile }))
+        Self::by(Rates::Measured(&profile), Some(&profile.name), plan).map(Some)
+    }
+
+    fn by(rates: Rates, profile: Option<&str>, plan: &Plan) -> Result<Self, Failure> {
+        let predict = |work: &TimedWork| {
+            let profile = profile.map(|name| (name.to_owned(), work.unmeasured.clone()));
+            let (forecast, instructions) = (work.forecast(&plan.asked())?, work.placed.instructions(&work.terms));
+            Ok(Self { hardware: work.hardware.clone(), forecast, instructions, profile })
+        };
+        Ok(rates.timed(&plan.compiled.programs, plan.layout.mesh.ranks(), plan.threads, predict)?)
     }
 
     /// What it was predicted for.
