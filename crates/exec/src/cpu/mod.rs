@@ -19,6 +19,7 @@ pub mod peaks;
 mod pointwise;
 mod pool;
 mod positions;
+mod router;
 mod rules;
 mod sections;
 mod simd;
@@ -68,9 +69,9 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         (OpKind::Linear, rounded("k")),
         (OpKind::LinearGradInput, rounded("n")),
         (OpKind::LinearGradWeight, Workspace { fixed: gemm, terms: share("nk") }),
-        (OpKind::Route, of(experts::route_scratch(threads))),
-        (OpKind::RouterLoss, of(experts::router_loss_scratch(threads))),
-        (OpKind::RouterLossGrad, of(experts::router_loss_scratch(threads))),
+        (OpKind::Route, of(router::route_scratch(threads))),
+        (OpKind::RouterLoss, of(router::router_loss_scratch(threads))),
+        (OpKind::RouterLossGrad, of(router::router_loss_scratch(threads))),
         (OpKind::GroupedLinear, of(experts::scratch(gemm, Some((rounds, "k")), None))),
         (OpKind::GroupedLinearEach, of(experts::scratch(gemm, Some((rounds, "k")), None))),
         (OpKind::GroupedGradInput, of(experts::scratch(gemm, Some((rounds, "n")), None))),
@@ -296,11 +297,11 @@ fn run_kernel<T: Float>(call: Call) {
         Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
         Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
         Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
-        Op::Route { how } => experts::route(call, &how),
-        Op::RouteGrad { how } => experts::route_grad(call, &how),
-        Op::ExpertCounts { .. } => experts::counts(call),
-        Op::RouterLoss { balance, z } => experts::router_loss(call, balance, z),
-        Op::RouterLossGrad { balance, z } => experts::router_loss_grad(call, call.seed(2) * balance, call.seed(2) * z),
+        Op::Route { how } => router::route(call, &how),
+        Op::RouteGrad { how } => router::route_grad(call, &how),
+        Op::ExpertCounts { .. } => router::counts(call),
+        Op::RouterLoss { balance, z } => router::router_loss(call, balance, z),
+        Op::RouterLossGrad { balance, z } => router::router_loss_grad(call, call.seed(2) * balance, call.seed(2) * z),
         Op::GroupedLinear => experts::linear::<T>(call, call.size('y')),
         Op::GroupedLinearEach => experts::linear::<T>(call, 1),
         Op::GroupedGradInput => experts::grad_input::<T>(call),
