@@ -74,6 +74,15 @@ fn doctor_reports_a_whole_installation() {
 }
 
 #[test]
+fn experts_are_refused_before_anything_is_trained() {
+    let fake = Fake::new();
+    let experts = ["--set", "model.architecture=mixtral", "--set", "model.experts=4"];
+    let text = fake.fails(1, &[&TRAIN[..], &experts].concat(), &[]);
+    assert!(text.contains("has no kernel for this device yet\nhint: train with train.device = \"cpu\""), "{text}");
+    assert!(checkpoints(&fake).is_empty());
+}
+
+#[test]
 fn a_run_steps_saves_and_finishes() {
     let fake = Fake::new();
     let text = fake.ok(&TRAIN, &[]);
