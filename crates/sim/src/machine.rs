@@ -258,9 +258,9 @@ pub struct Sample {
     pub seconds: f64,
 }
 
-/// What timed instructions say of the machine: points by op and type, each the lower quartile of what
-/// calls of that size took, which other programs disturb little; and seconds by what they
-/// were spent on, collectives apart, which wait for others. What a device does as one is shared out by the members' roofline bounds.
+/// What timed instructions say of the machine: points by op and type, each what calls of that size took, and seconds by what they
+/// were spent on, collectives apart, which wait for others. Of several times it is the median; on a CPU, where other programs disturb
+/// some, the lower quartile. What a device does as one is shared out by the members' roofline bounds.
 pub fn observe(
     program: &StepProgram,
     setting: &Setting,
@@ -299,10 +299,11 @@ pub fn observe(
             }
         }
     }
+    let on_cpu = setting.threads > 0;
     let table = |((family, op, dtype), sizes): (Key, Times)| {
         let point = |(size, mut times): (Vec<f64>, Vec<f64>)| {
             times.sort_by(f64::total_cmp);
-            Point { size, seconds: times[times.len() / 4].max(1e-9) }
+            Point { size, seconds: times[times.len() / if on_cpu { 4 } else { 2 }].max(1e-9) }
         };
         Table { op: op.spec().name.to_owned(), dtype, family, points: sizes.into_iter().map(point).collect() }
     };
