@@ -152,8 +152,9 @@ fn a_gpu_that_is_lost_ends_all_ranks_and_is_told_with_its_rank() {
     let ranks = [rank("0", &[]), rank("1", &[("FAKE_CUDA_LOSE", "cuGraphLaunch:5=719")])];
     let [(code, other), (lost_code, lost)] = ranks.map(|child| end(child, Duration::from_secs(30)));
     assert_eq!((code, lost_code), (Some(1), Some(1)), "{other}\n{lost}");
-    assert!(lost.contains("error: rank 1") && lost.contains("(CUDA error 719)"), "{lost}");
-    assert!(other.contains(&format!("rank 1 on host {} failed", host())) && other.contains("719"), "{other}");
+    assert!(lost.contains(&format!("error: rank 1 on host {}: the device was lost: ", host())), "{lost}");
+    let told = other.contains(&format!("rank 1 on host {}", host())) && other.contains("the device was lost: ");
+    assert!(told && other.contains("CUDA_ERROR_LAUNCH_FAILED, 719"), "{other}");
     assert!(!lost.contains("panicked") && !other.contains("panicked"), "{other}\n{lost}");
 }
 
