@@ -60,11 +60,17 @@ static __device__ __forceinline__ void load4(const i64 *from, float *x) {
     for (int j = 0; j < 4; j++) x[j] = fixed_to(from[j]);
 }
 
-// The sum over 16 lanes, on each of them.
-static __device__ __forceinline__ double half_warp_sum(double x) {
-#pragma unroll
-    for (int step = 8; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
-    return x;
+// The sums over 16 lanes of four numbers each, added in the order of one butterfly per number, with a third of its exchanges: lane l
+// gets that of number l / 4 % 4.
+static __device__ __forceinline__ double half_warp_sums(const double x[4]) {
+    bool high = threadIdx.x & 8, odd = threadIdx.x & 4;
+    double first = high ? x[2] : x[0], second = high ? x[3] : x[1];
+    first += __shfl_xor_sync(~0u, high ? x[0] : x[2], 8);
+    second += __shfl_xor_sync(~0u, high ? x[1] : x[3], 8);
+    double sum = odd ? second : first;
+    sum += __shfl_xor_sync(~0u, odd ? first : second, 4);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return sum + __shfl_xor_sync(~0u, sum, 1);
 }
 
 // Several tensors in one launch: block b belongs to the tensor whose first block is the last one not after b.
@@ -119,8 +125,7 @@ static __device__ void square_sum(const Many<Squares> &tensors, const float *sca
     for (i64 base = start; base < end; base += stride * AT_ONCE) {
         i64 here = base + threadIdx.x * 4;
         float g[AT_ONCE][4];
-        // Of each block of 64 elements one lane turns the sum into an integer.
-        double mine = 0.0, mine_shared = 0.0;
+        double own[AT_ONCE], rest[AT_ONCE];
 #pragma unroll
         for (int t = 0; t < AT_ONCE; t++) {
             i64 at = here + t * stride;
@@ -134,26 +139,22 @@ static __device__ void square_sum(const Many<Squares> &tensors, const float *sca
 #pragma unroll
         for (int t = 0; t < AT_ONCE; t++) {
             i64 at = here + t * stride;
-            double own = 0.0, rest = 0.0;
+            own[t] = rest[t] = 0.0;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 double x = (double)g[t][j] * inverse;
                 if (at + j < whole)
-                    own += x * x;
+                    own[t] += x * x;
                 else
-                    rest += x * x;
-            }
-            own = half_warp_sum(own);
-            bool shared = __any_sync(~0u, at + 3 >= whole);
-            if (shared) rest = half_warp_sum(rest) * share;
-            if ((threadIdx.x & 15) == t) {
-                mine = own;
-                mine_shared = rest;
+                    rest[t] += x * x;
             }
         }
-        if ((threadIdx.x & 15) < AT_ONCE) {
-            sound = window.add(mine, limbs) && sound;
-            sound = window.add(mine_shared, limbs) && sound;
+        double sum = half_warp_sums(own), shared_sum = 0.0;
+        if (__any_sync(~0u, here + (AT_ONCE - 1) * stride + 3 >= whole)) shared_sum = half_warp_sums(rest) * share;
+        // Of each block of 64 elements one lane turns the sum into an integer.
+        if ((threadIdx.x & 3) == 0) {
+            sound = window.add(sum, limbs) && sound;
+            sound = window.add(shared_sum, limbs) && sound;
         }
     }
     // The lanes of a warp mostly have one window: those that have the highest are added up first.

@@ -163,16 +163,14 @@ impl Setting {
         family.bound(size, self.peak(dtype), self.bytes_per_s, self.units)
     }
 
-    /// The same, with so many times as long for kernels that compute, and for those that read and write.
-    pub fn scaled(&self, computing: f64, other: f64) -> Self {
+    /// The same, where kernels that compute take so many times as long.
+    pub fn computing_scaled(&self, times: f64) -> Self {
         let mut scaled = self.clone();
         for table in &mut scaled.tables {
-            let times = match table.family {
-                Family::Matmul | Family::Attention => computing,
-                Family::Scores | Family::Bytes => other,
-                Family::Together => 1.0,
-            };
-            table.points.iter_mut().for_each(|point| point.seconds *= times);
+            match table.family {
+                Family::Matmul | Family::Attention => table.points.iter_mut().for_each(|point| point.seconds *= times),
+                Family::Scores | Family::Bytes | Family::Together => {}
+            }
         }
         scaled
     }

@@ -216,10 +216,10 @@ impl Demand {
             }
             Op::LinearCrossEntropy { rows } => {
                 let (tokens, vocab, inner) = (size("bs"), size("v"), size("k"));
-                let rows = (rows as u64).clamp(1, tokens.max(1));
                 let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u64;
-                // Every chunk reads the weights, and adds to their gradient.
-                let chunks = tokens.div_ceil(rows);
+                // Every chunk reads the weights, and adds to their gradient; the last may have fewer rows.
+                let chunks = tokens.div_ceil((rows as u64).clamp(1, tokens.max(1))).max(1);
+                let rows = tokens.div_ceil(chunks);
                 let each = vocab * inner * dtype.bytes() as u64;
                 let (calls, bytes) = (matmuls * chunks, bytes + (chunks - 1) * matmuls * each);
                 let (gradients, logits) = (if matmuls > 2 { vocab * inner } else { 0 }, tokens * vocab);
