@@ -229,7 +229,7 @@ fn overlap(segment: &Segment, index: usize, pattern: crate::collective::Pattern)
 
 /// Seconds of a kernel with the gap behind it, which is below 0 where clocks around kernels were measured with them.
 fn with_gap(seconds: f64, terms: &Terms) -> f64 {
-    (seconds + terms.kernel_gap).max(0.5 * seconds)
+    (seconds + terms.kernel_gap).max(0.25 * seconds)
 }
 
 /// The end of the last copy of a region that any schedule of a program uses: what it allocates.
