@@ -30,6 +30,7 @@ pub mod peaks;
 mod progress;
 mod staging;
 mod survey;
+mod tensor_map;
 
 pub use conformance::{process_rank as conformance_process, ranks as conformance_ranks};
 pub use device_queue::CaptureTurn;

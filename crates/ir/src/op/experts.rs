@@ -78,11 +78,6 @@ fn ways() -> [Routing; 3] {
     ]
 }
 
-/// Weights of every expert.
-fn stack() -> (TensorType, Draw) {
-    normal([experts(), ffn(), embed()])
-}
-
 /// Of every expert of a token so many features.
 fn each(s: &Shapes, features: Dim) -> (TensorType, Draw) {
     let mut ty = s.act(choices());
@@ -93,6 +88,42 @@ fn each(s: &Shapes, features: Dim) -> (TensorType, Draw) {
 /// The experts of every token.
 fn chosen(s: &Shapes) -> (TensorType, Draw) {
     (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Below(EXPERTS as u32))
+}
+
+/// Tokens and weights of a grouped matmul: at odd sizes, and in blocks that tensor cores take, where two experts get all tokens.
+struct Grouped {
+    tokens: Shapes,
+    embed: Dim,
+    ffn: Dim,
+    busy: u32,
+}
+
+impl Grouped {
+    fn all(batch: usize) -> Vec<Self> {
+        let odd = |tokens| Self { tokens, embed: embed(), ffn: ffn(), busy: EXPERTS as u32 };
+        let (embed, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
+        let whole = Self { tokens: Shapes::new(batch), embed, ffn, busy: 2 };
+        Shapes::any_leading(batch).map(odd).into_iter().chain([whole]).collect()
+    }
+
+    /// Weights of every expert.
+    fn stack(&self) -> (TensorType, Draw) {
+        normal([experts(), self.ffn.clone(), self.embed.clone()])
+    }
+
+    /// One row of a token.
+    fn x(&self) -> (TensorType, Draw) {
+        self.tokens.normal(self.embed.clone())
+    }
+
+    /// A row of each of a token's experts.
+    fn each(&self, features: &Dim) -> (TensorType, Draw) {
+        each(&self.tokens, features.clone())
+    }
+
+    fn chosen(&self) -> (TensorType, Draw) {
+        (chosen(&self.tokens).0, Draw::Below(self.busy))
+    }
 }
 
 /// One matmul for every expert of a token.
@@ -177,8 +208,8 @@ pub(super) static GROUPED_LINEAR: Spec = row(
     &[float("x", "…k"), float("w", "jnk"), u32("chosen", "…y")],
     &[float("y", "…yn")],
     |batch| {
-        let of = |s: Shapes| sample(Op::GroupedLinear, [s.normal(embed()), stack(), chosen(&s)]);
-        Shapes::any_leading(batch).map(of).into()
+        let of = |g: &Grouped| sample(Op::GroupedLinear, [g.x(), g.stack(), g.chosen()]);
+        Grouped::all(batch).iter().map(of).collect()
     },
 )
 .gradient(&[Input(0), Input(1), Input(2)])
@@ -190,8 +221,8 @@ pub(super) static GROUPED_LINEAR_EACH: Spec = row(
     &[float("x", "…yk"), float("w", "jnk"), u32("chosen", "…y")],
     &[float("y", "…yn")],
     |batch| {
-        let of = |s: Shapes| sample(Op::GroupedLinearEach, [each(&s, embed()), stack(), chosen(&s)]);
-        Shapes::any_leading(batch).map(of).into()
+        let of = |g: &Grouped| sample(Op::GroupedLinearEach, [g.each(&g.embed), g.stack(), g.chosen()]);
+        Grouped::all(batch).iter().map(of).collect()
     },
 )
 .gradient(&[Input(0), Input(1), Input(2)])
@@ -203,8 +234,8 @@ pub(super) static GROUPED_GRAD_INPUT: Spec = row(
     &[float("dy", "…yn"), float("w", "jnk"), u32("chosen", "…y")],
     &[float("dx", "…yk")],
     |batch| {
-        let of = |s: Shapes| sample(Op::GroupedGradInput, [each(&s, ffn()), stack(), chosen(&s)]);
-        Shapes::any_leading(batch).map(of).into()
+        let of = |g: &Grouped| sample(Op::GroupedGradInput, [g.each(&g.ffn), g.stack(), g.chosen()]);
+        Grouped::all(batch).iter().map(of).collect()
     },
 )
 .splits(&["…", "n", "k"])
@@ -216,7 +247,7 @@ pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
     &[accumulator("dw", "jnk")],
     |batch| {
         let op = Op::GroupedGradWeight { experts: EXPERTS };
-        Shapes::any_leading(batch).map(|s| sample(op, [each(&s, ffn()), s.normal(embed()), chosen(&s)])).into()
+        Grouped::all(batch).iter().map(|g| sample(op, [g.each(&g.ffn), g.x(), g.chosen()])).collect()
     },
 )
 .sums(0)
@@ -233,7 +264,7 @@ pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
     &[accumulator("dw", "jnk")],
     |batch| {
         let op = Op::GroupedGradWeightEach { experts: EXPERTS };
-        Shapes::any_leading(batch).map(|s| sample(op, [each(&s, ffn()), each(&s, embed()), chosen(&s)])).into()
+        Grouped::all(batch).iter().map(|g| sample(op, [g.each(&g.ffn), g.each(&g.embed), g.chosen()])).collect()
     },
 )
 .sums(0)
