@@ -90,25 +90,29 @@ fn chosen(s: &Shapes) -> (TensorType, Draw) {
     (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Below(EXPERTS as u32))
 }
 
-/// Tokens and weights of a grouped matmul: at odd sizes, and in blocks that tensor cores take, where two experts get all tokens.
+/// Tokens and weights of a grouped matmul: at odd sizes, and for larger micro-batches in blocks that tensor cores take, where two of
+/// three experts get all tokens.
 struct Grouped {
     tokens: Shapes,
     embed: Dim,
     ffn: Dim,
+    experts: usize,
     busy: u32,
 }
 
 impl Grouped {
     fn all(batch: usize) -> Vec<Self> {
-        let odd = |tokens| Self { tokens, embed: embed(), ffn: ffn(), busy: EXPERTS as u32 };
-        let (embed, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
-        let whole = Self { tokens: Shapes::new(batch), embed, ffn, busy: 2 };
-        Shapes::any_leading(batch).map(odd).into_iter().chain([whole]).collect()
+        let odd = |tokens| Self { tokens, embed: embed(), ffn: ffn(), experts: EXPERTS, busy: EXPERTS as u32 };
+        let blocks = || {
+            let (embed, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
+            Self { tokens: Shapes::new(batch), embed, ffn, experts: 3, busy: 2 }
+        };
+        Shapes::any_leading(batch).map(odd).into_iter().chain((batch > 1).then(blocks)).collect()
     }
 
     /// Weights of every expert.
     fn stack(&self) -> (TensorType, Draw) {
-        normal([experts(), self.ffn.clone(), self.embed.clone()])
+        normal([Dim::new(Axis::Experts, self.experts), self.ffn.clone(), self.embed.clone()])
     }
 
     /// One row of a token.
@@ -246,8 +250,8 @@ pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
     &[float("dy", "…yn"), float("x", "…k"), u32("chosen", "…y")],
     &[accumulator("dw", "jnk")],
     |batch| {
-        let op = Op::GroupedGradWeight { experts: EXPERTS };
-        Grouped::all(batch).iter().map(|g| sample(op, [g.each(&g.ffn), g.x(), g.chosen()])).collect()
+        let op = |g: &Grouped| Op::GroupedGradWeight { experts: g.experts };
+        Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.x(), g.chosen()])).collect()
     },
 )
 .sums(0)
@@ -263,8 +267,8 @@ pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
     &[float("dy", "…yn"), float("x", "…yk"), u32("chosen", "…y")],
     &[accumulator("dw", "jnk")],
     |batch| {
-        let op = Op::GroupedGradWeightEach { experts: EXPERTS };
-        Grouped::all(batch).iter().map(|g| sample(op, [g.each(&g.ffn), g.each(&g.embed), g.chosen()])).collect()
+        let op = |g: &Grouped| Op::GroupedGradWeightEach { experts: g.experts };
+        Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.each(&g.embed), g.chosen()])).collect()
     },
 )
 .sums(0)
