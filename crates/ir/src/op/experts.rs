@@ -90,8 +90,8 @@ fn chosen(s: &Shapes) -> (TensorType, Draw) {
     (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Below(EXPERTS as u32))
 }
 
-/// Tokens and weights of a grouped matmul: at odd sizes, and for larger micro-batches in blocks that tensor cores take, where two of
-/// three experts get all tokens.
+/// Tokens and weights of a grouped matmul: at odd sizes, and in blocks that tensor cores take, where two of three experts get all
+/// tokens.
 struct Grouped {
     tokens: Shapes,
     embed: Dim,
@@ -103,11 +103,9 @@ struct Grouped {
 impl Grouped {
     fn all(batch: usize) -> Vec<Self> {
         let odd = |tokens| Self { tokens, embed: embed(), ffn: ffn(), experts: EXPERTS, busy: EXPERTS as u32 };
-        let blocks = || {
-            let (embed, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
-            Self { tokens: Shapes::new(batch), embed, ffn, experts: 3, busy: 2 }
-        };
-        Shapes::any_leading(batch).map(odd).into_iter().chain((batch > 1).then(blocks)).collect()
+        let (wide, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
+        let blocks = Self { tokens: Shapes::new(batch), embed: wide, ffn, experts: 3, busy: 2 };
+        Shapes::any_leading(batch).map(odd).into_iter().chain([blocks]).collect()
     }
 
     /// Weights of every expert.
