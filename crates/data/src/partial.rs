@@ -13,7 +13,7 @@ use crate::shard::Width;
 use crate::shard_writer::{ShardSummary, ShardWriter};
 use crate::source::Cursor;
 use crate::workers::Tokenised;
-use crate::{DataError, Shard};
+use crate::{DataError, Shard, TokenFile};
 
 /// The folder of parts, inside the folder that the data set will be in.
 const FOLDER: &str = ".partial";

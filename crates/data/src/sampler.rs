@@ -192,10 +192,10 @@ mod tests {
     use super::*;
     use crate::shard::Width;
     use crate::shard_writer::ShardWriter;
-    use crate::{Origin, Shard};
+    use crate::{Origin, Shard, TokenFile};
 
     /// A shard of these tokens, with documents at these offsets; the first is continued where they do not begin with 0.
-    fn shard(folder: &std::path::Path, tokens: &[u8], documents: &[u64]) -> Arc<Shard> {
+    fn shard(folder: &std::path::Path, tokens: &[u8], documents: &[u64]) -> Arc<dyn TokenFile> {
         let mut writer = ShardWriter::create(folder, "a.shard", Width::One, false).unwrap();
         let continued = !documents.starts_with(&[0]);
         let starts = [&[0][..continued as usize], documents, &[tokens.len() as u64]].concat();

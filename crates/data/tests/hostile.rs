@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use lockstep_data::{DataError, PrepareSpec, Prepared, Shard, ShardFault, prepare};
+use lockstep_data::{DataError, PrepareSpec, Prepared, Shard, ShardFault, TokenFile, prepare};
 use tempfile::TempDir;
 use xxhash_rust::xxh3::xxh3_64;
 

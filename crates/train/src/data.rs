@@ -5,7 +5,7 @@ use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
     Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Survey, Tokenizer, TokenizerSpec,
-    is_current, is_same_text, prepare_with, survey,
+    is_current, is_same_text, prepare_with, survey, token_files,
 };
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -110,6 +110,10 @@ impl RunData {
         let shared = config.prepared_dir().is_some_and(|shared| shared == folder);
         let mut corpora = Vec::new();
         for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
+            if let Some(data) = in_place(config, &spec)? {
+                corpora.push(RunCorpus { name, weight, data });
+                continue;
+            }
             let found = match Prepared::open(&folder)? {
                 Some(data) if existing == Existing::Refresh => match is_current(&spec, &data, stop)? {
                     true => Some(data),
@@ -145,6 +149,10 @@ impl RunData {
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
         let (mut text, mut corpora) = (Survey { files: 0, bytes: 0 }, Vec::new());
         for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
+            if let Some(data) = in_place(config, &spec)? {
+                corpora.push(RunCorpus { name, weight, data });
+                continue;
+            }
             let Survey { files, bytes } = survey(&spec, &folder, stop)?;
             text = Survey { files: text.files + files, bytes: text.bytes + bytes };
             if let Some(data) = Prepared::open(&folder)?
@@ -160,8 +168,12 @@ impl RunData {
     /// Opens the corpora under `folder`; none where one of them is not prepared.
     pub fn open(config: &Config, folder: &Path) -> Result<Option<Self>, DataError> {
         let mut corpora = Vec::new();
-        for Wanted { name, weight, folder, .. } in wanted(config, folder, &TokenizerSpec::Bytes) {
-            let Some(data) = Prepared::open(&folder)? else { return Ok(None) };
+        for Wanted { name, weight, spec, folder } in wanted(config, folder, &TokenizerSpec::Bytes) {
+            let data = match token_files(&spec)? {
+                Some(_) => in_place(config, &PrepareSpec { tokenizer: tokenizer_spec(config)?, ..spec })?,
+                None => Prepared::open(&folder)?,
+            };
+            let Some(data) = data else { return Ok(None) };
             corpora.push(RunCorpus { name, weight, data });
         }
         Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
@@ -197,6 +209,10 @@ impl RunData {
         for (corpus, Wanted { spec, folder, .. }) in
             self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes))
         {
+            // What is read in place is known by its fingerprint, which checkpoints have.
+            if corpus.data.is_in_place() {
+                continue;
+            }
             let before = corpus.data.spec();
             let (ours, theirs) = (settings(&spec), settings(before));
             if ours == theirs {
@@ -298,6 +314,19 @@ impl RunData {
 
     fn vocabulary(&self) -> u32 {
         self.corpora.iter().map(|corpus| corpus.data.vocabulary()).max().unwrap_or(0)
+    }
+}
+
+/// Megatron's files, where a spec names such: they are read where they are.
+fn in_place(config: &Config, spec: &PrepareSpec) -> Result<Option<Prepared>, DataError> {
+    let Some(files) = token_files(spec)? else { return Ok(None) };
+    match &config.data.prompt_field {
+        None => Prepared::in_place(spec, &files).map(Some),
+        Some(field) => Err(DataError::Source {
+            path: files[0].clone(),
+            problem: format!("data.prompt_field names the field {field:?}, and tokens have no fields"),
+            hint: "remove data.prompt_field, or name the text instead of its tokens in data.paths",
+        }),
     }
 }
 

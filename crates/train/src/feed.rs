@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::tasks::Request;
-use lockstep_data::{Sampler, TokenStream};
+use lockstep_data::{DataError, Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::Tensor;
@@ -43,6 +43,17 @@ pub(crate) fn counted(targets: &[u32]) -> u64 {
     targets.iter().filter(|target| **target != IGNORED_TARGET).count() as u64
 }
 
+/// Refuses tokens that the model has no embedding for: files that others made may have any.
+fn require_known(ids: &[u32], vocab: u32, stream: &TokenStream, offset: u64) -> Result<(), DataError> {
+    let Some(at) = ids.iter().position(|id| *id >= vocab && *id != IGNORED_TARGET) else { return Ok(()) };
+    let (offset, id) = (offset + at as u64, ids[at]);
+    Err(DataError::Source {
+        path: stream.file_at(offset).to_owned(),
+        problem: format!("token {offset} of its corpus is {id}, and model.vocab_size = {vocab}"),
+        hint: "set data.tokenizer and model.vocab_size to those that the tokens were made for",
+    })
+}
+
 /// A sequence that was evaluated.
 pub(crate) struct Scored<'a> {
     /// Which.
@@ -79,6 +90,8 @@ pub(crate) struct Feed {
     starts: Option<Vec<u32>>,
     keys: Option<Vec<u32>>,
     seed: u64,
+    /// Tokens are below this.
+    vocab: u32,
     bytes: Vec<u8>,
 }
 
@@ -89,7 +102,7 @@ impl Feed {
         tensors: &[Tensor],
         entry: Option<&str>,
         (batch, seq): (usize, usize),
-        seed: u64,
+        (seed, vocab): (u64, usize),
         has: &dyn Fn(&str, Range<usize>) -> bool,
     ) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
@@ -102,6 +115,7 @@ impl Feed {
             starts: asked(&names[2], positions),
             keys: asked(&names[3], 2 * batch),
             seed,
+            vocab: u32::try_from(vocab).unwrap_or(u32::MAX),
             names,
             batch,
             seq,
@@ -160,10 +174,14 @@ impl Feed {
             let (stream, offset) = data.source(index);
             counted += stream.counted_targets(offset, self.seq);
             if tokens[b] {
-                stream.copy(offset, &mut self.tokens[range.clone()]);
+                let to = &mut self.tokens[range.clone()];
+                stream.copy(offset, to);
+                require_known(to, self.vocab, stream, offset)?;
             }
             if targets[b] {
-                stream.copy_targets(offset, &mut self.targets[range.clone()]);
+                let to = &mut self.targets[range.clone()];
+                stream.copy_targets(offset, to);
+                require_known(to, self.vocab, stream, offset + 1)?;
             }
             if let (Some(to), true) = (&mut self.starts, starts[b]) {
                 stream.document_starts(offset, &mut to[range]);

@@ -128,9 +128,13 @@ impl Session {
         Ok(Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
-            feed: Feed::new(&tensors, None, (batch, config.train.seq), config.train.seed, &|name, elements| {
-                executor.has(name, elements)
-            }),
+            feed: Feed::new(
+                &tensors,
+                None,
+                (batch, config.train.seq),
+                (config.train.seed, config.model.vocab_size),
+                &|name, elements| executor.has(name, elements),
+            ),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,

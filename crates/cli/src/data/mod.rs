@@ -1,5 +1,6 @@
 //! `lockstep data`: text to tokens, and a look at what came of it.
 
+mod export;
 mod inspect;
 mod prepare;
 mod statistics;
@@ -12,11 +13,14 @@ pub enum Command {
     Prepare(prepare::Args),
     /// Show what prepared data hold: counts, any sample as text, the documents of a training step.
     Inspect(inspect::Args),
+    /// Write the tokens as Megatron's indexed datasets: .bin and .idx files.
+    Export(export::Args),
 }
 
 pub fn run(command: Command) -> Result<(), Failure> {
     match command {
         Command::Prepare(args) => prepare::run(args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Export(args) => export::run(args),
     }
 }

@@ -96,12 +96,16 @@ pub fn as_text(statistics: &Statistics) -> String {
                 [corpus.name.as_str(), name].join(" ").trim().to_owned(),
                 thousands(split.documents),
                 thousands(split.tokens),
-                units::bytes(split.bytes),
+                known(split, units::bytes(split.bytes)),
                 format!("{:.1}", split.tokens_per_document),
-                format!("{:.2}", split.bytes_per_token),
+                known(split, format!("{:.2}", split.bytes_per_token)),
                 thousands(split.shards),
             ]);
         }
+    }
+    // Of tokens that others made the text is not known.
+    fn known(split: &SplitStatistics, text: String) -> String {
+        if split.bytes > 0 { text } else { "–".to_owned() }
     }
     let header = ["split", "documents", "tokens", "text", "tokens/document", "bytes/token", "shards"];
     let total: f64 = statistics.corpora.iter().map(|corpus| corpus.weight).sum();
