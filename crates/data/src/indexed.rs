@@ -137,7 +137,10 @@ pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) ->
     if held >= all {
         return Err(DataError::source(
             &files[0],
-            format!("{all} document{} cannot be divided between training and validation", if all == 1 { "" } else { "s" }),
+            format!(
+                "{all} document{} cannot be divided between training and validation",
+                if all == 1 { "" } else { "s" }
+            ),
             "add documents, or set data.validation_fraction = 0",
         ));
     }
@@ -151,7 +154,10 @@ pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) ->
             if let Some((largest, at)) = part.largest_sampled().filter(|(largest, _)| *largest >= vocabulary) {
                 return Err(DataError::source(
                     part.path(),
-                    format!("token {} is {largest}, and the tokenizer has tokens below {vocabulary}", part.tokens.start + at),
+                    format!(
+                        "token {} is {largest}, and the tokenizer has tokens below {vocabulary}",
+                        part.tokens.start + at
+                    ),
                     "set data.tokenizer to the tokenizer.json that the tokens were made with",
                 ));
             }
@@ -161,7 +167,8 @@ pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) ->
         }
         first += documents;
     }
-    let none = |what: &str| DataError::source(&files[0], format!("no token for {what}"), "add documents that are not empty");
+    let none =
+        |what: &str| DataError::source(&files[0], format!("no token for {what}"), "add documents that are not empty");
     match (train.is_empty(), validation.is_empty() && held > 0) {
         (true, _) => Err(none("training")),
         (_, true) => Err(none("validation")),

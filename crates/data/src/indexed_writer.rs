@@ -57,7 +57,7 @@ pub fn export(
         progress(at);
     }
 
-    let mut documents = 0;
+    let mut documents = 0u64;
     each_start(tokens, |_| documents += 1);
     let mut index = Out::create(folder, &format!("{name}.idx"))?;
     index.write(&MAGIC)?;
@@ -66,10 +66,11 @@ pub fn export(
     index.write(&documents.to_le_bytes())?;
     index.write(&(documents + 1).to_le_bytes())?;
     let (mut result, mut last) = (Ok(()), None);
-    let mut length = |last: Option<u64>, next: u64, index: &mut Out| {
+    let length = |last: Option<u64>, next: u64, index: &mut Out| {
         let Some(last) = last else { return Ok(()) };
         let length = i32::try_from(next - last).map_err(|_| {
-            let problem = format!("the document from token {last} on has {} tokens, more than the format holds", next - last);
+            let problem =
+                format!("the document from token {last} on has {} tokens, more than the format holds", next - last);
             DataError::source(tokens.path(), problem, "cut the document into several before it is prepared")
         })?;
         index.write(&length.to_le_bytes())

@@ -41,7 +41,9 @@ mod workers;
 pub use error::{DataError, ShardFault};
 pub use indexed::{IndexedTokens, token_files};
 pub use indexed_writer::{Exported, export};
-pub use prepare::{PrepareOptions, Progress, Survey, is_current, is_same_text, prepare, prepare_with, survey};
+pub use prepare::{
+    Excerpt, PrepareOptions, Progress, Survey, excerpt, is_current, is_same_text, prepare, prepare_with, survey,
+};
 pub use prepared::{Prepared, SplitSummary};
 pub use sampler::{Corpus, SamplePlace, Sampler};
 pub use shard::Shard;

@@ -72,6 +72,11 @@ impl Partial {
         (part.key == self.key && whole).then_some(part)
     }
 
+    /// A finished shard, before it takes its place.
+    pub(crate) fn shard(&self, summary: &ShardSummary) -> Result<Shard, DataError> {
+        Shard::open(&self.folder.join(&summary.file))
+    }
+
     /// Whether the data set is complete and only has to take its place.
     pub(crate) fn installing(&self) -> bool {
         self.folder.join(DATA_JSON).exists()

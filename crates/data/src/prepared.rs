@@ -41,6 +41,7 @@ impl Prepared {
                 bytes: 0,
                 tokens: part.len(),
                 xxh3: part.hash(),
+                sampled: None,
             };
             SplitSummary::of(parts.iter().map(shard).collect())
         };
@@ -291,6 +292,11 @@ fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStre
         }
         if shard.hash() != described.xxh3 {
             return differs("another hash");
+        }
+        if let Some(sampled) = described.sampled.as_ref().filter(|_| !shard.is_verified())
+            && *sampled != hexadecimal(shard.sampled())
+        {
+            return differs("samples of the tokens are others");
         }
         shards.push(Arc::new(shard) as Arc<dyn TokenFile>);
     }

@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use memmap2::{Mmap, MmapOptions};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::scan::sample_blocks;
 use crate::stop::{NEVER, go_on};
 use crate::token_file::check_range;
 use crate::{DataError, Document, Origin, ShardFault, TokenFile};
@@ -80,7 +81,7 @@ impl Shard {
         // never changed in place, so the bytes under the map stay as they are.
         let map = unsafe { MmapOptions::new().len(expected).map(&file) }.map_err(unreadable)?;
         let shard = Shard { path: path.to_owned(), map, header };
-        if shard.map.len() < VERIFY_ON_OPEN_BYTES {
+        if shard.is_verified() {
             shard.verify()?;
         }
         Ok(shard)
@@ -89,6 +90,21 @@ impl Shard {
     /// Reads everything, compares its hash with the header's and checks the document table.
     pub fn verify(&self) -> Result<(), DataError> {
         self.verify_with(&NEVER, &mut |_| ())
+    }
+
+    /// Whether it was read in full when it was opened.
+    pub(crate) fn is_verified(&self) -> bool {
+        self.map.len() < VERIFY_ON_OPEN_BYTES
+    }
+
+    /// A hash of samples of tokens and documents, for what is too long to be read whenever it is opened.
+    pub(crate) fn sampled(&self) -> u64 {
+        let mut hasher = Xxh3::new();
+        let payload = &self.map[HEADER_BYTES..];
+        for (from, length) in sample_blocks(payload.len() as u64) {
+            hasher.update(&payload[from as usize..(from + length) as usize]);
+        }
+        hasher.digest()
     }
 
     fn prompt(&self, index: u64) -> u64 {

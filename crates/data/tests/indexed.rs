@@ -14,10 +14,8 @@ use lockstep_data::{
 };
 
 /// The files that `make_indexed.py` made, and their documents' tokens.
-const GOLDEN: [(&str, &[u64], u32); 2] = [
-    ("indexed.uint16", &[5, 1, 17, 300, 64, 2, 90, 33], 1000),
-    ("indexed.int32", &[7, 0, 9, 3, 40, 0, 17], 70_000),
-];
+const GOLDEN: [(&str, &[u64], u32); 2] =
+    [("indexed.uint16", &[5, 1, 17, 300, 64, 2, 90, 33], 1000), ("indexed.int32", &[7, 0, 9, 3, 40, 0, 17], 70_000)];
 
 fn token(at: u64, vocabulary: u32) -> u32 {
     ((at * 7919 + 13) % u64::from(vocabulary)) as u32
@@ -71,7 +69,8 @@ fn what_is_exported_is_what_megatron_would_write() {
         let written = fs::read(case.path(&format!("out/again.{extension}"))).unwrap();
         assert!(written == fs::read(fixture(&format!("{name}.{extension}"))).unwrap(), "{extension}");
     }
-    let sizes = ["bin", "idx"].map(|extension| fs::metadata(case.path(&format!("out/again.{extension}"))).unwrap().len());
+    let sizes =
+        ["bin", "idx"].map(|extension| fs::metadata(case.path(&format!("out/again.{extension}"))).unwrap().len());
     assert_eq!(exported.bytes, sizes.iter().sum::<u64>());
 
     // Documents of several sequences become one each, and empty ones are left out; the tokens stay.
@@ -87,8 +86,7 @@ fn what_is_exported_is_what_megatron_would_write() {
 fn shards_and_exported_files_give_the_same_samples() {
     let case = Case::new(&[("a.txt", b"one document of some length"), ("b.txt", b"and another"), ("c.txt", b"three")]);
     let shards = case.prepare(&case.spec(&["a.txt", "b.txt", "c.txt"])).unwrap();
-    let exported =
-        export(shards.train(), 256, &case.path("x"), "train", &AtomicBool::new(false), &mut |_| ()).unwrap();
+    let exported = export(shards.train(), 256, &case.path("x"), "train", &AtomicBool::new(false), &mut |_| ()).unwrap();
     let again = stream(&exported.index);
     let samples = |stream: Arc<TokenStream>| {
         let sampler = Sampler::new(stream, 6, 3).unwrap();
@@ -166,12 +164,21 @@ fn damaged_files_are_refused_by_name() {
     let copy = "\nhint: copy both files again from where they were made (x.bin and x.idx belong together)";
     let make = "\nhint: make them with Megatron's tools/preprocess_data.py, or with `lockstep data export`";
     let index = |change: &dyn Fn(&mut Vec<u8>)| refused("a.idx", change);
-    assert_eq!(index(&|b| b.truncate(20)), format!("a.idx: 20 bytes are too few for the header of an index (34 bytes){copy}"));
+    assert_eq!(
+        index(&|b| b.truncate(20)),
+        format!("a.idx: 20 bytes are too few for the header of an index (34 bytes){copy}")
+    );
     assert_eq!(index(&|b| b.truncate(100)), format!("a.idx: 100 bytes long where the header says 202{copy}"));
     assert_eq!(index(&|b| b.push(0)), format!("a.idx: 203 bytes long where the header says 202{copy}"));
-    assert_eq!(index(&|b| b[0] = b'X'), format!("a.idx: not an index of Megatron's: it does not begin with `MMIDIDX`{make}"));
+    assert_eq!(
+        index(&|b| b[0] = b'X'),
+        format!("a.idx: not an index of Megatron's: it does not begin with `MMIDIDX`{make}")
+    );
     assert!(index(&|b| b[..8].copy_from_slice(b"TNTIDX\0\0")).contains("of the old kind (TNTIDX)"));
-    assert_eq!(index(&|b| b[9] = 2), format!("a.idx: index version 2 is not supported (this build reads version 1){make}"));
+    assert_eq!(
+        index(&|b| b[9] = 2),
+        format!("a.idx: index version 2 is not supported (this build reads version 1){make}")
+    );
     assert!(index(&|b| b[17] = 5).contains("tokens of type 5 (int64) are not read, only uint8, uint16 and int32"));
     assert!(index(&|b| b[17] = 99).contains("tokens of type 99 are not read"));
     assert!(index(&|b| b[25] = 0xff).contains("more than a file can hold"));

@@ -1,12 +1,12 @@
 //! `lockstep data export`.
 
 use super::inspect::{Inspected, open};
+use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::style::message;
 use crate::table::table;
 use crate::train::on_interrupt;
-use crate::Format;
 use lockstep_data::{Exported, export};
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
@@ -63,9 +63,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => {
-            let file = |e: &Exported| {
-                serde_json::json!({ "index": e.index, "documents": e.documents, "tokens": e.tokens, "bytes": e.bytes })
-            };
+            let file = |e: &Exported| serde_json::json!({ "index": e.index, "documents": e.documents, "tokens": e.tokens, "bytes": e.bytes });
             let files: Vec<_> = written.iter().map(file).collect();
             writeln!(out, "{:#}", serde_json::json!({ "files": files }))?;
         }
