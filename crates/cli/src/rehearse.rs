@@ -76,7 +76,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let (config, room) = placed(&devices, config.clone(), gpu)?;
         let plan = plan(&devices, &config)?;
         predicted = match &hardware {
-            Some(hardware) => Some(Predicted::new(&plan, hardware)?),
+            Some(hardware) => Some(Predicted::new(&config, &plan, hardware)?),
             None => Predicted::here(&devices, &plan)?,
         };
         let verdict = room.as_ref().map(|room| room.verdict(&plan.stages, plan.layout.mesh.ranks()));
