@@ -142,8 +142,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
             let names: Vec<&str> = list
                 .items
                 .iter()
-                .filter_map(|i| i["fault"].is_string().then(|| i["what"].as_str()))
-                .flatten()
+                .filter(|item| item["fault"].is_string())
+                .filter_map(|item| item["what"].as_str())
                 .collect();
             let count = if faults == 1 { "1 fault".to_owned() } else { format!("{faults} faults") };
             Err(Failure::run(format!(
