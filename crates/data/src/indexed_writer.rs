@@ -19,7 +19,7 @@ const LARGE_VOCABULARY: u32 = 65_500;
 
 /// What [`export`] wrote.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Exported {
+pub struct ExportedTokens {
     /// The `.idx`; the `.bin` is beside it.
     pub index: PathBuf,
     /// Documents, each one sequence.
@@ -40,7 +40,7 @@ pub fn export(
     name: &str,
     stop: &AtomicBool,
     progress: &mut dyn FnMut(u64),
-) -> Result<Exported, DataError> {
+) -> Result<ExportedTokens, DataError> {
     fs::create_dir_all(folder).map_err(|cause| DataError::unwritable(folder, cause))?;
     let (width, code) = if vocabulary < LARGE_VOCABULARY { (Width::Two, 8u8) } else { (Width::Four, 4) };
     let mut bin = Out::create(folder, &format!("{name}.bin"))?;
@@ -97,7 +97,7 @@ pub fn export(
     let path = index.publish()?;
     sync_folder(folder)?;
     let bytes = tokens.len() * width as u64 + HEADER_BYTES as u64 + 12 * documents + 8 * (documents + 1);
-    Ok(Exported { index: path, documents, tokens: tokens.len(), bytes })
+    Ok(ExportedTokens { index: path, documents, tokens: tokens.len(), bytes })
 }
 
 /// Calls `visit` with the first token of every document; the stream begins with one.

@@ -40,7 +40,7 @@ mod workers;
 
 pub use error::{DataError, ShardFault};
 pub use indexed::{IndexedTokens, token_files};
-pub use indexed_writer::{Exported, export};
+pub use indexed_writer::{ExportedTokens, export};
 pub use prepare::{
     Excerpt, PrepareOptions, Progress, Survey, excerpt, is_current, is_same_text, prepare, prepare_with, survey,
 };

@@ -7,7 +7,7 @@ use crate::progress::Progress;
 use crate::style::message;
 use crate::table::table;
 use crate::train::on_interrupt;
-use lockstep_data::{Exported, export};
+use lockstep_data::{ExportedTokens, export};
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
 use lockstep_train::RunCorpus;
@@ -63,12 +63,12 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => {
-            let file = |e: &Exported| serde_json::json!({ "index": e.index, "documents": e.documents, "tokens": e.tokens, "bytes": e.bytes });
+            let file = |e: &ExportedTokens| serde_json::json!({ "index": e.index, "documents": e.documents, "tokens": e.tokens, "bytes": e.bytes });
             let files: Vec<_> = written.iter().map(file).collect();
             writeln!(out, "{:#}", serde_json::json!({ "files": files }))?;
         }
         Format::Text => {
-            let row = |e: &Exported| {
+            let row = |e: &ExportedTokens| {
                 let name = e.index.with_extension("{bin,idx}").display().to_string();
                 vec![name, thousands(e.documents), thousands(e.tokens), units::bytes(e.bytes)]
             };
