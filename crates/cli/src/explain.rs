@@ -3,7 +3,7 @@
 mod account;
 pub(crate) mod compare;
 mod cost;
-mod forecast;
+pub(crate) mod forecast;
 mod layout;
 mod schedule;
 

@@ -25,6 +25,7 @@ mod processes;
 mod profile;
 mod progress;
 mod provenance;
+mod rehearse;
 mod report;
 mod runs;
 mod slurm;
@@ -76,6 +77,8 @@ enum Command {
     Explain(explain::Args),
     /// Find the fastest layout of a run on some GPUs: how its work is split, its micro-batch, what is recomputed. Runs nothing.
     Plan(plan::Args),
+    /// Go through a whole run in small on this machine before the real one: data, steps, validation, a kill, another layout, export.
+    Rehearse(rehearse::Args),
     /// Show by running that layouts compute what one rank computes.
     Verify(verify::Args),
     /// Compare predicted step times and memory with measurements that others have published.
@@ -164,6 +167,7 @@ fn main() -> ExitCode {
         Command::Diff(args) => runs::diff(&args),
         Command::Explain(args) => explain::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Rehearse(args) => rehearse::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Validate(args) => validate::run(args),
         Command::Doctor(args) => doctor::run(args),

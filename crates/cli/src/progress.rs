@@ -24,6 +24,9 @@ pub struct Progress {
     shown: (u64, Vec<Field>),
 }
 
+/// The share of a step that it may wait for data before that is shown.
+const DATA_WAIT: f64 = 0.05;
+
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// What takes no longer is not shown.
@@ -165,6 +168,8 @@ impl Progress {
             self.val_loss.map(|loss| (3, format!("val loss {loss:.3}"))),
             Some((2, format!("{} tokens/s", units::count(m.tokens_per_s as u64)))),
             Some((4, format!("MFU {:.0}%", 100.0 * m.mfu))),
+            (m.data_wait_s > DATA_WAIT * m.step_s)
+                .then(|| (3, format!("{:.0}% waiting for data", 100.0 * m.data_wait_s / m.step_s))),
             Some((1, format!("{} left", units::seconds(left)))),
             m.gpu.gpu_power_w.map(|power| (5, format!("{power:.0} W"))),
             m.gpu.gpu_memory_bytes.map(|bytes| (6, units::bytes(bytes))),

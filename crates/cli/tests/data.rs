@@ -250,3 +250,75 @@ fn inspect_says_what_it_needs() {
     let text = place.ok(&["data", "inspect", "run.toml", "--sample", "1"]);
     assert!(text.contains("sample 1: epoch 0, tokens from") && text.contains("corpus/"), "{text}");
 }
+
+#[test]
+fn megatrons_files_train_as_the_shards_that_they_were_exported_from() {
+    let place = Place::new();
+    let config =
+        CONFIG.replace("paths = [\"corpus\"]", "paths = [\"corpus\"]\nvalidation_fraction = 0.0\ndocument_mask = true");
+    place.config(&config);
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let text = place.ok(&["data", "export", "run", "--out", "tokens"]);
+    assert!(text.contains("tokens/train.{bin,idx}") && text.contains(" 8 "), "{text}");
+    place.config(&config.replace("[\"corpus\"]", "[\"tokens/train\"]"));
+    place.ok(&["train", "run.toml", "--run-dir", "again"]);
+    assert_eq!(place.trajectory("again"), place.trajectory("run"));
+    assert!(!place.path("again/data").exists(), "nothing is copied");
+    let statistics = json(&place.ok(&["data", "inspect", "again", "--step", "3", "--format", "json"]));
+    assert_eq!(statistics["corpora"][0]["train"]["documents"], 8);
+    assert!(statistics["step"]["samples"][0]["documents"][0]["file"].as_str().unwrap().ends_with("tokens/train.idx"));
+    assert!(place.ok(&["data", "verify", "again"]).contains("their index was checked"));
+    assert!(place.ok(&["data", "verify", "run"]).contains("everything is as it was prepared"));
+
+    // Tokens that changed are other data, which a run does not go on with.
+    let bin = place.path("tokens/train.bin");
+    let bytes = std::fs::read(&bin).unwrap();
+    std::fs::remove_file(&bin).unwrap();
+    std::fs::write(&bin, &bytes[..bytes.len() - 2]).unwrap();
+    let error = place.fails(2, &["train", "run.toml", "--run-dir", "again", "--change", "train.steps=25"]);
+    assert!(error.contains("tokens/train.bin: ") && error.contains("hint: copy both files again"), "{error}");
+    let mut other = bytes.clone();
+    other[100] ^= 1;
+    std::fs::write(&bin, &other).unwrap();
+    let error = place.fails(2, &["train", "run.toml", "--run-dir", "again", "--change", "train.steps=25"]);
+    assert!(error.contains("data"), "{error}");
+    std::fs::write(&bin, &bytes).unwrap();
+    place.ok(&["train", "run.toml", "--run-dir", "again", "--change", "train.steps=22"]);
+    assert_eq!(place.trajectory("again").len(), 22);
+}
+
+#[test]
+fn weights_change_at_given_tokens_whatever_the_layout_and_after_a_restart() {
+    let place = mixed();
+    let config = std::fs::read_to_string(place.path("run.toml")).unwrap();
+    // 20 steps of 8 sequences of 32 tokens: from step 11 on, records alone.
+    let scheduled = config.replace(
+        "paths = [\"corpus\"], weight = 1 }",
+        "paths = [\"corpus\"], weight = 1, schedule = [{ tokens = 2560, weight = 0 }] }",
+    );
+    assert_ne!(scheduled, config);
+    place.config(&scheduled);
+    place.ok(&["train", "run.toml", "--run-dir", "whole"]);
+    let corpora = |step: &str| {
+        let step = json(&place.ok(&["data", "inspect", "whole", "--step", step, "--format", "json"]))["step"].clone();
+        let samples = step["samples"].as_array().unwrap();
+        samples.iter().filter(|sample| sample["corpus"] == "text").count()
+    };
+    assert_eq!(["1", "10", "11", "20"].map(corpora), [2, 2, 0, 0]);
+    let text = place.ok(&["data", "inspect", "whole"]);
+    assert!(
+        text.contains("mixture: text 25.0%, records 75.0%\n  from 2.56K tokens on: text 0.0%, records 100.0%\n"),
+        "{text}"
+    );
+
+    let bits = ["--set", "train.reproducible=true", "--set", "train.micro_batch=2"];
+    let with = |more: &[&'static str]| [&["train", "run.toml", "--quiet"], &bits[..], more].concat();
+    place.ok(&with(&["--run-dir", "one"]));
+    place.ok(&with(&["--run-dir", "two", "--set", "parallel.dp=2"]));
+    assert_eq!(place.trajectory("two"), place.trajectory("one"));
+    // Begun again from step 10, before the change, and from 15, behind it.
+    for step in ["10", "15"] {
+        place.ok(&with(&["--run-dir", "one", "--resume-from", step]));
+        assert_eq!(place.trajectory("one"), place.trajectory("two"), "from {step}");
+    }
+}

@@ -57,9 +57,19 @@ fn a_run_directory_holds_what_is_documented() {
     let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
     assert_eq!(metrics.lines().count(), 20);
     let line: Value = serde_json::from_str(metrics.lines().nth(4).unwrap()).unwrap();
-    for field in
-        ["step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "arena_bytes", "val_loss"]
-    {
+    for field in [
+        "step",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_s",
+        "data_wait_s",
+        "tokens_per_s",
+        "mfu",
+        "arena_bytes",
+        "val_loss",
+    ] {
         assert!(line[field].is_number(), "{field}");
     }
     // The resolved config starts the very same run.

@@ -9,7 +9,7 @@ use crate::error::Problem;
 use crate::quantity::{self, Quantity};
 use crate::source::quoted;
 use crate::suggest;
-use crate::value::{AUTO, CorpusConfig, GroupConfig, RopeScalingConfig, Value};
+use crate::value::{AUTO, CorpusConfig, GroupConfig, RopeScalingConfig, Value, WeightConfig};
 
 /// The largest batch, in sequences.
 pub(crate) const MAX_BATCH: u64 = 1 << 32;
@@ -37,6 +37,8 @@ pub(crate) enum Kind {
     Counts(Item),
     RopeScaling,
     Corpora,
+    /// The weights of a corpus later in a run.
+    Weights,
     Groups,
     Ramp,
 }
@@ -130,9 +132,16 @@ pub(crate) const LAYERS_OF_STAGES: Item = Item {
     hold: |number| number.parse::<u32>().is_ok(),
 };
 
-/// The keys of one of `data.corpora`, in the order of [`CorpusConfig`].
-const CORPUS_KEYS: [(&str, Kind); 3] =
-    [("name", Kind::Text(NAME)), ("paths", Kind::Texts(PATHS)), ("weight", Kind::Float(POSITIVE))];
+/// The keys of one of `data.corpora`, in the order of [`CorpusConfig`]; the last may be left out.
+const CORPUS_KEYS: [(&str, Kind); 4] = [
+    ("name", Kind::Text(NAME)),
+    ("paths", Kind::Texts(PATHS)),
+    ("weight", Kind::Float(NOT_NEGATIVE)),
+    ("schedule", Kind::Weights),
+];
+
+/// The keys of one weight of a `schedule`.
+const WEIGHT_KEYS: [(&str, Kind); 2] = [("tokens", Kind::Count(1, 1 << 60)), ("weight", Kind::Float(NOT_NEGATIVE))];
 
 const NAME: Word = Word { text: "name", rule: "name the corpus with letters, digits, - and _" };
 
@@ -194,6 +203,7 @@ impl Kind {
             Kind::Text(word) => word.text.into(),
             Kind::RopeScaling => form(&ROPE_SCALING_KEYS),
             Kind::Corpora => format!("list of {}", form(&CORPUS_KEYS)),
+            Kind::Weights => format!("list of {}", form(&WEIGHT_KEYS)),
             Kind::Groups => format!("list of {}", form(&GROUP_KEYS)),
             Kind::Ramp => format!("list of {}", form(&RAMP_KEYS)),
         }
@@ -276,6 +286,7 @@ impl Kind {
             (Kind::Text(_), DeValue::String(text)) => Ok(Value::Text(text.to_string())),
             (Kind::RopeScaling, DeValue::Table(table)) => read_rope_scaling(reading, table, &span),
             (Kind::Corpora, DeValue::Array(array)) => read_corpora(reading, array),
+            (Kind::Weights, DeValue::Array(array)) => read_weights(reading, array),
             (Kind::Groups, DeValue::Array(array)) => read_groups(reading, array),
             (Kind::Ramp, DeValue::Array(array)) => read_ramp(reading, array),
             _ => Err(wrong_type()),
@@ -299,6 +310,7 @@ impl Kind {
             Kind::Text(_) => "a string",
             Kind::RopeScaling => "an inline table",
             Kind::Corpora => "a list of corpora",
+            Kind::Weights => "a list of weights",
             Kind::Groups => "a list of groups",
             Kind::Ramp => "a list of batch sizes",
         }
@@ -328,7 +340,10 @@ impl Kind {
             Kind::Texts(item) | Kind::Counts(item) => item.rule.into(),
             Kind::Text(word) => word.rule.into(),
             Kind::RopeScaling => format!("give all of {}", form(&ROPE_SCALING_KEYS)),
-            Kind::Corpora => format!("give a list of {}", form(&CORPUS_KEYS)),
+            Kind::Corpora => format!("give a list of {}; schedule may be left out", form(&CORPUS_KEYS)),
+            Kind::Weights => {
+                format!("give a list of {}, such as {{ tokens = \"2T\", weight = 0.3 }}", form(&WEIGHT_KEYS))
+            }
             Kind::Ramp => format!(
                 "give a list of {}, such as {{ tokens = \"69B\", global_batch = \"32M tokens\" }}",
                 form(&RAMP_KEYS)
@@ -470,10 +485,11 @@ fn read_corpora(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<
     let mut corpora: Vec<CorpusConfig> = Vec::new();
     for element in tables(reading, Kind::Corpora, "corpora", array) {
         let (table, span) = element?;
-        let values = read_table(reading, &CORPUS_KEYS, table, &span)?;
-        let [Some(Value::Text(name)), Some(Value::Texts(paths)), Some(Value::Float(weight))] = values else {
+        let values = read_first(reading, &CORPUS_KEYS, 3, table, &span)?;
+        let [Some(Value::Text(name)), Some(Value::Texts(paths)), Some(Value::Float(weight)), schedule] = values else {
             unreachable!("each key was read by its own kind")
         };
+        let schedule = if let Some(Value::Weights(weights)) = schedule { weights } else { Vec::new() };
         let refuse = |problem: String, hint: &str| Err(Problem::new(problem, hint).within(span.clone()));
         let shown = quoted(&name);
         let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
@@ -487,9 +503,41 @@ fn read_corpora(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<
         if paths.is_empty() {
             return refuse(format!("{}: the corpus \"{shown}\" has no paths", reading.path), PATHS.rule);
         }
-        corpora.push(CorpusConfig { name, paths, weight });
+        if weight == 0.0 && schedule.iter().all(|later| later.weight == 0.0) {
+            let problem = format!("{}: the corpus \"{shown}\" has weight 0 all the time", reading.path);
+            return refuse(problem, "give it a weight greater than 0, or leave it out");
+        }
+        corpora.push(CorpusConfig { name, paths, weight, schedule });
+    }
+    let starts = [0].into_iter().chain(corpora.iter().flat_map(|corpus| &corpus.schedule).map(|later| later.tokens));
+    let weight_at = |corpus: &CorpusConfig, tokens: u64| {
+        let later = corpus.schedule.iter().rev().find(|later| later.tokens <= tokens);
+        later.map_or(corpus.weight, |later| later.weight)
+    };
+    for tokens in starts {
+        if !corpora.is_empty() && corpora.iter().all(|corpus| weight_at(corpus, tokens) == 0.0) {
+            let problem = format!("{}: from {tokens} tokens on every corpus has weight 0", reading.path);
+            return Err(Problem::new(problem, "give one of them a weight greater than 0 there"));
+        }
     }
     Ok(Value::Corpora(corpora))
+}
+
+fn read_weights(reading: Reading<'_>, array: &[Spanned<DeValue<'_>>]) -> Result<Value, Problem> {
+    let mut weights: Vec<WeightConfig> = Vec::new();
+    for element in tables(reading, Kind::Weights, "weights", array) {
+        let (table, span) = element?;
+        let [Some(Value::Count(tokens)), Some(Value::Float(weight))] = read_table(reading, &WEIGHT_KEYS, table, &span)?
+        else {
+            unreachable!("each key was read by its own kind")
+        };
+        if weights.last().is_some_and(|before| before.tokens >= tokens) {
+            let problem = format!("{}: {tokens} tokens do not come after those before them", reading.path);
+            return Err(Problem::new(problem, "list the weights in the order of their tokens").within(span));
+        }
+        weights.push(WeightConfig { tokens, weight });
+    }
+    Ok(Value::Weights(weights))
 }
 
 fn read_rope_scaling(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usize>) -> Result<Value, Problem> {

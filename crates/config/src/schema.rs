@@ -125,11 +125,13 @@ tables! {
 
     /// What is read.
     data: DataConfig {
-        /// Files, or folders to search for files, relative to the config file's folder.
-        paths: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct, finds ["dataset", "training data", "data_path"];
-        /// Several corpora to mix, each with its name, its paths and its weight, instead of `data.paths`.
+        /// Files, or folders to search for files, relative to the config file's folder: text, or Megatron's tokens (.bin, .idx).
+        paths: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct, finds ["dataset", "training data", "data_path", "Megatron", "indexed dataset"];
+        /// Several corpora to mix, each with its name, its paths, its weight, and if it changes, its weights from given tokens on
+        /// (`schedule`), instead of `data.paths`.
         corpora: Vec<CorpusConfig> = Corpora, Fixed("[]"), Trajectory,
-            finds ["data mixture", "data mix", "blend", "datasets", "sampling weights"];
+            finds ["data mixture", "data mix", "blend", "datasets", "sampling weights", "annealing",
+                "curriculum"];
         /// Which files of a folder are read, by extension; files that are named themselves are always read.
         extensions: Vec<String> = Texts(EXTENSIONS), Fixed(TEXT_EXTENSIONS), Conduct;
         /// The field of a JSON line, or the column of a Parquet file, that holds the text.

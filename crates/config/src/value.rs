@@ -24,6 +24,17 @@ pub struct CorpusConfig {
     pub paths: Vec<String>,
     /// Its share of the samples, relative to the others'.
     pub weight: f64,
+    /// Other weights later in the run, in order.
+    pub schedule: Vec<WeightConfig>,
+}
+
+/// A weight of a corpus, and from when on it counts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WeightConfig {
+    /// Tokens that a run has seen before the first sample of this weight.
+    pub tokens: u64,
+    /// The share of the samples from there on; 0 for none.
+    pub weight: f64,
 }
 
 /// What stands for a value that is found when a run begins.
@@ -76,6 +87,8 @@ pub(crate) enum Value {
     Counts(Vec<u64>),
     RopeScaling(RopeScalingConfig),
     Corpora(Vec<CorpusConfig>),
+    /// Of one of the corpora.
+    Weights(Vec<WeightConfig>),
     Groups(Vec<GroupConfig>),
     /// Tokens and a batch, which `resolve` turns into a count of sequences.
     Ramp(Vec<(u64, Value)>),
@@ -97,8 +110,15 @@ impl fmt::Display for Value {
             Value::Text(text) => write_string(f, text),
             Value::Texts(texts) => write_list(f, texts, |f, text| write_string(f, text)),
             Value::Counts(counts) => write_list(f, counts, |f, count| write!(f, "{count}")),
-            Value::Corpora(corpora) => write_list(f, corpora, |f, CorpusConfig { name, paths, weight }| {
-                write!(f, "{{ name = \"{name}\", paths = {}, weight = {weight:?} }}", Value::Texts(paths.clone()))
+            Value::Corpora(corpora) => write_list(f, corpora, |f, CorpusConfig { name, paths, weight, schedule }| {
+                write!(f, "{{ name = \"{name}\", paths = {}, weight = {weight:?}", Value::Texts(paths.clone()))?;
+                if !schedule.is_empty() {
+                    write!(f, ", schedule = {}", Value::Weights(schedule.clone()))?;
+                }
+                f.write_str(" }")
+            }),
+            Value::Weights(weights) => write_list(f, weights, |f, WeightConfig { tokens, weight }| {
+                write!(f, "{{ tokens = {tokens}, weight = {weight:?} }}")
             }),
             Value::Ramp(stages) => {
                 write_list(f, stages, |f, (tokens, batch)| write!(f, "{{ tokens = {tokens}, global_batch = {batch} }}"))

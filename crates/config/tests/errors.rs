@@ -455,12 +455,12 @@ fn corpora_are_complete_and_have_no_other_keys() {
     check(
         "[{ name = \"a\", paths = [\"b\"] }]",
         "data.corpora.weight is not set",
-        "give all of { name, paths, weight }",
+        "give { name, paths, weight, schedule }",
     );
     check(
         "[{ name = \"a\", paths = [\"b\"], weight = 0 }]",
-        "data.corpora.weight = 0 is out of range",
-        "give a number greater than 0",
+        "data.corpora: the corpus \"a\" has weight 0 all the time",
+        "give it a weight greater than 0, or leave it out",
     );
     check(
         "[{ name = \"../a\", paths = [\"b\"], weight = 1 }]",
@@ -470,8 +470,26 @@ fn corpora_are_complete_and_have_no_other_keys() {
     check(
         "[\"a\"]",
         "data.corpora: \"a\" is not one of the corpora it lists",
-        "give a list of { name, paths, weight }",
+        "give a list of { name, paths, weight, schedule }; schedule may be left out",
     );
     let twice = "[{ name = \"a\", paths = [\"b\"], weight = 1 }, { name = \"A\", paths = [\"c\"], weight = 1 }]";
     check(twice, "data.corpora: two corpora are named \"A\"", "give each its own name");
+    let scheduled =
+        |schedule: &str| format!("[{{ name = \"a\", paths = [\"b\"], weight = 1, schedule = {schedule} }}]");
+    check(
+        &scheduled("[{ tokens = \"2M\", weight = 3 }, { tokens = 2000000, weight = 1 }]"),
+        "data.corpora.schedule: 2000000 tokens do not come after those before them",
+        "list the weights in the order of their tokens",
+    );
+    check(
+        &scheduled("[{ tokens = 9, weight = 0 }]"),
+        "data.corpora: from 9 tokens on every corpus has weight 0",
+        "give one of them a weight greater than 0 there",
+    );
+    check(&scheduled("[{ tokens = 9 }]"), "data.corpora.schedule.weight is not set", "give all of { tokens, weight }");
+    check(
+        &scheduled("0.5"),
+        "data.corpora.schedule = 0.5 is not a list of weights",
+        "give a list of { tokens, weight }, such as { tokens = \"2T\", weight = 0.3 }",
+    );
 }

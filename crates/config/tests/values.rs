@@ -258,7 +258,7 @@ fn the_schema_reads_as_a_listing() {
     assert_eq!(row("model.head_dim").1, "model.dim / model.heads");
     assert_eq!(row("model.preset").1, "not set");
     assert_eq!(row("data.tokenizer").0, "\"bytes\", or a path");
-    assert_eq!(row("data.corpora").0, "list of { name, paths, weight }");
+    assert_eq!(row("data.corpora").0, "list of { name, paths, weight, schedule }");
 }
 
 #[test]

@@ -108,8 +108,10 @@ pub enum DataError {
         hint: &'static str,
     },
 
-    /// The weight of a corpus is not one.
-    #[error("weight {value} is not greater than 0\nhint: give every corpus a weight above 0, or leave it out")]
+    /// The weight of a corpus is not one, or all are 0 at some time.
+    #[error(
+        "weight {value} is not greater than 0\nhint: give every corpus a weight above 0 at some time, and some corpus at all times"
+    )]
     Weight {
         /// The weight as given.
         value: f64,

@@ -1,7 +1,8 @@
 //! Text to packed tokens, and packed tokens to training samples.
 //!
 //! [`prepare`] reads files and writes a folder of token shards and a `data.json`; [`Prepared`] opens such a folder;
-//! [`Shard`] is one memory-mapped file of tokens and [`TokenStream`] several of them end to end; [`Sampler`] says which
+//! [`Shard`] is one memory-mapped file of tokens, [`IndexedTokens`] one of Megatron's (`.bin` and `.idx`, read where they are, and
+//! written by [`export`]), and [`TokenStream`] several of them end to end; [`Sampler`] says which
 //! tokens the n-th sample of a run holds, over one corpus or a mixture. The way of the text:
 //!
 //! ```text
@@ -17,6 +18,8 @@ mod cut;
 mod error;
 mod guard;
 mod holdout;
+mod indexed;
+mod indexed_writer;
 mod mix;
 mod new_file;
 mod output;
@@ -31,17 +34,23 @@ mod source;
 mod spec;
 mod stop;
 mod stream;
+mod token_file;
 mod tokenizer;
 mod workers;
 
 pub use error::{DataError, ShardFault};
-pub use prepare::{PrepareOptions, Progress, Survey, is_current, is_same_text, prepare, prepare_with, survey};
+pub use indexed::{IndexedTokens, token_files};
+pub use indexed_writer::{ExportedTokens, export};
+pub use prepare::{
+    Excerpt, PrepareOptions, Progress, Survey, excerpt, is_current, is_same_text, prepare, prepare_with, survey,
+};
 pub use prepared::{Prepared, SplitSummary};
 pub use sampler::{Corpus, SamplePlace, Sampler};
-pub use shard::{Document, Origin, Shard};
+pub use shard::Shard;
 pub use shard_writer::ShardSummary;
 pub use spec::PrepareSpec;
 pub use stream::TokenStream;
+pub use token_file::{Document, Origin, TokenFile};
 pub use tokenizer::{Tokenizer, TokenizerSpec};
 
 /// Number of distinct tokens of byte-level text.

@@ -65,6 +65,65 @@ impl Mix {
     }
 }
 
+/// Mixes whose weights change at given samples: each is a [`Mix`] of its own, and a corpus goes on where it was.
+#[derive(Debug)]
+pub(crate) struct MixSchedule {
+    phases: Vec<Phase>,
+}
+
+#[derive(Debug)]
+struct Phase {
+    /// Its first sample.
+    from: u64,
+    mix: Mix,
+    /// The corpora that have a share, in the order of the mix.
+    corpora: Vec<usize>,
+    /// Samples that came from each corpus before.
+    before: Vec<u64>,
+}
+
+impl MixSchedule {
+    /// From each of these samples on, of which the first is 0 and each is after the one before, the weights of all corpora. They are
+    /// finite and not negative, and one of each list is positive.
+    pub(crate) fn new(phases: &[(u64, Vec<f64>)]) -> Self {
+        let mut built: Vec<Phase> = Vec::new();
+        for (from, weights) in phases {
+            let corpora: Vec<usize> = (0..weights.len()).filter(|&corpus| weights[corpus] > 0.0).collect();
+            let mix = Mix::new(&corpora.iter().map(|&corpus| weights[corpus]).collect::<Vec<_>>());
+            let before = match built.last() {
+                None => vec![0; weights.len()],
+                Some(last) => (0..weights.len()).map(|corpus| last.count(corpus, *from)).collect(),
+            };
+            built.push(Phase { from: *from, mix, corpora, before });
+        }
+        MixSchedule { phases: built }
+    }
+
+    /// The corpus of a sample, and how many earlier samples came from it.
+    pub(crate) fn locate(&self, index: u64) -> (usize, u64) {
+        let phase = self.phase(index);
+        let (place, rank) = phase.mix.locate(index - phase.from);
+        let corpus = phase.corpora[place];
+        (corpus, phase.before[corpus] + rank)
+    }
+
+    /// How many of the first `samples` come from a corpus.
+    pub(crate) fn count(&self, corpus: usize, samples: u64) -> u64 {
+        self.phase(samples).count(corpus, samples)
+    }
+
+    fn phase(&self, index: u64) -> &Phase {
+        &self.phases[self.phases.partition_point(|phase| phase.from <= index) - 1]
+    }
+}
+
+impl Phase {
+    fn count(&self, corpus: usize, samples: u64) -> u64 {
+        let place = self.corpora.iter().position(|&known| known == corpus);
+        self.before[corpus] + place.map_or(0, |place| self.mix.count(place, samples - self.from))
+    }
+}
+
 fn count(node: &Node, wanted: usize, samples: u64) -> Option<u64> {
     match node {
         Node::Corpus(corpus) => (*corpus == wanted).then_some(samples),
@@ -133,6 +192,31 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn weights_change_where_they_are_to_and_corpora_go_on_where_they_were() {
+        let phases = [(0, vec![0.5, 0.5, 0.0]), (10, vec![0.0, 0.25, 0.75]), (30, vec![1.0, 0.0, 1.0])];
+        let mix = MixSchedule::new(&phases);
+        let mut counts = [0u64; 3];
+        for index in 0..50 {
+            let (corpus, rank) = mix.locate(index);
+            assert_eq!(rank, counts[corpus], "samples of a corpus are numbered without gaps");
+            counts[corpus] += 1;
+            for (corpus, &count) in counts.iter().enumerate() {
+                assert_eq!(mix.count(corpus, index + 1), count);
+            }
+            match index + 1 {
+                10 => assert_eq!(counts, [5, 5, 0]),
+                30 => assert_eq!(counts, [5, 10, 15]),
+                50 => assert_eq!(counts, [15, 10, 25]),
+                _ => {}
+            }
+        }
+        let plain = Mix::new(&[0.3, 0.7]);
+        let alone = MixSchedule::new(&[(0, vec![0.3, 0.7])]);
+        assert!((0..1000).all(|index| alone.locate(index) == plain.locate(index)));
+        alone.locate(u64::MAX);
     }
 
     #[test]

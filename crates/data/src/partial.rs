@@ -13,7 +13,7 @@ use crate::shard::Width;
 use crate::shard_writer::{ShardSummary, ShardWriter};
 use crate::source::Cursor;
 use crate::workers::Tokenised;
-use crate::{DataError, Shard};
+use crate::{DataError, Shard, TokenFile};
 
 /// The folder of parts, inside the folder that the data set will be in.
 const FOLDER: &str = ".partial";
@@ -70,6 +70,11 @@ impl Partial {
                 && shard.is_ok_and(|shard| shard.hash() == summary.xxh3 && shard.len() == summary.tokens)
         });
         (part.key == self.key && whole).then_some(part)
+    }
+
+    /// A finished shard, before it takes its place.
+    pub(crate) fn shard(&self, summary: &ShardSummary) -> Result<Shard, DataError> {
+        Shard::open(&self.folder.join(&summary.file))
     }
 
     /// Whether the data set is complete and only has to take its place.

@@ -1,7 +1,8 @@
 //! From files of text to a folder of shards.
 
 use std::fs::{self, File, TryLockError};
-use std::path::Path;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -11,11 +12,11 @@ use crate::holdout::HoldOut;
 use crate::output::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal};
 use crate::partial::{Part, Partial};
 use crate::prepared::{Description, files_jsonl};
-use crate::scan::{Form, Found, scan};
+use crate::scan::{Form, Found, SourceFile, scan};
 use crate::source::{Cursor, Fields, Reading, Units};
 use crate::stop::{NEVER, go_on};
 use crate::workers::{Queue, Work, Workers};
-use crate::{DataError, PrepareSpec, Prepared, SplitSummary, Tokenizer};
+use crate::{DataError, PrepareSpec, Prepared, ShardSummary, SplitSummary, Tokenizer};
 
 /// How the work is carried out. What comes out does not depend on the threads.
 #[derive(Clone, Debug)]
@@ -139,6 +140,54 @@ pub fn survey(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Surve
     Ok(Survey { files: found.files.len() as u64, bytes: found.files.iter().map(|file| file.bytes).sum() })
 }
 
+/// A part of the text of a spec, for a small run.
+#[derive(Clone, Debug)]
+pub struct Excerpt {
+    /// All of the text.
+    pub survey: Survey,
+    /// The files to read instead.
+    pub paths: Vec<PathBuf>,
+    /// Whether they are all.
+    pub all: bool,
+}
+
+/// The first files of a spec, up to about so many bytes of them and one at least; samples of every file were read, so each can be.
+/// Of one file that is longer, its beginning is copied into the folder `to`, where it is text or lines; others are taken whole.
+pub fn excerpt(spec: &PrepareSpec, out: &Path, to: &Path, most: u64, stop: &AtomicBool) -> Result<Excerpt, DataError> {
+    let found = scan(spec, out, stop)?;
+    require_records(spec, &found)?;
+    found.content(stop)?;
+    let survey = Survey { files: found.files.len() as u64, bytes: found.files.iter().map(|file| file.bytes).sum() };
+    let mut taken = 0;
+    let fits = |file: &&SourceFile| {
+        taken += file.bytes;
+        taken <= most
+    };
+    let paths: Vec<PathBuf> = found.files.iter().take_while(fits).map(|file| file.path.clone()).collect();
+    let all = paths.len() == found.files.len();
+    let first = &found.files[0];
+    let paths = match (paths.is_empty(), first.form) {
+        (false, _) => paths,
+        (true, Form::Text | Form::Lines { compressed: false }) => vec![beginning(&first.path, to, most)?],
+        (true, Form::Lines { compressed: true } | Form::Rows) => vec![first.path.clone()],
+    };
+    Ok(Excerpt { survey, paths, all })
+}
+
+/// Copies the beginning of a file, up to the end of a line.
+fn beginning(path: &Path, to: &Path, most: u64) -> Result<PathBuf, DataError> {
+    let mut bytes = Vec::new();
+    let file = File::open(path).map_err(|cause| DataError::unreadable(path, cause))?;
+    file.take(most).read_to_end(&mut bytes).map_err(|cause| DataError::unreadable(path, cause))?;
+    if let Some(end) = memchr::memrchr(b'\n', &bytes) {
+        bytes.truncate(end + 1);
+    }
+    let copy = to.join(path.file_name().unwrap_or("text".as_ref()));
+    let written = fs::create_dir_all(to).and_then(|()| fs::write(&copy, &bytes));
+    written.map_err(|cause| DataError::unwritable(&copy, cause))?;
+    Ok(copy)
+}
+
 struct Task<'a> {
     spec: &'a PrepareSpec,
     found: &'a Found,
@@ -218,8 +267,13 @@ impl Task<'_> {
         if let Some(source) = self.tokenizer.source() {
             partial.write(TOKENIZER_JSON, source)?;
         }
-        let train = partial.parts.iter().map(|part: &Part| part.train.clone());
-        let validation = partial.parts.iter().filter_map(|part| part.validation.clone());
+        let sampled = |summary: ShardSummary| {
+            let shard = partial.shard(&summary)?;
+            Ok(ShardSummary { sampled: (!shard.is_verified()).then(|| hexadecimal(shard.sampled())), ..summary })
+        };
+        let summaries = |of: fn(&Part) -> Option<&ShardSummary>| {
+            partial.parts.iter().filter_map(of).cloned().map(sampled).collect::<Result<Vec<_>, DataError>>()
+        };
         let description = Description {
             format: Description::FORMAT,
             files: self.found.files.len() as u64,
@@ -228,8 +282,11 @@ impl Task<'_> {
             content: Some(hexadecimal(self.content)),
             vocabulary: self.tokenizer.vocabulary(),
             eos: self.tokenizer.eos(),
-            train: SplitSummary::of(train.collect()),
-            validation: self.holdout.is_active().then(|| SplitSummary::of(validation.collect())),
+            train: SplitSummary::of(summaries(|part| Some(&part.train))?),
+            validation: match self.holdout.is_active() {
+                true => Some(SplitSummary::of(summaries(|part| part.validation.as_ref())?)),
+                false => None,
+            },
             spec: self.spec.clone(),
         };
         let mut text = serde_json::to_vec_pretty(&description)

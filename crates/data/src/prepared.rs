@@ -8,9 +8,12 @@ use std::sync::atomic::AtomicBool;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::indexed::open_divided;
 use crate::output::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal};
 use crate::scan::Found;
-use crate::{DataError, PrepareSpec, Shard, ShardFault, ShardSummary, TokenStream, Tokenizer, TokenizerSpec};
+use crate::{
+    DataError, PrepareSpec, Shard, ShardFault, ShardSummary, TokenFile, TokenStream, Tokenizer, TokenizerSpec,
+};
 
 /// A complete folder of prepared data, its shards open.
 #[derive(Debug)]
@@ -19,9 +22,55 @@ pub struct Prepared {
     description: Description,
     train: Arc<TokenStream>,
     validation: Option<Arc<TokenStream>>,
+    /// The `.idx` files, where the tokens are Megatron's and are read where they are.
+    in_place: Option<Vec<PathBuf>>,
 }
 
 impl Prepared {
+    /// Takes Megatron's files, named by their `.idx`, as they are: nothing is written. The last `validation_fraction` of their
+    /// documents are held out. Their tokenizer is the one that the spec names.
+    ///
+    /// An index under 64 MiB is checked in full, of the tokens only samples are.
+    pub fn in_place(spec: &PrepareSpec, files: &[PathBuf]) -> Result<Self, DataError> {
+        let tokenizer = Tokenizer::open(&spec.tokenizer)?;
+        let (train, validation) = open_divided(files, spec.validation_fraction, tokenizer.vocabulary())?;
+        let summary = |parts: &[Arc<dyn TokenFile>]| {
+            let shard = |part: &Arc<dyn TokenFile>| ShardSummary {
+                file: part.path().display().to_string(),
+                documents: part.documents(),
+                bytes: 0,
+                tokens: part.len(),
+                xxh3: part.hash(),
+                sampled: None,
+            };
+            SplitSummary::of(parts.iter().map(shard).collect())
+        };
+        let description = Description {
+            format: Description::FORMAT,
+            files: files.len() as u64,
+            empty_files: 0,
+            listing: 0,
+            content: None,
+            vocabulary: tokenizer.vocabulary(),
+            eos: tokenizer.eos(),
+            train: summary(&train),
+            validation: (!validation.is_empty()).then(|| summary(&validation)),
+            spec: spec.clone(),
+        };
+        Ok(Prepared {
+            folder: files[0].parent().map_or_else(PathBuf::new, Path::to_owned),
+            description,
+            train: Arc::new(TokenStream::new(train)),
+            validation: (!validation.is_empty()).then(|| Arc::new(TokenStream::new(validation))),
+            in_place: Some(files.to_vec()),
+        })
+    }
+
+    /// Whether the tokens are Megatron's files, read where they are.
+    pub fn is_in_place(&self) -> bool {
+        self.in_place.is_some()
+    }
+
     /// Opens a folder that [`prepare`](crate::prepare) wrote; `None` if it has no `data.json`, so was not finished.
     ///
     /// Checks that the shards are those of `data.json`. The tokens of large shards are not read; [`Shard::verify`]
@@ -42,7 +91,7 @@ impl Prepared {
             Some(summary) => Some(open_described(folder, summary)?),
             None => None,
         };
-        Ok(Prepared { folder: folder.to_owned(), description, train, validation })
+        Ok(Prepared { folder: folder.to_owned(), description, train, validation, in_place: None })
     }
 
     /// The folder.
@@ -95,9 +144,10 @@ impl Prepared {
         self.description.eos
     }
 
-    /// The tokenizer that made the tokens, from its copy in the folder.
+    /// The tokenizer that made the tokens, from its copy in the folder; of tokens that are read in place, from where it is.
     pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
         match &self.spec().tokenizer {
+            spec if self.is_in_place() => Tokenizer::open(spec),
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
             TokenizerSpec::File { xxh3, end_token, .. } => {
                 let path = self.folder.join(TOKENIZER_JSON);
@@ -108,6 +158,9 @@ impl Prepared {
 
     /// The files that were read, in order: what the `file` of an [`Origin`](crate::Origin) counts.
     pub fn sources(&self) -> Result<Vec<PathBuf>, DataError> {
+        if let Some(files) = &self.in_place {
+            return Ok(files.clone());
+        }
         let path = self.folder.join(FILES_JSONL);
         let text = fs::read(&path).map_err(|cause| DataError::unreadable(&path, cause))?;
         let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
@@ -115,7 +168,7 @@ impl Prepared {
         lines.map(|line| Ok(serde_json::from_slice::<FileLine>(line).map_err(refuse)?.path.into())).collect()
     }
 
-    /// A number that differs where any token or document differs.
+    /// A number that differs where any token or document differs; of tokens that are read in place, by their number and samples.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = Xxh3::new();
         for stream in [Some(&self.train), self.validation.as_ref()].into_iter().flatten() {
@@ -160,7 +213,7 @@ pub struct SplitSummary {
     /// Stretches of text that end with an EOS token: records, files, or parts of files that are divided between the
     /// splits.
     pub documents: u64,
-    /// Bytes of text, without the EOS tokens.
+    /// Bytes of text, without the EOS tokens; 0 where they are not known.
     pub bytes: u64,
     /// Tokens, the EOS tokens among them.
     pub tokens: u64,
@@ -240,7 +293,12 @@ fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStre
         if shard.hash() != described.xxh3 {
             return differs("another hash");
         }
-        shards.push(Arc::new(shard));
+        if let Some(sampled) = described.sampled.as_ref().filter(|_| !shard.is_verified())
+            && *sampled != hexadecimal(shard.sampled())
+        {
+            return differs("samples of the tokens are others");
+        }
+        shards.push(Arc::new(shard) as Arc<dyn TokenFile>);
     }
     Ok(Arc::new(TokenStream::new(shards)))
 }

@@ -4,20 +4,20 @@ use std::sync::Arc;
 
 use lockstep_ir::counter;
 
-use crate::mix::Mix;
+use crate::mix::MixSchedule;
 use crate::{DataError, Document, TokenStream};
 
 /// Cuts token streams into sequences and puts them in order.
 ///
 /// Sequence `i` of a stream holds its tokens `i·seq .. (i+1)·seq`, and as targets the same range one token later. A
 /// *global sample index* counts the samples of a whole run. Over several corpora, the index alone says which corpus a
-/// sample comes from, so that every prefix of the run has the corpora in their weights; each corpus goes through its own
-/// sequences in its own order, which every pass over it (an epoch) changes.
+/// sample comes from, so that every prefix of the run has the corpora in their weights, which may change at given tokens; each corpus
+/// goes through its own sequences in its own order, which every pass over it (an epoch) changes.
 #[derive(Debug)]
 pub struct Sampler {
     seq: u64,
     corpora: Vec<Sequences>,
-    mix: Mix,
+    mix: MixSchedule,
 }
 
 /// One corpus of a mixture.
@@ -25,10 +25,20 @@ pub struct Sampler {
 pub struct Corpus {
     /// Its name, which is part of the key of its order.
     pub name: String,
-    /// Its share of the samples, relative to the others'; greater than 0.
+    /// Its share of the samples, relative to the others': 0 or greater, and greater than 0 at some time.
     pub weight: f64,
+    /// Other weights: tokens of all corpora after which each counts, in order. It counts from the first sample that begins there or
+    /// later.
+    pub schedule: Vec<(u64, f64)>,
     /// Its tokens.
     pub tokens: Arc<TokenStream>,
+}
+
+impl Corpus {
+    /// One that is not mixed with others.
+    fn alone(tokens: Arc<TokenStream>) -> Self {
+        Corpus { name: String::new(), weight: 1.0, schedule: Vec::new(), tokens }
+    }
 }
 
 /// Where a sample's tokens are.
@@ -59,48 +69,67 @@ impl Sampler {
     /// Samples of one corpus in an order that `seed` and the epoch choose.
     pub fn new(tokens: impl Into<Arc<TokenStream>>, seq: usize, seed: u64) -> Result<Self, DataError> {
         let order = Order::Shuffled { key: counter::key(seed, "data order") };
-        Sampler::build(vec![(1.0, tokens.into(), order)], seq)
+        Sampler::build(vec![(Corpus::alone(tokens.into()), order)], seq)
     }
 
     /// Samples of one corpus as they are stored, the same in every epoch; for validation.
     pub fn in_order(tokens: impl Into<Arc<TokenStream>>, seq: usize) -> Result<Self, DataError> {
-        Sampler::build(vec![(1.0, tokens.into(), Order::AsStored)], seq)
+        Sampler::build(vec![(Corpus::alone(tokens.into()), Order::AsStored)], seq)
     }
 
     /// Samples of several corpora by weight, each in an order that `seed`, its name and its epoch choose.
     pub fn mixed(corpora: Vec<Corpus>, seq: usize, seed: u64) -> Result<Self, DataError> {
-        let shuffled = |name: &str| Order::Shuffled { key: counter::key(seed, &format!("data order of {name}")) };
-        Sampler::build(corpora.into_iter().map(|c| (c.weight, c.tokens, shuffled(&c.name))).collect(), seq)
+        let shuffled = |corpus: Corpus| {
+            let key = counter::key(seed, &format!("data order of {}", corpus.name));
+            (corpus, Order::Shuffled { key })
+        };
+        Sampler::build(corpora.into_iter().map(shuffled).collect(), seq)
     }
 
     /// Samples of several corpora by weight, each as it is stored.
     pub fn mixed_in_order(corpora: Vec<Corpus>, seq: usize) -> Result<Self, DataError> {
-        Sampler::build(corpora.into_iter().map(|c| (c.weight, c.tokens, Order::AsStored)).collect(), seq)
+        Sampler::build(corpora.into_iter().map(|corpus| (corpus, Order::AsStored)).collect(), seq)
     }
 
-    fn build(corpora: Vec<(f64, Arc<TokenStream>, Order)>, seq: usize) -> Result<Self, DataError> {
+    fn build(corpora: Vec<(Corpus, Order)>, seq: usize) -> Result<Self, DataError> {
         let seq = seq as u64;
-        let mut weights = Vec::new();
-        let mut built = Vec::new();
-        for (weight, tokens, order) in corpora {
-            if !(weight.is_finite() && weight > 0.0) {
-                return Err(DataError::Weight { value: weight });
-            }
-            let path = tokens.path().to_owned();
+        let (mut built, mut changes) = (Vec::new(), Vec::new());
+        for (corpus, order) in corpora {
+            let path = corpus.tokens.path().to_owned();
             if seq == 0 {
                 return Err(DataError::SequenceZero { path });
             }
-            let sequences = match tokens.len().saturating_sub(1) / seq {
-                0 => return Err(DataError::SequenceTooLong { path, seq, tokens: tokens.len() }),
+            let sequences = match corpus.tokens.len().saturating_sub(1) / seq {
+                0 => return Err(DataError::SequenceTooLong { path, seq, tokens: corpus.tokens.len() }),
                 sequences => sequences,
             };
-            weights.push(weight);
-            built.push(Sequences { tokens, sequences, order });
+            let later = corpus.schedule.iter().map(|(tokens, weight)| (tokens.div_ceil(seq), *weight));
+            let weights: Vec<(u64, f64)> = [(0, corpus.weight)].into_iter().chain(later).collect();
+            let good = |weight: f64| weight.is_finite() && weight >= 0.0;
+            if let Some((_, value)) = weights.iter().find(|(_, weight)| !good(*weight)) {
+                return Err(DataError::Weight { value: *value });
+            }
+            if weights.iter().all(|(_, weight)| *weight == 0.0) {
+                return Err(DataError::Weight { value: 0.0 });
+            }
+            changes.push(weights);
+            built.push(Sequences { tokens: corpus.tokens, sequences, order });
         }
         if built.is_empty() {
             return Err(DataError::NoPaths);
         }
-        Ok(Sampler { seq, corpora: built, mix: Mix::new(&weights) })
+        let mut starts: Vec<u64> = changes.iter().flatten().map(|(from, _)| *from).collect();
+        starts.sort_unstable();
+        starts.dedup();
+        let at = |from: u64, weights: &[(u64, f64)]| {
+            weights.iter().rev().find(|(start, _)| *start <= from).map_or(0.0, |(_, weight)| *weight)
+        };
+        let phase = |from: u64| (from, changes.iter().map(|weights| at(from, weights)).collect::<Vec<f64>>());
+        let phases: Vec<_> = starts.into_iter().map(phase).collect();
+        if phases.iter().any(|(_, weights)| weights.iter().all(|weight| *weight == 0.0)) {
+            return Err(DataError::Weight { value: 0.0 });
+        }
+        Ok(Sampler { seq, corpora: built, mix: MixSchedule::new(&phases) })
     }
 
     /// Number of sequences of all corpora together; with one corpus, samples per epoch.
@@ -192,10 +221,10 @@ mod tests {
     use super::*;
     use crate::shard::Width;
     use crate::shard_writer::ShardWriter;
-    use crate::{Origin, Shard};
+    use crate::{Origin, Shard, TokenFile};
 
     /// A shard of these tokens, with documents at these offsets; the first is continued where they do not begin with 0.
-    fn shard(folder: &std::path::Path, tokens: &[u8], documents: &[u64]) -> Arc<Shard> {
+    fn shard(folder: &std::path::Path, tokens: &[u8], documents: &[u64]) -> Arc<dyn TokenFile> {
         let mut writer = ShardWriter::create(folder, "a.shard", Width::One, false).unwrap();
         let continued = !documents.starts_with(&[0]);
         let starts = [&[0][..continued as usize], documents, &[tokens.len() as u64]].concat();
@@ -362,7 +391,7 @@ mod tests {
 
     #[test]
     fn corpora_are_mixed_by_weight_and_each_keeps_its_own_epochs() {
-        let corpus = |name: &str, weight, tokens| Corpus { name: name.into(), weight, tokens };
+        let corpus = |name: &str, weight, tokens| Corpus { name: name.into(), weight, schedule: Vec::new(), tokens };
         let corpora = || vec![corpus("code", 0.25, counting(&[41])), corpus("books", 0.75, counting(&[101]))];
         let sampler = Sampler::mixed(corpora(), 10, 1).unwrap();
         let places: Vec<_> = (0..16).map(|index| sampler.locate(index)).collect();
@@ -375,5 +404,42 @@ mod tests {
         assert_eq!(Sampler::mixed_in_order(corpora(), 10).unwrap().samples_before_repeat(), 14);
         let error = Sampler::mixed(vec![corpus("a", 0.0, counting(&[41]))], 10, 1).unwrap_err();
         assert!(matches!(error, DataError::Weight { .. }));
+    }
+
+    #[test]
+    fn weights_change_at_the_first_sample_behind_so_many_tokens() {
+        let corpus = |name: &str, weight, schedule: &[(u64, f64)], tokens| Corpus {
+            name: name.into(),
+            weight,
+            schedule: schedule.to_vec(),
+            tokens,
+        };
+        let sampler = Sampler::mixed(
+            vec![
+                corpus("web", 3.0, &[(41, 1.0)], counting(&[201])),
+                corpus("code", 1.0, &[], counting(&[201])),
+                corpus("last", 0.0, &[(80, 2.0)], counting(&[41])),
+            ],
+            10,
+            1,
+        )
+        .unwrap();
+        let of = |samples: std::ops::Range<u64>| {
+            let mut counts = [0; 3];
+            samples.for_each(|index| counts[sampler.locate(index).corpus] += 1);
+            counts
+        };
+        // 41 tokens are four samples and a part of the fifth, which still has the weights before.
+        assert_eq!(of(0..5)[2], 0);
+        assert!(of(0..5)[0] >= 3);
+        let between = of(5..8);
+        assert!(between[0] <= 2 && between[1] <= 2 && between[2] == 0);
+        assert_eq!(of(8..16), [2, 2, 4]);
+        // Each corpus has every sequence once before any a second time, whatever the weights were.
+        let mut last: Vec<_> = (8..16).map(|i| sampler.locate(i)).filter(|p| p.corpus == 2).map(|p| p.offset).collect();
+        last.sort_unstable();
+        assert_eq!(last, [0, 10, 20, 30]);
+        let never = vec![corpus("a", 1.0, &[(10, 0.0)], counting(&[41]))];
+        assert!(matches!(Sampler::mixed(never, 10, 1).unwrap_err(), DataError::Weight { value: 0.0 }));
     }
 }

@@ -74,7 +74,8 @@ impl Form {
     }
 }
 
-/// What is read of a long file to tell whether it is the same: so many blocks of so many bytes, evenly over the file.
+/// What is read of a long file to tell whether it is the same: so many blocks of so many bytes, evenly over the file. Multiples of a
+/// token's bytes.
 const SAMPLE_BLOCKS: u64 = 4;
 const SAMPLE_BYTES: u64 = 16 << 10;
 
@@ -90,20 +91,25 @@ impl SourceFile {
         hasher.update(&[form]);
         hasher.update(&self.bytes.to_le_bytes());
         let mut file = File::open(&self.path)?;
-        let (blocks, length) = match self.bytes <= SAMPLE_BLOCKS * SAMPLE_BYTES {
-            true => (1, self.bytes),
-            false => (SAMPLE_BLOCKS, SAMPLE_BYTES),
-        };
         let mut block = Vec::new();
-        for n in 0..blocks {
-            let last = self.bytes - length;
-            file.seek(SeekFrom::Start((u128::from(last) * u128::from(n) / u128::from(blocks.max(2) - 1)) as u64))?;
+        for (from, length) in sample_blocks(self.bytes) {
+            file.seek(SeekFrom::Start(from))?;
             block.clear();
             file.by_ref().take(length).read_to_end(&mut block)?;
             hasher.update(&block);
         }
         Ok(())
     }
+}
+
+/// Where the samples of so many bytes begin, and how long each is; all of it where it is short.
+pub(crate) fn sample_blocks(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+    let (blocks, length) = match bytes <= SAMPLE_BLOCKS * SAMPLE_BYTES {
+        true => (1, bytes),
+        false => (SAMPLE_BLOCKS, SAMPLE_BYTES),
+    };
+    let from = move |n| (u128::from(bytes - length) * u128::from(n) / u128::from(blocks.max(2) - 1)) as u64;
+    (0..blocks).map(move |n| (from(n), length))
 }
 
 impl Found {

@@ -8,8 +8,10 @@ use std::sync::atomic::AtomicBool;
 use memmap2::{Mmap, MmapOptions};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::scan::sample_blocks;
 use crate::stop::{NEVER, go_on};
-use crate::{DataError, ShardFault};
+use crate::token_file::check_range;
+use crate::{DataError, Document, Origin, ShardFault, TokenFile};
 
 pub(crate) const HEADER_BYTES: usize = 64;
 const MAGIC: [u8; 8] = *b"LKSHARD1";
@@ -53,41 +55,6 @@ pub struct Shard {
     header: Header,
 }
 
-/// The file and record that a document came from, packed into 64 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Origin {
-    /// The file's place in the reading order, from 0.
-    pub file: u64,
-    /// The line or row in the file, from 1; 0 where the file is one document.
-    pub record: u64,
-}
-
-impl Origin {
-    const RECORD_BITS: u32 = 38;
-
-    pub(crate) fn pack(self) -> u64 {
-        debug_assert!(self.record >> Self::RECORD_BITS == 0 && self.file >> (64 - Self::RECORD_BITS) == 0);
-        self.file << Self::RECORD_BITS | self.record
-    }
-
-    pub(crate) fn unpack(bits: u64) -> Self {
-        Origin { file: bits >> Self::RECORD_BITS, record: bits & ((1 << Self::RECORD_BITS) - 1) }
-    }
-}
-
-/// A document of a shard or of a [`TokenStream`](crate::TokenStream).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Document {
-    /// The offset of its first token.
-    pub start: u64,
-    /// Where it came from.
-    pub origin: Origin,
-    /// Whether it began in the shard before, so that `start` is only where this shard has it.
-    pub continued: bool,
-    /// Tokens at its beginning that are a prompt: they are read and not predicted.
-    pub prompt: u64,
-}
-
 impl Shard {
     /// Opens a shard and checks its header against the file's length; a payload under 64 MiB is verified as well.
     pub fn open(path: &Path) -> Result<Self, DataError> {
@@ -114,7 +81,7 @@ impl Shard {
         // never changed in place, so the bytes under the map stay as they are.
         let map = unsafe { MmapOptions::new().len(expected).map(&file) }.map_err(unreadable)?;
         let shard = Shard { path: path.to_owned(), map, header };
-        if shard.map.len() < VERIFY_ON_OPEN_BYTES {
+        if shard.is_verified() {
             shard.verify()?;
         }
         Ok(shard)
@@ -125,85 +92,19 @@ impl Shard {
         self.verify_with(&NEVER, &mut |_| ())
     }
 
-    /// The same. `read` hears of the bytes of every piece, some milliseconds apart; `stop` ends it with
-    /// [`DataError::Interrupted`].
-    pub fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+    /// Whether it was read in full when it was opened.
+    pub(crate) fn is_verified(&self) -> bool {
+        self.map.len() < VERIFY_ON_OPEN_BYTES
+    }
+
+    /// A hash of samples of tokens and documents, for what is too long to be read whenever it is opened.
+    pub(crate) fn sampled(&self) -> u64 {
         let mut hasher = Xxh3::new();
-        for piece in self.map[HEADER_BYTES..].chunks(VERIFY_PIECE_BYTES) {
-            go_on(stop)?;
-            hasher.update(piece);
-            read(piece.len() as u64);
+        let payload = &self.map[HEADER_BYTES..];
+        for (from, length) in sample_blocks(payload.len() as u64) {
+            hasher.update(&payload[from as usize..(from + length) as usize]);
         }
-        let (expected, found) = (self.header.hash, hasher.digest());
-        if found != expected {
-            return Err(DataError::shard(&self.path, ShardFault::Hash { expected, found }));
-        }
-        let mut starts = (0..self.documents()).map(|index| self.start(index));
-        let first = starts.next();
-        let sound = match first {
-            None => self.is_empty(),
-            Some(first) => first == 0 && starts.try_fold(0, |last, next| (next > last).then_some(next)).is_some(),
-        };
-        let within = |index: u64| {
-            let end = if index + 1 < self.documents() { self.start(index + 1) } else { self.len() };
-            self.start(index) < end && self.prompt(index) <= end - self.start(index)
-        };
-        if sound && (0..self.documents()).all(within) {
-            return Ok(());
-        }
-        Err(DataError::shard(&self.path, ShardFault::Documents))
-    }
-
-    /// Bytes that [`verify`](Self::verify) reads.
-    pub fn payload_bytes(&self) -> u64 {
-        (self.map.len() - HEADER_BYTES) as u64
-    }
-
-    /// Number of tokens.
-    pub fn len(&self) -> u64 {
-        self.header.tokens
-    }
-
-    /// Whether there is no token.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Number of documents in the table.
-    pub fn documents(&self) -> u64 {
-        self.header.documents
-    }
-
-    /// The document at a place in the table.
-    ///
-    /// # Panics
-    ///
-    /// If there is none.
-    pub fn document(&self, index: u64) -> Document {
-        let (start, origin, prompt) = (self.start(index), Origin::unpack(self.entry(index, 8)), self.prompt(index));
-        Document { start, origin, continued: index == 0 && self.header.continued, prompt }
-    }
-
-    /// Whether documents may begin with a prompt.
-    pub(crate) fn has_prompts(&self) -> bool {
-        self.header.prompts
-    }
-
-    /// The place in the table of the first document that starts at or after a token.
-    pub fn first_document_from(&self, offset: u64) -> u64 {
-        let (mut low, mut high) = (0, self.documents());
-        while low < high {
-            let middle = low + (high - low) / 2;
-            match self.start(middle) < offset {
-                true => low = middle + 1,
-                false => high = middle,
-            }
-        }
-        low
-    }
-
-    fn start(&self, index: u64) -> u64 {
-        self.entry(index, 0)
+        hasher.digest()
     }
 
     fn prompt(&self, index: u64) -> u64 {
@@ -217,50 +118,75 @@ impl Shard {
         let at = table + index as usize * each + field;
         u64::from_le_bytes(std::array::from_fn(|i| self.map[at + i]))
     }
+}
 
-    /// The file.
-    pub fn path(&self) -> &Path {
+impl TokenFile for Shard {
+    fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The hash of tokens and documents that the header holds.
-    pub fn hash(&self) -> u64 {
+    fn len(&self) -> u64 {
+        self.header.tokens
+    }
+
+    fn documents(&self) -> u64 {
+        self.header.documents
+    }
+
+    fn document(&self, index: u64) -> Document {
+        let (start, origin, prompt) = (self.start_of(index), Origin::unpack(self.entry(index, 8)), self.prompt(index));
+        Document { start, origin, continued: index == 0 && self.header.continued, prompt }
+    }
+
+    fn start_of(&self, index: u64) -> u64 {
+        self.entry(index, 0)
+    }
+
+    fn has_prompts(&self) -> bool {
+        self.header.prompts
+    }
+
+    fn hash(&self) -> u64 {
         self.header.hash
     }
 
-    /// Copies the tokens from `offset` on until `tokens` is full. Does not allocate.
-    ///
-    /// # Panics
-    ///
-    /// If the range ends after the last token.
-    pub fn copy(&self, offset: u64, tokens: &mut [u32]) {
-        let end = offset.checked_add(tokens.len() as u64);
-        assert!(
-            end.is_some_and(|end| end <= self.len()),
-            "{} tokens from {offset} on are outside a shard of {}",
-            tokens.len(),
-            self.len()
-        );
+    fn payload_bytes(&self) -> u64 {
+        (self.map.len() - HEADER_BYTES) as u64
+    }
+
+    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+        let mut hasher = Xxh3::new();
+        for piece in self.map[HEADER_BYTES..].chunks(VERIFY_PIECE_BYTES) {
+            go_on(stop)?;
+            hasher.update(piece);
+            read(piece.len() as u64);
+        }
+        let (expected, found) = (self.header.hash, hasher.digest());
+        if found != expected {
+            return Err(DataError::shard(&self.path, ShardFault::Hash { expected, found }));
+        }
+        let mut starts = (0..self.documents()).map(|index| self.start_of(index));
+        let first = starts.next();
+        let sound = match first {
+            None => self.is_empty(),
+            Some(first) => first == 0 && starts.try_fold(0, |last, next| (next > last).then_some(next)).is_some(),
+        };
+        let within = |index: u64| {
+            let end = if index + 1 < self.documents() { self.start_of(index + 1) } else { self.len() };
+            self.start_of(index) < end && self.prompt(index) <= end - self.start_of(index)
+        };
+        if sound && (0..self.documents()).all(within) {
+            return Ok(());
+        }
+        Err(DataError::shard(&self.path, ShardFault::Documents))
+    }
+
+    fn copy(&self, offset: u64, tokens: &mut [u32]) {
+        check_range(offset, tokens.len(), self.len());
         let width = self.header.width as usize;
         // In range of the map, so of usize.
         let source = &self.map[HEADER_BYTES + offset as usize * width..][..tokens.len() * width];
-        match self.header.width {
-            Width::One => {
-                for (token, &byte) in tokens.iter_mut().zip(source) {
-                    *token = u32::from(byte);
-                }
-            }
-            Width::Two => {
-                for (token, bytes) in tokens.iter_mut().zip(source.as_chunks().0) {
-                    *token = u32::from(u16::from_le_bytes(*bytes));
-                }
-            }
-            Width::Four => {
-                for (token, bytes) in tokens.iter_mut().zip(source.as_chunks().0) {
-                    *token = u32::from_le_bytes(*bytes);
-                }
-            }
-        }
+        self.header.width.read(source, tokens);
     }
 }
 
@@ -279,6 +205,27 @@ impl Width {
             0..=0x100 => Width::One,
             0x101..=0x1_0000 => Width::Two,
             _ => Width::Four,
+        }
+    }
+
+    /// Reads tokens of this width until `tokens` is full.
+    pub(crate) fn read(self, source: &[u8], tokens: &mut [u32]) {
+        match self {
+            Width::One => {
+                for (token, &byte) in tokens.iter_mut().zip(source) {
+                    *token = u32::from(byte);
+                }
+            }
+            Width::Two => {
+                for (token, bytes) in tokens.iter_mut().zip(source.as_chunks().0) {
+                    *token = u32::from(u16::from_le_bytes(*bytes));
+                }
+            }
+            Width::Four => {
+                for (token, bytes) in tokens.iter_mut().zip(source.as_chunks().0) {
+                    *token = u32::from_le_bytes(*bytes);
+                }
+            }
         }
     }
 

@@ -27,6 +27,9 @@ pub struct ShardSummary {
     /// The hash of tokens and documents. In JSON it is 16 hexadecimal digits, since many JSON readers round large numbers.
     #[serde(with = "hexadecimal")]
     pub xxh3: u64,
+    /// The hash of samples of them, in the same form: what a shard over 64 MiB is known by when it is opened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sampled: Option<String>,
 }
 
 /// A shard under way. Dropped before it is published, it leaves nothing behind.
@@ -118,6 +121,7 @@ impl ShardWriter {
             bytes: self.bytes,
             tokens: self.tokens,
             xxh3: header.hash,
+            sampled: None,
         };
         let target = self.out.get_ref().target().to_owned();
         let unwritable = |cause| DataError::unwritable(&target, cause);

@@ -1,4 +1,4 @@
-//! Several shards as one run of tokens.
+//! Several files as one run of tokens.
 
 use std::ops::Range;
 use std::path::Path;
@@ -7,12 +7,13 @@ use std::sync::atomic::AtomicBool;
 
 use lockstep_ir::op::IGNORED_TARGET;
 
-use crate::{DataError, Document, Shard};
+use crate::token_file::check_range;
+use crate::{DataError, Document, Shard, TokenFile};
 
-/// Shards end to end. Where one ends and the next begins cannot be told from the tokens: a sequence may span both.
+/// Files of tokens end to end. Where one ends and the next begins cannot be told from the tokens: a sequence may span both.
 #[derive(Debug)]
 pub struct TokenStream {
-    shards: Vec<Arc<Shard>>,
+    shards: Vec<Arc<dyn TokenFile>>,
     /// Where each shard begins, and after the last the number of all tokens.
     starts: Vec<u64>,
 }
@@ -23,7 +24,7 @@ impl TokenStream {
     /// # Panics
     ///
     /// If there is none, or they hold more than 2⁶⁴ tokens.
-    pub fn new(shards: Vec<Arc<Shard>>) -> Self {
+    pub fn new(shards: Vec<Arc<dyn TokenFile>>) -> Self {
         assert!(!shards.is_empty(), "a stream has at least one shard");
         let mut starts = vec![0u64];
         for shard in &shards {
@@ -43,8 +44,8 @@ impl TokenStream {
         self.len() == 0
     }
 
-    /// The shards, in order.
-    pub fn shards(&self) -> &[Arc<Shard>] {
+    /// The files, in order.
+    pub fn shards(&self) -> &[Arc<dyn TokenFile>] {
         &self.shards
     }
 
@@ -53,7 +54,7 @@ impl TokenStream {
         self.shards[0].path()
     }
 
-    /// Reads every shard and compares its hash with its header's, as [`Shard::verify_with`] does.
+    /// Reads every shard and compares its hash with its header's, as [`TokenFile::verify_with`] does.
     pub fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
         self.shards.iter().try_for_each(|shard| shard.verify_with(stop, read))
     }
@@ -69,13 +70,7 @@ impl TokenStream {
     ///
     /// If the range ends after the last token.
     pub fn copy(&self, mut offset: u64, mut tokens: &mut [u32]) {
-        let end = offset.checked_add(tokens.len() as u64);
-        assert!(
-            end.is_some_and(|end| end <= self.len()),
-            "{} tokens from {offset} on are outside a stream of {}",
-            tokens.len(),
-            self.len()
-        );
+        check_range(offset, tokens.len(), self.len());
         while !tokens.is_empty() {
             let shard = self.shard_at(offset);
             let left = self.starts[shard + 1] - offset;
@@ -147,7 +142,7 @@ impl TokenStream {
                 if start >= to {
                     break;
                 }
-                if !document.continued {
+                if !document.continued && !shard.is_empty_document(index) {
                     visit(Document { start, ..document });
                 }
                 index += 1;
@@ -178,6 +173,15 @@ impl TokenStream {
         let after = self.shards[shard].first_document_from(offset - base + 1);
         let document = self.shards[shard].document(after.saturating_sub(1));
         Document { start: base + document.start, ..document }
+    }
+
+    /// The file that holds the token at `offset`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such token.
+    pub fn file_at(&self, offset: u64) -> &Path {
+        self.shards[self.shard_at(offset)].path()
     }
 
     /// The shard that holds the token at `offset`.

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use common::{Case, fixture, mutate, tokenizer};
-use lockstep_data::{PrepareSpec, Prepared, Shard, TokenizerSpec};
+use lockstep_data::{PrepareSpec, Prepared, Shard, TokenFile, TokenizerSpec};
 
 /// Each target stops after this long, so a slow machine tests less rather than longer.
 const TIME: Duration = Duration::from_millis(1000);

@@ -4,10 +4,11 @@ use crate::{RunDir, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
-    Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Survey, Tokenizer, TokenizerSpec,
-    is_current, is_same_text, prepare_with, survey,
+    Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Survey, TokenStream, Tokenizer,
+    TokenizerSpec, is_current, is_same_text, prepare_with, survey, token_files,
 };
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// The prepared corpora of a run, in the order of the config.
@@ -23,6 +24,8 @@ pub struct RunCorpus {
     pub name: String,
     /// Its share of the samples, relative to the others'.
     pub weight: f64,
+    /// Other weights later in the run: tokens after which each counts.
+    pub schedule: Vec<(u64, f64)>,
     /// Its tokens.
     pub data: Prepared,
 }
@@ -37,6 +40,9 @@ pub enum Existing {
     /// Those whose text is what the config names now, wherever it is.
     Refresh,
 }
+
+/// Data of up to so many bytes are read in full whenever a run begins.
+const MOST_CHECKED_BYTES: u64 = 4 << 30;
 
 /// The folder of a run's prepared data: `data.prepared`, or else one in the run directory.
 pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
@@ -77,6 +83,7 @@ pub fn prepare_data(
 struct Wanted {
     name: String,
     weight: f64,
+    schedule: Vec<(u64, f64)>,
     spec: PrepareSpec,
     folder: PathBuf,
 }
@@ -109,7 +116,11 @@ impl RunData {
         }
         let shared = config.prepared_dir().is_some_and(|shared| shared == folder);
         let mut corpora = Vec::new();
-        for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
+        for Wanted { name, weight, schedule, spec, folder } in wanted(config, folder, &tokenizer) {
+            if let Some(data) = in_place(config, &spec)? {
+                corpora.push(RunCorpus { name, weight, schedule, data });
+                continue;
+            }
             let found = match Prepared::open(&folder)? {
                 Some(data) if existing == Existing::Refresh => match is_current(&spec, &data, stop)? {
                     true => Some(data),
@@ -123,7 +134,7 @@ impl RunData {
                 Some(data) => data,
                 None => prepare_with(&spec, &folder, &options, &mut |at| progress(&name, at))?,
             };
-            corpora.push(RunCorpus { name, weight, data });
+            corpora.push(RunCorpus { name, weight, schedule, data });
         }
         Ok(RunData { corpora })
     }
@@ -144,25 +155,38 @@ impl RunData {
         let tokenizer = tokenizer_spec(config)?;
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
         let (mut text, mut corpora) = (Survey { files: 0, bytes: 0 }, Vec::new());
-        for Wanted { name, weight, spec, folder } in wanted(config, folder, &tokenizer) {
+        for Wanted { name, weight, schedule, spec, folder } in wanted(config, folder, &tokenizer) {
+            if let Some(data) = in_place(config, &spec)? {
+                corpora.push(RunCorpus { name, weight, schedule, data });
+                continue;
+            }
             let Survey { files, bytes } = survey(&spec, &folder, stop)?;
             text = Survey { files: text.files + files, bytes: text.bytes + bytes };
             if let Some(data) = Prepared::open(&folder)?
                 && is_current(&spec, &data, stop)?
             {
-                corpora.push(RunCorpus { name, weight, data });
+                corpora.push(RunCorpus { name, weight, schedule, data });
             }
         }
         let all = corpora.len() == config.data.corpora.len().max(1);
         Ok(if all { Ok(RunData { corpora }) } else { Err(text) })
     }
 
+    /// What is to be prepared for each corpus.
+    pub(crate) fn specs(config: &Config, tokenizer: &TokenizerSpec) -> Vec<PrepareSpec> {
+        wanted(config, Path::new(""), tokenizer).into_iter().map(|wanted| wanted.spec).collect()
+    }
+
     /// Opens the corpora under `folder`; none where one of them is not prepared.
     pub fn open(config: &Config, folder: &Path) -> Result<Option<Self>, DataError> {
         let mut corpora = Vec::new();
-        for Wanted { name, weight, folder, .. } in wanted(config, folder, &TokenizerSpec::Bytes) {
-            let Some(data) = Prepared::open(&folder)? else { return Ok(None) };
-            corpora.push(RunCorpus { name, weight, data });
+        for Wanted { name, weight, schedule, spec, folder } in wanted(config, folder, &TokenizerSpec::Bytes) {
+            let data = match token_files(&spec)? {
+                Some(_) => in_place(config, &PrepareSpec { tokenizer: tokenizer_spec(config)?, ..spec })?,
+                None => Prepared::open(&folder)?,
+            };
+            let Some(data) = data else { return Ok(None) };
+            corpora.push(RunCorpus { name, weight, schedule, data });
         }
         Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
     }
@@ -171,7 +195,9 @@ impl RunData {
     /// weights. None where there are none.
     pub fn find(folder: &Path) -> Result<Option<Self>, DataError> {
         if let Some(data) = Prepared::open(folder)? {
-            return Ok(Some(RunData { corpora: vec![RunCorpus { name: String::new(), weight: 1.0, data }] }));
+            return Ok(Some(RunData {
+                corpora: vec![RunCorpus { name: String::new(), weight: 1.0, schedule: Vec::new(), data }],
+            }));
         }
         let entries = folder.read_dir().into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
         let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -179,7 +205,7 @@ impl RunData {
         let mut corpora = Vec::new();
         for name in names {
             if let Some(data) = Prepared::open(&folder.join(&name))? {
-                corpora.push(RunCorpus { name, weight: 1.0, data });
+                corpora.push(RunCorpus { name, weight: 1.0, schedule: Vec::new(), data });
             }
         }
         Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
@@ -197,6 +223,10 @@ impl RunData {
         for (corpus, Wanted { spec, folder, .. }) in
             self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes))
         {
+            // What is read in place is known by its fingerprint, which checkpoints have.
+            if corpus.data.is_in_place() {
+                continue;
+            }
             let before = corpus.data.spec();
             let (ours, theirs) = (settings(&spec), settings(before));
             if ours == theirs {
@@ -222,14 +252,31 @@ impl RunData {
         Ok(())
     }
 
-    /// Refuses data that are not what was prepared: every token is read once. `progress` hears of the bytes done and of all;
+    /// As [`RunData::verify`] for data that are read in some seconds, which is most; of larger ones, headers, lengths and samples were
+    /// looked at when they were opened. Says whether every token was read.
+    pub(crate) fn check(&self, stop: &AtomicBool, progress: &mut dyn FnMut(u64, u64)) -> Result<bool, DataError> {
+        if self.verified_bytes() > MOST_CHECKED_BYTES {
+            return Ok(false);
+        }
+        self.verify(stop, progress)?;
+        Ok(true)
+    }
+
+    /// Bytes that [`RunData::verify`] reads.
+    pub fn verified_bytes(&self) -> u64 {
+        self.streams().map(|tokens| tokens.payload_bytes()).sum()
+    }
+
+    fn streams(&self) -> impl Iterator<Item = &Arc<TokenStream>> {
+        self.corpora.iter().flat_map(|c| [Some(c.data.train()), c.data.validation()].into_iter().flatten())
+    }
+
+    /// Refuses data that are not what was prepared: every token is read once; of Megatron's files, which have no checksum, the index. `progress` hears of the bytes done and of all;
     /// `stop` ends it with [`DataError::Interrupted`].
     pub fn verify(&self, stop: &AtomicBool, progress: &mut dyn FnMut(u64, u64)) -> Result<(), DataError> {
-        let streams =
-            || self.corpora.iter().flat_map(|c| [Some(c.data.train()), c.data.validation()].into_iter().flatten());
-        let total = streams().map(|tokens| tokens.payload_bytes()).sum();
+        let total = self.verified_bytes();
         let mut done = 0;
-        for tokens in streams() {
+        for tokens in self.streams() {
             tokens.verify_with(stop, &mut |bytes| {
                 done += bytes;
                 progress(done, total);
@@ -270,21 +317,27 @@ impl RunData {
         match &self.corpora[..] {
             [only] if only.name.is_empty() => Sampler::new(only.data.train().clone(), seq, seed),
             corpora => {
-                let corpus =
-                    |c: &RunCorpus| Corpus { name: c.name.clone(), weight: c.weight, tokens: c.data.train().clone() };
+                let corpus = |c: &RunCorpus| Corpus {
+                    name: c.name.clone(),
+                    weight: c.weight,
+                    schedule: c.schedule.clone(),
+                    tokens: c.data.train().clone(),
+                };
                 Sampler::mixed(corpora.iter().map(corpus).collect(), seq, seed)
             }
         }
     }
 
-    /// The validation samples of `seq` tokens in the mixture of training, and the names of the corpora that they are from.
+    /// The validation samples of `seq` tokens in the mixture of training, and the names of the corpora that they are from. Where
+    /// weights change, the largest of each corpus counts: a run validates on the same samples from its beginning to its end.
     /// Corpora whose validation tokens are less than a sequence are left out, with a warning each.
     pub fn validation_samples(&self, seq: usize, warn: &mut dyn FnMut(&str)) -> Option<(Sampler, Vec<String>)> {
         let mut corpora = Vec::new();
-        for RunCorpus { name, weight, data } in &self.corpora {
+        for RunCorpus { name, weight, schedule, data } in &self.corpora {
             let Some(tokens) = data.validation() else { continue };
             if tokens.len() > seq as u64 {
-                corpora.push(Corpus { name: name.clone(), weight: *weight, tokens: tokens.clone() });
+                let weight = schedule.iter().fold(*weight, |most, (_, weight)| most.max(*weight));
+                corpora.push(Corpus { name: name.clone(), weight, schedule: Vec::new(), tokens: tokens.clone() });
                 continue;
             }
             let of = if name.is_empty() { String::new() } else { format!(" of {name}") };
@@ -296,8 +349,21 @@ impl RunData {
         (sampler.samples_before_repeat() > 0).then_some((sampler, names))
     }
 
-    fn vocabulary(&self) -> u32 {
+    pub(crate) fn vocabulary(&self) -> u32 {
         self.corpora.iter().map(|corpus| corpus.data.vocabulary()).max().unwrap_or(0)
+    }
+}
+
+/// Megatron's files, where a spec names such: they are read where they are.
+fn in_place(config: &Config, spec: &PrepareSpec) -> Result<Option<Prepared>, DataError> {
+    let Some(files) = token_files(spec)? else { return Ok(None) };
+    match &config.data.prompt_field {
+        None => Prepared::in_place(spec, &files).map(Some),
+        Some(field) => Err(DataError::Source {
+            path: files[0].clone(),
+            problem: format!("data.prompt_field names the field {field:?}, and tokens have no fields"),
+            hint: "remove data.prompt_field, or name the text instead of its tokens in data.paths",
+        }),
     }
 }
 
@@ -371,13 +437,20 @@ fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Want
     };
     if config.data.corpora.is_empty() {
         let spec = spec(config.data_paths());
-        return vec![Wanted { name: String::new(), weight: 1.0, spec, folder: folder.to_owned() }];
+        return vec![Wanted {
+            name: String::new(),
+            weight: 1.0,
+            schedule: Vec::new(),
+            spec,
+            folder: folder.to_owned(),
+        }];
     }
     let corpora = config.corpora().into_iter();
     let wanted = corpora.map(|corpus| Wanted {
         folder: folder.join(&corpus.name),
         spec: spec(corpus.paths.into_iter().map(PathBuf::from).collect()),
         weight: corpus.weight,
+        schedule: corpus.schedule.iter().map(|later| (later.tokens, later.weight)).collect(),
         name: corpus.name,
     });
     wanted.collect()

@@ -354,6 +354,14 @@ pub enum TrainError {
         /// Position of the token that was wanted.
         position: usize,
     },
+    /// A rehearsal has found what a run would only warn of.
+    #[error("{problem}\nhint: {hint}")]
+    Rehearsal {
+        /// What.
+        problem: String,
+        /// What to do.
+        hint: String,
+    },
     /// A file of the run directory cannot be read or written.
     #[error("cannot {action} {}: {cause}\nhint: {}", path.display(), hint(cause))]
     Io {

@@ -298,8 +298,8 @@ impl Model {
         let (program, threads) = evaluation_program(devices, config, (batch, seq), cut)?;
         let mut executor = devices.load(Target::of(devices, config), program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
-        let feed =
-            |entry, batch, seq| Feed::new(&program.tensors, Some(entry), (batch, seq), config.train.seed, &|_, _| true);
+        let numbers = (config.train.seed, config.model.vocab_size);
+        let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), (batch, seq), numbers, &|_, _| true);
         Ok(Self {
             executor,
             whole: (cut.sequences > 0).then(|| feed(StepProgram::EVALUATE, batch, seq)),

@@ -24,6 +24,9 @@ pub struct StepMetrics {
     pub lr: f64,
     /// Seconds.
     pub step_s: f64,
+    /// Seconds of it in which the step waited for its samples to be read.
+    #[serde(default)]
+    pub data_wait_s: f64,
     /// Tokens per second.
     pub tokens_per_s: f64,
     /// Model FLOPs per second as a share of the device's measured matmul peak.

@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::tasks::Request;
-use lockstep_data::{Sampler, TokenStream};
+use lockstep_data::{DataError, Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::Tensor;
@@ -43,6 +43,17 @@ pub(crate) fn counted(targets: &[u32]) -> u64 {
     targets.iter().filter(|target| **target != IGNORED_TARGET).count() as u64
 }
 
+/// Refuses tokens that the model has no embedding for: files that others made may have any.
+fn require_known(ids: &[u32], vocab: u32, stream: &TokenStream, offset: u64) -> Result<(), DataError> {
+    let Some(at) = ids.iter().position(|id| *id >= vocab && *id != IGNORED_TARGET) else { return Ok(()) };
+    let (offset, id) = (offset + at as u64, ids[at]);
+    Err(DataError::Source {
+        path: stream.file_at(offset).to_owned(),
+        problem: format!("token {offset} of its corpus is {id}, and model.vocab_size = {vocab}"),
+        hint: "set data.tokenizer and model.vocab_size to those that the tokens were made for",
+    })
+}
+
 /// A sequence that was evaluated.
 pub(crate) struct Scored<'a> {
     /// Which.
@@ -66,14 +77,122 @@ pub(crate) fn losses(bytes: &[u8]) -> impl Iterator<Item = f64> {
     bytes.as_chunks().0.iter().map(|loss| f64::from_le_bytes(*loss))
 }
 
-/// The tokens and targets of a micro-batch, where documents start and keys of dropout if the program asks, on their way to an
-/// executor. Of sequences that ranks of other processes compute nothing is read.
-pub(crate) struct Feed {
-    names: [String; 5],
-    /// Which sequences of a micro-batch this process has anything of: tokens, targets, where documents start.
-    wanted: [Vec<bool>; 3],
+/// What a process reads of every micro-batch: of sequences that ranks of other processes compute, nothing.
+#[derive(Clone, Debug)]
+pub(crate) struct Reading {
+    /// The sequences that this process has anything of.
+    rows: Vec<Row>,
     batch: usize,
     seq: usize,
+    /// Whether the program asks where documents start.
+    starts: bool,
+    /// Tokens are below this.
+    vocab: u32,
+}
+
+/// A sequence of a micro-batch, and what is read of it.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    sequence: usize,
+    tokens: bool,
+    targets: bool,
+    starts: bool,
+}
+
+/// What was read of a micro-batch, row after row.
+#[derive(Debug, Default)]
+pub(crate) struct MicroBatch {
+    first: u64,
+    tokens: Vec<u32>,
+    targets: Vec<u32>,
+    starts: Vec<u32>,
+    /// Targets that count, of all sequences.
+    counted: u64,
+}
+
+impl MicroBatch {
+    /// Its first sample.
+    pub(crate) fn first(&self) -> u64 {
+        self.first
+    }
+
+    /// Bytes of its buffers.
+    pub(crate) fn bytes(&self) -> u64 {
+        4 * (self.tokens.len() + self.targets.len() + self.starts.len()) as u64
+    }
+
+    #[cfg(test)]
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+}
+
+impl Reading {
+    /// Tokens and targets of all sequences.
+    #[cfg(test)]
+    pub(crate) fn all(batch: usize, seq: usize, vocab: u32) -> Self {
+        let row = |sequence| Row { sequence, tokens: true, targets: true, starts: false };
+        Self { rows: (0..batch).map(row).collect(), batch, seq, starts: false, vocab }
+    }
+
+    /// Sequences of a micro-batch.
+    pub(crate) fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Room for what is read of a micro-batch.
+    pub(crate) fn buffers(&self) -> MicroBatch {
+        let room = |any: bool| vec![0; if any { self.rows.len() * self.seq } else { 0 }];
+        MicroBatch {
+            first: 0,
+            tokens: room(self.rows.iter().any(|row| row.tokens)),
+            targets: room(self.rows.iter().any(|row| row.targets)),
+            starts: room(self.starts),
+            counted: 0,
+        }
+    }
+
+    /// Reads the sequences from `first` on, and the `last` one again where there are no more. Does not allocate.
+    pub(crate) fn read(
+        &self,
+        into: &mut MicroBatch,
+        data: &dyn Sequences,
+        first: u64,
+        last: u64,
+    ) -> Result<(), DataError> {
+        (into.first, into.counted) = (first, 0);
+        for b in 0..self.batch {
+            let (stream, offset) = data.source((first + b as u64).min(last));
+            into.counted += stream.counted_targets(offset, self.seq);
+        }
+        for (place, row) in self.rows.iter().enumerate() {
+            let range = place * self.seq..(place + 1) * self.seq;
+            let (stream, offset) = data.source((first + row.sequence as u64).min(last));
+            if row.tokens {
+                let to = &mut into.tokens[range.clone()];
+                stream.copy(offset, to);
+                require_known(to, self.vocab, stream, offset)?;
+            }
+            if row.targets {
+                let to = &mut into.targets[range.clone()];
+                stream.copy_targets(offset, to);
+                require_known(to, self.vocab, stream, offset + 1)?;
+            }
+            if row.starts {
+                stream.document_starts(offset, &mut into.starts[range]);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The tokens and targets of a micro-batch, where documents start and keys of dropout if the program asks, on their way to an
+/// executor.
+pub(crate) struct Feed {
+    names: [String; 5],
+    reading: Reading,
+    /// What was read last, where none is read ahead.
+    read: MicroBatch,
     tokens: Vec<u32>,
     targets: Vec<u32>,
     starts: Option<Vec<u32>>,
@@ -89,22 +208,28 @@ impl Feed {
         tensors: &[Tensor],
         entry: Option<&str>,
         (batch, seq): (usize, usize),
-        seed: u64,
+        (seed, vocab): (u64, usize),
         has: &dyn Fn(&str, Range<usize>) -> bool,
     ) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
         let positions = batch * seq;
         let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::DROPOUT_KEYS, names::LOSS].map(name);
         let asked = |name: &str, numbers| tensors.iter().any(|t| t.name == name).then(|| vec![0; numbers]);
-        let wanted = |name: &String| (0..batch).map(|b| has(name, b * seq..(b + 1) * seq)).collect();
+        let (starts, keys) = (asked(&names[2], positions), asked(&names[3], 2 * batch));
+        let row = |sequence: usize| {
+            let wanted = |i: usize| has(&names[i], sequence * seq..(sequence + 1) * seq);
+            Row { sequence, tokens: wanted(0), targets: wanted(1), starts: starts.is_some() && wanted(2) }
+        };
+        let rows = (0..batch).map(row).filter(|row| row.tokens || row.targets || row.starts).collect();
+        let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
+        let reading = Reading { rows, batch, seq, starts: starts.is_some(), vocab };
         Self {
-            wanted: [0, 1, 2].map(|i| wanted(&names[i])),
-            starts: asked(&names[2], positions),
-            keys: asked(&names[3], 2 * batch),
+            read: reading.buffers(),
+            reading,
+            starts,
+            keys,
             seed,
             names,
-            batch,
-            seq,
             tokens: vec![0; positions],
             targets: vec![0; positions],
             bytes: Vec::with_capacity(positions * 4),
@@ -123,18 +248,29 @@ impl Feed {
     pub(crate) fn read(&self, value: u32) -> [Vec<usize>; 2] {
         [&self.tokens, &self.targets].map(|ids| {
             let read = |(_, ids): &(usize, &[u32])| !ids.contains(&value);
-            ids.chunks(self.seq).enumerate().filter(read).map(|(b, _)| b).collect()
+            ids.chunks(self.seq()).enumerate().filter(read).map(|(b, _)| b).collect()
         })
+    }
+
+    /// The tokens of a sequence.
+    #[cfg(test)]
+    pub(crate) fn sequence(&self, b: usize) -> &[u32] {
+        &self.tokens[b * self.seq()..(b + 1) * self.seq()]
+    }
+
+    /// What is read of a micro-batch.
+    pub(crate) fn reading(&self) -> &Reading {
+        &self.reading
     }
 
     /// Sequences of a micro-batch.
     pub(crate) fn batch(&self) -> usize {
-        self.batch
+        self.reading.batch
     }
 
     /// Tokens of a sequence.
     pub(crate) fn seq(&self) -> usize {
-        self.seq
+        self.reading.seq
     }
 
     /// The tensor of a micro-batch's losses.
@@ -142,8 +278,8 @@ impl Feed {
         &self.names[4]
     }
 
-    /// Writes a micro-batch: the sequences from `first` on, and the `last` one again where there are no more. Gives how many of
-    /// its targets count.
+    /// Reads a micro-batch and gives it to an executor: the sequences from `first` on, and the `last` one again where there are no
+    /// more. Gives how many of its targets count.
     pub(crate) fn load(
         &mut self,
         executor: &mut dyn Executor,
@@ -152,38 +288,50 @@ impl Feed {
         first: u64,
         last: u64,
     ) -> Result<u64, TrainError> {
-        let mut counted = 0;
-        let [tokens, targets, starts] = &self.wanted;
-        for b in 0..self.batch {
-            let range = b * self.seq..(b + 1) * self.seq;
-            let index = (first + b as u64).min(last);
-            let (stream, offset) = data.source(index);
-            counted += stream.counted_targets(offset, self.seq);
-            if tokens[b] {
-                stream.copy(offset, &mut self.tokens[range.clone()]);
+        let mut read = std::mem::take(&mut self.read);
+        let result = self.reading.read(&mut read, data, first, last);
+        let given = result.map_err(TrainError::from).and_then(|()| self.give(executor, micro_batch, &read, last));
+        self.read = read;
+        given
+    }
+
+    /// Gives what was read to an executor, and says how many targets count.
+    pub(crate) fn give(
+        &mut self,
+        executor: &mut dyn Executor,
+        micro_batch: usize,
+        read: &MicroBatch,
+        last: u64,
+    ) -> Result<u64, TrainError> {
+        let seq = self.seq();
+        for (place, row) in self.reading.rows.iter().enumerate() {
+            let (from, to) = (place * seq..(place + 1) * seq, row.sequence * seq..(row.sequence + 1) * seq);
+            if row.tokens {
+                self.tokens[to.clone()].copy_from_slice(&read.tokens[from.clone()]);
             }
-            if targets[b] {
-                stream.copy_targets(offset, &mut self.targets[range.clone()]);
+            if row.targets {
+                self.targets[to.clone()].copy_from_slice(&read.targets[from.clone()]);
             }
-            if let (Some(to), true) = (&mut self.starts, starts[b]) {
-                stream.document_starts(offset, &mut to[range]);
+            if let (Some(starts), true) = (&mut self.starts, row.starts) {
+                starts[to].copy_from_slice(&read.starts[from]);
             }
-            if let Some(keys) = &mut self.keys {
-                keys[2 * b..2 * b + 2].copy_from_slice(&dropout_key(self.seed, index));
+        }
+        if let Some(keys) = &mut self.keys {
+            for (b, key) in keys.chunks_mut(2).enumerate() {
+                key.copy_from_slice(&dropout_key(self.seed, (read.first + b as u64).min(last)));
             }
         }
         self.send(executor, micro_batch)?;
-        Ok(counted)
+        Ok(read.counted)
     }
 
     /// Gives the buffers to an executor.
     fn send(&mut self, executor: &mut dyn Executor, micro_batch: usize) -> Result<(), TrainError> {
-        let [tokens, targets, starts] = &self.wanted;
-        let any = |wanted: &[bool]| wanted.contains(&true);
+        let any = |wanted: fn(&Row) -> bool| self.reading.rows.iter().any(wanted);
         let numbers = [
-            Some(&self.tokens).filter(|_| any(tokens)),
-            Some(&self.targets).filter(|_| any(targets)),
-            self.starts.as_ref().filter(|_| any(starts)),
+            Some(&self.tokens).filter(|_| any(|row| row.tokens)),
+            Some(&self.targets).filter(|_| any(|row| row.targets)),
+            self.starts.as_ref().filter(|_| any(|row| row.starts)),
             self.keys.as_ref(),
         ];
         for (name, ids) in self.names.iter().zip(numbers) {
@@ -205,7 +353,7 @@ impl Feed {
         stop: &AtomicBool,
         scored: &mut dyn FnMut(f64),
     ) -> Result<bool, TrainError> {
-        for texts in texts.chunks(self.batch) {
+        for texts in texts.chunks(self.batch()) {
             if stop.load(Ordering::SeqCst) {
                 return Ok(false);
             }
@@ -219,7 +367,7 @@ impl Feed {
             }
             for (b, text) in texts.iter().enumerate() {
                 let read = text.tokens.len() - 1;
-                let range = b * self.seq..b * self.seq + read;
+                let range = b * self.seq()..b * self.seq() + read;
                 self.tokens[range.clone()].copy_from_slice(&text.tokens[..read]);
                 let first = text.context - 1;
                 self.targets[range][first..].copy_from_slice(&text.tokens[first + 1..]);
@@ -250,10 +398,10 @@ impl Feed {
             // The last micro-batch is filled up with copies of the last sequence, whose losses are not counted.
             self.load(executor, 0, data, first, sequences - 1)?;
             executor.run(entry)?;
-            let count = (sequences - first).min(self.batch as u64);
+            let count = (sequences - first).min(self.batch() as u64);
             let bytes = executor.read(self.loss(), 0)?;
             for (b, loss) in losses(&bytes).enumerate().take(count as usize) {
-                let targets = &self.targets[b * self.seq..(b + 1) * self.seq];
+                let targets = &self.targets[b * self.seq()..(b + 1) * self.seq()];
                 let index = first + b as u64;
                 scored(Scored { index, loss, targets, source: data.source(index) });
             }

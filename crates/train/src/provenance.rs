@@ -71,6 +71,9 @@ pub struct RunStart {
     pub slurm: BTreeMap<String, String>,
     /// Fingerprint of the prepared data.
     pub data: String,
+    /// How they were checked: `full`, every byte; `sampled`, lengths, headers and samples.
+    #[serde(default)]
+    pub data_check: String,
     /// Fingerprint of the program.
     pub program: String,
 }
@@ -83,6 +86,7 @@ pub(crate) struct Circumstances<'a> {
     pub(crate) device: &'a str,
     pub(crate) world: Option<String>,
     pub(crate) data: u64,
+    pub(crate) data_check: &'a str,
     pub(crate) program: u64,
 }
 
@@ -107,6 +111,7 @@ impl RunStart {
             world: about.world,
             slurm: slurm.collect(),
             data: format!("{:016x}", about.data),
+            data_check: about.data_check.to_owned(),
             program: format!("{:016x}", about.program),
         }
     }

@@ -5,6 +5,7 @@ mod start;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use saves::{look_at_disk, places};
 pub(crate) use start::resume;
 
 use crate::analysis::MeasuredStep;
@@ -32,6 +33,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -189,7 +191,7 @@ struct Run<'a> {
     last_result: Option<Instant>,
     session: Session,
     dir: RunDir,
-    train: Sampler,
+    train: Arc<Sampler>,
     /// Validation samples and how many of them one validation reads; none where there is no validation.
     validation_samples: Option<(Sampler, u64)>,
     matmul_peak: f64,
@@ -305,8 +307,10 @@ impl Run<'_> {
             return Ok(self.outcome);
         }
         if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
-            let text =
-                self.validation_samples.as_ref().map_or(&self.train, |(validation_samples, _)| validation_samples);
+            let text = self
+                .validation_samples
+                .as_ref()
+                .map_or(self.train.as_ref(), |(validation_samples, _)| validation_samples);
             match sample(
                 self.devices,
                 self.config,
@@ -446,15 +450,16 @@ impl Run<'_> {
                 QueuedStep::done(result)
             }
         };
+        let data_wait_s = self.session.data_wait_s();
         // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
         // step's bias correction counts one update too many.
         self.updates += 1;
         let (lr, queued) = (learning_rate(self.config, before), Instant::now());
-        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, lr })
+        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, lr, data_wait_s })
     }
 
     fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, queued, behind, batch, loss_scale, lr } = queued;
+        let Queued { step, work, start, queued, behind, batch, loss_scale, lr, data_wait_s } = queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
         self.updates -= u64::from(!result.applied);
@@ -495,6 +500,7 @@ impl Run<'_> {
             grad_norm: result.grad_norm,
             lr,
             step_s,
+            data_wait_s: (data_wait_s * 1e6).round() / 1e6,
             tokens_per_s,
             mfu: achieved / self.matmul_peak,
             arena_bytes: self.session.arena_bytes(),
@@ -563,6 +569,8 @@ struct Queued {
     batch: Batch,
     loss_scale: Option<LossScale>,
     lr: f64,
+    /// Seconds that it waited for its samples.
+    data_wait_s: f64,
 }
 
 /// A finished step.

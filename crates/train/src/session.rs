@@ -7,6 +7,7 @@ use crate::feed::{Feed, Scored, losses};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
+use crate::read_ahead::ReadAhead;
 use crate::saver::{SaveEnd, SaveRequest, Saver};
 use crate::state::{self, Weights};
 use crate::tasks::Request;
@@ -23,7 +24,9 @@ use std::borrow::Cow;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 /// A program in memory, ready to step.
 pub struct Session {
@@ -38,6 +41,9 @@ pub struct Session {
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
+    /// What reads the samples of the steps to come, and how long the last step waited for it.
+    read_ahead: Option<ReadAhead>,
+    data_wait: Duration,
     /// Where checkpoints are written in the background.
     saver: Option<Saver>,
 }
@@ -128,16 +134,36 @@ impl Session {
         Ok(Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
-            feed: Feed::new(&tensors, None, (batch, config.train.seq), config.train.seed, &|name, elements| {
-                executor.has(name, elements)
-            }),
+            feed: Feed::new(
+                &tensors,
+                None,
+                (batch, config.train.seq),
+                (config.train.seed, config.model.vocab_size),
+                &|name, elements| executor.has(name, elements),
+            ),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
             targets: plan.tokens_per_step,
             smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
+            read_ahead: None,
+            data_wait: Duration::ZERO,
             saver: None,
         })
+    }
+
+    /// Has a thread read the samples of `data` that steps will ask for, from `first` on, a step ahead: the next step's are read while
+    /// one runs. Gives the bytes that it takes, once.
+    pub fn read_ahead(&mut self, data: &Arc<Sampler>, first: u64) -> Result<u64, TrainError> {
+        let ahead = ReadAhead::start(self.feed.reading().clone(), data, first, self.micro_batches)?;
+        let bytes = ahead.bytes();
+        self.read_ahead = Some(ahead);
+        Ok(bytes)
+    }
+
+    /// Seconds that the last step waited for its samples.
+    pub fn data_wait_s(&self) -> f64 {
+        self.data_wait.as_secs_f64()
     }
 
     /// Bytes allocated.
@@ -293,11 +319,22 @@ impl Session {
     /// Gives the executor the inputs of a step, and says in how many micro-batches.
     fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
-        let mut targets = 0;
+        let Self { feed, executor, .. } = self;
+        let (mut targets, mut waited) = (0, Duration::ZERO);
+        let mut ahead = self.read_ahead.as_mut().filter(|ahead| ahead.reads(data));
         for m in 0..micro_batches {
-            let first = batch.first_sample + (m * self.feed.batch()) as u64;
-            targets += self.feed.load(self.executor.as_mut(), m, data, first, u64::MAX)?;
+            let first = batch.first_sample + (m * feed.batch()) as u64;
+            let (counted, wait) = match &mut ahead {
+                Some(ahead) => ahead.take(first, |read| feed.give(executor.as_mut(), m, read, u64::MAX))?,
+                None => {
+                    let start = Instant::now();
+                    (feed.load(executor.as_mut(), m, data, first, u64::MAX)?, start.elapsed())
+                }
+            };
+            targets += counted;
+            waited += wait;
         }
+        self.data_wait = waited;
         // A step of prompts alone has a loss and a gradient of 0.
         self.targets = targets.max(1);
         Ok(micro_batches)

@@ -1,11 +1,13 @@
 //! A step allocates nothing, and the process grows by what the plan says. One test alone in its process: it counts the
 //! whole process's allocations.
 
-use lockstep_config::Config;
+use lockstep_config::{Batch, Config};
+use lockstep_data::{PrepareSpec, Sampler, prepare};
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_plan::plan;
 use lockstep_train::{Devices, Session};
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 struct Counting;
@@ -62,5 +64,21 @@ fn a_step_allocates_nothing_and_the_process_grows_by_the_arena() {
         session.run_step(scalars).unwrap();
         session.executor().run(StepProgram::EVALUATE).unwrap();
     }
+    assert_eq!(ALLOCATIONS.load(Ordering::SeqCst), count);
+
+    // The same with samples that a thread reads ahead: two micro-batches of tokens and targets are all the memory that takes.
+    let folder = tempfile::tempdir().unwrap();
+    let text: String = (0..2000).map(|i| format!("{i} squared is {}. ", i * i)).collect();
+    std::fs::write(folder.path().join("a.txt"), text).unwrap();
+    let spec = PrepareSpec { paths: vec![folder.path().join("a.txt")], ..PrepareSpec::default() };
+    let data = prepare(&spec, &folder.path().join("out"), &mut |_| ()).unwrap();
+    let samples = Arc::new(Sampler::new(data.train().clone(), 128, 1).unwrap());
+    assert_eq!(session.read_ahead(&samples, 0).unwrap(), 2 * 2 * 128 * 4);
+    let mut step = |n: u64| session.step(&samples, Batch { first_sample: 2 * n, sequences: 2 }, scalars).unwrap();
+    step(0);
+    let count = ALLOCATIONS.load(Ordering::SeqCst);
+    (1..5).for_each(|n| assert!(step(n).loss.is_finite()));
+    // Going back begins anew, in the same memory.
+    step(2);
     assert_eq!(ALLOCATIONS.load(Ordering::SeqCst), count);
 }

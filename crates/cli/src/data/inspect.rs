@@ -81,14 +81,15 @@ pub fn run(args: Args) -> Result<(), Failure> {
     Ok(())
 }
 
-struct Inspected {
+/// Data, and what is known of them.
+pub(super) struct Inspected {
     config: Option<Config>,
     folder: PathBuf,
-    data: RunData,
+    pub(super) data: RunData,
 }
 
 /// Finds the data that a path stands for.
-fn open(path: &Path) -> Result<Inspected, Failure> {
+pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
     let missing = |folder: &Path| {
         Failure::request(format!(
             "{}: no prepared data here\nhint: give a run directory or a folder that `lockstep data prepare` wrote",

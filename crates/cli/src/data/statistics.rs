@@ -24,10 +24,20 @@ pub struct Statistics {
 struct CorpusStatistics {
     name: String,
     weight: f64,
+    /// Other weights later in the run.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    schedule: Vec<ScheduledWeight>,
     files: u64,
     empty_files: u64,
     train: SplitStatistics,
     validation: Option<SplitStatistics>,
+}
+
+#[derive(Debug, Serialize)]
+struct ScheduledWeight {
+    /// Tokens of the run after which it counts.
+    tokens: u64,
+    weight: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -62,6 +72,7 @@ fn of_corpus(corpus: &RunCorpus) -> CorpusStatistics {
     CorpusStatistics {
         name: corpus.name.clone(),
         weight: corpus.weight,
+        schedule: corpus.schedule.iter().map(|&(tokens, weight)| ScheduledWeight { tokens, weight }).collect(),
         files: corpus.data.files(),
         empty_files: corpus.data.empty_files(),
         train: of_split(corpus.data.train_summary()),
@@ -81,6 +92,17 @@ fn of_split(split: &SplitSummary) -> SplitStatistics {
     }
 }
 
+/// The share of each corpus after so many tokens.
+fn mixture(corpora: &[CorpusStatistics], tokens: u64) -> String {
+    let weight = |corpus: &CorpusStatistics| {
+        let later = corpus.schedule.iter().rev().find(|later| later.tokens <= tokens);
+        later.map_or(corpus.weight, |later| later.weight)
+    };
+    let total: f64 = corpora.iter().map(weight).sum();
+    let share = |corpus: &CorpusStatistics| format!("{} {:.1}%", corpus.name, 100.0 * weight(corpus) / total);
+    corpora.iter().map(share).collect::<Vec<_>>().join(", ")
+}
+
 /// For programs.
 pub fn as_json(statistics: &Statistics) -> serde_json::Value {
     serde_json::json!(statistics)
@@ -96,22 +118,29 @@ pub fn as_text(statistics: &Statistics) -> String {
                 [corpus.name.as_str(), name].join(" ").trim().to_owned(),
                 thousands(split.documents),
                 thousands(split.tokens),
-                units::bytes(split.bytes),
+                known(split, units::bytes(split.bytes)),
                 format!("{:.1}", split.tokens_per_document),
-                format!("{:.2}", split.bytes_per_token),
+                known(split, format!("{:.2}", split.bytes_per_token)),
                 thousands(split.shards),
             ]);
         }
     }
+    // Of tokens that others made the text is not known.
+    fn known(split: &SplitStatistics, text: String) -> String {
+        if split.bytes > 0 { text } else { "–".to_owned() }
+    }
     let header = ["split", "documents", "tokens", "text", "tokens/document", "bytes/token", "shards"];
-    let total: f64 = statistics.corpora.iter().map(|corpus| corpus.weight).sum();
-    let shares: Vec<String> = statistics
-        .corpora
-        .iter()
-        .filter(|corpus| !corpus.name.is_empty())
-        .map(|corpus| format!("{} {:.1}%", corpus.name, 100.0 * corpus.weight / total))
-        .collect();
-    let shares = if shares.is_empty() { String::new() } else { format!("mixture: {}\n", shares.join(", ")) };
+    let mut starts: Vec<u64> =
+        statistics.corpora.iter().flat_map(|corpus| &corpus.schedule).map(|later| later.tokens).collect();
+    starts.sort_unstable();
+    starts.dedup();
+    let mut shares = String::new();
+    if statistics.corpora.iter().any(|corpus| !corpus.name.is_empty()) {
+        shares = format!("mixture: {}\n", mixture(&statistics.corpora, 0));
+        for tokens in starts {
+            shares += &format!("  from {} tokens on: {}\n", units::count(tokens), mixture(&statistics.corpora, tokens));
+        }
+    }
     format!(
         "{}\ntokenizer {}, vocabulary {}, EOS token {}\n{shares}{}",
         statistics.folder,

@@ -34,7 +34,7 @@ pub(super) enum Shown {
 
 /// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given: that of a GPU
 /// that was named, for each rank, else what this machine has free.
-pub(super) fn placed(
+pub(crate) fn placed(
     devices: &Devices,
     config: Config,
     gpu: Option<&GpuSpec>,

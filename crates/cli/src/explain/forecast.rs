@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// A predicted step.
-pub(super) struct Predicted {
+pub(crate) struct Predicted {
     pub hardware: Hardware,
     pub forecast: Forecast,
     /// By role and segment.
@@ -27,7 +27,7 @@ pub(super) struct Predicted {
 }
 
 impl Predicted {
-    pub(super) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
+    pub(crate) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
         let predicted = Self::by(Rates::Catalogue(hardware), None, plan)?;
         let nodes = plan.layout.mesh.ranks().div_ceil(hardware.cluster.gpus_per_node);
         let stalls = Stalls::new(config, plan, nodes, predicted.forecast.step_s);
@@ -35,7 +35,7 @@ impl Predicted {
     }
 
     /// By the profile of this machine, where it has one.
-    pub(super) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>, Failure> {
+    pub(crate) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>, Failure> {
         let Some(profile) = machine_profile(devices, plan)? else { return Ok(None) };
         Self::by(Rates::Measured(&profile), Some(&profile.name), plan).map(Some)
     }
@@ -50,7 +50,7 @@ impl Predicted {
     }
 
     /// What it was predicted for.
-    pub(super) fn place(&self) -> String {
+    pub(crate) fn place(&self) -> String {
         if let Some((name, _)) = &self.profile {
             return format!("rank of this machine, profile {name}");
         }
@@ -58,7 +58,7 @@ impl Predicted {
         format!("{} in {}", gpu.label(), cluster.label)
     }
 
-    pub(super) fn as_json(&self) -> Value {
+    pub(crate) fn as_json(&self) -> Value {
         let mut value = json!(self.forecast);
         value["gpu"] = json!(self.hardware.gpu.name);
         value["cluster"] = json!(self.hardware.cluster);
@@ -71,7 +71,7 @@ impl Predicted {
         value
     }
 
-    pub(super) fn as_text(&self, plan: &Plan) -> String {
+    pub(crate) fn as_text(&self, plan: &Plan) -> String {
         let f = &self.forecast;
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
         let peak = self.hardware.gpu.peak(plan.precision.compute);
@@ -143,7 +143,7 @@ impl Predicted {
     }
 
     /// When the stages of the pipeline compute what.
-    pub(super) fn pipeline(&self) -> Timeline {
+    pub(crate) fn pipeline(&self) -> Timeline {
         let slot = |i: &Interval| {
             let work = match i.segment {
                 "forward" | "forward_last" => Work::Forward,
@@ -161,7 +161,7 @@ impl Predicted {
     }
 
     /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels and overlapping collectives.
-    pub(super) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
+    pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
         let failed =
             |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --trace", path.display()));
         std::fs::write(path, self.trace(plan).to_string()).map_err(failed)?;
@@ -264,7 +264,7 @@ pub(crate) fn exact(seconds: f64) -> String {
 }
 
 /// Where the trace goes; refuses other kinds of files.
-pub(super) fn file(path: &Path) -> Result<PathBuf, Failure> {
+pub(crate) fn file(path: &Path) -> Result<PathBuf, Failure> {
     match path.extension().is_some_and(|e| e == "json") {
         true => Ok(path.to_owned()),
         false => {

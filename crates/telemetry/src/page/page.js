@@ -13,7 +13,7 @@ const CHARTS = [
   { title: "Learning rate", keys: ["lr"] },
   { title: "Throughput", keys: ["tokens_per_s"] },
   { title: "MFU", keys: ["mfu"], percent: true },
-  { title: "Step time", keys: ["step_s"], predicted: true },
+  { title: "Step time", keys: ["step_s", "data_wait_s"], predicted: true },
   { title: "Memory", keys: ["arena_bytes", "gpu_memory_bytes"], bytes: true },
   { title: "GPU power", keys: ["gpu_power_w"] },
   { title: "GPU temperature", keys: ["gpu_temperature_c"] },

@@ -15,14 +15,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The places of a run's checkpoints: that in the run directory, and the mirror if there is one.
-pub(super) fn places(config: &Config, options: &RunOptions) -> Vec<PathBuf> {
-    let dir = std::path::absolute(&options.dir).unwrap_or_else(|_| options.dir.clone());
+pub(crate) fn places(config: &Config, run_dir: &Path) -> Vec<PathBuf> {
+    let dir = std::path::absolute(run_dir).unwrap_or_else(|_| run_dir.to_owned());
     let mirror = config.mirror_dir().map(|mirror| mirror.join(dir.file_name().unwrap_or("run".as_ref())));
-    [Some(options.dir.join("checkpoints")), mirror].into_iter().flatten().collect()
+    [Some(run_dir.join("checkpoints")), mirror].into_iter().flatten().collect()
 }
 
 /// Looks at the disk before a run starts: one checkpoint must fit, and those that stay at a time should.
-pub(super) fn look_at_disk(
+pub(crate) fn look_at_disk(
     places: &[PathBuf],
     bytes: u64,
     config: &Config,

@@ -28,6 +28,7 @@ use lockstep_ir::units;
 use lockstep_plan::Plan;
 use lockstep_telemetry::{FailedSink, SinkChoice};
 use serde_json::json;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
@@ -36,7 +37,7 @@ pub(crate) fn resume(
     config: &Config,
     options: &RunOptions,
 ) -> Result<(LatestCheckpoint, Course), TrainError> {
-    let places = saves::places(config, options);
+    let places = saves::places(config, &options.dir);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
         None => latest_of(&places)?,
@@ -102,14 +103,21 @@ pub(super) fn start<'a>(
     if !team.is_first() && RunData::open(config, &folder)?.is_none() {
         show(Event::Preparing(Progress { waiting: true, ..Progress::default() }));
     }
+    let mut read_in_full = true;
     let data = team.first_then_others("prepare data", || {
         let data = RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| show(Event::Preparing(p)))?;
         if team.is_first() {
             data.refuse_other_text(config, &folder, stop.asked(), &mut |text| show(Event::Warning(text)))?;
-            data.verify(stop.asked(), &mut |done, total| show(Event::Checking { done, total }))?;
+            read_in_full = data.check(stop.asked(), &mut |done, total| show(Event::Checking { done, total }))?;
         }
         Ok(data)
     })?;
+    if !read_in_full {
+        let bytes = units::bytes(data.verified_bytes());
+        show(Event::Note(&Note::Cost(format!(
+            "of {bytes} of data lengths, headers and samples were checked; `lockstep data verify` reads all of it"
+        ))));
+    }
     team.agree("data", &format!("{:016x}", data.fingerprint()))?;
     let tokenizer = RunTokenizer::from(data.tokenizer()?);
     if let Some(text) = unused_vocabulary(config, &tokenizer) {
@@ -122,7 +130,7 @@ pub(super) fn start<'a>(
         (None, Some(loaded)) => Kept::of_checkpoint(loaded),
         (None, None) => Kept::default(),
     };
-    let train = data.train(config)?;
+    let train = Arc::new(data.train(config)?);
     // The arena may leave no memory to measure in.
     let peak = team.told("measure", || Ok(devices.matmul_peak(plan)?.to_le_bytes().to_vec()))?;
     let matmul_peak = peak.try_into().map_or(1.0, f64::from_le_bytes);
@@ -141,7 +149,7 @@ pub(super) fn start<'a>(
         )));
     }
     session.notes().iter().for_each(|note| show(Event::Note(note)));
-    let imbalance = context_imbalance(config, &train);
+    let imbalance = context_imbalance(config, train.as_ref());
     if let Some(share) = imbalance {
         let cp = config.parallel.cp;
         let text = format!(
@@ -175,7 +183,8 @@ pub(super) fn start<'a>(
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
     }
-    let places = saves::places(config, options);
+    let read_ahead = session.read_ahead(&train, config.batches().at(step).first_sample)?;
+    let places = saves::places(config, &options.dir);
     if team.is_first() && step < config.train.steps {
         saves::look_at_disk(&places, planned, config, show)?;
     }
@@ -205,6 +214,7 @@ pub(super) fn start<'a>(
             device: &plan.device,
             world: team.0.map(Processes::summary),
             data: data.fingerprint(),
+            data_check: if read_in_full { "full" } else { "sampled" },
             program: plan.program().fingerprint(),
         },
     );
@@ -259,6 +269,8 @@ pub(super) fn start<'a>(
         "context_imbalance": imbalance,
         // Of all ranks, in host memory; null where checkpoints are written while steps wait.
         "snapshot_bytes": snapshot.then_some(planned),
+        // Of this process, in host memory: samples of the next step.
+        "read_ahead_bytes": read_ahead,
     });
     dir.event("start", begun)?;
 

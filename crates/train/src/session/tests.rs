@@ -1,4 +1,4 @@
-//! What each of several processes reads of the data. The processes are threads here, with real sockets between them.
+//! What each of several processes reads of the data, of which there may be much. The processes are threads here, with real sockets between them.
 
 use super::*;
 use crate::{Existing, Processes, RunData};
@@ -56,4 +56,73 @@ fn a_process_reads_the_sequences_that_its_rank_computes_and_no_others() {
         let of = |from: usize| vec![from, from + 1];
         (0..4).map(|rank| [of(2 * rank), of(2 * rank)]).collect()
     });
+}
+
+/// Tokens of a data set of 100 GB that is holes but for the samples that are read.
+const MANY: u64 = 50 << 30;
+
+#[test]
+fn two_processes_never_read_the_same_sample_of_a_hundred_gigabytes() {
+    let dir = tempfile::tempdir().unwrap();
+    // Megatron's files: tokens of 2 bytes, documents of 2³⁰.
+    let documents = MANY >> 30;
+    let mut index = b"MMIDIDX\0\0".to_vec();
+    index.extend(1u64.to_le_bytes());
+    index.push(8);
+    index.extend(documents.to_le_bytes());
+    index.extend((documents + 1).to_le_bytes());
+    (0..documents).for_each(|_| index.extend((1u32 << 30).to_le_bytes()));
+    (0..documents).for_each(|i| index.extend((i << 31).to_le_bytes()));
+    (0..=documents).for_each(|i| index.extend(i.to_le_bytes()));
+    std::fs::write(dir.path().join("many.idx"), index).unwrap();
+    let bin = std::fs::File::create(dir.path().join("many.bin")).unwrap();
+    if bin.set_len(2 * MANY).is_err() {
+        eprintln!("skipped: the disk has no sparse files of {} bytes", 2 * MANY);
+        return;
+    }
+    let toml = "[model]\nvocab_size = 256\nlayers = 2\ndim = 16\nheads = 2\nffn = 32\n[data]\npaths = [\"many\"]\n\
+        [train]\nseq = 16\nglobal_batch = 16\nmicro_batch = 2\nthreads = 1\n[parallel]\ndp = 2\n";
+    std::fs::write(dir.path().join("run.toml"), toml).unwrap();
+    let config = Config::load(&dir.path().join("run.toml"), &[]).unwrap();
+    let never = AtomicBool::new(false);
+    let start = Instant::now();
+    let data = RunData::prepare(&config, &dir.path().join("data"), Existing::Reuse, &never, &mut |_, _| ()).unwrap();
+    data.check(&never, &mut |_, _| ()).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(data.train_tokens() > MANY / 10 * 9);
+
+    // Every sample begins with its number.
+    let (steps, batch) = (16, 16);
+    let samples = Arc::new(data.train(&config).unwrap());
+    for sample in 0..steps * batch {
+        let number = [(sample >> 8) as u16, (sample & 0xff) as u16].map(u16::to_le_bytes).concat();
+        std::os::unix::fs::FileExt::write_all_at(&bin, &number, 2 * samples.position(sample)).unwrap();
+    }
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let rank = |rank: usize| {
+        let timeout = Duration::from_secs(20);
+        let start = Start { rank, ranks: 2, address: address.clone(), timeout, build: "test".into(), mpi: None };
+        let devices = Devices::of_processes(Processes::join(&start, &config, None).unwrap());
+        let mut session = Session::new(&devices, &config, &plan(&devices, &config).unwrap()).unwrap();
+        // What is read of 16 sequences in 4 micro-batches: 2 of 4 each, tokens and targets.
+        assert_eq!(session.read_ahead(&samples, 0).unwrap(), 4 * 2 * 2 * 16 * 4);
+        let mut read = Vec::new();
+        for first_sample in (0..steps * batch).step_by(session.feed.batch()) {
+            session.feed.forget(u32::MAX);
+            session.load_batch(&samples, Batch { first_sample, sequences: session.feed.batch() }).unwrap();
+            for b in session.feed.read(u32::MAX)[0].clone() {
+                let [high, low, ..] = session.feed.sequence(b) else { unreachable!() };
+                read.push(u64::from(high << 8 | low));
+            }
+        }
+        read
+    };
+    let [first, second] = std::thread::scope(|scope| {
+        let second = scope.spawn(|| rank(1));
+        [rank(0), second.join().unwrap()]
+    });
+    assert_eq!((first.len(), second.len()), (128, 128));
+    let mut all = [first, second].concat();
+    all.sort_unstable();
+    assert_eq!(all, (0..steps * batch).collect::<Vec<_>>(), "every sample by one of them, and by one alone");
 }
