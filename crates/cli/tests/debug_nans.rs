@@ -29,7 +29,7 @@ fn a_nan_in_a_weight_is_named_with_its_tensor_op_layer_and_micro_batch() {
         args
     };
     let text = place.fails(1, &train("one", &[]));
-    let expected = "error: step 1: `layers.1.down` has NaN at element 0 of 3,072: made by linear in layer 1, forward, micro-batch 0; \
+    let expected = "error: step 1: `layers.1.ffn_out` has NaN at element 0 of 3,072: made by linear in layer 1, forward, micro-batch 0; \
                     not finite were already `layers.1.wdown`\n";
     assert_eq!(text, expected);
     // The stage that has the layer.

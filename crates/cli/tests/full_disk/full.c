@@ -35,7 +35,7 @@ static ssize_t room(int fd, size_t n) {
     return (long)n < left ? (ssize_t)n : left;
 }
 
-#define REAL(name) (__typeof__(&name)) dlsym(RTLD_NEXT, #name)
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 ssize_t write(int fd, const void *from, size_t n) {
     ssize_t takes = room(fd, n);
