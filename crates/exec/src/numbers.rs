@@ -88,7 +88,7 @@ pub(crate) fn look<'a>(
 
 /// The first element that is not finite. A log-sum-exp over nothing is −∞.
 fn first(dtype: DType, bytes: &[u8], may_see_nothing: bool) -> Option<(usize, f64)> {
-    let bad = |x: &f64| !x.is_finite() && !(may_see_nothing && *x == f64::NEG_INFINITY);
+    let bad = |x: &f64| !(x.is_finite() || (may_see_nothing && *x == f64::NEG_INFINITY));
     let find = |values: &mut dyn Iterator<Item = f64>| values.enumerate().find(|(_, x)| bad(x));
     match dtype {
         DType::F32 => find(&mut bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b)))),
