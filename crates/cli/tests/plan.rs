@@ -280,3 +280,18 @@ fn scaling_is_told_as_tables_and_drawn_as_a_page() {
         assert!(text.contains(part), "{part}\n{text}");
     }
 }
+
+#[test]
+fn where_nothing_fits_the_cheapest_changes_are_named() {
+    let place = Place::new();
+    place.config(
+        "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 4096\nglobal_batch = 8\nmicro_batch = 1\n[precision]\npolicy = \"bf16\"\n\
+         [parallel]\ntp = 1\npp = 1\ncp = 1\nzero = 0\n",
+    );
+    let error = place.fails(2, &["plan", "run.toml", "--gpu", "h100", "--gpus", "8"]);
+    for wanted in
+        ["none of the ", "comes nearest and needs ", "cheapest changes that make it fit", "parallel.zero = ", "saves "]
+    {
+        assert!(error.contains(wanted), "{wanted}: {error}");
+    }
+}

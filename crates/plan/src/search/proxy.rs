@@ -14,6 +14,9 @@ use lockstep_sim::{Framework, Terms, Workload};
 /// Layers of the stages of a small program: with the embedding, alone, twice as many, with the head.
 const STAGES: [usize; 4] = [1, 1, 2, 1];
 
+/// Classes of what is held throughout and grows with the parameters.
+const STATE: [Class; 3] = [Class::Parameters, Class::Gradients, Class::Optimizer];
+
 /// A figure of a stage as a function of its layers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Linear {
@@ -28,7 +31,14 @@ pub(super) struct Linear {
 }
 
 impl Linear {
+    /// Through those of the stages of a small program. What a stage has less than one in the middle, such as what that receives, is
+    /// negative.
     fn through([first, one, two, last]: [f64; 4]) -> Self {
+        Self { base: 2.0 * one - two, each: two - one, first: first - one, last: last - one }
+    }
+
+    /// The same where nothing is less than in the middle: times, of which some are too short to tell.
+    fn rising([first, one, two, last]: [f64; 4]) -> Self {
         let each = (two - one).max(0.0);
         Self { base: (one - each).max(0.0), each, first: (first - one).max(0.0), last: (last - one).max(0.0) }
     }
@@ -64,8 +74,12 @@ pub(super) struct LayerCosts {
     pub optimizer: Linear,
     /// Bytes of a micro-batch's saved activations, by how long they are saved (see [`Saved::ALL`]).
     pub saved: [Linear; 3],
-    /// Bytes of everything else.
-    pub rest: f64,
+    /// Bytes that are held throughout besides: send buffers, scalars.
+    pub held: Linear,
+    /// Bytes of a micro-batch's inputs and losses.
+    pub inputs: Linear,
+    /// Bytes of temporaries, by stage of the small program.
+    pub frames: [f64; 4],
     /// FLOPs of a layer, and of the last with the output head, by which stages are cut.
     pub flops: [f64; 2],
 }
@@ -101,20 +115,15 @@ pub(super) fn layer_costs(
         let of = |role: &Vec<(&'static str, f64)>| -> f64 {
             role.iter().filter(|(name, _)| names.contains(name)).map(|(_, seconds)| seconds).sum()
         };
-        Linear::through([0, 1, 2, 3].map(|stage| of(&segments[stage])))
+        Linear::rising([0, 1, 2, 3].map(|stage| of(&segments[stage])))
     };
     let bytes = |of: &dyn Fn(&StepProgram) -> u64| Linear::through([0, 1, 2, 3].map(|s| of(&programs[s]) as f64));
     let state = |program: &StepProgram, class: Class| -> u64 {
         let held = program.buffers.iter().filter(|b| b.class == class);
         held.filter(|b| program.regions[b.region].lifetime == Lifetime::Run).map(|b| b.bytes).sum()
     };
-    let saved = |p: &StepProgram, saved: Saved| {
-        let regions = p.regions.iter().filter(|r| r.lifetime == Lifetime::Saved(saved));
-        regions.map(|r| r.slot_bytes).sum::<u64>()
-    };
-    let frame = |p: &StepProgram| {
-        let frames = p.regions.iter().filter(|r| r.lifetime == Lifetime::Frame);
-        frames.map(|r| r.slot_bytes).sum::<u64>()
+    let of_lifetime = |p: &StepProgram, lifetime: Lifetime| -> u64 {
+        p.regions.iter().filter(|r| r.lifetime == lifetime).map(|r| r.slot_bytes).sum()
     };
     let flops = estimator.layer_flops()?;
     let backward = seconds(&["backward", "input_grad", "weight_grad"]);
@@ -134,8 +143,10 @@ pub(super) fn layer_costs(
         parameters: bytes(&|p| state(p, Class::Parameters)),
         gradients: bytes(&|p| state(p, Class::Gradients)),
         optimizer: bytes(&|p| state(p, Class::Optimizer)),
-        saved: Saved::ALL.map(|lifetime| bytes(&|p| saved(p, lifetime))),
-        rest: programs.iter().map(frame).min().unwrap_or(0) as f64,
+        saved: Saved::ALL.map(|lifetime| bytes(&|p| of_lifetime(p, Lifetime::Saved(lifetime)))),
+        held: bytes(&|p| of_lifetime(p, Lifetime::Run) - STATE.iter().map(|class| state(p, *class)).sum::<u64>()),
+        inputs: bytes(&|p| of_lifetime(p, Lifetime::MicroBatch)),
+        frames: [0, 1, 2, 3].map(|s| of_lifetime(&programs[s], Lifetime::Frame) as f64),
         flops: [flops[1], flops[flops.len() - 1]],
     })
 }
