@@ -2,17 +2,9 @@
 # Kills random ranks at random moments of four-process runs that restart by themselves, 60 times in all, and holds the losses against
 # those of runs that nobody disturbed: bench/kills.sh LOCKSTEP [KILLS] [SEED]
 # Fails where a loss differs in a bit, where a kill was not reported with its rank, or where a checkpoint was damaged.
-set -euo pipefail
-lockstep=$(realpath "$1")
+source "$(dirname "$0")/killing.sh"
 kills=${2:-60}
 RANDOM=${3:-1}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work"
-mkdir corpus
-for file in 1 2 3 4 5 6 7 8; do
-    for line in $(seq 180); do echo "line $((line * 7 + file * 31)): the square of $((line % 97)) is $((line % 97 * (line % 97)))."; done >corpus/$file.txt
-done
 cat >run.toml <<'TOML'
 [model]
 vocab_size = 256
@@ -35,21 +27,6 @@ validation_sequences = 8
 every = 1
 TOML
 
-# The bits of a run: step, loss, gradient norm, validation loss.
-bits() {
-    python3 - "$1/metrics.jsonl" <<'PY'
-import json, sys
-for line in open(sys.argv[1]):
-    m = json.loads(line)
-    print(m["step"], repr(m["loss"]), repr(m["grad_norm"]), repr(m.get("val_loss")))
-PY
-}
-# The process of a rank that a launcher has started, or nothing.
-rank_of() {
-    for pid in $(pgrep -P "$1" || true); do
-        if tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -qx "RANK=$2"; then echo "$pid"; fi
-    done
-}
 
 done_kills=0 reported=0 runs=0 by_rank=(0 0 0 0)
 begin=$(date +%s)

@@ -2,17 +2,9 @@
 # Kills runs while they write checkpoints in the background, half of the kills on one process and half on random ranks of four, and
 # holds what comes of them against runs that nobody disturbed: bench/save-kills.sh LOCKSTEP [KILLS] [SEED]
 # Fails where a loss differs in a bit, or where a checkpoint that has its name was damaged.
-set -euo pipefail
-lockstep=$(realpath "$1")
+source "$(dirname "$0")/killing.sh"
 kills=${2:-200}
 RANDOM=${3:-1}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work"
-mkdir corpus
-for file in 1 2 3 4 5 6 7 8; do
-    for line in $(seq 180); do echo "line $((line * 7 + file * 31)): the square of $((line % 97)) is $((line % 97 * (line % 97)))."; done >corpus/$file.txt
-done
 # A state of 19 MB: a save takes many steps, so that one is nearly always under way.
 cat >run.toml <<'TOML'
 [model]
@@ -35,15 +27,6 @@ validation_sequences = 8
 every = 3
 TOML
 
-# The bits of a run: step, loss, gradient norm, validation loss.
-bits() {
-    python3 - "$1/metrics.jsonl" <<'PY'
-import json, sys
-for line in open(sys.argv[1]):
-    m = json.loads(line)
-    print(m["step"], repr(m["loss"]), repr(m["grad_norm"]), repr(m.get("val_loss")))
-PY
-}
 # Waits for a checkpoint of a run to be under way, a moment longer, and says whether one still is.
 until_saving() {
     for _ in $(seq 3000); do
@@ -53,11 +36,6 @@ until_saving() {
     done
     sleep "0.$(printf %03d $((RANDOM % 40)))"
     compgen -G "$1/checkpoints/.tmp-*" >/dev/null
-}
-rank_of() {
-    for pid in $(pgrep -P "$1" || true); do
-        if tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -qx "RANK=$2"; then echo "$pid"; fi
-    done
 }
 finish() {
     diff <(bits "$1") <(bits "$2") || { echo "FAILED: $2 has other bits"; exit 1; }

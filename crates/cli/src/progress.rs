@@ -49,9 +49,8 @@ impl Progress {
     pub fn show(&mut self, event: Event) {
         match event {
             Event::Warning(text) => self.warn(text),
-            Event::Skipped { step } => {
-                self.warn(&format!("step {step}: the gradient is not finite, update skipped"));
-            }
+            Event::Skipped(skipped) => self.warn(&format!("step {}: {skipped}, update skipped", skipped.step)),
+            Event::RolledBack(roll_back) => self.warn(&format!("rolled back {roll_back}")),
             _ if self.quiet => {}
             Event::Preparing(p) => self.preparing("data", p),
             // Most data are checked in no time: nobody needs to hear of it.

@@ -46,6 +46,10 @@ pub struct Args {
     /// the order of the data.
     #[arg(long, value_name = "KEY=VALUE", conflicts_with = "fresh")]
     change: Vec<String>,
+    /// Look at all that every op makes, and end with the first number that is NaN or infinite: its tensor, op, layer and micro-batch.
+    /// On the CPU, and slower.
+    #[arg(long)]
+    debug_nans: bool,
     /// Show nothing but warnings, errors and the final line.
     #[arg(long)]
     quiet: bool,
@@ -135,7 +139,13 @@ impl Args {
         self.profile_steps.iter().for_each(|s| add("--profile-steps", format!("{}:{}", s.start(), s.end()).into()));
         self.resume_from.iter().for_each(|step| add("--resume-from", step.to_string().into()));
         self.change.iter().for_each(|change| add("--change", change.into()));
-        for (flag, given) in [("--fresh", self.fresh), ("--quiet", self.quiet), ("--dry-run", self.dry_run)] {
+        let switches = [
+            ("--fresh", self.fresh),
+            ("--quiet", self.quiet),
+            ("--dry-run", self.dry_run),
+            ("--debug-nans", self.debug_nans),
+        ];
+        for (flag, given) in switches {
             arguments.extend(given.then(|| flag.into()));
         }
         arguments
@@ -181,6 +191,7 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode, Failure
         change: args.change,
         sample_tokens: if args.quiet { 0 } else { SAMPLE_TOKENS },
         profile_steps: args.profile_steps.clone(),
+        debug_nans: args.debug_nans,
         started_by: if first { started_by(&args.config.file()) } else { StartedBy::default() },
     };
     if args.dry_run {

@@ -58,6 +58,8 @@ pub struct Steps {
     pub smaller: Vec<usize>,
     /// Whether the gradients of the first micro-batch are measured, to tell noise from signal.
     pub noise_scale: bool,
+    /// Whether a step whose loss or gradient norm is beyond [`StepLimits`](lockstep_ir::StepLimits) changes nothing.
+    pub limits: bool,
 }
 
 /// Why a graph cannot be compiled.

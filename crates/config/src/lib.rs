@@ -52,7 +52,7 @@ pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{
     CheckpointConfig, ClusterConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, ParallelConfig,
-    PrecisionConfig, RecomputeConfig, TelemetryConfig, TrainConfig,
+    PrecisionConfig, RecomputeConfig, SpikesConfig, TelemetryConfig, TrainConfig,
 };
 pub use search::{FoundKey, keys_at, schema, search};
 pub use suggest::nearest;

@@ -367,6 +367,24 @@ tables! {
             finds ["param groups", "parameter groups", "layer-wise learning rate", "no weight decay"];
     }
 
+    /// Loss spikes: what is done about steps whose loss or gradient norm jumps.
+    spikes: SpikesConfig {
+        /// Whether to skip the update of a step whose loss or gradient norm is more than spikes.z robust standard deviations above the
+        /// median of the steps before it. The device decides, from numbers that it has: no step waits for the host.
+        skip: bool = Bool, Fixed("false"), Changeable,
+            finds ["loss spike", "spike detection", "skip update", "skip bad batches", "divergence", "anomaly", "z-score"];
+        /// How far above the median is too far: robust standard deviations, 1.4826 times the median absolute deviation (MAD) and at least 1%
+        /// of the median.
+        z: f64 = Float(POSITIVE), Fixed("10.0"), Changeable, finds ["threshold", "median absolute deviation", "sigma"];
+        /// Steps that median and deviation are of: the latest whose updates were applied. Before there are as many, nothing is skipped.
+        window: usize = Count(4, 1 << 16), Fixed("128"), Changeable, finds ["moving window", "history"];
+        /// Skipped updates in a row after which the run rolls back to the checkpoint before them, and leaves out the data of all steps since that
+        /// one.
+        skips: u64 = Count(1, STEPS), Fixed("3"), Changeable, finds ["consecutive skips", "rollback", "roll back"];
+        /// Roll-backs after which the run does not roll back once more but stops, with a report of all.
+        roll_backs: u64 = Count(0, STEPS), Fixed("3"), Changeable, finds ["max rollbacks", "restart from checkpoint"];
+    }
+
     /// What is saved.
     checkpoint: CheckpointConfig {
         /// Steps from one checkpoint to the next; 0 saves only at the end and on interrupt. "auto": as many as lose the least time to

@@ -121,6 +121,13 @@ weight_decay = 0.1  # default
 grad_clip = 1.0  # default
 groups = []  # default
 
+[spikes]
+skip = false  # default
+z = 10.0  # default
+window = 128  # default
+skips = 3  # default
+roll_backs = 3  # default
+
 [checkpoint]
 every = 100  # default
 keep = 3  # default

@@ -209,7 +209,23 @@ extern "C" __global__ void merge_sum(const i64 *x, i64 *out, int add) {
     if (l < LIMBS) out[l] = add ? fixed_merge(out[l], x[l]) : x[l];
 }
 
-extern "C" __global__ void gradient_norm(const i64 *sum, const float *scalars, float *stats) {
+// The losses of a micro-batch, one thread: they are as many as its sequences.
+extern "C" __global__ void loss_sum(const double *losses, i64 n, i64 *out) {
+    u64 limbs[LIMBS] = {};
+    bool sound = true;
+    for (i64 i = 0; i < n; i++) {
+        Window window;
+        sound = window.add(losses[i] + 0.0, limbs) && sound;
+        if (window.first >= 0) {
+            for (int l = 0; l < 3; l++) limbs[window.first + l] += window.part[l];
+        }
+    }
+    carry_limbs(limbs);
+    for (int l = 0; l < LIMBS; l++) out[l] = sound ? (i64)limbs[l] : POISON;
+}
+
+// The number behind the limbs of a sum; NaN where something that was added did not count.
+static __device__ __forceinline__ double sum_value(const i64 *sum) {
     u64 limbs[LIMBS];
     bool sound = true;
 #pragma unroll
@@ -223,13 +239,19 @@ extern "C" __global__ void gradient_norm(const i64 *sum, const float *scalars, f
 #pragma unroll
     for (int l = 0; l < LIMBS; l++) shrunk = shrunk * 0x1p-32 + (double)limbs[l];
     // 2^(LOWEST + 32 (LIMBS - 1)).
-    double total = shrunk * 0x1p288;
+    return sound ? shrunk * 0x1p288 : __longlong_as_double(0x7ff8000000000000ll);
+}
+
+// Without limits, losses do not count.
+extern "C" __global__ void gradient_norm(
+    const i64 *sum, const float *scalars, const i64 *losses, const float *limits, float *stats) {
     float nan = __uint_as_float(0x7fc00000u);
-    float norm = sound ? (float)sqrt(total) : nan;
+    float norm = (float)sqrt(sum_value(sum));
+    bool admitted = !limits || (sum_value(losses) * (double)scalars[1] <= (double)limits[0] && norm <= limits[1]);
     // In f64, since a ratio of two f32 need not be one.
     double clip = norm > scalars[2] ? (double)scalars[2] / (double)norm : 1.0;
     stats[0] = norm;
-    stats[1] = isfinite(norm) ? (float)((double)(scalars[1] / scalars[5]) * clip) : nan;
+    stats[1] = isfinite(norm) && admitted ? (float)((double)(scalars[1] / scalars[5]) * clip) : nan;
 }
 
 struct Moved {

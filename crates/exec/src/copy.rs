@@ -55,7 +55,7 @@ pub fn copy_pieces(mut pieces: Vec<(&mut [u8], &[u8])>, threads: usize) {
 }
 
 /// On this thread. Many bytes go past the caches, which saves reading what is overwritten; how many `memcpy` does so with depends on
-/// the processor, and can be more than a tensor has.
+/// the CPU, and can be more than a tensor has.
 fn copy_here(to: &mut [u8], from: &[u8]) {
     assert_eq!(to.len(), from.len(), "a copy is as long as what is copied");
     if to.len() <= CACHED {

@@ -11,11 +11,13 @@ pub mod conformance;
 mod copy;
 pub mod cpu;
 pub mod initial;
+mod numbers;
 pub mod reference;
 mod sync;
 mod world;
 
 pub use copy::{copy, copy_pieces};
+pub use numbers::NotFinite;
 pub use world::{Alone, ProcessWorld, Rank, ThreadWorld, World};
 
 use initial::Initial;
@@ -44,6 +46,9 @@ pub enum ExecError {
         /// What else may help.
         remedy: Option<Remedy>,
     },
+    /// An instruction made a number that is not finite, where that was [looked for](Executor::check_numbers).
+    #[error("{0}")]
+    NotFinite(Box<NotFinite>),
     /// The program asks for something that this executor was not told of.
     #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
     Internal(String),
@@ -70,7 +75,7 @@ impl ExecError {
             ExecError::Threads(..) => Some(Remedy::FewerThreads),
             ExecError::Rank(comm::CommError::Stalled { .. }) => Some(Remedy::LongerTimeout),
             ExecError::Device { remedy, .. } => *remedy,
-            ExecError::Rank(_) | ExecError::Internal(_) => None,
+            ExecError::Rank(_) | ExecError::NotFinite(_) | ExecError::Internal(_) => None,
         }
     }
 }
@@ -153,6 +158,12 @@ pub trait Executor: Send {
 
     /// As `run`, and tells when each instruction ran.
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError>;
+
+    /// Looks, from here on, at all that instructions make: the first number that is not finite ends an entry. Gives whether the
+    /// executor can.
+    fn check_numbers(&mut self) -> bool {
+        false
+    }
 
     /// Bytes of the arena up to the last that has ever been written with anything but zero, where the executor can tell.
     fn touched_bytes(&self) -> Option<u64> {

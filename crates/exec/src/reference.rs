@@ -213,10 +213,14 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![limbs(squares.sum())]
         }
         Op::MergeSums => vec![x[1..].iter().fold(x[0].to_vec(), |sum, x| add(&sum, x))],
+        Op::LossSum => vec![limbs(x[0].iter().sum())],
         Op::GradientNorm => {
             let scalars = scalars(x[1]);
             let norm = from_limbs(x[0]).sqrt();
-            vec![vec![norm, f64::from(scalars.inverse()) * (f64::from(scalars.clip) / norm).min(1.0)]]
+            let loss = |losses: &[f64]| from_limbs(losses) * f64::from(scalars.inverse_count);
+            let beyond = given(x, 3).is_some_and(|limits| loss(x[2]) > limits[0] || norm > limits[1]);
+            let factor = f64::from(scalars.inverse()) * (f64::from(scalars.clip) / norm).min(1.0);
+            vec![vec![norm, if beyond { f64::NAN } else { factor }]]
         }
         Op::Lion { beta1, beta2, decay, lr_scale } => rules::lion(x, [beta1, beta2, decay], lr_scale).into(),
         Op::Sgd { momentum, decay, lr_scale } => rules::sgd(x, [momentum, decay], lr_scale).into(),

@@ -60,6 +60,9 @@ pub enum State {
         /// The parameter.
         of: ValueId,
     },
+    /// The sum of something else over the micro-batches of a step. Every stage has it, and where none of its nodes adds to it it
+    /// stays 0.
+    Total,
     /// Filled once before the first step.
     Constant(Init),
     /// Written by the host before every step: learning rate, counts.
@@ -345,6 +348,7 @@ impl std::fmt::Display for Graph {
                 Source::State(State::Gradient { .. }) => "gradient",
                 Source::State(State::Moment { .. }) => "moment",
                 Source::State(State::Master { .. }) => "master",
+                Source::State(State::Total) => "total",
                 Source::State(State::Constant(_)) => "constant",
                 Source::State(State::Scalars) => "scalars",
                 Source::State(State::Cache) => "cache",

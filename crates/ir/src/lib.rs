@@ -40,7 +40,7 @@ pub use mesh::{Axes, Coordinates, Mesh, MeshAxis};
 pub use op::{Op, OpKind, TypeError};
 pub use profile::{DeviceProfile, Workspace};
 pub use program::StepProgram;
-pub use scalars::{StepScalars, fixed};
+pub use scalars::{StepLimits, StepScalars, fixed};
 pub use schedule::Schedule;
 pub use shape::{Axis, Dim, Section, TensorType};
 pub use sharding::{FLAT_BLOCK, Gathered, Placement, Run, Sharding, Span, gathered};

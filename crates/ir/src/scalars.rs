@@ -46,6 +46,47 @@ impl StepScalars {
     }
 }
 
+/// The largest loss and gradient norm with which a step's update is applied, written to the device before each step of a program
+/// that asks for them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepLimits {
+    /// Of the mean loss per target.
+    pub loss: f32,
+    /// Of the norm of the mean gradient.
+    pub grad_norm: f32,
+}
+
+impl StepLimits {
+    /// Name of the state that holds them.
+    pub const NAME: &'static str = "step_limits";
+
+    /// How many there are.
+    pub const COUNT: usize = 2;
+
+    /// Every finite loss and norm is within them.
+    pub const NONE: Self = Self { loss: f32::INFINITY, grad_norm: f32::INFINITY };
+
+    /// As the vector that the device reads.
+    pub fn to_array(self) -> [f32; Self::COUNT] {
+        [self.loss, self.grad_norm]
+    }
+
+    /// From the vector that the device reads.
+    pub fn from_slice(x: &[f32]) -> Self {
+        Self { loss: x[0], grad_norm: x[1] }
+    }
+
+    /// Whether a step with this mean loss and norm is within them; one with NaN is not.
+    pub fn admit(&self, loss: f64, grad_norm: f32) -> bool {
+        loss <= f64::from(self.loss) && grad_norm <= self.grad_norm
+    }
+
+    /// Type of that vector.
+    pub fn ty() -> TensorType {
+        TensorType::new(DType::F32, [Dim::new(Axis::Scalar, Self::COUNT)])
+    }
+}
+
 /// Fixed-point reals for order-independent sums (`DType::Fixed64`).
 ///
 /// A real `x` is stored as the integer `x · 2³⁶`, so sums resolve 1.5e-11 everywhere and reach ±6.7e7. What does not fit,

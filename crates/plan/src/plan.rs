@@ -108,7 +108,11 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
         optimizer: optimizer(config),
         precision,
         recompute: recompute(config),
-        steps: Steps { smaller: smaller_steps(config), noise_scale: config.train.noise_scale },
+        steps: Steps {
+            smaller: smaller_steps(config),
+            noise_scale: config.train.noise_scale,
+            limits: config.spikes.skip,
+        },
     };
     (context, threads)
 }

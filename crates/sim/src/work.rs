@@ -302,6 +302,7 @@ impl Demand {
             | Op::Accumulate
             | Op::SquareSum { .. }
             | Op::MergeSums
+            | Op::LossSum
             | Op::GradientNorm
             | Op::VocabLoss
             | Op::JoinRows

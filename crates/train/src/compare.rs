@@ -128,6 +128,7 @@ pub fn compare(
     let mut config = config.clone();
     config.train.batch_ramp.clear();
     config.train.noise_scale = false;
+    config.spikes.skip = false;
     let alone = config.at(&Layout::single(1));
     let configs: Vec<Config> = layouts.iter().map(|layout| config.at(layout)).collect();
     let single_plan = devices.tuned(&alone, plan(devices, &alone)?)?;

@@ -1,4 +1,5 @@
 use crate::shell::shell_quoted;
+use crate::spikes::{RollBack, SkippedStep};
 use lockstep_checkpoint::CheckpointError;
 use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
@@ -249,6 +250,34 @@ pub enum TrainError {
         /// What the config says now.
         now: String,
     },
+    /// What went wrong while all numbers were looked at.
+    #[error("step {step}: {error}")]
+    InStep {
+        /// The step; in a validation, the one before it.
+        step: u64,
+        /// What.
+        error: Box<TrainError>,
+    },
+    /// Numbers cannot be looked at.
+    #[error(
+        "--debug-nans looks at numbers on the CPU\nhint: give --set train.device=cpu too, with fewer steps or a smaller model if need be"
+    )]
+    NoNumberChecks,
+    /// The spike policy has rolled back as often as it may.
+    #[error(
+        "step {step}: {} updates were skipped in a row, and spikes.roll_backs = {} allows no further roll-back{}\n\
+         hint: no weight was changed in the skipped steps and the last checkpoint is kept; look at the data of these steps; resume with a lower \
+         rate (--change optimizer.lr=…), a wider limit (--change spikes.z=…) or more roll-backs (--change spikes.roll_backs={})",
+        skipped.len(), rolled_back(roll_backs), spike_report(roll_backs, skipped), rolled_back(roll_backs) + 1
+    )]
+    Spikes {
+        /// The last step.
+        step: u64,
+        /// What has been done.
+        roll_backs: Vec<RollBack>,
+        /// What would have led to one more.
+        skipped: Vec<SkippedStep>,
+    },
     /// Losses or gradients are not finite.
     #[error(
         "{what} not finite for {steps} steps in a row (last at step {step}: loss {loss}, gradient norm {grad_norm})\n\
@@ -418,6 +447,7 @@ impl TrainError {
                 | TrainError::NoConfig { .. }
                 | TrainError::NoTokenizer { .. }
                 | TrainError::NoValidationText { .. }
+                | TrainError::NoNumberChecks
                 | TrainError::EmptyPrompt
                 | TrainError::Task { .. }
                 | TrainError::ContextFull { .. }
@@ -504,6 +534,17 @@ fn steps(steps: &[u64]) -> String {
         [only] => format!("step {only}"),
         [first @ .., last] => format!("steps {} and {last}", first.join(", ")),
     }
+}
+
+/// How often a run has rolled back.
+fn rolled_back(roll_backs: &[RollBack]) -> u64 {
+    roll_backs.last().map_or(0, |last| last.number)
+}
+
+/// What the spike policy did, a line each.
+fn spike_report(roll_backs: &[RollBack], skipped: &[SkippedStep]) -> String {
+    let done = roll_backs.iter().map(|roll_back| format!("\n  rolled back {roll_back}"));
+    done.chain(skipped.iter().map(|s| format!("\n  step {}: {s}", s.step))).collect()
 }
 
 fn hint(cause: &std::io::Error) -> &'static str {

@@ -1,5 +1,6 @@
 use crate::TaskScores;
 use crate::changes::Changed;
+use crate::spikes::{RollBack, SkippedStep};
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use lockstep_plan::Plan;
@@ -43,6 +44,15 @@ pub struct StepMetrics {
     /// What the GPU did, where one trains.
     #[serde(flatten)]
     pub gpu: GpuMetrics,
+    /// 1 where its update was skipped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<u8>,
+    /// The largest loss with which its update was to be applied, with `spikes.skip` and once enough steps are known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_limit: Option<f32>,
+    /// The same of the gradient norm.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grad_norm_limit: Option<f32>,
     /// Loss scale of this step, in fp16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
@@ -98,7 +108,9 @@ impl From<Telemetry> for GpuMetrics {
 }
 
 /// JSON has no NaN: it is written as null.
-fn number_or_nan<'de, D: Deserializer<'de>, T: Deserialize<'de> + From<f32>>(from: D) -> Result<T, D::Error> {
+pub(crate) fn number_or_nan<'de, D: Deserializer<'de>, T: Deserialize<'de> + From<f32>>(
+    from: D,
+) -> Result<T, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_else(|| T::from(f32::NAN)))
 }
 
@@ -201,11 +213,10 @@ pub enum Event<'a> {
     },
     /// A step is done.
     Stepped(&'a StepMetrics),
-    /// A step's gradient was not finite and its update was left out.
-    Skipped {
-        /// The step.
-        step: u64,
-    },
+    /// A step's update was not applied: its gradient was not finite, or it or the loss was beyond what the spike policy allows.
+    Skipped(&'a SkippedStep),
+    /// Updates were skipped in a row, and the run goes on from an earlier checkpoint with later data.
+    RolledBack(&'a RollBack),
     /// A checkpoint is being written.
     Saving {
         /// Bytes written.

@@ -1,6 +1,8 @@
 //! One run, from its config to its last checkpoint.
 
+mod roll_back;
 mod saves;
+mod standing;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -21,13 +23,14 @@ use crate::schedule::step_scalars;
 use crate::session::{QueuedStep, Session};
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
+use crate::spikes::Spikes;
 use crate::tasks::TaskRequests;
 use crate::{Devices, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
 use lockstep_checkpoint::list;
 use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
-use lockstep_exec::DeviceTime;
-use lockstep_ir::{StepScalars, units};
+use lockstep_exec::{DeviceTime, ExecError};
+use lockstep_ir::{StepLimits, StepScalars, units};
 use lockstep_plan::{Plan, Target, plan};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -52,6 +55,8 @@ pub struct RunOptions {
     pub sample_tokens: usize,
     /// Steps to profile, from 1 on, the last included.
     pub profile_steps: Option<RangeInclusive<u64>>,
+    /// Look at all that every op makes, and end with the first number that is not finite.
+    pub debug_nans: bool,
     /// Who starts it, for the run directory.
     pub started_by: StartedBy,
 }
@@ -106,9 +111,6 @@ const MEASURE_EVERY: Duration = Duration::from_secs(120);
 /// Sequences of a validation after which it is seen whether the run is to stop.
 const LOOK_EVERY: u64 = 16;
 
-/// Steps in a row whose gradients may be non-finite before the run gives up.
-const MOST_SKIPPED: u64 = 3;
-
 /// Trains, or resumes where the last call stopped. `stop` ends the run after the current step, with a checkpoint; before
 /// the first one it ends what is under way, and the next call goes on with it.
 ///
@@ -140,6 +142,9 @@ fn run_here(
     }
     // What can be refused without touching the directory is refused first.
     let unchanged = plan(devices, config)?;
+    if options.debug_nans && unchanged.target != Target::Cpu {
+        return Err(TrainError::NoNumberChecks);
+    }
     let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);
@@ -160,6 +165,10 @@ fn run_here(
     let error = match start::start(&course, (&plan, devices), dir, found, options, stop, show) {
         Ok(mut run) => {
             run.profile_steps = options.profile_steps.clone();
+            run.debug_nans = options.debug_nans;
+            if run.debug_nans && !run.session.executor().check_numbers() {
+                return Err(ExecError::Internal("this executor does not look at numbers".into()).into());
+            }
             return run.go(stop, show);
         }
         Err(error) => error,
@@ -182,6 +191,7 @@ struct Run<'a> {
     batches: Batches,
     noise: Noise,
     slow_ranks: SlowRanks,
+    spikes: Spikes,
     /// In fp16.
     loss_scale: Option<LossScale>,
     /// Steps that changed parameters: those with gradients that are not finite do not. Of a step that is queued it is not known
@@ -211,6 +221,7 @@ struct Run<'a> {
     requests: TaskRequests,
     outcome: Outcome,
     profile_steps: Option<RangeInclusive<u64>>,
+    debug_nans: bool,
     profiled: Vec<ProfiledStep>,
     /// The step whose instructions are timed for what was predicted of it.
     observed_step: Option<u64>,
@@ -241,8 +252,7 @@ impl Run<'_> {
             }
         }
         let mut saved = self.outcome.step;
-        let mut skipped = 0;
-        let mut ahead = None;
+        let mut ahead: Option<Queued> = None;
         while ahead.is_some() || (self.outcome.step < steps && !stop.look()?) {
             let current = match ahead.take() {
                 Some(queued) => queued,
@@ -255,19 +265,15 @@ impl Run<'_> {
             }
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
-            if metrics.applied {
-                skipped = 0;
-            } else {
-                skipped += u64::from(!metrics.searched);
-                show(Event::Skipped { step });
-                let (loss, norm) = (metrics.line.loss.to_string(), metrics.line.grad_norm.to_string());
-                self.dir.event("skipped", json!({ "step": step, "loss": loss, "grad_norm": norm }))?;
-            }
-            if skipped == MOST_SKIPPED {
-                let StepMetrics { loss, grad_norm, .. } = metrics.line;
+            if self.look_for_spikes(&metrics, show)? {
                 self.record(&metrics.line, show)?;
                 self.await_save(show)?;
-                return Err(TrainError::Diverged { steps: skipped, step, loss, grad_norm });
+                if let Some(queued) = ahead.take() {
+                    self.session.finish(queued.work)?;
+                }
+                self.roll_back(show)?;
+                saved = self.outcome.step;
+                continue;
             }
             if self.validates(step) {
                 metrics.line.val_loss = self.validate(stop, show)?;
@@ -289,7 +295,7 @@ impl Run<'_> {
             }
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
             let due = self.save_due(step) || (self.save_again && ahead.is_none());
-            if due && skipped == 0 {
+            if due && self.spikes.skipped.is_empty() {
                 self.save(show)?;
                 saved = step;
             }
@@ -430,14 +436,20 @@ impl Run<'_> {
     /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
     fn queue(&mut self, before: u64, behind: bool) -> Result<Queued, TrainError> {
         let start = Instant::now();
-        let batch = self.batches.at(before);
+        let mut batch = self.batches.at(before);
+        batch.first_sample += self.spikes.left_out(before);
+        let limits = self.spikes.limits(&self.config.spikes, before + 1);
+        self.session.limit(limits)?;
         let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
         let scalars = |targets| {
             let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));
             StepScalars { loss_scale: seed, ..step_scalars(config, before, updates, targets) }
         };
         let work = match self.profiles(before + 1) {
-            false => self.session.queue_step(&self.train, batch, &scalars)?,
+            false => {
+                let queued = self.session.queue_step(&self.train, batch, &scalars);
+                queued.map_err(|error| self.in_step(before + 1, error))?
+            }
             true => {
                 let (result, timings) = self.session.profile_batch(&self.train, batch, &scalars)?;
                 if self.observed_step == Some(before + 1) {
@@ -455,16 +467,24 @@ impl Run<'_> {
         // step's bias correction counts one update too many.
         self.updates += 1;
         let (lr, queued) = (learning_rate(self.config, before), Instant::now());
-        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, lr, data_wait_s })
+        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s })
+    }
+
+    /// An error with the step that it came in, where numbers are looked at.
+    fn in_step(&self, step: u64, error: TrainError) -> TrainError {
+        match self.debug_nans {
+            true => TrainError::InStep { step, error: Box::new(error) },
+            false => error,
+        }
     }
 
     fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, queued, behind, batch, loss_scale, lr, data_wait_s } = queued;
+        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s } = queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
         self.updates -= u64::from(!result.applied);
         if let (Some(scale), Some(interval)) = (&mut self.loss_scale, self.config.precision.growth_interval) {
-            scale.after(result.applied, interval);
+            scale.after(result.grad_norm.is_finite(), interval);
         }
         if let (Some(first), true) = (result.first, result.applied) {
             let sequences = batch.sequences as f64;
@@ -505,6 +525,9 @@ impl Run<'_> {
             mfu: achieved / self.matmul_peak,
             arena_bytes: self.session.arena_bytes(),
             gpu: self.devices.telemetry(self.plan.target)?.map(GpuMetrics::from).unwrap_or_default(),
+            skipped: (!result.applied).then_some(1),
+            loss_limit: Some(limits.loss).filter(|limit| limit.is_finite()),
+            grad_norm_limit: Some(limits.grad_norm).filter(|limit| limit.is_finite()),
             loss_scale: loss_scale.map(|scale| scale.scale()),
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
@@ -512,7 +535,7 @@ impl Run<'_> {
             tasks: BTreeMap::new(),
         };
         // A scale that is being searched explains gradients that are not finite.
-        let searched = loss_scale.is_some_and(|scale| !scale.is_least());
+        let searched = loss_scale.is_some_and(|scale| !scale.is_least()) && !result.grad_norm.is_finite();
         Ok(Step { step, applied: result.applied, searched, line, rank_busy_s })
     }
 
@@ -544,8 +567,9 @@ impl Run<'_> {
                 looked = stop.look();
             }
         };
-        let loss = self.session.evaluate(sampler, *sequences, stop.flag(), &mut heard)?;
+        let loss = self.session.evaluate(sampler, *sequences, stop.flag(), &mut heard);
         looked?;
+        let loss = loss.map_err(|error| self.in_step(self.outcome.step, error))?;
         let Some(loss) = loss else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
@@ -568,6 +592,7 @@ struct Queued {
     behind: bool,
     batch: Batch,
     loss_scale: Option<LossScale>,
+    limits: StepLimits,
     lr: f64,
     /// Seconds that it waited for its samples.
     data_wait_s: f64,

@@ -3,7 +3,8 @@
 use crate::analysis::{MEASURED, MeasuredStep};
 use crate::changes::{self, CHANGES};
 use crate::provenance::{GIVEN, RunStart, STARTS};
-use crate::{Prediction, StepMetrics, TrainError};
+use crate::spikes::{self, ROLL_BACKS};
+use crate::{Prediction, RollBack, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
 use lockstep_plan::Plan;
@@ -26,10 +27,11 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 13] = [
+const OURS: [&str; 14] = [
     CONFIG,
     PLAN,
     CHANGES,
+    ROLL_BACKS,
     METRICS,
     EVENTS,
     FAILURES,
@@ -43,7 +45,8 @@ const OURS: [&str; 13] = [
 ];
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 10] = [CONFIG, PLAN, CHANGES, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV, STARTS, GIVEN];
+const RECORDS: [&str; 11] =
+    [CONFIG, PLAN, CHANGES, ROLL_BACKS, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV, STARTS, GIVEN];
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -161,8 +164,8 @@ impl RunDir {
         Ok(())
     }
 
-    /// Writes `run.toml`, `plan.json` and `changes.json`, cuts `metrics.jsonl` back to `step`, and opens the logs. Gives the
-    /// steps from and to which `metrics.jsonl` should have lines up to `written` and has none, where that is news.
+    /// Writes `run.toml`, `plan.json` and `changes.json`, cuts `metrics.jsonl` back to `written`, and opens the logs of a run that goes
+    /// on after `step`. Gives the steps from and to which `metrics.jsonl` should have lines and has none, where that is news.
     pub fn begin(
         &mut self,
         resolved: &str,
@@ -191,7 +194,7 @@ impl RunDir {
         self.replace(PLAN, format!("{summary:#}\n").as_bytes())?;
         let mut metrics = self.read(METRICS)?;
         if let Some(text) = &mut metrics {
-            *text = lines_up_to(text, step);
+            *text = lines_up_to(text, written);
             self.replace(METRICS, text)?;
         }
         let mut events = self.read(EVENTS)?;
@@ -203,15 +206,36 @@ impl RunDir {
         let mut gaps = gaps(&metrics.unwrap_or_default(), written);
         let known: Vec<Value> = values(&events.unwrap_or_default()).filter(|v| v["event"] == GAP).collect();
         gaps.retain(|(from, to)| !known.iter().any(|v| v["from"] == *from && v["to"] == *to));
-        let append = |name: &str| {
-            let path = self.path.join(name);
-            OpenOptions::new().create(true).append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))
-        };
-        (self.metrics, self.events) = (Some(append(METRICS)?), Some(append(EVENTS)?));
+        (self.metrics, self.events) = (Some(self.open_log(METRICS)?), Some(self.open_log(EVENTS)?));
         for (from, to) in &gaps {
             self.event(GAP, json!({ "step": step, "from": from, "to": to }))?;
         }
         Ok(gaps)
+    }
+
+    fn open_log(&self, name: &str) -> Result<File, TrainError> {
+        let path = self.path.join(name);
+        OpenOptions::new().create(true).append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))
+    }
+
+    /// Writes `roll_backs.json`, if there are any or were.
+    pub(crate) fn roll_backs(&self, roll_backs: &[RollBack]) -> Result<(), TrainError> {
+        if self.lock.is_none() || (roll_backs.is_empty() && !self.path.join(ROLL_BACKS).exists()) {
+            return Ok(());
+        }
+        self.replace(ROLL_BACKS, spikes::written(roll_backs).as_bytes())
+    }
+
+    /// Cuts metrics back to `step`, from which the run goes on. Gives the sinks that could not be opened again.
+    pub(crate) fn go_back(&mut self, choice: SinkChoice, step: u64) -> Result<Vec<FailedSink>, TrainError> {
+        if self.lock.is_none() {
+            return Ok(Vec::new());
+        }
+        (self.metrics, self.sinks) = (None, Sinks::default());
+        let text = self.read(METRICS)?.unwrap_or_default();
+        self.replace(METRICS, &lines_up_to(&text, step))?;
+        self.metrics = Some(self.open_log(METRICS)?);
+        Ok(self.open_sinks(choice, step))
     }
 
     /// The bytes of one of its files; none where there is no such file.

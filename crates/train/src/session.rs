@@ -18,7 +18,7 @@ use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Axes, StepProgram, StepScalars};
+use lockstep_ir::{Axes, StepLimits, StepProgram, StepScalars};
 use lockstep_plan::Plan;
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -38,6 +38,8 @@ pub struct Session {
     first: Option<First>,
     /// Whether gradients are summed in fixed point, with no loss scale but this session's.
     fixed_point: bool,
+    /// Whether updates are skipped beyond limits.
+    limits: bool,
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
@@ -70,7 +72,7 @@ pub struct StepResult {
     pub loss: f64,
     /// Norm of the mean gradient.
     pub grad_norm: f32,
-    /// Whether the update was applied: all gradients were finite.
+    /// Whether the update was applied: all gradients were finite, and loss and norm within [their limits](Session::limit).
     pub applied: bool,
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
@@ -131,8 +133,9 @@ impl Session {
         let together = if plan.layout.zero < 2 { Axes::NONE } else { Axes::SEQUENCES.within(Axes::ZERO) };
         let sequences = config.train.micro_batch * plan.layout.mesh.size(together);
         let ranks = plan.layout.mesh.size(Axes::SEQUENCES.without(together));
-        Ok(Self {
+        let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
+            limits: config.spikes.skip,
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(
                 &tensors,
@@ -149,7 +152,19 @@ impl Session {
             read_ahead: None,
             data_wait: Duration::ZERO,
             saver: None,
-        })
+        };
+        session.limit(StepLimits::NONE)?;
+        Ok(session)
+    }
+
+    /// What loss and gradient norm of the steps that are queued from here on may be; nothing where the config has no spike policy.
+    pub fn limit(&mut self, limits: StepLimits) -> Result<(), TrainError> {
+        if !self.limits {
+            return Ok(());
+        }
+        let mut data = [0; 4 * StepLimits::COUNT];
+        data.as_chunks_mut().0.iter_mut().zip(limits.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
+        Ok(self.executor.write(StepLimits::NAME, 0, &data)?)
     }
 
     /// Has a thread read the samples of `data` that steps will ask for, from `first` on, a step ahead: the next step's are read while
@@ -206,6 +221,12 @@ impl Session {
     /// Replaces parameters and moments by a checkpoint's, of whatever layout.
     pub fn restore(&mut self, checkpoint: &Loaded) -> Result<(), TrainError> {
         state::restore(&self.tensors, self.executor.as_mut(), checkpoint)
+    }
+
+    /// Gives every parameter its initial value again, and clears moments.
+    pub(crate) fn restart(&mut self, seed: u64) -> Result<(), TrainError> {
+        state::load(&self.tensors, self.executor.as_mut(), Weights::Initial, seed)?;
+        state::clear_moments(&self.tensors, self.executor.as_mut())
     }
 
     /// Replaces the parameters by weights of another origin.
@@ -402,7 +423,7 @@ impl Session {
 
     /// Whether a step was suppressed because sums in fixed point left their range. Weights and moments are as before.
     fn left_the_range(&self, result: &StepResult) -> bool {
-        self.fixed_point && !result.applied && result.loss.is_finite()
+        self.fixed_point && !result.grad_norm.is_finite() && result.loss.is_finite()
     }
 
     fn queue_micro_batches(

@@ -123,6 +123,14 @@ pub(crate) fn load(
     }
 }
 
+/// Writes zeros into every moment of the optimizer.
+pub(crate) fn clear_moments(tensors: &[Tensor], executor: &mut dyn Executor) -> Result<(), TrainError> {
+    for tensor in tensors.iter().filter(|t| matches!(t.role, Role::State(State::Moment { .. }))) {
+        executor.write(&tensor.name, 0, &vec![0; tensor.whole.bytes() as usize])?;
+    }
+    Ok(())
+}
+
 /// Writes every constant of a program.
 pub(crate) fn constants(tensors: &[Tensor], executor: &mut dyn Executor, seed: u64) -> Result<(), TrainError> {
     initialise(tensors, executor, false, seed)

@@ -75,9 +75,8 @@ fn at_the_least_scale_gradients_that_are_not_finite_end_the_run() {
     let set = ["model.init_std=1e6".to_owned()];
     let wild = Config::parse(&config.resolved_toml(), "run.toml", &set).unwrap();
     let mut steps = 0;
-    let error = run_with(&wild, &dir.path().join("run"), &mut |event| {
-        steps += u64::from(matches!(event, Event::Skipped { .. }))
-    });
+    let error =
+        run_with(&wild, &dir.path().join("run"), &mut |event| steps += u64::from(matches!(event, Event::Skipped(_))));
     assert!(matches!(error, Err(TrainError::Diverged { steps: 3, .. })), "{error:?}");
     assert_eq!(steps, 2 + 3, "two steps of search, three at scale 1");
 }

@@ -262,6 +262,7 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::Accumulate
         | Op::SquareSum { .. }
         | Op::MergeSums
+        | Op::LossSum
         | Op::GradientNorm
         | Op::AdamW { .. }
         | Op::Lion { .. }

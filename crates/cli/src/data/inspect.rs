@@ -7,7 +7,7 @@ use crate::train::default_run_dir;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use lockstep_ir::units::thousands;
-use lockstep_train::{RunCorpus, RunData, data_folder};
+use lockstep_train::{RunCorpus, RunData, data_folder, left_out};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             "--tokens shows the tokens of a sample or a step\nhint: name one: --sample 0, or --step 1".into(),
         ));
     }
-    let Inspected { config, folder, data } = open(&args.path)?;
+    let Inspected { config, run_dir, folder, data } = open(&args.path)?;
     let statistics = statistics::of(&folder, data.corpora());
     let order = match (&config, args.sample.is_some() || args.step.is_some()) {
         (_, false) => None,
@@ -53,8 +53,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let sample = order.as_ref().zip(args.sample).map(|(order, index)| order.sample(index, true, args.tokens));
     let step = match (&order, args.step, &config) {
         (Some(order), Some(step), Some(config)) => {
-            let batches = config.batches();
-            let samples = batches.at(step - 1).first_sample..batches.at(step).first_sample;
+            let batch = config.batches().at(step - 1);
+            let first = batch.first_sample + left_out(&run_dir, step - 1)?;
+            let samples = first..first + batch.sequences as u64;
             Some(StepSamples { step, samples: samples.map(|index| order.sample(index, false, args.tokens)).collect() })
         }
         _ => None,
@@ -84,6 +85,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
 /// Data, and what is known of them.
 pub(super) struct Inspected {
     config: Option<Config>,
+    /// Whose roll-backs have left samples out.
+    run_dir: PathBuf,
     folder: PathBuf,
     pub(super) data: RunData,
 }
@@ -104,11 +107,11 @@ pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
         let config = Config::load(&config, &[])?;
         let folder = data_folder(&config, &run_dir);
         let data = RunData::open(&config, &folder)?.ok_or_else(|| missing(&folder))?;
-        return Ok(Inspected { config: Some(config), folder, data });
+        return Ok(Inspected { config: Some(config), run_dir, folder, data });
     }
     for folder in [path.to_owned(), path.join("data")] {
         if let Some(data) = RunData::find(&folder)? {
-            return Ok(Inspected { config: None, folder, data });
+            return Ok(Inspected { config: None, run_dir, folder, data });
         }
     }
     Err(missing(path))

@@ -316,6 +316,7 @@ impl Backward {
             | Op::Accumulate
             | Op::SquareSum { .. }
             | Op::MergeSums
+            | Op::LossSum
             | Op::GradientNorm
             | Op::AdamW { .. }
             | Op::Lion { .. }

@@ -4,7 +4,9 @@ use super::autodiff;
 use super::zero;
 use crate::{Context, stage};
 use lockstep_ir::graph::{Node, Phase, Source, State};
-use lockstep_ir::{Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
+use lockstep_ir::{
+    Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, TensorType, TypeError, ValueId,
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The optimizer: update rules, parameter groups and clipping.
@@ -88,7 +90,8 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     if context.steps.noise_scale {
         probe(&mut g, context, &trained, scalars)?;
     }
-    let stats = norm(&mut g, context, &trained, scalars)?;
+    let limits = if context.steps.limits { Some(limits(&mut g, context)?) } else { None };
+    let stats = norm(&mut g, context, &trained, scalars, limits)?;
     g.outputs.push(stats);
     let layers = layers(&g);
     let mut next: Vec<(Option<usize>, ValueId, ValueId)> = Vec::new();
@@ -268,8 +271,44 @@ fn whole_sequences(g: &mut Graph, context: &Context, sum: ValueId, layer: Option
     Ok(zero::sum_over_tensor_parallel(g, context, &[whole], Phase::Probe, layer)?[0])
 }
 
+/// The sum of all losses of the step over all ranks, and what it and the norm may be.
+fn limits(g: &mut Graph, context: &Context) -> Result<[ValueId; 2], TypeError> {
+    let mesh = context.layout.mesh;
+    let loss = g.outputs.iter().copied().find(|v| g.ty(*v).dtype == DType::F64);
+    let made = loss.and_then(|loss| Some((loss, g.nodes.iter().position(|n| n.outputs.contains(&Some(loss)))?)));
+    let Some((loss, made)) = made else {
+        let reason = "there are no losses that a step could be limited by".to_owned();
+        return Err(TypeError { op: Op::LossSum.name(), reason });
+    };
+    let layer = g.nodes[made].layer;
+    let after = g.nodes.split_off(made + 1);
+    let sum = g.node(Op::LossSum, &[loss], "losses", Phase::Forward, layer)?[0];
+    let added = g.node(Op::Accumulate, &[sum], "losses.sum", Phase::Forward, layer)?[0];
+    g.nodes.extend(after);
+    let split = g.get(loss).sharding.axes(Placement::Split(0));
+    let partial = Sharding::REPLICATED.with(split, Placement::Partial);
+    let total = g.state("losses.total", g.ty(sum).clone(), State::Total);
+    g.values[added.0].ty = g.ty(sum).clone();
+    g.values[added.0].source = Source::Node { into: Some(total) };
+    [sum, added, total].iter().for_each(|v| g.values[v.0].sharding = partial);
+    let mut all = sum_over(g, total, &[split])?;
+    let stages = mesh.wide(MeshAxis::Pp.into());
+    if !stages.is_empty() {
+        // Apart from the total, which stays 0 on stages that have no losses.
+        let here = g.node(Op::MergeSums, &[all], "losses.here", Phase::Update, None)?[0];
+        all = sum_over(g, here, &[stages])?;
+    }
+    Ok([all, g.state(StepLimits::NAME, StepLimits::ty(), State::Scalars)])
+}
+
 /// The norm of all gradients over all ranks.
-fn norm(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId) -> Result<ValueId, TypeError> {
+fn norm(
+    g: &mut Graph,
+    context: &Context,
+    trained: &[Trained],
+    scalars: ValueId,
+    limits: Option<[ValueId; 2]>,
+) -> Result<ValueId, TypeError> {
     let mesh = context.layout.mesh;
     let mut groups: BTreeMap<(usize, usize), Vec<ValueId>> = BTreeMap::new();
     for t in trained {
@@ -287,7 +326,8 @@ fn norm(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId)
     };
     let over = [zero::sharded_from(context, 1), MeshAxis::Tp.into(), MeshAxis::Pp.into()];
     let total = sum_over(g, total, &over.map(|axes| mesh.wide(axes)))?;
-    Ok(g.node(Op::GradientNorm, &[total, scalars], STATS, Phase::Update, None)?[0])
+    let reads: Vec<ValueId> = [total, scalars].into_iter().chain(limits.into_iter().flatten()).collect();
+    Ok(g.node(Op::GradientNorm, &reads, STATS, Phase::Update, None)?[0])
 }
 
 /// Sums what ranks have counted, over one set of axes after the other.

@@ -156,6 +156,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::Accumulate => optimizer::accumulate(call),
             Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
             Op::MergeSums => optimizer::merge_sums(call),
+            Op::LossSum => optimizer::loss_sum(call),
             Op::GradientNorm => optimizer::gradient_norm(call),
             Op::AdamW { .. } => optimizer::adamw(call),
             Op::Lion { beta1, beta2, decay, lr_scale } => {

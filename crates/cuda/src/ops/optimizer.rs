@@ -129,10 +129,18 @@ pub unsafe fn merge_sums(call: Call) -> Result<(), CudaError> {
     })
 }
 
+pub unsafe fn loss_sum(call: Call) -> Result<(), CudaError> {
+    let Some(sum) = call.output(0) else { return Ok(()) };
+    let args = args![call.input(0), call.bound.inputs[0].elements, sum];
+    // SAFETY: there are as many losses, and the limbs of a sum.
+    unsafe { call.plain(("optimizer", "loss_sum"), [1, 1, 1], 1, args) }
+}
+
 pub unsafe fn gradient_norm(call: Call) -> Result<(), CudaError> {
     let Some(stats) = call.output(0) else { return Ok(()) };
+    let args = args![call.input(0), call.input(1), call.given(2), call.given(3), stats];
     // SAFETY: the operands have the sizes that the kernel knows.
-    unsafe { call.plain(("optimizer", "gradient_norm"), [1, 1, 1], 1, args![call.input(0), call.input(1), stats]) }
+    unsafe { call.plain(("optimizer", "gradient_norm"), [1, 1, 1], 1, args) }
 }
 
 /// AdamW of one tensor.

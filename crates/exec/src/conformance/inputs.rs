@@ -4,7 +4,7 @@ use super::evaluate;
 use super::single::{decode, encode};
 use crate::reference;
 use lockstep_ir::op::{Draw, IGNORED_TARGET};
-use lockstep_ir::{Op, StepScalars, TensorType, counter};
+use lockstep_ir::{Op, StepLimits, StepScalars, TensorType, counter};
 
 /// What an op makes of other inputs.
 struct Made {
@@ -56,6 +56,7 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
                 };
                 s.to_array().map(f64::from).to_vec()
             }
+            Draw::Limits => StepLimits { loss: 4.0, grad_norm: 5.0 }.to_array().map(f64::from).to_vec(),
             Draw::Stats => vec![2.0, 0.03125],
             Draw::Squares(norm) => reference::limbs(norm * norm),
             Draw::Of(source, output, from) => {

@@ -25,12 +25,12 @@ mod sections;
 mod simd;
 mod vocab;
 
-use crate::bound::{Names, check_scratch, check_write};
+use crate::bound::{At, Names, check_scratch, check_write};
 use crate::comm::{HostCommunicator, ProgramPlace, waited};
 use crate::communication::{
     CommunicationCalls, CommunicationQueue, CommunicationThread, Enqueued, Inline, Link, communication_calls,
 };
-use crate::{ExecError, Executor, Rank, Timing};
+use crate::{ExecError, Executor, Rank, Timing, numbers};
 use arena::Arena;
 use call::{Bound, Call};
 use float::{Bf16, F16, Float};
@@ -139,6 +139,8 @@ pub struct CpuExecutor {
     numbers: Vec<Enqueued>,
     names: Names,
     busy_s: Option<f64>,
+    /// Whether all that instructions make is looked at.
+    checks: bool,
 }
 
 impl CpuExecutor {
@@ -191,6 +193,7 @@ impl CpuExecutor {
             numbers: vec![Enqueued::default(); longest],
             names: Names::new(&program),
             busy_s: None,
+            checks: false,
             program,
         })
     }
@@ -215,7 +218,7 @@ impl CpuExecutor {
         }
         let Some(call) = &self.communication_calls[slot.segment][index] else {
             self.kernel(index, slot);
-            return Ok(());
+            return if self.checks { self.look(index, slot) } else { Ok(()) };
         };
         let queue: &mut dyn CommunicationQueue = match (&mut self.communication, &mut self.inline, instr.stream) {
             (Some(communication), _, Stream::Communication) => communication,
@@ -226,6 +229,16 @@ impl CpuExecutor {
         // time, and ranks leave before their arenas go.
         self.numbers[index] = unsafe { queue.enqueue(call, self.arena.base(), slot)? };
         Ok(())
+    }
+
+    /// Looks at what a kernel has made. What communication brings was looked at where it was made.
+    fn look(&self, index: usize, slot: Slot) -> Result<(), ExecError> {
+        // SAFETY: the operand lies in the arena, and the kernel that wrote it is done; what is under way on the communication thread does
+        // not touch what this instruction reads or writes.
+        let read = |at: &At| unsafe {
+            std::slice::from_raw_parts(at.address(self.arena.base(), slot), at.elements * at.dtype.bytes())
+        };
+        numbers::look(&self.program, &self.segments[slot.segment][index], (slot, index), read)
     }
 
     fn kernel(&self, index: usize, slot: Slot) {
@@ -325,6 +338,7 @@ fn run_kernel<T: Float>(call: Call) {
         Op::Accumulate => optimizer::accumulate(call),
         Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
         Op::MergeSums => optimizer::merge_sums(call),
+        Op::LossSum => optimizer::loss_sum(call),
         Op::GradientNorm => optimizer::gradient_norm(call),
         Op::AdamW { beta1, beta2, eps, decay, lr_scale } => rules::adamw(call, [beta1, beta2, eps], decay, lr_scale),
         Op::Lion { beta1, beta2, decay, lr_scale } => rules::lion(call, [beta1, beta2], decay, lr_scale),
@@ -403,6 +417,11 @@ impl Executor for CpuExecutor {
 
     fn busy_s(&self) -> Option<f64> {
         self.busy_s
+    }
+
+    fn check_numbers(&mut self) -> bool {
+        self.checks = true;
+        true
     }
 }
 

@@ -4,7 +4,7 @@ use super::call::{At, Call, Ptr};
 use super::float::{Bf16, Float};
 use super::simd::vectorised;
 use lockstep_ir::squares::{LIMBS, Squares};
-use lockstep_ir::{DType, FLAT_BLOCK, fixed};
+use lockstep_ir::{DType, FLAT_BLOCK, StepLimits, fixed};
 
 /// Tasks that the squares of one gradient are cut into.
 const TASKS: usize = 64;
@@ -87,14 +87,38 @@ pub fn merge_sums(call: Call) {
     }
 }
 
-/// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite in f32.
+/// The sum of losses, as an integer.
+pub fn loss_sum(call: Call) {
+    let losses = Ptr(call.input::<f64>(0));
+    let mut total = Squares::ZERO;
+    // SAFETY: the loss has as many elements.
+    (0..call.bound.inputs[0].elements).for_each(|i| total.add(unsafe { *losses.at(i) }));
+    if let Some(sum) = call.output::<[i64; LIMBS]>(0) {
+        // SAFETY: the op table says that the sum has as many parts.
+        unsafe { *sum = total.stored() };
+    }
+}
+
+/// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite in f32, and where it or
+/// the mean loss is beyond the limits of the step.
 pub fn gradient_norm(call: Call) {
     // SAFETY: the op table says that the sum has as many parts.
     let (sum, scalars) = unsafe { (Squares::from_stored(&*call.input(0)), call.scalars(1)) };
     let norm = sum.value().sqrt() as f32;
+    let admitted = match (call.given(2), call.given(3)) {
+        (Some(losses), Some(limits)) => {
+            // SAFETY: as above; there are as many limits.
+            let (losses, limits) =
+                unsafe { (Squares::from_stored(&*losses), Ptr::<*const f32>(limits).slice(0, StepLimits::COUNT)) };
+            let loss = losses.value() * f64::from(scalars.inverse_count);
+            StepLimits::from_slice(limits).admit(loss, norm)
+        }
+        _ => true,
+    };
     // In f64, since a ratio of two f32 need not be one.
     let clip = if norm > scalars.clip { f64::from(scalars.clip) / f64::from(norm) } else { 1.0 };
-    let factor = if norm.is_finite() { (f64::from(scalars.inverse()) * clip) as f32 } else { f32::NAN };
+    let applied = norm.is_finite() && admitted;
+    let factor = if applied { (f64::from(scalars.inverse()) * clip) as f32 } else { f32::NAN };
     if let Some(stats) = call.output::<f32>(0) {
         // SAFETY: stats has two elements.
         unsafe {

@@ -77,6 +77,10 @@ impl Executor for Alone {
         self.executor.profile(entry)
     }
 
+    fn check_numbers(&mut self) -> bool {
+        self.executor.check_numbers()
+    }
+
     fn touched_bytes(&self) -> Option<u64> {
         self.executor.touched_bytes()
     }

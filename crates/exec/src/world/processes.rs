@@ -280,6 +280,10 @@ impl Executor for ProcessWorld {
         self.on_rank(|rank| rank.profile(entry))
     }
 
+    fn check_numbers(&mut self) -> bool {
+        lock(&self.executor).check_numbers()
+    }
+
     fn notes(&self) -> &[Note] {
         &self.notes
     }

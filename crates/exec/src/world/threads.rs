@@ -225,6 +225,10 @@ impl Executor for ThreadWorld {
         &self.notes
     }
 
+    fn check_numbers(&mut self) -> bool {
+        self.workers.iter().all(|w| lock(&w.executor).check_numbers())
+    }
+
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
         let mesh = self.mesh;
         self.on_ranks(tensor, |at, t, executor| executor.write(tensor, micro_batch, &scatter(t, &mesh, at, data)?))

@@ -1,9 +1,9 @@
 //! Sums of gradients, and their norm.
 
-use super::row::{ANY_OPERAND, Spec, accumulator, f32, fixed, row};
+use super::row::{ANY_OPERAND, Spec, accumulator, f32, f64, fixed, row};
 use super::sample::{Draw, Shapes, embed, ffn, floats, normal, sample, scalars};
 use super::{Op, Sample};
-use crate::{Axis, DType, Dim, TensorType, squares};
+use crate::{Axis, DType, Dim, StepLimits, TensorType, squares};
 
 pub(super) static ADD_STATE: Spec =
     row("add_state", &[accumulator("a", "*"), accumulator("b", "*")], &[accumulator("sum", "*")], |_| {
@@ -50,11 +50,35 @@ pub(super) static MERGE_SUMS: Spec = row("merge_sums", &[fixed("sum", "m")], &[f
 })
 .variadic();
 
-pub(super) static GRADIENT_NORM: Spec =
-    row("gradient_norm", &[fixed("sum", "m"), f32("scalars", "z")], &[f32("stats", "y")], |batch| {
-        magnitudes(batch, |magnitude| sample(Op::GradientNorm, [(limbs(), Draw::Squares(3.51 * magnitude)), scalars()]))
-    })
-    .shape(|_, _, dims| {
-        dims.set('y', &Dim::new(Axis::Scalar, 2));
-        Ok(())
-    });
+pub(super) static LOSS_SUM: Spec = row("loss_sum", &[f64("loss", "b")], &[fixed("sum", "m")], |batch| {
+    let losses = TensorType::new(DType::F64, [Dim::new(Axis::Batch, 7 * batch)]);
+    vec![sample(Op::LossSum, [(losses, Draw::Positive)])]
+})
+.splits(&["b"])
+.shape(|_, _, dims| {
+    dims.set('m', &Dim::new(Axis::Scalar, squares::LIMBS));
+    Ok(())
+});
+
+pub(super) static GRADIENT_NORM: Spec = row(
+    "gradient_norm",
+    &[fixed("sum", "m"), f32("scalars", "z"), fixed("losses", "m"), f32("limits", "y")],
+    &[f32("stats", "y")],
+    |batch| {
+        let norm = |magnitude| [(limbs(), Draw::Squares(3.51 * magnitude)), scalars()];
+        // The square root of the sum of losses is drawn, and the scalars divide that sum by 8.
+        let losses = |root| [(limbs(), Draw::Squares(root)), (StepLimits::ty(), Draw::Limits)];
+        let limited = |(magnitude, root)| sample(Op::GradientNorm, [norm(magnitude), losses(root)].concat());
+        let unlimited = sample(Op::GradientNorm, [&norm(1.0)[..], &losses(4.0)[..1]].concat());
+        let plain = magnitudes(batch, |magnitude| sample(Op::GradientNorm, norm(magnitude)));
+        // Within both, beyond the limit of the norm, beyond that of the loss.
+        let cases: &[(f64, f64)] = if batch == 1 { &[(1.0, 4.0), (2.0, 4.0), (1.0, 6.0)] } else { &[] };
+        let limited = cases.iter().copied().map(limited);
+        plain[..1].iter().cloned().chain([unlimited]).chain(plain[1..].iter().cloned()).chain(limited).collect()
+    },
+)
+.optional(2)
+.shape(|_, _, dims| {
+    dims.set('y', &Dim::new(Axis::Scalar, 2));
+    Ok(())
+});

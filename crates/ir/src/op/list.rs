@@ -319,8 +319,10 @@ ops! {
     } = gradient::SQUARE_SUM,
     /// Adds such sums.
     MergeSums = gradient::MERGE_SUMS,
+    /// The sum of the losses of a micro-batch, as `SquareSum` gives sums: one number whoever adds what.
+    LossSum = gradient::LOSS_SUM,
     /// From the sum of squares to the norm of the mean gradient, and the factor that scales and clips gradients (NaN where one
-    /// is not finite).
+    /// is not finite). With the sum of all losses and [`StepLimits`](crate::StepLimits), it is NaN beyond those too.
     GradientNorm = gradient::GRADIENT_NORM,
     /// One AdamW update with decoupled decay, and the new weights in bf16 where asked for; does nothing where the factor is
     /// NaN.

@@ -32,6 +32,8 @@ pub enum Draw {
     Unseen,
     /// Scalars of a step.
     Scalars,
+    /// Limits of a step: 4 for the loss, 5 for the norm.
+    Limits,
     /// Statistics of a step.
     Stats,
     /// A sum of squares, in parts: that of a norm.

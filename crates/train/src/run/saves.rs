@@ -94,6 +94,7 @@ impl Run<'_> {
             "noise": self.noise.to_bits(),
             "loss_scale": self.loss_scale,
             "updates": self.updates,
+            "spikes": self.spikes.to_json(),
             "val_loss": validated.map(|(_, loss)| loss),
             // Step and validation loss of the best checkpoint so far.
             "best": self.best,
@@ -103,7 +104,9 @@ impl Run<'_> {
         let attachments = attachments.into_iter().filter_map(|(name, file)| Some((name, file?.to_vec()))).collect();
         let rules = &self.config.checkpoint;
         let best = self.best.filter(|_| rules.keep_best).map(|(step, _)| step);
-        let keep = Keep { last: rules.keep, every: rules.keep_every, best };
+        // An interrupt in the middle of skipped steps leaves the checkpoint that is before them.
+        let last = rules.keep + self.spikes.skipped.len();
+        let keep = Keep { last, every: rules.keep_every, best };
         let (dir, mirror) = (self.places[0].clone(), self.places.get(1).cloned());
         SaveRequest { dir, step, state, attachments, keep, mirror }
     }

@@ -1,5 +1,6 @@
 //! What comes before the first step: the checkpoint to go on from, data, weights, the executor.
 
+use super::standing::Standing;
 use super::{Outcome, Run, RunOptions, saves};
 use crate::changes;
 use crate::changes::Course;
@@ -8,12 +9,11 @@ use crate::event::Event;
 use crate::feed::Sequences;
 use crate::hf::Kept;
 use crate::initial::InitialWeights;
-use crate::loss_scale::LossScale;
-use crate::noise::{Noise, NoiseBits};
 use crate::processes::{Processes, Stop};
 use crate::provenance::{Circumstances, RunStart};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
+use crate::spikes;
 use crate::tasks::TaskRequests;
 use crate::{
     Devices, Existing, Prediction, RunData, RunDir, RunTokenizer, TaskFile, TrainError, data_folder, predict, settled,
@@ -158,27 +158,16 @@ pub(super) fn start<'a>(
         );
         show(Event::Note(&Note::Cost(text)));
     }
-    let mut loss_scale = LossScale::new(config);
-    let (mut step, mut updates) = (0, 0);
-    let (mut checkpoint, mut pending, mut noise, mut best) = (None, None, Noise::default(), None);
-    if let Some(loaded) = found.loaded {
+    let loaded = found.loaded.as_ref();
+    if let Some(loaded) = loaded {
         if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
             return Err(TrainError::DataChanged { dir: folder });
         }
-        session.restore(&loaded)?;
-        step = loaded.step;
-        updates = loaded.state["updates"].as_u64().unwrap_or(step);
-        pending = serde_json::from_value(loaded.state["pending_metrics"].clone()).unwrap_or(None);
-        // A checkpoint of a run that did not measure has none.
-        noise = serde_json::from_value(loaded.state["noise"].clone()).map_or(noise, NoiseBits::into);
-        if loss_scale.is_some() {
-            // A checkpoint of a run in another precision has none.
-            let saved: Option<LossScale> = serde_json::from_value(loaded.state["loss_scale"].clone()).unwrap_or(None);
-            loss_scale = saved.or(loss_scale);
-        }
-        best = serde_json::from_value(loaded.state["best"].clone()).unwrap_or(None);
-        checkpoint = Some(loaded.path);
+        session.restore(loaded)?;
     }
+    let roll_backs = spikes::read(dir.path(), loaded.map(|l| &l.state), loaded.map_or(0, |l| l.step))?;
+    let Standing { step, updates, pending, noise, loss_scale, spikes, best } = Standing::of(loaded, config, roll_backs);
+    let checkpoint = found.loaded.map(|loaded| loaded.path);
     if let Some(weights) = &initial {
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
@@ -224,6 +213,7 @@ pub(super) fn start<'a>(
         let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
         show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
     }
+    dir.roll_backs(&spikes.roll_backs)?;
     dir.started(&begun_by, options.started_by.given.as_deref())?;
     let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
     let failed = dir.open_sinks(choice, written);
@@ -304,6 +294,7 @@ pub(super) fn start<'a>(
         batches,
         noise,
         slow_ranks: SlowRanks::new((0..mesh.ranks()).map(|rank| mesh.coordinates(rank).get(MeshAxis::Pp)).collect()),
+        spikes,
         loss_scale,
         updates,
         last_result: None,
@@ -323,6 +314,7 @@ pub(super) fn start<'a>(
         pending,
         outcome,
         profile_steps: None,
+        debug_nans: false,
         profiled: Vec::new(),
         // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
         observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),

@@ -117,7 +117,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
             assert_eq!(m.gpu, GpuMetrics::default());
             stop.fetch_or(how.stop_at == Some(m.step), Ordering::SeqCst);
         }
-        Event::Skipped { step } => events.push(format!("skipped {step}")),
+        Event::Skipped(skipped) => events.push(format!("skipped {}", skipped.step)),
         Event::Validated { step, loss } => events.push(format!("validated {step}: {loss}")),
         Event::Saved { step, .. } => events.push(format!("saved {step}")),
         Event::Validating { done, total } => validating.push((done, total)),

@@ -61,7 +61,7 @@ pub fn run_to(config: &Config, run_dir: &Path, last: u64) -> Ran {
             steps.push(m.clone());
             stop.store(m.step >= last, Ordering::SeqCst);
         }
-        Event::Skipped { step } => skipped.push(step),
+        Event::Skipped(of) => skipped.push(of.step),
         _ => {}
     })
     .unwrap();

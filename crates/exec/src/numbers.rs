@@ -1,0 +1,123 @@
+//! Whether what instructions make is finite: a look at every output, for whoever searches the first NaN of a run.
+
+use crate::ExecError;
+use crate::bound::{At, Bound};
+use lockstep_ir::graph::Phase;
+use lockstep_ir::program::Slot;
+use lockstep_ir::{DType, Op, StepProgram, bf16, f16, fixed, units};
+
+/// The first tensor that had a number that is not finite, and what made it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NotFinite {
+    /// Its name.
+    pub tensor: String,
+    /// Its first such number.
+    pub value: f64,
+    /// Where that is, in elements.
+    pub element: usize,
+    /// Elements that it has.
+    pub elements: usize,
+    /// The op.
+    pub op: &'static str,
+    /// The layer that this belongs to.
+    pub layer: Option<usize>,
+    /// The part of the step.
+    pub phase: Phase,
+    /// The micro-batch.
+    pub micro_batch: usize,
+    /// Those of its inputs that are not finite themselves: of what nobody looks at, weights that were so from the start, say.
+    pub inputs: Vec<String>,
+}
+
+impl std::fmt::Display for NotFinite {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { tensor, value, element, elements, op, micro_batch, .. } = self;
+        let of = units::thousands(*elements as u64);
+        write!(f, "`{tensor}` has {value} at element {element} of {of}: made by {op}")?;
+        if let Some(layer) = self.layer {
+            write!(f, " in layer {layer}")?;
+        }
+        let phase = match self.phase {
+            Phase::Forward => "forward",
+            Phase::InputGrad | Phase::WeightGrad => "backward",
+            Phase::Reduce => "the reduction of gradients",
+            Phase::Probe => "the noise scale",
+            Phase::Update => "the update",
+        };
+        write!(f, ", {phase}, micro-batch {micro_batch}")?;
+        match &self.inputs[..] {
+            [] => Ok(()),
+            inputs => write!(f, "; not finite were already {}", inputs.join(", ")),
+        }
+    }
+}
+
+/// Looks at what an instruction has made; `read` gives the bytes of an operand.
+pub(crate) fn look<'a>(
+    program: &StepProgram,
+    bound: &Bound,
+    (slot, index): (Slot, usize),
+    read: impl Fn(&At) -> &'a [u8],
+) -> Result<(), ExecError> {
+    // Its NaN says that the update is not applied.
+    if bound.op == Op::GradientNorm {
+        return Ok(());
+    }
+    let instr = &program.segments[slot.segment].instrs[index];
+    let named = |value: usize| program.values[value].clone();
+    for (o, (at, arg)) in bound.outputs.iter().zip(&instr.outputs).enumerate() {
+        let (Some(at), Some(arg)) = (at, arg) else { continue };
+        let may_see_nothing = bound.op.output(o).name == "lse";
+        let Some((element, value)) = first(at.dtype, read(at), may_see_nothing) else { continue };
+        let inputs = bound.inputs.iter().zip(&instr.inputs);
+        let inputs = inputs.filter(|(at, _)| first(at.dtype, read(at), true).is_some());
+        return Err(ExecError::NotFinite(Box::new(NotFinite {
+            tensor: named(arg.value),
+            value,
+            element,
+            elements: at.elements,
+            op: bound.op.name(),
+            layer: instr.layer,
+            phase: instr.phase,
+            micro_batch: slot.micro_batch,
+            inputs: inputs.map(|(_, arg)| format!("`{}`", named(arg.value))).collect(),
+        })));
+    }
+    Ok(())
+}
+
+/// The first element that is not finite. A log-sum-exp over nothing is −∞.
+fn first(dtype: DType, bytes: &[u8], may_see_nothing: bool) -> Option<(usize, f64)> {
+    let bad = |x: &f64| !(x.is_finite() || (may_see_nothing && *x == f64::NEG_INFINITY));
+    let find = |values: &mut dyn Iterator<Item = f64>| values.enumerate().find(|(_, x)| bad(x));
+    match dtype {
+        DType::F32 => find(&mut bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b)))),
+        DType::F64 => find(&mut bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b))),
+        DType::BF16 => find(&mut bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b))))),
+        DType::F16 => find(&mut bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b))))),
+        DType::Fixed64 => {
+            find(&mut bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))))
+        }
+        DType::U32 => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_finite_is_found_in_every_type() {
+        let floats = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+        assert_eq!(first(DType::F32, &floats(&[1.0, f32::MAX]), false), None);
+        assert_eq!(first(DType::F32, &floats(&[1.0, f32::INFINITY, f32::NAN]), false), Some((1, f64::INFINITY)));
+        assert_eq!(first(DType::F32, &floats(&[1.0, f32::NEG_INFINITY]), true), None);
+        let halves = |x: &[u16]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+        let nan = |found: Option<(usize, f64)>| found.is_some_and(|(at, x)| at == 1 && x.is_nan());
+        assert!(nan(first(DType::BF16, &halves(&[0, bf16::from_f32(f32::NAN)]), false)));
+        assert!(nan(first(DType::F16, &halves(&[0, f16::from_f32(f32::NAN)]), false)));
+        assert!(nan(first(DType::F64, &[1.0, f64::NAN].map(f64::to_le_bytes).concat(), false)));
+        assert!(nan(first(DType::Fixed64, &[5, fixed::POISON].map(i64::to_le_bytes).concat(), false)));
+        assert_eq!(first(DType::U32, &[0xff; 8], false), None);
+    }
+}

@@ -1,0 +1,108 @@
+//! What a run does about steps whose updates were skipped: it tells, rolls back, and stops at last.
+
+use super::standing::Standing;
+use super::{Run, Step, start};
+use crate::TrainError;
+use crate::event::Event;
+use crate::initial::InitialWeights;
+use crate::spikes::{RollBack, SkippedStep};
+use lockstep_checkpoint::{Loaded, latest_of, open, set_aside_from};
+use lockstep_telemetry::SinkChoice;
+use serde_json::json;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+/// Steps in a row whose gradients may be non-finite before a run without a spike policy gives up.
+const MOST_SKIPPED: u64 = 3;
+
+impl Run<'_> {
+    /// Takes in whether a step's update was applied, and tells where it was not. Gives whether that was once too often.
+    pub(super) fn look_for_spikes(&mut self, done: &Step, show: &mut dyn FnMut(Event)) -> Result<bool, TrainError> {
+        let rules = &self.config.spikes;
+        let (loss, grad_norm) = (done.line.loss, done.line.grad_norm);
+        if done.applied {
+            self.spikes.applied(rules, done.step, loss, grad_norm);
+            return Ok(false);
+        }
+        let (loss_limit, grad_norm_limit) = (done.line.loss_limit, done.line.grad_norm_limit);
+        let skipped = SkippedStep { step: done.step, loss, grad_norm, loss_limit, grad_norm_limit };
+        show(Event::Skipped(&skipped));
+        // JSON has no NaN, and here it is to be seen.
+        let [loss, grad_norm] = [loss.to_string(), grad_norm.to_string()];
+        let fields = json!({ "step": done.step, "loss": loss, "grad_norm": grad_norm, "reason": skipped.to_string() });
+        self.dir.event("skipped", fields)?;
+        // A loss scale that is being searched explains gradients that are not finite.
+        if !done.searched {
+            self.spikes.skipped.push(skipped);
+        }
+        let most = if rules.skip { rules.skips } else { MOST_SKIPPED };
+        Ok(self.spikes.skipped.len() as u64 >= most)
+    }
+
+    /// Goes on from the newest checkpoint before the skipped steps, and leaves out the samples of all steps since. Ends a run that has
+    /// no spike policy, or has rolled back as often as it may.
+    ///
+    /// A kill at any moment of this changes nothing: until the roll-back is recorded, the run comes from the checkpoint to the same steps
+    /// again, and from then on it goes on from there as it does here.
+    pub(super) fn roll_back(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        let (step, skipped, before) = (self.outcome.step, self.spikes.skipped.clone(), self.spikes.roll_backs.clone());
+        let (Some(first), Some(last)) = (skipped.first(), skipped.last()) else { return Ok(()) };
+        if !self.config.spikes.skip {
+            let (steps, loss, grad_norm) = (skipped.len() as u64, last.loss, last.grad_norm);
+            return Err(TrainError::Diverged { steps, step, loss, grad_norm });
+        }
+        let number = before.last().map_or(0, |last| last.number);
+        if number >= self.config.spikes.roll_backs {
+            return Err(TrainError::Spikes { step, roll_backs: before, skipped });
+        }
+        let team = self.devices.team();
+        let mut found: Option<Loaded> = None;
+        let first = first.step;
+        let sample = |steps: u64| self.batches.at(steps).first_sample + self.spikes.left_out(steps);
+        // With those before it that count where the run goes on.
+        let with = |to: u64| {
+            let (first_sample, samples) = (sample(to), sample(step) - sample(to));
+            let this = RollBack { number: number + 1, to, from: step, first_sample, samples, skipped: skipped.clone() };
+            before.iter().filter(|earlier| earlier.to <= to).cloned().chain([this]).collect::<Vec<_>>()
+        };
+        let path = team.told("roll back", || {
+            // An interrupt may have saved in the middle of these steps.
+            for place in &self.places {
+                set_aside_from(place, first)?;
+            }
+            let latest = latest_of(&self.places)?;
+            latest.warnings.iter().for_each(|text| show(Event::Warning(text)));
+            found = latest.loaded;
+            let to = found.as_ref().map_or(0, |loaded| loaded.step);
+            self.dir.roll_backs(&with(to))?;
+            Ok(found.as_ref().map_or(Vec::new(), |loaded| loaded.path.as_os_str().as_encoded_bytes().to_vec()))
+        })?;
+        if !team.is_first() && !path.is_empty() {
+            found = Some(open(&PathBuf::from(OsString::from_vec(path)))?);
+        }
+        let roll_backs = with(found.as_ref().map_or(0, |loaded| loaded.step));
+        match &found {
+            Some(loaded) => self.session.restore(loaded)?,
+            None => {
+                self.session.restart(self.config.train.seed)?;
+                if let Some(weights) = InitialWeights::open(self.config)? {
+                    self.session.start_from(&weights)?;
+                }
+            }
+        }
+        let Standing { step, updates, noise, loss_scale, spikes, best, pending: _ } =
+            Standing::of(found.as_ref(), self.config, roll_backs);
+        (self.outcome.step, self.updates, self.noise, self.loss_scale) = (step, updates, noise, loss_scale);
+        (self.spikes, self.best, self.validated, self.timed_save) = (spikes, best, None, None);
+        self.outcome.checkpoint = found.map(|loaded| loaded.path);
+        let sinks = &self.config.telemetry;
+        let failed = self.dir.go_back(SinkChoice { tensorboard: sinks.tensorboard, csv: sinks.csv }, step)?;
+        start::warn_of_sinks(&mut self.dir, failed, step, show)?;
+        let Some(done) = self.spikes.roll_backs.last() else { return Ok(()) };
+        show(Event::RolledBack(done));
+        let RollBack { to, from, first_sample, samples, .. } = done;
+        let fields = json!({ "step": to, "from": from, "first_sample": first_sample, "samples": samples, "first_skipped": first });
+        self.dir.event("roll_back", fields)
+    }
+}
