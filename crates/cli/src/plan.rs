@@ -147,12 +147,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
         hardware: &found,
         room: &room,
         free: args.free,
+        fixed: &[],
+        trainer: None,
         wanted: usize::from(args.top),
         threads: cpu::cores(),
     };
     let deadline = args.deadline.as_deref().map(reasons::days).transpose()?;
     let result = match searched(&asked) {
-        Err(PlanError::NoLayout(why)) if why.too_large => return Err(reasons::with_more_gpus(&asked, &why)),
+        Err(PlanError::NoLayout(why)) if why.too_large => return Err(reasons::nothing_fits(&asked, &why)),
         found => found?,
     };
     if let (Some(days), Some(tokens), Some(best)) = (deadline, tokens, result.best.first()) {

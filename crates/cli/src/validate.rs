@@ -1,6 +1,7 @@
 //! `lockstep validate`: predicted step times and memory beside what others have measured and published.
 
 mod plot;
+mod proposed;
 
 use crate::Format;
 use crate::failure::Failure;
@@ -10,7 +11,8 @@ use crate::table::{table, wrapped};
 use lockstep_exec::cpu;
 use lockstep_ir::units;
 use lockstep_plan::published::{
-    Case, Cases, Errors, File, Peer, Prediction, Refused, Report, RowReport, Summary, Without, fit, predict, quantile,
+    Case, Cases, Errors, File, Peer, Prediction, Refused, Report, RowReport, Summary, Without, fit, predict, proposals,
+    quantile,
 };
 use lockstep_sim::Constants;
 use serde_json::json;
@@ -43,6 +45,10 @@ pub struct Args {
     /// Rounds of the fit.
     #[arg(long, value_name = "N", default_value_t = 12, requires = "fit", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
+    /// Also let the search of `lockstep plan` propose layouts for every model and number of GPUs that nanotron was swept over, restricted
+    /// to what it has, and show how much longer they took than the fastest that was measured.
+    #[arg(long)]
+    search: bool,
     /// Print every row.
     #[arg(long)]
     rows: bool,
@@ -100,6 +106,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
         ));
         constants = found.constants;
     }
+    let proposed = match args.search {
+        true => Some(proposals(&cases, &constants, threads, &|done, total| show("cells searched", done, total))?),
+        false => None,
+    };
     progress.lock().unwrap_or_else(PoisonError::into_inner).clear();
     let predictions = predict(&cases, &constants, threads);
     let learned = factors.learn(&cases, &predictions)?;
@@ -134,6 +144,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 "summary": report.summary,
                 "rows": report.rows,
                 "not_represented": refused,
+                "search": proposed.as_deref().map(proposed::as_json),
                 "calibrated": learned.iter().map(|((source, gpu), factor)| json!({ "source": source, "gpu": gpu, "factor": factor })).collect::<Vec<_>>(),
                 "left_out_with_one_factor": scaled,
                 "left_out_without_profile": guessed.as_ref().map(|(errors, one)| json!({ "step_time": errors, "with_one_factor": one })),
@@ -142,6 +153,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         }
         Format::Text => {
             write!(out, "{}", as_text(&report, args.rows))?;
+            write!(out, "{}", proposed.as_deref().map_or(String::new(), proposed::as_text))?;
             for ((source, gpu), factor) in &learned {
                 let text = format!("calibrated: step times of {source} on {gpu} × {factor:.3}");
                 write!(out, "{}", wrapped(&text, "  "))?;

@@ -1,4 +1,4 @@
-use crate::WaysToFit;
+use crate::{LayoutChoice, WaysToFit};
 use lockstep_compile::CompileError;
 use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
@@ -143,6 +143,8 @@ pub struct NoLayout {
     pub hint: String,
     /// Whether memory is what lacks, so that more GPUs may help.
     pub too_large: bool,
+    /// Then the choice that comes nearest, where one is known.
+    pub nearest: Option<Box<LayoutChoice>>,
 }
 
 impl PlanError {

@@ -2,10 +2,10 @@
 
 use crate::plan::{hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError};
-use lockstep_compile::{Estimator, Recompute};
+use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::Config;
 use lockstep_ir::account::{self, MemoryBreakdown};
-use lockstep_ir::{DType, Layout, StepProgram};
+use lockstep_ir::{DType, Graph, Layout, StepProgram};
 use lockstep_sim::{
     Asked, Constants, Forecast, Framework, Hardware, MachineProfile, Placed, SimError, Terms, Workload,
 };
@@ -118,22 +118,35 @@ pub fn evaluate(machine: &dyn Machine, config: &Config, rates: Rates) -> Result<
     settle_policy(config, &forward, &mut context)?;
     let estimator = Estimator::new(&forward, &context)?;
     let programs = estimator.programs(context.recompute.clone())?;
+    evaluated(config, &forward, &context, &estimator, &programs, |asked| {
+        rates.timed(&programs, context.layout.mesh.ranks(), threads, |work| work.forecast(asked))
+    })
+}
+
+/// The same of programs that are there.
+pub(crate) fn evaluated(
+    config: &Config,
+    forward: &Graph,
+    context: &Context,
+    estimator: &Estimator,
+    programs: &[StepProgram],
+    forecast: impl FnOnce(&Asked) -> Result<Forecast, SimError>,
+) -> Result<Evaluated, PlanError> {
     let micro_batches = context.layout.micro_batches as f64;
     let asked = Asked {
         tokens: (config.batches().largest() * config.train.seq) as u64,
         model_flops: estimator.model_flops()?.model as f64 * micro_batches,
-        hardware_flops: hardware_flops(&programs)? as f64,
+        hardware_flops: hardware_flops(programs)? as f64,
         compute: context.precision.compute,
     };
-    let forecast = rates.timed(&programs, context.layout.mesh.ranks(), threads, |work| work.forecast(&asked))?;
     Ok(Evaluated {
         layout: context.layout,
-        recompute: context.recompute,
+        recompute: context.recompute.clone(),
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
         tokens_per_step: asked.tokens,
         model_flops: asked.model_flops,
         compute: asked.compute,
         stages: programs.iter().map(account::memory).collect(),
-        forecast,
+        forecast: forecast(&asked)?,
     })
 }

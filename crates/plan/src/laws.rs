@@ -32,8 +32,8 @@ impl ModelAndTokens {
     }
 }
 
-/// Chinchilla's approach 2 (IsoFLOP profiles): N ∝ C^0.49. Hoffmann et al. 2022, tables 2 and A3; the constant is that of the row of
-/// 1 billion parameters, which 1.20·10²⁰ FLOPs are best spent on.
+/// Chinchilla's approach 2 (IsoFLOP profiles): N ∝ C^0.49. Hoffmann et al. 2022 (arXiv 2203.15556), the exponent from table 2, the constant
+/// from table A3: 1.20·10²⁰ FLOPs are best spent on 1 billion parameters and 20.0 billion tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct IsoFlop {
     /// Exponent of the parameters.
@@ -69,7 +69,8 @@ pub struct LossLaw {
     pub tokens_exponent: f64,
 }
 
-/// The 2024 refit of approach 3: Besiroglu et al. 2024, Chinchilla Scaling: A replication attempt.
+/// The 2024 refit of approach 3: Besiroglu et al. 2024, Chinchilla Scaling: A replication attempt (arXiv 2404.10102), table 1. Standard
+/// errors are 0.03 of E, 124.58 of A, 1293.23 of B and 0.02 of both exponents.
 pub const BESIROGLU_2024: LossLaw = LossLaw {
     irreducible: 1.8172,
     parameters: 482.01,

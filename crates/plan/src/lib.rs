@@ -40,8 +40,8 @@ pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
 pub use recipe::{Recipe, RecipeRung, RecipeSize, recipe};
 pub use saves::{FailureRate, SaveInterval, checkpoint_bytes};
 pub use search::{
-    LayoutChoice, RankedLayout, Rejection, SIMPLER, SearchCounts, SearchRequest, SearchResult, at_layout, every_choice,
-    search,
+    LayoutChoice, RankedLayout, Rejection, SIMPLER, SearchCounts, SearchRequest, SearchResult, Trainer, at_layout,
+    every_choice, search,
 };
 pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};
 pub use ways::{FittingChange, MoreRanks, NearestMiss, WaysToFit, ways_to_fit};

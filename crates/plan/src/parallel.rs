@@ -1,6 +1,7 @@
 //! Work on several threads, whose order does not matter.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// Calls `each` for all indices up to `count` on some threads; `done` hears how many are.
 pub(crate) fn in_parallel(count: usize, threads: usize, each: &(dyn Fn(usize) + Sync), done: &(dyn Fn(usize) + Sync)) {
@@ -16,9 +17,22 @@ pub(crate) fn in_parallel(count: usize, threads: usize, each: &(dyn Fn(usize) + 
         }
     };
     std::thread::scope(|scope| {
-        (1..threads).for_each(|_| {
+        (1..threads.min(count)).for_each(|_| {
             scope.spawn(work);
         });
         work();
     });
+}
+
+/// The same for what `each` gives, in the order of indices.
+pub(crate) fn all_in_parallel<T: Send>(
+    count: usize,
+    threads: usize,
+    each: &(dyn Fn(usize) -> T + Sync),
+    done: &(dyn Fn(usize) + Sync),
+) -> Vec<T> {
+    let found: Vec<Mutex<Option<T>>> = (0..count).map(|_| Mutex::new(None)).collect();
+    let one = |i: usize| *found[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(each(i));
+    in_parallel(count, threads, &one, done);
+    found.into_iter().filter_map(|found| found.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
 }

@@ -89,7 +89,7 @@ pub fn recipe(
     config.train.batch_ramp.clear();
     (config.recompute.ops, config.recompute.budget) = (Vec::new(), None);
     let none = |reason: String, hint: &str| {
-        PlanError::NoLayout(Box::new(NoLayout { reason, hint: hint.to_owned(), too_large: false }))
+        PlanError::NoLayout(Box::new(NoLayout { reason, hint: hint.to_owned(), too_large: false, nearest: None }))
     };
     let try_one = |config: &Config| evaluate(machine, config, Rates::Catalogue(hardware));
     let mut rungs = Vec::new();

@@ -47,7 +47,18 @@ fn hardware(name: &str) -> Hardware {
 }
 
 fn request<'a>(config: &'a Config, gpus: usize, hardware: &'a Hardware, room: &'a Room) -> SearchRequest<'a> {
-    SearchRequest { machine: &Gpus, config, gpus, hardware, room, free: false, wanted: 5, threads: 2 }
+    SearchRequest {
+        machine: &Gpus,
+        config,
+        gpus,
+        hardware,
+        room,
+        free: false,
+        fixed: &[],
+        trainer: None,
+        wanted: 5,
+        threads: 2,
+    }
 }
 
 fn found(request: &SearchRequest) -> SearchResult {

@@ -8,7 +8,7 @@ use lockstep_config::legal;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::{self, thousands};
 use lockstep_ir::{Layout, MeshAxis};
-use lockstep_plan::{NoLayout, RankedLayout, Room, SearchRequest, at_layout};
+use lockstep_plan::{NoLayout, RankedLayout, Rates, Room, SearchRequest, at_layout, ways_to_fit};
 use std::collections::BTreeMap;
 
 fn request(what: String, hint: &str) -> Failure {
@@ -65,16 +65,25 @@ fn more_gpus(asked: &SearchRequest) -> Vec<usize> {
     halves.filter(|gpus| *gpus <= all && *gpus > asked.gpus).collect()
 }
 
-/// The refusal of a request that nothing fits, with the number of GPUs that would do.
-pub(super) fn with_more_gpus(asked: &SearchRequest, why: &NoLayout) -> Failure {
+/// The refusal of a request that nothing fits, with what would do: other keys on as many GPUs, or more of them.
+pub(super) fn nothing_fits(asked: &SearchRequest, why: &NoLayout) -> Failure {
+    // Keys that the config fixes, and what is not searched.
+    let ways = why.nearest.as_ref().and_then(|choice| {
+        let rates = Rates::Catalogue(asked.hardware);
+        let ways = ways_to_fit(asked.machine, &choice.config(asked.config), asked.room, Some(rates)).ok()?;
+        (!ways.changes.is_empty()).then(|| format!("of this layout, {ways}"))
+    });
     let fits = |gpus: &usize| {
         let found = searched(&SearchRequest { gpus: *gpus, wanted: 1, ..asked.clone() });
         found.ok().and_then(|found| Some((*gpus, found.best.first()?.choice)))
     };
-    match more_gpus(asked).iter().find_map(fits) {
-        Some((gpus, choice)) => request(why.reason.clone(), &format!("give --gpus {gpus}: {choice}")),
-        None => request(why.reason.clone(), &why.hint),
-    }
+    let more = more_gpus(asked).iter().find_map(fits).map(|(gpus, choice)| format!("give --gpus {gpus}: {choice}"));
+    let hint = match (ways, more) {
+        (Some(ways), Some(more)) => format!("{ways}\nor {more}"),
+        (Some(one), None) | (None, Some(one)) => one,
+        (None, None) => why.hint.clone(),
+    };
+    request(why.reason.clone(), &hint)
 }
 
 /// What a layout that was asked about costs.

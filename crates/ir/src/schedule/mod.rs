@@ -29,6 +29,9 @@ pub enum Work {
 }
 
 impl Work {
+    /// All kinds, in their order.
+    pub const ALL: [Work; 4] = [Work::Forward, Work::Backward, Work::InputGrad, Work::WeightGrad];
+
     /// The letter in pictures and messages.
     pub const fn letter(self) -> char {
         match self {

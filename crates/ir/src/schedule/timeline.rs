@@ -1,7 +1,6 @@
 //! When the slots of a pipeline run, for any order of them.
 
 use super::{PipeSlot, Pipeline, Work};
-use std::collections::{BTreeMap, BTreeSet};
 
 /// How long the work of a virtual stage takes for one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -161,8 +160,12 @@ impl std::fmt::Display for Stuck {
 /// Where `costs` are not of as many virtual stages as the pipeline has.
 pub fn evaluate(pipeline: &Pipeline, costs: &Costs, copies: usize) -> Result<Timeline, Deadlock> {
     assert_eq!(costs.chunks.len(), pipeline.stages(), "costs of every virtual stage");
-    let ranks = pipeline.slots.iter().map(|slots| Rank::new(slots)).collect();
-    let send_buffers = (0..pipeline.stages()).map(|_| Default::default()).collect();
+    let all = || pipeline.slots.iter().flatten();
+    let micro_batches = all().map(|slot| slot.micro_batch + 1).max().unwrap_or(0);
+    let chunks = all().map(|slot| slot.chunk + 1).max().unwrap_or(0);
+    let ranks = pipeline.slots.iter().map(|slots| Rank::new(slots, chunks, micro_batches)).collect();
+    let send_buffer = || SendBuffer { arrivals: vec![f64::NAN; micro_batches], ..Default::default() };
+    let send_buffers = (0..pipeline.stages()).map(|_| [send_buffer(), send_buffer()]).collect();
     let mut run = Run { pipeline, costs, copies, places: pipeline.places(), ranks, send_buffers };
     // A rank runs as far as it can. What it waits for then is another's doing, so the order of turns changes no time.
     loop {
@@ -188,8 +191,8 @@ pub fn evaluate(pipeline: &Pipeline, costs: &Costs, copies: usize) -> Result<Tim
 /// One direction of a virtual stage's results.
 #[derive(Default)]
 struct SendBuffer {
-    /// When each result arrives, by micro-batch.
-    arrivals: BTreeMap<usize, f64>,
+    /// When each result arrives, by micro-batch; not a number for those that have not been sent.
+    arrivals: Vec<f64>,
     /// Results that were sent and not taken, oldest first.
     untaken: Vec<usize>,
     /// When results were taken, in order. The receiver's slots start in order, so these times never fall.
@@ -199,7 +202,9 @@ struct SendBuffer {
 struct Rank<'a> {
     slots: &'a [PipeSlot],
     ran: Vec<(PipeSlot, f64, f64)>,
-    done: BTreeSet<PipeSlot>,
+    /// By chunk, work and micro-batch.
+    done: Vec<bool>,
+    micro_batches: usize,
     /// When the last slot's result was in its send buffer.
     free: f64,
     /// A slot has ended and its result is not in the send buffer yet.
@@ -207,8 +212,14 @@ struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    fn new(slots: &'a [PipeSlot]) -> Self {
-        Rank { slots, ran: vec![], done: BTreeSet::new(), free: 0.0, sending: false }
+    fn new(slots: &'a [PipeSlot], chunks: usize, micro_batches: usize) -> Self {
+        let done = vec![false; chunks * Work::ALL.len() * micro_batches];
+        Rank { slots, ran: Vec::with_capacity(slots.len()), done, micro_batches, free: 0.0, sending: false }
+    }
+
+    /// Whether a slot has run. One that no rank has never does.
+    fn done(&mut self, slot: PipeSlot) -> &mut bool {
+        &mut self.done[(slot.chunk * Work::ALL.len() + slot.work as usize) * self.micro_batches + slot.micro_batch]
     }
 }
 
@@ -283,7 +294,7 @@ impl Run<'_> {
             if let Some(&room) = before.checked_sub(self.copies).and_then(|index| send_buffer.taken.get(index)) {
                 sent = sent.max(room);
             }
-            send_buffer.arrivals.insert(slot.micro_batch, sent + transfer);
+            send_buffer.arrivals[slot.micro_batch] = sent + transfer;
             send_buffer.untaken.push(slot.micro_batch);
         }
         let this = &mut self.ranks[rank];
@@ -292,11 +303,11 @@ impl Run<'_> {
     }
 
     fn compute(&mut self, rank: usize) -> Result<bool, Stuck> {
-        let this = &self.ranks[rank];
+        let this = &mut self.ranks[rank];
         let index = this.ran.len();
         let Some(&slot) = this.slots.get(index) else { return Ok(false) };
         let stuck = |waits_for| Stuck { stage: rank, slot, index, waits_for };
-        if this.done.contains(&slot) {
+        if *this.done(slot) {
             return Err(stuck(WaitsFor::Repeated));
         }
         let own = match slot.work {
@@ -304,7 +315,7 @@ impl Run<'_> {
             Work::Backward | Work::InputGrad => Some(PipeSlot { work: Work::Forward, ..slot }),
             Work::WeightGrad => Some(PipeSlot { work: Work::InputGrad, ..slot }),
         };
-        if let Some(own) = own.filter(|own| !this.done.contains(own)) {
+        if let Some(own) = own.filter(|own| !*this.done(*own)) {
             return Err(stuck(WaitsFor::Own(own)));
         }
         let stage = self.pipeline.virtual_stages[rank][slot.chunk];
@@ -312,17 +323,18 @@ impl Run<'_> {
         let way = Direction::of(slot.work);
         if let Some((way, before)) = way.and_then(|way| Some((way, way.reversed().next(stage, self.places.len())?))) {
             let send_buffer = &mut self.send_buffers[before][way as usize];
-            let Some(arrival) = send_buffer.arrivals.get(&slot.micro_batch) else {
+            let arrival = send_buffer.arrivals[slot.micro_batch];
+            if arrival.is_nan() {
                 let (from, chunk) = self.places[before];
                 return Err(stuck(WaitsFor::Result { stage: from, slot: PipeSlot { chunk, ..slot } }));
-            };
-            start = start.max(*arrival);
+            }
+            start = start.max(arrival);
             send_buffer.untaken.retain(|&untaken| untaken != slot.micro_batch);
             send_buffer.taken.push(start);
         }
         let this = &mut self.ranks[rank];
         this.ran.push((slot, start, start + self.costs.chunks[stage].of(slot.work)));
-        this.done.insert(slot);
+        *this.done(slot) = true;
         this.sending = true;
         Ok(true)
     }

@@ -185,9 +185,9 @@ fn evaluate(targets: &[Target], which: &[usize], constants: &Constants, threads:
 }
 
 impl Case {
-    /// Bytes of the device that the source looked at, and of the one that needs most.
-    pub(super) fn predicted_memory(&self, terms: &lockstep_sim::Terms) -> (f64, f64) {
-        let Ok(work) = &self.work else { return (0.0, 0.0) };
+    /// Bytes of a device of every stage.
+    pub(super) fn stage_bytes(&self, terms: &lockstep_sim::Terms) -> Vec<f64> {
+        let Ok(work) = &self.work else { return Vec::new() };
         let factors = MemoryTerms {
             parameters: terms.memory_parameters,
             saved: terms.memory_saved,
@@ -197,8 +197,14 @@ impl Case {
         };
         let bytes =
             |stage: &StageMemory| stage.bytes(&factors, self.peer.keeps_gathers(stage.in_flight, self.row.split.pp));
-        let largest = work.memory.iter().map(bytes).fold(0.0, f64::max);
-        let looked_at = if self.peer.measures_first_stage() { work.memory.first().map_or(0.0, bytes) } else { largest };
-        (looked_at, largest)
+        work.memory.iter().map(bytes).collect()
+    }
+
+    /// Bytes of the device that the source looked at, and of the one that needs most.
+    pub(super) fn predicted_memory(&self, terms: &lockstep_sim::Terms) -> (f64, f64) {
+        let stages = self.stage_bytes(terms);
+        let largest = stages.iter().copied().fold(0.0, f64::max);
+        let first = stages.first().copied().unwrap_or(0.0);
+        (if self.peer.measures_first_stage() { first } else { largest }, largest)
     }
 }

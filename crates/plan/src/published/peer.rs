@@ -1,6 +1,7 @@
 //! Frameworks that published rows were measured with, as data: what of their habits decides which program of ours does the same work.
 
 use super::row::{PublishedShape, Row};
+use lockstep_ir::{Layout, MeshAxis, Schedule};
 use std::fmt::Write;
 
 /// A framework.
@@ -74,6 +75,36 @@ impl Peer {
         match self {
             Peer::Nanotron => true,
             Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => false,
+        }
+    }
+
+    /// Whether its layouts have been swept over, so that what the search proposes for it can be held against what was measured.
+    pub fn is_swept(self) -> bool {
+        match self {
+            Peer::Nanotron => true,
+            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => false,
+        }
+    }
+
+    /// Whether it has all that a layout asks for; nothing is known of those that were not swept. nanotron has ZeRO 1, tensor parallelism
+    /// that always splits sequences too, and 1F1B.
+    pub(super) fn has(self, layout: &Layout) -> bool {
+        let size = |axis: MeshAxis| layout.mesh.size(axis);
+        match self {
+            Peer::Nanotron => {
+                let alone = size(MeshAxis::Cp) == 1 && size(MeshAxis::DpReplicate) == 1;
+                let usual = layout.schedule == Schedule::USUAL && layout.zero <= 1;
+                alone && usual && layout.sequence_parallel == (size(MeshAxis::Tp) > 1)
+            }
+            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => false,
+        }
+    }
+
+    /// Layers of the stages of a row's model on so many ranks; see [`Peer::stages`].
+    pub(super) fn cut(self, row: &Row, pp: usize) -> Result<Option<Vec<usize>>, String> {
+        match (row.shape.ffn, row.shape.vocab) {
+            (Some(ffn), Some(vocab)) => self.stages(&row.shape, ffn, vocab, pp),
+            _ => Ok(None),
         }
     }
 

@@ -139,7 +139,7 @@ impl Cases {
 }
 
 impl Work {
-    fn new(programs: &[StepProgram], described: &Described) -> Result<Self, String> {
+    pub(super) fn new(programs: &[StepProgram], described: &Described) -> Result<Self, String> {
         let frameworks = Framework::builtin();
         let framework = frameworks.iter().find(|f| f.name == described.peer.name()).unwrap_or(&frameworks[0]);
         let workload = Workload::new(programs, StepProgram::TRAIN, framework).map_err(|error| error.to_string())?;

@@ -2,10 +2,10 @@
 
 use super::peer::Described;
 use crate::plan::{prepare, settle_policy};
-use crate::{Machine, Target};
-use lockstep_compile::{Estimator, Precision, Recompute, Recomputed};
+use crate::{Machine, PlanError, Target};
+use lockstep_compile::{Context, Estimator, Precision, Recompute, Recomputed};
 use lockstep_config::Config;
-use lockstep_ir::{Axis, DeviceProfile, Op, StepProgram};
+use lockstep_ir::{Axis, DeviceProfile, Graph, Op, StepProgram};
 use std::collections::BTreeMap;
 
 /// What programs of other frameworks are compiled for: a GPU that fuses nothing and has the logits of a micro-batch whole.
@@ -35,28 +35,42 @@ impl Machine for PeerMachine {
     }
 }
 
+/// A row with all that its programs came from.
+pub(super) struct Built {
+    pub config: Config,
+    pub forward: Graph,
+    /// With what is recomputed.
+    pub context: Context,
+    pub estimator: Estimator,
+    pub programs: Vec<StepProgram>,
+}
+
 /// Compiles a row, one program per pipeline stage. `name` is what errors call it.
 pub fn compile(described: &Described, name: &str) -> Result<(Config, Vec<StepProgram>), String> {
+    built(described, name).map(|built| (built.config, built.programs))
+}
+
+/// The same, with all that the programs came from.
+pub(super) fn built(described: &Described, name: &str) -> Result<Built, String> {
     let first_line = |error: &dyn std::fmt::Display| error.to_string().lines().next().unwrap_or_default().to_owned();
     let config = Config::parse(&described.toml, name, &[]).map_err(|error| first_line(&error))?;
-    let programs = || -> Result<Vec<StepProgram>, crate::PlanError> {
+    let built = || -> Result<Built, PlanError> {
         let (forward, mut context, _) = prepare(&PeerMachine, &config, lockstep_model::build_form)?;
         settle_policy(&config, &forward, &mut context)?;
         let estimator = Estimator::new(&forward, &context)?;
-        let recompute = match described.recomputed_matmuls {
-            0.0 => context.recompute,
-            share => {
-                let cheap = |op: &Op, output: usize| op.spec().cheap.contains(&output);
-                let first = (share * config.model.layers as f64).round() as usize / context.layout.stages();
-                let by_rest = estimator.candidates(|op, output, _| cheap(op, output));
-                let by_first = estimator.candidates(|op, output, ty| {
-                    let hidden = ty.dims.last().is_some_and(|dim| dim.sections.iter().any(|s| s.axis == Axis::Ffn));
-                    cheap(op, output) || (*op == Op::Linear && hidden)
-                });
-                Recompute::Values(Recomputed { first, by_first, by_rest })
-            }
-        };
-        Ok(estimator.programs(recompute)?)
+        if described.recomputed_matmuls > 0.0 {
+            let cheap = |op: &Op, output: usize| op.spec().cheap.contains(&output);
+            let layers = (described.recomputed_matmuls * config.model.layers as f64).round() as usize;
+            let first = layers / context.layout.stages();
+            let by_rest = estimator.candidates(|op, output, _| cheap(op, output));
+            let by_first = estimator.candidates(|op, output, ty| {
+                let hidden = ty.dims.last().is_some_and(|dim| dim.sections.iter().any(|s| s.axis == Axis::Ffn));
+                cheap(op, output) || (*op == Op::Linear && hidden)
+            });
+            context.recompute = Recompute::Values(Recomputed { first, by_first, by_rest });
+        }
+        let programs = estimator.programs(context.recompute.clone())?;
+        Ok(Built { config: config.clone(), forward, context, estimator, programs })
     };
-    programs().map(|programs| (config.clone(), programs)).map_err(|error| first_line(&error))
+    built().map_err(|error| first_line(&error))
 }

@@ -1,6 +1,7 @@
 //! Predictions beside measurements, row by row and in sum.
 
 use super::predict::{Case, Prediction};
+use super::row::Row;
 use super::stats::{Errors, quantile, regret, spearman};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -126,7 +127,13 @@ pub struct Summaries {
 }
 
 /// Cells of fewer rows have no order to speak of.
-const LEAST_CELL: usize = 5;
+pub(super) const LEAST_CELL: usize = 5;
+
+/// Rows of one cell differ in their layout alone.
+pub(super) fn cell(row: &Row) -> String {
+    let (batch, seq) = (row.split.global_batch, row.shape.seq);
+    format!("{} {} {} {} {seq} {batch} {}", row.source, row.model, row.gpu, row.gpus, row.precision)
+}
 
 impl RowReport {
     /// Of a case; `factor` is what a measured row taught.
@@ -166,10 +173,7 @@ impl RowReport {
             memory_error: error(memory, measured.memory_bytes),
             calibrated: factor,
             assumed: case.assumed.clone(),
-            cell: format!(
-                "{} {} {} {} {} {} {}",
-                row.source, row.model, row.gpu, row.gpus, row.shape.seq, split.global_batch, row.precision
-            ),
+            cell: cell(row),
         }
     }
 }

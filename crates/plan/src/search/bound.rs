@@ -3,7 +3,6 @@
 use super::proxy::{LayerCosts, Linear};
 use super::space::{Data, LayoutChoice, Pipe, Split};
 use lockstep_compile::SEND_BUFFER_COPIES;
-use lockstep_config::GradientPrecision;
 use lockstep_ir::schedule::{ChunkCosts, Costs, PipeRank, Work, evaluate};
 use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
 use lockstep_sim::collective::{Group, Pattern, PlacedCollective};
@@ -53,14 +52,27 @@ impl DataCollectives {
     }
 }
 
-/// Chunks that the first rank of a pipeline has in flight at least, by what is saved: from the forward pass to the backward pass, or
-/// to the input gradients where these are separate; from the forward pass to the weight gradients; from input to weight gradients.
-pub(super) fn in_flight(pipe: Pipe, micro_batches: usize) -> [f64; 3] {
-    let few = if separate(pipe.schedule) { micro_batches.min(3 * pipe.pp) } else { micro_batches };
-    let of = PipeRank { ranks: pipe.pp, rank: 0, chunks: pipe.chunks, micro_batches: few };
-    if !separate(pipe.schedule) {
-        return [pipe.schedule.most_in_flight(of) as f64, 0.0, 0.0];
+/// Chunks that a rank of a pipeline has in flight, by what is saved: from the forward pass to the backward pass, or to the input
+/// gradients where these are separate; from the forward pass to the weight gradients; from input to weight gradients.
+pub(super) type InFlight = [f64; 3];
+
+/// Of the first rank, at least.
+pub(super) fn in_flight(pipe: Pipe, micro_batches: usize) -> InFlight {
+    let of = |micro_batches| PipeRank { ranks: pipe.pp, rank: 0, chunks: pipe.chunks, micro_batches };
+    match separate(pipe.schedule) {
+        false => [pipe.schedule.most_in_flight(of(micro_batches)) as f64, 0.0, 0.0],
+        true => in_flight_of(pipe, of(micro_batches.min(3 * pipe.pp))),
     }
+}
+
+/// Of every rank.
+pub(super) fn in_flight_by_rank(pipe: Pipe, micro_batches: usize) -> Vec<InFlight> {
+    let few = micro_batches.min(4 * pipe.pp);
+    let of = |rank| PipeRank { ranks: pipe.pp, rank, chunks: pipe.chunks, micro_batches: few };
+    (0..pipe.pp).map(|rank| in_flight_of(pipe, of(rank))).collect()
+}
+
+fn in_flight_of(pipe: Pipe, of: PipeRank) -> InFlight {
     let (mut now, mut most) = ([0i64; 3], [0i64; 3]);
     for slot in pipe.schedule.slots(of) {
         let change = match slot.work {
@@ -97,21 +109,23 @@ fn bubble(schedule: Schedule, chunks: usize) -> f64 {
 /// How the layers of a model are cut for a pipeline.
 #[derive(Clone, Debug)]
 pub(super) struct Cuts {
-    /// Layers of every virtual stage.
-    stages: Vec<usize>,
-    ranks: Vec<RankLayers>,
+    /// Every virtual stage.
+    stages: Vec<Layers>,
+    ranks: Vec<Layers>,
+    /// By rank.
+    virtual_stages: Vec<Vec<usize>>,
 }
 
-/// What a rank of a pipeline has.
+/// What a rank or a chunk of a pipeline has.
 #[derive(Clone, Copy, Debug)]
-struct RankLayers {
+struct Layers {
     layers: f64,
     chunks: f64,
     embedding: bool,
     head: bool,
 }
 
-impl RankLayers {
+impl Layers {
     fn of(&self, cost: &Linear) -> f64 {
         let extra = |has: bool, cost: f64| if has { cost } else { 0.0 };
         cost.base * self.chunks
@@ -119,20 +133,38 @@ impl RankLayers {
             + extra(self.embedding, cost.first)
             + extra(self.head, cost.last)
     }
+
+    /// The same without embedding and head.
+    fn inner(&self) -> Self {
+        Self { embedding: false, head: false, ..*self }
+    }
 }
 
 impl Cuts {
     /// Of a pipeline whose virtual stages have so many layers each.
-    pub fn new(pipe: Pipe, stages: Vec<usize>) -> Self {
+    pub fn new(pipe: Pipe, stages: &[usize]) -> Self {
         let last = stages.len() - 1;
-        let rank = |own: Vec<usize>| RankLayers {
-            layers: own.iter().map(|s| stages[*s]).sum::<usize>() as f64,
+        let stage = |(i, layers): (usize, &usize)| Layers {
+            layers: *layers as f64,
+            chunks: 1.0,
+            embedding: i == 0,
+            head: i == last,
+        };
+        let stages: Vec<Layers> = stages.iter().enumerate().map(stage).collect();
+        let virtual_stages = pipe.schedule.virtual_stages(pipe.pp, pipe.chunks);
+        let rank = |own: &Vec<usize>| Layers {
+            layers: own.iter().map(|s| stages[*s].layers).sum(),
             chunks: own.len() as f64,
             embedding: own.contains(&0),
             head: own.contains(&last),
         };
-        let ranks = pipe.schedule.virtual_stages(pipe.pp, pipe.chunks).into_iter().map(rank).collect();
-        Self { stages, ranks }
+        let ranks = virtual_stages.iter().map(rank).collect();
+        Self { stages, ranks, virtual_stages }
+    }
+
+    /// The chunks of a rank.
+    fn chunks(&self, rank: usize) -> impl Iterator<Item = &Layers> {
+        self.virtual_stages[rank].iter().map(|stage| &self.stages[*stage])
     }
 }
 
@@ -149,8 +181,6 @@ pub(super) struct Composed<'a> {
     pub pipe: Pipe,
     pub cuts: &'a Cuts,
     pub micro_batches: usize,
-    /// See [`in_flight`].
-    pub in_flight: [f64; 3],
     pub host_step: f64,
 }
 
@@ -159,27 +189,27 @@ impl Composed<'_> {
     pub fn step(&self) -> f64 {
         let costs = self.costs;
         let rank = self.heaviest();
-        self.timed().unwrap_or_else(|| self.pipeline()) + rank.of(&costs.last) + rank.of(&costs.update) + self.host_step
+        self.timed() + rank.of(&costs.last) + rank.of(&costs.update) + self.host_step
     }
 
     /// All micro-batches in the order of the schedule; where there are many, the last ones at the pace of the heaviest rank.
-    fn timed(&self) -> Option<f64> {
+    pub fn timed(&self) -> f64 {
         let (pp, m) = (self.pipe.pp, self.micro_batches);
         if pp == 1 {
-            return None;
+            return self.pipeline();
         }
         let run = if m > 4 * pp { 3 * pp + m % pp } else { m };
-        let last = self.cuts.stages.len() - 1;
-        let chunk = |(stage, layers): (usize, &usize)| {
-            let one = RankLayers { layers: *layers as f64, chunks: 1.0, embedding: stage == 0, head: stage == last };
-            let weight_grad = one.of(&self.costs.weight_grad);
-            let input_grad = one.of(&self.costs.backward) - weight_grad;
-            ChunkCosts { forward: one.of(&self.costs.forward), input_grad, weight_grad }
+        let chunk = |stage: &Layers| {
+            let weight_grad = stage.of(&self.costs.weight_grad);
+            let input_grad = stage.of(&self.costs.backward) - weight_grad;
+            ChunkCosts { forward: stage.of(&self.costs.forward), input_grad, weight_grad }
         };
-        let chunks = self.cuts.stages.iter().enumerate().map(chunk).collect();
+        let chunks = self.cuts.stages.iter().map(chunk).collect();
         let pipeline = self.pipe.schedule.pipeline(pp, self.pipe.chunks, run);
-        let timeline = evaluate(&pipeline, &Costs { chunks, transfer: 0.0 }, SEND_BUFFER_COPIES).ok()?;
-        Some(timeline.total + (m - run) as f64 * self.heaviest().of(&self.both()))
+        match evaluate(&pipeline, &Costs { chunks, transfer: 0.0 }, SEND_BUFFER_COPIES) {
+            Ok(timeline) => timeline.total + (m - run) as f64 * self.heaviest().of(&self.both()),
+            Err(_) => self.pipeline(),
+        }
     }
 
     fn both(&self) -> Linear {
@@ -187,7 +217,7 @@ impl Composed<'_> {
     }
 
     /// The rank that computes longest.
-    fn heaviest(&self) -> RankLayers {
+    fn heaviest(&self) -> Layers {
         let both = self.both();
         let ranks = self.cuts.ranks.iter().copied();
         let longest = ranks.max_by(|a, b| a.of(&both).total_cmp(&b.of(&both)));
@@ -210,76 +240,87 @@ impl Composed<'_> {
         (m * most + fill).max(there_and_back + (m - 1.0) * most / self.pipe.chunks as f64)
     }
 
-    /// A step at least, of costs without data parallelism.
+    /// A step at least, of costs without data parallelism whose micro-batches take so many seconds, with the chunks that the first rank
+    /// has in flight.
     pub fn bound(
         &self,
+        pipeline_s: f64,
         split: Split,
         data: Data,
-        gradients: GradientPrecision,
+        in_flight: InFlight,
         collectives: &DataCollectives,
     ) -> Bound {
         let costs = self.costs;
         let shards = (data.shard * split.cp) as f64;
-        // Costs are those of fp32 sums.
-        let (narrow, narrower) = match gradients {
-            GradientPrecision::Fp32 => (1.0, 1.0),
-            GradientPrecision::Bf16 => (0.5, 0.97),
-        };
         let m = self.micro_batches as f64;
-        let rank = self.heaviest();
-        let (parameters, sums) = (rank.of(&costs.parameters), rank.of(&costs.gradients) * narrow);
+        // The heaviest sets the pace; the first is the last to be done, and its gradients the last to be summed.
+        let (rank, first) = (self.heaviest(), self.cuts.ranks[0]);
         let (forward, backward) = (rank.of(&costs.forward), rank.of(&costs.backward));
         let sharded = |bytes: f64, from: u8| if data.zero >= from { bytes / shards } else { bytes };
-        let across = if data.replicate > 1 && data.zero > 0 { collectives.across.seconds(sums / shards) } else { 0.0 };
-        let scatter = collectives.scatter.seconds(sums) + across;
-        let gather = collectives.gather.seconds(parameters);
+        let scatter = |rank: Layers| {
+            let sums = rank.of(&costs.gradients);
+            let copies = data.replicate > 1 && data.zero > 0;
+            let across = if copies { collectives.across.seconds(sums / shards) } else { 0.0 };
+            collectives.scatter.seconds(sums) + across
+        };
+        let gather = collectives.gather.seconds(rank.of(&costs.parameters));
         let update = sharded(rank.of(&costs.update), 1);
         // What kernels do not hide, and what hiding costs them.
         let over = |communication: f64, kernels: f64| {
             (communication - kernels).max(0.0) + collectives.overlap * communication.min(kernels)
         };
         let more = match data.zero {
-            0 => over(collectives.all_reduce.seconds(sums), backward) + update,
-            1 => over(scatter, backward) + update.max(gather),
-            2 => m * over(scatter, backward) + update.max(gather),
+            0 => over(collectives.all_reduce.seconds(first.of(&costs.gradients)), first.of(&costs.backward)) + update,
+            1 => over(scatter(first), first.of(&costs.backward)) + update.max(gather),
+            2 => m * over(scatter(rank), backward) + update.max(gather),
             _ => {
                 let again = if data.reshard { gather } else { 0.0 };
-                m * (over(gather, forward) + over(scatter + again, backward)) + update
+                m * (over(gather, forward) + over(scatter(rank) + again, backward)) + update
             }
         };
-        let state = |rank: &RankLayers| {
+        let state = |rank: &Layers| {
             let [parameters, sums, optimizer] =
                 [&costs.parameters, &costs.gradients, &costs.optimizer].map(|cost| rank.of(cost));
-            sharded(parameters, 3) + sharded(sums * narrow, 2) + sharded(optimizer, 1)
+            sharded(parameters, 3) + sharded(sums, 2) + sharded(optimizer, 1)
         };
-        let seconds = (self.pipeline() + more) * narrower + self.host_step;
-        Bound { seconds, bytes: self.bytes_of(&state) }
+        let last = self.cuts.ranks.len() - 1;
+        let of = |(rank, in_flight): (usize, InFlight)| state(&self.cuts.ranks[rank]) + self.saved(rank, in_flight);
+        let bytes = [(0, in_flight), (last, [1.0, 0.0, 0.0])].map(of);
+        let frame = costs.frames.into_iter().fold(f64::INFINITY, f64::min);
+        Bound { seconds: pipeline_s + more + self.host_step, bytes: bytes[0].max(bytes[1]) + frame }
     }
 
-    /// Bytes of costs that hold for the choice itself.
-    pub fn bytes(&self) -> f64 {
+    /// Bytes of the rank that needs most, of costs that hold for the choice itself, with the chunks that ranks have in flight.
+    pub fn bytes(&self, in_flight: &[InFlight]) -> f64 {
         let costs = self.costs;
-        self.bytes_of(&|rank| {
-            [&costs.parameters, &costs.gradients, &costs.optimizer].map(|cost| rank.of(cost)).iter().sum()
-        })
+        let state = costs.parameters.plus(&costs.gradients).plus(&costs.optimizer).plus(&costs.held);
+        let state = state.plus(&costs.inputs.scaled(self.micro_batches as f64));
+        let frame = |chunk: &Layers| {
+            let [first, one, two, last] = costs.frames;
+            let of = |has: bool, bytes: f64| if has { bytes } else { 0.0 };
+            one.max(two).max(of(chunk.embedding, first)).max(of(chunk.head, last))
+        };
+        let of = |(rank, in_flight): (usize, &InFlight)| {
+            let frame = self.cuts.chunks(rank).map(frame).fold(0.0, f64::max);
+            let saved: f64 = costs.saved.iter().zip(in_flight).map(|(saved, n)| self.largest(rank, saved, false) * n).sum();
+            self.cuts.ranks[rank].of(&state) + saved + frame
+        };
+        in_flight.iter().enumerate().map(of).fold(0.0, f64::max)
     }
 
     /// Bytes that micro-batches in flight save at least on the first rank.
-    pub fn saved_bytes(&self) -> f64 {
-        self.cuts.ranks.first().map_or(0.0, |rank| self.saved(rank, self.in_flight))
+    pub fn saved_bytes(&self, in_flight: InFlight) -> f64 {
+        self.saved(0, in_flight)
     }
 
-    fn saved(&self, rank: &RankLayers, in_flight: [f64; 3]) -> f64 {
-        let inner = RankLayers { embedding: false, head: false, ..*rank };
-        let of = |(saved, in_flight): (&Linear, f64)| inner.of(saved) / self.pipe.chunks as f64 * in_flight;
-        self.costs.saved.iter().zip(in_flight).map(of).sum()
+    fn saved(&self, rank: usize, in_flight: InFlight) -> f64 {
+        self.costs.saved.iter().zip(in_flight).map(|(saved, n)| self.largest(rank, saved, true) * n).sum()
     }
 
-    fn bytes_of(&self, state: &dyn Fn(&RankLayers) -> f64) -> f64 {
-        let ranks = [self.cuts.ranks.first(), self.cuts.ranks.last()];
-        let of = |(rank, in_flight): (&RankLayers, [f64; 3])| state(rank) + self.saved(rank, in_flight);
-        let both = ranks.into_iter().flatten().zip([self.in_flight, [1.0, 0.0, 0.0]]);
-        both.map(of).fold(0.0, f64::max) + self.costs.rest
+    /// What the largest chunk of a rank saves; all have as much room.
+    fn largest(&self, rank: usize, saved: &Linear, inner: bool) -> f64 {
+        let of = |chunk: &Layers| if inner { chunk.inner().of(saved) } else { chunk.of(saved) };
+        self.cuts.chunks(rank).map(of).fold(0.0, f64::max)
     }
 }
 

@@ -14,6 +14,9 @@ use lockstep_sim::{Framework, Terms, Workload};
 /// Layers of the stages of a small program: with the embedding, alone, twice as many, with the head.
 const STAGES: [usize; 4] = [1, 1, 2, 1];
 
+/// Classes of what is held throughout and grows with the parameters.
+const STATE: [Class; 3] = [Class::Parameters, Class::Gradients, Class::Optimizer];
+
 /// A figure of a stage as a function of its layers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Linear {
@@ -64,8 +67,12 @@ pub(super) struct LayerCosts {
     pub optimizer: Linear,
     /// Bytes of a micro-batch's saved activations, by how long they are saved (see [`Saved::ALL`]).
     pub saved: [Linear; 3],
-    /// Bytes of everything else.
-    pub rest: f64,
+    /// Bytes that are held throughout besides: send buffers, scalars.
+    pub held: Linear,
+    /// Bytes of a micro-batch's inputs and losses.
+    pub inputs: Linear,
+    /// Bytes of temporaries, by stage of the small program.
+    pub frames: [f64; 4],
     /// FLOPs of a layer, and of the last with the output head, by which stages are cut.
     pub flops: [f64; 2],
 }
@@ -108,13 +115,8 @@ pub(super) fn layer_costs(
         let held = program.buffers.iter().filter(|b| b.class == class);
         held.filter(|b| program.regions[b.region].lifetime == Lifetime::Run).map(|b| b.bytes).sum()
     };
-    let saved = |p: &StepProgram, saved: Saved| {
-        let regions = p.regions.iter().filter(|r| r.lifetime == Lifetime::Saved(saved));
-        regions.map(|r| r.slot_bytes).sum::<u64>()
-    };
-    let frame = |p: &StepProgram| {
-        let frames = p.regions.iter().filter(|r| r.lifetime == Lifetime::Frame);
-        frames.map(|r| r.slot_bytes).sum::<u64>()
+    let of_lifetime = |p: &StepProgram, lifetime: Lifetime| -> u64 {
+        p.regions.iter().filter(|r| r.lifetime == lifetime).map(|r| r.slot_bytes).sum()
     };
     let flops = estimator.layer_flops()?;
     let backward = seconds(&["backward", "input_grad", "weight_grad"]);
@@ -134,8 +136,10 @@ pub(super) fn layer_costs(
         parameters: bytes(&|p| state(p, Class::Parameters)),
         gradients: bytes(&|p| state(p, Class::Gradients)),
         optimizer: bytes(&|p| state(p, Class::Optimizer)),
-        saved: Saved::ALL.map(|lifetime| bytes(&|p| saved(p, lifetime))),
-        rest: programs.iter().map(frame).min().unwrap_or(0) as f64,
+        saved: Saved::ALL.map(|lifetime| bytes(&|p| of_lifetime(p, Lifetime::Saved(lifetime)))),
+        held: bytes(&|p| of_lifetime(p, Lifetime::Run) - STATE.iter().map(|class| state(p, *class)).sum::<u64>()),
+        inputs: bytes(&|p| of_lifetime(p, Lifetime::MicroBatch)),
+        frames: [0, 1, 2, 3].map(|s| of_lifetime(&programs[s], Lifetime::Frame) as f64),
         flops: [flops[1], flops[flops.len() - 1]],
     })
 }

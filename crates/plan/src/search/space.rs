@@ -1,7 +1,8 @@
 //! What may be chosen: the axes of the search, and the values that fit a model, a batch and a number of GPUs.
 
+use super::{SearchRequest, Trainer};
 use crate::NoLayout;
-use lockstep_config::{Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_config::{Config, GradientPrecision, PLANNED, PrecisionPolicy, RecomputePolicy, legal};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{ContextParallel, Layout, Mesh, MeshAxis, Schedule};
 
@@ -92,31 +93,19 @@ pub(super) struct Space<'a> {
     pub fixed: Vec<&'static str>,
     /// Sizes of all steps of the run, in sequences.
     batches: Vec<usize>,
+    trainer: Option<&'a dyn Trainer>,
 }
 
-/// Keys that a search decides, unless they are given. `parallel.dp` follows from the number of GPUs.
-const DECIDED: [&str; 12] = [
-    "parallel.dp_replicate",
-    "parallel.cp",
-    "parallel.context",
-    "parallel.tp",
-    "parallel.pp",
-    "parallel.zero",
-    "parallel.reshard_after_forward",
-    "parallel.sequence_parallel",
-    "parallel.schedule",
-    "parallel.virtual",
-    "train.micro_batch",
-    "recompute.policy",
-];
-
 impl<'a> Space<'a> {
-    /// For a config on so many GPUs. With `free`, keys that the config gives are searched too.
-    pub fn new(config: &'a Config, gpus: usize, free: bool) -> Self {
-        let given = |key: &&'static str| !free && config.is_given(key);
-        let fixed = DECIDED.into_iter().chain(["precision.gradients"]).filter(given).collect();
+    /// What a request leaves open.
+    pub fn new(request: &SearchRequest<'a>) -> Self {
+        let SearchRequest { config, gpus, free, fixed, trainer, .. } = *request;
+        let given = |key: &&'static str| fixed.contains(key) || (!free && config.is_given(key));
+        // `parallel.dp` follows from the number of GPUs.
+        let decided = PLANNED.into_iter().filter(|key| *key != "parallel.dp").chain(["precision.gradients"]);
+        let fixed = decided.filter(given).collect();
         let batches = config.batches().stages().iter().map(|stage| stage.sequences).collect();
-        Self { config, gpus, fixed, batches }
+        Self { config, gpus, fixed, batches, trainer }
     }
 
     pub fn is_fixed(&self, key: &str) -> bool {
@@ -130,7 +119,11 @@ impl<'a> Space<'a> {
 
     fn legal(&self, layout: &Layout, sequences: usize) -> bool {
         let extents = legal::Extents { global_batch: sequences, micro_batch: 1, ..self.config.extents() };
-        legal::check(layout, &extents).is_empty()
+        self.has(layout) && legal::check(layout, &extents).is_empty()
+    }
+
+    fn has(&self, layout: &Layout) -> bool {
+        self.trainer.is_none_or(|trainer| trainer.has(layout))
     }
 
     /// How sequences and matrices may be split.
@@ -203,8 +196,9 @@ impl<'a> Space<'a> {
                 for reshard in
                     self.values("parallel.reshard_after_forward", p.reshard_after_forward, reshard.iter().copied())
                 {
-                    if (zero == 0 || shard * cp > 1) && (reshard || zero == 3) {
-                        all.push(Data { replicate, shard, zero, reshard });
+                    let data = Data { replicate, shard, zero, reshard };
+                    if (zero == 0 || shard * cp > 1) && (reshard || zero == 3) && self.has(&data.layout()) {
+                        all.push(data);
                     }
                 }
             }
@@ -241,13 +235,13 @@ impl<'a> Space<'a> {
             let own = legal::check(&config.layout(), &config.extents());
             if let Some(refusal) = own.first() {
                 let (reason, hint) = (refusal.reason.clone(), format!("use {}", refusal.nearest));
-                return NoLayout { reason, hint, too_large: false };
+                return NoLayout { reason, hint, too_large: false, nearest: None };
             }
             let fixed = tp * cp * pp;
             let fewer = (self.gpus / fixed * fixed).max(fixed);
             let reason = format!("what the config fixes takes {fixed} ranks or a multiple, and there are {gpus} GPUs");
             let hint = format!("give --gpus {fewer}, or --free to search these keys too");
-            return NoLayout { reason, hint, too_large: false };
+            return NoLayout { reason, hint, too_large: false, nearest: None };
         }
         // The fewest ranks that share the batch, wherever the GPUs may be otherwise of use.
         let ranks = |s: &Split| {
@@ -277,6 +271,7 @@ impl<'a> Space<'a> {
             ),
             hint: format!("use train.global_batch = {}, or another number of GPUs", list.join(" or ")),
             too_large: false,
+            nearest: None,
         }
     }
 
@@ -332,6 +327,13 @@ impl Split {
             context: if self.gather { ContextParallel::Gather } else { ContextParallel::Ring },
             ..Layout::single(1)
         }
+    }
+}
+
+impl Data {
+    fn layout(&self) -> Layout {
+        let mesh = Mesh::ONE.with(MeshAxis::DpReplicate, self.replicate).with(MeshAxis::DpShard, self.shard);
+        Layout { mesh, zero: self.zero, reshard_after_forward: self.reshard, ..Layout::single(1) }
     }
 }
 

@@ -68,12 +68,16 @@ impl Tally {
             request.room.place
         );
         match &self.least {
-            None => NoLayout { reason, hint: "give more GPUs, or a smaller train.seq".into(), too_large: true },
+            None => {
+                let hint = "give more GPUs, or a smaller train.seq".into();
+                NoLayout { reason, hint, too_large: true, nearest: None }
+            }
             Some((bytes, choice)) => {
                 let missing = units::bytes(bytes.saturating_sub(self.room));
                 let reason =
                     format!("{reason}; {choice} comes nearest and needs {} ({missing} too many)", units::bytes(*bytes));
-                NoLayout { reason, hint: "give more GPUs, or a smaller train.seq or model".into(), too_large: true }
+                let hint = "give more GPUs, or a smaller train.seq or model".into();
+                NoLayout { reason, hint, too_large: true, nearest: Some(Box::new(*choice)) }
             }
         }
     }

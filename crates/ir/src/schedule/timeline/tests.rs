@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use super::*;
 use crate::counter;
 use crate::schedule::Schedule;
