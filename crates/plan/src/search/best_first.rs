@@ -305,6 +305,16 @@ impl<'a> Search<'a> {
                 }
                 Looked::Exact(choice, evaluated) => {
                     self.tally.counts.compiled += 1;
+                    if std::env::var("DBG").is_ok() {
+                        let (split, pipe, data) = parts(&choice);
+                        let LayoutChoice { micro_batch, recompute, gradients, .. } = choice;
+                        let key = Key { split, micro_batch, recompute, gradients, apart: separate(pipe.schedule) };
+                        let costs = lock(&self.known)[&(key, data)];
+                        let c = self.composed(&costs, pipe, choice.layout.micro_batches);
+                        let est = c.bytes(&in_flight_by_rank(pipe, choice.layout.micro_batches));
+                        let real = evaluated.memory().total_bytes as f64;
+                        eprintln!("{:+.2}% bytes {:+.2}% s {choice}", 100.0 * (est / real - 1.0), 100.0 * (c.step() / evaluated.forecast.step_s - 1.0));
+                    }
                     let verdict = self.request.room.verdict(&evaluated.stages, self.request.gpus);
                     match verdict.fits {
                         true => self.rank(RankedLayout { choice, evaluated: *evaluated }),

@@ -31,7 +31,14 @@ pub(super) struct Linear {
 }
 
 impl Linear {
+    /// Through those of the stages of a small program. What a stage has less than one in the middle, such as what that receives, is
+    /// negative.
     fn through([first, one, two, last]: [f64; 4]) -> Self {
+        Self { base: 2.0 * one - two, each: two - one, first: first - one, last: last - one }
+    }
+
+    /// The same where nothing is less than in the middle: times, of which some are too short to tell.
+    fn rising([first, one, two, last]: [f64; 4]) -> Self {
         let each = (two - one).max(0.0);
         Self { base: (one - each).max(0.0), each, first: (first - one).max(0.0), last: (last - one).max(0.0) }
     }
@@ -108,7 +115,7 @@ pub(super) fn layer_costs(
         let of = |role: &Vec<(&'static str, f64)>| -> f64 {
             role.iter().filter(|(name, _)| names.contains(name)).map(|(_, seconds)| seconds).sum()
         };
-        Linear::through([0, 1, 2, 3].map(|stage| of(&segments[stage])))
+        Linear::rising([0, 1, 2, 3].map(|stage| of(&segments[stage])))
     };
     let bytes = |of: &dyn Fn(&StepProgram) -> u64| Linear::through([0, 1, 2, 3].map(|s| of(&programs[s]) as f64));
     let state = |program: &StepProgram, class: Class| -> u64 {
