@@ -50,7 +50,8 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     // The job takes them from its script.
     args.train.config.set.truncate(given);
     let Some(ranks) = config.ranks().or(args.ranks) else {
-        let text = "parallel.layout = \"auto\" needs to know for how many ranks\nhint: give --ranks N, or set parallel.ranks";
+        let text =
+            "parallel.layout = \"auto\" needs to know for how many ranks\nhint: give --ranks N, or set parallel.ranks";
         return Err(Failure::request(text.to_owned()));
     };
     if let Some(processes) = args.ranks.filter(|processes| *processes != ranks) {

@@ -137,13 +137,7 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    fn of(
-        config: &'a Config,
-        ranks: usize,
-        train: &train::Args,
-        dir: &Path,
-        requeue: bool,
-    ) -> Result<Self, Failure> {
+    fn of(config: &'a Config, ranks: usize, train: &train::Args, dir: &Path, requeue: bool) -> Result<Self, Failure> {
         let cluster = &config.cluster;
         let Some(time) = cluster.time.as_deref() else {
             return Err(Failure::request(

@@ -137,3 +137,28 @@ fn a_missing_column_or_file_is_named() {
     let error = place.fails(2, &["validate", "rows.csv", "--framework", "caffe"]);
     assert!(error.contains("known are nanotron"), "{error}");
 }
+
+/// The sweep of the Ultra-Scale Playbook, as far as it was run on one node: the rest takes a minute (bench/regret.txt).
+#[test]
+fn on_one_node_the_search_proposes_what_was_measured_to_be_fast() {
+    const SWEEP: &str = include_str!("../../../bench/published/nanotron_ok.csv");
+    let place = Place::new();
+    let rows: Vec<&str> =
+        SWEEP.lines().enumerate().filter(|(i, row)| *i == 0 || row.contains(",8,H100")).map(|(_, row)| row).collect();
+    std::fs::write(place.path("rows.csv"), rows.join("\n")).unwrap();
+    let found = json(&place, &["--search"]);
+    let cells = found["search"]["cells"].as_array().unwrap();
+    let models: Vec<&str> = cells.iter().map(|cell| cell["model"].as_str().unwrap()).collect();
+    assert_eq!(models, ["nanotron-llama-1B", "nanotron-llama-3B"]);
+    for cell in cells {
+        assert!(cell["regret"].as_f64().unwrap() <= 0.05, "{cell}");
+        assert!(cell["regret_of_five"].as_f64().unwrap() <= 0.01, "{cell}");
+        let proposals = cell["proposals"].as_array().unwrap();
+        assert_eq!(proposals.iter().filter(|p| p["measured_s"].is_f64()).count(), 5, "{cell}");
+        // What nanotron does not have is not proposed.
+        for proposal in proposals {
+            let layout = proposal["layout"].as_str().unwrap();
+            assert!(!["cp=", "zero=2", "zero=3"].iter().any(|word| layout.contains(word)), "{layout}");
+        }
+    }
+}

@@ -44,8 +44,8 @@ mod words;
 mod written;
 
 pub use architecture::{Architecture, Features};
-pub use config::PLANNED;
 pub use batches::{Batch, BatchStage, Batches};
+pub use config::PLANNED;
 pub use declare::KeyDoc;
 pub use error::ConfigError;
 pub use inherit::{Inherited, NotInherited};
@@ -59,6 +59,7 @@ pub use search::{FoundKey, keys_at, schema, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery};
 pub use words::{
-    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
+    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy,
+    RecomputePolicy,
 };
 pub use written::{Change, Difference};

@@ -24,7 +24,8 @@ use crate::stages;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
-    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
+    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy,
+    RecomputePolicy,
 };
 use lockstep_ir::{ContextParallel, Layout, Schedule};
 
@@ -249,7 +250,7 @@ tables! {
         layout: LayoutSource = Choice(LayoutSource::WORDS), Fixed("\"given\""), Conduct,
             finds ["auto parallel", "autotuning", "automatic layout", "planner"];
         /// With layout = "auto", how many ranks there are to plan for. If it is not given, as many as there are processes.
-        ranks: Option<usize> = Count(1, RANKS), Unset, Conduct, finds ["world size", "WORLD_SIZE", "num_processes"];
+        ranks: Option<usize> = Count(1, RANKS), Unset, Conduct, finds ["number of ranks", "WORLD_SIZE", "num_processes"];
         /// Data parallelism: groups of ranks that compute on sequences of their own and reduce their gradients.
         dp: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["data parallel", "data parallelism", "DDP", "data_parallel_size", "world size",

@@ -302,9 +302,10 @@ impl<'a> Placed<'a> {
         Ok(events::run_repeating(&slots, segments, channels, &self.work.repetitions)?.total + terms.host_step)
     }
 
-    /// By role: the names of its segments, and how long each takes where it waits for nobody; 0 for those that the entry does not run.
+    /// By role: the names of its segments, and how long each takes where it waits for nobody, and the host for no other stages; 0 for
+    /// those that the entry does not run.
     pub fn segments(&self, terms: &Terms) -> Vec<Vec<(&'static str, f64)>> {
-        let priced = self.priced(terms, None);
+        let priced = Placed { crowded: false, ..self.clone() }.priced(terms, None);
         let role = |(role, times): (&RoleWork, &Vec<SegmentTime>)| {
             role.code.iter().zip(times).map(|(code, time)| (code.name, time.seconds)).collect()
         };

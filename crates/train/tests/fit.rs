@@ -60,7 +60,13 @@ fn a_run_keeps_the_default_micro_batch_that_it_began_with() {
     assert_eq!(resumed.train.micro_batch, 3);
     assert!(resumed.resolved_toml().contains("micro_batch = 3  # default: as the run began"));
     assert_eq!(settled(&Devices::new(), &config(""), None, &mut |_, _| {}).unwrap().train.micro_batch, 12);
-    assert_eq!(settled(&Devices::new(), &config("micro_batch = 4\n"), Some(dir.path()), &mut |_, _| {}).unwrap().train.micro_batch, 4);
+    assert_eq!(
+        settled(&Devices::new(), &config("micro_batch = 4\n"), Some(dir.path()), &mut |_, _| {})
+            .unwrap()
+            .train
+            .micro_batch,
+        4
+    );
     // A layout that this micro-batch does not divide takes another.
     let other = config("[parallel]\ndp = 3\n");
     assert_eq!(settled(&Devices::new(), &other, Some(dir.path()), &mut |_, _| {}).unwrap().train.micro_batch, 4);

@@ -121,8 +121,7 @@ fn proposed(cases: &[&Case], constants: &Constants, threads: usize) -> Result<Pr
             let layout = name(&trainer.row_of(choice).split);
             Proposal { measured_s: measured.get(&layout).copied(), layout, predicted_s }
         };
-        let all: Vec<Proposal> =
-            found.best.iter().map(|l| proposal(&l.choice, l.evaluated.forecast.step_s)).collect();
+        let all: Vec<Proposal> = found.best.iter().map(|l| proposal(&l.choice, l.evaluated.forecast.step_s)).collect();
         if all.len() < wanted || all.iter().filter(|p| p.measured_s.is_some()).count() >= TRIES {
             break all;
         }
@@ -221,9 +220,10 @@ impl Trainer for PeerTrainer<'_> {
         let (built, described) = self.built(&row)?;
         let work = Arc::new(Work::new(&built.programs, &described).map_err(refused)?);
         let placed = work.workload.on(self.hardware, self.framework);
-        let mut found = evaluated(&built.config, &built.forward, &built.context, &built.estimator, &built.programs, |asked| {
-            placed.forecast(asked, self.hardware, &self.terms)
-        })?;
+        let mut found =
+            evaluated(&built.config, &built.forward, &built.context, &built.estimator, &built.programs, |asked| {
+                placed.forecast(asked, self.hardware, &self.terms)
+            })?;
         let case = Case {
             file: 0,
             row,
@@ -237,5 +237,49 @@ impl Trainer for PeerTrainer<'_> {
             stage.total_bytes = bytes as u64;
         }
         Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::published::{Cases, File};
+    use crate::search::every_choice;
+    use lockstep_sim::Catalogue;
+
+    /// The bounds hold for a framework that overlaps nothing, too.
+    #[test]
+    fn what_is_proposed_is_the_best_of_all_that_the_framework_has() {
+        let text = "source,model,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpus,gpu,tp,pp,dp,zero,microbatch,global_batch,recompute,\
+                    precision,step_time_s\n\
+                    Ultra-Scale Playbook,llama-tiny,4,1024,8,8,4096,32768,4096,16,H100 (EFA),1,1,16,1,1,64,none,bf16,1.0\n";
+        let files = [File { name: "rows.csv".into(), text: text.into() }];
+        let Cases { cases, refused } = Cases::new(&Catalogue::builtin(), &files, None, 2, &|_, _| {});
+        assert!(refused.is_empty(), "{refused:?}");
+        let Case { row, peer, framework, hardware, .. } = &cases[0];
+        let terms = Constants::builtin().terms(framework, hardware);
+        let trainer = PeerTrainer { row, peer: *peer, framework, hardware, terms };
+        let (config, room) = (trainer.config().unwrap(), Room::of(&hardware.gpu));
+        let request = SearchRequest {
+            machine: &PeerMachine,
+            config: &config,
+            gpus: 16,
+            hardware,
+            room: &room,
+            free: true,
+            fixed: &["recompute.policy", "precision.gradients"],
+            trainer: Some(&trainer),
+            wanted: 5,
+            threads: 2,
+        };
+        let found = search(&request, &|_, _| {}).unwrap();
+        let all = every_choice(&request);
+        assert!(all.len() > 50 && found.counts.legal == all.len() as u64, "{}", all.len());
+        assert!(found.counts.compiled < all.len() as u64 / 2, "{:?} of {}", found.counts, all.len());
+        let mut times: Vec<f64> = all.iter().map(|c| trainer.evaluate(c).unwrap().forecast.step_s).collect();
+        times.sort_by(f64::total_cmp);
+        let mut ours: Vec<f64> = found.best.iter().map(|l| l.evaluated.forecast.step_s).collect();
+        ours.sort_by(f64::total_cmp);
+        assert_eq!(ours, times[..5]);
     }
 }

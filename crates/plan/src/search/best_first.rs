@@ -1,8 +1,6 @@
 //! The search itself: a queue of what may be among the fastest, each looked at more closely in its turn.
 
-use super::bound::{
-    Bound, Composed, Cuts, DataCollectives, InFlight, in_flight, in_flight_by_rank, parts, separate,
-};
+use super::bound::{Bound, Composed, Cuts, DataCollectives, InFlight, in_flight, in_flight_by_rank, parts, separate};
 use super::proxy::{LayerCosts, layer_costs, small_policy};
 use super::queue::{Entry, Node};
 use super::simple::simplest;
@@ -161,8 +159,7 @@ impl<'a> Search<'a> {
                 let like = Split { cp: 1, gather: false, sequence_parallel: split.tp > 1, ..split };
                 let like = if splits.contains(&like) { like } else { Split { cp: 1, gather: false, ..split } };
                 let (recompute, small) = (small_policy(policies[0]), micro_batch.min(LARGEST_ALIKE));
-                let alike =
-                    Key { split: like, micro_batch: small, recompute, gradients: narrowest, apart: false };
+                let alike = Key { split: like, micro_batch: small, recompute, gradients: narrowest, apart: false };
                 favourable.entry((split.tp, small)).or_insert(alike);
                 for &recompute in &policies {
                     for &gradients in &gradients {
@@ -305,16 +302,6 @@ impl<'a> Search<'a> {
                 }
                 Looked::Exact(choice, evaluated) => {
                     self.tally.counts.compiled += 1;
-                    if std::env::var("DBG").is_ok() {
-                        let (split, pipe, data) = parts(&choice);
-                        let LayoutChoice { micro_batch, recompute, gradients, .. } = choice;
-                        let key = Key { split, micro_batch, recompute, gradients, apart: separate(pipe.schedule) };
-                        let costs = lock(&self.known)[&(key, data)];
-                        let c = self.composed(&costs, pipe, choice.layout.micro_batches);
-                        let est = c.bytes(&in_flight_by_rank(pipe, choice.layout.micro_batches));
-                        let real = evaluated.memory().total_bytes as f64;
-                        eprintln!("{:+.2}% bytes {:+.2}% s {choice}", 100.0 * (est / real - 1.0), 100.0 * (c.step() / evaluated.forecast.step_s - 1.0));
-                    }
                     let verdict = self.request.room.verdict(&evaluated.stages, self.request.gpus);
                     match verdict.fits {
                         true => self.rank(RankedLayout { choice, evaluated: *evaluated }),

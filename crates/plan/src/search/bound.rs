@@ -302,7 +302,8 @@ impl Composed<'_> {
         };
         let of = |(rank, in_flight): (usize, &InFlight)| {
             let frame = self.cuts.chunks(rank).map(frame).fold(0.0, f64::max);
-            let saved: f64 = costs.saved.iter().zip(in_flight).map(|(saved, n)| self.largest(rank, saved, false) * n).sum();
+            let saved: f64 =
+                costs.saved.iter().zip(in_flight).map(|(saved, n)| self.largest(rank, saved, false) * n).sum();
             self.cuts.ranks[rank].of(&state) + saved + frame
         };
         in_flight.iter().enumerate().map(of).fold(0.0, f64::max)

@@ -1,8 +1,8 @@
-use std::collections::BTreeMap;
 use super::*;
 use crate::counter;
 use crate::schedule::Schedule;
 use crate::schedule::tests::{GPIPE, all, named};
+use std::collections::BTreeMap;
 
 fn equal(stages: usize, forward: f64, backward: f64) -> Costs {
     let half = backward / 2.0;
