@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Ranks that are processes, over NCCL: 2 and 4 of them share the GPUs of this machine, so one GPU is enough. Collectives as every
-# communicator has them; layouts against ranks that are threads; a rank that is killed; the trace; one rank with and without `launch`.
+# communicator has them, and their speed; who is there; layouts against ranks that are threads; a rank that is killed; the trace; what
+# metrics say of ranks; one rank with and without `launch`.
 # usage: bench/nccl.sh LOCKSTEP [PART...] > bench/nccl.txt
 set -uo pipefail
 lockstep=$(realpath "${1:?usage: bench/nccl.sh LOCKSTEP [PART...]}")
 shift
-parts=${*:-conformance layouts kill trace speed}
+parts=${*:-conformance collectives world layouts kill trace busy speed}
 export COLUMNS=150
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -55,6 +56,19 @@ conformance() {
         processes $ranks "$lockstep" doctor --world --conformance --device cuda 2>&1 | grep -v "^$" || echo "FAILED: conformance of $ranks"
         echo "  $((SECONDS - start)) s"
     done
+}
+
+collectives() {
+    for ranks in 2 4; do
+        "$lockstep" bench collectives --ranks $ranks --processes --device cuda --share-gpus --from 64KiB --to 64MiB --seconds 0.05 2>&1 \
+            || echo "FAILED: collectives of $ranks"
+    done
+    "$lockstep" bench collectives --ranks 2 --device cuda --from 1MiB --to 64MiB --only all_reduce --only send_receive 2>&1 \
+        || echo "FAILED: collectives of threads"
+}
+
+world() {
+    processes 2 "$lockstep" doctor --world 2>&1
 }
 
 # Losses of two runs: equal bits, or the largest relative difference; median steps.
@@ -146,6 +160,22 @@ for s, c in longest:
     names = sorted({k["name"] for k in kernels if k["ts"] < c["ts"] + c["dur"] and c["ts"] < k["ts"] + k["dur"]})
     print(f"  {c['name']} of layer {c['args']['layer']}, {c['dur'] / 1e3:.2f} ms, {s / 1e3:.2f} ms of it beside {', '.join(names[:6])}")
 PYTHON
+}
+
+# The program of stage 1 has three of four layers.
+busy() {
+    rm -rf busy
+    "$lockstep" launch run.toml --quiet --share-gpus --run-dir busy --set parallel.pp=2 --set parallel.stages='[1, 3]' --set train.steps=40 \
+        --set model.dim=1024 --set model.ffn=4096 --set train.micro_batch=1 > log 2>&1 || tail -5 log
+    python3 - <<'PYTHON'
+import json
+steps = [json.loads(line) for line in open("busy/metrics.jsonl")][20:]
+middle = lambda numbers: sorted(numbers)[len(numbers) // 2]
+ranks = [1e3 * middle([step["rank_busy_s"][rank] for step in steps]) for rank in (0, 1)]
+print(f"pp=2 with 1 and 3 layers: a step takes {1e3 * middle([step['step_s'] for step in steps]):.1f} ms; "
+      f"rank 0 computes for {ranks[0]:.1f} ms of it, rank 1 for {ranks[1]:.1f} ms")
+PYTHON
+    grep -h "computes for" log
 }
 
 speed() {

@@ -150,7 +150,8 @@ class Tab:
 FRAMES = """(async () => {
   const over = document.querySelector('.u-over'), box = over.getBoundingClientRect(), y = box.top + box.height / 2;
   const send = (kind, x, shift) => (kind === 'mousedown' ? over : kind === 'mousemove' ? over : window).dispatchEvent(new MouseEvent(kind, { clientX: x, clientY: y, button: 0, buttons: 1, shiftKey: shift, bubbles: true, cancelable: true, view: window }));
-  const frame = () => new Promise((done) => requestAnimationFrame(() => { const at = performance.now(); setTimeout(() => done(performance.now() - at), 0); }));
+  // From what the hand does until the frame that shows it is made, the wait for its turn included.
+  const frame = () => { const at = performance.now(); return new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(performance.now() - at), 0))); };
   const times = [];
   send('mousedown', box.left + 300, true);
   for (let i = 0; i < 40; i++) { send('mousemove', box.left + 300 - 5 * i, true); times.push(await frame()); }

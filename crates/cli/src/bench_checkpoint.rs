@@ -5,12 +5,18 @@ use crate::failure::Failure;
 use crate::table::table;
 use lockstep_config::{Config, bytes};
 use lockstep_ir::units;
-use lockstep_train::{CheckpointBench, Devices, bench_checkpoint};
+use lockstep_train::{CheckpointBench, Devices, bench_checkpoint, settled};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
+    /// Config file of the run whose checkpoint is timed, on its device; its data are not read. Without one, a model of --size on the CPU.
+    #[arg(value_name = "RUN.TOML", conflicts_with_all = ["size", "ranks"])]
+    config: Option<PathBuf>,
+    /// Override a key: --set train.device=cuda.
+    #[arg(long = "set", value_name = "KEY=VALUE", requires = "config")]
+    set: Vec<String>,
     /// Parameters and optimizer state, about: from 1MB to 1TB.
     #[arg(long, value_name = "SIZE", default_value = "1GB", value_parser = size)]
     size: u64,
@@ -36,7 +42,7 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 /// A model whose checkpoint has about so many bytes: parameters and two moments, in f32.
-fn config(size: u64, ranks: u64) -> Result<Config, Failure> {
+fn of_size(size: u64, ranks: u64) -> Result<Config, Failure> {
     let dim: u64 = if size < 1_000_000_000 { 128 } else { 1024 };
     let layer = 12 * dim * dim * 12;
     let text = format!(
@@ -50,14 +56,18 @@ fn config(size: u64, ranks: u64) -> Result<Config, Failure> {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let config = config(args.size, args.ranks)?;
+    let devices = Devices::new();
+    let config = match &args.config {
+        Some(path) => settled(&devices, &Config::load(path, &args.set)?, None)?,
+        None => of_size(args.size, args.ranks)?,
+    };
     let dir = args.disk.join(format!(".lockstep-bench-{}", std::process::id()));
     let mut show = |text: &str| {
         if std::io::stderr().is_terminal() {
             let _ = writeln!(std::io::stderr(), "{text}");
         }
     };
-    let result = bench_checkpoint(&Devices::of(&config), &config, &dir, args.rounds as usize, &mut show);
+    let result = bench_checkpoint(&devices, &config, &dir, args.rounds as usize, &mut show);
     // The folder is ours alone; one that cannot be removed does no harm.
     let _ = std::fs::remove_dir_all(&dir);
     let result = result?;

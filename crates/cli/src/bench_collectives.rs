@@ -3,14 +3,17 @@
 use crate::failure::Failure;
 use crate::table::table;
 use crate::{Format, launch, processes};
-use lockstep_exec::comm::measure::{MeasureError, Measured, Pattern, measure};
+use lockstep_cuda::Gpu;
+use lockstep_exec::ExecError;
+use lockstep_exec::comm::measure::{MeasureError, Measured, Pattern, connections, measure};
 use lockstep_exec::comm::processes::{Over, host, join};
-use lockstep_exec::comm::{Communicator, HostCommunicator, threads};
+use lockstep_exec::comm::{Communicator, Subject, threads};
 use lockstep_ir::units;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 #[derive(clap::Args)]
@@ -21,6 +24,12 @@ pub struct Args {
     /// Ranks as processes of this machine instead of threads.
     #[arg(long, requires = "ranks")]
     processes: bool,
+    /// Whose memory they communicate from: processes with a GPU each do over NCCL, threads share a GPU.
+    #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu")]
+    device: String,
+    /// Let processes share GPUs where there are fewer: to try it, slowly.
+    #[arg(long, requires = "processes")]
+    share_gpus: bool,
     /// The smallest size, in bytes or as 1KiB; each further one is four times as large.
     #[arg(long, value_name = "SIZE", default_value = "1KiB", value_parser = size)]
     from: usize,
@@ -70,7 +79,7 @@ fn pattern(text: &str) -> Result<Pattern, String> {
 
 /// A world that was measured.
 struct World {
-    /// `threads`, `tcp` or `mpi`.
+    /// `threads`, `tcp`, `mpi` or `nccl`.
     kind: &'static str,
     /// The same with the name of the library.
     name: String,
@@ -103,7 +112,10 @@ pub fn run(args: &Args) -> Result<ExitCode, Failure> {
         return Err(Failure::request(text));
     }
     if args.processes {
-        return launch::run_ranks(&args.arguments(), ranks);
+        if args.on_gpus() {
+            launch::require_gpus(ranks, 0, args.share_gpus)?;
+        }
+        return launch::run_ranks(&args.arguments(), ranks, args.share_gpus);
     }
     on_threads(args, ranks)?;
     Ok(ExitCode::SUCCESS)
@@ -118,22 +130,27 @@ impl Args {
         add("--to", self.to.to_string());
         add("--seconds", self.seconds.to_string());
         add("--timeout", self.timeout.to_string());
+        add("--device", self.device.clone());
         self.only.iter().for_each(|pattern| add("--only", pattern.to_string()));
         add("--format", if self.format == Format::Json { "json" } else { "text" }.to_owned());
         arguments
     }
 
-    fn measure(&self, comm: &dyn HostCommunicator) -> Result<Vec<Measured>, MeasureError> {
+    fn on_gpus(&self) -> bool {
+        self.device == "cuda"
+    }
+
+    fn measure(&self, subject: &Subject) -> Result<Vec<Measured>, MeasureError> {
         let patterns = if self.only.is_empty() { &Pattern::ALL } else { &self.only[..] };
         let sizes: Vec<usize> = std::iter::successors(Some(self.from), |size| size.checked_mul(4))
             .take_while(|size| *size <= self.to)
             .collect();
-        let mut progress = Progress { done: 0, all: patterns.len() * sizes.len(), shows: comm.rank() == 0 };
-        let result = measure(comm, patterns, &sizes, self.seconds, &mut |m| progress.show(m));
+        let mut progress = Progress { done: 0, all: patterns.len() * sizes.len(), shows: subject.comm().rank() == 0 };
+        let result = measure(subject, patterns, &sizes, self.seconds, &mut |m| progress.show(m));
         if let Err(error @ MeasureError::Wrong { .. }) = &result {
-            comm.fail(&error.to_string());
+            subject.comm().fail(&error.to_string());
         }
-        comm.leave();
+        subject.leave();
         result
     }
 
@@ -161,7 +178,7 @@ impl Progress {
 }
 
 fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode, Failure> {
-    let comm = join(&place.start(args.timeout())?).map_err(lockstep_train::TrainError::from)?;
+    let comm = Arc::new(join(&place.start(args.timeout())?).map_err(lockstep_train::TrainError::from)?);
     let mut hosts: Vec<(String, usize)> = Vec::new();
     for member in comm.members() {
         match hosts.iter_mut().find(|(host, _)| *host == member.host) {
@@ -170,10 +187,18 @@ fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCo
         }
     }
     let (kind, name) = match comm.over() {
+        _ if args.on_gpus() => ("nccl", "processes over NCCL".to_owned()),
         Over::Tcp(_) => ("tcp", "processes over TCP".to_owned()),
         Over::Mpi(library) => ("mpi", format!("processes over {library}")),
     };
-    let found = args.measure(&comm)?;
+    let subject = match args.on_gpus() {
+        true => place
+            .gpu()
+            .and_then(|gpu| lockstep_cuda::process_subject(&gpu, comm.clone(), &connections(comm.ranks()), false))
+            .map_err(lockstep_train::TrainError::from)?,
+        false => Subject::inline(comm.clone()),
+    };
+    let found = args.measure(&subject)?;
     if comm.rank() == 0 {
         report(args, &World { kind, name, ranks: comm.ranks(), hosts }, &found)?;
     }
@@ -181,17 +206,23 @@ fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCo
 }
 
 fn on_threads(args: &Args, ranks: usize) -> Result<(), Failure> {
-    let comms = threads(ranks, args.timeout());
+    let subjects = match args.on_gpus() {
+        true => Gpu::open(0, false)
+            .map_err(ExecError::from)
+            .and_then(|gpu| lockstep_cuda::subjects(&gpu, ranks, args.timeout()))
+            .map_err(lockstep_train::TrainError::from)?,
+        false => threads(ranks, args.timeout()).into_iter().map(|comm| Subject::inline(comm)).collect(),
+    };
     let found = std::thread::scope(|scope| {
         let mut others = Vec::new();
-        for comm in &comms[1..] {
-            let thread = std::thread::Builder::new().name(format!("lockstep-rank-{}", comm.rank()));
-            match thread.spawn_scoped(scope, || args.measure(comm.as_ref())) {
+        for (rank, subject) in subjects.iter().enumerate().skip(1) {
+            let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}"));
+            match thread.spawn_scoped(scope, || args.measure(subject)) {
                 Ok(thread) => others.push(thread),
-                Err(error) => comms[0].fail(&format!("no thread for rank {}: {error}", comm.rank())),
+                Err(error) => subjects[0].comm().fail(&format!("no thread for rank {rank}: {error}")),
             }
         }
-        let first = args.measure(comms[0].as_ref());
+        let first = args.measure(&subjects[0]);
         // What another found is told before that this one could not go on.
         let ended = others.into_iter().filter_map(|thread| thread.join().ok()).find_map(Result::err);
         match ended {
@@ -199,7 +230,8 @@ fn on_threads(args: &Args, ranks: usize) -> Result<(), Failure> {
             _ => first,
         }
     })?;
-    report(args, &World { kind: "threads", name: "threads".to_owned(), ranks, hosts: vec![(host(), ranks)] }, &found)
+    let name = if args.on_gpus() { "threads that share a GPU" } else { "threads" }.to_owned();
+    report(args, &World { kind: "threads", name, ranks, hosts: vec![(host(), ranks)] }, &found)
 }
 
 impl From<MeasureError> for Failure {

@@ -7,7 +7,7 @@ use crate::failure::Failure;
 use crate::style;
 use crate::table::wrapped;
 use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
-use lockstep_exec::comm::{self, conformance::Subject};
+use lockstep_exec::comm::{self, Subject};
 use lockstep_exec::conformance::{self, CaseOutcome};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{ExecError, Executor};
@@ -105,7 +105,7 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
     let ranks = |count: usize| match &gpu {
         None => comm::threads(count, timeout).into_iter().map(|rank| Subject::inline(rank)).collect(),
         // Too few are told of.
-        Some(gpu) => lockstep_cuda::conformance_ranks(gpu, count, timeout).unwrap_or_default(),
+        Some(gpu) => lockstep_cuda::subjects(gpu, count, timeout).unwrap_or_default(),
     };
     match comm::conformance::check(&ranks) {
         Ok(()) => writeln!(out, "{device}, collectives and messages of up to 8 ranks hold")?,

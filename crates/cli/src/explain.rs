@@ -93,7 +93,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         None => Vec::new(),
     };
     let predicted = match &hardware {
-        Some(hardware) => Some(forecast::Predicted::new(&plan, hardware)?),
+        Some(hardware) => Some(forecast::Predicted::new(&config, &plan, hardware)?),
         None => forecast::Predicted::here(&devices, &plan)?,
     };
     if trace.is_some() && predicted.is_none() {

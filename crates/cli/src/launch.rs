@@ -87,7 +87,7 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
 }
 
 /// Refuses what no rank could do, before there are ranks to refuse it.
-fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
+pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
     let found =
         Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
     let gpus = found.map_err(|error| TrainError::from(ExecError::from(error)))?.saturating_sub(first);
@@ -98,8 +98,8 @@ fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> 
 }
 
 /// Runs this program with these arguments as so many ranks, which end with this process.
-pub fn run_ranks(arguments: &[OsString], ranks: usize) -> Result<ExitCode, Failure> {
-    let end = Team::start(arguments, ranks, false)?.wait(&AtomicBool::new(false))?;
+pub fn run_ranks(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<ExitCode, Failure> {
+    let end = Team::start(arguments, ranks, share_gpus)?.wait(&AtomicBool::new(false))?;
     if let Some(text) = &end.failed {
         tell(&format!("error: {}", text.split("\nhint: ").next().unwrap_or(text)));
     }

@@ -1,6 +1,8 @@
 //! How a process finds the others of its run: by the variables that whoever started it has set.
 
 use crate::failure::Failure;
+use lockstep_cuda::{Device, Gpu};
+use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{MpiLibrary, Start, end_mpi};
 use std::hash::Hasher;
 use std::io::{Read, Write};
@@ -101,6 +103,12 @@ impl ProcessPlace {
         let ProcessPlace { rank, ranks, address, mpi, .. } = self;
         let (address, mpi) = (address.clone(), mpi.clone());
         Ok(Start { rank: *rank, ranks: *ranks, address, timeout, build: build()?, mpi })
+    }
+
+    /// Its GPU; where there are fewer than processes they share.
+    pub fn gpu(&self) -> Result<Arc<Gpu>, ExecError> {
+        let local = self.local.unwrap_or(self.rank) % Device::count()?.max(1);
+        Ok(Gpu::open(local, false)?)
     }
 }
 

@@ -4,6 +4,7 @@
 mod common;
 mod fake_cuda;
 
+use common::free_port;
 use fake_cuda::Fake;
 use lockstep_exec::comm::processes::host;
 use std::io::Read;
@@ -135,6 +136,39 @@ fn an_error_of_nccl_is_told_by_all_with_its_rank() {
         );
         assert!(!output.1.contains("panicked"), "{}", output.1);
     }
+}
+
+#[test]
+fn a_gpu_that_is_lost_ends_all_ranks_and_is_told_with_its_rank() {
+    let fake = Fake::new();
+    let port = free_port();
+    let set = ["train.steps=100000", "checkpoint.every=0", "parallel.dp=2"];
+    let args = [&["train"], &launch("run", &set)[1..]].concat();
+    let rank = |rank: &str, lost: &[(&str, &str)]| {
+        let places = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")];
+        let faults = [&[TWO_GPUS, ("MASTER_PORT", &port)], &places[..], lost].concat();
+        fake.command(&args, &faults).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let ranks = [rank("0", &[]), rank("1", &[("FAKE_CUDA_LOSE", "cuGraphLaunch:5=719")])];
+    let [(code, other), (lost_code, lost)] = ranks.map(|child| end(child, Duration::from_secs(30)));
+    assert_eq!((code, lost_code), (Some(1), Some(1)), "{other}\n{lost}");
+    assert!(lost.contains(&format!("error: rank 1 on host {}: the device was lost: ", host())), "{lost}");
+    let told = other.contains(&format!("rank 1 on host {}", host())) && other.contains("the device was lost: ");
+    assert!(told && other.contains("CUDA_ERROR_LAUNCH_FAILED, 719"), "{other}");
+    assert!(!lost.contains("panicked") && !other.contains("panicked"), "{other}\n{lost}");
+}
+
+#[test]
+fn collectives_over_nccl_are_checked_and_want_a_gpu_for_every_rank() {
+    let fake = Fake::new();
+    let bench = ["bench", "collectives", "--ranks", "2", "--processes", "--device", "cuda", "--to", "4KiB"];
+    let error = fake.fails(2, &bench, &[]);
+    assert!(error.starts_with(&format!("error: host {} has 1 GPU for 2 ranks\nhint: ", host())), "{error}");
+    // This NCCL moves nothing.
+    let output = fake.command(&bench, &[TWO_GPUS]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("all_reduce of 1.00 KiB gave rank ") && text.contains(" is right\nhint: "), "{text}");
 }
 
 /// Waits for the end, which must come soon: the exit code, and what was said on stderr.

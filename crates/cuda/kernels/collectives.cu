@@ -170,8 +170,22 @@ PARTS(2, u16)
 PARTS(4, u32)
 PARTS(8, u64)
 
-// Tells the host, in pinned memory, how far the stream has come.
-extern "C" __global__ void reached(volatile u32 *at, u32 number) {
+// Adds up, in nanoseconds, how long the program's stream waits for other ranks: since when, and how long in all.
+static __device__ void wait_clock(u64 *clock, bool ends) {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if (ends)
+        clock[1] += now - clock[0];
+    else
+        clock[0] = now;
+}
+
+extern "C" __global__ void waits(u64 *clock, u32 ends) { wait_clock(clock, ends); }
+
+// Tells the host, in pinned memory, how far the stream has come: to an instruction of several ranks, or behind it.
+extern "C" __global__ void reached(volatile u32 *at, u32 number, u64 *clock) {
+    if (clock)
+        wait_clock(clock, number % 2 == 0);
     *at = number;
     __threadfence_system();
 }

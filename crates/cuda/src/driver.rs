@@ -307,6 +307,23 @@ pub struct Pinned {
 
 // SAFETY: it owns its memory.
 unsafe impl Send for Pinned {}
+// SAFETY: who shares it can only read.
+unsafe impl Sync for Pinned {}
+
+impl std::ops::Deref for Pinned {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: it owns that many bytes.
+        unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
+    }
+}
+
+impl std::ops::DerefMut for Pinned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.slice()
+    }
+}
 
 impl Pinned {
     /// Takes this many bytes.

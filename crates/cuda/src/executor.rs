@@ -4,15 +4,16 @@ use crate::attention::Written;
 use crate::attention::plans::Plans;
 use crate::call::Call;
 use crate::device_queue::CaptureTurn;
-use crate::driver::{Address, Event, Graph, Memory, Priority, Stream};
+use crate::driver::{Address, Event, Graph, Memory, Pinned, Priority, Stream};
 use crate::gpu::Gpu;
 use crate::linked::{Linked, Neighbours, Ready};
 use crate::ops::fused;
+use crate::progress::Progress;
 use crate::staging::{Results, Staging};
 use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::initial::Initial;
-use lockstep_exec::{ExecError, Executor, Note, Rank, Taken, Ticket, Timing, copy};
+use lockstep_exec::{ExecError, Executor, HostBytes, Note, Rank, Taken, Ticket, Timing, copy};
 use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
@@ -39,6 +40,8 @@ pub struct CudaExecutor {
     results: Results,
     /// The entry that was queued last: errors of the device come when the host waits.
     queued: Option<Arc<str>>,
+    /// Seconds that the device computed for the entry that was read last, where it waits for other processes.
+    busy_s: Option<f64>,
     stream: Arc<Stream>,
     /// That of the program's communication stream, where it has one.
     second: Option<Second>,
@@ -161,6 +164,7 @@ impl CudaExecutor {
             staging: RefCell::new(Staging::new(device, staging)?),
             results: Results::default(),
             queued: None,
+            busy_s: None,
             stream,
             second,
             capturing: false,
@@ -259,9 +263,17 @@ impl CudaExecutor {
         self.behind(Event::new(&self.gpu.device).and_then(|event| event.record(stream).map(|()| event)))
     }
 
+    /// Lets kernels wait for what ranks do together beside them.
     fn wait_for(&self, mark: &Event) -> Result<(), CudaError> {
         let _turn = self.turn.take(self.capturing);
-        self.stream.wait_for(mark)
+        match self.progress() {
+            Some(progress) => progress.held((&self.gpu.kernels, &self.stream), || self.stream.wait_for(mark)),
+            None => self.stream.wait_for(mark),
+        }
+    }
+
+    fn progress(&self) -> Option<&Progress> {
+        self.linked.as_ref().and_then(Linked::progress)
     }
 
     /// A segment ends when both streams have.
@@ -392,6 +404,7 @@ impl CudaExecutor {
         self.enter()?;
         let begun = self.results.begin(&self.gpu.device, &self.stream);
         self.behind(begun)?;
+        self.behind(self.progress().map_or(Ok(()), |progress| progress.reset_clock(&self.stream)))?;
         let ready = self.prepare(entry)?;
         if ready.captured {
             if let Some((name, graph)) = self.graphs.get_key_value(entry) {
@@ -496,6 +509,24 @@ impl Executor for CudaExecutor {
         self.behind(unsafe { self.staging.borrow_mut().fetch(&self.stream, &ranges, take) })
     }
 
+    fn host_memory(&self, bytes: usize) -> Option<HostBytes> {
+        let mut pinned = Pinned::new(&self.gpu.device, bytes).ok()?;
+        pinned.slice().fill(0);
+        Some(Box::new(pinned))
+    }
+
+    fn copy_out(&self, ranges: &[(&str, Range<usize>)], mut to: &mut [u8], _: usize) -> Result<(), ExecError> {
+        self.enter()?;
+        for (name, range) in ranges {
+            let (_, address, bytes) = self.tensor(name, 0)?;
+            let part = to.split_off_mut(..range.len()).filter(|_| range.start <= range.end && range.end <= bytes);
+            let part = part.ok_or_else(|| ExecError::Internal(format!("`{name}` has no bytes {range:?} to copy")))?;
+            // SAFETY: a range of the tensor; the memory is the caller's until the stream has been waited for.
+            self.behind(unsafe { self.stream.to_host(part, address + range.start as u64) })?;
+        }
+        self.behind(self.stream.wait())
+    }
+
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.ended = false;
         self.run_entry(entry)?;
@@ -511,8 +542,9 @@ impl Executor for CudaExecutor {
                 ranges.push((address, bytes));
             }
         }
+        ranges.extend(self.progress().map(|progress| (progress.waited(), size_of::<u64>())));
         self.enter()?;
-        // SAFETY: addresses and sizes are the tensors'.
+        // SAFETY: addresses and sizes are the tensors', and those of a number of the device's.
         let queued = unsafe { self.results.queue(&self.gpu.device, &self.stream, &ranges) };
         Ok(Some(Ticket(self.behind(queued)?)))
     }
@@ -520,7 +552,18 @@ impl Executor for CudaExecutor {
     fn take(&mut self, ticket: Ticket) -> Result<Taken, ExecError> {
         self.enter()?;
         let taken = self.results.take(ticket.0);
-        self.behind(taken)
+        let mut taken = self.behind(taken)?;
+        if self.progress().is_some()
+            && let Some(waited) = taken.tensors.pop().and_then(|bytes| bytes.try_into().ok())
+        {
+            let waited_s = u64::from_le_bytes(waited) as f64 * 1e-9;
+            self.busy_s = taken.time.map(|time| (time.since_begin - waited_s).max(0.0));
+        }
+        Ok(taken)
+    }
+
+    fn busy_s(&self) -> Option<f64> {
+        self.busy_s
     }
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {

@@ -87,7 +87,7 @@ pub struct Library {
 
 impl Library {
     /// Opens a library: from the folder that the environment names, from where the system looks, from a CUDA installation, or
-    /// from the packages of a Python environment.
+    /// from the packages of the Python environment that this program is in, or of the active one.
     pub fn open(name: Name) -> Result<Library, CudaError> {
         let files = name.files();
         let failed = |problem: String| CudaError::Library { library: name, problem };
@@ -191,15 +191,20 @@ fn folders() -> Vec<PathBuf> {
         folders.push(home.join("lib64"));
     }
     folders.push(PathBuf::from("/usr/local/cuda/lib64"));
-    // Packages of the active Python environment: site-packages/nvidia/*/lib.
-    for home in ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(folder_in) {
-        for python in entries(&home.join("lib")) {
-            for package in entries(&python.join("site-packages/nvidia")) {
-                folders.push(package.join("lib"));
-            }
-        }
-    }
+    // A program in the `bin` of a Python environment need not have it active.
+    let own = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.parent()?.to_owned()));
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(folder_in);
+    folders.extend(own.into_iter().chain(active).flat_map(|home| packages(&home)));
     folders
+}
+
+/// Where NVIDIA's packages of a Python environment have their libraries: `site-packages/nvidia/*/lib`.
+fn packages(home: &Path) -> Vec<PathBuf> {
+    let pythons = entries(&home.join("lib")).into_iter();
+    pythons
+        .flat_map(|python| entries(&python.join("site-packages/nvidia")))
+        .map(|package| package.join("lib"))
+        .collect()
 }
 
 fn entries(folder: &Path) -> Vec<PathBuf> {
@@ -245,6 +250,17 @@ pub(crate) use functions;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn packages_of_a_python_environment_are_found() {
+        let home = std::env::temp_dir().join(format!("lockstep-packages-{}", std::process::id()));
+        let nvidia = home.join("lib/python3.12/site-packages/nvidia");
+        ["cudnn", "cu13"].iter().for_each(|name| std::fs::create_dir_all(nvidia.join(name).join("lib")).unwrap());
+        let found = packages(&home);
+        std::fs::remove_dir_all(&home).unwrap();
+        assert_eq!(found, ["cu13/lib", "cudnn/lib"].map(|folder| nvidia.join(folder)));
+        assert!(packages(&home).is_empty());
+    }
 
     #[test]
     fn parts_of_a_library_come_from_its_own_folder() {

@@ -6,6 +6,7 @@ use crate::driver::{Event, Stream};
 use crate::gpu::Gpu;
 use crate::nccl_queue::NcclQueue;
 use crate::nccl_world::NcclWorld;
+use crate::progress::Progress;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::comm::{Communicator, ProgramPlace, ThreadCommunicator};
@@ -107,8 +108,9 @@ impl Linked {
             }
             Neighbours::Processes(link, connections) => {
                 let world = Arc::new(NcclWorld::connect(gpu, &link.comm, &connections)?);
-                let queue = |stream| NcclQueue::new(gpu, &world, stream, ordered);
-                let queues = Queues { compute: queue(stream)?, communication: second.map(queue).transpose()? };
+                let queue = |stream, holds_kernels| NcclQueue::new(gpu, &world, stream, (ordered, holds_kernels));
+                let communication = second.map(|stream| queue(stream, false)).transpose()?;
+                let queues = Queues { compute: queue(stream, true)?, communication };
                 Kind::Processes(queues, world)
             }
         };
@@ -200,6 +202,14 @@ impl Linked {
         match &mut self.kind {
             Kind::Threads(_, queues) => Ok(queues.each().try_for_each(DeviceQueue::settle)?),
             Kind::Processes(queues, _) => Ok(queues.each().try_for_each(NcclQueue::settle)?),
+        }
+    }
+
+    /// How far processes have come: nothing is known of threads that share the device.
+    pub fn progress(&self) -> Option<&Progress> {
+        match &self.kind {
+            Kind::Threads(..) => None,
+            Kind::Processes(_, world) => Some(&world.progress),
         }
     }
 

@@ -57,13 +57,19 @@ struct Sending {
 }
 
 impl NcclQueue {
-    /// The queue of a rank on a stream of its own; `ordered` promises the bits of sums in the order of the group.
-    pub fn new(gpu: &Arc<Gpu>, world: &Arc<NcclWorld>, stream: &Arc<Stream>, ordered: bool) -> Result<Self, CudaError> {
+    /// The queue of a rank on the stream of the program's kernels or one of its own; `ordered` promises the bits of sums in the
+    /// order of the group.
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        world: &Arc<NcclWorld>,
+        stream: &Arc<Stream>,
+        (ordered, holds_kernels): (bool, bool),
+    ) -> Result<Self, CudaError> {
         Ok(Self {
             gpu: gpu.clone(),
             world: world.clone(),
             stream: stream.clone(),
-            lane: world.progress.lane()?,
+            lane: world.progress.lane(holds_kernels)?,
             ordered,
             scratch: Vec::new(),
             sending: BTreeMap::new(),
@@ -183,7 +189,7 @@ impl NcclQueue {
             Some(sending) => sending,
             None => {
                 let stream = Stream::with_priority(&self.gpu.device, Priority::Messages)?;
-                let lane = self.world.progress.lane()?;
+                let lane = self.world.progress.lane(false)?;
                 Sending { stream, lane, room, sent: 0, under_way: VecDeque::new() }
             }
         };

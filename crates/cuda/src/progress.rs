@@ -1,10 +1,11 @@
 //! How far a rank's device has come in what it does together with others.
 //!
 //! A graph runs without the host. So every instruction of several ranks writes its number to pinned memory when the stream comes to
-//! it, and when it is done, and the host knows where the rank is, whom it waits for, and whether it gets on.
+//! it, and when it is done, and the host knows where the rank is, whom it waits for, and whether it gets on. The time that the
+//! program's stream waits is added up on the device.
 
 use crate::CudaError;
-use crate::driver::{Device, Pinned, Stream};
+use crate::driver::{Address, Device, Memory, Pinned, Stream};
 use crate::kernels::{Kernels, args};
 use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::comm::{Communicator, ProgramPlace};
@@ -20,7 +21,12 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 pub struct Progress {
     comm: Arc<ProcessCommunicator>,
     board: Mutex<Board>,
+    /// Nanoseconds: since when the program's stream waits, and how long it has waited since this was zero.
+    clock: Memory,
 }
+
+/// Bytes of a clock.
+const CLOCK: usize = 16;
 
 struct Board {
     memory: Pinned,
@@ -51,7 +57,11 @@ fn inside(numbers: &[u32]) -> Option<usize> {
 
 /// One of a rank's streams.
 #[derive(Clone, Copy)]
-pub struct Lane(usize);
+pub struct Lane {
+    index: usize,
+    /// Whether kernels wait when it does.
+    holds_kernels: bool,
+}
 
 impl Progress {
     /// Of the rank whose communicator this is.
@@ -60,29 +70,29 @@ impl Progress {
         memory.slice().fill(0);
         let place = ProgramPlace { op: "the start of a run", layer: None, micro_batch: 0 };
         let board = Board { memory, lanes: Vec::new(), seen: Vec::new(), looked: Instant::now(), place };
-        Ok(Self { comm: comm.clone(), board: Mutex::new(board) })
+        Ok(Self { comm: comm.clone(), board: Mutex::new(board), clock: Memory::new(device, CLOCK as u64)? })
     }
 
     fn board(&self) -> MutexGuard<'_, Board> {
         self.board.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new one.
-    pub fn lane(&self) -> Result<Lane, CudaError> {
+    /// A new one; `holds_kernels` if it is that of the program's kernels.
+    pub fn lane(&self, holds_kernels: bool) -> Result<Lane, CudaError> {
         let mut board = self.board();
         if board.lanes.len() == LANES {
             return Err(CudaError::Internal(format!("more than {LANES} streams of communication")));
         }
         board.lanes.push(Vec::new());
         board.seen.push(0);
-        Ok(Lane(board.lanes.len() - 1))
+        Ok(Lane { index: board.lanes.len() - 1, holds_kernels })
     }
 
     /// Queues `work`, in which the rank waits for `other`, with a note before and behind it.
     pub fn around<T>(
         &self,
         (kernels, stream): (&Kernels, &Stream),
-        Lane(lane): Lane,
+        Lane { index: lane, holds_kernels }: Lane,
         (place, other): (ProgramPlace, usize),
         work: impl FnOnce() -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
@@ -91,14 +101,40 @@ impl Progress {
             board.lanes[lane].push((place, other));
             (board.memory.slice()[4 * lane..].as_ptr() as u64, board.lanes[lane].len() as u32)
         };
+        let clock = if holds_kernels { self.clock.base } else { 0 };
         // SAFETY: the memory is the device's to write as long as this lives, which is longer than the stream's work.
         let reached = |number: u32| unsafe {
-            kernels.launch(stream, ("collectives", "reached"), [1; 3], 1, args![address, number])
+            kernels.launch(stream, ("collectives", "reached"), [1; 3], 1, args![address, number, clock])
         };
         reached(2 * number - 1)?;
         let done = work()?;
         reached(2 * number)?;
         Ok(done)
+    }
+
+    /// Lets the stream of the program's kernels wait for others by `wait`, and adds up for how long.
+    pub fn held(
+        &self,
+        (kernels, stream): (&Kernels, &Stream),
+        wait: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let (clock, on) = (self.clock.base, ("collectives", "waits"));
+        // SAFETY: the clock lives as long as this, which is longer than the stream's work.
+        let note = |ends: u32| unsafe { kernels.launch(stream, on, [1; 3], 1, args![clock, ends]) };
+        note(0)?;
+        wait()?;
+        note(1)
+    }
+
+    /// Nothing has been waited for yet in what the stream does next.
+    pub fn reset_clock(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: all of the clock.
+        unsafe { stream.fill(self.clock.base, 0, CLOCK) }
+    }
+
+    /// Where the nanoseconds are that were waited: a number of 8 bytes.
+    pub fn waited(&self) -> Address {
+        self.clock.base + 8
     }
 
     /// Where the device waits for another rank, if it does.

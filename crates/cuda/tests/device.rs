@@ -20,7 +20,7 @@ fn main() -> ExitCode {
 
 fn communicates() {
     let gpu = Gpu::open(0, false).unwrap();
-    let ranks = |count| lockstep_cuda::conformance_ranks(&gpu, count, Duration::from_secs(10)).unwrap();
+    let ranks = |count| lockstep_cuda::subjects(&gpu, count, Duration::from_secs(10)).unwrap();
     lockstep_exec::comm::conformance::check(&ranks).unwrap();
 }
 

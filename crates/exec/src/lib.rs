@@ -8,12 +8,14 @@ pub mod bound;
 pub mod comm;
 pub mod communication;
 pub mod conformance;
+mod copy;
 pub mod cpu;
 pub mod initial;
 pub mod reference;
 mod sync;
 mod world;
 
+pub use copy::{copy, copy_pieces};
 pub use world::{Alone, ProcessWorld, Rank, ThreadWorld, World};
 
 use initial::Initial;
@@ -73,6 +75,9 @@ impl ExecError {
     }
 }
 
+/// Memory of the host.
+pub type HostBytes = Box<dyn std::ops::DerefMut<Target = [u8]> + Send + Sync>;
+
 /// A loaded program with its memory.
 pub trait Executor: Send {
     /// Bytes allocated for the arena.
@@ -108,6 +113,30 @@ pub trait Executor: Send {
         }
     }
 
+    /// So many bytes of the host's memory, all of them touched, that [`copy_out`](Self::copy_out) fills fast; `None` if there are not
+    /// as many.
+    fn host_memory(&self, bytes: usize) -> Option<HostBytes> {
+        let mut memory: Vec<u8> = Vec::new();
+        memory.try_reserve_exact(bytes).ok()?;
+        memory.resize(bytes, 0);
+        Some(Box::new(memory))
+    }
+
+    /// Copies ranges of tensors to memory of the host, one behind the other, by so many threads where the host copies.
+    fn copy_out(&self, ranges: &[(&str, Range<usize>)], mut to: &mut [u8], threads: usize) -> Result<(), ExecError> {
+        let mut pieces = Vec::new();
+        for (name, range) in ranges {
+            let part = to.split_off_mut(..range.len());
+            let part = part.ok_or_else(|| ExecError::Internal(format!("no room for bytes {range:?} of `{name}`")))?;
+            match self.read_range(name, 0, range.clone())? {
+                Cow::Borrowed(bytes) => pieces.push((part, bytes)),
+                Cow::Owned(bytes) => copy(part, &bytes),
+            }
+        }
+        copy_pieces(pieces, threads);
+        Ok(())
+    }
+
     /// Runs one of the program's entries: to its end, or queues it, so that whoever reads waits for it.
     fn run(&mut self, entry: &str) -> Result<(), ExecError>;
 
@@ -139,24 +168,6 @@ pub trait Executor: Send {
     fn notes(&self) -> &[Note] {
         &[]
     }
-}
-
-/// Copies bytes of the same number. Where there are many, several threads do: memory that is new to the process comes page by page.
-pub fn copy(to: &mut [u8], from: &[u8]) {
-    const THREADS: usize = 8;
-    const LEAST: usize = 1 << 20;
-    if to.len() <= LEAST {
-        return to.copy_from_slice(from);
-    }
-    let part = to.len().div_ceil(THREADS.min(cpu::cores())).max(LEAST);
-    let mut parts = to.chunks_mut(part).zip(from.chunks(part));
-    let Some((first, of_first)) = parts.next() else { return };
-    std::thread::scope(|scope| {
-        for (to, from) in parts {
-            scope.spawn(|| to.copy_from_slice(from));
-        }
-        first.copy_from_slice(of_first);
-    });
 }
 
 /// What an executor says of a program that it has loaded.

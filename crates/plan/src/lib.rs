@@ -38,7 +38,7 @@ pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, ge
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
 pub use recipe::{Recipe, RecipeRung, RecipeSize, recipe};
-pub use saves::{FailureRate, SaveInterval, checkpoint_bytes};
+pub use saves::{FailureRate, SaveInterval, Stalls, checkpoint_bytes};
 pub use search::{
     LayoutChoice, RankedLayout, Rejection, SIMPLER, SearchCounts, SearchRequest, SearchResult, Trainer, at_layout,
     every_choice, search,

@@ -5,7 +5,9 @@
 //! M·exp(R/M)·(exp((τ + δ)/M) − 1) ÷ τ (Daly 2006, equation 20): failures while saving and restarting are counted. Its least is
 //! found numerically; Young's and Daly's formulas stand beside it.
 
-use lockstep_config::{Config, OptimizerName};
+use crate::Plan;
+use lockstep_config::{Config, OptimizerName, SaveEvery};
+use lockstep_ir::{Coordinates, MeshAxis};
 use serde::{Deserialize, Serialize};
 
 /// What is known of failures and of saving, where nobody has measured it.
@@ -21,6 +23,8 @@ pub struct FailureRate {
     pub node_bytes_per_s: f64,
     /// Bytes per second that all nodes write together.
     pub bytes_per_s: f64,
+    /// Bytes per second that a GPU copies to the memory of its host.
+    pub to_host_bytes_per_s: f64,
 }
 
 #[derive(Deserialize)]
@@ -45,6 +49,7 @@ struct RestartEntry {
 struct StorageEntry {
     gb_per_s_per_node: f64,
     gb_per_s: f64,
+    gb_per_s_per_gpu_to_host: f64,
 }
 
 impl FailureRate {
@@ -58,6 +63,7 @@ impl FailureRate {
             restart_s: file.restart.minutes * 60.0,
             node_bytes_per_s: file.storage.gb_per_s_per_node * 1e9,
             bytes_per_s: file.storage.gb_per_s * 1e9,
+            to_host_bytes_per_s: file.storage.gb_per_s_per_gpu_to_host * 1e9,
         }
     }
 
@@ -69,6 +75,52 @@ impl FailureRate {
     /// The best interval of a run on so many nodes, whose saves take so long.
     pub fn interval(&self, nodes: usize, save_s: f64) -> SaveInterval {
         SaveInterval::new(self.node_mtbf_s / nodes.max(1) as f64, save_s, self.restart_s)
+    }
+}
+
+/// What holds steps up that is no part of them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Stalls {
+    /// Bytes of tokens that a node reads for a step, and the seconds that it takes: steps wait for what takes longer than they do.
+    pub data_bytes: u64,
+    /// As above.
+    pub data_s: f64,
+    /// Bytes that a checkpoint takes of the rank that gives most, and seconds that steps wait for one.
+    pub checkpoint_bytes: u64,
+    /// As above.
+    pub checkpoint_s: f64,
+    /// Steps from one checkpoint to the next; 0 for none.
+    pub checkpoint_every: u64,
+    /// Seconds that a step waits for both, in the mean.
+    pub step_s: f64,
+}
+
+/// Bytes of a token where it is stored.
+const TOKEN: u64 = 4;
+
+impl Stalls {
+    /// Of a run whose steps take so long, on so many nodes.
+    pub fn new(config: &Config, plan: &Plan, nodes: usize, step_s: f64) -> Self {
+        let rate = FailureRate::builtin();
+        let data_bytes = (TOKEN * plan.tokens_per_step).div_ceil(nodes.max(1) as u64);
+        let data_s = data_bytes as f64 / rate.node_bytes_per_s.min(rate.bytes_per_s / nodes.max(1) as f64);
+        let mesh = &plan.layout.mesh;
+        // Of the ranks of a stage the first gives most: what several have, it writes.
+        let first = |stage: usize| mesh.rank(Coordinates::default().with(MeshAxis::Pp, stage));
+        let stages = 0..plan.compiled.programs.len();
+        let checkpoint_bytes = stages.map(|stage| plan.snapshot_bytes(first(stage))).max().unwrap_or(0);
+        let save_s = rate.save_s(plan.checkpoint_bytes(), nodes);
+        let checkpoint_s = match config.checkpoint.asynchronous {
+            true => checkpoint_bytes as f64 / rate.to_host_bytes_per_s,
+            false => save_s,
+        };
+        let checkpoint_every = match config.checkpoint.every {
+            SaveEvery::Steps(steps) => steps,
+            SaveEvery::Auto => rate.interval(nodes, checkpoint_s).steps(step_s).0,
+        };
+        let per_step = if checkpoint_every == 0 { 0.0 } else { checkpoint_s / checkpoint_every as f64 };
+        let stalls = Self { data_bytes, data_s, checkpoint_bytes, checkpoint_s, checkpoint_every, step_s: 0.0 };
+        Self { step_s: (data_s - step_s).max(0.0) + per_step, ..stalls }
     }
 }
 

@@ -163,6 +163,20 @@ impl Setting {
         family.bound(size, self.peak(dtype), self.bytes_per_s, self.units)
     }
 
+    /// The same, with so many times as long for kernels that compute, and for those that read and write.
+    pub fn scaled(&self, computing: f64, other: f64) -> Self {
+        let mut scaled = self.clone();
+        for table in &mut scaled.tables {
+            let times = match table.family {
+                Family::Matmul | Family::Attention => computing,
+                Family::Scores | Family::Bytes => other,
+                Family::Together => 1.0,
+            };
+            table.points.iter_mut().for_each(|point| point.seconds *= times);
+        }
+        scaled
+    }
+
     /// Adds measured points; one of the same size is replaced.
     pub fn add(&mut self, tables: Vec<Table>) {
         for table in tables {
@@ -258,9 +272,9 @@ pub struct Sample {
     pub seconds: f64,
 }
 
-/// What timed instructions say of the machine: points by op and type, each the lower quartile of what
-/// calls of that size took, which other programs disturb little; and seconds by what they
-/// were spent on, collectives apart, which wait for others. What a device does as one is shared out by the members' roofline bounds.
+/// What timed instructions say of the machine: points by op and type, each what calls of that size took, and seconds by what they
+/// were spent on, collectives apart, which wait for others. Of several times it is the median; on a CPU, where other programs disturb
+/// some, the lower quartile. What a device does as one is shared out by the members' roofline bounds.
 pub fn observe(
     program: &StepProgram,
     setting: &Setting,
@@ -299,10 +313,11 @@ pub fn observe(
             }
         }
     }
+    let on_cpu = setting.threads > 0;
     let table = |((family, op, dtype), sizes): (Key, Times)| {
         let point = |(size, mut times): (Vec<f64>, Vec<f64>)| {
             times.sort_by(f64::total_cmp);
-            Point { size, seconds: times[times.len() / 4].max(1e-9) }
+            Point { size, seconds: times[times.len() / if on_cpu { 4 } else { 2 }].max(1e-9) }
         };
         Table { op: op.spec().name.to_owned(), dtype, family, points: sizes.into_iter().map(point).collect() }
     };

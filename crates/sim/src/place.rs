@@ -227,6 +227,11 @@ fn overlap(segment: &Segment, index: usize, pattern: crate::collective::Pattern)
     }
 }
 
+/// Seconds of a kernel with the gap behind it, which is below 0 where clocks around kernels were measured with them.
+fn with_gap(seconds: f64, terms: &Terms) -> f64 {
+    (seconds + terms.kernel_gap).max(0.5 * seconds)
+}
+
 /// The end of the last copy of a region that any schedule of a program uses: what it allocates.
 fn memory(program: &StepProgram) -> u64 {
     let mut used: Vec<bool> = vec![false; program.regions.len()];
@@ -377,7 +382,7 @@ impl<'a> Placed<'a> {
         for step in &run.steps {
             match step.kind {
                 Kind::Kernel => {
-                    gpu += demands[step.demand] + terms.kernel_gap;
+                    gpu += with_gap(demands[step.demand], terms);
                     host += terms.host_op;
                 }
                 Kind::Part => gpu += demands[step.demand],
@@ -450,8 +455,8 @@ impl<'a> Placed<'a> {
                 }
                 match step.kind {
                     Kind::Kernel | Kind::Part | Kind::Blocking => {
-                        let gap = if step.kind == Kind::Kernel { terms.kernel_gap } else { 0.0 };
-                        let end = now + (seconds + gap) * stretch.factor;
+                        let seconds = if step.kind == Kind::Kernel { with_gap(seconds, terms) } else { seconds };
+                        let end = now + seconds * stretch.factor;
                         if let Some(marks) = &mut marks {
                             marks.all.push((now, end, step.demand, false));
                         }

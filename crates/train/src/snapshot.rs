@@ -7,10 +7,9 @@ use crate::TrainError;
 use crate::rank_parts::{RankPart, of_rank};
 use crate::state::GROUPS;
 use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, PartRef, TensorBytes, TensorGroup, TensorRef, save};
-use lockstep_exec::{ExecError, Executor, World, copy, cpu};
+use lockstep_exec::{ExecError, Executor, HostBytes, World, cpu};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, DType};
-use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -29,7 +28,7 @@ struct RankSnapshot {
     rank: usize,
     /// By the groups of a checkpoint; each with where its bytes begin.
     parts: Vec<(&'static str, Vec<(RankPart, usize)>)>,
-    bytes: Vec<u8>,
+    bytes: HostBytes,
 }
 
 /// How far a write is, and whether it is still wanted.
@@ -51,19 +50,13 @@ impl Writing {
     }
 }
 
-/// The most bytes that are asked of an executor at once: what lies on a device takes as much memory again on the way.
-const CHUNK: usize = 64 << 20;
-
-/// More threads than these do not copy faster.
-const MOST_THREADS: usize = 8;
-
 impl Snapshot {
     /// Takes the memory for what the ranks of this process hold, and touches all of it: the first copy is as fast as the others.
     pub(crate) fn new(world: &dyn World, tensors: &[Tensor]) -> Result<Self, TrainError> {
         let (mesh, programs) = (world.mesh(), world.programs());
         let made = Mutex::new(Vec::new());
         world.each_rank(
-            &|at, _| {
+            &|at, executor| {
                 let mut end = 0;
                 let mut place = |part: RankPart| {
                     let start = end;
@@ -77,13 +70,10 @@ impl Snapshot {
                         (*group, parts.map(&mut place).collect())
                     })
                     .collect();
-                let mut bytes: Vec<u8> = Vec::new();
-                let taken = bytes.try_reserve_exact(end);
-                if taken.is_ok() {
-                    bytes.resize(end, 0);
-                }
-                let rank = RankSnapshot { rank: mesh.rank(at), parts, bytes };
-                let result = taken.map(|()| rank).map_err(|_| TrainError::NoSnapshot { bytes: end as u64 });
+                let rank = mesh.rank(at);
+                let made_of = |bytes| RankSnapshot { rank, parts, bytes };
+                let none = TrainError::NoSnapshot { bytes: end as u64 };
+                let result = executor.host_memory(end).map(made_of).ok_or(none);
                 made.lock().unwrap_or_else(PoisonError::into_inner).push(result);
             },
             &mut || {},
@@ -103,7 +93,7 @@ impl Snapshot {
     pub(crate) fn fill(&mut self, world: &dyn World) -> Result<(), TrainError> {
         let mesh = world.mesh();
         let ranks: Vec<_> = self.ranks.iter_mut().map(|rank| (rank.rank, Mutex::new(rank))).collect();
-        let threads = (cpu::cores() / ranks.len().max(1)).clamp(1, MOST_THREADS);
+        let threads = (cpu::cores() / ranks.len().max(1)).max(1);
         let failed = Mutex::new(None);
         let fill = |at: Coordinates, executor: &dyn Executor| {
             let number = mesh.rank(at);
@@ -168,24 +158,10 @@ impl Snapshot {
 
 impl RankSnapshot {
     fn fill(&mut self, executor: &dyn Executor, threads: usize) -> Result<(), ExecError> {
-        let mut rest = &mut self.bytes[..];
-        let mut pieces = Vec::new();
         // Parts lie in memory in this order.
-        for part in self.parts.iter().flat_map(|(_, parts)| parts).map(|(part, _)| part) {
-            for piece in &part.pieces {
-                for from in piece.clone().step_by(CHUNK) {
-                    let range = from..piece.end.min(from + CHUNK);
-                    let (to, behind) = std::mem::take(&mut rest).split_at_mut(range.len());
-                    rest = behind;
-                    match executor.read_range(&part.tensor, 0, range)? {
-                        Cow::Borrowed(bytes) => pieces.push((to, bytes)),
-                        Cow::Owned(bytes) => copy(to, &bytes),
-                    }
-                }
-            }
-        }
-        copy_all(pieces, threads);
-        Ok(())
+        let parts = self.parts.iter().flat_map(|(_, parts)| parts).map(|(part, _)| part);
+        let pieces = parts.flat_map(|part| part.pieces.iter().map(|piece| (part.tensor.as_str(), piece.clone())));
+        executor.copy_out(&pieces.collect::<Vec<_>>(), &mut self.bytes, threads)
     }
 
     /// The tensors of a checkpoint of one rank.
@@ -208,49 +184,5 @@ impl RankSnapshot {
             true => Err(io::Error::other("the run has ended")),
             false => take(&bytes[range]),
         })
-    }
-}
-
-/// Copies pieces on so many threads, each about as many bytes.
-fn copy_all(mut pieces: Vec<(&mut [u8], &[u8])>, threads: usize) {
-    let total: usize = pieces.iter().map(|(to, _)| to.len()).sum();
-    let share = total.div_ceil(threads.max(1));
-    let run = |pieces: Vec<(&mut [u8], &[u8])>| pieces.into_iter().for_each(|(to, from)| to.copy_from_slice(from));
-    std::thread::scope(|scope| {
-        while !pieces.is_empty() {
-            let mut bytes = 0;
-            let enough = pieces.iter().rposition(|(to, _)| {
-                bytes += to.len();
-                bytes >= share
-            });
-            let mine = pieces.split_off(enough.unwrap_or(0));
-            if pieces.is_empty() {
-                run(mine);
-            } else {
-                scope.spawn(move || run(mine));
-            }
-        }
-    });
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_piece_is_copied_once_on_any_number_of_threads() {
-        let from: Vec<u8> = (0..1000).map(|i| i as u8).collect();
-        for threads in [1, 2, 3, 8, 2000] {
-            let mut to = vec![0; 1000];
-            let mut pieces = Vec::new();
-            let (mut rest, mut at) = (&mut to[..], 0);
-            for len in [0, 1, 400, 7, 99, 0, 300, 193] {
-                let (piece, behind) = rest.split_at_mut(len);
-                pieces.push((piece, &from[at..at + len]));
-                (rest, at) = (behind, at + len);
-            }
-            copy_all(pieces, threads);
-            assert_eq!(to, from, "{threads} threads");
-        }
     }
 }

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::processes::{self, ProcessPlace};
 use crate::style;
 use crate::table::table;
-use lockstep_cuda::{Device, Gpu, device_count, device_name, survey_libraries};
+use lockstep_cuda::{device_count, device_name, survey_libraries};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Link, Over, ProcessCommunicator, conform, join, measure_link};
 use lockstep_exec::comm::{Communicator, ProgramPlace, conformance};
@@ -98,8 +98,7 @@ fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> R
 /// Checks communication between the GPUs of the processes.
 fn over_nccl(place: &ProcessPlace, comm: &Arc<ProcessCommunicator>, ordered: bool) -> Result<(), ExecError> {
     let all = conformance::rank_connections(comm.ranks());
-    let local = place.local.unwrap_or(place.rank) % Device::count()?.max(1);
-    let subject = lockstep_cuda::conformance_process(&Gpu::open(local, false)?, comm.clone(), &all, ordered)?;
+    let subject = lockstep_cuda::process_subject(&place.gpu()?, comm.clone(), &all, ordered)?;
     conformance::check_rank(&subject).map_err(|problem| match comm.failure() {
         Some(failure) => failure.into(),
         None => ExecError::Internal(problem),

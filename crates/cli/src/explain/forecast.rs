@@ -3,10 +3,11 @@
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::timeline::wrote;
+use lockstep_config::Config;
 use lockstep_ir::Axes;
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
 use lockstep_ir::units::{self, thousands};
-use lockstep_plan::{Plan, Rates, TimedWork};
+use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
 use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
 use lockstep_train::{Devices, machine_profile};
 use serde_json::{Value, json};
@@ -19,13 +20,18 @@ pub(super) struct Predicted {
     pub forecast: Forecast,
     /// By role and segment.
     instructions: Vec<Vec<Vec<InstructionTime>>>,
+    /// What holds steps up besides; not known of this machine.
+    stalls: Option<Stalls>,
     /// Where it is this machine: the profile that was used, and what that never measured.
     profile: Option<(String, Vec<String>)>,
 }
 
 impl Predicted {
-    pub(super) fn new(plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
-        Self::by(Rates::Catalogue(hardware), None, plan)
+    pub(super) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
+        let predicted = Self::by(Rates::Catalogue(hardware), None, plan)?;
+        let nodes = plan.layout.mesh.ranks().div_ceil(hardware.cluster.gpus_per_node);
+        let stalls = Stalls::new(config, plan, nodes, predicted.forecast.step_s);
+        Ok(Self { stalls: Some(stalls), ..predicted })
     }
 
     /// By the profile of this machine, where it has one.
@@ -38,7 +44,7 @@ impl Predicted {
         let predict = |work: &TimedWork| {
             let profile = profile.map(|name| (name.to_owned(), work.unmeasured.clone()));
             let (forecast, instructions) = (work.forecast(&plan.asked())?, work.placed.instructions(&work.terms));
-            Ok(Self { hardware: work.hardware.clone(), forecast, instructions, profile })
+            Ok(Self { hardware: work.hardware.clone(), forecast, instructions, stalls: None, profile })
         };
         Ok(rates.timed(&plan.compiled.programs, plan.layout.mesh.ranks(), plan.threads, predict)?)
     }
@@ -57,6 +63,7 @@ impl Predicted {
         value["gpu"] = json!(self.hardware.gpu.name);
         value["cluster"] = json!(self.hardware.cluster);
         value["unverified"] = json!(self.hardware.unverified());
+        value["stalls"] = json!(self.stalls);
         if let Some((name, unmeasured)) = &self.profile {
             value["profile"] = json!(name);
             value["unmeasured"] = json!(unmeasured);
@@ -83,6 +90,21 @@ impl Predicted {
         line("exposed communication", format!("{}, {} of the step", exact(exposed), percent(exposed / f.step_s)));
         line("pipeline bubble", percent(f.bubble));
         line("memory", format!("{} on the rank that needs most", units::bytes(f.memory_bytes)));
+        if let Some(s) = &self.stalls {
+            let data = match s.data_s > f.step_s {
+                true => format!("{} more than a step", exact(s.data_s - f.step_s)),
+                false => "while the step before computes".to_owned(),
+            };
+            line("reading data", format!("{} per node, {}, {data}", units::bytes(s.data_bytes), exact(s.data_s)));
+            let often = match s.checkpoint_every {
+                0 => "at the end".to_owned(),
+                steps => {
+                    let share = s.checkpoint_s / (s.checkpoint_s + steps as f64 * f.step_s);
+                    format!("every {} steps, {:.2}% of the time", thousands(steps), 100.0 * share)
+                }
+            };
+            line("checkpoint", format!("holds steps up for {} {often}", exact(s.checkpoint_s)));
+        }
         text.push_str(&format!("\ntime of a step by class{}\n{}", self.which(), self.classes()));
         let unverified = self.hardware.unverified();
         if !unverified.is_empty() {

@@ -3,19 +3,18 @@
 //! Results are compared bit for bit with sums taken one after the other in the order of the group, on values for which
 //! another order gives other bits. Buffers have a margin that must stay as it was.
 
+mod buffer;
 mod endings;
 mod messages;
 mod rank;
-mod subject;
 
 pub use rank::{check_rank, rank_connections};
-pub use subject::{Memory, Subject};
 
-use super::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup, RankGuard};
+use super::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup, RankGuard, Subject};
+use buffer::Buffer;
 use lockstep_ir::{DType, bf16, counter, f16, fixed};
 use std::ops::Range;
 use std::time::Duration;
-use subject::Buffer;
 
 /// Makes ranks under test.
 #[derive(Clone, Copy)]

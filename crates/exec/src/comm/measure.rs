@@ -3,9 +3,11 @@
 //! Sizes and bandwidths are those of NCCL's tests, so that they can be compared. The *algorithm bandwidth* is the size over the time;
 //! the *bus bandwidth* is what each rank's link must have carried for that, whatever the number of ranks.
 
-use super::{Collective, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
+use super::{Collective, CommError, Memory, Order, Piece, ProgramPlace, RankGroup, Subject};
+use crate::communication::{Action, CommunicationCall, Connection};
 use lockstep_ir::{DType, units};
 use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What is measured.
@@ -13,8 +15,8 @@ use std::time::{Duration, Instant};
 pub enum Pattern {
     /// All ranks together.
     Together(Collective),
-    /// Messages to and fro between pairs of neighbours, as between pipeline stages; one of them counts. With an odd number of ranks
-    /// the last watches.
+    /// Messages to and fro between pairs of neighbours, as between pipeline stages; the time is that of one of them. With an odd
+    /// number of ranks the last watches.
     SendReceive,
 }
 
@@ -107,23 +109,37 @@ pub enum MeasureError {
     },
 }
 
+/// The connections that [`measure`] uses among so many ranks.
+pub fn connections(ranks: usize) -> Vec<Connection> {
+    let pairs = (0..ranks).step_by(2).filter(|first| first + 1 < ranks);
+    let messages = |first: usize| {
+        [(first, first + 1), (first + 1, first)].map(|(from, to)| Connection::Messages { from, to, tag: TAG })
+    };
+    std::iter::once(Connection::Group(everybody(ranks))).chain(pairs.flat_map(messages)).collect()
+}
+
 /// Measures these patterns at these sizes in bytes, each for about `seconds`; all ranks call it alike. `show` hears of each as it is
 /// done.
 pub fn measure(
-    comm: &dyn HostCommunicator,
+    subject: &Subject,
     patterns: &[Pattern],
     sizes: &[usize],
     seconds: f64,
     show: &mut dyn FnMut(&Measured),
 ) -> Result<Vec<Measured>, MeasureError> {
-    let largest = sizes.iter().copied().max().unwrap_or(0).div_ceil(WIDTH) + comm.ranks();
+    let (rank, ranks) = (subject.comm().rank(), subject.comm().ranks());
+    let largest = sizes.iter().copied().max().unwrap_or(0).div_ceil(WIDTH) + ranks;
+    let memory = |bytes: usize| subject.memory(bytes);
     let mut bench = Bench {
-        comm,
-        group: RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 },
-        input: (0..largest).map(|i| value(comm.rank(), i)).collect(),
-        output: vec![0.0; largest],
-        send_buffer: vec![0.0; largest],
+        subject,
+        group: everybody(ranks),
+        input: memory(largest * WIDTH),
+        output: memory(largest * WIDTH),
+        send_buffer: memory(largest * WIDTH),
+        told: [memory(size_of::<f64>()), memory(ranks * size_of::<f64>())],
     };
+    let values: Vec<u8> = (0..largest).flat_map(|i| value(rank, i).to_ne_bytes()).collect();
+    bench.input.write(0, &values);
     let mut all = Vec::new();
     for pattern in patterns {
         for size in sizes {
@@ -135,12 +151,19 @@ pub fn measure(
     Ok(all)
 }
 
+/// All ranks in their order.
+fn everybody(ranks: usize) -> RankGroup {
+    RankGroup { ranks: (0..ranks).collect(), channel: 0 }
+}
+
 /// Bytes of an element.
 const WIDTH: usize = size_of::<f32>();
 /// Repeats of one size, whatever time they take.
 const REPEATS: std::ops::RangeInclusive<usize> = 3..=10_000;
 /// Elements of a result that are looked at.
 const CHECKED: usize = 1 << 18;
+/// The stream of messages.
+const TAG: u32 = 0;
 
 /// What a rank gives: whole numbers whose sums are exact.
 fn value(rank: usize, element: usize) -> f32 {
@@ -148,16 +171,18 @@ fn value(rank: usize, element: usize) -> f32 {
 }
 
 struct Bench<'a> {
-    comm: &'a dyn HostCommunicator,
+    subject: &'a Subject,
     group: RankGroup,
-    input: Vec<f32>,
-    output: Vec<f32>,
-    send_buffer: Vec<f32>,
+    input: Box<dyn Memory>,
+    output: Box<dyn Memory>,
+    send_buffer: Box<dyn Memory>,
+    /// A number of this rank, and those of all.
+    told: [Box<dyn Memory>; 2],
 }
 
 impl Bench<'_> {
     fn size(&mut self, pattern: Pattern, size: usize, seconds: f64) -> Result<Measured, MeasureError> {
-        let ranks = self.comm.ranks();
+        let ranks = self.group.ranks.len();
         // Elements of one rank's part, and of the whole.
         let elements = match pattern {
             Pattern::Together(Collective::ReduceScatter | Collective::AllGather) => size.div_ceil(WIDTH * ranks),
@@ -168,78 +193,78 @@ impl Bench<'_> {
             Pattern::Together(Collective::AllReduce | Collective::Shift) | Pattern::SendReceive => elements,
         };
         let bytes = whole * WIDTH;
-        self.output.fill(f32::NAN);
-        self.act(pattern, elements)?;
+        self.output.write(0, &vec![u8::MAX; bytes]);
+        let calls = self.calls(pattern, elements);
+        self.run(pattern, &calls, 1)?;
         self.check(pattern, elements, bytes)?;
         let begin = Instant::now();
-        self.act(pattern, elements)?;
+        self.run(pattern, &calls, 1)?;
         // All must do as many: what they agree on is the sum.
         let guess = self.all(begin.elapsed())?.iter().sum::<f64>() / ranks as f64;
         let repeats = ((seconds / guess.max(1e-9)) as usize).clamp(*REPEATS.start(), *REPEATS.end());
         self.all(Duration::ZERO)?;
         let begin = Instant::now();
-        for _ in 0..repeats {
-            self.act(pattern, elements)?;
-        }
+        self.run(pattern, &calls, repeats)?;
         let longest = self.all(begin.elapsed())?.into_iter().fold(0.0, f64::max);
-        Ok(Measured { pattern, bytes, seconds: longest / repeats as f64, repeats })
+        let each = match pattern {
+            Pattern::Together(_) => 1,
+            Pattern::SendReceive => 2,
+        };
+        Ok(Measured { pattern, bytes, seconds: longest / (each * repeats) as f64, repeats })
     }
 
-    fn piece(&mut self, elements: usize) -> Piece {
-        let (input, output) = (self.input.as_ptr().cast(), self.output.as_mut_ptr().cast());
-        Piece { input, output, rows: 1, elements, order: Order::Group, dtype: DType::F32 }
-    }
-
-    /// Once.
-    fn act(&mut self, pattern: Pattern, elements: usize) -> Result<(), CommError> {
-        let place = ProgramPlace::outside(pattern.name());
-        self.comm.at(place);
-        let piece = self.piece(elements);
+    /// What this rank does for it once.
+    fn calls(&self, pattern: Pattern, elements: usize) -> Vec<Arc<CommunicationCall>> {
+        let (input, output) = (self.input.pointer().cast_const(), self.output.pointer());
+        let piece = Piece { input, output, rows: 1, elements, order: Order::Group, dtype: DType::F32 };
+        let call = |action: &Action<'_>, piece: Piece| {
+            Arc::new(CommunicationCall::absolute(action, &[piece], ProgramPlace::outside(pattern.name())))
+        };
         match pattern {
-            // SAFETY: input and output are apart, this rank's alone, and have room for the whole.
-            Pattern::Together(kind) => unsafe { self.comm.collective(kind, &self.group, &[piece], place) },
+            Pattern::Together(kind) => vec![call(&Action::Together(kind, &self.group), piece)],
             Pattern::SendReceive => {
-                let Some((other, first)) = self.partner() else { return Ok(()) };
-                let (bytes, buffer) = (elements * WIDTH, self.send_buffer.as_mut_ptr().cast());
+                let Some((other, first)) = self.partner() else { return Vec::new() };
                 // The second answers with what it has received.
                 let data = if first { piece.input } else { piece.output.cast_const() };
-                // SAFETY: as above; the send buffer is this stream's alone.
-                let send = || unsafe { self.comm.send(other, 0, data, bytes, buffer, 1, place) };
-                // SAFETY: as above.
-                let receive = || unsafe { self.comm.receive(other, 0, piece.output, bytes, place) };
-                if first {
-                    send()?;
-                    receive()
-                } else {
-                    receive()?;
-                    send()
-                }
+                let send_buffer = self.send_buffer.pointer();
+                let send = Action::Send { to: other, tag: TAG, send_buffer, copies: 1 };
+                let send = call(&send, Piece { input: data, ..piece });
+                let receive = call(&Action::Receive { from: other, tag: TAG }, piece);
+                if first { vec![send, receive] } else { vec![receive, send] }
             }
         }
     }
 
+    /// So many times, and to the end of the last.
+    fn run(&self, pattern: Pattern, calls: &[Arc<CommunicationCall>], times: usize) -> Result<(), CommError> {
+        let mut last = None;
+        for call in (0..times).flat_map(|_| calls) {
+            last = Some(self.subject.enqueue(0, call, ProgramPlace::outside(pattern.name()))?);
+        }
+        last.map_or(Ok(()), |last| self.subject.wait(0, last))
+    }
+
     /// The rank that this one sends messages to and fro with, and whether it begins.
     fn partner(&self) -> Option<(usize, bool)> {
-        let (rank, first) = (self.comm.rank(), self.comm.rank().is_multiple_of(2));
+        let rank = self.subject.comm().rank();
+        let first = rank.is_multiple_of(2);
         let other = if first { rank + 1 } else { rank - 1 };
-        (other < self.comm.ranks()).then_some((other, first))
+        (other < self.group.ranks.len()).then_some((other, first))
     }
 
     /// What every rank measured.
     fn all(&mut self, mine: Duration) -> Result<Vec<f64>, CommError> {
-        let (mine, mut all) = (mine.as_secs_f64(), vec![0.0f64; self.comm.ranks()]);
-        let (input, output) = ((&raw const mine).cast(), all.as_mut_ptr().cast());
+        let [one, all] = &mut self.told;
+        one.write(0, &mine.as_secs_f64().to_ne_bytes());
+        let (input, output) = (one.pointer().cast_const(), all.pointer());
         let piece = Piece { input, output, rows: 1, elements: 1, order: Order::Group, dtype: DType::F64 };
-        let place = ProgramPlace::outside("bench");
-        self.comm.at(place);
-        // SAFETY: both are this call's.
-        unsafe { self.comm.collective(Collective::AllGather, &self.group, &[piece], place)? };
-        Ok(all)
+        self.subject.collective(Collective::AllGather, &self.group, &[piece], ProgramPlace::outside("bench"))?;
+        Ok(all.read().as_chunks().0.iter().map(|bytes| f64::from_ne_bytes(*bytes)).collect())
     }
 
     /// Refuses a result that is not right.
     fn check(&self, pattern: Pattern, elements: usize, bytes: usize) -> Result<(), MeasureError> {
-        let (rank, ranks) = (self.comm.rank(), self.comm.ranks());
+        let (rank, ranks) = (self.subject.comm().rank(), self.group.ranks.len());
         let sum = |element: usize| (0..ranks).map(|other| value(other, element)).sum::<f32>();
         let (count, right): (usize, Box<dyn Fn(usize) -> f32>) = match pattern {
             Pattern::Together(Collective::AllReduce) => (elements, Box::new(sum)),
@@ -255,11 +280,13 @@ impl Bench<'_> {
             },
         };
         let step = (count / CHECKED).max(1);
-        let wrong = (0..count).step_by(step).chain([count - 1]).find(|i| self.output[*i] != right(*i));
+        let output = self.output.read();
+        let found = |i: usize| output.as_chunks().0.get(i).map_or(f32::NAN, |bytes| f32::from_ne_bytes(*bytes));
+        let wrong = (0..count).step_by(step).chain([count - 1]).find(|i| found(*i) != right(*i));
         match wrong {
             None => Ok(()),
             Some(element) => {
-                let (found, expected) = (self.output[element], right(element));
+                let (found, expected) = (found(element), right(element));
                 Err(MeasureError::Wrong { pattern, bytes, rank, element, found, expected })
             }
         }
@@ -269,8 +296,7 @@ impl Bench<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::{Communicator, threads};
-    use std::sync::Arc;
+    use crate::comm::{Communicator, HostCommunicator, threads};
 
     /// A communicator that spoils one kind of collective, or none.
     struct Spoils(Arc<crate::comm::ThreadCommunicator>, Option<Collective>);
@@ -340,18 +366,18 @@ mod tests {
         }
     }
 
-    fn on(comms: &[Spoils], sizes: &[usize]) -> Vec<Result<Vec<Measured>, MeasureError>> {
+    fn on(ranks: usize, spoiled: Option<Collective>, sizes: &[usize]) -> Vec<Result<Vec<Measured>, MeasureError>> {
+        let comms = threads(ranks, Duration::from_secs(20)).into_iter();
+        let subjects: Vec<_> = comms.map(|comm| Subject::inline(Arc::new(Spoils(comm, spoiled)))).collect();
         std::thread::scope(|scope| {
-            let run = |comm| {
-                move || {
-                    let result = measure(comm, &Pattern::ALL, sizes, 1e-3, &mut |_| ());
-                    if let Err(MeasureError::Wrong { .. }) = &result {
-                        comm.fail("wrong");
-                    }
-                    result
+            let run = |subject: &Subject| {
+                let result = measure(subject, &Pattern::ALL, sizes, 1e-3, &mut |_| ());
+                if let Err(MeasureError::Wrong { .. }) = &result {
+                    subject.comm().fail("wrong");
                 }
+                result
             };
-            let threads: Vec<_> = comms.iter().map(|comm| scope.spawn(run(comm as &dyn HostCommunicator))).collect();
+            let threads: Vec<_> = subjects.iter().map(|subject| scope.spawn(move || run(subject))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
     }
@@ -359,8 +385,7 @@ mod tests {
     #[test]
     fn every_pattern_is_measured_at_every_size_alike_on_all_ranks() {
         for ranks in [2, 3] {
-            let comms = threads(ranks, Duration::from_secs(20)).into_iter().map(|comm| Spoils(comm, None));
-            let found = on(&comms.collect::<Vec<_>>(), &[4, 1000, 100_000]);
+            let found = on(ranks, None, &[4, 1000, 100_000]);
             let all: Vec<_> = found.into_iter().map(Result::unwrap).collect();
             assert!(all.iter().all(|found| *found == all[0]), "ranks say different things");
             let found: Vec<_> = all[0].iter().map(|m| (m.pattern.name(), m.bytes)).collect();
@@ -377,8 +402,7 @@ mod tests {
     #[test]
     fn wrong_results_are_found() {
         for kind in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift] {
-            let comms = threads(2, Duration::from_secs(20)).into_iter().map(|comm| Spoils(comm, Some(kind)));
-            let found = on(&comms.collect::<Vec<_>>(), &[1000]);
+            let found = on(2, Some(kind), &[1000]);
             let Err(error @ MeasureError::Wrong { rank: 1, element: 0, .. }) = &found[1] else { panic!("{found:?}") };
             assert!(error.to_string().starts_with(&format!("{kind} of 1000 B gave rank 1 ")), "{error}");
         }

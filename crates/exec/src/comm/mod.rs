@@ -17,12 +17,14 @@ mod peers;
 pub mod processes;
 pub mod rates;
 mod rendezvous;
+mod subject;
 mod sum;
 #[cfg(test)]
 mod tests;
 pub mod threads;
 
 pub(crate) use peers::{has_waited, waited};
+pub use subject::{Memory, Subject};
 pub use threads::{ThreadCommunicator, threads};
 
 use lockstep_ir::{DType, units};

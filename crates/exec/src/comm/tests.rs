@@ -1,4 +1,4 @@
-use super::conformance::Subject;
+use super::Subject;
 use super::*;
 use std::sync::Arc;
 use std::thread::scope;

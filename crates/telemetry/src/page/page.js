@@ -253,9 +253,10 @@ function drags(u) {
     event.stopImmediatePropagation(); event.preventDefault();
     const [from, to] = range(), at = event.clientX, scale = (to - from) / u.over.clientWidth;
     moving = true; active = charts.find((chart) => chart.plot === u);
-    const move = (e) => { const by = (at - e.clientX) * scale; zoom(from + by, to + by); };
-    const up = () => { removeEventListener("mousemove", move); removeEventListener("mouseup", up); moving = false; load(); };
-    addEventListener("mousemove", move); addEventListener("mouseup", up);
+    // Before uPlot, which would move the cursors of all charts.
+    const move = (e) => { e.stopImmediatePropagation(); const by = (at - e.clientX) * scale; zoom(from + by, to + by); };
+    const up = () => { removeEventListener("mousemove", move, true); removeEventListener("mouseup", up); moving = false; load(); };
+    addEventListener("mousemove", move, true); addEventListener("mouseup", up);
   }, true);
 }
 let later = 0, frame = 0, active = null, moving = false;
@@ -277,24 +278,29 @@ function draw(fresh) {
   charts.forEach((chart) => { chart.stale = true; chart.fresh = chart.fresh || fresh; });
   next();
 }
-const FRAME_MS = 6;
-/** As many as a frame has time for; the next frame goes on. */
+/** A frame of this many ms looks fluid; where they take longer, fewer charts are drawn in each. */
+const FRAME_MS = 25;
+let allowed = 2, before = 0;
+/** As many charts as a frame has time for; the next frame goes on. What the browser does behind our drawing shows in the time from one frame to the next alone. */
 function next() {
   if (frame) return;
-  frame = requestAnimationFrame(() => {
+  frame = requestAnimationFrame((now) => {
     frame = 0;
-    const begin = performance.now(), wait = charts.filter((chart) => chart.visible && chart.stale);
+    const took = now - before;
+    before = now;
+    if (took < 250) allowed = took > FRAME_MS ? Math.max(1, allowed - 1) : Math.min(charts.length, allowed + 1);
+    const wait = charts.filter((chart) => chart.visible && chart.stale);
     wait.sort((a, b) => (b === active) - (a === active) || (a.painted || 0) - (b.painted || 0));
-    for (const chart of wait) {
-      if (performance.now() - begin > FRAME_MS) { next(); return; }
-      paint(chart);
-    }
+    wait.slice(0, allowed).forEach(paint);
+    if (wait.length > allowed) next();
   });
 }
 function paint(chart) {
   if (!series) return;
   chart.stale = false; chart.painted = performance.now();
-  if (!chart.fresh && chart.plot) { const [min, max] = range(); chart.plot.setScale("x", { min, max }); return; }
+  const [min, max] = range();
+  // A batch draws before it returns; otherwise uPlot draws when all charts have been asked to.
+  if (!chart.fresh && chart.plot) { chart.plot.batch(() => chart.plot.setScale("x", { min, max })); return; }
   chart.fresh = false;
   if (!chart.lines) chart.lines = lines(chart);
   const x = xs(), empty = new Array(x.length).fill(null), data = [x];
@@ -308,7 +314,7 @@ function paint(chart) {
     }
   });
   if (!chart.plot) make(chart, data);
-  else { chart.plot.batch(() => { chart.plot.setData(data, false); const [min, max] = range(); chart.plot.setScale("x", { min, max }); }); }
+  else chart.plot.batch(() => { chart.plot.setData(data, false); chart.plot.setScale("x", { min, max }); });
   if (chart.plot.cursor.idx == null) latest(chart);
 }
 /** Makes the charts anew, as after another theme or smoothing. */

@@ -1,8 +1,8 @@
 //! The conformance suite on processes.
 
 use super::{JoinError, ProcessCommunicator, Start, host_at, join};
-use crate::comm::conformance::{Subject, check_apart};
-use crate::comm::{Communicator, ProgramPlace};
+use crate::comm::conformance::check_apart;
+use crate::comm::{Communicator, ProgramPlace, Subject};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 use super::inbox::Buffer;
 use super::*;
-use crate::comm::Order;
-use crate::comm::conformance::{self, Subject};
+use crate::comm::conformance;
+use crate::comm::{Order, Subject};
 use lockstep_ir::DType;
 use std::net::{TcpListener, TcpStream};
 use std::thread::scope;

@@ -1,4 +1,4 @@
-//! Ranks that share a device or have one each, for the conformance suite of communicators.
+//! Ranks that share a device or have one each, to be tried out: by the conformance suite of communicators, by measurements.
 
 use crate::CudaError;
 use crate::device_queue::{CaptureTurn, DeviceQueue};
@@ -7,16 +7,15 @@ use crate::gpu::Gpu;
 use crate::nccl_queue::NcclQueue;
 use crate::nccl_world::NcclWorld;
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::conformance::{self, Subject};
 use lockstep_exec::comm::processes::ProcessCommunicator;
-use lockstep_exec::comm::threads;
+use lockstep_exec::comm::{Memory as RankMemory, Subject, threads};
 use lockstep_exec::communication::{CommunicationQueue, Connection};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// As many ranks that share a device, for [`conformance::check`].
-pub fn ranks(gpu: &Arc<Gpu>, count: usize, timeout: Duration) -> Result<Vec<Subject>, ExecError> {
+/// As many ranks that share a device.
+pub fn subjects(gpu: &Arc<Gpu>, count: usize, timeout: Duration) -> Result<Vec<Subject>, ExecError> {
     let subject = |comm| {
         let queue = || -> Result<Box<dyn CommunicationQueue>, ExecError> {
             Ok(Box::new(DeviceQueue::new(gpu, &comm, &Arc::new(Stream::new(&gpu.device)?), &CaptureTurn::default())))
@@ -27,9 +26,8 @@ pub fn ranks(gpu: &Arc<Gpu>, count: usize, timeout: Duration) -> Result<Vec<Subj
     threads(count, timeout).into_iter().map(subject).collect()
 }
 
-/// This process as a rank of several over NCCL, for [`conformance::check_rank`], whose connections these are; `ordered` promises
-/// the bits of sums.
-pub fn process_rank(
+/// This process as a rank of several over NCCL, with the connections that it will use; `ordered` promises the bits of sums.
+pub fn process_subject(
     gpu: &Arc<Gpu>,
     comm: Arc<ProcessCommunicator>,
     connections: &[Connection],
@@ -38,7 +36,7 @@ pub fn process_rank(
     let world = Arc::new(NcclWorld::connect(gpu, &comm, connections)?);
     let queue = || -> Result<Box<dyn CommunicationQueue>, ExecError> {
         let stream = Arc::new(Stream::with_priority(&gpu.device, Priority::Collectives)?);
-        Ok(Box::new(NcclQueue::new(gpu, &world, &stream, ordered)?))
+        Ok(Box::new(NcclQueue::new(gpu, &world, &stream, (ordered, false))?))
     };
     let (queues, slab) = ([queue()?, queue()?], Slab::new(gpu)?);
     let subject = Subject::new(comm, queues, move |bytes| Box::new(slab.part(bytes)));
@@ -48,7 +46,7 @@ pub fn process_rank(
 /// Memory that tensors get parts of. The suite takes and gives back many, and while messages are under way nothing may be freed:
 /// that waits for all that the device does.
 struct Slab {
-    memory: Memory,
+    gpu: Arc<Gpu>,
     stream: Stream,
     state: Mutex<Parts>,
 }
@@ -56,38 +54,47 @@ struct Slab {
 struct Parts {
     /// What goes to the device and comes from there passes through.
     pinned: Pinned,
-    /// Bytes that have been taken once.
+    /// The last is the one that parts are taken of, and so much of it is taken.
+    memory: Vec<Memory>,
     used: u64,
     /// Parts that were given back, by size.
     free: BTreeMap<u64, Vec<Address>>,
 }
 
-/// Bytes of one rank's, and those that are copied at a time.
+/// Bytes that are taken of the device at least, and those that are copied at a time.
 const SLAB: u64 = 256 << 20;
 const PINNED: usize = 1 << 20;
 
 impl Slab {
     fn new(gpu: &Arc<Gpu>) -> Result<Arc<Self>, CudaError> {
-        let (memory, stream) = (Memory::new(&gpu.device, SLAB)?, Stream::new(&gpu.device)?);
-        let parts = Parts { pinned: Pinned::new(&gpu.device, PINNED)?, used: 0, free: BTreeMap::new() };
-        Ok(Arc::new(Self { memory, stream, state: Mutex::new(parts) }))
+        let memory = vec![Memory::new(&gpu.device, SLAB)?];
+        let parts = Parts { pinned: Pinned::new(&gpu.device, PINNED)?, memory, used: 0, free: BTreeMap::new() };
+        Ok(Arc::new(Self { gpu: gpu.clone(), stream: Stream::new(&gpu.device)?, state: Mutex::new(parts) }))
     }
 
     fn state(&self) -> MutexGuard<'_, Parts> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The suite has no use for a device that fails.
+    /// There is no use for a device that fails.
     fn part(self: &Arc<Self>, bytes: usize) -> DeviceMemory {
         let room = (bytes as u64).next_power_of_two().max(ALIGNMENT);
         let mut state = self.state();
-        let base = state.free.get_mut(&room).and_then(Vec::pop).unwrap_or_else(|| {
-            state.used += room;
-            assert!(state.used <= SLAB, "the suite takes more than {SLAB} bytes");
-            self.memory.base + state.used - room
-        });
+        let base = state.free.get_mut(&room).and_then(Vec::pop).unwrap_or_else(|| state.take(&self.gpu, room));
         drop(state);
         DeviceMemory { slab: self.clone(), base, bytes, room }
+    }
+}
+
+impl Parts {
+    fn take(&mut self, gpu: &Gpu, room: u64) -> Address {
+        if self.memory.last().is_none_or(|last| self.used + room > last.bytes) {
+            let memory = Memory::new(&gpu.device, SLAB.max(room));
+            self.memory.push(memory.unwrap_or_else(|error| panic!("{error}")));
+            self.used = 0;
+        }
+        self.used += room;
+        self.memory[self.memory.len() - 1].base + self.used - room
     }
 }
 
@@ -104,7 +111,7 @@ impl Drop for DeviceMemory {
     }
 }
 
-impl conformance::Memory for DeviceMemory {
+impl RankMemory for DeviceMemory {
     fn pointer(&self) -> *mut u8 {
         self.base as usize as *mut u8
     }

@@ -1,12 +1,12 @@
-//! A rank under test: its communicator, its queues, and the memory that it communicates from.
+//! A rank that is tried out: its communicator, its queues, and the memory that it communicates from.
 
 use crate::comm::{Collective, CommError, Communicator, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
-use crate::communication::{Action, CommunicationCall, CommunicationQueue, CommunicationThread, Inline};
+use crate::communication::{Action, CommunicationCall, CommunicationQueue, CommunicationThread, Enqueued, Inline};
 use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A rank under test.
+/// A rank that is tried out, whatever carries its bytes.
 pub struct Subject {
     comm: Arc<dyn Communicator>,
     /// By channel.
@@ -43,7 +43,7 @@ impl Subject {
         Self { any_order: true, ..self }
     }
 
-    pub(super) fn any_order(&self) -> bool {
+    pub(in crate::comm) fn any_order(&self) -> bool {
         self.any_order
     }
 
@@ -62,11 +62,17 @@ impl Subject {
         Ok(Self::new(comm, queues, |bytes| Box::new(HostMemory::new(bytes))))
     }
 
-    pub(super) fn comm(&self) -> &dyn Communicator {
+    /// Its communicator.
+    pub fn comm(&self) -> &dyn Communicator {
         self.comm.as_ref()
     }
 
-    pub(super) fn collective(
+    /// So many bytes of its memory.
+    pub(in crate::comm) fn memory(&self, bytes: usize) -> Box<dyn Memory> {
+        (self.memory)(bytes)
+    }
+
+    pub(in crate::comm) fn collective(
         &self,
         kind: Collective,
         group: &RankGroup,
@@ -77,7 +83,7 @@ impl Subject {
     }
 
     /// Sends so many bytes by a send buffer of so many copies.
-    pub(super) fn send(
+    pub(in crate::comm) fn send(
         &self,
         to: usize,
         tag: u32,
@@ -88,7 +94,7 @@ impl Subject {
         self.run(0, &Action::Send { to, tag, send_buffer, copies }, &[message(data, bytes)], place)
     }
 
-    pub(super) fn receive(
+    pub(in crate::comm) fn receive(
         &self,
         from: usize,
         tag: u32,
@@ -100,23 +106,41 @@ impl Subject {
 
     fn run(&self, queue: usize, action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
         let call = Arc::new(CommunicationCall::absolute(action, pieces, place));
+        let number = self.enqueue(queue, &call, place)?;
+        self.wait(queue, number)
+    }
+
+    /// Enqueues a call of pieces of its memory.
+    pub(in crate::comm) fn enqueue(
+        &self,
+        queue: usize,
+        call: &Arc<CommunicationCall>,
+        place: ProgramPlace,
+    ) -> Result<Enqueued, CommError> {
         let slot = Slot::new(0, place.micro_batch);
-        let mut queue = self.queues[queue].lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the suite's buffers live until the rank has left, and nobody else uses them; they overlap only as allowed.
-        let number = unsafe { queue.enqueue(&call, std::ptr::null_mut(), slot)? };
-        queue.wait(number)
+        // SAFETY: buffers live until the rank has left, and nobody else uses them; they overlap only as allowed.
+        unsafe { self.queue(queue).enqueue(call, std::ptr::null_mut(), slot) }
+    }
+
+    /// Returns when it has ended, and all before it.
+    pub(in crate::comm) fn wait(&self, queue: usize, number: Enqueued) -> Result<(), CommError> {
+        self.queue(queue).wait(number)
+    }
+
+    fn queue(&self, queue: usize) -> MutexGuard<'_, Box<dyn CommunicationQueue>> {
+        self.queues[queue].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns when what it sent is taken, or the run has ended.
-    pub(super) fn finish(&self) {
-        for queue in &self.queues {
+    pub(in crate::comm) fn finish(&self) {
+        for queue in 0..self.queues.len() {
             // An error is the run's, which others see as well.
-            let _ = queue.lock().unwrap_or_else(PoisonError::into_inner).finish();
+            let _ = self.queue(queue).finish();
         }
     }
 
     /// Ends the rank's program.
-    pub(super) fn leave(&self) {
+    pub fn leave(&self) {
         self.finish();
         self.comm.leave();
     }
@@ -151,41 +175,7 @@ impl Memory for HostMemory {
     }
 
     fn read(&self) -> Vec<u8> {
-        self.words.iter().flat_map(|word| word.to_ne_bytes()).collect()
-    }
-}
-
-/// Memory with a margin that nobody may write to.
-pub(super) struct Buffer {
-    memory: Box<dyn Memory>,
-    bytes: usize,
-}
-
-impl Buffer {
-    const MARGIN: u8 = 0xa5;
-
-    pub fn new(subject: &Subject, bytes: usize) -> Self {
-        let all = (bytes.div_ceil(8) + 8) * 8;
-        let mut memory = (subject.memory)(all);
-        memory.write(0, &vec![Self::MARGIN; all]);
-        Self { memory, bytes }
-    }
-
-    pub fn pointer(&mut self) -> *mut u8 {
-        self.memory.pointer()
-    }
-
-    pub fn write(&mut self, at: usize, data: &[u8]) {
-        self.memory.write(at, data);
-    }
-
-    pub fn bytes(&self) -> Vec<u8> {
-        let mut bytes = self.memory.read();
-        bytes.truncate(self.bytes);
-        bytes
-    }
-
-    pub fn intact(&self) -> bool {
-        self.memory.read()[self.bytes..].iter().all(|&byte| byte == Self::MARGIN)
+        // SAFETY: inside the vector, whose words are bytes as well.
+        unsafe { std::slice::from_raw_parts(self.pointer(), self.words.len() * 8) }.to_vec()
     }
 }
