@@ -21,8 +21,8 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// Lines that no test runs, by reason. More of them is a decision.
-const NOT_RUN: [(&str, usize); 4] = [("cluster", 8), ("gpu", 24), ("install", 7), ("slow", 21)];
+/// How many lines may be left out, by reason. More of them is a decision, and so is another reason.
+const NOT_RUN: [(&str, usize); 4] = [("cluster", 12), ("gpu", 30), ("install", 10), ("slow", 25)];
 
 /// All lines that are run must be at least so many.
 const RUN: usize = 110;
@@ -164,8 +164,11 @@ fn every_command_of_the_book_is_run_or_counted() {
     }
     let run = counts.remove("").unwrap_or(0);
     assert!(run >= RUN, "{run} lines are run");
-    let counted = NOT_RUN.map(|(reason, lines)| (reason.to_owned(), lines));
-    assert_eq!(counts, BTreeMap::from(counted), "lines that are not run, by reason: change NOT_RUN if that is meant");
+    for (reason, lines) in &counts {
+        let most = NOT_RUN.iter().find(|(known, _)| known == reason).map_or(0, |(_, most)| *most);
+        assert!(*lines <= most, "{lines} lines are not run, as `sh {reason}`: change NOT_RUN if that is meant");
+    }
+    println!("{run} lines are run; not run, by reason: {counts:?}");
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub unsafe fn queue(
             let (ranks, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
             let args: &[_] = if kind.sums() { args![code, ranks, zigzag] } else { args![ranks, zigzag] };
             // SAFETY: the caller vouches for the pieces; the words are the kernel's struct.
-            unsafe { kernels.launch_with(stream, ("collectives", name), grid, THREADS, Some(&words), args)? };
+            unsafe { kernels.launch_with(stream, ("collectives", name), grid, (THREADS, 0), Some(&words), args)? };
         }
     }
     Ok(())
@@ -147,7 +147,7 @@ unsafe fn launch(
     words.resize(WORDS, 0);
     let grid = [largest.div_ceil(THREADS).min(BLOCKS), tensors, 1];
     // SAFETY: the caller vouches.
-    unsafe { kernels.launch_with(stream, ("collectives", name), grid, THREADS, Some(&words), args) }
+    unsafe { kernels.launch_with(stream, ("collectives", name), grid, (THREADS, 0), Some(&words), args) }
 }
 
 fn adding(dtype: DType) -> Result<&'static str, CudaError> {

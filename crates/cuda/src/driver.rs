@@ -49,6 +49,8 @@ functions! {
     event_destroy = c"cuEventDestroy_v2": fn(Handle) -> c_int;
     module_load = c"cuModuleLoadData": fn(*mut Handle, *const c_void) -> c_int;
     module_function = c"cuModuleGetFunction": fn(*mut Handle, Handle, *const c_char) -> c_int;
+    function_attribute = c"cuFuncSetAttribute": fn(Handle, c_int, c_int) -> c_int;
+    tensor_map = c"cuTensorMapEncodeTiled": fn(*mut u64, c_int, c_uint, Address, *const u64, *const u64, *const c_uint, *const c_uint, c_int, c_int, c_int, c_int) -> c_int;
     launch = c"cuLaunchKernel": fn(Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void) -> c_int;
     capture_begin = c"cuStreamBeginCapture_v2": fn(Handle, c_uint) -> c_int;
     capture_end = c"cuStreamEndCapture": fn(Handle, *mut Handle) -> c_int;
@@ -695,7 +697,7 @@ impl Module {
 }
 
 impl Function {
-    /// Queues a launch.
+    /// Queues a launch with so many bytes of shared memory besides what the kernel declares.
     ///
     /// # Safety
     /// `args` are addresses of values of the types of its parameters, and what they point at is theirs.
@@ -707,8 +709,14 @@ impl Function {
         shared: usize,
         args: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
+        const MOST_DYNAMIC_SHARED: c_int = 8;
         let driver = stream.device.driver;
         let [x, y, z] = grid;
+        if shared > 0 {
+            // SAFETY: the function is loaded.
+            let status = unsafe { (driver.function_attribute)(self.0, MOST_DYNAMIC_SHARED, shared as c_int) };
+            driver.check("cuFuncSetAttribute", status)?;
+        }
         // SAFETY: the caller vouches.
         let status = unsafe {
             (driver.launch)(

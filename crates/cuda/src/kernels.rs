@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 15] = [
+pub const SOURCES: [(&str, &str); 18] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -17,12 +17,15 @@ pub const SOURCES: [(&str, &str); 15] = [
     ("documents", include_str!("../kernels/documents.cu")),
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
+    ("experts", include_str!("../kernels/experts.cu")),
+    ("grouped", include_str!("../kernels/grouped.cu")),
     ("loss", include_str!("../kernels/loss.cu")),
     ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),
     ("norm", include_str!("../kernels/norm.cu")),
     ("optimizer", include_str!("../kernels/optimizer.cu")),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
+    ("router", include_str!("../kernels/router.cu")),
     ("sections", include_str!("../kernels/sections.cu")),
     ("sums", include_str!("../kernels/sums.cu")),
 ];
@@ -110,6 +113,16 @@ impl Kernels {
         Ok(Self { device: device.clone(), modules, functions: RwLock::default() })
     }
 
+    /// Compute capability of the device that they are for, as 10 × major + minor.
+    pub fn capability(&self) -> u32 {
+        self.device.capability
+    }
+
+    /// Its multiprocessors.
+    pub fn processors(&self) -> usize {
+        self.device.processors as usize
+    }
+
     fn function(&self, source: &str, name: &str) -> Result<Function, CudaError> {
         let key = format!("{source}/{name}");
         // Many threads launch kernels; few are the first to launch one.
@@ -136,10 +149,10 @@ impl Kernels {
         args: &[Value],
     ) -> Result<(), CudaError> {
         // SAFETY: the caller vouches.
-        unsafe { self.launch_with(stream, kernel, grid, threads, None, args) }
+        unsafe { self.launch_with(stream, kernel, grid, (threads, 0), None, args) }
     }
 
-    /// The same for a kernel whose first parameter is a struct, given as its bytes.
+    /// The same for a kernel whose first parameter is a struct, given as its bytes, with bytes of shared memory besides threads.
     ///
     /// # Safety
     /// As for [`Kernels::launch`].
@@ -148,7 +161,7 @@ impl Kernels {
         stream: &Stream,
         (source, name): (&str, &str),
         grid: [usize; 3],
-        threads: usize,
+        (threads, shared): (usize, usize),
         first: Option<&[u64]>,
         args: &[Value],
     ) -> Result<(), CudaError> {
@@ -169,6 +182,6 @@ impl Kernels {
         let count = args.len() + usize::from(first.is_some());
         let grid = grid.map(|n| n as u32);
         // SAFETY: the caller vouches for the arguments.
-        unsafe { function.launch(stream, grid, threads as u32, 0, &mut pointers[..count]) }
+        unsafe { function.launch(stream, grid, threads as u32, shared, &mut pointers[..count]) }
     }
 }

@@ -30,6 +30,7 @@ mod progress;
 mod staging;
 mod subjects;
 mod survey;
+mod tensor_map;
 
 pub use device_queue::CaptureTurn;
 pub use driver::{Device, end_if_abandoned};

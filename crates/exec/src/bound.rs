@@ -1,6 +1,6 @@
 //! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
 
-use crate::{ExecError, Remedy};
+use crate::ExecError;
 use lockstep_ir::op::{Elem, IGNORED_TARGET, TypeVar};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Offsets, Role, Slot, StepProgram, Sum, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Run, Span, TypeError};
@@ -284,10 +284,6 @@ pub fn check_scratch(
         let gradients = instr.outputs.iter().enumerate().find_map(sums).unwrap_or(DType::F32);
         let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
         let profile = profiles.entry((bound.float, gradients)).or_insert_with(|| profile(bound.float, gradients));
-        if profile.lacks.contains(&instr.op.kind()) {
-            let text = format!("{} has no kernel for this device yet", instr.op.name());
-            return Err(ExecError::Device { text, remedy: Some(Remedy::OtherDevice) });
-        }
         let needed = profile.workspace(&instr.op, &types).map_err(|e| ExecError::Internal(e.to_string()))?;
         let planned = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
         if planned < needed {

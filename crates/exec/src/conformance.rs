@@ -47,8 +47,8 @@ fn tolerance(compute: DType) -> f64 {
     }
 }
 
-/// Runs every op of the table that the device has a kernel for, with parameters and activations in `compute`; `profile` is the device's, for sums that are
-/// not in f32. `batch_invariant` says whether the executor promises that a sequence's bits do not depend on its neighbours.
+/// Runs every op of the table with parameters and activations in `compute`; `profile` is the device's, for sums that are not in
+/// f32. `batch_invariant` says whether the executor promises that a sequence's bits do not depend on its neighbours.
 pub fn run(
     profile: &DeviceProfile,
     compute: DType,
@@ -57,8 +57,7 @@ pub fn run(
     load: Load,
 ) -> Result<Vec<CaseOutcome>, ExecError> {
     let mut outcomes = Vec::new();
-    let there = |sample: &Sample| !profile.lacks.contains(&sample.op.kind());
-    for sample in kernel_samples(1).chain(kernel_samples(BATCH)).filter(there) {
+    for sample in kernel_samples(1).chain(kernel_samples(BATCH)) {
         let usual = |(_, draw): &(TensorType, Draw)| !matches!(draw, Draw::Scaled(by) if *by != 1.0);
         for sums in gradient_types(&sample.op).iter().copied() {
             // Fixed point has a range of its own.
@@ -81,7 +80,7 @@ pub fn run(
     if batch_invariant {
         for (together, alone) in per_kind(BATCH).into_iter().zip(per_kind(1)) {
             // Samples that stand alone have no partner.
-            for (together, alone) in together.into_iter().zip(alone).filter(|(sample, _)| there(sample)) {
+            for (together, alone) in together.into_iter().zip(alone) {
                 outcomes.extend(check_batch_invariance(profile, compute, load, together, alone, seed)?);
             }
         }

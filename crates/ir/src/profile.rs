@@ -23,8 +23,6 @@ pub struct DeviceProfile {
     pub fusions: Vec<Fusion>,
     /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel behind them.
     pub faster: Vec<FusedMatmul>,
-    /// Ops that it has no kernel for: their programs can be planned, and not loaded.
-    pub lacks: &'static [OpKind],
 }
 
 /// Scratch bytes of one kernel: a constant plus terms that grow with the op's dimensions.
@@ -86,7 +84,6 @@ mod tests {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
-            lacks: &[],
         };
         let bytes = |seq: usize| {
             let x = TensorType::new(
@@ -111,7 +108,6 @@ mod tests {
             workspaces_with_optional: of(2),
             fusions: Vec::new(),
             faster: Vec::new(),
-            lacks: &[],
         };
         let (b, s) = (Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4));
         let dx = TensorType::new(DType::F32, [b.clone(), s.clone(), Dim::new(Axis::Embed, 7)]);

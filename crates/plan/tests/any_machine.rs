@@ -33,7 +33,6 @@ impl Machine for Described {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
-            lacks: &[],
         }
     }
 }

@@ -31,7 +31,6 @@ impl Machine for Gpus {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
-            lacks: &[],
         }
     }
 }

@@ -109,7 +109,6 @@ pub(crate) mod tests {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
-            lacks: &[],
         };
         let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
         (

@@ -10,7 +10,7 @@ use lockstep_ir::DType;
 use lockstep_ir::op::Rows;
 
 /// Where the loss scale stands among the step's scalars, in bytes.
-const LOSS_SCALE: u64 = 4 * 5;
+pub const LOSS_SCALE: u64 = 4 * 5;
 
 /// Threads of a row of logits.
 fn row_threads(call: Call, v: usize) -> usize {

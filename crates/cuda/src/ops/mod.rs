@@ -2,7 +2,9 @@
 
 mod elements;
 mod embedding;
+mod experts;
 pub mod fused;
+mod grouped;
 mod head;
 mod linear;
 mod naive;
@@ -10,6 +12,7 @@ mod norm;
 mod optimizer;
 mod orthogonal;
 mod pointwise;
+mod router;
 mod sections;
 
 use norm::Kind;
@@ -55,6 +58,12 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         (OpKind::VocabLogits, fixed(WORKSPACE)),
         (OpKind::VocabLoss, of(0, &[(4, "bs")])),
         (OpKind::VocabGrad, vocab_grad),
+        (OpKind::RouterLoss, of(0, &[(4, "bs")])),
+        (OpKind::GroupedLinear, experts::scratch()),
+        (OpKind::GroupedLinearEach, experts::scratch()),
+        (OpKind::GroupedGradInput, experts::scratch()),
+        (OpKind::GroupedGradWeight, experts::weight_scratch(compute)),
+        (OpKind::GroupedGradWeightEach, experts::weight_scratch(compute)),
     ]);
     let workspaces_with_optional = BTreeMap::from([
         (OpKind::Attention, attention::documents::scratch(compute)),
@@ -74,26 +83,8 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         workspaces_with_optional,
         fusions: Fusion::ALL.to_vec(),
         faster: Vec::new(),
-        lacks: LACKS,
     }
 }
-
-/// Ops that there are no kernels for yet: mixtures of experts.
-const LACKS: &[OpKind] = &[
-    OpKind::Route,
-    OpKind::RouteGrad,
-    OpKind::ExpertCounts,
-    OpKind::RouterLoss,
-    OpKind::RouterLossGrad,
-    OpKind::GroupedLinear,
-    OpKind::GroupedLinearEach,
-    OpKind::GroupedGradInput,
-    OpKind::GroupedGradWeight,
-    OpKind::GroupedGradWeightEach,
-    OpKind::Combine,
-    OpKind::SumChoices,
-    OpKind::CombineGrad,
-];
 
 /// Ops that are an expression of every element `x`, as lines of `kernels/map.cu`.
 macro_rules! maps {
@@ -181,19 +172,19 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::VocabGrad { rows } => head::vocab_grad(call, rows),
             Op::JoinRows => head::join_rows(call),
             Op::Part { .. } => sections::part(call),
-            Op::Route { .. }
-            | Op::RouteGrad { .. }
-            | Op::ExpertCounts { .. }
-            | Op::RouterLoss { .. }
-            | Op::RouterLossGrad { .. }
-            | Op::GroupedLinear
-            | Op::GroupedLinearEach
-            | Op::GroupedGradInput
-            | Op::GroupedGradWeight { .. }
-            | Op::GroupedGradWeightEach { .. }
-            | Op::Combine
-            | Op::SumChoices
-            | Op::CombineGrad => Err(CudaError::Internal(format!("{} has no kernel", call.bound.op.name()))),
+            Op::Route { ref how } => router::route(call, how),
+            Op::RouteGrad { ref how } => router::route_grad(call, how),
+            Op::ExpertCounts { .. } => router::counts(call),
+            Op::RouterLoss { balance, z } => router::router_loss(call, balance, z),
+            Op::RouterLossGrad { balance, z } => router::router_loss_grad(call, balance, z),
+            Op::GroupedLinear => experts::linear(call, call.size('y')),
+            Op::GroupedLinearEach => experts::linear(call, 1),
+            Op::GroupedGradInput => experts::grad_input(call),
+            Op::GroupedGradWeight { .. } => experts::grad_weight(call, call.size('y')),
+            Op::GroupedGradWeightEach { .. } => experts::grad_weight(call, 1),
+            Op::Combine => experts::combine(call, true),
+            Op::SumChoices => experts::combine(call, false),
+            Op::CombineGrad => experts::combine_grad(call),
             Op::AllReduce { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }

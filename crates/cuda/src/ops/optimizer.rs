@@ -79,7 +79,14 @@ impl<const WORDS: usize> Many<WORDS> {
         let grid = [self.blocks, 1, 1];
         // SAFETY: the caller vouches.
         unsafe {
-            call.kernels.launch_with(call.stream, ("optimizer", name), grid, THREADS, Some(&self.words()), args)?;
+            call.kernels.launch_with(
+                call.stream,
+                ("optimizer", name),
+                grid,
+                (THREADS, 0),
+                Some(&self.words()),
+                args,
+            )?;
         }
         *self = Self::new();
         Ok(())

@@ -103,7 +103,6 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         workspaces_with_optional: BTreeMap::new(),
         fusions: Vec::new(),
         faster: Vec::new(),
-        lacks: &[],
     }
 }
 

@@ -78,11 +78,6 @@ fn ways() -> [Routing; 3] {
     ]
 }
 
-/// Weights of every expert.
-fn stack() -> (TensorType, Draw) {
-    normal([experts(), ffn(), embed()])
-}
-
 /// Of every expert of a token so many features.
 fn each(s: &Shapes, features: Dim) -> (TensorType, Draw) {
     let mut ty = s.act(choices());
@@ -93,6 +88,44 @@ fn each(s: &Shapes, features: Dim) -> (TensorType, Draw) {
 /// The experts of every token.
 fn chosen(s: &Shapes) -> (TensorType, Draw) {
     (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Below(EXPERTS as u32))
+}
+
+/// Tokens and weights of a grouped matmul: at odd sizes, and in blocks that tensor cores take, where two of three experts get all
+/// tokens.
+struct Grouped {
+    tokens: Shapes,
+    embed: Dim,
+    ffn: Dim,
+    experts: usize,
+    busy: u32,
+}
+
+impl Grouped {
+    fn all(batch: usize) -> Vec<Self> {
+        let odd = |tokens| Self { tokens, embed: embed(), ffn: ffn(), experts: EXPERTS, busy: EXPERTS as u32 };
+        let (wide, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
+        let blocks = Self { tokens: Shapes::new(batch), embed: wide, ffn, experts: 3, busy: 2 };
+        Shapes::any_leading(batch).map(odd).into_iter().chain([blocks]).collect()
+    }
+
+    /// Weights of every expert.
+    fn stack(&self) -> (TensorType, Draw) {
+        normal([Dim::new(Axis::Experts, self.experts), self.ffn.clone(), self.embed.clone()])
+    }
+
+    /// One row of a token.
+    fn x(&self) -> (TensorType, Draw) {
+        self.tokens.normal(self.embed.clone())
+    }
+
+    /// A row of each of a token's experts.
+    fn each(&self, features: &Dim) -> (TensorType, Draw) {
+        each(&self.tokens, features.clone())
+    }
+
+    fn chosen(&self) -> (TensorType, Draw) {
+        (chosen(&self.tokens).0, Draw::Below(self.busy))
+    }
 }
 
 /// One matmul for every expert of a token.
@@ -177,8 +210,8 @@ pub(super) static GROUPED_LINEAR: Spec = row(
     &[float("x", "…k"), float("w", "jnk"), u32("chosen", "…y")],
     &[float("y", "…yn")],
     |batch| {
-        let of = |s: Shapes| sample(Op::GroupedLinear, [s.normal(embed()), stack(), chosen(&s)]);
-        Shapes::any_leading(batch).map(of).into()
+        let of = |g: &Grouped| sample(Op::GroupedLinear, [g.x(), g.stack(), g.chosen()]);
+        Grouped::all(batch).iter().map(of).collect()
     },
 )
 .gradient(&[Input(0), Input(1), Input(2)])
@@ -190,8 +223,8 @@ pub(super) static GROUPED_LINEAR_EACH: Spec = row(
     &[float("x", "…yk"), float("w", "jnk"), u32("chosen", "…y")],
     &[float("y", "…yn")],
     |batch| {
-        let of = |s: Shapes| sample(Op::GroupedLinearEach, [each(&s, embed()), stack(), chosen(&s)]);
-        Shapes::any_leading(batch).map(of).into()
+        let of = |g: &Grouped| sample(Op::GroupedLinearEach, [g.each(&g.embed), g.stack(), g.chosen()]);
+        Grouped::all(batch).iter().map(of).collect()
     },
 )
 .gradient(&[Input(0), Input(1), Input(2)])
@@ -203,8 +236,8 @@ pub(super) static GROUPED_GRAD_INPUT: Spec = row(
     &[float("dy", "…yn"), float("w", "jnk"), u32("chosen", "…y")],
     &[float("dx", "…yk")],
     |batch| {
-        let of = |s: Shapes| sample(Op::GroupedGradInput, [each(&s, ffn()), stack(), chosen(&s)]);
-        Shapes::any_leading(batch).map(of).into()
+        let of = |g: &Grouped| sample(Op::GroupedGradInput, [g.each(&g.ffn), g.stack(), g.chosen()]);
+        Grouped::all(batch).iter().map(of).collect()
     },
 )
 .splits(&["…", "n", "k"])
@@ -215,8 +248,8 @@ pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
     &[float("dy", "…yn"), float("x", "…k"), u32("chosen", "…y")],
     &[accumulator("dw", "jnk")],
     |batch| {
-        let op = Op::GroupedGradWeight { experts: EXPERTS };
-        Shapes::any_leading(batch).map(|s| sample(op, [each(&s, ffn()), s.normal(embed()), chosen(&s)])).into()
+        let op = |g: &Grouped| Op::GroupedGradWeight { experts: g.experts };
+        Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.x(), g.chosen()])).collect()
     },
 )
 .sums(0)
@@ -232,8 +265,8 @@ pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
     &[float("dy", "…yn"), float("x", "…yk"), u32("chosen", "…y")],
     &[accumulator("dw", "jnk")],
     |batch| {
-        let op = Op::GroupedGradWeightEach { experts: EXPERTS };
-        Shapes::any_leading(batch).map(|s| sample(op, [each(&s, ffn()), each(&s, embed()), chosen(&s)])).into()
+        let op = |g: &Grouped| Op::GroupedGradWeightEach { experts: g.experts };
+        Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.each(&g.embed), g.chosen()])).collect()
     },
 )
 .sums(0)

@@ -30,7 +30,6 @@ impl Machine for PeerMachine {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
-            lacks: &[],
         }
     }
 }

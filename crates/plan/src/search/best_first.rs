@@ -70,21 +70,24 @@ pub(super) struct Search<'a> {
     /// By ranks of a split.
     pipes: BTreeMap<usize, Vec<Pipe>>,
     cuts: BTreeMap<PipeKey, Cuts>,
-    collectives: Mutex<BTreeMap<(Split, Data), DataCollectives>>,
+    collectives: Remembered<(Split, Data), DataCollectives>,
     /// By pipeline and micro-batches.
-    in_flight: Mutex<BTreeMap<(PipeKey, usize), InFlight>>,
-    in_flight_by_rank: Mutex<BTreeMap<(PipeKey, usize), Arc<Vec<InFlight>>>>,
+    in_flight: Remembered<(PipeKey, usize), InFlight>,
+    in_flight_by_rank: Remembered<(PipeKey, usize), Arc<Vec<InFlight>>>,
     /// Of small programs that have been compiled for choices.
-    known: Mutex<BTreeMap<(Key, Data), LayerCosts>>,
+    known: Remembered<(Key, Data), LayerCosts>,
     tally: Tally,
 }
+
+/// What threads have found out, by what it is of.
+type Remembered<K, V> = Mutex<BTreeMap<K, V>>;
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What is known under a key, or is found out now.
-fn remembered<K: Ord, V: Clone>(known: &Mutex<BTreeMap<K, V>>, key: K, find: impl FnOnce() -> V) -> V {
+fn remembered<K: Ord, V: Clone>(known: &Remembered<K, V>, key: K, find: impl FnOnce() -> V) -> V {
     let found = lock(known).get(&key).cloned();
     found.unwrap_or_else(|| {
         let value = find();

@@ -1,0 +1,294 @@
+// Mixtures of experts: rows in the order of their experts, matmuls by it, and sums over a token's experts. A row is one expert of
+// a token; `sharers` rows behind each other have one row of x.
+
+// As in `ops/experts.rs`.
+const int MOST_EXPERTS = 1024;
+// Experts' rows start at multiples of this, so that a tile of rows has one expert.
+const int TILE = 128;
+
+// counts[share][e]: how many of a block's `each` rows go to expert e.
+extern "C" __global__ void __launch_bounds__(1024)
+    count_rows(const u32 *chosen, u32 *counts, int rows, int each, int experts) {
+    __shared__ u32 found[MOST_EXPERTS];
+    for (int e = threadIdx.x; e < experts; e += 1024) found[e] = 0;
+    __syncthreads();
+    int first = blockIdx.x * each, end = min(first + each, rows);
+    for (int i = first + threadIdx.x; i < end; i += 1024) atomicAdd(found + min(chosen[i], (u32)experts - 1), 1u);
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += 1024) counts[(i64)blockIdx.x * experts + e] = found[e];
+}
+
+// order: rows sorted by expert, and of one expert in their order; -1 where there is none. starts[e]: where those of expert e start,
+// with the end of all behind; behind that how many each has. A block places what it counted.
+extern "C" __global__ void __launch_bounds__(1024)
+    place_rows(const u32 *chosen, const u32 *counts, int *order, int *starts, int rows, int each, int experts) {
+    __shared__ int next[MOST_EXPERTS], sums[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x;
+    int before = 0, all = 0;
+    if (e < experts)
+#pragma unroll 8
+        for (int share = 0; share < (int)gridDim.x; share++) {
+            int found = counts[(i64)share * experts + e];
+            before += share < (int)blockIdx.x ? found : 0;
+            all += found;
+        }
+    int padded = (all + TILE - 1) / TILE * TILE, sum = padded;
+    for (int step = 1; step < 32; step <<= 1) {
+        int y = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += y;
+    }
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        int whole = sums[lane];
+        for (int step = 1; step < 32; step <<= 1) {
+            int y = __shfl_up_sync(~0u, whole, step);
+            if (lane >= step) whole += y;
+        }
+        sums[lane] = whole;
+    }
+    __syncthreads();
+    int start = (warp ? sums[warp - 1] : 0) + sum - padded;
+    if (e < experts) {
+        next[e] = start + before;
+        if (blockIdx.x == 0) {
+            starts[e] = start;
+            starts[experts + 1 + e] = all;
+            if (e == experts - 1) starts[experts] = start + padded;
+            for (int i = all; i < padded; i++) order[start + i] = -1;
+        }
+    }
+    // Warps take turns, so that rows keep their order.
+    int first = blockIdx.x * each, end = min(first + each, rows);
+    for (int chunk = first; chunk < end; chunk += 1024) {
+        int row = chunk + threadIdx.x;
+        u32 expert = row < end ? min(chosen[row], (u32)experts - 1) : ~0u;
+        u32 same = __match_any_sync(~0u, expert);
+        int rank = __popc(same & ((1u << lane) - 1));
+        for (int turn = 0; turn < 32; turn++) {
+            __syncthreads();
+            if (turn != warp) continue;
+            int at = row < end ? next[expert] : 0;
+            __syncwarp();
+            if (row >= end) continue;
+            order[at + rank] = row;
+            if (rank == 0) next[expert] = at + __popc(same);
+        }
+    }
+}
+
+// sorted[at] = x[order[at] / sharers], and zeros where there is none; a warp has a row of so many packs.
+extern "C" __global__ void __launch_bounds__(256)
+    gather_rows(const Pack<bf16> *x, Pack<bf16> *sorted, const int *order, const int *starts, int experts, int packs,
+                int sharers) {
+    i64 at = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
+    if (at >= starts[experts]) return;
+    i64 row = order[at];
+    x += max(row, (i64)0) / sharers * packs;
+    sorted += at * packs;
+    // Several are under way before the first is stored.
+    for (int i = threadIdx.x & 31; i < packs; i += 32 * 8) {
+        Pack<bf16> p[8] = {};
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (row >= 0 && i + j * 32 < packs) p[j] = x[i + j * 32];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (i + j * 32 < packs) sorted[i + j * 32] = p[j];
+    }
+}
+
+// Plain matmuls: a block of 256 threads has a tile of 64 × 64, a thread 4 × 4 of it. Right in every type and shape, and slow.
+const int SIDE = 64, DEPTH = 16;
+
+struct Tiles {
+    float a[DEPTH][SIDE + 4], b[DEPTH][SIDE + 4];
+    int rows[SIDE];
+};
+
+static __device__ __forceinline__ void multiply(const Tiles &t, float acc[4][4]) {
+    int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 4;
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) acc[i][j] += t.a[d][r + i] * t.b[d][c + j];
+}
+
+// out[r, c] = Σ a[r / sharers, d] · w[e, c, d], or · w[e, d, c] where `across`, with e the expert of row r.
+template <typename T>
+static __device__ void grouped_rows(const T *a, const T *w, T *out, const int *order, const int *starts, int experts,
+                                    int columns, int depth, int sharers, int across) {
+    __shared__ Tiles t;
+    int first = blockIdx.x * SIDE, column = blockIdx.y * SIDE;
+    if (first >= starts[experts]) return;
+    // The last expert that starts here or before; those without rows start where the next does.
+    int low = 0, high = experts;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        (starts[middle] <= first ? low : high) = middle;
+    }
+    w += (i64)low * columns * depth;
+    if (threadIdx.x < SIDE) t.rows[threadIdx.x] = order[first + threadIdx.x];
+    float acc[4][4] = {};
+    for (int d0 = 0; d0 < depth; d0 += DEPTH) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < SIDE * DEPTH; i += 256) {
+            int r = i / DEPTH, d = i % DEPTH, row = t.rows[r];
+            bool there = d0 + d < depth;
+            t.a[d][r] = there && row >= 0 ? to_f32(a[(i64)(row / sharers) * depth + d0 + d]) : 0.0f;
+            int c = r;
+            if (across) {
+                c = i % SIDE;
+                d = i / SIDE;
+                there = d0 + d < depth;
+            }
+            i64 at = across ? (i64)(d0 + d) * columns + column + c : (i64)(column + c) * depth + d0 + d;
+            t.b[d][c] = there && column + c < columns ? to_f32(w[at]) : 0.0f;
+        }
+        __syncthreads();
+        multiply(t, acc);
+    }
+    int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (t.rows[r + i] >= 0 && column + c + j < columns)
+                out[(i64)t.rows[r + i] * columns + column + c + j] = Of<T>::f32(acc[i][j]);
+}
+
+// dw[e, i, j] (+)= Σ dy[r, i] · x[r / sharers, j] over the rows of expert e; sums in fixed point take a sequence's rows at a time.
+template <typename T>
+static __device__ void grouped_weight(const T *dy, const T *x, void *dw, const int *order, const int *starts,
+                                      int experts, int n, int k, int sharers, int kind, int add, int of_sequence) {
+    __shared__ Tiles t;
+    int e = blockIdx.z, i0 = blockIdx.y * SIDE, j0 = blockIdx.x * SIDE;
+    int at = starts[e], end = at + starts[experts + 1 + e];
+    int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 4;
+    do {
+        int stop = end;
+        if (kind == SUM_FIXED && at < end) {
+            int sequence = order[at] / of_sequence;
+            for (stop = at; stop < end && order[stop] / of_sequence == sequence;) stop++;
+        }
+        float acc[4][4] = {};
+        for (; at < stop; at += DEPTH) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < SIDE * DEPTH; i += 256) {
+                int d = i / SIDE, column = i % SIDE;
+                i64 row = at + d < stop ? order[at + d] : -1;
+                t.a[d][column] = row >= 0 && i0 + column < n ? to_f32(dy[row * n + i0 + column]) : 0.0f;
+                t.b[d][column] = row >= 0 && j0 + column < k ? to_f32(x[row / sharers * k + j0 + column]) : 0.0f;
+            }
+            __syncthreads();
+            multiply(t, acc);
+        }
+        at = stop;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (i0 + r + i < n && j0 + c + j < k)
+                    sum_write(dw, kind, ((i64)e * n + i0 + r + i) * k + j0 + c + j, acc[i][j], add);
+        add = 1;
+    } while (at < end);
+}
+
+// out[token] = Σ y[token, choice], by their weights where there are any. A block has a token.
+template <typename T>
+static __device__ void combine(const T *y, const float *weights, T *out, int choices, int d, int wide) {
+    const int N = Pack<T>::N;
+    i64 token = blockIdx.x;
+    y += token * choices * d;
+    out += token * d;
+    if (weights) weights += token * choices;
+    if (wide) {
+        for (int i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+            float sum[N] = {}, x[N];
+#pragma unroll 4
+            for (int c = 0; c < choices; c++) {
+                float by = weights ? weights[c] : 1.0f;
+                load(y + (i64)c * d + i, x);
+#pragma unroll
+                for (int j = 0; j < N; j++) sum[j] += by * x[j];
+            }
+            store(out + i, sum);
+        }
+    } else {
+        for (int i = threadIdx.x; i < d; i += blockDim.x) {
+            float sum = 0.0f;
+            for (int c = 0; c < choices; c++) sum += (weights ? weights[c] : 1.0f) * to_f32(y[(i64)c * d + i]);
+            out[i] = Of<T>::f32(sum);
+        }
+    }
+}
+
+// dy = weight · dout, dweight = dout · y; a warp has a row. dy may be in y's place; either result may be null.
+template <typename T>
+static __device__ void combine_grad(const T *dout, const T *y, const float *weights, T *dy, float *dweights, i64 rows,
+                                    int choices, int d, int wide) {
+    const int N = Pack<T>::N;
+    i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    int lane = threadIdx.x & 31;
+    if (row >= rows) return;
+    dout += row / choices * d;
+    y += row * d;
+    dy += dy ? row * d : 0;
+    float by = weights[row], dot = 0.0f;
+    if (wide) {
+        const int AT_ONCE = 4, STEP = 32 * N;
+        for (int i = lane * N; i < d; i += AT_ONCE * STEP) {
+            Pack<T> p[AT_ONCE] = {}, q[AT_ONCE] = {};
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++)
+                if (i + u * STEP < d) {
+                    p[u] = *(const Pack<T> *)(dout + i + u * STEP);
+                    q[u] = *(const Pack<T> *)(y + i + u * STEP);
+                }
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                float a[N], b[N];
+                unpack(p[u], a);
+                unpack(q[u], b);
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    dot += a[j] * b[j];
+                    a[j] *= by;
+                }
+                if (dy && i + u * STEP < d) store(dy + i + u * STEP, a);
+            }
+        }
+    } else {
+        for (int i = lane; i < d; i += 32) {
+            float a = to_f32(dout[i]);
+            dot += a * to_f32(y[i]);
+            if (dy) dy[i] = Of<T>::f32(by * a);
+        }
+    }
+    dot = warp_sum(dot);
+    if (dweights && lane == 0) dweights[row] = dot;
+}
+
+#define EXPERTS(T, NAME)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        grouped_rows_##NAME(const T *a, const T *w, T *out, const int *order, const int *starts, int experts,          \
+                            int columns, int depth, int sharers, int across) {                                         \
+        grouped_rows<T>(a, w, out, order, starts, experts, columns, depth, sharers, across);                           \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        grouped_weight_##NAME(const T *dy, const T *x, void *dw, const int *order, const int *starts, int experts,     \
+                              int n, int k, int sharers, int kind, int add, int of_sequence) {                         \
+        grouped_weight<T>(dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence);                   \
+    }                                                                                                                  \
+    extern "C" __global__ void combine_##NAME(const T *y, const float *weights, T *out, int choices, int d,            \
+                                              int wide) {                                                              \
+        combine<T>(y, weights, out, choices, d, wide);                                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void combine_grad_##NAME(const T *dout, const T *y, const float *weights, T *dy,             \
+                                                   float *dweights, i64 rows, int choices, int d, int wide) {          \
+        combine_grad<T>(dout, y, weights, dy, dweights, rows, choices, d, wide);                                       \
+    }
+EXPERTS(float, f32)
+EXPERTS(bf16, bf16)

@@ -1,0 +1,142 @@
+//! Mixtures of experts. Shapes: x `[rows, k]`, w `[experts, n, k]`, y `[rows, n]`; a token has a row for each of its experts.
+//!
+//! Every matmul sorts the rows by expert for itself: numbers in its scratch, not the rows. What an expert gets is known on the device alone.
+
+use super::grouped::{self, Product};
+use super::router::check_experts;
+use crate::CudaError;
+use crate::call::{Call, THREADS, sum_kind};
+use crate::driver::{ALIGNMENT, Address};
+use crate::kernels::args;
+use lockstep_ir::{DType, Workspace};
+
+/// Experts' rows start at multiples of this: as in `experts.cu`.
+const TILE: usize = 128;
+/// Side of a tile of the plain kernels: as in `experts.cu`.
+const SIDE: usize = 64;
+/// Most blocks that count rows, and rows that such a block counts at a time.
+const SHARES: usize = 256;
+const EACH: usize = 1024;
+
+/// Scratch of a grouped matmul: the order of rows, with room for each expert's last tile; where experts start and how many rows they
+/// have; counts of every share.
+pub fn scratch() -> Workspace {
+    Workspace { fixed: 3 * ALIGNMENT, terms: vec![(4, "…y"), (4 * (TILE + 2 + SHARES) as u64, "j")] }
+}
+
+/// The same of one into weights, which has x in the order of rows besides.
+pub fn weight_scratch(compute: DType) -> Workspace {
+    let Workspace { fixed, mut terms } = scratch();
+    if grouped::DTYPE == compute {
+        let bytes = compute.bytes() as u64;
+        terms.extend([(bytes, "…yk"), (bytes * TILE as u64, "jk")]);
+    }
+    Workspace { fixed: fixed + ALIGNMENT, terms }
+}
+
+/// Rows by expert, in the scratch of a call.
+#[derive(Clone, Copy)]
+pub struct Sorted {
+    pub experts: usize,
+    /// Most places that the order has, with padding.
+    pub places: usize,
+    pub order: Address,
+    pub starts: Address,
+    /// Behind all of it.
+    pub room: Address,
+}
+
+/// Sorts the rows of a call by what input 2 says.
+unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
+    let (experts, rows, chosen) = (check_experts(call)?, call.rows() * call.size('y'), call.input(2));
+    let whole = |elements: usize| (4 * elements as u64).next_multiple_of(ALIGNMENT);
+    let order = call.scratch()?;
+    let places = rows + experts * TILE;
+    let starts = order + whole(places);
+    let counts = starts + whole(2 * experts + 1);
+    let room = counts + whole(SHARES * experts);
+    let each = rows.div_ceil(SHARES).next_multiple_of(EACH);
+    let blocks = [rows.div_ceil(each).max(1), 1, 1];
+    // SAFETY: the operands and the scratch have these sizes.
+    unsafe {
+        call.plain(("experts", "count_rows"), blocks, 1024, args![chosen, counts, rows, each, experts])?;
+        let args = args![chosen, counts, order, starts, rows, each, experts];
+        call.plain(("experts", "place_rows"), blocks, 1024, args)?;
+    }
+    Ok(Sorted { experts, places, order, starts, room })
+}
+
+/// out by rows of `a`, `sharers` of which are one, and weights.
+unsafe fn rows(call: Call, product: Product, sharers: usize) -> Result<(), CudaError> {
+    let Some(out) = call.output(0) else { return Ok(()) };
+    let (n, k) = (call.size('n'), call.size('k'));
+    let (a, w) = (call.input(0), call.input(1));
+    // SAFETY: the operands have these sizes.
+    unsafe {
+        let sorted = sort(call)?;
+        if grouped::fits(call) {
+            return grouped::rows(call, product, (a, w, out), sorted, sharers);
+        }
+        let (columns, depth, across) = match product {
+            Product::Forward => (n, k, false),
+            Product::Input => (k, n, true),
+        };
+        let grid = [sorted.places.div_ceil(SIDE), columns.div_ceil(SIDE), 1];
+        let Sorted { experts, order, starts, .. } = sorted;
+        let args = args![a, w, out, order, starts, experts, columns, depth, sharers, across];
+        call.typed(("experts", "grouped_rows"), grid, THREADS, args)
+    }
+}
+
+/// y = x · wᵀ by each row's expert; `sharers` rows have one row of x.
+pub unsafe fn linear(call: Call, sharers: usize) -> Result<(), CudaError> {
+    // SAFETY: as the caller says.
+    unsafe { rows(call, Product::Forward, sharers) }
+}
+
+/// dx = dy · w by each row's expert.
+pub unsafe fn grad_input(call: Call) -> Result<(), CudaError> {
+    // SAFETY: as the caller says.
+    unsafe { rows(call, Product::Input, 1) }
+}
+
+/// dw (+)= dyᵀ · x of every expert.
+pub unsafe fn grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
+    let (Some(dw), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+    let (n, k, add) = (call.size('n'), call.size('k'), call.adds(0));
+    let (dy, x, kind) = (call.input(0), call.input(1), sum_kind(at.dtype));
+    // SAFETY: the operands have these sizes.
+    unsafe {
+        let sorted = sort(call)?;
+        if grouped::fits(call) && at.dtype != DType::Fixed64 {
+            return grouped::weight(call, (dy, x, dw), sorted, sharers, (at.dtype, add));
+        }
+        let Sorted { experts, order, starts, .. } = sorted;
+        let of_sequence = call.size('s') * call.size('y');
+        let grid = [k.div_ceil(SIDE), n.div_ceil(SIDE), experts];
+        let args = args![dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence];
+        call.typed(("experts", "grouped_weight"), grid, THREADS, args)
+    }
+}
+
+/// out `[tokens, d]`: the sum of y `[tokens, choices, d]`, by their weights where `weighted`.
+pub unsafe fn combine(call: Call, weighted: bool) -> Result<(), CudaError> {
+    let Some(out) = call.output(0) else { return Ok(()) };
+    let (d, weights) = (call.size('d'), weighted.then(|| call.input(1)));
+    let wide = call.wide(d);
+    let work = if wide { d / call.pack() } else { d };
+    let threads = work.next_multiple_of(32).clamp(32, THREADS);
+    let args = args![call.input(0), weights, out, call.size('y'), d, wide];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("experts", "combine"), [call.rows(), 1, 1], threads, args) }
+}
+
+/// dy = weight · dout, dweight = dout · y.
+pub unsafe fn combine_grad(call: Call) -> Result<(), CudaError> {
+    let (d, choices) = (call.size('d'), call.size('y'));
+    let rows = call.rows() * choices;
+    let (dout, y, weights) = (call.input(0), call.input(1), call.input(2));
+    let args = args![dout, y, weights, call.output(0), call.output(1), rows, choices, d, call.wide(d)];
+    // SAFETY: the operands have these sizes; an element of y is read before dy is written.
+    unsafe { call.typed(("experts", "combine_grad"), [rows.div_ceil(THREADS / 32), 1, 1], THREADS, args) }
+}
